@@ -1,0 +1,61 @@
+# make demo and make test set up all they need: system packages where they may, a virtual environment in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+
+BIN := $(VENV)/bin
+SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
+
+.PHONY: help demo test test-cpp test-sanitizers test-python lint format bench docs-check clean
+
+help:
+	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
+	@echo "make test    set up, build, run the C, C++ and Python tests and the sanitizer builds"
+	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
+	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"
+	@echo "make format  format C++ and Python"
+	@echo "make clean   remove build folders and the virtual environment"
+
+demo:
+	$(SETUP) demo
+	PYTHONPATH=examples $(BIN)/python -m byte_lm $(ARGS)
+
+test:
+	$(SETUP) test
+	$(MAKE) --no-print-directory test-cpp test-sanitizers test-python
+
+# Each build folder: configure, build, run its tests.
+define cpp_tests
+	$(BIN)/cmake -S . -B build/$(1) -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DANABRANCH_TESTS=ON \
+	  -DANABRANCH_XLA=OFF -DANABRANCH_WERROR=ON $(2)
+	$(BIN)/cmake --build build/$(1) -j $(JOBS)
+	cd build/$(1) && $(3) $(abspath $(BIN)/ctest) -j $(JOBS) --output-on-failure --no-tests=error $(4)
+endef
+
+test-cpp:
+	$(call cpp_tests,tests,)
+
+test-sanitizers:
+	$(call cpp_tests,asan,-DANABRANCH_SANITIZE=address$(comma)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo,\
+	  UBSAN_OPTIONS=print_stacktrace=1)
+	$(call cpp_tests,tsan,-DANABRANCH_SANITIZE=thread -DANABRANCH_OPENMP=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo,,-R Thread)
+
+test-python:
+	$(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
+
+lint:
+	$(SETUP) lint
+	scripts/lint
+
+format:
+	$(SETUP) lint
+	scripts/lint --fix
+
+bench:
+	$(SETUP) test
+	$(BIN)/python -m anabranch bench $(ARGS)
+
+clean:
+	rm -rf build $(VENV)
+
+comma := ,

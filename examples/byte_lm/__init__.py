@@ -1,0 +1,1 @@
+"""A small byte-level Mixture-of-Experts language model, trained on the Python standard library's own source."""

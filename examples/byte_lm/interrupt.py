@@ -1,0 +1,25 @@
+"""Turns Ctrl-C and SIGTERM into a request that the training loop honours after the step in progress."""
+
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """Within `with`, the first signal sets `requested`; a second one stops at once, as Python does by itself."""
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self) -> "StopRequest":
+        self._before = {number: signal.signal(number, self._request) for number in self.signals}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self.__exit__()

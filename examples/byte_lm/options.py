@@ -1,0 +1,123 @@
+"""The options of a run: one dataclass, from which the command line, the help and the saved configuration come."""
+
+import argparse
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+from byte_lm.data import stdlib_folder
+from byte_lm.model import ModelConfig
+
+#: The folder `out` of this checkout.
+DEFAULT_OUT = Path(__file__).resolve().parents[2] / "out" / "byte_lm"
+
+
+def _option(group: str, default: Any, text: str, minimum: float | None = None, choices: tuple[str, ...] | None = None):
+    return dataclasses.field(default=default, metadata=dict(group=group, text=text, minimum=minimum, choices=choices))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run does. Every field is an option of the command line (`aux_loss`: --aux-loss)."""
+
+    width: int = _option("model", 128, "width of the model, D", 2)
+    layers: int = _option("model", 4, "transformer layers", 1)
+    heads: int = _option("model", 4, "attention heads; must divide the width", 1)
+    dtype: str = _option("model", "float32", "dtype of the computation", choices=("float32", "bfloat16"))
+
+    experts: int = _option("experts", 8, "experts of a layer, E", 1)
+    topk: int = _option("experts", 2, "experts that a byte passes through, K", 1)
+    hidden: int = _option("experts", 256, "width of one expert, F", 1)
+    shared_experts: int = _option("experts", 0, "experts that every byte passes through, beside the K", 0)
+    score_function: str = _option(
+        "experts", "softmax", "router's score function", choices=("softmax", "sigmoid", "sqrtsoftplus")
+    )
+    aux_loss: float = _option("experts", 0.01, "coefficient of the load-balance loss; 0: none", 0)
+    expert_bias: float = _option(
+        "experts", 0.0, "step of the selection bias that balances without a loss (1e-3 to 1e-2); 0: none", 0
+    )
+
+    steps: int = _option("training", 700, "training steps in all", 1)
+    batch: int = _option("training", 16, "windows of text a step", 1)
+    seq: int = _option("training", 128, "bytes of a window", 2)
+    lr: float = _option("training", 3e-3, "peak learning rate of AdamW", 0)
+    seed: int = _option("training", 0, "seed of the weights, the batches and the sample", 0)
+    corpus: Path = _option("training", stdlib_folder(), "train on every *.py file below this folder")  # noqa: RUF009
+
+    out: Path = _option("run", DEFAULT_OUT, "folder for checkpoints, pictures and summary.json")  # noqa: RUF009
+    save_every: int = _option("run", 200, "steps between checkpoints", 1)
+    held_out_bytes: int = _option("run", 1 << 18, "held-out bytes that the final table is measured on, at most", 1)
+    prompt: str = _option("run", "def read_", "beginning of the sample")
+    sample_bytes: int = _option("run", 400, "bytes of sample to write", 1)
+    temperature: float = _option("run", 0.7, "temperature of the sample; 0: always the likeliest byte", 0)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, minimum = getattr(self, field.name), field.metadata["minimum"]
+            name = f"--{field.name.replace('_', '-')}"
+            if minimum is not None and not (math.isfinite(value) and value >= minimum):
+                raise ValueError(f"{name}: got {value}, expected a number >= {minimum}")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"--heads: got {self.heads}, expected an even width of a head, width {self.width} / heads")
+        if self.topk > self.experts:
+            raise ValueError(f"--topk: got {self.topk}, expected at most the {self.experts} experts")
+        if not self.prompt.encode():
+            raise ValueError(f"--prompt: got {self.prompt!r}, expected at least one byte")
+
+    def model(self) -> ModelConfig:
+        """The part that shapes the model."""
+        return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)})
+
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the saved one, as JSON values: everything that decides a step,
+        but `steps`, which may grow, and the corpus, whose text is compared instead of its folder.
+        """
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.metadata["group"] != "run" and field.name not in ("steps", "corpus")
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """All options as JSON values."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def parse(arguments: list[str] | None = None) -> tuple[Options, str]:
+    """Reads the command line.
+
+    Returns:
+      (options, start): start is "auto" (go on from a checkpoint if there is one), "resume" or "fresh".
+    """
+    parser = argparse.ArgumentParser(
+        prog="byte_lm",
+        description="Trains a small byte-level Mixture-of-Experts language model on the Python standard library's own "
+        "source, found on this machine, and sets it against a byte-trigram model on held-out files. "
+        "Ctrl-C saves and stops; the same command goes on from there.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(Options):
+        about = field.metadata
+        group = groups.setdefault(about["group"], parser.add_argument_group(about["group"]))
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=type(field.default) if isinstance(field.default, (int, float, str)) else Path,
+            default=field.default,
+            choices=about["choices"],
+            metavar=None if about["choices"] else type(field.default).__name__.replace("PosixPath", "folder"),
+            help=about["text"],
+        )
+    start = groups["run"].add_mutually_exclusive_group()
+    flag = functools.partial(start.add_argument, dest="start", action="store_const", default=argparse.SUPPRESS)
+    flag("--resume", const="resume", help="go on from the checkpoint in the out folder; an error if there is none")
+    flag("--fresh", const="fresh", help="delete what an earlier run left in the out folder and begin anew")
+    values = vars(parser.parse_args(arguments))
+    mode = values.pop("start", "auto")
+    try:
+        return Options(**values), mode
+    except ValueError as error:
+        parser.error(str(error))

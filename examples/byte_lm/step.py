@@ -1,0 +1,121 @@
+"""What is computed: the training step and the evaluation, pure functions of (state, batch)."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from anabranch.jax.nnx import RouterState
+from byte_lm.data import windows
+from byte_lm.model import ByteLM
+from byte_lm.options import Options
+
+
+class TrainState(NamedTuple):
+    """All that the next step depends on, besides its batch.
+
+    Attributes:
+      step: int32 scalar, steps done.
+      params: the model's parameters.
+      router: the routers' state (selection biases), which no optimiser touches.
+      opt_state: the optimiser's.
+    """
+
+    step: jax.Array
+    params: Any
+    router: Any
+    opt_state: Any
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports: the batch's loss in bits per byte, float32, and the loads int32 [layers, E]."""
+
+    train_bits: jax.Array
+    loads: jax.Array
+
+
+def make_optimizer(options: Options) -> optax.GradientTransformation:
+    """AdamW with clipped gradients, a short warm-up and a cosine decay to a fiftieth of the peak rate."""
+    warmup = min(100, options.steps // 10)
+    rate = optax.warmup_cosine_decay_schedule(0.0, options.lr, warmup, options.steps, options.lr / 50)
+    adamw = optax.adamw(
+        rate, b2=0.95, weight_decay=0.1, mask=lambda params: jax.tree.map(lambda value: value.ndim >= 2, params)
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The functions of one configuration.
+
+    Attributes:
+      options: the configuration.
+      graph: structure of the model, to which `nnx.merge` adds the arrays of a state.
+      optimizer: of the parameters.
+    """
+
+    options: Options
+    graph: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+
+    @classmethod
+    def of(cls, options: Options) -> "Program":
+        """The program of these options; no array is made."""
+        graph, *_ = nnx.split(nnx.eval_shape(lambda: _model(options)), nnx.Param, RouterState)
+        return cls(options, graph, make_optimizer(options))
+
+    def init(self) -> TrainState:
+        """The state before the first step, decided by the seed."""
+        _, params, router = nnx.split(_model(self.options), nnx.Param, RouterState)
+        return TrainState(jnp.zeros((), jnp.int32), params, router, self.optimizer.init(params))
+
+    @functools.cached_property
+    def train_step(self):
+        """(state, batch uint8 [B, seq + 1]) -> (next state, metrics), compiled; the state passed in is used up."""
+        return jax.jit(self._train_step, donate_argnums=0)
+
+    def _train_step(self, state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
+        def loss_of(params: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            nats, aux_loss, loads = self._losses(params, state.router, batch)
+            return nats.mean() + aux_loss, (nats.mean(), loads)
+
+        grads, (nats, loads) = jax.grad(loss_of, has_aux=True)(state.params)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        model = nnx.merge(self.graph, optax.apply_updates(state.params, updates), state.router)
+        model.update_expert_bias(loads)
+        _, params, router = nnx.split(model, nnx.Param, RouterState)
+        return TrainState(state.step + 1, params, router, opt_state), StepMetrics(nats / math.log(2), loads)
+
+    def _losses(self, params: Any, router: Any, batch: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(nats of every predicted byte [B, seq], load-balance loss, loads [layers, E])."""
+        logits, aux_loss, loads = nnx.merge(self.graph, params, router)(batch[:, :-1])
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].astype(jnp.int32))
+        return nats, aux_loss, loads
+
+    @functools.cached_property
+    def _nats(self):
+        return jax.jit(lambda params, router, batch: self._losses(params, router, batch)[0].sum(axis=1))
+
+    def evaluate(self, state: TrainState, text: np.ndarray, starts: np.ndarray) -> float:
+        """Mean bits per byte over the windows of `text` uint8 [N] that begin at `starts` int [W]."""
+        size, total = self.options.batch, 0.0
+        for begin in range(0, len(starts), size):
+            chosen = starts[begin : begin + size]
+            batch = windows(text, np.resize(chosen, size), self.options.seq)
+            nats = np.asarray(self._nats(state.params, state.router, batch))
+            total += float(nats[: len(chosen)].sum(dtype=np.float64))
+        return total / (len(starts) * self.options.seq * math.log(2))
+
+    def logits(self, state: TrainState, tokens: jax.Array) -> jax.Array:
+        """float32 [B, S, 256]: logits of the byte after each of `tokens` [B, S]."""
+        return nnx.merge(self.graph, state.params, state.router)(tokens)[0]
+
+
+def _model(options: Options) -> ByteLM:
+    return ByteLM(options.model(), rngs=nnx.Rngs(options.seed))

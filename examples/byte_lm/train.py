@@ -1,0 +1,179 @@
+"""The run: find the text, train with checkpoints until done or interrupted, then report."""
+
+import dataclasses
+import math
+import sys
+import time
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from byte_lm import report
+from byte_lm.checkpoint import History, RunFolder
+from byte_lm.data import Corpus, held_out_starts, load_corpus, training_batch
+from byte_lm.errors import RunError
+from byte_lm.generate import generate
+from byte_lm.interrupt import StopRequest
+from byte_lm.options import Options, parse
+from byte_lm.step import Program, TrainState
+from byte_lm.trigram import Trigram
+
+#: Measurements on held-out text during a whole run, for the loss curve, and the windows that each one reads.
+MEASUREMENTS, MEASURED_WINDOWS = 10, 128
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo; returns the process's exit status."""
+    options, start = parse(arguments)
+    try:
+        run(options, start)
+    except RunError as error:
+        print(f"byte_lm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            f"\nStopped at once. The checkpoints in {options.out} are whole; the same command goes on from the newest."
+        )
+        return 130
+    return 0
+
+
+def run(options: Options, start: str = "auto") -> "Run":
+    """Trains to `options.steps` steps or until interrupted, and writes the report.
+
+    Args:
+      options: what to do.
+      start: "auto" goes on from a checkpoint if there is one, "resume" needs one, "fresh" begins anew.
+
+    Raises:
+      RunError: the corpus has too little text, or the checkpoint in the folder does not fit the options.
+    """
+    corpus = load_corpus(options.corpus)
+    shortest = min(len(corpus.train), len(corpus.held_out))
+    if shortest < options.seq + 2:
+        raise RunError(f"corpus: got {shortest} bytes on one side of the split, expected at least {options.seq + 2}")
+    folder = RunFolder(options.out)
+    try:
+        this = Run.begin(options, start, corpus, folder)
+        with StopRequest() as stop:
+            this.train(stop)
+        this.finish()
+    finally:
+        folder.close()
+    return this
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in progress.
+
+    Attributes:
+      options, corpus, folder, program: what it works with.
+      state: after the steps done so far.
+      history: of those steps.
+    """
+
+    options: Options
+    corpus: Corpus
+    folder: RunFolder
+    program: Program
+    state: TrainState
+    history: History
+
+    @classmethod
+    def begin(cls, options: Options, start: str, corpus: Corpus, folder: RunFolder) -> "Run":
+        """A run before its first step, or as the newest checkpoint left it; says what is about to happen."""
+        program = Program.of(options)
+        shapes = jax.eval_shape(program.init)
+        config = {**options.fixed(), "corpus": corpus.fingerprint}
+        if start == "fresh":
+            folder.clear()
+        saved = folder.saved_step()
+        if saved is None:
+            if start == "resume":
+                raise RunError(f"--resume: got no checkpoint in {folder.path}, expected one")
+            folder.write_config(config)
+        else:
+            folder.check_config(config)
+            if saved > options.steps:
+                raise RunError(f"--steps: got {options.steps}, expected at least {saved}, the steps in {folder.path}")
+        print(report.introduction(options, corpus, shapes.params, saved or 0))
+        if saved is None:
+            return cls(options, corpus, folder, program, program.init(), History())
+        return cls(options, corpus, folder, program, *folder.restore(shapes, (options.layers, options.experts)))
+
+    @property
+    def done(self) -> int:
+        """Steps done."""
+        return len(self.history.train_bits)
+
+    def train(self, stop: StopRequest) -> None:
+        """Takes the remaining steps until `stop` is requested; saves now and then and at the end."""
+        options = self.options
+        starts = held_out_starts(self.corpus.held_out, options.seq, MEASURED_WINDOWS)
+        measure_every = math.ceil(options.steps / MEASUREMENTS)
+        with tqdm(
+            total=options.steps,
+            initial=self.done,
+            desc="compiling",
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 10,
+        ) as progress:
+            while self.done < options.steps and not stop.requested:
+                measure = (self.done + 1) % measure_every == 0
+                self.step(starts if measure else None)
+                progress.set_description_str("training", refresh=False)
+                progress.set_postfix_str(report.progress_line(options, self.history), refresh=False)
+                progress.update()
+                if self.done % options.save_every == 0:
+                    self.folder.save(self.state, self.history)
+        self.folder.save(self.state, self.history)
+
+    def step(self, measured: np.ndarray | None) -> None:
+        """Takes one step; then measures on the held-out windows that begin at `measured`, if given."""
+        options, text = self.options, self.corpus.train
+        batch = training_batch(text, self.done, options.batch, options.seq, options.seed)
+        began = time.perf_counter()
+        self.state, metrics = self.program.train_step(self.state, batch)
+        train_bits, loads = float(metrics.train_bits), np.asarray(metrics.loads)
+        seconds = time.perf_counter() - began
+        held_out_bits = math.nan
+        if measured is not None:
+            held_out_bits = self.program.evaluate(self.state, self.corpus.held_out, measured)
+        self.history.append(train_bits, held_out_bits, seconds, loads)
+
+    def finish(self) -> None:
+        """Writes pictures and summary; for a finished run also the held-out comparison and the sample."""
+        finished = self.done == self.options.steps
+        comparison = self.compare() if finished else None
+        sample = self.sample() if finished else None
+        if self.done:
+            report.write(self.options, self.corpus, self.state.params, self.history, comparison, sample)
+        if not finished:
+            print(f"Stopped after {self.done} of {self.options.steps} steps, all saved. The same command goes on.")
+
+    def compare(self) -> report.Comparison:
+        """The model and the trigram, fitted on the same training text, on the same held-out bytes."""
+        seq, text = self.options.seq, self.corpus.held_out
+        starts = held_out_starts(text, seq, max(1, self.options.held_out_bytes // seq))
+        positions = (starts[:, None] + np.arange(1, seq + 1)).ravel()
+        return report.Comparison(
+            bytes=len(positions),
+            model=self.program.evaluate(self.state, text, starts),
+            trigram=Trigram(self.corpus.train).bits_per_byte(text, positions),
+        )
+
+    def sample(self) -> str:
+        """The prompt and what the model makes of it."""
+        options, prompt = self.options, self.options.prompt.encode()
+        text = generate(
+            lambda tokens: self.program.logits(self.state, tokens),
+            prompt,
+            options.sample_bytes,
+            options.seq,
+            options.temperature,
+            jax.random.key(options.seed),
+        )
+        return (prompt + text).decode(errors="replace")

@@ -1,0 +1,127 @@
+/* The experts: grouped matrix products and the gated feed-forward network, forward and backward.
+ * Sizes: T tokens, E experts, K = topk experts a token, D model width, F expert width, R rows, P parts of W_in:
+ * 2 (gate, up) for a gated expert, 1 for an ungated one.
+ *
+ * Rows of one expert stand together, group_sizes[e] rows each, in memory of the device. Negative sizes count as 0 and
+ * sizes past R are cut, so that no content of group_sizes touches memory out of bounds. Rows past their sum are zero
+ * in every output and give no gradient.
+ *
+ * Floating-point tensors named x, w, y, h and their gradients have one dtype: float32, bfloat16 or float16; cotangents
+ * (d_y, d_out) and weights of rows may have any of the three. Products accumulate in float32. bfloat16 runs on
+ * bfloat16 instructions where the CPU has them (AVX-512-BF16 or AMX) and is converted to float32 tile by tile
+ * elsewhere; the environment variable ANABRANCH_BF16 = native | convert overrides that choice. */
+#ifndef ANABRANCH_EXPERTS_H_
+#define ANABRANCH_EXPERTS_H_
+
+#include "anabranch/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum ab_activation {
+  AB_SILU = 0,  /* h / (1 + exp(-h)) */
+  AB_GELU = 1,  /* h/2 (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3))) */
+  AB_RELU = 2,  /* max(h, 0), slope 0 at 0 */
+  AB_RELU2 = 3, /* max(h, 0)^2 */
+} ab_activation;
+
+/* y = x w[e] on the rows of expert e; with transpose_w, y = x w[e]^T. */
+typedef struct ab_grouped_matmul_args {
+  size_t size;
+  int32_t transpose_w;
+  const ab_tensor* x;           /* [R, D] */
+  const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D] */
+  const ab_tensor* group_sizes; /* [E] int32 */
+  const ab_tensor* y;           /* [R, N] */
+} ab_grouped_matmul_args;
+
+AB_API ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
+AB_API ab_status ab_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec, size_t* bytes);
+
+/* dw[e] = x^T d_y over the rows of expert e, summed in float32; zero for an expert without rows. Both operands may have
+ * any float dtype. For weights stored transposed, swap x and d_y. */
+typedef struct ab_grouped_matmul_dw_args {
+  size_t size;
+  const ab_tensor* x;           /* [R, D] */
+  const ab_tensor* d_y;         /* [R, N] */
+  const ab_tensor* group_sizes; /* [E] int32 */
+  const ab_tensor* d_w;         /* [E, D, N], any float dtype */
+} ab_grouped_matmul_dw_args;
+
+AB_API ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);
+AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,
+                                                size_t* bytes);
+
+/* h = x W_in[e] + b_in[e];  a = act(h_gate) h_up, or act(h) ungated;  y = a W_out[e] + b_out[e].
+ *
+ * With slot_of_row, x holds tokens: row r reads token slot_of_row[r] / K; a row whose entry lies outside [0, T K) is
+ * padding, zero in y and h. Without it, x holds the rows themselves. Weights multiply y, or with weight_early a and
+ * b_out. `a` is computed from h in float32 before h is rounded, and rounded to the dtype of x.
+ * Workspace: [R, F] of the dtype of x, and some MiB a thread. */
+typedef struct ab_expert_ffn_forward_args {
+  size_t size;
+  int32_t activation;   /* ab_activation */
+  int32_t weight_early; /* 1: weights multiply before W_out */
+  int32_t topk;         /* K with slot_of_row, else 0 */
+  /* inputs */
+  const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
+  const ab_tensor* slot_of_row; /* [R] int32, or NULL */
+  const ab_tensor* group_sizes; /* [E] int32 */
+  const ab_tensor* w_in;        /* [E, D, P, F] */
+  const ab_tensor* b_in;        /* [E, P, F], or NULL */
+  const ab_tensor* w_out;       /* [E, F, D] */
+  const ab_tensor* b_out;       /* [E, D], or NULL */
+  const ab_tensor* weights;     /* float [T, K] with slot_of_row, else [R]; NULL: 1 */
+  /* outputs */
+  const ab_tensor* y; /* [R, D] */
+  const ab_tensor* h; /* [R, P, F], or NULL: kept for the backward pass */
+} ab_expert_ffn_forward_args;
+
+AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
+AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec* exec,
+                                                 size_t* bytes);
+
+/* With d_y = d_out of the row's token, unweighted, and w the row's weight (1 without weights):
+ *
+ *     da' = d_y W_out[e]^T;  d_w = <da', a> + <d_y, b_out[e]>;  da = w da';  dh = act'(h) da;
+ *     dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh;  dx = dh W_in^T.
+ *
+ * The same for early and late weights. Memory: dh may be the very buffer of h, which it then takes over. The workspace
+ * holds w a, [R, F] of the dtype of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not
+ * given; and some MiB a thread. So with dh in h's place the peak is weights, gradients, x, h and two row buffers
+ * (w a and dx_rows). */
+typedef struct ab_expert_ffn_backward_args {
+  size_t size;
+  int32_t activation;
+  int32_t topk; /* K with slot_of_row, else 0 */
+  /* what the forward pass saw and kept */
+  const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
+  const ab_tensor* slot_of_row; /* [R] int32, or NULL */
+  const ab_tensor* group_sizes; /* [E] int32 */
+  const ab_tensor* w_in;        /* [E, D, P, F] */
+  const ab_tensor* w_out;       /* [E, F, D] */
+  const ab_tensor* b_out;       /* [E, D], or NULL; enters d_weights only */
+  const ab_tensor* weights;     /* float [T, K] with slot_of_row, else [R]; NULL: 1 */
+  const ab_tensor* h;           /* [R, P, F] */
+  /* cotangent */
+  const ab_tensor* d_out; /* float [T, D] with slot_of_row, else [R, D] */
+  /* outputs, each may be NULL: not wanted */
+  const ab_tensor* dh;        /* [R, P, F]; its memory may be that of h */
+  const ab_tensor* dx_rows;   /* [R, D] */
+  const ab_tensor* d_w_in;    /* [E, D, P, F] */
+  const ab_tensor* d_b_in;    /* [E, P, F] */
+  const ab_tensor* d_w_out;   /* [E, F, D] */
+  const ab_tensor* d_b_out;   /* [E, D] */
+  const ab_tensor* d_weights; /* float32 [T, K] with slot_of_row (0 for a slot without a row), else [R] */
+} ab_expert_ffn_backward_args;
+
+AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);
+AB_API ab_status ab_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec* exec,
+                                                  size_t* bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* ANABRANCH_EXPERTS_H_ */

@@ -1,0 +1,77 @@
+/* The router: logits to experts and weights, and the gradient back.
+ * Sizes: T tokens, E experts, K = topk experts a token, B sequences (T % B == 0; sequence b holds tokens b*T/B ...). */
+#ifndef ANABRANCH_ROUTER_H_
+#define ANABRANCH_ROUTER_H_
+
+#include "anabranch/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum ab_score_function {
+  AB_SOFTMAX = 0,     /* exp(z - logsumexp z) */
+  AB_SIGMOID = 1,     /* 1 / (1 + exp(-z)) */
+  AB_SQRTSOFTPLUS = 2 /* sqrt(log(1 + exp(z))) */
+} ab_score_function;
+
+/* One read of the logits gives every output that is wanted. An option that nothing wanted depends on is refused. */
+typedef struct ab_router_forward_args {
+  size_t size;
+  int32_t topk;           /* 1 <= K <= E */
+  int32_t score_function; /* ab_score_function */
+  int32_t normalize;      /* 1: weights of a token sum to scaling_factor; 0: raw scores */
+  int32_t num_groups;     /* 0: no groups; else E % num_groups == 0 */
+  int32_t group_topk;     /* groups kept for a token; K % group_topk == 0 */
+  float scaling_factor;   /* finite; multiplies the weights */
+  /* inputs */
+  const ab_tensor* logits;         /* [T, E] float32, bfloat16 or float16 */
+  const ab_tensor* expert_bias;    /* [E] float, or NULL; steers the selection only */
+  const ab_tensor* token_mask;     /* [T] bool, or NULL; 0 = padding: expert -1, weight 0, counted nowhere */
+  const ab_tensor* forced_experts; /* [T, K] int32, or NULL: the selection is given (replay); -1 or out of range: no
+                                    * expert; excludes expert_bias, groups and dense outputs */
+  /* compact outputs */
+  const ab_tensor* weights;           /* [T, K] float32 */
+  const ab_tensor* experts;           /* [T, K] int32 */
+  const ab_tensor* tokens_per_expert; /* [E] or [B, E] int32 */
+  const ab_tensor* score_sum;         /* [E] or [B, E] float32: sum over tokens of the auxiliary scores */
+  const ab_tensor* lse;               /* [T] float32: logsumexp of the logits */
+  /* dense outputs */
+  const ab_tensor* probs;       /* [T, E], dtype of the logits */
+  const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, or [T, K] int16 / int32 / int64 */
+  const ab_tensor* aux_scores;  /* [T, E] float32 */
+} ab_router_forward_args;
+
+AB_API ab_status ab_router_forward(const ab_router_forward_args* args, const ab_exec* exec);
+AB_API ab_status ab_router_forward_workspace(const ab_router_forward_args* args, const ab_exec* exec, size_t* bytes);
+
+/* d_logits from the cotangents of weights (or probs), score_sum (or aux_scores) and lse, written once. */
+typedef struct ab_router_backward_args {
+  size_t size;
+  int32_t topk;
+  int32_t score_function;
+  int32_t normalize;
+  float scaling_factor;
+  /* what the forward pass saw and chose */
+  const ab_tensor* logits;     /* [T, E] */
+  const ab_tensor* experts;    /* [T, K] int32; NULL only without d_weights and d_probs */
+  const ab_tensor* token_mask; /* [T] bool, or NULL */
+  const ab_tensor* lse; /* [T] float32 of the forward pass, where a softmax or d_lse is in play; NULL: recomputed */
+  /* cotangents, each float32, bfloat16 or float16, NULL: zero */
+  const ab_tensor* d_weights;    /* [T, K] */
+  const ab_tensor* d_probs;      /* [T, E], read at the selected experts only; excludes d_weights */
+  const ab_tensor* d_score_sum;  /* [E] or [B, E] */
+  const ab_tensor* d_aux_scores; /* [T, E]; excludes d_score_sum */
+  const ab_tensor* d_lse;        /* [T] */
+  /* output */
+  const ab_tensor* d_logits; /* [T, E], dtype of the logits */
+} ab_router_backward_args;
+
+AB_API ab_status ab_router_backward(const ab_router_backward_args* args, const ab_exec* exec);
+AB_API ab_status ab_router_backward_workspace(const ab_router_backward_args* args, const ab_exec* exec, size_t* bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* ANABRANCH_ROUTER_H_ */

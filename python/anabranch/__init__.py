@@ -1,0 +1,6 @@
+"""Anabranch: the Mixture-of-Experts layer for people who train models.
+
+`anabranch.jax` holds the operations for JAX, `anabranch.reference` the numpy float64 oracle.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,63 @@
+"""What `python -m anabranch info` prints: what was found on this machine, and why a backend is missing."""
+
+import importlib.metadata
+import json
+import os
+import platform
+
+import anabranch
+from anabranch import _library
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _jax_backends() -> dict[str, str]:
+    """The platforms JAX sees, or why it sees none."""
+    try:
+        import jax
+    except ImportError as error:
+        return {"jax devices": f"none: {error}"}
+    try:
+        return {"jax devices": ", ".join(f"{d.platform}:{d.id} ({d.device_kind})" for d in jax.devices())}
+    except RuntimeError as error:
+        return {"jax devices": f"none: {error}"}
+
+
+def collect() -> dict[str, str]:
+    """Everything `info` prints, as text by name."""
+    facts = {
+        "anabranch": anabranch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} logical CPUs, {len(os.sched_getaffinity(0))} usable",
+    }
+    try:
+        library = _library.load()
+        facts["cpu backend"] = "available"
+        facts["library"] = library._name
+        facts |= {f"library {name}": value for name, value in _library.describe().items()}
+    except _library.LibraryError as error:
+        facts["cpu backend"] = f"missing: {error}"
+    facts["cuda backend"] = "missing: this version has none"
+    facts |= {package: _version(package) for package in ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch")}
+    facts |= _jax_backends()
+    environment = [f"{n}={os.environ[n]}" for n in ("ANABRANCH_LIBRARY", "ANABRANCH_ISA") if n in os.environ]
+    environment += [f"{n}={os.environ[n]}" for n in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if n in os.environ]
+    facts["environment"] = ", ".join(environment) or "no setting of ours"
+    return facts
+
+
+def run(*, as_json: bool) -> int:
+    """Prints the facts; status 1 where no backend can be used."""
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            print(f"{name:<{width}}  {value}")
+    return 0 if facts["cpu backend"] == "available" else 1

@@ -1,0 +1,59 @@
+"""Anabranch for JAX: route, plan, dispatch, experts, combine, and the whole layer as one differentiable function."""
+
+import contextlib
+
+from anabranch._library import LibraryError
+from anabranch.jax import _ffi
+from anabranch.jax._ffi import custom_calls
+from anabranch.jax.balance import fused_moe_aux_loss, load_balance_loss, z_loss
+from anabranch.jax.chunk_sort import sort_chunks_by_index
+from anabranch.jax.dispatch import Plan, combine, dispatch, plan
+from anabranch.jax.dispatch_te import routing_map_to_selected_experts, token_combine, token_dispatch
+from anabranch.jax.experts import expert_ffn, grouped_matmul
+from anabranch.jax.moe import MoEOutput, moe
+from anabranch.jax.ragged_exchange import (
+    compute_ragged_all_to_all_params,
+    compute_reverse_ragged_all_to_all_params,
+    local_permute_after_a2a,
+    local_unpermute_before_a2a,
+)
+from anabranch.jax.router import Routing, route
+from anabranch.jax.router_te import (
+    RoutingMapFormat,
+    ScoreFunction,
+    fused_compute_score_for_moe_aux_loss,
+    fused_topk_with_score_function,
+)
+
+__all__ = [
+    "MoEOutput",
+    "Plan",
+    "Routing",
+    "RoutingMapFormat",
+    "ScoreFunction",
+    "combine",
+    "compute_ragged_all_to_all_params",
+    "compute_reverse_ragged_all_to_all_params",
+    "custom_calls",
+    "dispatch",
+    "expert_ffn",
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
+    "grouped_matmul",
+    "load_balance_loss",
+    "local_permute_after_a2a",
+    "local_unpermute_before_a2a",
+    "moe",
+    "plan",
+    "route",
+    "routing_map_to_selected_experts",
+    "sort_chunks_by_index",
+    "token_combine",
+    "token_dispatch",
+    "z_loss",
+]
+
+# Without a library the import goes well and the first operation says why it cannot run.
+with contextlib.suppress(LibraryError):
+    _ffi.register()

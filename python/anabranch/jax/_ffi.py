@@ -1,0 +1,96 @@
+"""The bridge from JAX to the C library: registers the XLA FFI handlers and calls them.
+
+A call names its operands and results as the C struct does (include/anabranch/*.h); None means "not given" or "not
+wanted", so one handler serves every combination of optional tensors.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from anabranch import _library
+
+_HANDLERS = (
+    "ab_xla_combine",
+    "ab_xla_combine_backward",
+    "ab_xla_dispatch",
+    "ab_xla_expand_row_id_map",
+    "ab_xla_expert_ffn_backward",
+    "ab_xla_expert_ffn_forward",
+    "ab_xla_grouped_matmul",
+    "ab_xla_grouped_matmul_dw",
+    "ab_xla_plan",
+    "ab_xla_router_backward",
+    "ab_xla_router_forward",
+    "ab_xla_score_sum",
+    "ab_xla_sort_chunks",
+)
+
+
+def custom_calls() -> tuple[str, ...]:
+    """Names of the custom calls that programs with our operations hold; `jax.export` must be told to allow them.
+
+    >>> "ab_xla_plan" in custom_calls()
+    True
+    """
+    return _HANDLERS
+
+
+@functools.cache
+def register() -> None:
+    """Makes the handlers known to JAX, once. Importing `anabranch.jax` does it, so that exported programs find them.
+
+    Raises:
+      LibraryError: the C library cannot be loaded.
+    """
+    library = _library.load()
+    for name in _HANDLERS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+
+
+def cotangent(value: Any) -> jax.Array | None:
+    """A cotangent of a rule with symbolic zeros: None where it is zero or belongs to integers."""
+    if isinstance(value, jax.custom_derivatives.SymbolicZero) or value.dtype == jax.dtypes.float0:
+        return None
+    return value
+
+
+def call(
+    target: str,
+    operands: Mapping[str, jax.Array | None],
+    results: Mapping[str, jax.ShapeDtypeStruct | None],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    **attributes: int | float,
+) -> dict[str, Any]:
+    """Calls the handler `target`.
+
+    Args:
+      target: exported symbol, for example "ab_xla_router_forward".
+      operands: arrays by field name; None: not given.
+      results: shapes and dtypes by field name; None: not wanted.
+      aliases: result name for an operand name whose buffer it may take over.
+      attributes: options by field name; int becomes int32, float float32.
+
+    Returns:
+      The results by name, None where not wanted. Batched by vmap one slice after another.
+    """
+    register()
+    operands = {name: array for name, array in operands.items() if array is not None}
+    wanted = {name: result for name, result in results.items() if result is not None}
+    order = list(operands)
+    outputs = jax.ffi.ffi_call(
+        target,
+        tuple(wanted.values()),
+        vmap_method="sequential",
+        input_output_aliases={order.index(a): list(wanted).index(b) for a, b in (aliases or {}).items()},
+    )(
+        *operands.values(),
+        operands=",".join(operands),
+        results=",".join(wanted),
+        **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in attributes.items()},
+    )
+    return {**dict.fromkeys(results), **dict(zip(wanted, outputs, strict=True))}

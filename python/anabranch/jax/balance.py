@@ -1,0 +1,173 @@
+"""Losses that keep the router balanced, on the statistics that `route` returns.
+
+On [E]- and [T]-sized data plain jax.numpy is as fast as a kernel, and fuses, shards and differentiates by itself. Only
+the column sums of dense scores, which read [T, E], are a kernel.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax import _check, _ffi
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_COUNTS = (*_INTEGERS, "float32")
+
+
+def _count(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A number of tokens, a Python int or an array (a scalar, or of `shape`), as float32."""
+    if isinstance(value, int):
+        return jnp.float32(_check.integer(name, value, 0))
+    scalar = getattr(value, "shape", shape) == ()
+    return jax.lax.stop_gradient(_check.array(name, value, _COUNTS, () if scalar else shape)).astype(jnp.float32)
+
+
+def _balance(
+    score_sum: jax.Array, counts: jax.Array, num_experts: int, topk: int, coeff: float, tokens: jax.Array
+) -> jax.Array:
+    """coeff E / (K N^2) sum_e score_sum[e] counts[e] over the last axis; 0 where N = 0."""
+    some = tokens > 0
+    factor = jnp.where(some, coeff * num_experts / topk / jnp.where(some, tokens, 1.0) ** 2, 0.0)
+    counts = jax.lax.stop_gradient(counts).astype(jnp.float32)
+    score_sum = jnp.where(some[..., None], score_sum, 0.0)
+    return factor * jnp.sum(score_sum * counts, axis=-1)
+
+
+def load_balance_loss(
+    score_sum: jax.Array,
+    tokens_per_expert: jax.Array,
+    topk: int,
+    coeff: float,
+    num_tokens: int | jax.Array,
+) -> jax.Array:
+    """The load-balancing loss, coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
+
+    In a sharded program add up score_sum, tokens_per_expert and num_tokens over the shards first.
+
+    Args:
+      score_sum: float32 [E], or [..., E] with one row a sequence (route's sequence_stats).
+      tokens_per_expert: integers or float32, shaped like score_sum.
+      topk: K.
+      coeff: finite Python number.
+      num_tokens: N, the unmasked tokens: an int or a scalar; with sequences also one for each, [...].
+
+    Returns:
+      float32 scalar; with sequences the mean over them. N = 0 adds 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to score_sum only.
+    Source: Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
+
+    >>> float(load_balance_loss(jnp.array([2.0, 2.0]), jnp.array([2, 2]), 1, 1.0, 4))
+    1.0
+    """
+    score_sum = _check.array("score_sum", score_sum, ("float32",), (..., "E"))
+    *leading, E = score_sum.shape
+    counts = _check.array("tokens_per_expert", tokens_per_expert, _COUNTS, score_sum.shape)
+    topk, coeff = _check.integer("topk", topk, 1), _check.number("coeff", coeff)
+    tokens = _count("num_tokens", num_tokens, tuple(leading))
+    losses = _balance(score_sum, counts, E, topk, coeff, tokens)
+    return jnp.sum(losses) / max(losses.size, 1)
+
+
+def z_loss(
+    lse: jax.Array,
+    coeff: float,
+    token_mask: jax.Array | None = None,
+    num_tokens: int | jax.Array | None = None,
+) -> jax.Array:
+    """The router z-loss, coeff / N sum_t lse[t]^2 over the unmasked tokens, which keeps logits small.
+
+    Args:
+      lse: float32 [...], from `route`.
+      coeff: finite Python number.
+      token_mask: bool [...], true: a real token; None: all are.
+      num_tokens: N, an int or a scalar; None: the unmasked tokens of this call. A sharded program gives the number
+        of the whole batch and adds up the shards' losses.
+
+    Returns:
+      float32 scalar; 0 where N = 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to lse.
+    Source: ST-MoE, https://arxiv.org/abs/2202.08906, equation 5.
+
+    >>> float(z_loss(jnp.array([1.0, 3.0]), 0.1))
+    0.5
+    """
+    lse = _check.array("lse", lse, ("float32",), (...,))
+    coeff = _check.number("coeff", coeff)
+    mask = _check.optional_array("token_mask", token_mask, _check.BOOL, lse.shape)
+    if num_tokens is not None:
+        tokens = _count("num_tokens", num_tokens, ())
+    else:
+        tokens = jnp.float32(lse.size) if mask is None else jnp.sum(mask).astype(jnp.float32)
+    if mask is not None:
+        lse = jnp.where(mask, lse, 0.0)
+    some = tokens > 0
+    return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * jnp.sum(jnp.square(lse))
+
+
+def fused_moe_aux_loss(
+    probs: jax.Array,
+    tokens_per_expert: jax.Array,
+    topk: int,
+    coeff: float,
+    total_num_tokens: int | jax.Array | None = None,
+    num_experts: int | None = None,
+) -> jax.Array:
+    """The load-balancing loss of dense scores, coeff E / (K N^2) sum_e tokens_per_expert[e] sum_t probs[t, e].
+
+    Args:
+      probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it: the scores of
+        several sequences side by side.
+      tokens_per_expert: integers or float32 [C].
+      topk: K.
+      coeff: finite Python number.
+      total_num_tokens: N, an int or a scalar array; None: T.
+      num_experts: E; None: C.
+
+    Returns:
+      float32 scalar, whatever the dtype of probs; 0 where N = 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to probs only.
+    Source: TransformerEngine (interface); Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
+
+    >>> float(fused_moe_aux_loss(jnp.full((4, 2), 0.5), jnp.array([2, 2]), 1, 1.0))
+    1.0
+    """
+    probs = _check.array("probs", probs, _check.FLOATS, ("T", "C"))
+    T, C = probs.shape
+    counts = _check.array("tokens_per_expert", tokens_per_expert, _COUNTS, (("C", C),))
+    topk, coeff = _check.integer("topk", topk, 1), _check.number("coeff", coeff)
+    E = C if num_experts is None else _check.integer("num_experts", num_experts, 1)
+    if C % max(E, 1):
+        raise ValueError(f"num_experts: got {E}, expected a divisor of the {C} columns of probs")
+    tokens = _count("total_num_tokens", T if total_num_tokens is None else total_num_tokens, ())
+    return _balance(_score_sum(probs), counts, E, topk, coeff, tokens)
+
+
+@jax.custom_vjp
+def _score_sum(scores: jax.Array) -> jax.Array:
+    """float32 column sums of [T, C], in an order that no thread count changes."""
+    shape = jax.ShapeDtypeStruct(scores.shape[1:], jnp.float32)
+    return _ffi.call("ab_xla_score_sum", {"scores": scores}, {"score_sum": shape})["score_sum"]
+
+
+def _score_sum_fwd(scores):
+    return _score_sum(scores), jnp.zeros((scores.shape[0], 0), scores.dtype)
+
+
+def _score_sum_bwd(like, d_sum):
+    return (jnp.broadcast_to(d_sum.astype(like.dtype), (like.shape[0], d_sum.shape[0])),)
+
+
+_score_sum.defvjp(_score_sum_fwd, _score_sum_bwd)

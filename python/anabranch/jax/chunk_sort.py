@@ -1,0 +1,91 @@
+"""Chunk sort: chunks of rows in another order, and back."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax import _check, _ffi
+from anabranch.jax.dispatch import ANY_DTYPE, as_int32, check_num_rows, flat
+
+
+def sort_chunks(
+    x: jax.Array, split_sizes: jax.Array, sorted_indices: jax.Array, *, inverse: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """x [R, D] with its chunks sorted, or with `inverse` put back, and int32[R]: where each unsorted row stands."""
+    results = _ffi.call(
+        "ab_xla_sort_chunks",
+        {"x": x, "split_sizes": split_sizes, "sorted_indices": sorted_indices},
+        {
+            "out": jax.ShapeDtypeStruct(x.shape, x.dtype),
+            "row_id_map": jax.ShapeDtypeStruct(x.shape[:1], jnp.int32),
+        },
+        inverse=int(inverse),
+    )
+    return results["out"], results["row_id_map"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    dtype: str
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sort_chunks(
+    options: _Options, x: jax.Array, split_sizes: jax.Array, sorted_indices: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return sort_chunks(x, split_sizes, sorted_indices)
+
+
+def _sort_chunks_fwd(
+    options: _Options, x: jax.Array, split_sizes: jax.Array, sorted_indices: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    return sort_chunks(x, split_sizes, sorted_indices), (split_sizes, sorted_indices)
+
+
+def _sort_chunks_bwd(
+    options: _Options, residuals: tuple[jax.Array, jax.Array], d: tuple[jax.Array, Any]
+) -> tuple[jax.Array | None, None, None]:
+    if options.dtype not in _check.FLOATS:
+        return None, None, None
+    return sort_chunks(d[0].astype(options.dtype), *residuals, inverse=True)[0], None, None
+
+
+_sort_chunks.defvjp(_sort_chunks_fwd, _sort_chunks_bwd)
+
+
+def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tuple[jax.Array, jax.Array]:
+    """Puts chunks of rows in another order: chunk i of the output is chunk sorted_indices[i] of the input.
+
+    Args:
+      inp: [..., D], leading dimensions flattened to R; float32, bfloat16, float16, or without a gradient bool, uint8,
+        int16, int32, int64.
+      split_sizes: int16, int32 or int64 [S], the rows of every chunk. Rows past their sum stay where they are.
+      sorted_indices: int16, int32 or int64 [S], a permutation of 0 ... S-1.
+
+    Returns:
+      (output [R, D], dtype of inp; row_id_map int32[R]: the place of every input row in the output).
+      The output is a permutation of the input whatever the integers hold: a negative size counts as 0, sizes are
+      clipped to R, an index out of range or repeated is skipped, chunks that are not named follow in their order.
+
+    Gradient: every row's cotangent is taken back from where the row went.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit.
+
+    Source: the function of this name in transformer_engine.jax.permutation.
+
+    >>> rows, row_id_map = sort_chunks_by_index(jnp.arange(3.0)[:, None], jnp.array([1, 2]), jnp.array([1, 0]))
+    >>> rows.ravel().tolist(), row_id_map.tolist()
+    ([1.0, 2.0, 0.0], [2, 0, 1])
+    """
+    inp = _check.array("inp", inp, ANY_DTYPE, (..., "R", "D"))
+    x = flat(inp)
+    R = check_num_rows("inp", x.shape[0], 1)
+    split_sizes = _check.array("split_sizes", split_sizes, _check.INDICES, ("S",))
+    (S,) = split_sizes.shape
+    sorted_indices = _check.array("sorted_indices", sorted_indices, _check.INDICES, (("S", S),))
+    return _sort_chunks(_Options(str(x.dtype)), x, as_int32(split_sizes, 0, R), as_int32(sorted_indices, -1, S))

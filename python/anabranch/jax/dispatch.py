@@ -1,0 +1,342 @@
+"""Plan, dispatch, combine: from the experts of every token to rows that stand together by expert, and back.
+
+Sizes: T tokens (all leading dimensions together), K experts a token, E experts, D width, R rows. Slot t*K + k is the
+k-th expert of token t.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax import _check, _ffi
+
+ANY_DTYPE = (*_check.FLOATS, "bool", "uint8", *_check.INDICES)
+_INDEX_LIMIT = 2**31
+
+
+class Plan(NamedTuple):
+    """Where every slot goes; what `plan` returns and `dispatch` and `combine` take.
+
+    Rows of one expert stand together, in order of (token, slot); expert e owns rows offsets[e] to offsets[e + 1].
+    """
+
+    tokens_per_expert: jax.Array
+    """int32[E]: slots of every expert, before any dropping."""
+    group_sizes: jax.Array
+    """int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R."""
+    offsets: jax.Array
+    """int32[E + 1]: the running sum of group_sizes."""
+    row_of_slot: jax.Array
+    """int32[..., K]: -1 where a slot has no row."""
+    slot_of_row: jax.Array
+    """int32[R]: -1 in padding and past the last group."""
+    dropped: jax.Array
+    """int32[]: slots that found no room in R rows, and indices outside [-1, E)."""
+
+
+class CombineGradients(NamedTuple):
+    """What `combine_backward` returns."""
+
+    rows: jax.Array
+    """[R, D], dtype of the combined rows."""
+    weights: jax.Array | None
+    """[..., K], dtype of the weights; None without weights."""
+
+
+def num_rows_needed(num_slots: int, num_experts: int, align_size: int = 0) -> int:
+    """Rows that hold every slot whatever the routing: floor((N + min(E, N) (a - 1)) / a) a, a = max(align_size, 1)."""
+    a = max(align_size, 1)
+    return (num_slots + min(num_experts, num_slots) * (a - 1)) // a * a
+
+
+def flat(array: jax.Array) -> jax.Array:
+    """[..., n] as [T, n], also where T is 0."""
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+def as_int32(indices: jax.Array, low: int, high: int) -> jax.Array:
+    """Integers as int32; wider ones are first clipped to [low, high], so that none wraps around into range."""
+    if indices.dtype == jnp.int64:
+        indices = jnp.clip(indices, low, high)
+    return indices.astype(jnp.int32)
+
+
+def check_num_slots(name: str, num_tokens: int, slots_per_token: int) -> None:
+    """Raises ValueError unless there are fewer than 2^31 slots."""
+    if num_tokens * slots_per_token >= _INDEX_LIMIT:
+        raise ValueError(f"{name}: got {num_tokens} x {slots_per_token} slots, expected fewer than 2^31")
+
+
+def check_num_rows(name: str, num_rows: Any, align_size: int) -> int:
+    """Returns a number of rows that is a multiple of align_size and below 2^31."""
+    num_rows = _check.integer(name, num_rows, 0, _INDEX_LIMIT - 1)
+    if num_rows % max(align_size, 1):
+        raise ValueError(f"{name}: got {num_rows}, expected a multiple of align_size {align_size}")
+    return num_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlanOptions:
+    num_experts: int
+    align_size: int
+    num_rows: int
+
+
+# Integers have no gradient, but an ffi_call refuses their empty tangents; a custom_vjp takes them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
+    E, R = options.num_experts, options.num_rows
+    int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    slots = flat(experts)
+    results = _ffi.call(
+        "ab_xla_plan",
+        {"experts": slots},
+        {
+            "tokens_per_expert": int32((E,)),
+            "group_sizes": int32((E,)),
+            "offsets": int32((E + 1,)),
+            "row_of_slot": int32(slots.shape),
+            "slot_of_row": int32((R,)),
+            "dropped": int32(()),
+        },
+        num_experts=E,
+        align_size=options.align_size,
+    )
+    return Plan(**results | {"row_of_slot": results["row_of_slot"].reshape(experts.shape)})
+
+
+_plan.defvjp(lambda options, experts: (_plan(options, experts), None), lambda options, _, d_plan: (None,))
+
+
+def plan(experts: Any, num_experts: int, *, align_size: int = 0, num_rows: int | None = None) -> Plan:
+    """Lays out the rows of the dispatched tokens: experts in order, within one expert by (token, slot).
+
+    Args:
+      experts: int16, int32 or int64 [..., K], K >= 1. -1: no expert. An index outside [-1, E) is treated as -1 and
+        counted in `dropped`. An index may be repeated; every slot gets a row of its own.
+      num_experts: E.
+      align_size: every expert's group of rows is rounded up to a multiple of it; 0 or 1: no padding.
+      num_rows: R, a multiple of align_size. Slots past it are dropped and counted. Default: `num_rows_needed`, with
+        which nothing is dropped.
+
+    Returns:
+      A `Plan` of integer arrays, exact and the same on every run. It carries no gradient.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: an argument is out of range, or T*K or R reaches 2^31.
+
+    >>> p = plan(jnp.array([[1], [0], [1]], jnp.int32), 2)
+    >>> p.row_of_slot.ravel().tolist(), p.offsets.tolist()
+    ([1, 0, 2], [0, 1, 3])
+    """
+    E = _check.integer("num_experts", num_experts, 1, _INDEX_LIMIT - 1)
+    align_size = _check.integer("align_size", align_size, 0, _INDEX_LIMIT - 1)
+    experts = _check.array("experts", experts, _check.INDICES, (..., "K"))
+    *leading, K = experts.shape
+    T = math.prod(leading)
+    if K < 1:
+        raise ValueError(f"experts: got {_check.describe(experts)}, expected [..., K] with K >= 1")
+    check_num_slots("experts", T, K)
+    R = check_num_rows("num_rows", num_rows_needed(T * K, E, align_size) if num_rows is None else num_rows, align_size)
+    return _plan(_PlanOptions(E, align_size, R), as_int32(experts, -2, E))
+
+
+# ---------------------------------------------------------------- rules on flat maps: row_of_slot [T, K]
+
+
+def spread(x: jax.Array, row_of_slot: jax.Array, slot_of_row: jax.Array) -> jax.Array:
+    """rows[row_of_slot[t, k]] = x[t], zero elsewhere. x [T, D] -> [R, D] of the same dtype."""
+    (R,), D = slot_of_row.shape, x.shape[1]
+    operands = {"x": x, "row_of_slot": row_of_slot, "slot_of_row": slot_of_row}
+    return _ffi.call("ab_xla_dispatch", operands, {"rows": jax.ShapeDtypeStruct((R, D), x.dtype)})["rows"]
+
+
+def gather_sum(rows: jax.Array, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+    """out[t] = sum_k weights[t, k] rows[row_of_slot[t, k]], in float32. rows [R, D] -> [T, D] of `dtype`."""
+    out = jax.ShapeDtypeStruct((row_of_slot.shape[0], rows.shape[1]), dtype)
+    operands = {"rows": rows, "row_of_slot": row_of_slot, "weights": weights}
+    return _ffi.call("ab_xla_combine", operands, {"out": out})["out"]
+
+
+def gather_sum_backward(
+    d_out: jax.Array,
+    rows: jax.Array | None,
+    row_of_slot: jax.Array,
+    slot_of_row: jax.Array,
+    weights: jax.Array | None,
+    dtype: Any,
+) -> CombineGradients:
+    """The gradients of `gather_sum`: of the rows, in `dtype`, and of the weights; `rows` is needed for these only."""
+    d_rows = jax.ShapeDtypeStruct((slot_of_row.shape[0], d_out.shape[1]), dtype)
+    results = _ffi.call(
+        "ab_xla_combine_backward",
+        {
+            "d_out": d_out,
+            "rows": rows if weights is not None else None,
+            "row_of_slot": row_of_slot,
+            "slot_of_row": slot_of_row,
+            "weights": weights,
+        },
+        {
+            "d_rows": d_rows,
+            "d_weights": None if weights is None else jax.ShapeDtypeStruct(weights.shape, weights.dtype),
+        },
+    )
+    return CombineGradients(results["d_rows"], results["d_weights"])
+
+
+# ---------------------------------------------------------------- dispatch
+
+
+def dispatch_forward(x: jax.Array, plan: Plan) -> jax.Array:
+    """rows [R, D] from x [..., D]; needs nothing but the plan for its backward pass."""
+    return spread(flat(x), flat(plan.row_of_slot), plan.slot_of_row)
+
+
+def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
+    """d_x[t] = sum_k d_rows[row(t, k)], in float32, k ascending. d_rows [R, D] of any float -> [..., D] of `dtype`."""
+    d_x = gather_sum(d_rows, flat(plan.row_of_slot), None, dtype)
+    return d_x.reshape(*plan.row_of_slot.shape[:-1], d_x.shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    dtype: str  # of the differentiated input
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(options: _Options, x: jax.Array, plan: Plan) -> jax.Array:
+    return dispatch_forward(x, plan)
+
+
+def _dispatch_fwd(options: _Options, x: jax.Array, plan: Plan) -> tuple[jax.Array, Plan]:
+    return dispatch_forward(x, plan), plan
+
+
+def _dispatch_bwd(options: _Options, plan: Plan, d_rows: jax.Array) -> tuple[jax.Array | None, None]:
+    if options.dtype not in _check.FLOATS:
+        return None, None
+    return dispatch_backward(d_rows, plan, options.dtype), None
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: got {_check.describe(plan)}, expected a Plan")
+    row_of_slot = _check.array("plan.row_of_slot", plan.row_of_slot, ("int32",), (..., "K"))
+    if row_of_slot.shape[-1] < 1:
+        raise ValueError(f"plan.row_of_slot: got {_check.describe(row_of_slot)}, expected [..., K] with K >= 1")
+    slot_of_row = _check.array("plan.slot_of_row", plan.slot_of_row, ("int32",), ("R",))
+    check_num_slots("plan.row_of_slot", math.prod(row_of_slot.shape[:-1]), row_of_slot.shape[-1])
+    check_num_rows("plan.slot_of_row", slot_of_row.shape[0], 0)
+
+
+def dispatch(x: Any, plan: Plan) -> jax.Array:
+    """Copies every token to the rows of its slots: rows[row_of_slot[t, k]] = x[t].
+
+    Args:
+      x: [..., D] with the leading dimensions of plan.row_of_slot; float32, bfloat16, float16, or without a gradient
+        bool, uint8, int16, int32, int64.
+      plan: from `plan`.
+
+    Returns:
+      rows [R, D], dtype of x. Rows without a slot are zero.
+
+    Gradient: d_x[t] = sum over k of d_rows[row(t, k)], added in float32, k ascending.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: x does not have the plan's leading dimensions.
+
+    >>> p = plan(jnp.array([[1], [0]], jnp.int32), 2)
+    >>> dispatch(jnp.array([[1.0], [2.0]]), p).ravel().tolist()
+    [2.0, 1.0]
+    """
+    _check_plan(plan)
+    x = _check.array("x", x, ANY_DTYPE, (*plan.row_of_slot.shape[:-1], "D"))
+    return _dispatch(_Options(str(x.dtype)), x, plan)
+
+
+# ---------------------------------------------------------------- combine
+
+
+def combine_forward(rows: jax.Array, plan: Plan, weights: jax.Array | None) -> jax.Array:
+    """out [..., D] from rows [R, D]; the backward pass needs the plan and, with weights, the weights and rows."""
+    w = None if weights is None else flat(weights)
+    out = gather_sum(rows, flat(plan.row_of_slot), w, rows.dtype)
+    return out.reshape(*plan.row_of_slot.shape[:-1], rows.shape[1])
+
+
+def combine_backward(
+    d_out: jax.Array, rows: jax.Array | None, plan: Plan, weights: jax.Array | None, dtype: Any
+) -> CombineGradients:
+    """d_rows[row] = w[t, k] d_out[t] and d_w[t, k] = <d_out[t], rows[row]>; zero where there is no slot or no row.
+
+    d_out [..., D] of any float; rows [R, D], needed with weights only; d_rows comes in `dtype`, d_w as the weights.
+    """
+    w = None if weights is None else flat(weights)
+    d_rows, d_weights = gather_sum_backward(flat(d_out), rows, flat(plan.row_of_slot), plan.slot_of_row, w, dtype)
+    return CombineGradients(d_rows, None if d_weights is None else d_weights.reshape(plan.row_of_slot.shape))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(options: _Options, rows: jax.Array, plan: Plan, weights: jax.Array | None) -> jax.Array:
+    return combine_forward(rows, plan, weights)
+
+
+class _CombineResiduals(NamedTuple):
+    rows: jax.Array | None
+    plan: Plan
+    weights: jax.Array | None
+
+
+def _combine_fwd(
+    options: _Options, rows: jax.Array, plan: Plan, weights: jax.Array | None
+) -> tuple[jax.Array, _CombineResiduals]:
+    residuals = _CombineResiduals(None if weights is None else rows, plan, weights)
+    return combine_forward(rows, plan, weights), residuals
+
+
+def _combine_bwd(
+    options: _Options, residuals: _CombineResiduals, d_out: jax.Array
+) -> tuple[jax.Array, None, jax.Array | None]:
+    gradients = combine_backward(d_out, residuals.rows, residuals.plan, residuals.weights, options.dtype)
+    return gradients.rows, None, gradients.weights
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
+    """Brings the rows of every token together: out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]].
+
+    Args:
+      rows: [R, D] float32, bfloat16 or float16.
+      plan: from `plan`.
+      weights: float32, bfloat16 or float16, of the shape of plan.row_of_slot, [..., K]; None: ones.
+
+    Returns:
+      out [..., D], dtype of rows, added in float32, k ascending. Slots without a row are skipped, never multiplied.
+
+    Gradient: d_rows[row] = w[t, k] d_out[t], zero in rows without a slot; d_w[t, k] = <d_out[t], rows[row]>, also where
+    w is 0, zero in slots without a row.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: rows or weights do not fit the plan.
+
+    >>> p = plan(jnp.array([[1, 0]], jnp.int32), 2)
+    >>> combine(jnp.array([[10.0], [20.0]]), p, jnp.array([[0.5, 0.25]])).tolist()
+    [[12.5]]
+    """
+    _check_plan(plan)
+    rows = _check.array("rows", rows, _check.FLOATS, (("R", plan.slot_of_row.shape[0]), "D"))
+    weights = _check.optional_array("weights", weights, _check.FLOATS, plan.row_of_slot.shape)
+    return _combine(_Options(str(rows.dtype)), rows, plan, weights)

@@ -1,0 +1,380 @@
+"""Dispatch and combine in the forms that users of TransformerEngine know.
+
+A routing map [T, E] says which experts a token goes to, any number of them. Sizes: T tokens, E experts, D width,
+R rows. Leading dimensions of tokens are flattened: results are [R, D] and [T, D].
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax import _check, _ffi
+from anabranch.jax.dispatch import (
+    check_num_rows,
+    check_num_slots,
+    flat,
+    gather_sum,
+    gather_sum_backward,
+    spread,
+)
+
+_INT32_MAX = 2**31 - 1
+_MAP_DTYPES = ("bool", "uint8", "int8", *_check.INDICES)
+
+
+class TokenDispatch(NamedTuple):
+    """What `token_dispatch` returns; it unpacks like the plain tuple."""
+
+    output: jax.Array
+    """[R, D], dtype of inp: the tokens of expert 0, then of expert 1, ...; zero in padding."""
+    permuted_probs: jax.Array | None
+    """[R], dtype of probs: the probability of every row, zero in padding; None without probs."""
+    row_id_map: jax.Array
+    """int32[T, 2E+1] for `token_combine`: a token's rows as if without padding, descending; their experts from column
+    E on; how many they are in the last column."""
+    pad_offsets: jax.Array | None
+    """int32[E]: rows of padding before every expert; None without align_size."""
+    tokens_per_expert: jax.Array
+    """int32[E]: rows of every expert, padding included."""
+
+
+def _as_map(name: str, routing_map: Any, num_tokens: int | None = None) -> jax.Array:
+    """bool [T, E] from a map of booleans or integers."""
+    routing_map = _check.array(name, routing_map, _MAP_DTYPES, (..., "T", "E"))
+    if routing_map.shape[-1] < 1:
+        raise ValueError(f"{name}: got {_check.describe(routing_map)}, expected [..., T, E] with E >= 1")
+    routed = flat(routing_map)
+    _check_num_tokens(name, routing_map, num_tokens)
+    check_num_slots(name, *routed.shape)
+    return routed != 0
+
+
+def _check_num_tokens(name: str, array: jax.Array, num_tokens: int | None) -> None:
+    got = math.prod(array.shape[:-1])
+    if num_tokens is not None and got != num_tokens:
+        raise ValueError(f"{name}: got {_check.describe(array)}, {got} tokens, expected {num_tokens} tokens")
+
+
+def _probs(name: str, probs: Any, num_tokens: int, num_experts: int) -> jax.Array | None:
+    """probs as [T, E]."""
+    if probs is None:
+        return None
+    probs = _check.array(name, probs, _check.FLOATS, (..., "T", ("E", num_experts)))
+    _check_num_tokens(name, probs, num_tokens)
+    return flat(probs)
+
+
+class _Maps(NamedTuple):
+    row_of_slot: jax.Array  # int32[T, E]
+    slot_of_row: jax.Array  # int32[R]
+
+
+def _expand(row_id_map: jax.Array, pad_offsets: jax.Array | None, num_rows: int) -> _Maps:
+    """The maps between slots (every token and expert) and rows that a row_id_map stands for."""
+    T, E = row_id_map.shape[0], row_id_map.shape[1] // 2
+    return _Maps(
+        **_ffi.call(
+            "ab_xla_expand_row_id_map",
+            {"row_id_map": row_id_map, "pad_offsets": pad_offsets},
+            {
+                "row_of_slot": jax.ShapeDtypeStruct((T, E), jnp.int32),
+                "slot_of_row": jax.ShapeDtypeStruct((num_rows,), jnp.int32),
+            },
+        )
+    )
+
+
+def _take(values: jax.Array, index: jax.Array) -> jax.Array:
+    """values[index], 0 where the index is out of range."""
+    if values.size == 0:  # which a gather refuses
+        return jnp.zeros(index.shape, values.dtype)
+    return jnp.asarray(values).at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+# ---------------------------------------------------------------- token_dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class _DispatchOptions:
+    num_rows: int
+    align_size: int | None
+    dtype: str
+    probs_dtype: str | None
+
+
+def token_dispatch_forward(
+    inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None, num_rows: int, align_size: int | None
+) -> TokenDispatch:
+    """`token_dispatch` on inp [T, D], a bool map [T, E] and probs [T, E], with R given."""
+    T, E = routing_map.shape
+    int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    plan = _ffi.call(
+        "ab_xla_plan",
+        {"routing_map": routing_map},
+        {
+            "tokens_per_expert": int32((E,)),
+            "row_of_slot": int32((T, E)),
+            "slot_of_row": int32((num_rows,)),
+            "row_id_map": int32((T, 2 * E + 1)),
+        },
+        num_experts=E,
+        align_size=align_size or 0,
+    )
+    output = spread(inp, plan["row_of_slot"], plan["slot_of_row"])
+    permuted_probs = None if probs is None else _take(probs.ravel(), plan["slot_of_row"])
+    counts = plan["tokens_per_expert"]
+    if align_size is None:
+        return TokenDispatch(output, permuted_probs, plan["row_id_map"], None, counts)
+    aligned = -(-counts // align_size) * align_size
+    padding = aligned - counts
+    return TokenDispatch(output, permuted_probs, plan["row_id_map"], jnp.cumsum(padding) - padding, aligned)
+
+
+class TokenDispatchGradients(NamedTuple):
+    """What `token_dispatch_backward` returns."""
+
+    inp: jax.Array
+    """[T, D]"""
+    probs: jax.Array | None
+    """[T, E], None without probs."""
+
+
+def token_dispatch_backward(
+    d_output: jax.Array,
+    d_permuted_probs: jax.Array | None,
+    row_id_map: jax.Array,
+    pad_offsets: jax.Array | None,
+    dtype: Any,
+    probs_dtype: Any,
+) -> TokenDispatchGradients:
+    """d_inp[t] = the sum of the token's d_output rows; d_probs[t, e] = d_permuted_probs[row], also where prob is 0."""
+    row_of_slot, _ = _expand(row_id_map, pad_offsets, d_output.shape[0])
+    d_inp = gather_sum(d_output, row_of_slot, None, dtype)
+    if d_permuted_probs is None:
+        return TokenDispatchGradients(d_inp, None)
+    return TokenDispatchGradients(d_inp, _take(d_permuted_probs.astype(probs_dtype), row_of_slot))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_dispatch(
+    options: _DispatchOptions, inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None
+) -> TokenDispatch:
+    return token_dispatch_forward(inp, routing_map, probs, options.num_rows, options.align_size)
+
+
+def _token_dispatch_fwd(
+    options: _DispatchOptions, inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None
+) -> tuple[TokenDispatch, tuple[jax.Array, jax.Array | None]]:
+    result = token_dispatch_forward(inp, routing_map, probs, options.num_rows, options.align_size)
+    return result, (result.row_id_map, result.pad_offsets)
+
+
+def _token_dispatch_bwd(
+    options: _DispatchOptions, residuals: tuple[jax.Array, jax.Array | None], d: TokenDispatch
+) -> tuple[jax.Array, None, jax.Array | None]:
+    gradients = token_dispatch_backward(d.output, d.permuted_probs, *residuals, options.dtype, options.probs_dtype)
+    return gradients.inp, None, gradients.probs
+
+
+_token_dispatch.defvjp(_token_dispatch_fwd, _token_dispatch_bwd)
+
+
+def token_dispatch(
+    inp: Any, routing_map: Any, num_out_tokens: int, probs: Any = None, align_size: int | None = None
+) -> TokenDispatch:
+    """Copies every token to one row for each of its experts; rows of an expert stand together, in token order.
+
+    Args:
+      inp: [..., D] float32, bfloat16 or float16; leading dimensions are flattened to T.
+      routing_map: bool or integers [..., E], nonzero where the token goes to the expert.
+      num_out_tokens: n, the number of nonzero entries; entries past the buffer get no row.
+      probs: [..., E] float32, bfloat16 or float16, or None.
+      align_size: a >= 1: every expert's rows are padded to a multiple of a, and R = floor((n + E (a-1)) / a) a.
+        None: no padding, R = n.
+
+    Returns:
+      (output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert), a `TokenDispatch`.
+
+    Gradient: in inp the sum of the token's rows, in float32; in probs d_permuted_probs of the row, also where a
+    probability is 0, and 0 where there is no row.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, or a size is out of range.
+
+    Source: the function of this name in transformer_engine.jax.permutation.
+
+    >>> routing_map = jnp.array([[True, True], [False, True]])
+    >>> token_dispatch(jnp.array([[1.0], [2.0]]), routing_map, 3).output.ravel().tolist()
+    [1.0, 1.0, 2.0]
+    """
+    inp = _check.array("inp", inp, _check.FLOATS, (..., "T", "D"))
+    routed = _as_map("routing_map", routing_map, math.prod(inp.shape[:-1]))
+    T, E = routed.shape
+    num_rows = check_num_rows("num_out_tokens", num_out_tokens, 1)
+    if align_size is not None:
+        a = _check.integer("align_size", align_size, 1, _INT32_MAX)
+        num_rows = check_num_rows("num_out_tokens with padding", (num_rows + E * (a - 1)) // a * a, a)
+    probs = _probs("probs", probs, T, E)
+    options = _DispatchOptions(num_rows, align_size, str(inp.dtype), None if probs is None else str(probs.dtype))
+    return _token_dispatch(options, flat(inp), routed, probs)
+
+
+# ---------------------------------------------------------------- token_combine
+
+
+@dataclasses.dataclass(frozen=True)
+class _CombineOptions:
+    num_rows: int
+    dtype: str
+
+
+class _CombineResiduals(NamedTuple):
+    inp: jax.Array | None
+    row_id_map: jax.Array
+    merging_probs: jax.Array | None
+    pad_offsets: jax.Array | None
+
+
+def token_combine_forward(
+    inp: jax.Array, row_id_map: jax.Array, merging_probs: jax.Array | None, pad_offsets: jax.Array | None
+) -> jax.Array:
+    """`token_combine` on inp [R, D] and merging_probs [T, E]."""
+    row_of_slot, _ = _expand(row_id_map, pad_offsets, inp.shape[0])
+    return gather_sum(inp, row_of_slot, merging_probs, inp.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_combine(
+    options: _CombineOptions,
+    inp: jax.Array,
+    row_id_map: jax.Array,
+    merging_probs: jax.Array | None,
+    pad_offsets: jax.Array | None,
+) -> jax.Array:
+    return token_combine_forward(inp, row_id_map, merging_probs, pad_offsets)
+
+
+def _token_combine_fwd(
+    options: _CombineOptions,
+    inp: jax.Array,
+    row_id_map: jax.Array,
+    merging_probs: jax.Array | None,
+    pad_offsets: jax.Array | None,
+) -> tuple[jax.Array, _CombineResiduals]:
+    kept = None if merging_probs is None else inp
+    residuals = _CombineResiduals(kept, row_id_map, merging_probs, pad_offsets)
+    return token_combine_forward(inp, row_id_map, merging_probs, pad_offsets), residuals
+
+
+def _token_combine_bwd(
+    options: _CombineOptions, residuals: _CombineResiduals, d_out: jax.Array
+) -> tuple[jax.Array, None, jax.Array | None, None]:
+    maps = _expand(residuals.row_id_map, residuals.pad_offsets, options.num_rows)
+    gradients = gather_sum_backward(d_out, residuals.inp, *maps, residuals.merging_probs, options.dtype)
+    return gradients.rows, None, gradients.weights, None
+
+
+_token_combine.defvjp(_token_combine_fwd, _token_combine_bwd)
+
+
+def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offsets: Any = None) -> jax.Array:
+    """Brings the rows of every token together: the sum over its experts e of merging_probs[t, e] * inp[row].
+
+    Args:
+      inp: [R, D] float32, bfloat16 or float16.
+      row_id_map: int32[T, 2E+1] from `token_dispatch`.
+      merging_probs: [..., E] float32, bfloat16 or float16; None: ones.
+      pad_offsets: int32[E] from `token_dispatch` with align_size, else None.
+
+    Returns:
+      [T, D], dtype of inp, added in float32 by ascending expert.
+
+    Gradient: in inp merging_probs[t, e] d_out[t], zero in padding; in merging_probs <d_out[t], inp[row]>, also where a
+    probability is 0, and 0 where there is no row.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit.
+
+    Source: the function of this name in transformer_engine.jax.permutation.
+
+    >>> routed = token_dispatch(jnp.array([[1.0], [2.0]]), jnp.array([[True, True], [False, True]]), 3)
+    >>> token_combine(routed.output, routed.row_id_map).ravel().tolist()
+    [2.0, 2.0]
+    """
+    inp = _check.array("inp", inp, _check.FLOATS, ("R", "D"))
+    check_num_rows("inp", inp.shape[0], 1)
+    row_id_map = _check.array("row_id_map", row_id_map, ("int32",), ("T", "2E+1"))
+    T, width = row_id_map.shape
+    if width < 3 or width % 2 == 0:
+        raise ValueError(f"row_id_map: got {_check.describe(row_id_map)}, expected int32 [T, 2E+1] with E >= 1")
+    E = width // 2
+    check_num_slots("row_id_map", T, E)
+    merging_probs = _probs("merging_probs", merging_probs, T, E)
+    pad_offsets = _check.optional_array("pad_offsets", pad_offsets, ("int32",), (("E", E),))
+    options = _CombineOptions(inp.shape[0], str(inp.dtype))
+    return _token_combine(options, inp, row_id_map, merging_probs, pad_offsets)
+
+
+# ---------------------------------------------------------------- selected experts
+
+
+@jax.custom_vjp
+def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The experts of every token, descending, int32[T, E], and how many they are, int32[T, 1]."""
+    T, E = routing_map.shape
+    row_id_map = _ffi.call(
+        "ab_xla_plan",
+        {"routing_map": routing_map},
+        {
+            "row_id_map": jax.ShapeDtypeStruct((T, 2 * E + 1), jnp.int32),
+            "slot_of_row": jax.ShapeDtypeStruct((0,), jnp.int32),
+        },
+        num_experts=E,
+        align_size=0,
+    )["row_id_map"]
+    return row_id_map[:, E : 2 * E], row_id_map[:, 2 * E :]
+
+
+_experts_descending.defvjp(lambda routing_map: (_experts_descending(routing_map), None), lambda _, d: (None,))
+
+
+def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: int) -> tuple[jax.Array, jax.Array]:
+    """The experts of every token and their probabilities, from the dense forms of both.
+
+    Args:
+      sparse_probs: [..., E] float32, bfloat16 or float16.
+      routing_map: bool or integers [..., E], nonzero at the selected experts.
+      topk: K <= E, the experts of a token.
+
+    Returns:
+      (experts int32[..., K], ascending; probs [..., K], dtype of sparse_probs). A token with fewer experts has expert
+      -1 and probability 0 in the places that are left, one with more its K lowest experts.
+
+    Gradient: in sparse_probs that of the selected ones, else 0.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, or topk is not in [1, E].
+
+    >>> experts, probs = routing_map_to_selected_experts(
+    ...     jnp.array([[0.0, 0.25, 0.75]]), jnp.array([[False, True, True]]), 2)
+    >>> experts.tolist(), probs.tolist()
+    ([[1, 2]], [[0.25, 0.75]])
+    """
+    sparse_probs = _check.array("sparse_probs", sparse_probs, _check.FLOATS, (..., "T", "E"))
+    *leading, E = sparse_probs.shape
+    routed = _as_map("routing_map", _check.array("routing_map", routing_map, _MAP_DTYPES, sparse_probs.shape))
+    K = _check.integer("topk", topk, 1, E)
+    descending, count = _experts_descending(routed)
+    position = count - 1 - jnp.arange(K, dtype=jnp.int32)
+    experts = jnp.take_along_axis(descending, jnp.maximum(position, 0), axis=1, mode="clip")
+    experts = jnp.where(position >= 0, experts, -1)
+    probs = jnp.take_along_axis(flat(sparse_probs), jnp.maximum(experts, 0), axis=1, mode="clip")
+    probs = jnp.where(experts >= 0, probs, 0)
+    return experts.reshape(*leading, K), probs.reshape(*leading, K)

@@ -1,0 +1,319 @@
+"""The experts: grouped matrix products and the gated feed-forward network.
+
+Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+for a gated expert, 1 for an ungated one.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax import _check, _ffi
+
+# Numbered as in include/anabranch/experts.h.
+ACTIVATIONS = ("silu", "gelu", "relu", "relu2")
+
+_INDEX_LIMIT = 2**31
+
+
+def activate(h: jax.Array, activation: str) -> jax.Array:
+    """act(h) elementwise, for dense layers: one of ACTIVATIONS. Differentiable by JAX itself."""
+    if activation == "silu":
+        return jax.nn.silu(h)
+    if activation == "gelu":
+        return jax.nn.gelu(h, approximate=True)
+    relu = jax.nn.relu(h)
+    return relu * relu if activation == "relu2" else relu
+
+
+def _group_sizes(value: Any) -> jax.Array:
+    """group_sizes as int32; a wider size is clipped, so that none wraps around into range."""
+    sizes = _check.array("group_sizes", value, _check.INDICES, ("E",))
+    if sizes.dtype == jnp.int64:
+        sizes = jnp.clip(sizes, 0, _INDEX_LIMIT - 1)
+    return sizes.astype(jnp.int32)
+
+
+def _rows(name: str, value: Any) -> jax.Array:
+    rows = _check.array(name, value, _check.FLOATS, ("R", "D"))
+    if rows.shape[0] >= _INDEX_LIMIT:
+        raise ValueError(f"{name}: got {_check.describe(rows)}, expected fewer than 2^31 rows")
+    return rows
+
+
+def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
+    return None if array is None else jax.ShapeDtypeStruct(array.shape, dtype or array.dtype)
+
+
+# ---------------------------------------------------------------- grouped matmul
+
+
+def grouped_product(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool) -> jax.Array:
+    """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e; the rule without its gradient."""
+    y = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transpose_w else 2]), x.dtype)
+    operands = {"x": x, "w": w, "group_sizes": group_sizes}
+    return _ffi.call("ab_xla_grouped_matmul", operands, {"y": y}, transpose_w=int(transpose_w))["y"]
+
+
+def grouped_weight_gradient(x: jax.Array, d_y: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
+    """d_w[E, D, N] = x^T d_y over the rows of expert e, of any float dtype; zero for an expert without rows."""
+    d_w = jax.ShapeDtypeStruct((group_sizes.shape[0], x.shape[1], d_y.shape[1]), dtype)
+    operands = {"x": x, "d_y": d_y, "group_sizes": group_sizes}
+    return _ffi.call("ab_xla_grouped_matmul_dw", operands, {"d_w": d_w})["d_w"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(transpose_w: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return grouped_product(x, w, group_sizes, transpose_w=transpose_w)
+
+
+def _grouped_matmul_forward(transpose_w: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> tuple[Any, Any]:
+    return grouped_product(x, w, group_sizes, transpose_w=transpose_w), (x, w, group_sizes)
+
+
+def _grouped_matmul_backward(transpose_w: bool, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
+    x, w, group_sizes = residuals
+    d_x = grouped_product(d_y.astype(x.dtype), w, group_sizes, transpose_w=not transpose_w)
+    left, right = (d_y, x) if transpose_w else (x, d_y)
+    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype), None
+
+
+_grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
+
+
+def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = False) -> jax.Array:
+    """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
+
+    Args:
+      x: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      w: [E, D, N], or with transpose_w [E, N, D]; dtype of x.
+      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+        count as 0.
+      transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
+
+    Returns:
+      [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit.
+
+    Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
+    w. Source: semantics, section 6.
+
+    >>> w = jnp.array([[[1.0], [1.0]], [[2.0], [3.0]]])
+    >>> grouped_matmul(jnp.ones((3, 2)), w, jnp.array([1, 2])).ravel().tolist()
+    [2.0, 5.0, 5.0]
+    """
+    x = _rows("x", x)
+    sizes = _group_sizes(group_sizes)
+    E, D = sizes.shape[0], x.shape[1]
+    transpose_w = _check.boolean("transpose_w", transpose_w)
+    w = _check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
+    return _grouped_matmul(transpose_w, x, w, sizes)
+
+
+# ---------------------------------------------------------------- feed-forward network
+
+
+@dataclasses.dataclass(frozen=True)
+class FfnConfig:
+    """Options of the feed-forward network."""
+
+    activation: str = "silu"
+    weight_early: bool = False
+    """Weights multiply before W_out instead of after it."""
+    topk: int = 0
+    """K when x holds tokens and slot_of_row tells which a row reads; 0 when x holds rows."""
+
+
+class FfnOperands(NamedTuple):
+    """What the forward rule reads and, with h, the backward rule again."""
+
+    x: jax.Array
+    """[T, D] with slot_of_row, else [R, D]."""
+    slot_of_row: jax.Array | None
+    """int32[R]: t*K + k, or -1 for padding. None: x holds the rows."""
+    group_sizes: jax.Array | None
+    """int32[E]; None only among gradients."""
+    w_in: jax.Array
+    """[E, D, P, F]."""
+    w_out: jax.Array
+    """[E, F, D]."""
+    b_in: jax.Array | None
+    """[E, P, F]."""
+    b_out: jax.Array | None
+    """[E, D]."""
+    weights: jax.Array | None
+    """float [T, K] with slot_of_row, else [R]. None: 1."""
+
+
+class FfnGradients(NamedTuple):
+    """What the backward rule returns; None where the operand is None."""
+
+    rows: jax.Array
+    """[R, D], the gradient of the rows that were read; dtype of x."""
+    w_in: jax.Array
+    w_out: jax.Array
+    b_in: jax.Array | None
+    b_out: jax.Array | None
+    weights: jax.Array | None
+    """Of the shape and dtype of the weights."""
+
+
+def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tuple[jax.Array, jax.Array | None]:
+    """The forward rule: (y [R, D], h [R, P, F] if keep_h), both of x's dtype; padding rows are zero.
+
+    Weights multiply y, or before W_out if they come early; pass none where combine applies them.
+    """
+    x, w_in = operands.x, operands.w_in
+    R = x.shape[0] if operands.slot_of_row is None else operands.slot_of_row.shape[0]
+    results = _ffi.call(
+        "ab_xla_expert_ffn_forward",
+        operands._asdict(),
+        {
+            "y": jax.ShapeDtypeStruct((R, x.shape[1]), x.dtype),
+            "h": jax.ShapeDtypeStruct((R, *w_in.shape[2:]), x.dtype) if keep_h else None,
+        },
+        activation=ACTIVATIONS.index(config.activation),
+        weight_early=int(config.weight_early),
+        topk=config.topk,
+    )
+    return results["y"], results["h"]
+
+
+def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> FfnGradients:
+    """The backward rule, the same for early and late weights.
+
+    Args:
+      config: as in the forward pass.
+      operands: as in the forward pass, with the weights also where combine applied them.
+      h: [R, P, F], kept by the forward rule. Its buffer is taken over.
+      d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
+    """
+    x, weights = operands.x, operands.weights
+    inputs = operands._asdict()
+    del inputs["b_in"]
+    results = _ffi.call(
+        "ab_xla_expert_ffn_backward",
+        {**inputs, "h": h, "d_out": d_out},
+        {
+            "dh": _like(h),
+            "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
+            "d_w_in": _like(operands.w_in),
+            "d_w_out": _like(operands.w_out),
+            "d_b_in": _like(operands.b_in),
+            "d_b_out": _like(operands.b_out),
+            "d_weights": _like(weights, jnp.float32),
+        },
+        aliases={"h": "dh"},
+        activation=ACTIVATIONS.index(config.activation),
+        topk=config.topk,
+    )
+    d_weights = results["d_weights"]
+    return FfnGradients(
+        rows=results["dx_rows"],
+        w_in=results["d_w_in"],
+        w_out=results["d_w_out"],
+        b_in=results["d_b_in"],
+        b_out=results["d_b_out"],
+        weights=None if weights is None else d_weights.astype(weights.dtype),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_ffn(config: FfnConfig, operands: FfnOperands) -> jax.Array:
+    return ffn_forward(config, operands, keep_h=False)[0]
+
+
+def _expert_ffn_forward(config: FfnConfig, operands: FfnOperands) -> tuple[jax.Array, Any]:
+    y, h = ffn_forward(config, operands, keep_h=True)
+    return y, (operands, h)
+
+
+def _expert_ffn_backward(config: FfnConfig, residuals: Any, d_y: jax.Array) -> tuple[FfnOperands]:
+    operands, h = residuals
+    gradients = ffn_backward(config, operands, h, d_y)
+    return (
+        FfnOperands(
+            x=gradients.rows,
+            slot_of_row=None,
+            group_sizes=None,
+            w_in=gradients.w_in,
+            w_out=gradients.w_out,
+            b_in=gradients.b_in,
+            b_out=gradients.b_out,
+            weights=gradients.weights,
+        ),
+    )
+
+
+_expert_ffn.defvjp(_expert_ffn_forward, _expert_ffn_backward)
+
+
+def expert_ffn(
+    rows: Any,
+    w_in: Any,
+    w_out: Any,
+    group_sizes: Any,
+    *,
+    activation: str = "silu",
+    b_in: Any = None,
+    b_out: Any = None,
+    weights: Any = None,
+    weight_early: bool = False,
+) -> jax.Array:
+    """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
+
+    h = x W_in[e] + b_in[e]; gated (P = 2): a = act(h_gate) h_up, ungated (P = 1): a = act(h).
+
+    Args:
+      rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, as for w_out and the biases.
+      w_out: [E, F, D].
+      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+        count as 0.
+      activation: "silu", "gelu" (tanh form), "relu" or "relu2" (relu squared).
+      b_in: [E, 2 or 1, F], or None.
+      b_out: [E, D], or None.
+      weights: w, float [R]; None: 1.
+      weight_early: multiply a and b_out by w instead of y; the same result up to rounding.
+
+    Returns:
+      y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, an unknown activation, or weight_early without weights.
+
+    Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
+    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Source: semantics, section 6.
+
+    >>> w_in, w_out = jnp.ones((1, 1, 1, 3)), jnp.ones((1, 3, 1))
+    >>> expert_ffn(jnp.ones((2, 1)), w_in, w_out, jnp.array([1]), activation="relu").tolist()
+    [[3.0], [0.0]]
+    """
+    rows = _rows("rows", rows)
+    sizes = _group_sizes(group_sizes)
+    (R, D), E, dtype = rows.shape, sizes.shape[0], (str(rows.dtype),)
+    w_in = _check.array("w_in", w_in, dtype, (("E", E), ("D", D), "2 or 1", "F"))
+    P, F = w_in.shape[2:]
+    if P not in (1, 2):
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F]")
+    operands = FfnOperands(
+        x=rows,
+        slot_of_row=None,
+        group_sizes=sizes,
+        w_in=w_in,
+        w_out=_check.array("w_out", w_out, dtype, (("E", E), ("F", F), ("D", D))),
+        b_in=_check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
+        b_out=_check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
+        weights=_check.optional_array("weights", weights, _check.FLOATS, (("R", R),)),
+    )
+    early = _check.boolean("weight_early", weight_early)
+    if early and weights is None:
+        raise ValueError("weight_early: got True without weights, expected weights [R]")
+    return _expert_ffn(FfnConfig(_check.choice("activation", activation, ACTIVATIONS), early), operands)

@@ -1,0 +1,187 @@
+"""Flax NNX layer: the whole Mixture-of-Experts layer with its parameters and its router state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from anabranch.jax import _check
+from anabranch.jax.experts import ACTIVATIONS
+from anabranch.jax.moe import MoEOutput, moe, shared_expert
+
+Initializer = Callable[..., jax.Array]
+
+_fan_in = jax.nn.initializers.variance_scaling
+#: Fan-in of one expert: the expert axis is a batch of matrices, not part of the fan.
+default_gate_init = _fan_in(1.0, "fan_in", "truncated_normal")
+default_in_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
+default_out_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
+
+
+class RouterState(nnx.Variable):
+    """State of a router that no optimiser touches: the expert bias of auxiliary-loss-free load balancing."""
+
+
+class MoE(nnx.Module):
+    """A Mixture-of-Experts feed-forward layer.
+
+    Parameters (`nnx.Param`): `gate` [D, E], `w_in` [E, D, 2, F] (gate and up columns; [E, D, 1, F] where not gated),
+    `w_out` [E, F, D], with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out` [E, D], with `shared_features` S > 0 also
+    `shared_in` [D, 2 or 1, S] and `shared_out` [S, D]. State (`RouterState`): `expert_bias` float32 [E] with
+    `use_expert_bias`.
+
+    Args:
+      in_features: D, width of the model.
+      hidden_features: F, width of one expert.
+      num_experts: E.
+      topk: K, experts a token.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      normalize: weights of a token sum to `scaling_factor`; False: raw scores.
+      use_expert_bias: keep a selection bias, moved by `update_expert_bias`.
+      num_groups, group_topk: choose `group_topk` of `num_groups` expert groups first; None: no groups.
+      scaling_factor: multiplies the weights.
+      activation: "silu", "gelu" (tanh form), "relu" or "relu2".
+      gated: act(x W_gate) * (x W_up); False: act(x W_up).
+      use_bias: biases b_in and b_out.
+      shared_features: width S of a dense expert that every token passes through; 0: none.
+      weight_early: weights multiply before W_out instead of at the combine; the result is the same.
+      aux_loss_coeff, z_loss_coeff: coefficients of the losses that the call returns; 0: none.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded.
+      dtype: dtype of the computation, float32 or bfloat16; None: that of the input.
+      param_dtype: dtype of the parameters.
+      kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
+        1 / fan-in, the expert axis left out of the fan.
+      rngs: streams of random keys; `params` is used.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from anabranch.jax.nnx import MoE
+      >>> layer = MoE(16, 32, num_experts=4, topk=2, aux_loss_coeff=0.01, rngs=nnx.Rngs(0))
+      >>> result = layer(jnp.ones([3, 5, 16]))
+      >>> result.output.shape, int(result.tokens_per_expert.sum())
+      ((3, 5, 16), 30)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        topk: int,
+        *,
+        score_function: str = "softmax",
+        normalize: bool = True,
+        use_expert_bias: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float = 1.0,
+        activation: str = "silu",
+        gated: bool = True,
+        use_bias: bool = False,
+        shared_features: int = 0,
+        weight_early: bool = False,
+        aux_loss_coeff: float = 0.0,
+        z_loss_coeff: float = 0.0,
+        align_size: int = 0,
+        dtype: Any | None = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        D = _check.integer("in_features", in_features, 1)
+        F = _check.integer("hidden_features", hidden_features, 1)
+        E = _check.integer("num_experts", num_experts, 1)
+        S = _check.integer("shared_features", shared_features, 0)
+        _check.choice("activation", activation, ACTIVATIONS)
+        parts = 2 if _check.boolean("gated", gated) else 1
+        self.in_features = D
+        self.dtype = dtype
+        self.activation = activation
+        self.options: dict[str, Any] = dict(
+            topk=_check.integer("topk", topk, 1, E),
+            score_function=score_function,
+            normalize=normalize,
+            num_groups=num_groups,
+            group_topk=group_topk,
+            scaling_factor=scaling_factor,
+            activation=activation,
+            weight_early=weight_early,
+            aux_loss_coeff=aux_loss_coeff,
+            z_loss_coeff=z_loss_coeff,
+            align_size=align_size,
+        )
+        key = rngs.params
+        self.gate = nnx.Param((kernel_init or default_gate_init)(key(), (D, E), param_dtype))
+        self.w_in = nnx.Param((kernel_init or default_in_init)(key(), (E, D, parts, F), param_dtype))
+        self.w_out = nnx.Param((kernel_init or default_out_init)(key(), (E, F, D), param_dtype))
+        self.b_in = nnx.Param(jnp.zeros((E, parts, F), param_dtype)) if use_bias else None
+        self.b_out = nnx.Param(jnp.zeros((E, D), param_dtype)) if use_bias else None
+        self.expert_bias = RouterState(jnp.zeros((E,), jnp.float32)) if use_expert_bias else None
+        shared_in, shared_out = kernel_init or default_in_init, kernel_init or default_out_init
+        self.shared_in = nnx.Param(shared_in(key(), (1, D, parts, S), param_dtype)[0]) if S else None
+        self.shared_out = nnx.Param(shared_out(key(), (1, S, D), param_dtype)[0]) if S else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        token_mask: jax.Array | None = None,
+        forced_experts: jax.Array | None = None,
+    ) -> MoEOutput:
+        """Applies the layer.
+
+        Args:
+          x: [..., D] float32 or bfloat16.
+          token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
+          forced_experts: int [..., K]; the selection is given (replay).
+
+        Returns:
+          MoEOutput(output [..., D] of the dtype of the computation, aux_loss, z_loss, tokens_per_expert, dropped).
+        """
+        _check.array("x", x, _check.FLOATS, (..., ("in_features", self.in_features)))
+        dtype = x.dtype if self.dtype is None else self.dtype
+        x = x.astype(dtype)
+
+        def value(variable: nnx.Variable | None) -> Any:
+            return None if variable is None else variable[...].astype(dtype)
+
+        result = moe(
+            x,
+            self.gate[...],
+            value(self.w_in),
+            value(self.w_out),
+            b_in=value(self.b_in),
+            b_out=value(self.b_out),
+            expert_bias=None if self.expert_bias is None else self.expert_bias[...],
+            token_mask=token_mask,
+            forced_experts=forced_experts,
+            **self.options,
+        )
+        if self.shared_in is None:
+            return result
+        shared = shared_expert(x, value(self.shared_in), value(self.shared_out), self.activation)
+        if token_mask is not None:
+            shared = jnp.where(token_mask[..., None], shared, 0)
+        return result._replace(output=result.output + shared)
+
+    def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float = 1e-3) -> None:
+        """Moves the selection bias towards balance: b += rate * sign(mean load - load).
+
+        Auxiliary-loss-free load balancing (Wang et al. 2024, arXiv:2408.15664). Call it once a step with the counts of
+        the whole batch, outside the differentiated function.
+
+        Args:
+          tokens_per_expert: int [E], summed over everything that the step has seen.
+          rate: step of the bias.
+
+        Raises:
+          ValueError: the layer was made without `use_expert_bias`.
+        """
+        if self.expert_bias is None:
+            raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
+        load = _check.array("tokens_per_expert", tokens_per_expert, _check.INDICES, self.expert_bias.shape)
+        load = load.astype(jnp.float32)
+        self.expert_bias[...] += rate * jnp.sign(load.mean() - load)

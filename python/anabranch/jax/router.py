@@ -1,0 +1,311 @@
+"""Routing: which experts each token goes to, with which weights, and the statistics the losses need."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anabranch.jax import _check, _ffi
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+class Routing(NamedTuple):
+    """What `route` returns, for logits [..., E].
+
+    weights: float32[..., K], 0 where the expert is -1.
+    experts: int32[..., K], the best first; -1: no expert.
+    tokens_per_expert: int32[E] ([..., E] with sequence_stats).
+    score_sum: float32[E] ([..., E] with sequence_stats), the sum over tokens of the auxiliary scores.
+    lse: float32[...], logsumexp of the logits; 0 for a masked token.
+    """
+
+    weights: jax.Array
+    experts: jax.Array
+    tokens_per_expert: jax.Array
+    score_sum: jax.Array
+    lse: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterOptions:
+    """The options of a routing that are part of the program; `router_options` checks them."""
+
+    topk: int
+    score_function: str = "softmax"
+    normalize: bool = True
+    num_groups: int = 0
+    group_topk: int = 0
+    scaling_factor: float = 1.0
+    sequence_stats: bool = False
+
+
+class RouterResiduals(NamedTuple):
+    """What the backward pass needs: inputs as they came, integers, and float32."""
+
+    logits: jax.Array
+    experts: jax.Array
+    token_mask: jax.Array | None
+    lse: jax.Array
+
+
+def router_options(
+    num_experts: int,
+    topk: int,
+    *,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    sequence_stats: bool = False,
+) -> RouterOptions:
+    """Checks the options of a routing over `num_experts` experts.
+
+    None, 0 and -1 mean "no groups".
+
+    Raises:
+      TypeError: an option of a wrong type, a traced array for instance.
+      ValueError: an option out of range, or a clash.
+    """
+    topk = _check.integer("topk", topk, 1, num_experts)
+    score_function = _check.choice("score_function", score_function, SCORE_FUNCTIONS)
+    normalize = _check.boolean("normalize", normalize)
+    sequence_stats = _check.boolean("sequence_stats", sequence_stats)
+    scaling_factor = _check.number("scaling_factor", scaling_factor)
+    if abs(scaling_factor) > float(np.finfo(np.float32).max):
+        raise ValueError(f"scaling_factor: got {scaling_factor}, expected a number that is finite in float32")
+    groups = 0 if num_groups is None else _check.integer("num_groups", num_groups, -1)
+    kept = 0 if group_topk is None else _check.integer("group_topk", group_topk, -1)
+    if max(groups, 0) == 0 and max(kept, 0) == 0:
+        groups = kept = 0
+    else:
+        if groups < 1 or num_experts % groups:
+            raise ValueError(
+                f"num_groups: got {num_groups}, expected a divisor of {num_experts} experts, "
+                "with group_topk (or neither)"
+            )
+        per_group = num_experts // groups
+        if not 1 <= kept <= groups or topk % kept or topk // kept > per_group:
+            raise ValueError(
+                f"group_topk: got {group_topk}, expected 1 <= group_topk <= num_groups {groups}, a divisor of "
+                f"topk {topk}, and topk / group_topk <= {per_group} experts of a group"
+            )
+    return RouterOptions(topk, score_function, normalize, groups, kept, scaling_factor, sequence_stats)
+
+
+def attributes(options: RouterOptions) -> dict[str, Any]:
+    """The options that forward and backward share, as the handlers take them."""
+    return {
+        "topk": options.topk,
+        "score_function": SCORE_FUNCTIONS.index(options.score_function),
+        "normalize": int(options.normalize),
+        "scaling_factor": float(options.scaling_factor),
+    }
+
+
+def route_forward(
+    options: RouterOptions,
+    logits: jax.Array,
+    expert_bias: jax.Array | None,
+    token_mask: jax.Array | None,
+    forced_experts: jax.Array | None,
+) -> tuple[Routing, RouterResiduals]:
+    """The forward rule of `route`, on checked arguments: [..., E] logits, bool mask, int32 forced experts."""
+    *leading, E = logits.shape
+    T, K = math.prod(leading), options.topk
+    sequences = leading[:-1] if options.sequence_stats else []
+    stats = (math.prod(sequences), E) if options.sequence_stats else (E,)
+    struct = jax.ShapeDtypeStruct
+    results = _ffi.call(
+        "ab_xla_router_forward",
+        {
+            "logits": logits.reshape(T, E),
+            "expert_bias": expert_bias,
+            "token_mask": None if token_mask is None else token_mask.reshape(T),
+            "forced_experts": None if forced_experts is None else forced_experts.reshape(T, K),
+        },
+        {
+            "weights": struct((T, K), jnp.float32),
+            "experts": struct((T, K), jnp.int32),
+            "tokens_per_expert": struct(stats, jnp.int32),
+            "score_sum": struct(stats, jnp.float32),
+            "lse": struct((T,), jnp.float32),
+        },
+        num_groups=options.num_groups,
+        group_topk=options.group_topk,
+        **attributes(options),
+    )
+    routing = Routing(
+        results["weights"].reshape(*leading, K),
+        results["experts"].reshape(*leading, K),
+        results["tokens_per_expert"].reshape(*sequences, E),
+        results["score_sum"].reshape(*sequences, E),
+        results["lse"].reshape(leading),
+    )
+    return routing, RouterResiduals(logits, routing.experts, token_mask, routing.lse)
+
+
+def route_backward(
+    options: RouterOptions,
+    residuals: RouterResiduals,
+    d_weights: jax.Array | None,
+    d_score_sum: jax.Array | None,
+    d_lse: jax.Array | None,
+) -> jax.Array:
+    """The backward rule of `route`: d_logits, in the logits' dtype; a cotangent of None is zero."""
+    logits, experts, token_mask, lse = residuals
+    if d_weights is None and d_score_sum is None and d_lse is None:
+        return jnp.zeros_like(logits)
+    *leading, E = logits.shape
+    T, K = math.prod(leading), options.topk
+    stats = (math.prod(leading[:-1]), E) if options.sequence_stats else (E,)
+    uses_lse = options.score_function == "softmax" or d_lse is not None
+    shared = attributes(options)
+    if d_weights is None:
+        shared["scaling_factor"] = 1.0  # scales weights only
+    results = _ffi.call(
+        "ab_xla_router_backward",
+        {
+            "logits": logits.reshape(T, E),
+            "experts": None if d_weights is None else experts.reshape(T, K),
+            "token_mask": None if token_mask is None else token_mask.reshape(T),
+            "lse": lse.reshape(T) if uses_lse else None,
+            "d_weights": None if d_weights is None else d_weights.reshape(T, K),
+            "d_score_sum": None if d_score_sum is None else d_score_sum.reshape(stats),
+            "d_lse": None if d_lse is None else d_lse.reshape(T),
+        },
+        {"d_logits": jax.ShapeDtypeStruct((T, E), logits.dtype)},
+        **shared,
+    )
+    return results["d_logits"].reshape(logits.shape)
+
+
+def route(
+    logits: jax.Array,
+    topk: int,
+    *,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    expert_bias: jax.Array | None = None,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    token_mask: jax.Array | None = None,
+    forced_experts: jax.Array | None = None,
+    sequence_stats: bool = False,
+) -> Routing:
+    """Selects topk experts for every token and weights them.
+
+    The best logits win, ties the lower expert. Scores are softmax over all experts, sigmoid, or sqrt(softplus); a
+    weight is the score, or normalised over the selected experts, times scaling_factor. Arithmetic is float32.
+
+    Args:
+      logits: float32, bfloat16 or float16 [..., E].
+      topk: K, 1 <= K <= E.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      normalize: weights of a token sum to scaling_factor (softmax: over the selected logits); else raw scores.
+      expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
+      num_groups, group_topk: experts in num_groups contiguous groups, of which group_topk are kept for a token, by
+        the sum of their K / group_topk best scores; both or neither.
+      scaling_factor: finite Python number; multiplies the weights.
+      token_mask: bool [...], true: a real token. Others get expert -1, weight 0, and count nowhere.
+      forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
+        with expert_bias or groups.
+      sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row for each sequence of S.
+
+    Returns:
+      A Routing.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: from weights, score_sum and lse to logits, in one pass; none to expert_bias.
+
+    >>> routing = route(jnp.array([[1.0, 3.0, 2.0]]), 2)
+    >>> routing.experts.tolist(), routing.tokens_per_expert.tolist()
+    ([[1, 2]], [0, 1, 1])
+    """
+    logits = _check.array("logits", logits, _check.FLOATS, (..., "E"))
+    *leading, E = logits.shape
+    options = router_options(
+        E,
+        topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+        sequence_stats=sequence_stats,
+    )
+    if options.sequence_stats and not leading:
+        raise ValueError(f"logits: got {_check.describe(logits)}, expected [..., S, E] with sequence_stats")
+    operands = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    return _route(options, logits, *operands)
+
+
+def router_operands(
+    options: RouterOptions,
+    num_experts: int,
+    leading: tuple[int, ...],
+    expert_bias: Any,
+    token_mask: Any,
+    forced_experts: Any,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """Checks the optional arrays of a routing of logits [*leading, E]: (expert_bias, token_mask, forced_experts)."""
+    check_slots(leading, options.topk)
+    expert_bias = _check.optional_array("expert_bias", expert_bias, _check.FLOATS, (("E", num_experts),))
+    token_mask = _check.optional_array("token_mask", token_mask, _check.BOOL, leading)
+    forced_experts = _forced_experts(forced_experts, (*leading, options.topk), num_experts)
+    if forced_experts is not None:
+        for name, given in (("expert_bias", expert_bias is not None), ("num_groups", options.num_groups > 0)):
+            if given:
+                raise ValueError(f"{name}: got one together with forced_experts, expected none")
+    return expert_bias, token_mask, forced_experts
+
+
+def check_slots(leading: tuple[int, ...], topk: int) -> None:
+    """Refuses more than 2^31 - 1 slots: indices are int32."""
+    tokens = math.prod(leading)
+    if tokens * topk >= 2**31:
+        raise ValueError(f"logits: got {tokens} tokens with topk {topk}, expected fewer than 2^31 slots")
+
+
+def _forced_experts(experts: Any, shape: tuple[int, ...], num_experts: int) -> jax.Array | None:
+    """As int32, -1 for whatever is no expert; before the conversion, which would wrap int64 around."""
+    if experts is None:
+        return None
+    if isinstance(experts, np.ndarray) and str(experts.dtype) in _check.INDICES:
+        experts = np.where((experts >= 0) & (experts < num_experts), experts, -1).astype(np.int32)
+    array = _check.array("forced_experts", experts, _check.INDICES, shape)
+    if array.dtype == jnp.int32:
+        return array
+    return jnp.where((array >= 0) & (array < num_experts), array, -1).astype(jnp.int32)
+
+
+def _route(
+    options: RouterOptions,
+    logits: jax.Array,
+    expert_bias: jax.Array | None,
+    token_mask: jax.Array | None,
+    forced_experts: jax.Array | None,
+) -> Routing:
+    return route_forward(options, logits, expert_bias, token_mask, forced_experts)[0]
+
+
+def _route_fwd(options, logits, expert_bias, token_mask, forced_experts):
+    arrays = (None if primal is None else primal.value for primal in (logits, expert_bias, token_mask, forced_experts))
+    return route_forward(options, *arrays)
+
+
+def _route_bwd(options, residuals, cotangents):
+    d_weights, _, _, d_score_sum, d_lse = map(_ffi.cotangent, cotangents)
+    return route_backward(options, residuals, d_weights, d_score_sum, d_lse), None, None, None
+
+
+# symbolic_zeros: what has no cotangent costs nothing in the backward pass.
+_route = jax.custom_vjp(_route, nondiff_argnums=(0,))
+_route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)

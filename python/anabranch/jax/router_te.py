@@ -1,0 +1,247 @@
+"""The router in TransformerEngine's form: dense probabilities and routing maps, under its names.
+
+Code that calls `transformer_engine.jax.router` moves over by changing the import. Differences: every score function
+works in every layout, `topk_indices_dtype` asks for indices instead of a map, leading axes are kept, and an option
+that has no effect is an error, except with `compute_aux_scores` and the values that stand for "not used".
+"""
+
+import dataclasses
+import enum
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from anabranch.jax import _check, _ffi
+from anabranch.jax.router import RouterOptions, attributes, check_slots, router_options
+
+
+class ScoreFunction(enum.IntEnum):
+    """Score functions; functions take the member or its name in any case."""
+
+    SIGMOID = 0
+    SOFTMAX = 1
+    SQRTSOFTPLUS = 2
+
+
+class RoutingMapFormat(enum.IntEnum):
+    """Layouts of a routing map; functions take the member, its value, or its name in any case.
+
+    BYTEMAP: bool [..., E].
+    BITMAP_U8: uint8 [..., ceil(E/8)]; expert e is bit e % 8 of byte e // 8, unused bits are 0.
+    """
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _DenseOptions:
+    router: RouterOptions
+    map_shape: int  # size of the map's last axis
+    map_dtype: str
+    auxiliary: bool  # auxiliary scores, instead of probabilities
+
+
+def score_function_name(value: Any) -> str:
+    """The name that `route` takes, from a ScoreFunction or a name in any case."""
+    if isinstance(value, ScoreFunction):
+        return value.name.lower()
+    names = [member.name.lower() for member in ScoreFunction]
+    return _check.choice("score_function", value.lower() if isinstance(value, str) else value, names)
+
+
+def normalizes(score_function: str, topk: int, use_pre_softmax: bool) -> bool:
+    """Whether TransformerEngine normalises over the selected experts: softmax after the selection, others for K > 1."""
+    if use_pre_softmax and score_function != "softmax":
+        raise ValueError(f"use_pre_softmax: got True with score_function {score_function!r}, expected False")
+    return not use_pre_softmax if score_function == "softmax" else topk > 1
+
+
+def _routing_map_format(value: Any) -> RoutingMapFormat:
+    if isinstance(value, str) and value.upper() in RoutingMapFormat.__members__:
+        return RoutingMapFormat[value.upper()]
+    if isinstance(value, int) and not isinstance(value, bool) and value in list(RoutingMapFormat):
+        return RoutingMapFormat(value)
+    raise ValueError(
+        f"routing_map_format: got {value!r}, expected a RoutingMapFormat, its value, 'bytemap' or 'bitmap_u8'"
+    )
+
+
+def _index_dtype(value: Any, num_experts: int) -> str:
+    try:
+        name = np.dtype(value).name
+    except TypeError:
+        name = repr(value)
+    if name not in _check.INDICES:
+        raise TypeError(f"topk_indices_dtype: got {name}, expected {' or '.join(_check.INDICES)}")
+    if name == "int16" and num_experts > 2**15:
+        raise ValueError(
+            f"topk_indices_dtype: got int16 for {num_experts} experts, expected at most 32768 experts or a wider type"
+        )
+    return name
+
+
+def fused_topk_with_score_function(
+    logits: jax.Array,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    score_function: str | ScoreFunction = ScoreFunction.SOFTMAX,
+    expert_bias: jax.Array | None = None,
+    compute_aux_scores: bool = False,
+    routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
+    topk_indices_dtype: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Scores, top-k and weights in TransformerEngine's dense form.
+
+    Args:
+      logits: float32, bfloat16 or float16 [..., E].
+      topk: K, 1 <= K <= E.
+      use_pre_softmax: raw softmax scores as weights; else softmax over the selected logits. Only with softmax:
+        sigmoid and sqrtsoftplus scores are normalised where topk > 1.
+      num_groups, group_topk: as in `route`; None, 0 or -1: no groups.
+      scaling_factor: finite Python number; multiplies the probabilities.
+      score_function: a ScoreFunction or its name.
+      expert_bias: float [E], added to sigmoid and sqrtsoftplus scores for the selection only.
+      compute_aux_scores: return the scores that load-balancing losses use instead: softmax, or scores divided by
+        their sum, of all experts, and the map of the topk best logits. The options above, but score_function, are
+        then not used.
+      routing_map_format: a RoutingMapFormat, its value or its name.
+      topk_indices_dtype: int16, int32 or int64: the second result is the indices [..., K], best first.
+
+    Returns:
+      probs [..., E] in the logits' dtype, zero where not selected (float32 auxiliary scores, of all experts, with
+      compute_aux_scores), and the routing map.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: from the first result to logits; cotangents at unselected probabilities are ignored.
+    Source: TransformerEngine, transformer_engine/jax/router.py (interface).
+
+    >>> probs, routing_map = fused_topk_with_score_function(jnp.array([[1.0, 3.0, 2.0]]), 1)
+    >>> probs.tolist(), routing_map.tolist()
+    ([[0.0, 1.0, 0.0]], [[False, True, False]])
+    """
+    logits = _check.array("logits", logits, _check.FLOATS, (..., "E"))
+    E = logits.shape[-1]
+    name = score_function_name(score_function)
+    if _check.boolean("compute_aux_scores", compute_aux_scores):
+        options = router_options(E, topk, score_function=name)
+        expert_bias = None
+    else:
+        pre_softmax = _check.boolean("use_pre_softmax", use_pre_softmax)
+        if expert_bias is not None and name == "softmax":
+            raise ValueError("expert_bias: got one with score_function 'softmax', expected none")
+        options = router_options(
+            E,
+            topk,
+            score_function=name,
+            normalize=normalizes(name, _check.integer("topk", topk, 1, E), pre_softmax),
+            num_groups=num_groups,
+            group_topk=group_topk,
+            scaling_factor=scaling_factor,
+        )
+        expert_bias = _check.optional_array("expert_bias", expert_bias, _check.FLOATS, (("E", E),))
+    check_slots(logits.shape[:-1], options.topk)
+    map_format = _routing_map_format(routing_map_format)
+    if topk_indices_dtype is not None:
+        layout = options.topk, _index_dtype(topk_indices_dtype, E)
+    elif map_format is RoutingMapFormat.BYTEMAP:
+        layout = E, "bool"
+    else:
+        layout = math.ceil(E / 8), "uint8"
+    return _dense(_DenseOptions(options, *layout, bool(compute_aux_scores)), logits, expert_bias)
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: jax.Array,
+    topk: int,
+    score_function: str | ScoreFunction,
+    routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
+) -> tuple[jax.Array, jax.Array]:
+    """The scores that load-balancing losses use, and the map of the topk best logits.
+
+    Args:
+      logits: float32, bfloat16 or float16 [..., E].
+      topk: K, 1 <= K <= E.
+      score_function: a ScoreFunction or its name.
+      routing_map_format: a RoutingMapFormat, its value or its name.
+
+    Returns:
+      The routing map, and scores float32 [..., E] that sum to 1: softmax, or scores divided by their sum.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: from the scores to logits.
+
+    >>> routing_map, scores = fused_compute_score_for_moe_aux_loss(jnp.array([[0.0, 0.0]]), 1, "softmax")
+    >>> routing_map.tolist(), scores.tolist()
+    ([[True, False]], [[0.5, 0.5]])
+    """
+    scores, routing_map = fused_topk_with_score_function(
+        logits,
+        topk,
+        score_function=score_function,
+        compute_aux_scores=True,
+        routing_map_format=routing_map_format,
+    )
+    return routing_map, scores
+
+
+def _dense_forward(options: _DenseOptions, logits: jax.Array, expert_bias: jax.Array | None) -> dict[str, jax.Array]:
+    *leading, E = logits.shape
+    T, router, struct = math.prod(leading), options.router, jax.ShapeDtypeStruct
+    dense = struct((T, E), jnp.float32 if options.auxiliary else logits.dtype)
+    results = _ffi.call(
+        "ab_xla_router_forward",
+        {"logits": logits.reshape(T, E), "expert_bias": expert_bias},
+        {
+            "probs": None if options.auxiliary else dense,
+            "aux_scores": dense if options.auxiliary else None,
+            "routing_map": struct((T, options.map_shape), np.dtype(options.map_dtype)),
+            "experts": None if options.auxiliary else struct((T, router.topk), jnp.int32),
+        },
+        num_groups=router.num_groups,
+        group_topk=router.group_topk,
+        **attributes(router),
+    )
+    return {name: array.reshape(*leading, array.shape[-1]) for name, array in results.items() if array is not None}
+
+
+def _dense(options: _DenseOptions, logits: jax.Array, expert_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    return _dense_fwd(options, logits, expert_bias)[0]
+
+
+def _dense_fwd(options, logits, expert_bias):
+    results = _dense_forward(options, logits, expert_bias)
+    first = results["aux_scores" if options.auxiliary else "probs"]
+    return (first, results["routing_map"]), (logits, results.get("experts"))
+
+
+def _dense_bwd(options, residuals, cotangents):
+    logits, experts = residuals
+    *leading, E = logits.shape
+    T, K = math.prod(leading), options.router.topk
+    d_first = cotangents[0].reshape(T, E)
+    results = _ffi.call(
+        "ab_xla_router_backward",
+        {
+            "logits": logits.reshape(T, E),
+            "experts": None if experts is None else experts.reshape(T, K),
+            "d_aux_scores" if options.auxiliary else "d_probs": d_first,
+        },
+        {"d_logits": jax.ShapeDtypeStruct((T, E), logits.dtype)},
+        **attributes(options.router),
+    )
+    return results["d_logits"].reshape(logits.shape), None
+
+
+_dense = jax.custom_vjp(_dense, nondiff_argnums=(0,))
+_dense.defvjp(_dense_fwd, _dense_bwd)

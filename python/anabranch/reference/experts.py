@@ -1,0 +1,227 @@
+"""The experts in numpy float64: grouped products and the feed-forward network, with their gradients.
+
+`docs/semantics.md`, section 6, as code. Rows of one expert stand together, `group_sizes` rows each.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .scores import as_float64
+
+GELU_SCALE = np.sqrt(2 / np.pi)
+GELU_CUBIC = 0.044715  # gelu(h) = h/2 (1 + tanh(GELU_SCALE (h + GELU_CUBIC h^3)))
+
+
+class ExpertGradients(NamedTuple):
+    """What `expert_ffn_backward` returns; None for an argument that wasn't given."""
+
+    d_rows: np.ndarray
+    d_w_in: np.ndarray
+    d_w_out: np.ndarray
+    d_b_in: np.ndarray | None
+    d_b_out: np.ndarray | None
+    d_row_weights: np.ndarray | None
+
+
+# ---------------------------------------------------------------- grouped matmul
+
+
+def _groups(group_sizes, num_rows):
+    """(expert, slice of its rows) of every expert, the slices clipped to the rows there are."""
+    offsets = np.minimum(np.concatenate([[0], np.cumsum(np.asarray(group_sizes, np.int64))]), num_rows)
+    return [(e, slice(offsets[e], offsets[e + 1])) for e in range(len(offsets) - 1)]
+
+
+def grouped_matmul(x, w, group_sizes):
+    """y = x w[e] on the rows of expert e; rows past the sum of the sizes are zero.
+
+    Args: x [R, D], w [E, D, N], group_sizes int[E]. Returns: float64[R, N].
+    """
+    x, w = as_float64(x, "x"), as_float64(w, "w")
+    y = np.zeros((x.shape[0], w.shape[2]))
+    for e, rows in _groups(group_sizes, x.shape[0]):
+        y[rows] = x[rows] @ w[e]
+    return y
+
+
+def grouped_matmul_backward(d_y, x, w, group_sizes):
+    """(d_x float64[R, D] = d_y w[e]^T, d_w float64[E, D, N] = x^T d_y); zero past the sizes."""
+    d_y, x, w = as_float64(d_y, "d_y"), as_float64(x, "x"), as_float64(w, "w")
+    d_x, d_w = np.zeros_like(x), np.zeros_like(w)
+    for e, rows in _groups(group_sizes, x.shape[0]):
+        d_x[rows] = d_y[rows] @ w[e].T
+        d_w[e] = x[rows].T @ d_y[rows]
+    return d_x, d_w
+
+
+def _bias_rows(bias, group_sizes, num_rows):
+    """bias[e] on every row of expert e. [E, N] -> [R, N]."""
+    out = np.zeros((num_rows, bias.shape[1]))
+    for e, rows in _groups(group_sizes, num_rows):
+        out[rows] = bias[e]
+    return out
+
+
+def _bias_gradient(d_rows, group_sizes):
+    """Sum of every expert's rows. [R, N] -> [E, N]."""
+    return np.stack([d_rows[rows].sum(axis=0) for _, rows in _groups(group_sizes, d_rows.shape[0])])
+
+
+# ---------------------------------------------------------------- activations
+
+
+def _sigmoid(h):
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-h))
+
+
+def _gelu_tanh(h):
+    return np.tanh(GELU_SCALE * (h + GELU_CUBIC * h**3))
+
+
+def activation(h, name):
+    """act(h): "silu" h sigmoid(h), "gelu" (tanh form), "relu", "relu2" relu(h)^2. float64, h's shape."""
+    h = as_float64(h, "h")
+    if name == "silu":
+        return h * _sigmoid(h)
+    if name == "gelu":
+        return h / 2 * (1 + _gelu_tanh(h))
+    if name == "relu":
+        return np.maximum(h, 0)
+    if name == "relu2":
+        return np.maximum(h, 0) ** 2
+    raise ValueError(f"activation: got {name!r}, expected 'silu', 'gelu', 'relu' or 'relu2'")
+
+
+def activation_gradient(h, name):
+    """act'(h); relu'(0) = 0. float64, h's shape."""
+    h = as_float64(h, "h")
+    if name == "silu":
+        s = _sigmoid(h)
+        return s * (1 + h * (1 - s))
+    if name == "gelu":
+        t = _gelu_tanh(h)
+        return (1 + t) / 2 + h / 2 * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * h**2)
+    if name == "relu":
+        return np.where(h > 0, 1.0, np.where(np.isnan(h), h, 0.0))
+    if name == "relu2":
+        return 2 * np.maximum(h, 0)
+    raise ValueError(f"activation: got {name!r}, expected 'silu', 'gelu', 'relu' or 'relu2'")
+
+
+def _hidden(h, name):
+    """a from h [R, 2 or 1, F]: act(gate) * up, or act(h)."""
+    return activation(h[:, 0], name) * (h[:, 1] if h.shape[1] == 2 else 1.0)
+
+
+def _hidden_backward(d_a, h, name):
+    """dh [R, 2 or 1, F] from da [R, F]."""
+    d_gate = activation_gradient(h[:, 0], name) * d_a
+    if h.shape[1] == 1:
+        return d_gate[:, None]
+    return np.stack([d_gate * h[:, 1], activation(h[:, 0], name) * d_a], axis=1)
+
+
+# ---------------------------------------------------------------- feed-forward network
+
+
+def _real_rows(num_rows, group_sizes, slot_of_row):
+    """bool[R, 1], true in rows that hold a slot."""
+    real = np.arange(num_rows) < np.asarray(group_sizes, np.int64).sum()
+    if slot_of_row is not None:
+        real &= np.asarray(slot_of_row) >= 0
+    return real[:, None]
+
+
+def _up(rows, w_in, b_in, group_sizes):
+    """h [R, 2 or 1, F] = x W_in[e] + b_in[e]."""
+    num_experts, width, parts, hidden = w_in.shape
+    h = grouped_matmul(rows, w_in.reshape(num_experts, width, parts * hidden), group_sizes)
+    if b_in is not None:
+        h += _bias_rows(as_float64(b_in, "b_in").reshape(num_experts, -1), group_sizes, rows.shape[0])
+    return h.reshape(-1, parts, hidden)
+
+
+def expert_ffn(
+    rows,
+    w_in,
+    w_out,
+    group_sizes,
+    *,
+    activation,
+    b_in=None,
+    b_out=None,
+    row_weights=None,
+    weight_early=False,
+    slot_of_row=None,
+):
+    """y = w (a W_out[e] + b_out[e]) on the rows of expert e, a = act(gate) * up of h = x W_in[e] + b_in[e].
+
+    Args:
+      rows: [R, D]. w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]. w_out: [E, F, D].
+      group_sizes: int[E]. activation: see `activation`. b_in: [E, 2 or 1, F]. b_out: [E, D].
+      row_weights: w [R]; 1 by default.
+      weight_early: multiply a instead of y by w; the same result up to rounding.
+      slot_of_row: int[R]; rows with -1 are padding, zero in the result, biases or not.
+
+    Returns: float64[R, D].
+    """
+    w_in, w_out = as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
+    real = _real_rows(len(rows), group_sizes, slot_of_row)
+    rows = np.where(real, as_float64(rows, "rows"), 0.0)
+    w = 1.0 if row_weights is None else as_float64(row_weights, "row_weights")[:, None]
+    a = _hidden(_up(rows, w_in, b_in, group_sizes), activation)
+    bias = 0.0 if b_out is None else _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))
+    if weight_early:
+        y = grouped_matmul(w * a, w_out, group_sizes) + w * bias
+    else:
+        y = w * (grouped_matmul(a, w_out, group_sizes) + bias)
+    return np.where(real, y, 0.0)
+
+
+def expert_ffn_backward(
+    d_y,
+    rows,
+    w_in,
+    w_out,
+    group_sizes,
+    *,
+    activation,
+    b_in=None,
+    b_out=None,
+    row_weights=None,
+    slot_of_row=None,
+):
+    """Gradients of `expert_ffn`, the same early and late: d_y [R, D] is d_out of the row's token.
+
+    da' = d_y W_out^T;  d_w = <da', a> + <d_y, b_out>;  da = w da';  dh = act'(h) da;
+    dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh;  dx = dh W_in^T.
+
+    Returns: `ExpertGradients`. An expert without rows gets exactly zero.
+    """
+    w_in, w_out = as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
+    real = _real_rows(len(rows), group_sizes, slot_of_row)
+    rows = np.where(real, as_float64(rows, "rows"), 0.0)
+    d_y = np.where(real, as_float64(d_y, "d_y"), 0.0)
+    w = np.ones((len(rows), 1))
+    if row_weights is not None:
+        w = np.where(real, as_float64(row_weights, "row_weights")[:, None], 0.0)
+    h = _up(rows, w_in, b_in, group_sizes)
+    a = _hidden(h, activation)
+
+    d_weighted_a, d_w_out = grouped_matmul_backward(d_y, w * a, w_out, group_sizes)
+    d_row_weights = (d_weighted_a * a).sum(-1)
+    if b_out is not None:
+        d_row_weights += (d_y * _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))).sum(-1)
+    flat_w_in = w_in.reshape(*w_in.shape[:2], -1)
+    d_h = _hidden_backward(w * d_weighted_a, h, activation).reshape(len(rows), flat_w_in.shape[2])
+    d_rows, d_w_in = grouped_matmul_backward(d_h, rows, flat_w_in, group_sizes)
+    return ExpertGradients(
+        d_rows,
+        d_w_in.reshape(w_in.shape),
+        d_w_out,
+        None if b_in is None else _bias_gradient(d_h, group_sizes).reshape(np.shape(b_in)),
+        None if b_out is None else _bias_gradient(w * d_y, group_sizes),
+        None if row_weights is None else d_row_weights,
+    )

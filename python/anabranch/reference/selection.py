@@ -1,0 +1,209 @@
+"""Which K experts a token gets, in numpy float64, and whether another selection agrees. Semantics, section 1.
+
+The order everywhere: larger key first, then smaller index.
+"""
+
+import numpy as np
+
+from .scores import as_float64, scores
+
+# where keys are computed, float32 backends may swap experts whose keys are this near
+KEY_ULPS = {"softmax": 32, "sigmoid": 4, "sqrtsoftplus": 4}
+FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+
+
+def selection_keys(logits, score_function, expert_bias=None):
+    """q of section 1: z, or s + b with -inf where z = -inf. float64[..., E]."""
+    z = as_float64(logits, "logits")
+    if expert_bias is None:
+        return z
+    return _biased_scores(z, score_function, as_float64(expert_bias, "expert_bias"))
+
+
+def _biased_scores(z, score_function, bias):
+    with np.errstate(invalid="ignore"):
+        return np.where(z == -np.inf, -np.inf, scores(z, score_function) + bias)
+
+
+def best_first(keys):
+    """Indices by descending key, then ascending index: NaN above +inf, -0.0 equal to +0.0.
+
+    numpy sorts ascending with NaN last; a stable sort of the reversed row, read backwards, is the
+    order wanted.
+    """
+    size = keys.shape[-1]
+    return size - 1 - np.argsort(keys[..., ::-1], axis=-1, kind="stable")[..., ::-1]
+
+
+def groups_in_use(num_groups, group_topk):
+    """(G, g), or None when groups aren't used: None, 0 and -1 mean "not used"."""
+    unused = (None, 0, -1)
+    if (num_groups in unused) != (group_topk in unused):
+        raise ValueError(f"num_groups, group_topk: got {num_groups}, {group_topk}, expected both or neither")
+    return None if num_groups in unused else (num_groups, group_topk)
+
+
+def _check_selection(num_experts, topk, groups):
+    if not 1 <= topk <= num_experts:
+        raise ValueError(f"topk: got {topk}, expected 1 to {num_experts}")
+    if groups is None:
+        return
+    count, kept = groups
+    if count < 1 or num_experts % count:
+        raise ValueError(f"num_groups: got {count}, expected a divisor of {num_experts}")
+    if not 1 <= kept <= count or topk % kept or topk // kept > num_experts // count:
+        raise ValueError(
+            f"group_topk: got {kept}, expected at most {count}, a divisor of topk {topk}, "
+            f"and topk / group_topk at most {num_experts // count}"
+        )
+
+
+def group_keys(logits, topk, score_function, normalize, expert_bias, groups):
+    """What a group's score adds up, [..., G, E/G], and the scores themselves, [..., G].
+
+    A group's score is the sum of its K/g largest s + b (b = 0 without a bias; -inf where z = -inf),
+    for normalised softmax without a bias of its K/g largest z.
+    """
+    z = as_float64(logits, "logits")
+    count, kept = groups
+    if expert_bias is None and score_function == "softmax" and normalize:
+        keys = z
+    else:
+        bias = 0.0 if expert_bias is None else as_float64(expert_bias, "expert_bias")
+        keys = _biased_scores(z, score_function, bias)
+    keys = keys.reshape(*z.shape[:-1], count, z.shape[-1] // count)
+    largest = np.take_along_axis(keys, best_first(keys)[..., : topk // kept], axis=-1)
+    with np.errstate(invalid="ignore"):
+        return keys, largest.sum(axis=-1)
+
+
+def select_within(keys, topk, kept_groups, num_groups):
+    """The K best experts of the kept groups, [..., K]; `kept_groups` [..., g] ascending.
+
+    Only those experts stand in the row that is sorted, so no other can be selected, not even when
+    every key is -inf.
+    """
+    size = keys.shape[-1] // num_groups
+    experts = (kept_groups[..., :, None] * size + np.arange(size)).reshape(*kept_groups.shape[:-1], -1)
+    order = best_first(np.take_along_axis(keys, experts, axis=-1))[..., :topk]
+    return np.take_along_axis(experts, order, axis=-1)
+
+
+def select(
+    logits,
+    topk,
+    *,
+    score_function="softmax",
+    normalize=True,
+    expert_bias=None,
+    num_groups=None,
+    group_topk=None,
+    token_mask=None,
+):
+    """The K selected experts of each token, best first, -1 where masked. int32[..., K]."""
+    z = as_float64(logits, "logits")
+    groups = groups_in_use(num_groups, group_topk)
+    _check_selection(z.shape[-1], topk, groups)
+    keys = selection_keys(z, score_function, expert_bias)
+    if groups is None:
+        experts = best_first(keys)[..., :topk]
+    else:
+        _, group_scores = group_keys(z, topk, score_function, normalize, expert_bias, groups)
+        kept = np.sort(best_first(group_scores)[..., : groups[1]], axis=-1)
+        experts = select_within(keys, topk, kept, groups[0])
+    if token_mask is not None:
+        experts = np.where(np.asarray(token_mask)[..., None], experts, -1)
+    return experts.astype(np.int32)
+
+
+def selection_agrees(
+    experts,
+    logits,
+    *,
+    score_function="softmax",
+    normalize=True,
+    expert_bias=None,
+    num_groups=None,
+    group_topk=None,
+    token_mask=None,
+):
+    """Whether each token's `experts` int[..., K] are a right selection, float32 rounding allowed. bool[...].
+
+    Exact where neither a bias nor groups are used, and between experts (groups) whose inputs are
+    equal. Otherwise two experts may have swapped places, or one stand in for the other, where their
+    keys differ by at most 4 float32 ulp (softmax: 32) of max(|s|, |b|), two groups where their scores
+    differ by K/g times that; keys below float32's smallest normal number count as equal.
+    """
+    z = as_float64(logits, "logits")
+    got = np.asarray(experts).astype(np.int64)
+    topk = got.shape[-1]
+    groups = groups_in_use(num_groups, group_topk)
+    steering = {"score_function": score_function, "normalize": normalize, "expert_bias": expert_bias}
+    want = select(z, topk, num_groups=num_groups, group_topk=group_topk, token_mask=token_mask, **steering)
+    agrees = (got == want).all(-1)
+    if expert_bias is None and groups is None:
+        return agrees
+    near_misses = ~agrees & (want >= 0).all(-1) & (got >= 0).all(-1) & (got < z.shape[-1]).all(-1)
+    for token in zip(*np.nonzero(near_misses), strict=True):
+        agrees[token] = _row_agrees(got[token], z[token], groups, **steering)
+    return agrees
+
+
+def _rounding(magnitude, score_function):
+    ulp = np.spacing(magnitude.astype(np.float32)).astype(np.float64)
+    return np.maximum(KEY_ULPS[score_function] * ulp, FLOAT32_TINY)
+
+
+def _precedes(keys, rounding, inputs, those):
+    """bool[n, len(those)]: index i has to come before those[j], on a backend that rounds too.
+
+    inputs [n, ...]: what a key is computed from; equal inputs give equal keys on every backend.
+    """
+    rank = np.empty(keys.size, np.int64)
+    rank[best_first(keys)] = np.arange(keys.size)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(keys[:, None] - keys[those]) <= np.maximum(rounding[:, None], rounding[those])
+    equal = (inputs[:, None] == inputs[those]).all(-1)
+    return (rank[:, None] < rank[those]) & (~near | equal)
+
+
+def _row_agrees(got, z, groups, score_function, normalize, expert_bias):
+    if np.unique(got).size != got.size:
+        return False
+    bias = np.zeros_like(z) if expert_bias is None else as_float64(expert_bias, "expert_bias")
+    inputs = np.stack([z, bias], axis=-1)
+    computed = _rounding(np.maximum(np.abs(scores(z, score_function)), np.abs(bias)), score_function)
+    keys = selection_keys(z, score_function, expert_bias)
+    precedes = _precedes(keys, np.zeros_like(z) if expert_bias is None else computed, inputs, got)
+    # place[e]: the slot of expert e, K where it isn't selected
+    place = np.full(z.size, got.size)
+    place[got] = np.arange(got.size)
+    overtaken = precedes & (place[:, None] > np.arange(got.size))
+    if groups is None:
+        return not overtaken.any()
+    kept = _kept_groups(got, z, inputs, computed, overtaken, groups, score_function, normalize, expert_bias)
+    return kept is not None and not overtaken.reshape(groups[0], -1, got.size)[kept].any()
+
+
+def _kept_groups(got, z, inputs, computed, overtaken, groups, score_function, normalize, expert_bias):
+    """bool[G]: the g groups that a backend which selected `got` must have kept; None if it can't be."""
+    count, kept_count = groups
+    members = got.size // kept_count
+    _, group_scores = group_keys(z, got.size, score_function, normalize, expert_bias, groups)
+    by_logits = expert_bias is None and score_function == "softmax" and normalize
+    if by_logits:
+        # the largest logit by itself is exact; a sum of several is rounded
+        computed = _rounding(np.abs(z), score_function) if members > 1 else np.zeros_like(z)
+    rounding = members * computed.reshape(count, -1).max(-1)
+    precedes = _precedes(group_scores, rounding, inputs.reshape(count, -1), np.arange(count))
+
+    kept = np.zeros(count, bool)
+    kept[got // (z.size // count)] = True
+    # a kept group that gave no expert can't hold one that precedes a selected one
+    silent = ~overtaken.reshape(count, -1).any(-1)
+    for group in best_first(group_scores):
+        if kept.sum() < kept_count and silent[group]:
+            kept[group] = True
+    if kept.sum() != kept_count or precedes[~kept][:, kept].any():
+        return None
+    return kept

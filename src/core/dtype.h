@@ -1,0 +1,79 @@
+// float32, bfloat16 and float16 as storage; arithmetic is float32. Written with integer operations so that compilers
+// turn the conversions into vector code on every instruction set. Internal linkage: included by *.isa.cc files.
+#pragma once
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+
+namespace anabranch {
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+[[gnu::always_inline]] inline float float_from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+[[gnu::always_inline]] inline uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+
+[[gnu::always_inline]] inline float to_float(float value) { return value; }
+
+[[gnu::always_inline]] inline float to_float(BFloat16 value) {
+  return float_from_bits(static_cast<uint32_t>(value.bits) << 16);
+}
+
+// Exponent and mantissa move into float32's places, which is the value times 2^-112 (denormals included).
+[[gnu::always_inline]] inline float to_float(Float16 value) {
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t scaled = bits_of(float_from_bits(magnitude) * 0x1p112f);
+  const uint32_t special = magnitude | 0x7f800000u;  // infinity or NaN keeps its mantissa
+  return float_from_bits((magnitude >= 0x0f800000u ? special : scaled) | sign);
+}
+
+template <class T>
+T from_float(float value);
+
+template <>
+[[gnu::always_inline]] inline float from_float<float>(float value) {
+  return value;
+}
+
+// Round to nearest, ties to even; NaN stays a quiet NaN.
+template <>
+[[gnu::always_inline]] inline BFloat16 from_float<BFloat16>(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x40u;
+  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+}
+
+// Normal results: rebias and round the 13 bits that go, ties to even. Denormal results: adding 2^-1 lines the mantissa
+// up with float16's last place and rounds in the addition.
+template <>
+[[gnu::always_inline]] inline Float16 from_float<Float16>(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t denormal = bits_of(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t nan_or_infinity = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
+  return {static_cast<uint16_t>((magnitude >= 0x47800000u ? nan_or_infinity : finite) | sign)};
+}
+
+// Calls f(T{}) with the C++ type of a float dtype that has been checked.
+template <class F>
+[[gnu::always_inline]] inline auto with_float_type(int32_t dtype, F&& f) {
+  switch (dtype) {
+    case AB_BFLOAT16: return f(BFloat16{});
+    case AB_FLOAT16: return f(Float16{});
+    default: return f(float{});
+  }
+}
+
+}  // namespace
+}  // namespace anabranch

@@ -1,0 +1,47 @@
+// Checks of tensor views. One error style: "argument: got X, expected Y".
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "anabranch/types.h"
+#include "core/status.h"
+
+namespace anabranch {
+
+// A set of dtypes, as bits.
+using Dtypes = uint32_t;
+constexpr Dtypes dtype_bit(ab_dtype dtype) { return 1u << dtype; }
+constexpr Dtypes kFloat32 = dtype_bit(AB_FLOAT32);
+constexpr Dtypes kFloats = dtype_bit(AB_FLOAT32) | dtype_bit(AB_BFLOAT16) | dtype_bit(AB_FLOAT16);
+constexpr Dtypes kInt32 = dtype_bit(AB_INT32);
+constexpr Dtypes kIndices = dtype_bit(AB_INT16) | dtype_bit(AB_INT32) | dtype_bit(AB_INT64);
+constexpr Dtypes kBool = dtype_bit(AB_BOOL);
+constexpr Dtypes kAnyDtype = dtype_bit(AB_BOOL) | dtype_bit(AB_UINT8) | kIndices | kFloats;
+
+int64_t dtype_size(int32_t dtype);
+
+// An axis as the documentation names it; size -1: any.
+struct Axis {
+  const char* name;
+  int64_t size = -1;
+};
+
+// Present or not, an optional tensor must have one of the dtypes and the shape, be contiguous and have memory.
+ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
+ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
+
+// A NULL args pointer, or a struct smaller or larger than this library knows.
+ab_status check_struct(const char* name, const void* args, size_t got, size_t expected);
+
+// The workspace that exec brings against what is needed.
+ab_status check_workspace(const ab_exec* exec, size_t needed);
+
+int64_t num_elements(const ab_tensor& tensor);
+
+template <class T>
+T* data(const ab_tensor* tensor) {
+  return tensor == nullptr ? nullptr : static_cast<T*>(tensor->data);
+}
+
+}  // namespace anabranch

@@ -1,0 +1,134 @@
+#include "core/xla.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include "core/tensor.h"
+
+namespace anabranch::xla {
+namespace {
+
+int32_t dtype_of(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::PRED: return AB_BOOL;
+    case ffi::DataType::U8: return AB_UINT8;
+    case ffi::DataType::S16: return AB_INT16;
+    case ffi::DataType::S32: return AB_INT32;
+    case ffi::DataType::S64: return AB_INT64;
+    case ffi::DataType::F16: return AB_FLOAT16;
+    case ffi::DataType::BF16: return AB_BFLOAT16;
+    case ffi::DataType::F32: return AB_FLOAT32;
+    default: return 0;
+  }
+}
+
+ffi::Error invalid(std::string message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(message)); }
+
+const Field* find(std::span<const Field> fields, std::string_view name) {
+  for (const Field& field : fields) {
+    if (field.name == name) return &field;
+  }
+  return nullptr;
+}
+
+ab_tensor view_of(const ffi::AnyBuffer& buffer) {
+  ab_tensor view{};
+  view.data = buffer.untyped_data();
+  view.dtype = dtype_of(buffer.element_type());
+  const auto dimensions = buffer.dimensions();
+  view.rank = static_cast<int32_t>(dimensions.size());
+  for (size_t i = 0; i < dimensions.size() && i < AB_MAX_RANK; ++i) view.shape[i] = dimensions[i];
+  return view;
+}
+
+// Results of many MiB come in fresh memory, and zeroing it page by page takes as long as computing what goes there.
+void prefer_huge_pages(const ab_tensor& view) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 4096;
+  constexpr int64_t kWorthIt = int64_t{4} << 20;
+  const int64_t bytes = num_elements(view) * dtype_size(view.dtype);
+  if (bytes < kWorthIt) return;
+  const uintptr_t past_page = reinterpret_cast<uintptr_t>(view.data) % kPage;
+  char* begin = static_cast<char*>(view.data) + (past_page == 0 ? 0 : kPage - past_page);
+  const auto size = static_cast<size_t>(static_cast<char*>(view.data) + bytes - begin);
+  madvise(begin, size / kPage * kPage, MADV_HUGEPAGE);  // advice: a refusal changes nothing
+#else
+  (void)view;
+#endif
+}
+
+// Takes the name before the first comma off `names`.
+std::string_view take_name(std::string_view& names) {
+  const size_t comma = names.find(',');
+  const std::string_view name = names.substr(0, comma);
+  names = comma == std::string_view::npos ? std::string_view() : names.substr(comma + 1);
+  return name;
+}
+
+template <class T>
+T& member(void* args, size_t offset) {
+  return *reinterpret_cast<T*>(static_cast<char*>(args) + offset);
+}
+
+}  // namespace
+
+ffi::Error to_error(const ab_status& status) {
+  switch (status.code) {
+    case AB_OK: return ffi::Error::Success();
+    case AB_INVALID_ARGUMENT: return invalid(status.message);
+    case AB_UNSUPPORTED: return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message);
+    case AB_OUT_OF_MEMORY: return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.message);
+    default: return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+  }
+}
+
+ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers]) {
+  const auto operand_names = attributes.get<std::string_view>("operands");
+  const auto result_names = attributes.get<std::string_view>("results");
+  if (!operand_names.has_value() || !result_names.has_value()) {
+    return invalid("anabranch: the call lacks the attributes operands and results");
+  }
+  if (operands.size() + results.size() > kMaxBuffers) return invalid("anabranch: the call has too many buffers");
+
+  int used = 0;
+  const auto place = [&](std::string_view name, const ab_tensor& view) -> bool {
+    const Field* field = find(fields, name);
+    if (field == nullptr || field->kind != FieldKind::tensor || view.rank > AB_MAX_RANK) return false;
+    views[used] = view;
+    member<const ab_tensor*>(args, field->offset) = &views[used++];
+    return true;
+  };
+  std::string_view names = *operand_names;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const std::string_view name = take_name(names);
+    const auto buffer = operands.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value() || !place(name, view_of(*buffer))) {
+      return invalid("anabranch: unknown operand " + std::string(name));
+    }
+  }
+  names = *result_names;
+  for (size_t i = 0; i < results.size(); ++i) {
+    const std::string_view name = take_name(names);
+    auto buffer = results.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value() || !place(name, view_of(**buffer))) {
+      return invalid("anabranch: unknown result " + std::string(name));
+    }
+    prefer_huge_pages(views[used - 1]);
+  }
+  for (const Field& field : fields) {
+    if (field.kind == FieldKind::int32) {
+      const auto value = attributes.get<int32_t>(field.name);
+      if (!value.has_value()) return invalid(std::string("anabranch: no int32 attribute ") + field.name);
+      member<int32_t>(args, field.offset) = *value;
+    } else if (field.kind == FieldKind::float32) {
+      const auto value = attributes.get<float>(field.name);
+      if (!value.has_value()) return invalid(std::string("anabranch: no float32 attribute ") + field.name);
+      member<float>(args, field.offset) = *value;
+    }
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace anabranch::xla

@@ -1,0 +1,63 @@
+// The activations and their slopes, in float32. Internal linkage: included by *.isa.cc files.
+#pragma once
+
+#include "anabranch/experts.h"
+#include "core/math.h"
+
+namespace anabranch {
+namespace {
+
+struct ActivationAt {
+  float value;
+  float slope;
+};
+
+AB_MATH float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
+
+// max(h, 0); NaN stays NaN.
+AB_MATH float relu(float h) { return h <= 0.0f ? 0.0f : h; }
+
+// gelu(h) = h/2 (1 + tanh(u)) = h sigmoid(2u), 2u = kGeluScale (h + kGeluCubic h^3).
+constexpr float kGeluScale = 1.5957691216f;  // 2 sqrt(2/pi)
+constexpr float kGeluCubic = 0.044715f;
+
+AB_MATH float gelu_sigmoid(float h) { return sigmoid(kGeluScale * (h + kGeluCubic * h * h * h)); }
+
+template <int32_t kActivation>
+AB_MATH float activate(float h) {
+  if constexpr (kActivation == AB_SILU) return h * sigmoid(h);
+  if constexpr (kActivation == AB_GELU) return h * gelu_sigmoid(h);
+  if constexpr (kActivation == AB_RELU) return relu(h);
+  if constexpr (kActivation == AB_RELU2) return relu(h) * relu(h);
+}
+
+// The slope of h s(v(h)), s the sigmoid: s + h s (1 - s) v'.
+template <int32_t kActivation>
+AB_MATH ActivationAt activate_with_slope(float h) {
+  if constexpr (kActivation == AB_SILU) {
+    const float s = sigmoid(h);
+    return {h * s, s * (1.0f + h * (1.0f - s))};
+  }
+  if constexpr (kActivation == AB_GELU) {
+    const float s = gelu_sigmoid(h);
+    const float v_slope = kGeluScale * (1.0f + 3.0f * kGeluCubic * h * h);
+    const float slope = s * (1.0f + h * (1.0f - s) * v_slope);
+    return {h * s, __builtin_fabsf(h) > 16.0f ? s : slope};  // there s is 0 or 1 to the last bit, and h^3 may overflow
+  }
+  if constexpr (kActivation == AB_RELU) return {relu(h), h > 0.0f ? 1.0f : relu(h)};
+  if constexpr (kActivation == AB_RELU2) return {relu(h) * relu(h), 2.0f * relu(h)};
+}
+
+// Calls f.template operator()<activation>() with an activation that has been checked.
+template <class F>
+[[gnu::always_inline]] inline void with_activation(int32_t activation, F&& f) {
+  switch (activation) {
+    case AB_GELU: return f.template operator()<AB_GELU>();
+    case AB_RELU: return f.template operator()<AB_RELU>();
+    case AB_RELU2: return f.template operator()<AB_RELU2>();
+    default: return f.template operator()<AB_SILU>();
+  }
+}
+
+}  // namespace
+}  // namespace anabranch

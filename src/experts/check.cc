@@ -1,0 +1,119 @@
+#include "experts/check.h"
+
+namespace anabranch {
+namespace {
+
+ab_status check_index_range(const char* name, int64_t size) {
+  if (size <= INT32_MAX) return ok();
+  return AB_INVALID("%s: got %lld, expected less than 2^31", name, static_cast<long long>(size));
+}
+
+// The dtype of x, as the only one allowed for the others.
+Dtypes dtype_of(const ab_tensor* x) { return dtype_bit(static_cast<ab_dtype>(x->dtype)); }
+
+int64_t axis(const ab_tensor* tensor, int i) { return tensor->shape[i]; }
+
+// What forward and backward have in common.
+template <class Args>
+ab_status check_common(const Args* args, FfnSizes* s) {
+  if (args->activation < AB_SILU || args->activation > AB_RELU2) {
+    return AB_INVALID("activation: got %d, expected 0 (silu), 1 (gelu), 2 (relu) or 3 (relu2)", args->activation);
+  }
+  const bool by_slot = args->slot_of_row != nullptr;
+  if (by_slot ? args->topk < 1 : args->topk != 0) {
+    return AB_INVALID("topk: got %d, expected %s", args->topk, by_slot ? "at least 1" : "0 without slot_of_row");
+  }
+  AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{by_slot ? "T" : "R"}, {"D"}}));
+  AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
+  AB_RETURN_IF_ERROR(check_optional("slot_of_row", args->slot_of_row, kInt32, {{"R"}}));
+  s->E = axis(args->group_sizes, 0);
+  s->D = axis(args->x, 1);
+  s->T = by_slot ? axis(args->x, 0) : 0;
+  s->K = args->topk;
+  s->R = by_slot ? axis(args->slot_of_row, 0) : axis(args->x, 0);
+  AB_RETURN_IF_ERROR(check_index_range("number of rows R", s->R));
+  AB_RETURN_IF_ERROR(check_index_range("number of slots T * K", s->slots()));
+  const Dtypes dtype = dtype_of(args->x);
+  AB_RETURN_IF_ERROR(check_tensor("w_in", args->w_in, dtype, {{"E", s->E}, {"D", s->D}, {"2 or 1"}, {"F"}}));
+  s->P = axis(args->w_in, 2);
+  s->F = axis(args->w_in, 3);
+  if (s->P != 1 && s->P != 2) {
+    return AB_INVALID("w_in: got %lld parts, expected 2 (gate, up) or 1", static_cast<long long>(s->P));
+  }
+  AB_RETURN_IF_ERROR(check_tensor("w_out", args->w_out, dtype, {{"E", s->E}, {"F", s->F}, {"D", s->D}}));
+  AB_RETURN_IF_ERROR(check_optional("b_out", args->b_out, dtype, {{"E", s->E}, {"D", s->D}}));
+  return by_slot ? check_optional("weights", args->weights, kFloats, {{"T", s->T}, {"K", s->K}})
+                 : check_optional("weights", args->weights, kFloats, {{"R", s->R}});
+}
+
+}  // namespace
+
+ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* s) {
+  AB_RETURN_IF_ERROR(check_struct("ab_grouped_matmul_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
+  if (args->transpose_w != 0 && args->transpose_w != 1) {
+    return AB_INVALID("transpose_w: got %d, expected 0 or 1", args->transpose_w);
+  }
+  AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
+  AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
+  s->R = axis(args->x, 0);
+  s->D = axis(args->x, 1);
+  s->E = axis(args->group_sizes, 0);
+  AB_RETURN_IF_ERROR(check_index_range("number of rows R", s->R));
+  const Dtypes dtype = dtype_of(args->x);
+  if (args->transpose_w != 0) {
+    AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"N"}, {"D", s->D}}));
+  } else {
+    AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"D", s->D}, {"N"}}));
+  }
+  s->N = axis(args->w, args->transpose_w != 0 ? 1 : 2);
+  return check_tensor("y", args->y, dtype, {{"R", s->R}, {"N", s->N}});
+}
+
+ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
+  AB_RETURN_IF_ERROR(check_struct("ab_grouped_matmul_dw_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
+  AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
+  s->R = axis(args->x, 0);
+  s->D = axis(args->x, 1);
+  AB_RETURN_IF_ERROR(check_index_range("number of rows R", s->R));
+  AB_RETURN_IF_ERROR(check_tensor("d_y", args->d_y, kFloats, {{"R", s->R}, {"N"}}));
+  AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
+  s->N = axis(args->d_y, 1);
+  s->E = axis(args->group_sizes, 0);
+  return check_tensor("d_w", args->d_w, kFloats, {{"E", s->E}, {"D", s->D}, {"N", s->N}});
+}
+
+ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
+  AB_RETURN_IF_ERROR(check_struct("ab_expert_ffn_forward_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
+  AB_RETURN_IF_ERROR(check_common(args, s));
+  if (args->weight_early != 0 && (args->weight_early != 1 || args->weights == nullptr)) {
+    return AB_INVALID("weight_early: got %d, expected 0, or 1 together with weights", args->weight_early);
+  }
+  const Dtypes dtype = dtype_of(args->x);
+  AB_RETURN_IF_ERROR(check_optional("b_in", args->b_in, dtype, {{"E", s->E}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_tensor("y", args->y, dtype, {{"R", s->R}, {"D", s->D}}));
+  return check_optional("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}});
+}
+
+ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
+  AB_RETURN_IF_ERROR(
+      check_struct("ab_expert_ffn_backward_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
+  AB_RETURN_IF_ERROR(check_common(args, s));
+  const Dtypes dtype = dtype_of(args->x);
+  AB_RETURN_IF_ERROR(check_tensor("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
+  if (args->slot_of_row != nullptr) {
+    AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {{"T", s->T}, {"D", s->D}}));
+    AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"T", s->T}, {"K", s->K}}));
+  } else {
+    AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {{"R", s->R}, {"D", s->D}}));
+    AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"R", s->R}}));
+  }
+  AB_RETURN_IF_ERROR(check_optional("dh", args->dh, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_optional("dx_rows", args->dx_rows, dtype, {{"R", s->R}, {"D", s->D}}));
+  AB_RETURN_IF_ERROR(
+      check_optional("d_w_in", args->d_w_in, dtype, {{"E", s->E}, {"D", s->D}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_optional("d_b_in", args->d_b_in, dtype, {{"E", s->E}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_optional("d_w_out", args->d_w_out, dtype, {{"E", s->E}, {"F", s->F}, {"D", s->D}}));
+  return check_optional("d_b_out", args->d_b_out, dtype, {{"E", s->E}, {"D", s->D}});
+}
+
+}  // namespace anabranch

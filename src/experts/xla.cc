@@ -1,0 +1,48 @@
+#include "core/xla.h"
+#include "anabranch/experts.h"
+
+namespace {
+
+using anabranch::xla::Field;
+
+constexpr Field kGroupedMatmulFields[] = {
+    AB_INT32(ab_grouped_matmul_args, transpose_w), AB_TENSOR(ab_grouped_matmul_args, x),
+    AB_TENSOR(ab_grouped_matmul_args, w),          AB_TENSOR(ab_grouped_matmul_args, group_sizes),
+    AB_TENSOR(ab_grouped_matmul_args, y),
+};
+
+constexpr Field kGroupedMatmulDwFields[] = {
+    AB_TENSOR(ab_grouped_matmul_dw_args, x),
+    AB_TENSOR(ab_grouped_matmul_dw_args, d_y),
+    AB_TENSOR(ab_grouped_matmul_dw_args, group_sizes),
+    AB_TENSOR(ab_grouped_matmul_dw_args, d_w),
+};
+
+constexpr Field kForwardFields[] = {
+    AB_INT32(ab_expert_ffn_forward_args, activation),   AB_INT32(ab_expert_ffn_forward_args, weight_early),
+    AB_INT32(ab_expert_ffn_forward_args, topk),         AB_TENSOR(ab_expert_ffn_forward_args, x),
+    AB_TENSOR(ab_expert_ffn_forward_args, slot_of_row), AB_TENSOR(ab_expert_ffn_forward_args, group_sizes),
+    AB_TENSOR(ab_expert_ffn_forward_args, w_in),        AB_TENSOR(ab_expert_ffn_forward_args, b_in),
+    AB_TENSOR(ab_expert_ffn_forward_args, w_out),       AB_TENSOR(ab_expert_ffn_forward_args, b_out),
+    AB_TENSOR(ab_expert_ffn_forward_args, weights),     AB_TENSOR(ab_expert_ffn_forward_args, y),
+    AB_TENSOR(ab_expert_ffn_forward_args, h),
+};
+
+constexpr Field kBackwardFields[] = {
+    AB_INT32(ab_expert_ffn_backward_args, activation),   AB_INT32(ab_expert_ffn_backward_args, topk),
+    AB_TENSOR(ab_expert_ffn_backward_args, x),           AB_TENSOR(ab_expert_ffn_backward_args, slot_of_row),
+    AB_TENSOR(ab_expert_ffn_backward_args, group_sizes), AB_TENSOR(ab_expert_ffn_backward_args, w_in),
+    AB_TENSOR(ab_expert_ffn_backward_args, w_out),       AB_TENSOR(ab_expert_ffn_backward_args, b_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, weights),     AB_TENSOR(ab_expert_ffn_backward_args, h),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_out),       AB_TENSOR(ab_expert_ffn_backward_args, dh),
+    AB_TENSOR(ab_expert_ffn_backward_args, dx_rows),     AB_TENSOR(ab_expert_ffn_backward_args, d_w_in),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_b_in),      AB_TENSOR(ab_expert_ffn_backward_args, d_w_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_b_out),     AB_TENSOR(ab_expert_ffn_backward_args, d_weights),
+};
+
+}  // namespace
+
+AB_XLA_HANDLER(ab_xla_grouped_matmul, kGroupedMatmulFields, ab_grouped_matmul, ab_grouped_matmul_workspace);
+AB_XLA_HANDLER(ab_xla_grouped_matmul_dw, kGroupedMatmulDwFields, ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace);
+AB_XLA_HANDLER(ab_xla_expert_ffn_forward, kForwardFields, ab_expert_ffn_forward, ab_expert_ffn_forward_workspace);
+AB_XLA_HANDLER(ab_xla_expert_ffn_backward, kBackwardFields, ab_expert_ffn_backward, ab_expert_ffn_backward_workspace);

@@ -1,0 +1,53 @@
+// The router's backward pass: what a checked call says, and its kernel for each instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "anabranch/router.h"
+#include "balance/token_blocks.h"
+#include "core/isa.h"
+
+namespace anabranch {
+
+// A cotangent of any float dtype; without data: zero.
+struct Cotangent {
+  const void* data = nullptr;
+  int32_t dtype = 0;
+};
+
+struct RouterBackward {
+  int64_t T = 0;
+  int64_t E = 0;
+  int32_t K = 0;
+  int32_t score_function = AB_SOFTMAX;
+  bool normalize = true;
+  float scaling_factor = 1.0f;
+
+  const void* logits = nullptr;
+  int32_t logits_dtype = 0;
+  const int32_t* experts = nullptr;
+  const uint8_t* token_mask = nullptr;
+  const float* lse = nullptr;
+
+  Cotangent d_weights;
+  Cotangent d_probs;
+  Cotangent d_score_sum;
+  Cotangent d_aux_scores;
+  Cotangent d_lse;
+
+  void* d_logits = nullptr;  // dtype of the logits
+
+  TokenBlocks blocks{0, 0};  // blocks within the sequences of d_score_sum
+};
+
+struct RouterBackwardKernels {
+  // d_logits of the tokens begin <= t < end, all of sequence `sequence`.
+  void (*run)(const RouterBackward& op, int64_t sequence, int64_t begin, int64_t end, void* scratch);
+  // Bytes of scratch memory of one call.
+  size_t (*scratch_size)(const RouterBackward& op);
+};
+
+AB_DECLARE_ISA(RouterBackwardKernels, kRouterBackward)
+
+}  // namespace anabranch

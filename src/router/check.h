@@ -1,0 +1,12 @@
+// Everything that can be wrong with a call of the router, in one place.
+#pragma once
+
+#include "router/backward.h"
+#include "router/forward.h"
+
+namespace anabranch {
+
+ab_status check_router_forward(const ab_router_forward_args* args, RouterForward* op);
+ab_status check_router_backward(const ab_router_backward_args* args, RouterBackward* op);
+
+}  // namespace anabranch

@@ -1,0 +1,66 @@
+// ab_router_forward: blocks of tokens in parallel, then their statistics added up in order.
+#include "router/forward.h"
+
+#include "balance/check.h"
+#include "core/tensor.h"
+#include "core/threads.h"
+#include "router/check.h"
+#include "router/scratch.h"
+#include "router/threads.h"
+
+namespace anabranch {
+namespace {
+
+// Per-block statistics and per-thread scratch memory.
+struct Workspace {
+  int32_t* counts = nullptr;   // [blocks, E]
+  float* score_sum = nullptr;  // [blocks, E]
+  char* scratch = nullptr;     // [threads][scratch_size]
+  size_t scratch_size;
+  size_t size;
+
+  Workspace(const RouterForward& op, int threads, void* memory) {
+    Scratch pieces(memory);
+    const int64_t statistics = op.blocks.count() * op.E;
+    scratch_size = (AB_SELECT_ISA(kRouterForward).scratch_size(op) + 63) / 64 * 64;
+    scratch = pieces.take<char>(static_cast<int64_t>(scratch_size) * threads);
+    if (op.tokens_per_expert != nullptr) counts = pieces.take<int32_t>(statistics);
+    if (op.score_sum != nullptr) score_sum = pieces.take<float>(statistics);
+    size = pieces.used();
+  }
+};
+
+}  // namespace
+}  // namespace anabranch
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_router_forward_workspace(const ab_router_forward_args* args, const ab_exec* exec, size_t* bytes) {
+  RouterForward op;
+  AB_RETURN_IF_ERROR(check_router_forward(args, &op));
+  *bytes = Workspace(op, router_threads(exec, op.T, op.E), nullptr).size;
+  return ok();
+}
+
+ab_status ab_router_forward(const ab_router_forward_args* args, const ab_exec* exec) {
+  RouterForward op;
+  AB_RETURN_IF_ERROR(check_router_forward(args, &op));
+  const int threads = router_threads(exec, op.T, op.E);
+  AB_RETURN_IF_ERROR(check_workspace(exec, Workspace(op, threads, nullptr).size));
+
+  const Workspace workspace(op, threads, exec == nullptr ? nullptr : exec->workspace);
+  const RouterForwardKernels& kernels = AB_SELECT_ISA(kRouterForward);
+  parallel_for(threads, op.blocks.count(), [&](int64_t block, int thread) {
+    int32_t* counts = workspace.counts == nullptr ? nullptr : workspace.counts + block * op.E;
+    float* score_sum = workspace.score_sum == nullptr ? nullptr : workspace.score_sum + block * op.E;
+    kernels.route(op, op.blocks.begin(block), op.blocks.end(block), counts, score_sum,
+                  workspace.scratch + static_cast<size_t>(thread) * workspace.scratch_size);
+  });
+  if (op.tokens_per_expert != nullptr) add_block_counts(workspace.counts, op.blocks, op.E, op.tokens_per_expert);
+  if (op.score_sum != nullptr) add_block_sums(workspace.score_sum, op.blocks, op.E, op.score_sum);
+  return ok();
+}
+
+}  // extern "C"

@@ -1,0 +1,17 @@
+// How many threads a call of the router is worth.
+#pragma once
+
+#include <cstdint>
+
+#include "core/threads.h"
+
+namespace anabranch {
+
+// Below this many logits one thread is done before a second has started.
+constexpr int64_t kSerialLogits = 1 << 15;
+
+inline int router_threads(const ab_exec* exec, int64_t T, int64_t E) {
+  return T * E < kSerialLogits ? 1 : num_threads(exec);
+}
+
+}  // namespace anabranch

@@ -1,0 +1,136 @@
+"""The NNX layer: it is moe() on its parameters, its state is no parameter, and it trains."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from anabranch.jax import moe
+from anabranch.jax.nnx import MoE, RouterState
+
+
+def _layer(**options):
+    return MoE(12, 20, num_experts=6, topk=2, rngs=nnx.Rngs(0), **options)
+
+
+def _x(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(gated=False, activation="relu2", use_bias=True, weight_early=True),
+        dict(score_function="sigmoid", use_expert_bias=True, num_groups=3, group_topk=2, scaling_factor=2.0),
+        dict(normalize=False, aux_loss_coeff=0.1, z_loss_coeff=0.1, align_size=8),
+    ],
+)
+def test_the_layer_is_moe_on_its_parameters(options):
+    layer, x = _layer(**options), _x(2, 5, 12)
+    if layer.expert_bias is not None:
+        layer.expert_bias[...] = _x(6, seed=9)
+    names = dict(options)
+    for name in ("gated", "use_bias", "use_expert_bias"):
+        names.pop(name, None)
+    want = moe(
+        x,
+        layer.gate[...],
+        layer.w_in[...],
+        layer.w_out[...],
+        topk=2,
+        b_in=None if layer.b_in is None else layer.b_in[...],
+        b_out=None if layer.b_out is None else layer.b_out[...],
+        expert_bias=None if layer.expert_bias is None else layer.expert_bias[...],
+        **names,
+    )
+    jax.tree.map(np.testing.assert_array_equal, layer(x), want)
+
+
+def test_parameters_start_at_the_fan_in_of_one_expert():
+    layer = MoE(256, 512, num_experts=16, topk=2, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(jnp.std(layer.w_in[...]), 256**-0.5, rtol=0.02)
+    np.testing.assert_allclose(jnp.std(layer.w_out[...]), 512**-0.5, rtol=0.02)
+    np.testing.assert_allclose(jnp.std(layer.gate[...]), 256**-0.5, rtol=0.05)
+
+
+def test_shared_expert_adds_a_dense_one():
+    layer, x = _layer(shared_features=16), _x(7, 12)
+    gate, up = (x @ layer.shared_in[...][:, i] for i in range(2))
+    routed = moe(x, layer.gate[...], layer.w_in[...], layer.w_out[...], topk=2).output
+    want = routed + (jax.nn.silu(gate) * up) @ layer.shared_out[...]
+    np.testing.assert_allclose(layer(x).output, want, rtol=2e-5, atol=2e-5)
+    mask = jnp.arange(7) != 2
+    np.testing.assert_array_equal(layer(x, token_mask=mask).output[2], 0.0)
+
+
+def test_dtype_is_that_of_the_computation():
+    layer = _layer(dtype=jnp.bfloat16, use_bias=True, shared_features=8)
+    assert layer(_x(4, 12)).output.dtype == jnp.bfloat16
+    assert layer.w_in[...].dtype == jnp.float32
+
+
+def test_expert_bias_is_state_and_moves_towards_balance():
+    layer, x = _layer(use_expert_bias=True, score_function="sigmoid"), _x(64, 12)
+    assert not any("expert_bias" in map(str, path) for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param)))
+    assert len(nnx.to_flat_state(nnx.state(layer, RouterState))) == 1
+    counts = layer(x).tokens_per_expert
+    layer.update_expert_bias(counts, rate=0.5)
+    mean = np.asarray(counts).mean()
+    np.testing.assert_array_equal(layer.expert_bias[...], 0.5 * np.sign(mean - np.asarray(counts)))
+
+    def spread():
+        return float(jnp.std(layer(x).tokens_per_expert.astype(jnp.float32)))
+
+    layer.expert_bias[...] = jnp.array([1.0, 0, 0, 0, 0, 0])
+    before = spread()
+    for _ in range(200):
+        layer.update_expert_bias(layer(x).tokens_per_expert, rate=0.01)
+    assert spread() < before / 2
+
+
+def test_update_expert_bias_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="update_expert_bias: got a layer without"):
+        _layer().update_expert_bias(jnp.zeros(6, jnp.int32))
+    with pytest.raises(ValueError, match="tokens_per_expert: got"):
+        _layer(use_expert_bias=True, score_function="sigmoid").update_expert_bias(jnp.zeros(5, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    "options,match",
+    [
+        (dict(topk=7), "topk: got 7"),
+        (dict(activation="tanh"), "activation: got 'tanh'"),
+        (dict(gated=1), "gated: got"),
+        (dict(shared_features=-1), "shared_features: got -1"),
+    ],
+)
+def test_bad_options_are_named(options, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        MoE(12, 20, num_experts=6, **{"topk": 2, "rngs": nnx.Rngs(0)} | options)
+
+
+def test_a_wrong_width_is_named():
+    with pytest.raises(ValueError, match="x: got float32"):
+        _layer()(_x(3, 11))
+
+
+def test_it_trains():
+    layer = _layer(aux_loss_coeff=0.01)
+    x, target = _x(64, 12), _x(64, 12, seed=1)
+    optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(layer, optimizer):
+        def loss(layer):
+            result = layer(x)
+            return jnp.mean((result.output - target) ** 2) + result.aux_loss
+
+        value, gradients = nnx.value_and_grad(loss)(layer)
+        optimizer.update(layer, gradients)
+        return value
+
+    losses = [float(step(layer, optimizer)) for _ in range(150)]
+    assert losses[-1] < 0.3 * losses[0]

@@ -1,0 +1,108 @@
+"""Random operands of the whole layer, and its comparison with the oracle."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from anabranch.jax import moe, route
+from anabranch.reference import moe as reference
+from oracle import assert_close, assert_close_per_expert
+
+# Float32: 2e-6 times 4, for products over D and F of at most a few hundred terms and the sums behind them.
+# Bfloat16: unit roundoff 2^-9 for each of the roundings on the way (h, a, y or dh, the result: at most 5 in a row, as
+# independent errors sqrt(5)), plus the bfloat16 operands' own float32 products; per expert twice that, since a small
+# expert averages over few rows.
+BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9}
+GRADIENTS = ("x", "gate", "w_in", "w_out", "b_in", "b_out")
+EXPERT_AXIS = {"gate": 1, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
+
+
+def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, skew=1.0, cold=0):
+    """x, gate, w_in, w_out, b_in, b_out as numpy arrays of `dtype` (gate: float32).
+
+    The last `cold` experts get no token; skew > 1 makes few experts take most tokens.
+    """
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, scale=1.0):
+        return (scale * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+
+    x = normal(T, D)
+    gate = rng.standard_normal((D, E)).astype(np.float32) * np.float32(skew / np.sqrt(D))
+    if cold:
+        # A constant feature that the cold experts hate.
+        x[:, 0] = 1.0
+        gate[0, E - cold :] = -60.0
+    arrays = {
+        "x": x,
+        "gate": gate,
+        "w_in": normal(E, D, parts, F, scale=D**-0.5),
+        "w_out": normal(E, F, D, scale=F**-0.5),
+        "b_in": normal(E, parts, F) if bias else None,
+        "b_out": normal(E, D) if bias else None,
+    }
+    return arrays
+
+
+ROUTING = (
+    "score_function",
+    "normalize",
+    "expert_bias",
+    "num_groups",
+    "group_topk",
+    "scaling_factor",
+    "token_mask",
+    "forced_experts",
+)
+
+
+def selected(arrays, options):
+    """The experts that the layer selects: those that route() selects from the layer's own logits."""
+    dot = jax.jit(lambda x, g: jnp.dot(x.astype(jnp.float32), g.astype(jnp.float32), precision="highest"))
+    logits = dot(arrays["x"], arrays["gate"])
+    chosen = {name: options[name] for name in ROUTING if name in options}
+    return np.asarray(route(logits, options["topk"], **chosen).experts)
+
+
+def check_layer(arrays, *, seed=1, tiny=False, **options):
+    """Output, losses, counts and every gradient of one random cotangent against the oracle.
+
+    tiny: the tensors have so few elements that a sum may cancel to nothing and leave the rounding of its terms, which
+    are of order 1; then an absolute error of 1e-6 passes too, and single experts are not looked at.
+    """
+    present = {name: jnp.asarray(array) for name, array in arrays.items() if array is not None}
+    rng = np.random.default_rng(seed)
+
+    def layer(present):
+        rest = {name: present[name] for name in ("b_in", "b_out") if name in present}
+        return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **options)
+
+    result, pull = jax.vjp(jax.jit(layer), present)
+    d_output = rng.standard_normal(result.output.shape).astype(result.output.dtype)
+    d_aux, d_z = np.float32(rng.standard_normal()), np.float32(rng.standard_normal())
+    zeros = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), (result.tokens_per_expert, result.dropped))
+    (gradients,) = pull(type(result)(jnp.asarray(d_output), jnp.asarray(d_aux), jnp.asarray(d_z), *zeros))
+
+    main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
+    settings = {**options, "b_in": arrays["b_in"], "b_out": arrays["b_out"], "experts": selected(arrays, options)}
+    if options.get("forced_experts") is not None:
+        settings.pop("experts")
+    wanted = reference.moe(*main, **settings)
+    wanted_gradients = reference.moe_backward(*main, d_output, d_aux, d_z, **settings)
+
+    dtype = str(arrays["x"].dtype)
+    bound = BOUND[dtype]
+    assert_close(result.output, wanted.output, bound, "output")
+    assert_close(result.aux_loss, wanted.aux_loss, BOUND["float32"], "aux_loss")
+    assert_close(result.z_loss, wanted.z_loss, BOUND["float32"], "z_loss")
+    np.testing.assert_array_equal(result.tokens_per_expert, wanted.tokens_per_expert)
+    assert int(result.dropped) == int(wanted.dropped)
+    for name in present:
+        assert gradients[name].dtype == present[name].dtype, name
+        got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]
+        if tiny and np.linalg.norm(got - want) <= 1e-6:
+            continue
+        assert_close(got, want, bound, f"d_{name}")
+        if not tiny and name in EXPERT_AXIS:
+            assert_close_per_expert(got, want, 4 * bound, f"d_{name}", EXPERT_AXIS[name])

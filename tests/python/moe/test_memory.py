@@ -1,0 +1,36 @@
+"""A training step needs no more memory than its tensors and two row buffers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from anabranch.bench.memory import measure
+from anabranch.jax import moe
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(4096, 8, 2, 1024, 1024), (8192, 16, 8, 512, 256)])
+def test_peak_of_a_training_step(shape, dtype):
+    peak, bound = measure(*shape, dtype)
+    assert peak > bound / 2, "the measurement has missed the step"
+    # Scratch of two threads and of oneDNN, whatever the sizes of the layer.
+    assert peak <= bound + 40 * MIB, f"peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB"
+
+
+def test_xla_keeps_h_and_one_row_buffer():
+    """XLA's own account: beside operands and results, h and y (later dx) are all that is ever live."""
+    T, E, K, D, F = 1024, 8, 2, 256, 256
+    gate = jnp.asarray(np.random.default_rng(0).standard_normal((D, E)), jnp.float32)
+
+    def step(x, w_in, w_out):
+        return jax.grad(lambda *a: jnp.sum(moe(a[0], gate, *a[1:], topk=K).output ** 2), argnums=(0, 1, 2))(
+            x, w_in, w_out
+        )
+
+    operands = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((T, D), (E, D, 2, F), (E, F, D))]
+    analysis = jax.jit(step).lower(*operands).compile().memory_analysis()
+    h, row_buffer = T * K * 2 * F * 4, T * K * D * 4
+    assert analysis.temp_size_in_bytes <= 1.05 * (h + row_buffer)

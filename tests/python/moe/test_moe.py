@@ -1,0 +1,312 @@
+"""The whole layer: output, losses, counts and every gradient against the oracle, and JAX's transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_cases import check_layer, operands
+
+from anabranch.jax import moe
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("score_function", SCORES)
+def test_score_functions(score_function, normalize, dtype):
+    arrays = operands(53, 8, 3, 24, 40, dtype=dtype, bias=True)
+    check_layer(
+        arrays,
+        topk=3,
+        score_function=score_function,
+        normalize=normalize,
+        scaling_factor=2.5,
+        aux_loss_coeff=0.3,
+        z_loss_coeff=0.1,
+    )
+
+
+@pytest.mark.parametrize("weight_early", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "relu2"])
+def test_activations(activation, parts, weight_early):
+    arrays = operands(37, 5, 2, 16, 24, parts=parts, bias=True)
+    check_layer(arrays, topk=2, activation=activation, weight_early=weight_early)
+
+
+@pytest.mark.parametrize("T", [0, 1, 7, 300])
+@pytest.mark.parametrize("E,K", [(1, 1), (3, 1), (3, 3), (64, 8), (130, 130)])
+def test_sizes(T, E, K):
+    arrays = operands(T, E, K, 8, 16, bias=True)
+    check_layer(arrays, topk=K, aux_loss_coeff=1.0, z_loss_coeff=1.0)
+
+
+def test_many_experts_of_few_tokens_each():
+    check_layer(operands(64, 512, 10, 16, 8), topk=10, aux_loss_coeff=1.0)
+
+
+@pytest.mark.slow
+def test_more_tokens_than_a_tile():
+    check_layer(operands(4097, 8, 2, 32, 48, bias=True, skew=3.0), topk=2, aux_loss_coeff=1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cold_experts_get_exactly_zero_gradients(dtype):
+    arrays = operands(97, 12, 2, 16, 24, dtype=dtype, bias=True, skew=4.0, cold=3)
+    check_layer(arrays, topk=2)
+
+
+@pytest.mark.parametrize("align_size", [1, 8, 128])
+def test_alignment_does_not_change_the_result(align_size):
+    arrays = operands(61, 6, 2, 16, 24, bias=True, skew=2.0, cold=1)
+    check_layer(arrays, topk=2, align_size=align_size)
+
+
+def test_bias_groups_and_mask_together():
+    arrays = operands(80, 16, 4, 24, 16)
+    rng = np.random.default_rng(5)
+    check_layer(
+        arrays,
+        topk=4,
+        score_function="sigmoid",
+        expert_bias=rng.standard_normal(16).astype(np.float32),
+        num_groups=4,
+        group_topk=2,
+        token_mask=rng.random(80) < 0.7,
+        aux_loss_coeff=0.5,
+        z_loss_coeff=0.5,
+    )
+
+
+def test_a_fully_masked_batch_gives_zeros():
+    arrays = operands(9, 4, 2, 8, 8, bias=True)
+    check_layer(arrays, topk=2, token_mask=np.zeros(9, bool), aux_loss_coeff=1.0, z_loss_coeff=1.0)
+
+
+def test_a_masked_token_may_hold_nan():
+    arrays = operands(9, 4, 2, 8, 8)
+    arrays["x"][3] = np.nan
+    mask = np.arange(9) != 3
+    check_layer(arrays, topk=2, token_mask=mask, aux_loss_coeff=1.0, z_loss_coeff=1.0)
+
+
+def test_replay_with_repeats_holes_and_wrong_indices():
+    arrays = operands(40, 6, 3, 8, 16, bias=True)
+    forced = np.random.default_rng(7).integers(-1, 6, (40, 3)).astype(np.int32)
+    forced[0], forced[1], forced[2] = (2, 2, 2), (-1, -1, -1), (7, -5, 1)
+    check_layer(arrays, topk=3, forced_experts=forced, aux_loss_coeff=1.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    T=st.integers(1, 40),
+    groups=st.integers(1, 4),
+    per_group=st.integers(1, 5),
+    D=st.integers(1, 20),
+    F=st.integers(1, 20),
+    parts=st.integers(1, 2),
+    score_function=st.sampled_from(SCORES),
+    normalize=st.booleans(),
+    weight_early=st.booleans(),
+    bias=st.booleans(),
+    align_size=st.sampled_from([0, 1, 3, 8]),
+    data=st.data(),
+)
+def test_random_combinations(
+    T, groups, per_group, D, F, parts, score_function, normalize, weight_early, bias, align_size, data
+):
+    E = groups * per_group
+    K = data.draw(st.integers(1, E), "K")
+    seed = data.draw(st.integers(0, 2**16), "seed")
+    check_layer(
+        operands(T, E, K, D, F, parts=parts, bias=bias, seed=seed),
+        seed=seed + 1,
+        topk=K,
+        score_function=score_function,
+        normalize=normalize,
+        weight_early=weight_early,
+        align_size=align_size,
+        aux_loss_coeff=0.1,
+        tiny=True,
+    )
+
+
+def _arguments(T=12, E=4, D=8, F=6, **options):
+    arrays = operands(T, E, 2, D, F, **options)
+    return [jnp.asarray(arrays[name]) for name in ("x", "gate", "w_in", "w_out")]
+
+
+def _value_and_gradients(layer, arguments, seed=3):
+    """Output and the gradients of one random projection of it."""
+    output, pull = jax.vjp(layer, *arguments)
+    return output, pull(jnp.asarray(np.random.default_rng(seed).standard_normal(output.shape), output.dtype))
+
+
+def _assert_same(got, want):
+    jax.tree.map(
+        lambda g, w: np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32)), got, want
+    )
+
+
+def test_leading_dimensions_are_kept():
+    x, *weights = _arguments()
+    flat = moe(x, *weights, topk=2)
+    shaped = moe(x.reshape(3, 2, 2, 8), *weights, topk=2)
+    assert shaped.output.shape == (3, 2, 2, 8)
+    _assert_same(shaped.output.reshape(flat.output.shape), flat.output)
+
+
+@pytest.mark.parametrize("argument", range(4))
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_over_any_operand_and_axis(argument, axis):
+    arguments = _arguments()
+    axis = min(axis, arguments[argument].ndim)
+    scales = jnp.array([1.0, 0.5, -2.0])
+    batched = list(arguments)
+    batched[argument] = jnp.stack([s * arguments[argument] for s in scales], axis)
+    in_axes = [axis if i == argument else None for i in range(4)]
+
+    def layer(*arguments):
+        return _value_and_gradients(lambda *a: moe(*a, topk=2, aux_loss_coeff=0.1).output, arguments)
+
+    got = jax.vmap(layer, in_axes=in_axes)(*batched)
+    for i, scale in enumerate(scales):
+        single = list(arguments)
+        single[argument] = scale * arguments[argument]
+        want = layer(*single)
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g[i], w, rtol=1e-5, atol=1e-6), got, want)  # noqa: B023
+
+
+def test_vmap_keeps_statistics_apart():
+    arguments = _arguments()
+    xs = jnp.stack([arguments[0], -arguments[0]])
+    got = jax.vmap(lambda x: moe(x, *arguments[1:], topk=2, aux_loss_coeff=1.0))(xs)
+    for i in range(2):
+        want = moe(xs[i], *arguments[1:], topk=2, aux_loss_coeff=1.0)
+        np.testing.assert_array_equal(got.tokens_per_expert[i], want.tokens_per_expert)
+        np.testing.assert_allclose(got.aux_loss[i], want.aux_loss, rtol=1e-6)
+
+
+def test_remat_and_scan_give_the_same_bits():
+    x, *weights = _arguments()
+    plain = lambda x, *w: moe(x, *w, topk=2).output  # noqa: E731
+    want = jax.jit(lambda *a: _value_and_gradients(plain, a))(x, *weights)
+    got = jax.jit(lambda *a: _value_and_gradients(jax.checkpoint(plain), a))(x, *weights)
+    _assert_same(got, want)
+
+    def stacked(x, *weights):
+        return jax.lax.scan(lambda x, w: (x + moe(x, *w, topk=2).output, None), x, weights)[0]
+
+    def unrolled(x, *weights):
+        for i in range(3):
+            x = x + moe(x, *(w[i] for w in weights), topk=2).output
+        return x
+
+    layers = [jnp.stack([w, 0.5 * w, -w]) for w in weights]
+    got = jax.jit(lambda *a: _value_and_gradients(stacked, a))(x, *layers)
+    want = jax.jit(lambda *a: _value_and_gradients(unrolled, a))(x, *layers)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-5), got, want)
+
+
+def test_donated_buffers():
+    x, *weights = _arguments()
+    want = moe(x, *weights, topk=2).output
+    step = jax.jit(lambda x, *w: moe(x, *w, topk=2).output, donate_argnums=0)
+    _assert_same(step(x + 0.0, *weights), want)
+
+
+def test_export_round_trip():
+    arguments = _arguments()
+
+    def layer(*a):
+        return _value_and_gradients(lambda *a: moe(*a, topk=2, aux_loss_coeff=0.1).output, a)
+
+    from anabranch.jax import custom_calls
+
+    exported = jax.export.export(
+        jax.jit(layer), disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(n) for n in custom_calls()]
+    )(*arguments)
+    loaded = jax.export.deserialize(bytearray(exported.serialize()))
+    _assert_same(loaded.call(*arguments), jax.jit(layer)(*arguments))
+
+
+def test_the_same_bits_on_every_run():
+    arguments = _arguments(T=300, E=8, D=64, F=48)
+    layer = jax.jit(lambda *a: _value_and_gradients(lambda *a: moe(*a, topk=2).output, a))
+    first = layer(*arguments)
+    for _ in range(5):
+        _assert_same(layer(*arguments), first)
+
+
+def test_early_and_late_weighting_agree():
+    arguments = _arguments(T=50)
+    early = _value_and_gradients(lambda *a: moe(*a, topk=2, weight_early=True).output, arguments)
+    late = _value_and_gradients(lambda *a: moe(*a, topk=2, weight_early=False).output, arguments)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), early, late)
+
+
+def test_losses_alone_have_gradients():
+    x, gate, w_in, w_out = _arguments(T=50)
+
+    forced = jax.lax.top_k(x @ gate, 2)[1]  # so that a step changes no selection and with it the counts
+
+    def loss(gate):
+        result = moe(x, gate, w_in, w_out, topk=2, aux_loss_coeff=1.0, z_loss_coeff=1.0, forced_experts=forced)
+        return result.aux_loss + 2 * result.z_loss
+
+    gradient = jax.grad(loss)(gate)
+    direction = jnp.asarray(np.random.default_rng(0).standard_normal(gate.shape), jnp.float32)
+    direction *= 1e-2 / jnp.linalg.norm(direction)
+    difference = (loss(gate + direction) - loss(gate - direction)) / 2
+    np.testing.assert_allclose(jnp.vdot(gradient, direction), difference, rtol=1e-2)
+
+
+BAD = [
+    ("x", dict(x=np.zeros((12, 8), np.int32)), TypeError),
+    ("x", dict(x=np.zeros((12, 8), np.float64)), TypeError),
+    ("x", dict(x=[[1.0] * 8]), TypeError),
+    ("x", dict(x=np.float32(1.0)), ValueError),
+    ("gate", dict(gate=np.zeros((7, 4), np.float32)), ValueError),
+    ("gate", dict(gate=np.zeros((8, 4), np.int32)), TypeError),
+    ("w_in", dict(w_in=np.zeros((4, 8, 3, 6), np.float32)), ValueError),
+    ("w_in", dict(w_in=np.zeros((4, 8, 12), np.float32)), ValueError),
+    ("w_in", dict(w_in=np.zeros((4, 8, 2, 6), np.float16)), TypeError),
+    ("w_out", dict(w_out=np.zeros((4, 5, 8), np.float32)), ValueError),
+    ("w_out", dict(w_out=np.zeros((3, 6, 8), np.float32)), ValueError),
+    ("b_in", dict(b_in=np.zeros((4, 1, 6), np.float32)), ValueError),
+    ("b_out", dict(b_out=np.zeros((4, 7), np.float32)), ValueError),
+    ("topk", dict(topk=0), ValueError),
+    ("topk", dict(topk=5), ValueError),
+    ("topk", dict(topk=2.0), TypeError),
+    ("score_function", dict(score_function="tanh"), ValueError),
+    ("normalize", dict(normalize=1), TypeError),
+    ("expert_bias", dict(expert_bias=np.zeros(5, np.float32)), ValueError),
+    ("num_groups", dict(num_groups=3, group_topk=1), ValueError),
+    ("group_topk", dict(num_groups=2), ValueError),
+    ("group_topk", dict(num_groups=2, group_topk=3), ValueError),
+    ("scaling_factor", dict(scaling_factor=float("inf")), ValueError),
+    ("activation", dict(activation="tanh"), ValueError),
+    ("weight_early", dict(weight_early="yes"), TypeError),
+    ("aux_loss_coeff", dict(aux_loss_coeff=float("nan")), ValueError),
+    ("z_loss_coeff", dict(z_loss_coeff="1"), TypeError),
+    ("token_mask", dict(token_mask=np.ones(11, bool)), ValueError),
+    ("token_mask", dict(token_mask=np.ones(12, np.int32)), TypeError),
+    ("forced_experts", dict(forced_experts=np.zeros((12, 3), np.int32)), ValueError),
+    ("forced_experts", dict(forced_experts=np.zeros((12, 2), np.float32)), TypeError),
+    (
+        "expert_bias",
+        dict(forced_experts=np.zeros((12, 2), np.int32), expert_bias=np.zeros(4, np.float32)),
+        ValueError,
+    ),
+    ("align_size", dict(align_size=-1), ValueError),
+]
+
+
+@pytest.mark.parametrize("name,change,error", BAD, ids=[f"{i}-{name}" for i, (name, *_) in enumerate(BAD)])
+def test_bad_arguments_are_named(name, change, error):
+    arguments = dict(zip(("x", "gate", "w_in", "w_out"), _arguments(), strict=True)) | {"topk": 2}
+    with pytest.raises(error, match=rf"\b{name}\b.*got"):
+        moe(**(arguments | change))

@@ -1,0 +1,68 @@
+"""How a result is compared with the float64 oracle: relative errors a tensor and an expert.
+
+A shape or a kind of dtype that differs is an error of its own; values that aren't finite must stand in
+the same places and be the same; where exactly zero is expected, exactly zero must come.
+"""
+
+import numpy as np
+
+KINDS = {"f": "floating", "i": "integer", "u": "integer", "b": "bool"}
+
+
+def _kind(array):
+    # ml_dtypes' bfloat16 is of numpy's kind V
+    return "floating" if array.dtype.name == "bfloat16" else KINDS.get(array.dtype.kind, array.dtype.name)
+
+
+def _check_like(got, want, name):
+    got, want = np.asarray(got), np.asarray(want)
+    if got.shape != want.shape:
+        raise AssertionError(f"{name}: got shape {got.shape}, expected {want.shape}")
+    if _kind(got) != _kind(want):
+        raise AssertionError(f"{name}: got dtype {got.dtype}, expected {_kind(want)}")
+    return got, want
+
+
+def _same_where_not_finite(got, want):
+    """Whether the NaN and the infinities of both are in the same places and the same."""
+    broken = ~(np.isfinite(got) & np.isfinite(want))
+    return np.array_equal(got[broken], want[broken], equal_nan=True)
+
+
+def relative_error(got, want):
+    """|got - want| / |want| (Frobenius norms, float64) over the finite values.
+
+    0 for two zeros; infinite where `want` is zero and `got` isn't, or where values that aren't
+    finite don't coincide.
+    """
+    got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
+    if not _same_where_not_finite(got, want):
+        return np.inf
+    finite = np.isfinite(want)
+    got, want = got[finite], want[finite]
+    largest = np.abs(want).max(initial=0.0)
+    if largest == 0:
+        return np.inf if got.any() else 0.0
+    # in units of the largest value, so that squares of small values don't underflow
+    return float(np.linalg.norm((got - want) / largest) / np.linalg.norm(want / largest))
+
+
+def assert_close(got, want, bound, name):
+    """Assert that `got` has `want`'s shape and kind of dtype and a relative error of at most `bound`."""
+    got, want = _check_like(got, want, name)
+    error = relative_error(got, want)
+    if not error <= bound:
+        raise AssertionError(f"{name}: relative error {error:.3e}, bound {bound:.3e}")
+
+
+def assert_close_per_expert(got, want, bound, name, axis=0):
+    """`assert_close` for the slice of every expert (along `axis`) by itself.
+
+    One wrong small expert can't hide behind the others, and a slice expected to be exactly zero has
+    to be.
+    """
+    got, want = _check_like(got, want, name)
+    errors = [relative_error(got.take(expert, axis), want.take(expert, axis)) for expert in range(want.shape[axis])]
+    wrong = [f"expert {e}: {error:.3e}" for e, error in enumerate(errors) if not error <= bound]
+    if wrong:
+        raise AssertionError(f"{name}: relative error above the bound {bound:.3e}: {', '.join(wrong[:16])}")

@@ -1,0 +1,76 @@
+"""The commands, the library's search path, and the names of the handlers."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from anabranch import _library
+from anabranch.jax import custom_calls
+
+
+def _run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "anabranch", *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_info_names_what_it_found():
+    result = _run("info", "--json")
+    assert result.returncode == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["cpu backend"] == "available"
+    assert facts["library isa"] in ("baseline", "avx2", "avx512")
+    assert int(facts["library threads"]) >= 1
+    assert facts["cuda backend"].startswith("missing: ")
+    assert re.fullmatch(r"\d+\.\d+\.\d+|none", facts["library onednn"])
+    assert "cpu:0" in facts["jax devices"]
+
+
+def test_a_missing_library_breaks_no_import_and_is_explained():
+    program = "import anabranch.jax, jax.numpy as jnp; anabranch.jax.route(jnp.ones((2, 3)), 1)"
+    environment = os.environ | {"ANABRANCH_LIBRARY": "/nowhere/libanabranch.so"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "LibraryError: libanabranch.so: not found in /nowhere/libanabranch.so" in result.stderr
+    info = _run("info", ANABRANCH_LIBRARY="/nowhere/libanabranch.so")
+    assert info.returncode == 1
+    assert "missing: libanabranch.so: not found in /nowhere/libanabranch.so" in info.stdout
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_a_lower_instruction_set_can_be_asked_for(isa):
+    facts = json.loads(_run("info", "--json", ANABRANCH_ISA=isa).stdout)
+    assert facts["library isa"] in (isa, "baseline")
+
+
+def test_bench_prints_a_table_and_json(tmp_path):
+    file = tmp_path / "rows.json"
+    result = _run("bench", "router", "--quick", "--dtype", "float32", "--json", str(file))
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^\| .* \|$", result.stdout, re.MULTILINE)
+    report = json.loads(file.read_text())
+    assert report["rows"]["router"]
+    assert report["machine"]["cpu backend"] == "available"
+
+
+@pytest.mark.parametrize("arguments", [(), ("info",), ("bench",)])
+def test_help(arguments):
+    result = _run(*arguments, "--help")
+    assert result.returncode == 0
+    assert "usage: python -m anabranch" in result.stdout
+
+
+def test_every_exported_handler_is_registered():
+    with open(_library.load()._name, "rb") as library:
+        exported = set(re.findall(rb"\0(ab_xla_\w+)(?=\0)", library.read()))
+    assert exported == {name.encode() for name in custom_calls()}

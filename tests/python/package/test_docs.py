@@ -1,0 +1,46 @@
+"""Every example in a docstring and every Python block of the guides runs and prints what it says."""
+
+import doctest
+import importlib
+import itertools
+import pathlib
+import pkgutil
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import anabranch
+
+ROOT = pathlib.Path(__file__).parents[3]
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(anabranch.__path__, "anabranch.")
+    if not module.name.endswith("__main__")
+)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = {
+    guide.name: FENCE.findall(guide.read_text())
+    for guide in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"jax": jax, "jnp": jnp}, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("guide", [name for name, blocks in BLOCKS.items() if any(b[0] == "python" for b in blocks)])
+def test_python_blocks_of_a_guide(guide, capsys):
+    """The blocks of one page run in order in one namespace; a block fenced as `text` right after one is its output."""
+    namespace: dict[str, object] = {}
+    for (language, source), (next_language, expected) in itertools.pairwise([*BLOCKS[guide], ("", "")]):
+        if language != "python":
+            continue
+        exec(compile(source, guide, "exec"), namespace)
+        printed = capsys.readouterr().out
+        if next_language == "text":
+            assert printed.split() == expected.split()

@@ -1,0 +1,196 @@
+"""Grouped matmul, activations and the feed-forward network: section 6 against loops and differences."""
+
+import math
+
+import numpy as np
+import pytest
+from differences import check_gradient
+
+from anabranch.reference.dispatch import plan
+from anabranch.reference.experts import (
+    activation,
+    activation_gradient,
+    expert_ffn,
+    expert_ffn_backward,
+    grouped_matmul,
+    grouped_matmul_backward,
+)
+
+E, D, F = 4, 3, 5
+SIZES = np.array([2, 0, 3, 1])  # an expert without rows
+R = 8  # two rows past the groups
+ACTIVATIONS = ["silu", "gelu", "relu", "relu2"]
+
+
+def expert_of_row(row):
+    return int(np.searchsorted(np.cumsum(SIZES), row, side="right"))
+
+
+# ---------------------------------------------------------------- grouped matmul
+
+
+def test_grouped_matmul_agrees_with_loops_and_ignores_rows_past_the_sizes():
+    rng = np.random.default_rng(0)
+    x, w, g = rng.normal(size=(R, D)), rng.normal(size=(E, D, F)), rng.normal(size=(R, F))
+    x[6:], g[6:] = np.nan, np.nan
+    y = grouped_matmul(x, w, SIZES)
+    d_x, d_w = grouped_matmul_backward(g, x, w, SIZES)
+    want_d_w = np.zeros_like(w)
+    for r in range(6):
+        e = expert_of_row(r)
+        np.testing.assert_allclose(y[r], x[r] @ w[e])
+        np.testing.assert_allclose(d_x[r], w[e] @ g[r])
+        want_d_w[e] += np.outer(x[r], g[r])
+    np.testing.assert_allclose(d_w, want_d_w)
+    np.testing.assert_array_equal(d_w[1], 0)
+    np.testing.assert_array_equal(y[6:], 0)
+    np.testing.assert_array_equal(d_x[6:], 0)
+
+
+def test_sizes_past_the_rows_are_clipped():
+    x, w = np.ones((3, 1)), np.array([[[2.0]], [[5.0]]])
+    np.testing.assert_array_equal(grouped_matmul(x, w, np.array([2, 9])), [[2], [2], [5]])
+
+
+def test_grouped_matmul_gradients():
+    rng = np.random.default_rng(1)
+    x, w, g = rng.normal(size=(R, D)), rng.normal(size=(E, D, F)), rng.normal(size=(R, F))
+    d_x, d_w = grouped_matmul_backward(g, x, w, SIZES)
+    check_gradient(lambda v: (g * grouped_matmul(v, w, SIZES)).sum(), x, d_x, "d_x")
+    check_gradient(lambda v: (g * grouped_matmul(x, v, SIZES)).sum(), w, d_w, "d_w")
+
+
+def test_nothing_to_do():
+    w = np.ones((E, D, F))
+    d_x, d_w = grouped_matmul_backward(np.ones((0, F)), np.ones((0, D)), w, np.zeros(E, int))
+    assert d_x.shape == (0, D) and grouped_matmul(np.ones((0, D)), w, np.zeros(E, int)).shape == (0, F)
+    np.testing.assert_array_equal(d_w, np.zeros_like(w))
+
+
+# ---------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("h", [-30.0, -2.0, -0.1, 0.3, 4.0, 30.0])
+def test_activation_values(h):
+    at = np.array([h])
+    assert math.isclose(activation(at, "silu")[0], h / (1 + math.exp(-h)), rel_tol=1e-13)
+    tanh = math.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))
+    assert math.isclose(activation(at, "gelu")[0], 0.5 * h * (1 + tanh), rel_tol=1e-12)
+    assert activation(at, "relu")[0] == max(h, 0)
+    assert activation(at, "relu2")[0] == max(h, 0) ** 2
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_gradient(name):
+    h = np.array([-3.0, -1.0, -0.2, 0.4, 1.5, 5.0])
+    check_gradient(lambda v: activation(v, name).sum(), h, activation_gradient(h, name), name)
+
+
+def test_gradient_of_relu_at_zero_is_zero():
+    zero = np.array([0.0, -0.0])
+    np.testing.assert_array_equal(activation_gradient(zero, "relu"), [0, 0])
+    np.testing.assert_array_equal(activation_gradient(zero, "relu2"), [0, 0])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_nan_stays(name):
+    assert np.isnan(activation(np.array([np.nan]), name)).all()
+    assert np.isnan(activation_gradient(np.array([np.nan]), name)).all()
+
+
+def test_unknown_activation():
+    for function in (activation, activation_gradient):
+        with pytest.raises(ValueError, match="activation: got 'tanh'"):
+            function(np.zeros(1), "tanh")
+
+
+# ---------------------------------------------------------------- feed-forward network
+
+
+def random_experts(seed, gated, biased, weighted):
+    rng = np.random.default_rng(seed)
+    parts = 2 if gated else 1
+    operands = {
+        "rows": rng.normal(size=(R, D)),
+        "w_in": rng.normal(size=(E, D, parts, F)),
+        "w_out": rng.normal(size=(E, F, D)),
+        "b_in": rng.normal(size=(E, parts, F)) if biased else None,
+        "b_out": rng.normal(size=(E, D)) if biased else None,
+        "row_weights": rng.normal(size=R) if weighted else None,
+    }
+    if weighted:
+        operands["row_weights"][0] = 0.0  # a weight of exactly 0 still gets its gradient
+    return operands, rng.normal(size=(R, D))
+
+
+def run(operands, **options):
+    return expert_ffn(**operands, group_sizes=SIZES, **options)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_forward_agrees_with_a_loop_over_rows(name, gated, biased, weighted):
+    o, _ = random_experts(2, gated, biased, weighted)
+    for early in (False, True):
+        y = run(o, activation=name, weight_early=early)
+        for r in range(6):
+            e = expert_of_row(r)
+            h = np.einsum("d,dpf->pf", o["rows"][r], o["w_in"][e]) + (o["b_in"][e] if biased else 0)
+            a = activation(h[0], name) * (h[1] if gated else 1)
+            want = a @ o["w_out"][e] + (o["b_out"][e] if biased else 0)
+            np.testing.assert_allclose(y[r], want * (o["row_weights"][r] if weighted else 1), atol=1e-13)
+        np.testing.assert_array_equal(y[6:], 0)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gradients(name, gated, biased, weighted):
+    o, g = random_experts(3, gated, biased, weighted)
+    grads = expert_ffn_backward(g, **o, group_sizes=SIZES, activation=name)
+    for key, operand in o.items():
+        gradient = getattr(grads, f"d_{key}")
+        if operand is None:
+            assert gradient is None
+            continue
+        for early in (False, True):
+
+            def loss(v, key=key, early=early):
+                return (g * run(o | {key: v}, activation=name, weight_early=early)).sum()
+
+            check_gradient(loss, operand, gradient, f"d_{key}", 1e-7)
+    if weighted:
+        assert grads.d_row_weights[0] != 0
+    for gradient in (grads.d_w_in, grads.d_w_out, grads.d_b_in, grads.d_b_out):
+        assert gradient is None or (gradient[1] == 0).all()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_padding_rows_are_zero_and_their_cotangents_ignored(early):
+    o, g = random_experts(4, True, True, True)
+    p = plan(np.array([[0], [2], [2]]), E, 2)
+    sizes, slots = p.group_sizes, p.slot_of_row
+    padding = slots < 0
+    n = slots.size
+    rng = np.random.default_rng(5)
+    o["rows"], o["row_weights"], g = rng.normal(size=(n, D)), rng.normal(size=n), rng.normal(size=(n, D))
+    clean = [v.copy() for v in (o["rows"], o["row_weights"], g)]
+    for v in clean:
+        v[padding] = 0
+    for v in (o["rows"], o["row_weights"], g):
+        v[padding] = np.nan
+    options = {"activation": "gelu", "slot_of_row": slots}
+    y = expert_ffn(**o, group_sizes=sizes, weight_early=early, **options)
+    np.testing.assert_array_equal(y[padding], 0)
+    assert np.isfinite(y).all() and (y[~padding] != 0).all()
+    grads = expert_ffn_backward(g, **o, group_sizes=sizes, **options)
+    want = expert_ffn_backward(
+        clean[2], **o | {"rows": clean[0], "row_weights": clean[1]}, group_sizes=sizes, **options
+    )
+    for got, expected in zip(grads, want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(grads.d_rows[padding], 0)
+    np.testing.assert_array_equal(grads.d_row_weights[padding], 0)

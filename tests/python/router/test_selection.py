@@ -1,0 +1,88 @@
+"""The order in which experts are selected: exact, whatever the logits hold."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from anabranch.jax import route
+from anabranch.reference import router as reference
+
+INF, NAN = np.inf, np.nan
+
+
+@pytest.mark.parametrize("K", [1, 3, 8])
+@pytest.mark.parametrize(
+    "row, best_first",
+    [
+        ([0.0, -0.0, 0.0, -0.0, 1.0, -1.0, -0.0, 0.0], [4, 0, 1, 2, 3, 6, 7, 5]),
+        ([NAN, INF, -INF, 3.0, NAN, -NAN, -INF, INF], [0, 4, 5, 1, 7, 3, 2, 6]),
+        ([-INF] * 8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ([1e-45, 0.0, -1e-45, 1e-38, -1e-38, 3e38, -3e38, INF], [7, 5, 3, 0, 1, 2, 4, 6]),
+        (
+            [88.0, 89.0, 87.0, 200.0, 201.0, 199.0, 1e30, 1e31],
+            [7, 6, 4, 3, 5, 1, 0, 2],
+        ),  # sigmoid saturates, z does not
+    ],
+)
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_order(row, best_first, K, score_function):
+    row = np.array(row, np.float32)
+    row[np.isnan(row)] = np.array([0x7FC00000, 0xFFC00001, 0x7F800002], np.uint32).view(np.float32)[
+        : np.isnan(row).sum()
+    ]
+    experts = route(jnp.asarray(row[None]), K, score_function=score_function).experts[0]
+    assert experts.tolist() == best_first[:K]
+
+
+@pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (130, 33), (512, 10), (512, 32), (2304, 36), (2304, 300)])
+def test_ties_go_to_the_lower_expert(E, K):
+    # Few different values, so that most of the top k are ties, and whole vectors of equal ones.
+    z = np.random.default_rng(0).integers(0, 4, (67, E)).astype(np.float32)
+    np.testing.assert_array_equal(route(z, K).experts, reference.select(z, K))
+    np.testing.assert_array_equal(route(np.zeros_like(z), K).experts, np.broadcast_to(np.arange(K), (67, K)))
+
+
+@pytest.mark.parametrize("stride", [2, 4, 8, 16])
+@pytest.mark.parametrize("E, K", [(512, 10), (512, 32), (2304, 36), (2304, 64)])
+def test_the_best_may_all_stand_in_one_lane(E, K, stride):
+    # Short lists of candidates miss some of the best, and have to notice.
+    z = np.random.default_rng(1).standard_normal((40, E)).astype(np.float32)
+    z[::2, 3::stride] += 10
+    np.testing.assert_array_equal(route(z, K).experts, reference.select(z, K))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_is_compared_exactly(dtype):
+    z = jnp.asarray(np.random.default_rng(2).standard_normal((200, 96)), dtype)
+    np.testing.assert_array_equal(route(z, 12).experts, reference.select(np.asarray(z), 12))
+
+
+def test_the_bias_never_selects_an_impossible_expert_and_never_enters_a_weight():
+    z = np.array([[-np.inf, 0.0, 1.0, 2.0]], np.float32)
+    bias = np.array([1e9, 100.0, 0.0, 0.0], np.float32)
+    routing = route(z, 2, score_function="sigmoid", normalize=False, expert_bias=bias)
+    assert routing.experts.tolist() == [[1, 3]]
+    np.testing.assert_allclose(routing.weights, 1 / (1 + np.exp(-z[:, [1, 3]].astype(np.float64))), rtol=1e-6)
+    four = route(z, 4, score_function="sigmoid", expert_bias=bias)
+    assert four.experts.tolist() == [[1, 3, 2, 0]]
+    assert four.weights[0, 3] == 0
+
+
+def test_groups_that_lose_are_out_even_where_the_winners_hold_only_impossible_experts():
+    z = np.full((1, 8), -np.inf, np.float32)
+    routing = route(z, 4, score_function="sigmoid", num_groups=4, group_topk=2)
+    assert routing.experts.tolist() == [[0, 1, 2, 3]]
+    z[0, [6, 7]] = [1.0, 2.0]
+    routing = route(z, 4, score_function="sigmoid", num_groups=4, group_topk=2)
+    assert routing.experts.tolist() == [[7, 6, 0, 1]]
+
+
+def test_a_masked_token_selects_nothing_and_counts_nowhere():
+    z = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    z[3] = np.nan
+    routing = route(z, 2, token_mask=np.array([True, True, False, False, True]), num_groups=3, group_topk=1)
+    assert (np.asarray(routing.experts)[[2, 3]] == -1).all()
+    assert (np.asarray(routing.weights)[[2, 3]] == 0).all()
+    assert (np.asarray(routing.lse)[[2, 3]] == 0).all()
+    assert routing.tokens_per_expert.sum() == 6
+    assert np.isfinite(routing.score_sum).all()

@@ -65,13 +65,19 @@ def test_route_and_its_gradient(routing):
     want = reference.route(z, K, **options, **selected)
     np.testing.assert_array_equal(experts, want.experts)
     np.testing.assert_array_equal(counts, want.tokens_per_expert)
-    for name, got in zip(("weights", "score_sum", "lse"), results, strict=True):
+    for name, got in zip(("weights", "score_sum"), results, strict=False):
         assert_close(got, getattr(want, name), BOUND, name)
+    # lse = max + log(sum), and a rounding of the sum, which is at least 1, stays in the log when both terms are near 0.
+    np.testing.assert_array_less(np.abs(np.asarray(results[2], np.float64) - want.lse), BOUND * (1 + np.abs(want.lse)))
 
     rng = np.random.default_rng(0)
     cotangent = tuple(rng.standard_normal(result.shape).astype(np.float32) for result in results)
     d_want = reference.route_backward(z, K, *cotangent, **options, **selected)
+    d_got = np.asarray(pull(cotangent)[0], np.float64)
+    # A replayed expert may have a logit of -inf: then both are NaN.
+    finite = np.isfinite(d_want)
+    np.testing.assert_array_equal(np.isfinite(d_got), finite)
     # Few tokens: where the terms of the sum cancel, against the size of the cotangents.
-    error = np.abs(np.asarray(pull(cotangent)[0], np.float64) - d_want)
-    scale = np.abs(d_want).max(initial=0.0)
+    error = np.abs(d_got - d_want)[finite]
+    scale = np.abs(d_want[finite]).max(initial=0.0)
     assert (error <= (2 * BOUND + ROUNDING[str(z.dtype)]) * (scale + 1.0)).all()

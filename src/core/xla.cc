@@ -42,19 +42,20 @@ ab_tensor view_of(const ffi::AnyBuffer& buffer) {
   return view;
 }
 
-// Results of many MiB come in fresh memory, and zeroing it page by page takes as long as computing what goes there.
-void prefer_huge_pages(const ab_tensor& view) {
+// Results and workspaces of many MiB come in fresh memory, and zeroing it page by page takes as long as computing what
+// goes there.
+void prefer_huge_pages(void* memory, size_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t kPage = 4096;
-  constexpr int64_t kWorthIt = int64_t{4} << 20;
-  const int64_t bytes = num_elements(view) * dtype_size(view.dtype);
+  constexpr size_t kWorthIt = size_t{4} << 20;
   if (bytes < kWorthIt) return;
-  const uintptr_t past_page = reinterpret_cast<uintptr_t>(view.data) % kPage;
-  char* begin = static_cast<char*>(view.data) + (past_page == 0 ? 0 : kPage - past_page);
-  const auto size = static_cast<size_t>(static_cast<char*>(view.data) + bytes - begin);
+  const uintptr_t past_page = reinterpret_cast<uintptr_t>(memory) % kPage;
+  char* begin = static_cast<char*>(memory) + (past_page == 0 ? 0 : kPage - past_page);
+  const auto size = static_cast<size_t>(static_cast<char*>(memory) + bytes - begin);
   madvise(begin, size / kPage * kPage, MADV_HUGEPAGE);  // advice: a refusal changes nothing
 #else
-  (void)view;
+  (void)memory;
+  (void)bytes;
 #endif
 }
 
@@ -72,6 +73,14 @@ T& member(void* args, size_t offset) {
 }
 
 }  // namespace
+
+void* allocate(size_t bytes) {
+  constexpr size_t kHugePage = size_t{2} << 20;
+  const size_t alignment = bytes < 2 * kHugePage ? 64 : kHugePage;
+  void* memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (memory != nullptr) prefer_huge_pages(memory, bytes);
+  return memory;
+}
 
 ffi::Error to_error(const ab_status& status) {
   switch (status.code) {
@@ -115,7 +124,8 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
     if (!buffer.has_value() || !place(name, view_of(**buffer))) {
       return invalid("anabranch: unknown result " + std::string(name));
     }
-    prefer_huge_pages(views[used - 1]);
+    const ab_tensor& view = views[used - 1];
+    prefer_huge_pages(view.data, static_cast<size_t>(num_elements(view) * dtype_size(view.dtype)));
   }
   for (const Field& field : fields) {
     if (field.kind == FieldKind::int32) {

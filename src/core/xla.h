@@ -42,6 +42,9 @@ constexpr int kMaxBuffers = 24;
 ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                   const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers]);
 
+// Memory for a workspace, 64-byte aligned, to be freed with std::free; nullptr: there is none.
+void* allocate(size_t bytes);
+
 ffi::Error to_error(const ab_status& status);
 
 struct FreeDeleter {
@@ -64,8 +67,7 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
   if (workspace != nullptr) {
     const ab_status status = workspace(&args, &exec, &exec.workspace_size);
     if (status.code != AB_OK) return to_error(status);
-    exec.workspace_size = (exec.workspace_size + 63) / 64 * 64;
-    if (exec.workspace_size > 0) memory.reset(std::aligned_alloc(64, exec.workspace_size));
+    if (exec.workspace_size > 0) memory.reset(allocate(exec.workspace_size));
     if (exec.workspace_size > 0 && memory == nullptr) {
       return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                         "anabranch: no memory for a workspace of " + std::to_string(exec.workspace_size) + " bytes");

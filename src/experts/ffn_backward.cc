@@ -66,8 +66,8 @@ struct Backward {
     }
     float* c = products.tile(thread);
     const Matrix w = matrix_of(args.w_out, tile.expert * s.F * s.D, s.D);
-    const Target target{at(w, begin, 0), c};
-    products.multiply(thread, at(d_y(), tile.begin, 0), false, {&target, 1}, true, tile.rows, n, s.D, n);
+    const Target target{at(w, begin, 0), {c, AB_FLOAT32, n, nullptr}};
+    products.multiply(thread, at(d_y(), tile.begin, 0), false, {&target, 1}, true, tile.rows, n, s.D);
     const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
     const Matrix h[2] = {at(kept, tile.begin, begin), at(kept, tile.begin, (s.P - 1) * s.F + begin)};
     const int32_t* tokens = rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;

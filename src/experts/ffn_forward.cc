@@ -53,18 +53,19 @@ struct Forward {
     }
     float* c = products.tile(thread);
     const Matrix w = matrix_of(args.w_in, tile.expert * s.D * s.P * s.F, s.P * s.F);
-    const Target targets[2] = {{at(w, 0, begin), c}, {at(w, 0, s.F + begin), c + n}};
-    const bool whole = n == s.F && s.P * n <= kTileColumns;  // gate and up are one matrix as they are stored
+    const int64_t width = s.P * n;
+    const Target targets[2] = {{at(w, 0, begin), {c, AB_FLOAT32, width, nullptr}},
+                               {at(w, 0, s.F + begin), {c + n, AB_FLOAT32, width, nullptr}}};
+    const bool whole = n == s.F && width <= kTileColumns;  // gate and up are one matrix as they are stored
     products.multiply(thread, at(matrix_of(args.x, 0, s.D, rows.tokens), tile.begin, 0), false,
-                      {targets, whole ? 1 : static_cast<size_t>(s.P)}, false, tile.rows, whole ? s.P * n : n, s.D,
-                      s.P * n);
+                      {targets, whole ? 1 : static_cast<size_t>(s.P)}, false, tile.rows, whole ? width : n, s.D);
     float memory[2 * kTileColumns];
     const float* bias = nullptr;
     for (int64_t part = 0; part < s.P && args.b_in != nullptr; ++part) {
       bias_row(products.kernels(), args.b_in, tile.expert * s.P + part, s.F, begin, n, memory + part * n);
       bias = memory;
     }
-    products.kernels().hidden(args.activation, s.P == 2, {c, s.P * n, tile.rows, n, tokens_of(tile)}, bias,
+    products.kernels().hidden(args.activation, s.P == 2, {c, width, tile.rows, n, tokens_of(tile)}, bias,
                               args.weight_early != 0 ? scale_of(tile) : nullptr, h, at(a, tile.begin, begin));
   }
 

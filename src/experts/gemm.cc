@@ -36,8 +36,8 @@ const dnnl::engine& cpu() {
 
 struct ShapeHash {
   size_t operator()(const GemmShape& s) const {
-    size_t hash = static_cast<size_t>(s.transpose_a) * 4 + static_cast<size_t>(s.transpose_b) * 2 +
-                  static_cast<size_t>(s.accumulate);
+    size_t hash = static_cast<size_t>(s.transpose_a) * 8 + static_cast<size_t>(s.transpose_b) * 4 +
+                  static_cast<size_t>(s.accumulate) * 2 + static_cast<size_t>(s.c_is_bf16);
     for (const int64_t value : {s.m, s.n, s.k, s.lda, s.ldb, s.ldc}) hash = hash * 1000003 + static_cast<size_t>(value);
     return hash;
   }
@@ -54,7 +54,7 @@ class Bf16Product {
   explicit Bf16Product(const GemmShape& s)
       : a_(view(s.m, s.k, s.transpose_a, s.lda, dnnl::memory::data_type::bf16)),
         b_(view(s.k, s.n, s.transpose_b, s.ldb, dnnl::memory::data_type::bf16)),
-        c_(view(s.m, s.n, false, s.ldc, dnnl::memory::data_type::f32)) {
+        c_(view(s.m, s.n, false, s.ldc, s.c_is_bf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32)) {
     dnnl::primitive_attr attributes;
     // A scratchpad that oneDNN owns would be shared by the threads that share the primitive.
     attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
@@ -70,7 +70,7 @@ class Bf16Product {
 
   size_t scratchpad_size() const { return scratchpad_.get_desc().get_size(); }
 
-  void run(const dnnl::stream& stream, const void* a, const void* b, float* c, void* scratchpad) {
+  void run(const dnnl::stream& stream, const void* a, const void* b, void* c, void* scratchpad) {
     a_.set_data_handle(const_cast<void*>(a));
     b_.set_data_handle(const_cast<void*>(b));
     c_.set_data_handle(c);
@@ -138,7 +138,7 @@ bool gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
                     s.accumulate ? 1.0f : 0.0f, c, s.ldc) == dnnl_success;
 }
 
-bool gemm_bf16(const GemmShape& shape, const void* a, const void* b, float* c) {
+bool gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c) {
   const SingleThreaded single;
   try {
     thread_local ThreadState state;
@@ -168,7 +168,7 @@ bool gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
   return true;
 }
 
-bool gemm_bf16(const GemmShape&, const void*, const void*, float*) { return false; }
+bool gemm_bf16(const GemmShape&, const void*, const void*, void*) { return false; }
 
 }  // namespace anabranch
 

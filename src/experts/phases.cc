@@ -70,8 +70,9 @@ void multiply_rows(Products& products, int threads, const Rows& rows, const RowP
       }
       float* c = products.tile(thread);
       const Matrix w = matrix_of(op.w.tensor, tile.expert * op.N * op.K, op.w.transposed ? op.K : op.N);
-      const Target target{op.w.transposed ? at(w, begin, 0) : at(w, 0, begin), c};
-      products.multiply(thread, at(op.x, tile.begin, 0), false, {&target, 1}, op.w.transposed, tile.rows, n, op.K, n);
+      const Target target{op.w.transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
+      products.multiply(thread, at(op.x, tile.begin, 0), false, {&target, 1}, op.w.transposed, tile.rows, n, op.K,
+                        rows.R - tile.begin);
       float memory[kTileColumns];
       const float* bias = bias_row(products.kernels(), op.bias, tile.expert, op.N, begin, n, memory);
       products.kernels().store({c, n, tile.rows, n, tokens}, op.scale == nullptr ? nullptr : op.scale + tile.begin,
@@ -99,12 +100,11 @@ void weight_gradient(Products& products, int threads, const Rows& rows, const Ma
         clear_rows(to, m, n);
         continue;
       }
-      const bool direct = d_w->dtype == AB_FLOAT32;
-      float* c = direct ? static_cast<float*>(to.data) : products.tile(thread);
-      const int64_t ldc = direct ? N : n;
-      const Target target{at(b, group.begin, begin), c};
-      products.multiply(thread, at(a, group.begin, row), true, {&target, 1}, false, m, n, group.rows, ldc);
-      if (!direct) products.kernels().store({c, n, m, n, nullptr}, nullptr, nullptr, nullptr, to);
+      const Matrix tile{products.tile(thread), AB_FLOAT32, n, nullptr};
+      const bool direct = Products::can_write(to.dtype, a, b, group.rows);
+      const Target target{at(b, group.begin, begin), direct ? to : tile};
+      products.multiply(thread, at(a, group.begin, row), true, {&target, 1}, false, m, n, group.rows);
+      if (!direct) products.kernels().store({products.tile(thread), n, m, n, nullptr}, nullptr, nullptr, nullptr, to);
     }
   });
 }

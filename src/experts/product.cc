@@ -10,7 +10,7 @@ namespace anabranch {
 namespace {
 
 // bfloat16 products are compiled for their shape: ragged rows are rounded up so that there are few.
-constexpr int64_t kRowPadding = 16;
+constexpr int64_t kRowPadding = 8;
 constexpr int64_t kFloat = sizeof(float);
 static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0);
 
@@ -21,6 +21,12 @@ bool stands_ready(const Matrix& m, bool bf16) {
 // oneDNN walks down the columns of op(B): rows whole pages apart fall into the same sets of the caches, and a copy of
 // the block is faster.
 bool aliases(const Matrix& b, bool transposed) { return !transposed && b.stride % 1024 == 0; }
+
+// Whether both factors are multiplied as bfloat16, in sums of depth_of terms.
+bool as_bf16(const Matrix& a, const Matrix& b) {
+  return a.dtype == AB_BFLOAT16 && b.dtype == AB_BFLOAT16 && multiplies_bf16();
+}
+constexpr int64_t kBf16Depth = 2 * kTileDepth;
 
 // Rows as they are stored, gathered, with zeros below.
 void copy_rows(const Matrix& m, int64_t rows, int64_t padded_rows, int64_t columns, char* to) {
@@ -73,40 +79,49 @@ Matrix Products::ready(const Matrix& m, bool bf16, int64_t rows, int64_t padded_
 }
 
 void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span<const Target> targets,
-                        bool transpose_b, int64_t m, int64_t n, int64_t k, int64_t ldc) {
+                        bool transpose_b, int64_t m, int64_t n, int64_t k, int64_t readable_rows) {
   char* a_memory = memory_ + thread * (a_bytes_ + b_bytes_ + c_bytes_);
   char* b_memory = a_memory + a_bytes_;
-  const int32_t b_dtype = targets[0].b.dtype;
-  const bool bf16 = a.dtype == AB_BFLOAT16 && b_dtype == AB_BFLOAT16 && multiplies_bf16();
+  const bool bf16 = as_bf16(a, targets[0].b);
   const bool in_place =
       !bf16 && stands_ready(a, false) && stands_ready(targets[0].b, false) && !aliases(targets[0].b, transpose_b);
-  const int64_t depth = in_place ? k : bf16 ? 2 * kTileDepth : kTileDepth;
+  const int64_t depth = in_place ? k : bf16 ? kBf16Depth : kTileDepth;
   const auto padded = [bf16](int64_t rows) {
     return bf16 ? (rows + kRowPadding - 1) / kRowPadding * kRowPadding : rows;
   };
   if (k == 0) {
     for (const Target& target : targets) {
-      for (int64_t i = 0; i < m; ++i) std::fill_n(target.c + i * ldc, n, 0.0f);
+      const int64_t size = dtype_size(target.c.dtype);
+      for (int64_t i = 0; i < m; ++i) {
+        std::memset(static_cast<char*>(target.c.data) + i * target.c.stride * size, 0, static_cast<size_t>(n * size));
+      }
     }
   }
   for (int64_t begin = 0; begin < k; begin += depth) {
     const int64_t terms = std::min(depth, k - begin);
-    GemmShape shape{transpose_a, transpose_b, begin > 0, m, n, terms, 0, 0, ldc};
+    GemmShape shape{transpose_a, transpose_b, begin > 0, false, m, n, terms, 0, 0, 0};
     (transpose_a ? shape.k : shape.m) = padded(transpose_a ? terms : m);
     const Matrix a_block = transpose_a ? ready(at(a, begin, 0), bf16, terms, shape.k, m, a_memory, false)
-                                       : ready(at(a, 0, begin), bf16, m, shape.m, terms, a_memory, false);
+                                       : ready(at(a, 0, begin), bf16, readable_rows >= shape.m ? shape.m : m, shape.m,
+                                               terms, a_memory, false);
     shape.lda = a_block.stride;
     for (const Target& target : targets) {
       const Matrix b_block = transpose_b ? ready(at(target.b, 0, begin), bf16, n, n, terms, b_memory, false)
                                          : ready(at(target.b, begin, 0), bf16, terms, shape.k, n, b_memory,
                                                  !bf16 && aliases(target.b, false));
       shape.ldb = b_block.stride;
-      const bool done = bf16 ? gemm_bf16(shape, a_block.data, b_block.data, target.c)
+      shape.ldc = target.c.stride;
+      shape.c_is_bf16 = target.c.dtype == AB_BFLOAT16;
+      const bool done = bf16 ? gemm_bf16(shape, a_block.data, b_block.data, target.c.data)
                              : gemm_f32(shape, static_cast<const float*>(a_block.data),
-                                        static_cast<const float*>(b_block.data), target.c);
+                                        static_cast<const float*>(b_block.data), static_cast<float*>(target.c.data));
       if (!done) failed_.store(true, std::memory_order_relaxed);
     }
   }
+}
+
+bool Products::can_write(int32_t dtype, const Matrix& a, const Matrix& b, int64_t k) {
+  return dtype == AB_FLOAT32 || (dtype == AB_BFLOAT16 && as_bf16(a, b) && k <= kBf16Depth);
 }
 
 ab_status Products::status() const {

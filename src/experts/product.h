@@ -21,10 +21,10 @@ Matrix matrix_of(const ab_tensor* tensor, int64_t offset, int64_t stride, const 
 // The same matrix from (row, column) on.
 Matrix at(const Matrix& m, int64_t row, int64_t column);
 
-// op(B) [k, n] of a product and where it goes.
+// op(B) [k, n] of a product and where it goes: C float32, or of another dtype where Products::can_write says so.
 struct Target {
   Matrix b;
-  float* c;
+  Matrix c;
 };
 
 class Products {
@@ -39,9 +39,12 @@ class Products {
   float* tile(int thread) const;
 
   // c = op(A) op(B) for each target; the sum has k terms. If A is not transposed, c needs room for m rounded up to
-  // kRowPadding rows.
+  // kRowPadding rows, and rows below the m of A are read where there are `readable_rows`.
   void multiply(int thread, const Matrix& a, bool transpose_a, std::span<const Target> targets, bool transpose_b,
-                int64_t m, int64_t n, int64_t k, int64_t ldc);
+                int64_t m, int64_t n, int64_t k, int64_t readable_rows = 0);
+
+  // Whether a product of k terms of a and b can be rounded to `dtype` where it is computed.
+  static bool can_write(int32_t dtype, const Matrix& a, const Matrix& b, int64_t k);
 
   // Out of memory if a product has failed.
   ab_status status() const;

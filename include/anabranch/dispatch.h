@@ -20,13 +20,16 @@ typedef struct ab_plan_args {
   size_t size;
   int32_t num_experts; /* E >= 1 */
   int32_t align_size;  /* a >= 0, 0 and 1: no padding; R % a == 0 */
+  /* P, 0 and 1: one buffer. Else rows are P regions of R/P, a region a destination that owns E/P neighbouring experts:
+   * its groups start at its first row, are clipped to it, and slots past it are dropped. */
+  int32_t num_destinations;
   /* one of the two inputs */
   const ab_tensor* experts;     /* [T, K] int32; -1: no expert; outside [-1, E): as -1, and counted in dropped */
-  const ab_tensor* routing_map; /* [T, E] bool; every true entry is a slot, so K = E */
+  const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map; every true entry is a slot: K = E */
   /* outputs; only slot_of_row must be there */
   const ab_tensor* tokens_per_expert; /* [E] int32, before any dropping */
   const ab_tensor* group_sizes;       /* [E] int32, aligned and clipped */
-  const ab_tensor* offsets;           /* [E+1] int32, the running sum of group_sizes */
+  const ab_tensor* offsets;           /* [E+1] int32: first row of every group; the end of the last */
   const ab_tensor* row_of_slot;       /* [T, K] int32 */
   const ab_tensor* slot_of_row;       /* [R] int32 */
   const ab_tensor* dropped;           /* [] int32 */

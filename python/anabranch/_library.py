@@ -1,10 +1,11 @@
-"""Finds and loads libanabranch.so, the C library under every front end."""
+"""Finds and loads libanabranch.so, the C library under every front end, and libanabranch_cuda.so, its like for GPUs."""
 
 import ctypes
 import functools
 import importlib.metadata
 import os
 import pathlib
+from typing import Any
 
 import anabranch
 
@@ -13,13 +14,16 @@ class LibraryError(RuntimeError):
     """The C library was not found or cannot be used on this machine; the message says why."""
 
 
-def _candidates() -> list[pathlib.Path]:
-    """Places where libanabranch.so may be: named by ANABRANCH_LIBRARY, or installed with the package."""
-    override = os.environ.get("ANABRANCH_LIBRARY")
-    if override:
-        return [pathlib.Path(override)]
+def _find(name: str, variable: str) -> pathlib.Path:
+    """Where a library is: named by an environment variable, or installed with the package."""
+    override = os.environ.get(variable)
     # An editable install keeps the sources and the library in two folders, both on __path__.
-    return [pathlib.Path(folder) / "lib" / "libanabranch.so" for folder in anabranch.__path__]
+    folders = [pathlib.Path(folder) / "lib" / name for folder in anabranch.__path__]
+    candidates = [pathlib.Path(override)] if override else folders
+    for path in candidates:
+        if path.exists():
+            return path
+    raise LibraryError(f"{name}: not found in " + ", ".join(map(str, candidates)))
 
 
 def _preload_onednn() -> None:
@@ -41,25 +45,44 @@ def load() -> ctypes.CDLL:
     Raises:
       LibraryError: no library was found, or the system cannot load it.
     """
-    candidates = _candidates()
-    for path in candidates:
-        if not path.exists():
-            continue
+    path = _find("libanabranch.so", "ANABRANCH_LIBRARY")
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as first:
+        if "libdnnl" not in str(first):
+            raise LibraryError(f"{path}: {first}") from first
         try:
+            _preload_onednn()
             return ctypes.CDLL(str(path))
-        except OSError as first:
-            if "libdnnl" not in str(first):
-                raise LibraryError(f"{path}: {first}") from first
-            try:
-                _preload_onednn()
-                return ctypes.CDLL(str(path))
-            except OSError as second:
-                raise LibraryError(f"{path}: {second}") from second
-    raise LibraryError("libanabranch.so: not found in " + ", ".join(map(str, candidates)))
+        except OSError as second:
+            raise LibraryError(f"{path}: {second}") from second
+
+
+@functools.cache
+def load_cuda() -> ctypes.CDLL:
+    """Loads the CUDA library once. It loads without a GPU; `describe_cuda` tells whether there is one.
+
+    Raises:
+      LibraryError: no library was found (this build has none), or the system cannot load it.
+    """
+    path = _find("libanabranch_cuda.so", "ANABRANCH_CUDA_LIBRARY")
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryError(f"{path}: {error}") from error
+
+
+def _facts(describe: Any) -> dict[str, str]:
+    text = ctypes.create_string_buffer(4096)
+    describe(text, ctypes.c_size_t(len(text)))
+    return dict(line.split("=", 1) for line in text.value.decode().splitlines())
 
 
 def describe() -> dict[str, str]:
     """What the library says of its build and this machine: version, isa, threads, threading, onednn, compiler."""
-    text = ctypes.create_string_buffer(1024)
-    load().ab_describe(text, ctypes.c_size_t(len(text)))
-    return dict(line.split("=", 1) for line in text.value.decode().splitlines())
+    return _facts(load().ab_describe)
+
+
+def describe_cuda() -> dict[str, str]:
+    """What the CUDA library says: version, cuda, driver, and a line for each device; or error: why there is none."""
+    return _facts(load_cuda().ab_cuda_describe)

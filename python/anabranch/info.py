@@ -28,6 +28,21 @@ def _jax_backends() -> dict[str, str]:
         return {"jax devices": f"none: {error}"}
 
 
+def _cuda() -> dict[str, str]:
+    """Whether the CUDA backend can be used, and why not."""
+    try:
+        library = _library.load_cuda()
+        facts = _library.describe_cuda()
+    except _library.LibraryError as error:
+        return {"cuda backend": f"missing: {error}"}
+    state = f"unusable: {facts['error']}" if "error" in facts else "available"
+    return {
+        "cuda backend": state,
+        "cuda library": library._name,
+        **{f"cuda {name}": value for name, value in facts.items() if name != "error"},
+    }
+
+
 def collect() -> dict[str, str]:
     """Everything `info` prints, as text by name."""
     facts = {
@@ -42,10 +57,10 @@ def collect() -> dict[str, str]:
         facts |= {f"library {name}": value for name, value in _library.describe().items()}
     except _library.LibraryError as error:
         facts["cpu backend"] = f"missing: {error}"
-    facts["cuda backend"] = "missing: this version has none"
+    facts |= _cuda()
     facts |= {package: _version(package) for package in ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch")}
     facts |= _jax_backends()
-    environment = [f"{n}={os.environ[n]}" for n in ("ANABRANCH_LIBRARY", "ANABRANCH_ISA") if n in os.environ]
+    environment = [f"{n}={os.environ[n]}" for n in ("ANABRANCH_LIBRARY", "ANABRANCH_CUDA_LIBRARY", "ANABRANCH_ISA") if n in os.environ]
     environment += [f"{n}={os.environ[n]}" for n in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if n in os.environ]
     facts["environment"] = ", ".join(environment) or "no setting of ours"
     return facts

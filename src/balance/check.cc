@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "balance/loss.h"
+
 namespace anabranch {
 
 ab_status check_statistics(const char* name, const ab_tensor* tensor, Dtypes dtypes, int64_t T, int64_t E,
@@ -15,6 +17,38 @@ ab_status check_statistics(const char* name, const ab_tensor* tensor, Dtypes dty
                       static_cast<long long>(B), static_cast<long long>(T));
   }
   *sequences = B;
+  return ok();
+}
+
+ab_status check_load_balance_loss(const ab_load_balance_loss_args* args, LoadBalanceLoss* op) {
+  AB_RETURN_IF_ERROR(check_struct("ab_load_balance_loss_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
+  if (args->topk < 1) return AB_INVALID("topk: got %d, expected at least 1", args->topk);
+  if (!__builtin_isfinite(args->coeff)) {
+    return AB_INVALID("coeff: got %g, expected a finite number", static_cast<double>(args->coeff));
+  }
+  const bool by_sequence = args->score_sum != nullptr && args->score_sum->rank == 2;
+  if (by_sequence) {
+    AB_RETURN_IF_ERROR(check_tensor("score_sum", args->score_sum, kFloat32, {{"B"}, {"E"}}));
+    const int64_t B = op->B = args->score_sum->shape[0];
+    const int64_t E = op->E = args->score_sum->shape[1];
+    AB_RETURN_IF_ERROR(check_tensor("tokens_per_expert", args->tokens_per_expert, kInt32, {{"B", B}, {"E", E}}));
+    AB_RETURN_IF_ERROR(check_tensor("num_tokens", args->num_tokens, kInt32, {{"B", B}}));
+    AB_RETURN_IF_ERROR(check_optional("d_score_sum", args->d_score_sum, kFloat32, {{"B", B}, {"E", E}}));
+  } else {
+    AB_RETURN_IF_ERROR(check_tensor("score_sum", args->score_sum, kFloat32, {{"E"}}));
+    const int64_t E = op->E = args->score_sum->shape[0];
+    AB_RETURN_IF_ERROR(check_tensor("tokens_per_expert", args->tokens_per_expert, kInt32, {{"E", E}}));
+    AB_RETURN_IF_ERROR(check_tensor("num_tokens", args->num_tokens, kInt32, {}));
+    AB_RETURN_IF_ERROR(check_optional("d_score_sum", args->d_score_sum, kFloat32, {{"E", E}}));
+  }
+  AB_RETURN_IF_ERROR(check_optional("loss", args->loss, kFloat32, {}));
+  const double sequences = op->B > 0 ? static_cast<double>(op->B) : 1.0;
+  op->coeff_per_topk = static_cast<double>(args->coeff) * static_cast<double>(op->E) / (args->topk * sequences);
+  op->score_sum = data<const float>(args->score_sum);
+  op->tokens_per_expert = data<const int32_t>(args->tokens_per_expert);
+  op->num_tokens = data<const int32_t>(args->num_tokens);
+  op->loss = data<float>(args->loss);
+  op->d_score_sum = data<float>(args->d_score_sum);
   return ok();
 }
 

@@ -12,4 +12,4 @@ constexpr Field kScoreSumFields[] = {
 
 }  // namespace
 
-AB_XLA_HANDLER(ab_xla_score_sum, kScoreSumFields, ab_score_sum, ab_score_sum_workspace);
+AB_XLA_HANDLER(score_sum, kScoreSumFields, ab_score_sum_workspace);

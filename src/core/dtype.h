@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "anabranch/types.h"
+#include "core/inline.h"
 
 namespace anabranch {
 namespace {
@@ -16,45 +17,62 @@ struct Float16 {
   uint16_t bits;
 };
 
-[[gnu::always_inline]] inline float float_from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
-[[gnu::always_inline]] inline uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+AB_INLINE float float_from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+AB_INLINE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
 
-[[gnu::always_inline]] inline float to_float(float value) { return value; }
+AB_INLINE float to_float(float value) { return value; }
 
-[[gnu::always_inline]] inline float to_float(BFloat16 value) {
+AB_INLINE float to_float(BFloat16 value) {
   return float_from_bits(static_cast<uint32_t>(value.bits) << 16);
 }
 
 // Exponent and mantissa move into float32's places, which is the value times 2^-112 (denormals included).
-[[gnu::always_inline]] inline float to_float(Float16 value) {
+AB_INLINE float to_float(Float16 value) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+#else
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t scaled = bits_of(float_from_bits(magnitude) * 0x1p112f);
   const uint32_t special = magnitude | 0x7f800000u;  // infinity or NaN keeps its mantissa
   return float_from_bits((magnitude >= 0x0f800000u ? special : scaled) | sign);
+#endif
 }
 
 template <class T>
 T from_float(float value);
 
 template <>
-[[gnu::always_inline]] inline float from_float<float>(float value) {
+AB_INLINE float from_float<float>(float value) {
   return value;
 }
 
 // Round to nearest, ties to even; NaN stays a quiet NaN.
 template <>
-[[gnu::always_inline]] inline BFloat16 from_float<BFloat16>(float value) {
+AB_INLINE BFloat16 from_float<BFloat16>(float value) {
+#if defined(__CUDA_ARCH__)
+  BFloat16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+#else
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t quiet_nan = (bits >> 16) | 0x40u;
   return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+#endif
 }
 
 // Normal results: rebias and round the 13 bits that go, ties to even. Denormal results: adding 2^-1 lines the mantissa
 // up with float16's last place and rounds in the addition.
 template <>
-[[gnu::always_inline]] inline Float16 from_float<Float16>(float value) {
+AB_INLINE Float16 from_float<Float16>(float value) {
+#if defined(__CUDA_ARCH__)
+  Float16 result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+#else
   const uint32_t bits = bits_of(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -63,11 +81,12 @@ template <>
   const uint32_t nan_or_infinity = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   const uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
   return {static_cast<uint16_t>((magnitude >= 0x47800000u ? nan_or_infinity : finite) | sign)};
+#endif
 }
 
 // Calls f(T{}) with the C++ type of a float dtype that has been checked.
 template <class F>
-[[gnu::always_inline]] inline auto with_float_type(int32_t dtype, F&& f) {
+AB_INLINE auto with_float_type(int32_t dtype, F&& f) {
   switch (dtype) {
     case AB_BFLOAT16: return f(BFloat16{});
     case AB_FLOAT16: return f(Float16{});

@@ -5,17 +5,13 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define AB_MATH __host__ __device__ __forceinline__
-#else
-#define AB_MATH [[gnu::always_inline]] inline
-#endif
+#include "core/inline.h"
 
 namespace anabranch {
 namespace {
 
 // a b + c, in one rounding where the machine does that in one instruction.
-AB_MATH float multiply_add(float a, float b, float c) {
+AB_INLINE float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__CUDACC__)
   return __builtin_fmaf(a, b, c);
 #else
@@ -23,14 +19,45 @@ AB_MATH float multiply_add(float a, float b, float c) {
 #endif
 }
 
+// 1 / x and sqrt(x) to 1 ulp, x normal.
+AB_INLINE float reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return 1.0f / x;
+#endif
+}
+AB_INLINE float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+constexpr float kLog2E = 0x1.715476p0f;
+
+#if defined(__CUDACC__)
+// 2^x in one instruction, to 2 ulp; denormal results become 0.
+__device__ __forceinline__ float exp2_flushed_f32(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+#endif
+
 constexpr float kLn2High = 0x1.62e4p-1f;  // ln 2 to 15 bits: products with an exponent are exact
 constexpr float kLn2Low = 0x1.7f7d1cp-20f;
 
 // 2^n for -126 <= n <= 127.
-AB_MATH float power_of_two(int32_t n) { return __builtin_bit_cast(float, static_cast<uint32_t>(n + 127) << 23); }
+AB_INLINE float power_of_two(int32_t n) { return __builtin_bit_cast(float, static_cast<uint32_t>(n + 127) << 23); }
 
 // exp(r) for |r| <= ln(2)/2: 1 + r + r^2 P(r) with P minimax to 3e-9.
-AB_MATH float exp_near_zero(float r) {
+AB_INLINE float exp_near_zero(float r) {
   float p = multiply_add(r, 0x1.6a2392p-10f, 0x1.123a5cp-7f);
   p = multiply_add(r, p, 0x1.5558f4p-5f);
   p = multiply_add(r, p, 0x1.55549p-3f);
@@ -43,14 +70,14 @@ constexpr uint32_t kExponentZero = 0x4b400000u;
 struct ExpArgument {
   float shifted, r;
 };
-AB_MATH ExpArgument split_exponent(float x) {
-  const float shifted = multiply_add(x, 0x1.715476p0f, 0x1.8p23f);
+AB_INLINE ExpArgument split_exponent(float x) {
+  const float shifted = multiply_add(x, kLog2E, 0x1.8p23f);
   const float n = shifted - 0x1.8p23f;
   return {shifted, multiply_add(n, -kLn2Low, multiply_add(n, -kLn2High, x))};
 }
 
 // exp(x). Denormal results are rounded once; NaN stays NaN, exp(-inf) = 0.
-AB_MATH float exp_f32(float x) {
+AB_INLINE float exp_f32(float x) {
   const bool vanishes = x < -103.98f;  // below half of the least denormal
   const ExpArgument a = split_exponent(vanishes ? 0.0f : x > 89.0f ? 89.0f : x);
   const int32_t exponent = static_cast<int32_t>(__builtin_bit_cast(uint32_t, a.shifted) - kExponentZero);
@@ -59,15 +86,19 @@ AB_MATH float exp_f32(float x) {
   return vanishes ? 0.0f : result;
 }
 
-// exp(x) for x <= 88 in fewer steps: 0 below -87.7, where exp leaves the normal numbers. NaN stays NaN.
-AB_MATH float exp_flushed_f32(float x) {
+// exp(x) for x <= 88 in fewer steps: 0 below -87.3, where exp leaves the normal numbers. NaN stays NaN.
+AB_INLINE float exp_flushed_f32(float x) {
+#if defined(__CUDA_ARCH__)
+  return exp2_flushed_f32(x * kLog2E);  // off by 2^-23 (1 + |x|), relatively
+#else
   const ExpArgument a = split_exponent(-88.0f > x ? -88.0f : x);
   const uint32_t biased = __builtin_bit_cast(uint32_t, a.shifted) - (kExponentZero - 127u);  // 0 gives 2^n = 0
   return exp_near_zero(a.r) * __builtin_bit_cast(float, biased << 23);
+#endif
 }
 
 // log(1 + y) for sqrt(1/2) - 1 <= y <= sqrt(2) - 1: y - y^2/2 + y^3 Q(y) with Q minimax to 6e-9.
-AB_MATH float log1p_near_zero(float y) {
+AB_INLINE float log1p_near_zero(float y) {
   float q = multiply_add(y, -0.07634498924016953f, 0.1276157796382904f);
   q = multiply_add(y, q, -0.13160182535648346f);
   q = multiply_add(y, q, 0.14201757311820984f);
@@ -80,7 +111,7 @@ AB_MATH float log1p_near_zero(float y) {
 }
 
 // log(x) = n ln 2 + log(m), sqrt(1/2) <= m < sqrt(2). Zero gives -inf; negative numbers and NaN give NaN.
-AB_MATH float log_f32(float x) {
+AB_INLINE float log_f32(float x) {
   const bool denormal = x < 0x1p-126f;
   const uint32_t bits = __builtin_bit_cast(uint32_t, denormal ? x * 0x1p24f : x);
   const uint32_t from_half = bits - 0x3f3504f3u;  // above the bits of sqrt(1/2): n in the exponent's place
@@ -94,7 +125,7 @@ AB_MATH float log_f32(float x) {
 }
 
 // log(1 + x) for 0 <= x <= 1; above sqrt(2) - 1 as ln 2 + log(1 + (x-1)/2). NaN stays NaN.
-AB_MATH float log1p_f32(float x) {
+AB_INLINE float log1p_f32(float x) {
   const bool upper = x > 0.41421356f;
   const float y = upper ? 0.5f * (x - 1.0f) : x;
   const float near = log1p_near_zero(y);

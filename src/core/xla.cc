@@ -42,23 +42,6 @@ ab_tensor view_of(const ffi::AnyBuffer& buffer) {
   return view;
 }
 
-// Results and workspaces of many MiB come in fresh memory, and zeroing it page by page takes as long as computing what
-// goes there.
-void prefer_huge_pages(void* memory, size_t bytes) {
-#ifdef __linux__
-  constexpr uintptr_t kPage = 4096;
-  constexpr size_t kWorthIt = size_t{4} << 20;
-  if (bytes < kWorthIt) return;
-  const uintptr_t past_page = reinterpret_cast<uintptr_t>(memory) % kPage;
-  char* begin = static_cast<char*>(memory) + (past_page == 0 ? 0 : kPage - past_page);
-  const auto size = static_cast<size_t>(static_cast<char*>(memory) + bytes - begin);
-  madvise(begin, size / kPage * kPage, MADV_HUGEPAGE);  // advice: a refusal changes nothing
-#else
-  (void)memory;
-  (void)bytes;
-#endif
-}
-
 // Takes the name before the first comma off `names`.
 std::string_view take_name(std::string_view& names) {
   const size_t comma = names.find(',');
@@ -74,14 +57,6 @@ T& member(void* args, size_t offset) {
 
 }  // namespace
 
-void* allocate(size_t bytes) {
-  constexpr size_t kHugePage = size_t{2} << 20;
-  const size_t alignment = bytes < 2 * kHugePage ? 64 : kHugePage;
-  void* memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-  if (memory != nullptr) prefer_huge_pages(memory, bytes);
-  return memory;
-}
-
 ffi::Error to_error(const ab_status& status) {
   switch (status.code) {
     case AB_OK: return ffi::Error::Success();
@@ -93,7 +68,8 @@ ffi::Error to_error(const ab_status& status) {
 }
 
 ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers]) {
+                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers],
+                  ab_tensor* workspace) {
   const auto operand_names = attributes.get<std::string_view>("operands");
   const auto result_names = attributes.get<std::string_view>("results");
   if (!operand_names.has_value() || !result_names.has_value()) {
@@ -121,11 +97,11 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
   for (size_t i = 0; i < results.size(); ++i) {
     const std::string_view name = take_name(names);
     auto buffer = results.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value() || !place(name, view_of(**buffer))) {
+    if (buffer.has_value() && name == "workspace") {
+      *workspace = view_of(**buffer);
+    } else if (!buffer.has_value() || !place(name, view_of(**buffer))) {
       return invalid("anabranch: unknown result " + std::string(name));
     }
-    const ab_tensor& view = views[used - 1];
-    prefer_huge_pages(view.data, static_cast<size_t>(num_elements(view) * dtype_size(view.dtype)));
   }
   for (const Field& field : fields) {
     if (field.kind == FieldKind::int32) {
@@ -140,5 +116,45 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
   }
   return ffi::Error::Success();
 }
+
+#ifndef ANABRANCH_CUDA
+
+namespace {
+
+// Results and workspaces of many MiB come in fresh memory, and zeroing it page by page takes as long as computing what
+// goes there.
+void prefer_huge_pages(void* memory, size_t bytes) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 4096;
+  constexpr size_t kWorthIt = size_t{4} << 20;
+  if (bytes < kWorthIt) return;
+  const uintptr_t past_page = reinterpret_cast<uintptr_t>(memory) % kPage;
+  char* begin = static_cast<char*>(memory) + (past_page == 0 ? 0 : kPage - past_page);
+  const auto size = static_cast<size_t>(static_cast<char*>(memory) + bytes - begin);
+  madvise(begin, size / kPage * kPage, MADV_HUGEPAGE);  // advice: a refusal changes nothing
+#else
+  (void)memory;
+  (void)bytes;
+#endif
+}
+
+}  // namespace
+
+void* allocate(size_t bytes) {
+  constexpr size_t kHugePage = size_t{2} << 20;
+  const size_t alignment = bytes < 2 * kHugePage ? 64 : kHugePage;
+  void* memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (memory != nullptr) prefer_huge_pages(memory, bytes);
+  return memory;
+}
+
+void prepare_results(const ffi::RemainingRets& results) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    auto buffer = results.get<ffi::AnyBuffer>(i);
+    if (buffer.has_value()) prefer_huge_pages((*buffer)->untyped_data(), (*buffer)->size_bytes());
+  }
+}
+
+#endif
 
 }  // namespace anabranch::xla

@@ -14,6 +14,9 @@
 #include <type_traits>
 
 #include "anabranch/types.h"
+#ifdef ANABRANCH_CUDA
+#include "anabranch/cuda.h"
+#endif
 #include "xla/ffi/api/ffi.h"
 
 namespace anabranch::xla {
@@ -38,14 +41,56 @@ struct Field {
 
 constexpr int kMaxBuffers = 24;
 
-// Fills the fields of `args` (a zeroed args struct) from one call; `views` gives the tensors room to live.
+// Fills the fields of `args` (a zeroed args struct) from one call; `views` gives the tensors room to live. The result
+// named "workspace", if there is one, goes to *workspace.
 ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers]);
+                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers],
+                  ab_tensor* workspace);
+
+ffi::Error to_error(const ab_status& status);
+
+#ifdef ANABRANCH_CUDA
+
+// Runs `function` on the stream of the call. Its workspace is the result that is called so: memory of XLA's own, which
+// can be captured in a command buffer.
+template <class Args>
+ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*, const ab_exec*), void* stream,
+               const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+               const ffi::Dictionary& attributes) {
+  Args args{};
+  args.size = sizeof(Args);
+  ab_tensor views[kMaxBuffers];
+  ab_tensor workspace{};
+  if (ffi::Error error = decode(fields, operands, results, attributes, &args, views, &workspace); error.failure()) {
+    return error;
+  }
+  const ab_exec exec{sizeof(ab_exec), 0, stream, workspace.data, static_cast<size_t>(workspace.shape[0])};
+  return to_error(function(&args, &exec));
+}
+
+// Defines the exported handler of ab_cuda_NAME; the workspace's query is the CPU's.
+#define AB_XLA_HANDLER(name, fields, workspace)                                                                    \
+  static ::anabranch::xla::ffi::Error name##_run(void* stream, ::anabranch::xla::ffi::RemainingArgs operands,      \
+                                                 ::anabranch::xla::ffi::RemainingRets results,                     \
+                                                 ::anabranch::xla::ffi::Dictionary attributes) {                   \
+    return ::anabranch::xla::run(fields, ab_cuda_##name, stream, operands, results, attributes);                   \
+  }                                                                                                                \
+  extern "C" AB_API XLA_FFI_Error* ab_cuda_xla_##name(XLA_FFI_CallFrame*);                                         \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_cuda_xla_##name, name##_run,                                                    \
+                                ::anabranch::xla::ffi::Ffi::Bind()                                                 \
+                                    .Ctx<::anabranch::xla::ffi::PlatformStream<void*>>()                           \
+                                    .RemainingArgs()                                                               \
+                                    .RemainingRets()                                                               \
+                                    .Attrs(),                                                                      \
+                                {::anabranch::xla::ffi::Traits::kCmdBufferCompatible})
+
+#else
 
 // Memory for a workspace, 64-byte aligned, to be freed with std::free; nullptr: there is none.
 void* allocate(size_t bytes);
 
-ffi::Error to_error(const ab_status& status);
+// Results come in fresh memory: asks for huge pages where that pays.
+void prepare_results(const ffi::RemainingRets& results);
 
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
@@ -60,7 +105,11 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
   Args args{};
   args.size = sizeof(Args);
   ab_tensor views[kMaxBuffers];
-  if (ffi::Error error = decode(fields, operands, results, attributes, &args, views); error.failure()) return error;
+  ab_tensor unused{};  // a workspace for other platforms
+  if (ffi::Error error = decode(fields, operands, results, attributes, &args, views, &unused); error.failure()) {
+    return error;
+  }
+  prepare_results(results);
 
   ab_exec exec{sizeof(ab_exec), 0, nullptr, nullptr, 0};
   std::unique_ptr<void, FreeDeleter> memory;
@@ -77,15 +126,17 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
   return to_error(function(&args, &exec));
 }
 
-// Defines the exported handler `symbol` for a C function.
-#define AB_XLA_HANDLER(symbol, fields, function, workspace)                                        \
-  static ::anabranch::xla::ffi::Error symbol##_run(::anabranch::xla::ffi::RemainingArgs operands,  \
-                                                   ::anabranch::xla::ffi::RemainingRets results,   \
-                                                   ::anabranch::xla::ffi::Dictionary attributes) { \
-    return ::anabranch::xla::run(fields, function, workspace, operands, results, attributes);      \
-  }                                                                                                \
-  extern "C" AB_API XLA_FFI_Error* symbol(XLA_FFI_CallFrame*);                                     \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, symbol##_run,                                              \
+// Defines the exported handler of ab_NAME.
+#define AB_XLA_HANDLER(name, fields, workspace)                                                   \
+  static ::anabranch::xla::ffi::Error name##_run(::anabranch::xla::ffi::RemainingArgs operands,   \
+                                                 ::anabranch::xla::ffi::RemainingRets results,    \
+                                                 ::anabranch::xla::ffi::Dictionary attributes) {  \
+    return ::anabranch::xla::run(fields, ab_##name, workspace, operands, results, attributes);    \
+  }                                                                                               \
+  extern "C" AB_API XLA_FFI_Error* ab_xla_##name(XLA_FFI_CallFrame*);                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_xla_##name, name##_run,                                        \
                                 ::anabranch::xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs())
+
+#endif
 
 }  // namespace anabranch::xla

@@ -5,15 +5,6 @@ namespace {
 
 using anabranch::xla::Field;
 
-constexpr Field kPlanFields[] = {
-    AB_INT32(ab_plan_args, num_experts),        AB_INT32(ab_plan_args, align_size),
-    AB_TENSOR(ab_plan_args, experts),           AB_TENSOR(ab_plan_args, routing_map),
-    AB_TENSOR(ab_plan_args, tokens_per_expert), AB_TENSOR(ab_plan_args, group_sizes),
-    AB_TENSOR(ab_plan_args, offsets),           AB_TENSOR(ab_plan_args, row_of_slot),
-    AB_TENSOR(ab_plan_args, slot_of_row),       AB_TENSOR(ab_plan_args, dropped),
-    AB_TENSOR(ab_plan_args, row_id_map),
-};
-
 constexpr Field kDispatchFields[] = {
     AB_TENSOR(ab_dispatch_args, x),           AB_TENSOR(ab_dispatch_args, row_of_slot),
     AB_TENSOR(ab_dispatch_args, slot_of_row), AB_TENSOR(ab_dispatch_args, weights),
@@ -49,9 +40,8 @@ constexpr Field kExpandRowIdMapFields[] = {
 
 }  // namespace
 
-AB_XLA_HANDLER(ab_xla_plan, kPlanFields, ab_plan, ab_plan_workspace);
-AB_XLA_HANDLER(ab_xla_dispatch, kDispatchFields, ab_dispatch, nullptr);
-AB_XLA_HANDLER(ab_xla_combine, kCombineFields, ab_combine, ab_combine_workspace);
-AB_XLA_HANDLER(ab_xla_combine_backward, kCombineBackwardFields, ab_combine_backward, nullptr);
-AB_XLA_HANDLER(ab_xla_sort_chunks, kSortChunksFields, ab_sort_chunks, ab_sort_chunks_workspace);
-AB_XLA_HANDLER(ab_xla_expand_row_id_map, kExpandRowIdMapFields, ab_expand_row_id_map, nullptr);
+AB_XLA_HANDLER(dispatch, kDispatchFields, nullptr);
+AB_XLA_HANDLER(combine, kCombineFields, ab_combine_workspace);
+AB_XLA_HANDLER(combine_backward, kCombineBackwardFields, nullptr);
+AB_XLA_HANDLER(sort_chunks, kSortChunksFields, ab_sort_chunks_workspace);
+AB_XLA_HANDLER(expand_row_id_map, kExpandRowIdMapFields, nullptr);

@@ -12,19 +12,19 @@ struct ActivationAt {
   float slope;
 };
 
-AB_MATH float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
+AB_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 
 // max(h, 0); NaN stays NaN.
-AB_MATH float relu(float h) { return h <= 0.0f ? 0.0f : h; }
+AB_INLINE float relu(float h) { return h <= 0.0f ? 0.0f : h; }
 
 // gelu(h) = h/2 (1 + tanh(u)) = h sigmoid(2u), 2u = kGeluScale (h + kGeluCubic h^3).
 constexpr float kGeluScale = 1.5957691216f;  // 2 sqrt(2/pi)
 constexpr float kGeluCubic = 0.044715f;
 
-AB_MATH float gelu_sigmoid(float h) { return sigmoid(kGeluScale * (h + kGeluCubic * h * h * h)); }
+AB_INLINE float gelu_sigmoid(float h) { return sigmoid(kGeluScale * (h + kGeluCubic * h * h * h)); }
 
 template <int32_t kActivation>
-AB_MATH float activate(float h) {
+AB_INLINE float activate(float h) {
   if constexpr (kActivation == AB_SILU) return h * sigmoid(h);
   if constexpr (kActivation == AB_GELU) return h * gelu_sigmoid(h);
   if constexpr (kActivation == AB_RELU) return relu(h);
@@ -33,7 +33,7 @@ AB_MATH float activate(float h) {
 
 // The slope of h s(v(h)), s the sigmoid: s + h s (1 - s) v'.
 template <int32_t kActivation>
-AB_MATH ActivationAt activate_with_slope(float h) {
+AB_INLINE ActivationAt activate_with_slope(float h) {
   if constexpr (kActivation == AB_SILU) {
     const float s = sigmoid(h);
     return {h * s, s * (1.0f + h * (1.0f - s))};

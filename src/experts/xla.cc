@@ -42,7 +42,7 @@ constexpr Field kBackwardFields[] = {
 
 }  // namespace
 
-AB_XLA_HANDLER(ab_xla_grouped_matmul, kGroupedMatmulFields, ab_grouped_matmul, ab_grouped_matmul_workspace);
-AB_XLA_HANDLER(ab_xla_grouped_matmul_dw, kGroupedMatmulDwFields, ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace);
-AB_XLA_HANDLER(ab_xla_expert_ffn_forward, kForwardFields, ab_expert_ffn_forward, ab_expert_ffn_forward_workspace);
-AB_XLA_HANDLER(ab_xla_expert_ffn_backward, kBackwardFields, ab_expert_ffn_backward, ab_expert_ffn_backward_workspace);
+AB_XLA_HANDLER(grouped_matmul, kGroupedMatmulFields, ab_grouped_matmul_workspace);
+AB_XLA_HANDLER(grouped_matmul_dw, kGroupedMatmulDwFields, ab_grouped_matmul_dw_workspace);
+AB_XLA_HANDLER(expert_ffn_forward, kForwardFields, ab_expert_ffn_forward_workspace);
+AB_XLA_HANDLER(expert_ffn_backward, kBackwardFields, ab_expert_ffn_backward_workspace);

@@ -15,44 +15,44 @@ constexpr float kSqrtSoftplusTail = -20.0f;    // below: sqrt(softplus(z)) = exp
 constexpr uint32_t kOrderedNan = 0xffc00000u;  // above the ordered bits of +inf
 
 // 1 / (1 + exp(-z)), from exp(-|z|) so that nothing overflows and small scores keep their digits.
-AB_MATH float sigmoid(float z) {
+AB_INLINE float sigmoid(float z) {
   const float e = exp_flushed_f32(-__builtin_fabsf(z));
-  const float r = 1.0f / (1.0f + e);
+  const float r = reciprocal(1.0f + e);
   return z < 0.0f ? e * r : r;
 }
 
 // sigmoid(z) sigmoid(-z)
-AB_MATH float sigmoid_gradient(float z) {
+AB_INLINE float sigmoid_gradient(float z) {
   const float e = exp_flushed_f32(-__builtin_fabsf(z));
-  const float r = 1.0f / (1.0f + e);
+  const float r = reciprocal(1.0f + e);
   return e * r * r;
 }
 
 // sqrt(log(1 + exp(z))), with h = exp(-|z|/2) both the tail and the root of exp(-|z|).
-AB_MATH float sqrtsoftplus(float z) {
+AB_INLINE float sqrtsoftplus(float z) {
   const float h = exp_flushed_f32(-0.5f * __builtin_fabsf(z));
   const float softplus = (z > 0.0f ? z : 0.0f) + log1p_f32(h * h);
-  return z < kSqrtSoftplusTail ? h : __builtin_sqrtf(softplus);
+  return z < kSqrtSoftplusTail ? h : square_root(softplus);
 }
 
 // sigmoid(z) / (2 s); s/2 in the tail.
-AB_MATH float sqrtsoftplus_gradient(float z) {
+AB_INLINE float sqrtsoftplus_gradient(float z) {
   const float h = exp_flushed_f32(-0.5f * __builtin_fabsf(z));
   const float e = h * h;
-  const float r = 1.0f / (1.0f + e);
+  const float r = reciprocal(1.0f + e);
   const float softplus = (z > 0.0f ? z : 0.0f) + log1p_f32(e);
-  const float body = (z < 0.0f ? e * r : r) / (2.0f * __builtin_sqrtf(softplus));
+  const float body = (z < 0.0f ? e * r : r) / (2.0f * square_root(softplus));
   return z < kSqrtSoftplusTail ? 0.5f * h : body;
 }
 
 // Order-preserving bits: a < b as numbers iff as unsigned integers; -0 = +0, every NaN alike and above +inf.
-AB_MATH uint32_t ordered_bits(float q) {
+AB_INLINE uint32_t ordered_bits(float q) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, q + 0.0f);
   const uint32_t sign = static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31);
   return q == q ? bits ^ (sign | 0x80000000u) : kOrderedNan;
 }
 
-AB_MATH float from_ordered_bits(uint32_t ordered) {
+AB_INLINE float from_ordered_bits(uint32_t ordered) {
   const uint32_t bits = (ordered & 0x80000000u) != 0 ? ordered ^ 0x80000000u : ~ordered;
   return __builtin_bit_cast(float, bits);
 }
@@ -60,11 +60,11 @@ AB_MATH float from_ordered_bits(uint32_t ordered) {
 // A candidate as one number: larger q first, then the smaller index. The bits are those of a positive normal float64
 // (the exponent's field runs from 3 to 2046), so candidates may be compared as float64, which every vector instruction
 // set does in one instruction. No candidate is as low as 0.
-AB_MATH uint64_t selection_key(float q, uint32_t index) {
+AB_INLINE uint64_t selection_key(float q, uint32_t index) {
   return static_cast<uint64_t>(ordered_bits(q)) << 31 | (0x7fffffffu - index);
 }
-AB_MATH int32_t key_index(uint64_t key) { return static_cast<int32_t>(0x7fffffffu - (key & 0x7fffffffu)); }
-AB_MATH float key_value(uint64_t key) { return from_ordered_bits(static_cast<uint32_t>(key >> 31)); }
+AB_INLINE int32_t key_index(uint64_t key) { return static_cast<int32_t>(0x7fffffffu - (key & 0x7fffffffu)); }
+AB_INLINE float key_value(uint64_t key) { return from_ordered_bits(static_cast<uint32_t>(key >> 31)); }
 
 }  // namespace
 }  // namespace anabranch

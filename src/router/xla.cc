@@ -38,5 +38,5 @@ constexpr Field kBackwardFields[] = {
 
 }  // namespace
 
-AB_XLA_HANDLER(ab_xla_router_forward, kForwardFields, ab_router_forward, ab_router_forward_workspace);
-AB_XLA_HANDLER(ab_xla_router_backward, kBackwardFields, ab_router_backward, ab_router_backward_workspace);
+AB_XLA_HANDLER(router_forward, kForwardFields, ab_router_forward_workspace);
+AB_XLA_HANDLER(router_backward, kBackwardFields, ab_router_backward_workspace);

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -24,16 +25,14 @@ def run(operations: list[str], *, dtypes: list[str], quick: bool, json_file: str
     """
     from anabranch import info
 
-    table: dict[str, list[dict[str, Any]]] = {}
-    for operation in operations:
-        module = importlib.import_module(f"anabranch.bench.{operation}")
-        rows = []
-        for row in module.rows(dtypes=dtypes, quick=quick):
-            rows.append(row)
-            print(f"{operation}: {row}", file=sys.stderr)
-        table[operation] = rows
-        if json_file != "-":
-            print(f"\n{operation}: {module.CAPTION}\n{format_table(rows)}\n")
+    if len(operations) == 1:
+        table = {operations[0]: _rows(operations[0], dtypes, quick)}
+    else:
+        table = {operation: _rows_of_a_process(operation, dtypes, quick) for operation in operations}
+    if json_file != "-":
+        for operation, rows in table.items():
+            caption = importlib.import_module(f"anabranch.bench.{operation}").CAPTION
+            print(f"\n{operation}: {caption}\n{format_table(rows)}\n")
     report = {"machine": info.collect(), "rows": table}
     if json_file == "-":
         json.dump(report, sys.stdout, indent=2)
@@ -42,3 +41,19 @@ def run(operations: list[str], *, dtypes: list[str], quick: bool, json_file: str
         with open(json_file, "w") as file:
             json.dump(report, file, indent=2)
     return 0
+
+
+def _rows(operation: str, dtypes: list[str], quick: bool) -> list[dict[str, Any]]:
+    rows = []
+    for row in importlib.import_module(f"anabranch.bench.{operation}").rows(dtypes=dtypes, quick=quick):
+        rows.append(row)
+        print(f"{operation}: {row}", file=sys.stderr)
+    return rows
+
+
+def _rows_of_a_process(operation: str, dtypes: list[str], quick: bool) -> list[dict[str, Any]]:
+    """The same in a process of its own: what one benchmark does to the allocator must not reach the next."""
+    flags = [argument for dtype in dtypes for argument in ("--dtype", dtype)] + ["--quick"] * quick
+    command = [sys.executable, "-m", "anabranch", "bench", operation, "--json", "-", *flags]
+    result = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(result.stdout)["rows"][operation]

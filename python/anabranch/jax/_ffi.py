@@ -30,6 +30,10 @@ _HANDLERS = (
 )
 
 
+#: The handlers that libanabranch_cuda.so has too, there named ab_cuda_xla_...
+_CUDA_HANDLERS = ("ab_xla_plan", "ab_xla_router_backward", "ab_xla_router_forward", "ab_xla_score_sum")
+
+
 def custom_calls() -> tuple[str, ...]:
     """Names of the custom calls that programs with our operations hold; `jax.export` must be told to allow them.
 
@@ -49,6 +53,13 @@ def register() -> None:
     library = _library.load()
     for name in _HANDLERS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    try:
+        cuda = _library.load_cuda()
+    except _library.LibraryError:
+        return  # `python -m anabranch info` says why; a program for a GPU fails with the name of the target
+    for name in _CUDA_HANDLERS:
+        handler = getattr(cuda, name.replace("ab_xla_", "ab_cuda_xla_"))
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
 
 
 def cotangent(value: Any) -> jax.Array | None:
@@ -64,6 +75,7 @@ def call(
     results: Mapping[str, jax.ShapeDtypeStruct | None],
     *,
     aliases: Mapping[str, str] | None = None,
+    workspace: int = 0,
     **attributes: int | float,
 ) -> dict[str, Any]:
     """Calls the handler `target`.
@@ -73,6 +85,8 @@ def call(
       operands: arrays by field name; None: not given.
       results: shapes and dtypes by field name; None: not wanted.
       aliases: result name for an operand name whose buffer it may take over.
+      workspace: bytes of scratch memory for the CUDA handler, which allocates nothing itself; at least what
+        ab_cuda_..._workspace says. The CPU's handler leaves it untouched.
       attributes: options by field name; int becomes int32, float float32.
 
     Returns:
@@ -81,6 +95,8 @@ def call(
     register()
     operands = {name: array for name, array in operands.items() if array is not None}
     wanted = {name: result for name, result in results.items() if result is not None}
+    if workspace:
+        wanted["workspace"] = jax.ShapeDtypeStruct((workspace,), np.uint8)
     order = list(operands)
     outputs = jax.ffi.ffi_call(
         target,
@@ -93,4 +109,20 @@ def call(
         results=",".join(wanted),
         **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in attributes.items()},
     )
-    return {**dict.fromkeys(results), **dict(zip(wanted, outputs, strict=True))}
+    named = dict(zip(wanted, outputs, strict=True))
+    return {name: named.get(name) for name in results}
+
+
+def statistics_workspace(num_tokens: int, num_sequences: int, num_experts: int) -> int:
+    """Bytes for the statistics of each block of tokens on CUDA (src/balance/statistics.cuh): counts and sums."""
+    if num_tokens == 0:
+        return 0
+    steps = num_sequences * -(-num_tokens // (4 * num_sequences))
+    blocks = min(max(528, num_sequences), steps)
+    return 2 * (blocks * num_experts * 4 + 64)
+
+
+def plan_workspace(num_slots: int, num_experts: int) -> int:
+    """Bytes for the counts of each block of slots on CUDA (src/dispatch/plan.cu)."""
+    blocks = min(num_slots // 256, 2**22 // (num_experts + 1)) + 1
+    return (blocks + 1) * (num_experts + 1) * 4

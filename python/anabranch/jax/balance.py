@@ -159,7 +159,8 @@ def fused_moe_aux_loss(
 def _score_sum(scores: jax.Array) -> jax.Array:
     """float32 column sums of [T, C], in an order that no thread count changes."""
     shape = jax.ShapeDtypeStruct(scores.shape[1:], jnp.float32)
-    return _ffi.call("ab_xla_score_sum", {"scores": scores}, {"score_sum": shape})["score_sum"]
+    workspace = _ffi.statistics_workspace(scores.shape[0], 1, scores.shape[1])
+    return _ffi.call("ab_xla_score_sum", {"scores": scores}, {"score_sum": shape}, workspace=workspace)["score_sum"]
 
 
 def _score_sum_fwd(scores):

@@ -21,7 +21,7 @@ _INDEX_LIMIT = 2**31
 class Plan(NamedTuple):
     """Where every slot goes; what `plan` returns and `dispatch` and `combine` take.
 
-    Rows of one expert stand together, in order of (token, slot); expert e owns rows offsets[e] to offsets[e + 1].
+    Rows of one expert stand together, in order of (token, slot); expert e owns group_sizes[e] rows from offsets[e] on.
     """
 
     tokens_per_expert: jax.Array
@@ -29,7 +29,8 @@ class Plan(NamedTuple):
     group_sizes: jax.Array
     """int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R."""
     offsets: jax.Array
-    """int32[E + 1]: the running sum of group_sizes."""
+    """int32[E + 1]: the first row of every expert's group, and the end of the last; with one destination the running sum
+    of group_sizes."""
     row_of_slot: jax.Array
     """int32[..., K]: -1 where a slot has no row."""
     slot_of_row: jax.Array
@@ -84,6 +85,7 @@ class _PlanOptions:
     num_experts: int
     align_size: int
     num_rows: int
+    num_destinations: int
 
 
 # Integers have no gradient, but an ffi_call refuses their empty tangents; a custom_vjp takes them.
@@ -104,7 +106,9 @@ def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
             "dropped": int32(()),
         },
         num_experts=E,
+        workspace=_ffi.plan_workspace(slots.size, E),
         align_size=options.align_size,
+        num_destinations=options.num_destinations,
     )
     return Plan(**results | {"row_of_slot": results["row_of_slot"].reshape(experts.shape)})
 
@@ -112,7 +116,9 @@ def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
 _plan.defvjp(lambda options, experts: (_plan(options, experts), None), lambda options, _, d_plan: (None,))
 
 
-def plan(experts: Any, num_experts: int, *, align_size: int = 0, num_rows: int | None = None) -> Plan:
+def plan(
+    experts: Any, num_experts: int, *, align_size: int = 0, num_rows: int | None = None, num_destinations: int = 1
+) -> Plan:
     """Lays out the rows of the dispatched tokens: experts in order, within one expert by (token, slot).
 
     Args:
@@ -122,6 +128,9 @@ def plan(experts: Any, num_experts: int, *, align_size: int = 0, num_rows: int |
       align_size: every expert's group of rows is rounded up to a multiple of it; 0 or 1: no padding.
       num_rows: R, a multiple of align_size. Slots past it are dropped and counted. Default: `num_rows_needed`, with
         which nothing is dropped.
+      num_destinations: P, a divisor of E. Rows are P regions of R/P, one for each destination of an exchange, which owns
+        E/P neighbouring experts: its groups start at its first row and are clipped to it. The default R then holds
+        every slot in any region.
 
     Returns:
       A `Plan` of integer arrays, exact and the same on every run. It carries no gradient.
@@ -142,8 +151,12 @@ def plan(experts: Any, num_experts: int, *, align_size: int = 0, num_rows: int |
     if K < 1:
         raise ValueError(f"experts: got {_check.describe(experts)}, expected [..., K] with K >= 1")
     check_num_slots("experts", T, K)
-    R = check_num_rows("num_rows", num_rows_needed(T * K, E, align_size) if num_rows is None else num_rows, align_size)
-    return _plan(_PlanOptions(E, align_size, R), as_int32(experts, -2, E))
+    P = _check.integer("num_destinations", num_destinations, 1, E)
+    if E % P:
+        raise ValueError(f"num_destinations: got {P}, expected a divisor of {E} experts")
+    needed = P * num_rows_needed(T * K, E // P, align_size)
+    R = check_num_rows("num_rows", needed if num_rows is None else num_rows, P * max(align_size, 1))
+    return _plan(_PlanOptions(E, align_size, R, P), as_int32(experts, -2, E))
 
 
 # ---------------------------------------------------------------- rules on flat maps: row_of_slot [T, K]

@@ -123,6 +123,8 @@ def token_dispatch_forward(
         },
         num_experts=E,
         align_size=align_size or 0,
+        num_destinations=1,
+        workspace=_ffi.plan_workspace(T * E, E),
     )
     output = spread(inp, plan["row_of_slot"], plan["slot_of_row"])
     permuted_probs = None if probs is None else _take(probs.ravel(), plan["slot_of_row"])
@@ -337,6 +339,8 @@ def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
         },
         num_experts=E,
         align_size=0,
+        num_destinations=1,
+        workspace=_ffi.plan_workspace(T * E, E),
     )["row_id_map"]
     return row_id_map[:, E : 2 * E], row_id_map[:, 2 * E :]
 

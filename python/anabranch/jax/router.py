@@ -135,6 +135,7 @@ def route_forward(
             "score_sum": struct(stats, jnp.float32),
             "lse": struct((T,), jnp.float32),
         },
+        workspace=_ffi.statistics_workspace(T, math.prod(sequences) if options.sequence_stats else 1, E),
         num_groups=options.num_groups,
         group_topk=options.group_topk,
         **attributes(options),

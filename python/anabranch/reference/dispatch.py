@@ -46,43 +46,50 @@ def rows_needed(num_slots, num_experts, align_size=0):
     return (num_slots + min(num_experts, num_slots) * (a - 1)) // a * a
 
 
-def plan(experts, num_experts, align_size=0, num_rows=None):
+def plan(experts, num_experts, align_size=0, num_rows=None, num_destinations=1):
     """Lay out the rows: experts in order, within one expert by (token, slot).
 
     Args:
       experts: int[..., K]; -1 is no expert, an index outside [-1, E) is dropped.
       num_experts: E.
       align_size: a group's size is rounded up to a multiple of it.
-      num_rows: R, a multiple of max(align_size, 1); `rows_needed` by default.
+      num_rows: R, a multiple of max(align_size, 1); by default what holds every slot (`rows_needed`) in any region.
+      num_destinations: P; rows are P equal regions, experts P equal ranges, and a range's groups start and end in its
+        region.
 
-    Returns: `Plan`.
+    Returns: `Plan`; offsets holds the first row of every group and the end of the last.
     """
     experts = as_integers(experts, "experts")
     flat = experts.reshape(-1)
     a = max(align_size, 1)
     if num_rows is None:
-        num_rows = rows_needed(flat.size, num_experts, align_size)
-    if num_rows < 0 or num_rows % a:
-        raise ValueError(f"num_rows: got {num_rows}, expected a multiple of {a}")
+        num_rows = num_destinations * rows_needed(flat.size, num_experts // num_destinations, align_size)
+    if num_rows < 0 or num_rows % (a * num_destinations):
+        raise ValueError(f"num_rows: got {num_rows}, expected a multiple of {a * num_destinations}")
     invalid = (flat < -1) | (flat >= num_experts)
     flat = np.where(invalid, -1, flat)
 
     counts = count_tokens(flat, num_experts)
-    starts = np.concatenate([[0], np.cumsum(-(-counts.astype(np.int64) // a) * a)])
+    aligned = (-(-counts.astype(np.int64) // a) * a).reshape(num_destinations, -1)
+    begin = np.arange(num_destinations)[:, None] * (num_rows // num_destinations)
+    starts = (begin + np.cumsum(aligned, axis=1) - aligned).reshape(-1)
+    limits = np.broadcast_to(begin + num_rows // num_destinations, aligned.shape).reshape(-1)
     # a stable sort by expert lists every expert's slots in order of (token, slot)
     by_expert = np.argsort(flat, kind="stable")[flat.size - counts.sum() :]
     expert = flat[by_expert]
     rank = np.arange(by_expert.size) - (np.cumsum(counts) - counts)[expert]
     row = starts[expert] + rank
-    fits = row < num_rows
+    fits = row < limits[expert]
 
     row_of_slot = np.full(flat.size, -1, np.int32)
     slot_of_row = np.full(num_rows, -1, np.int32)
     row_of_slot[by_expert[fits]] = row[fits]
     slot_of_row[row[fits]] = by_expert[fits]
-    offsets = np.minimum(starts, num_rows).astype(np.int32)
+    first, end = np.minimum(starts, limits), np.minimum(starts + aligned.reshape(-1), limits)
+    offsets = np.append(first, end[-1:]).astype(np.int32)
+    sizes = (end - first).astype(np.int32)
     dropped = np.int32(invalid.sum() + (~fits).sum())
-    return Plan(counts, np.diff(offsets), offsets, row_of_slot.reshape(experts.shape), slot_of_row, dropped)
+    return Plan(counts, sizes, offsets, row_of_slot.reshape(experts.shape), slot_of_row, dropped)
 
 
 def _slots(plan):

@@ -28,14 +28,15 @@ def test_plan_is_the_oracles(case):
 @given(data=st.data())
 def test_plan_is_the_oracles_for_any_indices(data):
     T, K = data.draw(st.integers(0, 12), "T"), data.draw(st.integers(1, 5), "K")
-    E, align = data.draw(st.integers(1, 9), "E"), data.draw(st.sampled_from([0, 1, 2, 3, 8]), "align")
+    P = data.draw(st.sampled_from([1, 1, 2, 3]), "P")
+    E, align = P * data.draw(st.integers(1, 9), "E / P"), data.draw(st.sampled_from([0, 1, 2, 3, 8]), "align")
     index = st.integers(-2, E) | st.sampled_from([-(2**31), 2**31 - 1])
     experts = data.draw(st.lists(index, min_size=T * K, max_size=T * K), "experts")
     experts = np.array(experts, np.int32).reshape(T, K)
-    multiple = max(align, 1)
+    multiple = P * max(align, 1)
     num_rows = data.draw(st.none() | st.integers(0, 40).map(lambda n: n * multiple), "num_rows")
-    got = plan(experts, E, align_size=align, num_rows=num_rows)
-    assert_same_plan(got, reference.plan(experts, E, align, num_rows))
+    got = plan(experts, E, align_size=align, num_rows=num_rows, num_destinations=P)
+    assert_same_plan(got, reference.plan(experts, E, align, num_rows, P))
 
 
 def test_plan_keeps_leading_dimensions():

@@ -1,0 +1,43 @@
+/* The operations on an NVIDIA GPU: libanabranch_cuda.so.
+ *
+ * Every function takes the args struct of its CPU namesake, with data pointers to memory that the current device can
+ * reach, and runs on exec->stream (a cudaStream_t; NULL: the default stream). A call checks its arguments, enqueues
+ * kernels and returns: it never waits for the device, allocates nothing, and its launches depend on shapes alone, so it
+ * can be captured in a CUDA graph. Results are the same bits on every run. What a kernel reads from device memory
+ * (indices, sizes, masks) never leads it outside a buffer.
+ *
+ * Needs compute capability 8.0 or newer. */
+#ifndef ANABRANCH_CUDA_H_
+#define ANABRANCH_CUDA_H_
+
+#include "anabranch/balance.h"
+#include "anabranch/dispatch.h"
+#include "anabranch/router.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Most experts of a call of the router. */
+#define AB_CUDA_MAX_EXPERTS 8192
+
+/* "key=value" lines: version, cuda (the runtime's version), driver, and one line a device; or error=why there is none. */
+AB_API void ab_cuda_describe(char* text, size_t size);
+
+AB_API ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, const ab_exec* exec,
+                                                  size_t* bytes);
+AB_API ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec); /* no workspace */
+
+AB_API ab_status ab_cuda_load_balance_loss(const ab_load_balance_loss_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_score_sum(const ab_score_sum_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, const ab_exec* exec, size_t* bytes);
+
+AB_API ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_plan_workspace(const ab_plan_args* args, const ab_exec* exec, size_t* bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* ANABRANCH_CUDA_H_ */

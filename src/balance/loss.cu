@@ -1,0 +1,38 @@
+// ab_cuda_load_balance_loss: one block, a fixed order of additions.
+#include "anabranch/cuda.h"
+#include "balance/loss.h"
+#include "core/cuda/launch.h"
+#include "core/cuda/warp.cuh"
+
+namespace anabranch::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads) loss_kernel(const LoadBalanceLoss op) {
+  __shared__ double sums[kThreads];
+  double sum = 0.0;
+  for (int64_t i = threadIdx.x; i < op.B * op.E; i += kThreads) {
+    const double N = op.num_tokens[i / op.E];
+    const double gradient = N > 0 ? op.coeff_per_topk / (N * N) * op.tokens_per_expert[i] : 0.0;
+    if (N > 0) sum += gradient * op.score_sum[i];
+    if (op.d_score_sum != nullptr) op.d_score_sum[i] = static_cast<float>(gradient);
+  }
+  sums[threadIdx.x] = sum;
+  for (int half = kThreads / 2; half >= 1; half /= 2) {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0 && op.loss != nullptr) *op.loss = static_cast<float>(sums[0]);
+}
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" ab_status ab_cuda_load_balance_loss(const ab_load_balance_loss_args* args, const ab_exec* exec) {
+  LoadBalanceLoss op;
+  AB_RETURN_IF_ERROR(check_load_balance_loss(args, &op));
+  return cuda::launch("load_balance_loss", cuda::loss_kernel, {1, cuda::kThreads, 0, cuda::stream_of(exec)}, op);
+}

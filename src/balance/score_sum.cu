@@ -1,0 +1,89 @@
+// ab_cuda_score_sum: column sums of dense scores. A warp takes rows in turns and keeps its sums in shared memory, a column
+// a lane; warps and then blocks are added up in order.
+#include "anabranch/cuda.h"
+#include "balance/check.h"
+#include "balance/statistics.cuh"
+#include "core/tensor.h"
+#include "router/row.cuh"
+
+namespace anabranch::cuda {
+namespace {
+
+struct Call {
+  const void* scores = nullptr;
+  int32_t dtype = 0;
+  int64_t E = 0;
+  TokenTiles tiles;
+  Partials partials;
+  float* score_sum = nullptr;
+  int warps = 8;
+
+  size_t shared_bytes() const { return static_cast<size_t>(warps * E) * sizeof(float); }
+};
+
+__global__ void __launch_bounds__(8 * kWarp) score_sum_kernel(const Call call) {
+  extern __shared__ float sums[];  // [warps][E]
+  const int64_t E = call.E;
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  for (int64_t i = threadIdx.x; i < warps * E; i += blockDim.x) sums[i] = 0.0f;
+  __syncthreads();
+  float* own = sums + warp_index() * E;
+  const int64_t end = call.tiles.end(blockIdx.x);
+  for (int64_t t = call.tiles.begin(blockIdx.x) + warp_index(); t < end; t += warps) {
+#pragma unroll 4
+    for (int64_t e = lane_index(); e < E; e += kWarp) own[e] += load_float(call.scores, call.dtype, t * E + e);
+  }
+  let_next_kernel_start();
+  __syncthreads();
+  for (int64_t e = threadIdx.x; e < E; e += blockDim.x) {
+    float sum = 0.0f;
+    for (int warp = 0; warp < warps; ++warp) sum += sums[warp * E + e];
+    call.partials.sums[static_cast<int64_t>(blockIdx.x) * E + e] = sum;
+  }
+}
+
+ab_status parse(const ab_score_sum_args* args, void* workspace, Call* call, size_t* bytes) {
+  AB_RETURN_IF_ERROR(check_struct("ab_score_sum_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
+  AB_RETURN_IF_ERROR(check_tensor("scores", args->scores, kFloats, {{"T"}, {"E"}}));
+  const int64_t T = args->scores->shape[0];
+  call->E = args->scores->shape[1];
+  int64_t sequences = 1;
+  AB_RETURN_IF_ERROR(check_statistics("score_sum", args->score_sum, kFloat32, T, call->E, &sequences));
+  call->scores = data<const void>(args->scores);
+  call->dtype = args->scores->dtype;
+  call->score_sum = data<float>(args->score_sum);
+  constexpr size_t kSharedBytes = 200 << 10;
+  while (call->shared_bytes() > kSharedBytes && call->warps > 1) call->warps /= 2;
+  if (call->shared_bytes() > kSharedBytes) {
+    return error(AB_UNSUPPORTED, "scores: got %lld columns, expected at most %d on CUDA",
+                 static_cast<long long>(call->E), static_cast<int>(kSharedBytes / sizeof(float)));
+  }
+  call->tiles = TokenTiles(T, sequences, call->warps);
+  *bytes = place_partials(call->tiles, call->E, nullptr, call->score_sum, workspace, &call->partials);
+  return ok();
+}
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, const ab_exec*, size_t* bytes) {
+  cuda::Call call;
+  return cuda::parse(args, nullptr, &call, bytes);
+}
+
+ab_status ab_cuda_score_sum(const ab_score_sum_args* args, const ab_exec* exec) {
+  cuda::Call call;
+  size_t bytes = 0;
+  AB_RETURN_IF_ERROR(cuda::parse(args, exec == nullptr ? nullptr : exec->workspace, &call, &bytes));
+  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
+  const cudaStream_t stream = cuda::stream_of(exec);
+  AB_RETURN_IF_ERROR(cuda::launch("score_sum", cuda::score_sum_kernel,
+                                  {call.tiles.count(), call.warps * cuda::kWarp, call.shared_bytes(), stream}, call));
+  return cuda::add_partials(call.tiles, call.E, call.partials, nullptr, call.score_sum, stream);
+}
+
+}  // extern "C"

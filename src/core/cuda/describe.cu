@@ -1,0 +1,49 @@
+// What the CUDA library is, and the devices it finds.
+#include <cstdio>
+
+#include <cuda_runtime.h>
+
+#include "anabranch/cuda.h"
+
+namespace {
+
+constexpr int kLeastCapability = 80;
+
+// Appends to a text of `size` bytes as snprintf does.
+template <class... Values>
+void append(char* text, size_t size, size_t* used, const char* format, Values... values) {
+  if (*used >= size) return;
+  const int written = std::snprintf(text + *used, size - *used, format, values...);
+  if (written > 0) *used += static_cast<size_t>(written);
+}
+
+}  // namespace
+
+extern "C" void ab_cuda_describe(char* text, size_t size) {
+  if (text == nullptr || size == 0) return;
+  text[0] = '\0';
+  size_t used = 0;
+  int runtime = 0;
+  int driver = 0;
+  cudaRuntimeGetVersion(&runtime);
+  cudaDriverGetVersion(&driver);
+  append(text, size, &used, "version=%s\nruntime=%d.%d\ndriver=%d.%d\n", ANABRANCH_VERSION, runtime / 1000,
+         runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
+  int count = 0;
+  const cudaError_t failure = cudaGetDeviceCount(&count);
+  if (failure != cudaSuccess || count == 0) {
+    cudaGetLastError();  // clears it
+    append(text, size, &used, "error=%s\n", failure == cudaSuccess ? "no device" : cudaGetErrorString(failure));
+    return;
+  }
+  bool usable = false;
+  for (int device = 0; device < count; ++device) {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
+    usable = usable || properties.major * 10 + properties.minor >= kLeastCapability;
+    append(text, size, &used, "device %d=%s, compute capability %d.%d, %d multiprocessors, %zu MiB\n", device,
+           properties.name, properties.major, properties.minor, properties.multiProcessorCount,
+           properties.totalGlobalMem >> 20);
+  }
+  if (!usable) append(text, size, &used, "error=no device of compute capability 8.0 or newer\n");
+}

@@ -1,0 +1,75 @@
+// Launches kernels on the caller's stream and turns CUDA's errors into statuses.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "anabranch/types.h"
+#include "core/status.h"
+
+namespace anabranch::cuda {
+
+inline cudaStream_t stream_of(const ab_exec* exec) {
+  return exec == nullptr ? nullptr : static_cast<cudaStream_t>(exec->stream);
+}
+
+struct Launch {
+  int64_t blocks;
+  int threads;
+  size_t shared_bytes;
+  cudaStream_t stream;
+  // Starts while the kernel before it on the stream still runs; it must wait with wait_for_previous_kernel().
+  bool overlaps_previous = false;
+};
+
+template <class... Parameters, class... Arguments>
+ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& shape, const Arguments&... arguments) {
+  if (shape.blocks == 0) return ok();
+  constexpr size_t kSharedWithoutAsking = 48 << 10;
+  if (shape.shared_bytes > kSharedWithoutAsking) {
+    const cudaError_t failure = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                     static_cast<int>(shape.shared_bytes));
+    if (failure != cudaSuccess) {
+      cudaGetLastError();  // clears it
+      return error(AB_UNSUPPORTED, "%s: %zu bytes of shared memory a block: %s", name, shape.shared_bytes,
+                   cudaGetErrorString(failure));
+    }
+  }
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = shape.stream;
+  config.attrs = &overlap;
+  config.numAttrs = shape.overlaps_previous ? 1 : 0;
+  const cudaError_t failure = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  if (failure != cudaSuccess) {
+    cudaGetLastError();
+    return error(AB_UNSUPPORTED, "%s: %s", name, cudaGetErrorString(failure));
+  }
+  return ok();
+}
+
+#if defined(__CUDACC__)
+
+// In a kernel that overlaps_previous: from here on the results of the kernel before can be read.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
+// In the kernel before it: the next one may start, and wait.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+#endif
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,35 @@
+// What the threads of a warp, or a power of two of its lanes, do together. All lanes of the warp take part.
+#pragma once
+
+#include <cstdint>
+
+namespace anabranch::cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kWarp; }
+
+// combine over each group of kLanes neighbouring lanes; every lane gets the result.
+template <int kLanes, class T, class Combine>
+__device__ __forceinline__ T reduce_lanes(T value, const Combine& combine) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+    value = combine(value, __shfl_xor_sync(kAllLanes, value, distance));
+  }
+  return value;
+}
+
+template <int kLanes, class T>
+__device__ __forceinline__ T sum_lanes(T value) {
+  return reduce_lanes<kLanes>(value, [](T a, T b) { return a + b; });
+}
+
+// The largest number; NaN is passed over.
+template <int kLanes>
+__device__ __forceinline__ float max_lanes(float value) {
+  return reduce_lanes<kLanes>(value, [](float a, float b) { return fmaxf(a, b); });
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,323 @@
+// ab_cuda_plan: a stable counting sort by expert in three kernels. Blocks of slots count their experts; one scan over the
+// blocks turns counts into first rows within each expert; every block places its slots, 32 at a time in order. Where slots
+// come from a map, a fourth kernel compacts the row_id_map of each token.
+#include "anabranch/cuda.h"
+#include "core/cuda/launch.h"
+#include "core/cuda/warp.cuh"
+#include "core/tensor.h"
+#include "dispatch/plan.h"
+
+namespace anabranch::cuda {
+namespace {
+
+constexpr int kMostWarps = 8;
+constexpr int kThreads = kMostWarps * kWarp;
+constexpr int64_t kSlotsPerWarp = 128;
+constexpr int64_t kMostCounters = int64_t{1} << 22;  // of (block, expert)
+
+struct Plan {
+  PlanCall call;
+  int64_t slots = 0;
+  int64_t blocks = 0;
+  int64_t slots_per_warp = 0;  // a multiple of 32
+  int warps = 0;               // of the kernels that keep counters of each warp
+  // workspace
+  int32_t* counts = nullptr;  // [blocks, E+1] slots of (block, expert), the last: invalid; then slots in earlier blocks
+  int32_t* totals = nullptr;  // [E+1]
+
+  __device__ int64_t first_slot(int64_t block, int warp) const { return (block * warps + warp) * slots_per_warp; }
+  // The expert of a slot that is there: an index in range, -1 for none, -2 for an invalid one.
+  __device__ int32_t expert_at(int64_t slot) const {
+    if (slot >= slots) return -1;
+    const int32_t expert = call.format == SlotFormat::experts ? static_cast<const int32_t*>(call.slots)[slot]
+                                                              : call.expert_of(slot / call.maps.K, slot);
+    return expert >= -1 && expert < call.E ? expert : -2;
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {
+  extern __shared__ int32_t counters[];  // [E+1]
+  const int64_t E = plan.call.E;
+  for (int64_t e = threadIdx.x; e <= E; e += blockDim.x) counters[e] = 0;
+  __syncthreads();
+  const int64_t begin = plan.first_slot(blockIdx.x, 0);
+  const int64_t end = plan.first_slot(blockIdx.x + 1, 0);
+#pragma unroll 4
+  for (int64_t slot = begin + threadIdx.x; slot < end; slot += blockDim.x) {
+    const int32_t expert = plan.expert_at(slot);
+    if (expert != -1) atomicAdd(counters + (expert >= 0 ? expert : E), 1);
+  }
+  let_next_kernel_start();
+  __syncthreads();
+  int32_t* counts = plan.counts + blockIdx.x * (E + 1);
+  for (int64_t e = threadIdx.x; e <= E; e += blockDim.x) counts[e] = counters[e];
+}
+
+// A block takes 32 columns; its warps take neighbouring parts of the blocks of slots.
+__global__ void __launch_bounds__(kThreads) scan_blocks(const Plan plan) {
+  __shared__ int32_t parts[kMostWarps][kWarp];
+  wait_for_previous_kernel();
+  const int64_t columns = plan.call.E + 1;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane_index();
+  const int64_t part = (plan.blocks + kMostWarps - 1) / kMostWarps;
+  const int64_t begin = warp_index() * part;
+  const int64_t end = begin + part < plan.blocks ? begin + part : plan.blocks;
+  int32_t sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (int64_t block = begin; block < end; ++block) sum += plan.counts[block * columns + column];
+  }
+  parts[warp_index()][lane_index()] = sum;
+  let_next_kernel_start();
+  __syncthreads();
+  int32_t before = 0;
+  for (int warp = 0; warp < warp_index(); ++warp) before += parts[warp][lane_index()];
+  if (column >= columns) return;
+#pragma unroll 4
+  for (int64_t block = begin; block < end; ++block) {
+    const int32_t count = plan.counts[block * columns + column];
+    plan.counts[block * columns + column] = before;
+    before += count;
+  }
+  if (warp_index() == kMostWarps - 1) plan.totals[column] = before;
+}
+
+// The sum over threads before this one, and over all.
+__device__ int32_t exclusive_sum(int32_t value, int32_t (&shared)[kMostWarps], int32_t* total) {
+  int32_t sum = value;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
+    if (lane_index() >= distance) sum += other;
+  }
+  __syncthreads();
+  if (lane_index() == kWarp - 1) shared[warp_index()] = sum;
+  __syncthreads();
+  int32_t before = sum - value;
+  *total = 0;
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) {
+    if (warp < warp_index()) before += shared[warp];
+    *total += shared[warp];
+  }
+  return before;
+}
+
+// Where the rows of an expert begin: with padding (int64: padding may pass 2^31 before it is clipped), and as if without.
+struct Starts {
+  int64_t* aligned;  // [E], in shared memory
+  int32_t* packed;   // [E]
+};
+
+__device__ void find_starts(const Plan& plan, const Starts& starts) {
+  __shared__ int32_t shared[kMostWarps];
+  const int E = static_cast<int>(plan.call.E);
+  const Regions& regions = plan.call.regions;
+  const int threads = static_cast<int>(blockDim.x);
+  const int each = (E + threads - 1) / threads;
+  const int begin = min(static_cast<int>(threadIdx.x) * each, E);
+  const int end = min(begin + each, E);
+  int32_t slots = 0;
+  int32_t padding_units = 0;  // sizes in units of align, which keeps them below 2^31
+  for (int e = begin; e < end; ++e) {
+    slots += plan.totals[e];
+    padding_units += static_cast<int32_t>((plan.totals[e] + regions.align - 1) / regions.align);
+  }
+  int32_t total;
+  int32_t packed = exclusive_sum(slots, shared, &total);
+  int64_t units = exclusive_sum(padding_units, shared, &total);
+  for (int e = begin; e < end; ++e) {
+    starts.packed[e] = packed;
+    starts.aligned[e] = units * regions.align;
+    packed += plan.totals[e];
+    units += (plan.totals[e] + regions.align - 1) / regions.align;
+  }
+  __syncthreads();
+  if (regions.experts == E) return;
+  // From the start of the first region to those of each destination's: first the distances, then the places.
+  for (int first_of_region = 0; first_of_region < E; first_of_region += static_cast<int>(regions.experts)) {
+    const int64_t first = starts.aligned[first_of_region];
+    __syncthreads();
+    for (int e = first_of_region + static_cast<int>(threadIdx.x);
+         e < first_of_region + static_cast<int>(regions.experts); e += threads) {
+      starts.aligned[e] += regions.begin(e) - first;
+    }
+  }
+  __syncthreads();
+}
+
+__device__ void write_sizes(const Plan& plan, const Starts& starts) {
+  const PlanCall& call = plan.call;
+  const Regions& regions = call.regions;
+  const int E = static_cast<int>(call.E);
+  int32_t past_end = threadIdx.x == 0 ? plan.totals[E] : 0;
+  for (int e = static_cast<int>(threadIdx.x); e < E; e += static_cast<int>(blockDim.x)) {
+    const int32_t count = plan.totals[e];
+    const int64_t begin = regions.clip(e, starts.aligned[e]);
+    const int64_t end = regions.clip(e, starts.aligned[e] + regions.aligned(count));
+    past_end += static_cast<int32_t>(count - (regions.clip(e, starts.aligned[e] + count) - begin));
+    if (call.tokens_per_expert != nullptr) call.tokens_per_expert[e] = count;
+    if (call.group_sizes != nullptr) call.group_sizes[e] = static_cast<int32_t>(end - begin);
+    if (call.offsets != nullptr) call.offsets[e] = static_cast<int32_t>(begin);
+    if (call.offsets != nullptr && e + 1 == E) call.offsets[E] = static_cast<int32_t>(end);
+  }
+  __shared__ int32_t shared[kMostWarps];
+  int32_t dropped;
+  exclusive_sum(past_end, shared, &dropped);
+  if (threadIdx.x == 0 && call.dropped != nullptr) *call.dropped = dropped;
+}
+
+// -1 in the rows between an expert's last slot and the next expert, or the end of its region.
+__device__ void fill_padding(const Plan& plan, const Starts& starts) {
+  const PlanCall& call = plan.call;
+  const Regions& regions = call.regions;
+  for (int64_t e = blockIdx.x; e < call.E; e += gridDim.x) {
+    const bool last = (e + 1) % regions.experts == 0;
+    const int64_t begin = regions.clip(e, starts.aligned[e] + plan.totals[e]);
+    const int64_t end = last ? regions.end(e) : regions.clip(e, starts.aligned[e + 1]);
+    for (int64_t row = begin + threadIdx.x; row < end; row += blockDim.x) call.maps.slot_of_row[row] = -1;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
+  extern __shared__ int64_t memory[];
+  const PlanCall& call = plan.call;
+  const int E = static_cast<int>(call.E);
+  const Starts starts{memory, reinterpret_cast<int32_t*>(memory + E)};
+  int32_t* counters = starts.packed + E;  // [warps][E] slots of each warp; then rank of its next slot within the expert
+  int32_t* own = counters + warp_index() * E;
+  for (int i = static_cast<int>(threadIdx.x); i < plan.warps * E; i += static_cast<int>(blockDim.x)) counters[i] = 0;
+  __syncthreads();
+  const int64_t begin = plan.first_slot(blockIdx.x, warp_index());
+  const int64_t end = begin + plan.slots_per_warp;
+  for (int64_t slot = begin + lane_index(); slot < end; slot += kWarp) {
+    const int32_t expert = plan.expert_at(slot);
+    if (expert >= 0) atomicAdd(own + expert, 1);
+  }
+  wait_for_previous_kernel();
+  find_starts(plan, starts);
+  for (int e = static_cast<int>(threadIdx.x); e < E; e += static_cast<int>(blockDim.x)) {
+    int32_t rank = plan.counts[blockIdx.x * (call.E + 1) + e];
+    for (int warp = 0; warp < plan.warps; ++warp) {
+      const int32_t count = counters[warp * E + e];
+      counters[warp * E + e] = rank;
+      rank += count;
+    }
+  }
+  __syncthreads();
+  for (int64_t first = begin; first < end && first < plan.slots; first += kWarp) {
+    const int64_t slot = first + lane_index();
+    const int32_t expert = plan.expert_at(slot);
+    const unsigned same = __match_any_sync(kAllLanes, expert);
+    int32_t rank = 0;
+    if (expert >= 0) rank = own[expert] + __popc(same & ((1u << lane_index()) - 1u));
+    __syncwarp();
+    if (expert >= 0 && lane_index() == __ffs(static_cast<int>(same)) - 1) own[expert] += __popc(same);
+    __syncwarp();
+    if (slot >= plan.slots) continue;
+    int32_t row = -1;
+    if (expert >= 0) {
+      const int64_t place = starts.aligned[expert] + rank;
+      if (place < call.regions.end(expert)) row = static_cast<int32_t>(place);
+    }
+    if (row >= 0) call.maps.slot_of_row[row] = static_cast<int32_t>(slot);
+    if (call.maps.row_of_slot != nullptr) call.maps.row_of_slot[slot] = row;
+    if (call.row_id_map != nullptr) {  // compact_row_ids puts it where it belongs
+      const int64_t t = slot / E;
+      call.row_id_map[t * (2 * call.E + 1) + (slot - t * E)] = expert >= 0 ? starts.packed[expert] + rank : -1;
+    }
+  }
+  fill_padding(plan, starts);
+  if (blockIdx.x == 0) write_sizes(plan, starts);
+  let_next_kernel_start();
+}
+
+// A warp a token: its rows in descending order, then their experts, then how many.
+__global__ void __launch_bounds__(kThreads) compact_row_ids(const Plan plan) {
+  extern __shared__ int32_t rows_of_tokens[];  // [warps][E]
+  wait_for_previous_kernel();
+  const int E = static_cast<int>(plan.call.E);
+  int32_t* rows = rows_of_tokens + warp_index() * E;
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  for (int64_t t = static_cast<int64_t>(blockIdx.x) * warps + warp_index(); t < plan.call.maps.T;
+       t += static_cast<int64_t>(gridDim.x) * warps) {
+    int32_t* ids = plan.call.row_id_map + t * (2 * plan.call.E + 1);
+    for (int e = lane_index(); e < E; e += kWarp) rows[e] = ids[e];
+    __syncwarp();
+    int n = 0;
+    for (int last = E - 1; last >= 0; last -= kWarp) {
+      const int e = last - lane_index();
+      const int32_t row = e >= 0 ? rows[e] : -1;
+      const unsigned routed = __ballot_sync(kAllLanes, row >= 0);
+      const int place = n + __popc(routed & ((1u << lane_index()) - 1u));
+      if (row >= 0) {
+        ids[place] = row;
+        ids[E + place] = e;
+      }
+      n += __popc(routed);
+    }
+    for (int i = n + lane_index(); i < E; i += kWarp) ids[i] = ids[E + i] = -1;
+    if (lane_index() == 0) ids[2 * E] = n;
+    __syncwarp();
+  }
+}
+
+ab_status parse(const ab_plan_args* args, void* workspace, Plan* plan, size_t* bytes) {
+  AB_RETURN_IF_ERROR(check_plan(args, &plan->call));
+  const int64_t E = plan->call.E;
+  if (E > AB_CUDA_MAX_EXPERTS) {
+    return error(AB_UNSUPPORTED, "num_experts: got %lld, expected at most %d on CUDA", static_cast<long long>(E),
+                 AB_CUDA_MAX_EXPERTS);
+  }
+  plan->slots = plan->call.maps.T * plan->call.maps.K;
+  plan->warps = E <= 2048 ? kMostWarps : 2;
+  const int64_t most_blocks = kMostCounters / (E + 1);
+  const int64_t warps = most_blocks * plan->warps;
+  const int64_t slots_per_warp = (plan->slots + warps - 1) / warps;
+  plan->slots_per_warp = (slots_per_warp > kSlotsPerWarp ? slots_per_warp + kWarp - 1 : kSlotsPerWarp) / kWarp * kWarp;
+  const int64_t per_block = plan->slots_per_warp * plan->warps;
+  plan->blocks = plan->slots == 0 ? 1 : (plan->slots + per_block - 1) / per_block;
+  plan->counts = static_cast<int32_t*>(workspace);
+  const int64_t counters = plan->blocks * (E + 1);
+  if (workspace != nullptr) plan->totals = plan->counts + counters;
+  *bytes = static_cast<size_t>(counters + E + 1) * sizeof(int32_t);
+  return ok();
+}
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_cuda_plan_workspace(const ab_plan_args* args, const ab_exec*, size_t* bytes) {
+  cuda::Plan plan;
+  return cuda::parse(args, nullptr, &plan, bytes);
+}
+
+ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
+  cuda::Plan plan;
+  size_t bytes = 0;
+  AB_RETURN_IF_ERROR(cuda::parse(args, exec == nullptr ? nullptr : exec->workspace, &plan, &bytes));
+  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
+  const cudaStream_t stream = cuda::stream_of(exec);
+  const size_t E = static_cast<size_t>(plan.call.E);
+  const int threads = plan.warps * cuda::kWarp;
+  AB_RETURN_IF_ERROR(cuda::launch("plan: count_slots", cuda::count_slots,
+                                  {plan.blocks, threads, (E + 1) * sizeof(int32_t), stream}, plan));
+  const int64_t strips = (plan.call.E + 1 + cuda::kWarp - 1) / cuda::kWarp;
+  AB_RETURN_IF_ERROR(
+      cuda::launch("plan: scan_blocks", cuda::scan_blocks, {strips, cuda::kThreads, 0, stream, true}, plan));
+  const size_t shared = E * (sizeof(int64_t) + (1 + static_cast<size_t>(plan.warps)) * sizeof(int32_t));
+  AB_RETURN_IF_ERROR(
+      cuda::launch("plan: place_slots", cuda::place_slots, {plan.blocks, threads, shared, stream, true}, plan));
+  if (plan.call.row_id_map == nullptr) return ok();
+  const int warps = plan.call.E <= 1024 ? cuda::kMostWarps : 4;
+  const int64_t blocks = (plan.call.maps.T + warps - 1) / warps;
+  return cuda::launch("plan: compact_row_ids", cuda::compact_row_ids,
+                      {blocks < 1056 ? blocks : 1056, warps * cuda::kWarp,
+                       static_cast<size_t>(warps) * E * sizeof(int32_t), stream, true},
+                      plan);
+}
+
+}  // extern "C"

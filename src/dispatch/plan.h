@@ -1,0 +1,56 @@
+// The plan after its checks, and where groups of rows lie.
+#pragma once
+
+#include <cstdint>
+
+#include "anabranch/dispatch.h"
+#include "core/inline.h"
+#include "dispatch/maps.h"
+
+namespace anabranch {
+
+enum class SlotFormat { experts, byte_map, bit_map };
+
+// Rows in num_destinations equal regions, each for an equal range of experts.
+struct Regions {
+  int64_t experts = 0;  // of a region
+  int64_t rows = 0;
+  int64_t align = 1;
+
+  AB_INLINE int64_t begin(int64_t expert) const { return expert / experts * rows; }
+  AB_INLINE int64_t end(int64_t expert) const { return (expert / experts + 1) * rows; }
+  AB_INLINE int64_t aligned(int64_t count) const { return (count + align - 1) / align * align; }
+  // A row within the region of an expert.
+  AB_INLINE int64_t clip(int64_t expert, int64_t row) const { return row < end(expert) ? row : end(expert); }
+};
+
+struct PlanCall {
+  SlotFormat format = SlotFormat::experts;
+  const void* slots = nullptr;  // experts [T, K] int32, map [T, E] bool, or [T, ceil(E/8)] uint8
+  int64_t E = 0;
+  Regions regions;
+  Maps maps;
+  int32_t* tokens_per_expert = nullptr;
+  int32_t* group_sizes = nullptr;
+  int32_t* offsets = nullptr;
+  int32_t* dropped = nullptr;
+  int32_t* row_id_map = nullptr;
+
+  // The expert of slot `slot` of token t; -1: none. An index out of range comes as it is.
+  AB_INLINE int32_t expert_of(int64_t t, int64_t slot) const {
+    const int64_t e = slot - t * maps.K;
+    switch (format) {
+      case SlotFormat::byte_map:
+        return static_cast<const uint8_t*>(slots)[slot] != 0 ? static_cast<int32_t>(e) : -1;
+      case SlotFormat::bit_map: {
+        const uint8_t byte = static_cast<const uint8_t*>(slots)[t * ((E + 7) / 8) + e / 8];
+        return (byte >> (e % 8) & 1) != 0 ? static_cast<int32_t>(e) : -1;
+      }
+      default: return static_cast<const int32_t*>(slots)[slot];
+    }
+  }
+};
+
+ab_status check_plan(const ab_plan_args* args, PlanCall* call);
+
+}  // namespace anabranch

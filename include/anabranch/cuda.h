@@ -21,7 +21,8 @@ extern "C" {
 /* Most experts of a call of the router. */
 #define AB_CUDA_MAX_EXPERTS 8192
 
-/* "key=value" lines: version, cuda (the runtime's version), driver, and one line a device; or error=why there is none. */
+/* "key=value" lines: version, cuda (the runtime's version), driver, and one line a device; or error=why there is none.
+ */
 AB_API void ab_cuda_describe(char* text, size_t size);
 
 AB_API ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_exec* exec);

@@ -1,5 +1,5 @@
-// ab_cuda_score_sum: column sums of dense scores. A warp takes rows in turns and keeps its sums in shared memory, a column
-// a lane; warps and then blocks are added up in order.
+// ab_cuda_score_sum: column sums of dense scores. A warp takes rows in turns and keeps its sums in shared memory, a
+// column a lane; warps and then blocks are added up in order.
 #include "anabranch/cuda.h"
 #include "balance/check.h"
 #include "balance/statistics.cuh"

@@ -26,8 +26,8 @@ __device__ void add_columns(const T* partial, int64_t blocks, int64_t E, int64_t
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kWarps* kWarp) add_kernel(Partials partials, int64_t blocks, int64_t E, int64_t strips,
-                                                            int32_t* counts, float* sums) {
+__global__ void __launch_bounds__(kWarps* kWarp)
+    add_kernel(Partials partials, int64_t blocks, int64_t E, int64_t strips, int32_t* counts, float* sums) {
   __shared__ double shared_sums[kWarps][kWarp];
   __shared__ int32_t shared_counts[kWarps][kWarp];
   wait_for_previous_kernel();

@@ -1,5 +1,5 @@
-// Statistics over tokens: a kernel writes those of each block of tokens, and a second one adds the blocks up in order, so
-// that the sums depend on the shape alone.
+// Statistics over tokens: a kernel writes those of each block of tokens, and a second one adds the blocks up in order,
+// so that the sums depend on the shape alone.
 #pragma once
 
 #include <cstdint>

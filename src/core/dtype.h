@@ -22,9 +22,7 @@ AB_INLINE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, va
 
 AB_INLINE float to_float(float value) { return value; }
 
-AB_INLINE float to_float(BFloat16 value) {
-  return float_from_bits(static_cast<uint32_t>(value.bits) << 16);
-}
+AB_INLINE float to_float(BFloat16 value) { return float_from_bits(static_cast<uint32_t>(value.bits) << 16); }
 
 // Exponent and mantissa move into float32's places, which is the value times 2^-112 (denormals included).
 AB_INLINE float to_float(Float16 value) {

@@ -44,8 +44,7 @@ constexpr int kMaxBuffers = 24;
 // Fills the fields of `args` (a zeroed args struct) from one call; `views` gives the tensors room to live. The result
 // named "workspace", if there is one, goes to *workspace.
 ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers],
-                  ab_tensor* workspace);
+                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers], ab_tensor* workspace);
 
 ffi::Error to_error(const ab_status& status);
 
@@ -69,19 +68,19 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
 }
 
 // Defines the exported handler of ab_cuda_NAME; the workspace's query is the CPU's.
-#define AB_XLA_HANDLER(name, fields, workspace)                                                                    \
-  static ::anabranch::xla::ffi::Error name##_run(void* stream, ::anabranch::xla::ffi::RemainingArgs operands,      \
-                                                 ::anabranch::xla::ffi::RemainingRets results,                     \
-                                                 ::anabranch::xla::ffi::Dictionary attributes) {                   \
-    return ::anabranch::xla::run(fields, ab_cuda_##name, stream, operands, results, attributes);                   \
-  }                                                                                                                \
-  extern "C" AB_API XLA_FFI_Error* ab_cuda_xla_##name(XLA_FFI_CallFrame*);                                         \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_cuda_xla_##name, name##_run,                                                    \
-                                ::anabranch::xla::ffi::Ffi::Bind()                                                 \
-                                    .Ctx<::anabranch::xla::ffi::PlatformStream<void*>>()                           \
-                                    .RemainingArgs()                                                               \
-                                    .RemainingRets()                                                               \
-                                    .Attrs(),                                                                      \
+#define AB_XLA_HANDLER(name, fields, workspace)                                                               \
+  static ::anabranch::xla::ffi::Error name##_run(void* stream, ::anabranch::xla::ffi::RemainingArgs operands, \
+                                                 ::anabranch::xla::ffi::RemainingRets results,                \
+                                                 ::anabranch::xla::ffi::Dictionary attributes) {              \
+    return ::anabranch::xla::run(fields, ab_cuda_##name, stream, operands, results, attributes);              \
+  }                                                                                                           \
+  extern "C" AB_API XLA_FFI_Error* ab_cuda_xla_##name(XLA_FFI_CallFrame*);                                    \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_cuda_xla_##name, name##_run,                                               \
+                                ::anabranch::xla::ffi::Ffi::Bind()                                            \
+                                    .Ctx<::anabranch::xla::ffi::PlatformStream<void*>>()                      \
+                                    .RemainingArgs()                                                          \
+                                    .RemainingRets()                                                          \
+                                    .Attrs(),                                                                 \
                                 {::anabranch::xla::ffi::Traits::kCmdBufferCompatible})
 
 #else
@@ -127,14 +126,14 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
 }
 
 // Defines the exported handler of ab_NAME.
-#define AB_XLA_HANDLER(name, fields, workspace)                                                   \
-  static ::anabranch::xla::ffi::Error name##_run(::anabranch::xla::ffi::RemainingArgs operands,   \
-                                                 ::anabranch::xla::ffi::RemainingRets results,    \
-                                                 ::anabranch::xla::ffi::Dictionary attributes) {  \
-    return ::anabranch::xla::run(fields, ab_##name, workspace, operands, results, attributes);    \
-  }                                                                                               \
-  extern "C" AB_API XLA_FFI_Error* ab_xla_##name(XLA_FFI_CallFrame*);                             \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_xla_##name, name##_run,                                        \
+#define AB_XLA_HANDLER(name, fields, workspace)                                                  \
+  static ::anabranch::xla::ffi::Error name##_run(::anabranch::xla::ffi::RemainingArgs operands,  \
+                                                 ::anabranch::xla::ffi::RemainingRets results,   \
+                                                 ::anabranch::xla::ffi::Dictionary attributes) { \
+    return ::anabranch::xla::run(fields, ab_##name, workspace, operands, results, attributes);   \
+  }                                                                                              \
+  extern "C" AB_API XLA_FFI_Error* ab_xla_##name(XLA_FFI_CallFrame*);                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_xla_##name, name##_run,                                       \
                                 ::anabranch::xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs())
 
 #endif

@@ -1,6 +1,6 @@
-// ab_cuda_plan: a stable counting sort by expert in three kernels. Blocks of slots count their experts; one scan over the
-// blocks turns counts into first rows within each expert; every block places its slots, 32 at a time in order. Where slots
-// come from a map, a fourth kernel compacts the row_id_map of each token.
+// ab_cuda_plan: a stable counting sort by expert in three kernels. Blocks of slots count their experts; one scan over
+// the blocks turns counts into first rows within each expert; every block places its slots, 32 at a time in order.
+// Where slots come from a map, a fourth kernel compacts the row_id_map of each token.
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
@@ -102,7 +102,8 @@ __device__ int32_t exclusive_sum(int32_t value, int32_t (&shared)[kMostWarps], i
   return before;
 }
 
-// Where the rows of an expert begin: with padding (int64: padding may pass 2^31 before it is clipped), and as if without.
+// Where the rows of an expert begin: with padding (int64: padding may pass 2^31 before it is clipped), and as if
+// without.
 struct Starts {
   int64_t* aligned;  // [E], in shared memory
   int32_t* packed;   // [E]

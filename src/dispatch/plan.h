@@ -40,8 +40,7 @@ struct PlanCall {
   AB_INLINE int32_t expert_of(int64_t t, int64_t slot) const {
     const int64_t e = slot - t * maps.K;
     switch (format) {
-      case SlotFormat::byte_map:
-        return static_cast<const uint8_t*>(slots)[slot] != 0 ? static_cast<int32_t>(e) : -1;
+      case SlotFormat::byte_map: return static_cast<const uint8_t*>(slots)[slot] != 0 ? static_cast<int32_t>(e) : -1;
       case SlotFormat::bit_map: {
         const uint8_t byte = static_cast<const uint8_t*>(slots)[t * ((E + 7) / 8) + e / 8];
         return (byte >> (e % 8) & 1) != 0 ? static_cast<int32_t>(e) : -1;

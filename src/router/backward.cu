@@ -2,8 +2,8 @@
 //
 // A warp takes 32 / kLanes neighbouring tokens at a time, kLanes lanes a token. Gradients of the selected logits are
 // computed a slot a lane and scattered into a row of zeros in shared memory; what every expert gets (softmax terms,
-// auxiliary scores) is computed from the row of logits in registers, 8 neighbouring experts a lane and step, and both are
-// added up on the way out. Rows wider than the registers are read twice, a segment at a time.
+// auxiliary scores) is computed from the row of logits in registers, 8 neighbouring experts a lane and step, and both
+// are added up on the way out. Rows wider than the registers are read twice, a segment at a time.
 #include <iterator>
 
 #include "anabranch/cuda.h"
@@ -22,11 +22,11 @@ constexpr int kStep = 8;  // neighbouring experts of a lane
 struct Call {
   RouterBackward op;
   TokenTiles tiles;
-  bool weighted;       // a cotangent of weights or probs is given
-  bool auxiliary;      // a cotangent of auxiliary scores or their sums is given
-  bool softmax_rows;   // softmax over all experts is needed
-  bool vectors;        // rows of logits and their gradients are whole 16-byte vectors
-  bool aux_vectors;    // those of d_aux_scores
+  bool weighted;      // a cotangent of weights or probs is given
+  bool auxiliary;     // a cotangent of auxiliary scores or their sums is given
+  bool softmax_rows;  // softmax over all experts is needed
+  bool vectors;       // rows of logits and their gradients are whole 16-byte vectors
+  bool aux_vectors;   // those of d_aux_scores
   // bytes of a warp's shared memory, and offsets in it
   int warp;
   int experts;    // int32 [tokens][K]
@@ -80,8 +80,8 @@ __device__ __forceinline__ void store_step(void* row, int32_t dtype, bool vector
   });
 }
 
-// gradients[k] = dz of slot k from the cotangents of the weights (semantics: router backward). Returns sum_R g s for raw
-// softmax, which every expert's gradient needs; else 0.
+// gradients[k] = dz of slot k from the cotangents of the weights (semantics: router backward). Returns sum_R g s for
+// raw softmax, which every expert's gradient needs; else 0.
 template <int kLanes>
 __device__ float slot_gradients(const Call& call, int64_t t, int lane, bool live, const RowSoftmax& softmax,
                                 float poison, const Slots& slots, float* gradients) {
@@ -91,9 +91,8 @@ __device__ float slot_gradients(const Call& call, int64_t t, int lane, bool live
     const bool valid = expert >= 0 && expert < op.E;
     slots.experts[k] = valid ? expert : -1;
     if (!valid) continue;
-    const float g = op.d_weights.data != nullptr
-                        ? load_float(op.d_weights.data, op.d_weights.dtype, t * op.K + k)
-                        : load_float(op.d_probs.data, op.d_probs.dtype, t * op.E + expert);
+    const float g = op.d_weights.data != nullptr ? load_float(op.d_weights.data, op.d_weights.dtype, t * op.K + k)
+                                                 : load_float(op.d_probs.data, op.d_probs.dtype, t * op.E + expert);
     gradients[k] = g * op.scaling_factor;
     slots.values[k] = load_float(op.logits, op.logits_dtype, t * op.E + expert);
   }
@@ -147,7 +146,9 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_backward(const __grid_con
   float* gradients = reinterpret_cast<float*>(warp + call.gradients) + token * op.K;
   float* row = reinterpret_cast<float*>(warp + call.rows) + token * call.row;
   const bool is_softmax = op.score_function == AB_SOFTMAX;
-  for (int i = lane_index(); i < kTokens * call.row; i += kWarp) reinterpret_cast<float*>(warp + call.rows)[i] = 0.0f;
+  for (int i = lane_index(); call.weighted && i < kTokens * call.row; i += kWarp) {
+    reinterpret_cast<float*>(warp + call.rows)[i] = 0.0f;
+  }
   __syncwarp();
 
   const int64_t sequence = blockIdx.x / call.tiles.blocks_per_sequence;
@@ -294,7 +295,7 @@ constexpr Variant variant() {
 }
 
 // By experts; the first that is wide enough, or the last.
-constexpr Variant kVariants[] = {variant<1, 8>(),  variant<4, 8>(),   variant<8, 8>(),   variant<8, 16>(),
+constexpr Variant kVariants[] = {variant<1, 8>(),   variant<4, 8>(),   variant<8, 8>(),   variant<8, 16>(),
                                  variant<16, 16>(), variant<32, 16>(), variant<32, 32>(), variant<32, 32, false>()};
 
 }  // namespace
@@ -307,8 +308,8 @@ extern "C" ab_status ab_cuda_router_backward(const ab_router_backward_args* args
   RouterBackward& op = call.op;
   AB_RETURN_IF_ERROR(check_router_backward(args, &op));
   if (op.E > AB_CUDA_MAX_EXPERTS) {
-    return error(AB_UNSUPPORTED, "logits: got %lld experts, expected at most %d on CUDA",
-                 static_cast<long long>(op.E), AB_CUDA_MAX_EXPERTS);
+    return error(AB_UNSUPPORTED, "logits: got %lld experts, expected at most %d on CUDA", static_cast<long long>(op.E),
+                 AB_CUDA_MAX_EXPERTS);
   }
   const cuda::Variant* variant = cuda::kVariants;
   while (variant + 1 < std::end(cuda::kVariants) && variant->lanes * variant->items < op.E) ++variant;
@@ -318,8 +319,7 @@ extern "C" ab_status ab_cuda_router_backward(const ab_router_backward_args* args
   call.auxiliary = op.d_score_sum.data != nullptr || op.d_aux_scores.data != nullptr;
   call.softmax_rows = op.d_lse.data != nullptr || (is_softmax && (call.auxiliary || (call.weighted && !op.normalize)));
   const int64_t size = dtype_size(op.logits_dtype);
-  call.vectors =
-      cuda::rows_are_vectors(op.logits, op.E, size) && cuda::rows_are_vectors(op.d_logits, op.E, size);
+  call.vectors = cuda::rows_are_vectors(op.logits, op.E, size) && cuda::rows_are_vectors(op.d_logits, op.E, size);
   call.aux_vectors = op.d_aux_scores.data != nullptr &&
                      cuda::rows_are_vectors(op.d_aux_scores.data, op.E, dtype_size(op.d_aux_scores.dtype));
   const int tokens = cuda::kWarp / variant->lanes;
@@ -343,8 +343,7 @@ extern "C" ab_status ab_cuda_router_backward(const ab_router_backward_args* args
                  static_cast<long long>(op.E), op.K);
   }
   call.tiles = cuda::TokenTiles(op.T, op.blocks.sequences, int64_t{warps} * tokens);
-  return cuda::launch("router backward", variant->kernel,
-                      {call.tiles.count(), warps * cuda::kWarp, static_cast<size_t>(warps * call.warp),
-                       cuda::stream_of(exec)},
-                      call);
+  return cuda::launch(
+      "router backward", variant->kernel,
+      {call.tiles.count(), warps * cuda::kWarp, static_cast<size_t>(warps * call.warp), cuda::stream_of(exec)}, call);
 }

@@ -18,12 +18,15 @@ __device__ __forceinline__ void store_float(void* values, int32_t dtype, int64_t
   with_float_type(dtype, [&]<class T>(T) { static_cast<T*>(values)[i] = from_float<T>(value); });
 }
 
-// 16 bytes of a row as float32.
+// 4 bytes of a row as float32: one or two elements.
 template <class T>
-__device__ __forceinline__ void unpack(const uint4& bytes, float* to) {
-  const T* values = reinterpret_cast<const T*>(&bytes);
-#pragma unroll
-  for (int i = 0; i < 16 / static_cast<int>(sizeof(T)); ++i) to[i] = to_float(values[i]);
+__device__ __forceinline__ void unpack(uint32_t word, float* to) {
+  if constexpr (sizeof(T) == 4) {
+    to[0] = __uint_as_float(word);
+  } else {
+    to[0] = to_float(T{static_cast<uint16_t>(word & 0xffffu)});
+    to[1] = to_float(T{static_cast<uint16_t>(word >> 16)});
+  }
 }
 
 // items[i] = element first + i of a row of `count`, `fill` past its end. vectors: all rows start at 16 bytes, and are
@@ -38,7 +41,13 @@ __device__ __forceinline__ void load_items(const void* row, int32_t dtype, bool 
 #pragma unroll
       for (int i = 0; i < kItems; i += kVector) {
         if (first + i < count) {
-          unpack<T>(*reinterpret_cast<const uint4*>(from + i), items + i);
+          // By value: through a reference the compiler would load the elements one by one.
+          const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(from + i));
+          constexpr int kWord = 4 / static_cast<int>(sizeof(T));
+          unpack<T>(bytes.x, items + i);
+          unpack<T>(bytes.y, items + i + kWord);
+          unpack<T>(bytes.z, items + i + 2 * kWord);
+          unpack<T>(bytes.w, items + i + 3 * kWord);
         } else {
 #pragma unroll
           for (int j = 0; j < kVector; ++j) {
@@ -88,8 +97,8 @@ __device__ __forceinline__ void for_own_slots(const Slots& slots, int lane, cons
   }
 }
 
-// Turns values from z of each slot into its weight before scaling. Returns what the weights were divided by; `poison` is
-// NaN if a softmax row was broken, else 0.
+// Turns values from z of each slot into its weight before scaling. Returns what the weights were divided by; `poison`
+// is NaN if a softmax row was broken, else 0.
 template <int kLanes>
 __device__ __forceinline__ float score_slots(int32_t score_function, bool normalize, const RowSoftmax& softmax,
                                              float poison, const Slots& slots, int lane) {

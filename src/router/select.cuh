@@ -1,5 +1,5 @@
-// Selection as the contract says it, for one token by a whole warp, whatever E, K, groups and ties: the row's keys lie in
-// shared memory and the largest is taken out K times. The fast way (topk.cuh) leaves to it what it cannot decide.
+// Selection as the contract says it, for one token by a whole warp, whatever E, K, groups and ties: the row's keys lie
+// in shared memory and the largest is taken out K times. The fast way (topk.cuh) leaves to it what it cannot decide.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace anabranch::cuda {
 
 // What experts are selected by.
 struct Selection {
-  bool by_score = false;        // q = s + b; else q = z
+  bool by_score = false;         // q = s + b; else q = z
   bool groups_by_score = false;  // group scores add up s + b; else z
 };
 
@@ -24,8 +24,8 @@ inline Selection selection_of(const RouterForward& op) {
 
 // s + b of an expert, -inf where z is.
 __device__ __forceinline__ float biased_score(const RouterForward& op, const RowSoftmax& softmax, float z, int expert) {
-  const float s = op.score_function == AB_SOFTMAX ? softmax.power(z) * softmax.factor
-                                                  : elementwise_score(op.score_function, z);
+  const float s =
+      op.score_function == AB_SOFTMAX ? softmax.power(z) * softmax.factor : elementwise_score(op.score_function, z);
   const float bias = op.bias == nullptr ? 0.0f : load_float(op.bias, op.bias_dtype, expert);
   return z == -INFINITY ? z : s + bias;
 }

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from anabranch import _library
+from anabranch.bench import c_call
 from anabranch.bench.ceiling import matmul_flops
 from anabranch.bench.measure import Timing, interleaved
 from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
@@ -58,31 +59,6 @@ def problem(shape: tuple[int, ...], dtype: str) -> Problem:
 # ---------------------------------------------------------------- through C
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("shape", ctypes.c_int64 * 6),
-        ("strides", ctypes.c_void_p),
-    )
-
-
-class _Exec(ctypes.Structure):
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("num_threads", ctypes.c_int32),
-        ("stream", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("workspace_size", ctypes.c_size_t),
-    )
-
-
-class _Status(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_int32), ("message", ctypes.c_char * 508))
-
-
-_DTYPES = {"int32": 4, "bfloat16": 7, "float32": 8}
 _FORWARD = "x slot_of_row group_sizes w_in b_in w_out b_out weights y h"
 _BACKWARD = (
     "x slot_of_row group_sizes w_in w_out b_out weights h d_out dh dx_rows d_w_in d_b_in d_w_out d_b_out d_weights"
@@ -90,32 +66,9 @@ _BACKWARD = (
 
 
 def _c_call(function: str, options: list[str], tensors: str, values: Mapping[str, Any]) -> Callable[[], None]:
-    """A call of the C function with its args struct (size, int32 options, tensor pointers) and a workspace."""
-    pointer = ctypes.POINTER(_Tensor)
-    fields = [("size", ctypes.c_size_t), *((name, ctypes.c_int32) for name in options)]
-    struct = type("Args", (ctypes.Structure,), {"_fields_": fields + [(name, pointer) for name in tensors.split()]})
-    args = struct(size=ctypes.sizeof(struct))
-    for name, value in values.items():
-        if isinstance(value, np.ndarray):
-            view = _Tensor(value.ctypes.data, _DTYPES[value.dtype.name], value.ndim)
-            view.shape[: value.ndim] = value.shape
-            value = ctypes.pointer(view)
-        setattr(args, name, value)
-    execution = _Exec(size=ctypes.sizeof(_Exec))
-    library, needed = _library.load(), ctypes.c_size_t()
-    query, run = getattr(library, function + "_workspace"), getattr(library, function)
-    query.restype = run.restype = _Status
-
-    def checked(status: _Status) -> None:
-        if status.code != 0:
-            raise RuntimeError(status.message.decode())
-
-    checked(query(ctypes.byref(args), ctypes.byref(execution), ctypes.byref(needed)))
-    workspace = np.zeros(needed.value + 64, np.uint8)
-    execution.workspace = (workspace.ctypes.data + 63) // 64 * 64
-    execution.workspace_size = needed.value
-    alive = (workspace, values)
-    return lambda: checked(run(ctypes.byref(args), ctypes.byref(execution))) if alive else None
+    return c_call.call(
+        _library.load(), function, [(name, ctypes.c_int32) for name in options], tensors.split(), values
+    )
 
 
 def c_calls(p: Problem, topk: int) -> Calls:

@@ -28,8 +28,8 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
   if (shape.blocks == 0) return ok();
   constexpr size_t kSharedWithoutAsking = 48 << 10;
   if (shape.shared_bytes > kSharedWithoutAsking) {
-    const cudaError_t failure = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                     static_cast<int>(shape.shared_bytes));
+    const cudaError_t failure =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
     if (failure != cudaSuccess) {
       cudaGetLastError();  // clears it
       return error(AB_UNSUPPORTED, "%s: %zu bytes of shared memory a block: %s", name, shape.shared_bytes,

@@ -1,0 +1,111 @@
+// Tensors on the device with guard zones, and calls that are checked for writing outside their outputs.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <deque>
+
+#include "support.h"
+
+namespace anabranch::testing {
+
+#define EXPECT_CUDA(expression)                                           \
+  do {                                                                    \
+    const cudaError_t cuda_error = expression;                            \
+    EXPECT_EQ(cuda_error, cudaSuccess) << cudaGetErrorString(cuda_error); \
+  } while (false)
+
+// Skips, loudly, where there is no GPU.
+class CudaTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+      cudaGetLastError();
+      GTEST_SKIP() << "NO GPU FOUND: the CUDA tests did not run";
+    }
+  }
+};
+
+inline int64_t bytes_of(const ab_tensor& view) {
+  int64_t bytes = 1;
+  switch (view.dtype) {
+    case AB_BFLOAT16:
+    case AB_FLOAT16:
+    case AB_INT16: bytes = 2; break;
+    case AB_FLOAT32:
+    case AB_INT32: bytes = 4; break;
+    case AB_INT64: bytes = 8; break;
+    default: break;
+  }
+  for (int i = 0; i < view.rank; ++i) bytes *= view.shape[i];
+  return bytes;
+}
+
+// Copies of host tensors on the device, each between two guard zones of a known pattern.
+class Mirrors {
+ public:
+  ~Mirrors() {
+    for (Mirror& mirror : mirrors_) cudaFree(mirror.memory);
+  }
+
+  // A view of a copy on the device; nullptr for nullptr.
+  const ab_tensor* add(const ab_tensor* host) {
+    if (host == nullptr) return nullptr;
+    mirrors_.push_back({});
+    Mirror& mirror = mirrors_.back();
+    mirror.host = host;
+    mirror.bytes = bytes_of(*host);
+    EXPECT_CUDA(cudaMalloc(&mirror.memory, static_cast<size_t>(mirror.bytes) + 2 * kGuard));
+    EXPECT_CUDA(cudaMemset(mirror.memory, kPattern, static_cast<size_t>(mirror.bytes) + 2 * kGuard));
+    mirror.view = *host;
+    mirror.view.data = static_cast<char*>(mirror.memory) + kGuard;
+    if (mirror.bytes > 0) {
+      EXPECT_CUDA(cudaMemcpy(mirror.view.data, host->data, static_cast<size_t>(mirror.bytes), cudaMemcpyHostToDevice));
+    }
+    return &mirror.view;
+  }
+
+  // Copies everything back to the host tensors and looks at the guard zones.
+  void fetch() {
+    EXPECT_CUDA(cudaDeviceSynchronize());
+    for (Mirror& mirror : mirrors_) {
+      std::vector<unsigned char> all(static_cast<size_t>(mirror.bytes) + 2 * kGuard);
+      EXPECT_CUDA(cudaMemcpy(all.data(), mirror.memory, all.size(), cudaMemcpyDeviceToHost));
+      for (size_t i = 0; i < kGuard; ++i) {
+        ASSERT_EQ(all[i], kPattern) << "written before a tensor";
+        ASSERT_EQ(all[all.size() - 1 - i], kPattern) << "written past a tensor";
+      }
+      if (mirror.bytes > 0) std::memcpy(mirror.host->data, all.data() + kGuard, static_cast<size_t>(mirror.bytes));
+    }
+  }
+
+ private:
+  static constexpr size_t kGuard = 512;
+  static constexpr unsigned char kPattern = 0xa5;
+  struct Mirror {
+    const ab_tensor* host = nullptr;
+    void* memory = nullptr;
+    int64_t bytes = 0;
+    ab_tensor view{};
+  };
+  std::deque<Mirror> mirrors_;  // views keep their addresses
+};
+
+// A workspace of exactly `bytes`, filled with NaN, between guard zones.
+class DeviceWorkspace {
+ public:
+  explicit DeviceWorkspace(size_t bytes) : host_({static_cast<int64_t>(bytes)}) {
+    exec_ = {sizeof(ab_exec), 0, nullptr, nullptr, bytes};
+    exec_.workspace = bytes == 0 ? nullptr : mirrors_.add(host_.view())->data;
+  }
+  ab_exec& exec() { return exec_; }
+  void check() { mirrors_.fetch(); }
+
+ private:
+  Tensor<uint8_t> host_;
+  Mirrors mirrors_;
+  ab_exec exec_;
+};
+
+}  // namespace anabranch::testing

@@ -1,0 +1,228 @@
+// The plan on the GPU against the CPU's, to the last integer, and the loss on statistics.
+#include <algorithm>
+#include <random>
+
+#include "anabranch/cuda.h"
+#include "device.h"
+
+namespace anabranch::testing {
+namespace {
+
+enum class Slots { experts, byte_map, bit_map };
+
+struct Case {
+  int64_t T = 64;
+  int64_t K = 4;
+  int32_t E = 16;
+  int32_t align = 0;
+  int32_t destinations = 0;
+  int64_t rows = -1;  // of a destination; -1: enough
+  double skew = 0.0;  // share of slots that go to expert 0
+  Slots slots = Slots::experts;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << "T " << c.T << " K " << c.K << " E " << c.E << " align " << c.align << " destinations "
+             << c.destinations << " rows " << c.rows << " skew " << c.skew << " slots " << static_cast<int>(c.slots);
+}
+
+struct Result {
+  Result(int64_t T, int64_t K, int64_t E, int64_t R)
+      : tokens_per_expert({E}),
+        group_sizes({E}),
+        offsets({E + 1}),
+        row_of_slot({T, K}),
+        slot_of_row({R}),
+        dropped({}),
+        row_id_map({T, 2 * E + 1}) {}
+  Tensor<int32_t> tokens_per_expert;
+  Tensor<int32_t> group_sizes;
+  Tensor<int32_t> offsets;
+  Tensor<int32_t> row_of_slot;
+  Tensor<int32_t> slot_of_row;
+  Tensor<int32_t> dropped;
+  Tensor<int32_t> row_id_map;
+
+  void want(ab_plan_args* args, bool ids) const {
+    args->tokens_per_expert = tokens_per_expert.view();
+    args->group_sizes = group_sizes.view();
+    args->offsets = offsets.view();
+    args->row_of_slot = row_of_slot.view();
+    args->slot_of_row = slot_of_row.view();
+    args->dropped = dropped.view();
+    args->row_id_map = ids ? row_id_map.view() : nullptr;
+  }
+};
+
+void check(const Case& c, unsigned seed) {
+  SCOPED_TRACE(::testing::Message() << c);
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<double> uniform;
+  Tensor<int32_t> experts({c.T, c.K});
+  Tensor<uint8_t> bytes({c.T, c.E}, AB_BOOL);
+  Tensor<uint8_t> bits({c.T, (c.E + 7) / 8});
+  for (int64_t i = 0; i < experts.size(); ++i) {
+    experts[i] = uniform(random) < c.skew ? 0 : static_cast<int32_t>(random() % static_cast<unsigned>(c.E + 3)) - 1;
+    if (random() % 200 == 0) experts[i] = random() % 2 == 0 ? INT32_MIN : INT32_MAX;
+  }
+  for (int64_t i = 0; i < bytes.size(); ++i) bytes[i] = uniform(random) < static_cast<double>(c.K) / c.E;
+  for (uint8_t& byte : bits.values()) byte = 0;
+  for (int64_t t = 0; t < c.T; ++t) {
+    for (int64_t e = 0; e < c.E; ++e) {
+      uint8_t& byte = bits[t * ((c.E + 7) / 8) + e / 8];
+      if (bytes[t * c.E + e] != 0) byte = static_cast<uint8_t>(byte | 1u << (e % 8));
+    }
+  }
+  const int64_t K = c.slots == Slots::experts ? c.K : c.E;
+  const int64_t a = std::max(c.align, 1);
+  const int64_t P = std::max(c.destinations, 1);
+  const int64_t R = P * (c.rows >= 0 ? c.rows / a * a : (c.T * K + c.E * (a - 1)) / a * a);
+
+  ab_plan_args args{};
+  args.size = sizeof(args);
+  args.num_experts = c.E;
+  args.align_size = c.align;
+  args.num_destinations = c.destinations;
+  if (c.slots == Slots::experts) args.experts = experts.view();
+  if (c.slots == Slots::byte_map) args.routing_map = bytes.view();
+  if (c.slots == Slots::bit_map) args.routing_map = bits.view();
+  const bool ids = c.slots != Slots::experts;
+  const Result want(c.T, K, c.E, R);
+  want.want(&args, ids);
+  EXPECT_OK(call(ab_plan, ab_plan_workspace, args));
+
+  const Result got(c.T, K, c.E, R);
+  got.want(&args, ids);
+  Mirrors mirrors;
+  for (const ab_tensor** tensor :
+       {&args.experts, &args.routing_map, &args.tokens_per_expert, &args.group_sizes, &args.offsets, &args.row_of_slot,
+        &args.slot_of_row, &args.dropped, &args.row_id_map}) {
+    *tensor = mirrors.add(*tensor);
+  }
+  size_t size = 0;
+  EXPECT_OK(ab_cuda_plan_workspace(&args, nullptr, &size));
+  DeviceWorkspace workspace(size);
+  EXPECT_OK(ab_cuda_plan(&args, &workspace.exec()));
+  mirrors.fetch();
+  workspace.check();
+  ASSERT_EQ(got.tokens_per_expert.values(), want.tokens_per_expert.values());
+  ASSERT_EQ(got.group_sizes.values(), want.group_sizes.values());
+  ASSERT_EQ(got.offsets.values(), want.offsets.values());
+  ASSERT_EQ(got.dropped.values(), want.dropped.values());
+  ASSERT_TRUE(got.row_of_slot.values() == want.row_of_slot.values()) << "row_of_slot";
+  ASSERT_TRUE(got.slot_of_row.values() == want.slot_of_row.values()) << "slot_of_row";
+  ASSERT_TRUE(!ids || got.row_id_map.values() == want.row_id_map.values()) << "row_id_map";
+}
+
+class PlanCuda : public CudaTest {};
+
+TEST_F(PlanCuda, IsTheCpusForEveryShape) {
+  unsigned seed = 0;
+  for (const int64_t T : {0, 1, 7, 300, 5000}) {
+    for (const int32_t E : {1, 3, 8, 64, 130, 512, 3000}) {
+      for (const int32_t align : {0, 8, 128}) {
+        for (const double skew : {0.0, 0.9, 1.0}) {
+          if (T == 5000 && E > 512) continue;
+          check({T, 1 + static_cast<int64_t>(++seed % 8), E, align, 0, -1, skew}, seed);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(PlanCuda, BoundedRowsAndDestinations) {
+  unsigned seed = 50;
+  for (const int32_t destinations : {0, 1, 2, 4}) {
+    for (const int64_t rows : {0, 40, 400, 4000, -1}) {
+      for (const int32_t align : {0, 8}) {
+        check({700, 4, 32, align, destinations, rows, seed % 3 == 0 ? 0.5 : 0.0}, ++seed);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(PlanCuda, Maps) {
+  unsigned seed = 90;
+  for (const Slots slots : {Slots::byte_map, Slots::bit_map}) {
+    for (const int64_t T : {0, 1, 65, 700}) {
+      for (const int32_t E : {1, 8, 33, 130, 1500}) {
+        for (const int64_t rows : {int64_t{-1}, int64_t{200}}) {
+          check({T, 3, E, static_cast<int32_t>(seed % 2 * 8), 0, rows, 0.0, slots}, ++seed);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+class BalanceCuda : public CudaTest {};
+
+TEST_F(BalanceCuda, LossAndScoreSumAreTheCpus) {
+  for (const int64_t B : {1, 5}) {
+    constexpr int64_t E = 70;
+    constexpr int64_t T = 500;
+    std::mt19937 random(3);
+    std::uniform_real_distribution<float> uniform;
+    Tensor<float> scores({T, E});
+    for (float& value : scores.values()) value = uniform(random);
+    const std::vector<int64_t> shape = B == 1 ? std::vector<int64_t>{E} : std::vector<int64_t>{B, E};
+    Tensor<int32_t> counts(shape);
+    for (int32_t& count : counts.values()) count = static_cast<int32_t>(random() % 50);
+    Tensor<int32_t> tokens(B == 1 ? std::vector<int64_t>{} : std::vector<int64_t>{B});
+    for (int64_t b = 0; b < B; ++b) tokens[b] = b == 2 ? 0 : 100;
+    struct Side {
+      explicit Side(const std::vector<int64_t>& s) : sum(s), loss({}), gradient(s) {}
+      Tensor<float> sum;
+      Tensor<float> loss;
+      Tensor<float> gradient;
+    };
+    const Side want(shape);
+    const Side got(shape);
+    for (const bool device : {false, true}) {
+      const Side& side = device ? got : want;
+      ab_score_sum_args sums{sizeof(sums), scores.view(), side.sum.view()};
+      Mirrors mirrors;
+      if (device) {
+        sums.scores = mirrors.add(sums.scores);
+        sums.score_sum = mirrors.add(sums.score_sum);
+        size_t bytes = 0;
+        EXPECT_OK(ab_cuda_score_sum_workspace(&sums, nullptr, &bytes));
+        DeviceWorkspace workspace(bytes);
+        EXPECT_OK(ab_cuda_score_sum(&sums, &workspace.exec()));
+        mirrors.fetch();
+      } else {
+        EXPECT_OK(call(ab_score_sum, ab_score_sum_workspace, sums));
+      }
+      ab_load_balance_loss_args loss{};
+      loss.size = sizeof(loss);
+      loss.topk = 4;
+      loss.coeff = 0.1f;
+      loss.score_sum = side.sum.view();
+      loss.tokens_per_expert = counts.view();
+      loss.num_tokens = tokens.view();
+      loss.loss = side.loss.view();
+      loss.d_score_sum = side.gradient.view();
+      Mirrors more;
+      if (!device) {
+        EXPECT_OK(ab_load_balance_loss(&loss, nullptr));
+        continue;
+      }
+      for (const ab_tensor** tensor :
+           {&loss.score_sum, &loss.tokens_per_expert, &loss.num_tokens, &loss.loss, &loss.d_score_sum}) {
+        *tensor = more.add(*tensor);
+      }
+      EXPECT_OK(ab_cuda_load_balance_loss(&loss, nullptr));
+      more.fetch();
+    }
+    for (int64_t i = 0; i < want.sum.size(); ++i) {
+      EXPECT_NEAR(got.sum[i], want.sum[i], 1e-4f);
+      EXPECT_EQ(got.gradient[i], want.gradient[i]);
+    }
+    EXPECT_NEAR(got.loss[0], want.loss[0], 1e-6f * want.loss[0]);
+  }
+}
+
+}  // namespace
+}  // namespace anabranch::testing

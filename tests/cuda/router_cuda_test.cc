@@ -1,0 +1,602 @@
+// The router on the GPU against the CPU's, which is proven against the float64 oracle: every output form, dtype, option
+// and kernel variant, with poisoned outputs and guard zones.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include "anabranch/cuda.h"
+#include "device.h"
+
+namespace anabranch::testing {
+namespace {
+
+uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+float from_bf16(uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+// A float tensor of float32 or bfloat16.
+struct Floats {
+  Floats(std::vector<int64_t> shape, int32_t type)
+      : dtype(type),
+        f32(type == AB_FLOAT32 ? shape : std::vector<int64_t>{0}),
+        b16(type == AB_BFLOAT16 ? shape : std::vector<int64_t>{0}) {}
+  const ab_tensor* view() const { return dtype == AB_FLOAT32 ? f32.view() : b16.view(); }
+  int64_t size() const { return dtype == AB_FLOAT32 ? f32.size() : b16.size(); }
+  float get(int64_t i) const { return dtype == AB_FLOAT32 ? f32[i] : from_bf16(b16[i]); }
+  void set(int64_t i, float value) {
+    if (dtype == AB_FLOAT32) {
+      f32[i] = value;
+    } else {
+      b16[i] = to_bf16(value);
+    }
+  }
+  int32_t dtype;
+  Tensor<float> f32;
+  Tensor<uint16_t> b16;
+};
+
+enum class Form { compact, bytes, bits, int16, int32, int64, aux };
+
+struct Case {
+  int64_t T = 64;
+  int64_t E = 64;
+  int32_t K = 8;
+  int32_t dtype = AB_FLOAT32;
+  int32_t score_function = AB_SOFTMAX;
+  int32_t normalize = 1;
+  int32_t num_groups = 0;
+  int32_t group_topk = 0;
+  bool bias = false;
+  bool mask = false;
+  bool forced = false;
+  bool specials = false;  // ties, infinities, NaN, -0
+  int64_t sequences = 1;
+  Form form = Form::compact;
+  float scale = 2.0f;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << "T " << c.T << " E " << c.E << " K " << c.K << " dtype " << c.dtype << " score " << c.score_function
+             << " normalize " << c.normalize << " groups " << c.num_groups << "/" << c.group_topk << " bias " << c.bias
+             << " mask " << c.mask << " forced " << c.forced << " specials " << c.specials << " sequences "
+             << c.sequences << " form " << static_cast<int>(c.form);
+}
+
+struct Inputs {
+  explicit Inputs(const Case& c, unsigned seed = 1)
+      : logits({c.T, c.E}, c.dtype), bias({c.E}), mask({c.T}, AB_BOOL), forced({c.T, c.K}) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal(0.0f, c.scale);
+    for (int64_t i = 0; i < logits.size(); ++i) logits.set(i, normal(random));
+    for (int64_t e = 0; e < c.E; ++e) bias[e] = 0.05f * normal(random);
+    for (int64_t t = 0; t < c.T; ++t) mask[t] = random() % 5 != 0;
+    for (int64_t i = 0; i < forced.size(); ++i) {
+      forced[i] = static_cast<int32_t>(random() % static_cast<unsigned>(c.E + 4)) - 2;
+    }
+    if (!c.specials) return;
+    const float infinity = std::numeric_limits<float>::infinity();
+    for (int64_t i = 0; i < logits.size(); ++i) {
+      switch (random() % 12) {
+        case 0: logits.set(i, -infinity); break;
+        case 1: logits.set(i, -0.0f); break;
+        case 2: logits.set(i, 0.0f); break;
+        case 3: logits.set(i, 1.0f); break;
+        case 4: logits.set(i, std::round(logits.get(i))); break;
+        default: break;
+      }
+      if (random() % 400 == 0) logits.set(i, infinity);
+      if (random() % 400 == 0) logits.set(i, random() % 2 == 0 ? NAN : -NAN);
+      if (random() % 50 == 0) logits.set(i, 1e-41f);
+    }
+  }
+  Floats logits;
+  Tensor<float> bias;
+  Tensor<uint8_t> mask;
+  Tensor<int32_t> forced;
+};
+
+struct Outputs {
+  explicit Outputs(const Case& c)
+      : weights({c.T, c.K}),
+        experts({c.T, c.K}),
+        counts(c.sequences == 1 ? std::vector<int64_t>{c.E} : std::vector<int64_t>{c.sequences, c.E}),
+        score_sum(c.sequences == 1 ? std::vector<int64_t>{c.E} : std::vector<int64_t>{c.sequences, c.E}),
+        lse({c.T}),
+        probs({c.T, c.E}, c.dtype),
+        bytes({c.T, c.E}, AB_BOOL),
+        bits({c.T, (c.E + 7) / 8}),
+        i16({c.T, c.K}),
+        i32({c.T, c.K}),
+        i64({c.T, c.K}),
+        aux({c.T, c.E}) {}
+
+  const ab_tensor* map(Form form) const {
+    switch (form) {
+      case Form::bytes: return bytes.view();
+      case Form::bits: return bits.view();
+      case Form::int16: return i16.view();
+      case Form::int32: return i32.view();
+      case Form::int64: return i64.view();
+      default: return nullptr;
+    }
+  }
+
+  Tensor<float> weights;
+  Tensor<int32_t> experts;
+  Tensor<int32_t> counts;
+  Tensor<float> score_sum;
+  Tensor<float> lse;
+  Floats probs;
+  Tensor<uint8_t> bytes;
+  Tensor<uint8_t> bits;
+  Tensor<int16_t> i16;
+  Tensor<int32_t> i32;
+  Tensor<int64_t> i64;
+  Tensor<float> aux;
+};
+
+ab_router_forward_args forward_args(const Case& c, const Inputs& in, const Outputs& out) {
+  ab_router_forward_args args{};
+  args.size = sizeof(args);
+  args.topk = c.K;
+  args.score_function = c.score_function;
+  args.normalize = c.normalize;
+  args.num_groups = c.num_groups;
+  args.group_topk = c.group_topk;
+  args.scaling_factor = 1.5f;
+  args.logits = in.logits.view();
+  args.expert_bias = c.bias ? in.bias.view() : nullptr;
+  args.token_mask = c.mask ? in.mask.view() : nullptr;
+  args.forced_experts = c.forced ? in.forced.view() : nullptr;
+  args.experts = out.experts.view();
+  args.tokens_per_expert = out.counts.view();
+  args.lse = out.lse.view();
+  if (c.form == Form::aux) {
+    args.aux_scores = out.aux.view();
+    args.weights = out.weights.view();
+  } else {
+    args.score_sum = out.score_sum.view();
+    args.weights = c.form == Form::compact ? out.weights.view() : nullptr;
+    args.probs = c.form == Form::compact ? nullptr : out.probs.view();
+    args.routing_map = out.map(c.form);
+  }
+  return args;
+}
+
+ab_router_forward_args on_device(ab_router_forward_args args, Mirrors* mirrors) {
+  for (const ab_tensor** tensor :
+       {&args.logits, &args.expert_bias, &args.token_mask, &args.forced_experts, &args.weights, &args.experts,
+        &args.tokens_per_expert, &args.score_sum, &args.lse, &args.probs, &args.routing_map, &args.aux_scores}) {
+    *tensor = mirrors->add(*tensor);
+  }
+  return args;
+}
+
+void run_on_device(const Case& c, const Inputs& in, const Outputs& out) {
+  Mirrors mirrors;
+  const ab_router_forward_args args = on_device(forward_args(c, in, out), &mirrors);
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_router_forward_workspace(&args, nullptr, &bytes));
+  DeviceWorkspace workspace(bytes);
+  EXPECT_OK(ab_cuda_router_forward(&args, &workspace.exec()));
+  mirrors.fetch();
+  workspace.check();
+}
+
+// |got - want| / |want| over the finite values; infinite where the others differ.
+template <class Got, class Want>
+double relative_error(int64_t size, const Got& got, const Want& want) {
+  double error = 0.0;
+  double norm = 0.0;
+  for (int64_t i = 0; i < size; ++i) {
+    const double g = got(i);
+    const double w = want(i);
+    if (!std::isfinite(w) || !std::isfinite(g)) {
+      const bool same = (std::isnan(g) && std::isnan(w)) || g == w;
+      if (!same) return std::numeric_limits<double>::infinity();
+      continue;
+    }
+    error += (g - w) * (g - w);
+    norm += w * w;
+  }
+  return norm == 0.0 ? (error == 0.0 ? 0.0 : std::numeric_limits<double>::infinity()) : std::sqrt(error / norm);
+}
+
+// Both backends round: 2e-6 each, and more where powers of a wide range are added.
+constexpr double kBound = 5e-6;
+double rounding(int32_t dtype) { return dtype == AB_FLOAT32 ? 0.0 : 1.0 / 256; }
+
+// Selections are exact unless a bias or group scores are computed; then few tokens may differ where keys nearly tie.
+void compare(const Case& c, const Outputs& got, const Outputs& want) {
+  const bool computed = c.bias || c.num_groups > 0;
+  std::vector<bool> same(static_cast<size_t>(c.T), true);
+  int64_t different = 0;
+  for (int64_t t = 0; t < c.T; ++t) {
+    for (int64_t k = 0; k < c.K; ++k) {
+      if (got.experts[t * c.K + k] != want.experts[t * c.K + k]) same[static_cast<size_t>(t)] = false;
+    }
+    different += !same[static_cast<size_t>(t)];
+  }
+  ASSERT_LE(different, computed ? 1 + c.T / 50 : 0) << "experts differ";
+
+  std::vector<int32_t> counts(got.counts.values().size(), 0);
+  for (int64_t t = 0; t < c.T; ++t) {
+    const int64_t sequence = t / (c.T / c.sequences);
+    for (int64_t k = 0; k < c.K; ++k) {
+      const int32_t e = got.experts[t * c.K + k];
+      if (e >= 0) ++counts[static_cast<size_t>(sequence * c.E + e)];
+    }
+  }
+  ASSERT_EQ(counts, got.counts.values()) << "tokens_per_expert";
+
+  const auto is_same = [&](int64_t t) { return static_cast<bool>(same[static_cast<size_t>(t)]); };
+  const auto check = [&](const char* name, int64_t columns, const auto& g, const auto& w, double bound) {
+    const double error = relative_error(
+        c.T * columns, [&](int64_t i) { return is_same(i / columns) ? static_cast<double>(g(i)) : 0.0; },
+        [&](int64_t i) { return is_same(i / columns) ? static_cast<double>(w(i)) : 0.0; });
+    ASSERT_LE(error, bound) << name;
+  };
+  for (int64_t t = 0; t < c.T; ++t) {
+    const double g = got.lse[t];
+    const double w = want.lse[t];
+    const bool both = (std::isnan(g) && std::isnan(w)) || g == w || std::abs(g - w) <= kBound * (1 + std::abs(w));
+    ASSERT_TRUE(both) << "lse of token " << t << ": " << g << " and " << w;
+  }
+  if (c.form == Form::aux || c.form == Form::compact) {
+    check(
+        "weights", c.K, [&](int64_t i) { return got.weights[i]; }, [&](int64_t i) { return want.weights[i]; }, kBound);
+  }
+  if (c.form == Form::aux) {
+    check("aux_scores", c.E, [&](int64_t i) { return got.aux[i]; }, [&](int64_t i) { return want.aux[i]; }, kBound);
+    return;
+  }
+  for (int64_t i = 0; i < got.score_sum.size(); ++i) {
+    const double g = got.score_sum[i];
+    const double w = want.score_sum[i];
+    const bool both = (std::isnan(g) && std::isnan(w)) || std::abs(g - w) <= 2 * kBound * std::abs(w) + 1e-30;
+    ASSERT_TRUE(both) << "score_sum[" << i << "]: " << g << " and " << w;
+  }
+  if (c.form == Form::compact) return;
+  check(
+      "probs", c.E, [&](int64_t i) { return got.probs.get(i); }, [&](int64_t i) { return want.probs.get(i); },
+      kBound + rounding(c.dtype));
+  const auto exact = [&](const char* name, int64_t columns, const auto& g, const auto& w) {
+    for (int64_t i = 0; i < c.T * columns; ++i) {
+      ASSERT_TRUE(!is_same(i / columns) || g[i] == w[i]) << name << " at " << i;
+    }
+  };
+  if (c.form == Form::bytes) exact("byte map", c.E, got.bytes, want.bytes);
+  if (c.form == Form::bits) exact("bit map", (c.E + 7) / 8, got.bits, want.bits);
+  if (c.form == Form::int16) exact("int16", c.K, got.i16, want.i16);
+  if (c.form == Form::int32) exact("int32", c.K, got.i32, want.i32);
+  if (c.form == Form::int64) exact("int64", c.K, got.i64, want.i64);
+}
+
+ab_router_backward_args backward_args(const Case& c, const Inputs& in, const Outputs& out) {
+  ab_router_backward_args args{};
+  args.size = sizeof(args);
+  args.topk = c.K;
+  args.score_function = c.score_function;
+  args.normalize = c.normalize;
+  args.scaling_factor = 1.5f;
+  args.logits = in.logits.view();
+  args.experts = out.experts.view();
+  args.token_mask = c.mask ? in.mask.view() : nullptr;
+  return args;
+}
+
+// Gradients under the selection in `out`, on both backends.
+void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  const auto fill = [&](Tensor<float>& tensor) {
+    for (float& value : tensor.values()) value = normal(random);
+  };
+  Tensor<float> d_weights({c.T, c.K});
+  Floats d_probs({c.T, c.E}, c.dtype);
+  Tensor<float> d_score_sum(c.sequences == 1 ? std::vector<int64_t>{c.E} : std::vector<int64_t>{c.sequences, c.E});
+  Tensor<float> d_aux({c.T, c.E});
+  Tensor<float> d_lse({c.T});
+  fill(d_weights);
+  fill(d_score_sum);
+  fill(d_aux);
+  fill(d_lse);
+  for (int64_t i = 0; i < d_probs.size(); ++i) d_probs.set(i, normal(random));
+  for (int which = 0; which < 6; ++which) {
+    ab_router_backward_args args = backward_args(c, in, out);
+    const bool is_softmax = c.score_function == AB_SOFTMAX;
+    if (which == 0 || which == 5) args.d_weights = d_weights.view();
+    if (which == 1) args.d_probs = d_probs.view();
+    if (which == 2 || which == 5) args.d_score_sum = d_score_sum.view();
+    if (which == 3) args.d_aux_scores = d_aux.view();
+    if (which == 4 || which == 5) args.d_lse = d_lse.view();
+    const bool weighted = args.d_weights != nullptr || args.d_probs != nullptr;
+    if (!weighted) args.experts = nullptr;
+    if (!weighted) args.scaling_factor = 1.0f;
+    if (seed % 2 == 0 && (args.d_lse != nullptr || is_softmax)) args.lse = out.lse.view();
+    Floats want({c.T, c.E}, c.dtype);
+    Floats got({c.T, c.E}, c.dtype);
+    args.d_logits = want.view();
+    EXPECT_OK(call(ab_router_backward, ab_router_backward_workspace, args));
+    args.d_logits = got.view();
+    Mirrors mirrors;
+    for (const ab_tensor** tensor :
+         {&args.logits, &args.experts, &args.token_mask, &args.lse, &args.d_weights, &args.d_probs, &args.d_score_sum,
+          &args.d_aux_scores, &args.d_lse, &args.d_logits}) {
+      *tensor = mirrors.add(*tensor);
+    }
+    EXPECT_OK(ab_cuda_router_backward(&args, nullptr));
+    mirrors.fetch();
+    const double error =
+        relative_error(got.size(), [&](int64_t i) { return got.get(i); }, [&](int64_t i) { return want.get(i); });
+    double largest = 0.0;
+    for (int64_t i = 0; i < want.size(); ++i) largest = std::max<double>(largest, std::abs(want.get(i)));
+    if (largest < kBound) {  // a gradient that is zero but for rounding
+      for (int64_t i = 0; i < got.size(); ++i) {
+        ASSERT_TRUE(std::abs(got.get(i) - want.get(i)) <= kBound ||
+                    (std::isnan(got.get(i)) && std::isnan(want.get(i))));
+      }
+      continue;
+    }
+    ASSERT_LE(error, 2 * kBound + rounding(c.dtype)) << "d_logits of cotangent " << which;
+  }
+}
+
+void check(const Case& c, unsigned seed = 1) {
+  SCOPED_TRACE(::testing::Message() << c);
+  const Inputs in(c, seed);
+  const Outputs want(c);
+  EXPECT_OK(call(ab_router_forward, ab_router_forward_workspace, forward_args(c, in, want)));
+  const Outputs got(c);
+  run_on_device(c, in, got);
+  if (::testing::Test::HasFatalFailure()) return;
+  compare(c, got, want);
+  if (::testing::Test::HasFatalFailure()) return;
+  const Outputs again(c);
+  run_on_device(c, in, again);
+  const auto same_bits = [](const auto& a, const auto& b) {
+    return std::memcmp(a.values().data(), b.values().data(), a.values().size() * sizeof(a.values()[0])) == 0;
+  };
+  ASSERT_TRUE(same_bits(got.experts, again.experts) && same_bits(got.weights, again.weights) &&
+              same_bits(got.score_sum, again.score_sum) && same_bits(got.lse, again.lse))
+      << "another run gave other bits";
+  compare_gradients(c, in, got, seed);
+}
+
+class RouterCuda : public CudaTest {};
+
+TEST_F(RouterCuda, EveryWidth) {
+  unsigned seed = 0;
+  for (const int64_t E :
+       {1, 3, 8, 9, 16, 32, 33, 64, 72, 96, 128, 130, 160, 192, 256, 384, 512, 768, 1000, 1024, 1032, 2304}) {
+    for (const int64_t T : {1, 7, 70, 2500}) {
+      if (T == 2500 && E > 600) continue;
+      for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+        Case c{T, E, static_cast<int32_t>(std::min<int64_t>(E, 1 + ++seed % 10)), dtype};
+        c.score_function = static_cast<int32_t>(seed % 3);
+        c.normalize = static_cast<int32_t>(seed / 3 % 2);
+        c.bias = seed % 4 == 1;
+        c.mask = seed % 5 == 2;
+        c.form = static_cast<Form>(seed % 7);
+        check(c, seed);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(RouterCuda, EveryOption) {
+  unsigned seed = 100;
+  for (const int32_t score_function : {AB_SOFTMAX, AB_SIGMOID, AB_SQRTSOFTPLUS}) {
+    for (const int32_t normalize : {0, 1}) {
+      for (const bool bias : {false, true}) {
+        for (const int groups : {0, 4, 8}) {
+          for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+            for (const int64_t E : {64, 256}) {
+              Case c{300, E, 8, dtype, score_function, normalize};
+              c.num_groups = groups;
+              c.group_topk = groups / 2 * (groups == 4 ? 2 : 1);
+              c.bias = bias;
+              c.mask = seed % 2 == 0;
+              c.form = static_cast<Form>(++seed % 7);
+              c.T = E == 64 ? 300 : 2200;
+              check(c, seed);
+              if (HasFatalFailure()) return;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(RouterCuda, EveryTopk) {
+  unsigned seed = 200;
+  for (const int64_t E : {8, 64, 512, 1100}) {
+    for (const int32_t K : {1, 2, 7, 8, 9, 16, 17, 32, 36, 64, 65, 200, 512}) {
+      if (K > E) continue;
+      Case c{40, E, K, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16};
+      c.score_function = static_cast<int32_t>(seed % 3);
+      c.bias = seed % 4 == 0;
+      c.form = static_cast<Form>(seed % 7);
+      check(c, seed);
+      if (HasFatalFailure()) return;
+    }
+    Case c{40, E, static_cast<int32_t>(E)};
+    check(c);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(RouterCuda, TiesInfinitiesAndNan) {
+  unsigned seed = 300;
+  for (const int64_t E : {8, 40, 128, 256, 1100}) {
+    for (const int32_t score_function : {AB_SOFTMAX, AB_SIGMOID, AB_SQRTSOFTPLUS}) {
+      for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+        for (const int64_t T : {60, 2100}) {
+          if (T > 100 && E > 256) continue;
+          Case c{T, E, 4, dtype, score_function, static_cast<int32_t>(++seed % 2)};
+          c.specials = true;
+          c.form = static_cast<Form>(seed % 7);
+          c.scale = seed % 3 == 0 ? 40.0f : 1.0f;
+          check(c, seed);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(RouterCuda, ReplayMasksAndSequences) {
+  unsigned seed = 400;
+  for (const int64_t E : {3, 64, 384, 1500}) {
+    for (const bool forced : {false, true}) {
+      for (const int64_t sequences : {1, 3, 600}) {
+        Case c{600, E, 3, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16};
+        c.score_function = static_cast<int32_t>(seed % 3);
+        c.forced = forced;
+        c.mask = true;
+        c.sequences = sequences;
+        check(c, seed);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(RouterCuda, NoTokens) {
+  Case c{0, 64, 8};
+  const Inputs in(c);
+  const Outputs got(c);
+  run_on_device(c, in, got);
+  for (int64_t e = 0; e < c.E; ++e) {
+    EXPECT_EQ(got.counts[e], 0);
+    EXPECT_EQ(got.score_sum[e], 0.0f);
+  }
+}
+
+TEST_F(RouterCuda, BadArgumentsAreRefused) {
+  Case c{8, 64, 8};
+  const Inputs in(c);
+  const Outputs out(c);
+  Mirrors mirrors;
+  ab_router_forward_args args = on_device(forward_args(c, in, out), &mirrors);
+  args.topk = 65;
+  EXPECT_REFUSED(ab_cuda_router_forward(&args, nullptr), AB_INVALID_ARGUMENT, "topk: got 65");
+  const Tensor<float> logits({1, 16384});
+  ab_router_forward_args too_wide{};
+  too_wide.size = sizeof(too_wide);
+  too_wide.topk = 8;
+  too_wide.normalize = 1;
+  too_wide.scaling_factor = 1.0f;
+  too_wide.logits = logits.view();
+  const Tensor<float> lse({1});
+  too_wide.lse = lse.view();
+  EXPECT_REFUSED(ab_cuda_router_forward(&too_wide, nullptr), AB_UNSUPPORTED, "16384 experts");
+  Case many{4096, 64, 8};
+  const Inputs many_in(many);
+  const Outputs many_out(many);
+  args = on_device(forward_args(many, many_in, many_out), &mirrors);
+  EXPECT_REFUSED(ab_cuda_router_forward(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
+}
+
+TEST_F(RouterCuda, ReplaysInAGraph) {
+  Case c{4096, 128, 8, AB_BFLOAT16};
+  const Inputs in(c);
+  const Outputs direct(c);
+  run_on_device(c, in, direct);
+  const Outputs replayed(c);
+  Mirrors mirrors;
+  const ab_router_forward_args args = on_device(forward_args(c, in, replayed), &mirrors);
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_router_forward_workspace(&args, nullptr, &bytes));
+  DeviceWorkspace workspace(bytes);
+  cudaStream_t stream;
+  EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  workspace.exec().stream = stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  EXPECT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  EXPECT_OK(ab_cuda_router_forward(&args, &workspace.exec()));
+  EXPECT_CUDA(cudaStreamEndCapture(stream, &graph));
+  EXPECT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+  for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaGraphLaunch(executable, stream));
+  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  mirrors.fetch();
+  EXPECT_EQ(replayed.experts.values(), direct.experts.values());
+  EXPECT_EQ(replayed.counts.values(), direct.counts.values());
+  EXPECT_EQ(std::memcmp(replayed.score_sum.values().data(), direct.score_sum.values().data(), 4 * 128), 0);
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+// T * E past 2^31: the last tokens, whose logits alone are set, come out as if they stood alone.
+TEST_F(RouterCuda, MoreThanTwoToThe31Logits) {
+  constexpr int64_t T = (int64_t{1} << 31) / 512 + 5000;
+  constexpr int64_t E = 512;
+  constexpr int64_t kTail = 64;
+  size_t free_bytes = 0;
+  size_t total = 0;
+  EXPECT_CUDA(cudaMemGetInfo(&free_bytes, &total));
+  if (free_bytes < (size_t{12} << 30)) GTEST_SKIP() << "needs 12 GiB of device memory";
+  Case small{kTail, E, 8, AB_BFLOAT16};
+  const Inputs in(small);
+  const Outputs want(small);
+  run_on_device(small, in, want);
+
+  char* memory = nullptr;
+  const size_t row = E * 2;
+  EXPECT_CUDA(cudaMalloc(&memory, T * row));
+  EXPECT_CUDA(cudaMemset(memory, 0, T * row));
+  EXPECT_CUDA(cudaMemcpy(memory + (T - kTail) * row, in.logits.view()->data, kTail * row, cudaMemcpyHostToDevice));
+  char* experts = nullptr;
+  EXPECT_CUDA(cudaMalloc(&experts, T * 8 * 4));
+  char* d_logits = nullptr;
+  EXPECT_CUDA(cudaMalloc(&d_logits, T * row));
+  ab_tensor logits_view{memory, AB_BFLOAT16, 2, {T, E}, nullptr};
+  ab_tensor experts_view{experts, AB_INT32, 2, {T, 8}, nullptr};
+  ab_tensor d_view{d_logits, AB_BFLOAT16, 2, {T, E}, nullptr};
+  ab_router_forward_args args{};
+  args.size = sizeof(args);
+  args.topk = 8;
+  args.normalize = 1;
+  args.scaling_factor = 1.0f;
+  args.logits = &logits_view;
+  args.experts = &experts_view;
+  EXPECT_OK(ab_cuda_router_forward(&args, nullptr));
+  Tensor<int32_t> tail({kTail, 8});
+  EXPECT_CUDA(cudaMemcpy(tail.values().data(), experts + (T - kTail) * 32, kTail * 32, cudaMemcpyDeviceToHost));
+  EXPECT_EQ(tail.values(), want.experts.values());
+
+  // Raw softmax: d_logits of the last row sums to zero and is finite.
+  ab_tensor d_weights_view{experts, AB_FLOAT32, 2, {T, 8}, nullptr};  // any finite numbers: small integers' bits
+  ab_router_backward_args back{};
+  back.size = sizeof(back);
+  back.topk = 8;
+  back.scaling_factor = 1.0f;
+  back.logits = &logits_view;
+  back.experts = &experts_view;
+  back.d_weights = &d_weights_view;
+  back.d_logits = &d_view;
+  EXPECT_CUDA(cudaMemset(d_logits, 0xff, T * row));
+  EXPECT_OK(ab_cuda_router_backward(&back, nullptr));
+  std::vector<uint16_t> last(E);
+  EXPECT_CUDA(cudaMemcpy(last.data(), d_logits + (T - 1) * row, row, cudaMemcpyDeviceToHost));
+  for (const uint16_t bits : last) EXPECT_TRUE(std::isfinite(from_bf16(bits)));
+  cudaFree(memory);
+  cudaFree(experts);
+  cudaFree(d_logits);
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -25,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("operation", nargs="?", choices=[*OPERATIONS, "all"], default="all")
     bench.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
     bench.add_argument("--quick", action="store_true", help="fewer repeats and only the first shape of each table")
+    bench.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the router and the plan on a GPU, through C"
+    )
     bench.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
 
     options = parser.parse_args(argv)
@@ -34,8 +37,14 @@ def main(argv: list[str] | None = None) -> int:
         return command.run(as_json=options.json)
     from anabranch import bench as command_bench
 
+    if options.device == "cuda":
+        if options.operation not in ("all", "router"):
+            parser.error(f"operation: got {options.operation} on cuda, expected router (the others run on the CPU)")
+        operations = ["cuda_router"]
+    else:
+        operations = list(OPERATIONS) if options.operation == "all" else [options.operation]
     return command_bench.run(
-        list(OPERATIONS) if options.operation == "all" else [options.operation],
+        operations,
         dtypes=options.dtype or ["float32", "bfloat16"],
         quick=options.quick,
         json_file=options.json,

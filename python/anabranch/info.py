@@ -60,8 +60,8 @@ def collect() -> dict[str, str]:
     facts |= _cuda()
     facts |= {package: _version(package) for package in ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch")}
     facts |= _jax_backends()
-    environment = [f"{n}={os.environ[n]}" for n in ("ANABRANCH_LIBRARY", "ANABRANCH_CUDA_LIBRARY", "ANABRANCH_ISA") if n in os.environ]
-    environment += [f"{n}={os.environ[n]}" for n in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if n in os.environ]
+    settings = ("ANABRANCH_LIBRARY", "ANABRANCH_CUDA_LIBRARY", "ANABRANCH_ISA", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    environment = [f"{name}={os.environ[name]}" for name in settings if name in os.environ]
     facts["environment"] = ", ".join(environment) or "no setting of ours"
     return facts
 

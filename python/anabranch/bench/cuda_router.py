@@ -9,9 +9,10 @@ from anabranch.bench import c_call
 from anabranch.bench.gpu import copies_past_cache, copy_rate, seconds_of_each, torch_with_gpu
 
 CAPTION = (
-    "microseconds a call, median; dense: probabilities and byte map; compact: weights, experts, counts, score_sum, lse;\n"
-    "floor: the bytes of dense, or of reading the logits, at the rate of a copy in this run; d: backward, from the\n"
-    "cotangents of dense probabilities and of compact weights"
+    "microseconds a call, median of graph replays. dense: probabilities and byte map; compact: weights, experts,\n"
+    "counts, score_sum, lse; loss: compact and the balance loss with its gradient; d: backward, from the cotangents\n"
+    "of dense probabilities and of compact weights; floor: the bytes of dense, or of reading the logits, at the rate\n"
+    "of a copy in this run"
 )
 
 
@@ -117,9 +118,9 @@ def router_calls(row: Row, T: int, dtype: str, seed: int = 0) -> dict[str, Calla
     if row.score_function == "softmax":
         backward["lse"] = lse
     d_probs = normal(T, E, kind=float_type)
-    d_weights = normal(T, K)
     calls["d dense"] = _call("ab_cuda_router_backward", options, _BACKWARD, backward | {"d_probs": d_probs}, False)
-    calls["d compact"] = _call("ab_cuda_router_backward", options, _BACKWARD, backward | {"d_weights": d_weights}, False)
+    backward["d_weights"] = normal(T, K)
+    calls["d compact"] = _call("ab_cuda_router_backward", options, _BACKWARD, backward, False)
     return calls
 
 
@@ -162,4 +163,5 @@ def rows(*, dtypes: list[str], quick: bool) -> Iterator[dict[str, Any]]:
     for T, E, K in [(32768, 128, 8), (65536, 256, 8)]:
         for skewed in (False, True):
             seconds = seconds_of_each([plan_call(T, E, K, skewed, seed) for seed in range(8)])
-            yield {"T": T, "E": E, "K": K, "score": "plan, " + ("skewed" if skewed else "uniform"), "plan": 1e6 * seconds}
+            name = "plan, " + ("skewed" if skewed else "uniform")
+            yield {"T": T, "E": E, "K": K, "score": name, "plan": 1e6 * seconds}

@@ -66,9 +66,7 @@ _BACKWARD = (
 
 
 def _c_call(function: str, options: list[str], tensors: str, values: Mapping[str, Any]) -> Callable[[], None]:
-    return c_call.call(
-        _library.load(), function, [(name, ctypes.c_int32) for name in options], tensors.split(), values
-    )
+    return c_call.call(_library.load(), function, [(name, ctypes.c_int32) for name in options], tensors.split(), values)
 
 
 def c_calls(p: Problem, topk: int) -> Calls:

@@ -29,8 +29,7 @@ class Plan(NamedTuple):
     group_sizes: jax.Array
     """int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R."""
     offsets: jax.Array
-    """int32[E + 1]: the first row of every expert's group, and the end of the last; with one destination the running sum
-    of group_sizes."""
+    """int32[E + 1]: the first row of every expert's group, and the end of the last."""
     row_of_slot: jax.Array
     """int32[..., K]: -1 where a slot has no row."""
     slot_of_row: jax.Array
@@ -128,9 +127,9 @@ def plan(
       align_size: every expert's group of rows is rounded up to a multiple of it; 0 or 1: no padding.
       num_rows: R, a multiple of align_size. Slots past it are dropped and counted. Default: `num_rows_needed`, with
         which nothing is dropped.
-      num_destinations: P, a divisor of E. Rows are P regions of R/P, one for each destination of an exchange, which owns
-        E/P neighbouring experts: its groups start at its first row and are clipped to it. The default R then holds
-        every slot in any region.
+      num_destinations: P, a divisor of E. Rows are P regions of R/P, one for each destination of an exchange, which
+        owns E/P neighbouring experts: its groups start at its first row and are clipped to it. The default R then
+        holds every slot in any region.
 
     Returns:
       A `Plan` of integer arrays, exact and the same on every run. It carries no gradient.

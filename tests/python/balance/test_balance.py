@@ -11,6 +11,8 @@ from anabranch.jax import fused_moe_aux_loss, load_balance_loss, route, z_loss
 from anabranch.reference import balance as reference
 from oracle import assert_close
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 # Float32: 2e-6 for a sum over experts and a product of four factors.
 BOUND = 2e-6
 

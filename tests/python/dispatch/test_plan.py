@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from anabranch.jax import Plan, plan
 from anabranch.reference import dispatch as reference
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 
 def assert_same_plan(got, want):
     for name, ours, theirs in zip(Plan._fields, got, want, strict=True):

@@ -20,7 +20,8 @@ PER_EXPERT = 4 * BOUND
 # A result in another dtype is rounded once: half an ulp; float16's denormals lose more.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
-# A weight of a single expert has no gradient; the oracle's float64 leaves rounding of that size.
+# A weight of a single expert has no gradient; the oracle's float64 leaves rounding of that size. So does the CPU, which
+# divides before it subtracts; a GPU's float32 leaves rounding of the terms.
 FLOAT64_ZERO = 1e-14
 
 GROUPS = {"num_groups": 8, "group_topk": 4}
@@ -96,7 +97,8 @@ def check(z, topk, per_expert=True, each=True, **options):
         d_want = reference.route_backward(z, topk, *given, **options, **selected)
         assert got.dtype == z.dtype
         if np.abs(d_want).max(initial=0.0) < FLOAT64_ZERO:
-            assert np.abs(np.asarray(got, np.float64)).max(initial=0.0) < FLOAT64_ZERO, f"d_logits from {name}"
+            zero = FLOAT64_ZERO if next(iter(got.devices())).platform == "cpu" else BOUND
+            assert np.abs(np.asarray(got, np.float64)).max(initial=0.0) < zero, f"d_logits from {name}"
             continue
         assert_close(got, d_want, BOUND + rounding, f"d_logits from {name}")
         if per_expert:

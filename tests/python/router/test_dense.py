@@ -15,6 +15,8 @@ from anabranch.jax import (
 from anabranch.reference import router as reference
 from oracle import assert_close, assert_close_per_expert
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 CASES = [
     {"score_function": "softmax"},
     {"score_function": "softmax", "use_pre_softmax": True, "scaling_factor": 0.5},

@@ -4,12 +4,15 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import BOUND, DTYPES, ROUNDING, check_selection
 from hypothesis import strategies as st
 
 from anabranch.jax import route
 from anabranch.reference import router as reference
 from oracle import assert_close
+
+pytestmark = pytest.mark.usefixtures("platform")
 
 
 @st.composite

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from cases import GROUPS, check, logits
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
 

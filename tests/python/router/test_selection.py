@@ -7,6 +7,8 @@ import pytest
 from anabranch.jax import route
 from anabranch.reference import router as reference
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 INF, NAN = np.inf, np.nan
 
 

@@ -14,6 +14,8 @@ from anabranch.jax.router import RouterResiduals, route_backward, router_options
 from anabranch.reference import router as reference
 from oracle import assert_close
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 OPTIONS = {"score_function": "sigmoid", "scaling_factor": 1.5}
 
 

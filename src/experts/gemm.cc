@@ -63,7 +63,12 @@ class Bf16Product {
       operations.append_sum(1.0f);
       attributes.set_post_ops(operations);
     }
+#if DNNL_VERSION_MAJOR >= 3
     const dnnl::matmul::primitive_desc description(cpu(), a_.get_desc(), b_.get_desc(), c_.get_desc(), attributes);
+#else
+    const dnnl::matmul::desc operation(a_.get_desc(), b_.get_desc(), c_.get_desc());
+    const dnnl::matmul::primitive_desc description(operation, attributes, cpu());
+#endif
     product_ = dnnl::matmul(description);
     scratchpad_ = dnnl::memory(description.scratchpad_desc(), cpu(), nullptr);
   }

@@ -6,11 +6,13 @@ JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
-.PHONY: help demo test test-cpp test-sanitizers test-python lint format bench docs-check clean
+.PHONY: help demo test test-cpp test-sanitizers test-python test-gpu bench-gpu lint format bench docs-check clean
 
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
 	@echo "make test    set up, build, run the C, C++ and Python tests and the sanitizer builds"
+	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer"
+	@echo "make bench-gpu  the CUDA kernels beside the rate of a copy (needs torch with CUDA); ARGS='--json out.json'"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
 	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"
 	@echo "make format  format C++ and Python"
@@ -33,7 +35,7 @@ define cpp_tests
 endef
 
 test-cpp:
-	$(call cpp_tests,tests,)
+	$(call cpp_tests,tests,-DCMAKE_CUDA_ARCHITECTURES=90-real)
 
 test-sanitizers:
 	$(call cpp_tests,asan,-DANABRANCH_SANITIZE=address$(comma)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo,\
@@ -42,6 +44,14 @@ test-sanitizers:
 
 test-python:
 	$(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
+
+test-gpu:
+	$(SETUP) gpu
+	VENV="$(VENV)" scripts/test-gpu
+
+bench-gpu:
+	$(SETUP) gpu
+	$(BIN)/python -m anabranch bench --device cuda $(ARGS)
 
 lint:
 	$(SETUP) lint

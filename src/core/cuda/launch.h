@@ -23,6 +23,14 @@ struct Launch {
   bool overlaps_previous = false;
 };
 
+// Whether the current device knows how (compute capability 9.0).
+inline bool can_overlap() {
+  int device = 0;
+  int major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+}
+
 template <class... Parameters, class... Arguments>
 ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& shape, const Arguments&... arguments) {
   if (shape.blocks == 0) return ok();
@@ -45,7 +53,7 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = shape.stream;
   config.attrs = &overlap;
-  config.numAttrs = shape.overlaps_previous ? 1 : 0;
+  config.numAttrs = shape.overlaps_previous && can_overlap() ? 1 : 0;
   const cudaError_t failure = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (failure != cudaSuccess) {
     cudaGetLastError();

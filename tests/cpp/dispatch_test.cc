@@ -469,6 +469,29 @@ TEST(SortChunks, PermutesWhateverTheSizesAndIndices) {
   }
 }
 
+TEST(Plan, TakesABitMapAsAByteMap) {
+  constexpr int64_t T = 70;
+  for (const int64_t E : {1, 8, 13, 64}) {
+    std::mt19937 random(7);
+    Tensor<uint8_t> bytes({T, E}, AB_BOOL);
+    Tensor<uint8_t> bits({T, (E + 7) / 8}, std::vector<uint8_t>(static_cast<size_t>(T * ((E + 7) / 8))));
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t e = 0; e < E; ++e) {
+        const bool routed = random() % 4 == 0;
+        bytes[t * E + e] = routed ? 1 : 0;
+        uint8_t& byte = bits[t * ((E + 7) / 8) + e / 8];
+        byte = static_cast<uint8_t>(byte | (routed ? 1u : 0u) << (e % 8));
+      }
+    }
+    const int64_t R = T * E / 2 / 4 * 4;
+    const Plan from_bytes(T, E, E, R);
+    const Plan from_bits(T, E, E, R);
+    EXPECT_OK(call(ab_plan, ab_plan_workspace, plan_args(nullptr, &bytes, E, 4, from_bytes)));
+    EXPECT_OK(call(ab_plan, ab_plan_workspace, plan_args(nullptr, &bits, E, 4, from_bits)));
+    EXPECT_EQ(from_bits.values(), from_bytes.values());
+  }
+}
+
 TEST(Plan, RefusesWhatDoesNotFit) {
   const Tensor<int32_t> experts({4, 2}, indices(8, 0, 2, 1));
   const Tensor<uint8_t> routed({4, 3}, std::vector<uint8_t>(12), AB_BOOL);
@@ -482,6 +505,16 @@ TEST(Plan, RefusesWhatDoesNotFit) {
   refused("ab_plan_args: got size 3", [](ab_plan_args* args) { args->size = 3; });
   refused("num_experts: got 0, expected at least 1", [](ab_plan_args* args) { args->num_experts = 0; });
   refused("align_size: got -1, expected at least 0", [](ab_plan_args* args) { args->align_size = -1; });
+  refused("num_destinations: got 2, expected a divisor of 3 experts",
+          [](ab_plan_args* args) { args->num_destinations = 2; });
+  refused("num_destinations: got -1", [](ab_plan_args* args) { args->num_destinations = -1; });
+  refused("slot_of_row: got 8 rows, expected a multiple of align_size 1 for each destination",
+          [](ab_plan_args* args) { args->num_destinations = 3; });
+  const Tensor<uint8_t> bits({4, 2}, std::vector<uint8_t>(8));
+  refused("routing_map: got uint8 (2) [4, 2], expected bool or uint8 [T, ceil(E/8)=1]", [&](ab_plan_args* args) {
+    args->experts = nullptr;
+    args->routing_map = bits.view();
+  });
   refused("slot_of_row: got 8 rows, expected a multiple of align_size 3",
           [](ab_plan_args* args) { args->align_size = 3; });
   refused("experts: got neither it nor routing_map", [](ab_plan_args* args) { args->experts = nullptr; });

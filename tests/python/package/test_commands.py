@@ -30,7 +30,7 @@ def test_info_names_what_it_found():
     assert facts["cpu backend"] == "available"
     assert facts["library isa"] in ("baseline", "avx2", "avx512")
     assert int(facts["library threads"]) >= 1
-    assert facts["cuda backend"].startswith("missing: ")
+    assert facts["cuda backend"] == "available" or facts["cuda backend"].startswith(("missing: ", "unusable: "))
     assert re.fullmatch(r"\d+\.\d+\.\d+|none", facts["library onednn"])
     assert "cpu:0" in facts["jax devices"]
 

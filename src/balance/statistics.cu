@@ -47,7 +47,7 @@ ab_status add_partials(const TokenTiles& tiles, int64_t E, const Partials& parti
   if (counts == nullptr && sums == nullptr) return ok();
   if (tiles.blocks_per_sequence == 1) return ok();
   const int64_t strips = (E + kWarp - 1) / kWarp;
-  return launch("router statistics", add_kernel, {tiles.sequences * strips, kWarps * kWarp, 0, stream, true}, partials,
+  return launch("statistics", add_kernel, {tiles.sequences * strips, kWarps * kWarp, 0, stream, true}, partials,
                 tiles.blocks_per_sequence, E, strips, counts, sums);
 }
 

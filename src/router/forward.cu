@@ -40,8 +40,8 @@ SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int w
   return s;
 }
 
-// A warp a token, for any number of experts that shared memory holds. The keys' place also takes the warp's sums, so
-// auxiliary scores are summed into `groups`' neighbour: see lay_out_wide.
+// A warp a token, for any number of experts that shared memory holds. The selection uses the keys' place, which takes
+// the warp's sums at the end, so auxiliary scores are summed at sums_offset of the warp's piece meanwhile.
 __global__ void __launch_bounds__(kWarps* kWarp) route_wide(const __grid_constant__ Call call, int sums_offset) {
   extern __shared__ char shared[];
   const RouterForward& op = call.op;
@@ -132,15 +132,15 @@ bool groups_fit(const RouterForward& op, const RouteVariant& v) {
 }
 
 // How a checked call is launched.
-struct Plan {
+struct RouteLaunch {
   Call call{};
   void (*kernel)(Call) = nullptr;  // nullptr: route_wide
   int warps = kWarps;
   int sums_offset = 0;  // of route_wide
 };
 
-ab_status make_plan(const RouterForward& op, void* workspace, Plan* plan, size_t* workspace_bytes) {
-  Call& call = plan->call;
+ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch, size_t* workspace_bytes) {
+  Call& call = launch->call;
   call.op = op;
   call.selection = selection_of(op);
   if (op.E > AB_CUDA_MAX_EXPERTS) {
@@ -152,7 +152,7 @@ ab_status make_plan(const RouterForward& op, void* workspace, Plan* plan, size_t
     const RouteVariant v = choose_variant(op);
     const bool grouped = op.num_groups > 0 && op.wants_selection;
     call.only_exact = op.K > kLongList || (grouped && !groups_fit(op, v));
-    plan->kernel = grouped && !call.only_exact ? v.grouped : op.K <= kShortList ? v.short_list : v.long_list;
+    launch->kernel = grouped && !call.only_exact ? v.grouped : op.K <= kShortList ? v.short_list : v.long_list;
     call.vectors = rows_are_vectors(op.logits, op.E, dtype_size(op.logits_dtype));
     call.exact_keys = op.logits_dtype != AB_FLOAT32 && !call.selection.by_score;
     call.shared = lay_out_shared(op, v.lanes, v.items, kWarps);
@@ -160,17 +160,17 @@ ab_status make_plan(const RouterForward& op, void* workspace, Plan* plan, size_t
   } else {
     constexpr int kSharedBytes = 200 << 10;
     do {
-      call.shared = lay_out_shared(op, kWarp, static_cast<int>((op.E + kWarp - 1) / kWarp), plan->warps);
-      plan->sums_offset = call.shared.warp;
+      call.shared = lay_out_shared(op, kWarp, static_cast<int>((op.E + kWarp - 1) / kWarp), launch->warps);
+      launch->sums_offset = call.shared.warp;
       call.shared.warp += op.score_sum != nullptr ? (static_cast<int>(op.E) * 4 + 15) / 16 * 16 : 0;
-      call.shared.total = call.shared.first_warp + plan->warps * call.shared.warp;
-    } while (call.shared.total > kSharedBytes && (plan->warps /= 2) > 0);
-    if (plan->warps == 0) {
+      call.shared.total = call.shared.first_warp + launch->warps * call.shared.warp;
+    } while (call.shared.total > kSharedBytes && (launch->warps /= 2) > 0);
+    if (launch->warps == 0) {
       return error(AB_UNSUPPORTED, "logits: got %lld experts with topk %d, which shared memory cannot hold on CUDA",
                    static_cast<long long>(op.E), op.K);
     }
   }
-  call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(plan->warps) * tokens);
+  call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(launch->warps) * tokens);
   *workspace_bytes = place_partials(call.tiles, op.E, op.tokens_per_expert, op.score_sum, workspace, &call.partials);
   return ok();
 }
@@ -185,26 +185,26 @@ extern "C" {
 ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, const ab_exec*, size_t* bytes) {
   RouterForward op;
   AB_RETURN_IF_ERROR(check_router_forward(args, &op));
-  cuda::Plan plan;
-  return cuda::make_plan(op, nullptr, &plan, bytes);
+  cuda::RouteLaunch route;
+  return cuda::prepare(op, nullptr, &route, bytes);
 }
 
 ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_exec* exec) {
   RouterForward op;
   AB_RETURN_IF_ERROR(check_router_forward(args, &op));
-  cuda::Plan plan;
+  cuda::RouteLaunch route;
   size_t bytes = 0;
-  AB_RETURN_IF_ERROR(cuda::make_plan(op, exec == nullptr ? nullptr : exec->workspace, &plan, &bytes));
+  AB_RETURN_IF_ERROR(cuda::prepare(op, exec == nullptr ? nullptr : exec->workspace, &route, &bytes));
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
-  const cuda::Launch shape{plan.call.tiles.count(), plan.warps * cuda::kWarp,
-                           static_cast<size_t>(plan.call.shared.total), stream};
-  if (plan.kernel != nullptr) {
-    AB_RETURN_IF_ERROR(cuda::launch("router forward", plan.kernel, shape, plan.call));
+  const cuda::Launch shape{route.call.tiles.count(), route.warps * cuda::kWarp,
+                           static_cast<size_t>(route.call.shared.total), stream};
+  if (route.kernel != nullptr) {
+    AB_RETURN_IF_ERROR(cuda::launch("router forward", route.kernel, shape, route.call));
   } else {
-    AB_RETURN_IF_ERROR(cuda::launch("router forward", cuda::route_wide, shape, plan.call, plan.sums_offset));
+    AB_RETURN_IF_ERROR(cuda::launch("router forward", cuda::route_wide, shape, route.call, route.sums_offset));
   }
-  return cuda::add_partials(plan.call.tiles, op.E, plan.call.partials, op.tokens_per_expert, op.score_sum, stream);
+  return cuda::add_partials(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum, stream);
 }
 
 }  // extern "C"

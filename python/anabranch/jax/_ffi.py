@@ -114,12 +114,12 @@ def call(
 
 
 def statistics_workspace(num_tokens: int, num_sequences: int, num_experts: int) -> int:
-    """Bytes for the statistics of each block of tokens on CUDA (src/balance/statistics.cuh): counts and sums."""
-    if num_tokens == 0:
-        return 0
-    steps = num_sequences * -(-num_tokens // (4 * num_sequences))
-    blocks = min(max(528, num_sequences), steps)
-    return 2 * (blocks * num_experts * 4 + 64)
+    """Bytes for the statistics of each block of tokens on CUDA (src/balance/statistics.cuh): counts and sums.
+
+    A block has at least one token, and there are at most 528 of them, or one a sequence.
+    """
+    blocks = min(max(528, num_sequences), num_tokens)
+    return 2 * (blocks * num_experts * 4 + 64) if blocks else 0
 
 
 def plan_workspace(num_slots: int, num_experts: int) -> int:

@@ -1,0 +1,149 @@
+// A routing to try: its options, its inputs (with ties, infinities and NaN where asked), and every output it may have.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <ostream>
+#include <random>
+
+#include "anabranch/router.h"
+#include "support.h"
+
+namespace anabranch::testing {
+namespace {
+
+uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+float from_bf16(uint16_t value) {
+  const uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+// A float tensor of float32 or bfloat16.
+struct Floats {
+  Floats(std::vector<int64_t> shape, int32_t type)
+      : dtype(type),
+        f32(type == AB_FLOAT32 ? shape : std::vector<int64_t>{0}),
+        b16(type == AB_BFLOAT16 ? shape : std::vector<int64_t>{0}) {}
+  const ab_tensor* view() const { return dtype == AB_FLOAT32 ? f32.view() : b16.view(); }
+  int64_t size() const { return dtype == AB_FLOAT32 ? f32.size() : b16.size(); }
+  float get(int64_t i) const { return dtype == AB_FLOAT32 ? f32[i] : from_bf16(b16[i]); }
+  void set(int64_t i, float value) {
+    if (dtype == AB_FLOAT32) {
+      f32[i] = value;
+    } else {
+      b16[i] = to_bf16(value);
+    }
+  }
+  int32_t dtype;
+  Tensor<float> f32;
+  Tensor<uint16_t> b16;
+};
+
+enum class Form { compact, bytes, bits, int16, int32, int64, aux };
+
+struct Case {
+  int64_t T = 64;
+  int64_t E = 64;
+  int32_t K = 8;
+  int32_t dtype = AB_FLOAT32;
+  int32_t score_function = AB_SOFTMAX;
+  int32_t normalize = 1;
+  int32_t num_groups = 0;
+  int32_t group_topk = 0;
+  bool bias = false;
+  bool mask = false;
+  bool forced = false;
+  bool specials = false;  // ties, infinities, NaN, -0
+  int64_t sequences = 1;
+  Form form = Form::compact;
+  float scale = 2.0f;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) {
+  return out << "T " << c.T << " E " << c.E << " K " << c.K << " dtype " << c.dtype << " score " << c.score_function
+             << " normalize " << c.normalize << " groups " << c.num_groups << "/" << c.group_topk << " bias " << c.bias
+             << " mask " << c.mask << " forced " << c.forced << " specials " << c.specials << " sequences "
+             << c.sequences << " form " << static_cast<int>(c.form);
+}
+
+struct Inputs {
+  explicit Inputs(const Case& c, unsigned seed = 1)
+      : logits({c.T, c.E}, c.dtype), bias({c.E}), mask({c.T}, AB_BOOL), forced({c.T, c.K}) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal(0.0f, c.scale);
+    for (int64_t i = 0; i < logits.size(); ++i) logits.set(i, normal(random));
+    for (int64_t e = 0; e < c.E; ++e) bias[e] = 0.05f * normal(random);
+    for (int64_t t = 0; t < c.T; ++t) mask[t] = random() % 5 != 0;
+    for (int64_t i = 0; i < forced.size(); ++i) {
+      forced[i] = static_cast<int32_t>(random() % static_cast<unsigned>(c.E + 4)) - 2;
+    }
+    if (!c.specials) return;
+    const float infinity = std::numeric_limits<float>::infinity();
+    for (int64_t i = 0; i < logits.size(); ++i) {
+      switch (random() % 12) {
+        case 0: logits.set(i, -infinity); break;
+        case 1: logits.set(i, -0.0f); break;
+        case 2: logits.set(i, 0.0f); break;
+        case 3: logits.set(i, 1.0f); break;
+        case 4: logits.set(i, std::round(logits.get(i))); break;
+        default: break;
+      }
+      if (random() % 400 == 0) logits.set(i, infinity);
+      if (random() % 400 == 0) logits.set(i, random() % 2 == 0 ? NAN : -NAN);
+      if (random() % 50 == 0) logits.set(i, 1e-41f);
+    }
+  }
+  Floats logits;
+  Tensor<float> bias;
+  Tensor<uint8_t> mask;
+  Tensor<int32_t> forced;
+};
+
+struct Outputs {
+  explicit Outputs(const Case& c)
+      : weights({c.T, c.K}),
+        experts({c.T, c.K}),
+        counts(c.sequences == 1 ? std::vector<int64_t>{c.E} : std::vector<int64_t>{c.sequences, c.E}),
+        score_sum(c.sequences == 1 ? std::vector<int64_t>{c.E} : std::vector<int64_t>{c.sequences, c.E}),
+        lse({c.T}),
+        probs({c.T, c.E}, c.dtype),
+        bytes({c.T, c.E}, AB_BOOL),
+        bits({c.T, (c.E + 7) / 8}),
+        i16({c.T, c.K}),
+        i32({c.T, c.K}),
+        i64({c.T, c.K}),
+        aux({c.T, c.E}) {}
+
+  const ab_tensor* map(Form form) const {
+    switch (form) {
+      case Form::bytes: return bytes.view();
+      case Form::bits: return bits.view();
+      case Form::int16: return i16.view();
+      case Form::int32: return i32.view();
+      case Form::int64: return i64.view();
+      default: return nullptr;
+    }
+  }
+
+  Tensor<float> weights;
+  Tensor<int32_t> experts;
+  Tensor<int32_t> counts;
+  Tensor<float> score_sum;
+  Tensor<float> lse;
+  Floats probs;
+  Tensor<uint8_t> bytes;
+  Tensor<uint8_t> bits;
+  Tensor<int16_t> i16;
+  Tensor<int32_t> i32;
+  Tensor<int64_t> i64;
+  Tensor<float> aux;
+};
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -11,6 +11,8 @@ constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) loss_kernel(const LoadBalanceLoss op) {
   __shared__ double sums[kThreads];
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   double sum = 0.0;
   for (int64_t i = threadIdx.x; i < op.B * op.E; i += kThreads) {
     const double N = op.num_tokens[i / op.E];
@@ -34,5 +36,5 @@ using namespace anabranch;
 extern "C" ab_status ab_cuda_load_balance_loss(const ab_load_balance_loss_args* args, const ab_exec* exec) {
   LoadBalanceLoss op;
   AB_RETURN_IF_ERROR(check_load_balance_loss(args, &op));
-  return cuda::launch("load_balance_loss", cuda::loss_kernel, {1, cuda::kThreads, 0, cuda::stream_of(exec)}, op);
+  return cuda::launch("load_balance_loss", cuda::loss_kernel, {1, cuda::kThreads, 0, cuda::stream_of(exec), true}, op);
 }

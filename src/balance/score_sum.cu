@@ -23,9 +23,11 @@ struct Call {
 
 __global__ void __launch_bounds__(8 * kWarp) score_sum_kernel(const Call call) {
   extern __shared__ float sums[];  // [warps][E]
+  let_next_kernel_start();
   const int64_t E = call.E;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   for (int64_t i = threadIdx.x; i < warps * E; i += blockDim.x) sums[i] = 0.0f;
+  wait_for_previous_kernel();
   __syncthreads();
   float* own = sums + warp_index() * E;
   const int64_t end = call.tiles.end(blockIdx.x);
@@ -33,7 +35,6 @@ __global__ void __launch_bounds__(8 * kWarp) score_sum_kernel(const Call call) {
 #pragma unroll 4
     for (int64_t e = lane_index(); e < E; e += kWarp) own[e] += load_float(call.scores, call.dtype, t * E + e);
   }
-  let_next_kernel_start();
   __syncthreads();
   for (int64_t e = threadIdx.x; e < E; e += blockDim.x) {
     float sum = 0.0f;
@@ -82,7 +83,7 @@ ab_status ab_cuda_score_sum(const ab_score_sum_args* args, const ab_exec* exec) 
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
   AB_RETURN_IF_ERROR(cuda::launch("score_sum", cuda::score_sum_kernel,
-                                  {call.tiles.count(), call.warps * cuda::kWarp, call.shared_bytes(), stream}, call));
+                                  {call.tiles.count(), call.warps * cuda::kWarp, call.shared_bytes(), stream, true}, call));
   return cuda::add_partials(call.tiles, call.E, call.partials, nullptr, call.score_sum, stream);
 }
 

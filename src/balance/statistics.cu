@@ -3,36 +3,46 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kMostWarps = 32;
+constexpr int kColumns = 8;                    // of a block: one sector of 32 bytes of a row
+constexpr int kRows = kWarp / kColumns;        // that a warp reads at once
 
-// A block sums 32 columns of one sequence: its warps take the blocks of tokens in turns, and are added up in order.
+// Sums 8 columns of `blocks` rows: every thread its rows in turns, then the threads of a column in a fixed order.
 template <class Total, class T>
-__device__ void add_columns(const T* partial, int64_t blocks, int64_t E, int64_t column, Total (&shared)[kWarps][kWarp],
-                            T* out) {
+__device__ void add_columns(const T* partial, int64_t blocks, int64_t E, int64_t column, Total* shared, T* out) {
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const int lane_column = lane_index() % kColumns;
+  const int row = warp_index() * kRows + lane_index() / kColumns;
   Total total = 0;
   if (column < E) {
 #pragma unroll 4
-    for (int64_t block = warp_index(); block < blocks; block += kWarps) {
+    for (int64_t block = row; block < blocks; block += warps * kRows) {
       total += static_cast<Total>(partial[block * E + column]);
     }
   }
-  shared[warp_index()][lane_index()] = total;
+  shared[row * kColumns + lane_column] = total;
   __syncthreads();
-  if (warp_index() == 0 && column < E) {
+  if (warp_index() == 0) {
+    total = 0;
+    for (int other = lane_index() / kColumns; other < warps * kRows; other += kRows) {
+      total += shared[other * kColumns + lane_column];
+    }
 #pragma unroll
-    for (int warp = 1; warp < kWarps; ++warp) total += shared[warp][lane_index()];
-    out[column] = static_cast<T>(total);
+    for (int distance = kColumns; distance < kWarp; distance *= 2) {
+      total += __shfl_xor_sync(kAllLanes, total, distance);
+    }
+    if (lane_index() < kColumns && column < E) out[column] = static_cast<T>(total);
   }
-  __syncthreads();
 }
 
-__global__ void __launch_bounds__(kWarps* kWarp)
+__global__ void __launch_bounds__(kMostWarps* kWarp)
     add_kernel(Partials partials, int64_t blocks, int64_t E, int64_t strips, int32_t* counts, float* sums) {
-  __shared__ double shared_sums[kWarps][kWarp];
-  __shared__ int32_t shared_counts[kWarps][kWarp];
+  __shared__ double shared_sums[kMostWarps * kWarp];
+  __shared__ int32_t shared_counts[kMostWarps * kWarp];
+  let_next_kernel_start();
   wait_for_previous_kernel();
   const int64_t sequence = blockIdx.x / strips;
-  const int64_t column = blockIdx.x % strips * kWarp + lane_index();
+  const int64_t column = blockIdx.x % strips * kColumns + lane_index() % kColumns;
   const int64_t first = sequence * blocks * E;
   if (counts != nullptr) {
     add_columns(partials.counts + first, blocks, E, column, shared_counts, counts + sequence * E);
@@ -46,8 +56,10 @@ ab_status add_partials(const TokenTiles& tiles, int64_t E, const Partials& parti
                        cudaStream_t stream) {
   if (counts == nullptr && sums == nullptr) return ok();
   if (tiles.blocks_per_sequence == 1) return ok();
-  const int64_t strips = (E + kWarp - 1) / kWarp;
-  return launch("statistics", add_kernel, {tiles.sequences * strips, kWarps * kWarp, 0, stream, true}, partials,
+  const int64_t strips = (E + kColumns - 1) / kColumns;
+  int warps = 1;
+  while (warps < kMostWarps && warps * kRows * 2 <= tiles.blocks_per_sequence) warps *= 2;
+  return launch("statistics", add_kernel, {tiles.sequences * strips, warps * kWarp, 0, stream, true}, partials,
                 tiles.blocks_per_sequence, E, strips, counts, sums);
 }
 

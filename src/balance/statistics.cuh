@@ -11,8 +11,8 @@ namespace anabranch::cuda {
 
 // The tokens of a launch, cut into blocks that never cross a sequence.
 struct TokenTiles {
-  // Four blocks for each multiprocessor of a large device. A constant: the device must not show in the results.
-  static constexpr int64_t kMostBlocks = 528;
+  // Two blocks for each multiprocessor of a large device. A constant: the device must not show in the results.
+  static constexpr int64_t kMostBlocks = 264;
 
   int64_t sequences = 0;  // B
   int64_t tokens_per_sequence = 0;
@@ -20,11 +20,12 @@ struct TokenTiles {
   int64_t tokens_per_block = 0;
 
   TokenTiles() = default;
-  // Blocks of a multiple of `step` tokens.
-  TokenTiles(int64_t num_tokens, int64_t num_sequences, int64_t step) : sequences(num_sequences) {
+  // Blocks of a multiple of `step` tokens, at most most_blocks or one a sequence.
+  TokenTiles(int64_t num_tokens, int64_t num_sequences, int64_t step, int64_t most_blocks = kMostBlocks)
+      : sequences(num_sequences) {
     if (num_tokens == 0) return;
     tokens_per_sequence = num_tokens / sequences;
-    const int64_t most = kMostBlocks > sequences ? kMostBlocks / sequences : 1;
+    const int64_t most = most_blocks > sequences ? most_blocks / sequences : 1;
     const int64_t steps = (tokens_per_sequence + step - 1) / step;
     tokens_per_block = (steps + most - 1) / most * step;
     blocks_per_sequence = (tokens_per_sequence + tokens_per_block - 1) / tokens_per_block;

@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {
   extern __shared__ int32_t counters[];  // [E+1]
   const int64_t E = plan.call.E;
   for (int64_t e = threadIdx.x; e <= E; e += blockDim.x) counters[e] = 0;
+  wait_for_previous_kernel();
   __syncthreads();
   const int64_t begin = plan.first_slot(blockIdx.x, 0);
   const int64_t end = plan.first_slot(blockIdx.x + 1, 0);
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {
     const int32_t expert = plan.expert_at(slot);
     if (expert != -1) atomicAdd(counters + (expert >= 0 ? expert : E), 1);
   }
-  let_next_kernel_start();
+  let_next_kernel_start();  // not before: the kernels after this one read slots before they wait for it
   __syncthreads();
   int32_t* counts = plan.counts + blockIdx.x * (E + 1);
   for (int64_t e = threadIdx.x; e <= E; e += blockDim.x) counts[e] = counters[e];
@@ -305,7 +306,7 @@ ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   const size_t E = static_cast<size_t>(plan.call.E);
   const int threads = plan.warps * cuda::kWarp;
   AB_RETURN_IF_ERROR(cuda::launch("plan: count_slots", cuda::count_slots,
-                                  {plan.blocks, threads, (E + 1) * sizeof(int32_t), stream}, plan));
+                                  {plan.blocks, threads, (E + 1) * sizeof(int32_t), stream, true}, plan));
   const int64_t strips = (plan.call.E + 1 + cuda::kWarp - 1) / cuda::kWarp;
   AB_RETURN_IF_ERROR(
       cuda::launch("plan: scan_blocks", cuda::scan_blocks, {strips, cuda::kThreads, 0, stream, true}, plan));

@@ -1,349 +1,442 @@
 // ab_cuda_router_backward: d_logits from the cotangents of weights, auxiliary scores and lse, written once.
 //
-// A warp takes 32 / kLanes neighbouring tokens at a time, kLanes lanes a token. Gradients of the selected logits are
-// computed a slot a lane and scattered into a row of zeros in shared memory; what every expert gets (softmax terms,
-// auxiliary scores) is computed from the row of logits in registers, 8 neighbouring experts a lane and step, and both
-// are added up on the way out. Rows wider than the registers are read twice, a segment at a time.
+// A warp takes 32 / kLanes neighbouring tokens at a time, as the forward kernel does: kLanes lanes hold the row of a
+// token, kItems neighbouring experts each. What every expert gets (softmax terms, auxiliary scores) is computed from the
+// logits in registers and takes their place in shared memory; a slot's lane computes all that its expert gets and puts
+// it there. Where only selected experts get a gradient, rows are zeros and no row of logits is read.
 #include <iterator>
 
 #include "anabranch/cuda.h"
 #include "balance/statistics.cuh"
 #include "core/tensor.h"
-#include "router/backward.h"
+#include "router/backward.cuh"
 #include "router/check.h"
 #include "router/row.cuh"
+#include "router/staged_rows.cuh"
 
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kStep = 8;  // neighbouring experts of a lane
+constexpr int kWarps = 8;  // of a block
 
-struct Call {
+struct BackwardCall {
   RouterBackward op;
   TokenTiles tiles;
   bool weighted;      // a cotangent of weights or probs is given
   bool auxiliary;     // a cotangent of auxiliary scores or their sums is given
   bool softmax_rows;  // softmax over all experts is needed
-  bool vectors;       // rows of logits and their gradients are whole 16-byte vectors
-  bool aux_vectors;   // those of d_aux_scores
-  // bytes of a warp's shared memory, and offsets in it
+  bool logits_are_aligned;  // to 16 bytes
+  bool gradients_are_aligned;
+  // Byte offsets in shared memory; per-warp pieces are `warp` bytes apart from `first_warp` on.
+  int first_warp;  // before it: float [kLanes][kItems + 4], the cotangent of score_sum
   int warp;
   int experts;    // int32 [tokens][K]
-  int values;     // float [tokens][K]
   int gradients;  // float [tokens][K]
-  int rows;       // float [tokens][row]
-  int row;        // E rounded up to whole steps
 };
 
-// z, cotangents or gradients of a lane: step j holds experts (j * kLanes + lane) * kStep ...
-template <int kLanes, int kItems, class F>
-__device__ __forceinline__ void for_steps(int lane, int segment, const F& f) {
+// Cotangents of the weights of a token's slots, in kLanes lanes, become those of their logits, as far as they come
+// through the selected experts alone (semantics: router backward). value: z of each slot; 0 for expert -1.
+// Returns sum_R g s for raw softmax, which every expert's gradient needs; else 0.
+template <bool kIsSoftmax, int kLanes, int kSlots>
+__device__ __forceinline__ float slot_gradients(int32_t score_function, bool normalize, const RowSoftmax& softmax,
+                                                float poison, const int32_t (&expert)[kSlots],
+                                                const float (&value)[kSlots], float (&gradient)[kSlots]) {
+  float weight[kSlots];
 #pragma unroll
-  for (int j = 0; j < kItems / kStep; ++j) f(j * kStep, segment + (j * kLanes + lane) * kStep);
-}
-
-template <int kLanes, int kItems>
-__device__ __forceinline__ void load_row(const void* data, int32_t dtype, bool vectors, int64_t row, int64_t E,
-                                         int lane, int segment, float fill, float (&items)[kItems]) {
-  const char* from = static_cast<const char*>(data) + row * E * (dtype == AB_FLOAT32 ? 4 : 2);
-  for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
-    float step[kStep];
-    load_items(from, dtype, vectors, expert, static_cast<int>(E), fill, step);
-#pragma unroll
-    for (int k = 0; k < kStep; ++k) items[i + k] = step[k];
-  });
-}
-
-// 8 neighbouring elements of a row of `count`, from `first` on.
-__device__ __forceinline__ void store_step(void* row, int32_t dtype, bool vectors, int first, int count,
-                                           const float (&step)[kStep]) {
-  with_float_type(dtype, [&]<class T>(T) {
-    T* to = static_cast<T*>(row) + first;
-    T values[kStep];
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) values[i] = from_float<T>(step[i]);
-    constexpr int kVector = 16 / static_cast<int>(sizeof(T));
-    if (vectors) {
-#pragma unroll
-      for (int i = 0; i < kStep; i += kVector) {
-        uint4 bytes;
-        memcpy(&bytes, values + i, sizeof(bytes));
-        if (first + i < count) *reinterpret_cast<uint4*>(to + i) = bytes;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kStep; ++i) {
-        if (first + i < count) to[i] = values[i];
-      }
-    }
-  });
-}
-
-// gradients[k] = dz of slot k from the cotangents of the weights (semantics: router backward). Returns sum_R g s for
-// raw softmax, which every expert's gradient needs; else 0.
-template <int kLanes>
-__device__ float slot_gradients(const Call& call, int64_t t, int lane, bool live, const RowSoftmax& softmax,
-                                float poison, const Slots& slots, float* gradients) {
-  const RouterBackward& op = call.op;
-  for (int k = lane; k < op.K; k += kLanes) {
-    const int32_t expert = live ? op.experts[t * op.K + k] : -1;
-    const bool valid = expert >= 0 && expert < op.E;
-    slots.experts[k] = valid ? expert : -1;
-    if (!valid) continue;
-    const float g = op.d_weights.data != nullptr ? load_float(op.d_weights.data, op.d_weights.dtype, t * op.K + k)
-                                                 : load_float(op.d_probs.data, op.d_probs.dtype, t * op.E + expert);
-    gradients[k] = g * op.scaling_factor;
-    slots.values[k] = load_float(op.logits, op.logits_dtype, t * op.E + expert);
-  }
-  const float total = score_slots<kLanes>(op.score_function, op.normalize, softmax, poison, slots, lane);
-  const bool is_softmax = op.score_function == AB_SOFTMAX;
+  for (int s = 0; s < kSlots; ++s) weight[s] = value[s];
+  constexpr int kScore = kIsSoftmax ? AB_SOFTMAX : AB_SIGMOID;
+  const float divisor = weigh_slots<kScore, kLanes>(score_function, normalize, softmax, poison, expert, weight);
   float dot = 0.0f;
-  if (is_softmax || op.normalize) {
-    for_own_slots<kLanes>(slots, lane, [&](int k, int) { dot += gradients[k] * slots.values[k]; });
+  if (kIsSoftmax || normalize) {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) dot = fmaf(gradient[s], weight[s], dot);
     dot = sum_lanes<kLanes>(dot);
   }
-  for_own_slots<kLanes>(slots, lane, [&](int k, int expert) {
-    if (is_softmax) {
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    if (kIsSoftmax) {
       // normalised: dz_k = p_k (g_k - sum_R g p).  raw: dz_e = s_e ([e in R] g_e - sum_R g s).
-      gradients[k] = slots.values[k] * (gradients[k] - (op.normalize ? dot : 0.0f));
-      return;
+      gradient[s] = weight[s] * (gradient[s] - (normalize ? dot : 0.0f));
+    } else {
+      // ds_k = (g_k - sum_R g_j s_j / S) / S, or g_k;  dz_k = ds_k s'(z_k)
+      const float ds = normalize ? (gradient[s] - dot) * divisor : gradient[s];
+      gradient[s] = expert[s] < 0 ? 0.0f : ds * elementwise_slope(score_function, value[s]);
     }
-    // ds_k = (g_k - sum_R g_j s_j / S) / S, or g_k;  dz_k = ds_k s'(z_k)
-    const float ds = op.normalize ? (gradients[k] - dot) / total : gradients[k];
-    gradients[k] = ds * elementwise_slope(op.score_function, load_float(op.logits, op.logits_dtype, t * op.E + expert));
-  });
-  return is_softmax && !op.normalize ? dot : 0.0f;
+  }
+  return kIsSoftmax && !normalize ? dot : 0.0f;
 }
 
-// row[expert] = the sum of the gradients of the slots of that expert, in their order, by the first of them.
-template <int kLanes>
-__device__ void scatter_slots(const Slots& slots, const float* gradients, int lane, float* row) {
-  for_own_slots<kLanes>(slots, lane, [&](int k, int expert) {
-    float sum = 0.0f;
-    bool first = true;
-    for (int other = 0; other < slots.K; ++other) {
-      if (slots.experts[other] != expert) continue;
-      first = first && other >= k;
-      sum += gradients[other];
-    }
-    if (first) row[expert] = sum;
-  });
+__device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
+  return load_float(cotangent.data, cotangent.dtype, i);
 }
 
-template <int kLanes, int kItems, bool kOneSegment>
-__global__ void __launch_bounds__(kWarps* kWarp) route_backward(const __grid_constant__ Call call) {
-  constexpr int kTokens = kWarp / kLanes;
-  constexpr int kSegment = kLanes * kItems;
-  extern __shared__ char shared[];
+// kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
+template <bool kIsSoftmax, class Bits, int kLanes, int kItems, int kSlots, bool kReadsRows>
+__global__ void __launch_bounds__(kWarps* kWarp, 2) route_backward(const __grid_constant__ BackwardCall call) {
+  using Rows = StagedRows<Bits, kLanes, kItems>;
+  constexpr unsigned kTokens = kWarp / kLanes;
+  constexpr unsigned kStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
+  extern __shared__ __align__(128) char shared[];
   const RouterBackward& op = call.op;
-  const int E = static_cast<int>(op.E);
-  char* warp = shared + warp_index() * call.warp;
-  const int lane = lane_index() % kLanes;
-  const int token = lane_index() / kLanes;
-  const Slots slots{reinterpret_cast<int32_t*>(warp + call.experts) + token * op.K,
-                    reinterpret_cast<float*>(warp + call.values) + token * op.K, op.K};
-  float* gradients = reinterpret_cast<float*>(warp + call.gradients) + token * op.K;
-  float* row = reinterpret_cast<float*>(warp + call.rows) + token * call.row;
-  const bool is_softmax = op.score_function == AB_SOFTMAX;
-  for (int i = lane_index(); call.weighted && i < kTokens * call.row; i += kWarp) {
-    reinterpret_cast<float*>(warp + call.rows)[i] = 0.0f;
-  }
-  __syncwarp();
+  const auto E = static_cast<unsigned>(op.E);
+  const auto K = static_cast<unsigned>(op.K);
+  const unsigned lane = threadIdx.x % kLanes;
+  const unsigned token = threadIdx.x % kWarp / kLanes;
+  const unsigned first_item = lane * kItems;
+  const unsigned block_memory = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  unsigned memory = block_memory + call.first_warp + warp_index() * call.warp;
+  asm volatile("" : "+r"(memory));  // to be kept, not computed again
+  const SharedArray<int32_t> slot_experts = SharedArray<int32_t>(memory + call.experts).from(token * K);
+  const SharedArray<float> slot_values = SharedArray<float>(memory + call.gradients).from(token * K);
 
-  const int64_t sequence = blockIdx.x / call.tiles.blocks_per_sequence;
-  // The cotangents of the auxiliary scores; those of score_sum are the same for all tokens of a sequence.
-  float g[kItems] = {};
-  if (kOneSegment && op.d_score_sum.data != nullptr) {
-    load_row<kLanes>(op.d_score_sum.data, op.d_score_sum.dtype, false, sequence, E, lane, 0, 0.0f, g);
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+
+  // The cotangent of score_sum, the same for all tokens of the block.
+  const SharedArray<float> d_score_sum(block_memory);
+  const bool has_sum = kReadsRows && op.d_score_sum.data != nullptr;
+  const bool has_aux = kReadsRows && op.d_aux_scores.data != nullptr;
+  if (has_sum) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x / call.tiles.blocks_per_sequence) * E;
+    for (unsigned e = threadIdx.x; e < kLanes * kItems; e += blockDim.x) {
+      d_score_sum.set(e / kItems * kStride + e % kItems, e < E ? load(op.d_score_sum, row + e) : 0.0f);
+    }
   }
 
-  const int64_t end = call.tiles.end(blockIdx.x);
-  for (int64_t first = call.tiles.begin(blockIdx.x) + warp_index() * kTokens; first < end; first += kWarps * kTokens) {
-    const int64_t t = first + token;
-    const bool present = t < end;
-    const bool live = present && (op.token_mask == nullptr || op.token_mask[t] != 0);
+  const bool is_half = op.logits_dtype == AB_FLOAT16;
+  const int64_t block_begin = call.tiles.begin(blockIdx.x);
+  const auto block_tokens = static_cast<unsigned>(call.tiles.end(blockIdx.x) - block_begin);
+  const unsigned step = blockDim.x / kLanes;  // tokens of a round of the block
+  unsigned begin = warp_index() * kTokens;    // of the warp's tokens, from block_begin on
+  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * op.E * sizeof(Bits);
+  Rows rows(memory, E, call.logits_are_aligned, is_half);
+  Rows next_rows(memory + (kReadsRows ? Rows::kBytes : 0), E, call.logits_are_aligned, is_half);
+
+  // Experts of the slots, a round ahead of their use.
+  int32_t next_expert[kSlots];
+  const auto fetch_experts = [&](unsigned from) {
+    const unsigned t = static_cast<unsigned>(block_begin) + from + token;
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      const unsigned k = lane + s * kLanes;
+      next_expert[s] = -1;
+      if (call.weighted && k < K && from + token < block_tokens) next_expert[s] = op.experts[size_t{t} * K + k];
+    }
+  };
+  if (begin < block_tokens) {
+    if (kReadsRows) rows.start(logits, min(block_tokens - begin, kTokens));
+    fetch_experts(begin);
+  }
+  __syncthreads();
+
+#pragma unroll 1
+  for (; begin < block_tokens; begin += step) {
+    const auto first = static_cast<unsigned>(block_begin) + begin;
+    const unsigned t = first + token;
+    const unsigned count = min(block_tokens - begin, kTokens);
+    const bool live = token < count && (op.token_mask == nullptr || op.token_mask[t] != 0);
+
+    // Loads: what slots need from memory now, rows of logits and experts for the next round.
+    int32_t expert[kSlots];
+    float gradient[kSlots];  // of the weights, then of the logits
+    float value[kSlots];     // logits
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      expert[s] = live && next_expert[s] >= 0 && next_expert[s] < op.E ? next_expert[s] : -1;
+      gradient[s] = 0.0f;
+      value[s] = -INFINITY;
+      if (expert[s] >= 0) {
+        const size_t place = size_t{t} * E + static_cast<unsigned>(expert[s]);
+        gradient[s] = op.d_weights.data != nullptr ? load(op.d_weights, int64_t{t} * K + lane + s * kLanes)
+                                                   : load(op.d_probs, static_cast<int64_t>(place));
+        if (!kReadsRows) value[s] = load_float(op.logits, op.logits_dtype, static_cast<int64_t>(place));
+      }
+    }
+    float lse = 0.0f;
+    float d_lse = 0.0f;
+    if (op.lse != nullptr && live) lse = op.lse[t];
+    if (kReadsRows && op.d_lse.data != nullptr && live) d_lse = load(op.d_lse, t);
+    const bool more = begin + step < block_tokens;
+    if (more) fetch_experts(begin + step);
+    if constexpr (kReadsRows) {
+      if (more) {
+        logits += step * E * static_cast<unsigned>(sizeof(Bits));
+        next_rows.start(logits, min(block_tokens - begin - step, kTokens));
+        wait_for_copies<1>();
+      } else {
+        wait_for_copies<0>();
+      }
+    }
+    __syncwarp();
 
     // The row's sums: softmax with lse as the shift where it is known (dividing by the sum takes its rounding out), or
     // the other scores; and with the cotangents.
     float z[kItems];
     RowSoftmax softmax{0.0f, 1.0f};
-    float poison = 0.0f;
-    float power_sum = 0.0f;
-    float score_sum = 0.0f;
-    float dot = 0.0f;
-    const bool scores = call.auxiliary && !is_softmax;
-    const bool reads_row = call.softmax_rows || scores;
-    const auto read_segment = [&](int segment) {
-      if (live) {
-        load_row<kLanes>(op.logits, op.logits_dtype, call.vectors, t, E, lane, segment, -INFINITY, z);
+    float poison = lse - lse;  // NaN where a row of softmax is broken
+    float dot = 0.0f;          // sum of G s
+    float inverse = 0.0f;      // of the sum of elementwise scores
+    const auto cotangents = [&](auto&& take) {
+      if (has_sum) {
+#pragma unroll
+        for (unsigned i = 0; i < kItems; i += 4) {
+          const auto g = load_shared<float4>(d_score_sum.from(lane * kStride + i).address());
+          take(i, g.x);
+          take(i + 1, g.y);
+          take(i + 2, g.z);
+          take(i + 3, g.w);
+        }
+      } else if (has_aux && live) {
+#pragma unroll
+        for (unsigned i = 0; i < kItems; ++i) {
+          take(i, first_item + i < E ? load(op.d_aux_scores, static_cast<int64_t>(t) * E + first_item + i) : 0.0f);
+        }
       } else {
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) z[i] = 0.0f;
-      }
-      if (op.d_aux_scores.data != nullptr && live) {
-        load_row<kLanes>(op.d_aux_scores.data, op.d_aux_scores.dtype, call.aux_vectors, t, E, lane, segment, 0.0f, g);
-      } else if (!kOneSegment && op.d_score_sum.data != nullptr) {
-        load_row<kLanes>(op.d_score_sum.data, op.d_score_sum.dtype, false, sequence, E, lane, segment, 0.0f, g);
+        for (unsigned i = 0; i < kItems; ++i) take(i, 0.0f);
       }
     };
-    if (call.softmax_rows && op.lse != nullptr) {
-      softmax.shift = live ? op.lse[t] * kLog2E : 0.0f;
-    } else if (call.softmax_rows || (is_softmax && call.weighted)) {
-      float top = -INFINITY;
-      for (int segment = 0; segment < E; segment += kSegment) {
-        read_segment(segment);
+    if constexpr (kReadsRows) {
+      rows.read(first_item, z);
+      if (__any_sync(kAllLanes, !live)) {
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) top = fmaxf(top, z[i]);
+        for (int i = 0; i < kItems; ++i) z[i] = live ? z[i] : 0.0f;
       }
-      softmax.shift = max_lanes<kLanes>(top) * kLog2E;
-    }
-    if (reads_row || (is_softmax && call.weighted && op.lse == nullptr)) {
-      for (int segment = 0; segment < E; segment += kSegment) {
-        read_segment(segment);
-        for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
 #pragma unroll
-          for (int k = i; k < i + kStep; ++k) {
-            if (expert + k - i >= E) continue;
-            if (call.softmax_rows || is_softmax) {
-              const float power = softmax.power(z[k]);
-              power_sum += power;
-              if (is_softmax) dot = fmaf(power, g[k], dot);
-            }
-            if (scores) {
-              const float s = elementwise_score(op.score_function, z[k]);
-              score_sum += s;
-              dot = fmaf(s, g[k], dot);
-            }
-          }
-        });
+      for (unsigned s = 0; s < kSlots; ++s) {
+        const float logit = rows.logit(token, static_cast<unsigned>(max(expert[s], 0)));
+        value[s] = expert[s] < 0 ? -INFINITY : logit;
       }
-      power_sum = sum_lanes<kLanes>(power_sum);
-      if (is_softmax || call.softmax_rows) {
-        softmax.factor = 1.0f / power_sum;
-        poison = power_sum - power_sum;
+      if (call.softmax_rows || (kIsSoftmax && op.lse == nullptr)) {
+        softmax.shift = lse * kLog2E;
+        if (op.lse == nullptr) {
+          float top = z[0];
+#pragma unroll
+          for (int i = 1; i < kItems; ++i) top = fmaxf(top, z[i]);
+          softmax.shift = max_lanes<kLanes>(top) * kLog2E;
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          const float power = softmax.power(z[i]);
+          sum += power;
+          if (kIsSoftmax) z[i] = power;  // from here on z are powers
+        }
+        sum = sum_lanes<kLanes>(sum);
+        softmax.factor = reciprocal(sum);
+        poison = sum - sum;
       }
-    } else if (is_softmax && call.weighted) {
-      poison = live ? op.lse[t] - op.lse[t] : 0.0f;
+      if (call.auxiliary) {
+        if constexpr (kIsSoftmax) {
+          cotangents([&](int i, float g) { dot = fmaf(z[i], g, dot); });
+          dot = sum_lanes<kLanes>(dot) * softmax.factor;
+        } else {
+          float sum = 0.0f;
+          cotangents([&](int i, float g) {
+            const float s = elementwise_score(op.score_function, z[i]);
+            sum += s;
+            dot = fmaf(s, g, dot);
+          });
+          inverse = reciprocal(sum_lanes<kLanes>(sum) + kSumEpsilon);
+          dot = sum_lanes<kLanes>(dot) * inverse;
+        }
+      }
     }
-    if (call.auxiliary) dot = sum_lanes<kLanes>(dot);
-    if (scores) score_sum = sum_lanes<kLanes>(score_sum) + kSumEpsilon;
 
-    float raw_shift = 0.0f;
+    float raw = 0.0f;
     if (call.weighted) {
-      raw_shift = slot_gradients<kLanes>(call, t, lane, live, softmax, poison, slots, gradients);
-      __syncwarp();
-      scatter_slots<kLanes>(slots, gradients, lane, row);
-      __syncwarp();
+#pragma unroll
+      for (unsigned s = 0; s < kSlots; ++s) gradient[s] *= op.scaling_factor;
+      raw = slot_gradients<kIsSoftmax, kLanes>(op.score_function, op.normalize, softmax, poison, expert, value,
+                                               gradient);
     }
 
     // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
     // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
-    float shift = -raw_shift;
-    if (op.d_lse.data != nullptr && live) shift += load_float(op.d_lse.data, op.d_lse.dtype, t);
-    if (is_softmax && call.auxiliary) shift -= dot * softmax.factor;
-    const float inverse = scores ? 1.0f / score_sum : 0.0f;
-    const float mean = dot * inverse;
-    for (int segment = 0; segment < E; segment += kSegment) {
-      if (!kOneSegment && reads_row) read_segment(segment);
-      for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
-        float step[kStep];
-#pragma unroll
-        for (int k = 0; k < kStep; ++k) {
-          float d = 0.0f;
-          if (call.softmax_rows) {
-            const float from_scores = is_softmax && call.auxiliary ? g[i + k] : 0.0f;
-            d = softmax.power(z[i + k]) * softmax.factor * (from_scores + shift);
-          }
-          if (scores) d += (g[i + k] - mean) * inverse * elementwise_slope(op.score_function, z[i + k]);
-          step[k] = live ? d : 0.0f;
-        }
-        if (call.weighted && expert < E) {
-          const float4* added = reinterpret_cast<const float4*>(row + expert);
-#pragma unroll
-          for (int k = 0; k < kStep; k += 4) {
-            const float4 four = added[k / 4];
-            step[k] += four.x;
-            step[k + 1] += four.y;
-            step[k + 2] += four.z;
-            step[k + 3] += four.w;
-          }
-        }
-        if (present && expert < E) {
-          char* out = static_cast<char*>(op.d_logits) + t * op.E * (op.logits_dtype == AB_FLOAT32 ? 4 : 2);
-          store_step(out, op.logits_dtype, call.vectors, expert, E, step);
-        }
-      });
+    const float shift = (d_lse - raw - (kIsSoftmax ? dot : 0.0f)) * softmax.factor;
+    const auto of_row = [&](float z_or_power, float g) {
+      float d = 0.0f;
+      if (kIsSoftmax) {
+        if (call.softmax_rows) d = z_or_power * fmaf(g, softmax.factor, shift);
+      } else {
+        if (call.softmax_rows) d = softmax.power(z_or_power) * shift;
+        if (call.auxiliary) d = fmaf((g - dot) * inverse, elementwise_slope(op.score_function, z_or_power), d);
+      }
+      return live ? d : 0.0f;
+    };
+    __syncwarp();  // logits of the slots have been read
+    if constexpr (kReadsRows) {
+      cotangents([&](int i, float g) { z[i] = of_row(z[i], g); });
+      rows.write(z);
+    } else {
+      rows.clear();
     }
+    __syncwarp();
+
     if (call.weighted) {
+      // All that the slots' experts get. An expert that was selected twice (in a replay) would be written twice: each
+      // slot leaves its number where it will write, and looks whether it is still there.
+      const auto mark = [](unsigned k) {
+        if constexpr (sizeof(Bits) == 4) {
+          return __uint_as_float(k);
+        } else {
+          return static_cast<uint16_t>(k);
+        }
+      };
+      const auto unmark = [](Bits bits) {
+        if constexpr (sizeof(Bits) == 4) {
+          return __float_as_uint(bits);
+        } else {
+          return static_cast<unsigned>(bits);
+        }
+      };
+#pragma unroll
+      for (unsigned s = 0; s < kSlots; ++s) {
+        if (expert[s] >= 0) rows.set_bits(token, static_cast<unsigned>(expert[s]), mark(lane + s * kLanes));
+      }
       __syncwarp();
-      for_own_slots<kLanes>(slots, lane, [&](int, int expert) { row[expert] = 0.0f; });
+      bool repeated = false;
+#pragma unroll
+      for (unsigned s = 0; s < kSlots; ++s) {
+        if (expert[s] < 0) continue;
+        const Bits found = rows.bits(token, static_cast<unsigned>(expert[s]));
+        repeated |= unmark(found) != lane + s * kLanes;
+      }
+      if (__any_sync(kAllLanes, repeated)) {
+        // Sums over equal experts, in the order of slots.
+#pragma unroll
+        for (unsigned s = 0; s < kSlots; ++s) {
+          const unsigned k = lane + s * kLanes;
+          slot_experts.set_if(k < K, k, expert[s]);
+          slot_values.set_if(k < K, k, gradient[s]);
+        }
+        __syncwarp();
+#pragma unroll
+        for (unsigned s = 0; s < kSlots; ++s) {
+          gradient[s] = 0.0f;
+          for (unsigned k = 0; k < K; ++k) {
+            if (slot_experts[k] == expert[s]) gradient[s] += slot_values[k];
+          }
+        }
+      }
+      __syncwarp();
+#pragma unroll
+      for (unsigned s = 0; s < kSlots; ++s) {
+        if (expert[s] < 0) continue;
+        const auto e = static_cast<unsigned>(expert[s]);
+        float d = gradient[s];
+        if constexpr (kReadsRows) {
+          float g = 0.0f;
+          if (has_sum) {
+            g = d_score_sum[e / kItems * kStride + e % kItems];
+          } else if (has_aux) {
+            g = load(op.d_aux_scores, static_cast<int64_t>(t) * E + e);
+          }
+          d += of_row(kIsSoftmax ? softmax.power(value[s]) : value[s], g);
+        }
+        rows.set(token, e, d);
+      }
       __syncwarp();
     }
+    char* const out = static_cast<char*>(op.d_logits) + size_t{first} * (E * sizeof(Bits));
+    rows.copy_out(out, count, call.gradients_are_aligned);
+    __syncwarp();
+    const Rows used = rows;
+    rows = next_rows;
+    next_rows = used;
   }
 }
 
 struct Variant {
+  using Kernel = void (*)(BackwardCall);
   int lanes;
   int items;
-  void (*kernel)(Call);
+  // By the slots of a lane, and by whether rows are read.
+  int slots[2];
+  Kernel of_2[2][2];  // logits of 2 bytes
+  Kernel of_4[2][2];
 };
 
-template <int kLanes, int kItems, bool kOneSegment = true>
+template <bool kIsSoftmax, int kLanes, int kItems, int kFew, int kMany>
 constexpr Variant variant() {
-  return {kLanes, kItems, route_backward<kLanes, kItems, kOneSegment>};
+  return {kLanes,
+          kItems,
+          {kFew, kMany},
+          {{route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kFew, false>,
+            route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kFew, true>},
+           {route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kMany, false>,
+            route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kMany, true>}},
+          {{route_backward<kIsSoftmax, float, kLanes, kItems, kFew, false>,
+            route_backward<kIsSoftmax, float, kLanes, kItems, kFew, true>},
+           {route_backward<kIsSoftmax, float, kLanes, kItems, kMany, false>,
+            route_backward<kIsSoftmax, float, kLanes, kItems, kMany, true>}}};
 }
 
-// By experts; the first that is wide enough, or the last.
-constexpr Variant kVariants[] = {variant<1, 8>(),   variant<4, 8>(),   variant<8, 8>(),   variant<8, 16>(),
-                                 variant<16, 16>(), variant<32, 16>(), variant<32, 32>(), variant<32, 32, false>()};
+// By experts; the first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a
+// token does not fill the device.
+template <bool kIsSoftmax>
+constexpr Variant kFewTokens[] = {variant<kIsSoftmax, 32, 8, 1, 2>(), variant<kIsSoftmax, 32, 32, 1, 2>()};
+template <bool kIsSoftmax>
+constexpr Variant kVariants[] = {variant<kIsSoftmax, 1, 8, 2, 8>(),   variant<kIsSoftmax, 2, 32, 4, 8>(),
+                                 variant<kIsSoftmax, 4, 32, 2, 4>(),  variant<kIsSoftmax, 8, 32, 1, 4>(),
+                                 variant<kIsSoftmax, 16, 24, 1, 2>(), variant<kIsSoftmax, 16, 32, 1, 2>(),
+                                 variant<kIsSoftmax, 32, 32, 1, 2>()};
 
 }  // namespace
+
+ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bool* launched) {
+  const bool is_softmax = op.score_function == AB_SOFTMAX;
+  BackwardCall call{};
+  call.op = op;
+  call.weighted = op.d_weights.data != nullptr || op.d_probs.data != nullptr;
+  call.auxiliary = op.d_score_sum.data != nullptr || op.d_aux_scores.data != nullptr;
+  call.softmax_rows = op.d_lse.data != nullptr || (is_softmax && (call.auxiliary || (call.weighted && !op.normalize)));
+  call.logits_are_aligned = reinterpret_cast<uintptr_t>(op.logits) % kChunk == 0;
+  call.gradients_are_aligned = reinterpret_cast<uintptr_t>(op.d_logits) % kChunk == 0;
+  // Softmax over the selected logits still has to tell whether the row is broken, from lse or from the row.
+  const bool reads_rows = call.softmax_rows || call.auxiliary || (is_softmax && call.weighted && op.lse == nullptr);
+
+  const Variant* variant = is_softmax ? std::begin(kVariants<true>) : std::begin(kVariants<false>);
+  const Variant* end = is_softmax ? std::end(kVariants<true>) : std::end(kVariants<false>);
+  if (op.T <= 2048) {
+    variant = is_softmax ? std::begin(kFewTokens<true>) : std::begin(kFewTokens<false>);
+    end = is_softmax ? std::end(kFewTokens<true>) : std::end(kFewTokens<false>);
+  }
+  const int K = call.weighted ? op.K : 0;
+  while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots[1] < K)) ++variant;
+  *launched = variant != end;
+  if (variant == end) return ok();
+  const int many = variant->lanes * variant->slots[0] < K ? 1 : 0;
+  const int size = static_cast<int>(dtype_size(op.logits_dtype));
+  const Variant::Kernel kernel = (size == 2 ? variant->of_2 : variant->of_4)[many][reads_rows ? 1 : 0];
+
+  const int tokens = kWarp / variant->lanes;
+  const auto rounded = [](int bytes) { return (bytes + 127) / 128 * 128; };
+  call.first_warp = op.d_score_sum.data != nullptr ? rounded(variant->lanes * (variant->items + 4) * 4) : 0;
+  call.experts = rounded(kWarp * variant->items * size * (reads_rows ? 2 : 1));
+  call.gradients = call.experts + rounded(tokens * K * 4);
+  call.warp = call.gradients + rounded(tokens * K * 4);
+  // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.
+  const int64_t most_blocks = reads_rows ? TokenTiles::kMostBlocks : 4 * TokenTiles::kMostBlocks;
+  call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{kWarps} * tokens, most_blocks);
+  return launch("router backward", kernel,
+                {call.tiles.count(), kWarps * kWarp, static_cast<size_t>(call.first_warp + kWarps * call.warp), stream, true},
+                call);
+}
+
 }  // namespace anabranch::cuda
 
 using namespace anabranch;
 
 extern "C" ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec) {
-  cuda::Call call{};
-  RouterBackward& op = call.op;
+  RouterBackward op;
   AB_RETURN_IF_ERROR(check_router_backward(args, &op));
   if (op.E > AB_CUDA_MAX_EXPERTS) {
     return error(AB_UNSUPPORTED, "logits: got %lld experts, expected at most %d on CUDA", static_cast<long long>(op.E),
                  AB_CUDA_MAX_EXPERTS);
   }
-  const cuda::Variant* variant = cuda::kVariants;
-  while (variant + 1 < std::end(cuda::kVariants) && variant->lanes * variant->items < op.E) ++variant;
-
-  const bool is_softmax = op.score_function == AB_SOFTMAX;
-  call.weighted = op.d_weights.data != nullptr || op.d_probs.data != nullptr;
-  call.auxiliary = op.d_score_sum.data != nullptr || op.d_aux_scores.data != nullptr;
-  call.softmax_rows = op.d_lse.data != nullptr || (is_softmax && (call.auxiliary || (call.weighted && !op.normalize)));
-  const int64_t size = dtype_size(op.logits_dtype);
-  call.vectors = cuda::rows_are_vectors(op.logits, op.E, size) && cuda::rows_are_vectors(op.d_logits, op.E, size);
-  call.aux_vectors = op.d_aux_scores.data != nullptr &&
-                     cuda::rows_are_vectors(op.d_aux_scores.data, op.E, dtype_size(op.d_aux_scores.dtype));
-  const int tokens = cuda::kWarp / variant->lanes;
-  int used = 0;
-  const auto take = [&used](int64_t bytes) {
-    const int begin = used;
-    used += static_cast<int>((bytes + 15) / 16 * 16);
-    return begin;
-  };
-  const int64_t slots = call.weighted ? int64_t{tokens} * op.K : 0;
-  call.experts = take(slots * 4);
-  call.values = take(slots * 4);
-  call.gradients = take(slots * 4);
-  call.row = static_cast<int>((op.E + cuda::kStep - 1) / cuda::kStep * cuda::kStep);
-  call.rows = take(call.weighted ? int64_t{tokens} * call.row * 4 : 0);
-  call.warp = used;
-  constexpr int kSharedBytes = 220 << 10;
-  int warps = cuda::kWarps;
-  if (warps * call.warp > kSharedBytes) {
-    return error(AB_UNSUPPORTED, "logits: got %lld experts with topk %d, which shared memory cannot hold on CUDA",
-                 static_cast<long long>(op.E), op.K);
-  }
-  call.tiles = cuda::TokenTiles(op.T, op.blocks.sequences, int64_t{warps} * tokens);
-  return cuda::launch(
-      "router backward", variant->kernel,
-      {call.tiles.count(), warps * cuda::kWarp, static_cast<size_t>(warps * call.warp), cuda::stream_of(exec)}, call);
+  const cudaStream_t stream = cuda::stream_of(exec);
+  bool launched = false;
+  AB_RETURN_IF_ERROR(cuda::launch_backward_rows(op, stream, &launched));
+  return launched ? ok() : cuda::launch_backward_wide(op, stream);
 }

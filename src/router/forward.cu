@@ -4,17 +4,14 @@
 #include "core/tensor.h"
 #include "router/check.h"
 #include "router/forward.cuh"
+#include "router/outputs.cuh"
 
 namespace anabranch::cuda {
 namespace {
 
-int dense_map_bytes(const RouterForward& op) {
-  if (op.map_format == MapFormat::bytes) return static_cast<int>(op.E);
-  if (op.map_format == MapFormat::bits) return static_cast<int>((op.E + 7) / 8);
-  return 0;
-}
-
-SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int warps) {
+// ranks: experts of a token that the selection sorts; candidates: that it collects (filter.cuh).
+SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int row_bytes, int ranks, int candidates,
+                            int warps) {
   SharedLayout s;
   const int tokens = kWarp / lanes;
   const int E = static_cast<int>(op.E);
@@ -26,39 +23,51 @@ SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int w
   };
   s.counts = take(op.tokens_per_expert != nullptr ? E * 4 : 0);
   s.bias = take(op.bias != nullptr ? lanes * (items + 4) * 4 : 0);
-  s.first_warp = used;
+  s.first_warp = (used + 127) / 128 * 128;
   used = 0;
+  s.rows = take(row_bytes);
+  s.selected = take(tokens * ranks * 4);
   s.experts = take(tokens * op.K * 4);
   s.values = take(tokens * op.K * 4);
-  s.sorted = take(tokens * op.K * 4);
+  s.list = take(tokens * candidates * 2);
+  s.candidates = take(tokens * candidates * 4);
   s.keys = take(E * 4);
   s.groups = take(op.num_groups * 4);
-  s.probs = take(op.probs != nullptr ? tokens * E * static_cast<int>(dtype_size(op.logits_dtype)) : 0);
-  s.map = take(tokens * dense_map_bytes(op));
-  s.warp = used;
+  s.map = take(tokens * static_cast<int>(map_row_bytes(op)));
+  s.warp = (used + 127) / 128 * 128;
   s.total = s.first_warp + warps * s.warp;
   return s;
 }
 
 // A warp a token, for any number of experts that shared memory holds. The selection uses the keys' place, which takes
 // the warp's sums at the end, so auxiliary scores are summed at sums_offset of the warp's piece meanwhile.
-__global__ void __launch_bounds__(kWarps* kWarp) route_wide(const __grid_constant__ Call call, int sums_offset) {
-  extern __shared__ char shared[];
+__global__ void __launch_bounds__(kMostWarps* kWarp)
+    route_wide(const __grid_constant__ RouteCall call, int sums_offset) {
+  extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
   const int E = static_cast<int>(op.E);
-  const WarpSlots slots(call, shared);
+  char* const warp_memory = shared + call.shared.first_warp + warp_index() * call.shared.warp;
+  int32_t* const counts = reinterpret_cast<int32_t*>(shared + call.shared.counts);
+  const Slots slots{reinterpret_cast<int32_t*>(warp_memory + call.shared.experts),
+                    reinterpret_cast<float*>(warp_memory + call.shared.values), op.K};
+  const SelectionScratch scratch{reinterpret_cast<uint32_t*>(warp_memory + call.shared.keys),
+                                 reinterpret_cast<uint32_t*>(warp_memory + call.shared.groups)};
+  const unsigned memory = static_cast<unsigned>(__cvta_generic_to_shared(warp_memory));
+  const Outputs outputs{op, SharedArray<int32_t>(slots.experts), SharedArray<float>(slots.values),
+                        memory + call.shared.rows, memory + call.shared.map};
+  let_next_kernel_start();
   begin_block(call, shared, [](int e) { return e; });
-  slots.clear_dense(1);
+  outputs.clear_map(1);
   const int lane = lane_index();
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const bool is_softmax = op.score_function == AB_SOFTMAX;
-  float* sums = slots.at<float>(sums_offset);
+  float* sums = reinterpret_cast<float*>(warp_memory + sums_offset);
   for (int e = lane; op.score_sum != nullptr && e < E; e += kWarp) sums[e] = 0.0f;
   __syncthreads();
 
   const int64_t end = call.tiles.end(blockIdx.x);
   for (int64_t t = call.tiles.begin(blockIdx.x) + warp_index(); t < end; t += warps) {
-    const bool live = !is_masked(op, t);
+    const bool live = op.token_mask == nullptr || op.token_mask[t] != 0;
     const auto logit = [&](int e) { return load_float(op.logits, op.logits_dtype, t * op.E + e); };
     RowSoftmax softmax{0.0f, 1.0f};
     float poison = 0.0f;
@@ -70,7 +79,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_wide(const __grid_constan
       float sum = 0.0f;
       for (int e = lane; e < E; e += kWarp) sum += softmax.power(logit(e));
       sum = sum_lanes<kWarp>(sum);
-      softmax.factor = 1.0f / sum;
+      softmax.factor = reciprocal(sum);
       poison = sum - sum;
       if (op.lse != nullptr && lane == 0) op.lse[t] = top + log_f32(sum);
     } else if (op.lse != nullptr && lane == 0) {
@@ -78,15 +87,37 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_wide(const __grid_constan
     }
     if (op.wants_selection) {
       if (live && !op.forced) {
-        select_exactly(op, call.selection, t, softmax, slots.scratch(), slots.experts(0));
+        select_exactly(op, call.selection, t, softmax, scratch, slots.experts);
       } else {
-        for (int k = lane; k < op.K; k += kWarp) {
-          slots.experts(0)[k] = -1;
-          if (live) take_forced(op, t, k, slots.experts(0) + k);
-        }
+        for (int k = lane; k < op.K; k += kWarp) slots.experts[k] = live ? forced_expert(op, t, k) : -1;
       }
       __syncwarp();
-      slots.finish<kWarp>(t, 0, lane, true, softmax, poison);
+      for_own_slots<kWarp>(slots, lane, [&](int k, int expert) {
+        slots.values[k] = logit(expert);
+        if (op.tokens_per_expert != nullptr) atomicAdd(counts + expert, 1);
+      });
+      if (op.wants_weights) {
+        score_slots<kWarp>(op.score_function, op.normalize, softmax, poison, slots, lane);
+        for (int k = lane; k < op.K; k += kWarp) {
+          slots.values[k] = slots.experts[k] < 0 ? 0.0f : slots.values[k] * op.scaling_factor;
+        }
+      }
+      if (op.probs != nullptr) outputs.clear_probs(1);
+      __syncwarp();
+      const auto token = static_cast<unsigned>(t);
+      outputs.write_slots(token, 1);
+      for_own_slots<kWarp>(slots, lane, [&](int k, int expert) {
+        if (op.probs != nullptr) outputs.scatter_weight(0, static_cast<unsigned>(expert), slots.values[k]);
+        if (outputs.has_map()) outputs.mark(0, static_cast<unsigned>(expert));
+      });
+      __syncwarp();
+      if (op.probs != nullptr) outputs.write_probs(token, 1);
+      if (outputs.has_map()) {
+        outputs.write_map(token, 1);
+        __syncwarp();
+        for_own_slots<kWarp>(slots, lane, [&](int, int expert) { outputs.unmark(0, static_cast<unsigned>(expert)); });
+      }
+      __syncwarp();
     }
     if (op.score_sum != nullptr || op.aux_scores != nullptr) {
       const auto score = [&](float z) {
@@ -96,7 +127,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_wide(const __grid_constan
       if (!is_softmax) {
         float total = 0.0f;
         for (int e = lane; live && e < E; e += kWarp) total += score(logit(e));
-        factor = 1.0f / (sum_lanes<kWarp>(total) + kSumEpsilon);
+        factor = reciprocal(sum_lanes<kWarp>(total) + kSumEpsilon);
       }
       for (int e = lane; e < E; e += kWarp) {
         const float a = live ? score(logit(e)) * factor : 0.0f;
@@ -104,63 +135,99 @@ __global__ void __launch_bounds__(kWarps* kWarp) route_wide(const __grid_constan
         if (op.aux_scores != nullptr) op.aux_scores[t * op.E + e] = a;
       }
     }
-    if (op.wants_selection) slots.copy_dense<kWarp>(t, 1, 0, lane);
   }
 
-  let_next_kernel_start();
   __syncwarp();
-  for (int e = lane; op.score_sum != nullptr && e < E; e += kWarp) slots.at<float>(call.shared.keys)[e] = sums[e];
+  for (int e = lane; op.score_sum != nullptr && e < E; e += kWarp) {
+    reinterpret_cast<float*>(warp_memory + call.shared.keys)[e] = sums[e];
+  }
   end_block(call, shared);
 }
 
 constexpr int64_t kFewTokens = 2048;
+constexpr int kFewWarps = 4;
 
-RouteVariant choose_variant(const RouterForward& op) {
-  const RouteVariants all = op.score_function == AB_SOFTMAX   ? softmax_variants()
-                            : op.score_function == AB_SIGMOID ? sigmoid_variants()
-                                                              : sqrtsoftplus_variants();
-  const bool few = op.T <= kFewTokens && op.E > 16;
-  const RouteVariant* variant = few ? all.few : all.many;
-  while (variant->lanes * variant->items < op.E) ++variant;
-  return *variant;
+// The kernel for a call, nullptr if route_wide is to take it.
+struct Choice {
+  RouteVariant::Kernel kernel = nullptr;
+  int lanes = kWarp;
+  int items = 0;
+  int ranks = 0;
+  int candidates = 0;
+  int warps = kMostWarps;
+};
+
+RouteVariants variants_of(const RouterForward& op, bool by_score) {
+  const bool is_softmax = op.score_function == AB_SOFTMAX;
+  if (op.logits_dtype == AB_FLOAT32) {
+    return by_score ? biased_variants_of_4() : is_softmax ? softmax_variants_of_4() : elementwise_variants_of_4();
+  }
+  return by_score ? biased_variants_of_2() : is_softmax ? softmax_variants_of_2() : elementwise_variants_of_2();
 }
 
-// Whether groups are whole numbers of a variant's lanes, and few enough experts make a group's score.
-bool groups_fit(const RouterForward& op, const RouteVariant& v) {
-  if (op.K > kShortList || op.K / op.group_topk > 2 || v.grouped == nullptr) return false;
-  return v.lanes * v.items == op.E && v.lanes % op.num_groups == 0;
+Choice choose(const RouterForward& op, const Selection& selection, bool* always_exact) {
+  const bool by_score = selection.by_score && op.wants_selection;
+  const bool long_keys = by_score || op.logits_dtype == AB_FLOAT32;
+  const RouteVariants all = variants_of(op, by_score);
+  const bool few = op.T <= kFewTokens;
+  const RouteVariant* variant = few ? all.few : all.many;
+  const RouteVariant* const end = variant + (few ? RouteVariants::kFew : RouteVariants::kMany);
+  for (; variant != end; ++variant) {
+    if (variant->lanes * variant->items < op.E) continue;
+    int list = 0;
+    while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list] == nullptr)) ++list;
+    if (list == RouteVariant::kLists) continue;
+    const int candidates = variant->candidates[list];
+    Choice choice{variant->kernels[list], variant->lanes, variant->items,
+                  candidates > 0 ? candidates : RouteVariant::list(list), candidates, few ? kFewWarps : kMostWarps};
+    if (op.num_groups > 0 && op.wants_selection) {
+      // Groups of whole lanes, of which the two best make the score.
+      *always_exact = variant->grouped == nullptr || op.K > RouteVariant::list(0) || op.K / op.group_topk > 2 ||
+                      variant->lanes * variant->items != op.E || variant->lanes % op.num_groups != 0;
+      if (!*always_exact) choice.kernel = variant->grouped;
+    } else if (variant->lanes == 1 && long_keys) {
+      choice.kernel = variant->long_keys[list];
+    }
+    return choice;
+  }
+  return {};
 }
 
 // How a checked call is launched.
 struct RouteLaunch {
-  Call call{};
-  void (*kernel)(Call) = nullptr;  // nullptr: route_wide
-  int warps = kWarps;
+  RouteCall call{};
+  RouteVariant::Kernel kernel = nullptr;  // nullptr: route_wide
+  int warps = kMostWarps;
   int sums_offset = 0;  // of route_wide
 };
 
 ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch, size_t* workspace_bytes) {
-  Call& call = launch->call;
+  RouteCall& call = launch->call;
   call.op = op;
   call.selection = selection_of(op);
+  call.rows_are_aligned = reinterpret_cast<uintptr_t>(op.logits) % kChunk == 0;
+  call.dense_is_aligned =
+      (reinterpret_cast<uintptr_t>(op.probs) | reinterpret_cast<uintptr_t>(op.routing_map)) % kChunk == 0;
   if (op.E > AB_CUDA_MAX_EXPERTS) {
     return error(AB_UNSUPPORTED, "logits: got %lld experts, expected at most %d on CUDA", static_cast<long long>(op.E),
                  AB_CUDA_MAX_EXPERTS);
   }
+  const int size = static_cast<int>(dtype_size(op.logits_dtype));
   int tokens = 1;
-  if (op.E <= kMostRegisters) {
-    const RouteVariant v = choose_variant(op);
-    const bool grouped = op.num_groups > 0 && op.wants_selection;
-    call.only_exact = op.K > kLongList || (grouped && !groups_fit(op, v));
-    launch->kernel = grouped && !call.only_exact ? v.grouped : op.K <= kShortList ? v.short_list : v.long_list;
-    call.vectors = rows_are_vectors(op.logits, op.E, dtype_size(op.logits_dtype));
-    call.exact_keys = op.logits_dtype != AB_FLOAT32 && !call.selection.by_score;
-    call.shared = lay_out_shared(op, v.lanes, v.items, kWarps);
-    tokens = kWarp / v.lanes;
+  const Choice choice = choose(op, call.selection, &call.always_exact);
+  launch->kernel = choice.kernel;
+  launch->warps = choice.warps;
+  if (choice.kernel != nullptr) {
+    const int stage_bytes = kWarp * choice.items * size;
+    call.shared = lay_out_shared(op, choice.lanes, choice.items, 2 * stage_bytes, choice.ranks, choice.candidates,
+                                 choice.warps);
+    tokens = kWarp / choice.lanes;
   } else {
     constexpr int kSharedBytes = 200 << 10;
     do {
-      call.shared = lay_out_shared(op, kWarp, static_cast<int>((op.E + kWarp - 1) / kWarp), launch->warps);
+      const int items = static_cast<int>((op.E + kWarp - 1) / kWarp);
+      const int row_bytes = op.probs != nullptr ? static_cast<int>(op.E) * size + static_cast<int>(kChunk) : 0;
+      call.shared = lay_out_shared(op, kWarp, items, row_bytes, 0, 0, launch->warps);
       launch->sums_offset = call.shared.warp;
       call.shared.warp += op.score_sum != nullptr ? (static_cast<int>(op.E) * 4 + 15) / 16 * 16 : 0;
       call.shared.total = call.shared.first_warp + launch->warps * call.shared.warp;
@@ -198,7 +265,7 @@ ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_ex
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
   const cuda::Launch shape{route.call.tiles.count(), route.warps * cuda::kWarp,
-                           static_cast<size_t>(route.call.shared.total), stream};
+                           static_cast<size_t>(route.call.shared.total), stream, true};
   if (route.kernel != nullptr) {
     AB_RETURN_IF_ERROR(cuda::launch("router forward", route.kernel, shape, route.call));
   } else {

@@ -82,6 +82,35 @@ __device__ __forceinline__ float elementwise_slope(int32_t score_function, float
   return score_function == AB_SIGMOID ? sigmoid_gradient(z) : sqrtsoftplus_gradient(z);
 }
 
+// Turns value[s] from z of a slot into its weight before scaling, 0 where its expert is -1; a token's slots are in
+// kLanes lanes. poison: NaN if a softmax row was broken, else 0. Returns the factor that normalises.
+template <int kScore, int kLanes, int kSlots>
+__device__ __forceinline__ float weigh_slots(int32_t score_function, bool normalize, const RowSoftmax& softmax,
+                                             float poison, const int32_t (&expert)[kSlots], float (&value)[kSlots]) {
+  RowSoftmax own = softmax;
+  if (kScore == AB_SOFTMAX && normalize) {
+    float top = value[0];
+#pragma unroll
+    for (int s = 1; s < kSlots; ++s) top = fmaxf(top, value[s]);
+    own = {max_lanes<kLanes>(top) * kLog2E, 1.0f};
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    const float z = value[s];
+    value[s] = kScore == AB_SOFTMAX ? own.power(z) * own.factor : elementwise_score(score_function, z);
+    if (expert[s] < 0) value[s] = 0.0f;
+    sum += value[s];
+  }
+  if (!normalize) return 1.0f;
+  const float inverse = reciprocal(sum_lanes<kLanes>(sum) + (kScore == AB_SOFTMAX ? poison : kSumEpsilon));
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    if (expert[s] >= 0) value[s] *= inverse;
+  }
+  return inverse;
+}
+
 // The slots of a token, in shared memory: its K experts (-1: none) and a float for each. Lane `lane` of the token's
 // kLanes keeps slots lane, lane + kLanes, ... to itself, so passes over them need no barrier.
 struct Slots {

@@ -14,11 +14,16 @@ constexpr float kSumEpsilon = 1e-20f;          // added to every sum of scores t
 constexpr float kSqrtSoftplusTail = -20.0f;    // below: sqrt(softplus(z)) = exp(z/2) to float32
 constexpr uint32_t kOrderedNan = 0xffc00000u;  // above the ordered bits of +inf
 
-// 1 / (1 + exp(-z)), from exp(-|z|) so that nothing overflows and small scores keep their digits.
+// 1 / (1 + exp(-z)), from exp(-|z|) so that nothing overflows and small scores keep their digits. CUDA's reciprocal
+// takes infinity, and flushes what exp(z) would.
 AB_INLINE float sigmoid(float z) {
+#if defined(__CUDA_ARCH__)
+  return reciprocal(1.0f + exp2_flushed_f32(z * -kLog2E));
+#else
   const float e = exp_flushed_f32(-__builtin_fabsf(z));
   const float r = reciprocal(1.0f + e);
   return z < 0.0f ? e * r : r;
+#endif
 }
 
 // sigmoid(z) sigmoid(-z)

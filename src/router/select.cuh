@@ -1,5 +1,5 @@
 // Selection as the contract says it, for one token by a whole warp, whatever E, K, groups and ties: the row's keys lie
-// in shared memory and the largest is taken out K times. The fast way (topk.cuh) leaves to it what it cannot decide.
+// in shared memory and the largest is taken out K times. The fast ways leave to it what they cannot decide.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 #include "core/cuda/warp.cuh"
 #include "router/forward.h"
 #include "router/row.cuh"
-#include "router/topk.cuh"
+#include "router/score.h"
 
 namespace anabranch::cuda {
 
@@ -65,7 +65,7 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
   if (op.num_groups > 0) {
     for (int e = lane_index(); e < E; e += kWarp) {
       const float z = load_float(op.logits, op.logits_dtype, t * E + e);
-      scratch.keys[e] = ordered_key(selection.groups_by_score ? biased_score(op, softmax, z, e) : z);
+      scratch.keys[e] = ordered_bits(selection.groups_by_score ? biased_score(op, softmax, z, e) : z);
     }
     __syncwarp();
     for (int group = 0; group < groups; ++group) {
@@ -74,7 +74,7 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
         take_largest(scratch.keys, group * group_size, (group + 1) * group_size, &value);
         sum += from_ordered_bits(value);
       }
-      if (lane_index() == 0) scratch.groups[group] = ordered_key(sum);
+      if (lane_index() == 0) scratch.groups[group] = ordered_bits(sum);
     }
     __syncwarp();
     for (int kept = 0; kept < op.group_topk; ++kept) take_largest(scratch.groups, 0, groups, &value);
@@ -83,7 +83,7 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
   for (int e = lane_index(); e < E; e += kWarp) {
     const float z = load_float(op.logits, op.logits_dtype, t * E + e);
     const bool kept = op.num_groups == 0 || scratch.groups[e / group_size] == 0;  // taken out
-    scratch.keys[e] = kept ? ordered_key(selection.by_score ? biased_score(op, softmax, z, e) : z) : 0u;
+    scratch.keys[e] = kept ? ordered_bits(selection.by_score ? biased_score(op, softmax, z, e) : z) : 0u;
   }
   __syncwarp();
   for (int k = 0; k < op.K; ++k) {

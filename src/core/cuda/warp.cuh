@@ -8,8 +8,8 @@ namespace anabranch::cuda {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarp; }
-__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kWarp; }
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
+__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x / kWarp); }
 
 // combine over each group of kLanes neighbouring lanes; every lane gets the result.
 template <int kLanes, class T, class Combine>

@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants sigmoid_variants() { return variants<AB_SIGMOID>(); }
+RouteVariants softmax_variants_of_4() { return variants<Mode::softmax, float>(); }
 
 }  // namespace anabranch::cuda

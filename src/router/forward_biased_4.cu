@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants softmax_variants() { return variants<AB_SOFTMAX>(); }
+RouteVariants biased_variants_of_4() { return variants<Mode::biased, float>(); }
 
 }  // namespace anabranch::cuda

@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants sqrtsoftplus_variants() { return variants<AB_SQRTSOFTPLUS>(); }
+RouteVariants elementwise_variants_of_4() { return variants<Mode::elementwise, float>(); }
 
 }  // namespace anabranch::cuda

@@ -1,0 +1,312 @@
+// The router's backward pass for any number of experts and any K, a warp a token.
+//
+// Gradients of the selected logits are computed a slot a lane and scattered into a row of zeros in shared memory; what
+// every expert gets (softmax terms, auxiliary scores) is computed from the row of logits, 8 neighbouring experts a lane
+// and step, a segment of the row at a time, and both are added up on the way out.
+#include "balance/statistics.cuh"
+#include "core/tensor.h"
+#include "router/backward.cuh"
+#include "router/backward.h"
+#include "router/row.cuh"
+
+namespace anabranch::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kStep = 8;  // neighbouring experts of a lane
+
+struct WideCall {
+  RouterBackward op;
+  TokenTiles tiles;
+  bool weighted;      // a cotangent of weights or probs is given
+  bool auxiliary;     // a cotangent of auxiliary scores or their sums is given
+  bool softmax_rows;  // softmax over all experts is needed
+  bool vectors;       // rows of logits and their gradients are whole 16-byte vectors
+  bool aux_vectors;   // those of d_aux_scores
+  // bytes of a warp's shared memory, and offsets in it
+  int warp;
+  int experts;    // int32 [K]
+  int values;     // float [K]
+  int gradients;  // float [K]
+  int row;        // float [E rounded up to whole steps]
+};
+
+// z, cotangents or gradients of a lane: step j holds experts (j * kLanes + lane) * kStep ...
+template <int kLanes, int kItems, class F>
+__device__ __forceinline__ void for_steps(int lane, int segment, const F& f) {
+#pragma unroll
+  for (int j = 0; j < kItems / kStep; ++j) f(j * kStep, segment + (j * kLanes + lane) * kStep);
+}
+
+template <int kLanes, int kItems>
+__device__ __forceinline__ void load_row(const void* data, int32_t dtype, bool vectors, int64_t row, int64_t E,
+                                         int lane, int segment, float fill, float (&items)[kItems]) {
+  const char* from = static_cast<const char*>(data) + row * E * (dtype == AB_FLOAT32 ? 4 : 2);
+  for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
+    float step[kStep];
+    load_items(from, dtype, vectors, expert, static_cast<int>(E), fill, step);
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) items[i + k] = step[k];
+  });
+}
+
+// 8 neighbouring elements of a row of `count`, from `first` on.
+__device__ __forceinline__ void store_step(void* row, int32_t dtype, bool vectors, int first, int count,
+                                           const float (&step)[kStep]) {
+  with_float_type(dtype, [&]<class T>(T) {
+    T* to = static_cast<T*>(row) + first;
+    T values[kStep];
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) values[i] = from_float<T>(step[i]);
+    constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+    if (vectors) {
+#pragma unroll
+      for (int i = 0; i < kStep; i += kVector) {
+        uint4 bytes;
+        memcpy(&bytes, values + i, sizeof(bytes));
+        if (first + i < count) *reinterpret_cast<uint4*>(to + i) = bytes;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) {
+        if (first + i < count) to[i] = values[i];
+      }
+    }
+  });
+}
+
+// gradients[k] = dz of slot k from the cotangents of the weights (semantics: router backward). Returns sum_R g s for
+// raw softmax, which every expert's gradient needs; else 0.
+template <int kLanes>
+__device__ float slot_gradients(const WideCall& call, int64_t t, int lane, bool live, const RowSoftmax& softmax,
+                                float poison, const Slots& slots, float* gradients) {
+  const RouterBackward& op = call.op;
+  for (int k = lane; k < op.K; k += kLanes) {
+    const int32_t expert = live ? op.experts[t * op.K + k] : -1;
+    const bool valid = expert >= 0 && expert < op.E;
+    slots.experts[k] = valid ? expert : -1;
+    if (!valid) continue;
+    const float g = op.d_weights.data != nullptr ? load_float(op.d_weights.data, op.d_weights.dtype, t * op.K + k)
+                                                 : load_float(op.d_probs.data, op.d_probs.dtype, t * op.E + expert);
+    gradients[k] = g * op.scaling_factor;
+    slots.values[k] = load_float(op.logits, op.logits_dtype, t * op.E + expert);
+  }
+  const float total = score_slots<kLanes>(op.score_function, op.normalize, softmax, poison, slots, lane);
+  const bool is_softmax = op.score_function == AB_SOFTMAX;
+  float dot = 0.0f;
+  if (is_softmax || op.normalize) {
+    for_own_slots<kLanes>(slots, lane, [&](int k, int) { dot += gradients[k] * slots.values[k]; });
+    dot = sum_lanes<kLanes>(dot);
+  }
+  for_own_slots<kLanes>(slots, lane, [&](int k, int expert) {
+    if (is_softmax) {
+      // normalised: dz_k = p_k (g_k - sum_R g p).  raw: dz_e = s_e ([e in R] g_e - sum_R g s).
+      gradients[k] = slots.values[k] * (gradients[k] - (op.normalize ? dot : 0.0f));
+      return;
+    }
+    // ds_k = (g_k - sum_R g_j s_j / S) / S, or g_k;  dz_k = ds_k s'(z_k)
+    const float ds = op.normalize ? (gradients[k] - dot) / total : gradients[k];
+    gradients[k] = ds * elementwise_slope(op.score_function, load_float(op.logits, op.logits_dtype, t * op.E + expert));
+  });
+  return is_softmax && !op.normalize ? dot : 0.0f;
+}
+
+// row[expert] = the sum of the gradients of the slots of that expert, in their order, by the first of them.
+template <int kLanes>
+__device__ void scatter_slots(const Slots& slots, const float* gradients, int lane, float* row) {
+  for_own_slots<kLanes>(slots, lane, [&](int k, int expert) {
+    float sum = 0.0f;
+    bool first = true;
+    for (int other = 0; other < slots.K; ++other) {
+      if (slots.experts[other] != expert) continue;
+      first = first && other >= k;
+      sum += gradients[other];
+    }
+    if (first) row[expert] = sum;
+  });
+}
+
+__global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_constant__ WideCall call) {
+  constexpr int kLanes = kWarp;
+  constexpr int kItems = 16;
+  constexpr int kSegment = kLanes * kItems;
+  extern __shared__ __align__(16) char shared[];
+  const RouterBackward& op = call.op;
+  const int E = static_cast<int>(op.E);
+  char* warp = shared + warp_index() * call.warp;
+  const int lane = lane_index();
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const Slots slots{reinterpret_cast<int32_t*>(warp + call.experts), reinterpret_cast<float*>(warp + call.values),
+                    op.K};
+  float* gradients = reinterpret_cast<float*>(warp + call.gradients);
+  float* row = reinterpret_cast<float*>(warp + call.row);
+  const bool is_softmax = op.score_function == AB_SOFTMAX;
+  for (int i = lane; call.weighted && i < (E + kStep - 1) / kStep * kStep; i += kWarp) row[i] = 0.0f;
+  __syncwarp();
+
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const int64_t sequence = blockIdx.x / call.tiles.blocks_per_sequence;
+  float g[kItems] = {};  // cotangents of the auxiliary scores
+
+  const int64_t end = call.tiles.end(blockIdx.x);
+  for (int64_t t = call.tiles.begin(blockIdx.x) + warp_index(); t < end; t += warps) {
+    const bool live = (op.token_mask == nullptr || op.token_mask[t] != 0);
+
+    // The row's sums: softmax with lse as the shift where it is known (dividing by the sum takes its rounding out), or
+    // the other scores; and with the cotangents.
+    float z[kItems];
+    RowSoftmax softmax{0.0f, 1.0f};
+    float poison = 0.0f;
+    float power_sum = 0.0f;
+    float score_sum = 0.0f;
+    float dot = 0.0f;
+    const bool scores = call.auxiliary && !is_softmax;
+    const bool reads_row = call.softmax_rows || scores;
+    const auto read_segment = [&](int segment) {
+      if (live) {
+        load_row<kLanes>(op.logits, op.logits_dtype, call.vectors, t, E, lane, segment, -INFINITY, z);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) z[i] = 0.0f;
+      }
+      if (op.d_aux_scores.data != nullptr && live) {
+        load_row<kLanes>(op.d_aux_scores.data, op.d_aux_scores.dtype, call.aux_vectors, t, E, lane, segment, 0.0f, g);
+      } else if (op.d_score_sum.data != nullptr) {
+        load_row<kLanes>(op.d_score_sum.data, op.d_score_sum.dtype, false, sequence, E, lane, segment, 0.0f, g);
+      }
+    };
+    if (call.softmax_rows && op.lse != nullptr) {
+      softmax.shift = live ? op.lse[t] * kLog2E : 0.0f;
+    } else if (call.softmax_rows || (is_softmax && call.weighted)) {
+      float top = -INFINITY;
+      for (int segment = 0; segment < E; segment += kSegment) {
+        read_segment(segment);
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) top = fmaxf(top, z[i]);
+      }
+      softmax.shift = max_lanes<kLanes>(top) * kLog2E;
+    }
+    if (reads_row || (is_softmax && call.weighted && op.lse == nullptr)) {
+      for (int segment = 0; segment < E; segment += kSegment) {
+        read_segment(segment);
+        for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
+#pragma unroll
+          for (int k = i; k < i + kStep; ++k) {
+            if (expert + k - i >= E) continue;
+            if (call.softmax_rows || is_softmax) {
+              const float power = softmax.power(z[k]);
+              power_sum += power;
+              if (is_softmax) dot = fmaf(power, g[k], dot);
+            }
+            if (scores) {
+              const float s = elementwise_score(op.score_function, z[k]);
+              score_sum += s;
+              dot = fmaf(s, g[k], dot);
+            }
+          }
+        });
+      }
+      power_sum = sum_lanes<kLanes>(power_sum);
+      if (is_softmax || call.softmax_rows) {
+        softmax.factor = 1.0f / power_sum;
+        poison = power_sum - power_sum;
+      }
+    } else if (is_softmax && call.weighted) {
+      poison = live ? op.lse[t] - op.lse[t] : 0.0f;
+    }
+    if (call.auxiliary) dot = sum_lanes<kLanes>(dot);
+    if (scores) score_sum = sum_lanes<kLanes>(score_sum) + kSumEpsilon;
+
+    float raw_shift = 0.0f;
+    if (call.weighted) {
+      raw_shift = slot_gradients<kLanes>(call, t, lane, live, softmax, poison, slots, gradients);
+      __syncwarp();
+      scatter_slots<kLanes>(slots, gradients, lane, row);
+      __syncwarp();
+    }
+
+    // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
+    // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
+    float shift = -raw_shift;
+    if (op.d_lse.data != nullptr && live) shift += load_float(op.d_lse.data, op.d_lse.dtype, t);
+    if (is_softmax && call.auxiliary) shift -= dot * softmax.factor;
+    const float inverse = scores ? 1.0f / score_sum : 0.0f;
+    const float mean = dot * inverse;
+    for (int segment = 0; segment < E; segment += kSegment) {
+      if (reads_row) read_segment(segment);
+      for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
+        float step[kStep];
+#pragma unroll
+        for (int k = 0; k < kStep; ++k) {
+          float d = 0.0f;
+          if (call.softmax_rows) {
+            const float from_scores = is_softmax && call.auxiliary ? g[i + k] : 0.0f;
+            d = softmax.power(z[i + k]) * softmax.factor * (from_scores + shift);
+          }
+          if (scores) d += (g[i + k] - mean) * inverse * elementwise_slope(op.score_function, z[i + k]);
+          step[k] = live ? d : 0.0f;
+        }
+        if (call.weighted && expert < E) {
+          const float4* added = reinterpret_cast<const float4*>(row + expert);
+#pragma unroll
+          for (int k = 0; k < kStep; k += 4) {
+            const float4 four = added[k / 4];
+            step[k] += four.x;
+            step[k + 1] += four.y;
+            step[k + 2] += four.z;
+            step[k + 3] += four.w;
+          }
+        }
+        if (expert < E) {
+          char* out = static_cast<char*>(op.d_logits) + t * op.E * (op.logits_dtype == AB_FLOAT32 ? 4 : 2);
+          store_step(out, op.logits_dtype, call.vectors, expert, E, step);
+        }
+      });
+    }
+    if (call.weighted) {
+      __syncwarp();
+      for_own_slots<kLanes>(slots, lane, [&](int, int expert) { row[expert] = 0.0f; });
+      __syncwarp();
+    }
+  }
+}
+
+}  // namespace
+
+ab_status launch_backward_wide(const RouterBackward& op, cudaStream_t stream) {
+  WideCall call{};
+  call.op = op;
+  const bool is_softmax = op.score_function == AB_SOFTMAX;
+  call.weighted = op.d_weights.data != nullptr || op.d_probs.data != nullptr;
+  call.auxiliary = op.d_score_sum.data != nullptr || op.d_aux_scores.data != nullptr;
+  call.softmax_rows = op.d_lse.data != nullptr || (is_softmax && (call.auxiliary || (call.weighted && !op.normalize)));
+  const int64_t size = dtype_size(op.logits_dtype);
+  call.vectors = rows_are_vectors(op.logits, op.E, size) && rows_are_vectors(op.d_logits, op.E, size);
+  call.aux_vectors = op.d_aux_scores.data != nullptr &&
+                     rows_are_vectors(op.d_aux_scores.data, op.E, dtype_size(op.d_aux_scores.dtype));
+  int64_t used = 0;
+  const auto take = [&used](int64_t bytes) {
+    const int64_t begin = used;
+    used += (bytes + 15) / 16 * 16;
+    return static_cast<int>(begin);
+  };
+  const int64_t slots = call.weighted ? op.K : 0;
+  call.experts = take(slots * 4);
+  call.values = take(slots * 4);
+  call.gradients = take(slots * 4);
+  call.row = take(call.weighted ? (op.E + kStep - 1) / kStep * kStep * 4 : 0);
+  call.warp = static_cast<int>(used);
+  constexpr int64_t kSharedBytes = 220 << 10;
+  int warps = kWarps;
+  while (warps > 1 && warps * used > kSharedBytes) warps /= 2;
+  if (warps * used > kSharedBytes) {
+    return error(AB_UNSUPPORTED, "logits: got %lld experts with topk %d, which shared memory cannot hold on CUDA",
+                 static_cast<long long>(op.E), op.K);
+  }
+  call.tiles = TokenTiles(op.T, op.blocks.sequences, warps);
+  return launch("router backward", backward_wide,
+                {call.tiles.count(), warps * kWarp, static_cast<size_t>(warps * used), stream, true}, call);
+}
+
+}  // namespace anabranch::cuda

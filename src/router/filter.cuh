@@ -1,0 +1,180 @@
+// The K best of a row of experts that the registers of kLanes neighbouring lanes hold, by a filter.
+//
+// 1. Values q are rounded to bfloat16, two to a word, and cut into chunks. The kList-th largest of the chunks' maxima
+//    is a threshold that at least kList >= K values reach; rounding keeps the order, so the K best are among those.
+// 2. The few experts that reach it, the candidates, go to shared memory in ascending order.
+// 3. Candidates are sorted by q exactly: a key holds the bits of q but for the lowest, where their place in the list
+//    breaks ties. A pair that the missing bits would have put the other way round is found and reported.
+//
+// Rows with NaN and rows with too many candidates (many equal values) are reported, too: select.cuh serves them.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "core/cuda/shared.cuh"
+#include "core/cuda/warp.cuh"
+#include "router/score.h"
+#include "router/sort.cuh"
+
+namespace anabranch::cuda {
+
+// The least power of two that is not below n, and the greatest that is not above.
+constexpr int power_of_two_above(int n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+constexpr int power_of_two_below(int n) {
+  int power = 1;
+  while (2 * power <= n) power *= 2;
+  return power;
+}
+
+// ordered_bits (score.h) of a q that is not NaN, in fewer instructions: the addition makes -0 to +0.
+__device__ __forceinline__ uint32_t ordered_key(float q) {
+  const int32_t bits = __float_as_int(__fadd_rn(q, 0.0f));
+  return static_cast<uint32_t>(bits) ^ (static_cast<uint32_t>(bits >> 31) | 0x80000000u);
+}
+
+__device__ __forceinline__ __nv_bfloat162 swap_halves(__nv_bfloat162 pair) { return __halves2bfloat162(pair.y, pair.x); }
+
+// kFineness: 2 where only half of the row or so can be selected.
+template <int kLanes, int kItems, int kList, int kFineness = 1>
+struct Filter {
+  static constexpr int kWords = kItems / 2;
+  // Words of chunk maxima that a lane keeps: 4 chunks of the row for each one that is wanted, if the row has them.
+  static constexpr int kWanted = 2 * kFineness * kList / kLanes > 1 ? 2 * kFineness * kList / kLanes : 1;
+  static constexpr int kMaxima = kWanted < power_of_two_below(kWords) ? kWanted : power_of_two_below(kWords);
+  static constexpr bool kExists = kMaxima * kLanes >= kList;
+
+  static constexpr int kCandidates = 2 * kList > kLanes ? 2 * kList : kLanes;  // of a row, at most
+  static constexpr int kOwn = kCandidates / kLanes;                            // of them a lane's
+
+  __nv_bfloat162 words[kWords];  // item i and item i + kWords
+
+  // The maxima of chunks, NaN where a chunk holds one.
+  struct Maxima {
+    __nv_bfloat162 words[kMaxima];
+    __nv_bfloat162 all;
+  };
+  __device__ __forceinline__ Maxima maxima() const {
+    Maxima m;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      m.words[w % kMaxima] = w < kMaxima ? words[w] : __hmax2_nan(m.words[w % kMaxima], words[w]);
+    }
+    m.all = m.words[0];
+#pragma unroll
+    for (int w = 1; w < kMaxima; ++w) m.all = __hmax2_nan(m.all, m.words[w]);
+    return m;
+  }
+
+  // The kList-th largest of the row's chunk maxima, in both halves.
+  static __device__ __forceinline__ __nv_bfloat162 threshold(__nv_bfloat162 (&maxima)[kMaxima], unsigned lane) {
+    sort_lanes<kLanes>(maxima, lane);
+    // Two descending sequences a, b, in the halves. The kList-th of both is min over i of max(a_i, b_(kList-1-i)).
+    constexpr int kOwners = kList / kMaxima;
+    __nv_bfloat162 least;
+#pragma unroll
+    for (int i = 0; i < kMaxima; ++i) {
+      __nv_bfloat162 opposite = maxima[kMaxima - 1 - i];
+      if constexpr (kOwners > 1) opposite = __shfl_xor_sync(kAllLanes, opposite, kOwners - 1);
+      const __nv_bfloat162 larger = __hmax2(maxima[i], swap_halves(opposite));
+      least = i == 0 ? larger : __hmin2(least, larger);
+    }
+#pragma unroll
+    for (int distance = 1; distance < kOwners; distance *= 2) {
+      least = __hmin2(least, __shfl_xor_sync(kAllLanes, least, distance));
+    }
+    if constexpr (kOwners < kLanes) least = __shfl_sync(kAllLanes, least, 0, kLanes);
+    return __hmin2(least, swap_halves(least));
+  }
+
+  // Bit i is set where item i reaches the threshold.
+  __device__ __forceinline__ uint32_t reached(__nv_bfloat162 threshold) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) bits |= __hge2_mask(words[w], threshold) & (0x00010001u << w);
+    if constexpr (kWords == 16) return bits;
+    return (bits & 0xffffu) | bits >> 16 << kWords;
+  }
+
+  // Writes the experts first + i of the set bits to the row's list, lane by lane, as far as it goes. Returns how many
+  // there are in the row.
+  static __device__ __forceinline__ unsigned collect(uint32_t bits, unsigned first, unsigned lane,
+                                                     const SharedArray<uint16_t>& list) {
+    const unsigned own = __popc(bits);
+    unsigned through = own;  // this lane's and those of the lanes before
+#pragma unroll
+    for (unsigned distance = 1; distance < kLanes; distance *= 2) {
+      const unsigned others = __shfl_up_sync(kAllLanes, through, distance, kLanes);
+      if (lane >= distance) through += others;
+    }
+    unsigned place = list.from(through - own).address();
+    const unsigned end = list.from(kCandidates).address();
+#pragma unroll 1
+    while (bits != 0 && place < end) {
+      const uint32_t rest = bits & (bits - 1);
+      const int one = __ffs(static_cast<int>(bits)) - 1;
+      const int two = __ffs(static_cast<int>(rest)) - 1;
+      store_shared(place, static_cast<uint16_t>(first + one));
+      if (rest != 0 && place + 2 < end) store_shared(place + 2, static_cast<uint16_t>(first + two));
+      place += 4;
+      bits = rest & (rest - 1);
+    }
+    return __shfl_sync(kAllLanes, through, kLanes - 1, kLanes);
+  }
+
+  // Sorts the row's candidates: experts[r] = the one of rank r, for every r < kCandidates. Returns whether neighbours
+  // may stand the wrong way round. kExact: they cannot, since q has zeros where keys hold places. values: scratch for
+  // kCandidates floats. value_of(expert) = q, asked for expert 0 where there is no candidate.
+  template <bool kExact, class ValueOf>
+  static __device__ __forceinline__ bool sort_candidates(const SharedArray<uint16_t>& list, unsigned count,
+                                                         unsigned lane, __nv_bfloat162 threshold,
+                                                         const SharedArray<float>& values, const ValueOf& value_of,
+                                                         const SharedArray<int32_t>& experts) {
+    constexpr uint32_t kPlace = kCandidates - 1;
+    constexpr uint32_t kMost = kAllLanes / kCandidates;
+    uint32_t keys[kOwn];
+    float q[kOwn + 1];
+    const unsigned first = lane * kOwn;
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) keys[i] = first + i < count ? list[first + i] : 0u;
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) q[i] = value_of(keys[i]);
+    // Values of 32 bits above a positive threshold: keys hold their distance from it, all of it if it is short enough.
+    // What rounds to the threshold is not below it by more than 2^15.
+    uint32_t least = 0;
+    if constexpr (!kExact) {
+      const uint32_t of_threshold = ordered_key(__low2float(threshold));
+      if (of_threshold > 0x80000000u) least = of_threshold - 0x8001u;
+#pragma unroll
+      for (unsigned i = 0; i < kOwn; ++i) values.set(first + i, q[i]);
+    }
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) {
+      const uint32_t bits = ordered_key(q[i]);
+      const uint32_t code = kPlace - (first + i);
+      uint32_t key = (bits & ~kPlace) | code;
+      if (!kExact && least != 0) key = min(bits - least, kMost) * kCandidates + code;
+      keys[i] = first + i < count ? key : 0u;
+    }
+    sort_lanes<kLanes>(keys, lane);
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) experts.set(first + i, list[~keys[i] & kPlace]);
+    if constexpr (kExact) return false;
+    __syncwarp();
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) q[i] = first + i < count ? values[~keys[i] & kPlace] : -INFINITY;
+    const float next = __shfl_down_sync(kAllLanes, q[0], 1, kLanes);
+    q[kOwn] = lane + 1 < kLanes ? next : -INFINITY;
+    bool wrong = false;
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) wrong |= q[i] < q[i + 1];
+    return wrong;
+  }
+};
+
+}  // namespace anabranch::cuda

@@ -148,7 +148,7 @@ def chained(function: Callable[..., Any]) -> Callable[[Sequence[Sequence[Any]]],
     """A function of many sets of operands that calls `function` on one after the other.
 
     A barrier makes each call wait for the one before it: XLA would otherwise run kernels of different calls as one, or
-    side by side.
+    side by side. What depends on no operand, such as zeros to scatter into, it still makes for all calls at once.
     """
     import jax
 

@@ -11,8 +11,10 @@ SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
 	@echo "make test    set up, build, run the C, C++ and Python tests and the sanitizer builds"
-	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer"
-	@echo "make bench-gpu  the CUDA kernels beside the rate of a copy (needs torch with CUDA); ARGS='--json out.json'"
+	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer;"
+	@echo "                ARGS='cpp python memcheck racecheck' for some steps"
+	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
+	@echo "                ARGS='--json out.json'; both: BUILD=folder PYTHON=python3 to use what is there already"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
 	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"
 	@echo "make format  format C++ and Python"
@@ -45,13 +47,24 @@ test-sanitizers:
 test-python:
 	$(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
 
+# BUILD=folder: one that is built already, with PYTHON's packages; nothing is installed or compiled then.
 test-gpu:
+ifdef BUILD
+	BUILD="$(BUILD)" PYTHON="$(PYTHON)" scripts/test-gpu $(ARGS)
+else
 	$(SETUP) gpu
-	VENV="$(VENV)" scripts/test-gpu
+	VENV="$(VENV)" scripts/test-gpu $(ARGS)
+endif
 
 bench-gpu:
+ifdef BUILD
+	ANABRANCH_LIBRARY="$(abspath $(BUILD))/libanabranch.so" \
+	  ANABRANCH_CUDA_LIBRARY="$(abspath $(BUILD))/libanabranch_cuda.so" PYTHONPATH="python:$$PYTHONPATH" \
+	  $(PYTHON) -m anabranch bench --device cuda $(ARGS)
+else
 	$(SETUP) gpu
 	$(BIN)/python -m anabranch bench --device cuda $(ARGS)
+endif
 
 lint:
 	$(SETUP) lint

@@ -6,6 +6,21 @@ import sys
 import anabranch
 
 
+def _pair(text: str) -> tuple[int, int]:
+    """E and K from "E,K"."""
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected E,K such as 128,8")
+    return int(parts[0]), int(parts[1])
+
+
+def _positive(text: str) -> int:
+    """A number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs one of the commands; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m anabranch", description="The Mixture-of-Experts layer.")
@@ -20,15 +35,28 @@ def main(argv: list[str] | None = None) -> int:
         help="our operations beside torch (if installed) and XLA on this machine, in one run",
         description="Times our operations beside torch (if installed) and XLA on this machine, in one run.",
     )
-    from anabranch.bench import OPERATIONS
+    from anabranch.bench import CUDA_OPERATIONS, OPERATIONS
 
-    bench.add_argument("operation", nargs="?", choices=[*OPERATIONS, "all"], default="all")
+    bench.add_argument(
+        "operation", nargs="?", choices=[*dict.fromkeys([*OPERATIONS, *CUDA_OPERATIONS]), "all"], default="all"
+    )
     bench.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
     bench.add_argument("--quick", action="store_true", help="fewer repeats and only the first shape of each table")
     bench.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the router and the plan on a GPU, through C"
+        "--device", choices=["cpu", "cuda"], default="cpu", help=f"cuda: {' and '.join(CUDA_OPERATIONS)} on a GPU"
     )
     bench.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
+    cuda = bench.add_argument_group("with --device cuda; each may be given several times")
+    cuda.add_argument(
+        "--rows", type=_pair, metavar="E,K", action="append", help="only the shapes of E experts, K a token"
+    )
+    cuda.add_argument("--tokens", type=_positive, metavar="T", action="append", help="numbers of tokens")
+    cuda.add_argument(
+        "--by",
+        choices=["c", "jax", "torch", "xla"],
+        action="append",
+        help="what to time: ours through C or through JAX, torch eager, XLA's jit of plain JAX",
+    )
 
     options = parser.parse_args(argv)
     if options.command == "info":
@@ -37,18 +65,26 @@ def main(argv: list[str] | None = None) -> int:
         return command.run(as_json=options.json)
     from anabranch import bench as command_bench
 
-    if options.device == "cuda":
-        if options.operation not in ("all", "router"):
-            parser.error(f"operation: got {options.operation} on cuda, expected router (the others run on the CPU)")
-        operations = ["cuda_router"]
-    else:
-        operations = list(OPERATIONS) if options.operation == "all" else [options.operation]
-    return command_bench.run(
-        operations,
-        dtypes=options.dtype or ["float32", "bfloat16"],
-        quick=options.quick,
-        json_file=options.json,
-    )
+    known = CUDA_OPERATIONS if options.device == "cuda" else OPERATIONS
+    operations = known if options.operation == "all" else (options.operation,)
+    if not set(operations) <= set(known):
+        parser.error(f"operation: got {options.operation} on {options.device}, expected one of {', '.join(known)}")
+    given = {"rows": options.rows, "tokens": options.tokens, "by": options.by}
+    selection = {name: value for name, value in given.items() if value is not None}
+    if selection and options.device != "cuda":
+        parser.error(f"--{next(iter(selection))}: got it with --device {options.device}, expected --device cuda")
+    try:
+        return command_bench.run(
+            operations,
+            device=options.device,
+            dtypes=options.dtype or ["float32", "bfloat16"],
+            quick=options.quick,
+            json_file=options.json,
+            selection=selection,
+        )
+    except command_bench.BenchError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -4,11 +4,20 @@ import jax
 import pytest
 
 
-def _gpu():
+def _on_gpu():
+    """Makes the first GPU the default device; skips where there is none."""
     try:
-        return jax.devices("gpu")[0]
+        device = jax.devices("gpu")[0]
     except RuntimeError:
-        return None
+        pytest.skip("NO GPU FOUND: the CUDA kernels are not tested")
+    return jax.default_device(device)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """Arrays live on a GPU. For tests marked `gpu`, which have nothing to look at on the CPU."""
+    with _on_gpu():
+        yield
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -18,8 +27,5 @@ def platform(request):
         with jax.default_device(jax.devices("cpu")[0]):
             yield "cpu"
         return
-    gpu = _gpu()
-    if gpu is None:
-        pytest.skip("NO GPU FOUND: the CUDA kernels are not tested")
-    with jax.default_device(gpu):
+    with _on_gpu():
         yield "gpu"

@@ -4,36 +4,62 @@ import importlib
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anabranch.bench.errors import BenchError
 from anabranch.bench.measure import format_table
 
+__all__ = ["CUDA_OPERATIONS", "OPERATIONS", "BenchError", "run"]
+
 OPERATIONS = ("router", "dispatch", "experts", "layer")
+CUDA_OPERATIONS = ("router", "plan")
 
 
-def run(operations: list[str], *, dtypes: list[str], quick: bool, json_file: str | None) -> int:
+def run(
+    operations: Sequence[str],
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[str],
+    quick: bool,
+    json_file: str | None,
+    selection: Mapping[str, Any] | None = None,
+) -> int:
     """Runs the benchmarks of some operations and prints a table for each.
 
     Args:
-      operations: names out of OPERATIONS.
+      operations: names out of OPERATIONS, or CUDA_OPERATIONS.
+      device: "cpu" or "cuda".
       dtypes: "float32" and/or "bfloat16".
       quick: one shape and few repeats.
       json_file: also write all rows there; "-" writes them to standard output instead of the tables.
+      selection: more arguments for the benchmarks' rows(), on cuda.
 
     Returns:
       The exit status.
+
+    Raises:
+      BenchError: this machine lacks something, or the selection names something that is not there.
     """
     from anabranch import info
 
-    if len(operations) == 1:
-        table = {operations[0]: _rows(operations[0], dtypes, quick)}
-    else:
-        table = {operation: _rows_of_a_process(operation, dtypes, quick) for operation in operations}
+    modules = {name: _module(name, device) for name in operations}
+    together = len(operations) == 1 or device == "cuda"
+    # On the CPU each has a process of its own: what one does to the allocator must not reach the next.
+    rows = {
+        name: _rows(name, modules[name], dtypes, quick, selection or {})
+        if together
+        else _rows_of_a_process(name, dtypes, quick)
+        for name in operations
+    }
     if json_file != "-":
-        for operation, rows in table.items():
-            caption = importlib.import_module(f"anabranch.bench.{operation}").CAPTION
-            print(f"\n{operation}: {caption}\n{format_table(rows)}\n")
-    report = {"machine": info.collect(), "rows": table}
+        for name, module in modules.items():
+            print(f"\n{name}: {module.CAPTION}")
+            tables = module.tables(rows[name]) if hasattr(module, "tables") else {"": rows[name]}
+            for title, table in tables.items():
+                print((f"\n{title}\n" if title else "") + f"{format_table(table)}\n")
+    report = {"machine": info.collect(), "arguments": sys.argv[1:], "rows": rows}
     if json_file == "-":
         json.dump(report, sys.stdout, indent=2)
         print()
@@ -43,16 +69,23 @@ def run(operations: list[str], *, dtypes: list[str], quick: bool, json_file: str
     return 0
 
 
-def _rows(operation: str, dtypes: list[str], quick: bool) -> list[dict[str, Any]]:
-    rows = []
-    for row in importlib.import_module(f"anabranch.bench.{operation}").rows(dtypes=dtypes, quick=quick):
+def _module(operation: str, device: str) -> Any:
+    return importlib.import_module(f"anabranch.bench.{'cuda_' * (device == 'cuda')}{operation}")
+
+
+def _rows(
+    operation: str, module: Any, dtypes: Sequence[str], quick: bool, selection: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    start, rows = time.perf_counter(), []
+    for row in module.rows(dtypes=dtypes, quick=quick, **selection):
         rows.append(row)
-        print(f"{operation}: {row}", file=sys.stderr)
+        shown = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "spread")
+        print(f"{operation}: {', '.join(shown)}", file=sys.stderr)
+    print(f"{operation}: {len(rows)} rows in {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return rows
 
 
-def _rows_of_a_process(operation: str, dtypes: list[str], quick: bool) -> list[dict[str, Any]]:
-    """The same in a process of its own: what one benchmark does to the allocator must not reach the next."""
+def _rows_of_a_process(operation: str, dtypes: Sequence[str], quick: bool) -> list[dict[str, Any]]:
     flags = [argument for dtype in dtypes for argument in ("--dtype", dtype)] + ["--quick"] * quick
     command = [sys.executable, "-m", "anabranch", "bench", operation, "--json", "-", *flags]
     result = subprocess.run(command, stdout=subprocess.PIPE, check=True)

@@ -1,13 +1,11 @@
 """The bounds that the Python rules give XLA for CUDA workspaces hold what the C functions ask for. Needs no GPU."""
 
-import ctypes
-
 import numpy as np
 import pytest
 
 from anabranch import _library
 from anabranch.bench import c_call
-from anabranch.bench.cuda_router import _FORWARD
+from anabranch.bench.cuda_call import options_of, tensors_of
 from anabranch.jax import _ffi
 
 
@@ -19,7 +17,7 @@ def library():
         pytest.skip(f"NO CUDA LIBRARY: its workspaces are not checked: {error}")
 
 
-def needed(library, function, options, tensors, values):
+def needed(library, function, values):
     """Bytes that the function's query asks for."""
     asked = []
 
@@ -27,7 +25,7 @@ def needed(library, function, options, tensors, values):
         asked.append(size - 64)
         return np.zeros(64, np.uint8)
 
-    c_call.call(library, function, options, tensors.split(), values, allocate=allocate)
+    c_call.call(library, function, options_of(function), tensors_of(function), values, allocate=allocate)
     return asked[0]
 
 
@@ -37,13 +35,11 @@ def test_statistics(library, T, B, E):
     shape = (E,) if B == 1 else (B, E)
     statistics = {"tokens_per_expert": np.empty(shape, np.int32), "score_sum": np.empty(shape, np.float32)}
     scores = np.empty((T, E), np.float32)
-    options = [(n, ctypes.c_int32) for n in ("topk", "score_function", "normalize", "num_groups", "group_topk")]
     values = {"topk": 1, "normalize": 1, "scaling_factor": 1.0, "logits": scores, **statistics}
-    options.append(("scaling_factor", ctypes.c_float))
     bound = _ffi.statistics_workspace(T, B, E)
-    assert needed(library, "ab_cuda_router_forward", options, _FORWARD, values) <= bound
+    assert needed(library, "ab_cuda_router_forward", values) <= bound
     values = {"scores": scores, "score_sum": statistics["score_sum"]}
-    assert needed(library, "ab_cuda_score_sum", [], "scores score_sum", values) <= bound
+    assert needed(library, "ab_cuda_score_sum", values) <= bound
 
 
 @pytest.mark.parametrize("E", [1, 8, 128, 2048, 2049, 8192])
@@ -51,6 +47,4 @@ def test_statistics(library, T, B, E):
 def test_plan(library, T, E):
     experts = np.empty((T, 4), np.int32)
     values = {"num_experts": E, "experts": experts, "slot_of_row": np.empty(4 * T, np.int32)}
-    options = [(n, ctypes.c_int32) for n in ("num_experts", "align_size", "num_destinations")]
-    tensors = "experts routing_map tokens_per_expert group_sizes offsets row_of_slot slot_of_row dropped row_id_map"
-    assert needed(library, "ab_cuda_plan", options, tensors, values) <= _ffi.plan_workspace(4 * T, E)
+    assert needed(library, "ab_cuda_plan", values) <= _ffi.plan_workspace(4 * T, E)

@@ -1,0 +1,55 @@
+"""Calls of libanabranch_cuda.so on torch's tensors and current stream."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from anabranch import _library
+from anabranch.bench import c_call
+from anabranch.bench.gpu import torch_with_gpu
+
+# Names in the order of the C structs: options, then tensors.
+FIELDS = {
+    "ab_cuda_router_forward": (
+        "topk score_function normalize num_groups group_topk scaling_factor",
+        "logits expert_bias token_mask forced_experts weights experts tokens_per_expert score_sum lse probs "
+        "routing_map aux_scores",
+    ),
+    "ab_cuda_router_backward": (
+        "topk score_function normalize scaling_factor",
+        "logits experts token_mask lse d_weights d_probs d_score_sum d_aux_scores d_lse d_logits",
+    ),
+    "ab_cuda_load_balance_loss": ("topk coeff", "score_sum tokens_per_expert num_tokens loss d_score_sum"),
+    "ab_cuda_score_sum": ("", "scores score_sum"),
+    "ab_cuda_plan": (
+        "num_experts align_size num_destinations",
+        "experts routing_map tokens_per_expert group_sizes offsets row_of_slot slot_of_row dropped row_id_map",
+    ),
+}
+_WITHOUT_WORKSPACE = ("ab_cuda_router_backward", "ab_cuda_load_balance_loss")
+
+
+def options_of(function: str) -> list[tuple[str, Any]]:
+    """Names and ctypes of a function's options."""
+    floats = ("scaling_factor", "coeff")
+    return [(name, ctypes.c_float if name in floats else ctypes.c_int32) for name in FIELDS[function][0].split()]
+
+
+def tensors_of(function: str) -> list[str]:
+    """Names of a function's tensors."""
+    return FIELDS[function][1].split()
+
+
+def cuda_call(function: str, **values: Any) -> Callable[[], None]:
+    """A call of `function` with these options and tensors, ready to be made often."""
+    torch = torch_with_gpu()
+    return c_call.call(
+        _library.load_cuda(),
+        function,
+        options_of(function),
+        tensors_of(function),
+        values,
+        has_workspace=function not in _WITHOUT_WORKSPACE,
+        allocate=lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
+        stream=lambda: torch.cuda.current_stream().cuda_stream,
+    )

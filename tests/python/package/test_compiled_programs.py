@@ -1,0 +1,139 @@
+"""What XLA makes of a routing step: our custom calls, small arithmetic, and no other pass over a token-sized array."""
+
+import functools
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from anabranch.jax import fused_topk_with_score_function, load_balance_loss, plan, route
+
+B, S, E, K = 4, 250, 96, 6
+T = B * S
+
+#: What moves nothing: operands, results, and other names for them.
+_NAMES = {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
+
+OPTIONS = {
+    "softmax": {"scaling_factor": 2.5},
+    "raw": {"normalize": False},
+    "grouped": {"score_function": "sigmoid", "num_groups": 8, "group_topk": 2},
+}
+options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+
+
+def elements(hlo_type):
+    """Elements of the largest array in a type."""
+    shapes = re.findall(r"\w+\[([\d,]*)\]", hlo_type)
+    return max((math.prod(int(n) for n in shape.split(",") if n) for shape in shapes), default=0)
+
+
+def custom_calls(text):
+    return sorted(re.findall(r'custom_call_target="(\w+)"', text))
+
+
+def passes_over_tokens(text):
+    """Instructions, of all computations, that make an array of T elements or more and are not only a name for one."""
+    return [(op, kind) for kind, op in _INSTRUCTION.findall(text) if op not in _NAMES and elements(kind) >= T]
+
+
+def operands(dtype):
+    rng = np.random.default_rng(0)
+    z, d_weights = rng.standard_normal((B, S, E)), rng.standard_normal((B, S, K))
+    mask = rng.random((B, S)) < 0.9
+    return {
+        "z": jnp.asarray(z, dtype),
+        "d_weights": jnp.asarray(d_weights, jnp.float32),
+        "expert_bias": jnp.asarray(0.01 * rng.standard_normal(E), jnp.float32),
+        "token_mask": jnp.asarray(mask),
+        "num_tokens": jnp.int32(mask.sum()),
+    }
+
+
+def step(z, expert_bias, token_mask, num_tokens, **options):
+    """A routing, its loss, and the plan of its experts."""
+    routing = route(z, K, expert_bias=expert_bias, token_mask=token_mask, **options)
+    loss = load_balance_loss(routing.score_sum, routing.tokens_per_expert, K, 0.01, num_tokens)
+    return (routing.weights, loss), (plan(routing.experts, E, align_size=8), routing.tokens_per_expert)
+
+
+def gradient(z, d_weights, *arrays, **options):
+    """The same and the gradient of the logits, from the weights and the loss together."""
+    results, pull, others = jax.vjp(lambda z: step(z, *arrays, **options), z, has_aux=True)
+    return results, others, pull((d_weights, jnp.float32(1)))[0]
+
+
+def dense_gradient(z, d_probs):
+    """TransformerEngine's form and its gradient."""
+    (probs, routing_map), pull = jax.vjp(lambda z: fused_topk_with_score_function(z, K), z)
+    return probs, routing_map, pull((d_probs, np.zeros(routing_map.shape, jax.dtypes.float0)))[0]
+
+
+def compiled(function, *arrays, **options):
+    return jax.jit(functools.partial(function, **options)).lower(*arrays).compile().as_text()
+
+
+@pytest.mark.usefixtures("platform")
+@dtypes
+class TestHlo:
+    @options
+    def test_a_step_is_two_calls(self, options, dtype):
+        given = operands(dtype)
+        arrays = [given[name] for name in ("z", "expert_bias", "token_mask", "num_tokens")]
+        text = compiled(step, *arrays, **options)
+        assert custom_calls(text) == ["ab_xla_plan", "ab_xla_router_forward"]
+        assert passes_over_tokens(text) == []
+
+    @options
+    def test_its_gradient_is_one_more(self, options, dtype):
+        given = operands(dtype)
+        arrays = [given[name] for name in ("z", "d_weights", "expert_bias", "token_mask", "num_tokens")]
+        text = compiled(gradient, *arrays, **options)
+        assert custom_calls(text) == ["ab_xla_plan", "ab_xla_router_backward", "ab_xla_router_forward"]
+        assert passes_over_tokens(text) == []
+
+    def test_the_dense_form_is_one_each_way(self, dtype):
+        given = operands(dtype)
+        text = compiled(dense_gradient, given["z"], given["z"])
+        assert custom_calls(text) == ["ab_xla_router_backward", "ab_xla_router_forward"]
+        assert passes_over_tokens(text) == []
+
+    def test_a_pass_would_be_seen(self, dtype):
+        """The check is no check if it finds nothing in a program that does convert or transpose its logits."""
+        z = operands(dtype)["z"]
+        other = "float32" if dtype == "bfloat16" else "bfloat16"
+        assert passes_over_tokens(compiled(lambda z: route(z.astype(other), K), z))
+        assert passes_over_tokens(compiled(lambda z: route(z.reshape(T, E).T.reshape(T, E), K), z))
+
+
+def device_events(directory, call):
+    """Names of what ran on the GPU, kernels and copies, while `call` was made."""
+    with jax.profiler.trace(directory):
+        call()
+    (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+    return [event.name for line in lines for event in line.events]
+
+
+def copies_to_the_host(names):
+    return [name for name in names if re.search("memcpy.*d(evice)?(2| to )h", name, re.IGNORECASE)]
+
+
+@pytest.mark.gpu
+def test_a_step_copies_nothing_to_the_host(gpu, tmp_path):
+    given = operands("bfloat16")
+    arrays = [given[name] for name in ("z", "d_weights", "expert_bias", "token_mask", "num_tokens")]
+    run = jax.jit(functools.partial(gradient, **OPTIONS["grouped"]))
+    jax.block_until_ready(run(*arrays))
+    fetched = device_events(tmp_path / "fetched", lambda: np.asarray(run(*arrays)[-1]))
+    if not copies_to_the_host(fetched):
+        pytest.skip(f"THE PROFILER SHOWS NO COPIES HERE: a step was not looked at; it showed {fetched[:20]}")
+    events = device_events(tmp_path / "step", lambda: jax.block_until_ready(run(*arrays)))
+    assert len(events) >= 3 and not copies_to_the_host(events)

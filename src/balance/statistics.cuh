@@ -11,8 +11,9 @@ namespace anabranch::cuda {
 
 // The tokens of a launch, cut into blocks that never cross a sequence.
 struct TokenTiles {
-  // Two blocks for each multiprocessor of a large device. A constant: the device must not show in the results.
-  static constexpr int64_t kMostBlocks = 264;
+  // Of a large device. A constant: the device must not show in the results.
+  static constexpr int64_t kMultiprocessors = 132;
+  static constexpr int64_t kMostBlocks = 3 * kMultiprocessors;
 
   int64_t sequences = 0;  // B
   int64_t tokens_per_sequence = 0;

@@ -168,15 +168,28 @@ __device__ void write_sizes(const Plan& plan, const Starts& starts) {
   if (threadIdx.x == 0 && call.dropped != nullptr) *call.dropped = dropped;
 }
 
-// -1 in the rows between an expert's last slot and the next expert, or the end of its region.
+// -1 in the rows between an expert's last slot and the next expert, an expert a warp, and from the last expert of a
+// region to its end, by all threads of the grid.
 __device__ void fill_padding(const Plan& plan, const Starts& starts) {
   const PlanCall& call = plan.call;
   const Regions& regions = call.regions;
-  for (int64_t e = blockIdx.x; e < call.E; e += gridDim.x) {
-    const bool last = (e + 1) % regions.experts == 0;
-    const int64_t begin = regions.clip(e, starts.aligned[e] + plan.totals[e]);
-    const int64_t end = last ? regions.end(e) : regions.clip(e, starts.aligned[e + 1]);
-    for (int64_t row = begin + threadIdx.x; row < end; row += blockDim.x) call.maps.slot_of_row[row] = -1;
+  const auto E = static_cast<int>(call.E);
+  const auto experts = static_cast<int>(regions.experts);
+  const auto end_of_slots = [&](int e) { return regions.clip(e, starts.aligned[e] + plan.totals[e]); };
+  if (regions.align > 1) {
+    const int warps = static_cast<int>(gridDim.x) * plan.warps;
+    for (int e = static_cast<int>(blockIdx.x) * plan.warps + warp_index(); e < E; e += warps) {
+      if ((e + 1) % experts == 0) continue;
+      const int64_t end = regions.clip(e, starts.aligned[e + 1]);
+      for (int64_t row = end_of_slots(e) + lane_index(); row < end; row += kWarp) call.maps.slot_of_row[row] = -1;
+    }
+  }
+  for (int e = experts - 1; e < E; e += experts) {
+    const int64_t end = regions.end(e);
+    const int64_t first = end_of_slots(e) + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    for (int64_t row = first; row < end; row += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+      call.maps.slot_of_row[row] = -1;
+    }
   }
 }
 

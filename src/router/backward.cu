@@ -70,9 +70,13 @@ __device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
   return load_float(cotangent.data, cotangent.dtype, i);
 }
 
+// Blocks of a multiprocessor that registers are shared out for, by the slots of a lane.
+constexpr int blocks_of(int slots) { return slots == 1 ? 3 : 2; }
+
 // kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
 template <bool kIsSoftmax, class Bits, int kLanes, int kItems, int kSlots, bool kReadsRows>
-__global__ void __launch_bounds__(kWarps* kWarp, 2) route_backward(const __grid_constant__ BackwardCall call) {
+__global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
+    route_backward(const __grid_constant__ BackwardCall call) {
   using Rows = StagedRows<Bits, kLanes, kItems>;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
@@ -417,7 +421,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   call.gradients = call.experts + rounded(tokens * K * 4);
   call.warp = call.gradients + rounded(tokens * K * 4);
   // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.
-  const int64_t most_blocks = reads_rows ? TokenTiles::kMostBlocks : 4 * TokenTiles::kMostBlocks;
+  const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(variant->slots[many]) : 8);
   call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{kWarps} * tokens, most_blocks);
   return launch("router backward", kernel,
                 {call.tiles.count(), kWarps * kWarp, static_cast<size_t>(call.first_warp + kWarps * call.warp), stream, true},

@@ -18,7 +18,8 @@ struct SharedLayout {
   int first_warp = 0;
   int warp = 0;
   // within a warp's piece:
-  int rows = 0;        // logits of two rounds; dense probabilities; in the end, float32 sums of scores
+  int rows = 0;        // logits of two rounds; dense probabilities
+  int sums = 0;        // float [tokens][lanes * items]: sums of scores
   int selected = 0;    // int32 [tokens][ranks]: experts by rank, as many as the selection sorts
   int experts = 0;     // int32 [tokens][K]
   int values = 0;      // float [tokens][K]: weights

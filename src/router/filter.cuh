@@ -12,6 +12,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/cuda/shared.cuh"
 #include "core/cuda/warp.cuh"
@@ -43,6 +44,7 @@ __device__ __forceinline__ __nv_bfloat162 swap_halves(__nv_bfloat162 pair) { ret
 // kFineness: 2 where only half of the row or so can be selected.
 template <int kLanes, int kItems, int kList, int kFineness = 1>
 struct Filter {
+  using Mask = std::conditional_t<(kItems > 32), uint64_t, uint32_t>;  // a bit an item
   static constexpr int kWords = kItems / 2;
   // Words of chunk maxima that a lane keeps: 4 chunks of the row for each one that is wanted, if the row has them.
   static constexpr int kWanted = 2 * kFineness * kList / kLanes > 1 ? 2 * kFineness * kList / kLanes : 1;
@@ -93,19 +95,24 @@ struct Filter {
   }
 
   // Bit i is set where item i reaches the threshold.
-  __device__ __forceinline__ uint32_t reached(__nv_bfloat162 threshold) const {
-    uint32_t bits = 0;
+  __device__ __forceinline__ Mask reached(__nv_bfloat162 threshold) const {
+    uint32_t bits[2] = {};  // of words 0 to 15 and of those from 16 on, each as it lies in a word
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) bits |= __hge2_mask(words[w], threshold) & (0x00010001u << w);
-    if constexpr (kWords == 16) return bits;
-    return (bits & 0xffffu) | bits >> 16 << kWords;
+    for (int w = 0; w < kWords; ++w) bits[w / 16] |= __hge2_mask(words[w], threshold) & (0x00010001u << w % 16);
+    if constexpr (kWords == 16) return bits[0];
+    const uint32_t first = (bits[0] & 0xffffu) | bits[1] << 16;
+    const uint32_t second = bits[0] >> 16 | (bits[1] & 0xffff0000u);
+    return first | static_cast<Mask>(second) << kWords;
   }
 
   // Writes the experts first + i of the set bits to the row's list, lane by lane, as far as it goes. Returns how many
   // there are in the row.
-  static __device__ __forceinline__ unsigned collect(uint32_t bits, unsigned first, unsigned lane,
+  static __device__ __forceinline__ unsigned collect(Mask bits, unsigned first, unsigned lane,
                                                      const SharedArray<uint16_t>& list) {
-    const unsigned own = __popc(bits);
+    const auto lowest = [](Mask of) {
+      return static_cast<unsigned>(kItems > 32 ? __ffsll(static_cast<long long>(of)) : __ffs(static_cast<int>(of))) - 1;
+    };
+    const auto own = static_cast<unsigned>(kItems > 32 ? __popcll(bits) : __popc(static_cast<unsigned>(bits)));
     unsigned through = own;  // this lane's and those of the lanes before
 #pragma unroll
     for (unsigned distance = 1; distance < kLanes; distance *= 2) {
@@ -116,11 +123,9 @@ struct Filter {
     const unsigned end = list.from(kCandidates).address();
 #pragma unroll 1
     while (bits != 0 && place < end) {
-      const uint32_t rest = bits & (bits - 1);
-      const int one = __ffs(static_cast<int>(bits)) - 1;
-      const int two = __ffs(static_cast<int>(rest)) - 1;
-      store_shared(place, static_cast<uint16_t>(first + one));
-      if (rest != 0 && place + 2 < end) store_shared(place + 2, static_cast<uint16_t>(first + two));
+      const Mask rest = bits & (bits - 1);
+      store_shared(place, static_cast<uint16_t>(first + lowest(bits)));
+      if (rest != 0 && place + 2 < end) store_shared(place + 2, static_cast<uint16_t>(first + lowest(rest)));
       place += 4;
       bits = rest & (rest - 1);
     }

@@ -26,6 +26,7 @@ SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int r
   s.first_warp = (used + 127) / 128 * 128;
   used = 0;
   s.rows = take(row_bytes);
+  s.sums = take(op.score_sum != nullptr ? kWarp * items * 4 : 0);
   s.selected = take(tokens * ranks * 4);
   s.experts = take(tokens * op.K * 4);
   s.values = take(tokens * op.K * 4);
@@ -154,6 +155,7 @@ struct Choice {
   int items = 0;
   int ranks = 0;
   int candidates = 0;
+  int blocks = 2;  // of a multiprocessor
   int warps = kMostWarps;
 };
 
@@ -179,7 +181,8 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
     if (list == RouteVariant::kLists) continue;
     const int candidates = variant->candidates[list];
     Choice choice{variant->kernels[list], variant->lanes, variant->items,
-                  candidates > 0 ? candidates : RouteVariant::list(list), candidates, few ? kFewWarps : kMostWarps};
+                  candidates > 0 ? candidates : RouteVariant::list(list), candidates, variant->blocks,
+                  few ? kFewWarps : kMostWarps};
     if (op.num_groups > 0 && op.wants_selection) {
       // Groups of whole lanes, of which the two best make the score.
       *always_exact = variant->grouped == nullptr || op.K > RouteVariant::list(0) || op.K / op.group_topk > 2 ||
@@ -219,8 +222,14 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   launch->warps = choice.warps;
   if (choice.kernel != nullptr) {
     const int stage_bytes = kWarp * choice.items * size;
-    call.shared = lay_out_shared(op, choice.lanes, choice.items, 2 * stage_bytes, choice.ranks, choice.candidates,
-                                 choice.warps);
+    // A warp less where that lets one more block into the shared memory of a multiprocessor.
+    constexpr int kSharedBytes = 227 << 10;
+    constexpr int kReserved = 1 << 10;
+    do {
+      call.shared = lay_out_shared(op, choice.lanes, choice.items, 2 * stage_bytes, choice.ranks, choice.candidates,
+                                   launch->warps);
+    } while (call.shared.total > kSharedBytes / choice.blocks - kReserved && launch->warps > kMostWarps - 2 &&
+             --launch->warps > 0);
     tokens = kWarp / choice.lanes;
   } else {
     constexpr int kSharedBytes = 200 << 10;
@@ -237,7 +246,8 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
                    static_cast<long long>(op.E), op.K);
     }
   }
-  call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(launch->warps) * tokens);
+  call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(launch->warps) * tokens,
+                          TokenTiles::kMultiprocessors * choice.blocks);
   *workspace_bytes = place_partials(call.tiles, op.E, op.tokens_per_expert, op.score_sum, workspace, &call.partials);
   return ok();
 }

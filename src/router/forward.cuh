@@ -29,6 +29,7 @@ struct RouteVariant {
 
   int lanes;
   int items;
+  int blocks;                // of a multiprocessor, that registers allow
   Kernel kernels[kLists];    // nullptr: none
   int candidates[kLists];    // of a token, 0 where lanes == 1
   Kernel long_keys[kLists];  // for values of 32 bits, where lanes == 1
@@ -160,9 +161,14 @@ __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, u
   }
 }
 
+// Blocks of a multiprocessor that registers are shared out for. Three with spilled rows are slower than two.
+template <int kItems>
+constexpr int kBlocks = kItems <= 16 ? 3 : 2;
+
 // Bits: how logits are stored (staged_rows.cuh). Key: of the sort where one lane holds a row.
 template <Mode kMode, class Bits, int kLanes, int kItems, int kList, bool kGrouped, class Key>
-__global__ void __launch_bounds__(kMostWarps* kWarp, 2) route(const __grid_constant__ RouteCall call) {
+__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>)
+    route(const __grid_constant__ RouteCall call) {
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
   using Rows = StagedRows<Bits, kLanes, kItems>;
   constexpr bool kBiased = kMode == Mode::biased;
@@ -197,7 +203,13 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 2) route(const __grid_const
   const bool is_half = op.logits_dtype == AB_FLOAT16;
   // bfloat16 words of the filter that are the logits themselves
   const bool words_are_logits = !kOneLane && !kBiased && selects && sizeof(Bits) == 2 && !is_half;
-  float sums[kItems] = {};
+  // Sums of the scores of the lane's experts over its tokens, in shared memory: registers are scarce.
+  const auto for_sums = [&](auto&& each) {
+    const unsigned chunk = lane_index() * (kItems / 4);
+#pragma unroll
+    for (unsigned i = 0; i < kItems; i += 4) each(i, memory + call.shared.sums + chunk_place(chunk + i / 4) * kChunk);
+  };
+  if (op.score_sum != nullptr) for_sums([](unsigned, unsigned at) { store_shared(at, float4{}); });
 
   const int64_t block_begin = call.tiles.begin(blockIdx.x);
   const auto block_tokens = static_cast<unsigned>(call.tiles.end(blockIdx.x) - block_begin);
@@ -285,10 +297,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 2) route(const __grid_const
 #pragma unroll
       for (int i = 0; i < kItems; ++i) total += z[i];
       const bool any_never = __any_sync(kAllLanes, !(total > -INFINITY));
-      uint32_t never = 0;
+      typename F::Mask never = 0;
       if (any_never) {
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) never |= z[i] == -INFINITY ? 1u << i : 0u;
+        for (int i = 0; i < kItems; ++i) never |= static_cast<typename F::Mask>(z[i] == -INFINITY) << i;
       }
       if (is_softmax) {
 #pragma unroll
@@ -332,8 +344,16 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 2) route(const __grid_const
         factor = reciprocal(sum_lanes<kLanes>(total) + kSumEpsilon);
       }
       if (!live) factor = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) sums[i] = fmaf(z[i], factor, sums[i]);
+      if (op.score_sum != nullptr) {
+        for_sums([&](unsigned i, unsigned at) {
+          auto sum = load_shared<float4>(at);
+          sum.x = fmaf(z[i], factor, sum.x);
+          sum.y = fmaf(z[i + 1], factor, sum.y);
+          sum.z = fmaf(z[i + 2], factor, sum.z);
+          sum.w = fmaf(z[i + 3], factor, sum.w);
+          store_shared(at, sum);
+        });
+      }
       if (op.aux_scores != nullptr && present) {
         float* const row = op.aux_scores + static_cast<size_t>(t) * E + first_item;
 #pragma unroll
@@ -358,9 +378,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 2) route(const __grid_const
           }
         }
         const __nv_bfloat162 threshold = F::threshold(maxima.words, lane);
-        uint32_t reached = filter.reached(threshold);
+        typename F::Mask reached = filter.reached(threshold);
         if (!kept) reached = 0;
-        if (first_item + kItems > E) reached &= first_item < E ? (1u << (E - first_item)) - 1u : 0u;
+        if (first_item + kItems > E) {
+          reached &= first_item < E ? (typename F::Mask{1} << (E - first_item)) - 1 : typename F::Mask{0};
+        }
         const SharedArray<uint16_t> list(memory + call.shared.list + token * F::kCandidates * 2);
         const SharedArray<float> values(memory + call.shared.candidates + token * F::kCandidates * 4);
         const unsigned candidates = F::collect(reached, first_item, lane, list);
@@ -454,23 +476,17 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 2) route(const __grid_const
   }
 
   if (op.score_sum != nullptr) {
-    // The lanes' sums, as rows of float32 in the place of logits; then a column a lane.
+    // The lanes' sums are rows of [tokens][experts]: a column a lane.
     __syncwarp();
-    const unsigned staged = memory + call.shared.rows;
+    const unsigned lane_sums = memory + call.shared.sums;
     constexpr unsigned kOfChunk = kChunk / sizeof(float);
-#pragma unroll
-    for (unsigned i = 0; i < kItems; i += kOfChunk) {
-      const unsigned place = chunk_place(lane_index() * (kItems / kOfChunk) + i / kOfChunk);
-      store_shared(staged + place * kChunk, make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
-    }
-    __syncwarp();
 #pragma unroll 1
     for (unsigned e = lane_index(); e < E; e += kWarp) {
       float sum = 0.0f;
 #pragma unroll
       for (unsigned row = 0; row < kTokens; ++row) {
         const unsigned place = chunk_place((row * kLanes * kItems + e) / kOfChunk);
-        sum += load_shared<float>(staged + place * kChunk + e % kOfChunk * 4);
+        sum += load_shared<float>(lane_sums + place * kChunk + e % kOfChunk * 4);
       }
       SharedArray<float>(memory + call.shared.keys).set(e, sum);
     }
@@ -498,7 +514,7 @@ constexpr void add_list(RouteVariant* variant) {
 
 template <Mode kMode, class Bits, int kLanes, int kItems, bool kGrouped, int... kListLengths>
 constexpr RouteVariant variant() {
-  RouteVariant v{kLanes, kItems, {}, {}, {}, nullptr};
+  RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, {}, nullptr};
   (add_list<kMode, Bits, kLanes, kItems, kListLengths>(&v), ...);
   if constexpr (kGrouped) v.grouped = route<kMode, Bits, kLanes, kItems, 8, true, uint32_t>;
   return v;
@@ -511,7 +527,7 @@ RouteVariants variants() {
   constexpr RouteVariant k32 = variant<kMode, Bits, 1, 32, false, 8, 16, 32>();
   constexpr RouteVariant k1024 = variant<kMode, Bits, 32, 32, false, 8, 16, 64>();
   return {{k8, k16, k32, variant<kMode, Bits, 2, 32, false, 8, 16>(), variant<kMode, Bits, 4, 32, true, 8, 16>(),
-           variant<kMode, Bits, 8, 32, true, 8, 16, 32>(), variant<kMode, Bits, 16, 24, false, 8, 16>(),
+           variant<kMode, Bits, 8, 32, true, 8, 16, 32>(), variant<kMode, Bits, 8, 48, false, 8, 16>(),
            variant<kMode, Bits, 16, 32, true, 8, 16, 32, 64>(), k1024},
           {k8, k16, k32, variant<kMode, Bits, 32, 8, true, 8, 32>(), variant<kMode, Bits, 32, 16, false, 8, 32>(),
            k1024}};

@@ -116,9 +116,9 @@ def call(
 def statistics_workspace(num_tokens: int, num_sequences: int, num_experts: int) -> int:
     """Bytes for the statistics of each block of tokens on CUDA (src/balance/statistics.cuh): counts and sums.
 
-    A block has at least one token, and there are at most 264 of them, or one a sequence.
+    A block has at least one token, and there are at most 396 of them, or one a sequence.
     """
-    blocks = min(max(264, num_sequences), num_tokens)
+    blocks = min(max(396, num_sequences), num_tokens)
     return 2 * (blocks * num_experts * 4 + 64) if blocks else 0
 
 

@@ -54,3 +54,12 @@ def test_plan(library, T, E):
     options = [(n, ctypes.c_int32) for n in ("num_experts", "align_size", "num_destinations")]
     tensors = "experts routing_map tokens_per_expert group_sizes offsets row_of_slot slot_of_row dropped row_id_map"
     assert needed(library, "ab_cuda_plan", options, tensors, values) <= _ffi.plan_workspace(4 * T, E)
+
+
+@pytest.mark.parametrize("S", [0, 1, 100, 5000])
+def test_sort_chunks(library, S):
+    x, integers = np.empty((7, 3), np.float32), np.empty(S, np.int32)
+    values = {"x": x, "split_sizes": integers, "sorted_indices": integers, "out": x}
+    tensors = "x split_sizes sorted_indices out row_id_map"
+    asked = needed(library, "ab_cuda_sort_chunks", [("inverse", ctypes.c_int32)], tensors, values)
+    assert asked <= _ffi.sort_chunks_workspace(S)

@@ -20,13 +20,13 @@ def main(argv: list[str] | None = None) -> int:
         help="our operations beside torch (if installed) and XLA on this machine, in one run",
         description="Times our operations beside torch (if installed) and XLA on this machine, in one run.",
     )
-    from anabranch.bench import OPERATIONS
+    from anabranch.bench import CUDA_OPERATIONS, OPERATIONS
 
     bench.add_argument("operation", nargs="?", choices=[*OPERATIONS, "all"], default="all")
     bench.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
     bench.add_argument("--quick", action="store_true", help="fewer repeats and only the first shape of each table")
     bench.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the router and the plan on a GPU, through C"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the CUDA kernels on a GPU, through C"
     )
     bench.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
 
@@ -38,9 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     from anabranch import bench as command_bench
 
     if options.device == "cuda":
-        if options.operation not in ("all", "router"):
-            parser.error(f"operation: got {options.operation} on cuda, expected router (the others run on the CPU)")
-        operations = ["cuda_router"]
+        if options.operation not in ("all", *CUDA_OPERATIONS):
+            parser.error(f"operation: got {options.operation} on cuda, expected one of {', '.join(CUDA_OPERATIONS)}")
+        chosen = CUDA_OPERATIONS if options.operation == "all" else [options.operation]
+        operations = [f"cuda_{name}" for name in chosen]
     else:
         operations = list(OPERATIONS) if options.operation == "all" else [options.operation]
     return command_bench.run(

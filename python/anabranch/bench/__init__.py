@@ -9,13 +9,14 @@ from typing import Any
 from anabranch.bench.measure import format_table
 
 OPERATIONS = ("router", "dispatch", "experts", "layer")
+CUDA_OPERATIONS = ("router", "dispatch")  # cuda_router.py, cuda_dispatch.py
 
 
 def run(operations: list[str], *, dtypes: list[str], quick: bool, json_file: str | None) -> int:
     """Runs the benchmarks of some operations and prints a table for each.
 
     Args:
-      operations: names out of OPERATIONS.
+      operations: names out of OPERATIONS, or "cuda_" and a name out of CUDA_OPERATIONS.
       dtypes: "float32" and/or "bfloat16".
       quick: one shape and few repeats.
       json_file: also write all rows there; "-" writes them to standard output instead of the tables.
@@ -54,6 +55,9 @@ def _rows(operation: str, dtypes: list[str], quick: bool) -> list[dict[str, Any]
 def _rows_of_a_process(operation: str, dtypes: list[str], quick: bool) -> list[dict[str, Any]]:
     """The same in a process of its own: what one benchmark does to the allocator must not reach the next."""
     flags = [argument for dtype in dtypes for argument in ("--dtype", dtype)] + ["--quick"] * quick
-    command = [sys.executable, "-m", "anabranch", "bench", operation, "--json", "-", *flags]
+    if operation.startswith("cuda_"):
+        flags += ["--device", "cuda"]
+    name = operation.removeprefix("cuda_")
+    command = [sys.executable, "-m", "anabranch", "bench", name, "--json", "-", *flags]
     result = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(result.stdout)["rows"][operation]

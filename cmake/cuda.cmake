@@ -26,9 +26,10 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 
 file(GLOB ANABRANCH_CUDA_SOURCES CONFIGURE_DEPENDS src/*/*.cu src/*/cuda/*.cu)
 set(ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/balance/check.cc src/router/check.cc
-                             src/dispatch/maps.cc src/dispatch/plan_check.cc)
+                             src/dispatch/check.cc src/dispatch/maps.cc src/dispatch/plan_check.cc)
 if(ANABRANCH_XLA)
-  list(APPEND ANABRANCH_SHARED_SOURCES src/core/xla.cc src/router/xla.cc src/balance/xla.cc src/dispatch/plan_xla.cc)
+  list(APPEND ANABRANCH_SHARED_SOURCES src/core/xla.cc src/router/xla.cc src/balance/xla.cc src/dispatch/plan_xla.cc
+       src/dispatch/xla.cc)
 endif()
 add_library(anabranch_cuda SHARED ${ANABRANCH_CUDA_SOURCES} ${ANABRANCH_SHARED_SOURCES})
 target_include_directories(anabranch_cuda PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>

@@ -37,6 +37,19 @@ AB_API ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, cons
 AB_API ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_plan_workspace(const ab_plan_args* args, const ab_exec* exec, size_t* bytes);
 
+/* Tensors, dtypes and errors are those of dispatch.h; none of these four needs a workspace. Results are the CPU's to
+ * the bit (NaN payloads aside), but for d_weights, added up in float32 in another order, the same on every run. Fastest
+ * where rows begin at multiples of 16 bytes; any other address and width will do. */
+AB_API ab_status ab_cuda_dispatch(const ab_dispatch_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_combine(const ab_combine_args* args, const ab_exec* exec);
+/* Reads d_out and rows once for both gradients where d_out, rows and d_rows have one dtype; else in two passes. */
+AB_API ab_status ab_cuda_combine_backward(const ab_combine_backward_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* args, const ab_exec* exec);
+
+/* S < 2^31, else AB_UNSUPPORTED. */
+AB_API ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec* exec, size_t* bytes);
+
 #ifdef __cplusplus
 }
 #endif

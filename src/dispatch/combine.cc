@@ -1,22 +1,11 @@
 #include <algorithm>
 
 #include "anabranch/dispatch.h"
-#include "dispatch/elements.h"
-#include "dispatch/maps.h"
+#include "dispatch/check.h"
 #include "dispatch/rows.h"
 
 namespace anabranch {
 namespace {
-
-ab_status parse(const ab_combine_args* args, Maps* maps) {
-  AB_RETURN_IF_ERROR(check_struct("ab_combine_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
-  AB_RETURN_IF_ERROR(check_tensor("rows", args->rows, kFloats, {{"R"}, {"D"}}));
-  maps->R = args->rows->shape[0];
-  AB_RETURN_IF_ERROR(check_num_rows("rows", maps->R));
-  AB_RETURN_IF_ERROR(check_row_of_slot(args->row_of_slot, -1, {"K"}, maps));
-  AB_RETURN_IF_ERROR(check_optional("weights", args->weights, kFloats, {{"T", maps->T}, {"K", maps->K}}));
-  return check_tensor("out", args->out, kFloats, {{"T", maps->T}, {"D", args->rows->shape[1]}});
-}
 
 // Rows and weights of one token's slots that have a row; one of it a thread.
 struct TokenRows {
@@ -37,22 +26,21 @@ using namespace anabranch;
 extern "C" {
 
 ab_status ab_combine_workspace(const ab_combine_args* args, const ab_exec* exec, size_t* bytes) {
-  Maps maps;
-  AB_RETURN_IF_ERROR(parse(args, &maps));
-  *bytes = static_cast<size_t>(num_threads(exec)) * TokenRows::bytes(maps.K);
+  GatherSum sum;
+  AB_RETURN_IF_ERROR(check_combine(args, &sum));
+  *bytes = static_cast<size_t>(num_threads(exec)) * TokenRows::bytes(sum.maps.K);
   return ok();
 }
 
 ab_status ab_combine(const ab_combine_args* args, const ab_exec* exec) {
-  Maps maps;
-  AB_RETURN_IF_ERROR(parse(args, &maps));
+  GatherSum sum;
+  AB_RETURN_IF_ERROR(check_combine(args, &sum));
   size_t needed = 0;
   AB_RETURN_IF_ERROR(ab_combine_workspace(args, exec, &needed));
   AB_RETURN_IF_ERROR(check_workspace(exec, needed));
 
   const RowKernels& kernels = AB_SELECT_ISA(kRows);
-  const Rows rows(args->rows);
-  const Rows out(args->out);
+  const auto& [maps, rows, weights, out] = sum;
   // A token reads a row for each of its slots, as far as there are rows.
   const Blocks blocks(maps.T, out.bytes + rows.bytes * std::min(maps.K, maps.R / std::max<int64_t>(maps.T, 1) + 1));
   parallel_for(blocks.threads(exec), blocks.blocks(), [&](int64_t block, int thread) {
@@ -62,7 +50,7 @@ ab_status ab_combine(const ab_combine_args* args, const ab_exec* exec) {
       for (int64_t slot = t * maps.K; slot < (t + 1) * maps.K; ++slot) {
         if (!maps.has_row(slot)) continue;
         token.index[count] = maps.row_of_slot[slot];
-        token.weights[count++] = element(args->weights, slot);
+        token.weights[count++] = weights[slot];
       }
       kernels.sum(rows.data, rows.dtype, rows.D, token.index, token.weights, count, out[t], out.dtype);
     }

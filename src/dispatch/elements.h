@@ -2,19 +2,30 @@
 #pragma once
 
 #include "core/dtype.h"
+#include "core/inline.h"
 #include "core/tensor.h"
 
 namespace anabranch {
 
-// Element i of a tensor of floats; 1 without a tensor.
-inline float element(const ab_tensor* tensor, int64_t i) {
-  if (tensor == nullptr) return 1.0f;
-  return with_float_type(tensor->dtype, [&]<class T>(T) { return to_float(data<const T>(tensor)[i]); });
-}
+// The elements of a tensor of floats, one by one, in float32; ones without a tensor.
+struct Floats {
+  void* data = nullptr;
+  int32_t dtype = 0;
 
-inline void set_element(const ab_tensor* tensor, int64_t i, float value) {
-  with_float_type(tensor->dtype, [&]<class T>(T) { data<T>(tensor)[i] = from_float<T>(value); });
-}
+  Floats() = default;
+  explicit Floats(const ab_tensor* tensor) {
+    if (tensor == nullptr) return;
+    data = tensor->data;
+    dtype = tensor->dtype;
+  }
+  AB_INLINE float operator[](int64_t i) const {
+    if (data == nullptr) return 1.0f;
+    return with_float_type(dtype, [&]<class T>(T) { return to_float(static_cast<const T*>(data)[i]); });
+  }
+  AB_INLINE void set(int64_t i, float value) const {
+    with_float_type(dtype, [&]<class T>(T) { static_cast<T*>(data)[i] = from_float<T>(value); });
+  }
+};
 
 // Rows of a tensor [any, D].
 struct Rows {
@@ -31,7 +42,7 @@ struct Rows {
     D = tensor->shape[1];
     bytes = D * dtype_size(dtype);
   }
-  char* operator[](int64_t row) const { return data + row * bytes; }
+  AB_INLINE char* operator[](int64_t row) const { return data + row * bytes; }
 };
 
 }  // namespace anabranch

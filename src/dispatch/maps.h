@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/inline.h"
 #include "core/tensor.h"
 #include "core/threads.h"
 
@@ -17,15 +18,17 @@ struct Maps {
   int32_t* row_of_slot = nullptr;
   int32_t* slot_of_row = nullptr;
 
-  bool has_row(int64_t slot) const { return is_index(row_of_slot[slot], R); }
+  AB_INLINE bool has_row(int64_t slot) const { return is_index(row_of_slot[slot], R); }
   // Both maps tie the two together; true for at most one slot of a row and one row of a slot.
-  bool are_tied(int64_t slot, int64_t row) const { return row_of_slot[slot] == row && slot_of_row[row] == slot; }
-  bool is_filled(int64_t row) const {
+  AB_INLINE bool are_tied(int64_t slot, int64_t row) const {
+    return row_of_slot[slot] == row && slot_of_row[row] == slot;
+  }
+  AB_INLINE bool is_filled(int64_t row) const {
     const int32_t slot = slot_of_row[row];
     return is_index(slot, T * K) && row_of_slot[slot] == row;
   }
 
-  static bool is_index(int32_t value, int64_t size) { return value >= 0 && value < size; }
+  AB_INLINE static bool is_index(int32_t value, int64_t size) { return value >= 0 && value < size; }
 };
 
 // Checks row_of_slot [T, K], its axes' names and T*K < 2^31; T or K -1: any.

@@ -49,17 +49,18 @@ class Mirrors {
     for (Mirror& mirror : mirrors_) cudaFree(mirror.memory);
   }
 
-  // A view of a copy on the device; nullptr for nullptr.
-  const ab_tensor* add(const ab_tensor* host) {
+  // A view of a copy on the device, `shift` bytes past an aligned address; nullptr for nullptr.
+  const ab_tensor* add(const ab_tensor* host, int64_t shift = 0) {
     if (host == nullptr) return nullptr;
     mirrors_.push_back({});
     Mirror& mirror = mirrors_.back();
     mirror.host = host;
     mirror.bytes = bytes_of(*host);
-    EXPECT_CUDA(cudaMalloc(&mirror.memory, static_cast<size_t>(mirror.bytes) + 2 * kGuard));
-    EXPECT_CUDA(cudaMemset(mirror.memory, kPattern, static_cast<size_t>(mirror.bytes) + 2 * kGuard));
+    mirror.shift = static_cast<size_t>(shift);
+    EXPECT_CUDA(cudaMalloc(&mirror.memory, mirror.all_bytes()));
+    EXPECT_CUDA(cudaMemset(mirror.memory, kPattern, mirror.all_bytes()));
     mirror.view = *host;
-    mirror.view.data = static_cast<char*>(mirror.memory) + kGuard;
+    mirror.view.data = static_cast<char*>(mirror.memory) + mirror.begin();
     if (mirror.bytes > 0) {
       EXPECT_CUDA(cudaMemcpy(mirror.view.data, host->data, static_cast<size_t>(mirror.bytes), cudaMemcpyHostToDevice));
     }
@@ -70,13 +71,13 @@ class Mirrors {
   void fetch() {
     EXPECT_CUDA(cudaDeviceSynchronize());
     for (Mirror& mirror : mirrors_) {
-      std::vector<unsigned char> all(static_cast<size_t>(mirror.bytes) + 2 * kGuard);
+      std::vector<unsigned char> all(mirror.all_bytes());
       EXPECT_CUDA(cudaMemcpy(all.data(), mirror.memory, all.size(), cudaMemcpyDeviceToHost));
-      for (size_t i = 0; i < kGuard; ++i) {
-        ASSERT_EQ(all[i], kPattern) << "written before a tensor";
-        ASSERT_EQ(all[all.size() - 1 - i], kPattern) << "written past a tensor";
+      for (size_t i = 0; i < mirror.begin(); ++i) ASSERT_EQ(all[i], kPattern) << "written before a tensor";
+      for (size_t i = 1; i <= kGuard; ++i) ASSERT_EQ(all[all.size() - i], kPattern) << "written past a tensor";
+      if (mirror.bytes > 0) {
+        std::memcpy(mirror.host->data, all.data() + mirror.begin(), static_cast<size_t>(mirror.bytes));
       }
-      if (mirror.bytes > 0) std::memcpy(mirror.host->data, all.data() + kGuard, static_cast<size_t>(mirror.bytes));
     }
   }
 
@@ -87,7 +88,11 @@ class Mirrors {
     const ab_tensor* host = nullptr;
     void* memory = nullptr;
     int64_t bytes = 0;
+    size_t shift = 0;
     ab_tensor view{};
+
+    size_t begin() const { return kGuard + shift; }
+    size_t all_bytes() const { return begin() + static_cast<size_t>(bytes) + kGuard; }
   };
   std::deque<Mirror> mirrors_;  // views keep their addresses
 };

@@ -14,7 +14,7 @@ from anabranch.bench.measure import format_table
 __all__ = ["CUDA_OPERATIONS", "OPERATIONS", "BenchError", "run"]
 
 OPERATIONS = ("router", "dispatch", "experts", "layer")
-CUDA_OPERATIONS = ("router", "plan")
+CUDA_OPERATIONS = ("router", "plan", "dispatch")
 
 
 def run(

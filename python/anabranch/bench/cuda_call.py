@@ -25,8 +25,12 @@ FIELDS = {
         "num_experts align_size num_destinations",
         "experts routing_map tokens_per_expert group_sizes offsets row_of_slot slot_of_row dropped row_id_map",
     ),
+    "ab_cuda_dispatch": ("", "x row_of_slot slot_of_row weights rows"),
+    "ab_cuda_combine": ("", "rows row_of_slot weights out"),
+    "ab_cuda_combine_backward": ("", "d_out rows row_of_slot slot_of_row weights d_rows d_weights"),
+    "ab_cuda_sort_chunks": ("inverse", "x split_sizes sorted_indices out row_id_map"),
 }
-_WITHOUT_WORKSPACE = ("ab_cuda_router_backward", "ab_cuda_load_balance_loss")
+_WITH_WORKSPACE = ("ab_cuda_router_forward", "ab_cuda_score_sum", "ab_cuda_plan", "ab_cuda_sort_chunks")
 
 
 def options_of(function: str) -> list[tuple[str, Any]]:
@@ -49,7 +53,7 @@ def cuda_call(function: str, **values: Any) -> Callable[[], None]:
         options_of(function),
         tensors_of(function),
         values,
-        has_workspace=function not in _WITHOUT_WORKSPACE,
+        has_workspace=function in _WITH_WORKSPACE,
         allocate=lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
         stream=lambda: torch.cuda.current_stream().cuda_stream,
     )

@@ -53,8 +53,8 @@ def copy_rate(size: int = 1 << 27, repeats: int = 9) -> float:
     return 2 * source.size / best
 
 
-def _bytes(shape: tuple[int, ...], itemsize: int) -> dict[str, int]:
-    """What every operation has to read and write at least."""
+def least_bytes(shape: tuple[int, ...], itemsize: int) -> dict[str, int]:
+    """What every operation on T, E, K, D has to read and write at least."""
     T, E, K, D = shape
     tokens, rows, slots = T * D * itemsize, T * K * D * itemsize, T * K * 4
     return {
@@ -191,7 +191,7 @@ def rows(*, dtypes: list[str], quick: bool) -> Iterator[dict[str, Any]]:
             )
             makers = {"ours": _ours, "torch": _torch, "xla": _xla}
             calls = {who: make(*operands, E) for who, make in makers.items()}
-            moved = _bytes(shape, operands[1].dtype.itemsize)
+            moved = least_bytes(shape, operands[1].dtype.itemsize)
             for operation, size in moved.items():
                 functions = {who: named[operation] for who, named in calls.items() if named}
                 rate = copy_rate()

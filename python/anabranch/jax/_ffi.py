@@ -31,7 +31,17 @@ _HANDLERS = (
 
 
 #: The handlers that libanabranch_cuda.so has too, there named ab_cuda_xla_...
-_CUDA_HANDLERS = ("ab_xla_plan", "ab_xla_router_backward", "ab_xla_router_forward", "ab_xla_score_sum")
+_CUDA_HANDLERS = (
+    "ab_xla_combine",
+    "ab_xla_combine_backward",
+    "ab_xla_dispatch",
+    "ab_xla_expand_row_id_map",
+    "ab_xla_plan",
+    "ab_xla_router_backward",
+    "ab_xla_router_forward",
+    "ab_xla_score_sum",
+    "ab_xla_sort_chunks",
+)
 
 
 def custom_calls() -> tuple[str, ...]:
@@ -126,3 +136,8 @@ def plan_workspace(num_slots: int, num_experts: int) -> int:
     """Bytes for the counts of each block of slots on CUDA (src/dispatch/plan.cu)."""
     blocks = min(num_slots // 256, 2**22 // (num_experts + 1)) + 1
     return (blocks + 1) * (num_experts + 1) * 4
+
+
+def sort_chunks_workspace(num_chunks: int) -> int:
+    """Bytes for where every chunk begins on CUDA (src/dispatch/sort_chunks.cu)."""
+    return (3 * num_chunks + 2) * 4

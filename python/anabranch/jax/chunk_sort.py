@@ -22,6 +22,7 @@ def sort_chunks(
             "out": jax.ShapeDtypeStruct(x.shape, x.dtype),
             "row_id_map": jax.ShapeDtypeStruct(x.shape[:1], jnp.int32),
         },
+        workspace=_ffi.sort_chunks_workspace(split_sizes.size),
         inverse=int(inverse),
     )
     return results["out"], results["row_id_map"]

@@ -12,6 +12,8 @@ from anabranch.jax import combine, dispatch, plan, routing_map_to_selected_exper
 from anabranch.reference import dispatch as reference
 from oracle import assert_close, assert_close_per_expert
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 
 def routing(T, E, share, seed=0):
     """A map in which tokens have any number of experts, some none; expert 0 is cold where there are others."""

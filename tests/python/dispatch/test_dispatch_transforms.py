@@ -9,14 +9,16 @@ import pytest
 from anabranch.jax import combine, custom_calls, dispatch, plan, sort_chunks_by_index, token_combine, token_dispatch
 from oracle import assert_close
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 T, E, K, D = 12, 5, 2, 6
 RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.standard_normal((T, D)), jnp.float32)
-WEIGHTS = jnp.asarray(RNG.standard_normal((T, K)), jnp.float32)
-EXPERTS = jnp.asarray(RNG.integers(-1, E, (T, K)), jnp.int32)
-ROUTED = jnp.asarray(RNG.random((T, E)) < 0.4)
-PROBS = jnp.asarray(RNG.random((T, E)), jnp.float32)
-SIZES, ORDER = jnp.array([3, 0, 4], jnp.int32), jnp.array([2, 0, 1], jnp.int32)
+X = RNG.standard_normal((T, D)).astype(np.float32)
+WEIGHTS = RNG.standard_normal((T, K)).astype(np.float32)
+EXPERTS = RNG.integers(-1, E, (T, K)).astype(np.int32)
+ROUTED = RNG.random((T, E)) < 0.4
+PROBS = RNG.random((T, E)).astype(np.float32)
+SIZES, ORDER = np.array([3, 0, 4], np.int32), np.array([2, 0, 1], np.int32)
 
 
 def layer(x, weights, experts):
@@ -112,11 +114,12 @@ def test_remat(function):
     assert_same(jax.jit(gradient(jax.checkpoint(f), differentiable))(*operands), gradient(f, differentiable)(*operands))
 
 
-def test_export(function):
+def test_export(function, platform):
     f, operands, differentiable = function
     g = gradient(f, differentiable)
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in custom_calls()]
-    exported = jax.export.export(jax.jit(g), disabled_checks=checks)(*operands)
+    platforms = ["cuda" if platform == "gpu" else platform]
+    exported = jax.export.export(jax.jit(g), platforms=platforms, disabled_checks=checks)(*operands)
     assert_same(exported.call(*operands), g(*operands))
 
 

@@ -18,6 +18,8 @@ from anabranch.jax import (
 from anabranch.reference import dispatch as reference
 from oracle import assert_close
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())

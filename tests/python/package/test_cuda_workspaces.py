@@ -48,3 +48,10 @@ def test_plan(library, T, E):
     experts = np.empty((T, 4), np.int32)
     values = {"num_experts": E, "experts": experts, "slot_of_row": np.empty(4 * T, np.int32)}
     assert needed(library, "ab_cuda_plan", values) <= _ffi.plan_workspace(4 * T, E)
+
+
+@pytest.mark.parametrize("S", [0, 1, 100, 5000])
+def test_sort_chunks(library, S):
+    x, integers = np.empty((7, 3), np.float32), np.empty(S, np.int32)
+    values = {"x": x, "split_sizes": integers, "sorted_indices": integers, "out": x}
+    assert needed(library, "ab_cuda_sort_chunks", values) <= _ffi.sort_chunks_workspace(S)

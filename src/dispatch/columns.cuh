@@ -1,0 +1,90 @@
+// How the columns of a row fall to warps: a warp takes kVectors vectors a lane, its lanes side by side, so 2 KiB of
+// rows that can be accessed 16 bytes at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "core/cuda/vector.cuh"
+#include "core/cuda/warp.cuh"
+#include "dispatch/elements.h"
+
+namespace anabranch::cuda {
+
+constexpr int kWarps = 4;  // of a block
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kVectors = 4;
+
+// Part `part` of a row of `width` elements, as one lane sees it: its vectors stand kStep elements apart.
+template <int N>
+struct Columns {
+  static constexpr int kStep = kWarp * N;
+  static constexpr int kPart = kVectors * kStep;
+
+  int64_t first;
+  int count;  // of vectors that are there
+
+  __device__ __forceinline__ Columns(int64_t part, int64_t width) : first(part * kPart + lane_index() * N) {
+    const int64_t rest = width - first;
+    count = rest <= 0 ? 0 : rest > (kVectors - 1) * kStep ? kVectors : (static_cast<int>(rest) + kStep - 1) / kStep;
+  }
+
+  // Parts of a row; at least one.
+  static int64_t parts(int64_t width) { return std::max<int64_t>((width + kPart - 1) / kPart, 1); }
+};
+
+// The vectors of a lane. Those that are not there are neither read nor written, and have any value.
+template <class T, int N>
+struct Vectors {
+  Vector<T, N> vectors[kVectors];
+
+  // `from` and `to` point at the first.
+  __device__ __forceinline__ void load(const T* from, int count) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) vectors[v].load_if(v < count, from + v * Columns<N>::kStep);
+  }
+  __device__ __forceinline__ void store(T* to, int count) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) vectors[v].store_if(v < count, to + v * Columns<N>::kStep);
+  }
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) vectors[v].forget();
+  }
+  __device__ __forceinline__ const Vector<T, N>& operator[](int v) const { return vectors[v]; }
+};
+
+// weight * x in another dtype.
+template <class To, class X, int N>
+__device__ __forceinline__ Vectors<To, N> scaled(const Vectors<X, N>& x, float weight) {
+  Vectors<To, N> result;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = weight * x[v][i];
+    result.vectors[v] = Vector<To, N>::from(values);
+  }
+  return result;
+}
+
+// Rows that a lane has on their way from memory at a time, where an access has kBytes.
+template <int kBytes>
+constexpr int kRowsInFlight = kBytes == kAccessBytes ? 2 : 4;
+
+// Calls f(X{}, Y{}, std::integral_constant<int, N>{}) with the types of two tensors' rows and the elements of an
+// access: as many as go into 16 bytes of the wider type where both tensors are aligned to that, else 1.
+template <class F>
+ab_status with_row_types(const Rows& x, const Rows& y, F&& f) {
+  return with_float_type(x.dtype, [&]<class X>(X) {
+    return with_float_type(y.dtype, [&]<class Y>(Y) {
+      constexpr int N = kAccessBytes / std::max<int>(sizeof(X), sizeof(Y));
+      const bool aligned =
+          x.D % N == 0 && address(x.data) % (N * sizeof(X)) == 0 && address(y.data) % (N * sizeof(Y)) == 0;
+      return aligned ? f(X{}, Y{}, std::integral_constant<int, N>{}) : f(X{}, Y{}, std::integral_constant<int, 1>{});
+    });
+  });
+}
+
+}  // namespace anabranch::cuda

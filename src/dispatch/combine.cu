@@ -1,0 +1,90 @@
+// ab_cuda_combine: a warp adds up a part of a token, all of it in registers, over the rows of the token's slots.
+#include "anabranch/cuda.h"
+#include "core/cuda/launch.h"
+#include "dispatch/check.h"
+#include "dispatch/columns.cuh"
+#include "dispatch/slots.cuh"
+
+namespace anabranch::cuda {
+namespace {
+
+// So many blocks of a multiprocessor leave 96 registers a thread: sums, two rows on their way, addresses.
+constexpr int kResidentBlocks = 5;
+
+template <class Row, class Out, int N>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const GatherSum sum, const int64_t parts) {
+  constexpr int kRows = kRowsInFlight<N * sizeof(Row)>;
+  __shared__ int32_t rows[kWarps][kListed];
+  __shared__ int32_t slots[kWarps][kListed];
+  const Maps& maps = sum.maps;
+  const int64_t width = sum.rows.D;
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_index();
+  const int64_t t = item / parts;
+  if (t >= maps.T) return;
+  const Columns<N> columns(item - t * parts, width);
+  const Row* from = reinterpret_cast<const Row*>(sum.rows.data) + columns.first;
+  const int warp = warp_index();
+  float sums[kVectors][N] = {};
+
+  const auto add_rows = [&](int begin, int end, float weights) {
+    for (; begin < end; begin += kRows) {
+      Vectors<Row, N> loaded[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const bool there = begin + i < end;
+        loaded[i].load(from + (there ? rows[warp][begin + i] * width : 0), there ? columns.count : 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float weight = __shfl_sync(kAllLanes, weights, begin + i);
+        if (begin + i >= end) continue;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+          for (int j = 0; j < N; ++j) {  // the product is rounded before it is added, as on the CPU
+            sums[v][j] = __fadd_rn(sums[v][j], __fmul_rn(weight, loaded[i][v][j]));
+          }
+        }
+      }
+    }
+  };
+  list_slots(
+      maps, t, [&](int32_t, int32_t row) { return Maps::is_index(row, maps.R); },
+      [&](int place, int32_t slot, int32_t row) {
+        rows[warp][place] = row;
+        slots[warp][place] = slot;
+      },
+      [&](int count) {
+        for (int begin = 0; begin < count; begin += kWarp) {  // a lane has the weight of one entry
+          const int entry = begin + lane_index();
+          add_rows(begin, std::min(begin + kWarp, count), entry < count ? sum.weights[slots[warp][entry]] : 0.0f);
+        }
+      });
+
+  Vectors<Out, N> out;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) out.vectors[v] = Vector<Out, N>::from(sums[v]);
+  out.store(reinterpret_cast<Out*>(sum.out.data) + t * width + columns.first, columns.count);
+}
+
+template <class Row, class Out, int N>
+ab_status launch_sum(const GatherSum& sum, cudaStream_t stream) {
+  const int64_t parts = Columns<N>::parts(sum.rows.D);
+  const int64_t blocks = (sum.maps.T * parts + kWarps - 1) / kWarps;
+  return launch("combine", sum_rows<Row, Out, N>, {blocks, kThreads, 0, stream}, sum, parts);
+}
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" ab_status ab_cuda_combine(const ab_combine_args* args, const ab_exec* exec) {
+  GatherSum sum;
+  AB_RETURN_IF_ERROR(check_combine(args, &sum));
+  if (sum.rows.D == 0) return ok();
+  return cuda::with_row_types(sum.rows, sum.out,
+                              [&]<class Row, class Out, int N>(Row, Out, std::integral_constant<int, N>) {
+                                return cuda::launch_sum<Row, Out, N>(sum, cuda::stream_of(exec));
+                              });
+}

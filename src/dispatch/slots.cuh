@@ -1,0 +1,54 @@
+// Which slots of a token have a row: a warp finds them, and lists them in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda/warp.cuh"
+#include "dispatch/maps.h"
+
+namespace anabranch::cuda {
+
+constexpr int kBatch = 4;  // reads of 32 slots that are on their way together
+constexpr int kListed = (kBatch + 1) * kWarp;
+
+// Calls `use` with lists that together hold, in order, the slots of token t that `find` wants. All lanes take part.
+//   find(slot, row)        whether the slot, whose entry in row_of_slot is `row` (anything), goes on the list
+//   put(place, slot, row)  makes it entry `place` < kListed; called by one lane, for arrays in shared memory
+//   use(count)             reads entries 0 ... count-1; called by all lanes, count >= 1
+template <class Find, class Put, class Use>
+__device__ __forceinline__ void list_slots(const Maps& maps, int64_t t, const Find& find, const Put& put,
+                                           const Use& use) {
+  const unsigned K = static_cast<unsigned>(maps.K);
+  const int32_t first = static_cast<int32_t>(t * maps.K);
+  const unsigned lane = static_cast<unsigned>(lane_index());
+  unsigned next = 0;
+  do {
+    int count = 0;
+    for (; next < K && count <= kListed - kBatch * kWarp; next += kBatch * kWarp) {
+      int32_t rows[kBatch];
+      bool wanted[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const unsigned k = next + i * kWarp + lane;
+        rows[i] = k < K ? maps.row_of_slot[first + k] : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const unsigned k = next + i * kWarp + lane;
+        wanted[i] = k < K && find(first + static_cast<int32_t>(k), rows[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const unsigned lanes = __ballot_sync(kAllLanes, wanted[i]);
+        const unsigned k = next + i * kWarp + lane;
+        if (wanted[i]) put(count + __popc(lanes & ((1u << lane) - 1u)), first + static_cast<int32_t>(k), rows[i]);
+        count += __popc(lanes);
+      }
+    }
+    __syncwarp();
+    if (count > 0) use(count);
+    __syncwarp();
+  } while (next < K);
+}
+
+}  // namespace anabranch::cuda

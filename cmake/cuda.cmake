@@ -40,7 +40,7 @@ if(ANABRANCH_XLA)
   target_include_directories(anabranch_cuda SYSTEM PRIVATE ${JAXLIB_DIR}/include)
 endif()
 target_compile_definitions(anabranch_cuda PRIVATE ANABRANCH_CUDA ANABRANCH_VERSION="${PROJECT_VERSION}")
-target_compile_options(anabranch_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr$<SEMICOLON>-lineinfo>)
+target_compile_options(anabranch_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr$<SEMICOLON>-lineinfo$<SEMICOLON>-Xfatbin=-compress-all>)
 find_package(Threads REQUIRED)
 target_link_libraries(anabranch_cuda PRIVATE Threads::Threads)
 target_link_options(anabranch_cuda PRIVATE

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         help="our operations beside torch (if installed) and XLA on this machine, in one run",
         description="Times our operations beside torch (if installed) and XLA on this machine, in one run.",
     )
-    from anabranch.bench import CUDA_OPERATIONS, OPERATIONS
+    from anabranch.bench import CUDA_FIXED, CUDA_OPERATIONS, OPERATIONS
 
     bench.add_argument(
         "operation", nargs="?", choices=[*dict.fromkeys([*OPERATIONS, *CUDA_OPERATIONS]), "all"], default="all"
@@ -66,11 +66,12 @@ def main(argv: list[str] | None = None) -> int:
     from anabranch import bench as command_bench
 
     known = CUDA_OPERATIONS if options.device == "cuda" else OPERATIONS
-    operations = known if options.operation == "all" else (options.operation,)
-    if not set(operations) <= set(known):
-        parser.error(f"operation: got {options.operation} on {options.device}, expected one of {', '.join(known)}")
     given = {"rows": options.rows, "tokens": options.tokens, "by": options.by}
     selection = {name: value for name, value in given.items() if value is not None}
+    offered = tuple(name for name in known if not (selection and name in CUDA_FIXED))
+    operations = offered if options.operation == "all" else (options.operation,)
+    if not set(operations) <= set(known):
+        parser.error(f"operation: got {options.operation} on {options.device}, expected one of {', '.join(known)}")
     if selection and options.device != "cuda":
         parser.error(f"--{next(iter(selection))}: got it with --device {options.device}, expected --device cuda")
     try:

@@ -83,7 +83,8 @@ ab_status ab_cuda_score_sum(const ab_score_sum_args* args, const ab_exec* exec) 
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
   AB_RETURN_IF_ERROR(cuda::launch("score_sum", cuda::score_sum_kernel,
-                                  {call.tiles.count(), call.warps * cuda::kWarp, call.shared_bytes(), stream, true}, call));
+                                  {call.tiles.count(), call.warps * cuda::kWarp, call.shared_bytes(), stream, true},
+                                  call));
   return cuda::add_partials(call.tiles, call.E, call.partials, nullptr, call.score_sum, stream);
 }
 

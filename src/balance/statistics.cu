@@ -4,8 +4,8 @@ namespace anabranch::cuda {
 namespace {
 
 constexpr int kMostWarps = 32;
-constexpr int kColumns = 8;                    // of a block: one sector of 32 bytes of a row
-constexpr int kRows = kWarp / kColumns;        // that a warp reads at once
+constexpr int kColumns = 8;              // of a block: one sector of 32 bytes of a row
+constexpr int kRows = kWarp / kColumns;  // that a warp reads at once
 
 // Sums 8 columns of `blocks` rows: every thread its rows in turns, then the threads of a column in a fixed order.
 template <class Total, class T>

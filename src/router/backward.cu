@@ -1,9 +1,9 @@
 // ab_cuda_router_backward: d_logits from the cotangents of weights, auxiliary scores and lse, written once.
 //
 // A warp takes 32 / kLanes neighbouring tokens at a time, as the forward kernel does: kLanes lanes hold the row of a
-// token, kItems neighbouring experts each. What every expert gets (softmax terms, auxiliary scores) is computed from the
-// logits in registers and takes their place in shared memory; a slot's lane computes all that its expert gets and puts
-// it there. Where only selected experts get a gradient, rows are zeros and no row of logits is read.
+// token, kItems neighbouring experts each. What every expert gets (softmax terms, auxiliary scores) is computed from
+// the logits in registers and takes their place in shared memory; a slot's lane computes all that its expert gets and
+// puts it there. Where only selected experts get a gradient, rows are zeros and no row of logits is read.
 #include <iterator>
 
 #include "anabranch/cuda.h"
@@ -22,9 +22,9 @@ constexpr int kWarps = 8;  // of a block
 struct BackwardCall {
   RouterBackward op;
   TokenTiles tiles;
-  bool weighted;      // a cotangent of weights or probs is given
-  bool auxiliary;     // a cotangent of auxiliary scores or their sums is given
-  bool softmax_rows;  // softmax over all experts is needed
+  bool weighted;            // a cotangent of weights or probs is given
+  bool auxiliary;           // a cotangent of auxiliary scores or their sums is given
+  bool softmax_rows;        // softmax over all experts is needed
   bool logits_are_aligned;  // to 16 bytes
   bool gradients_are_aligned;
   // Byte offsets in shared memory; per-warp pieces are `warp` bytes apart from `first_warp` on.
@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     if (call.weighted) {
 #pragma unroll
       for (unsigned s = 0; s < kSlots; ++s) gradient[s] *= op.scaling_factor;
-      raw = slot_gradients<kIsSoftmax, kLanes>(op.score_function, op.normalize, softmax, poison, expert, value,
-                                               gradient);
+      raw =
+          slot_gradients<kIsSoftmax, kLanes>(op.score_function, op.normalize, softmax, poison, expert, value, gradient);
     }
 
     // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
@@ -407,7 +407,8 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
     end = is_softmax ? std::end(kFewTokens<true>) : std::end(kFewTokens<false>);
   }
   const int K = call.weighted ? op.K : 0;
-  while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots[1] < K)) ++variant;
+  while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots[1] < K))
+    ++variant;
   *launched = variant != end;
   if (variant == end) return ok();
   const int many = variant->lanes * variant->slots[0] < K ? 1 : 0;
@@ -423,9 +424,10 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.
   const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(variant->slots[many]) : 8);
   call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{kWarps} * tokens, most_blocks);
-  return launch("router backward", kernel,
-                {call.tiles.count(), kWarps * kWarp, static_cast<size_t>(call.first_warp + kWarps * call.warp), stream, true},
-                call);
+  return launch(
+      "router backward", kernel,
+      {call.tiles.count(), kWarps * kWarp, static_cast<size_t>(call.first_warp + kWarps * call.warp), stream, true},
+      call);
 }
 
 }  // namespace anabranch::cuda

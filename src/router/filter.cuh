@@ -39,7 +39,9 @@ __device__ __forceinline__ uint32_t ordered_key(float q) {
   return static_cast<uint32_t>(bits) ^ (static_cast<uint32_t>(bits >> 31) | 0x80000000u);
 }
 
-__device__ __forceinline__ __nv_bfloat162 swap_halves(__nv_bfloat162 pair) { return __halves2bfloat162(pair.y, pair.x); }
+__device__ __forceinline__ __nv_bfloat162 swap_halves(__nv_bfloat162 pair) {
+  return __halves2bfloat162(pair.y, pair.x);
+}
 
 // kFineness: 2 where only half of the row or so can be selected.
 template <int kLanes, int kItems, int kList, int kFineness = 1>

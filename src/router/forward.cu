@@ -177,11 +177,16 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
   for (; variant != end; ++variant) {
     if (variant->lanes * variant->items < op.E) continue;
     int list = 0;
-    while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list] == nullptr)) ++list;
+    while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list] == nullptr))
+      ++list;
     if (list == RouteVariant::kLists) continue;
     const int candidates = variant->candidates[list];
-    Choice choice{variant->kernels[list], variant->lanes, variant->items,
-                  candidates > 0 ? candidates : RouteVariant::list(list), candidates, variant->blocks,
+    Choice choice{variant->kernels[list],
+                  variant->lanes,
+                  variant->items,
+                  candidates > 0 ? candidates : RouteVariant::list(list),
+                  candidates,
+                  variant->blocks,
                   few ? kFewWarps : kMostWarps};
     if (op.num_groups > 0 && op.wants_selection) {
       // Groups of whole lanes, of which the two best make the score.

@@ -104,7 +104,8 @@ struct GroupBest {
   }
 };
 
-// selected[k] = the k-th best of a row that one lane holds, for k < kList. Keys of 32 bits give places the lowest bits of q.
+// selected[k] = the k-th best of a row that one lane holds, for k < kList. Keys of 32 bits give places the lowest bits
+// of q.
 template <int kItems, int kList, class Key, class ValueOf>
 __device__ __forceinline__ void sort_row(const ValueOf& q_of, const SharedArray<int32_t>& selected) {
   Key list[kList];
@@ -121,8 +122,8 @@ __device__ __forceinline__ void sort_row(const ValueOf& q_of, const SharedArray<
   for (unsigned k = 0; k < kList; ++k) selected.set(k, kItems - 1 - static_cast<int32_t>(list[k] & (kItems - 1)));
 }
 
-// Writes the dense rows of the slots that lie in registers. `full`: as many tokens as a warp takes, whose rows fill their
-// places; the chunks of 16 bytes are a lane's. All lanes of the warp come here.
+// Writes the dense rows of the slots that lie in registers. `full`: as many tokens as a warp takes, whose rows fill
+// their places; the chunks of 16 bytes are a lane's. All lanes of the warp come here.
 template <unsigned kProbsChunks, unsigned kMapChunks, int kSlots>
 __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, unsigned first, unsigned count,
                                             unsigned token, const int32_t (&expert)[kSlots],
@@ -167,8 +168,7 @@ constexpr int kBlocks = kItems <= 16 ? 3 : 2;
 
 // Bits: how logits are stored (staged_rows.cuh). Key: of the sort where one lane holds a row.
 template <Mode kMode, class Bits, int kLanes, int kItems, int kList, bool kGrouped, class Key>
-__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>)
-    route(const __grid_constant__ RouteCall call) {
+__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
   using Rows = StagedRows<Bits, kLanes, kItems>;
   constexpr bool kBiased = kMode == Mode::biased;
@@ -466,7 +466,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>)
       __syncwarp();
       outputs.write_slots(first, count);
       if (op.probs != nullptr || outputs.has_map()) {
-        write_dense<Rows::kLaneChunks, kItems % 16 == 0 ? kItems / 16 : 0>(outputs, full, first, count, token, expert, weight);
+        write_dense<Rows::kLaneChunks, kItems % 16 == 0 ? kItems / 16 : 0>(outputs, full, first, count, token, expert,
+                                                                           weight);
       }
     }
     __syncwarp();
@@ -526,11 +527,11 @@ RouteVariants variants() {
   constexpr RouteVariant k16 = variant<kMode, Bits, 1, 16, false, 8, 16>();
   constexpr RouteVariant k32 = variant<kMode, Bits, 1, 32, false, 8, 16, 32>();
   constexpr RouteVariant k1024 = variant<kMode, Bits, 32, 32, false, 8, 16, 64>();
-  return {{k8, k16, k32, variant<kMode, Bits, 2, 32, false, 8, 16>(), variant<kMode, Bits, 4, 32, true, 8, 16>(),
-           variant<kMode, Bits, 8, 32, true, 8, 16, 32>(), variant<kMode, Bits, 8, 48, false, 8, 16>(),
-           variant<kMode, Bits, 16, 32, true, 8, 16, 32, 64>(), k1024},
-          {k8, k16, k32, variant<kMode, Bits, 32, 8, true, 8, 32>(), variant<kMode, Bits, 32, 16, false, 8, 32>(),
-           k1024}};
+  return {
+      {k8, k16, k32, variant<kMode, Bits, 2, 32, false, 8, 16>(), variant<kMode, Bits, 4, 32, true, 8, 16>(),
+       variant<kMode, Bits, 8, 32, true, 8, 16, 32>(), variant<kMode, Bits, 8, 48, false, 8, 16>(),
+       variant<kMode, Bits, 16, 32, true, 8, 16, 32, 64>(), k1024},
+      {k8, k16, k32, variant<kMode, Bits, 32, 8, true, 8, 32>(), variant<kMode, Bits, 32, 16, false, 8, 32>(), k1024}};
 }
 
 }  // namespace

@@ -97,8 +97,8 @@ struct Outputs {
     if (op.logits_dtype == AB_FLOAT32) {
       store_shared(probs + place * 4, weight);
     } else {
-      const uint16_t bits = op.logits_dtype == AB_BFLOAT16 ? from_float<BFloat16>(weight).bits
-                                                           : from_float<Float16>(weight).bits;
+      const uint16_t bits =
+          op.logits_dtype == AB_BFLOAT16 ? from_float<BFloat16>(weight).bits : from_float<Float16>(weight).bits;
       store_shared(probs + place * 2, bits);
     }
   }

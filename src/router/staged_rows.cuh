@@ -2,7 +2,8 @@
 // of the present ones, and every lane reads kItems neighbouring experts of one row.
 //
 // A row takes the place of kLanes * kItems experts, so that a lane finds its own at one place whatever E is. 16-byte
-// chunk c stands at c ^ (c / 8 % 8): lanes that read their chunks at a stride of 2, 4 or 8 find them in different banks.
+// chunk c stands at c ^ (c / 8 % 8): lanes that read their chunks at a stride of 2, 4 or 8 find them in different
+// banks.
 #pragma once
 
 #include <cstdint>

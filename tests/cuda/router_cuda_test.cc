@@ -162,8 +162,8 @@ ab_router_backward_args backward_args(const Case& c, const Inputs& in, const Out
   return args;
 }
 
-// The norm of the terms s_e (|G_e| + sum G s) of the gradient of auxiliary scores s under cotangents G, in float64: where
-// they nearly cancel, both backends keep the rounding of the terms.
+// The norm of the terms s_e (|G_e| + sum G s) of the gradient of auxiliary scores s under cotangents G, in float64:
+// where they nearly cancel, both backends keep the rounding of the terms.
 template <class CotangentOf>
 double auxiliary_terms(const Case& c, const Inputs& in, const CotangentOf& cotangent_of) {
   double squares = 0.0;
@@ -175,9 +175,10 @@ double auxiliary_terms(const Case& c, const Inputs& in, const CotangentOf& cotan
     double dot = 0.0;
     for (int64_t e = 0; e < c.E; ++e) {
       const double z = in.logits.get(t * c.E + e);
-      const double score = c.score_function == AB_SOFTMAX   ? std::exp(z - top)
-                           : c.score_function == AB_SIGMOID ? 1.0 / (1.0 + std::exp(-z))
-                                                            : std::sqrt(std::max(z, 0.0) + std::log1p(std::exp(-std::abs(z))));
+      const double score = c.score_function == AB_SOFTMAX ? std::exp(z - top)
+                           : c.score_function == AB_SIGMOID
+                               ? 1.0 / (1.0 + std::exp(-z))
+                               : std::sqrt(std::max(z, 0.0) + std::log1p(std::exp(-std::abs(z))));
       s[static_cast<size_t>(e)] = score;
       sum += score;
       dot += score * std::abs(cotangent_of(t, e));
@@ -250,7 +251,8 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
       });
     }
     double norm = 0.0;
-    for (int64_t i = 0; i < want.size(); ++i) norm += std::isfinite(want.get(i)) ? double{want.get(i)} * want.get(i) : 0.0;
+    for (int64_t i = 0; i < want.size(); ++i)
+      norm += std::isfinite(want.get(i)) ? double{want.get(i)} * want.get(i) : 0.0;
     ASSERT_LE(error, 2 * kBound + rounding(c.dtype) + 1e-6 * terms / std::sqrt(norm))
         << "d_logits of cotangent " << which;
   }

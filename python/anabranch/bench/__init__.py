@@ -11,10 +11,11 @@ from typing import Any
 from anabranch.bench.errors import BenchError
 from anabranch.bench.measure import format_table
 
-__all__ = ["CUDA_OPERATIONS", "OPERATIONS", "BenchError", "run"]
+__all__ = ["CUDA_FIXED", "CUDA_OPERATIONS", "OPERATIONS", "BenchError", "run"]
 
 OPERATIONS = ("router", "dispatch", "experts", "layer")
 CUDA_OPERATIONS = ("router", "plan", "dispatch")
+CUDA_FIXED = ("dispatch",)  # whose shapes and peers cannot be chosen
 
 
 def run(

@@ -76,7 +76,8 @@ class Operands:
             ),
         }
         if self.rows.element_size() == 2:
-            calls["dispatch backward to float32"] = cuda_call("ab_cuda_combine", rows=self.rows, out=self.wide_out, **slots)
+            wide = {"rows": self.rows, "out": self.wide_out}
+            calls["dispatch backward to float32"] = cuda_call("ab_cuda_combine", **wide, **slots)
         return calls
 
     def torch(self) -> Calls:
@@ -120,8 +121,9 @@ def rows(
     Raises:
       BenchError: shapes or peers are chosen, which these rows do not offer.
     """
-    if (name := next((n for n, given in {"rows": rows, "tokens": tokens, "by": by}.items() if given), None)) is not None:
-        raise BenchError(f"--{name}: got it with dispatch, expected it with router or plan alone")
+    for name, given in {"rows": rows, "tokens": tokens, "by": by}.items():
+        if given:
+            raise BenchError(f"--{name}: got it with dispatch, expected it with router or plan alone")
     torch = torch_with_gpu()
     rate = copy_rate()
     for dtype in dtypes:

@@ -1,5 +1,5 @@
-// Arrays in shared memory by their 32-bit addresses. Through pointers the compiler would compute full addresses over and
-// over; an address here is a register, and constant offsets go into the instructions.
+// Arrays in shared memory by their 32-bit addresses. Through pointers the compiler would compute full addresses over
+// and over; an address here is a register, and constant offsets go into the instructions.
 #pragma once
 
 #include <cstdint>

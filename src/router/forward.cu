@@ -180,23 +180,22 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
     while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list] == nullptr))
       ++list;
     if (list == RouteVariant::kLists) continue;
-    const int candidates = variant->candidates[list];
-    Choice choice{variant->kernels[list],
-                  variant->lanes,
-                  variant->items,
-                  candidates > 0 ? candidates : RouteVariant::list(list),
-                  candidates,
-                  variant->blocks,
-                  few ? kFewWarps : kMostWarps};
+    RouteVariant::Kernel kernel = variant->kernels[list];
     if (op.num_groups > 0 && op.wants_selection) {
       // Groups of whole lanes, of which the two best make the score.
-      *always_exact = variant->grouped == nullptr || op.K > RouteVariant::list(0) || op.K / op.group_topk > 2 ||
-                      variant->lanes * variant->items != op.E || variant->lanes % op.num_groups != 0;
-      if (!*always_exact) choice.kernel = variant->grouped;
+      *always_exact = variant->grouped == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
+                      op.K / op.group_topk > 2 || variant->lanes * variant->items != op.E ||
+                      variant->lanes % op.num_groups != 0;
+      if (!*always_exact) {
+        kernel = variant->grouped;
+        list = RouteVariant::kGrouped;
+      }
     } else if (variant->lanes == 1 && long_keys) {
-      choice.kernel = variant->long_keys[list];
+      kernel = variant->long_keys[list];
     }
-    return choice;
+    const int candidates = variant->candidates[list];
+    const int ranks = candidates > 0 ? candidates : RouteVariant::list(list);
+    return {kernel, variant->lanes, variant->items, ranks, candidates, variant->blocks, few ? kFewWarps : kMostWarps};
   }
   return {};
 }

@@ -24,8 +24,9 @@ enum class Mode { softmax, elementwise, biased };
 // The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
 struct RouteVariant {
   using Kernel = void (*)(RouteCall);
-  static constexpr int kLists = 4;  // 8, 16, 32, 64
-  static constexpr int list(int i) { return 8 << i; }
+  static constexpr int kLists = 5;  // 4, 8, 16, 32, 64
+  static constexpr int list(int i) { return 4 << i; }
+  static constexpr int kGrouped = 1;  // the list of `grouped`
 
   int lanes;
   int items;
@@ -33,7 +34,7 @@ struct RouteVariant {
   Kernel kernels[kLists];    // nullptr: none
   int candidates[kLists];    // of a token, 0 where lanes == 1
   Kernel long_keys[kLists];  // for values of 32 bits, where lanes == 1
-  Kernel grouped;            // K <= 8, groups that are whole numbers of lanes; nullptr: none
+  Kernel grouped;            // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
 };
 
 // By experts: for many tokens, and for so few that a warp a token does not fill the device.
@@ -517,7 +518,8 @@ template <Mode kMode, class Bits, int kLanes, int kItems, bool kGrouped, int... 
 constexpr RouteVariant variant() {
   RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, {}, nullptr};
   (add_list<kMode, Bits, kLanes, kItems, kListLengths>(&v), ...);
-  if constexpr (kGrouped) v.grouped = route<kMode, Bits, kLanes, kItems, 8, true, uint32_t>;
+  if constexpr (kGrouped)
+    v.grouped = route<kMode, Bits, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true, uint32_t>;
   return v;
 }
 
@@ -528,7 +530,7 @@ RouteVariants variants() {
   constexpr RouteVariant k32 = variant<kMode, Bits, 1, 32, false, 8, 16, 32>();
   constexpr RouteVariant k1024 = variant<kMode, Bits, 32, 32, false, 8, 16, 64>();
   return {
-      {k8, k16, k32, variant<kMode, Bits, 2, 32, false, 8, 16>(), variant<kMode, Bits, 4, 32, true, 8, 16>(),
+      {k8, k16, k32, variant<kMode, Bits, 2, 32, false, 4, 8, 16>(), variant<kMode, Bits, 4, 32, true, 4, 8, 16>(),
        variant<kMode, Bits, 8, 32, true, 8, 16, 32>(), variant<kMode, Bits, 8, 48, false, 8, 16>(),
        variant<kMode, Bits, 16, 32, true, 8, 16, 32, 64>(), k1024},
       {k8, k16, k32, variant<kMode, Bits, 32, 8, true, 8, 32>(), variant<kMode, Bits, 32, 16, false, 8, 32>(), k1024}};

@@ -308,8 +308,8 @@ TEST_F(RouterCuda, EveryOption) {
       for (const bool bias : {false, true}) {
         for (const int groups : {0, 4, 8}) {
           for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
-            for (const int64_t E : {64, 256}) {
-              Case c{300, E, 8, dtype, score_function, normalize};
+            for (const int64_t E : {64, 128, 256}) {
+              Case c{300, E, E == 128 ? 4 : 8, dtype, score_function, normalize};
               c.num_groups = groups;
               c.group_topk = groups / 2 * (groups == 4 ? 2 : 1);
               c.bias = bias;

@@ -24,9 +24,9 @@ enum class Mode { softmax, elementwise, biased };
 // The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
 struct RouteVariant {
   using Kernel = void (*)(RouteCall);
-  static constexpr int kLists = 5;  // 4, 8, 16, 32, 64
-  static constexpr int list(int i) { return 4 << i; }
-  static constexpr int kGrouped = 1;  // the list of `grouped`
+  static constexpr int kLists = 4;  // 8, 16, 32, 64
+  static constexpr int list(int i) { return 8 << i; }
+  static constexpr int kGrouped = 0;  // the list of `grouped`
 
   int lanes;
   int items;
@@ -530,7 +530,7 @@ RouteVariants variants() {
   constexpr RouteVariant k32 = variant<kMode, Bits, 1, 32, false, 8, 16, 32>();
   constexpr RouteVariant k1024 = variant<kMode, Bits, 32, 32, false, 8, 16, 64>();
   return {
-      {k8, k16, k32, variant<kMode, Bits, 2, 32, false, 4, 8, 16>(), variant<kMode, Bits, 4, 32, true, 4, 8, 16>(),
+      {k8, k16, k32, variant<kMode, Bits, 2, 32, false, 8, 16>(), variant<kMode, Bits, 4, 32, true, 8, 16>(),
        variant<kMode, Bits, 8, 32, true, 8, 16, 32>(), variant<kMode, Bits, 8, 48, false, 8, 16>(),
        variant<kMode, Bits, 16, 32, true, 8, 16, 32, 64>(), k1024},
       {k8, k16, k32, variant<kMode, Bits, 32, 8, true, 8, 32>(), variant<kMode, Bits, 32, 16, false, 8, 32>(), k1024}};

@@ -12,6 +12,7 @@
 
 #include "anabranch/balance.h"
 #include "anabranch/dispatch.h"
+#include "anabranch/experts.h"
 #include "anabranch/router.h"
 
 #ifdef __cplusplus
@@ -36,6 +37,12 @@ AB_API ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, cons
 
 AB_API ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_plan_workspace(const ab_plan_args* args, const ab_exec* exec, size_t* bytes);
+
+/* Needs compute capability 9.0 (Hopper). Products of bfloat16 and float16 run on the tensor cores where rows of x, w
+ * and y are whole 16-byte chunks from aligned addresses on; all others, and float32, on a much slower kernel. */
+AB_API ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec,
+                                                  size_t* bytes);
 
 #ifdef __cplusplus
 }

@@ -116,7 +116,12 @@ class GroupedProduct {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
-      if (tile.expert != kNoExpert) multiply(tile, member, acc);
+      shared_.ring.begin_turn(n);
+      if (tile.expert != kNoExpert) {
+        multiply(n, tile, member, acc);
+      } else {
+        shared_.ring.end_turn(n);
+      }
 #pragma unroll
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
         const int row = first_row + panel * kPanel;
@@ -131,17 +136,17 @@ class GroupedProduct {
   }
 
   // Only panels that have rows of the expert.
-  __device__ __forceinline__ void multiply(const Tile& tile, int member,
+  __device__ __forceinline__ void multiply(int n, const Tile& tile, int member,
                                            float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2]) {
     using Element = typename P::Element;
     using OperandB = typename P::OperandB;
     const int rows = tile.end_row - tile.row - member * Shape::kWarpgroupRows;
-    if (rows <= 0) {
+    if (Shape::kTeamWarpgroups > 1 && rows <= 0) {
       skip_steps(shared_.ring, tile);
     } else if (Shape::kWarpgroupPanels == 1 || rows <= kPanel) {
-      multiply_steps<1, Element, OperandA, OperandB>(shared_.ring, tile, member, acc);
+      multiply_steps<1, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc);
     } else {
-      multiply_steps<Shape::kWarpgroupPanels, Element, OperandA, OperandB>(shared_.ring, tile, member, acc);
+      multiply_steps<Shape::kWarpgroupPanels, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc);
     }
   }
 

@@ -2,6 +2,10 @@
 //
 //   slot s of the ring:  a[s]  kRows / 64 panels     full[s]   the step is there
 //                        b[s]  kColumns / 64 panels  empty[s]  the warps of the team are done with it
+//
+// Teams take turns with their tiles: a wait tells the phases of a barrier apart by parity alone, so a warp may wait for
+// a step only when the step before it in the same slot is known to have come. A team knows that of its own steps; of
+// the other team's it knows when that team has ended its turn, which is when it has seen all steps of its tile.
 #pragma once
 
 #include <type_traits>
@@ -20,12 +24,29 @@ struct OperandRing {
   char b[Shape::kStages][Shape::kBytesB];
   Barrier full[Shape::kStages];
   Barrier empty[Shape::kStages];
+  Barrier turn_ended[Shape::kTeams];
 
   // By one thread, before all others. copying_threads: those that arrive after copies of their own.
   __device__ void init(int copying_threads) {
     for (int i = 0; i < Shape::kStages; ++i) {
       full[i].init(static_cast<uint32_t>(1 + copying_threads));
       empty[i].init(Shape::kTeamWarps);
+    }
+    for (Barrier& ended : turn_ended) ended.init(Shape::kTeamWarps);
+  }
+
+  // By the warps of a team, around their waits for the steps of the block's n-th tile, one without steps included.
+  __device__ void begin_turn(int n) {
+    if constexpr (Shape::kTeams > 1) {
+      if (n == 0) return;
+      const auto before = RingPosition<Shape::kTeams>::of(n - 1);
+      turn_ended[before.slot].wait(before.phase);
+      __syncwarp();  // no lane may fall a phase behind
+    }
+  }
+  __device__ void end_turn(int n) {
+    if constexpr (Shape::kTeams > 1) {
+      if (lane_index() == 0) turn_ended[n % Shape::kTeams].arrive();
     }
   }
 
@@ -58,10 +79,10 @@ __device__ __forceinline__ void load_steps(OperandRing<Shape>& ring, const Opera
   }
 }
 
-// acc = A B over the steps of a tile, for the first kUsed panels of the warpgroup's rows; `member`: which part of the
-// tile's rows the warpgroup has.
+// acc = A B over the steps of the block's n-th tile, for the first kUsed panels of the warpgroup's rows; `member`:
+// which part of the tile's rows the warpgroup has. Ends the turn.
 template <int kUsed, class Element, class OperandA, class OperandB, class Shape>
-__device__ __forceinline__ void multiply_steps(OperandRing<Shape>& ring, const Tile& tile, int member,
+__device__ __forceinline__ void multiply_steps(OperandRing<Shape>& ring, int n, const Tile& tile, int member,
                                                float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2]) {
   using Multiply = Wgmma<Shape::kColumns, OperandA::kMajor, OperandB::kMajor, Element>;
   auto at = OperandRing<Shape>::Position::of(tile.first_step);
@@ -89,6 +110,7 @@ __device__ __forceinline__ void multiply_steps(OperandRing<Shape>& ring, const T
     before = at;
     at.advance();
   }
+  ring.end_turn(n);
   wait_for_products<0>();
   ring.release(before);
 #pragma unroll

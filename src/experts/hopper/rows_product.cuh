@@ -34,12 +34,14 @@ ab_status prepare_rows(const RowsProduct& p, RowsProductOf<Shape, Element, Opera
 }
 
 template <class P>
-ab_status launch_product(const char* name, const P& product, int multiprocessors, cudaStream_t stream) {
+ab_status launch_product(const char* name, const P& product, int multiprocessors, cudaStream_t stream,
+                         bool overlaps_previous = true) {
   using Shape = typename P::Shape;
   static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10, "shared memory of a block");
   const int64_t tiles = most_row_tiles(product.groups.R, product.groups.E, Shape::kRows) * product.groups.column_tiles;
   return launch(name, grouped_product<P>,
-                {std::min<int64_t>(tiles, multiprocessors), Shape::kThreads, sizeof(SharedMemory<Shape>), stream, true},
+                {std::min<int64_t>(tiles, multiprocessors), Shape::kThreads, sizeof(SharedMemory<Shape>), stream,
+                 overlaps_previous},
                 product);
 }
 

@@ -27,9 +27,10 @@ constexpr Step kSteps[] = {
     {"products of one tile", products_of_one_tile},
     {"products of groups", products_of_groups},
     {"products repeat", products_repeat},
+    {"sequences of products", sequences_of_products},
     {"rate of products", rate_of_products},
 };
-constexpr int kMostSeconds = 60;  // of a step
+constexpr int kMostSeconds = 120;  // of a step
 constexpr int kCount = static_cast<int>(std::size(kSteps));
 
 constexpr int kSkipped = 77;

@@ -3,11 +3,11 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <random>
 #include <vector>
 
@@ -31,6 +31,7 @@ int tiles_of_groups();   // every tile once
 int products_of_one_tile();
 int products_of_groups();
 int products_repeat();
+int sequences_of_products();  // many tiles a block, launch upon launch, sums of all lengths around the ring's
 int rate_of_products();
 
 #define STEP_CUDA(expression)                                                                              \
@@ -67,20 +68,21 @@ class DeviceArray {
   T* data() const { return reinterpret_cast<T*>(memory_ + kGuard); }
   void poison() const { STEP_CUDA(cudaMemset(data(), 0xff, bytes_)); }
 
-  // Waits for the device. Says so when a guard zone was written.
+  // Both wait for the device and say so when a guard zone was written.
   std::vector<T> fetch(int* failures) const {
-    STEP_CUDA(cudaDeviceSynchronize());
-    std::vector<unsigned char> all(bytes_ + 2 * kGuard);
-    STEP_CUDA(cudaMemcpy(all.data(), memory_, all.size(), cudaMemcpyDeviceToHost));
-    for (size_t i = 0; i < kGuard; ++i) {
-      if (all[i] == 0xff && all[all.size() - 1 - i] == 0xff) continue;
-      std::printf("  a guard zone was written\n");
-      ++*failures;
-      break;
-    }
+    check_guards(failures);
     std::vector<T> values(bytes_ / sizeof(T));
-    if (bytes_ > 0) std::memcpy(values.data(), all.data() + kGuard, bytes_);
+    STEP_CUDA(cudaMemcpy(values.data(), data(), bytes_, cudaMemcpyDeviceToHost));
     return values;
+  }
+  void check_guards(int* failures) const {
+    STEP_CUDA(cudaDeviceSynchronize());
+    std::vector<unsigned char> guards(2 * kGuard);
+    STEP_CUDA(cudaMemcpy(guards.data(), memory_, kGuard, cudaMemcpyDeviceToHost));
+    STEP_CUDA(cudaMemcpy(guards.data() + kGuard, memory_ + kGuard + bytes_, kGuard, cudaMemcpyDeviceToHost));
+    if (std::all_of(guards.begin(), guards.end(), [](unsigned char byte) { return byte == 0xff; })) return;
+    std::printf("  a guard zone was written\n");
+    ++*failures;
   }
 
  private:

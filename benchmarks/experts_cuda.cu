@@ -207,7 +207,7 @@ void measure(const Options& options, const Options::Shape& shape, const Cublas& 
       peer = rate(time_of(options.repeats, flush, kFlush, [&] { ran = cublas.run(p) && ran; }));
       if (!ran) peer = 0;
     }
-    const cuda::TileChoice taken = cuda::choose_tile(R, shape.E, named.N, named.K, multiprocessors).choice;
+    const cuda::TileChoice taken = cuda::choose_row_tile(R, shape.E, named.N, named.K, multiprocessors).choice;
     for (const bool zipf : {false, true}) {
       const std::vector<int32_t> rows = route(R, shape.E, zipf);
       CHECK_CUDA(cudaMemcpy(sizes.data(), rows.data(), rows.size() * 4, cudaMemcpyHostToDevice));

@@ -10,6 +10,7 @@
 #include "core/cuda/launch.h"
 #include "core/dtype.h"
 #include "core/status.h"
+#include "experts/hopper/group_term_tiles.cuh"
 #include "experts/hopper/row_tiles.cuh"
 
 namespace anabranch::cuda {
@@ -44,18 +45,19 @@ __device__ void fill(Terms& terms, bool terms_are_neighbours, int sides, int beg
   }
 }
 
+// terms [tile.term, tile.end_term) of the tile's sums.
 __device__ void compute_tile(const SimpleProduct& p, const Tile& tile, Terms& a, Terms& b) {
   const int rows = min(tile.end_row - tile.row, kSide);
-  const int columns = min(static_cast<int>(p.N) - tile.column, kSide);
+  const int columns = min(static_cast<int>(p.columns) - tile.column, kSide);
   const int first_row = static_cast<int>(threadIdx.x) / (kSide / kEach) * kEach;
   const int first_column = static_cast<int>(threadIdx.x) % (kSide / kEach) * kEach;
   float sums[kEach][kEach] = {};
-  const int end = tile.expert == kNoExpert ? 0 : tile.end_term;
-  for (int begin = 0; begin < end; begin += kTerms) {
+  for (int begin = tile.term; begin < tile.end_term; begin += kTerms) {
     __syncthreads();
-    fill(a, p.x.column_step == 1, rows, begin, end, [&](int i, int k) { return load(p.x, 0, tile.row + i, k); });
-    fill(b, p.w.row_step == 1, columns, begin, end,
-         [&](int i, int k) { return load(p.w, tile.expert, k, tile.column + i); });
+    fill(a, p.a.column_step == 1, rows, begin, tile.end_term,
+         [&](int i, int k) { return load(p.a, tile.expert, tile.row + i, k); });
+    fill(b, p.b.row_step == 1, columns, begin, tile.end_term,
+         [&](int i, int k) { return load(p.b, tile.expert, k, tile.column + i); });
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kTerms; ++k) {
@@ -71,22 +73,22 @@ __device__ void compute_tile(const SimpleProduct& p, const Tile& tile, Terms& a,
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       if (first_row + i >= rows || first_column + j >= columns) continue;
-      store(p.y, 0, tile.row + first_row + i, tile.column + first_column + j, sums[i][j]);
+      store(p.out, tile.expert, tile.row + first_row + i, tile.column + first_column + j, sums[i][j]);
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads) simple_product(const SimpleProduct p) {
+template <class Tiles, class Groups>
+__global__ void __launch_bounds__(kThreads) simple_product(const SimpleProduct p, const Groups groups) {
   __shared__ Terms a;
   __shared__ Terms b;
   __shared__ Tile tile;
   wait_for_previous_kernel();
-  RowTiles<kSide, kSide> tiles({p.group_sizes, static_cast<int32_t>(p.E), static_cast<int32_t>(p.R),
-                                static_cast<int32_t>(p.K), static_cast<int32_t>((p.N + kSide - 1) / kSide)});
-  for (int n = static_cast<int>(blockIdx.x);; n += static_cast<int>(gridDim.x)) {
+  Tiles tiles(groups);
+  for (;;) {
     __syncthreads();
     if (warp_index() == 0) {
-      const Tile next = tiles.at(n);
+      const Tile next = tiles.next();
       if (lane_index() == 0) tile = next;
     }
     __syncthreads();
@@ -96,16 +98,43 @@ __global__ void __launch_bounds__(kThreads) simple_product(const SimpleProduct p
   let_next_kernel_start();
 }
 
+int64_t tiles_of(int64_t size) { return (size + kSide - 1) / kSide; }
+
+template <class Tiles, class Groups>
+ab_status launch_simply(const SimpleProduct& p, const Groups& groups, int64_t tiles, int multiprocessors,
+                        cudaStream_t stream) {
+  return launch("simple product", simple_product<Tiles, Groups>,
+                {std::min<int64_t>(tiles, int64_t{kBlocks} * multiprocessors), kThreads, 0, stream, true}, p, groups);
+}
+
+// What the kernels count in int32.
+ab_status check_counts(const SimpleProduct& p, int64_t tiles) {
+  const int64_t most = INT32_MAX - kSide - int64_t{kBlocks} * (1 << 16);
+  if (tiles <= most && p.R <= most && p.rows <= most && p.columns <= most && p.terms <= most) return ok();
+  return error(AB_UNSUPPORTED, "grouped product: got %lld tiles of 64 x 64, expected less than 2^31 on CUDA",
+               static_cast<long long>(tiles));
+}
+
 }  // namespace
 
-ab_status multiply_simply(const SimpleProduct& p, int multiprocessors, cudaStream_t stream) {
-  const int64_t tiles = most_row_tiles(p.R, p.E, kSide) * ((p.N + kSide - 1) / kSide);
-  if (tiles > INT32_MAX || p.R > INT32_MAX - kSide || p.K > INT32_MAX - kTerms || p.N > INT32_MAX - kSide) {
-    return error(AB_UNSUPPORTED, "grouped product: got %lld tiles of 64 x 64, expected less than 2^31 on CUDA",
-                 static_cast<long long>(tiles));
-  }
-  return launch("simple product", simple_product,
-                {std::min<int64_t>(tiles, int64_t{kBlocks} * multiprocessors), kThreads, 0, stream, true}, p);
+ab_status multiply_rows_simply(const SimpleProduct& p, int multiprocessors, cudaStream_t stream) {
+  const int64_t tiles = most_row_tiles(p.R, p.E, kSide) * tiles_of(p.columns);
+  AB_RETURN_IF_ERROR(check_counts(p, tiles));
+  const RowGroups groups{p.group_sizes, static_cast<int32_t>(p.E), static_cast<int32_t>(p.R),
+                         static_cast<int32_t>(p.terms), static_cast<int32_t>(tiles_of(p.columns))};
+  return launch_simply<RowTiles<kSide, kSide>>(p, groups, tiles, multiprocessors, stream);
+}
+
+ab_status multiply_terms_simply(const SimpleProduct& p, int multiprocessors, cudaStream_t stream) {
+  const int64_t tiles = p.E * tiles_of(p.rows) * tiles_of(p.columns);
+  AB_RETURN_IF_ERROR(check_counts(p, tiles));
+  const GroupTerms groups{p.group_sizes,
+                          static_cast<int32_t>(p.E),
+                          static_cast<int32_t>(p.R),
+                          static_cast<int32_t>(p.rows),
+                          static_cast<int32_t>(tiles_of(p.rows)),
+                          static_cast<int32_t>(tiles_of(p.columns))};
+  return launch_simply<GroupTermTiles<kSide, kSide>>(p, groups, tiles, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda

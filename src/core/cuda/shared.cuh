@@ -19,6 +19,12 @@ __device__ __forceinline__ constexpr uint32_t swizzled(uint32_t row, uint32_t ch
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
+// From an address in chunk c of a row to the same in chunk c + chunks of that row, where the binary digits of c and
+// `chunks` don't overlap.
+__device__ __forceinline__ constexpr uint32_t chunks_on(uint32_t address, uint32_t chunks) {
+  return address ^ chunks << 4;
+}
+
 // Bytes of a row of shared memory tiles: one swizzle atom.
 constexpr int kSwizzleBytes = 128;
 

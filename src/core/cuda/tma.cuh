@@ -64,6 +64,15 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from,
                : "memory");
 }
 
+// Adds float32 elements to what stands there, each one rounded once; more than one such addition to an element comes in
+// any order.
+__device__ __forceinline__ void add_box(const CUtensorMap& map, uint32_t from, const MatrixCoordinates& at) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+               :
+               : "l"(&map), "r"(at.column), "r"(at.row), "r"(at.matrix), "r"(from)
+               : "memory");
+}
+
 // Stores of this thread since the last call make one group.
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

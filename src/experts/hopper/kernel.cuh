@@ -2,7 +2,7 @@
 // and store.
 //
 //   warpgroup 0, warp 0   finds the block's tiles, puts them into the queue, starts the copies of the copy engine
-//                (all)    if rows of A are gathered, copies them
+//                (all)    if a factor is gathered, copies it
 //   warpgroups 1, 2       take tiles from the queue (as teams, see TileShape), multiply, store
 #pragma once
 
@@ -15,12 +15,10 @@
 namespace anabranch::cuda {
 
 // What a product is made of. Finder: which tiles there are (row_tiles.cuh); Target: where the result goes (store.cuh).
-template <class Shape_, class Element_, class Out_, class OperandA_, class OperandB_, class Groups_, class Finder_,
-          class Target_>
+template <class Shape_, class Element_, class OperandA_, class OperandB_, class Groups_, class Finder_, class Target_>
 struct Product {
   using Shape = Shape_;
   using Element = Element_;
-  using Out = Out_;
   using OperandA = OperandA_;
   using OperandB = OperandB_;
   using Groups = Groups_;
@@ -45,7 +43,7 @@ class GroupedProduct {
   using Shape = typename P::Shape;
   using OperandA = typename P::OperandA;
   using OperandB = typename P::OperandB;
-  static constexpr bool kGathers = OperandA::kGathered;
+  static constexpr bool kGathers = OperandA::kGathered || OperandB::kGathered;
   static constexpr int kGatherers = kGathers ? 4 : 0;  // warps
 
  public:
@@ -58,7 +56,7 @@ class GroupedProduct {
       fence_barrier_init();
       p_.a.prefetch();
       p_.b.prefetch();
-      prefetch_map(p_.out.map);
+      p_.out.prefetch();
     }
     __syncthreads();
     wait_for_previous_kernel();
@@ -87,7 +85,7 @@ class GroupedProduct {
     int32_t steps = 0;
     int n = 0;
     for (;; ++n) {
-      Tile tile = finder.at(static_cast<int32_t>(blockIdx.x + n * gridDim.x));
+      Tile tile = finder.next();
       tile.first_step = steps;
       shared_.queue.put(n, tile);
       if (tile.expert == kNoTile) break;
@@ -111,13 +109,13 @@ class GroupedProduct {
     const int member = Shape::kTeams == 1 ? warpgroup : 0;
     const int warp = warp_index() - kWarpgroup / kWarp;  // of the consumers
     const int first_row = member * Shape::kWarpgroupRows + warp % 4 * kStripRows;
-    StripWriter<typename P::Out> writer(shared_.strips[warp]);
+    StripWriter writer(shared_.strips[warp]);
     for (int n = team;; n += Shape::kTeams) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
       shared_.ring.begin_turn(n);
-      if (tile.expert != kNoExpert) {
+      if (tile.steps > 0) {
         multiply(n, tile, member, acc);
       } else {
         shared_.ring.end_turn(n);
@@ -125,10 +123,10 @@ class GroupedProduct {
 #pragma unroll
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
         const int row = first_row + panel * kPanel;
-        if (tile.expert != kNoExpert) {
-          writer.template write<Shape::kColumns>(p_.out, tile, row, acc[panel]);
+        if (tile.steps > 0) {
+          p_.out.template write<Shape::kColumns>(writer, tile, row, acc[panel]);
         } else {
-          writer.template write_zeros<Shape::kColumns>(p_.out, tile, row);
+          p_.out.template write_zeros<Shape::kColumns>(writer, tile, row);
         }
       }
     }
@@ -139,7 +137,6 @@ class GroupedProduct {
   __device__ __forceinline__ void multiply(int n, const Tile& tile, int member,
                                            float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2]) {
     using Element = typename P::Element;
-    using OperandB = typename P::OperandB;
     const int rows = tile.end_row - tile.row - member * Shape::kWarpgroupRows;
     if (Shape::kTeamWarpgroups > 1 && rows <= 0) {
       skip_steps(shared_.ring, tile);

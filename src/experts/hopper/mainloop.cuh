@@ -8,8 +8,6 @@
 // the other team's it knows when that team has ended its turn, which is when it has seen all steps of its tile.
 #pragma once
 
-#include <type_traits>
-
 #include "core/cuda/warp.cuh"
 #include "experts/hopper/operands.cuh"
 #include "experts/hopper/tile.cuh"
@@ -55,14 +53,17 @@ struct OperandRing {
   }
 };
 
-// Brings the steps of a tile into the ring. By the warp that leads; if rows of A are gathered, by all four warps of the
+// Brings the steps of a tile into the ring. By the warp that leads; if a factor is gathered, by all four warps of the
 // warpgroup.
 template <class Shape, class OperandA, class OperandB>
 __device__ __forceinline__ void load_steps(OperandRing<Shape>& ring, const OperandA& a, const OperandB& b,
                                            const Tile& tile, bool leads) {
-  constexpr uint32_t kBytes = (OperandA::kGathered ? 0 : Shape::kBytesA) + Shape::kBytesB;
-  const std::conditional_t<OperandA::kGathered, Gather<Shape::kRows>, NoGather> gather(a, tile);
+  constexpr uint32_t kBytes =
+      (OperandA::kGathered ? 0 : Shape::kBytesA) + (OperandB::kGathered ? 0 : Shape::kBytesB);  // of the copy engine
+  typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
+  typename OperandB::template Gather<Shape::kColumns> gather_b(b, tile);
   auto at = OperandRing<Shape>::Position::of(tile.first_step);
+#pragma unroll 1  // the producer has few registers
   for (int step = 0; step < tile.steps; ++step, at.advance()) {
     Barrier& full = ring.full[at.slot];
     ring.empty[at.slot].wait(at.phase ^ 1u);
@@ -72,10 +73,9 @@ __device__ __forceinline__ void load_steps(OperandRing<Shape>& ring, const Opera
       a.template load<Shape::kRows>(shared_address(ring.a[at.slot]), full, tile, step);
       b.template load<Shape::kColumns>(shared_address(ring.b[at.slot]), full, tile, step);
     }
-    if constexpr (OperandA::kGathered) {
-      gather.copy(shared_address(ring.a[at.slot]), tile, step);
-      full.arrive_after_copies();
-    }
+    gather_a.copy(shared_address(ring.a[at.slot]), tile, step);
+    gather_b.copy(shared_address(ring.b[at.slot]), tile, step);
+    if constexpr (OperandA::kGathered || OperandB::kGathered) full.arrive_after_copies();
   }
 }
 

@@ -19,7 +19,7 @@ ab_status multiply_rows(const RowsProduct& p, TileChoice tile, int multiprocesso
 }
 
 ab_status multiply_rows(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  return multiply_rows(p, choose_tile(p.R, p.E, p.N, p.K, multiprocessors).choice, multiprocessors, stream);
+  return multiply_rows(p, choose_row_tile(p.R, p.E, p.N, p.K, multiprocessors).choice, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda

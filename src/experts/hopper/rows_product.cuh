@@ -1,23 +1,16 @@
 // Launches products over rows; compiled once for each way the weights are stored.
 #pragma once
 
-#include <algorithm>
-
 #include "core/cuda/tensor_map.h"
-#include "experts/hopper/kernel.cuh"
+#include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/row_tiles.cuh"
 #include "experts/hopper/rows_product.h"
 
 namespace anabranch::cuda {
 
-// Tile shapes, each with the ring that fills shared memory beside the strips.
-using Tile128x256 = TileShape<128, 256, 4, 1>;
-using Tile128x192 = TileShape<128, 192, 4, 2>;
-using Tile128x128 = TileShape<128, 128, 6, 2>;
-
 template <class Shape, class Element, class OperandA, Major kMajorB>
-using RowsProductOf = Product<Shape, Element, Element, OperandA, Weights<kMajorB>, RowGroups,
-                              RowTiles<Shape::kRows, Shape::kColumns>, RowsOut>;
+using RowsProductOf = Product<Shape, Element, OperandA, Weights<kMajorB>, RowGroups,
+                              RowTiles<Shape::kRows, Shape::kColumns>, RowsOut<Element>>;
 
 // All of a product but its factor A.
 template <class Shape, class Element, class OperandA, Major kMajorB>
@@ -33,16 +26,10 @@ ab_status prepare_rows(const RowsProduct& p, RowsProductOf<Shape, Element, Opera
   return make_row_window_map("y", p.y, p.dtype, p.N, kStripColumns<Element>, kStripRows, &product->out.map);
 }
 
+// At most so many tiles.
 template <class P>
-ab_status launch_product(const char* name, const P& product, int multiprocessors, cudaStream_t stream,
-                         bool overlaps_previous = true) {
-  using Shape = typename P::Shape;
-  static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10, "shared memory of a block");
-  const int64_t tiles = most_row_tiles(product.groups.R, product.groups.E, Shape::kRows) * product.groups.column_tiles;
-  return launch(name, grouped_product<P>,
-                {std::min<int64_t>(tiles, multiprocessors), Shape::kThreads, sizeof(SharedMemory<Shape>), stream,
-                 overlaps_previous},
-                product);
+int64_t most_tiles(const P& product) {
+  return most_row_tiles(product.groups.R, product.groups.E, P::Shape::kRows) * product.groups.column_tiles;
 }
 
 template <class Shape, class Element, Major kMajorB>
@@ -50,7 +37,7 @@ ab_status launch_rows(const RowsProduct& p, int multiprocessors, cudaStream_t st
   RowsProductOf<Shape, Element, Rows, kMajorB> product;
   AB_RETURN_IF_ERROR((prepare_rows<Shape, Element, Rows, kMajorB>(p, &product)));
   AB_RETURN_IF_ERROR(make_row_window_map("x", p.x, p.dtype, p.K, kPanel, Shape::kRows, &product.a.map));
-  return launch_product("grouped product", product, multiprocessors, stream);
+  return launch_product("grouped product", product, most_tiles(product), multiprocessors, stream);
 }
 
 template <Major kMajorB>

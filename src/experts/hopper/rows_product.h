@@ -27,7 +27,7 @@ struct RowsProduct {
 // within what they count in.
 bool runs_on_tensor_cores(const RowsProduct& product);
 
-// Enqueues it, with the tiles that choose_tile() takes or with those given.
+// Enqueues it, with the tiles that choose_row_tile() takes or with those given.
 ab_status multiply_rows(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
 ab_status multiply_rows(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
 

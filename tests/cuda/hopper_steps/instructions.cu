@@ -140,7 +140,7 @@ std::vector<uint16_t> places(int64_t count) {
 
 // Writes 64 x kColumns accumulators, element (row, column) = 256 row + column, to rows 0 ... of a tile.
 template <class Out, int kColumns>
-__global__ void store_strips(const __grid_constant__ RowsOut out, Tile tile, bool zeros) {
+__global__ void store_strips(const __grid_constant__ RowsOut<Out> out, Tile tile, bool zeros) {
   extern __shared__ __align__(1024) char strips[];
   const int warp = warp_index();
   const int lane = lane_index();
@@ -149,11 +149,11 @@ __global__ void store_strips(const __grid_constant__ RowsOut out, Tile tile, boo
   for (int i = 0; i < kColumns / 2; ++i) {
     acc[i] = static_cast<float>((warp * 16 + lane / 4 + i / 2 % 2 * 8) * 256 + i / 4 * 8 + lane % 4 * 2 + i % 2);
   }
-  StripWriter<Out> writer(strips + warp * kStrips * kStripBytes);
+  StripWriter writer(strips + warp * kStrips * kStripBytes);
   if (zeros) {
-    writer.template write_zeros<kColumns>(out, tile, warp * kStripRows);
+    writer.write_zeros<kColumns>(out, tile, warp * kStripRows);
   } else {
-    writer.template write<kColumns>(out, tile, warp * kStripRows, acc);
+    writer.write<kColumns>(out, tile, warp * kStripRows, acc);
   }
   writer.finish();
 }
@@ -161,7 +161,7 @@ __global__ void store_strips(const __grid_constant__ RowsOut out, Tile tile, boo
 template <class Out, int kColumns>
 int check_store(const char* name, int32_t dtype, int R, int N, const Tile& tile, bool zeros) {
   const DeviceArray<Out> y(int64_t{R} * N);
-  RowsOut out;
+  RowsOut<Out> out;
   out.columns = N;
   if (fails(make_row_window_map("y", y.data(), dtype, N, kStripColumns<Out>, kStripRows, &out.map)) != 0) return 1;
   store_strips<Out, kColumns><<<1, kWarpgroup, 4 * kStrips * kStripBytes>>>(out, tile, zeros);
@@ -183,7 +183,7 @@ int check_store(const char* name, int32_t dtype, int R, int N, const Tile& tile,
   return failures + comparison.report();
 }
 
-__global__ void gather_rows(GatheredRows from, Tile tile, int step, uint16_t* words) {
+__global__ void gather_rows(RowsElsewhere from, Tile tile, int step, uint16_t* words) {
   extern __shared__ __align__(1024) uint16_t panels[];
   __shared__ Barrier barrier;
   if (threadIdx.x == 0) {
@@ -191,7 +191,7 @@ __global__ void gather_rows(GatheredRows from, Tile tile, int step, uint16_t* wo
     fence_barrier_init();
   }
   __syncthreads();
-  const Gather<128> gather(from, tile);
+  const RowGather<128> gather(from, tile);
   gather.copy(shared_address(panels), tile, step);
   barrier.arrive_after_copies();
   barrier.wait(0);
@@ -291,7 +291,8 @@ int gathered_rows() {
   rows[61] = INT32_MAX;
   rows[62] = INT32_MIN;
   const DeviceArray<int32_t> device_rows(rows);
-  const GatheredRows from{reinterpret_cast<const char*>(source.data()), device_rows.data(), kSource, K * 2};
+  const RowsElsewhere from{reinterpret_cast<const char*>(source.data()), device_rows.data(), Divisor(1), kSource,
+                           K * 2};
   int failures = 0;
   for (const auto& [row, end] : {std::pair{0, 128}, std::pair{40, 110}, std::pair{150, 200}}) {
     for (const int step : {0, 1, 2}) {

@@ -81,12 +81,12 @@ ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, boo
   RowsProductOf<Shape, Element, A, kMajorB> product;
   AB_RETURN_IF_ERROR((prepare_rows<Shape, Element, A, kMajorB>(p, &product)));
   if constexpr (kGathers) {
-    product.a = {static_cast<const char*>(p.x), operands.rows.data(), static_cast<int32_t>(p.R),
-                 static_cast<int32_t>(p.K * 2)};
+    product.a = {{static_cast<const char*>(p.x), operands.rows.data(), Divisor(1), static_cast<int32_t>(p.R),
+                  static_cast<int32_t>(p.K * 2)}};
   } else {
     AB_RETURN_IF_ERROR(make_row_window_map("x", p.x, p.dtype, p.K, kPanel, Shape::kRows, &product.a.map));
   }
-  return launch_product("product", product, multiprocessors(), nullptr, overlaps);
+  return launch_product("product", product, most_tiles(product), multiprocessors(), nullptr, overlaps);
 }
 
 // want[r, n] in double precision, and the sum of the sizes of its terms; a thread an element.

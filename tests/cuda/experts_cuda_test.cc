@@ -1,13 +1,11 @@
 // The grouped products on the GPU against the CPU's.
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <ostream>
 #include <random>
 
 #include "anabranch/cuda.h"
-#include "core/dtype.h"
-#include "device.h"
+#include "experts_case.h"
 
 namespace anabranch::testing {
 namespace {
@@ -28,53 +26,6 @@ std::ostream& operator<<(std::ostream& out, const Case& c) {
              << " dtype " << c.dtype;
 }
 
-// Float numbers stored as any of the three dtypes.
-class Numbers {
- public:
-  Numbers(const std::vector<int64_t>& shape, int32_t dtype)
-      : dtype_(dtype),
-        wide_(dtype == AB_FLOAT32 ? shape : std::vector<int64_t>{0}),
-        narrow_(dtype == AB_FLOAT32 ? std::vector<int64_t>{0} : shape, dtype == AB_FLOAT32 ? AB_BFLOAT16 : dtype) {}
-
-  const ab_tensor* view() const { return dtype_ == AB_FLOAT32 ? wide_.view() : narrow_.view(); }
-  int64_t size() const { return dtype_ == AB_FLOAT32 ? wide_.size() : narrow_.size(); }
-  float get(int64_t i) const {
-    if (dtype_ == AB_FLOAT32) return wide_[i];
-    return dtype_ == AB_BFLOAT16 ? to_float(BFloat16{narrow_[i]}) : to_float(Float16{narrow_[i]});
-  }
-  void set(int64_t i, float value) {
-    if (dtype_ == AB_FLOAT32) {
-      wide_[i] = value;
-    } else {
-      narrow_[i] = dtype_ == AB_BFLOAT16 ? from_float<BFloat16>(value).bits : from_float<Float16>(value).bits;
-    }
-  }
-  void randomize(unsigned seed) {
-    std::mt19937 random(seed);
-    std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
-    for (int64_t i = 0; i < size(); ++i) set(i, uniform(random));
-  }
-  bool same_bits(const Numbers& other) const {
-    return std::memcmp(view()->data, other.view()->data, static_cast<size_t>(bytes_of(*view()))) == 0;
-  }
-
- private:
-  int32_t dtype_;
-  Tensor<float> wide_;
-  Tensor<uint16_t> narrow_;
-};
-
-// Half a unit in the last place, relative.
-double rounding(int32_t dtype) { return dtype == AB_BFLOAT16 ? 0x1p-8 : dtype == AB_FLOAT16 ? 0x1p-11 : 0x1p-24; }
-
-// Rows of expert e are ends[e - 1] ... ends[e] - 1.
-std::vector<int64_t> ends_of(const Case& c) {
-  std::vector<int64_t> ends;
-  int64_t end = 0;
-  for (const int32_t size : c.sizes) ends.push_back(end += std::clamp<int64_t>(size, 0, c.R - end));
-  return ends;
-}
-
 struct GroupedMatmul {
   explicit GroupedMatmul(const Case& shape, unsigned seed = 1)
       : c(shape),
@@ -84,7 +35,7 @@ struct GroupedMatmul {
     x.randomize(seed);
     w.randomize(seed + 1);
     // Rows past the groups hold NaN: nothing may come of them.
-    const int64_t end = c.sizes.empty() ? 0 : ends_of(c).back();
+    const int64_t end = c.sizes.empty() ? 0 : ends_of(c.sizes, c.R).back();
     for (int64_t i = end * c.D; i < c.R * c.D; ++i) x.set(i, std::numeric_limits<float>::quiet_NaN());
   }
 
@@ -115,7 +66,7 @@ struct GroupedMatmul {
 // Both sides round the same sum: they differ by less than twice the rounding, and by the float32 additions, of which
 // each may lose a unit in the last place of a sum of at most D.
 void compare(const Case& c, const Numbers& got, const Numbers& want) {
-  const std::vector<int64_t> ends = ends_of(c);
+  const std::vector<int64_t> ends = ends_of(c.sizes, c.R);
   const double additions = static_cast<double>(c.D) * 0x1p-21 * std::sqrt(static_cast<double>(c.D) + 1);
   int64_t row = 0;
   for (size_t e = 0; e < ends.size(); ++e) {
@@ -150,19 +101,7 @@ void check(const Case& c, unsigned seed = 1) {
   ASSERT_TRUE(got.same_bits(again)) << "another run gave other bits";
 }
 
-// Runs only on Hopper GPUs.
-class ExpertsCuda : public CudaTest {
- protected:
-  void SetUp() override {
-    CudaTest::SetUp();
-    if (IsSkipped()) return;
-    cudaDeviceProp properties;
-    EXPECT_CUDA(cudaGetDeviceProperties(&properties, 0));
-    if (properties.major != 9) GTEST_SKIP() << "NO HOPPER GPU FOUND: " << properties.name;
-  }
-};
-
-const std::vector<int32_t> kUneven = {0, 1, 128, 0, 0, 129, 127, 700, 0, 64, 65, 3};
+using ExpertsCuda = HopperTest;
 
 TEST_F(ExpertsCuda, GroupedMatmulIsTheCpus) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {

@@ -29,6 +29,11 @@ constexpr Step kSteps[] = {
     {"products repeat", products_repeat},
     {"sequences of products", sequences_of_products},
     {"rate of products", rate_of_products},
+    {"segments of groups", segments_of_groups},
+    {"gathered terms", gathered_terms},
+    {"gradients of groups", gradients_of_groups},
+    {"gradients repeat", gradients_repeat},
+    {"rate of gradients", rate_of_gradients},
 };
 constexpr int kMostSeconds = 120;  // of a step
 constexpr int kCount = static_cast<int>(std::size(kSteps));

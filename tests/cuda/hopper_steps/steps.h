@@ -33,6 +33,11 @@ int products_of_groups();
 int products_repeat();
 int sequences_of_products();  // many tiles a block, launch upon launch, sums of all lengths around the ring's
 int rate_of_products();
+int segments_of_groups();  // every row once, partial results numbered
+int gathered_terms();      // cp.async along the terms, indices out of range
+int gradients_of_groups();
+int gradients_repeat();
+int rate_of_gradients();
 
 #define STEP_CUDA(expression)                                                                              \
   do {                                                                                                     \

@@ -25,13 +25,26 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 
 file(GLOB ANABRANCH_CUDA_SOURCES CONFIGURE_DEPENDS src/*/*.cu src/*/cuda/*.cu)
+file(GLOB ANABRANCH_HOPPER_SOURCES CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/*/hopper/*.cu)
 set(ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/balance/check.cc src/router/check.cc
-                             src/dispatch/check.cc src/dispatch/maps.cc src/dispatch/plan_check.cc)
+                             src/dispatch/check.cc src/dispatch/maps.cc src/dispatch/plan_check.cc
+                             src/experts/check.cc)
 if(ANABRANCH_XLA)
   list(APPEND ANABRANCH_SHARED_SOURCES src/core/xla.cc src/router/xla.cc src/balance/xla.cc src/dispatch/plan_xla.cc
        src/dispatch/xla.cc)
 endif()
-add_library(anabranch_cuda SHARED ${ANABRANCH_CUDA_SOURCES} ${ANABRANCH_SHARED_SOURCES})
+# wgmma and setmaxnreg are instructions of sm_90a alone, whatever else the library is compiled for.
+add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})
+set_target_properties(anabranch_hopper PROPERTIES CUDA_ARCHITECTURES 90a-real)
+target_include_directories(anabranch_hopper PRIVATE include src)
+target_include_directories(anabranch_hopper SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+# Registers that do not suffice would cost more than any other mistake: ptxas warns.
+target_compile_options(anabranch_hopper PRIVATE --expt-relaxed-constexpr -lineinfo -Xptxas=-warn-spills
+                                                -Xptxas=-warn-lmem-usage)
+target_compile_definitions(anabranch_hopper PRIVATE ANABRANCH_CUDA_WAIT_LIMIT=${ANABRANCH_CUDA_WAIT_LIMIT})
+
+add_library(anabranch_cuda SHARED ${ANABRANCH_CUDA_SOURCES} $<TARGET_OBJECTS:anabranch_hopper>
+                                  ${ANABRANCH_SHARED_SOURCES})
 target_include_directories(anabranch_cuda PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
                                                  $<INSTALL_INTERFACE:include>
                                           PRIVATE src)

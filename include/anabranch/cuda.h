@@ -12,6 +12,7 @@
 
 #include "anabranch/balance.h"
 #include "anabranch/dispatch.h"
+#include "anabranch/experts.h"
 #include "anabranch/router.h"
 
 #ifdef __cplusplus
@@ -49,6 +50,19 @@ AB_API ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* args
 /* S < 2^31, else AB_UNSUPPORTED. */
 AB_API ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec* exec, size_t* bytes);
+
+/* Needs compute capability 9.0 (Hopper). Products of bfloat16 and float16 run on the tensor cores where rows of x, w
+ * and y are whole 16-byte chunks from aligned addresses on; all others, and float32, on a much slower kernel. */
+AB_API ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec,
+                                                  size_t* bytes);
+
+/* The same for x, d_y and d_w; the tensor cores take x and d_y of one 16-bit dtype, and d_w of that dtype or float32.
+ * Sums over more rows than a bound that depends on shapes alone are cut and their parts added in order. Workspace: at
+ * most 144 MiB and 16 bytes an expert. */
+AB_API ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,
+                                                     size_t* bytes);
 
 #ifdef __cplusplus
 }

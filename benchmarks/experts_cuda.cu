@@ -1,0 +1,455 @@
+// bench_experts_cuda: the grouped products of an expert layer on this machine's GPU, beside cuBLAS.
+//
+//   bench_experts_cuda [--rows R] [--shape D,F,E]... [--products up,down,dh,dgrad,dw_in,dw_out] [--repeats N]
+//
+// For every shape, product and routing: cuBLAS, where its library can be loaded, then our kernel with every shape of
+// tiles
+// (* marks the one that the library takes). cuBLAS computes one product of the same total size for products over rows,
+// and a batch of equal products for gradients of weights. Random data, 8 rows a token, the L2 cache flushed before each
+// call, the median of the repeats. Every line is measured in a process of its own, which is started anew behind what
+// failed in it.
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "experts/hopper/rows_product.h"
+#include "experts/hopper/weight_gradient.h"
+
+extern char** environ;
+
+namespace {
+
+using namespace anabranch;
+
+// A process that measures tells of failures this way.
+[[noreturn]] void fail(const std::string& why) {
+  std::printf("! %s\n", why.c_str());
+  std::fflush(stdout);
+  std::_Exit(1);
+}
+
+#define CHECK_CUDA(expression)                                                                         \
+  do {                                                                                                 \
+    const cudaError_t failure_ = expression;                                                           \
+    if (failure_ != cudaSuccess) fail(std::string(#expression) + ": " + cudaGetErrorString(failure_)); \
+  } while (false)
+
+// Uniform in [-1, 1) in bfloat16, from a hash of the place.
+__global__ void fill_random(uint16_t* values, int64_t count, uint32_t seed) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
+    uint32_t hash = (static_cast<uint32_t>(i) ^ static_cast<uint32_t>(i >> 32) ^ seed) * 2654435761u;
+    hash = (hash ^ (hash >> 16)) * 0x85ebca6bu;
+    hash = (hash ^ (hash >> 13)) * 0xc2b2ae35u;
+    values[i] = static_cast<uint16_t>(__float_as_uint(static_cast<float>(hash >> 8) * 0x1p-23f - 1.0f) >> 16);
+  }
+}
+
+class Memory {
+ public:
+  explicit Memory(size_t bytes) : bytes_(bytes) { CHECK_CUDA(cudaMalloc(&data_, std::max<size_t>(bytes, 16))); }
+  explicit Memory(const std::vector<int32_t>& values) : Memory(values.size() * sizeof(int32_t)) {
+    CHECK_CUDA(cudaMemcpy(data_, values.data(), bytes_, cudaMemcpyHostToDevice));
+  }
+  ~Memory() { cudaFree(data_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  void* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  const int32_t* integers() const { return static_cast<const int32_t*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
+
+class RandomMemory : public Memory {
+ public:
+  RandomMemory(int64_t rows, int64_t columns, uint32_t seed) : Memory(static_cast<size_t>(rows * columns) * 2) {
+    fill_random<<<4096, 256>>>(static_cast<uint16_t*>(data()), rows * columns, seed);
+    CHECK_CUDA(cudaGetLastError());
+  }
+};
+
+// Products of row-major matrices by cuBLAS, found at run time.
+class Cublas {
+ public:
+  Cublas() {
+    for (const char* name : {"libcublas.so.13", "libcublas.so.12", "libcublas.so"}) {
+      library_ = dlopen(name, RTLD_NOW);
+      if (library_ != nullptr) break;
+    }
+    if (library_ == nullptr) return;
+    const auto create = reinterpret_cast<int (*)(void**)>(dlsym(library_, "cublasCreate_v2"));
+    multiply_ = reinterpret_cast<Multiply>(dlsym(library_, "cublasGemmEx"));
+    multiply_batch_ = reinterpret_cast<MultiplyBatch>(dlsym(library_, "cublasGemmStridedBatchedEx"));
+    found_ = create != nullptr && multiply_ != nullptr && multiply_batch_ != nullptr && create(&handle_) == 0;
+  }
+  bool found() const { return found_; }
+
+  // y [R, N] = x [R, K] w, w [K, N] or transposed [N, K].
+  void run(const cuda::RowsProduct& p) const {
+    check(multiply_(handle_, p.transposed ? kTranspose : kAsIs, kAsIs, int_of(p.N), int_of(p.R), int_of(p.K), &one_,
+                    p.w, kBf16, int_of(p.transposed ? p.K : p.N), p.x, kBf16, int_of(p.K), &zero_, p.y, kBf16,
+                    int_of(p.N), kFloat32, kDefault));
+  }
+
+  // d_w [D, N] = x^T d_y for each of E equal groups of R / E rows.
+  void run(const cuda::WeightGradient& g) const {
+    const int64_t rows = g.R / g.E;
+    check(multiply_batch_(handle_, kAsIs, kTranspose, int_of(g.N), int_of(g.D), int_of(rows), &one_, g.d_y.data, kBf16,
+                          int_of(g.N), rows * g.N, g.x.data, kBf16, int_of(g.D), rows * g.D, &zero_, g.d_w, kBf16,
+                          int_of(g.N), g.D * g.N, int_of(g.E), kFloat32, kDefault));
+  }
+
+ private:
+  using Multiply = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int,
+                           const void*, void*, int, int, int, int);
+  using MultiplyBatch = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, long long,
+                                const void*, int, int, long long, const void*, void*, int, int, long long, int, int,
+                                int);
+  static constexpr int kAsIs = 0;
+  static constexpr int kTranspose = 1;
+  static constexpr int kBf16 = 14;     // CUDA_R_16BF
+  static constexpr int kFloat32 = 68;  // CUBLAS_COMPUTE_32F
+  static constexpr int kDefault = -1;  // CUBLAS_GEMM_DEFAULT
+
+  static int int_of(int64_t value) { return static_cast<int>(value); }
+  static void check(int status) {
+    if (status != 0) fail("cuBLAS: status " + std::to_string(status));
+  }
+
+  void* library_ = nullptr;
+  void* handle_ = nullptr;
+  Multiply multiply_ = nullptr;
+  MultiplyBatch multiply_batch_ = nullptr;
+  bool found_ = false;
+  float one_ = 1;
+  float zero_ = 0;
+};
+
+// Microseconds of a call, the median of the repeats.
+double time_of(int repeats, const std::function<void()>& call) {
+  constexpr int kWarmUp = 3;
+  const Memory flush(size_t{256} << 20);
+  std::vector<cudaEvent_t> events(static_cast<size_t>(2 * repeats));
+  for (cudaEvent_t& event : events) CHECK_CUDA(cudaEventCreate(&event));
+  for (int i = -kWarmUp; i < repeats; ++i) {
+    CHECK_CUDA(cudaMemsetAsync(flush.data(), i & 0xff, flush.bytes()));
+    if (i >= 0) CHECK_CUDA(cudaEventRecord(events[static_cast<size_t>(2 * i)]));
+    call();
+    if (i >= 0) CHECK_CUDA(cudaEventRecord(events[static_cast<size_t>(2 * i + 1)]));
+  }
+  CHECK_CUDA(cudaDeviceSynchronize());
+  std::vector<float> times(static_cast<size_t>(repeats));
+  for (size_t i = 0; i < times.size(); ++i) {
+    CHECK_CUDA(cudaEventElapsedTime(&times[i], events[2 * i], events[2 * i + 1]));
+  }
+  for (cudaEvent_t event : events) CHECK_CUDA(cudaEventDestroy(event));
+  std::nth_element(times.begin(), times.begin() + repeats / 2, times.end());
+  return times[static_cast<size_t>(repeats / 2)] * 1e3;
+}
+
+constexpr int kRowsPerToken = 8;
+
+// Rows of each expert when every row chooses one: all experts alike, or expert i with a share of 1 / (1 + i); and which
+// slot every row stands for, slots of an expert in order.
+struct Routing {
+  std::vector<int32_t> sizes;
+  std::vector<int32_t> slots;
+
+  Routing(int64_t R, int64_t E, bool zipf) : sizes(static_cast<size_t>(E), 0), slots(static_cast<size_t>(R)) {
+    std::mt19937 random(5);
+    std::vector<double> shares(static_cast<size_t>(E), 1.0);
+    for (size_t e = 0; zipf && e < shares.size(); ++e) shares[e] = 1.0 / (1.0 + static_cast<double>(e));
+    std::shuffle(shares.begin(), shares.end(), random);
+    std::discrete_distribution<int> choose(shares.begin(), shares.end());
+    std::vector<int> experts(slots.size());
+    for (int& expert : experts) ++sizes[static_cast<size_t>(expert = choose(random))];
+    std::vector<int32_t> rows(sizes.size(), 0);
+    std::partial_sum(sizes.begin(), sizes.end() - 1, rows.begin() + 1);
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      slots[static_cast<size_t>(rows[static_cast<size_t>(experts[slot])]++)] = static_cast<int32_t>(slot);
+    }
+  }
+};
+
+struct Shape {
+  long D;
+  long F;
+  long E;
+};
+
+struct Options {
+  long rows = 262144;
+  int repeats = 20;
+  std::string products;
+  std::vector<Shape> shapes;
+};
+
+// Products of the layer. Over rows: y [R, N] = x [R, K] w. Gradients of weights: d_w [D, N] = x^T d_y.
+enum class Kind { rows, gradient, gradient_gathered_x, gradient_gathered_d_y };
+struct Named {
+  const char* name;
+  const char* formula;
+  Kind kind;
+  bool transposed;
+  long (*K)(const Shape&);  // of gradients: D
+  long (*N)(const Shape&);
+};
+constexpr long width(const Shape& s) { return s.D; }
+constexpr long half(const Shape& s) { return s.F; }
+constexpr long both(const Shape& s) { return 2 * s.F; }
+constexpr Named kProducts[] = {
+    {"up", "x W_in", Kind::rows, false, width, both},
+    {"down", "a W_out", Kind::rows, false, half, width},
+    {"dh", "d_y W_out^T", Kind::rows, true, width, half},
+    {"dgrad", "dh W_in^T", Kind::rows, true, both, width},
+    {"dw_in", "x^T dh", Kind::gradient, false, width, both},
+    {"dw_in", "gather(x)^T dh", Kind::gradient_gathered_x, false, width, both},
+    {"dw_out", "a^T d_y", Kind::gradient, false, half, width},
+    {"dw_out", "a^T gather(d_out)", Kind::gradient_gathered_d_y, false, half, width},
+};
+
+// Column 0 is cuBLAS, the others are shapes of tiles.
+constexpr size_t kColumns = 1 + std::size(cuda::kTileModels);
+using Columns = std::array<double, kColumns>;
+
+double flops_of(const Options& options, const Named& named, const Shape& shape) {
+  return 2.0 * static_cast<double>(options.rows) * static_cast<double>(named.K(shape)) *
+         static_cast<double>(named.N(shape));
+}
+
+cuda::TileChoice tile_taken(const Options& options, const Named& named, const Shape& shape, int multiprocessors) {
+  const long K = named.K(shape);
+  const long N = named.N(shape);
+  return (named.kind == Kind::rows ? cuda::choose_row_tile(options.rows, shape.E, N, K, multiprocessors)
+                                   : cuda::choose_weight_tile(options.rows, shape.E, K, N, multiprocessors))
+      .choice;
+}
+
+void check(const ab_status& status) {
+  if (status.code != AB_OK) fail(status.message);
+}
+
+// Prints the microseconds of columns from `first` on, one a line, 0 where cuBLAS was not found.
+void measure(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
+  const int64_t R = options.rows;
+  const int64_t K = named.K(shape);
+  const int64_t N = named.N(shape);
+  int multiprocessors = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  const Cublas cublas;
+  const Routing routing(R, shape.E, zipf);
+  const Memory sizes(routing.sizes);
+  const Memory slots(routing.slots);
+  const RandomMemory x(R, K, 1);
+  const bool over_rows = named.kind == Kind::rows;
+  const RandomMemory other(over_rows ? shape.E * K : R, N, 2);  // w, or d_y
+  const Memory result(static_cast<size_t>(over_rows ? R : shape.E * K) * static_cast<size_t>(N) * 2);
+
+  cuda::RowsProduct p;
+  p.x = x.data();
+  p.w = other.data();
+  p.transposed = named.transposed;
+  p.group_sizes = sizes.integers();
+  p.y = result.data();
+  p.dtype = AB_BFLOAT16;
+  p.R = R;
+  p.E = shape.E;
+  p.K = K;
+  p.N = N;
+  cuda::WeightGradient g;
+  g.x.data = x.data();
+  g.d_y.data = other.data();
+  if (named.kind == Kind::gradient_gathered_x || named.kind == Kind::gradient_gathered_d_y) {
+    cuda::RowSource& gathered = named.kind == Kind::gradient_gathered_x ? g.x : g.d_y;
+    gathered.slots = slots.integers();
+    gathered.slots_per_row = kRowsPerToken;
+    gathered.source_rows = R / kRowsPerToken;
+  }
+  g.group_sizes = sizes.integers();
+  g.d_w = result.data();
+  g.dtype = AB_BFLOAT16;
+  g.d_w_dtype = AB_BFLOAT16;
+  g.R = R;
+  g.E = shape.E;
+  g.D = K;
+  g.N = N;
+  if (over_rows ? !cuda::runs_on_tensor_cores(p) : !cuda::runs_on_tensor_cores(g)) fail("not for the tensor cores");
+  const Memory workspace(over_rows ? 0 : cuda::workspace_of(g));
+
+  for (size_t column = first; column < kColumns; ++column) {
+    double microseconds = 0;
+    if (column > 0) {
+      const cuda::TileChoice tile = cuda::kTileModels[column - 1].choice;
+      microseconds = time_of(options.repeats, [&] {
+        check(over_rows ? cuda::multiply_rows(p, tile, multiprocessors, nullptr)
+                        : cuda::multiply_terms(g, tile, workspace.data(), multiprocessors, nullptr));
+      });
+    } else if (cublas.found()) {
+      microseconds = time_of(options.repeats, [&] { over_rows ? cublas.run(p) : cublas.run(g); });
+    }
+    std::printf("%.2f\n", microseconds);
+    std::fflush(stdout);
+  }
+}
+
+// What a process of this program prints.
+std::string run_apart(const std::vector<std::string>& words) {
+  std::vector<char*> arguments;
+  for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
+  arguments.push_back(nullptr);
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) return "! no pipe\n";
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+  pid_t child = 0;
+  const bool started = posix_spawn(&child, "/proc/self/exe", &actions, nullptr, arguments.data(), environ) == 0;
+  posix_spawn_file_actions_destroy(&actions);
+  close(ends[1]);
+  std::string output;
+  char part[4096];
+  for (ssize_t count; (count = read(ends[0], part, sizeof part)) > 0;) output.append(part, static_cast<size_t>(count));
+  close(ends[0]);
+  if (!started) return "! not started\n";
+  int state = 0;
+  waitpid(child, &state, 0);
+  if (WIFSIGNALED(state)) output += "! ended by signal " + std::to_string(WTERMSIG(state)) + "\n";
+  return output;
+}
+
+// Microseconds of each column, negative: failed; and why.
+Columns measure_apart(const Options& options, const Shape& shape, size_t product, bool zipf, std::string* why) {
+  Columns columns;
+  columns.fill(-1);
+  size_t column = 0;
+  while (column < kColumns) {
+    const std::string output =
+        run_apart({"bench_experts_cuda", "--measure", std::to_string(options.rows), std::to_string(options.repeats),
+                   std::to_string(shape.D), std::to_string(shape.F), std::to_string(shape.E), std::to_string(product),
+                   zipf ? "1" : "0", std::to_string(column)});
+    for (size_t begin = 0, end; (end = output.find('\n', begin)) != std::string::npos; begin = end + 1) {
+      const std::string line = output.substr(begin, end - begin);
+      char* rest = nullptr;
+      const double microseconds = std::strtod(line.c_str(), &rest);
+      if (rest != line.c_str() && *rest == '\0' && column < kColumns) {
+        columns[column++] = microseconds;
+      } else {
+        *why += "      column " + std::to_string(column) + ": " + line + "\n";
+      }
+    }
+    ++column;  // the one that failed, if there is one
+  }
+  return columns;
+}
+
+void print_line(const Options& options, const Shape& shape, size_t product, bool zipf, int multiprocessors) {
+  const Named& named = kProducts[product];
+  std::string why;
+  const Columns columns = measure_apart(options, shape, product, zipf, &why);
+  const auto rate = [&](double microseconds) { return flops_of(options, named, shape) / microseconds * 1e-6; };
+  std::printf("%5ld %5ld %4ld  %-6s %-17s %-7s", shape.D, shape.F, shape.E, named.name, named.formula,
+              zipf ? "zipf" : "uniform");
+  const cuda::TileChoice taken = tile_taken(options, named, shape, multiprocessors);
+  double ours = 0;
+  for (size_t i = 1; i < kColumns; ++i) {
+    const bool is_taken = cuda::kTileModels[i - 1].choice == taken;
+    if (columns[i] < 0) {
+      std::printf("       FAILED    %s", is_taken ? "*" : " ");
+      continue;
+    }
+    std::printf(" %8.1f us %4.0f%s", columns[i], rate(columns[i]), is_taken ? "*" : " ");
+    if (is_taken) ours = rate(columns[i]);
+  }
+  if (columns[0] < 0) {
+    std::printf("   cuBLAS FAILED");
+  } else if (columns[0] > 0) {
+    std::printf("   cuBLAS %4.0f   %.2f", rate(columns[0]), ours / rate(columns[0]));
+  }
+  std::printf("\n%s", why.c_str());
+  std::fflush(stdout);
+}
+
+Options parse(int count, char** arguments) {
+  Options options;
+  for (int i = 1; i < count; i += 2) {
+    const char* value = i + 1 < count ? arguments[i + 1] : "";
+    Shape shape{};
+    if (std::strcmp(arguments[i], "--rows") == 0 && std::atol(value) > 0) {
+      options.rows = std::atol(value);
+    } else if (std::strcmp(arguments[i], "--repeats") == 0 && std::atoi(value) > 0) {
+      options.repeats = std::atoi(value);
+    } else if (std::strcmp(arguments[i], "--products") == 0) {
+      options.products = std::string(",") + value + ",";
+    } else if (std::strcmp(arguments[i], "--shape") == 0 &&
+               std::sscanf(value, "%ld,%ld,%ld", &shape.D, &shape.F, &shape.E) == 3 && shape.D > 0 && shape.F > 0 &&
+               shape.E > 0) {
+      options.shapes.push_back(shape);
+    } else {
+      std::printf("got %s %s, expected --rows R, --shape D,F,E, --products NAMES or --repeats N\n", arguments[i],
+                  value);
+      std::exit(2);
+    }
+  }
+  if (options.shapes.empty()) {
+    options.shapes = {{768, 256, 128}, {1536, 1024, 32}, {2048, 768, 128}, {4096, 1024, 128}, {2880, 2880, 32}};
+  }
+  return options;
+}
+
+// --measure rows repeats D F E product zipf column
+void measure_as_told(char** arguments) {
+  std::array<long, 8> numbers;
+  for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::atol(arguments[i]);
+  Options options;
+  options.rows = numbers[0];
+  options.repeats = static_cast<int>(numbers[1]);
+  constexpr unsigned kMostSeconds = 120;
+  alarm(kMostSeconds);  // a kernel that never ends
+  measure(options, {numbers[2], numbers[3], numbers[4]}, kProducts[numbers[5]], numbers[6] != 0,
+          static_cast<size_t>(numbers[7]));
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count == 10 && std::strcmp(arguments[1], "--measure") == 0) {
+    measure_as_told(arguments + 2);
+    return 0;
+  }
+  const Options options = parse(count, arguments);
+  cudaDeviceProp properties;
+  CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
+  std::printf("%s, %d multiprocessors; R = %ld rows, bfloat16; %s\n", properties.name, properties.multiProcessorCount,
+              options.rows, Cublas().found() ? "cuBLAS found" : "NO libcublas FOUND");
+  std::printf("    D     F    E  product                  routing");
+  for (const cuda::TileModel& model : cuda::kTileModels) std::printf("  %3dx%d TFLOP/s ", model.rows, model.columns);
+  std::printf("\n");
+  for (const Shape& shape : options.shapes) {
+    for (size_t product = 0; product < std::size(kProducts); ++product) {
+      const std::string name = std::string(",") + kProducts[product].name + ",";
+      if (!options.products.empty() && options.products.find(name) == std::string::npos) continue;
+      for (const bool zipf : {false, true}) {
+        print_line(options, shape, product, zipf, properties.multiProcessorCount);
+      }
+    }
+  }
+  return 0;
+}

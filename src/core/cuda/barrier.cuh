@@ -1,0 +1,102 @@
+// A barrier in shared memory (mbarrier) that threads, the copy engine and asynchronous copies arrive at.
+//
+// A barrier goes through phases 0, 1, 2, ...; a phase ends when the expected arrivals have come and the expected bytes
+// are there. wait(n % 2) returns when phase n has ended. Waiting for the phase before the first, wait(1) on a new
+// barrier, returns at once: what starts out empty need not be waited for.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda/tile_memory.cuh"
+
+namespace anabranch::cuda {
+
+// Seconds after which a wait stops the kernel, so that a deadlock shows (compute-sanitizer tells where); 0: never.
+#ifndef ANABRANCH_CUDA_WAIT_LIMIT
+#define ANABRANCH_CUDA_WAIT_LIMIT 0
+#endif
+
+class Barrier {
+ public:
+  __device__ void init(uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(address()), "r"(arrivals) : "memory");
+  }
+
+  __device__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(address()) : "memory"); }
+
+  // Arrives, and makes the phase wait for so many bytes of the copy engine.
+  __device__ void arrive_and_expect(uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(address()), "r"(bytes) : "memory");
+  }
+
+  // Arrives when the asynchronous copies that this thread has begun are done.
+  __device__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(address()) : "memory");
+  }
+
+  // Written as PTX alone: a loop in C++ made the compiler spill accumulators. try_wait suspends the thread for a while,
+  // test_wait does not, so that attempts tell the time.
+  __device__ void wait(uint32_t parity) const {
+#if ANABRANCH_CUDA_WAIT_LIMIT > 0
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        ".reg .pred more;\n"
+        ".reg .u32 attempt;\n"
+        "mov.u32 attempt, 0;\n"
+        "again:\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
+        "@ended bra done;\n"
+        "add.u32 attempt, attempt, 1;\n"
+        "setp.ne.u32 more, attempt, %2;\n"
+        "@more bra again;\n"
+        "trap;\n"
+        "done:\n"
+        "}\n"
+        :
+        : "r"(address()), "r"(parity), "n"(ANABRANCH_CUDA_WAIT_LIMIT << 26)  // about a second each 2^26
+        : "memory");
+#else
+    asm volatile(
+        "{\n"
+        ".reg .pred ended;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
+        "@!ended bra again;\n"
+        "}\n"
+        :
+        : "r"(address()), "r"(parity)
+        : "memory");
+#endif
+  }
+
+  __device__ uint32_t address() const { return shared_address(this); }
+
+ private:
+  uint64_t state_;
+};
+
+// After a thread's init() of barriers, before the block's threads and the copy engine use them.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_async_proxy();
+}
+
+// A place in a ring of kSlots slots with a barrier each: which slot, and in which phase its barriers are.
+template <int kSlots>
+struct RingPosition {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  // The position of the n-th use of the ring.
+  static __device__ RingPosition of(int n) { return {n % kSlots, static_cast<uint32_t>(n / kSlots) & 1u}; }
+
+  __device__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1u;
+    }
+  }
+};
+
+}  // namespace anabranch::cuda

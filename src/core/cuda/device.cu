@@ -1,0 +1,32 @@
+#include "core/cuda/device.h"
+
+#include <cuda_runtime.h>
+
+#include <utility>
+
+#include "core/status.h"
+
+namespace anabranch::cuda {
+
+ab_status find_hopper(const char* operation, int* multiprocessors) {
+  int device = 0;
+  int major = 0;
+  int minor = 0;
+  cudaError_t failure = cudaGetDevice(&device);
+  for (const auto& [value, attribute] :
+       {std::pair{&major, cudaDevAttrComputeCapabilityMajor}, std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
+        std::pair{multiprocessors, cudaDevAttrMultiProcessorCount}}) {
+    if (failure == cudaSuccess) failure = cudaDeviceGetAttribute(value, attribute, device);
+  }
+  if (failure != cudaSuccess) {
+    cudaGetLastError();  // clears it
+    return error(AB_UNSUPPORTED, "%s: no usable GPU: %s", operation, cudaGetErrorString(failure));
+  }
+  if (major != 9 || minor != 0) {
+    return error(AB_UNSUPPORTED, "%s: got a device of compute capability %d.%d, expected 9.0 (Hopper)", operation,
+                 major, minor);
+  }
+  return ok();
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,19 @@
+// Registers move between the warpgroups of a block (setmaxnreg). All warps of a warpgroup call it, once, at the start
+// of its branch of the kernel; the kernel's registers are capped by __launch_bounds__(threads, 1).
+#pragma once
+
+namespace anabranch::cuda {
+
+template <int kRegisters>
+__device__ __forceinline__ void give_up_registers() {
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kRegisters));
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,84 @@
+#include "core/cuda/tensor_map.h"
+
+#include <cuda_runtime.h>
+
+#include <array>
+
+#include "core/status.h"
+#include "core/tensor.h"
+
+namespace anabranch::cuda {
+namespace {
+
+constexpr int64_t kAlignment = 16;  // of addresses and strides
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function; nullptr where there is no driver that has it.
+Encode find_encode() {
+  constexpr unsigned kSince = 12000;  // CUDA 12.0
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t failure =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSince, cudaEnableDefault, &result);
+  if (failure != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    cudaGetLastError();  // clears it
+    return nullptr;
+  }
+  return reinterpret_cast<Encode>(function);
+}
+
+CUtensorMapDataType map_type(int32_t dtype) {
+  switch (dtype) {
+    case AB_BFLOAT16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case AB_FLOAT16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  }
+}
+
+// Sizes from the innermost dimension on; strides in bytes, from the second.
+template <size_t kRank>
+ab_status encode(const char* name, const void* data, int32_t dtype, const std::array<cuuint64_t, kRank>& sizes,
+                 const std::array<cuuint64_t, kRank - 1>& strides, const std::array<cuuint32_t, kRank>& box,
+                 CUtensorMap* map) {
+  static const Encode function = find_encode();
+  if (function == nullptr) return error(AB_UNSUPPORTED, "%s: the driver has no cuTensorMapEncodeTiled", name);
+  std::array<cuuint32_t, kRank> steps;
+  steps.fill(1);
+  const CUresult failure = function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes.data(), strides.data(),
+                                    box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (failure == CUDA_SUCCESS) return ok();
+  return error(AB_INTERNAL, "%s: cuTensorMapEncodeTiled failed with %d", name, static_cast<int>(failure));
+}
+
+}  // namespace
+
+bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns) {
+  return columns > 0 && reinterpret_cast<uintptr_t>(data) % kAlignment == 0 &&
+         columns * dtype_size(dtype) % kAlignment == 0;
+}
+
+// Element (column, row) of the range that ends at row `end` has coordinates (column, 2^30 - (end - row), end, 2^30):
+// the second dimension, 2^30 long, ends where the range ends. With S bytes a row the address is
+// S (2^30 - (end - row)) + S end + (2^34 - S) 2^30 = S row + 2^64, and addresses wrap around at 2^64.
+ab_status make_row_window_map(const char* name, const void* data, int32_t dtype, int64_t columns, int box_columns,
+                              int box_rows, CUtensorMap* map) {
+  constexpr cuuint64_t kAnyNumber = 0x7fff0000;
+  const auto stride = static_cast<cuuint64_t>(columns * dtype_size(dtype));
+  return encode<4>(name, data, dtype,
+                   {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(kMostWindowRows), kAnyNumber, kAnyNumber},
+                   {stride, stride, (cuuint64_t{1} << 34) - stride},
+                   {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1}, map);
+}
+
+ab_status make_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
+                            int64_t columns, int box_columns, int box_rows, CUtensorMap* map) {
+  const auto stride = static_cast<cuuint64_t>(columns * dtype_size(dtype));
+  return encode<3>(name, data, dtype,
+                   {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(matrices)},
+                   {stride, stride * static_cast<cuuint64_t>(rows)},
+                   {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1}, map);
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,56 @@
+// Shared memory as tensor cores and the copy engine see it: the order between the two ways into it, swizzles, stores.
+#pragma once
+
+#include <cstdint>
+
+namespace anabranch::cuda {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Tensor cores (wgmma) and the copy engine (TMA) reach shared memory through the "async proxy". What threads wrote the
+// ordinary way, and what they have seen written, is visible to such instructions behind this fence.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The 128-byte swizzle of TMA and wgmma: in blocks of 8 rows of 128 bytes (1024-byte aligned), 16-byte chunk c of row r
+// stands at chunk c ^ (r % 8). Byte offset of a chunk:
+__device__ __forceinline__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) {
+  return row * 128 + ((chunk ^ (row & 7)) << 4);
+}
+
+// From an address in chunk c of a row to the same in chunk c + chunks of that row, where the binary digits of c and
+// `chunks` don't overlap.
+__device__ __forceinline__ constexpr uint32_t chunks_on(uint32_t address, uint32_t chunks) {
+  return address ^ chunks << 4;
+}
+
+// Bytes of a row of shared memory tiles: one swizzle atom.
+constexpr int kSwizzleBytes = 128;
+
+// Four 8x8 matrices of 16-bit elements, from the registers that mma instructions leave them in. Lane i gives the
+// address of row i % 8 of matrix i / 8, 16-byte aligned.
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" : : "r"(address), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_zeros(uint32_t address) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" : : "r"(address), "r"(0) : "memory");
+}
+
+// Copies 16 bytes to shared memory, the first `bytes` of them from `source` and zeros for the rest.
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               :
+               : "r"(to), "l"(source), "r"(bytes)
+               : "memory");
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,85 @@
+// Copies between tensors in device memory and shared memory by the copy engine (TMA); one thread starts a copy.
+#pragma once
+
+#include <cuda.h>
+
+#include "core/cuda/barrier.cuh"
+#include "core/cuda/tile_memory.cuh"
+
+namespace anabranch::cuda {
+
+// Where a box of a row window map (tensor_map.h) begins: at a row of the range that ends before row `end`.
+struct WindowCoordinates {
+  int column;
+  int row;
+  int end;
+};
+
+// Where a box of a map of matrices begins.
+struct MatrixCoordinates {
+  int column;
+  int row;
+  int matrix;
+};
+
+constexpr int kWindow = 1 << 30;  // kMostWindowRows
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
+}
+
+// The box arrives at `barrier`, whose phase must expect its bytes (all of them, zeros outside the tensor included).
+__device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
+                                         const WindowCoordinates& at) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];"
+      :
+      : "r"(to), "l"(&map), "r"(at.column), "r"(kWindow - (at.end - at.row)), "r"(at.end), "r"(kWindow),
+        "r"(barrier.address())
+      : "memory");
+}
+
+__device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
+                                         const MatrixCoordinates& at) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      :
+      : "r"(to), "l"(&map), "r"(at.column), "r"(at.row), "r"(at.matrix), "r"(barrier.address())
+      : "memory");
+}
+
+// What is outside the tensor, or past the window, is left out.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, const WindowCoordinates& at) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
+               :
+               : "l"(&map), "r"(at.column), "r"(kWindow - (at.end - at.row)), "r"(at.end), "r"(kWindow), "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, const MatrixCoordinates& at) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+               :
+               : "l"(&map), "r"(at.column), "r"(at.row), "r"(at.matrix), "r"(from)
+               : "memory");
+}
+
+// Adds float32 elements to what stands there, each one rounded once; more than one such addition to an element comes in
+// any order.
+__device__ __forceinline__ void add_box(const CUtensorMap& map, uint32_t from, const MatrixCoordinates& at) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
+               :
+               : "l"(&map), "r"(at.column), "r"(at.row), "r"(at.matrix), "r"(from)
+               : "memory");
+}
+
+// Stores of this thread since the last call make one group.
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until all but the last kGroups groups of this thread's stores have read their shared memory.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_stores_to_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kGroups) : "memory");
+}
+
+}  // namespace anabranch::cuda

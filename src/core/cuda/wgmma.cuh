@@ -1,0 +1,149 @@
+// Matrix products of Hopper's tensor cores: wgmma m64nNk16, both factors in shared memory, float32 accumulators.
+//
+// A factor stands in shared memory in panels of 64 x 64 elements of 16 bits: 64 rows of 128 bytes with the 128-byte
+// swizzle, as TMA writes them. Major::k: a row holds 64 terms of one row of A (column of B). Major::mn: a row holds one
+// term of 64 rows of A (columns of B). Panels along M or N stand one after another, for both.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda/tile_memory.cuh"
+#include "core/dtype.h"
+
+namespace anabranch::cuda {
+
+enum class Major { k, mn };
+
+constexpr int kPanel = 64;
+constexpr int kPanelBytes = kPanel * kSwizzleBytes;
+constexpr int kWgmmaRows = 64;
+constexpr int kWgmmaDepth = 16;
+constexpr int kWarpgroup = 128;
+
+// Where a factor stands, as wgmma takes it (PTX ISA, "matrix descriptor"): bits 0-13 address, 16-29 leading and 32-45
+// stride byte offset, all in units of 16 bytes; 62-63 the swizzle. The stride offset leads from 8 rows of a panel to
+// the next 8. The leading offset leads to the next panel where rows run along M or N; it is ignored otherwise.
+// A Descriptor is the low half; the high half is the same for all.
+using Descriptor = uint32_t;
+constexpr uint32_t kDescriptorHigh = uint32_t{1} << 30 | 8 * kSwizzleBytes / 16;
+
+__device__ __forceinline__ Descriptor make_descriptor(uint32_t panel) {
+  return uint32_t{kPanelBytes / 16} << 16 | (panel & 0x3ffffu) >> 4;
+}
+
+// From a descriptor to that of the same rows and columns in the next panel, or kWgmmaDepth terms on: 32 bytes along the
+// rows, or 16 rows.
+constexpr Descriptor kNextPanel = kPanelBytes / 16;
+template <Major kMajor>
+constexpr Descriptor kNextTerms = (kMajor == Major::k ? kWgmmaDepth * 2 : kWgmmaDepth * kSwizzleBytes) / 16;
+
+// Between a warpgroup's ordinary use of accumulators and wgmma.
+__device__ __forceinline__ void fence_accumulators() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Products begun since the last call make one group.
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until all but the last kGroups groups are done.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kGroups) : "memory");
+}
+
+// Keeps the compiler from reading accumulators before the wait that stands before this.
+template <int kCount>
+__device__ __forceinline__ void finish_accumulators(float (&d)[kCount]) {
+#pragma unroll
+  for (float& value : d) asm volatile("" : "+f"(value)::"memory");
+}
+
+// Accumulators of m64nN: thread i of the warpgroup holds N/2 of them. Element 4 j + 2 p + q is at row
+// 16 (i / 32) + i % 32 / 4 + 8 p, column 8 j + 2 (i % 4) + q.
+
+// Begins d = a b, or d += a b with accumulate != 0, for 64 x kColumns elements and 16 terms.
+template <int kColumns, Major kMajorA, Major kMajorB, class Element>
+struct Wgmma;
+
+// Operand numbers of the first 8 (i + 1) accumulators, and the registers behind them.
+#define AB_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define AB_R1 AB_R0 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define AB_R2 AB_R1 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define AB_R3 AB_R2 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define AB_R4 AB_R3 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define AB_R5 AB_R4 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define AB_R6 AB_R5 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define AB_R7 AB_R6 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define AB_R8 AB_R7 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define AB_R9 AB_R8 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define AB_R10 AB_R9 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define AB_R11 AB_R10 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define AB_R12 AB_R11 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define AB_R13 AB_R12 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define AB_R14 AB_R13 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define AB_R15 AB_R14 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define AB_EIGHT(i)                                                                                                   \
+  "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), "+f"(d[8 * i + 5]), \
+      "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
+#define AB_D3 AB_EIGHT(0), AB_EIGHT(1), AB_EIGHT(2), AB_EIGHT(3)
+#define AB_D7 AB_D3, AB_EIGHT(4), AB_EIGHT(5), AB_EIGHT(6), AB_EIGHT(7)
+#define AB_D11 AB_D7, AB_EIGHT(8), AB_EIGHT(9), AB_EIGHT(10), AB_EIGHT(11)
+#define AB_D15 AB_D11, AB_EIGHT(12), AB_EIGHT(13), AB_EIGHT(14), AB_EIGHT(15)
+
+// LAST: of the groups of 8 accumulators. A ... TRANSPOSE_B: operand numbers, which go on after the accumulators.
+#define AB_WGMMA_OF(COLUMNS, ELEMENT, TYPE, LAST, A, B, ACCUMULATE, HIGH, TRANSPOSE_A, TRANSPOSE_B)   \
+  template <Major kMajorA, Major kMajorB>                                                             \
+  struct Wgmma<COLUMNS, kMajorA, kMajorB, ELEMENT> {                                                  \
+    static __device__ __forceinline__ void begin(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, \
+                                                 int accumulate) {                                    \
+      asm volatile(                                                                                   \
+          "{\n"                                                                                       \
+          ".reg .pred accumulate;\n"                                                                  \
+          ".reg .b64 a, b;\n"                                                                         \
+          "setp.ne.b32 accumulate, " ACCUMULATE                                                       \
+          ", 0;\n"                                                                                    \
+          "mov.b64 a, {" A ", " HIGH                                                                  \
+          "};\n"                                                                                      \
+          "mov.b64 b, {" B ", " HIGH                                                                  \
+          "};\n"                                                                                      \
+          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" AB_R##LAST       \
+          "}, a, b, accumulate, 1, 1, " TRANSPOSE_A ", " TRANSPOSE_B                                  \
+          ";\n"                                                                                       \
+          "}\n"                                                                                       \
+          : AB_D##LAST                                                                                \
+          : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh), "n"(static_cast<int>(kMajorA)),    \
+            "n"(static_cast<int>(kMajorB)));                                                          \
+    }                                                                                                 \
+  }
+#define AB_WGMMA(COLUMNS, LAST, ...)                         \
+  AB_WGMMA_OF(COLUMNS, BFloat16, "bf16", LAST, __VA_ARGS__); \
+  AB_WGMMA_OF(COLUMNS, Float16, "f16", LAST, __VA_ARGS__)
+
+AB_WGMMA(64, 3, "%32", "%33", "%34", "%35", "%36", "%37");
+AB_WGMMA(128, 7, "%64", "%65", "%66", "%67", "%68", "%69");
+AB_WGMMA(192, 11, "%96", "%97", "%98", "%99", "%100", "%101");
+AB_WGMMA(256, 15, "%128", "%129", "%130", "%131", "%132", "%133");
+
+#undef AB_WGMMA
+#undef AB_WGMMA_OF
+#undef AB_D15
+#undef AB_D11
+#undef AB_D7
+#undef AB_D3
+#undef AB_EIGHT
+#undef AB_R15
+#undef AB_R14
+#undef AB_R13
+#undef AB_R12
+#undef AB_R11
+#undef AB_R10
+#undef AB_R9
+#undef AB_R8
+#undef AB_R7
+#undef AB_R6
+#undef AB_R5
+#undef AB_R4
+#undef AB_R3
+#undef AB_R2
+#undef AB_R1
+#undef AB_R0
+
+}  // namespace anabranch::cuda

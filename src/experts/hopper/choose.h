@@ -1,0 +1,67 @@
+// Chooses the shape of result tiles from what the host knows: a model of the cycles a product takes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+
+namespace anabranch::cuda {
+
+// Shapes that kernels are built for, as "rows x columns", and by how many teams (tile.cuh).
+enum class TileChoice { k128x256, k128x192, k128x128 };
+
+struct TileModel {
+  TileChoice choice;
+  int rows;
+  int columns;
+  bool overlaps;  // two teams: a tile is stored while the next one is multiplied
+};
+constexpr TileModel kTileModels[] = {
+    {TileChoice::k128x256, 128, 256, false},
+    {TileChoice::k128x192, 128, 192, true},
+    {TileChoice::k128x128, 128, 128, true},
+};
+
+// Cycles until so many tiles are computed, each element a sum of so many terms.
+inline double cycles_of(const TileModel& tile, double tiles, double terms, int multiprocessors) {
+  constexpr double kMultiplyAdds = 2048;  // of 16-bit elements, a cycle
+  constexpr double kCacheBytes = 48;      // from the L2 cache to one multiprocessor, a cycle
+  constexpr double kStoreBytes = 32;      // of results through shared memory, a cycle
+  constexpr double kStart = 1500;         // until the first operands of a tile are there, if nothing hides it
+  constexpr double kSwitch = 200;         // from tile to tile, if something does
+  const double area = static_cast<double>(tile.rows) * tile.columns;
+  const double multiply = area * terms / kMultiplyAdds;
+  const double load = 2.0 * (tile.rows + tile.columns) * terms / kCacheBytes;
+  const double store = tile.overlaps ? kSwitch : 2 * area / kStoreBytes;
+  const double waves = std::max(tiles / multiprocessors + 0.5, 1.0);
+  return kStart + waves * (std::max(multiply, load) + store);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class Tiles>
+TileModel choose_tile(const Tiles& tiles, double terms, int multiprocessors) {
+  return *std::min_element(std::begin(kTileModels), std::end(kTileModels), [&](const auto& a, const auto& b) {
+    return cycles_of(a, tiles(a), terms, multiprocessors) < cycles_of(b, tiles(b), terms, multiprocessors);
+  });
+}
+
+// For N columns of R rows of E groups, sums of K terms.
+inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors) {
+  const auto tiles = [&](const TileModel& tile) {
+    // Half a tile of rows is empty at the end of a group, in the mean.
+    const double row_tiles = static_cast<double>(R) / tile.rows + static_cast<double>(std::min(E, R)) / 2;
+    return row_tiles * static_cast<double>(ceil_div(N, tile.columns));
+  };
+  return choose_tile(tiles, static_cast<double>(K), multiprocessors);
+}
+
+// For [D, N] of each of E groups, sums over its rows, R in all.
+inline TileModel choose_weight_tile(int64_t R, int64_t E, int64_t D, int64_t N, int multiprocessors) {
+  const auto tiles = [&](const TileModel& tile) {
+    return static_cast<double>(E * ceil_div(D, tile.rows)) * static_cast<double>(ceil_div(N, tile.columns));
+  };
+  return choose_tile(tiles, static_cast<double>(R) / static_cast<double>(E), multiprocessors);
+}
+
+}  // namespace anabranch::cuda

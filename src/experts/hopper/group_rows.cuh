@@ -1,0 +1,52 @@
+// Where the rows of groups begin and end, whose sizes only the device knows.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda/warp.cuh"
+
+namespace anabranch::cuda {
+
+// 32 groups at a time, a lane each: at first groups 0 ... 31. Negative sizes count as 0, rows past R are cut; the rows
+// past all groups are group E. Used by one whole warp.
+class GroupRows {
+ public:
+  __device__ GroupRows(const int32_t* sizes, int32_t E, int32_t R) : sizes_(sizes), E_(E), R_(R) { read(); }
+
+  __device__ void move_on() {
+    first_ += kWarp;
+    read();
+  }
+
+  __device__ int32_t first() const { return first_; }  // group of lane 0
+  __device__ int32_t begin() const { return begin_; }  // of the lane's group
+  __device__ int32_t end() const { return end_; }
+
+ private:
+  __device__ void read() {
+    const auto R = static_cast<uint32_t>(R_);
+    const int32_t group = first_ + lane_index();
+    uint32_t size = group == E_ ? R : 0;
+    if (group < E_) size = static_cast<uint32_t>(min(max(sizes_[group], 0), R_));
+    uint32_t end = min(size + (lane_index() == 0 ? static_cast<uint32_t>(end_of_all_) : 0u), R);
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const uint32_t before = __shfl_up_sync(kAllLanes, end, distance);
+      if (lane_index() >= distance) end = min(end + before, R);  // both at most R < 2^31
+    }
+    const uint32_t before = __shfl_up_sync(kAllLanes, end, 1);
+    begin_ = lane_index() == 0 ? end_of_all_ : static_cast<int32_t>(before);
+    end_ = static_cast<int32_t>(end);
+    end_of_all_ = __shfl_sync(kAllLanes, end_, kWarp - 1);
+  }
+
+  const int32_t* sizes_;
+  int32_t E_;
+  int32_t R_;
+  int32_t first_ = 0;
+  int32_t begin_ = 0;
+  int32_t end_ = 0;
+  int32_t end_of_all_ = 0;  // of the groups that have been read
+};
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,34 @@
+// Products over the rows of groups on Hopper's tensor cores: y[r] = x[r] op(W[e]) for the rows r of group e.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+#include "experts/hopper/choose.h"
+
+namespace anabranch::cuda {
+
+struct RowsProduct {
+  const void* x = nullptr;  // [R, K]
+  const void* w = nullptr;  // [E, K, N]; transposed [E, N, K]
+  bool transposed = false;
+  const int32_t* group_sizes = nullptr;  // [E], on the device
+  void* y = nullptr;                     // [R, N]; rows past the groups become zero
+  int32_t dtype = 0;                     // of x, w and y: AB_BFLOAT16 or AB_FLOAT16
+  int64_t R = 0;
+  int64_t E = 0;
+  int64_t K = 0;
+  int64_t N = 0;
+};
+
+// Whether the kernels can take the product: 16-bit elements, rows of whole 16-byte chunks, no size 0, and all indices
+// within what they count in.
+bool runs_on_tensor_cores(const RowsProduct& product);
+
+// Enqueues it, with the tiles that choose_row_tile() takes or with those given.
+ab_status multiply_rows(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
+ab_status multiply_rows(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,49 @@
+// Hands tiles from the warp that finds them to the warps that work on them, in shared memory.
+#pragma once
+
+#include "core/cuda/barrier.cuh"
+#include "core/cuda/warp.cuh"
+#include "experts/hopper/tile.cuh"
+
+namespace anabranch::cuda {
+
+class TileQueue {
+ public:
+  // Each tile is read by `readers` warps. By one thread, before all others.
+  __device__ void init(int readers) {
+    for (int i = 0; i < kSlots; ++i) {
+      full_[i].init(1);
+      empty_[i].init(static_cast<uint32_t>(readers));
+    }
+  }
+
+  // The n-th tile, from one whole warp.
+  __device__ void put(int n, const Tile& tile) {
+    const auto at = RingPosition<kSlots>::of(n);
+    empty_[at.slot].wait(at.phase ^ 1u);
+    if (lane_index() == 0) {
+      tiles_[at.slot] = tile;
+      full_[at.slot].arrive();
+    }
+    __syncwarp();
+  }
+
+  // The n-th tile, for one whole warp. A warp may leave tiles out that it is no reader of.
+  __device__ Tile get(int n) {
+    const auto at = RingPosition<kSlots>::of(n);
+    full_[at.slot].wait(at.phase);
+    const Tile tile = tiles_[at.slot];
+    __syncwarp();
+    if (lane_index() == 0) empty_[at.slot].arrive();
+    return tile;
+  }
+
+ private:
+  static constexpr int kSlots = 4;
+
+  Tile tiles_[kSlots];
+  Barrier full_[kSlots];
+  Barrier empty_[kSlots];
+};
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,10 @@
+#include "experts/hopper/weight_gradient.cuh"
+
+namespace anabranch::cuda {
+
+ab_status multiply_gathered_d_y(const WeightGradient& gradient, TileChoice tile, const SegmentBounds& bounds,
+                                const SegmentList& list, int multiprocessors, cudaStream_t stream) {
+  return launch_terms<Gathered::d_y>(gradient, tile, bounds, list, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda

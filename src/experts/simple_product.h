@@ -1,0 +1,43 @@
+// Products over the rows of groups, and over their terms, for every shape, dtype and alignment on CUDA: the way of what
+// the tensor cores' kernels can't take, and of float32, which it multiplies as float32.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+
+namespace anabranch::cuda {
+
+// Matrices of any float dtype; element (row, column) of matrix i stands at i * matrix + row * row_step + column *
+// column_step.
+struct Strided {
+  void* data = nullptr;
+  int32_t dtype = 0;
+  int64_t matrix = 0;
+  int64_t row_step = 0;
+  int64_t column_step = 0;
+};
+
+struct SimpleProduct {
+  Strided a;
+  Strided b;
+  Strided out;
+  const int32_t* group_sizes = nullptr;  // [E], on the device
+  int64_t R = 0;                         // rows of all groups
+  int64_t E = 0;
+  int64_t rows = 0;  // of a result
+  int64_t columns = 0;
+  int64_t terms = 0;  // of a sum
+};
+
+// out[r] = a[r] b[e] for the rows r of group e, out[r] = 0 past the groups; a [R, terms], b [terms, columns] for each
+// e, out [R, columns]. Indices must be below 2^31, the number of tiles too.
+ab_status multiply_rows_simply(const SimpleProduct& product, int multiprocessors, cudaStream_t stream);
+
+// out[e] = the sum over the rows r of group e of a[:, r] b[r, :]; a [rows, R], b [R, columns], out [rows, columns] for
+// each e.
+ab_status multiply_terms_simply(const SimpleProduct& product, int multiprocessors, cudaStream_t stream);
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,247 @@
+// The gradients of grouped products' weights on the GPU against the CPU's.
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include "anabranch/cuda.h"
+#include "core/cuda/divisor.h"
+#include "experts_case.h"
+
+namespace anabranch::testing {
+namespace {
+
+struct Case {
+  std::vector<int32_t> sizes;
+  int64_t R = 0;
+  int64_t D = 0;
+  int64_t N = 0;
+  int32_t x = AB_BFLOAT16;  // dtypes
+  int32_t d_y = AB_BFLOAT16;
+  int32_t d_w = AB_BFLOAT16;
+
+  int64_t E() const { return static_cast<int64_t>(sizes.size()); }
+};
+
+struct GroupedMatmulDw {
+  explicit GroupedMatmulDw(const Case& shape, unsigned seed = 1)
+      : c(shape), x({c.R, c.D}, c.x), d_y({c.R, c.N}, c.d_y), sizes({c.E()}, c.sizes) {
+    x.randomize(seed);
+    d_y.randomize(seed + 1);
+    // Rows past the groups hold NaN: nothing may come of them.
+    const int64_t end = c.sizes.empty() ? 0 : ends_of(c.sizes, c.R).back();
+    for (int64_t i = end * c.D; i < c.R * c.D; ++i) x.set(i, std::numeric_limits<float>::quiet_NaN());
+    for (int64_t i = end * c.N; i < c.R * c.N; ++i) d_y.set(i, std::numeric_limits<float>::quiet_NaN());
+  }
+
+  Numbers result() const { return {{c.E(), c.D, c.N}, c.d_w}; }
+  ab_grouped_matmul_dw_args args(const Numbers& d_w) const {
+    return {sizeof(ab_grouped_matmul_dw_args), x.view(), d_y.view(), sizes.view(), d_w.view()};
+  }
+  void on_cpu(const Numbers& d_w) const {
+    EXPECT_OK(call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args(d_w)));
+  }
+  void on_gpu(const Numbers& d_w) const {
+    ab_grouped_matmul_dw_args device = args(d_w);
+    Mirrors mirrors;
+    for (const ab_tensor** tensor : {&device.x, &device.d_y, &device.group_sizes, &device.d_w}) {
+      *tensor = mirrors.add(*tensor);
+    }
+    size_t bytes = 0;
+    EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&device, nullptr, &bytes));
+    DeviceWorkspace workspace(bytes);
+    EXPECT_OK(ab_cuda_grouped_matmul_dw(&device, &workspace.exec()));
+    mirrors.fetch();
+    workspace.check();
+  }
+
+  Case c;
+  Numbers x;
+  Numbers d_y;
+  Tensor<int32_t> sizes;
+};
+
+// Both sides round the same sum: they differ by less than twice the rounding, and by the float32 additions, of which
+// each may lose a unit in the last place of a sum of at most the rows of its expert.
+void compare(const Case& c, const Numbers& got, const Numbers& want) {
+  const std::vector<int64_t> ends = ends_of(c.sizes, c.R);
+  for (int64_t e = 0; e < c.E(); ++e) {
+    const auto rows =
+        static_cast<double>(ends[static_cast<size_t>(e)] - (e == 0 ? 0 : ends[static_cast<size_t>(e - 1)]));
+    const double additions = rows * 0x1p-21 * std::sqrt(rows + 1);
+    double error = 0;
+    double norm = 0;
+    for (int64_t i = e * c.D * c.N; i < (e + 1) * c.D * c.N; ++i) {
+      const double difference = static_cast<double>(got.get(i)) - want.get(i);
+      ASSERT_LE(std::abs(difference), 2 * rounding(c.d_w) * std::abs(want.get(i)) + additions)
+          << "expert " << e << " row " << i / c.N % c.D << " column " << i % c.N << ": got " << got.get(i)
+          << ", expected " << want.get(i);
+      error += difference * difference;
+      norm += static_cast<double>(want.get(i)) * want.get(i);
+    }
+    ASSERT_LE(std::sqrt(error), (2 * rounding(c.d_w) + 1e-6) * std::sqrt(norm)) << "expert " << e;
+  }
+}
+
+void check(const Case& c, unsigned seed = 1) {
+  SCOPED_TRACE(::testing::Message() << "R " << c.R << " E " << c.E() << " D " << c.D << " N " << c.N << " dtypes "
+                                    << c.x << " " << c.d_y << " " << c.d_w);
+  const GroupedMatmulDw op(c, seed);
+  const Numbers want = op.result();
+  op.on_cpu(want);
+  const Numbers got = op.result();
+  op.on_gpu(got);
+  if (::testing::Test::HasFatalFailure()) return;
+  compare(c, got, want);
+  if (::testing::Test::HasFatalFailure()) return;
+  const Numbers again = op.result();
+  op.on_gpu(again);
+  ASSERT_TRUE(got.same_bits(again)) << "another run gave other bits";
+}
+
+using WeightGradientCuda = HopperTest;
+
+TEST_F(WeightGradientCuda, IsTheCpus) {
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int32_t d_w : {dtype, int32_t{AB_FLOAT32}}) {
+      check({kUneven, 1300, 256, 512, dtype, dtype, d_w});
+      check({kUneven, 1217, 136, 264, dtype, dtype, d_w});
+      check({kUneven, 1217, 8, 8, dtype, dtype, d_w});
+      check({{300, 300, 300, 300}, 1200, 768, 768, dtype, dtype, d_w});
+      check({{1}, 1, 1024, 2048, dtype, dtype, d_w});
+      check({{5000, 0, 20, 1500}, 6600, 128, 264, dtype, dtype, d_w});  // sums that are cut
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(WeightGradientCuda, TakesEverySizeAndDtype) {
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
+    for (const int32_t other : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
+      check({kUneven, 1300, 33, 45, dtype, other, AB_FLOAT32});
+      check({kUneven, 1300, 64, 40, dtype, other, AB_BFLOAT16});
+      check({{70, 0, 200}, 300, 64, 72, AB_BFLOAT16, dtype, other});
+      if (HasFatalFailure()) return;
+    }
+    check({{1}, 1, 1, 1, dtype, dtype, dtype});
+    check({{0, 0}, 4, 3, 2, dtype, dtype, dtype});
+    check({{2}, 0, 3, 2, dtype, dtype, dtype});
+    check({{2}, 0, 8, 8, dtype, dtype, dtype});
+    check({{2, 3}, 6, 0, 16, dtype, dtype, dtype});
+    check({{2, 3}, 6, 16, 0, dtype, dtype, dtype});
+    check({{}, 6, 16, 16, dtype, dtype, dtype});
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(WeightGradientCuda, NoSizeReachesOutOfBounds) {
+  for (const int64_t D : {64, 33}) {
+    check({{-5, 3, INT32_MIN, 4, -1}, 6, D, 72});
+    check({{2, INT32_MAX, INT32_MAX, 1}, 700, D, 72});
+    check({{INT32_MAX, -1, INT32_MAX}, 3000, D, 72});
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(WeightGradientCuda, ReplaysInAGraph) {
+  const GroupedMatmulDw op({{3000, 0, 20, 1500}, 4600, 128, 264});
+  const Numbers direct = op.result();
+  op.on_gpu(direct);
+  const Numbers replayed = op.result();
+  ab_grouped_matmul_dw_args args = op.args(replayed);
+  Mirrors mirrors;
+  for (const ab_tensor** tensor : {&args.x, &args.d_y, &args.group_sizes, &args.d_w}) *tensor = mirrors.add(*tensor);
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&args, nullptr, &bytes));
+  DeviceWorkspace workspace(bytes);
+  cudaStream_t stream;
+  EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  workspace.exec().stream = stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  EXPECT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  EXPECT_OK(ab_cuda_grouped_matmul_dw(&args, &workspace.exec()));
+  EXPECT_OK(ab_cuda_grouped_matmul_dw(&args, &workspace.exec()));
+  EXPECT_CUDA(cudaStreamEndCapture(stream, &graph));
+  EXPECT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+  for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaGraphLaunch(executable, stream));
+  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  mirrors.fetch();
+  EXPECT_TRUE(replayed.same_bits(direct));
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+TEST_F(WeightGradientCuda, BadArgumentsAreRefused) {
+  const GroupedMatmulDw op({{3000}, 3000, 64, 64});
+  const Numbers d_w = op.result();
+  ab_grouped_matmul_dw_args args = op.args(d_w);
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&args, nullptr, &bytes));
+  EXPECT_GT(bytes, 0u);
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_dw(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes, expected");
+  const Numbers wrong({1, 64, 65}, AB_BFLOAT16);
+  args.d_w = wrong.view();
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_dw(&args, nullptr), AB_INVALID_ARGUMENT, "d_w: got bfloat16 (7) [1, 64, 65]");
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_dw_workspace(nullptr, nullptr, &bytes), AB_INVALID_ARGUMENT,
+                 "ab_grouped_matmul_dw_args: got NULL");
+}
+
+// Where there is no GPU, the call says so.
+TEST(WeightGradientWithoutCuda, TheCallSaysWhy) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  const GroupedMatmulDw gradient({{2, 2}, 4, 5, 6});
+  const Numbers d_w = gradient.result();
+  const ab_grouped_matmul_dw_args gradient_args = gradient.args(d_w);
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_dw(&gradient_args, nullptr), AB_UNSUPPORTED,
+                 "grouped_matmul_dw: no usable GPU");
+}
+
+TEST(WeightGradientWithoutCuda, DivisorsAreExact) {
+  std::mt19937 random(3);
+  for (int i = 0; i < 20000; ++i) {
+    const int32_t power = 1 << random() % 31;
+    const int32_t divisors[] = {i + 1, power, power == 1 ? 1 : power - 1,
+                                static_cast<int32_t>(random() % INT32_MAX) + 1, INT32_MAX};
+    for (const int32_t d : divisors) {
+      const cuda::Divisor divisor(d);
+      const auto multiple = static_cast<int32_t>(static_cast<int64_t>(random()) % (INT32_MAX / d + 1)) * d;
+      for (const int32_t n : {0, d - 1, d, multiple, multiple == 0 ? 0 : multiple - 1, INT32_MAX - 1, INT32_MAX}) {
+        ASSERT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
+      }
+    }
+  }
+}
+
+// What the call asks for depends on shapes and dtypes, and is bounded.
+TEST(WeightGradientWithoutCuda, WorkspaceIsBounded) {
+  const auto bytes_for = [](const Case& c) {
+    const ab_tensor x{nullptr, c.x, 2, {c.R, c.D}, nullptr};
+    const ab_tensor d_y{nullptr, c.d_y, 2, {c.R, c.N}, nullptr};
+    const ab_tensor sizes{nullptr, AB_INT32, 1, {c.E()}, nullptr};
+    const ab_tensor d_w{nullptr, c.d_w, 3, {c.E(), c.D, c.N}, nullptr};
+    // Sizes alone matter, but views must have memory.
+    static char memory[64];
+    ab_tensor views[] = {x, d_y, sizes, d_w};
+    for (ab_tensor& view : views) view.data = memory;
+    const ab_grouped_matmul_dw_args args{sizeof(args), &views[0], &views[1], &views[2], &views[3]};
+    size_t bytes = 0;
+    EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&args, nullptr, &bytes));
+    return bytes;
+  };
+  const std::vector<int32_t> sizes(128);
+  for (const int64_t R : {1, 1000, 262144, 1 << 30}) {
+    for (const int64_t D : {8, 768, 4096, 65536}) {
+      for (const int64_t N : {64, 512, 7168}) {
+        EXPECT_LE(bytes_for({sizes, R, D, N}), (size_t{144} << 20) + 16 * 128) << R << " " << D << " " << N;
+      }
+    }
+  }
+  EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_FLOAT32, AB_FLOAT32, AB_FLOAT32}), 0u);
+  EXPECT_EQ(bytes_for({sizes, 262144, 768, 513}), 0u);
+  EXPECT_EQ(bytes_for({{}, 262144, 768, 512}), 0u);
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -113,4 +113,39 @@ class DeviceWorkspace {
   ab_exec exec_;
 };
 
+// Calls an operation on device copies of the tensors that `members` of its args name, with a workspace of the size that
+// it asks for, and fetches what it wrote.
+template <class Args, class... Members>
+void run_on_copies(ab_status (*workspace_size)(const Args*, const ab_exec*, size_t*),
+                   ab_status (*operation)(const Args*, const ab_exec*), Args args, Members... members) {
+  Mirrors mirrors;
+  ((args.*members = mirrors.add(args.*members)), ...);
+  size_t bytes = 0;
+  EXPECT_OK(workspace_size(&args, nullptr, &bytes));
+  DeviceWorkspace workspace(bytes);
+  EXPECT_OK(operation(&args, &workspace.exec()));
+  mirrors.fetch();
+  workspace.check();
+}
+
+// Captures what enqueue(stream) puts on a stream in a graph and replays it three times; before that, waits for all that
+// the device was given to do.
+template <class Enqueue>
+void replay_in_graph(const Enqueue& enqueue) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  EXPECT_CUDA(cudaDeviceSynchronize());
+  EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  EXPECT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  enqueue(stream);
+  EXPECT_CUDA(cudaStreamEndCapture(stream, &graph));
+  EXPECT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
+  for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaGraphLaunch(executable, stream));
+  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
 }  // namespace anabranch::testing

@@ -242,22 +242,10 @@ TEST_F(DispatchCuda, RepeatsItsBitsAlsoFromAGraph) {
   const Results replayed(c);
   Mirrors mirrors;
   const Calls calls = calls_on_gpu(c, in, replayed, &mirrors);
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  EXPECT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  enqueue(calls, stream);
-  EXPECT_CUDA(cudaStreamEndCapture(stream, &graph));
-  EXPECT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaGraphLaunch(executable, stream));
-  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  replay_in_graph([&](cudaStream_t stream) { enqueue(calls, stream); });
   mirrors.fetch();
   compare(c, in, replayed, once);
   EXPECT_TRUE(replayed.d_weights.is(once.d_weights));
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 TEST_F(DispatchCuda, BadArgumentsAreRefusedInTheCpusWords) {

@@ -32,40 +32,32 @@ struct GroupedMatmul {
         x({c.R, c.D}, c.dtype),
         w(c.transpose ? std::vector<int64_t>{c.E(), c.N, c.D} : std::vector<int64_t>{c.E(), c.D, c.N}, c.dtype),
         sizes({c.E()}, c.sizes) {
-    x.randomize(seed);
-    w.randomize(seed + 1);
+    x.fill_uniform(seed);
+    w.fill_uniform(seed + 1);
     // Rows past the groups hold NaN: nothing may come of them.
     const int64_t end = c.sizes.empty() ? 0 : ends_of(c.sizes, c.R).back();
     for (int64_t i = end * c.D; i < c.R * c.D; ++i) x.set(i, std::numeric_limits<float>::quiet_NaN());
   }
 
-  ab_grouped_matmul_args args(const Numbers& y) const {
+  ab_grouped_matmul_args args(const FloatTensor& y) const {
     return {sizeof(ab_grouped_matmul_args), c.transpose ? 1 : 0, x.view(), w.view(), sizes.view(), y.view()};
   }
-  void on_cpu(const Numbers& y) const { EXPECT_OK(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args(y))); }
-  void on_gpu(const Numbers& y) const {
-    ab_grouped_matmul_args device = args(y);
-    Mirrors mirrors;
-    for (const ab_tensor** tensor : {&device.x, &device.w, &device.group_sizes, &device.y}) {
-      *tensor = mirrors.add(*tensor);
-    }
-    size_t bytes = 0;
-    EXPECT_OK(ab_cuda_grouped_matmul_workspace(&device, nullptr, &bytes));
-    DeviceWorkspace workspace(bytes);
-    EXPECT_OK(ab_cuda_grouped_matmul(&device, &workspace.exec()));
-    mirrors.fetch();
-    workspace.check();
+  void on_cpu(const FloatTensor& y) const { EXPECT_OK(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args(y))); }
+  void on_gpu(const FloatTensor& y) const {
+    using Args = ab_grouped_matmul_args;
+    run_on_copies(ab_cuda_grouped_matmul_workspace, ab_cuda_grouped_matmul, args(y), &Args::x, &Args::w,
+                  &Args::group_sizes, &Args::y);
   }
 
   Case c;
-  Numbers x;
-  Numbers w;
+  FloatTensor x;
+  FloatTensor w;
   Tensor<int32_t> sizes;
 };
 
 // Both sides round the same sum: they differ by less than twice the rounding, and by the float32 additions, of which
 // each may lose a unit in the last place of a sum of at most D.
-void compare(const Case& c, const Numbers& got, const Numbers& want) {
+void compare(const Case& c, const FloatTensor& got, const FloatTensor& want) {
   const std::vector<int64_t> ends = ends_of(c.sizes, c.R);
   const double additions = static_cast<double>(c.D) * 0x1p-21 * std::sqrt(static_cast<double>(c.D) + 1);
   int64_t row = 0;
@@ -74,13 +66,13 @@ void compare(const Case& c, const Numbers& got, const Numbers& want) {
     double norm = 0;
     for (int64_t i = row * c.N; i < ends[e] * c.N; ++i) {
       const double difference = static_cast<double>(got.get(i)) - want.get(i);
-      ASSERT_LE(std::abs(difference), 2 * rounding(c.dtype) * std::abs(want.get(i)) + additions)
+      ASSERT_LE(std::abs(difference), 2 * rounding_of(c.dtype) * std::abs(want.get(i)) + additions)
           << "expert " << e << " row " << i / c.N << " column " << i % c.N << ": got " << got.get(i) << ", expected "
           << want.get(i);
       error += difference * difference;
       norm += static_cast<double>(want.get(i)) * want.get(i);
     }
-    ASSERT_LE(std::sqrt(error), (2 * rounding(c.dtype) + 1e-6) * std::sqrt(norm)) << "expert " << e;
+    ASSERT_LE(std::sqrt(error), (2 * rounding_of(c.dtype) + 1e-6) * std::sqrt(norm)) << "expert " << e;
     row = ends[e];
   }
   for (int64_t i = row * c.N; i < c.R * c.N; ++i) ASSERT_EQ(got.get(i), 0.0f) << "row past the groups " << i / c.N;
@@ -89,16 +81,16 @@ void compare(const Case& c, const Numbers& got, const Numbers& want) {
 void check(const Case& c, unsigned seed = 1) {
   SCOPED_TRACE(::testing::Message() << c);
   const GroupedMatmul op(c, seed);
-  const Numbers want({c.R, c.N}, c.dtype);
+  const FloatTensor want({c.R, c.N}, c.dtype);
   op.on_cpu(want);
-  const Numbers got({c.R, c.N}, c.dtype);
+  const FloatTensor got({c.R, c.N}, c.dtype);
   op.on_gpu(got);
   if (::testing::Test::HasFatalFailure()) return;
   compare(c, got, want);
   if (::testing::Test::HasFatalFailure()) return;
-  const Numbers again({c.R, c.N}, c.dtype);
+  const FloatTensor again({c.R, c.N}, c.dtype);
   op.on_gpu(again);
-  ASSERT_TRUE(got.same_bits(again)) << "another run gave other bits";
+  ASSERT_TRUE(got.is(again)) << "another run gave other bits";
 }
 
 using ExpertsCuda = HopperTest;
@@ -163,11 +155,11 @@ TEST_F(ExpertsCuda, ManyGroups) {
 TEST_F(ExpertsCuda, UnalignedOperands) {
   const Case c{{20, 0, 44}, 70, 64, 72};
   const GroupedMatmul op(c);
-  const Numbers want({c.R, c.N}, c.dtype);
+  const FloatTensor want({c.R, c.N}, c.dtype);
   op.on_cpu(want);
-  const Numbers shifted({c.R * c.D + 1}, c.dtype);
+  const FloatTensor shifted({c.R * c.D + 1}, c.dtype);
   std::memcpy(static_cast<uint16_t*>(shifted.view()->data) + 1, op.x.view()->data, static_cast<size_t>(c.R * c.D) * 2);
-  const Numbers got({c.R, c.N}, c.dtype);
+  const FloatTensor got({c.R, c.N}, c.dtype);
   ab_grouped_matmul_args args = op.args(got);
   Mirrors mirrors;
   ab_tensor x = *args.x;
@@ -182,29 +174,19 @@ TEST_F(ExpertsCuda, UnalignedOperands) {
 TEST_F(ExpertsCuda, ReplaysInAGraph) {
   const Case c{kUneven, 1300, 256, 512};
   const GroupedMatmul op(c);
-  const Numbers direct({c.R, c.N}, c.dtype);
+  const FloatTensor direct({c.R, c.N}, c.dtype);
   op.on_gpu(direct);
-  const Numbers replayed({c.R, c.N}, c.dtype);
+  const FloatTensor replayed({c.R, c.N}, c.dtype);
   ab_grouped_matmul_args args = op.args(replayed);
   Mirrors mirrors;
   for (const ab_tensor** tensor : {&args.x, &args.w, &args.group_sizes, &args.y}) *tensor = mirrors.add(*tensor);
-  cudaStream_t stream;
-  EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  ab_exec exec{sizeof(ab_exec), 0, stream, nullptr, 0};
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  EXPECT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  EXPECT_OK(ab_cuda_grouped_matmul(&args, &exec));
-  EXPECT_OK(ab_cuda_grouped_matmul(&args, &exec));
-  EXPECT_CUDA(cudaStreamEndCapture(stream, &graph));
-  EXPECT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaGraphLaunch(executable, stream));
-  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  replay_in_graph([&](cudaStream_t stream) {
+    const ab_exec exec{sizeof(ab_exec), 0, stream, nullptr, 0};
+    EXPECT_OK(ab_cuda_grouped_matmul(&args, &exec));
+    EXPECT_OK(ab_cuda_grouped_matmul(&args, &exec));
+  });
   mirrors.fetch();
-  EXPECT_TRUE(replayed.same_bits(direct));
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
+  EXPECT_TRUE(replayed.is(direct));
 }
 
 // R * D past 2^31: the last rows come out as if they stood alone.
@@ -219,7 +201,7 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
   if (free_bytes < (size_t{8} << 30)) GTEST_SKIP() << "needs 8 GiB of device memory";
   const Case small{{100, 200}, kTail, D, N};
   const GroupedMatmul op(small);
-  const Numbers want({kTail, N}, small.dtype);
+  const FloatTensor want({kTail, N}, small.dtype);
   op.on_gpu(want);
 
   char* x = nullptr;
@@ -229,7 +211,7 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
   EXPECT_CUDA(cudaMemset(x, 0, R * D * 2));
   EXPECT_CUDA(cudaMemcpy(x + (R - kTail) * D * 2, op.x.view()->data, kTail * D * 2, cudaMemcpyHostToDevice));
   const Tensor<int32_t> sizes({3}, {static_cast<int32_t>(R - 200), 0, 200});
-  const Numbers w({3, D, N}, small.dtype);  // the middle expert's weights are NaN
+  const FloatTensor w({3, D, N}, small.dtype);  // the middle expert's weights are NaN
   const size_t one = D * N * 2;
   std::memcpy(w.view()->data, op.w.view()->data, one);
   std::memcpy(static_cast<char*>(w.view()->data) + 2 * one, static_cast<char*>(op.w.view()->data) + one, one);
@@ -240,7 +222,7 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
                                     &y_view};
   EXPECT_OK(ab_cuda_grouped_matmul(&args, nullptr));
   mirrors.fetch();
-  const Numbers got({kTail, N}, small.dtype);
+  const FloatTensor got({kTail, N}, small.dtype);
   EXPECT_CUDA(cudaMemcpy(got.view()->data, y + (R - kTail) * N * 2, kTail * N * 2, cudaMemcpyDeviceToHost));
   compare(small, got, want);
   cudaFree(x);
@@ -250,7 +232,7 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
 TEST_F(ExpertsCuda, BadArgumentsAreRefused) {
   const Case c{{2, 2}, 4, 3, 5};
   const GroupedMatmul op(c);
-  const Numbers y({4, 5}, c.dtype);
+  const FloatTensor y({4, 5}, c.dtype);
   ab_grouped_matmul_args args = op.args(y);
   args.transpose_w = 1;
   EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT,
@@ -265,7 +247,7 @@ TEST(ExpertsWithoutCuda, TheCallSaysWhy) {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
   const GroupedMatmul op({{2, 2}, 4, 8, 8});
-  const Numbers y({4, 8}, AB_BFLOAT16);
+  const FloatTensor y({4, 8}, AB_BFLOAT16);
   const ab_grouped_matmul_args args = op.args(y);
   EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_UNSUPPORTED, "grouped_matmul: no usable GPU");
 }

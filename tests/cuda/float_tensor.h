@@ -41,6 +41,12 @@ class FloatTensor {
     for (int64_t i = 0; i < size(); ++i) set(i, normal(random));
   }
 
+  void fill_uniform(unsigned seed) {
+    std::mt19937 random(seed);
+    std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+    for (int64_t i = 0; i < size(); ++i) set(i, uniform(random));
+  }
+
   // The same bits everywhere; a NaN is as good as another.
   bool is(const FloatTensor& other) const {
     if (size() != other.size() || dtype_ != other.dtype_) return false;

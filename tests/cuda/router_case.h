@@ -7,43 +7,11 @@
 #include <random>
 
 #include "anabranch/router.h"
+#include "float_tensor.h"
 #include "support.h"
 
 namespace anabranch::testing {
 namespace {
-
-uint16_t to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-float from_bf16(uint16_t value) {
-  const uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float result;
-  std::memcpy(&result, &bits, 4);
-  return result;
-}
-
-// A float tensor of float32 or bfloat16.
-struct Floats {
-  Floats(std::vector<int64_t> shape, int32_t type)
-      : dtype(type),
-        f32(type == AB_FLOAT32 ? shape : std::vector<int64_t>{0}),
-        b16(type == AB_BFLOAT16 ? shape : std::vector<int64_t>{0}) {}
-  const ab_tensor* view() const { return dtype == AB_FLOAT32 ? f32.view() : b16.view(); }
-  int64_t size() const { return dtype == AB_FLOAT32 ? f32.size() : b16.size(); }
-  float get(int64_t i) const { return dtype == AB_FLOAT32 ? f32[i] : from_bf16(b16[i]); }
-  void set(int64_t i, float value) {
-    if (dtype == AB_FLOAT32) {
-      f32[i] = value;
-    } else {
-      b16[i] = to_bf16(value);
-    }
-  }
-  int32_t dtype;
-  Tensor<float> f32;
-  Tensor<uint16_t> b16;
-};
 
 enum class Form { compact, bytes, bits, int16, int32, int64, aux };
 
@@ -99,7 +67,7 @@ struct Inputs {
       if (random() % 50 == 0) logits.set(i, 1e-41f);
     }
   }
-  Floats logits;
+  FloatTensor logits;
   Tensor<float> bias;
   Tensor<uint8_t> mask;
   Tensor<int32_t> forced;
@@ -136,7 +104,7 @@ struct Outputs {
   Tensor<int32_t> counts;
   Tensor<float> score_sum;
   Tensor<float> lse;
-  Floats probs;
+  FloatTensor probs;
   Tensor<uint8_t> bytes;
   Tensor<uint8_t> bits;
   Tensor<int16_t> i16;

@@ -199,7 +199,7 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
     for (float& value : tensor.values()) value = normal(random);
   };
   Tensor<float> d_weights({c.T, c.K});
-  Floats d_probs({c.T, c.E}, c.dtype);
+  FloatTensor d_probs({c.T, c.E}, c.dtype);
   Tensor<float> d_score_sum(c.sequences == 1 ? std::vector<int64_t>{c.E} : std::vector<int64_t>{c.sequences, c.E});
   Tensor<float> d_aux({c.T, c.E});
   Tensor<float> d_lse({c.T});
@@ -220,8 +220,8 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
     if (!weighted) args.experts = nullptr;
     if (!weighted) args.scaling_factor = 1.0f;
     if (seed % 2 == 0 && (args.d_lse != nullptr || is_softmax)) args.lse = out.lse.view();
-    Floats want({c.T, c.E}, c.dtype);
-    Floats got({c.T, c.E}, c.dtype);
+    FloatTensor want({c.T, c.E}, c.dtype);
+    FloatTensor got({c.T, c.E}, c.dtype);
     args.d_logits = want.view();
     EXPECT_OK(call(ab_router_backward, ab_router_backward_workspace, args));
     args.d_logits = got.view();
@@ -427,24 +427,14 @@ TEST_F(RouterCuda, ReplaysInAGraph) {
   size_t bytes = 0;
   EXPECT_OK(ab_cuda_router_forward_workspace(&args, nullptr, &bytes));
   DeviceWorkspace workspace(bytes);
-  cudaStream_t stream;
-  EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  workspace.exec().stream = stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  EXPECT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  EXPECT_OK(ab_cuda_router_forward(&args, &workspace.exec()));
-  EXPECT_CUDA(cudaStreamEndCapture(stream, &graph));
-  EXPECT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaGraphLaunch(executable, stream));
-  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  replay_in_graph([&](cudaStream_t stream) {
+    workspace.exec().stream = stream;
+    EXPECT_OK(ab_cuda_router_forward(&args, &workspace.exec()));
+  });
   mirrors.fetch();
   EXPECT_EQ(replayed.experts.values(), direct.experts.values());
   EXPECT_EQ(replayed.counts.values(), direct.counts.values());
   EXPECT_EQ(std::memcmp(replayed.score_sum.values().data(), direct.score_sum.values().data(), 4 * 128), 0);
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 // T * E past 2^31: the last tokens, whose logits alone are set, come out as if they stood alone.
@@ -499,7 +489,7 @@ TEST_F(RouterCuda, MoreThanTwoToThe31Logits) {
   EXPECT_OK(ab_cuda_router_backward(&back, nullptr));
   std::vector<uint16_t> last(E);
   EXPECT_CUDA(cudaMemcpy(last.data(), d_logits + (T - 1) * row, row, cudaMemcpyDeviceToHost));
-  for (const uint16_t bits : last) EXPECT_TRUE(std::isfinite(from_bf16(bits)));
+  for (const uint16_t bits : last) EXPECT_TRUE(std::isfinite(to_float(BFloat16{bits})));
   cudaFree(memory);
   cudaFree(experts);
   cudaFree(d_logits);

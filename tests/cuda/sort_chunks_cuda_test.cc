@@ -149,22 +149,12 @@ TEST_F(SortChunksCuda, ReplaysInAGraph) {
   size_t bytes = 0;
   EXPECT_OK(ab_cuda_sort_chunks_workspace(&args, nullptr, &bytes));
   DeviceWorkspace workspace(bytes);
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  workspace.exec().stream = stream;
-  EXPECT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  EXPECT_OK(ab_cuda_sort_chunks(&args, &workspace.exec()));
-  EXPECT_CUDA(cudaStreamEndCapture(stream, &graph));
-  EXPECT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaGraphLaunch(executable, stream));
-  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  replay_in_graph([&](cudaStream_t stream) {
+    workspace.exec().stream = stream;
+    EXPECT_OK(ab_cuda_sort_chunks(&args, &workspace.exec()));
+  });
   mirrors.fetch();
   EXPECT_TRUE(got.values() == want.values());
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
 }
 
 class RowIdMapCuda : public CudaTest {};

@@ -25,44 +25,36 @@ struct Case {
 struct GroupedMatmulDw {
   explicit GroupedMatmulDw(const Case& shape, unsigned seed = 1)
       : c(shape), x({c.R, c.D}, c.x), d_y({c.R, c.N}, c.d_y), sizes({c.E()}, c.sizes) {
-    x.randomize(seed);
-    d_y.randomize(seed + 1);
+    x.fill_uniform(seed);
+    d_y.fill_uniform(seed + 1);
     // Rows past the groups hold NaN: nothing may come of them.
     const int64_t end = c.sizes.empty() ? 0 : ends_of(c.sizes, c.R).back();
     for (int64_t i = end * c.D; i < c.R * c.D; ++i) x.set(i, std::numeric_limits<float>::quiet_NaN());
     for (int64_t i = end * c.N; i < c.R * c.N; ++i) d_y.set(i, std::numeric_limits<float>::quiet_NaN());
   }
 
-  Numbers result() const { return {{c.E(), c.D, c.N}, c.d_w}; }
-  ab_grouped_matmul_dw_args args(const Numbers& d_w) const {
+  FloatTensor result() const { return {{c.E(), c.D, c.N}, c.d_w}; }
+  ab_grouped_matmul_dw_args args(const FloatTensor& d_w) const {
     return {sizeof(ab_grouped_matmul_dw_args), x.view(), d_y.view(), sizes.view(), d_w.view()};
   }
-  void on_cpu(const Numbers& d_w) const {
+  void on_cpu(const FloatTensor& d_w) const {
     EXPECT_OK(call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args(d_w)));
   }
-  void on_gpu(const Numbers& d_w) const {
-    ab_grouped_matmul_dw_args device = args(d_w);
-    Mirrors mirrors;
-    for (const ab_tensor** tensor : {&device.x, &device.d_y, &device.group_sizes, &device.d_w}) {
-      *tensor = mirrors.add(*tensor);
-    }
-    size_t bytes = 0;
-    EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&device, nullptr, &bytes));
-    DeviceWorkspace workspace(bytes);
-    EXPECT_OK(ab_cuda_grouped_matmul_dw(&device, &workspace.exec()));
-    mirrors.fetch();
-    workspace.check();
+  void on_gpu(const FloatTensor& d_w) const {
+    using Args = ab_grouped_matmul_dw_args;
+    run_on_copies(ab_cuda_grouped_matmul_dw_workspace, ab_cuda_grouped_matmul_dw, args(d_w), &Args::x, &Args::d_y,
+                  &Args::group_sizes, &Args::d_w);
   }
 
   Case c;
-  Numbers x;
-  Numbers d_y;
+  FloatTensor x;
+  FloatTensor d_y;
   Tensor<int32_t> sizes;
 };
 
 // Both sides round the same sum: they differ by less than twice the rounding, and by the float32 additions, of which
 // each may lose a unit in the last place of a sum of at most the rows of its expert.
-void compare(const Case& c, const Numbers& got, const Numbers& want) {
+void compare(const Case& c, const FloatTensor& got, const FloatTensor& want) {
   const std::vector<int64_t> ends = ends_of(c.sizes, c.R);
   for (int64_t e = 0; e < c.E(); ++e) {
     const auto rows =
@@ -72,13 +64,13 @@ void compare(const Case& c, const Numbers& got, const Numbers& want) {
     double norm = 0;
     for (int64_t i = e * c.D * c.N; i < (e + 1) * c.D * c.N; ++i) {
       const double difference = static_cast<double>(got.get(i)) - want.get(i);
-      ASSERT_LE(std::abs(difference), 2 * rounding(c.d_w) * std::abs(want.get(i)) + additions)
+      ASSERT_LE(std::abs(difference), 2 * rounding_of(c.d_w) * std::abs(want.get(i)) + additions)
           << "expert " << e << " row " << i / c.N % c.D << " column " << i % c.N << ": got " << got.get(i)
           << ", expected " << want.get(i);
       error += difference * difference;
       norm += static_cast<double>(want.get(i)) * want.get(i);
     }
-    ASSERT_LE(std::sqrt(error), (2 * rounding(c.d_w) + 1e-6) * std::sqrt(norm)) << "expert " << e;
+    ASSERT_LE(std::sqrt(error), (2 * rounding_of(c.d_w) + 1e-6) * std::sqrt(norm)) << "expert " << e;
   }
 }
 
@@ -86,16 +78,16 @@ void check(const Case& c, unsigned seed = 1) {
   SCOPED_TRACE(::testing::Message() << "R " << c.R << " E " << c.E() << " D " << c.D << " N " << c.N << " dtypes "
                                     << c.x << " " << c.d_y << " " << c.d_w);
   const GroupedMatmulDw op(c, seed);
-  const Numbers want = op.result();
+  const FloatTensor want = op.result();
   op.on_cpu(want);
-  const Numbers got = op.result();
+  const FloatTensor got = op.result();
   op.on_gpu(got);
   if (::testing::Test::HasFatalFailure()) return;
   compare(c, got, want);
   if (::testing::Test::HasFatalFailure()) return;
-  const Numbers again = op.result();
+  const FloatTensor again = op.result();
   op.on_gpu(again);
-  ASSERT_TRUE(got.same_bits(again)) << "another run gave other bits";
+  ASSERT_TRUE(got.is(again)) << "another run gave other bits";
 }
 
 using WeightGradientCuda = HopperTest;
@@ -144,43 +136,33 @@ TEST_F(WeightGradientCuda, NoSizeReachesOutOfBounds) {
 
 TEST_F(WeightGradientCuda, ReplaysInAGraph) {
   const GroupedMatmulDw op({{3000, 0, 20, 1500}, 4600, 128, 264});
-  const Numbers direct = op.result();
+  const FloatTensor direct = op.result();
   op.on_gpu(direct);
-  const Numbers replayed = op.result();
+  const FloatTensor replayed = op.result();
   ab_grouped_matmul_dw_args args = op.args(replayed);
   Mirrors mirrors;
   for (const ab_tensor** tensor : {&args.x, &args.d_y, &args.group_sizes, &args.d_w}) *tensor = mirrors.add(*tensor);
   size_t bytes = 0;
   EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&args, nullptr, &bytes));
   DeviceWorkspace workspace(bytes);
-  cudaStream_t stream;
-  EXPECT_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  workspace.exec().stream = stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  EXPECT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  EXPECT_OK(ab_cuda_grouped_matmul_dw(&args, &workspace.exec()));
-  EXPECT_OK(ab_cuda_grouped_matmul_dw(&args, &workspace.exec()));
-  EXPECT_CUDA(cudaStreamEndCapture(stream, &graph));
-  EXPECT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-  for (int i = 0; i < 3; ++i) EXPECT_CUDA(cudaGraphLaunch(executable, stream));
-  EXPECT_CUDA(cudaStreamSynchronize(stream));
+  replay_in_graph([&](cudaStream_t stream) {
+    workspace.exec().stream = stream;
+    EXPECT_OK(ab_cuda_grouped_matmul_dw(&args, &workspace.exec()));
+    EXPECT_OK(ab_cuda_grouped_matmul_dw(&args, &workspace.exec()));
+  });
   mirrors.fetch();
-  EXPECT_TRUE(replayed.same_bits(direct));
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
-  cudaStreamDestroy(stream);
+  EXPECT_TRUE(replayed.is(direct));
 }
 
 TEST_F(WeightGradientCuda, BadArgumentsAreRefused) {
   const GroupedMatmulDw op({{3000}, 3000, 64, 64});
-  const Numbers d_w = op.result();
+  const FloatTensor d_w = op.result();
   ab_grouped_matmul_dw_args args = op.args(d_w);
   size_t bytes = 0;
   EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&args, nullptr, &bytes));
   EXPECT_GT(bytes, 0u);
   EXPECT_REFUSED(ab_cuda_grouped_matmul_dw(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes, expected");
-  const Numbers wrong({1, 64, 65}, AB_BFLOAT16);
+  const FloatTensor wrong({1, 64, 65}, AB_BFLOAT16);
   args.d_w = wrong.view();
   EXPECT_REFUSED(ab_cuda_grouped_matmul_dw(&args, nullptr), AB_INVALID_ARGUMENT, "d_w: got bfloat16 (7) [1, 64, 65]");
   EXPECT_REFUSED(ab_cuda_grouped_matmul_dw_workspace(nullptr, nullptr, &bytes), AB_INVALID_ARGUMENT,
@@ -192,7 +174,7 @@ TEST(WeightGradientWithoutCuda, TheCallSaysWhy) {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
   const GroupedMatmulDw gradient({{2, 2}, 4, 5, 6});
-  const Numbers d_w = gradient.result();
+  const FloatTensor d_w = gradient.result();
   const ab_grouped_matmul_dw_args gradient_args = gradient.args(d_w);
   EXPECT_REFUSED(ab_cuda_grouped_matmul_dw(&gradient_args, nullptr), AB_UNSUPPORTED,
                  "grouped_matmul_dw: no usable GPU");

@@ -3,8 +3,8 @@
 #include "anabranch/cuda.h"
 #include "balance/check.h"
 #include "balance/statistics.cuh"
+#include "core/cuda/element.cuh"
 #include "core/tensor.h"
-#include "router/row.cuh"
 
 namespace anabranch::cuda {
 namespace {

@@ -8,6 +8,7 @@
 
 #include "anabranch/cuda.h"
 #include "balance/statistics.cuh"
+#include "core/cuda/element.cuh"
 #include "core/tensor.h"
 #include "router/backward.cuh"
 #include "router/check.h"
@@ -35,7 +36,7 @@ struct BackwardCall {
 };
 
 // Cotangents of the weights of a token's slots, in kLanes lanes, become those of their logits, as far as they come
-// through the selected experts alone (semantics: router backward). value: z of each slot; 0 for expert -1.
+// through the selected experts alone (semantics: router backward). value: z of each slot, -inf for expert -1.
 // Returns sum_R g s for raw softmax, which every expert's gradient needs; else 0.
 template <bool kIsSoftmax, int kLanes, int kSlots>
 __device__ __forceinline__ float slot_gradients(int32_t score_function, bool normalize, const RowSoftmax& softmax,
@@ -45,7 +46,7 @@ __device__ __forceinline__ float slot_gradients(int32_t score_function, bool nor
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) weight[s] = value[s];
   constexpr int kScore = kIsSoftmax ? AB_SOFTMAX : AB_SIGMOID;
-  const float divisor = weigh_slots<kScore, kLanes>(score_function, normalize, softmax, poison, expert, weight);
+  const float inverse = weigh_slots<kScore, kLanes>(score_function, normalize, softmax, poison, expert, weight);
   float dot = 0.0f;
   if (kIsSoftmax || normalize) {
 #pragma unroll
@@ -59,7 +60,7 @@ __device__ __forceinline__ float slot_gradients(int32_t score_function, bool nor
       gradient[s] = weight[s] * (gradient[s] - (normalize ? dot : 0.0f));
     } else {
       // ds_k = (g_k - sum_R g_j s_j / S) / S, or g_k;  dz_k = ds_k s'(z_k)
-      const float ds = normalize ? (gradient[s] - dot) * divisor : gradient[s];
+      const float ds = normalize ? (gradient[s] - dot) * inverse : gradient[s];
       gradient[s] = expert[s] < 0 ? 0.0f : ds * elementwise_slope(score_function, value[s]);
     }
   }
@@ -402,7 +403,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
 
   const Variant* variant = is_softmax ? std::begin(kVariants<true>) : std::begin(kVariants<false>);
   const Variant* end = is_softmax ? std::end(kVariants<true>) : std::end(kVariants<false>);
-  if (op.T <= 2048) {
+  if (op.T <= TokenTiles::kFewTokens) {
     variant = is_softmax ? std::begin(kFewTokens<true>) : std::begin(kFewTokens<false>);
     end = is_softmax ? std::end(kFewTokens<true>) : std::end(kFewTokens<false>);
   }

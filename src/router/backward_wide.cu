@@ -4,6 +4,7 @@
 // every expert gets (softmax terms, auxiliary scores) is computed from the row of logits, 8 neighbouring experts a lane
 // and step, a segment of the row at a time, and both are added up on the way out.
 #include "balance/statistics.cuh"
+#include "core/cuda/element.cuh"
 #include "core/tensor.h"
 #include "router/backward.cuh"
 #include "router/backward.h"
@@ -30,6 +31,54 @@ struct WideCall {
   int gradients;  // float [K]
   int row;        // float [E rounded up to whole steps]
 };
+
+// 4 bytes of a row as float32: one or two elements.
+template <class T>
+__device__ __forceinline__ void unpack(uint32_t word, float* to) {
+  if constexpr (sizeof(T) == 4) {
+    to[0] = __uint_as_float(word);
+  } else {
+    to[0] = to_float(T{static_cast<uint16_t>(word & 0xffffu)});
+    to[1] = to_float(T{static_cast<uint16_t>(word >> 16)});
+  }
+}
+
+// items[i] = element first + i of a row of `count`, `fill` past its end. vectors: all rows start at 16 bytes, and are
+// made of whole ones.
+template <int kItems>
+__device__ __forceinline__ void load_items(const void* row, int32_t dtype, bool vectors, int first, int count,
+                                           float fill, float (&items)[kItems]) {
+  with_float_type(dtype, [&]<class T>(T) {
+    constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+    const T* from = static_cast<const T*>(row) + first;
+    if (vectors && kItems % kVector == 0) {
+#pragma unroll
+      for (int i = 0; i < kItems; i += kVector) {
+        if (first + i < count) {
+          // By value: through a reference the compiler would load the elements one by one.
+          const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(from + i));
+          constexpr int kWord = 4 / static_cast<int>(sizeof(T));
+          unpack<T>(bytes.x, items + i);
+          unpack<T>(bytes.y, items + i + kWord);
+          unpack<T>(bytes.z, items + i + 2 * kWord);
+          unpack<T>(bytes.w, items + i + 3 * kWord);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) {
+            if (i + j < kItems) items[i + j] = fill;
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) items[i] = first + i < count ? to_float(from[i]) : fill;
+    }
+  });
+}
+
+inline bool rows_are_vectors(const void* data, int64_t columns, int64_t element_size) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && columns * element_size % 16 == 0;
+}
 
 // z, cotangents or gradients of a lane: step j holds experts (j * kLanes + lane) * kStep ...
 template <int kLanes, int kItems, class F>

@@ -3,8 +3,9 @@
 // 1. Values q are rounded to bfloat16, two to a word, and cut into chunks. The kList-th largest of the chunks' maxima
 //    is a threshold that at least kList >= K values reach; rounding keeps the order, so the K best are among those.
 // 2. The few experts that reach it, the candidates, go to shared memory in ascending order.
-// 3. Candidates are sorted by q exactly: a key holds the bits of q but for the lowest, where their place in the list
-//    breaks ties. A pair that the missing bits would have put the other way round is found and reported.
+// 3. Candidates are sorted by q exactly, by keys of 32 bits whose lowest hold the place in the list, which breaks ties.
+//    The others hold q's own bits where those leave room (2-byte values), else its distance above the threshold. A pair
+//    that missing bits have put the wrong way round is found and reported.
 //
 // Rows with NaN and rows with too many candidates (many equal values) are reported, too: select.cuh serves them.
 #pragma once
@@ -21,12 +22,7 @@
 
 namespace anabranch::cuda {
 
-// The least power of two that is not below n, and the greatest that is not above.
-constexpr int power_of_two_above(int n) {
-  int power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
+// The greatest power of two that is not above n.
 constexpr int power_of_two_below(int n) {
   int power = 1;
   while (2 * power <= n) power *= 2;

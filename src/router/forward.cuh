@@ -11,6 +11,7 @@
 #include "core/cuda/warp.cuh"
 #include "router/block.cuh"
 #include "router/filter.cuh"
+#include "router/group_best.cuh"
 #include "router/outputs.cuh"
 #include "router/row.cuh"
 #include "router/select.cuh"
@@ -65,45 +66,6 @@ __device__ __forceinline__ void score_items(int32_t score_function, float (&z)[k
     for (int i = 0; i < kItems; ++i) z[i] = sqrtsoftplus(z[i]);
   }
 }
-
-// The two best values of the experts of a group, over the items of a lane and then over the lanes of the group.
-struct GroupBest {
-  float best = -INFINITY;
-  float second = -INFINITY;
-  float broken = 0.0f;  // NaN if a value is infinite or NaN
-
-  __device__ __forceinline__ void take(float value) {
-    second = fmaxf(second, fminf(best, value));
-    best = fmaxf(best, value);
-    broken += value - value;
-  }
-
-  template <int kItems>
-  __device__ __forceinline__ void take_all(const float (&values)[kItems]) {
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) take(values[i]);
-  }
-
-  // Whether the lane's group is one of the best: fewer than group_topk others are better.
-  template <int kLanes>
-  __device__ __forceinline__ bool is_kept(const RouterForward& op, int lane) {
-    const int group_lanes = kLanes / op.num_groups;
-    for (int distance = 1; distance < group_lanes; distance *= 2) {
-      const float other_best = __shfl_xor_sync(kAllLanes, best, distance);
-      const float other_second = __shfl_xor_sync(kAllLanes, second, distance);
-      second = fmaxf(fminf(best, other_best), fmaxf(second, other_second));
-      best = fmaxf(best, other_best);
-    }
-    const float score = op.K == op.group_topk ? best : best + second;
-    const int group = lane / group_lanes;
-    int better = 0;
-    for (int other = 0; other < op.num_groups; ++other) {
-      const float others_score = __shfl_sync(kAllLanes, score, other * group_lanes, kLanes);
-      better += others_score > score || (others_score == score && other < group);
-    }
-    return better < op.group_topk;
-  }
-};
 
 // selected[k] = the k-th best of a row that one lane holds, for k < kList. Keys of 32 bits give places the lowest bits
 // of q.

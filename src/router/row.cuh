@@ -1,70 +1,13 @@
-// Reading and writing rows of logits, and the router's mathematics of one token on kLanes lanes.
+// The router's mathematics of one token on kLanes lanes: scores, and the weights of its slots.
 #pragma once
 
 #include <cstdint>
 
 #include "core/cuda/warp.cuh"
-#include "core/dtype.h"
 #include "core/math.h"
 #include "router/score.h"
 
 namespace anabranch::cuda {
-
-__device__ __forceinline__ float load_float(const void* values, int32_t dtype, int64_t i) {
-  return with_float_type(dtype, [&]<class T>(T) { return to_float(static_cast<const T*>(values)[i]); });
-}
-
-__device__ __forceinline__ void store_float(void* values, int32_t dtype, int64_t i, float value) {
-  with_float_type(dtype, [&]<class T>(T) { static_cast<T*>(values)[i] = from_float<T>(value); });
-}
-
-// 4 bytes of a row as float32: one or two elements.
-template <class T>
-__device__ __forceinline__ void unpack(uint32_t word, float* to) {
-  if constexpr (sizeof(T) == 4) {
-    to[0] = __uint_as_float(word);
-  } else {
-    to[0] = to_float(T{static_cast<uint16_t>(word & 0xffffu)});
-    to[1] = to_float(T{static_cast<uint16_t>(word >> 16)});
-  }
-}
-
-// items[i] = element first + i of a row of `count`, `fill` past its end. vectors: all rows start at 16 bytes, and are
-// made of whole ones.
-template <int kItems>
-__device__ __forceinline__ void load_items(const void* row, int32_t dtype, bool vectors, int first, int count,
-                                           float fill, float (&items)[kItems]) {
-  with_float_type(dtype, [&]<class T>(T) {
-    constexpr int kVector = 16 / static_cast<int>(sizeof(T));
-    const T* from = static_cast<const T*>(row) + first;
-    if (vectors && kItems % kVector == 0) {
-#pragma unroll
-      for (int i = 0; i < kItems; i += kVector) {
-        if (first + i < count) {
-          // By value: through a reference the compiler would load the elements one by one.
-          const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(from + i));
-          constexpr int kWord = 4 / static_cast<int>(sizeof(T));
-          unpack<T>(bytes.x, items + i);
-          unpack<T>(bytes.y, items + i + kWord);
-          unpack<T>(bytes.z, items + i + 2 * kWord);
-          unpack<T>(bytes.w, items + i + 3 * kWord);
-        } else {
-#pragma unroll
-          for (int j = 0; j < kVector; ++j) {
-            if (i + j < kItems) items[i + j] = fill;
-          }
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) items[i] = first + i < count ? to_float(from[i]) : fill;
-    }
-  });
-}
-
-inline bool rows_are_vectors(const void* data, int64_t columns, int64_t element_size) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && columns * element_size % 16 == 0;
-}
 
 // softmax(z)_e = 2^(z_e log2(e) - shift) * factor
 struct RowSoftmax {
@@ -126,8 +69,7 @@ __device__ __forceinline__ void for_own_slots(const Slots& slots, int lane, cons
   }
 }
 
-// Turns values from z of each slot into its weight before scaling. Returns what the weights were divided by; `poison`
-// is NaN if a softmax row was broken, else 0.
+// weigh_slots for any number of slots, which stay in memory. Returns what the weights were divided by.
 template <int kLanes>
 __device__ __forceinline__ float score_slots(int32_t score_function, bool normalize, const RowSoftmax& softmax,
                                              float poison, const Slots& slots, int lane) {

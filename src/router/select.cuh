@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/cuda/element.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/forward.h"
 #include "router/row.cuh"

@@ -27,7 +27,10 @@
 #include <string>
 #include <vector>
 
+#include "anabranch/experts.h"
+#include "experts/hopper/hidden_gradient.h"
 #include "experts/hopper/rows_product.h"
+#include "experts/hopper/up.h"
 #include "experts/hopper/weight_gradient.h"
 
 extern char** environ;
@@ -203,7 +206,7 @@ struct Options {
 };
 
 // Products of the layer. Over rows: y [R, N] = x [R, K] w. Gradients of weights: d_w [D, N] = x^T d_y.
-enum class Kind { rows, gradient, gradient_gathered_x, gradient_gathered_d_y };
+enum class Kind { rows, up, hidden, gradient, gradient_gathered_x, gradient_gathered_d_y };
 struct Named {
   const char* name;
   const char* formula;
@@ -217,8 +220,10 @@ constexpr long half(const Shape& s) { return s.F; }
 constexpr long both(const Shape& s) { return 2 * s.F; }
 constexpr Named kProducts[] = {
     {"up", "x W_in", Kind::rows, false, width, both},
+    {"up", "act(gather(x) W_in)", Kind::up, false, width, both},
     {"down", "a W_out", Kind::rows, false, half, width},
     {"dh", "d_y W_out^T", Kind::rows, true, width, half},
+    {"dh", "dh, w a, d_w", Kind::hidden, true, width, half},
     {"dgrad", "dh W_in^T", Kind::rows, true, both, width},
     {"dw_in", "x^T dh", Kind::gradient, false, width, both},
     {"dw_in", "gather(x)^T dh", Kind::gradient_gathered_x, false, width, both},
@@ -238,9 +243,12 @@ double flops_of(const Options& options, const Named& named, const Shape& shape) 
 cuda::TileChoice tile_taken(const Options& options, const Named& named, const Shape& shape, int multiprocessors) {
   const long K = named.K(shape);
   const long N = named.N(shape);
-  return (named.kind == Kind::rows ? cuda::choose_row_tile(options.rows, shape.E, N, K, multiprocessors)
-                                   : cuda::choose_weight_tile(options.rows, shape.E, K, N, multiprocessors))
-      .choice;
+  switch (named.kind) {
+    case Kind::rows: return cuda::choose_row_tile(options.rows, shape.E, N, K, multiprocessors).choice;
+    case Kind::up:
+    case Kind::hidden: return cuda::choose_fused_tile(options.rows, shape.E, N, K, multiprocessors).choice;
+    default: return cuda::choose_weight_tile(options.rows, shape.E, K, N, multiprocessors).choice;
+  }
 }
 
 void check(const ab_status& status) {
@@ -259,7 +267,8 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   const Memory sizes(routing.sizes);
   const Memory slots(routing.slots);
   const RandomMemory x(R, K, 1);
-  const bool over_rows = named.kind == Kind::rows;
+  const bool fused = named.kind == Kind::up || named.kind == Kind::hidden;
+  const bool over_rows = named.kind == Kind::rows || fused;
   const RandomMemory other(over_rows ? shape.E * K : R, N, 2);  // w, or d_y
   const Memory result(static_cast<size_t>(over_rows ? R : shape.E * K) * static_cast<size_t>(N) * 2);
 
@@ -293,15 +302,55 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   g.N = N;
   if (over_rows ? !cuda::runs_on_tensor_cores(p) : !cuda::runs_on_tensor_cores(g)) fail("not for the tensor cores");
   const Memory workspace(over_rows ? 0 : cuda::workspace_of(g));
+  const Memory hidden(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
+  const Memory dots(fused ? static_cast<size_t>(R * cuda::most_parts_of_dots(half(shape))) * sizeof(float) : 0);
+  const Memory weights(fused ? static_cast<size_t>(R) * sizeof(float) : 0);
+  const RandomMemory h(named.kind == Kind::hidden ? R : 0, both(shape), 3);
+  const auto run_fused = [&](cuda::TileChoice tile) {
+    const auto fill = [&](auto& op, cuda::RowSource& rows) {
+      rows = {x.data(), slots.integers(), kRowsPerToken, R / kRowsPerToken};
+      op.group_sizes = sizes.integers();
+      op.weights.slots = slots.integers();
+      op.weights.num_slots = R;
+      op.activation = AB_SILU;
+      op.dtype = AB_BFLOAT16;
+      op.R = R;
+      op.E = shape.E;
+      op.D = width(shape);
+      op.P = 2;
+      op.F = half(shape);
+    };
+    if (named.kind == Kind::up) {
+      cuda::UpProduct op;
+      fill(op, op.x);
+      op.w_in = other.data();
+      op.h = result.data();
+      op.a = hidden.data();
+      return cuda::multiply_up(op, tile, multiprocessors, nullptr);
+    }
+    cuda::HiddenGradient op;
+    fill(op, op.d_y);
+    op.weights.weights = weights.data();
+    op.weights.dtype = AB_FLOAT32;
+    op.w_out = other.data();
+    op.h = h.data();
+    op.dh = const_cast<void*>(static_cast<const void*>(h.data()));  // in place
+    op.weighted_a = hidden.data();
+    op.dots = static_cast<float*>(const_cast<void*>(static_cast<const void*>(dots.data())));
+    return cuda::multiply_hidden(op, tile, multiprocessors, nullptr);
+  };
 
   for (size_t column = first; column < kColumns; ++column) {
     double microseconds = 0;
     if (column > 0) {
       const cuda::TileChoice tile = cuda::kTileModels[column - 1].choice;
-      microseconds = time_of(options.repeats, [&] {
-        check(over_rows ? cuda::multiply_rows(p, tile, multiprocessors, nullptr)
-                        : cuda::multiply_terms(g, tile, workspace.data(), multiprocessors, nullptr));
-      });
+      const bool built = !fused || tile != cuda::TileChoice::k128x192;
+      if (built)
+        microseconds = time_of(options.repeats, [&] {
+          check(fused       ? run_fused(tile)
+                : over_rows ? cuda::multiply_rows(p, tile, multiprocessors, nullptr)
+                            : cuda::multiply_terms(g, tile, workspace.data(), multiprocessors, nullptr));
+        });
     } else if (cublas.found()) {
       microseconds = time_of(options.repeats, [&] { over_rows ? cublas.run(p) : cublas.run(g); });
     }
@@ -365,14 +414,14 @@ void print_line(const Options& options, const Shape& shape, size_t product, bool
   std::string why;
   const Columns columns = measure_apart(options, shape, product, zipf, &why);
   const auto rate = [&](double microseconds) { return flops_of(options, named, shape) / microseconds * 1e-6; };
-  std::printf("%5ld %5ld %4ld  %-6s %-17s %-7s", shape.D, shape.F, shape.E, named.name, named.formula,
+  std::printf("%5ld %5ld %4ld  %-6s %-19s %-7s", shape.D, shape.F, shape.E, named.name, named.formula,
               zipf ? "zipf" : "uniform");
   const cuda::TileChoice taken = tile_taken(options, named, shape, multiprocessors);
   double ours = 0;
   for (size_t i = 1; i < kColumns; ++i) {
     const bool is_taken = cuda::kTileModels[i - 1].choice == taken;
-    if (columns[i] < 0) {
-      std::printf("       FAILED    %s", is_taken ? "*" : " ");
+    if (columns[i] <= 0) {
+      std::printf("    %10s   %s", columns[i] < 0 ? "FAILED" : "-", is_taken ? "*" : " ");
       continue;
     }
     std::printf(" %8.1f us %4.0f%s", columns[i], rate(columns[i]), is_taken ? "*" : " ");
@@ -439,7 +488,7 @@ int main(int count, char** arguments) {
   CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
   std::printf("%s, %d multiprocessors; R = %ld rows, bfloat16; %s\n", properties.name, properties.multiProcessorCount,
               options.rows, Cublas().found() ? "cuBLAS found" : "NO libcublas FOUND");
-  std::printf("    D     F    E  product                  routing");
+  std::printf("    D     F    E  product                    routing");
   for (const cuda::TileModel& model : cuda::kTileModels) std::printf("  %3dx%d TFLOP/s ", model.rows, model.columns);
   std::printf("\n");
   for (const Shape& shape : options.shapes) {

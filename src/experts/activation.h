@@ -1,4 +1,5 @@
-// The activations and their slopes, in float32. Internal linkage: included by *.isa.cc files.
+// The activations and their slopes, in float32, one definition for CPU and CUDA. Internal linkage: included by *.isa.cc
+// files.
 #pragma once
 
 #include "anabranch/experts.h"
@@ -12,7 +13,13 @@ struct ActivationAt {
   float slope;
 };
 
-AB_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
+AB_INLINE float sigmoid(float x) {
+#if defined(__CUDA_ARCH__)
+  return reciprocal(1.0f + exp2_flushed_f32(-kLog2E * x));  // off by 2^-23 (2 + |x|), relatively
+#else
+  return 1.0f / (1.0f + exp_f32(-x));
+#endif
+}
 
 // max(h, 0); NaN stays NaN.
 AB_INLINE float relu(float h) { return h <= 0.0f ? 0.0f : h; }
@@ -50,7 +57,7 @@ AB_INLINE ActivationAt activate_with_slope(float h) {
 
 // Calls f.template operator()<activation>() with an activation that has been checked.
 template <class F>
-[[gnu::always_inline]] inline void with_activation(int32_t activation, F&& f) {
+AB_INLINE void with_activation(int32_t activation, F&& f) {
   switch (activation) {
     case AB_GELU: return f.template operator()<AB_GELU>();
     case AB_RELU: return f.template operator()<AB_RELU>();

@@ -52,6 +52,8 @@ ab_status encode(const char* name, const void* data, int32_t dtype, const std::a
   return error(AB_INTERNAL, "%s: cuTensorMapEncodeTiled failed with %d", name, static_cast<int>(failure));
 }
 
+cuuint64_t row_bytes(int64_t columns, int32_t dtype) { return static_cast<cuuint64_t>(columns * dtype_size(dtype)); }
+
 }  // namespace
 
 bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns) {
@@ -63,9 +65,9 @@ bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns) {
 // the second dimension, 2^30 long, ends where the range ends. With S bytes a row the address is
 // S (2^30 - (end - row)) + S end + (2^34 - S) 2^30 = S row + 2^64, and addresses wrap around at 2^64.
 ab_status make_row_window_map(const char* name, const void* data, int32_t dtype, int64_t columns, int box_columns,
-                              int box_rows, CUtensorMap* map) {
+                              int box_rows, CUtensorMap* map, int64_t elements) {
   constexpr cuuint64_t kAnyNumber = 0x7fff0000;
-  const auto stride = static_cast<cuuint64_t>(columns * dtype_size(dtype));
+  const cuuint64_t stride = row_bytes(elements > 0 ? elements : columns, dtype);
   return encode<4>(name, data, dtype,
                    {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(kMostWindowRows), kAnyNumber, kAnyNumber},
                    {stride, stride, (cuuint64_t{1} << 34) - stride},
@@ -73,12 +75,23 @@ ab_status make_row_window_map(const char* name, const void* data, int32_t dtype,
 }
 
 ab_status make_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
-                            int64_t columns, int box_columns, int box_rows, CUtensorMap* map) {
-  const auto stride = static_cast<cuuint64_t>(columns * dtype_size(dtype));
+                            int64_t columns, int box_columns, int box_rows, CUtensorMap* map, int64_t elements) {
+  const cuuint64_t stride = row_bytes(elements > 0 ? elements : columns, dtype);
   return encode<3>(name, data, dtype,
                    {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(matrices)},
                    {stride, stride * static_cast<cuuint64_t>(rows)},
                    {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1}, map);
+}
+
+// Dimensions from the innermost on: column, b, q of all boxes, j, matrix.
+ab_status make_shuffled_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
+                                     int64_t columns, int box_columns, CUtensorMap* map) {
+  const cuuint64_t stride = row_bytes(columns, dtype);
+  return encode<5>(
+      name, data, dtype,
+      {static_cast<cuuint64_t>(columns), 2, static_cast<cuuint64_t>(rows / 8), 4, static_cast<cuuint64_t>(matrices)},
+      {stride, stride * 8, stride * 2, stride * static_cast<cuuint64_t>(rows)},
+      {static_cast<cuuint32_t>(box_columns), 2, 4, 4, 1}, map);
 }
 
 }  // namespace anabranch::cuda

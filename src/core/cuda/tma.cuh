@@ -49,6 +49,17 @@ __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Ba
       : "memory");
 }
 
+// A box of a shuffled map of matrices, from a row on that is a multiple of 32.
+__device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
+                                                  const MatrixCoordinates& at) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3, "
+      "%5}], [%6];"
+      :
+      : "r"(to), "l"(&map), "r"(at.column), "r"(0), "r"(at.row / 8), "r"(at.matrix), "r"(barrier.address())
+      : "memory");
+}
+
 // What is outside the tensor, or past the window, is left out.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, const WindowCoordinates& at) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"

@@ -48,6 +48,7 @@ struct Vector {
   using Bytes = Word<N * sizeof(T)>;
   Bytes bytes;
 
+  __device__ __forceinline__ void load(const T* from) { bytes = __ldcs(reinterpret_cast<const Bytes*>(from)); }
   __device__ __forceinline__ void load_if(bool there, const T* from) {
     cuda::load_if(there, reinterpret_cast<const Bytes*>(from), &bytes);
   }
@@ -79,6 +80,18 @@ struct Vector {
           part(result.bytes, i) = pack<T>(values[2 * i], values[2 * i + 1]);
         }
       }
+    }
+    return result;
+  }
+
+  // These, or if not, zeros.
+  __device__ __forceinline__ Vector or_zeros(bool these) const {
+    static_assert(sizeof(Bytes) >= 8);
+    Vector result;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Bytes)) / 4; ++i) {
+      Bytes all = bytes;
+      part(result.bytes, i) = these ? part(all, i) : 0u;
     }
     return result;
   }

@@ -39,21 +39,34 @@ inline double cycles_of(const TileModel& tile, double tiles, double terms, int m
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-template <class Tiles>
-TileModel choose_tile(const Tiles& tiles, double terms, int multiprocessors) {
+// `can`: whether kernels are built for a shape.
+template <class Tiles, class Can>
+TileModel choose_tile(const Tiles& tiles, double terms, int multiprocessors, const Can& can) {
   return *std::min_element(std::begin(kTileModels), std::end(kTileModels), [&](const auto& a, const auto& b) {
+    if (can(a) != can(b)) return can(a);
     return cycles_of(a, tiles(a), terms, multiprocessors) < cycles_of(b, tiles(b), terms, multiprocessors);
   });
 }
 
 // For N columns of R rows of E groups, sums of K terms.
-inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors) {
+template <class Can>
+TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors, const Can& can) {
   const auto tiles = [&](const TileModel& tile) {
     // Half a tile of rows is empty at the end of a group, in the mean.
     const double row_tiles = static_cast<double>(R) / tile.rows + static_cast<double>(std::min(E, R)) / 2;
     return row_tiles * static_cast<double>(ceil_div(N, tile.columns));
   };
-  return choose_tile(tiles, static_cast<double>(K), multiprocessors);
+  return choose_tile(tiles, static_cast<double>(K), multiprocessors, can);
+}
+inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors) {
+  return choose_row_tile(R, E, N, K, multiprocessors, [](const TileModel&) { return true; });
+}
+
+// The same for products whose epilogue works on h, in columns of W_in or W_out: gate and up must be whole panels, and
+// registers be left for the epilogue.
+inline TileModel choose_fused_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors) {
+  return choose_row_tile(R, E, N, K, multiprocessors,
+                         [](const TileModel& tile) { return tile.choice != TileChoice::k128x192; });
 }
 
 // For [D, N] of each of E groups, sums over its rows, R in all.
@@ -61,7 +74,8 @@ inline TileModel choose_weight_tile(int64_t R, int64_t E, int64_t D, int64_t N, 
   const auto tiles = [&](const TileModel& tile) {
     return static_cast<double>(E * ceil_div(D, tile.rows)) * static_cast<double>(ceil_div(N, tile.columns));
   };
-  return choose_tile(tiles, static_cast<double>(R) / static_cast<double>(E), multiprocessors);
+  return choose_tile(tiles, static_cast<double>(R) / static_cast<double>(E), multiprocessors,
+                     [](const TileModel&) { return true; });
 }
 
 }  // namespace anabranch::cuda

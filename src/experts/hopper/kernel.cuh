@@ -14,7 +14,11 @@
 
 namespace anabranch::cuda {
 
-// What a product is made of. Finder: which tiles there are (row_tiles.cuh); Target: where the result goes (store.cuh).
+// What a product is made of. Finder: which tiles there are (row_tiles.cuh). Target: what becomes of the result
+// (store.cuh). Each warp calls, for its 16 rows of every panel in turn,
+//   begin(tile, row)                     before it multiplies: starts to read what write() will need
+//   write(writer, tile, row, acc, ahead) with what begin() gave
+//   write_zeros(writer, tile, row)       instead, for a tile of no terms
 template <class Shape_, class Element_, class OperandA_, class OperandB_, class Groups_, class Finder_, class Target_>
 struct Product {
   using Shape = Shape_;
@@ -114,6 +118,7 @@ class GroupedProduct {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
+      auto ahead = p_.out.template begin<Shape>(tile, first_row);
       shared_.ring.begin_turn(n);
       if (tile.steps > 0) {
         multiply(n, tile, member, acc);
@@ -124,9 +129,9 @@ class GroupedProduct {
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
         const int row = first_row + panel * kPanel;
         if (tile.steps > 0) {
-          p_.out.template write<Shape::kColumns>(writer, tile, row, acc[panel]);
+          p_.out.template write<Shape>(writer, tile, row, acc[panel], ahead);
         } else {
-          p_.out.template write_zeros<Shape::kColumns>(writer, tile, row);
+          p_.out.template write_zeros<Shape>(writer, tile, row);
         }
       }
     }

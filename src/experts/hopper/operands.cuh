@@ -68,6 +68,53 @@ struct Weights<Major::k> {
   }
 };
 
+// The weights of gate and up as stored, [E, K, 2, N]: half of the columns are the gate's, the others belong to the same
+// columns of up.
+struct GatedWeights {
+  static constexpr Major kMajor = Major::mn;
+  static constexpr bool kGathered = false;
+  template <int>
+  using Gather = NoGather;
+  CUtensorMap gate;  // matrices, boxes [64][64]
+  CUtensorMap up;
+
+  __device__ void prefetch() const {
+    prefetch_map(gate);
+    prefetch_map(up);
+  }
+
+  template <int kColumns>
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int step) const {
+    constexpr int kPanels = kColumns / 2 / kPanel;
+#pragma unroll 1  // the producer has few registers
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const MatrixCoordinates at{tile.column + panel * kPanel, tile.term + step * kStepTerms, tile.expert};
+      load_box(gate, to + panel * kPanelBytes, barrier, at);
+      load_box(up, to + (kPanels + panel) * kPanelBytes, barrier, at);
+    }
+  }
+};
+
+// Stored transposed, [E, N, K], the columns of every 32 shuffled (make_shuffled_matrices_map).
+struct ShuffledWeights {
+  static constexpr Major kMajor = Major::k;
+  static constexpr bool kGathered = false;
+  template <int>
+  using Gather = NoGather;
+  CUtensorMap map;  // boxes [32][64]
+
+  __device__ void prefetch() const { prefetch_map(map); }
+
+  template <int kColumns>
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int step) const {
+#pragma unroll 1  // the producer has few registers
+    for (int column = 0; column < kColumns; column += 32) {
+      load_shuffled_box(map, to + column * kSwizzleBytes, barrier,
+                        MatrixCoordinates{tile.term + step * kStepTerms, tile.column + column, tile.expert});
+    }
+  }
+};
+
 // A of a product over rows that stand elsewhere.
 struct GatheredRows : RowsElsewhere {
   static constexpr Major kMajor = Major::k;

@@ -10,12 +10,13 @@ bool runs_on_tensor_cores(const RowsProduct& p) {
                       p.N <= kMostIndices && p.E <= kMostIndices &&
                       most_row_tiles(p.R, p.E, 128) * ((p.N + 127) / 128) <= kMostIndices;
   return counts && (p.dtype == AB_BFLOAT16 || p.dtype == AB_FLOAT16) && fits_tensor_map(p.x, p.dtype, p.K) &&
-         fits_tensor_map(p.w, p.dtype, w_columns) && fits_tensor_map(p.y, p.dtype, p.N);
+         fits_tensor_map(p.w, p.dtype, w_columns) && fits_tensor_map(p.y, p.dtype, p.N) &&
+         !(p.transposed && needs_finish(p));
 }
 
 ab_status multiply_rows(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  return p.transposed ? multiply_rows_nt(p, tile, multiprocessors, stream)
-                      : multiply_rows_nn(p, tile, multiprocessors, stream);
+  const auto multiply = p.transposed ? multiply_rows_nt : needs_finish(p) ? multiply_rows_finished : multiply_rows_nn;
+  return multiply(p, tile, multiprocessors, stream);
 }
 
 ab_status multiply_rows(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// Products over the rows of groups on Hopper's tensor cores: y[r] = x[r] op(W[e]) for the rows r of group e.
+// Products over the rows of groups on Hopper's tensor cores: y[r] = x[r] op(W[e]) for the rows r of group e; or with a
+// bias or weights, y[r] = scale x[r] W[e] + weight bias[e], zero in rows that are padding.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +8,7 @@
 
 #include "anabranch/types.h"
 #include "experts/hopper/choose.h"
+#include "experts/hopper/row_source.h"
 
 namespace anabranch::cuda {
 
@@ -16,7 +18,10 @@ struct RowsProduct {
   bool transposed = false;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   void* y = nullptr;                     // [R, N]; rows past the groups become zero
-  int32_t dtype = 0;                     // of x, w and y: AB_BFLOAT16 or AB_FLOAT16
+  const void* bias = nullptr;            // [E, N], or nullptr; this and what follows: W not transposed
+  RowWeightSource weights;               // and which rows are padding
+  bool scales = false;                   // scale is the weight; else 1
+  int32_t dtype = 0;                     // of all but the weights: AB_BFLOAT16 or AB_FLOAT16
   int64_t R = 0;
   int64_t E = 0;
   int64_t K = 0;

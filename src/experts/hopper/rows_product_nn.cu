@@ -3,7 +3,7 @@
 namespace anabranch::cuda {
 
 ab_status multiply_rows_nn(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  return launch_rows<Major::mn>(product, tile, multiprocessors, stream);
+  return launch_rows<Major::mn, RowsOut>(product, tile, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda

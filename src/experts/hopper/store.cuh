@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "core/cuda/access.cuh"
 #include "core/cuda/tma.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/dtype.h"
@@ -21,16 +22,8 @@ constexpr int kStrips = 2;  // of a warp
 template <class Out>
 constexpr int kStripColumns = kSwizzleBytes / static_cast<int>(sizeof(Out));
 
-__device__ __forceinline__ uint32_t pack(float low, float high, BFloat16) {
-  uint32_t result;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  return result;
-}
-__device__ __forceinline__ uint32_t pack(float low, float high, Float16) {
-  uint32_t result;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  return result;
-}
+// For targets that read nothing.
+struct NothingAhead {};
 
 // One warp's way from accumulators to memory. Target: whose elements, `Out`, how many columns there are, and send() of
 // a strip to its place.
@@ -47,10 +40,17 @@ class StripWriter {
 #pragma unroll
     for (int column = 0; column < kColumns; column += kStripColumns<Out>) {
       if (tile.column + column >= to.columns) return;
-      const uint32_t strip = next_strip();
-      fill<Out, kColumns>(strip, column, acc);
-      send(to, strip, tile, row, column);
+      write_strip<kColumns>(to, tile, row, column, acc, column);
     }
+  }
+
+  // One strip: the columns from `column` of the tile on are those from `from` of the accumulators on.
+  template <int kColumns, class Target>
+  __device__ __forceinline__ void write_strip(const Target& to, const Tile& tile, int row, int column,
+                                              const float (&acc)[kColumns / 2], int from) {
+    const uint32_t strip = next_strip();
+    fill<typename Target::Out, kColumns>(strip, from, acc);
+    send(to, strip, tile, row, column);
   }
 
   // Zeros in the place of write().
@@ -89,8 +89,8 @@ class StripWriter {
 #pragma unroll
       for (int chunk = 0; chunk < kSwizzleBytes / 16; chunk += 2) {
         const float* values = acc + (column / 8 + chunk) * 4;
-        store_matrices(chunks_on(place, chunk), pack(values[0], values[1], Out{}), pack(values[2], values[3], Out{}),
-                       pack(values[4], values[5], Out{}), pack(values[6], values[7], Out{}));
+        store_matrices(chunks_on(place, chunk), pack<Out>(values[0], values[1]), pack<Out>(values[2], values[3]),
+                       pack<Out>(values[4], values[5]), pack<Out>(values[6], values[7]));
       }
     } else {
       const uint32_t place = strip + swizzled(lane / 4, lane % 4 / 2) + lane % 2 * 8;
@@ -126,13 +126,18 @@ struct RowsOut {
 
   __device__ void prefetch() const { prefetch_map(map); }
 
-  template <int kColumns>
-  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[kColumns / 2]) const {
-    writer.write<kColumns>(*this, tile, row, acc);
+  template <class Shape>
+  __device__ NothingAhead begin(const Tile&, int) const {
+    return {};
   }
-  template <int kColumns>
+  template <class Shape>
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+                        NothingAhead) const {
+    writer.write<Shape::kColumns>(*this, tile, row, acc);
+  }
+  template <class Shape>
   __device__ void write_zeros(StripWriter& writer, const Tile& tile, int row) const {
-    writer.write_zeros<kColumns>(*this, tile, row);
+    writer.write_zeros<Shape::kColumns>(*this, tile, row);
   }
 
   __device__ void send(uint32_t strip, const Tile& tile, int row, int column) const {
@@ -173,8 +178,14 @@ struct WeightsOut {
     prefetch_map(partials);
   }
 
-  template <int kColumns>
-  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[kColumns / 2]) const {
+  template <class Shape>
+  __device__ NothingAhead begin(const Tile&, int) const {
+    return {};
+  }
+  template <class Shape>
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+                        NothingAhead) const {
+    constexpr int kColumns = Shape::kColumns;
     const bool whole = tile.partial == kWhole;
     if (whole && !wide) {
       writer.write<kColumns>(MatrixOut<Element>{map, columns, tile.expert, false}, tile, row, acc);
@@ -184,8 +195,9 @@ struct WeightsOut {
           row, acc);
     }
   }
-  template <int kColumns>
+  template <class Shape>
   __device__ void write_zeros(StripWriter& writer, const Tile& tile, int row) const {
+    constexpr int kColumns = Shape::kColumns;
     if (!wide) {
       writer.write_zeros<kColumns>(MatrixOut<Element>{map, columns, tile.expert, false}, tile, row);
     } else if (!adds) {

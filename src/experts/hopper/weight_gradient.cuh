@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/cuda/tensor_map.h"
+#include "experts/hopper/gathered.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/segment_tiles.cuh"
 #include "experts/hopper/weight_gradient.h"
@@ -29,11 +30,7 @@ ab_status prepare_terms(const char* name, const RowSource& rows, int32_t dtype, 
 }
 template <Side kSide>
 ab_status prepare_terms(const char*, const RowSource& rows, int32_t, int64_t columns, GatheredTerms<kSide>* terms) {
-  terms->source = static_cast<const char*>(rows.data);
-  terms->slots = rows.slots;
-  terms->slots_per_row = Divisor(static_cast<int32_t>(rows.slots_per_row));
-  terms->source_rows = static_cast<int32_t>(rows.source_rows);
-  terms->row_bytes = static_cast<int32_t>(columns * 2);
+  static_cast<RowsElsewhere&>(*terms) = rows_elsewhere(rows, columns);
   return ok();
 }
 

@@ -8,17 +8,9 @@
 
 #include "anabranch/types.h"
 #include "experts/hopper/choose.h"
+#include "experts/hopper/row_source.h"
 
 namespace anabranch::cuda {
-
-// R rows: those of a matrix, or with `slots` elsewhere: row r is row slots[r] / slots_per_row of the matrix, zero where
-// that is none of its source_rows.
-struct RowSource {
-  const void* data = nullptr;
-  const int32_t* slots = nullptr;  // [R], on the device
-  int64_t slots_per_row = 1;
-  int64_t source_rows = 0;
-};
 
 struct WeightGradient {
   RowSource x;                           // rows of D

@@ -34,6 +34,9 @@ constexpr Step kSteps[] = {
     {"gradients of groups", gradients_of_groups},
     {"gradients repeat", gradients_repeat},
     {"rate of gradients", rate_of_gradients},
+    {"up products", up_products},
+    {"hidden gradients", hidden_gradients},
+    {"finished products", finished_products},
 };
 constexpr int kMostSeconds = 120;  // of a step
 constexpr int kCount = static_cast<int>(std::size(kSteps));

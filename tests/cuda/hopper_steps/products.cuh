@@ -78,15 +78,14 @@ ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, boo
   RowsProduct p = operands.product(kMajorB == Major::k);
   if (y != nullptr) p.y = y;
   using A = std::conditional_t<kGathers, GatheredRows, Rows>;
-  RowsProductOf<Shape, Element, A, kMajorB> product;
-  AB_RETURN_IF_ERROR((prepare_rows<Shape, Element, A, kMajorB>(p, &product)));
+  RowsProductOf<Shape, Element, A, kMajorB, RowsOut<Element>> product;
   if constexpr (kGathers) {
     product.a = {{static_cast<const char*>(p.x), operands.rows.data(), Divisor(1), static_cast<int32_t>(p.R),
                   static_cast<int32_t>(p.K * 2)}};
   } else {
     AB_RETURN_IF_ERROR(make_row_window_map("x", p.x, p.dtype, p.K, kPanel, Shape::kRows, &product.a.map));
   }
-  return launch_product("product", product, most_tiles(product), multiprocessors(), nullptr, overlaps);
+  return launch_rows(p, product, multiprocessors(), nullptr, overlaps);
 }
 
 // want[r, n] in double precision, and the sum of the sizes of its terms; a thread an element.

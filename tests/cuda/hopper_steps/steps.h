@@ -38,6 +38,9 @@ int gathered_terms();      // cp.async along the terms, indices out of range
 int gradients_of_groups();
 int gradients_repeat();
 int rate_of_gradients();
+int up_products();        // the activation in the epilogue, biases, weights, padding
+int hidden_gradients();   // in place and not, dots
+int finished_products();  // bias and weights in the epilogue
 
 #define STEP_CUDA(expression)                                                                              \
   do {                                                                                                     \

@@ -1,0 +1,173 @@
+// The epilogue of the product da' = d_y W_out^T: reads h and writes, with w the row's weight,
+//
+//     a = act(h_gate) h_up, or act(h) of ungated experts;   w a;   dh = act'(h) w da';   dots = <da', a>
+//
+// The columns of W_out come shuffled (ShuffledWeights), so that of every 32 columns of the tile a lane holds 8
+// neighbours of 2 rows: it reads and writes whole 16-byte chunks of its own, and no shared memory is needed.
+#pragma once
+
+#include "core/cuda/vector.cuh"
+#include "experts/activation.h"
+#include "experts/hopper/row_weights.cuh"
+#include "experts/hopper/store.cuh"
+
+namespace anabranch::cuda {
+
+// kParts 2: gated.
+template <class Element, int kParts>
+struct HiddenGradientOut {
+  const Element* h;     // [R, kParts, F]
+  Element* dh;          // the same, may be h itself; or nullptr
+  Element* weighted_a;  // [R, F], or nullptr
+  float* dots;          // [columns of tiles, R]: each tile's part; or nullptr
+  RowWeights weights;
+  int32_t columns;  // F
+  int32_t R;
+  int32_t activation;
+
+  using Eight = Vector<Element, 8>;
+
+  // h of the next 32 columns of a warp's 16 rows.
+  struct Ahead {
+    Eight h[2][kParts];  // rows i / 4 and i / 4 + 8
+  };
+
+  __device__ void prefetch() const {}
+
+  template <class Shape>
+  __device__ Ahead begin(const Tile& tile, int row) const {
+    Ahead ahead;
+    const Places places(*this, tile, row);
+    read(places, 0, 0, ahead);
+    read(places, 1, 0, ahead);
+    return ahead;
+  }
+
+  template <class Shape>
+  __device__ void write(StripWriter&, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+                        Ahead& ahead) const {
+    static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTeamWarpgroups == 1);
+    if (tile.row + row >= tile.end_row) return;
+    with_activation(activation,
+                    [&]<int32_t kActivation>() { write_activated<Shape, kActivation>(tile, row, acc, ahead); });
+    if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) ahead = begin<Shape>(tile, row + kPanel);
+  }
+
+  // Rows past the groups: nothing reads their w a.
+  template <class Shape>
+  __device__ void write_zeros(StripWriter&, const Tile& tile, int row) const {
+    constexpr float kZeros[8] = {};
+    const Places places(*this, tile, row);
+#pragma unroll 1
+    for (int column = 0; column < Shape::kColumns; column += kBlock) {
+      for (int half = 0; half < 2; ++half) {
+        const bool there = dh != nullptr && places.reach(half, column);
+        for (int part = 0; part < kParts; ++part) {
+          Eight::from(kZeros).store_if(there, dh + places.of_h[half] + part * columns + column);
+        }
+      }
+    }
+    if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});
+  }
+
+ private:
+  static constexpr int kBlock = 32;  // columns that the lanes of a row have 8 each of
+
+  // Where a lane's first columns stand, of each of its two rows.
+  struct Places {
+    int64_t of_h[2];  // elements of h and dh
+    int64_t of_a[2];
+    int32_t columns_left[2];  // none for a row that is not the expert's
+
+    __device__ Places(const HiddenGradientOut& out, const Tile& tile, int row) {
+      const int32_t column = tile.column + lane_index() % 4 * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t at = row_of(tile, row, half);
+        of_a[half] = static_cast<int64_t>(at) * out.columns + column;
+        of_h[half] = static_cast<int64_t>(at) * kParts * out.columns + column;
+        columns_left[half] = at < tile.end_row ? out.columns - column : 0;
+      }
+    }
+
+    __device__ bool reach(int half, int column) const { return column < columns_left[half]; }
+  };
+
+  static __device__ int32_t row_of(const Tile& tile, int row, int half) {
+    return tile.row + row + half * 8 + lane_index() / 4;
+  }
+
+  __device__ __forceinline__ void read(const Places& places, int half, int column, Ahead& ahead) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t at = places.of_h[half] + part * columns + column;
+      ahead.h[half][part].load(h + (places.reach(half, column) ? at : 0));  // no branch, and nothing outside of h
+    }
+  }
+
+  template <class Shape, int32_t kActivation>
+  __device__ __forceinline__ void write_activated(const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+                                                  Ahead& ahead) const {
+    const RowPair rows(weights, tile, row);
+    const Places places(*this, tile, row);
+    float dot[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int column = 0; column < Shape::kColumns; column += kBlock) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (places.reach(half, column)) {
+          write_eight<kActivation>(places, half, column, acc + column / 2 + half * 2, ahead, rows, dot[half]);
+        }
+        if (column + kBlock < Shape::kColumns) read(places, half, column + kBlock, ahead);
+      }
+    }
+    if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
+  }
+
+  // acc: 4 neighbouring pairs of columns, 4 apart.
+  template <int32_t kActivation>
+  __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
+                                              const Ahead& ahead, const RowPair& rows, float& dot) const {
+    float d[kParts][8];
+    float a[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float da = acc[i / 2 * 4 + i % 2];  // before the weight
+      const float weighted = da * rows.weight[half];
+      const ActivationAt gate = activate_with_slope<kActivation>(ahead.h[half][0][i]);
+      a[i] = gate.value;
+      d[0][i] = weighted * gate.slope;
+      if constexpr (kParts == 2) {
+        const float up = ahead.h[half][1][i];
+        a[i] *= up;
+        d[0][i] *= up;
+        d[1][i] = weighted * gate.value;
+      }
+      dot = fmaf(da, a[i], dot);
+      a[i] *= rows.weight[half];
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const Eight words = Eight::from(d[part]).or_zeros(rows.real[half]);
+      words.store_if(dh != nullptr, dh + places.of_h[half] + part * columns + column);
+    }
+    Eight::from(a).or_zeros(rows.real[half]).store_if(weighted_a != nullptr, weighted_a + places.of_a[half] + column);
+  }
+
+  // Of the columns of this tile.
+  template <class Shape>
+  __device__ void write_dots(const Tile& tile, int row, const float (&dot)[2], const bool (&real)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = real[half] ? dot[half] : 0.0f;
+      sum += __shfl_xor_sync(kAllLanes, sum, 1);
+      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+      const int32_t at = row_of(tile, row, half);
+      if (lane_index() % 4 == 0 && at < tile.end_row) {
+        dots[static_cast<int64_t>(tile.column / Shape::kColumns) * R + at] = sum;
+      }
+    }
+  }
+};
+
+}  // namespace anabranch::cuda

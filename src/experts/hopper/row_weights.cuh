@@ -1,0 +1,48 @@
+// What epilogues know of the rows of a result: which are padding, and the others' weights.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda/element.cuh"
+#include "core/cuda/warp.cuh"
+#include "experts/hopper/row_source.h"
+#include "experts/hopper/tile.cuh"
+
+namespace anabranch::cuda {
+
+struct RowWeights {
+  const int32_t* slots;
+  const void* weights;
+  int32_t num_slots;
+  int32_t dtype;
+
+  RowWeights() = default;
+  explicit RowWeights(const RowWeightSource& from)
+      : slots(from.slots), weights(from.weights), num_slots(static_cast<int32_t>(from.num_slots)), dtype(from.dtype) {}
+};
+
+// The two rows of a warp's 16 that a lane holds accumulators of: row i / 4 of the first 8 and of the last 8.
+struct RowPair {
+  bool real[2];  // neither padding nor past the rows of the expert
+  float weight[2];
+
+  // `row`: the first of the warp's rows in the tile.
+  __device__ RowPair(const RowWeights& from, const Tile& tile, int row) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int32_t at = tile.row + row + half * 8 + lane_index() / 4;
+      real[half] = at < tile.end_row;
+      weight[half] = 1;
+      if (real[half] && from.slots != nullptr) {
+        at = __ldg(from.slots + at);
+        real[half] = at >= 0 && at < from.num_slots;
+      }
+      if (real[half] && from.weights != nullptr) weight[half] = load_float(from.weights, from.dtype, at);
+    }
+  }
+
+  // Of the whole warp.
+  __device__ bool all_real() const { return __all_sync(kAllLanes, real[0] && real[1]) != 0; }
+};
+
+}  // namespace anabranch::cuda

@@ -247,7 +247,9 @@ cuda::TileChoice tile_taken(const Options& options, const Named& named, const Sh
     case Kind::rows: return cuda::choose_row_tile(options.rows, shape.E, N, K, multiprocessors).choice;
     case Kind::up:
     case Kind::hidden: return cuda::choose_fused_tile(options.rows, shape.E, N, K, multiprocessors).choice;
-    default: return cuda::choose_weight_tile(options.rows, shape.E, K, N, multiprocessors).choice;
+    default:
+      return cuda::choose_weight_tile(options.rows, shape.E, K, N, named.kind != Kind::gradient, multiprocessors)
+          .choice;
   }
 }
 
@@ -344,7 +346,8 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
     double microseconds = 0;
     if (column > 0) {
       const cuda::TileChoice tile = cuda::kTileModels[column - 1].choice;
-      const bool built = !fused || tile != cuda::TileChoice::k128x192;
+      const bool built = (named.kind == Kind::rows || named.kind == Kind::gradient ||
+                          cuda::leaves_registers(cuda::kTileModels[column - 1]));
       if (built)
         microseconds = time_of(options.repeats, [&] {
           check(fused       ? run_fused(tile)

@@ -62,20 +62,22 @@ inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int
   return choose_row_tile(R, E, N, K, multiprocessors, [](const TileModel&) { return true; });
 }
 
-// The same for products whose epilogue works on h, in columns of W_in or W_out: gate and up must be whole panels, and
-// registers be left for the epilogue.
+// Shapes that leave registers for gathering, or for an epilogue that works on h; and halves of their columns are whole
+// panels, for gate and up.
+inline bool leaves_registers(const TileModel& tile) { return tile.choice != TileChoice::k128x192; }
+
+// The same for products whose epilogue works on h, in columns of W_in or W_out.
 inline TileModel choose_fused_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors) {
-  return choose_row_tile(R, E, N, K, multiprocessors,
-                         [](const TileModel& tile) { return tile.choice != TileChoice::k128x192; });
+  return choose_row_tile(R, E, N, K, multiprocessors, leaves_registers);
 }
 
 // For [D, N] of each of E groups, sums over its rows, R in all.
-inline TileModel choose_weight_tile(int64_t R, int64_t E, int64_t D, int64_t N, int multiprocessors) {
+inline TileModel choose_weight_tile(int64_t R, int64_t E, int64_t D, int64_t N, bool gathers, int multiprocessors) {
   const auto tiles = [&](const TileModel& tile) {
     return static_cast<double>(E * ceil_div(D, tile.rows)) * static_cast<double>(ceil_div(N, tile.columns));
   };
   return choose_tile(tiles, static_cast<double>(R) / static_cast<double>(E), multiprocessors,
-                     [](const TileModel&) { return true; });
+                     [&](const TileModel& tile) { return !gathers || leaves_registers(tile); });
 }
 
 }  // namespace anabranch::cuda

@@ -13,29 +13,28 @@ namespace anabranch::cuda {
 constexpr int kRowChunks = kSwizzleBytes / 16;  // of a row of a panel
 
 // Rows that stand elsewhere: row r is row slots[r] / slots_per_row of a matrix of so many rows, and zero where that is
-// none of them.
+// none of them. Places in the matrix are counted in chunks of 16 bytes.
 struct RowsElsewhere {
   const char* source;
   const int32_t* slots;  // [R]
   Divisor slots_per_row;
   int32_t source_rows;
-  int32_t row_bytes;  // a multiple of 16
+  int32_t row_chunks;  // of all rows together fewer than 2^32 - 1
 
-  // The row of the source; -1: none.
-  __device__ int32_t row_of(int32_t slot) const {
-    const int32_t source_row = slots_per_row.quotient(slot);
-    return slot >= 0 && source_row < source_rows ? source_row : -1;
+  static constexpr uint32_t kNowhere = 0xffffffffu;
+
+  // The first chunk of a slot's row.
+  __device__ uint32_t place_of(int32_t slot) const {
+    const int32_t row = slots_per_row.quotient(slot);
+    const bool there = slot >= 0 && row < source_rows;
+    return there ? static_cast<uint32_t>(row) * static_cast<uint32_t>(row_chunks) : kNowhere;
   }
 
-  // From byte `offset` of a row on, 16 bytes for each of kPanels panels; zeros outside of the matrix.
-  template <int kPanels>
-  __device__ void copy_chunks(uint32_t to, int32_t source_row, int32_t offset) const {
-    const char* chunk = source + (static_cast<int64_t>(max(source_row, 0)) * row_bytes + offset);
-    const int32_t left = source_row >= 0 ? row_bytes - offset : 0;
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      copy_async_16(to + panel * kPanelBytes, chunk + panel * kSwizzleBytes, left > panel * kSwizzleBytes ? 16 : 0);
-    }
+  // Chunk `chunk` of the row that begins at `place`, zeros if it has none.
+  __device__ void copy_chunk(uint32_t to, uint32_t place, int32_t chunk) const {
+    const bool there = place != kNowhere && chunk < row_chunks;
+    const uint32_t at = there ? place + static_cast<uint32_t>(chunk) : 0;
+    copy_async_16(to, source + static_cast<uint64_t>(at) * 16, there ? 16 : 0);
   }
 };
 
@@ -47,37 +46,38 @@ struct NoGather {
   __device__ void copy(uint32_t, const Tile&, int) const {}
 };
 
-// Rows of a tile, 64 terms of each. A warp copies 32 rows, 4 at a time, 8 lanes a row.
+// Rows of a tile, 64 terms of each. A warp copies 32 rows, 8 lanes a row, a lane the same chunk of 8 rows.
 template <int kRows>
 class RowGather {
  public:
   __device__ RowGather(const RowsElsewhere& from, const Tile& tile) : from_(from) {
     const int32_t row = tile.row + first_row() + lane_index();
-    source_row_ = row < tile.end_row ? from.row_of(__ldg(from.slots + row)) : -1;
+    const uint32_t place = row < tile.end_row ? from.place_of(__ldg(from.slots + row)) : RowsElsewhere::kNowhere;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) places_[i] = __shfl_sync(kAllLanes, place, lane_row() + i);
   }
 
   __device__ void copy(uint32_t to, const Tile& tile, int step) const {
     const int chunk = lane_index() % kRowChunks;
-    const int row = lane_index() / kRowChunks * 8;  // and the 7 rows after it
-    const int32_t offset = (tile.term + step * kStepTerms) * 2 + chunk * 16;
-#pragma unroll 1  // the producer has few registers
-    for (int i = 0; i < 8; ++i) {
-      const int32_t source_row = __shfl_sync(kAllLanes, source_row_, row + i);
-      from_.copy_chunks<1>(to + swizzled(first_row() + row + i, chunk), source_row, offset);
-    }
+    const int32_t source_chunk = (tile.term + step * kStepTerms) / 8 + chunk;
+    to += (first_row() + lane_row()) * kSwizzleBytes;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) from_.copy_chunk(to + swizzled(i, chunk), places_[i], source_chunk);
   }
 
  private:
-  static_assert(kRows == 4 * kWarp, "a lane of the warpgroup knows the place of one row");
+  static constexpr int kEach = 8;  // rows of a lane: one of each row of the swizzle
+  static_assert(kRows == 4 * kWarp && kWarp / kRowChunks * kEach == kWarp, "a lane of the warpgroup finds one row");
 
   static __device__ int first_row() { return warp_index() % 4 * kWarp; }
+  static __device__ int lane_row() { return lane_index() / kRowChunks * kEach; }
 
   const RowsElsewhere& from_;
-  int32_t source_row_;  // of row first_row() + lane_index()
+  uint32_t places_[kEach];
 };
 
-// 64 terms of a step, kCount columns of each, which are rows or columns of the tile. A warp copies 16 terms, 4 at a
-// time, 8 lanes a term and panel.
+// 64 terms of a step, kCount columns of each, which are rows or columns of the tile. A warp copies 16 terms, 8 lanes a
+// term and panel.
 template <Side kSide, int kCount>
 class TermGather {
  public:
@@ -85,14 +85,19 @@ class TermGather {
 
   // Steps in order.
   __device__ void copy(uint32_t to, const Tile& tile, int step) {
-    const int32_t own_row = from_.row_of(next_slot_);
+    const uint32_t own_place = from_.place_of(next_slot_);
     next_slot_ = find(tile, step + 1);  // it has arrived when the next step begins
     const int chunk = lane_index() % kRowChunks;
-    const int32_t offset = first_of<kSide>(tile) * 2 + chunk * 16;
-#pragma unroll 1  // the producer has few registers
-    for (int i = lane_index() / kRowChunks; i < kWarpTerms; i += kWarp / kRowChunks) {
-      const int32_t source_row = __shfl_sync(kAllLanes, own_row, i);
-      from_.copy_chunks<kCount / kPanel>(to + swizzled(first_term() + i, chunk), source_row, offset);
+    const int32_t source_chunk = first_of<kSide>(tile) / 8 + chunk;
+#pragma unroll
+    for (int i = 0; i < kWarpTerms; i += kWarp / kRowChunks) {
+      const int term = i + lane_index() / kRowChunks;
+      const uint32_t place = __shfl_sync(kAllLanes, own_place, term);
+      const uint32_t row = to + swizzled(first_term() + term, chunk);
+#pragma unroll
+      for (int panel = 0; panel < kCount / kPanel; ++panel) {
+        from_.copy_chunk(row + panel * kPanelBytes, place, source_chunk + panel * kRowChunks);
+      }
     }
   }
 

@@ -79,9 +79,9 @@ class GroupedProduct {
   }
 
  private:
-  // Of a thread. At the start each has 65536 / kThreads of them, rounded down to a multiple of 8.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  // Of a thread. At the start each has 65536 / kThreads of them, rounded down to a multiple of 8. Gathering takes more.
+  static constexpr int kProducerRegisters = kGathers ? 56 : 40;
+  static constexpr int kConsumerRegisters = kGathers ? 224 : 232;
   static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3);
 
   __device__ void produce() {

@@ -20,7 +20,8 @@ bool runs_on_tensor_cores(const WeightGradient& g, bool addresses) {
   const auto fits = [&](const void* data, int32_t dtype, int64_t columns) {
     return fits_tensor_map(addresses ? data : nullptr, dtype, columns);
   };
-  return fits(g.x.data, g.dtype, g.D) && fits(g.d_y.data, g.dtype, g.N) && fits(g.d_w, g.d_w_dtype, g.N);
+  return fits(g.x.data, g.dtype, g.D) && fits(g.d_y.data, g.dtype, g.N) && fits(g.d_w, g.d_w_dtype, g.N) &&
+         fits_gather(g.x, g.D) && fits_gather(g.d_y, g.N);
 }
 
 size_t workspace_of(const WeightGradient& g) { return size_of_segments(bounds_of(g), g.D, g.N); }
@@ -40,7 +41,8 @@ ab_status multiply_terms(const WeightGradient& g, TileChoice tile, void* workspa
 }
 
 ab_status multiply_terms(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
-  const TileChoice tile = choose_weight_tile(g.R, g.E, g.D, g.N, multiprocessors).choice;
+  const bool gathers = g.x.slots != nullptr || g.d_y.slots != nullptr;
+  const TileChoice tile = choose_weight_tile(g.R, g.E, g.D, g.N, gathers, multiprocessors).choice;
   return multiply_terms(g, tile, workspace, multiprocessors, stream);
 }
 

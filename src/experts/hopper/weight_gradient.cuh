@@ -62,13 +62,14 @@ template <Gathered kGathered>
 ab_status launch_terms(const WeightGradient& g, TileChoice tile, const SegmentBounds& bounds, const SegmentList& list,
                        int multiprocessors, cudaStream_t stream) {
   const auto with_element = [&]<class Element>(Element) {
-    switch (tile) {
-      case TileChoice::k128x192:
+    if constexpr (kGathered == Gathered::nothing) {
+      if (tile == TileChoice::k128x192) {
         return launch_terms<Tile128x192, Element, kGathered>(g, bounds, list, multiprocessors, stream);
-      case TileChoice::k128x128:
-        return launch_terms<Tile128x128, Element, kGathered>(g, bounds, list, multiprocessors, stream);
-      default: return launch_terms<Tile128x256, Element, kGathered>(g, bounds, list, multiprocessors, stream);
+      }
     }
+    return tile == TileChoice::k128x128
+               ? launch_terms<Tile128x128, Element, kGathered>(g, bounds, list, multiprocessors, stream)
+               : launch_terms<Tile128x256, Element, kGathered>(g, bounds, list, multiprocessors, stream);
   };
   return g.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }

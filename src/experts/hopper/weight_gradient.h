@@ -33,7 +33,8 @@ bool runs_on_tensor_cores(const WeightGradient& gradient, bool addresses = true)
 // Bytes of the workspace.
 size_t workspace_of(const WeightGradient& gradient);
 
-// Enqueues it, with the tiles that choose_weight_tile() takes or with those given.
+// Enqueues it, with the tiles that choose_weight_tile() takes or with those given (128 x 256 for 128 x 192 where rows
+// are gathered).
 ab_status multiply_terms(const WeightGradient& gradient, void* workspace, int multiprocessors, cudaStream_t stream);
 ab_status multiply_terms(const WeightGradient& gradient, TileChoice tile, void* workspace, int multiprocessors,
                          cudaStream_t stream);

@@ -337,7 +337,7 @@ int gathered_terms() {
   from.slots = device_slots.data();
   from.slots_per_row = Divisor(3);
   from.source_rows = kSource;
-  from.row_bytes = N * 2;
+  from.row_chunks = N / 8;
   STEP_CUDA(cudaFuncSetAttribute(gather_terms, cudaFuncAttributeMaxDynamicSharedMemorySize, kStepWords * 2));
   int failures = 0;
   for (const auto& [begin, end] : {std::pair{0, 64}, std::pair{37, 300}, std::pair{390, 400}}) {

@@ -292,7 +292,7 @@ int gathered_rows() {
   rows[62] = INT32_MIN;
   const DeviceArray<int32_t> device_rows(rows);
   const RowsElsewhere from{reinterpret_cast<const char*>(source.data()), device_rows.data(), Divisor(1), kSource,
-                           K * 2};
+                           K / 8};
   int failures = 0;
   for (const auto& [row, end] : {std::pair{0, 128}, std::pair{40, 110}, std::pair{150, 200}}) {
     for (const int step : {0, 1, 2}) {

@@ -81,7 +81,7 @@ ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, boo
   RowsProductOf<Shape, Element, A, kMajorB, RowsOut<Element>> product;
   if constexpr (kGathers) {
     product.a = {{static_cast<const char*>(p.x), operands.rows.data(), Divisor(1), static_cast<int32_t>(p.R),
-                  static_cast<int32_t>(p.K * 2)}};
+                  static_cast<int32_t>(p.K / 8)}};
   } else {
     AB_RETURN_IF_ERROR(make_row_window_map("x", p.x, p.dtype, p.K, kPanel, Shape::kRows, &product.a.map));
   }

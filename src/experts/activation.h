@@ -1,7 +1,9 @@
-// The activations and their slopes, in float32. Internal linkage: included by *.isa.cc files.
+// The activations and their slopes, in float32. One definition for every backend. Internal linkage: included by
+// *.isa.cc files.
 #pragma once
 
 #include "anabranch/experts.h"
+#include "core/inline.h"
 #include "core/math.h"
 
 namespace anabranch {
@@ -50,7 +52,7 @@ AB_INLINE ActivationAt activate_with_slope(float h) {
 
 // Calls f.template operator()<activation>() with an activation that has been checked.
 template <class F>
-[[gnu::always_inline]] inline void with_activation(int32_t activation, F&& f) {
+AB_INLINE void with_activation(int32_t activation, F&& f) {
   switch (activation) {
     case AB_GELU: return f.template operator()<AB_GELU>();
     case AB_RELU: return f.template operator()<AB_RELU>();

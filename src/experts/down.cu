@@ -10,24 +10,26 @@ struct Weight {
   static constexpr int kParts = 1;
   Down down;
 
-  __device__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
+  __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
 #pragma unroll
     for (int i = 0; i < simple::kEach; ++i) {
       if (i >= results.rows) continue;
       const int32_t row = results.row + i;
       const int32_t slot = tile.expert == kNoExpert ? -1 : down.map.slot_of(row);
       const float weight = slot < 0 ? 0.0f : down.weights[slot];
-      const float late = down.weight_early ? 1.0f : weight;
 #pragma unroll
       for (int j = 0; j < simple::kEach; ++j) {
         if (j >= results.columns) continue;
         const int32_t column = results.column + j;
-        float y = 0.0f;
-        if (slot >= 0) y = late * results.sums[0][i][j];
-        if (slot >= 0 && down.b_out.data != nullptr) y += weight * down.b_out[tile.expert * down.s.D + column];
-        down.y.set(row * down.s.D + column, y);
+        const float product = results.sums[0][i][j];
+        const float y = (down.weight_early ? product : weight * product) + bias(weight, tile.expert, column);
+        down.y.set(row * down.s.D + column, slot < 0 ? 0.0f : y);
       }
     }
+  }
+
+  __device__ float bias(float weight, int64_t expert, int32_t column) const {
+    return expert < 0 || down.b_out.data == nullptr ? 0.0f : weight * down.b_out[expert * down.s.D + column];
   }
 };
 

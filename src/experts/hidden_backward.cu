@@ -11,7 +11,7 @@ struct Differentiate {
   static constexpr int kParts = 1;
   HiddenBackward op;
 
-  __device__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
+  __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
     with_activation(op.activation, [&]<int32_t kActivation>() {
 #pragma unroll
       for (int i = 0; i < simple::kEach; ++i) {

@@ -8,7 +8,7 @@ struct Store {
   static constexpr int kParts = 1;
   Strided out;
 
-  __device__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
+  __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
     const Floats to(out.data, out.dtype);
 #pragma unroll
     for (int i = 0; i < simple::kEach; ++i) {

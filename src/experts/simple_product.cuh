@@ -27,7 +27,8 @@ constexpr int kPad = 4;
 constexpr int kEach = 4;
 constexpr int kThreadsOfRow = kSide / kEach;  // that have results of the same rows: neighbouring lanes
 constexpr int kThreads = kThreadsOfRow * kThreadsOfRow;
-constexpr int kBlocks = 4;  // of a multiprocessor
+constexpr int kBlocks = 4;    // of a multiprocessor
+constexpr int kResident = 2;  // at least, of these at a time: 128 registers a thread
 
 // Results of one thread, from (row, column) on; `rows` x `columns` of them are there.
 template <int kParts>
@@ -112,7 +113,7 @@ __device__ void sum_tile(const SimpleProduct& p, const Tile& tile, Terms& a, Ter
 }
 
 template <bool kOverTerms, class Tiles, class Groups, class Finish>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident)
     simple_product(const SimpleProduct p, const Groups groups, const Finish finish) {
   __shared__ Terms a;
   __shared__ Terms b[Finish::kParts];

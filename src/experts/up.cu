@@ -12,7 +12,7 @@ struct Activate {
   static constexpr int kParts = kParts_;
   Up up;
 
-  __device__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
+  __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
     with_activation(up.activation, [&]<int32_t kActivation>() {
 #pragma unroll
       for (int i = 0; i < simple::kEach; ++i) {

@@ -31,7 +31,7 @@ set(ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/balance/c
                              src/experts/check.cc)
 if(ANABRANCH_XLA)
   list(APPEND ANABRANCH_SHARED_SOURCES src/core/xla.cc src/router/xla.cc src/balance/xla.cc src/dispatch/plan_xla.cc
-       src/dispatch/xla.cc)
+       src/dispatch/xla.cc src/experts/xla.cc)
 endif()
 # wgmma and setmaxnreg are instructions of sm_90a alone, whatever else the library is compiled for.
 add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})

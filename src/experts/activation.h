@@ -1,8 +1,9 @@
-// The activations and their slopes, in float32, one definition for CPU and CUDA. Internal linkage: included by *.isa.cc
-// files.
+// The activations and their slopes, in float32. One definition for every backend. Internal linkage: included by
+// *.isa.cc files.
 #pragma once
 
 #include "anabranch/experts.h"
+#include "core/inline.h"
 #include "core/math.h"
 
 namespace anabranch {

@@ -38,11 +38,12 @@ struct Backward {
     return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype, columns, nullptr};
   }
 
-  int64_t max_parts() const { return ColumnParts(s.F, 1).count(); }
+  int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
 
   // da' = d_y W_out^T;  dh = act'(h) w da';  w a and <da', a> on the way.
   void hidden() {
     const ColumnParts parts(s.F, rows.num_tiles);
+    if (dots != nullptr && parts.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
     parallel_for(threads, rows.num_tiles * parts.count(), [&](int64_t task, int thread) {
       const RowTile& tile = rows.tiles[task / parts.count()];
       const int64_t part = task % parts.count();
@@ -53,7 +54,7 @@ struct Backward {
         hidden_tile(tile, begin, std::min(kTileColumns, end - begin), dot, thread);
       }
     });
-    if (dots != nullptr) write_d_weights(parts.count());
+    if (args.d_weights != nullptr) write_d_weights(parts.count());
   }
 
   void hidden_tile(const RowTile& tile, int64_t begin, int64_t n, float* dot, int thread) {

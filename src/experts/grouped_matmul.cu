@@ -4,9 +4,7 @@
 #include "core/cuda/launch.h"
 #include "core/tensor.h"
 #include "experts/check.h"
-#include "experts/hopper/rows_product.h"
-#include "experts/hopper/weight_gradient.h"
-#include "experts/simple_product.h"
+#include "experts/products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -26,52 +24,16 @@ RowsProduct rows_product(const ab_grouped_matmul_args& args, const GroupedSizes&
   return product;
 }
 
-SimpleProduct simple_product(const ab_grouped_matmul_args& args, const GroupedSizes& s) {
-  SimpleProduct product;
-  product.a = {args.x->data, args.x->dtype, 0, s.D, 1};
-  product.b = {args.w->data, args.w->dtype, s.D * s.N, args.transpose_w != 0 ? 1 : s.N,
-               args.transpose_w != 0 ? s.D : 1};
-  product.out = {args.y->data, args.y->dtype, 0, s.N, 1};
+TermsProduct terms_product(const ab_grouped_matmul_dw_args& args, const GroupedSizes& s) {
+  TermsProduct product;
+  product.x = Floats(args.x);
+  product.d_y = Floats(args.d_y);
   product.group_sizes = data<const int32_t>(args.group_sizes);
+  product.d_w = Floats(args.d_w);
   product.R = s.R;
   product.E = s.E;
-  product.rows = s.R;
-  product.columns = s.N;
-  product.terms = s.D;
-  return product;
-}
-
-WeightGradient weight_gradient(const ab_grouped_matmul_dw_args& args, const GroupedSizes& s) {
-  WeightGradient gradient;
-  gradient.x.data = args.x->data;
-  gradient.d_y.data = args.d_y->data;
-  gradient.group_sizes = data<const int32_t>(args.group_sizes);
-  gradient.d_w = args.d_w->data;
-  gradient.dtype = args.x->dtype;
-  gradient.d_w_dtype = args.d_w->dtype;
-  gradient.R = s.R;
-  gradient.E = s.E;
-  gradient.D = s.D;
-  gradient.N = s.N;
-  return gradient;
-}
-
-// As far as shapes and dtypes tell.
-bool suits_tensor_cores(const ab_grouped_matmul_dw_args& args, const GroupedSizes& s) {
-  return args.x->dtype == args.d_y->dtype && runs_on_tensor_cores(weight_gradient(args, s), false);
-}
-
-SimpleProduct simple_product(const ab_grouped_matmul_dw_args& args, const GroupedSizes& s) {
-  SimpleProduct product;
-  product.a = {args.x->data, args.x->dtype, 0, 1, s.D};
-  product.b = {args.d_y->data, args.d_y->dtype, 0, s.N, 1};
-  product.out = {args.d_w->data, args.d_w->dtype, s.D * s.N, s.N, 1};
-  product.group_sizes = data<const int32_t>(args.group_sizes);
-  product.R = s.R;
-  product.E = s.E;
-  product.rows = s.D;
-  product.columns = s.N;
-  product.terms = s.R;
+  product.D = s.D;
+  product.N = s.N;
   return product;
 }
 
@@ -94,35 +56,26 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   AB_RETURN_IF_ERROR(check(args, &s));
   int multiprocessors = 0;
   AB_RETURN_IF_ERROR(cuda::find_hopper("grouped_matmul", &multiprocessors));
-  if (s.R * s.N == 0) return ok();
-  const cudaStream_t stream = cuda::stream_of(exec);
-  const cuda::RowsProduct product = cuda::rows_product(*args, s);
-  if (cuda::runs_on_tensor_cores(product)) return cuda::multiply_rows(product, multiprocessors, stream);
-  return cuda::multiply_rows_simply(cuda::simple_product(*args, s), multiprocessors, stream);
+  return cuda::compute_rows(cuda::rows_product(*args, s), multiprocessors, cuda::stream_of(exec));
 }
 
 ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec*, size_t* bytes) {
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = cuda::suits_tensor_cores(*args, s) ? cuda::workspace_of(cuda::weight_gradient(*args, s)) : 0;
+  *bytes = cuda::workspace_of(cuda::terms_product(*args, s));
   return ok();
 }
 
 ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec) {
-  size_t bytes = 0;
-  AB_RETURN_IF_ERROR(ab_cuda_grouped_matmul_dw_workspace(args, exec, &bytes));
-  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  const cuda::TermsProduct product = cuda::terms_product(*args, s);
+  const size_t bytes = cuda::workspace_of(product);
+  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   int multiprocessors = 0;
   AB_RETURN_IF_ERROR(cuda::find_hopper("grouped_matmul_dw", &multiprocessors));
-  if (s.E * s.D * s.N == 0) return ok();
-  const cudaStream_t stream = cuda::stream_of(exec);
-  const cuda::WeightGradient gradient = cuda::weight_gradient(*args, s);
-  if (cuda::suits_tensor_cores(*args, s) && cuda::runs_on_tensor_cores(gradient)) {
-    return cuda::multiply_terms(gradient, exec->workspace, multiprocessors, stream);
-  }
-  return cuda::multiply_terms_simply(cuda::simple_product(*args, s), multiprocessors, stream);
+  void* workspace = bytes == 0 ? nullptr : exec->workspace;
+  return cuda::compute_terms(product, workspace, multiprocessors, cuda::stream_of(exec));
 }
 
 }  // extern "C"

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "anabranch/types.h"
+#include "experts/row_map.h"
 
 namespace anabranch::cuda {
 
@@ -18,12 +19,13 @@ struct Strided {
   int64_t matrix = 0;
   int64_t row_step = 0;
   int64_t column_step = 0;
+  bool gathered = false;  // row r stands where the product's map says; zeros where it is padding
 };
 
 struct SimpleProduct {
   Strided a;
   Strided b;
-  Strided out;
+  RowMap map;                            // of gathered rows
   const int32_t* group_sizes = nullptr;  // [E], on the device
   int64_t R = 0;                         // rows of all groups
   int64_t E = 0;
@@ -34,10 +36,15 @@ struct SimpleProduct {
 
 // out[r] = a[r] b[e] for the rows r of group e, out[r] = 0 past the groups; a [R, terms], b [terms, columns] for each
 // e, out [R, columns]. Indices must be below 2^31, the number of tiles too.
-ab_status multiply_rows_simply(const SimpleProduct& product, int multiprocessors, cudaStream_t stream);
+ab_status multiply_rows_simply(const SimpleProduct& product, const Strided& out, int multiprocessors,
+                               cudaStream_t stream);
 
-// out[e] = the sum over the rows r of group e of a[:, r] b[r, :]; a [rows, R], b [R, columns], out [rows, columns] for
-// each e.
-ab_status multiply_terms_simply(const SimpleProduct& product, int multiprocessors, cudaStream_t stream);
+// out[e] = the sum over the rows r of group e of a[r]^T b[r]; a [R, rows], b [R, columns], out [rows, columns] for each
+// e.
+ab_status multiply_terms_simply(const SimpleProduct& product, const Strided& out, int multiprocessors,
+                                cudaStream_t stream);
+
+// Unsupported where a size, or the number of tiles of a grid of so many blocks, is more than kernels count in int32.
+ab_status check_counts(std::initializer_list<int64_t> sizes, int64_t tiles);
 
 }  // namespace anabranch::cuda

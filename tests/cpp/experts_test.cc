@@ -416,8 +416,20 @@ TEST(ExpertFfn, EmptySizesAreOrdinary) {
       for (int64_t i = 0; i < net.y.size(); ++i) {
         EXPECT_EQ(net.y[i], net.weights[i / 3] * net.b_out[i / 6 * 3 + i % 3]);  // row r: expert r / 2
       }
+      for (int64_t r = 0; r < R; ++r) {  // <d_y, b_out>
+        float product = 0;
+        for (int64_t d = 0; d < 3; ++d) product += net.d_out[r * 3 + d] * net.b_out[r / 2 * 3 + d];
+        EXPECT_NEAR(net.d_weights[r], product, 1e-6f);
+      }
     }
   }
+}
+
+TEST(ExpertFfn, SlotsWithoutAnyRowGetZeroGradients) {
+  Network<float> net(3, 2, 4, 2, 5, {1, 0}, {});
+  EXPECT_OK(net.forward());
+  EXPECT_OK(net.backward());
+  EXPECT_TRUE(all_zero(net.d_weights.values().data(), net.d_weights.size()));
 }
 
 TEST(ExpertFfn, RefusesWhatDoesNotFit) {

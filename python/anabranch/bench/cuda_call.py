@@ -29,8 +29,24 @@ FIELDS = {
     "ab_cuda_combine": ("", "rows row_of_slot weights out"),
     "ab_cuda_combine_backward": ("", "d_out rows row_of_slot slot_of_row weights d_rows d_weights"),
     "ab_cuda_sort_chunks": ("inverse", "x split_sizes sorted_indices out row_id_map"),
+    "ab_cuda_grouped_matmul": ("transpose_w", "x w group_sizes y"),
+    "ab_cuda_grouped_matmul_dw": ("", "x d_y group_sizes d_w"),
+    "ab_cuda_expert_ffn_forward": (
+        "activation weight_early topk",
+        "x slot_of_row group_sizes w_in b_in w_out b_out weights y h",
+    ),
+    "ab_cuda_expert_ffn_backward": (
+        "activation topk",
+        "x slot_of_row group_sizes w_in w_out b_out weights h d_out dh dx_rows d_w_in d_b_in d_w_out d_b_out d_weights",
+    ),
 }
-_WITH_WORKSPACE = ("ab_cuda_router_forward", "ab_cuda_score_sum", "ab_cuda_plan", "ab_cuda_sort_chunks")
+_WITHOUT_WORKSPACE = (
+    "ab_cuda_router_backward",
+    "ab_cuda_load_balance_loss",
+    "ab_cuda_dispatch",
+    "ab_cuda_combine",
+    "ab_cuda_combine_backward",
+)
 
 
 def options_of(function: str) -> list[tuple[str, Any]]:
@@ -53,7 +69,7 @@ def cuda_call(function: str, **values: Any) -> Callable[[], None]:
         options_of(function),
         tensors_of(function),
         values,
-        has_workspace=function in _WITH_WORKSPACE,
+        has_workspace=function not in _WITHOUT_WORKSPACE,
         allocate=lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
         stream=lambda: torch.cuda.current_stream().cuda_stream,
     )

@@ -5,7 +5,7 @@ wanted", so one handler serves every combination of optional tensors.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,20 +22,6 @@ _HANDLERS = (
     "ab_xla_expert_ffn_forward",
     "ab_xla_grouped_matmul",
     "ab_xla_grouped_matmul_dw",
-    "ab_xla_plan",
-    "ab_xla_router_backward",
-    "ab_xla_router_forward",
-    "ab_xla_score_sum",
-    "ab_xla_sort_chunks",
-)
-
-
-#: The handlers that libanabranch_cuda.so has too, there named ab_cuda_xla_...
-_CUDA_HANDLERS = (
-    "ab_xla_combine",
-    "ab_xla_combine_backward",
-    "ab_xla_dispatch",
-    "ab_xla_expand_row_id_map",
     "ab_xla_plan",
     "ab_xla_router_backward",
     "ab_xla_router_forward",
@@ -67,7 +53,7 @@ def register() -> None:
         cuda = _library.load_cuda()
     except _library.LibraryError:
         return  # `python -m anabranch info` says why; a program for a GPU fails with the name of the target
-    for name in _CUDA_HANDLERS:
+    for name in _HANDLERS:
         handler = getattr(cuda, name.replace("ab_xla_", "ab_cuda_xla_"))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
 
@@ -96,7 +82,7 @@ def call(
       results: shapes and dtypes by field name; None: not wanted.
       aliases: result name for an operand name whose buffer it may take over.
       workspace: bytes of scratch memory for the CUDA handler, which allocates nothing itself; at least what
-        ab_cuda_..._workspace says. The CPU's handler leaves it untouched.
+        ab_cuda_..._workspace says. The CPU's handler gets none.
       attributes: options by field name; int becomes int32, float float32.
 
     Returns:
@@ -105,22 +91,50 @@ def call(
     register()
     operands = {name: array for name, array in operands.items() if array is not None}
     wanted = {name: result for name, result in results.items() if result is not None}
-    if workspace:
-        wanted["workspace"] = jax.ShapeDtypeStruct((workspace,), np.uint8)
-    order = list(operands)
-    outputs = jax.ffi.ffi_call(
-        target,
-        tuple(wanted.values()),
-        vmap_method="sequential",
-        input_output_aliases={order.index(a): list(wanted).index(b) for a, b in (aliases or {}).items()},
-    )(
+    order, names = list(operands), list(wanted)
+    outputs = _run(
         *operands.values(),
-        operands=",".join(operands),
-        results=",".join(wanted),
-        **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in attributes.items()},
+        target=target,
+        operands=tuple(operands),
+        results=tuple(wanted.items()),
+        aliases=tuple((order.index(a), names.index(b)) for a, b in (aliases or {}).items()),
+        workspace=workspace,
+        attributes=tuple((n, np.float32(v) if isinstance(v, float) else np.int32(v)) for n, v in attributes.items()),
     )
     named = dict(zip(wanted, outputs, strict=True))
     return {name: named.get(name) for name in results}
+
+
+@functools.partial(
+    jax.jit, static_argnames=("target", "operands", "results", "aliases", "workspace", "attributes"), inline=True
+)
+def _run(
+    *arrays: jax.Array,
+    target: str,
+    operands: tuple[str, ...],
+    results: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
+    aliases: tuple[tuple[int, int], ...],
+    workspace: int,
+    attributes: tuple[tuple[str, Any], ...],
+) -> Sequence[jax.Array]:
+    """The call; jitted so that it is known where the arrays are: the CPU's memory need not grow by a workspace."""
+
+    def run(*arrays: jax.Array, workspace: int) -> Sequence[jax.Array]:
+        wanted = dict(results)
+        if workspace:
+            wanted["workspace"] = jax.ShapeDtypeStruct((workspace,), np.uint8)
+        outputs = jax.ffi.ffi_call(
+            target,
+            tuple(wanted.values()),
+            vmap_method="sequential",
+            input_output_aliases=dict(aliases),
+        )(*arrays, operands=",".join(operands), results=",".join(wanted), **dict(attributes))
+        return outputs[: len(results)]
+
+    with_workspace = functools.partial(run, workspace=workspace)
+    if not workspace:
+        return with_workspace(*arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=functools.partial(run, workspace=0), default=with_workspace)
 
 
 def statistics_workspace(num_tokens: int, num_sequences: int, num_experts: int) -> int:
@@ -141,3 +155,49 @@ def plan_workspace(num_slots: int, num_experts: int) -> int:
 def sort_chunks_workspace(num_chunks: int) -> int:
     """Bytes for where every chunk begins on CUDA (src/dispatch/sort_chunks.cu)."""
     return (3 * num_chunks + 2) * 4
+
+
+def _aligned(size: int, step: int = 64) -> int:
+    return -(-size // step) * step
+
+
+def weight_gradient_workspace(num_rows: int, num_experts: int, width: int, columns: int, *dtypes: Any) -> int:
+    """Bytes for a gradient [E, width, columns] on CUDA (src/experts/hopper/segments.cu); dtypes: of its factors.
+
+    The list of the segments that sums over rows are cut into, and their partial results; nothing where the tensor
+    cores' kernel can't take the factors.
+    """
+    sizes = (num_rows, num_experts, width, columns)
+    if any(np.dtype(dtype).itemsize != 2 for dtype in dtypes) or 0 in sizes:
+        return 0
+    rows = _aligned(num_rows)
+    share = width * columns / (128 * 256 * 132 * 4)
+    if share < 1:
+        rows = min(rows, _aligned(max(int(num_rows * share) + 1, 512)))
+    partials = 2 * num_rows // rows if rows < num_rows else 0
+    lists = 256 + _aligned((num_experts + partials) * 16, 256) + _aligned(partials // 2 * 12, 256)
+    return lists + partials * width * columns * 4
+
+
+def ffn_forward_workspace(num_rows: int, hidden: int, dtype: Any) -> int:
+    """Bytes for the activations [R, F] on CUDA (src/experts/ffn_forward.cu)."""
+    return _aligned(num_rows * hidden * np.dtype(dtype).itemsize)
+
+
+def ffn_backward_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dtype: Any) -> int:
+    """Bytes for all gradients on CUDA where dh takes over the memory of h (src/experts/ffn_backward.cu).
+
+    Args:
+      num_rows: R.
+      w_in: shape [E, D, P, F].
+      dtype: of x.
+      d_dtype: of the cotangent.
+    """
+    E, D, P, F = w_in
+    dots = -(-F // 64) * num_rows * 4
+    biases = (-(-num_rows // 512) + E) * max(D, P * F) * 4
+    weights = max(
+        weight_gradient_workspace(num_rows, E, F, D, dtype, d_dtype),
+        weight_gradient_workspace(num_rows, E, D, P * F, dtype),
+    )
+    return ffn_forward_workspace(num_rows, F, dtype) + _aligned(max(dots, biases, weights))

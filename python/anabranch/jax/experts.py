@@ -60,9 +60,11 @@ def grouped_product(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, trans
 
 def grouped_weight_gradient(x: jax.Array, d_y: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
     """d_w[E, D, N] = x^T d_y over the rows of expert e, of any float dtype; zero for an expert without rows."""
-    d_w = jax.ShapeDtypeStruct((group_sizes.shape[0], x.shape[1], d_y.shape[1]), dtype)
+    E, (R, D), N = group_sizes.shape[0], x.shape, d_y.shape[1]
     operands = {"x": x, "d_y": d_y, "group_sizes": group_sizes}
-    return _ffi.call("ab_xla_grouped_matmul_dw", operands, {"d_w": d_w})["d_w"]
+    results = {"d_w": jax.ShapeDtypeStruct((E, D, N), dtype)}
+    workspace = _ffi.weight_gradient_workspace(R, E, D, N, x.dtype, d_y.dtype)
+    return _ffi.call("ab_xla_grouped_matmul_dw", operands, results, workspace=workspace)["d_w"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,6 +180,7 @@ def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tu
             "y": jax.ShapeDtypeStruct((R, x.shape[1]), x.dtype),
             "h": jax.ShapeDtypeStruct((R, *w_in.shape[2:]), x.dtype) if keep_h else None,
         },
+        workspace=_ffi.ffn_forward_workspace(R, w_in.shape[3], x.dtype),
         activation=ACTIVATIONS.index(config.activation),
         weight_early=int(config.weight_early),
         topk=config.topk,
@@ -210,6 +213,7 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
             "d_weights": _like(weights, jnp.float32),
         },
         aliases={"h": "dh"},
+        workspace=_ffi.ffn_backward_workspace(h.shape[0], operands.w_in.shape, x.dtype, d_out.dtype),
         activation=ACTIVATIONS.index(config.activation),
         topk=config.topk,
     )

@@ -49,6 +49,14 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kGroups) : "memory");
 }
 
+// Lets accumulators begin anew, with any values. Without it the compiler would carry what an epilogue has made of them
+// to the next product, and for these moves wait for every single wgmma.
+template <int kCount>
+__device__ __forceinline__ void begin_accumulators(float (&d)[kCount]) {
+#pragma unroll
+  for (float& value : d) asm volatile("" : "=f"(value));
+}
+
 // Keeps the compiler from reading accumulators before the wait that stands before this.
 template <int kCount>
 __device__ __forceinline__ void finish_accumulators(float (&d)[kCount]) {

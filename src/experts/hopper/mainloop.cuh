@@ -89,6 +89,8 @@ __device__ __forceinline__ void multiply_steps(OperandRing<Shape>& ring, int n, 
   auto before = at;
   const Descriptor first_a = make_descriptor(shared_address(ring.a[0])) + member * Shape::kWarpgroupPanels * kNextPanel;
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
+#pragma unroll
+  for (int panel = 0; panel < kUsed; ++panel) begin_accumulators(acc[panel]);
   for (int step = 0; step < tile.steps; ++step) {
     ring.full[at.slot].wait(at.phase);
     if constexpr (OperandA::kGathered || OperandB::kGathered) fence_async_proxy();

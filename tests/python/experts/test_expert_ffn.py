@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from anabranch.jax import expert_ffn
 from anabranch.jax.experts import ACTIVATIONS
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 
 def run(net, activation="silu", weight_early=False):
     """(y, gradients by name) of expert_ffn."""

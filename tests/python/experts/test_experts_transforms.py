@@ -8,6 +8,8 @@ from expert_cases import network, random_array
 
 from anabranch.jax import expert_ffn, grouped_matmul
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 SIZES = (4, 0, 5)
 
 
@@ -91,11 +93,12 @@ def test_donated_and_reused_residuals_are_not_overwritten():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_export():
+def test_export(platform):
     arrays, d_y = operands()
     targets = ("ab_xla_expert_ffn_forward", "ab_xla_expert_ffn_backward")
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
-    exported = jax.export.export(jax.jit(gradient), disabled_checks=checks)(arrays, d_y)
+    platforms = ["cuda" if platform == "gpu" else platform]
+    exported = jax.export.export(jax.jit(gradient), platforms=platforms, disabled_checks=checks)(arrays, d_y)
     reloaded = jax.export.deserialize(exported.serialize())
     assert_same(reloaded.call(arrays, d_y), gradient(arrays, d_y))
 

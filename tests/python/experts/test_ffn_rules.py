@@ -9,6 +9,8 @@ from expert_cases import Network, assert_matches_oracle, network, random_array
 from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.reference import dispatch
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 
 def routed(rng, num_tokens, num_experts, topk, *, align_size=0, num_rows=None):
     """A plan of distinct experts a token, a few of them masked."""

@@ -12,6 +12,8 @@ from anabranch.jax import grouped_matmul
 from anabranch.reference import experts as reference
 from oracle import assert_close_per_expert
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 
 def check(rng, sizes, width, columns, *, dtype="float32", transpose_w=False, spare=0):
     sizes = np.asarray(sizes, np.int32)

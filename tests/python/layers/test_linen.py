@@ -9,6 +9,8 @@ import pytest
 from anabranch.jax import ScoreFunction, moe
 from anabranch.jax.linen import MoEBlock
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 OPTIONS = dict(num_experts=6, num_experts_per_tok=2, intermediate_size=20)
 
 

@@ -10,6 +10,8 @@ from flax import nnx
 from anabranch.jax import moe
 from anabranch.jax.nnx import MoE, RouterState
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 
 def _layer(**options):
     return MoE(12, 20, num_experts=6, topk=2, rngs=nnx.Rngs(0), **options)
@@ -58,10 +60,11 @@ def test_parameters_start_at_the_fan_in_of_one_expert():
 
 def test_shared_expert_adds_a_dense_one():
     layer, x = _layer(shared_features=16), _x(7, 12)
-    gate, up = (x @ layer.shared_in[...][:, i] for i in range(2))
-    routed = moe(x, layer.gate[...], layer.w_in[...], layer.w_out[...], topk=2).output
-    want = routed + (jax.nn.silu(gate) * up) @ layer.shared_out[...]
-    np.testing.assert_allclose(layer(x).output, want, rtol=2e-5, atol=2e-5)
+    with jax.default_matmul_precision("highest"):  # a GPU may round operands of some products to fewer digits
+        gate, up = (x @ layer.shared_in[...][:, i] for i in range(2))
+        routed = moe(x, layer.gate[...], layer.w_in[...], layer.w_out[...], topk=2).output
+        want = routed + (jax.nn.silu(gate) * up) @ layer.shared_out[...]
+        np.testing.assert_allclose(layer(x).output, want, rtol=2e-5, atol=2e-5)
     mask = jnp.arange(7) != 2
     np.testing.assert_array_equal(layer(x, token_mask=mask).output[2], 0.0)
 

@@ -10,6 +10,8 @@ from moe_cases import check_layer, operands
 
 from anabranch.jax import moe
 
+pytestmark = pytest.mark.usefixtures("platform")
+
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
@@ -218,7 +220,7 @@ def test_donated_buffers():
     _assert_same(step(x + 0.0, *weights), want)
 
 
-def test_export_round_trip():
+def test_export_round_trip(platform):
     arguments = _arguments()
 
     def layer(*a):
@@ -227,7 +229,9 @@ def test_export_round_trip():
     from anabranch.jax import custom_calls
 
     exported = jax.export.export(
-        jax.jit(layer), disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(n) for n in custom_calls()]
+        jax.jit(layer),
+        platforms=["cuda" if platform == "gpu" else platform],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(n) for n in custom_calls()],
     )(*arguments)
     loaded = jax.export.deserialize(bytearray(exported.serialize()))
     _assert_same(loaded.call(*arguments), jax.jit(layer)(*arguments))

@@ -1,5 +1,6 @@
 """The bounds that the Python rules give XLA for CUDA workspaces hold what the C functions ask for. Needs no GPU."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -55,3 +56,78 @@ def test_sort_chunks(library, S):
     x, integers = np.empty((7, 3), np.float32), np.empty(S, np.int32)
     values = {"x": x, "split_sizes": integers, "sorted_indices": integers, "out": x}
     assert needed(library, "ab_cuda_sort_chunks", values) <= _ffi.sort_chunks_workspace(S)
+
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+expert_shapes = pytest.mark.parametrize(
+    "R, E, D, F",
+    [
+        (0, 3, 8, 8),
+        (1, 1, 1, 1),
+        (700, 0, 8, 8),
+        (700, 5, 13, 7),
+        (513, 8, 64, 72),
+        (4097, 3, 768, 256),
+        (32768, 8, 1024, 1024),
+        (65536, 128, 768, 256),
+        (10000, 130, 4096, 512),
+        (262144, 8, 136, 8),
+    ],
+)
+
+
+@expert_shapes
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("other", DTYPES)
+def test_grouped_matmul_dw(library, R, E, D, F, dtype, other):
+    values = {
+        "x": np.empty((R, D), DTYPES[dtype]),
+        "d_y": np.empty((R, F), DTYPES[other]),
+        "group_sizes": np.empty(E, np.int32),
+        "d_w": np.empty((E, D, F), DTYPES[dtype]),
+    }
+    bound = _ffi.weight_gradient_workspace(R, E, D, F, dtype, other)
+    assert needed(library, "ab_cuda_grouped_matmul_dw", values) <= bound
+
+
+def ffn_values(R, E, D, F, P, dtype):
+    """Operands that forward and backward have in common, of rows without slots."""
+    dtype = DTYPES[dtype]
+    return {
+        "x": np.empty((R, D), dtype),
+        "group_sizes": np.empty(E, np.int32),
+        "w_in": np.empty((E, D, P, F), dtype),
+        "w_out": np.empty((E, F, D), dtype),
+        "h": np.empty((R, P, F), dtype),
+    }
+
+
+@expert_shapes
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expert_ffn_forward(library, R, E, D, F, dtype):
+    values = ffn_values(R, E, D, F, 2, dtype)
+    values["y"] = values["x"]
+    assert needed(library, "ab_cuda_expert_ffn_forward", values) <= _ffi.ffn_forward_workspace(R, F, dtype)
+
+
+@expert_shapes
+@pytest.mark.parametrize("P", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d_dtype", DTYPES)
+def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
+    values = ffn_values(R, E, D, F, P, dtype)
+    values |= {
+        "d_out": np.empty((R, D), DTYPES[d_dtype]),
+        "dh": values["h"],
+        "dx_rows": values["x"],
+        "d_w_in": values["w_in"],
+        "d_b_in": np.empty((E, P, F), DTYPES[dtype]),
+        "d_w_out": values["w_out"],
+        "d_b_out": np.empty((E, D), DTYPES[dtype]),
+        "d_weights": np.empty(R, np.float32),
+    }
+    bound = _ffi.ffn_backward_workspace(R, values["w_in"].shape, dtype, d_dtype)
+    assert needed(library, "ab_cuda_expert_ffn_backward", values) <= bound
+    for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # whichever of them decides
+        some = {name: value for name, value in values.items() if not name.startswith("d_") or name in (output, "d_out")}
+        assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, output

@@ -1,0 +1,33 @@
+// Single elements of float tensors.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/inline.h"
+#include "core/tensor.h"
+
+namespace anabranch {
+
+// The elements of a tensor of floats, one by one, in float32; ones without a tensor.
+struct Floats {
+  void* data = nullptr;
+  int32_t dtype = 0;
+
+  Floats() = default;
+  AB_INLINE Floats(void* elements, int32_t their_dtype) : data(elements), dtype(their_dtype) {}
+  explicit Floats(const ab_tensor* tensor) {
+    if (tensor == nullptr) return;
+    data = tensor->data;
+    dtype = tensor->dtype;
+  }
+  AB_INLINE float operator[](int64_t i) const {
+    if (data == nullptr) return 1.0f;
+    return with_float_type(dtype, [&]<class T>(T) { return to_float(static_cast<const T*>(data)[i]); });
+  }
+  AB_INLINE void set(int64_t i, float value) const {
+    with_float_type(dtype, [&]<class T>(T) { static_cast<T*>(data)[i] = from_float<T>(value); });
+  }
+};
+
+}  // namespace anabranch

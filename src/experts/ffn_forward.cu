@@ -1,0 +1,82 @@
+// ab_cuda_expert_ffn_forward: up, then down.
+#include "anabranch/cuda.h"
+#include "core/cuda/device.h"
+#include "core/cuda/launch.h"
+#include "core/tensor.h"
+#include "experts/check.h"
+#include "experts/down.h"
+#include "experts/up.h"
+#include "experts/workspace.h"
+
+namespace anabranch::cuda {
+namespace {
+
+struct Forward {
+  const ab_expert_ffn_forward_args& args;
+  FfnSizes s;
+  Workspace workspace;
+  Floats a;  // [R, F]
+
+  Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
+      : args(arguments),
+        s(sizes),
+        workspace(memory),
+        a(workspace.take_bytes(static_cast<size_t>(s.R * s.F * dtype_size(args.x->dtype))), args.x->dtype) {}
+
+  Up up() const {
+    Up up;
+    up.s = s;
+    up.map = RowMap(args.slot_of_row, s);
+    up.group_sizes = data<const int32_t>(args.group_sizes);
+    up.activation = args.activation;
+    up.x = Floats(args.x);
+    up.w_in = Floats(args.w_in);
+    up.b_in = Floats(args.b_in);
+    if (args.weight_early != 0) up.weights = Floats(args.weights);
+    up.h = Floats(args.h);
+    up.a = a;
+    return up;
+  }
+
+  Down down() const {
+    Down down;
+    down.s = s;
+    down.map = RowMap(args.slot_of_row, s);
+    down.group_sizes = data<const int32_t>(args.group_sizes);
+    down.weight_early = args.weight_early != 0;
+    down.a = a;
+    down.w_out = Floats(args.w_out);
+    down.b_out = Floats(args.b_out);
+    down.weights = Floats(args.weights);
+    down.y = Floats(args.y);
+    return down;
+  }
+};
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec*, size_t* bytes) {
+  FfnSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  *bytes = cuda::Forward(*args, s, nullptr).workspace.size();
+  return ok();
+}
+
+ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec) {
+  FfnSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  const cuda::Forward op(*args, s, exec);
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  int multiprocessors = 0;
+  AB_RETURN_IF_ERROR(cuda::find_hopper("expert_ffn_forward", &multiprocessors));
+  const cudaStream_t stream = cuda::stream_of(exec);
+  AB_RETURN_IF_ERROR(cuda::compute_up(op.up(), multiprocessors, stream));
+  return cuda::compute_down(op.down(), multiprocessors, stream);
+}
+
+}  // extern "C"

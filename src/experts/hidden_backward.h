@@ -1,0 +1,40 @@
+// Gradients of the hidden rows of the feed-forward network on CUDA.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+#include "core/floats.h"
+#include "experts/check.h"
+#include "experts/row_map.h"
+
+namespace anabranch::cuda {
+
+// With w the row's weight and `a` recomputed from h:
+//
+//     da' = d_y W_out[e]^T;  dh = act'(h) w da';  weighted_a = w a;  <da', a> = the sum of dots[:, r].
+//
+// Padding, and rows past the groups, are zero.
+struct HiddenBackward {
+  FfnSizes s;
+  RowMap map;
+  const int32_t* group_sizes = nullptr;  // [E], on the device
+  int32_t activation = 0;
+  Floats d_y;             // gathered rows of D
+  Floats w_out;           // [E, F, D]
+  Floats weights;         // of slots, or none: 1
+  Floats h;               // [R, P, F]
+  Floats dh;              // [R, P, F], or none; may be the memory of h
+  Floats weighted_a;      // [R, F], or none
+  float* dots = nullptr;  // [dot_parts(), R], or nullptr
+};
+
+// Parts of <da', a>, each over some of the columns; at most one for each 64 columns.
+int64_t dot_parts(const HiddenBackward& backward);
+constexpr int64_t most_dot_parts(int64_t F) { return (F + 63) / 64; }
+
+ab_status compute_hidden_backward(const HiddenBackward& backward, int multiprocessors, cudaStream_t stream);
+
+}  // namespace anabranch::cuda

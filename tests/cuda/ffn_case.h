@@ -1,0 +1,289 @@
+// A feed-forward network with operands of any dtype, for tests on the GPU against the CPU.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <ostream>
+#include <random>
+#include <vector>
+
+#include "anabranch/cuda.h"
+#include "experts_case.h"
+
+namespace anabranch::testing {
+
+enum class Weighting { none, late, early };
+
+struct FfnCase {
+  std::vector<int32_t> sizes;
+  int64_t R = 0;
+  int64_t D = 0;
+  int64_t F = 0;
+  int64_t P = 2;
+  int64_t T = 0;  // 0: x holds rows
+  int64_t K = 0;
+  int32_t dtype = AB_BFLOAT16;
+  int32_t activation = AB_SILU;
+  Weighting weighting = Weighting::late;
+  bool biases = true;
+  int32_t d_out = 0;  // dtype; 0: that of x
+  int32_t weights = AB_FLOAT32;
+
+  int64_t E() const { return static_cast<int64_t>(sizes.size()); }
+  bool by_slot() const { return K > 0; }
+};
+
+inline std::ostream& operator<<(std::ostream& out, const FfnCase& c) {
+  return out << "R " << c.R << " E " << c.E() << " D " << c.D << " P " << c.P << " F " << c.F << " T " << c.T << " K "
+             << c.K << " dtype " << c.dtype << " activation " << c.activation << " weighting "
+             << static_cast<int>(c.weighting) << (c.biases ? " biases" : "") << " d_out " << c.d_out << " weights "
+             << c.weights;
+}
+
+struct Network {
+  using ForwardArgs = ab_expert_ffn_forward_args;
+  using BackwardArgs = ab_expert_ffn_backward_args;
+
+  FfnCase c;
+  std::vector<int64_t> ends;
+  Tensor<int32_t> sizes;
+  Tensor<int32_t> slots;
+  FloatTensor x, w_in, b_in, w_out, b_out, weights, kept_h, d_out;
+  // results
+  FloatTensor y, h, dh, dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights;
+
+  explicit Network(const FfnCase& shape, unsigned seed = 1)
+      : c(shape),
+        ends(ends_of(c.sizes, c.R)),
+        sizes({c.E()}, c.sizes),
+        slots({c.R}),
+        x({source_rows(), c.D}, c.dtype),
+        w_in({c.E(), c.D, c.P, c.F}, c.dtype),
+        b_in({c.E(), c.P, c.F}, c.dtype),
+        w_out({c.E(), c.F, c.D}, c.dtype),
+        b_out({c.E(), c.D}, c.dtype),
+        weights(slot_shape(), c.weights),
+        kept_h({c.R, c.P, c.F}, c.dtype),
+        d_out({source_rows(), c.D}, c.d_out == 0 ? c.dtype : c.d_out),
+        y({c.R, c.D}, c.dtype),
+        h({c.R, c.P, c.F}, c.dtype),
+        dh({c.R, c.P, c.F}, c.dtype),
+        dx_rows({c.R, c.D}, c.dtype),
+        d_w_in({c.E(), c.D, c.P, c.F}, c.dtype),
+        d_b_in({c.E(), c.P, c.F}, c.dtype),
+        d_w_out({c.E(), c.F, c.D}, c.dtype),
+        d_b_out({c.E(), c.D}, c.dtype),
+        d_weights(slot_shape(), AB_FLOAT32) {
+    place_slots(seed);
+    for (FloatTensor* tensor : {&x, &b_in, &b_out, &weights, &kept_h, &d_out}) tensor->fill_uniform(++seed);
+    fill_scaled(w_in, std::sqrt(3.0f / static_cast<float>(c.D + 1)), ++seed);
+    fill_scaled(w_out, std::sqrt(3.0f / static_cast<float>(c.F + 1)), ++seed);
+    poison();
+  }
+
+  // The slot that row r stands for; -1: padding, or past the groups.
+  int64_t slot_of(int64_t r) const {
+    if (ends.empty() || r >= ends.back()) return -1;
+    if (!c.by_slot()) return r;
+    return slots[r] >= 0 && slots[r] < c.T * c.K ? slots[r] : -1;
+  }
+
+  ForwardArgs forward_args() const {
+    const bool weighted = c.weighting != Weighting::none;
+    return {sizeof(ForwardArgs),
+            c.activation,
+            c.weighting == Weighting::early ? 1 : 0,
+            static_cast<int32_t>(c.K),
+            x.view(),
+            c.by_slot() ? slots.view() : nullptr,
+            sizes.view(),
+            w_in.view(),
+            c.biases ? b_in.view() : nullptr,
+            w_out.view(),
+            c.biases ? b_out.view() : nullptr,
+            weighted ? weights.view() : nullptr,
+            y.view(),
+            h.view()};
+  }
+  // From kept_h, so that both sides begin with the same.
+  BackwardArgs backward_args() const {
+    return {sizeof(BackwardArgs),
+            c.activation,
+            static_cast<int32_t>(c.K),
+            x.view(),
+            c.by_slot() ? slots.view() : nullptr,
+            sizes.view(),
+            w_in.view(),
+            w_out.view(),
+            c.biases ? b_out.view() : nullptr,
+            c.weighting != Weighting::none ? weights.view() : nullptr,
+            kept_h.view(),
+            d_out.view(),
+            dh.view(),
+            dx_rows.view(),
+            d_w_in.view(),
+            d_b_in.view(),
+            d_w_out.view(),
+            d_b_out.view(),
+            d_weights.view()};
+  }
+
+  void on_cpu() const {
+    EXPECT_OK(call(ab_expert_ffn_forward, ab_expert_ffn_forward_workspace, forward_args()));
+    EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, backward_args()));
+  }
+  void on_gpu() const {
+    forward_on_gpu(forward_args());
+    backward_on_gpu(backward_args());
+  }
+  static void forward_on_gpu(const ForwardArgs& args) {
+    using A = ForwardArgs;
+    run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, args, &A::x, &A::slot_of_row,
+                  &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h);
+  }
+  static void backward_on_gpu(const BackwardArgs& args) {
+    using A = BackwardArgs;
+    run_on_copies(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, args, &A::x, &A::slot_of_row,
+                  &A::group_sizes, &A::w_in, &A::w_out, &A::b_out, &A::weights, &A::h, &A::d_out, &A::dh, &A::dx_rows,
+                  &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights);
+  }
+
+  // The results that are the same bits as another network's.
+  void expect_same_bits(const Network& other) const {
+    EXPECT_TRUE(y.is(other.y)) << "y";
+    EXPECT_TRUE(h.is(other.h)) << "h";
+    EXPECT_TRUE(dh.is(other.dh)) << "dh";
+    EXPECT_TRUE(dx_rows.is(other.dx_rows)) << "dx_rows";
+    EXPECT_TRUE(d_w_in.is(other.d_w_in)) << "d_w_in";
+    EXPECT_TRUE(d_b_in.is(other.d_b_in)) << "d_b_in";
+    EXPECT_TRUE(d_w_out.is(other.d_w_out)) << "d_w_out";
+    EXPECT_TRUE(d_b_out.is(other.d_b_out)) << "d_b_out";
+    EXPECT_TRUE(d_weights.is(other.d_weights)) << "d_weights";
+  }
+
+ private:
+  int64_t source_rows() const { return c.by_slot() ? c.T : c.R; }
+  std::vector<int64_t> slot_shape() const {
+    return c.by_slot() ? std::vector<int64_t>{c.T, c.K} : std::vector<int64_t>{c.R};
+  }
+
+  // Slots in any order, each once at most; a tenth of the rows hold what is none.
+  void place_slots(unsigned seed) {
+    std::mt19937 random(seed);
+    std::vector<int32_t> order(static_cast<size_t>(c.T * c.K));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    const int32_t none[] = {-1, INT32_MIN, INT32_MAX, static_cast<int32_t>(c.T * c.K), -7};
+    for (int64_t r = 0; r < c.R; ++r) {
+      if (order.empty() || random() % 10 == 0) {
+        slots[r] = none[random() % 5];
+      } else {
+        slots[r] = order.back();
+        order.pop_back();
+      }
+    }
+  }
+
+  static void fill_scaled(FloatTensor& tensor, float scale, unsigned seed) {
+    tensor.fill_uniform(seed);
+    for (int64_t i = 0; i < tensor.size(); ++i) tensor.set(i, scale * tensor.get(i));
+  }
+
+  // What no row stands for holds NaN: nothing may come of it.
+  void poison() {
+    std::vector<bool> used_slots(static_cast<size_t>(std::max(c.R, c.T * c.K)));
+    std::vector<bool> used_sources(static_cast<size_t>(source_rows()));
+    for (int64_t r = 0; r < c.R; ++r) {
+      const int64_t slot = slot_of(r);
+      if (slot < 0) {
+        fill_nan(kept_h, r * c.P * c.F, c.P * c.F);
+      } else {
+        used_slots[static_cast<size_t>(slot)] = true;
+        used_sources[static_cast<size_t>(c.by_slot() ? slot / c.K : r)] = true;
+      }
+    }
+    for (int64_t slot = 0; slot < weights.size(); ++slot) {
+      if (!used_slots[static_cast<size_t>(slot)]) fill_nan(weights, slot, 1);
+    }
+    for (int64_t source = 0; source < source_rows(); ++source) {
+      if (used_sources[static_cast<size_t>(source)]) continue;
+      fill_nan(x, source * c.D, c.D);
+      fill_nan(d_out, source * c.D, c.D);
+    }
+  }
+
+  static void fill_nan(FloatTensor& tensor, int64_t begin, int64_t count) {
+    for (int64_t i = begin; i < begin + count; ++i) tensor.set(i, std::numeric_limits<float>::quiet_NaN());
+  }
+};
+
+// Elements [begin, end) of one expert. Both sides round the same chains of sums, most of them to the same number: the
+// norm of the difference is below two roundings of each element, and an element's below eight of its neighbours' size.
+inline void compare_elements(const char* name, const FloatTensor& got, const FloatTensor& want, int64_t begin,
+                             int64_t end) {
+  double error = 0;
+  double norm = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    ASSERT_TRUE(std::isfinite(want.get(i))) << name << " of the CPU at " << i;
+    norm += static_cast<double>(want.get(i)) * want.get(i);
+  }
+  const double size = end == begin ? 0 : std::sqrt(norm / static_cast<double>(end - begin));
+  const double rounding = rounding_of(want.dtype()) + 2e-6;
+  for (int64_t i = begin; i < end; ++i) {
+    const double difference = static_cast<double>(got.get(i)) - want.get(i);
+    ASSERT_LE(std::abs(difference), 8 * rounding * (std::abs(want.get(i)) + size))
+        << name << " at " << i << ": got " << got.get(i) << ", expected " << want.get(i);
+    error += difference * difference;
+  }
+  ASSERT_LE(std::sqrt(error), 2 * rounding * std::sqrt(norm)) << name << " of an expert";
+}
+
+// Expert by expert of a tensor [E, ...].
+inline void compare_experts(const char* name, const FloatTensor& got, const FloatTensor& want, int64_t E) {
+  const int64_t each = E == 0 ? 0 : want.size() / E;
+  for (int64_t e = 0; e < E; ++e) compare_elements(name, got, want, e * each, (e + 1) * each);
+}
+
+// Expert by expert of a tensor [R, ...]; zero in padding and past the groups.
+inline void compare_rows(const char* name, const Network& net, const FloatTensor& got, const FloatTensor& want) {
+  const int64_t width = net.c.R == 0 ? 0 : want.size() / net.c.R;
+  int64_t begin = 0;
+  for (const int64_t end : net.ends) {
+    compare_elements(name, got, want, begin * width, end * width);
+    begin = end;
+  }
+  for (int64_t r = 0; r < net.c.R; ++r) {
+    for (int64_t i = r * width; net.slot_of(r) < 0 && i < (r + 1) * width; ++i) {
+      ASSERT_EQ(got.get(i), 0.0f) << name << " row " << r << ", which is padding";
+    }
+  }
+}
+
+// A slot's gradient is a sum of F + D products of about 1, some of which cancel; exactly zero without a row.
+inline void compare_slots(const Network& net, const FloatTensor& got, const FloatTensor& want) {
+  std::vector<bool> used(static_cast<size_t>(want.size()));
+  for (int64_t r = 0; r < net.c.R; ++r) {
+    if (net.slot_of(r) >= 0) used[static_cast<size_t>(net.slot_of(r))] = true;
+  }
+  const double limit = 2e-6 * std::sqrt(static_cast<double>(net.c.F + net.c.D));
+  for (int64_t i = 0; i < want.size(); ++i) {
+    ASSERT_NEAR(got.get(i), want.get(i), used[static_cast<size_t>(i)] ? limit : 0.0) << "d_weights at " << i;
+  }
+}
+
+inline void compare(const Network& got, const Network& want) {
+  const int64_t E = want.c.E();
+  compare_rows("y", want, got.y, want.y);
+  compare_rows("h", want, got.h, want.h);
+  compare_rows("dh", want, got.dh, want.dh);
+  compare_rows("dx_rows", want, got.dx_rows, want.dx_rows);
+  compare_experts("d_w_in", got.d_w_in, want.d_w_in, E);
+  compare_experts("d_b_in", got.d_b_in, want.d_b_in, E);
+  compare_experts("d_w_out", got.d_w_out, want.d_w_out, E);
+  compare_experts("d_b_out", got.d_b_out, want.d_b_out, E);
+  compare_slots(want, got.d_weights, want.d_weights);
+}
+
+}  // namespace anabranch::testing

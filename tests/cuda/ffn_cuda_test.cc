@@ -1,0 +1,364 @@
+// The feed-forward network on the GPU against the CPU's.
+#include "ffn_case.h"
+
+namespace anabranch::testing {
+namespace {
+
+// Every result is the CPU's, and the same bits on another run.
+void check(const FfnCase& c, unsigned seed = 1) {
+  SCOPED_TRACE(::testing::Message() << c);
+  const Network want(c, seed);
+  want.on_cpu();
+  const Network got(c, seed);
+  got.on_gpu();
+  if (::testing::Test::HasFatalFailure()) return;
+  compare(got, want);
+  if (::testing::Test::HasFatalFailure()) return;
+  const Network again(c, seed);
+  again.on_gpu();
+  again.expect_same_bits(got);
+}
+
+using FfnCuda = HopperTest;
+
+const std::vector<int32_t> kGroups = {3, 0, 64, 1, 70, 0, 9};  // 147 rows
+
+TEST_F(FfnCuda, EveryOptionIsTheCpus) {
+  unsigned seed = 0;
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int64_t P : {1, 2}) {
+      for (const int32_t activation : {AB_SILU, AB_GELU, AB_RELU, AB_RELU2}) {
+        for (const Weighting weighting : {Weighting::none, Weighting::late, Weighting::early}) {
+          for (const bool biases : {false, true}) {
+            const bool by_slot = ++seed % 3 != 0;
+            const bool aligned = seed % 2 == 0;  // widths that the tensor cores take, or odd ones
+            FfnCase c{kGroups, 150, aligned ? 64 : 13, aligned ? 72 : 7, P};
+            if (by_slot) {
+              c.T = 61;
+              c.K = 3;
+            }
+            c.dtype = dtype;
+            c.activation = activation;
+            c.weighting = weighting;
+            c.biases = biases;
+            check(c, seed);
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(FfnCuda, CotangentsAndWeightsHaveAnyDtype) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int32_t d_out : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+      for (const int32_t weights : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+        for (const Weighting weighting : {Weighting::late, Weighting::early}) {
+          check({kGroups, 147, 24, 40, 2, 80, 2, dtype, AB_GELU, weighting, true, d_out, weights});
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(FfnCuda, EveryShapeIsTheCpus) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    check({{1}, 1, 1, 1, 2, 1, 1, dtype});
+    check({{1}, 1, 1, 1, 1, 0, 0, dtype});
+    check({kUneven, 1300, 136, 264, 2, 500, 3, dtype});  // more slots than rows, rows past the groups
+    check({kUneven, 1217, 33, 130, 2, 100, 8, dtype});   // fewer slots than rows
+    check({kUneven, 1217, 72, 65, 1, 0, 0, dtype});
+    check({{5000, 0, 20, 1500}, 6600, 136, 72, 2, 3300, 2, dtype});  // sums over rows that are cut
+    check({{512, 0, 513, 1, 511, 1024}, 2561, 40, 24, 1, 1000, 3, dtype});
+    check({{0, 0, 0}, 5, 16, 8, 2, 4, 2, dtype});
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(FfnCuda, EmptySizesAreOrdinary) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const int64_t K : {0, 2}) {
+      check({{2, 1}, 0, 8, 16, 2, K * 3, K, dtype});           // R
+      check({{2, 1}, 4, 0, 16, 2, K * 3, K, dtype});           // D
+      check({{2, 1}, 4, 8, 0, 2, K * 3, K, dtype});            // F
+      check({{}, 4, 8, 16, 2, K * 3, K, dtype});               // E
+      check({{2, 1}, K == 0 ? 0 : 4, 8, 16, 2, 0, K, dtype});  // T
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(FfnCuda, ManyExperts) {
+  std::mt19937 random(4);
+  std::vector<int32_t> sizes(700);
+  int64_t R = 9;
+  for (int32_t& size : sizes) R += size = random() % 3 == 0 ? 0 : static_cast<int32_t>(random() % 12);
+  check({sizes, R, 24, 16, 2, R, 2});
+  check({sizes, R, 24, 16, 2, R, 2, AB_FLOAT32});
+}
+
+TEST_F(FfnCuda, NoSizeReachesOutOfBounds) {
+  for (const int64_t D : {64, 13}) {
+    for (const int64_t K : {0, 2}) {
+      for (const std::vector<int32_t>& sizes :
+           {std::vector<int32_t>{-5, 3, INT32_MIN, 4, -1}, {2, INT32_MAX, INT32_MAX, 1}, {INT32_MAX, -1, INT32_MAX}}) {
+        check({sizes, 600, D, 8, 2, 300 * K, K});
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// What is not a number in a weight stays out of padding and of other experts.
+TEST_F(FfnCuda, NanInWeightsStaysOutOfPadding) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const int64_t D : {64, 13}) {
+      for (const Weighting weighting : {Weighting::none, Weighting::late, Weighting::early}) {
+        for (const bool biases : {false, true}) {
+          Network net({{40, 30}, 80, D, 24, 2, 50, 2, dtype, AB_SILU, weighting, biases});
+          net.w_in.set(0, std::numeric_limits<float>::quiet_NaN());
+          net.w_out.set(0, std::numeric_limits<float>::quiet_NaN());
+          net.on_gpu();
+          for (int64_t r = 0; r < net.c.R; ++r) {
+            for (const FloatTensor* rows : {&net.y, &net.h, &net.dh, &net.dx_rows}) {
+              const int64_t width = rows->size() / net.c.R;
+              for (int64_t i = r * width; i < (r + 1) * width; ++i) {
+                if (net.slot_of(r) < 0) {
+                  ASSERT_EQ(rows->get(i), 0.0f) << "padding row " << r;
+                } else if (r >= 40) {
+                  ASSERT_TRUE(std::isfinite(rows->get(i))) << "row " << r;
+                }
+              }
+            }
+          }
+          for (int64_t i = net.d_w_in.size() / 2; i < net.d_w_in.size(); ++i) {
+            ASSERT_TRUE(std::isfinite(net.d_w_in.get(i)));
+          }
+          for (int64_t i = net.d_w_out.size() / 2; i < net.d_w_out.size(); ++i) {
+            ASSERT_TRUE(std::isfinite(net.d_w_out.get(i)));
+          }
+          EXPECT_TRUE(std::isnan(net.dx_rows.get(0)) || net.slot_of(0) < 0);
+        }
+      }
+    }
+  }
+}
+
+// What is not a number in a row of its own stays there, and in what is summed over it.
+TEST_F(FfnCuda, NanInARowStaysInIt) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const int64_t D : {64, 13}) {
+      Network net({{40, 30}, 72, D, 24, 2, 0, 0, dtype});
+      constexpr int64_t kRow = 5;
+      net.x.set(kRow * D, std::numeric_limits<float>::quiet_NaN());
+      net.d_out.set(kRow * D, std::numeric_limits<float>::quiet_NaN());
+      net.on_gpu();
+      for (int64_t r = 0; r < net.c.R; ++r) {
+        for (const FloatTensor* rows : {&net.y, &net.h, &net.dh, &net.dx_rows}) {
+          const int64_t width = rows->size() / net.c.R;
+          for (int64_t i = r * width; i < (r + 1) * width; ++i) ASSERT_EQ(std::isnan(rows->get(i)), r == kRow) << r;
+        }
+        ASSERT_EQ(std::isnan(net.d_weights.get(r)), r == kRow) << r;
+      }
+      for (const FloatTensor* weights : {&net.d_w_out, &net.d_b_in, &net.d_b_out}) {
+        EXPECT_TRUE(std::isnan(weights->get(0)));
+        for (int64_t i = weights->size() / 2; i < weights->size(); ++i) ASSERT_TRUE(std::isfinite(weights->get(i)));
+      }
+    }
+  }
+}
+
+TEST_F(FfnCuda, DhTakesOverTheMemoryOfH) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const int64_t P : {1, 2}) {
+      const FfnCase c{kUneven, 1300, 72, 136, P, 500, 3, dtype};
+      const Network apart(c);
+      apart.on_gpu();
+      const Network together(c);
+      ab_expert_ffn_backward_args args = together.backward_args();
+      using A = ab_expert_ffn_backward_args;
+      Mirrors mirrors;
+      for (const auto member :
+           {&A::x, &A::slot_of_row, &A::group_sizes, &A::w_in, &A::w_out, &A::b_out, &A::weights, &A::h, &A::d_out,
+            &A::dx_rows, &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights}) {
+        args.*member = mirrors.add(args.*member);
+      }
+      args.dh = args.h;
+      size_t bytes = 0;
+      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+      DeviceWorkspace workspace(bytes);
+      EXPECT_OK(ab_cuda_expert_ffn_backward(&args, &workspace.exec()));
+      mirrors.fetch();
+      workspace.check();
+      EXPECT_TRUE(together.kept_h.is(apart.dh));
+      EXPECT_TRUE(together.dx_rows.is(apart.dx_rows));
+      EXPECT_TRUE(together.d_w_in.is(apart.d_w_in));
+      EXPECT_TRUE(together.d_b_in.is(apart.d_b_in));
+      EXPECT_TRUE(together.d_w_out.is(apart.d_w_out));
+      EXPECT_TRUE(together.d_b_out.is(apart.d_b_out));
+      EXPECT_TRUE(together.d_weights.is(apart.d_weights));
+    }
+  }
+}
+
+TEST_F(FfnCuda, EachOutputIsTheSameAlone) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const int64_t D : {72, 13}) {
+      const FfnCase c{kUneven, 1300, D, 136, 2, 500, 3, dtype};
+      const Network all(c);
+      all.on_gpu();
+      const Network one(c);
+      ab_expert_ffn_forward_args forward = one.forward_args();
+      forward.h = nullptr;
+      Network::forward_on_gpu(forward);
+      EXPECT_TRUE(one.y.is(all.y));
+      Network::forward_on_gpu(one.forward_args());
+      using A = ab_expert_ffn_backward_args;
+      const auto outputs = {&A::dh, &A::dx_rows, &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights};
+      for (const auto wanted : outputs) {
+        A args = one.backward_args();
+        for (const auto output : outputs) args.*output = nullptr;
+        args.*wanted = one.backward_args().*wanted;
+        Network::backward_on_gpu(args);
+      }
+      one.expect_same_bits(all);
+    }
+  }
+}
+
+// Addresses that are not 16-byte aligned go the simple way, whose workspace is no larger.
+TEST_F(FfnCuda, UnalignedOperands) {
+  const FfnCase c{kGroups, 150, 64, 72, 2, 61, 3};
+  const Network want(c);
+  want.on_cpu();
+  const Network got(c);
+  Mirrors mirrors;
+  ab_expert_ffn_forward_args forward = got.forward_args();
+  using Forward = ab_expert_ffn_forward_args;
+  for (const auto member :
+       {&Forward::x, &Forward::w_in, &Forward::b_in, &Forward::w_out, &Forward::b_out, &Forward::y, &Forward::h}) {
+    forward.*member = mirrors.add(forward.*member, 2);
+  }
+  for (const auto member : {&Forward::slot_of_row, &Forward::group_sizes, &Forward::weights}) {
+    forward.*member = mirrors.add(forward.*member);
+  }
+  ab_expert_ffn_backward_args backward = got.backward_args();
+  using Backward = ab_expert_ffn_backward_args;
+  for (const auto member : {&Backward::x, &Backward::w_in, &Backward::w_out, &Backward::b_out, &Backward::h,
+                            &Backward::d_out, &Backward::dh, &Backward::dx_rows, &Backward::d_w_in, &Backward::d_b_in,
+                            &Backward::d_w_out, &Backward::d_b_out}) {
+    backward.*member = mirrors.add(backward.*member, 2);
+  }
+  for (const auto member : {&Backward::slot_of_row, &Backward::group_sizes, &Backward::weights, &Backward::d_weights}) {
+    backward.*member = mirrors.add(backward.*member);
+  }
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes));
+  DeviceWorkspace for_forward(bytes);
+  EXPECT_OK(ab_cuda_expert_ffn_forward(&forward, &for_forward.exec()));
+  EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &bytes));
+  DeviceWorkspace for_backward(bytes);
+  EXPECT_OK(ab_cuda_expert_ffn_backward(&backward, &for_backward.exec()));
+  mirrors.fetch();
+  for_forward.check();
+  for_backward.check();
+  compare(got, want);
+}
+
+TEST_F(FfnCuda, ReplaysInAGraph) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    const FfnCase c{{3000, 0, 20, 1500}, 4600, 72, 136, 2, 2300, 2, dtype};
+    const Network direct(c);
+    direct.on_gpu();
+    const Network replayed(c);
+    Mirrors mirrors;
+    ab_expert_ffn_forward_args forward = replayed.forward_args();
+    using Forward = ab_expert_ffn_forward_args;
+    for (const auto member : {&Forward::x, &Forward::slot_of_row, &Forward::group_sizes, &Forward::w_in, &Forward::b_in,
+                              &Forward::w_out, &Forward::b_out, &Forward::weights, &Forward::y, &Forward::h}) {
+      forward.*member = mirrors.add(forward.*member);
+    }
+    ab_expert_ffn_backward_args backward = replayed.backward_args();
+    using Backward = ab_expert_ffn_backward_args;
+    for (const auto member :
+         {&Backward::x, &Backward::slot_of_row, &Backward::group_sizes, &Backward::w_in, &Backward::w_out,
+          &Backward::b_out, &Backward::weights, &Backward::h, &Backward::d_out, &Backward::dh, &Backward::dx_rows,
+          &Backward::d_w_in, &Backward::d_b_in, &Backward::d_w_out, &Backward::d_b_out, &Backward::d_weights}) {
+      backward.*member = mirrors.add(backward.*member);
+    }
+    size_t bytes = 0;
+    size_t more = 0;
+    EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes));
+    EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &more));
+    DeviceWorkspace workspace(std::max(bytes, more));  // one after the other
+    replay_in_graph([&](cudaStream_t stream) {
+      workspace.exec().stream = stream;
+      EXPECT_OK(ab_cuda_expert_ffn_forward(&forward, &workspace.exec()));
+      EXPECT_OK(ab_cuda_expert_ffn_backward(&backward, &workspace.exec()));
+    });
+    mirrors.fetch();
+    workspace.check();
+    replayed.expect_same_bits(direct);
+  }
+}
+
+TEST(FfnWithoutCuda, BadArgumentsAreRefused) {
+  const Network net({{2, 2}, 4, 8, 16, 2, 4, 2});
+  size_t bytes = 0;
+  ab_expert_ffn_forward_args forward = net.forward_args();
+  EXPECT_REFUSED(ab_cuda_expert_ffn_forward(&forward, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
+  forward.activation = 4;
+  EXPECT_REFUSED(ab_cuda_expert_ffn_forward(&forward, nullptr), AB_INVALID_ARGUMENT, "activation: got 4, expected");
+  EXPECT_REFUSED(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes), AB_INVALID_ARGUMENT,
+                 "activation: got 4");
+  ab_expert_ffn_backward_args backward = net.backward_args();
+  EXPECT_REFUSED(ab_cuda_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
+  const FloatTensor odd({1, 1}, AB_BFLOAT16);
+  backward.d_w_out = odd.view();
+  EXPECT_REFUSED(ab_cuda_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT,
+                 "d_w_out: got bfloat16 (7) [1, 1], expected bfloat16 [E=2, F=16, D=8]");
+  EXPECT_REFUSED(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &bytes), AB_INVALID_ARGUMENT, "d_w_out");
+  EXPECT_REFUSED(ab_cuda_expert_ffn_forward(nullptr, nullptr), AB_INVALID_ARGUMENT, "args: got NULL");
+  EXPECT_REFUSED(ab_cuda_expert_ffn_backward(nullptr, nullptr), AB_INVALID_ARGUMENT, "args: got NULL");
+}
+
+// What the header says of the workspace.
+TEST(FfnWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
+  const auto aligned = [](int64_t bytes) { return static_cast<size_t>((bytes + 63) / 64 * 64); };
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    const int64_t element = dtype == AB_FLOAT32 ? 4 : 2;
+    const Network net({{200, 300}, 600, 13, 70, 2, 300, 2, dtype});
+    size_t bytes = 0;
+    const ab_expert_ffn_forward_args forward = net.forward_args();
+    EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes));
+    EXPECT_EQ(bytes, aligned(600 * 70 * element));
+    ab_expert_ffn_backward_args args = net.backward_args();
+    EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+    EXPECT_EQ(bytes, aligned(600 * 70 * element) + aligned(2 * 600 * 4));  // w a and d_weights' parts
+    args.d_weights = args.d_w_out = nullptr;
+    EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+    EXPECT_EQ(bytes, aligned((2 + 2) * 2 * 70 * 4));  // the sums of d_b_in
+    args.d_b_in = args.d_b_out = nullptr;
+    EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+    EXPECT_EQ(bytes, 0u);
+    args.dh = nullptr;
+    EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+    EXPECT_EQ(bytes, aligned(600 * 2 * 70 * element));
+  }
+}
+
+// Where there is no GPU, the calls say so.
+TEST(FfnWithoutCuda, TheCallSaysWhy) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  const Network net({{2, 2}, 4, 8, 16, 2, 4, 2});
+  EXPECT_REFUSED(call(ab_cuda_expert_ffn_forward, ab_cuda_expert_ffn_forward_workspace, net.forward_args()),
+                 AB_UNSUPPORTED, "expert_ffn_forward: no usable GPU");
+  EXPECT_REFUSED(call(ab_cuda_expert_ffn_backward, ab_cuda_expert_ffn_backward_workspace, net.backward_args()),
+                 AB_UNSUPPORTED, "expert_ffn_backward: no usable GPU");
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_shared_zeros(uint32_t address) {
 
 // Copies 16 bytes to shared memory, the first `bytes` of them from `source` and zeros for the rest.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
                :
                : "r"(to), "l"(source), "r"(bytes)
                : "memory");

@@ -49,19 +49,24 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kGroups) : "memory");
 }
 
-// Lets accumulators begin anew, with any values. Without it the compiler would carry what an epilogue has made of them
-// to the next product, and for these moves wait for every single wgmma.
-template <int kCount>
-__device__ __forceinline__ void begin_accumulators(float (&d)[kCount]) {
-#pragma unroll
-  for (float& value : d) asm volatile("" : "=f"(value));
-}
-
 // Keeps the compiler from reading accumulators before the wait that stands before this.
 template <int kCount>
 __device__ __forceinline__ void finish_accumulators(float (&d)[kCount]) {
 #pragma unroll
   for (float& value : d) asm volatile("" : "+f"(value)::"memory");
+}
+
+// Epilogues that change accumulators under a condition: the compiler would do it in the accumulators' own registers, and
+// for that wait for every single wgmma. So they begin anew for every tile, with any values, and epilogues change copies.
+template <int kCount>
+__device__ __forceinline__ void begin_accumulators(float (&d)[kCount]) {
+#pragma unroll
+  for (float& value : d) asm volatile("" : "=f"(value));
+}
+template <int kCount>
+__device__ __forceinline__ void copy_accumulators(float (&to)[kCount], const float* d) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(to[i]) : "f"(d[i]));
 }
 
 // Accumulators of m64nN: thread i of the warpgroup holds N/2 of them. Element 4 j + 2 p + q is at row

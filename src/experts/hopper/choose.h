@@ -50,7 +50,7 @@ TileModel choose_tile(const Tiles& tiles, double terms, int multiprocessors, con
 
 // For N columns of R rows of E groups, sums of K terms.
 template <class Can>
-TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors, const Can& can) {
+TileModel choose_among(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors, const Can& can) {
   const auto tiles = [&](const TileModel& tile) {
     // Half a tile of rows is empty at the end of a group, in the mean.
     const double row_tiles = static_cast<double>(R) / tile.rows + static_cast<double>(std::min(E, R)) / 2;
@@ -59,7 +59,7 @@ TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multip
   return choose_tile(tiles, static_cast<double>(K), multiprocessors, can);
 }
 inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors) {
-  return choose_row_tile(R, E, N, K, multiprocessors, [](const TileModel&) { return true; });
+  return choose_among(R, E, N, K, multiprocessors, [](const TileModel&) { return true; });
 }
 
 // Shapes that leave registers for gathering, or for an epilogue that works on h; and halves of their columns are whole
@@ -68,7 +68,7 @@ inline bool leaves_registers(const TileModel& tile) { return tile.choice != Tile
 
 // The same for products whose epilogue works on h, in columns of W_in or W_out.
 inline TileModel choose_fused_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors) {
-  return choose_row_tile(R, E, N, K, multiprocessors, leaves_registers);
+  return choose_among(R, E, N, K, multiprocessors, leaves_registers);
 }
 
 // For [D, N] of each of E groups, sums over its rows, R in all.

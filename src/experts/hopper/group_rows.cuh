@@ -25,19 +25,19 @@ class GroupRows {
  private:
   __device__ void read() {
     const auto R = static_cast<uint32_t>(R_);
+    const int32_t end_of_all = __shfl_sync(kAllLanes, end_, kWarp - 1);  // of the groups that have been read
     const int32_t group = first_ + lane_index();
     uint32_t size = group == E_ ? R : 0;
     if (group < E_) size = static_cast<uint32_t>(min(max(sizes_[group], 0), R_));
-    uint32_t end = min(size + (lane_index() == 0 ? static_cast<uint32_t>(end_of_all_) : 0u), R);
+    uint32_t end = min(size + (lane_index() == 0 ? static_cast<uint32_t>(end_of_all) : 0u), R);
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {
       const uint32_t before = __shfl_up_sync(kAllLanes, end, distance);
       if (lane_index() >= distance) end = min(end + before, R);  // both at most R < 2^31
     }
     const uint32_t before = __shfl_up_sync(kAllLanes, end, 1);
-    begin_ = lane_index() == 0 ? end_of_all_ : static_cast<int32_t>(before);
+    begin_ = lane_index() == 0 ? end_of_all : static_cast<int32_t>(before);
     end_ = static_cast<int32_t>(end);
-    end_of_all_ = __shfl_sync(kAllLanes, end_, kWarp - 1);
   }
 
   const int32_t* sizes_;
@@ -46,7 +46,6 @@ class GroupRows {
   int32_t first_ = 0;
   int32_t begin_ = 0;
   int32_t end_ = 0;
-  int32_t end_of_all_ = 0;  // of the groups that have been read
 };
 
 }  // namespace anabranch::cuda

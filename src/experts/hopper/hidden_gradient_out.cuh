@@ -32,6 +32,9 @@ struct HiddenGradientOut {
     Eight h[2][kParts];  // rows i / 4 and i / 4 + 8
   };
 
+  template <class Shape>
+  static constexpr bool kTakesRegisters = false;
+
   __device__ void prefetch() const {}
 
   template <class Shape>

@@ -8,36 +8,47 @@
 
 namespace anabranch::cuda {
 
-// acc, two neighbouring columns of each eight a lane, plus the bias of the columns from `bias` on, of which there are
-// so many.
-template <int kCount, class Element>
-__device__ __forceinline__ void add_bias(float* acc, const Element* bias, int columns) {
-#pragma unroll
-  for (int eight = 0; eight < kCount / 8; ++eight) {
-    const int column = eight * 8 + lane_index() % 4 * 2;
-    if (column >= columns) return;
-    float* values = acc + eight * 4;
-    const float low = to_float(bias[column]);
-    const float high = to_float(bias[column + 1]);
-    values[0] += low;
-    values[1] += high;
-    values[2] += low;
-    values[3] += high;
-  }
-}
+// A strip of accumulators as values that may change.
+template <class Out>
+struct StripValues {
+  static constexpr int kCount = kStripColumns<Out> / 2;
+  float values[kCount];
 
-// acc, becomes 0 in rows that are padding.
-template <int kCount>
-__device__ __forceinline__ void clear_padding(float* acc, const RowPair& rows) {
+  __device__ __forceinline__ explicit StripValues(const float* acc) { copy_accumulators(values, acc); }
+
+  // Times the rows' weights.
+  __device__ __forceinline__ void scale(const RowPair& rows) {
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) {
-    if (!rows.real[i / 2 % 2]) acc[i] = 0.0f;
+    for (int i = 0; i < kCount; ++i) values[i] *= rows.weight[i / 2 % 2];
   }
-}
+
+  // Plus a bias from `bias` on, 4-byte aligned, `left` elements of it, times the rows' weights if they are given.
+  __device__ __forceinline__ void add_bias(const Out* bias, int left, const RowPair* weights = nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const int column = i * 2 + lane_index() % 4 * 2;
+      if (column >= left) return;
+      const auto pair = *reinterpret_cast<const uint32_t*>(bias + column);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float value = j % 2 == 0 ? low_half<Out>(pair) : high_half<Out>(pair);
+        values[i + j] = weights == nullptr ? values[i + j] + value : fmaf(weights->weight[j / 2], value, values[i + j]);
+      }
+    }
+  }
+
+  // Becomes 0 in rows that are padding.
+  __device__ __forceinline__ void clear_padding(const RowPair& rows) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (!rows.real[i / 2 % 2]) values[i] = 0.0f;
+    }
+  }
+};
 
 // kParts 2: the first half of a tile's columns are the gate's (GatedWeights). Columns count those of `a`.
 template <class Element, int kParts>
-struct HiddenOut {
+struct HiddenOut : WritesOnly {
   CUtensorMap h[kParts];  // row windows of [R, F] each, boxes of a strip
   CUtensorMap a;
   const Element* b_in;  // [E, kParts, F], or nullptr
@@ -53,34 +64,31 @@ struct HiddenOut {
   }
 
   template <class Shape>
-  __device__ NothingAhead begin(const Tile&, int) const {
-    return {};
-  }
+  static constexpr bool kTakesRegisters = Shape::kColumns == 256;
 
   template <class Shape>
-  __device__ void write(StripWriter& writer, const Tile& tile, int row, float (&acc)[Shape::kColumns / 2],
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
                         NothingAhead) const {
     if (tile.row + row >= tile.end_row) return;
     constexpr int kWidth = Shape::kColumns / kParts;
     const RowPair rows(weights, tile, row);
     const bool all_real = rows.all_real();
 #pragma unroll
-    for (int column = 0; column < kWidth; column += kStripWidth) {
-      if (tile.column + column >= columns) return;
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        float* values = acc + (part * kWidth + column) / 2;
-        if (b_in != nullptr) {
-          const int64_t at = (static_cast<int64_t>(tile.expert) * kParts + part) * columns + tile.column + column;
-          add_bias<kStripWidth>(values, b_in + at, columns - tile.column - column);
-        }
-        if (!all_real) clear_padding<kStripWidth>(values, rows);
-        if (keeps_h) {
-          writer.write_strip<Shape::kColumns>(To{h[part], columns}, tile, row, column, acc, part * kWidth + column);
-        }
+    for (int column = 0; column < kWidth; column += kStripColumns<Element>) {
+      const int32_t left = columns - tile.column - column;
+      if (left <= 0) return;
+      Values gate(acc + column / 2);
+      finish(gate, 0, tile, left, rows, all_real);
+      if (keeps_h) writer.write_strip(To{h[0], columns}, tile, row, column, gate.values);
+      if constexpr (kParts == 2) {
+        Values up(acc + (kWidth + column) / 2);
+        finish(up, 1, tile, left, rows, all_real);
+        if (keeps_h) writer.write_strip(To{h[1], columns}, tile, row, column, up.values);
+        activate_gated(gate, up, rows);
+      } else {
+        activate_plain(gate, rows);
       }
-      activate_strip<kWidth / 2>(acc + column / 2, rows);
-      writer.write_strip<Shape::kColumns>(To{a, columns}, tile, row, column, acc, column);
+      writer.write_strip(To{a, columns}, tile, row, column, gate.values);
     }
   }
 
@@ -93,7 +101,7 @@ struct HiddenOut {
   }
 
  private:
-  static constexpr int kStripWidth = kStripColumns<Element>;
+  using Values = StripValues<Element>;
 
   struct To {
     using Out = Element;
@@ -104,15 +112,26 @@ struct HiddenOut {
     }
   };
 
-  // `up` stands kToUp accumulators behind the gate.
-  template <int kToUp>
-  __device__ __forceinline__ void activate_strip(float* gate, const RowPair& rows) const {
+  __device__ __forceinline__ void finish(Values& values, int part, const Tile& tile, int32_t left, const RowPair& rows,
+                                         bool all_real) const {
+    const int64_t end = (static_cast<int64_t>(tile.expert) * kParts + part + 1) * columns;
+    if (b_in != nullptr) values.add_bias(b_in + (end - left), left);
+    if (!all_real) values.clear_padding(rows);
+  }
+
+  __device__ __forceinline__ void activate_gated(Values& gate, const Values& up, const RowPair& rows) const {
     with_activation(activation, [&]<int32_t kActivation>() {
 #pragma unroll
-      for (int i = 0; i < kStripWidth / 2; ++i) {
-        float value = activate<kActivation>(gate[i]);
-        if constexpr (kParts == 2) value *= gate[i + kToUp];
-        gate[i] = value * rows.weight[i / 2 % 2];
+      for (int i = 0; i < Values::kCount; ++i) {
+        gate.values[i] = activate<kActivation>(gate.values[i]) * up.values[i] * rows.weight[i / 2 % 2];
+      }
+    });
+  }
+  __device__ __forceinline__ void activate_plain(Values& h, const RowPair& rows) const {
+    with_activation(activation, [&]<int32_t kActivation>() {
+#pragma unroll
+      for (int i = 0; i < Values::kCount; ++i) {
+        h.values[i] = activate<kActivation>(h.values[i]) * rows.weight[i / 2 % 2];
       }
     });
   }

@@ -80,8 +80,9 @@ class GroupedProduct {
 
  private:
   // Of a thread. At the start each has 65536 / kThreads of them, rounded down to a multiple of 8. Gathering takes more.
-  static constexpr int kProducerRegisters = kGathers ? 56 : 40;
-  static constexpr int kConsumerRegisters = kGathers ? 224 : 232;
+  static constexpr bool kProducerTakesMore = kGathers && !P::Target::template kTakesRegisters<Shape>;
+  static constexpr int kProducerRegisters = kProducerTakesMore ? 56 : 40;
+  static constexpr int kConsumerRegisters = kProducerTakesMore ? 224 : 232;
   static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3);
 
   __device__ void produce() {
@@ -110,13 +111,14 @@ class GroupedProduct {
 
   __device__ void consume(int warpgroup) {
     const int team = Shape::kTeams == 1 ? 0 : warpgroup;
-    const int member = Shape::kTeams == 1 ? warpgroup : 0;
     const int warp = warp_index() - kWarpgroup / kWarp;  // of the consumers
-    const int first_row = member * Shape::kWarpgroupRows + warp % 4 * kStripRows;
     StripWriter writer(shared_.strips[warp]);
     for (int n = team;; n += Shape::kTeams) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
+      const int thread = thread_index_anew();
+      const int member = Shape::kTeams == 1 ? thread / kWarpgroup - 1 : 0;
+      const int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kStripRows;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
       auto ahead = p_.out.template begin<Shape>(tile, first_row);
       shared_.ring.begin_turn(n);
@@ -136,6 +138,13 @@ class GroupedProduct {
       }
     }
     writer.finish();
+  }
+
+  // Which threadIdx.x would be kept in a register for: accumulators take them all.
+  static __device__ int thread_index_anew() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
   }
 
   // Only panels that have rows of the expert.

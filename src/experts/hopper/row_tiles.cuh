@@ -37,7 +37,7 @@ class RowTiles {
 
   // The index-th tile; indices must not decrease from call to call.
   __device__ Tile at(int32_t index) {
-    while (index >= end_tile_) {
+    while (index >= end_tile()) {
       if (rows_.first() + kWarp > groups_.E) return {.expert = kNoTile};
       rows_.move_on();
       count_tiles();
@@ -69,20 +69,22 @@ class RowTiles {
 
   // Where the tiles of the lanes' groups end.
   __device__ void count_tiles() {
+    const int32_t tiles_before = end_tile();
     lane_end_tile_ = tiles_of(rows_.end() - rows_.begin()) * groups_.column_tiles;
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {
       const int32_t before = __shfl_up_sync(kAllLanes, lane_end_tile_, distance);
       if (lane_index() >= distance) lane_end_tile_ += before;
     }
-    lane_end_tile_ += end_tile_;
-    end_tile_ = __shfl_sync(kAllLanes, lane_end_tile_, kWarp - 1);
+    lane_end_tile_ += tiles_before;
   }
+
+  // Of the groups that have been read.
+  __device__ int32_t end_tile() const { return __shfl_sync(kAllLanes, lane_end_tile_, kWarp - 1); }
 
   RowGroups groups_;
   GroupRows rows_;
   int32_t next_ = static_cast<int32_t>(blockIdx.x);
-  int32_t end_tile_ = 0;  // of the groups that have been read
   int32_t lane_end_tile_ = 0;
 };
 

@@ -11,7 +11,7 @@ bool runs_on_tensor_cores(const RowsProduct& p) {
                       most_row_tiles(p.R, p.E, 128) * ((p.N + 127) / 128) <= kMostIndices;
   return counts && (p.dtype == AB_BFLOAT16 || p.dtype == AB_FLOAT16) && fits_tensor_map(p.x, p.dtype, p.K) &&
          fits_tensor_map(p.w, p.dtype, w_columns) && fits_tensor_map(p.y, p.dtype, p.N) &&
-         !(p.transposed && needs_finish(p));
+         (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N)) && !(p.transposed && needs_finish(p));
 }
 
 ab_status multiply_rows(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
@@ -20,7 +20,8 @@ ab_status multiply_rows(const RowsProduct& p, TileChoice tile, int multiprocesso
 }
 
 ab_status multiply_rows(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  return multiply_rows(p, choose_row_tile(p.R, p.E, p.N, p.K, multiprocessors).choice, multiprocessors, stream);
+  const auto choose = needs_finish(p) ? choose_fused_tile : choose_row_tile;
+  return multiply_rows(p, choose(p.R, p.E, p.N, p.K, multiprocessors).choice, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda

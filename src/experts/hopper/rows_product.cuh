@@ -1,6 +1,8 @@
 // Launches products over rows; compiled once for each way the weights are stored, and for an epilogue.
 #pragma once
 
+#include <type_traits>
+
 #include "core/cuda/tensor_map.h"
 #include "experts/hopper/finished_rows.cuh"
 #include "experts/hopper/launch_product.cuh"
@@ -58,11 +60,13 @@ template <Major kMajorB, template <class> class Target>
 ab_status launch_rows(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const auto with_element = [&]<class Element>(Element) {
     using To = Target<Element>;
-    switch (tile) {
-      case TileChoice::k128x192: return launch_rows<Tile128x192, Element, kMajorB, To>(p, multiprocessors, stream);
-      case TileChoice::k128x128: return launch_rows<Tile128x128, Element, kMajorB, To>(p, multiprocessors, stream);
-      default: return launch_rows<Tile128x256, Element, kMajorB, To>(p, multiprocessors, stream);
+    if constexpr (std::is_same_v<To, RowsOut<Element>>) {
+      if (tile == TileChoice::k128x192) {
+        return launch_rows<Tile128x192, Element, kMajorB, To>(p, multiprocessors, stream);
+      }
     }
+    return tile == TileChoice::k128x128 ? launch_rows<Tile128x128, Element, kMajorB, To>(p, multiprocessors, stream)
+                                        : launch_rows<Tile128x256, Element, kMajorB, To>(p, multiprocessors, stream);
   };
   return p.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }

@@ -22,8 +22,18 @@ constexpr int kStrips = 2;  // of a warp
 template <class Out>
 constexpr int kStripColumns = kSwizzleBytes / static_cast<int>(sizeof(Out));
 
-// For targets that read nothing.
+// Targets that read nothing ahead.
 struct NothingAhead {};
+struct WritesOnly {
+  // Whether the epilogue leaves so few registers that gathering must make do with less.
+  template <class Shape>
+  static constexpr bool kTakesRegisters = false;
+
+  template <class Shape>
+  __device__ NothingAhead begin(const Tile&, int) const {
+    return {};
+  }
+};
 
 // One warp's way from accumulators to memory. Target: whose elements, `Out`, how many columns there are, and send() of
 // a strip to its place.
@@ -40,16 +50,16 @@ class StripWriter {
 #pragma unroll
     for (int column = 0; column < kColumns; column += kStripColumns<Out>) {
       if (tile.column + column >= to.columns) return;
-      write_strip<kColumns>(to, tile, row, column, acc, column);
+      write_strip(to, tile, row, column, acc + column / 2);
     }
   }
 
-  // One strip: the columns from `column` of the tile on are those from `from` of the accumulators on.
-  template <int kColumns, class Target>
+  // One strip, the columns from `column` of the tile on. acc: theirs.
+  template <class Target>
   __device__ __forceinline__ void write_strip(const Target& to, const Tile& tile, int row, int column,
-                                              const float (&acc)[kColumns / 2], int from) {
+                                              const float* acc) {
     const uint32_t strip = next_strip();
-    fill<typename Target::Out, kColumns>(strip, from, acc);
+    fill<typename Target::Out>(strip, acc);
     send(to, strip, tile, row, column);
   }
 
@@ -80,15 +90,15 @@ class StripWriter {
     return strip;
   }
 
-  template <class Out, int kColumns>
-  __device__ void fill(uint32_t strip, int column, const float (&acc)[kColumns / 2]) {
+  template <class Out>
+  __device__ __forceinline__ void fill(uint32_t strip, const float* acc) {
     const int lane = lane_index();
     if constexpr (sizeof(Out) == 2) {
       // Of four 8x8 matrices at a time, the second stands below the first and the other two to their right.
       const uint32_t place = strip + swizzled(lane % 16, lane / 16);
 #pragma unroll
       for (int chunk = 0; chunk < kSwizzleBytes / 16; chunk += 2) {
-        const float* values = acc + (column / 8 + chunk) * 4;
+        const float* values = acc + chunk * 4;
         store_matrices(chunks_on(place, chunk), pack<Out>(values[0], values[1]), pack<Out>(values[2], values[3]),
                        pack<Out>(values[4], values[5]), pack<Out>(values[6], values[7]));
       }
@@ -96,7 +106,7 @@ class StripWriter {
       const uint32_t place = strip + swizzled(lane / 4, lane % 4 / 2) + lane % 2 * 8;
 #pragma unroll
       for (int eight = 0; eight < kStripColumns<Out> / 8; ++eight) {
-        const float* values = acc + (column / 8 + eight) * 4;
+        const float* values = acc + eight * 4;
         store_shared(chunks_on(place, eight * 2), values[0], values[1]);
         store_shared(chunks_on(place, eight * 2) + 8 * kSwizzleBytes, values[2], values[3]);
       }
@@ -119,17 +129,13 @@ class StripWriter {
 
 // The result [R, N] of a product over rows.
 template <class Out_>
-struct RowsOut {
+struct RowsOut : WritesOnly {
   using Out = Out_;
   CUtensorMap map;  // row window, boxes of a strip
   int32_t columns;
 
   __device__ void prefetch() const { prefetch_map(map); }
 
-  template <class Shape>
-  __device__ NothingAhead begin(const Tile&, int) const {
-    return {};
-  }
   template <class Shape>
   __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
                         NothingAhead) const {
@@ -166,7 +172,7 @@ struct MatrixOut {
 
 // The result [E, D, N] of a product over terms, and partial results.
 template <class Element>
-struct WeightsOut {
+struct WeightsOut : WritesOnly {
   CUtensorMap map;       // matrices of Element, or float
   CUtensorMap partials;  // matrices of float
   int32_t columns;
@@ -178,10 +184,6 @@ struct WeightsOut {
     prefetch_map(partials);
   }
 
-  template <class Shape>
-  __device__ NothingAhead begin(const Tile&, int) const {
-    return {};
-  }
   template <class Shape>
   __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
                         NothingAhead) const {

@@ -9,7 +9,7 @@ bool runs_on_tensor_cores(const UpProduct& p) {
   const auto fits = [&](const void* data) { return data == nullptr || fits_tensor_map(data, p.dtype, p.F); };
   return (p.dtype == AB_BFLOAT16 || p.dtype == AB_FLOAT16) && counts(p.R) && counts(p.E) && counts(p.D) &&
          counts(p.P * p.F) && most_row_tiles(p.R, p.E, 128) * ceil_div(p.F, 64) <= kMostIndices &&
-         fits_operand(p.x, p.dtype, p.D) && fits(p.w_in) && fits(p.h) && fits(p.a);
+         fits_operand(p.x, p.dtype, p.D) && fits(p.w_in) && fits(p.b_in) && fits(p.h) && fits(p.a);
 }
 
 ab_status multiply_up(const UpProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {

@@ -57,7 +57,8 @@ AB_API ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, cons
 AB_API ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec,
                                                   size_t* bytes);
 
-/* The same for x, d_y and d_w; the tensor cores take x and d_y of one 16-bit dtype, and d_w of that dtype or float32.
+/* The same for x, d_y and d_w; the tensor cores take x and d_y of one 16-bit dtype, and d_w of that dtype or float32,
+ * accumulated or not.
  * Sums over more rows than a bound that depends on shapes alone are cut and their parts added in order. Workspace: at
  * most 144 MiB and 16 bytes an expert. */
 AB_API ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);

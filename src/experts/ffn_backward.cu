@@ -48,6 +48,7 @@ struct Backward {
                      args.d_b_in == nullptr ? 0 : workspace_of(in_bias())});
   }
 
+  bool accumulates() const { return args.accumulate != 0; }
   const int32_t* group_sizes() const { return data<const int32_t>(args.group_sizes); }
 
   HiddenBackward hidden() const {
@@ -81,11 +82,13 @@ struct Backward {
 
   // dW_out = (w a)^T d_y
   TermsProduct out_weights() const {
-    return {map, weighted_a, false, Floats(args.d_out), true, group_sizes(), Floats(args.d_w_out), s.R, s.E, s.F, s.D};
+    return {map, weighted_a, false, Floats(args.d_out), true, group_sizes(), Floats(args.d_w_out), accumulates(), s.R,
+            s.E, s.F,        s.D};
   }
   // dW_in = x^T dh
   TermsProduct in_weights() const {
-    return {map, Floats(args.x), true, dh, false, group_sizes(), Floats(args.d_w_in), s.R, s.E, s.D, s.P * s.F};
+    return {map, Floats(args.x), true, dh, false, group_sizes(), Floats(args.d_w_in), accumulates(), s.R, s.E,
+            s.D, s.P * s.F};
   }
   // db_out = sum w d_y
   BiasGradient out_bias() const {

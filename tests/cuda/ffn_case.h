@@ -30,6 +30,7 @@ struct FfnCase {
   bool biases = true;
   int32_t d_out = 0;  // dtype; 0: that of x
   int32_t weights = AB_FLOAT32;
+  bool accumulate = false;  // gradients of weights, which are float32 then
 
   int64_t E() const { return static_cast<int64_t>(sizes.size()); }
   bool by_slot() const { return K > 0; }
@@ -39,7 +40,7 @@ inline std::ostream& operator<<(std::ostream& out, const FfnCase& c) {
   return out << "R " << c.R << " E " << c.E() << " D " << c.D << " P " << c.P << " F " << c.F << " T " << c.T << " K "
              << c.K << " dtype " << c.dtype << " activation " << c.activation << " weighting "
              << static_cast<int>(c.weighting) << (c.biases ? " biases" : "") << " d_out " << c.d_out << " weights "
-             << c.weights;
+             << c.weights << (c.accumulate ? " accumulated" : "");
 }
 
 struct Network {
@@ -71,9 +72,9 @@ struct Network {
         h({c.R, c.P, c.F}, c.dtype),
         dh({c.R, c.P, c.F}, c.dtype),
         dx_rows({c.R, c.D}, c.dtype),
-        d_w_in({c.E(), c.D, c.P, c.F}, c.dtype),
+        d_w_in({c.E(), c.D, c.P, c.F}, c.accumulate ? AB_FLOAT32 : c.dtype),
         d_b_in({c.E(), c.P, c.F}, c.dtype),
-        d_w_out({c.E(), c.F, c.D}, c.dtype),
+        d_w_out({c.E(), c.F, c.D}, c.accumulate ? AB_FLOAT32 : c.dtype),
         d_b_out({c.E(), c.D}, c.dtype),
         d_weights(slot_shape(), AB_FLOAT32) {
     place_slots(seed);
@@ -81,6 +82,9 @@ struct Network {
     fill_scaled(w_in, std::sqrt(3.0f / static_cast<float>(c.D + 1)), ++seed);
     fill_scaled(w_out, std::sqrt(3.0f / static_cast<float>(c.F + 1)), ++seed);
     poison();
+    if (!c.accumulate) return;
+    d_w_in.fill_uniform(++seed);
+    d_w_out.fill_uniform(++seed);
   }
 
   // The slot that row r stands for; -1: padding, or past the groups.
@@ -112,6 +116,7 @@ struct Network {
     return {sizeof(BackwardArgs),
             c.activation,
             static_cast<int32_t>(c.K),
+            c.accumulate ? 1 : 0,
             x.view(),
             c.by_slot() ? slots.view() : nullptr,
             sizes.view(),

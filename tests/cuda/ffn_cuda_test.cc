@@ -63,6 +63,17 @@ TEST_F(FfnCuda, CotangentsAndWeightsHaveAnyDtype) {
   }
 }
 
+TEST_F(FfnCuda, GradientsOfWeightsAccumulate) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int64_t D : {64, 13}) {
+      FfnCase c{kGroups, 150, D, 72, 2, 61, 3, dtype};
+      c.accumulate = true;
+      check(c);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST_F(FfnCuda, EveryShapeIsTheCpus) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     check({{1}, 1, 1, 1, 2, 1, 1, dtype});

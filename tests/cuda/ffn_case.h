@@ -226,8 +226,8 @@ struct Network {
 
 // Elements [begin, end) of one expert. Both sides round the same chains of sums, most of them to the same number: the
 // norm of the difference is below two roundings of each element, and an element's below eight of its neighbours' size.
-inline void compare_elements(const char* name, const FloatTensor& got, const FloatTensor& want, int64_t begin,
-                             int64_t end) {
+inline void compare_elements(const char* name, const FfnCase& c, const FloatTensor& got, const FloatTensor& want,
+                             int64_t begin, int64_t end) {
   double error = 0;
   double norm = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -235,7 +235,7 @@ inline void compare_elements(const char* name, const FloatTensor& got, const Flo
     norm += static_cast<double>(want.get(i)) * want.get(i);
   }
   const double size = end == begin ? 0 : std::sqrt(norm / static_cast<double>(end - begin));
-  const double rounding = rounding_of(want.dtype()) + 2e-6;
+  const double rounding = rounding_of(c.dtype) + 2e-6;  // dh and w a are rounded to it on the way to any other
   for (int64_t i = begin; i < end; ++i) {
     const double difference = static_cast<double>(got.get(i)) - want.get(i);
     ASSERT_LE(std::abs(difference), 8 * rounding * (std::abs(want.get(i)) + size))
@@ -246,9 +246,9 @@ inline void compare_elements(const char* name, const FloatTensor& got, const Flo
 }
 
 // Expert by expert of a tensor [E, ...].
-inline void compare_experts(const char* name, const FloatTensor& got, const FloatTensor& want, int64_t E) {
-  const int64_t each = E == 0 ? 0 : want.size() / E;
-  for (int64_t e = 0; e < E; ++e) compare_elements(name, got, want, e * each, (e + 1) * each);
+inline void compare_experts(const char* name, const FfnCase& c, const FloatTensor& got, const FloatTensor& want) {
+  const int64_t each = c.E() == 0 ? 0 : want.size() / c.E();
+  for (int64_t e = 0; e < c.E(); ++e) compare_elements(name, c, got, want, e * each, (e + 1) * each);
 }
 
 // Expert by expert of a tensor [R, ...]; zero in padding and past the groups.
@@ -256,7 +256,7 @@ inline void compare_rows(const char* name, const Network& net, const FloatTensor
   const int64_t width = net.c.R == 0 ? 0 : want.size() / net.c.R;
   int64_t begin = 0;
   for (const int64_t end : net.ends) {
-    compare_elements(name, got, want, begin * width, end * width);
+    compare_elements(name, net.c, got, want, begin * width, end * width);
     begin = end;
   }
   for (int64_t r = 0; r < net.c.R; ++r) {
@@ -279,15 +279,14 @@ inline void compare_slots(const Network& net, const FloatTensor& got, const Floa
 }
 
 inline void compare(const Network& got, const Network& want) {
-  const int64_t E = want.c.E();
   compare_rows("y", want, got.y, want.y);
   compare_rows("h", want, got.h, want.h);
   compare_rows("dh", want, got.dh, want.dh);
   compare_rows("dx_rows", want, got.dx_rows, want.dx_rows);
-  compare_experts("d_w_in", got.d_w_in, want.d_w_in, E);
-  compare_experts("d_b_in", got.d_b_in, want.d_b_in, E);
-  compare_experts("d_w_out", got.d_w_out, want.d_w_out, E);
-  compare_experts("d_b_out", got.d_b_out, want.d_b_out, E);
+  compare_experts("d_w_in", want.c, got.d_w_in, want.d_w_in);
+  compare_experts("d_b_in", want.c, got.d_b_in, want.d_b_in);
+  compare_experts("d_w_out", want.c, got.d_w_out, want.d_w_out);
+  compare_experts("d_b_out", want.c, got.d_b_out, want.d_b_out);
   compare_slots(want, got.d_weights, want.d_weights);
 }
 

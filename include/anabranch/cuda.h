@@ -19,13 +19,16 @@
 extern "C" {
 #endif
 
-/* Most experts of a call of the router. */
+/* Most experts of a call of the router; more are AB_UNSUPPORTED. */
 #define AB_CUDA_MAX_EXPERTS 8192
 
 /* "key=value" lines: version, cuda (the runtime's version), driver, and one line a device; or error=why there is none.
  */
 AB_API void ab_cuda_describe(char* text, size_t size);
 
+/* Tensors, options and errors are those of router.h. At most AB_CUDA_MAX_EXPERTS experts. Fast up to 1024 experts and
+ * 64 experts a token; beyond that either pass is a slower kernel, a warp a token, which the forward pass refuses with
+ * AB_UNSUPPORTED where a token's experts and outputs do not fit the shared memory of a multiprocessor. */
 AB_API ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, const ab_exec* exec,
                                                   size_t* bytes);
@@ -57,7 +60,8 @@ AB_API ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, cons
 AB_API ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec,
                                                   size_t* bytes);
 
-/* The same for x, d_y and d_w; the tensor cores take x and d_y of one 16-bit dtype, and d_w of that dtype or float32.
+/* The same for x, d_y and d_w; the tensor cores take x and d_y of one 16-bit dtype, and d_w of that dtype or float32,
+ * accumulated or not.
  * Sums over more rows than a bound that depends on shapes alone are cut and their parts added in order. Workspace: at
  * most 144 MiB and 16 bytes an expert. */
 AB_API ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);

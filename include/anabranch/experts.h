@@ -43,6 +43,7 @@ AB_API ab_status ab_grouped_matmul_workspace(const ab_grouped_matmul_args* args,
  * any float dtype. For weights stored transposed, swap x and d_y. */
 typedef struct ab_grouped_matmul_dw_args {
   size_t size;
+  int32_t accumulate;           /* 1: adds to what stands in d_w, which is float32 then */
   const ab_tensor* x;           /* [R, D] */
   const ab_tensor* d_y;         /* [R, N] */
   const ab_tensor* group_sizes; /* [E] int32 */
@@ -90,11 +91,15 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * The same for early and late weights. Memory: dh may be the very buffer of h, which it then takes over. The workspace
  * holds w a, [R, F] of the dtype of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not
  * given; and some MiB a thread. So with dh in h's place the peak is weights, gradients, x, h and two row buffers
- * (w a and dx_rows). */
+ * (w a and dx_rows).
+ *
+ * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
+ * them be float32 and accumulate. */
 typedef struct ab_expert_ffn_backward_args {
   size_t size;
   int32_t activation;
-  int32_t topk; /* K with slot_of_row, else 0 */
+  int32_t topk;       /* K with slot_of_row, else 0 */
+  int32_t accumulate; /* 1: adds to what stands in d_w_in and d_w_out, one of them at least; float32 then */
   /* what the forward pass saw and kept */
   const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
   const ab_tensor* slot_of_row; /* [R] int32, or NULL */
@@ -109,9 +114,9 @@ typedef struct ab_expert_ffn_backward_args {
   /* outputs, each may be NULL: not wanted */
   const ab_tensor* dh;        /* [R, P, F]; its memory may be that of h */
   const ab_tensor* dx_rows;   /* [R, D] */
-  const ab_tensor* d_w_in;    /* [E, D, P, F] */
+  const ab_tensor* d_w_in;    /* [E, D, P, F], or float32 */
   const ab_tensor* d_b_in;    /* [E, P, F] */
-  const ab_tensor* d_w_out;   /* [E, F, D] */
+  const ab_tensor* d_w_out;   /* [E, F, D], or float32 */
   const ab_tensor* d_b_out;   /* [E, D] */
   const ab_tensor* d_weights; /* float32 [T, K] with slot_of_row (0 for a slot without a row), else [R] */
 } ab_expert_ffn_backward_args;

@@ -11,6 +11,11 @@ ab_status check_index_range(const char* name, int64_t size) {
 // The dtype of x, as the only one allowed for the others.
 Dtypes dtype_of(const ab_tensor* x) { return dtype_bit(static_cast<ab_dtype>(x->dtype)); }
 
+// An option that is on or off.
+ab_status check_flag(const char* name, int32_t value) {
+  return value == 0 || value == 1 ? ok() : AB_INVALID("%s: got %d, expected 0 or 1", name, value);
+}
+
 int64_t axis(const ab_tensor* tensor, int i) { return tensor->shape[i]; }
 
 // What forward and backward have in common.
@@ -50,9 +55,7 @@ ab_status check_common(const Args* args, FfnSizes* s) {
 
 ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_struct("ab_grouped_matmul_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
-  if (args->transpose_w != 0 && args->transpose_w != 1) {
-    return AB_INVALID("transpose_w: got %d, expected 0 or 1", args->transpose_w);
-  }
+  AB_RETURN_IF_ERROR(check_flag("transpose_w", args->transpose_w));
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
   AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
   s->R = axis(args->x, 0);
@@ -71,6 +74,7 @@ ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* s) {
 
 ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_struct("ab_grouped_matmul_dw_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
+  AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
   s->R = axis(args->x, 0);
   s->D = axis(args->x, 1);
@@ -79,7 +83,8 @@ ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
   s->N = axis(args->d_y, 1);
   s->E = axis(args->group_sizes, 0);
-  return check_tensor("d_w", args->d_w, kFloats, {{"E", s->E}, {"D", s->D}, {"N", s->N}});
+  const Dtypes dtypes = args->accumulate != 0 ? kFloat32 : kFloats;
+  return check_tensor("d_w", args->d_w, dtypes, {{"E", s->E}, {"D", s->D}, {"N", s->N}});
 }
 
 ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
@@ -98,7 +103,12 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(
       check_struct("ab_expert_ffn_backward_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   AB_RETURN_IF_ERROR(check_common(args, s));
+  AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
+  if (args->accumulate != 0 && args->d_w_in == nullptr && args->d_w_out == nullptr) {
+    return AB_INVALID("accumulate: got 1, expected 0, or 1 together with d_w_in or d_w_out");
+  }
   const Dtypes dtype = dtype_of(args->x);
+  const Dtypes gradients = args->accumulate != 0 ? kFloat32 : dtype | kFloat32;
   AB_RETURN_IF_ERROR(check_tensor("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
   if (args->slot_of_row != nullptr) {
     AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {{"T", s->T}, {"D", s->D}}));
@@ -110,9 +120,9 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_optional("dh", args->dh, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
   AB_RETURN_IF_ERROR(check_optional("dx_rows", args->dx_rows, dtype, {{"R", s->R}, {"D", s->D}}));
   AB_RETURN_IF_ERROR(
-      check_optional("d_w_in", args->d_w_in, dtype, {{"E", s->E}, {"D", s->D}, {"P", s->P}, {"F", s->F}}));
+      check_optional("d_w_in", args->d_w_in, gradients, {{"E", s->E}, {"D", s->D}, {"P", s->P}, {"F", s->F}}));
   AB_RETURN_IF_ERROR(check_optional("d_b_in", args->d_b_in, dtype, {{"E", s->E}, {"P", s->P}, {"F", s->F}}));
-  AB_RETURN_IF_ERROR(check_optional("d_w_out", args->d_w_out, dtype, {{"E", s->E}, {"F", s->F}, {"D", s->D}}));
+  AB_RETURN_IF_ERROR(check_optional("d_w_out", args->d_w_out, gradients, {{"E", s->E}, {"F", s->F}, {"D", s->D}}));
   return check_optional("d_b_out", args->d_b_out, dtype, {{"E", s->E}, {"D", s->D}});
 }
 

@@ -39,9 +39,16 @@ ab_status compute_down(const Down& down, int multiprocessors, cudaStream_t strea
   const FfnSizes& s = down.s;
   if (s.R * s.D == 0) return ok();
   if (down.b_out.data == nullptr && (down.weights.data == nullptr || down.weight_early)) {
-    return compute_rows(
-        {down.a.data, down.w_out.data, false, down.group_sizes, down.y.data, down.y.dtype, s.R, s.E, s.F, s.D},
-        down.map, multiprocessors, stream);
+    const RowsProduct product{.x = down.a.data,
+                              .w = down.w_out.data,
+                              .group_sizes = down.group_sizes,
+                              .y = down.y.data,
+                              .dtype = down.y.dtype,
+                              .R = s.R,
+                              .E = s.E,
+                              .K = s.F,
+                              .N = s.D};
+    return compute_rows(product, down.map, multiprocessors, stream);
   }
   SimpleProduct product;
   product.a = {down.a.data, down.a.dtype, 0, s.F, 1};

@@ -110,11 +110,12 @@ struct Backward {
   // dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh.
   void weights() {
     const Matrix x = matrix_of(args.x, 0, s.D, rows.tokens);
+    const bool adds = args.accumulate != 0;
     if (args.d_w_out != nullptr) {
-      weight_gradient(products, threads, rows, weighted_a, s.F, d_y(), s.D, args.d_w_out);
+      weight_gradient(products, threads, rows, weighted_a, s.F, d_y(), s.D, adds, args.d_w_out);
     }
     if (args.d_b_out != nullptr) bias_gradient(products, threads, rows, d_y(), s.D, rows.scale, args.d_b_out);
-    if (args.d_w_in != nullptr) weight_gradient(products, threads, rows, x, s.D, dh, s.P * s.F, args.d_w_in);
+    if (args.d_w_in != nullptr) weight_gradient(products, threads, rows, x, s.D, dh, s.P * s.F, adds, args.d_w_in);
     if (args.d_b_in != nullptr) bias_gradient(products, threads, rows, dh, s.P * s.F, nullptr, args.d_b_in);
   }
 

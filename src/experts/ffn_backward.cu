@@ -81,23 +81,70 @@ struct Backward {
 
   // dW_out = (w a)^T d_y
   TermsProduct out_weights() const {
-    return {map, weighted_a, false, Floats(args.d_out), true, group_sizes(), Floats(args.d_w_out), s.R, s.E, s.F, s.D};
+    return {.map = map,
+            .x = weighted_a,
+            .d_y = Floats(args.d_out),
+            .gathers_d_y = true,
+            .group_sizes = group_sizes(),
+            .d_w = Floats(args.d_w_out),
+            .accumulates = args.accumulate != 0,
+            .R = s.R,
+            .E = s.E,
+            .D = s.F,
+            .N = s.D};
   }
+
   // dW_in = x^T dh
   TermsProduct in_weights() const {
-    return {map, Floats(args.x), true, dh, false, group_sizes(), Floats(args.d_w_in), s.R, s.E, s.D, s.P * s.F};
+    return {.map = map,
+            .x = Floats(args.x),
+            .gathers_x = true,
+            .d_y = dh,
+            .group_sizes = group_sizes(),
+            .d_w = Floats(args.d_w_in),
+            .accumulates = args.accumulate != 0,
+            .R = s.R,
+            .E = s.E,
+            .D = s.D,
+            .N = s.P * s.F};
   }
+
   // db_out = sum w d_y
   BiasGradient out_bias() const {
-    return {map, true, Floats(args.d_out), Floats(args.weights), group_sizes(), Floats(args.d_b_out), s.R, s.E, s.D};
+    return {.map = map,
+            .gathers = true,
+            .m = Floats(args.d_out),
+            .weights = Floats(args.weights),
+            .group_sizes = group_sizes(),
+            .d_bias = Floats(args.d_b_out),
+            .R = s.R,
+            .E = s.E,
+            .N = s.D};
   }
+
   // db_in = sum dh
   BiasGradient in_bias() const {
-    return {map, false, dh, Floats(), group_sizes(), Floats(args.d_b_in), s.R, s.E, s.P * s.F};
+    return {.map = map,
+            .m = dh,
+            .group_sizes = group_sizes(),
+            .d_bias = Floats(args.d_b_in),
+            .R = s.R,
+            .E = s.E,
+            .N = s.P * s.F};
   }
+
   // dx = dh W_in^T
   RowsProduct inputs() const {
-    return {dh.data, args.w_in->data, true, group_sizes(), args.dx_rows->data, dh.dtype, s.R, s.E, s.P * s.F, s.D};
+    return {.x = dh.data,
+            .w = args.w_in->data,
+            .transposed = true,
+            .group_sizes = group_sizes(),
+            .y = args.dx_rows->data,
+            .dtype = dh.dtype,
+            .R = s.R,
+            .E = s.E,
+            .K = s.P * s.F,
+            .N = s.D};
   }
 
   ab_status run(int multiprocessors, cudaStream_t stream) const {

@@ -61,7 +61,7 @@ ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_e
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(args->group_sizes, nullptr, nullptr, 0, 0);
   weight_gradient(op.products, op.threads, op.rows, matrix_of(args->x, 0, s.D), s.D, matrix_of(args->d_y, 0, s.N), s.N,
-                  args->d_w);
+                  args->accumulate != 0, args->d_w);
   return op.products.status();
 }
 

@@ -30,6 +30,7 @@ TermsProduct terms_product(const ab_grouped_matmul_dw_args& args, const GroupedS
   product.d_y = Floats(args.d_y);
   product.group_sizes = data<const int32_t>(args.group_sizes);
   product.d_w = Floats(args.d_w);
+  product.accumulates = args.accumulate != 0;
   product.R = s.R;
   product.E = s.E;
   product.D = s.D;

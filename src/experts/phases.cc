@@ -82,7 +82,7 @@ void multiply_rows(Products& products, int threads, const Rows& rows, const RowP
 }
 
 void weight_gradient(Products& products, int threads, const Rows& rows, const Matrix& a, int64_t M, const Matrix& b,
-                     int64_t N, const ab_tensor* d_w) {
+                     int64_t N, bool adds, const ab_tensor* d_w) {
   const int64_t strips = (M + kTileRows - 1) / kTileRows;
   const ColumnParts parts(N, rows.E * strips);
   parallel_for(threads, rows.E * strips * parts.count(), [&](int64_t task, int thread) {
@@ -97,12 +97,12 @@ void weight_gradient(Products& products, int threads, const Rows& rows, const Ma
       const int64_t n = std::min(kTileColumns, end - begin);
       const Matrix to = matrix_of(d_w, (e * M + row) * N + begin, N);
       if (group.rows == 0) {
-        clear_rows(to, m, n);
+        if (!adds) clear_rows(to, m, n);
         continue;
       }
       const Matrix tile{products.tile(thread), AB_FLOAT32, n, nullptr};
       const bool direct = Products::can_write(to.dtype, a, b, group.rows);
-      const Target target{at(b, group.begin, begin), direct ? to : tile};
+      const Target target{at(b, group.begin, begin), direct ? to : tile, adds};  // to float32: directly
       products.multiply(thread, at(a, group.begin, row), true, {&target, 1}, false, m, n, group.rows);
       if (!direct) products.kernels().store({products.tile(thread), n, m, n, nullptr}, nullptr, nullptr, nullptr, to);
     }

@@ -49,9 +49,10 @@ struct RowProduct {
 };
 void multiply_rows(Products& products, int threads, const Rows& rows, const RowProduct& op);
 
-// d_w[e] = a^T b over the rows of expert e, zero without rows. a [R, M], b [R, N], d_w [E, M, N].
+// d_w[e] = a^T b over the rows of expert e, zero without rows. a [R, M], b [R, N], d_w [E, M, N]. adds: to what stands
+// in d_w, float32.
 void weight_gradient(Products& products, int threads, const Rows& rows, const Matrix& a, int64_t M, const Matrix& b,
-                     int64_t N, const ab_tensor* d_w);
+                     int64_t N, bool adds, const ab_tensor* d_w);
 
 // d_bias[e] = sum of scale[r] m[r] over the rows of expert e, zero without rows. m [R, N], d_bias [E, N].
 void bias_gradient(Products& products, int threads, const Rows& rows, const Matrix& m, int64_t N, const float* scale,

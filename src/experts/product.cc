@@ -91,6 +91,7 @@ void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span
   };
   if (k == 0) {
     for (const Target& target : targets) {
+      if (target.adds) continue;
       const int64_t size = dtype_size(target.c.dtype);
       for (int64_t i = 0; i < m; ++i) {
         std::memset(static_cast<char*>(target.c.data) + i * target.c.stride * size, 0, static_cast<size_t>(n * size));
@@ -99,7 +100,7 @@ void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span
   }
   for (int64_t begin = 0; begin < k; begin += depth) {
     const int64_t terms = std::min(depth, k - begin);
-    GemmShape shape{transpose_a, transpose_b, begin > 0, false, m, n, terms, 0, 0, 0};
+    GemmShape shape{transpose_a, transpose_b, false, false, m, n, terms, 0, 0, 0};
     (transpose_a ? shape.k : shape.m) = padded(transpose_a ? terms : m);
     const Matrix a_block = transpose_a ? ready(at(a, begin, 0), bf16, terms, shape.k, m, a_memory, false)
                                        : ready(at(a, 0, begin), bf16, readable_rows >= shape.m ? shape.m : m, shape.m,
@@ -112,6 +113,7 @@ void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span
       shape.ldb = b_block.stride;
       shape.ldc = target.c.stride;
       shape.c_is_bf16 = target.c.dtype == AB_BFLOAT16;
+      shape.accumulate = begin > 0 || target.adds;
       const bool done = bf16 ? gemm_bf16(shape, a_block.data, b_block.data, target.c.data)
                              : gemm_f32(shape, static_cast<const float*>(a_block.data),
                                         static_cast<const float*>(b_block.data), static_cast<float*>(target.c.data));

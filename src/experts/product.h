@@ -25,6 +25,7 @@ Matrix at(const Matrix& m, int64_t row, int64_t column);
 struct Target {
   Matrix b;
   Matrix c;
+  bool adds = false;  // to what stands in C, float32
 };
 
 class Products {
@@ -38,7 +39,7 @@ class Products {
   // Tile of results of a thread, [kTileRows, tile_columns].
   float* tile(int thread) const;
 
-  // c = op(A) op(B) for each target; the sum has k terms. If A is not transposed, c needs room for m rounded up to
+  // c (+)= op(A) op(B) for each target; the sum has k terms. If A is not transposed, c needs room for m rounded up to
   // kRowPadding rows, and rows below the m of A are read where there are `readable_rows`.
   void multiply(int thread, const Matrix& a, bool transpose_a, std::span<const Target> targets, bool transpose_b,
                 int64_t m, int64_t n, int64_t k, int64_t readable_rows = 0);

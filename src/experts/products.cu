@@ -33,6 +33,7 @@ WeightGradient weight_gradient(const TermsProduct& p) {
   gradient.d_w = p.d_w.data;
   gradient.dtype = p.x.dtype;
   gradient.d_w_dtype = p.d_w.dtype;
+  gradient.accumulates = p.accumulates;
   gradient.R = p.R;
   gradient.E = p.E;
   gradient.D = p.D;
@@ -79,8 +80,8 @@ ab_status compute_terms(const TermsProduct& p, void* workspace, int multiprocess
   if (suits_tensor_cores(p) && runs_on_tensor_cores(weight_gradient(p))) {
     return multiply_terms(weight_gradient(p), workspace, multiprocessors, stream);
   }
-  return multiply_terms_simply(simple_product(p), {p.d_w.data, p.d_w.dtype, p.D * p.N, p.N, 1}, multiprocessors,
-                               stream);
+  return multiply_terms_simply(simple_product(p), {p.d_w.data, p.d_w.dtype, p.D * p.N, p.N, 1}, p.accumulates,
+                               multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda

@@ -28,6 +28,7 @@ struct TermsProduct {
   bool gathers_d_y = false;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Floats d_w;                            // [E, D, N]
+  bool accumulates = false;              // adds to what stands in d_w, float32
   int64_t R = 0;
   int64_t E = 0;
   int64_t D = 0;

@@ -7,6 +7,7 @@ namespace {
 struct Store {
   static constexpr int kParts = 1;
   Strided out;
+  bool adds = false;  // to what stands there
 
   __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
     const Floats to(out.data, out.dtype);
@@ -15,8 +16,9 @@ struct Store {
 #pragma unroll
       for (int j = 0; j < simple::kEach; ++j) {
         if (i >= results.rows || j >= results.columns) continue;
-        to.set(tile.expert * out.matrix + (results.row + i) * out.row_step + (results.column + j) * out.column_step,
-               results.sums[0][i][j]);
+        const int64_t at =
+            tile.expert * out.matrix + (results.row + i) * out.row_step + (results.column + j) * out.column_step;
+        to.set(at, adds ? to[at] + results.sums[0][i][j] : results.sums[0][i][j]);
       }
     }
   }
@@ -28,8 +30,9 @@ ab_status multiply_rows_simply(const SimpleProduct& p, const Strided& out, int m
   return simple::multiply_rows(p, Store{out}, multiprocessors, stream);
 }
 
-ab_status multiply_terms_simply(const SimpleProduct& p, const Strided& out, int multiprocessors, cudaStream_t stream) {
-  return simple::multiply_terms(p, Store{out}, multiprocessors, stream);
+ab_status multiply_terms_simply(const SimpleProduct& p, const Strided& out, bool adds, int multiprocessors,
+                                cudaStream_t stream) {
+  return simple::multiply_terms(p, Store{out, adds}, multiprocessors, stream);
 }
 
 ab_status check_counts(std::initializer_list<int64_t> sizes, int64_t tiles) {

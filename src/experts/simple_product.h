@@ -40,8 +40,8 @@ ab_status multiply_rows_simply(const SimpleProduct& product, const Strided& out,
                                cudaStream_t stream);
 
 // out[e] = the sum over the rows r of group e of a[r]^T b[r]; a [R, rows], b [R, columns], out [rows, columns] for each
-// e.
-ab_status multiply_terms_simply(const SimpleProduct& product, const Strided& out, int multiprocessors,
+// e. adds: to what stands in `out`.
+ab_status multiply_terms_simply(const SimpleProduct& product, const Strided& out, bool adds, int multiprocessors,
                                 cudaStream_t stream);
 
 // Unsupported where a size, or the number of tiles of a grid of so many blocks, is more than kernels count in int32.

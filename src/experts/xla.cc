@@ -5,6 +5,8 @@ namespace {
 
 using anabranch::xla::Field;
 
+// Gradients never accumulate here: XLA's results are buffers of their own.
+
 constexpr Field kGroupedMatmulFields[] = {
     AB_INT32(ab_grouped_matmul_args, transpose_w), AB_TENSOR(ab_grouped_matmul_args, x),
     AB_TENSOR(ab_grouped_matmul_args, w),          AB_TENSOR(ab_grouped_matmul_args, group_sizes),

@@ -53,8 +53,10 @@ ab_status grouped_matmul(const Floats& x, const Floats& w, const Ints& sizes, co
   return call(ab_grouped_matmul, ab_grouped_matmul_workspace, args, threads);
 }
 
-ab_status grouped_matmul_dw(const Floats& x, const Floats& d_y, const Ints& sizes, const Floats& d_w, int threads = 0) {
-  const ab_grouped_matmul_dw_args args{sizeof(args), x.view(), d_y.view(), sizes.view(), d_w.view()};
+template <class T>
+ab_status grouped_matmul_dw(const Tensor<T>& x, const Tensor<T>& d_y, const Ints& sizes, const Floats& d_w,
+                            int32_t accumulate = 0, int threads = 0) {
+  const ab_grouped_matmul_dw_args args{sizeof(args), accumulate, x.view(), d_y.view(), sizes.view(), d_w.view()};
   return call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args, threads);
 }
 
@@ -118,6 +120,36 @@ TEST(GroupedMatmul, NoSizeReachesOutOfBounds) {
   }
 }
 
+// `sum` after accumulating onto `before` is `before` and the gradient, and all of `before` where an expert has no rows.
+void expect_accumulated(const Floats& sum, const Floats& before, const Floats& gradient) {
+  for (int64_t i = 0; i < sum.size(); ++i) {
+    if (gradient[i] == 0.0f) {
+      ASSERT_EQ(sum[i], before[i]) << i;
+    } else {
+      ASSERT_NEAR(sum[i], before[i] + gradient[i], 1e-6f * (64 + std::abs(gradient[i]))) << i;
+    }
+  }
+}
+
+template <class T>
+void expect_accumulation(const Tensor<T>& x, const Tensor<T>& d_y, const std::vector<int32_t>& group_sizes) {
+  const std::vector<int64_t> shape = {static_cast<int64_t>(group_sizes.size()), x.view()->shape[1],
+                                      d_y.view()->shape[1]};
+  const Ints sizes({shape[0]}, group_sizes);
+  const Floats gradient(shape);
+  EXPECT_OK(grouped_matmul_dw(x, d_y, sizes, gradient));
+  const Floats before = random(shape, 9);
+  const Floats sum = random(shape, 9);
+  EXPECT_OK(grouped_matmul_dw(x, d_y, sizes, sum, 1));
+  expect_accumulated(sum, before, gradient);
+}
+
+TEST(GroupedMatmul, GradientsAccumulate) {
+  const std::vector<int32_t> sizes = {30, 0, 1500, 1, 0};  // sums of more terms than a block, experts without rows
+  expect_accumulation(random({1540, 20}, 1), random({1540, 530}, 2), sizes);
+  expect_accumulation(random_bf16({1540, 20}, 1), random_bf16({1540, 530}, 2), sizes);
+}
+
 TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
   const Floats x = random({4, 3}, 1);
   const Floats w = random({2, 3, 5}, 2);
@@ -142,6 +174,8 @@ TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
                  "d_y: got float32 (8) [3, 5], expected");
   EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 5, 3})), AB_INVALID_ARGUMENT,
                  "d_w: got float32 (8) [2, 5, 3], expected");
+  EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), -1), AB_INVALID_ARGUMENT,
+                 "accumulate: got -1, expected 0 or 1");
 }
 
 // A feed-forward network with every operand, T tokens of K slots each, tensors of element type T_.
@@ -213,6 +247,7 @@ struct Network {
     return {sizeof(ab_expert_ffn_backward_args),
             activation,
             static_cast<int32_t>(K),
+            0,
             x.view(),
             slot_of_row.view(),
             group_sizes.view(),
@@ -392,6 +427,32 @@ TEST(ExpertFfn, EachOutputIsTheSameAlone) {
   expect_same_results(one, all, "each output alone");
 }
 
+// Gradients of weights may be float32 whatever the other tensors are, and then accumulate.
+template <class T_>
+void expect_accumulated_weights() {
+  const Network<T_> net(7, 2, 6, 2, 5, {6, 0, 8}, slots_in_order(14));
+  EXPECT_OK(net.forward());
+  const std::vector<int64_t> in = {3, 6, 2, 5};
+  const std::vector<int64_t> out = {3, 5, 6};
+  const Floats gradients[2] = {Floats(in), Floats(out)};
+  const Floats before[2] = {random(in, 8), random(out, 9)};
+  const Floats sums[2] = {random(in, 8), random(out, 9)};
+  ab_expert_ffn_backward_args args = net.backward_args();
+  args.d_w_in = gradients[0].view();
+  args.d_w_out = gradients[1].view();
+  EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args));
+  args.accumulate = 1;
+  args.d_w_in = sums[0].view();
+  args.d_w_out = sums[1].view();
+  EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args));
+  for (const int i : {0, 1}) expect_accumulated(sums[i], before[i], gradients[i]);
+}
+
+TEST(ExpertFfn, GradientsOfWeightsAccumulate) {
+  expect_accumulated_weights<float>();
+  expect_accumulated_weights<uint16_t>();
+}
+
 TEST(ExpertFfn, ExpertsWithoutRowsGetZeroGradients) {
   Network<float> net(2, 1, 3, 2, 4, {0, 2, 0}, {0, 1});
   EXPECT_OK(net.forward());
@@ -480,6 +541,17 @@ TEST(ExpertFfn, RefusesWhatDoesNotFit) {
     backward.*member = odd.view();
     EXPECT_REFUSED(ab_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT, ": got float32 (8) [1, 1]");
   }
+  backward = net.backward_args();
+  backward.accumulate = 2;
+  EXPECT_REFUSED(ab_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT, "accumulate: got 2, expected 0 or 1");
+  backward.accumulate = 1;
+  const Tensor<uint16_t> narrow({2, 4, 3});
+  backward.d_w_out = narrow.view();
+  EXPECT_REFUSED(ab_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT,
+                 "d_w_out: got bfloat16 (7) [2, 4, 3], expected float32 [E=2, F=4, D=3]");
+  backward.d_w_in = backward.d_w_out = nullptr;
+  EXPECT_REFUSED(ab_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT,
+                 "accumulate: got 1, expected 0, or 1 together with d_w_in or d_w_out");
   EXPECT_REFUSED(ab_expert_ffn_forward(nullptr, nullptr), AB_INVALID_ARGUMENT, "got NULL");
   EXPECT_REFUSED(ab_expert_ffn_backward(nullptr, nullptr), AB_INVALID_ARGUMENT, "got NULL");
 }

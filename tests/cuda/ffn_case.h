@@ -30,6 +30,7 @@ struct FfnCase {
   bool biases = true;
   int32_t d_out = 0;  // dtype; 0: that of x
   int32_t weights = AB_FLOAT32;
+  bool accumulate = false;  // gradients of weights, which are float32 then
 
   int64_t E() const { return static_cast<int64_t>(sizes.size()); }
   bool by_slot() const { return K > 0; }
@@ -39,7 +40,7 @@ inline std::ostream& operator<<(std::ostream& out, const FfnCase& c) {
   return out << "R " << c.R << " E " << c.E() << " D " << c.D << " P " << c.P << " F " << c.F << " T " << c.T << " K "
              << c.K << " dtype " << c.dtype << " activation " << c.activation << " weighting "
              << static_cast<int>(c.weighting) << (c.biases ? " biases" : "") << " d_out " << c.d_out << " weights "
-             << c.weights;
+             << c.weights << (c.accumulate ? " accumulated" : "");
 }
 
 struct Network {
@@ -71,9 +72,9 @@ struct Network {
         h({c.R, c.P, c.F}, c.dtype),
         dh({c.R, c.P, c.F}, c.dtype),
         dx_rows({c.R, c.D}, c.dtype),
-        d_w_in({c.E(), c.D, c.P, c.F}, c.dtype),
+        d_w_in({c.E(), c.D, c.P, c.F}, c.accumulate ? AB_FLOAT32 : c.dtype),
         d_b_in({c.E(), c.P, c.F}, c.dtype),
-        d_w_out({c.E(), c.F, c.D}, c.dtype),
+        d_w_out({c.E(), c.F, c.D}, c.accumulate ? AB_FLOAT32 : c.dtype),
         d_b_out({c.E(), c.D}, c.dtype),
         d_weights(slot_shape(), AB_FLOAT32) {
     place_slots(seed);
@@ -81,6 +82,9 @@ struct Network {
     fill_scaled(w_in, std::sqrt(3.0f / static_cast<float>(c.D + 1)), ++seed);
     fill_scaled(w_out, std::sqrt(3.0f / static_cast<float>(c.F + 1)), ++seed);
     poison();
+    if (!c.accumulate) return;
+    d_w_in.fill_uniform(++seed);
+    d_w_out.fill_uniform(++seed);
   }
 
   // The slot that row r stands for; -1: padding, or past the groups.
@@ -112,6 +116,7 @@ struct Network {
     return {sizeof(BackwardArgs),
             c.activation,
             static_cast<int32_t>(c.K),
+            c.accumulate ? 1 : 0,
             x.view(),
             c.by_slot() ? slots.view() : nullptr,
             sizes.view(),
@@ -221,8 +226,8 @@ struct Network {
 
 // Elements [begin, end) of one expert. Both sides round the same chains of sums, most of them to the same number: the
 // norm of the difference is below two roundings of each element, and an element's below eight of its neighbours' size.
-inline void compare_elements(const char* name, const FloatTensor& got, const FloatTensor& want, int64_t begin,
-                             int64_t end) {
+inline void compare_elements(const char* name, const FfnCase& c, const FloatTensor& got, const FloatTensor& want,
+                             int64_t begin, int64_t end) {
   double error = 0;
   double norm = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -230,7 +235,7 @@ inline void compare_elements(const char* name, const FloatTensor& got, const Flo
     norm += static_cast<double>(want.get(i)) * want.get(i);
   }
   const double size = end == begin ? 0 : std::sqrt(norm / static_cast<double>(end - begin));
-  const double rounding = rounding_of(want.dtype()) + 2e-6;
+  const double rounding = rounding_of(c.dtype) + 2e-6;  // dh and w a are rounded to it on the way to any other
   for (int64_t i = begin; i < end; ++i) {
     const double difference = static_cast<double>(got.get(i)) - want.get(i);
     ASSERT_LE(std::abs(difference), 8 * rounding * (std::abs(want.get(i)) + size))
@@ -241,9 +246,9 @@ inline void compare_elements(const char* name, const FloatTensor& got, const Flo
 }
 
 // Expert by expert of a tensor [E, ...].
-inline void compare_experts(const char* name, const FloatTensor& got, const FloatTensor& want, int64_t E) {
-  const int64_t each = E == 0 ? 0 : want.size() / E;
-  for (int64_t e = 0; e < E; ++e) compare_elements(name, got, want, e * each, (e + 1) * each);
+inline void compare_experts(const char* name, const FfnCase& c, const FloatTensor& got, const FloatTensor& want) {
+  const int64_t each = c.E() == 0 ? 0 : want.size() / c.E();
+  for (int64_t e = 0; e < c.E(); ++e) compare_elements(name, c, got, want, e * each, (e + 1) * each);
 }
 
 // Expert by expert of a tensor [R, ...]; zero in padding and past the groups.
@@ -251,7 +256,7 @@ inline void compare_rows(const char* name, const Network& net, const FloatTensor
   const int64_t width = net.c.R == 0 ? 0 : want.size() / net.c.R;
   int64_t begin = 0;
   for (const int64_t end : net.ends) {
-    compare_elements(name, got, want, begin * width, end * width);
+    compare_elements(name, net.c, got, want, begin * width, end * width);
     begin = end;
   }
   for (int64_t r = 0; r < net.c.R; ++r) {
@@ -274,15 +279,14 @@ inline void compare_slots(const Network& net, const FloatTensor& got, const Floa
 }
 
 inline void compare(const Network& got, const Network& want) {
-  const int64_t E = want.c.E();
   compare_rows("y", want, got.y, want.y);
   compare_rows("h", want, got.h, want.h);
   compare_rows("dh", want, got.dh, want.dh);
   compare_rows("dx_rows", want, got.dx_rows, want.dx_rows);
-  compare_experts("d_w_in", got.d_w_in, want.d_w_in, E);
-  compare_experts("d_b_in", got.d_b_in, want.d_b_in, E);
-  compare_experts("d_w_out", got.d_w_out, want.d_w_out, E);
-  compare_experts("d_b_out", got.d_b_out, want.d_b_out, E);
+  compare_experts("d_w_in", want.c, got.d_w_in, want.d_w_in);
+  compare_experts("d_b_in", want.c, got.d_b_in, want.d_b_in);
+  compare_experts("d_w_out", want.c, got.d_w_out, want.d_w_out);
+  compare_experts("d_b_out", want.c, got.d_b_out, want.d_b_out);
   compare_slots(want, got.d_weights, want.d_weights);
 }
 

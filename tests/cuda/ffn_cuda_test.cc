@@ -63,6 +63,17 @@ TEST_F(FfnCuda, CotangentsAndWeightsHaveAnyDtype) {
   }
 }
 
+TEST_F(FfnCuda, GradientsOfWeightsAccumulate) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int64_t D : {64, 13}) {
+      FfnCase c{kGroups, 150, D, 72, 2, 61, 3, dtype};
+      c.accumulate = true;
+      check(c);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST_F(FfnCuda, EveryShapeIsTheCpus) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     check({{1}, 1, 1, 1, 2, 1, 1, dtype});
@@ -318,7 +329,7 @@ TEST(FfnWithoutCuda, BadArgumentsAreRefused) {
   const FloatTensor odd({1, 1}, AB_BFLOAT16);
   backward.d_w_out = odd.view();
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT,
-                 "d_w_out: got bfloat16 (7) [1, 1], expected bfloat16 [E=2, F=16, D=8]");
+                 "d_w_out: got bfloat16 (7) [1, 1], expected bfloat16 or float32 [E=2, F=16, D=8]");
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &bytes), AB_INVALID_ARGUMENT, "d_w_out");
   EXPECT_REFUSED(ab_cuda_expert_ffn_forward(nullptr, nullptr), AB_INVALID_ARGUMENT, "args: got NULL");
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward(nullptr, nullptr), AB_INVALID_ARGUMENT, "args: got NULL");

@@ -18,6 +18,7 @@ struct Case {
   int32_t x = AB_BFLOAT16;  // dtypes
   int32_t d_y = AB_BFLOAT16;
   int32_t d_w = AB_BFLOAT16;
+  bool accumulate = false;
 
   int64_t E() const { return static_cast<int64_t>(sizes.size()); }
 };
@@ -34,8 +35,12 @@ struct GroupedMatmulDw {
   }
 
   FloatTensor result() const { return {{c.E(), c.D, c.N}, c.d_w}; }
+  // What there is to add to.
+  void prepare(FloatTensor& d_w) const {
+    if (c.accumulate) d_w.fill_uniform(7);
+  }
   ab_grouped_matmul_dw_args args(const FloatTensor& d_w) const {
-    return {sizeof(ab_grouped_matmul_dw_args), x.view(), d_y.view(), sizes.view(), d_w.view()};
+    return {sizeof(ab_grouped_matmul_dw_args), c.accumulate ? 1 : 0, x.view(), d_y.view(), sizes.view(), d_w.view()};
   }
   void on_cpu(const FloatTensor& d_w) const {
     EXPECT_OK(call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args(d_w)));
@@ -76,16 +81,19 @@ void compare(const Case& c, const FloatTensor& got, const FloatTensor& want) {
 
 void check(const Case& c, unsigned seed = 1) {
   SCOPED_TRACE(::testing::Message() << "R " << c.R << " E " << c.E() << " D " << c.D << " N " << c.N << " dtypes "
-                                    << c.x << " " << c.d_y << " " << c.d_w);
+                                    << c.x << " " << c.d_y << " " << c.d_w << (c.accumulate ? " accumulated" : ""));
   const GroupedMatmulDw op(c, seed);
-  const FloatTensor want = op.result();
+  FloatTensor want = op.result();
+  op.prepare(want);
   op.on_cpu(want);
-  const FloatTensor got = op.result();
+  FloatTensor got = op.result();
+  op.prepare(got);
   op.on_gpu(got);
   if (::testing::Test::HasFatalFailure()) return;
   compare(c, got, want);
   if (::testing::Test::HasFatalFailure()) return;
-  const FloatTensor again = op.result();
+  FloatTensor again = op.result();
+  op.prepare(again);
   op.on_gpu(again);
   ASSERT_TRUE(got.is(again)) << "another run gave other bits";
 }
@@ -121,6 +129,15 @@ TEST_F(WeightGradientCuda, TakesEverySizeAndDtype) {
     check({{2, 3}, 6, 0, 16, dtype, dtype, dtype});
     check({{2, 3}, 6, 16, 0, dtype, dtype, dtype});
     check({{}, 6, 16, 16, dtype, dtype, dtype});
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(WeightGradientCuda, Accumulates) {
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
+    check({kUneven, 1300, 256, 512, dtype, dtype, AB_FLOAT32, true});
+    check({{5000, 0, 20, 1500}, 6600, 128, 264, dtype, dtype, AB_FLOAT32, true});
+    check({kUneven, 1300, 33, 45, dtype, dtype, AB_FLOAT32, true});
     if (HasFatalFailure()) return;
   }
 }
@@ -207,7 +224,7 @@ TEST(WeightGradientWithoutCuda, WorkspaceIsBounded) {
     static char memory[64];
     ab_tensor views[] = {x, d_y, sizes, d_w};
     for (ab_tensor& view : views) view.data = memory;
-    const ab_grouped_matmul_dw_args args{sizeof(args), &views[0], &views[1], &views[2], &views[3]};
+    const ab_grouped_matmul_dw_args args{sizeof(args), 0, &views[0], &views[1], &views[2], &views[3]};
     size_t bytes = 0;
     EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&args, nullptr, &bytes));
     return bytes;

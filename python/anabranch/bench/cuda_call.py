@@ -30,13 +30,13 @@ FIELDS = {
     "ab_cuda_combine_backward": ("", "d_out rows row_of_slot slot_of_row weights d_rows d_weights"),
     "ab_cuda_sort_chunks": ("inverse", "x split_sizes sorted_indices out row_id_map"),
     "ab_cuda_grouped_matmul": ("transpose_w", "x w group_sizes y"),
-    "ab_cuda_grouped_matmul_dw": ("", "x d_y group_sizes d_w"),
+    "ab_cuda_grouped_matmul_dw": ("accumulate", "x d_y group_sizes d_w"),
     "ab_cuda_expert_ffn_forward": (
         "activation weight_early topk",
         "x slot_of_row group_sizes w_in b_in w_out b_out weights y h",
     ),
     "ab_cuda_expert_ffn_backward": (
-        "activation topk",
+        "activation topk accumulate",
         "x slot_of_row group_sizes w_in w_out b_out weights h d_out dh dx_rows d_w_in d_b_in d_w_out d_b_out d_weights",
     ),
 }

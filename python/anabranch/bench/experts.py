@@ -87,7 +87,7 @@ def c_calls(p: Problem, topk: int) -> Calls:
     }
     backward = _c_call(
         "ab_expert_ffn_backward",
-        ["activation", "topk"],
+        ["activation", "topk", "accumulate"],
         _BACKWARD,
         {**given, "h": h, "dh": h, "d_out": d_out, **results},
     )

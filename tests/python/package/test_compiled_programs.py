@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from anabranch.jax import fused_topk_with_score_function, load_balance_loss, plan, route
+from anabranch.jax import custom_calls as anabranch_custom_calls
+from anabranch.jax import expert_ffn, fused_topk_with_score_function, load_balance_loss, plan, route
 
 B, S, E, K = 4, 250, 96, 6
 T = B * S
@@ -110,6 +111,21 @@ class TestHlo:
         other = "float32" if dtype == "bfloat16" else "bfloat16"
         assert passes_over_tokens(compiled(lambda z: route(z.astype(other), K), z))
         assert passes_over_tokens(compiled(lambda z: route(z.reshape(T, E).T.reshape(T, E), K), z))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_only_programs_for_a_gpu_hold_workspaces(platform):
+    """They are as large as activations, and the CPU's handlers have no use for them."""
+
+    def ffn(rows, w_in, w_out, group_sizes):
+        return jax.grad(lambda *a: expert_ffn(*a, group_sizes).sum(), (0, 1, 2))(rows, w_in, w_out)
+
+    shapes = [((T, 8), jnp.bfloat16), ((4, 8, 2, 16), jnp.bfloat16), ((4, 16, 8), jnp.bfloat16), ((4,), jnp.int32)]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in anabranch_custom_calls()]
+    exported = jax.export.export(jax.jit(ffn), platforms=[platform], disabled_checks=checks)
+    text = exported(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).mlir_module()
+    assert text.count("@ab_xla_expert_ffn") == 2
+    assert text.count(',workspace"') == (2 if platform == "cuda" else 0)
 
 
 def device_events(directory, call):

@@ -305,7 +305,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   if (over_rows ? !cuda::runs_on_tensor_cores(p) : !cuda::runs_on_tensor_cores(g)) fail("not for the tensor cores");
   const Memory workspace(over_rows ? 0 : cuda::workspace_of(g));
   const Memory hidden(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
-  const Memory dots(fused ? static_cast<size_t>(R * cuda::most_parts_of_dots(half(shape))) * sizeof(float) : 0);
+  const Memory dots(fused ? static_cast<size_t>(R * cuda::ceil_div(half(shape), 128)) * sizeof(float) : 0);
   const Memory weights(fused ? static_cast<size_t>(R) * sizeof(float) : 0);
   const RandomMemory h(named.kind == Kind::hidden ? R : 0, both(shape), 3);
   const auto run_fused = [&](cuda::TileChoice tile) {

@@ -38,18 +38,21 @@ struct Weight {
 ab_status compute_down(const Down& down, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = down.s;
   if (s.R * s.D == 0) return ok();
-  if (down.b_out.data == nullptr && (down.weights.data == nullptr || down.weight_early)) {
-    const RowsProduct product{.x = down.a.data,
-                              .w = down.w_out.data,
-                              .group_sizes = down.group_sizes,
-                              .y = down.y.data,
-                              .dtype = down.y.dtype,
-                              .R = s.R,
-                              .E = s.E,
-                              .K = s.F,
-                              .N = s.D};
-    return compute_rows(product, down.map, multiprocessors, stream);
-  }
+  RowsProduct fast{.x = down.a.data,
+                   .w = down.w_out.data,
+                   .group_sizes = down.group_sizes,
+                   .y = down.y.data,
+                   .dtype = down.y.dtype,
+                   .R = s.R,
+                   .E = s.E,
+                   .K = s.F,
+                   .N = s.D};
+  const bool weighted = down.weights.data != nullptr && !down.weight_early;
+  if (down.b_out.data == nullptr && !weighted) return compute_rows(fast, down.map, multiprocessors, stream);
+  fast.bias = down.b_out.data;
+  fast.weights = down.map.weights_of(down.weights);
+  fast.scales = weighted;
+  if (runs_on_tensor_cores(fast)) return multiply_rows(fast, multiprocessors, stream);
   SimpleProduct product;
   product.a = {down.a.data, down.a.dtype, 0, s.F, 1};
   product.b = {down.w_out.data, down.w_out.dtype, s.F * s.D, s.D, 1};

@@ -66,13 +66,13 @@ struct Backward {
     return hidden;
   }
 
-  SlotGradient slots() const {
+  SlotGradient slots(int multiprocessors) const {
     SlotGradient slots;
     slots.s = s;
     slots.map = map;
     slots.group_sizes = group_sizes();
     slots.dots = static_cast<const float*>(scratch);
-    slots.parts = dot_parts(hidden());
+    slots.parts = dot_parts(hidden(), multiprocessors);
     slots.d_y = Floats(args.d_out);
     slots.b_out = Floats(args.b_out);
     slots.d_weights = data<float>(args.d_weights);
@@ -149,7 +149,8 @@ struct Backward {
 
   ab_status run(int multiprocessors, cudaStream_t stream) const {
     AB_RETURN_IF_ERROR(compute_hidden_backward(hidden(), multiprocessors, stream));
-    if (args.d_weights != nullptr) AB_RETURN_IF_ERROR(compute_slot_gradient(slots(), multiprocessors, stream));
+    if (args.d_weights != nullptr)
+      AB_RETURN_IF_ERROR(compute_slot_gradient(slots(multiprocessors), multiprocessors, stream));
     if (args.d_w_out != nullptr) AB_RETURN_IF_ERROR(compute_terms(out_weights(), scratch, multiprocessors, stream));
     if (args.d_b_out != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(out_bias(), scratch, multiprocessors, stream));

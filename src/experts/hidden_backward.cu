@@ -1,6 +1,7 @@
 #include "experts/hidden_backward.h"
 
 #include "experts/activation.h"
+#include "experts/hopper/hidden_gradient.h"
 #include "experts/simple_product.cuh"
 
 namespace anabranch::cuda {
@@ -58,14 +59,46 @@ struct Differentiate {
   }
 };
 
+HiddenGradient hidden_gradient(const HiddenBackward& op) {
+  HiddenGradient gradient;
+  gradient.d_y = op.map.rows_of(op.d_y.data);
+  gradient.w_out = op.w_out.data;
+  gradient.group_sizes = op.group_sizes;
+  gradient.weights = op.map.weights_of(op.weights);
+  gradient.h = op.h.data;
+  gradient.dh = op.dh.data;
+  gradient.weighted_a = op.weighted_a.data;
+  gradient.dots = op.dots;
+  gradient.activation = op.activation;
+  gradient.dtype = op.h.dtype;
+  gradient.R = op.s.R;
+  gradient.E = op.s.E;
+  gradient.D = op.s.D;
+  gradient.P = op.s.P;
+  gradient.F = op.s.F;
+  return gradient;
+}
+
+bool runs_on_tensor_cores(const HiddenBackward& op) {
+  return op.d_y.dtype == op.h.dtype && runs_on_tensor_cores(hidden_gradient(op));
+}
+
 }  // namespace
 
-int64_t dot_parts(const HiddenBackward& op) { return simple::tiles_of(op.s.F); }
+int64_t dot_parts(const HiddenBackward& op, int multiprocessors) {
+  if (!runs_on_tensor_cores(op)) return simple::tiles_of(op.s.F);
+  const HiddenGradient fast = hidden_gradient(op);
+  return parts_of_dots(fast, tile_of(fast, multiprocessors));
+}
 
 ab_status compute_hidden_backward(const HiddenBackward& op, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = op.s;
   const bool wanted = op.dh.data != nullptr || op.weighted_a.data != nullptr || op.dots != nullptr;
   if (!wanted || s.R * s.F == 0) return ok();
+  if (runs_on_tensor_cores(op)) {
+    const HiddenGradient fast = hidden_gradient(op);
+    return multiply_hidden(fast, tile_of(fast, multiprocessors), multiprocessors, stream);
+  }
   SimpleProduct product;
   product.a = {op.d_y.data, op.d_y.dtype, 0, s.D, 1, op.map.slots != nullptr};
   product.b = {op.w_out.data, op.w_out.dtype, s.F * s.D, 1, s.D};

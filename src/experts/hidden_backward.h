@@ -16,7 +16,7 @@ namespace anabranch::cuda {
 //
 //     da' = d_y W_out[e]^T;  dh = act'(h) w da';  weighted_a = w a;  <da', a> = the sum of dots[:, r].
 //
-// Padding, and rows past the groups, are zero.
+// Padding is zero, and dh and dots past the groups; weighted_a past them is not for use.
 struct HiddenBackward {
   FfnSizes s;
   RowMap map;
@@ -32,7 +32,7 @@ struct HiddenBackward {
 };
 
 // Parts of <da', a>, each over some of the columns; at most one for each 64 columns.
-int64_t dot_parts(const HiddenBackward& backward);
+int64_t dot_parts(const HiddenBackward& backward, int multiprocessors);
 constexpr int64_t most_dot_parts(int64_t F) { return (F + 63) / 64; }
 
 ab_status compute_hidden_backward(const HiddenBackward& backward, int multiprocessors, cudaStream_t stream);

@@ -4,9 +4,10 @@
 #include <cstdint>
 
 #include "core/cuda/divisor.h"
+#include "core/floats.h"
 #include "core/inline.h"
 #include "experts/check.h"
-#include "experts/hopper/weight_gradient.h"
+#include "experts/hopper/row_source.h"
 
 namespace anabranch::cuda {
 
@@ -33,6 +34,8 @@ struct RowMap {
 
   // The rows of a matrix in this order.
   RowSource rows_of(const void* matrix) const { return {matrix, slots, topk, num_slots / topk}; }
+  // Their weights, of slots.
+  RowWeightSource weights_of(const Floats& weights) const { return {slots, num_slots, weights.data, weights.dtype}; }
 };
 
 }  // namespace anabranch::cuda

@@ -1,6 +1,7 @@
 #include "experts/up.h"
 
 #include "experts/activation.h"
+#include "experts/hopper/up.h"
 #include "experts/simple_product.cuh"
 
 namespace anabranch::cuda {
@@ -48,11 +49,33 @@ struct Activate {
   }
 };
 
+UpProduct up_product(const Up& up) {
+  UpProduct product;
+  product.x = up.map.rows_of(up.x.data);
+  product.w_in = up.w_in.data;
+  product.b_in = up.b_in.data;
+  product.group_sizes = up.group_sizes;
+  product.weights = up.map.weights_of(up.weights);
+  product.h = up.h.data;
+  product.a = up.a.data;
+  product.activation = up.activation;
+  product.dtype = up.x.dtype;
+  product.R = up.s.R;
+  product.E = up.s.E;
+  product.D = up.s.D;
+  product.P = up.s.P;
+  product.F = up.s.F;
+  return product;
+}
+
 }  // namespace
 
 ab_status compute_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   if (s.R * s.F == 0) return ok();
+  if (const UpProduct fast = up_product(up); runs_on_tensor_cores(fast)) {
+    return multiply_up(fast, multiprocessors, stream);
+  }
   SimpleProduct product;
   product.a = {up.x.data, up.x.dtype, 0, s.D, 1, up.map.slots != nullptr};
   product.b = {up.w_in.data, up.w_in.dtype, s.D * s.P * s.F, s.P * s.F, 1};

@@ -21,8 +21,6 @@ int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {
   return ceil_div(g.F, tile == TileChoice::k128x256 ? Tile128x256::kColumns : Tile128x128::kColumns);
 }
 
-int64_t most_parts_of_dots(int64_t F) { return ceil_div(F, Tile128x128::kColumns); }
-
 ab_status multiply_hidden(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   return g.P == 2 ? multiply_hidden_gated(g, tile, multiprocessors, stream)
                   : multiply_hidden_ungated(g, tile, multiprocessors, stream);

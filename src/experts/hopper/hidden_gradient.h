@@ -38,8 +38,6 @@ bool runs_on_tensor_cores(const HiddenGradient& gradient);
 // The tiles that compute it, and the parts that its dots come in.
 TileChoice tile_of(const HiddenGradient& gradient, int multiprocessors);
 int64_t parts_of_dots(const HiddenGradient& gradient, TileChoice tile);
-// At most so many for this F.
-int64_t most_parts_of_dots(int64_t F);
 
 // Enqueues it.
 ab_status multiply_hidden(const HiddenGradient& gradient, TileChoice tile, int multiprocessors, cudaStream_t stream);

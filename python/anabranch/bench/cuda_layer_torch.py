@@ -9,6 +9,7 @@ from anabranch.bench.layer_in_torch import grouped_mm_layer, select
 from anabranch.bench.layer_result import Measured
 from anabranch.bench.layer_shape import LayerShape, zipf_experts
 
+DEVICE = "cuda"
 _GRAPH_SECONDS = 40e-3
 
 
@@ -20,15 +21,15 @@ class Operands(NamedTuple):
     experts: Any
 
 
-def operands(shape: LayerShape, dtype: str, routing: str, device: str, seed: int = 0) -> Operands:
+def operands(shape: LayerShape, dtype: str, routing: str, seed: int = 0) -> Operands:
     """As layer_in_jax.operands: other numbers of the same distribution, the same given experts."""
     import torch
 
     T, D, F, E, _ = shape
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> Any:
-        values = torch.empty(size, device=device, dtype=getattr(torch, dtype))
+        values = torch.empty(size, device=DEVICE, dtype=getattr(torch, dtype))
         return values.normal_(0.0, scale, generator=generator)
 
     leaves = (
@@ -37,7 +38,7 @@ def operands(shape: LayerShape, dtype: str, routing: str, device: str, seed: int
         normal(E, D, 2, F, scale=D**-0.5),
         normal(E, F, D, scale=F**-0.5),
     )
-    experts = torch.from_numpy(zipf_experts(shape, seed)).to(device, torch.int64) if routing == "zipf" else None
+    experts = torch.from_numpy(zipf_experts(shape, seed)).to(DEVICE, torch.int64) if routing == "zipf" else None
     return Operands(tuple(leaf.requires_grad_() for leaf in leaves), normal(T, D), experts)
 
 
@@ -79,13 +80,13 @@ def _measure(shape: LayerShape, dtype: str, routing: str, repeats: int, product_
     import torch
 
     timed = functools.partial(gpu.seconds_of_each, repeats=repeats, seconds=_GRAPH_SECONDS)
-    given = operands(shape, dtype, routing, "cuda")
+    given = operands(shape, dtype, routing)
     count = gpu.copies_past_cache(shape.operand_bytes(given.d_out.element_size()), least=1)
-    sets = [given, *(operands(shape, dtype, routing, "cuda", seed) for seed in range(1, count))]
+    sets = [given, *(operands(shape, dtype, routing, seed) for seed in range(1, count))]
     by_name = [calls(one, shape.K) for one in sets]
 
     kind = getattr(torch, dtype)
-    a, b = (torch.randn(product_size, product_size, device="cuda").to(kind) for _ in range(2))
+    a, b = (torch.randn(product_size, product_size, device=DEVICE).to(kind) for _ in range(2))
 
     def product() -> float:
         return 2.0 * product_size**3 / timed([lambda: a @ b]).median

@@ -1,5 +1,7 @@
 """The whole layer's GPU benchmark: peers compute our layer, figures become rows, processes report. No figure is tested."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -63,11 +65,12 @@ def test_torch_computes_our_layer(layer):
 
 
 @ROUTINGS
-def test_operands_are_alike_in_both_frameworks(routing):
+def test_operands_are_alike_in_both_frameworks(routing, monkeypatch):
     pytest.importorskip("torch")
+    monkeypatch.setattr(cuda_layer_torch, "DEVICE", "cpu")
     shape = SHAPE._replace(T=2000)
     ours = layer_in_jax.operands(shape, "float32", routing)
-    theirs = cuda_layer_torch.operands(shape, "float32", routing, "cpu")
+    theirs = cuda_layer_torch.operands(shape, "float32", routing)
     for mine, other in zip(ours[:5], (*theirs.leaves, theirs.d_out), strict=True):
         assert mine.shape == other.shape
         assert np.std(mine) == pytest.approx(np.std(other.detach().numpy()), rel=0.1)
@@ -146,6 +149,30 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch):
         measured_on_cpu("xla")
 
 
+def test_a_layer_is_measured_in_torch(monkeypatch):
+    """What is timed is called, on as many sets as there must be; one direction may lack memory."""
+    torch = pytest.importorskip("torch")
+    seen = []
+
+    def seconds_of_each(calls, **_):
+        seen.append((len(calls), isinstance(calls[0](), tuple)))
+        if seen[-1][1] and len(seen) > 3:
+            raise torch.cuda.OutOfMemoryError
+        return Timing(1e-3, 1e-3, 1e-3)
+
+    monkeypatch.setattr(cuda_layer_torch, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "torch_with_gpu", lambda: torch)
+    monkeypatch.setattr(gpu, "seconds_of_each", seconds_of_each)
+    monkeypatch.setattr(gpu, "copies_past_cache", lambda *_, **__: 3)
+    sizes = {"repeats": 2, "product_size": 64}
+    measured = cuda_layer_torch.measure(SHAPE, "float32", "uniform", **sizes)
+    assert seen == [(1, False), (3, False), (3, True), (1, False)]
+    assert measured.product == pytest.approx((2 * 64**3 / 1e-3,) * 2)
+    assert measured.forward and measured.both and 1 <= measured.largest_load < SHAPE.E and measured.note == ""
+    measured = cuda_layer_torch.measure(SHAPE, "float32", "zipf", **sizes)
+    assert measured.forward and measured.both is None and measured.note == "forward and backward: out of memory"
+
+
 def test_a_large_layer_comes_back_to_nothing_in_the_cache():
     assert gpu.copies_past_cache(LayerShape(1, 1, 1, 1, 1).operand_bytes(2), least=1) == gpu.MOST_SETS
     assert gpu.copies_past_cache(LayerShape(32768, 4096, 1024, 128, 8).operand_bytes(2), least=1) == 1
@@ -217,9 +244,6 @@ def no_gpu_needed(monkeypatch):
 
 def main_json(*arguments):
     """The report of `bench`; its failure as rows_of_a_process reports it."""
-    import contextlib
-    import io
-
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(["bench", *arguments, "--json", "-"])

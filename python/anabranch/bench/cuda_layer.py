@@ -128,6 +128,8 @@ def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
     if by == "torch":
         from anabranch.bench import cuda_layer_torch
 
+        # The report names JAX's devices, which starts JAX beside torch.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         return cuda_layer_torch.measure(shape, DTYPES[0], routing, **settings)
     from anabranch.bench import cuda_layer_jax
 

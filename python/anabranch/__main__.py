@@ -2,8 +2,12 @@
 
 import argparse
 import sys
+from typing import Any
 
 import anabranch
+from anabranch.bench import CUDA_OPERATIONS, CUDA_TOGETHER, DTYPES, OPERATIONS, BenchError
+from anabranch.bench import run as run_bench
+from anabranch.bench.layer_shape import NAMED, LayerShape, parse_shape
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -14,11 +18,97 @@ def _pair(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
+def _shape(text: str) -> LayerShape:
+    """A layer's shape from "T,D,F,E,K" or its name."""
+    try:
+        return parse_shape(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _positive(text: str) -> int:
     """A number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
     return int(text)
+
+
+def _add_bench(commands: Any) -> argparse.ArgumentParser:
+    """The parser of `bench`."""
+    bench = commands.add_parser(
+        "bench",
+        help="our operations beside torch (if installed) and XLA on this machine, in one run",
+        description="Times our operations beside torch (if installed) and XLA on this machine, in one run.",
+    )
+    bench.add_argument(
+        "operation", nargs="?", choices=[*dict.fromkeys([*OPERATIONS, *CUDA_OPERATIONS]), "all"], default="all"
+    )
+    bench.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
+    bench.add_argument("--quick", action="store_true", help="fewer repeats and only the first shape of each table")
+    bench.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help=f"cuda: {', '.join(CUDA_OPERATIONS)} on a GPU; all are {', '.join(CUDA_TOGETHER)}, in one process",
+    )
+    bench.add_argument(
+        "--dtype", choices=DTYPES, action="append", help="default: both; the layer on a GPU is bfloat16 alone"
+    )
+    cuda = bench.add_argument_group("with --device cuda; each may be given several times")
+    cuda.add_argument(
+        "--rows", type=_pair, metavar="E,K", action="append", help="router, plan: only E experts, K a token"
+    )
+    cuda.add_argument(
+        "--shape",
+        type=_shape,
+        metavar="T,D,F,E,K",
+        action="append",
+        help=f"layer: the sizes, or {', '.join(NAMED)} at T = 32768; default: twelve shapes",
+    )
+    cuda.add_argument(
+        "--tokens", type=_positive, metavar="T", action="append", help="router, plan, layer: numbers of tokens"
+    )
+    cuda.add_argument(
+        "--routing",
+        choices=["uniform", "zipf"],
+        action="append",
+        help="layer: nearly equal loads (the default), or loads that fall like 1 / (1 + e)",
+    )
+    cuda.add_argument(
+        "--by",
+        choices=["c", "jax", "torch", "xla"],
+        action="append",
+        help="router, plan, layer: what to time: ours through C (not the layer) or through JAX, torch eager, XLA's jit "
+        "of plain JAX",
+    )
+    cuda.add_argument(
+        "--trace", metavar="DIR", help="layer: also write profiler traces of ours to DIR/T,D,F,E,K-ROUTING (once)"
+    )
+    return bench
+
+
+def _choose(bench: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The operations to time, and what is chosen of them; exits where one does not offer that."""
+    on_gpu = options.device == "cuda"
+    known = tuple(CUDA_OPERATIONS) if on_gpu else OPERATIONS
+    names = dict.fromkeys(name for choices in CUDA_OPERATIONS.values() for name in choices)
+    selection = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if selection and not on_gpu:
+        bench.error(f"--{next(iter(selection))}: got it with --device {options.device}, expected --device cuda")
+    if options.operation == "all":
+        together = CUDA_TOGETHER if on_gpu else OPERATIONS
+        chosen = tuple(name for name in together if not selection or selection.keys() <= set(CUDA_OPERATIONS[name]))
+        if not chosen:
+            given = " and ".join(f"--{name}" for name in selection)
+            bench.error(f"operation: got all with {given}, expected one that takes this")
+        return chosen, selection
+    if options.operation not in known:
+        bench.error(f"operation: got {options.operation} on {options.device}, expected one of {', '.join(known)}")
+    for name in selection:
+        takers = [operation for operation, choices in CUDA_OPERATIONS.items() if name in choices]
+        if options.operation not in takers:
+            bench.error(f"--{name}: got it with {options.operation}, expected it with {' or '.join(takers)}")
+    return (options.operation,), selection
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,61 +119,24 @@ def main(argv: list[str] | None = None) -> int:
 
     info = commands.add_parser("info", help="versions, libraries found, instruction set, threads, backends")
     info.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-
-    bench = commands.add_parser(
-        "bench",
-        help="our operations beside torch (if installed) and XLA on this machine, in one run",
-        description="Times our operations beside torch (if installed) and XLA on this machine, in one run.",
-    )
-    from anabranch.bench import CUDA_FIXED, CUDA_OPERATIONS, OPERATIONS
-
-    bench.add_argument(
-        "operation", nargs="?", choices=[*dict.fromkeys([*OPERATIONS, *CUDA_OPERATIONS]), "all"], default="all"
-    )
-    bench.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
-    bench.add_argument("--quick", action="store_true", help="fewer repeats and only the first shape of each table")
-    bench.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help=f"cuda: {' and '.join(CUDA_OPERATIONS)} on a GPU"
-    )
-    bench.add_argument("--dtype", choices=["float32", "bfloat16"], action="append", help="default: both")
-    cuda = bench.add_argument_group("with --device cuda; each may be given several times")
-    cuda.add_argument(
-        "--rows", type=_pair, metavar="E,K", action="append", help="only the shapes of E experts, K a token"
-    )
-    cuda.add_argument("--tokens", type=_positive, metavar="T", action="append", help="numbers of tokens")
-    cuda.add_argument(
-        "--by",
-        choices=["c", "jax", "torch", "xla"],
-        action="append",
-        help="what to time: ours through C or through JAX, torch eager, XLA's jit of plain JAX",
-    )
+    bench = _add_bench(commands)
 
     options = parser.parse_args(argv)
     if options.command == "info":
         from anabranch import info as command
 
         return command.run(as_json=options.json)
-    from anabranch import bench as command_bench
-
-    known = CUDA_OPERATIONS if options.device == "cuda" else OPERATIONS
-    given = {"rows": options.rows, "tokens": options.tokens, "by": options.by}
-    selection = {name: value for name, value in given.items() if value is not None}
-    offered = tuple(name for name in known if not (selection and name in CUDA_FIXED))
-    operations = offered if options.operation == "all" else (options.operation,)
-    if not set(operations) <= set(known):
-        parser.error(f"operation: got {options.operation} on {options.device}, expected one of {', '.join(known)}")
-    if selection and options.device != "cuda":
-        parser.error(f"--{next(iter(selection))}: got it with --device {options.device}, expected --device cuda")
+    operations, selection = _choose(bench, options)
     try:
-        return command_bench.run(
+        return run_bench(
             operations,
             device=options.device,
-            dtypes=options.dtype or ["float32", "bfloat16"],
+            dtypes=options.dtype,
             quick=options.quick,
             json_file=options.json,
             selection=selection,
         )
-    except command_bench.BenchError as error:
+    except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
 

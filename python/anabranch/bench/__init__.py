@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,19 +9,30 @@ from typing import Any
 
 from anabranch.bench.errors import BenchError
 from anabranch.bench.measure import format_table
+from anabranch.bench.processes import rows_of_a_process
 
-__all__ = ["CUDA_FIXED", "CUDA_OPERATIONS", "OPERATIONS", "BenchError", "run"]
+__all__ = ["CUDA_OPERATIONS", "CUDA_TOGETHER", "DTYPES", "OPERATIONS", "BenchError", "run"]
 
 OPERATIONS = ("router", "dispatch", "experts", "layer")
-CUDA_OPERATIONS = ("router", "plan", "dispatch")
-CUDA_FIXED = ("dispatch",)  # whose shapes and peers cannot be chosen
+
+#: The operations on cuda, and what can be chosen of each.
+CUDA_OPERATIONS = {
+    "router": ("rows", "tokens", "by"),
+    "plan": ("rows", "tokens", "by"),
+    "dispatch": (),
+    "layer": ("shape", "tokens", "routing", "by", "trace"),
+}
+#: Those that one process runs after each other; the layer needs the device's whole memory.
+CUDA_TOGETHER = ("router", "plan", "dispatch")
+
+DTYPES = ("float32", "bfloat16")
 
 
 def run(
     operations: Sequence[str],
     *,
     device: str = "cpu",
-    dtypes: Sequence[str],
+    dtypes: Sequence[str] | None,
     quick: bool,
     json_file: str | None,
     selection: Mapping[str, Any] | None = None,
@@ -32,13 +42,13 @@ def run(
     Args:
       operations: names out of OPERATIONS, or CUDA_OPERATIONS.
       device: "cpu" or "cuda".
-      dtypes: "float32" and/or "bfloat16".
+      dtypes: out of DTYPES; None: all that the operation is timed with.
       quick: one shape and few repeats.
       json_file: also write all rows there; "-" writes them to standard output instead of the tables.
       selection: more arguments for the benchmarks' rows(), on cuda.
 
     Returns:
-      The exit status.
+      The exit status: 1 where a row has an `error`.
 
     Raises:
       BenchError: this machine lacks something, or the selection names something that is not there.
@@ -51,7 +61,7 @@ def run(
     rows = {
         name: _rows(name, modules[name], dtypes, quick, selection or {})
         if together
-        else _rows_of_a_process(name, dtypes, quick)
+        else rows_of_a_process(name, _flags(dtypes, quick))
         for name in operations
     }
     if json_file != "-":
@@ -67,7 +77,7 @@ def run(
     elif json_file:
         with open(json_file, "w") as file:
             json.dump(report, file, indent=2)
-    return 0
+    return int(any("error" in row for of_operation in rows.values() for row in of_operation))
 
 
 def _module(operation: str, device: str) -> Any:
@@ -75,9 +85,10 @@ def _module(operation: str, device: str) -> Any:
 
 
 def _rows(
-    operation: str, module: Any, dtypes: Sequence[str], quick: bool, selection: Mapping[str, Any]
+    operation: str, module: Any, dtypes: Sequence[str] | None, quick: bool, selection: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     start, rows = time.perf_counter(), []
+    dtypes = dtypes or getattr(module, "DTYPES", DTYPES)
     for row in module.rows(dtypes=dtypes, quick=quick, **selection):
         rows.append(row)
         shown = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "spread")
@@ -86,8 +97,5 @@ def _rows(
     return rows
 
 
-def _rows_of_a_process(operation: str, dtypes: Sequence[str], quick: bool) -> list[dict[str, Any]]:
-    flags = [argument for dtype in dtypes for argument in ("--dtype", dtype)] + ["--quick"] * quick
-    command = [sys.executable, "-m", "anabranch", "bench", operation, "--json", "-", *flags]
-    result = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    return json.loads(result.stdout)["rows"][operation]
+def _flags(dtypes: Sequence[str] | None, quick: bool) -> list[str]:
+    return [argument for dtype in dtypes or () for argument in ("--dtype", dtype)] + ["--quick"] * quick

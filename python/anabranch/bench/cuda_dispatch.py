@@ -5,7 +5,6 @@ from typing import Any
 
 from anabranch.bench.cuda_call import cuda_call
 from anabranch.bench.dispatch import least_bytes
-from anabranch.bench.errors import BenchError
 from anabranch.bench.gpu import copies_past_cache, copy_rate, seconds_of_each, torch_with_gpu
 
 CAPTION = (
@@ -108,22 +107,8 @@ def tokens_that_fit(K: int, D: int, itemsize: int) -> int:
     return tokens
 
 
-def rows(
-    *,
-    dtypes: Sequence[str],
-    quick: bool,
-    rows: Sequence[tuple[int, int]] | None = None,
-    tokens: Sequence[int] | None = None,
-    by: Sequence[str] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """One row for every operation, width, number of slots and dtype.
-
-    Raises:
-      BenchError: shapes or peers are chosen, which these rows do not offer.
-    """
-    for name, given in {"rows": rows, "tokens": tokens, "by": by}.items():
-        if given:
-            raise BenchError(f"--{name}: got it with dispatch, expected it with router or plan alone")
+def rows(*, dtypes: Sequence[str], quick: bool) -> Iterator[dict[str, Any]]:
+    """One row for every operation, width, number of slots and dtype."""
     torch = torch_with_gpu()
     rate = copy_rate()
     for dtype in dtypes:

@@ -16,6 +16,7 @@ from anabranch.bench.errors import BenchError
 L2_BYTES = 60 << 20
 MOST_SETS = 64
 REPEATS = 20
+MOST_EXECUTIONS = 30  # XLA lets 32 be on their way
 
 #: What is timed: ours through C, ours through JAX, torch eager, XLA's jit.
 BY = ("c", "jax", "torch", "xla")
@@ -82,9 +83,17 @@ def capture_stream() -> Any:
     return torch_with_gpu().cuda.Stream()
 
 
-def copies_past_cache(bytes_of_one: int) -> int:
-    """How many sets of operands of a call it takes until the first has left the cache; at most MOST_SETS."""
-    return min(max(2, -(-2 * L2_BYTES // max(bytes_of_one, 1))), MOST_SETS)
+def copies_past_cache(bytes_of_one: int, least: int = 2) -> int:
+    """How many sets of operands of a call it takes until the first has left the cache; at most MOST_SETS.
+
+    Args:
+      bytes_of_one: that a call reads and writes.
+      least: 1 where a call that reads and writes more than the cache holds is known to come back to nothing it left.
+
+    >>> copies_past_cache(L2_BYTES), copies_past_cache(1 << 40), copies_past_cache(1 << 40, least=1)
+    (2, 2, 1)
+    """
+    return min(max(least, -(-2 * L2_BYTES // max(bytes_of_one, 1))), MOST_SETS)
 
 
 def seconds_of_each(
@@ -190,7 +199,12 @@ def groups_of(sets: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def seconds_of_program(
-    program: Callable[[Any], Any], groups: Sequence[Sequence[Any]], *, repeats: int = REPEATS // 2
+    program: Callable[[Any], Any],
+    groups: Sequence[Sequence[Any]],
+    *,
+    repeats: int = REPEATS // 2,
+    seconds: float = 4e-3,
+    executions: tuple[int, int] = (4, MOST_EXECUTIONS),
 ) -> Timing:
     """Time of one call of a compiled `chained` program, with the device's queue full.
 
@@ -198,15 +212,17 @@ def seconds_of_program(
       program: takes one of `groups`.
       groups: sets of operands, as many in each as the program takes; executions take the groups in turn.
       repeats: batches of executions, timed by the host's clock from the first to the end of the last.
+      seconds: a batch takes at least that long, where the most executions do.
+      executions: the fewest and the most of a batch.
     """
     import jax
 
     turn = itertools.cycle(groups)
 
-    def batch(executions: int) -> tuple[float, float]:
+    def batch(size: int) -> tuple[float, float]:
         start = time.perf_counter()
         results = None
-        for _ in range(executions):
+        for _ in range(size):
             del results  # the next execution takes its memory, and XLA's command buffers stay as they are
             results = program(next(turn))
         enqueued = time.perf_counter()
@@ -214,10 +230,11 @@ def seconds_of_program(
         return time.perf_counter() - start, enqueued - start
 
     batch(len(groups))
-    once = batch(4)[0] / 4
-    executions = min(max(4, math.ceil(4e-3 / once)), 30)  # XLA lets 32 be on their way
-    batches = [batch(executions) for _ in range(repeats)]
-    calls = executions * len(groups[0])
+    fewest, most = executions
+    once = batch(fewest)[0] / fewest
+    size = min(max(fewest, math.ceil(seconds / once)), most)
+    batches = [batch(size) for _ in range(repeats)]
+    calls = size * len(groups[0])
     host_bound = statistics.median(enqueued / total for total, enqueued in batches) > 0.9
     return summary([total / calls for total, _ in batches], host_bound)
 

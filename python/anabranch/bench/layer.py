@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from anabranch.bench.ceiling import matmul_flops
+from anabranch.bench.layer_in_jax import ours, ragged_dot_layer
 from anabranch.bench.measure import interleaved
-from anabranch.jax import moe
 
 CAPTION = "GFLOP/s (6 T K D F forward, 18 T K D F forward and backward); share: of oneDNN's large product in this run"
 
@@ -26,20 +26,6 @@ def _data(shape: tuple[int, ...]) -> list[np.ndarray]:
     sizes = [(T, D), (D, E), (E, D, 2, F), (E, F, D), (T, D)]
     scales = [1.0, D**-0.5, D**-0.5, F**-0.5, 1.0]
     return [rng.standard_normal(size, dtype=np.float32) * np.float32(s) for size, s in zip(sizes, scales, strict=True)]
-
-
-def ragged_dot_layer(x: jax.Array, gate: jax.Array, w_in: jax.Array, w_out: jax.Array, *, topk: int) -> jax.Array:
-    """The layer as JAX users write it today: top_k, argsort, ragged_dot, segment sum."""
-    E, D, _, F = w_in.shape
-    logits = jnp.dot(x, gate.astype(x.dtype), preferred_element_type=jnp.float32)
-    top, experts = jax.lax.top_k(logits, topk)
-    weights = jax.nn.softmax(top)
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    token = order // topk
-    sizes = jnp.bincount(experts.reshape(-1), length=E).astype(jnp.int32)
-    h = jax.lax.ragged_dot(x[token], w_in.reshape(E, D, 2 * F), sizes)
-    y = jax.lax.ragged_dot(jax.nn.silu(h[:, :F]) * h[:, F:], w_out, sizes)
-    return jnp.zeros_like(x).at[token].add((y * weights.reshape(-1)[order][:, None]).astype(x.dtype))
 
 
 def _jax_calls(layer: Callable[..., jax.Array], arrays: list[jax.Array]) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -93,7 +79,7 @@ def rows(*, dtypes: list[str], quick: bool) -> Iterator[dict[str, Any]]:
             data = _data(shape)
             arrays = [jnp.asarray(array, dtype) for array in data]
             calls = {
-                "anabranch": _jax_calls(lambda *a, K=K: moe(*a, topk=K).output, arrays),
+                "anabranch": _jax_calls(lambda *a, K=K: ours(*a, topk=K), arrays),
                 "xla ragged_dot": _jax_calls(lambda *a, K=K: ragged_dot_layer(*a, topk=K), arrays),
             }
             if (torch_calls := _torch_calls(data, K, dtype)) is not None:

@@ -134,7 +134,7 @@ def test_tables_name_what_was_slower():
         (["--device", "cuda", "--tokens", "0"], "argument --tokens: got '0', expected a whole number of at least 1"),
         (["--device", "cuda", "--rows", "7,3"], "rows: got 7,3, expected out of 8,2 64,8"),
         (["plan", "--device", "cuda", "--rows", "2,3"], "rows: got 2,3, expected E,K with K <= E"),
-        (["layer", "--device", "cuda"], "operation: got layer on cuda, expected one of router, plan"),
+        (["experts", "--device", "cuda"], "operation: got experts on cuda, expected one of router, plan"),
         (["plan"], "operation: got plan on cpu, expected one of router, dispatch, experts, layer"),
         (["--by", "c"], "--by: got it with --device cpu, expected --device cuda"),
     ],

@@ -1,0 +1,153 @@
+"""The whole layer on a GPU: ours through JAX, beside plain JAX, torch's grouped products and a large product."""
+
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from anabranch import _library
+from anabranch.bench import gpu, layer_result
+from anabranch.bench.errors import BenchError
+from anabranch.bench.layer_result import Measured
+from anabranch.bench.layer_shape import SHAPES, LayerShape
+from anabranch.bench.processes import rows_of_a_process
+
+CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random
+operands; backward: of x, gate, w_in and w_out, the difference between forward and backward, and forward. TFLOP/s: of
+6 T K D F forward, 12 T K D F backward. jax: ours, moe() under jit; xla: lax.top_k, argsort, ragged_dot, segment_sum
+under jit; torch: topk, sort, grouped_mm, index_add, eager operations in CUDA graphs. Each in a process of its own, in
+which product, bfloat16 8192^3 by cuBLAS, is timed right before and after; share: of their mean. Medians of 20 batches
+of calls with the queue full; *: the host's launches are the limit. routing: uniform, by the random gate; zipf, K
+distinct experts with shares 1 / (1 + e) given; largest load: over the mean. needed: weights, x, their gradients, the
+output, its cotangent and h; total: arguments + outputs - aliased + temporaries, as XLA plans; peak: by the device"""
+
+BY = ("jax", "xla", "torch")
+ROUTINGS = ("uniform", "zipf")
+DTYPES = ("bfloat16",)
+
+_PRODUCT_SIZE = 8192
+
+Case = tuple[LayerShape, str, str]  # and the routing, and who
+
+
+def rows(
+    *,
+    dtypes: Sequence[str],
+    quick: bool,
+    shape: Sequence[LayerShape] | None = None,
+    tokens: Sequence[int] | None = None,
+    routing: Sequence[str] | None = None,
+    by: Sequence[str] | None = None,
+    trace: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """One row for every shape, routing and implementation; a single one in this process.
+
+    Args:
+      dtypes: "bfloat16" alone.
+      quick: the first shape only, and 5 repeats.
+      shape: None: those of layer_shape.SHAPES.
+      tokens: T, in the place of the shapes' own.
+      routing: out of ROUTINGS; None: uniform.
+      by: out of BY; None: all that are installed.
+      trace: a folder for profiler traces of ours, one folder a shape and routing in it.
+
+    Raises:
+      BenchError: an argument is wrong, or this machine has no GPU. What fails by itself has a row with `error`.
+    """
+    chosen = _cases(dtypes, quick, shape, tokens, routing, by, trace)
+    _require_gpu()
+    for case in chosen:
+        traced = trace if case[2] == "jax" else None
+        if len(chosen) == 1:
+            yield _row(case, _measured(case, quick, traced))
+        else:
+            yield from _rows_of_a_process(case, quick, traced)
+
+
+tables = layer_result.tables
+
+
+def _cases(
+    dtypes: Sequence[str],
+    quick: bool,
+    shape: Sequence[LayerShape] | None,
+    tokens: Sequence[int] | None,
+    routing: Sequence[str] | None,
+    by: Sequence[str] | None,
+    trace: str | None,
+) -> list[Case]:
+    """All combinations, each once."""
+    for given in dtypes:
+        if given not in DTYPES:
+            raise BenchError(f"--dtype: got {given} with layer on cuda, expected {', '.join(DTYPES)}")
+    for who in by or ():
+        if who not in BY:
+            raise BenchError(f"--by: got {who} with layer, expected {', '.join(BY)}")
+    if by is None:
+        by = [who for who in BY if who != "torch" or importlib.util.find_spec("torch")]
+        if len(by) < len(BY):
+            print("layer: without torch: it is not installed", file=sys.stderr)
+    if trace is not None and "jax" not in by:
+        raise BenchError(f"--trace: got it with --by {' '.join(by)}, expected jax among them: the trace is of ours")
+    sized = [sizes._replace(T=T) for sizes in shape or SHAPES for T in tokens or (sizes.T,)]
+    sized = sized[:1] if quick else sized
+    for sizes in sized:
+        if sizes.T * sizes.K >= 2**31:
+            raise BenchError(f"--tokens: got {sizes.T} with K = {sizes.K}, expected T * K < 2^31")
+    cases = [(sizes, kind, who) for sizes in sized for kind in routing or ROUTINGS[:1] for who in by]
+    return list(dict.fromkeys(cases))
+
+
+def _require_gpu() -> None:
+    """Raises BenchError where there is no GPU; starts nothing on one."""
+    try:
+        facts = _library.describe_cuda()
+    except _library.LibraryError as error:
+        raise BenchError(f"benchmarks of CUDA kernels need libanabranch_cuda.so: {error}") from error
+    if "error" in facts:
+        raise BenchError(f"benchmarks of CUDA kernels need a GPU: {facts['error']}")
+
+
+def _measured(case: Case, quick: bool, trace: str | None) -> Measured:
+    """Any failure as a BenchError, after its traceback."""
+    try:
+        return _measure(case, quick, trace)
+    except BenchError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).splitlines() or [""])[0]
+        raise BenchError(f"{case[2]}: {type(error).__name__}: {first}") from error
+
+
+def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
+    shape, routing, by = case
+    settings: dict[str, Any] = {"repeats": 5 if quick else gpu.REPEATS, "product_size": _PRODUCT_SIZE}
+    if by == "torch":
+        from anabranch.bench import cuda_layer_torch
+
+        # The report names JAX's devices, which starts JAX beside torch.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        return cuda_layer_torch.measure(shape, DTYPES[0], routing, **settings)
+    from anabranch.bench import cuda_layer_jax
+
+    folder = None if trace is None else os.path.join(trace, f"{shape}-{routing}")
+    return cuda_layer_jax.measure(by, shape, DTYPES[0], routing, trace=folder, **settings)
+
+
+def _row(case: Case, measured: Measured) -> dict[str, Any]:
+    shape, routing, by = case
+    return layer_result.row(shape, routing, DTYPES[0], by, measured)
+
+
+def _rows_of_a_process(case: Case, quick: bool, trace: str | None) -> Iterator[dict[str, Any]]:
+    """The row of a process of its own; where that fails, one with its last words as `error`."""
+    shape, routing, by = case
+    flags = ["--device", "cuda", "--shape", str(shape), "--routing", routing, "--by", by]
+    flags += ["--quick"] * quick + (["--trace", trace] if trace else [])
+    try:
+        yield from rows_of_a_process("layer", flags, quiet=True)
+    except BenchError as error:
+        yield {**_row(case, Measured(note=str(error))), "error": str(error)}

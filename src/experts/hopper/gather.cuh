@@ -89,6 +89,7 @@ class TermGather {
     next_slot_ = find(tile, step + 1);  // it has arrived when the next step begins
     const int chunk = lane_index() % kRowChunks;
     const int32_t source_chunk = first_of<kSide>(tile) / 8 + chunk;
+    const char* from = from_.source + int64_t{source_chunk} * 16;
 #pragma unroll
     for (int i = 0; i < kWarpTerms; i += kWarp / kRowChunks) {
       const int term = i + lane_index() / kRowChunks;
@@ -96,7 +97,10 @@ class TermGather {
       const uint32_t row = to + swizzled(first_term() + term, chunk);
 #pragma unroll
       for (int panel = 0; panel < kCount / kPanel; ++panel) {
-        from_.copy_chunk(row + panel * kPanelBytes, place, source_chunk + panel * kRowChunks);
+        const bool there = place != RowsElsewhere::kNowhere && source_chunk + panel * kRowChunks < from_.row_chunks;
+        copy_async_16(row + panel * kPanelBytes,
+                      there ? from + static_cast<uint64_t>(place) * 16 + panel * kSwizzleBytes : from_.source,
+                      there ? 16 : 0);
       }
     }
   }

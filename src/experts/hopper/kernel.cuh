@@ -15,7 +15,8 @@
 namespace anabranch::cuda {
 
 // What a product is made of. Finder: which tiles there are (row_tiles.cuh). Target: what becomes of the result
-// (store.cuh). Each warp calls, for its 16 rows of every panel in turn,
+// (store.cuh). The producer calls read_ahead(tile), which may bring to the cache what the epilogue will read. Each warp
+// calls, for its 16 rows of every panel in turn,
 //   begin(tile, row)                     before it multiplies: starts to read what write() will need
 //   write(writer, tile, row, acc, ahead) with what begin() gave
 //   write_zeros(writer, tile, row)       instead, for a tile of no terms
@@ -95,6 +96,7 @@ class GroupedProduct {
       shared_.queue.put(n, tile);
       if (tile.expert == kNoTile) break;
       steps += tile.steps;
+      if (lane_index() == 0) p_.out.template read_ahead<Shape>(tile);
       load_steps(shared_.ring, p_.a, p_.b, tile, true);
     }
     for (int team = 1; team < Shape::kTeams; ++team) shared_.queue.put(n + team, {.expert = kNoTile});

@@ -4,14 +4,17 @@ A call names its operands and results as the C struct does (include/anabranch/*.
 wanted", so one handler serves every combination of optional tensors.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch import _library
+from anabranch.jax._sharding import TokenCall, vary_alike
 
 _HANDLERS = (
     "ab_xla_combine",
@@ -79,6 +82,43 @@ def cotangent(value: Any) -> jax.Array | None:
     return value
 
 
+def _like_operands(result: jax.ShapeDtypeStruct, operand: jax.Array) -> jax.ShapeDtypeStruct:
+    """The result of a call: inside a jax.shard_map it differs between the shards where the operands do."""
+    manual = jax.typeof(operand).manual_axis_type
+    if not manual.varying:
+        return result
+    whole = NamedSharding(jax.typeof(operand).sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=whole, manual_axis_type=manual)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call of a handler: everything but the arrays."""
+
+    target: str
+    operands: tuple[str, ...]
+    results: tuple[tuple[str, tuple[int, ...], str], ...]
+    aliases: tuple[tuple[int, int], ...]
+    attributes: tuple[tuple[str, int | float], ...]
+
+
+def _call(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    arrays = vary_alike(*arrays)
+    results = tuple(jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in static.results)
+    outputs: tuple[jax.Array, ...] = jax.ffi.ffi_call(
+        static.target,
+        tuple(_like_operands(result, arrays[0]) for result in results),
+        vmap_method="sequential",
+        input_output_aliases=dict(static.aliases),
+    )(
+        *arrays,
+        operands=",".join(static.operands),
+        results=",".join(name for name, *_ in static.results),
+        **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in static.attributes},
+    )
+    return outputs
+
+
 def call(
     target: str,
     operands: Mapping[str, jax.Array | None],
@@ -88,7 +128,7 @@ def call(
     workspace: int = 0,
     **attributes: int | float,
 ) -> dict[str, Any]:
-    """Calls the handler `target`.
+    """Calls the handler `target`, on arrays that one device has whole.
 
     Args:
       target: exported symbol, for example "ab_xla_router_forward".
@@ -101,24 +141,29 @@ def call(
 
     Returns:
       The results by name, None where not wanted. Batched by vmap one slice after another.
+
+    Raises:
+      ValueError: an operand is sharded, and this is not the call of a shard by itself (`_sharding.TokenCall`).
     """
     register()
-    operands = {name: array for name, array in operands.items() if array is not None}
+    given = {name: array for name, array in operands.items() if array is not None}
     wanted = {name: result for name, result in results.items() if result is not None}
     if workspace:
         wanted["workspace"] = jax.ShapeDtypeStruct((workspace,), np.uint8)
-    order = list(operands)
-    outputs = jax.ffi.ffi_call(
+    order = list(given)
+    static = _Call(
         target,
-        tuple(wanted.values()),
-        vmap_method="sequential",
-        input_output_aliases={order.index(a): list(wanted).index(b) for a, b in (aliases or {}).items()},
-    )(
-        *operands.values(),
-        operands=",".join(operands),
-        results=",".join(wanted),
-        **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in attributes.items()},
+        operands=tuple(given),
+        results=tuple((name, tuple(r.shape), np.dtype(r.dtype).name) for name, r in wanted.items()),
+        aliases=tuple((order.index(a), list(wanted).index(b)) for a, b in (aliases or {}).items()),
+        attributes=tuple(attributes.items()),
     )
+    name = target.removeprefix("ab_xla_")
+    whole = (
+        f"{name}: got {{got}}, expected whole arrays, since rows are counted over all tokens; "
+        "use moe(), which takes sharded tokens, or call it inside jax.shard_map"
+    )
+    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(wanted), whole)(*given.values())
     named = dict(zip(wanted, outputs, strict=True))
     return {name: named.get(name) for name in results}
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import TokenCall
 from anabranch.jax.dispatch import (
     check_num_rows,
     check_num_slots,
@@ -326,13 +327,12 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
 # ---------------------------------------------------------------- selected experts
 
 
-@jax.custom_vjp
-def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The experts of every token, descending, int32[T, E], and how many they are, int32[T, 1]."""
-    T, E = routing_map.shape
+def _descending(_: None, routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
+    *leading, E = routing_map.shape
+    T = math.prod(leading)
     row_id_map = _ffi.call(
         "ab_xla_plan",
-        {"routing_map": routing_map},
+        {"routing_map": routing_map.reshape(T, E)},
         {
             "row_id_map": jax.ShapeDtypeStruct((T, 2 * E + 1), jnp.int32),
             "slot_of_row": jax.ShapeDtypeStruct((0,), jnp.int32),
@@ -342,7 +342,14 @@ def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
         num_destinations=1,
         workspace=_ffi.plan_workspace(T * E, E),
     )["row_id_map"]
-    return row_id_map[:, E : 2 * E], row_id_map[:, 2 * E :]
+    return row_id_map[:, E : 2 * E].reshape(routing_map.shape), row_id_map[:, 2 * E :].reshape(*leading, 1)
+
+
+@jax.custom_vjp
+def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, ...]:
+    """The experts of every token, descending, int32[..., E], and how many they are, int32[..., 1]."""
+    t = routing_map.ndim - 1
+    return TokenCall(_descending, None, operands=(t,), results=(t, t))(routing_map)
 
 
 _experts_descending.defvjp(lambda routing_map: (_experts_descending(routing_map), None), lambda _, d: (None,))
@@ -373,12 +380,12 @@ def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: i
     """
     sparse_probs = _check.array("sparse_probs", sparse_probs, _check.FLOATS, (..., "T", "E"))
     *leading, E = sparse_probs.shape
-    routed = _as_map("routing_map", _check.array("routing_map", routing_map, _MAP_DTYPES, sparse_probs.shape))
+    routing_map = _check.array("routing_map", routing_map, _MAP_DTYPES, sparse_probs.shape)
+    check_num_slots("routing_map", math.prod(leading), E)
     K = _check.integer("topk", topk, 1, E)
-    descending, count = _experts_descending(routed)
+    descending, count = _experts_descending(routing_map != 0)
     position = count - 1 - jnp.arange(K, dtype=jnp.int32)
-    experts = jnp.take_along_axis(descending, jnp.maximum(position, 0), axis=1, mode="clip")
+    experts = jnp.take_along_axis(descending, jnp.maximum(position, 0), axis=-1, mode="clip")
     experts = jnp.where(position >= 0, experts, -1)
-    probs = jnp.take_along_axis(flat(sparse_probs), jnp.maximum(experts, 0), axis=1, mode="clip")
-    probs = jnp.where(experts >= 0, probs, 0)
-    return experts.reshape(*leading, K), probs.reshape(*leading, K)
+    probs = jnp.take_along_axis(sparse_probs, jnp.maximum(experts, 0), axis=-1, mode="clip")
+    return experts, jnp.where(experts >= 0, probs, 0)

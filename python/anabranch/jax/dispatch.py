@@ -65,6 +65,13 @@ def as_int32(indices: jax.Array, low: int, high: int) -> jax.Array:
     return indices.astype(jnp.int32)
 
 
+def take(values: jax.Array, index: jax.Array) -> jax.Array:
+    """values[index], 0 where the index is out of range."""
+    if values.size == 0:  # which a gather refuses
+        return jnp.zeros(index.shape, values.dtype)
+    return jnp.asarray(values).at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
 def check_num_slots(name: str, num_tokens: int, slots_per_token: int) -> None:
     """Raises ValueError unless there are fewer than 2^31 slots."""
     if num_tokens * slots_per_token >= _INDEX_LIMIT:

@@ -21,6 +21,7 @@ from anabranch.jax.dispatch import (
     gather_sum,
     gather_sum_backward,
     spread,
+    take,
 )
 
 _INT32_MAX = 2**31 - 1
@@ -89,13 +90,6 @@ def _expand(row_id_map: jax.Array, pad_offsets: jax.Array | None, num_rows: int)
     )
 
 
-def _take(values: jax.Array, index: jax.Array) -> jax.Array:
-    """values[index], 0 where the index is out of range."""
-    if values.size == 0:  # which a gather refuses
-        return jnp.zeros(index.shape, values.dtype)
-    return jnp.asarray(values).at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
 # ---------------------------------------------------------------- token_dispatch
 
 
@@ -128,7 +122,7 @@ def token_dispatch_forward(
         workspace=_ffi.plan_workspace(T * E, E),
     )
     output = spread(inp, plan["row_of_slot"], plan["slot_of_row"])
-    permuted_probs = None if probs is None else _take(probs.ravel(), plan["slot_of_row"])
+    permuted_probs = None if probs is None else take(probs.ravel(), plan["slot_of_row"])
     counts = plan["tokens_per_expert"]
     if align_size is None:
         return TokenDispatch(output, permuted_probs, plan["row_id_map"], None, counts)
@@ -159,7 +153,7 @@ def token_dispatch_backward(
     d_inp = gather_sum(d_output, row_of_slot, None, dtype)
     if d_permuted_probs is None:
         return TokenDispatchGradients(d_inp, None)
-    return TokenDispatchGradients(d_inp, _take(d_permuted_probs.astype(probs_dtype), row_of_slot))
+    return TokenDispatchGradients(d_inp, take(d_permuted_probs.astype(probs_dtype), row_of_slot))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

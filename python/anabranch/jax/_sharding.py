@@ -115,7 +115,7 @@ def all_manual(mesh: Any) -> bool:
     return not mesh.empty and axes_of_type(mesh, AxisType.Manual) == mesh.axis_names
 
 
-def vary_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def vary_alike(*arrays: Any) -> tuple[Any, ...]:
     """Inside a jax.shard_map, arrays that vary over the same mesh axes: those over which any does.
 
     An operation's gradient of a replicated operand is that of one shard; the transpose of this adds them up.
@@ -126,7 +126,7 @@ def vary_alike(*arrays: jax.Array | None) -> tuple[jax.Array | None, ...]:
         return arrays
     order = sorted(everywhere)
 
-    def vary(array: jax.Array | None) -> jax.Array | None:
+    def vary(array: Any) -> Any:
         if array is None:
             return None
         missing = tuple(axis for axis in order if axis not in jax.typeof(array).manual_axis_type.varying)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import vary_alike
 
 ANY_DTYPE = (*_check.FLOATS, "bool", "uint8", *_check.INDICES)
 _INDEX_LIMIT = 2**31
@@ -280,7 +281,8 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
     """
     _check_plan(plan)
     x = _check.array("x", x, ANY_DTYPE, (*plan.row_of_slot.shape[:-1], "D"))
-    return _dispatch(_Options(str(x.dtype)), x, plan)
+    x, *maps = vary_alike(x, *plan)
+    return _dispatch(_Options(str(x.dtype)), x, Plan(*maps))
 
 
 # ---------------------------------------------------------------- combine
@@ -358,4 +360,5 @@ def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
     _check_plan(plan)
     rows = _check.array("rows", rows, _check.FLOATS, (("R", plan.slot_of_row.shape[0]), "D"))
     weights = _check.optional_array("weights", weights, _check.FLOATS, plan.row_of_slot.shape)
-    return _combine(_Options(str(rows.dtype)), rows, plan, weights)
+    rows, weights, *maps = vary_alike(rows, weights, *plan)
+    return _combine(_Options(str(rows.dtype)), rows, Plan(*maps), weights)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
-from anabranch.jax._sharding import TokenCall
+from anabranch.jax._sharding import TokenCall, vary_alike
 from anabranch.jax.dispatch import (
     check_num_rows,
     check_num_slots,
@@ -218,7 +218,7 @@ def token_dispatch(
         num_rows = check_num_rows("num_out_tokens with padding", (num_rows + E * (a - 1)) // a * a, a)
     probs = _probs("probs", probs, T, E)
     options = _DispatchOptions(num_rows, align_size, str(inp.dtype), None if probs is None else str(probs.dtype))
-    return _token_dispatch(options, flat(inp), routed, probs)
+    return _token_dispatch(options, *vary_alike(flat(inp), routed, probs))
 
 
 # ---------------------------------------------------------------- token_combine
@@ -315,7 +315,7 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
     merging_probs = _probs("merging_probs", merging_probs, T, E)
     pad_offsets = _check.optional_array("pad_offsets", pad_offsets, ("int32",), (("E", E),))
     options = _CombineOptions(inp.shape[0], str(inp.dtype))
-    return _token_combine(options, inp, row_id_map, merging_probs, pad_offsets)
+    return _token_combine(options, *vary_alike(inp, row_id_map, merging_probs, pad_offsets))
 
 
 # ---------------------------------------------------------------- selected experts

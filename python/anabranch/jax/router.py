@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anabranch.jax import _check, _ffi
-from anabranch.jax._sharding import TokenCall
+from anabranch.jax._sharding import TokenCall, all_manual, mesh_of, vary_alike
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -246,7 +246,8 @@ def route(
     if options.sequence_stats and not leading:
         raise ValueError(f"logits: got {_check.describe(logits)}, expected [..., S, E] with sequence_stats")
     operands = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
-    return _route(options, logits, *operands)
+    run = _compiled_route if all_manual(mesh_of(logits)) else _route
+    return run(options, *vary_alike(logits, *operands))
 
 
 def router_operands(
@@ -330,3 +331,6 @@ def _route_bwd(options, residuals, cotangents):
 # symbolic_zeros: what has no cotangent costs nothing in the backward pass.
 _route = jax.custom_vjp(_route, nondiff_argnums=(0,))
 _route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)
+
+# A jax.shard_map that is not compiled knows no symbolic zeros.
+_compiled_route = jax.jit(_route, static_argnums=0)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anabranch.jax import _check, _ffi
-from anabranch.jax._sharding import TokenCall
+from anabranch.jax._sharding import TokenCall, vary_alike
 from anabranch.jax.router import RouterOptions, attributes, check_slots, router_options
 
 
@@ -157,7 +157,8 @@ def fused_topk_with_score_function(
         layout = E, "bool"
     else:
         layout = math.ceil(E / 8), "uint8"
-    return _dense(_DenseOptions(options, *layout, bool(compute_aux_scores)), logits, expert_bias)
+    dense = _DenseOptions(options, *layout, bool(compute_aux_scores))
+    return _dense(dense, *vary_alike(logits, expert_bias))
 
 
 def fused_compute_score_for_moe_aux_loss(

@@ -166,6 +166,8 @@ def _backward(
     config: LayerConfig, given: dict[str, jax.Array], kept: Kept, cotangents: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     placement = config.placement
+    # Without it XLA would see that the forward pass gathers and sends the same, and keep that until now.
+    given, cotangents = jax.lax.optimization_barrier((given, cotangents))
     whole = _operands(given)
     operands = flat_tokens(_gathered(placement, whole))
     chosen = transport(placement.transport, placement.bounds)

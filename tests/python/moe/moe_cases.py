@@ -65,10 +65,11 @@ def selected(arrays, options):
     return np.asarray(route(logits, options["topk"], **chosen).experts)
 
 
-def check_layer(arrays, *, seed=1, tiny=False, put=None, **options):
+def check_layer(arrays, *, seed=1, tiny=False, put=None, kept=None, **options):
     """Output, losses, counts and every gradient of one random cotangent against the oracle.
 
     put: where an array goes, by its argument's name ("output" for the cotangent): (name, array) -> array.
+    kept: bool [T, K], the slots that a bounded buffer is expected to take; None: all.
     tiny: the tensors have so few elements that a sum may cancel to nothing and leave the rounding of its terms, which
     are of order 1; then an absolute error of 1e-6 passes too, and single experts are not looked at.
     """
@@ -93,7 +94,7 @@ def check_layer(arrays, *, seed=1, tiny=False, put=None, **options):
 
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     settings = {name: value for name, value in options.items() if name != "parallel"}
-    settings = {**settings, "b_in": arrays["b_in"], "b_out": arrays["b_out"], "experts": selected(arrays, options)}
+    settings = {**settings, "kept": kept, "b_in": arrays["b_in"], "b_out": arrays["b_out"], "experts": selected(arrays, options)}
     if options.get("forced_experts") is not None:
         settings.pop("experts")
     wanted = reference.moe(*main, **settings)

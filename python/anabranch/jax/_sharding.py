@@ -13,6 +13,7 @@ is added up over the shards. Three ways, by the kind of the mesh's axes:
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -206,11 +207,11 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
                 if not operand.sharding.is_fully_replicated:
                     raise ValueError(call.whole.format(got=f"{operand.dtype}{list(operand.shape)} sharded"))
         axes = _token_axes(operands[0].sharding, call.operands[0])
-        for operand, size, names in zip([operands[0]] * len(axes), operands[0].shape, axes, strict=False):
-            if size % max(1, _size(mesh, names)):
+        for size, names in zip(operands[0].shape, axes, strict=False):
+            if size % _size(mesh, names):
                 raise ValueError(
-                    f"sharding: got {operand.dtype}{list(operand.shape)} in {_size(mesh, names)} shards of "
-                    f"{size} tokens, expected a divisor"
+                    f"sharding: got {operands[0].dtype}{list(operands[0].shape)} in {_size(mesh, names)} shards, "
+                    f"expected a divisor of {size}"
                 )
         place = functools.partial(NamedSharding, mesh)
         arguments = tuple(map(place, call.specs(axes, call.operands)))
@@ -240,10 +241,7 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
 
 
 def _size(mesh: Mesh, axes: Axes) -> int:
-    size = 1
-    for axis in axes:
-        size *= mesh.shape[axis]
-    return size
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _token_axes(sharding: Any, tokens: int) -> tuple[Axes, ...]:

@@ -94,7 +94,13 @@ def check_layer(arrays, *, seed=1, tiny=False, put=None, kept=None, **options):
 
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     settings = {name: value for name, value in options.items() if name != "parallel"}
-    settings = {**settings, "kept": kept, "b_in": arrays["b_in"], "b_out": arrays["b_out"], "experts": selected(arrays, options)}
+    settings = {
+        **settings,
+        "kept": kept,
+        "b_in": arrays["b_in"],
+        "b_out": arrays["b_out"],
+        "experts": selected(arrays, options),
+    }
     if options.get("forced_experts") is not None:
         settings.pop("experts")
     wanted = reference.moe(*main, **settings)

@@ -33,9 +33,7 @@ def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
     transport, expert, data, capacity_factor, align_size
 ):
     mesh = mesh_of(data=data, expert=expert)
-    parallel = Parallel(
-        expert_axis="expert", data_axes="data", transport=transport, capacity_factor=capacity_factor
-    )
+    parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, capacity_factor=capacity_factor)
     arrays = operands(T, E, K, D, F, bias=True, skew=3.0, cold=1)
     options = {"topk": K, "aux_loss_coeff": 0.3, "token_mask": np.random.default_rng(0).random(T) < 0.9}
     kept, dropped = expected(arrays, options, parallel, expert, data)

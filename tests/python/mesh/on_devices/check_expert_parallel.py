@@ -171,9 +171,10 @@ def test_remat_scan_and_export(transport):
         layer = jax.checkpoint(lambda x, w: (x + moe(x, **w, topk=2, **options).output, None))
         return jax.grad(lambda x, w: jnp.sum(jnp.sin(jax.lax.scan(layer, x, w)[0])), argnums=(0, 1))(x, weights)
 
-    on_mesh = put(mesh, x, ("data", "expert")), {
-        name: put(mesh, array, None, *parallel.specs()[name]) for name, array in weights.items()
-    }
+    on_mesh = (
+        put(mesh, x, ("data", "expert")),
+        {name: put(mesh, array, None, *parallel.specs()[name]) for name, array in weights.items()},
+    )
     on_devices = jax.jit(lambda *a: step(*a, parallel=parallel))
     got = on_devices(*on_mesh)
     assert_trees_close(got, jax.jit(step)(x, weights), rtol=2e-5, atol=2e-5)

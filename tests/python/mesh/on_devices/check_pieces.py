@@ -85,6 +85,8 @@ def test_sharded_rows_are_refused_with_what_to_do_instead(axis_type, name):
     mesh = mesh_of(axis_type, a=8)
     whole = jax.jit(function)(put(mesh, array))
     assert_trees_close(whole, jax.jit(function)(array))
-    message = rf"{name}: got {array.dtype}\[{array.shape[0]}, {array.shape[1]}\] sharded.*expected whole arrays.*moe\(\)"
+    message = (
+        rf"{name}: got {array.dtype}\[{array.shape[0]}, {array.shape[1]}\] sharded.*expected whole arrays.*moe\(\)"
+    )
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
         jax.jit(function)(put(mesh, array, "a"))

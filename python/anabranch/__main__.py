@@ -30,6 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     info = commands.add_parser("info", help="versions, libraries found, instruction set, threads, backends")
     info.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
+    info.add_argument(
+        "--selftest",
+        action="store_true",
+        help="also check every transport of expert parallelism against the ring, on the GPUs or on 4 CPU devices",
+    )
+
     bench = commands.add_parser(
         "bench",
         help="our operations beside torch (if installed) and XLA on this machine, in one run",
@@ -62,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "info":
         from anabranch import info as command
 
-        return command.run(as_json=options.json)
+        return command.run(as_json=options.json, selftest=options.selftest)
     from anabranch import bench as command_bench
 
     known = CUDA_OPERATIONS if options.device == "cuda" else OPERATIONS

@@ -105,7 +105,7 @@ class _Call:
 def _call(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     arrays = vary_alike(*arrays)
     results = tuple(jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in static.results)
-    outputs: tuple[jax.Array, ...] = jax.ffi.ffi_call(
+    outputs = jax.ffi.ffi_call(
         static.target,
         tuple(_like_operands(result, arrays[0]) for result in results),
         vmap_method="sequential",
@@ -116,7 +116,7 @@ def _call(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         results=",".join(name for name, *_ in static.results),
         **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in static.attributes},
     )
-    return outputs
+    return tuple(outputs)
 
 
 def call(

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from anabranch.jax._sharding import TokenCall
 from anabranch.jax.dispatch import Plan, combine_forward, dispatch_backward, flat, plan
 from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
-from anabranch.jax.parallel import Placement
 from anabranch.jax.router import RouterOptions, RouterResiduals, Routing, route_backward, route_forward
 
 
@@ -27,8 +26,6 @@ class LayerConfig:
     aux_loss: bool
     z_loss: bool
     align_size: int
-    placement: Placement | None = None
-    """On a mesh whose axes are named; None: whole, or sharded in whatever way."""
 
 
 class Operands(NamedTuple):
@@ -173,6 +170,7 @@ def backward(config: LayerConfig, operands: Operands, residuals: Residuals, cota
     if layout is None:
         layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
     experts = ffn_backward(config.ffn, ffn_operands(operands, layout, routing.weights), h, flat(cotangents.output))
+    assert experts.weights is not None  # weights were given
     through_logits = routing_backward(config, operands, routing, logits, experts.weights, cotangents)
     d_x = dispatch_backward(experts.rows, layout, jnp.float32) + through_logits.x
     return Operands(
@@ -200,7 +198,7 @@ def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
     config, keep_h = static
     result, residuals = forward(config, Operands(*operands), keep_h=keep_h)
     results = (*result[:4], result.dropped[0])
-    if not keep_h:
+    if residuals.h is None:
         return results
     leading, routing = result.output.shape[:-1], residuals.routing
     # Rows have no tokens of their own, but there are K for each: so they are divided like tokens.
@@ -239,8 +237,8 @@ def sharded_forward(
     t = operands.x.ndim - 1
     kept = (t, t, t, t, t) if keep_h else ()
     call = TokenCall(_shard_forward, _Static(_unaligned(config), keep_h), _operand_tokens(t), (t, 0, 0, 0, 0, *kept))
-    *sums, dropped = (results := call(*operands))[:5]
-    return LayerOutput(*sums, dropped[None]), results[5:]
+    output, score_sum, squares, counts, dropped, *residuals = call(*operands)
+    return LayerOutput(output, score_sum, squares, counts, dropped[None]), tuple(residuals)
 
 
 def sharded_backward(
@@ -254,4 +252,4 @@ def sharded_backward(
         _shard_backward, _Static(_unaligned(config), True), (*_operand_tokens(t), t, t, t, t, t, t, 0, 0), results
     )
     gradients = dict(zip(given, call(*operands, *kept, *cotangents[:3]), strict=True))
-    return Operands(*(gradients.get(i) for i in range(9)))
+    return Operands(*map(gradients.get, range(9)))  # type: ignore[arg-type]

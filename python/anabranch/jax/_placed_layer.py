@@ -42,32 +42,26 @@ def _entry(axes: Axes) -> Any:
     return axes or None
 
 
-def operand_specs(placement: Placement) -> Operands:
-    """How every operand is divided."""
-    ep, tp, fsdp = placement.expert_axis, placement.tensor_axis, _entry(placement.fsdp_axes)
+def operand_specs(placement: Placement) -> dict[str, PartitionSpec]:
+    """How every operand is divided, by its name."""
     tokens = tuple(map(_entry, placement.tokens))
-    return Operands(
-        x=PartitionSpec(*tokens, None),
-        gate=PartitionSpec(fsdp, None),
-        w_in=PartitionSpec(ep, fsdp, None, tp),
-        w_out=PartitionSpec(ep, tp, fsdp),
-        b_in=PartitionSpec(ep, None, tp),
-        b_out=PartitionSpec(ep, fsdp),
-        expert_bias=PartitionSpec(None),
-        token_mask=PartitionSpec(*tokens),
-        forced_experts=PartitionSpec(*tokens, None),
-    )
+    return {
+        **placement.parallel.specs(),
+        "x": PartitionSpec(*tokens, None),
+        "token_mask": PartitionSpec(*tokens),
+        "forced_experts": PartitionSpec(*tokens, None),
+    }
 
 
-def _output_specs(placement: Placement) -> LayerOutput:
+def _output_specs(placement: Placement) -> dict[str, PartitionSpec]:
     whole = PartitionSpec()
-    return LayerOutput(
-        output=operand_specs(placement).x,
-        score_sum=whole,
-        lse_squares=whole,
-        tokens_per_expert=whole,
-        dropped=PartitionSpec(_entry(placement.token_axes)),
-    )
+    return {
+        "output": operand_specs(placement)["x"],
+        "score_sum": whole,
+        "lse_squares": whole,
+        "tokens_per_expert": whole,
+        "dropped": PartitionSpec(_entry(placement.token_axes)),
+    }
 
 
 def _given(operands: Operands) -> dict[str, jax.Array]:
@@ -75,12 +69,12 @@ def _given(operands: Operands) -> dict[str, jax.Array]:
 
 
 def _specs_of(placement: Placement, operands: Operands) -> dict[str, PartitionSpec]:
-    specs = operand_specs(placement)._asdict()
+    specs = operand_specs(placement)
     return {name: specs[name] for name in _given(operands)}
 
 
-def _operands(given: dict[str, jax.Array]) -> Operands:
-    return Operands(**{name: given.get(name) for name in Operands._fields})
+def _operands(given: dict[str, Any]) -> Operands:
+    return Operands(**{name: given.get(name) for name in Operands._fields})  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what one device does
@@ -88,10 +82,10 @@ def _operands(given: dict[str, jax.Array]) -> Operands:
 
 def _gathered(placement: Placement, operands: Operands) -> Operands:
     """The operands with what FSDP divides whole."""
-    if not placement.fsdp_axes:
+    if not placement.parallel.fsdp_axes:
         return operands
     whole = {
-        name: jax.lax.all_gather(array, placement.fsdp_axes, axis=dimension, tiled=True)
+        name: jax.lax.all_gather(array, placement.parallel.fsdp_axes, axis=dimension, tiled=True)
         for name, dimension in _FSDP_DIMENSION.items()
         if (array := getattr(operands, name)) is not None
     }
@@ -100,17 +94,17 @@ def _gathered(placement: Placement, operands: Operands) -> Operands:
 
 def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
     """The gradient of a parameter, summed over the devices that have the same part of it."""
-    axes = placement.token_axes if name == "gate" else placement.data_axes
-    if placement.fsdp_axes and name in _FSDP_DIMENSION:
+    axes = placement.token_axes if name == "gate" else tuple(placement.parallel.data_axes)
+    if placement.parallel.fsdp_axes and name in _FSDP_DIMENSION:
         dimension = _FSDP_DIMENSION[name]
-        gradient = jax.lax.psum_scatter(gradient, placement.fsdp_axes, scatter_dimension=dimension, tiled=True)
-        axes = tuple(axis for axis in axes if axis not in placement.fsdp_axes)
+        gradient = jax.lax.psum_scatter(gradient, placement.parallel.fsdp_axes, scatter_dimension=dimension, tiled=True)
+        axes = tuple(axis for axis in axes if axis not in placement.parallel.fsdp_axes)
     return jax.lax.psum(gradient, axes) if axes else gradient
 
 
 def _sum_of_parts(placement: Placement, array: jax.Array) -> jax.Array:
     """The sum over the tensor axis, whose devices each have a part of F."""
-    return array if placement.tensor_axis is None else jax.lax.psum(array, placement.tensor_axis)
+    return array if placement.parallel.tensor_axis is None else jax.lax.psum(array, placement.parallel.tensor_axis)
 
 
 def _ffn_operands(
@@ -118,8 +112,8 @@ def _ffn_operands(
 ) -> FfnOperands:
     """What the experts of this device read. b_out counts once, not on every part of F."""
     b_out = operands.b_out
-    if b_out is not None and placement.tensor_axis is not None:
-        b_out = jnp.where(jax.lax.axis_index(placement.tensor_axis) == 0, b_out, 0)
+    if b_out is not None and placement.parallel.tensor_axis is not None:
+        b_out = jnp.where(jax.lax.axis_index(placement.parallel.tensor_axis) == 0, b_out, 0)
     return FfnOperands(
         x=tokens,
         slot_of_row=route.slot_of_row,
@@ -136,8 +130,9 @@ def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:
     return dataclasses.replace(config.ffn, topk=chosen.topk)
 
 
-def _forward(config: LayerConfig, keep: bool, given: dict[str, jax.Array]) -> tuple[LayerOutput, Kept]:
-    placement = config.placement
+def _forward(
+    config: LayerConfig, placement: Placement, keep: bool, given: dict[str, jax.Array]
+) -> tuple[dict[str, jax.Array], Kept]:
     whole = _operands(given)
     shape, dtype = whole.x.shape, whole.x.dtype
     operands = flat_tokens(_gathered(placement, whole))
@@ -150,12 +145,12 @@ def _forward(config: LayerConfig, keep: bool, given: dict[str, jax.Array]) -> tu
     arrived = chosen.send(route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, early)
     y, h = ffn_forward(_ffn_config(config, chosen), ffn, keep_h=keep)
-    parts = dtype if placement.tensor_axis is None else jnp.float32
+    parts = dtype if placement.parallel.tensor_axis is None else jnp.float32
     output = _sum_of_parts(placement, chosen.collect(route, y, late, parts)).astype(dtype).reshape(shape)
     sums = (routing.score_sum, lse_squares(config, routing), routing.tokens_per_expert)
     if placement.token_axes:
         sums = jax.lax.psum(sums, placement.token_axes)
-    result = LayerOutput(output, *sums, dropped[None])
+    result = LayerOutput(output, *sums, dropped[None])._asdict()
     if not keep:
         return result, {}
     kept = {"weights": routing.weights, "experts": routing.experts, "lse": routing.lse, "logits": logits, "h": h}
@@ -163,9 +158,12 @@ def _forward(config: LayerConfig, keep: bool, given: dict[str, jax.Array]) -> tu
 
 
 def _backward(
-    config: LayerConfig, given: dict[str, jax.Array], kept: Kept, cotangents: dict[str, jax.Array]
+    config: LayerConfig,
+    placement: Placement,
+    given: dict[str, jax.Array],
+    kept: Kept,
+    cotangents: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    placement = config.placement
     # Without it XLA would see that the forward pass gathers and sends the same, and keep that until now.
     given, cotangents = jax.lax.optimization_barrier((given, cotangents))
     whole = _operands(given)
@@ -182,6 +180,7 @@ def _backward(
     d_rows = chosen.send(route, flat(cotangents["output"]))
     experts = ffn_backward(_ffn_config(config, chosen), ffn, kept["h"], d_rows)
     d_x = _sum_of_parts(placement, chosen.collect(route, experts.rows, None, jnp.float32))
+    assert experts.weights is not None  # weights were given
     d_weights = _sum_of_parts(placement, chosen.collect_weights(route, experts.weights))
     sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)
     through_logits = routing_backward(config, operands, routing, kept["logits"], d_weights, sums)
@@ -217,7 +216,7 @@ def _route_names(placement: Placement) -> tuple[str, ...]:
 
 def _kept_specs(placement: Placement, names: Any) -> dict[str, PartitionSpec]:
     tokens = _entry(placement.token_axes)
-    h = PartitionSpec(tokens, None, placement.tensor_axis)
+    h = PartitionSpec(tokens, None, placement.parallel.tensor_axis)
     return {name: h if name == "h" else PartitionSpec(tokens) for name in names}
 
 
@@ -231,31 +230,33 @@ def _resharded(placement: Placement, array: jax.Array, spec: PartitionSpec) -> j
 
 def divide(placement: Placement, operands: Operands) -> Operands:
     """The operands divided as the rules take them. JAX differentiates it, so gradients come back as operands came."""
-    specs = operand_specs(placement)._asdict()
+    specs = operand_specs(placement)
     return _operands({name: _resharded(placement, array, specs[name]) for name, array in _given(operands).items()})
 
 
-def placed_forward(config: LayerConfig, operands: Operands, *, keep: bool) -> tuple[LayerOutput, Kept]:
+def placed_forward(
+    config: LayerConfig, placement: Placement, operands: Operands, *, keep: bool
+) -> tuple[LayerOutput, Kept]:
     """The forward rule, and with `keep` what `placed_backward` needs of it."""
-    placement, given = config.placement, _given(operands)
+    given = _given(operands)
     names = ("weights", "experts", "lse", "logits", "h", *_route_names(placement)) if keep else ()
     out_specs = (_output_specs(placement), _kept_specs(placement, names))
-    result: tuple[LayerOutput, Kept] = _on_mesh(
-        placement, functools.partial(_forward, config, keep), (_specs_of(placement, operands),), out_specs
-    )(given)
-    return result
+    rule = functools.partial(_forward, config, placement, keep)
+    result, kept = _on_mesh(placement, rule, (_specs_of(placement, operands),), out_specs)(given)
+    return LayerOutput(**result), kept
 
 
-def placed_backward(config: LayerConfig, operands: Operands, kept: Kept, cotangents: LayerOutput) -> Operands:
+def placed_backward(
+    config: LayerConfig, placement: Placement, operands: Operands, kept: Kept, cotangents: LayerOutput
+) -> Operands:
     """The backward rule: gradients of the float operands, divided like them; None for the others."""
-    placement, given = config.placement, _given(operands)
+    given = _given(operands)
     specs = _specs_of(placement, operands)
-    output_specs = _output_specs(placement)._asdict()
-    incoming = {name: output_specs[name] for name in ("output", "score_sum", "lse_squares")}
+    incoming = {name: _output_specs(placement)[name] for name in ("output", "score_sum", "lse_squares")}
     arriving = {name: _resharded(placement, getattr(cotangents, name), spec) for name, spec in incoming.items()}
     gradients = _on_mesh(
         placement,
-        functools.partial(_backward, config),
+        functools.partial(_backward, config, placement),
         (specs, _kept_specs(placement, kept), incoming),
         {name: spec for name, spec in specs.items() if name in _DIFFERENTIABLE},
     )(given, kept, arriving)

@@ -15,6 +15,7 @@ Nothing waits for sizes on the device: buffers have static bounds, from T, K, E,
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -362,7 +363,7 @@ def _slices_of_all(rows: jax.Array, out: jax.Array, params: RaggedParams, axis: 
 
 # ---------------------------------------------------------------- choice
 
-TRANSPORTS = {"ring": Ring, "all_to_all": Padded, "ragged": Ragged}
+TRANSPORTS: dict[str, Callable[[Bounds], Any]] = {"ring": Ring, "all_to_all": Padded, "ragged": Ragged}
 
 #: Bytes a second and rank that XLA's collectives move, by platform: measured on H200s over NVLink (docs/scaling.md).
 #: On the CPU only the ratio counts, and what stands in for the ragged exchange there gathers everything.

@@ -4,7 +4,6 @@
 losses from the sums that these return.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
 from anabranch.jax.balance import load_balance_loss
 from anabranch.jax.experts import ACTIVATIONS, FfnConfig, activate
-from anabranch.jax.parallel import Parallel, place, shards_of_this_device
+from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
 from anabranch.jax.router import router_operands, router_options
 
 
@@ -52,28 +51,34 @@ class MoEOutput(NamedTuple):
     dropped_by_source: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe(config: LayerConfig, operands: Operands) -> LayerOutput:
-    return _forward(config, operands, keep=False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _moe(config: LayerConfig, placement: Placement | None, operands: Operands) -> LayerOutput:
+    return _forward(config, placement, operands, keep=False)[0]
 
 
-def _forward(config: LayerConfig, operands: Operands, *, keep: bool) -> tuple[LayerOutput, Any]:
-    if config.placement is not None:
-        return placed_forward(config, operands, keep=keep)
+def _forward(
+    config: LayerConfig, placement: Placement | None, operands: Operands, *, keep: bool
+) -> tuple[LayerOutput, Any]:
+    if placement is not None:
+        return placed_forward(config, placement, operands, keep=keep)
     if runs_as_it_is(operands.x):
         return forward(config, operands, keep_h=keep)
     return sharded_forward(config, operands, keep_h=keep)
 
 
-def _moe_fwd(config: LayerConfig, operands: Operands) -> tuple[LayerOutput, tuple[Operands, Any]]:
-    result, kept = _forward(config, operands, keep=True)
+def _moe_fwd(
+    config: LayerConfig, placement: Placement | None, operands: Operands
+) -> tuple[LayerOutput, tuple[Operands, Any]]:
+    result, kept = _forward(config, placement, operands, keep=True)
     return result, (operands, kept)
 
 
-def _moe_bwd(config: LayerConfig, residuals: tuple[Operands, Any], cotangents: LayerOutput) -> tuple[Operands]:
+def _moe_bwd(
+    config: LayerConfig, placement: Placement | None, residuals: tuple[Operands, Any], cotangents: LayerOutput
+) -> tuple[Operands]:
     operands, kept = residuals
-    if config.placement is not None:
-        return (placed_backward(config, operands, kept, cotangents),)
+    if placement is not None:
+        return (placed_backward(config, placement, operands, kept, cotangents),)
     if isinstance(kept, Residuals):
         return (backward(config, operands, kept, cotangents),)
     return (sharded_backward(config, operands, kept, cotangents),)
@@ -205,14 +210,13 @@ def moe(
     )
     if parallel is not None and not isinstance(parallel, Parallel):
         raise TypeError(f"parallel: got {_check.describe(parallel)}, expected a Parallel")
-    shards = None
+    placement, shards = None, None
     if parallel is not None and all_manual(mesh_of(x)):
         shards = shards_of_this_device(parallel)
     elif parallel is not None:
         placement = place(parallel, operands._asdict(), options.topk, align_size)
-        config = dataclasses.replace(config, placement=placement)
         operands = divide(placement, operands)
-    result = _moe(config, Operands(*vary_alike(*operands)))
+    result = _moe(config, placement, Operands(*vary_alike(*operands)))
     aux, z, counts = _losses(options.topk, coefficients, result, token_mask, math.prod(leading), shards)
     return MoEOutput(result.output, aux, z, counts, jnp.sum(result.dropped, dtype=jnp.int32), result.dropped)
 

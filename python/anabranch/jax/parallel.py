@@ -50,7 +50,7 @@ class Parallel:
     capacity_factor: float | None = None
     mesh: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("data_axes", "fsdp_axes"):
             object.__setattr__(self, name, _axis_names(name, getattr(self, name)))
         for name in ("expert_axis", "tensor_axis"):
@@ -86,7 +86,7 @@ class Parallel:
 
     def specs(self) -> dict[str, PartitionSpec]:
         """How the arrays of `moe` are sharded, by the names of its arguments; x by its first dimension."""
-        ep, tp, fsdp = self.expert_axis, self.tensor_axis, _entry(self.fsdp_axes)
+        ep, tp, fsdp = self.expert_axis, self.tensor_axis, _entry(tuple(self.fsdp_axes))
         return {
             "x": PartitionSpec(_entry(self.token_axes)),
             "gate": PartitionSpec(fsdp, None),
@@ -103,22 +103,19 @@ class Placement:
     """A `Parallel` on the mesh and the shapes of one call.
 
     Attributes:
+      parallel: what was asked for.
       mesh: what jax.shard_map takes, None: the mesh of the context; manual: the axes that it makes manual.
       explicit: whether types of arrays say how these are divided.
       tokens: the axes of every leading dimension of x.
-      expert_axis, tensor_axis, data_axes, fsdp_axes: as in Parallel; None or () also where an axis is not used.
       transport: one of TRANSPORTS but "auto".
       bounds: of the transport's buffers.
     """
 
+    parallel: Parallel
     mesh: Any
     manual: Axes
     explicit: bool
     tokens: tuple[Axes, ...]
-    expert_axis: str | None
-    tensor_axis: str | None
-    data_axes: Axes
-    fsdp_axes: Axes
     transport: str
     bounds: Bounds
 
@@ -167,7 +164,7 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
     tokens = _token_axes(parallel, x)
     for number, axes in zip(x.shape, tokens, strict=False):
         divide("x", "that dimension of tokens", number, axes)
-    divide("x", "D", x.shape[-1], parallel.fsdp_axes)
+    divide("x", "D", x.shape[-1], tuple(parallel.fsdp_axes))
     divide("w_in", "E", num_experts, (ep,) if ep else ())
     divide("w_in", "F", arrays["w_in"].shape[-1], (tp,) if tp else ())
     for name, spec in parallel.specs().items():
@@ -193,14 +190,11 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
         transport = choose(_platform(parallel.mesh, mesh), bounds, x.dtype.itemsize)
     context = jax.sharding.get_abstract_mesh()
     return Placement(
+        parallel=parallel,
         mesh=None if not context.empty else parallel.mesh or mesh,
         manual=tuple(axis for axis in mesh.axis_names if axis not in axes_of_type(mesh, AxisType.Manual)),
         explicit=bool(axes_of_type(mesh, AxisType.Explicit)),
         tokens=tokens,
-        expert_axis=ep,
-        tensor_axis=tp,
-        data_axes=parallel.data_axes,
-        fsdp_axes=parallel.fsdp_axes,
         transport=transport,
         bounds=bounds,
     )

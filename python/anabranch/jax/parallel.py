@@ -38,8 +38,8 @@ class Parallel:
     Raises:
       TypeError, ValueError: a field of a wrong type, out of range, or at odds with another.
 
-    >>> Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data").specs()["w_in"]
-    PartitionSpec('expert', 'data', None, None)
+    >>> tuple(Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data").specs()["w_in"])
+    ('expert', 'data', None, None)
     """
 
     expert_axis: str | None = None

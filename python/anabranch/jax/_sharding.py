@@ -152,7 +152,22 @@ def _run(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         return call.on_shards((), *arrays)
     mesh = mesh_of(*arrays)
     explicit = () if mesh.empty else axes_of_type(mesh, AxisType.Explicit)
-    return _explicit(call, mesh, explicit, *arrays) if explicit else _automatic(call, *arrays)
+    if explicit:
+        return _explicit(call, mesh, explicit, *arrays)
+    if not mesh.empty:
+        _check_automatic(mesh)
+    return _automatic(call, *arrays)
+
+
+def _check_automatic(mesh: Any) -> None:
+    """Where some axes are manual XLA does not tell by which of the others it shards, so that we could only gather."""
+    manual = axes_of_type(mesh, AxisType.Manual)
+    left = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
+    if manual and left:
+        raise ValueError(
+            f"sharding: got automatic axes {', '.join(map(repr, left))} inside a jax.shard_map over "
+            f"{', '.join(map(repr, manual))}, expected explicit or manual ones, or moe(..., parallel=...)"
+        )
 
 
 def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:

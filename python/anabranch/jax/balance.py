@@ -110,8 +110,13 @@ def z_loss(
         tokens = jnp.float32(lse.size) if mask is None else jnp.sum(mask).astype(jnp.float32)
     if mask is not None:
         lse = jnp.where(mask, lse, 0.0)
+    return mean_of_squares(jnp.sum(jnp.square(lse)), coeff, tokens)
+
+
+def mean_of_squares(squares: jax.Array, coeff: float, tokens: jax.Array) -> jax.Array:
+    """The z-loss of a sum of lse^2 over float32 [] tokens; 0 where there are none."""
     some = tokens > 0
-    return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * jnp.sum(jnp.square(lse))
+    return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * squares
 
 
 def fused_moe_aux_loss(

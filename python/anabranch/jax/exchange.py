@@ -145,13 +145,16 @@ class Ring:
         """K."""
         return self.bounds.topk
 
+    @property
+    def _alone(self) -> bool:
+        # A collective refuses to divide nothing.
+        return self.bounds.axis is None or self.bounds.tokens == 0
+
     def _gather(self, array: jax.Array) -> jax.Array:
-        axis = self.bounds.axis
-        return array if axis is None else jax.lax.all_gather(array, axis, tiled=True)
+        return array if self._alone else jax.lax.all_gather(array, self.bounds.axis, tiled=True)
 
     def _reduce(self, array: jax.Array) -> jax.Array:
-        axis = self.bounds.axis
-        return array if axis is None else jax.lax.psum_scatter(array, axis, tiled=True)
+        return array if self._alone else jax.lax.psum_scatter(array, self.bounds.axis, tiled=True)
 
     def plan(self, experts: jax.Array) -> RingRoute:
         """See Transport."""

@@ -24,7 +24,7 @@ from anabranch.jax._layer import (
 )
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
-from anabranch.jax.balance import load_balance_loss
+from anabranch.jax.balance import load_balance_loss, mean_of_squares
 from anabranch.jax.experts import ACTIVATIONS, FfnConfig, activate
 from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
 from anabranch.jax.router import router_operands, router_options
@@ -239,8 +239,7 @@ def _losses(
     if aux_coeff:
         aux = load_balance_loss(score_sum, counts, topk, aux_coeff, tokens)
     if z_coeff:
-        some = tokens > 0
-        z = jnp.where(some, z_coeff / jnp.where(some, tokens, 1.0), 0.0) * squares
+        z = mean_of_squares(squares, z_coeff, tokens)
     return aux, z, counts
 
 

@@ -184,6 +184,34 @@ def test_remat_scan_and_export(transport):
     assert_trees_close(loaded.call(*on_mesh), got, rtol=0, atol=0)
 
 
+@transports
+def test_no_tokens(transport):
+    parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, mesh=mesh_of(data=2, expert=4))
+    arguments = _arguments()
+    arguments["x"] = arguments["x"][:0]
+    (loss, output), gradients = jax.jit(lambda a: _step(a, parallel=parallel))(arguments)
+    assert loss == 0 and output.shape == (0, 16)
+    assert not any(np.any(gradient) for gradient in gradients.values())
+
+
+@transports
+def test_vmap(transport):
+    parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, mesh=mesh_of(data=2, expert=4))
+    stacked = {name: np.stack([array, -0.5 * array]) for name, array in _arguments().items()}
+    got = jax.jit(jax.vmap(lambda a: _step(a, parallel=parallel)))(stacked)
+    assert_trees_close(got, jax.jit(jax.vmap(_step))(stacked), rtol=1e-5, atol=1e-5)
+
+
+def test_ragged_is_the_native_collective_but_on_the_cpu():
+    """The program for GPUs: rows go by ragged_all_to_all, and nothing but sizes and weights is gathered."""
+    parallel = Parallel(expert_axis="expert", transport="ragged", mesh=mesh_of(expert=8))
+    traced = jax.jit(lambda a: _step(a, parallel=parallel)).trace(_arguments())
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("@ragged_all_to_all") == 7  # x, y; x, d_out, weights; d_x, d_weights
+    assert re.findall(r'"stablehlo.all_gather".*-> tensor<(\S+)>', program) == ["8x8xi32"]
+    assert "@ragged_all_to_all" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
 def test_inside_a_shard_map_over_another_axis():
     """A stage of a pipeline, say: moe() makes its own axes manual inside."""
     mesh, arguments = mesh_of(AxisType.Explicit, stage=2, expert=4), _arguments()

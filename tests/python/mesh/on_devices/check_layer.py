@@ -1,5 +1,7 @@
 """moe() on tokens that are sharded in whatever way, all experts on every device, against the float64 oracle."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,24 +66,39 @@ def test_two_token_dimensions(axis_type):
     assert {name for name, _ in found} == {"all-reduce"}
 
 
-def test_inside_a_shard_map_losses_are_global(axis_type):
+@pytest.mark.parametrize("masked", [False, True])
+def test_inside_a_shard_map_losses_are_global(axis_type, masked):
     mesh = mesh_of(axis_type, a=4, b=2)
     tokens, whole = P(("a", "b")), P()
+    mask = np.random.default_rng(4).random(64) < 0.6 if masked else np.ones(64, bool)
+
+    def layer(mask, *arguments, **options):
+        return _layer(*arguments, token_mask=mask if masked else None, **options)
 
     def shards(*arguments):
-        result = _layer(*arguments, parallel=Parallel(data_axes=("a", "b")))
+        result = layer(*arguments, parallel=Parallel(data_axes=("a", "b")))
         return result._replace(
             dropped=jax.lax.psum(result.dropped, ("a", "b")),
             dropped_by_source=jax.lax.psum(result.dropped_by_source, ("a", "b")),
         )
 
     out_specs = type(_layer(*_arguments()))(tokens, *[whole] * 5)
-    on_shards = jax.shard_map(shards, mesh=mesh, in_specs=(tokens, whole, whole, whole), out_specs=out_specs)
+    on_shards = jax.shard_map(shards, mesh=mesh, in_specs=(tokens, tokens, whole, whole, whole), out_specs=out_specs)
     x, *weights = _arguments()
-    arrays = [put(mesh, x, ("a", "b")), *(put(mesh, w) for w in weights)]
-    want = jax.jit(lambda *a: _step(_layer, *a))(x, *weights)
-    got = jax.jit(lambda *a: _step(on_shards, *a))(*arrays)
+    arrays = [put(mesh, mask, ("a", "b")), put(mesh, x, ("a", "b")), *(put(mesh, w) for w in weights)]
+    want = jax.jit(lambda mask, *a: _step(functools.partial(layer, mask), *a))(mask, x, *weights)
+    got = jax.jit(lambda mask, *a: _step(functools.partial(on_shards, mask), *a))(*arrays)
     assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_xla_shards_are_gathered_and_their_gradients_summed():
+    """FSDP by sharding annotations alone."""
+    x, *weights = _arguments()
+    mesh = mesh_of(a=8)
+    specs = [("a",), (None, "a"), (None, "a")]  # D of the gate and of w_in, F of w_out
+    arrays = [put(mesh, x, "a"), *(put(mesh, w, *spec) for w, spec in zip(weights, specs, strict=True))]
+    want = jax.jit(lambda *a: _step(_layer, *a))(x, *weights)
+    assert_trees_close(jax.jit(lambda *a: _step(_layer, *a))(*arrays), want, rtol=1e-5, atol=1e-5)
 
 
 def test_vmap_scan_and_remat(axis_type):

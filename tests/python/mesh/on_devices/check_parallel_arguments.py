@@ -107,6 +107,16 @@ def test_inside_a_shard_map_over_the_whole_mesh():
         shard(Parallel(data_axes="z"))
 
 
+def test_automatic_axes_inside_a_shard_map_over_others():
+    """XLA does not say there how tokens are sharded, and would gather them."""
+    mesh, arguments = mesh_of(stage=2, a=4), _arguments()
+    stage = jax.shard_map(
+        lambda a: moe(**a, topk=2).output, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False
+    )
+    with pytest.raises(ValueError, match=r"sharding: got automatic axes 'a' inside a jax.shard_map over 'stage'"):
+        jax.jit(stage)(arguments)
+
+
 def test_parallel_is_a_parallel():
     with pytest.raises(TypeError, match=r"parallel: got str 'expert', expected a Parallel"):
         moe(**_arguments(), topk=2, parallel="expert")

@@ -22,7 +22,7 @@ from anabranch.jax._layer import (
     route_tokens,
     routing_backward,
 )
-from anabranch.jax._sharding import Axes, axes_of, spec_of
+from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.dispatch import flat
 from anabranch.jax.exchange import Transport, keep_within, transport
 from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
@@ -38,13 +38,9 @@ _PARAMETERS = ("gate", "w_in", "w_out", "b_in", "b_out")
 _DIFFERENTIABLE = ("x", *_PARAMETERS)
 
 
-def _entry(axes: Axes) -> Any:
-    return axes or None
-
-
 def operand_specs(placement: Placement) -> dict[str, PartitionSpec]:
     """How every operand is divided, by its name."""
-    tokens = tuple(map(_entry, placement.tokens))
+    tokens = tuple(map(entry_of, placement.tokens))
     return {
         **placement.parallel.specs(),
         "x": PartitionSpec(*tokens, None),
@@ -60,7 +56,7 @@ def _output_specs(placement: Placement) -> dict[str, PartitionSpec]:
         "score_sum": whole,
         "lse_squares": whole,
         "tokens_per_expert": whole,
-        "dropped": PartitionSpec(_entry(placement.token_axes)),
+        "dropped": PartitionSpec(entry_of(placement.token_axes)),
     }
 
 
@@ -199,8 +195,9 @@ def _backward(
 # ---------------------------------------------------------------- around it, the mesh
 
 
-def _on_mesh(placement: Placement, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    return jax.shard_map(
+def _on_mesh(placement: Placement, function: Any, in_specs: Any, out_specs: Any, *arrays: Any) -> Any:
+    """`function` of the arrays in a jax.shard_map, which may be inside one over other axes."""
+    on_mesh = jax.shard_map(
         function,
         mesh=placement.mesh,
         in_specs=in_specs,
@@ -208,6 +205,7 @@ def _on_mesh(placement: Placement, function: Any, in_specs: Any, out_specs: Any)
         axis_names=set(placement.manual),
         check_vma=False,
     )
+    return vary_like(on_mesh(*arrays), arrays)
 
 
 def _route_names(placement: Placement) -> tuple[str, ...]:
@@ -215,7 +213,7 @@ def _route_names(placement: Placement) -> tuple[str, ...]:
 
 
 def _kept_specs(placement: Placement, names: Any) -> dict[str, PartitionSpec]:
-    tokens = _entry(placement.token_axes)
+    tokens = entry_of(placement.token_axes)
     h = PartitionSpec(tokens, None, placement.parallel.tensor_axis)
     return {name: h if name == "h" else PartitionSpec(tokens) for name in names}
 
@@ -242,7 +240,7 @@ def placed_forward(
     names = ("weights", "experts", "lse", "logits", "h", *_route_names(placement)) if keep else ()
     out_specs = (_output_specs(placement), _kept_specs(placement, names))
     rule = functools.partial(_forward, config, placement, keep)
-    result, kept = _on_mesh(placement, rule, (_specs_of(placement, operands),), out_specs)(given)
+    result, kept = _on_mesh(placement, rule, (_specs_of(placement, operands),), out_specs, given)
     return LayerOutput(**result), kept
 
 
@@ -259,5 +257,8 @@ def placed_backward(
         functools.partial(_backward, config, placement),
         (specs, _kept_specs(placement, kept), incoming),
         {name: spec for name, spec in specs.items() if name in _DIFFERENTIABLE},
-    )(given, kept, arriving)
+        given,
+        kept,
+        arriving,
+    )
     return _operands(gradients)

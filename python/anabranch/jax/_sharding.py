@@ -84,7 +84,12 @@ class _Bound:
         return jax.lax.psum(result, axes) if axes else result
 
     def specs(self, token_axes: Sequence[Axes], kept: Sequence[int]) -> tuple[PartitionSpec, ...]:
-        return tuple(PartitionSpec(*(axes or None for axes in token_axes[:n])) for n in kept)
+        return tuple(PartitionSpec(*map(entry_of, token_axes[:n])) for n in kept)
+
+
+def entry_of(axes: Axes) -> Any:
+    """Mesh axes as one entry of a PartitionSpec."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def axes_of(entry: Any) -> Axes:
@@ -121,19 +126,23 @@ def vary_alike(*arrays: Any) -> tuple[Any, ...]:
 
     An operation's gradient of a replicated operand is that of one shard; the transpose of this adds them up.
     """
-    there = [array for array in arrays if array is not None]
-    everywhere = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in there))
-    if not everywhere:
-        return arrays
+    results: tuple[Any, ...] = vary_like(arrays, arrays)
+    return results
+
+
+def vary_like(results: Any, operands: Any) -> Any:
+    """`results`, of which a jax.shard_map that is inside another one knows no more over which axes of that they vary.
+
+    Both are pytrees of arrays; the results vary over the axes over which any operand does.
+    """
+    everywhere = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)))
     order = sorted(everywhere)
 
-    def vary(array: Any) -> Any:
-        if array is None:
-            return None
+    def vary(array: jax.Array) -> jax.Array:
         missing = tuple(axis for axis in order if axis not in jax.typeof(array).manual_axis_type.varying)
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 
-    return tuple(map(vary, arrays))
+    return jax.tree.map(vary, results) if everywhere else results
 
 
 # ---------------------------------------------------------------- the three ways
@@ -151,22 +160,21 @@ def _run(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     if runs_as_it_is(*arrays):
         return call.on_shards((), *arrays)
     mesh = mesh_of(*arrays)
-    explicit = () if mesh.empty else axes_of_type(mesh, AxisType.Explicit)
-    if explicit:
-        return _explicit(call, mesh, explicit, *arrays)
-    if not mesh.empty:
-        _check_automatic(mesh)
-    return _automatic(call, *arrays)
+    if mesh.empty:
+        return _automatic(call, *arrays)
+    _check_kinds(mesh)
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    return _explicit(call, mesh, explicit, *arrays) if explicit else _automatic(call, *arrays)
 
 
-def _check_automatic(mesh: Any) -> None:
-    """Where some axes are manual XLA does not tell by which of the others it shards, so that we could only gather."""
-    manual = axes_of_type(mesh, AxisType.Manual)
-    left = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
-    if manual and left:
+def _check_kinds(mesh: Any) -> None:
+    """Where some axes are of another kind XLA does not say by which automatic ones it shards, and would gather."""
+    others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
+    automatic = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
+    if others and automatic:
         raise ValueError(
-            f"sharding: got automatic axes {', '.join(map(repr, left))} inside a jax.shard_map over "
-            f"{', '.join(map(repr, manual))}, expected explicit or manual ones, or moe(..., parallel=...)"
+            f"sharding: got automatic mesh axes {', '.join(map(repr, automatic))} beside manual or explicit ones "
+            f"{', '.join(map(repr, others))}, expected explicit or manual ones, or moe(..., parallel=...)"
         )
 
 
@@ -174,7 +182,7 @@ def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[
     for array, kept in zip(arrays, call.operands, strict=True):
         _check_whole(call, array, [a for axes in spec_of(array)[kept:] for a in axes])
     leading = spec_of(arrays[0])[: call.operands[0]]
-    return jax.shard_map(
+    results: tuple[jax.Array, ...] = jax.shard_map(
         functools.partial(_shards, call, leading),
         mesh=mesh,
         in_specs=call.specs(leading, call.operands),
@@ -182,6 +190,8 @@ def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[
         axis_names=set(axes),
         check_vma=False,
     )(*(_reshard(a, s) for a, s in zip(arrays, call.specs(leading, call.operands), strict=True)))
+    varying: tuple[jax.Array, ...] = vary_like(results, arrays)
+    return varying
 
 
 def _shards(call: _Bound, token_axes: Sequence[Axes], *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -200,7 +210,7 @@ def _check_whole(call: _Bound, array: jax.Array, sharded_over: Sequence[str]) ->
         return
     what = f"{array.dtype}{list(array.shape)} sharded over {', '.join(map(repr, sharded_over))}"
     if call.whole:
-        raise ValueError(f"{call.whole.format(got=what)}")
+        raise ValueError(call.whole.format(got=what))
     raise ValueError(
         f"sharding: got {what} in a dimension that is not one of tokens, expected that dimension whole; "
         "jax.sharding.reshard gathers it"
@@ -260,9 +270,11 @@ def _size(mesh: Mesh, axes: Axes) -> int:
 
 
 def _token_axes(sharding: Any, tokens: int) -> tuple[Axes, ...]:
-    """The mesh axes of the token dimensions; none where XLA gives a sharding without names, a replicated one."""
+    """The mesh axes of the token dimensions."""
     spec = getattr(sharding, "spec", None)
-    if spec is None:
+    if spec is None:  # XLA's own kind, without names
+        if not sharding.is_fully_replicated:
+            raise ValueError(f"sharding: got {sharding}, expected one over the axes of a mesh; see jax.set_mesh")
         return ((),) * tokens
     return tuple(axes_of(spec[i]) if i < len(spec) else () for i in range(tokens))
 

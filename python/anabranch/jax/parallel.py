@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from anabranch.jax import _check
-from anabranch.jax._sharding import Axes, axes_of_type, mesh_of, spec_of
+from anabranch.jax._sharding import Axes, axes_of_type, entry_of, mesh_of, spec_of
 from anabranch.jax.exchange import TRANSPORTS, Bounds, choose
 
 
@@ -86,9 +86,9 @@ class Parallel:
 
     def specs(self) -> dict[str, PartitionSpec]:
         """How the arrays of `moe` are sharded, by the names of its arguments; x by its first dimension."""
-        ep, tp, fsdp = self.expert_axis, self.tensor_axis, _entry(tuple(self.fsdp_axes))
+        ep, tp, fsdp = self.expert_axis, self.tensor_axis, entry_of(tuple(self.fsdp_axes))
         return {
-            "x": PartitionSpec(_entry(self.token_axes)),
+            "x": PartitionSpec(entry_of(self.token_axes)),
             "gate": PartitionSpec(fsdp, None),
             "w_in": PartitionSpec(ep, fsdp, None, tp),
             "w_out": PartitionSpec(ep, tp, fsdp),
@@ -123,11 +123,6 @@ class Placement:
     def token_axes(self) -> Axes:
         """The axes over which tokens are divided, the slowest first."""
         return tuple(axis for axes in self.tokens for axis in axes)
-
-
-def _entry(axes: Axes) -> Any:
-    """Axes as an entry of a PartitionSpec."""
-    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def _axis_names(name: str, axes: Any) -> Axes:
@@ -254,7 +249,7 @@ def _token_axes(parallel: Parallel, x: jax.Array) -> tuple[Axes, ...]:
 
 def _check_spec(name: str, array: jax.Array, spec: PartitionSpec) -> None:
     """An explicit sharding has to be the one that is needed, or none: then every device has its part already."""
-    given = PartitionSpec(*(_entry(axes) for axes in spec_of(array)))
+    given = PartitionSpec(*(entry_of(axes) for axes in spec_of(array)))
     if any(entry is not None for entry in given) and given != spec:
         raise ValueError(f"{name}: got {_check.describe(array)} sharded as {given}, expected {spec}")
 

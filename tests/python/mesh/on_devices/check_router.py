@@ -136,6 +136,24 @@ def test_inside_a_shard_map_that_is_not_compiled(axis_type):
     assert_trees_close(over_mesh(put(mesh(axis_type), LOGITS, "a", "b")), tuple(route(LOGITS, K)[:2]))
 
 
+def test_inside_a_shard_map_over_another_axis():
+    """Explicit axes that are left there are the tokens'."""
+    mesh = mesh_of(jax.sharding.AxisType.Explicit, stage=2, a=4)
+    logits, d_weights = (np.stack([a, -a]) for a in (LOGITS, D_WEIGHTS))
+
+    def loss(logits, d_weights):
+        routing = route(logits, K)
+        return jnp.sum(routing.weights * d_weights) + jnp.sum(jnp.square(routing.score_sum))
+
+    def stage(logits, d_weights):
+        return jax.value_and_grad(loss)(logits.reshape(B, S, E), d_weights.reshape(B, S, K))[1][None]
+
+    staged = jax.shard_map(stage, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), axis_names={"stage"})
+    got = jax.jit(staged)(put(mesh, logits, "stage", "a"), put(mesh, d_weights, "stage", "a"))
+    want = np.stack([jax.jit(jax.grad(loss))(*pair) for pair in zip(logits, d_weights, strict=True)])
+    assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_logits_sharded_over_experts_are_gathered_once_or_refused():
     """Never a top-k a shard: automatic axes gather the row, explicit ones ask for it to be done knowingly."""
     automatic, explicit = mesh_of(a=4, b=2), mesh_of(jax.sharding.AxisType.Explicit, a=4, b=2)

@@ -82,7 +82,44 @@ def test_sharded_weights_and_slices_of_f(axis_type, transport):
     arrays = operands(32, 4, 2, 16, 24, bias=True, skew=2.0)
     check(mesh, parallel, arrays, topk=2, aux_loss_coeff=0.3, z_loss_coeff=0.1)
     arrays = operands(32, 4, 2, 16, 24, dtype="bfloat16", bias=True, parts=1)
-    check(mesh, parallel, arrays, topk=2, weight_early=True, activation="relu2")
+    check(mesh, parallel, arrays, topk=2, weight_early=True, activation="relu2", align_size=8)
+
+
+@transports
+def test_bias_and_groups_steer_the_selection(transport):
+    """Groups of experts of two ranks each; expert_bias is on every device."""
+    parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport)
+    bias = np.random.default_rng(5).standard_normal(16).astype(np.float32)
+    options = dict(score_function="sigmoid", expert_bias=bias, num_groups=2, group_topk=1, scaling_factor=2.5)
+    arrays = operands(64, 16, 4, 8, 16, bias=True)
+    check(mesh_of(data=2, expert=4), parallel, arrays, topk=4, aux_loss_coeff=0.2, normalize=False, **options)
+
+
+def test_calls_that_are_not_compiled(axis_type):
+    mesh, arguments = mesh_of(axis_type, data=2, expert=4), _arguments()
+    want = moe(**arguments, topk=2)
+    for transport in TRANSPORTS:
+        parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport)
+        with jax.set_mesh(mesh):
+            on_mesh = {name: put(mesh, array, *parallel.specs()[name]) for name, array in arguments.items()}
+            got = moe(**on_mesh, topk=2, parallel=parallel)
+        assert_trees_close(tuple(got[:5]), tuple(want[:5]), rtol=1e-5, atol=1e-5)
+
+
+KINDS = {
+    "ring": {"all-gather", "reduce-scatter", "all-reduce"},
+    "all_to_all": {"all-to-all", "all-reduce"},
+}
+
+
+@pytest.mark.parametrize("transport", KINDS)
+def test_tokens_travel_by_the_transport_alone(transport):
+    """Its collectives, and sums of statistics and of the gate's gradient."""
+    parallel = Parallel(expert_axis="expert", transport=transport, mesh=mesh_of(expert=8))
+    on_mesh = {name: put(parallel.mesh, array, *parallel.specs()[name]) for name, array in _arguments().items()}
+    found = collectives(lambda a: _step(a, parallel=parallel), on_mesh)
+    assert {name for name, _ in found} == KINDS[transport]
+    assert max(size for name, size in found if name == "all-reduce") <= on_mesh["gate"].size
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import P, assert_trees_close, collectives, mesh_of, put
+from meshes import P, around, assert_trees_close, collectives, mesh_of, put
 from moe_cases import check_layer, operands
 
 from anabranch.jax import Parallel, moe
@@ -23,8 +23,10 @@ def shard(mesh, *spec):
 def test_output_losses_and_every_gradient(axis_type, spec, dtype):
     arrays = operands(64, 7, 3, 24, 40, dtype=dtype, bias=True, skew=2.0, cold=2)
     mask = np.random.default_rng(0).random(64) < 0.8
-    put_ = shard(mesh_of(axis_type, a=4, b=2), *spec)
-    check_layer(arrays, put=put_, topk=3, aux_loss_coeff=0.3, z_loss_coeff=0.1, token_mask=mask, align_size=8)
+    mesh = mesh_of(axis_type, a=4, b=2)
+    options = dict(topk=3, aux_loss_coeff=0.3, z_loss_coeff=0.1, token_mask=mask, align_size=8)
+    with around(mesh):
+        check_layer(arrays, put=shard(mesh, *spec), **options)
 
 
 def test_one_shard_may_have_all_the_load(axis_type):
@@ -32,8 +34,9 @@ def test_one_shard_may_have_all_the_load(axis_type):
     arrays = operands(64, 4, 1, 8, 16, bias=True)
     forced = np.random.default_rng(1).integers(0, 4, (64, 1)).astype(np.int32)
     forced[:8], forced[8:16] = 2, -1
-    put_ = shard(mesh_of(axis_type, a=8), "a")
-    check_layer(arrays, put=put_, topk=1, aux_loss_coeff=1.0, forced_experts=forced, weight_early=True)
+    mesh = mesh_of(axis_type, a=8)
+    with around(mesh):
+        check_layer(arrays, put=shard(mesh, "a"), topk=1, aux_loss_coeff=1.0, forced_experts=forced, weight_early=True)
 
 
 def _arguments(seed=0):

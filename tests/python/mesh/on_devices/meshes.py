@@ -1,5 +1,6 @@
 """Meshes of 8 devices, arrays on them, and what a compiled program sends."""
 
+import contextlib
 import math
 import re
 
@@ -16,6 +17,11 @@ _COLLECTIVE = re.compile(
 
 def mesh_of(axis_type=AxisType.Auto, **sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def around(mesh):
+    """jax.set_mesh where axes are explicit: calls that are not compiled want it. Automatic axes do without."""
+    return jax.set_mesh(mesh) if mesh.explicit_axes else contextlib.nullcontext()
 
 
 def put(mesh, array, *spec):

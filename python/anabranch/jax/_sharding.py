@@ -153,7 +153,12 @@ def runs_as_it_is(*arrays: jax.Array) -> bool:
     if _on_shards.get():
         return True
     mesh = mesh_of(*arrays)
-    return all_manual(mesh) or (mesh.empty and jax.device_count() == 1)
+    if mesh.empty:
+        return jax.device_count() == 1
+    manual = axes_of_type(mesh, AxisType.Manual)
+    left = [axis for axis in mesh.axis_names if axis not in manual]
+    automatic = axes_of_type(mesh, AxisType.Auto)
+    return bool(manual) and all(axis in automatic and mesh.shape[axis] == 1 for axis in left)
 
 
 def _run(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -291,5 +296,5 @@ def _shardy_rule(call: _Bound, operands: Sequence[int], results: Sequence[int]) 
 
     left = tuple(map(factors, operands, call.operands))
     right = tuple(map(factors, results, call.results))
-    # What has to be whole is not named so: XLA would gather it, and we could not refuse.
+    # Where all has to be whole that is not said: XLA would gather it, and we could not refuse.
     return SdyShardingRule(left, right, need_replication_factors=() if call.whole else tuple(others))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from meshes import P, assert_no_traffic_of_tokens, assert_trees_close, collectives, mesh_of, put
 
 from anabranch.jax import (
@@ -136,10 +137,11 @@ def test_inside_a_shard_map_that_is_not_compiled(axis_type):
     assert_trees_close(over_mesh(put(mesh(axis_type), LOGITS, "a", "b")), tuple(route(LOGITS, K)[:2]))
 
 
-def test_inside_a_shard_map_over_another_axis():
-    """Explicit axes that are left there are the tokens'."""
-    mesh = mesh_of(jax.sharding.AxisType.Explicit, stage=2, a=4)
-    logits, d_weights = (np.stack([a, -a]) for a in (LOGITS, D_WEIGHTS))
+@pytest.mark.parametrize("kind,size", [(AxisType.Explicit, 4), (AxisType.Explicit, 1), (AxisType.Auto, 1)], ids=str)
+def test_inside_a_shard_map_over_another_axis(kind, size):
+    """Explicit axes that are left there are the tokens'; automatic ones may only be left if they are of one device."""
+    mesh = mesh_of(kind, stage=8 // size, a=size)
+    logits, d_weights = (np.stack([(-1) ** i * a for i in range(8 // size)]) for a in (LOGITS, D_WEIGHTS))
 
     def loss(logits, d_weights):
         routing = route(logits, K)
@@ -156,7 +158,7 @@ def test_inside_a_shard_map_over_another_axis():
 
 def test_logits_sharded_over_experts_are_gathered_once_or_refused():
     """Never a top-k a shard: automatic axes gather the row, explicit ones ask for it to be done knowingly."""
-    automatic, explicit = mesh_of(a=4, b=2), mesh_of(jax.sharding.AxisType.Explicit, a=4, b=2)
+    automatic, explicit = mesh_of(a=4, b=2), mesh_of(AxisType.Explicit, a=4, b=2)
     logits = put(automatic, LOGITS, "a", None, "b")
 
     def step(logits):
@@ -194,7 +196,7 @@ def test_vmap_scan_and_remat(axis_type):
 
 
 def test_export_with_explicit_axes():
-    on_mesh = put(mesh_of(jax.sharding.AxisType.Explicit, a=8), LOGITS, "a")
+    on_mesh = put(mesh_of(AxisType.Explicit, a=8), LOGITS, "a")
     allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in custom_calls()]
     exported = jax.export.export(jax.jit(lambda z: tuple(route(z, K))), disabled_checks=allowed)(on_mesh)
     loaded = jax.export.deserialize(bytearray(exported.serialize()))

@@ -11,6 +11,7 @@ from meshes import assert_trees_close, collectives, mesh_of, put
 from moe_cases import check_layer, operands
 
 from anabranch.jax import Parallel, custom_calls, moe
+from anabranch.jax.exchange import Bounds, traffic
 
 TRANSPORTS = ("ring", "all_to_all", "ragged")
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -272,3 +273,23 @@ def test_inside_a_shard_map_over_another_axis():
 
     got = jax.jit(lambda a: step(staged, a))(on_mesh)
     assert_trees_close(got, jax.jit(lambda a: step(one_by_one, a))(stages), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.5])
+def test_traffic_is_what_the_program_sends(capacity_factor):
+    """The formulas of docs/scaling.md against the collectives of a compiled forward pass, for arrays of width D."""
+    T, D, E, K, P = 8, 16, 16, 2, 8
+    arrays = operands(P * T, E, K, D, 24)
+    arguments = {name: arrays[name] for name in ("x", "gate", "w_in", "w_out")}
+    capacity = None if capacity_factor is None else int(capacity_factor * T * K)
+    expected = traffic(Bounds("expert", P, E, 0, T, K, min(K, E // P), capacity), itemsize=4)
+    for transport in KINDS:
+        parallel = Parallel(
+            expert_axis="expert", transport=transport, capacity_factor=capacity_factor, mesh=mesh_of(expert=P)
+        )
+        on_mesh = {name: put(parallel.mesh, a, *parallel.specs()[name]) for name, a in arguments.items()}
+        found = collectives(lambda a, p=parallel: moe(**a, topk=K, parallel=p).output, on_mesh)
+        # Of what is gathered a rank has one part; a reduce-scatter's and an all_to_all's result is one part.
+        parts = {"all-gather": 1 / P, "reduce-scatter": 1, "all-to-all": 1}
+        wide = [size * parts[name] for name, size in found if name in parts and size * parts[name] >= T * D]
+        assert 4 * (P - 1) * sum(wide) == expected[transport] * D, found

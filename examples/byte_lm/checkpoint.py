@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -117,14 +116,13 @@ class RunFolder:
         """Reads the newest checkpoint.
 
         Args:
-          state: a state of the shapes and dtypes to read; its values do not matter.
+          state: shapes, dtypes and shardings to read, whatever mesh has written them.
           num_loads: (layers, E).
         """
         step = self.saved_step()
-        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         steps = {name: np.empty(step) for name in ("train_bits", "held_out_bits", "seconds")}
         items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(shapes),
+            state=ocp.args.StandardRestore(state),
             history=ocp.args.StandardRestore({**steps, "loads": np.empty((step, *num_loads), np.int32)}),
         )
         restored = self._manager.restore(step, args=items)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def generate(
@@ -40,4 +41,4 @@ def generate(
     _, text = jax.jit(lambda start, keys: jax.lax.scan(extend, start, keys))(
         (window, jnp.int32(len(recent))), jax.random.split(key, length)
     )
-    return bytes(text)
+    return bytes(np.asarray(text))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from anabranch.jax import Parallel
 from anabranch.jax.nnx import MoE
 
 VOCABULARY = 256
@@ -28,6 +29,7 @@ class ModelConfig:
     aux_loss: float
     expert_bias: float
     dtype: str
+    parallel: Parallel | None
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -78,6 +80,7 @@ class Block(nnx.Module):
             use_expert_bias=config.expert_bias > 0,
             shared_features=config.shared_experts * config.hidden,
             aux_loss_coeff=config.aux_loss,
+            parallel=config.parallel,
             dtype=config.dtype,
             rngs=rngs,
         )

@@ -7,8 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from anabranch.jax import Parallel
 from byte_lm.data import stdlib_folder
 from byte_lm.model import ModelConfig
+from mesh import parse_mesh
 
 #: The folder `out` of this checkout.
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / "out" / "byte_lm"
@@ -47,6 +49,7 @@ class Options:
     corpus: Path = _option("training", stdlib_folder(), "train on every *.py file below this folder")  # noqa: RUF009
 
     out: Path = _option("run", DEFAULT_OUT, "folder for checkpoints, pictures and summary.json")  # noqa: RUF009
+    mesh: str = _option("run", "", "devices to train on, such as expert=2,data=2 (axes data, expert, tensor)")
     save_every: int = _option("run", 200, "steps between checkpoints", 1)
     held_out_bytes: int = _option("run", 1 << 18, "held-out bytes that the final table is measured on, at most", 1)
     prompt: str = _option("run", "def read_", "beginning of the sample")
@@ -63,8 +66,22 @@ class Options:
             raise ValueError(f"--heads: got {self.heads}, expected an even width of a head, width {self.width} / heads")
         if self.topk > self.experts:
             raise ValueError(f"--topk: got {self.topk}, expected at most the {self.experts} experts")
+        sizes = parse_mesh(self.mesh)
+        shards = sizes["data"] * sizes["expert"]
+        for name, value, parts in (
+            ("batch", self.batch, shards),
+            ("experts", self.experts, sizes["expert"]),
+            ("hidden", self.hidden, sizes["tensor"]),
+        ):
+            if value % parts:
+                raise ValueError(f"--{name}: got {value}, expected a multiple of {parts} for --mesh {self.mesh}")
         if not self.prompt.encode():
             raise ValueError(f"--prompt: got {self.prompt!r}, expected at least one byte")
+
+    @property
+    def parallel(self) -> Parallel | None:
+        """How the expert layers are spread over the mesh; None without one."""
+        return Parallel(expert_axis="expert", data_axes="data", tensor_axis="tensor") if self.mesh else None
 
     def model(self) -> ModelConfig:
         """The part that shapes the model."""

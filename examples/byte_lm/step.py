@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from anabranch.jax.nnx import RouterState
 from byte_lm.data import windows
 from byte_lm.model import ByteLM
 from byte_lm.options import Options
+from mesh import parse_mesh
 
 
 class TrainState(NamedTuple):
@@ -71,14 +73,41 @@ class Program:
         return cls(options, graph, make_optimizer(options))
 
     def init(self) -> TrainState:
-        """The state before the first step, decided by the seed."""
+        """The state before the first step, decided by the seed, in its shards."""
+        return jax.device_put(self._init(), self.shardings)
+
+    def _init(self) -> TrainState:
         _, params, router = nnx.split(_model(self.options), nnx.Param, RouterState)
         return TrainState(jnp.zeros((), jnp.int32), params, router, self.optimizer.init(params))
 
     @functools.cached_property
-    def train_step(self):
-        """(state, batch uint8 [B, seq + 1]) -> (next state, metrics), compiled; the state passed in is used up."""
-        return jax.jit(self._train_step, donate_argnums=0)
+    def shapes(self) -> TrainState:
+        """Shapes and dtypes of a state, and where it is to be: what a checkpoint is read into."""
+        shapes = jax.eval_shape(self._init)
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.shardings)
+
+    @functools.cached_property
+    def shardings(self) -> Any:
+        """Where the arrays of a state are: on the one device, or divided over the mesh as the parameters say."""
+        shapes = jax.eval_shape(self._init)
+        if not self.options.mesh:
+            return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
+        mesh = jax.sharding.get_mesh()
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
+
+    def _put(self, batch: np.ndarray) -> jax.Array | np.ndarray:
+        """A batch [B, ...] in its shards."""
+        if not self.options.mesh:
+            return batch
+        return jax.device_put(batch, NamedSharding(jax.sharding.get_mesh(), PartitionSpec(("data", "expert"))))
+
+    def train_step(self, state: TrainState, batch: np.ndarray) -> tuple[TrainState, StepMetrics]:
+        """(state, batch uint8 [B, seq + 1]) -> (next state, metrics); the state passed in is used up."""
+        return self._compiled_step(state, self._put(batch))
+
+    @functools.cached_property
+    def _compiled_step(self):
+        return jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, None))
 
     def _train_step(self, state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
         def loss_of(params: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -108,13 +137,15 @@ class Program:
         for begin in range(0, len(starts), size):
             chosen = starts[begin : begin + size]
             batch = windows(text, np.resize(chosen, size), self.options.seq)
-            nats = np.asarray(self._nats(state.params, state.router, batch))
+            nats = np.asarray(self._nats(state.params, state.router, self._put(batch)))
             total += float(nats[: len(chosen)].sum(dtype=np.float64))
         return total / (len(starts) * self.options.seq * math.log(2))
 
     def logits(self, state: TrainState, tokens: jax.Array) -> jax.Array:
-        """float32 [B, S, 256]: logits of the byte after each of `tokens` [B, S]."""
-        return nnx.merge(self.graph, state.params, state.router)(tokens)[0]
+        """float32 [1, S, 256]: logits of the byte after each of `tokens` [1, S]."""
+        sizes = parse_mesh(self.options.mesh)
+        everywhere = jnp.broadcast_to(tokens, (sizes["data"] * sizes["expert"], tokens.shape[1]))
+        return nnx.merge(self.graph, state.params, state.router)(everywhere)[0][:1]
 
 
 def _model(options: Options) -> ByteLM:

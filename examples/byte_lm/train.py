@@ -1,5 +1,6 @@
 """The run: find the text, train with checkpoints until done or interrupted, then report."""
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -18,6 +19,7 @@ from byte_lm.interrupt import StopRequest
 from byte_lm.options import Options, parse
 from byte_lm.step import Program, TrainState
 from byte_lm.trigram import Trigram
+from mesh import ask_for_devices, make_mesh, parse_mesh
 
 #: Measurements on held-out text during a whole run, for the loss curve, and the windows that each one reads.
 MEASUREMENTS, MEASURED_WINDOWS = 10, 128
@@ -26,6 +28,8 @@ MEASUREMENTS, MEASURED_WINDOWS = 10, 128
 def main(arguments: list[str] | None = None) -> int:
     """Runs the demo; returns the process's exit status."""
     options, start = parse(arguments)
+    if options.mesh:
+        ask_for_devices(parse_mesh(options.mesh))
     try:
         run(options, start)
     except RunError as error:
@@ -47,12 +51,22 @@ def run(options: Options, start: str = "auto") -> "Run":
       start: "auto" goes on from a checkpoint if there is one, "resume" needs one, "fresh" begins anew.
 
     Raises:
-      RunError: the corpus has too little text, or the checkpoint in the folder does not fit the options.
+      RunError: the corpus has too little text, there are too few devices, or the checkpoint in the folder does not fit
+        the options.
     """
     corpus = load_corpus(options.corpus)
     shortest = min(len(corpus.train), len(corpus.held_out))
     if shortest < options.seq + 2:
         raise RunError(f"corpus: got {shortest} bytes on one side of the split, expected at least {options.seq + 2}")
+    try:
+        mesh = jax.set_mesh(make_mesh(parse_mesh(options.mesh))) if options.mesh else contextlib.nullcontext()
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    with mesh:
+        return _run(options, start, corpus)
+
+
+def _run(options: Options, start: str, corpus: Corpus) -> "Run":
     folder = RunFolder(options.out)
     try:
         this = Run.begin(options, start, corpus, folder)
@@ -85,7 +99,7 @@ class Run:
     def begin(cls, options: Options, start: str, corpus: Corpus, folder: RunFolder) -> "Run":
         """A run before its first step, or as the newest checkpoint left it; says what is about to happen."""
         program = Program.of(options)
-        shapes = jax.eval_shape(program.init)
+        shapes = program.shapes
         config = {**options.fixed(), "corpus": corpus.fingerprint}
         if start == "fresh":
             folder.clear()

@@ -119,13 +119,18 @@ def main(argv: list[str] | None = None) -> int:
 
     info = commands.add_parser("info", help="versions, libraries found, instruction set, threads, backends")
     info.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    info.add_argument(
+        "--selftest",
+        action="store_true",
+        help="also check every transport of expert parallelism against the ring, on the GPUs or on 4 CPU devices",
+    )
     bench = _add_bench(commands)
 
     options = parser.parse_args(argv)
     if options.command == "info":
         from anabranch import info as command
 
-        return command.run(as_json=options.json)
+        return command.run(as_json=options.json, selftest=options.selftest)
     operations, selection = _choose(bench, options)
     try:
         return run_bench(

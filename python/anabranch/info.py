@@ -66,13 +66,22 @@ def collect() -> dict[str, str]:
     return facts
 
 
-def run(*, as_json: bool) -> int:
-    """Prints the facts; status 1 where no backend can be used."""
+def run(*, as_json: bool, selftest: bool = False) -> int:
+    """Prints the facts, with `selftest` also what it found; status 1 where no backend can be used or it failed."""
+    passed = True
+    if selftest:
+        from anabranch import selftest as test
+
+        test.prepare()
     facts = collect()
+    if selftest and facts["cpu backend"] == "available":
+        for name, outcome, ok in test.run():
+            facts[f"selftest {name}"] = outcome
+            passed = passed and ok
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
         width = max(map(len, facts))
         for name, value in facts.items():
             print(f"{name:<{width}}  {value}")
-    return 0 if facts["cpu backend"] == "available" else 1
+    return 0 if passed and facts["cpu backend"] == "available" else 1

@@ -11,6 +11,7 @@ from anabranch.jax.dispatch import Plan, combine, dispatch, plan
 from anabranch.jax.dispatch_te import routing_map_to_selected_experts, token_combine, token_dispatch
 from anabranch.jax.experts import expert_ffn, grouped_matmul
 from anabranch.jax.moe import MoEOutput, moe
+from anabranch.jax.parallel import Parallel
 from anabranch.jax.ragged_exchange import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
@@ -27,6 +28,7 @@ from anabranch.jax.router_te import (
 
 __all__ = [
     "MoEOutput",
+    "Parallel",
     "Plan",
     "Routing",
     "RoutingMapFormat",

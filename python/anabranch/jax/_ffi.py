@@ -4,14 +4,17 @@ A call names its operands and results as the C struct does (include/anabranch/*.
 wanted", so one handler serves every combination of optional tensors.
 """
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch import _library
+from anabranch.jax._sharding import TokenCall, vary_alike
 
 _HANDLERS = (
     "ab_xla_combine",
@@ -65,6 +68,59 @@ def cotangent(value: Any) -> jax.Array | None:
     return value
 
 
+def _like_operands(result: jax.ShapeDtypeStruct, operand: jax.Array) -> jax.ShapeDtypeStruct:
+    """The result of a call: inside a jax.shard_map it differs between the shards where the operands do."""
+    manual = jax.typeof(operand).manual_axis_type
+    if not manual.varying:
+        return result
+    whole = NamedSharding(jax.typeof(operand).sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=whole, manual_axis_type=manual)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call of a handler: everything but the arrays."""
+
+    target: str
+    operands: tuple[str, ...]
+    results: tuple[tuple[str, tuple[int, ...], str], ...]
+    aliases: tuple[tuple[int, int], ...]
+    workspace: int
+    attributes: tuple[tuple[str, int | float], ...]
+
+
+def _call(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    arrays = vary_alike(*arrays)
+    return _where_it_runs(static, *arrays) if static.workspace else _run(static, *arrays, workspace=0)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _where_it_runs(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The call with a workspace; jitted so that it is known where: the CPU's memory need not grow by one."""
+    on_cpu = functools.partial(_run, static, workspace=0)
+    outputs: tuple[jax.Array, ...] = jax.lax.platform_dependent(
+        *arrays, cpu=on_cpu, default=functools.partial(_run, static, workspace=static.workspace)
+    )
+    return outputs
+
+
+def _run(static: _Call, *arrays: jax.Array, workspace: int) -> tuple[jax.Array, ...]:
+    results = static.results + ((("workspace", (workspace,), "uint8"),) if workspace else ())
+    types = (jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results)
+    outputs = jax.ffi.ffi_call(
+        static.target,
+        tuple(_like_operands(result, arrays[0]) for result in types),
+        vmap_method="sequential",
+        input_output_aliases=dict(static.aliases),
+    )(
+        *arrays,
+        operands=",".join(static.operands),
+        results=",".join(name for name, *_ in results),
+        **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in static.attributes},
+    )
+    return tuple(outputs[: len(static.results)])
+
+
 def call(
     target: str,
     operands: Mapping[str, jax.Array | None],
@@ -74,7 +130,7 @@ def call(
     workspace: int = 0,
     **attributes: int | float,
 ) -> dict[str, Any]:
-    """Calls the handler `target`.
+    """Calls the handler `target`, on arrays that one device has whole.
 
     Args:
       target: exported symbol, for example "ab_xla_router_forward".
@@ -87,54 +143,30 @@ def call(
 
     Returns:
       The results by name, None where not wanted. Batched by vmap one slice after another.
+
+    Raises:
+      ValueError: an operand is sharded, and this is not the call of a shard by itself (`_sharding.TokenCall`).
     """
     register()
-    operands = {name: array for name, array in operands.items() if array is not None}
+    given = {name: array for name, array in operands.items() if array is not None}
     wanted = {name: result for name, result in results.items() if result is not None}
-    order, names = list(operands), list(wanted)
-    outputs = _run(
-        *operands.values(),
-        target=target,
-        operands=tuple(operands),
-        results=tuple(wanted.items()),
+    order, names = list(given), list(wanted)
+    static = _Call(
+        target,
+        operands=tuple(given),
+        results=tuple((name, tuple(r.shape), np.dtype(r.dtype).name) for name, r in wanted.items()),
         aliases=tuple((order.index(a), names.index(b)) for a, b in (aliases or {}).items()),
         workspace=workspace,
-        attributes=tuple((n, np.float32(v) if isinstance(v, float) else np.int32(v)) for n, v in attributes.items()),
+        attributes=tuple(attributes.items()),
     )
+    name = target.removeprefix("ab_xla_")
+    whole = (
+        f"{name}: got {{got}}, expected whole arrays, since rows are counted over all tokens; "
+        "use moe(), which takes sharded tokens, or call it inside jax.shard_map"
+    )
+    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(wanted), whole)(*given.values())
     named = dict(zip(wanted, outputs, strict=True))
     return {name: named.get(name) for name in results}
-
-
-@functools.partial(
-    jax.jit, static_argnames=("target", "operands", "results", "aliases", "workspace", "attributes"), inline=True
-)
-def _run(
-    *arrays: jax.Array,
-    target: str,
-    operands: tuple[str, ...],
-    results: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
-    aliases: tuple[tuple[int, int], ...],
-    workspace: int,
-    attributes: tuple[tuple[str, Any], ...],
-) -> Sequence[jax.Array]:
-    """The call; jitted so that it is known where the arrays are: the CPU's memory need not grow by a workspace."""
-
-    def run(*arrays: jax.Array, workspace: int) -> Sequence[jax.Array]:
-        wanted = dict(results)
-        if workspace:
-            wanted["workspace"] = jax.ShapeDtypeStruct((workspace,), np.uint8)
-        outputs = jax.ffi.ffi_call(
-            target,
-            tuple(wanted.values()),
-            vmap_method="sequential",
-            input_output_aliases=dict(aliases),
-        )(*arrays, operands=",".join(operands), results=",".join(wanted), **dict(attributes))
-        return outputs[: len(results)]
-
-    with_workspace = functools.partial(run, workspace=workspace)
-    if not workspace:
-        return with_workspace(*arrays)
-    return jax.lax.platform_dependent(*arrays, cpu=functools.partial(run, workspace=0), default=with_workspace)
 
 
 def statistics_workspace(num_tokens: int, num_sequences: int, num_experts: int) -> int:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import TokenCall
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _COUNTS = (*_INTEGERS, "float32")
@@ -109,8 +110,13 @@ def z_loss(
         tokens = jnp.float32(lse.size) if mask is None else jnp.sum(mask).astype(jnp.float32)
     if mask is not None:
         lse = jnp.where(mask, lse, 0.0)
+    return mean_of_squares(jnp.sum(jnp.square(lse)), coeff, tokens)
+
+
+def mean_of_squares(squares: jax.Array, coeff: float, tokens: jax.Array) -> jax.Array:
+    """The z-loss of a sum of lse^2 over float32 [] tokens; 0 where there are none."""
     some = tokens > 0
-    return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * jnp.sum(jnp.square(lse))
+    return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * squares
 
 
 def fused_moe_aux_loss(
@@ -155,20 +161,29 @@ def fused_moe_aux_loss(
     return _balance(_score_sum(probs), counts, E, topk, coeff, tokens)
 
 
+def _sum(_: None, scores: jax.Array) -> tuple[jax.Array]:
+    T, C = scores.shape
+    results = {"score_sum": jax.ShapeDtypeStruct((C,), jnp.float32)}
+    workspace = _ffi.statistics_workspace(T, 1, C)
+    return (_ffi.call("ab_xla_score_sum", {"scores": scores}, results, workspace=workspace)["score_sum"],)
+
+
+def _spread(_: None, like: jax.Array, d_sum: jax.Array) -> tuple[jax.Array]:
+    return (jnp.broadcast_to(d_sum.astype(like.dtype), (like.shape[0], d_sum.shape[0])),)
+
+
 @jax.custom_vjp
 def _score_sum(scores: jax.Array) -> jax.Array:
     """float32 column sums of [T, C], in an order that no thread count changes."""
-    shape = jax.ShapeDtypeStruct(scores.shape[1:], jnp.float32)
-    workspace = _ffi.statistics_workspace(scores.shape[0], 1, scores.shape[1])
-    return _ffi.call("ab_xla_score_sum", {"scores": scores}, {"score_sum": shape}, workspace=workspace)["score_sum"]
+    return TokenCall(_sum, None, operands=(1,), results=(0,))(scores)[0]
 
 
 def _score_sum_fwd(scores):
-    return _score_sum(scores), jnp.zeros((scores.shape[0], 0), scores.dtype)
+    return _score_sum(scores), scores[:, :0]
 
 
 def _score_sum_bwd(like, d_sum):
-    return (jnp.broadcast_to(d_sum.astype(like.dtype), (like.shape[0], d_sum.shape[0])),)
+    return TokenCall(_spread, None, operands=(1, 0), results=(1,))(like, d_sum)
 
 
 _score_sum.defvjp(_score_sum_fwd, _score_sum_bwd)

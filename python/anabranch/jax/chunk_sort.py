@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import vary_alike
 from anabranch.jax.dispatch import ANY_DTYPE, as_int32, check_num_rows, flat
 
 
@@ -89,4 +90,5 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
     split_sizes = _check.array("split_sizes", split_sizes, _check.INDICES, ("S",))
     (S,) = split_sizes.shape
     sorted_indices = _check.array("sorted_indices", sorted_indices, _check.INDICES, (("S", S),))
-    return _sort_chunks(_Options(str(x.dtype)), x, as_int32(split_sizes, 0, R), as_int32(sorted_indices, -1, S))
+    operands = vary_alike(x, as_int32(split_sizes, 0, R), as_int32(sorted_indices, -1, S))
+    return _sort_chunks(_Options(str(x.dtype)), *operands)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import vary_alike
 
 ANY_DTYPE = (*_check.FLOATS, "bool", "uint8", *_check.INDICES)
 _INDEX_LIMIT = 2**31
@@ -63,6 +64,13 @@ def as_int32(indices: jax.Array, low: int, high: int) -> jax.Array:
     if indices.dtype == jnp.int64:
         indices = jnp.clip(indices, low, high)
     return indices.astype(jnp.int32)
+
+
+def take(values: jax.Array, index: jax.Array) -> jax.Array:
+    """values[index], 0 where the index is out of range."""
+    if values.size == 0:  # which a gather refuses
+        return jnp.zeros(index.shape, values.dtype)
+    return jnp.asarray(values).at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def check_num_slots(name: str, num_tokens: int, slots_per_token: int) -> None:
@@ -273,7 +281,8 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
     """
     _check_plan(plan)
     x = _check.array("x", x, ANY_DTYPE, (*plan.row_of_slot.shape[:-1], "D"))
-    return _dispatch(_Options(str(x.dtype)), x, plan)
+    x, *maps = vary_alike(x, *plan)
+    return _dispatch(_Options(str(x.dtype)), x, Plan(*maps))
 
 
 # ---------------------------------------------------------------- combine
@@ -351,4 +360,5 @@ def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
     _check_plan(plan)
     rows = _check.array("rows", rows, _check.FLOATS, (("R", plan.slot_of_row.shape[0]), "D"))
     weights = _check.optional_array("weights", weights, _check.FLOATS, plan.row_of_slot.shape)
-    return _combine(_Options(str(rows.dtype)), rows, plan, weights)
+    rows, weights, *maps = vary_alike(rows, weights, *plan)
+    return _combine(_Options(str(rows.dtype)), rows, Plan(*maps), weights)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import TokenCall, vary_alike
 from anabranch.jax.dispatch import (
     check_num_rows,
     check_num_slots,
@@ -20,6 +21,7 @@ from anabranch.jax.dispatch import (
     gather_sum,
     gather_sum_backward,
     spread,
+    take,
 )
 
 _INT32_MAX = 2**31 - 1
@@ -88,13 +90,6 @@ def _expand(row_id_map: jax.Array, pad_offsets: jax.Array | None, num_rows: int)
     )
 
 
-def _take(values: jax.Array, index: jax.Array) -> jax.Array:
-    """values[index], 0 where the index is out of range."""
-    if values.size == 0:  # which a gather refuses
-        return jnp.zeros(index.shape, values.dtype)
-    return jnp.asarray(values).at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-
 # ---------------------------------------------------------------- token_dispatch
 
 
@@ -127,7 +122,7 @@ def token_dispatch_forward(
         workspace=_ffi.plan_workspace(T * E, E),
     )
     output = spread(inp, plan["row_of_slot"], plan["slot_of_row"])
-    permuted_probs = None if probs is None else _take(probs.ravel(), plan["slot_of_row"])
+    permuted_probs = None if probs is None else take(probs.ravel(), plan["slot_of_row"])
     counts = plan["tokens_per_expert"]
     if align_size is None:
         return TokenDispatch(output, permuted_probs, plan["row_id_map"], None, counts)
@@ -158,7 +153,7 @@ def token_dispatch_backward(
     d_inp = gather_sum(d_output, row_of_slot, None, dtype)
     if d_permuted_probs is None:
         return TokenDispatchGradients(d_inp, None)
-    return TokenDispatchGradients(d_inp, _take(d_permuted_probs.astype(probs_dtype), row_of_slot))
+    return TokenDispatchGradients(d_inp, take(d_permuted_probs.astype(probs_dtype), row_of_slot))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -223,7 +218,7 @@ def token_dispatch(
         num_rows = check_num_rows("num_out_tokens with padding", (num_rows + E * (a - 1)) // a * a, a)
     probs = _probs("probs", probs, T, E)
     options = _DispatchOptions(num_rows, align_size, str(inp.dtype), None if probs is None else str(probs.dtype))
-    return _token_dispatch(options, flat(inp), routed, probs)
+    return _token_dispatch(options, *vary_alike(flat(inp), routed, probs))
 
 
 # ---------------------------------------------------------------- token_combine
@@ -320,19 +315,18 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
     merging_probs = _probs("merging_probs", merging_probs, T, E)
     pad_offsets = _check.optional_array("pad_offsets", pad_offsets, ("int32",), (("E", E),))
     options = _CombineOptions(inp.shape[0], str(inp.dtype))
-    return _token_combine(options, inp, row_id_map, merging_probs, pad_offsets)
+    return _token_combine(options, *vary_alike(inp, row_id_map, merging_probs, pad_offsets))
 
 
 # ---------------------------------------------------------------- selected experts
 
 
-@jax.custom_vjp
-def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The experts of every token, descending, int32[T, E], and how many they are, int32[T, 1]."""
-    T, E = routing_map.shape
+def _descending(_: None, routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
+    *leading, E = routing_map.shape
+    T = math.prod(leading)
     row_id_map = _ffi.call(
         "ab_xla_plan",
-        {"routing_map": routing_map},
+        {"routing_map": routing_map.reshape(T, E)},
         {
             "row_id_map": jax.ShapeDtypeStruct((T, 2 * E + 1), jnp.int32),
             "slot_of_row": jax.ShapeDtypeStruct((0,), jnp.int32),
@@ -342,7 +336,14 @@ def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
         num_destinations=1,
         workspace=_ffi.plan_workspace(T * E, E),
     )["row_id_map"]
-    return row_id_map[:, E : 2 * E], row_id_map[:, 2 * E :]
+    return row_id_map[:, E : 2 * E].reshape(routing_map.shape), row_id_map[:, 2 * E :].reshape(*leading, 1)
+
+
+@jax.custom_vjp
+def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, ...]:
+    """The experts of every token, descending, int32[..., E], and how many they are, int32[..., 1]."""
+    t = routing_map.ndim - 1
+    return TokenCall(_descending, None, operands=(t,), results=(t, t))(routing_map)
 
 
 _experts_descending.defvjp(lambda routing_map: (_experts_descending(routing_map), None), lambda _, d: (None,))
@@ -373,12 +374,12 @@ def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: i
     """
     sparse_probs = _check.array("sparse_probs", sparse_probs, _check.FLOATS, (..., "T", "E"))
     *leading, E = sparse_probs.shape
-    routed = _as_map("routing_map", _check.array("routing_map", routing_map, _MAP_DTYPES, sparse_probs.shape))
+    routing_map = _check.array("routing_map", routing_map, _MAP_DTYPES, sparse_probs.shape)
+    check_num_slots("routing_map", math.prod(leading), E)
     K = _check.integer("topk", topk, 1, E)
-    descending, count = _experts_descending(routed)
+    descending, count = _experts_descending(routing_map != 0)
     position = count - 1 - jnp.arange(K, dtype=jnp.int32)
-    experts = jnp.take_along_axis(descending, jnp.maximum(position, 0), axis=1, mode="clip")
+    experts = jnp.take_along_axis(descending, jnp.maximum(position, 0), axis=-1, mode="clip")
     experts = jnp.where(position >= 0, experts, -1)
-    probs = jnp.take_along_axis(flat(sparse_probs), jnp.maximum(experts, 0), axis=1, mode="clip")
-    probs = jnp.where(experts >= 0, probs, 0)
-    return experts.reshape(*leading, K), probs.reshape(*leading, K)
+    probs = jnp.take_along_axis(sparse_probs, jnp.maximum(experts, 0), axis=-1, mode="clip")
+    return experts, jnp.where(experts >= 0, probs, 0)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import vary_alike
 
 # Numbered as in include/anabranch/experts.h.
 ACTIVATIONS = ("silu", "gelu", "relu", "relu2")
@@ -115,7 +116,7 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
-    return _grouped_matmul(transpose_w, x, w, sizes)
+    return _grouped_matmul(transpose_w, *vary_alike(x, w, sizes))
 
 
 # ---------------------------------------------------------------- feed-forward network
@@ -320,4 +321,5 @@ def expert_ffn(
     early = _check.boolean("weight_early", weight_early)
     if early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    return _expert_ffn(FfnConfig(_check.choice("activation", activation, ACTIVATIONS), early), operands)
+    config = FfnConfig(_check.choice("activation", activation, ACTIVATIONS), early)
+    return _expert_ffn(config, FfnOperands(*vary_alike(*operands)))

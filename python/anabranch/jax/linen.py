@@ -11,6 +11,7 @@ from anabranch.jax import _check
 from anabranch.jax.experts import ACTIVATIONS
 from anabranch.jax.moe import moe
 from anabranch.jax.nnx import default_gate_init, default_in_init, default_out_init
+from anabranch.jax.parallel import Parallel
 from anabranch.jax.router_te import normalizes, score_function_name
 
 Initializer = Callable[..., jax.Array]
@@ -37,6 +38,7 @@ class MoEBlock(nn.Module):
       aux_loss_coeff: coefficient of the load-balance loss; 0: none.
       use_bias: biases of the experts.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
+      parallel: how the block is spread over a mesh; the axes of the kernels are to be mapped to `parallel.specs()`.
       gate_kernel_axes, wi_kernel_axes, wo_kernel_axes: logical axes of the kernels; () leaves one unannotated. Those of
         `wi` name [E, D, F].
       dtype: dtype of the parameters and of the computation.
@@ -57,6 +59,7 @@ class MoEBlock(nn.Module):
     aux_loss_coeff: float = 0.0
     use_bias: bool = False
     align_size: int = 0
+    parallel: Parallel | None = None
     gate_kernel_axes: Axes = ()
     wi_kernel_axes: Axes = ("exp", "embed", "mlp")
     wo_kernel_axes: Axes = ("exp", "mlp", "embed")
@@ -121,5 +124,6 @@ class MoEBlock(nn.Module):
             activation=activation,
             aux_loss_coeff=self.aux_loss_coeff,
             align_size=self.align_size,
+            parallel=self.parallel,
         )
         return result.output, result.aux_loss if self.aux_loss_coeff else None

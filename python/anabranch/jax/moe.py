@@ -1,30 +1,33 @@
 """The whole Mixture-of-Experts layer: one differentiable function from x to the output.
 
-`moe` is one `jax.custom_vjp`. Its forward and backward rules are the operations' own rules in the order in which data
-flows; nothing is differentiated through.
+`moe` checks its arguments, runs the layer's rules (`_layer`, `_placed_layer`) as one `jax.custom_vjp`, and computes the
+losses from the sums that these return.
 """
 
-import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check
-from anabranch.jax.balance import load_balance_loss, z_loss
-from anabranch.jax.dispatch import Plan, combine_forward, dispatch_backward, plan
-from anabranch.jax.experts import ACTIVATIONS, FfnConfig, FfnOperands, activate, ffn_backward, ffn_forward
-from anabranch.jax.router import (
-    RouterOptions,
-    RouterResiduals,
-    Routing,
-    route_backward,
-    route_forward,
-    router_operands,
-    router_options,
+from anabranch.jax._layer import (
+    LayerConfig,
+    LayerOutput,
+    Operands,
+    Residuals,
+    backward,
+    forward,
+    sharded_backward,
+    sharded_forward,
 )
+from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
+from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
+from anabranch.jax.balance import load_balance_loss, mean_of_squares
+from anabranch.jax.experts import ACTIVATIONS, FfnConfig, activate
+from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
+from anabranch.jax.router import router_operands, router_options
 
 
 class MoEOutput(NamedTuple):
@@ -36,6 +39,8 @@ class MoEOutput(NamedTuple):
       z_loss: float32 scalar; 0 where its coefficient is 0.
       tokens_per_expert: int32 [E], slots routed to each expert, before any dropping.
       dropped: int32 scalar, slots that found no row.
+      dropped_by_source: int32 [S], the same by the device that the tokens came from, for the S shards of the tokens
+        over (*data_axes, expert_axis) of `parallel`; else S = 1.
     """
 
     output: jax.Array
@@ -43,142 +48,40 @@ class MoEOutput(NamedTuple):
     z_loss: jax.Array
     tokens_per_expert: jax.Array
     dropped: jax.Array
+    dropped_by_source: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class MoEConfig:
-    """The options of `moe` that are part of the program."""
-
-    router: RouterOptions
-    ffn: FfnConfig
-    aux_loss_coeff: float
-    z_loss_coeff: float
-    align_size: int
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _moe(config: LayerConfig, placement: Placement | None, operands: Operands) -> LayerOutput:
+    return _forward(config, placement, operands, keep=False)[0]
 
 
-class Operands(NamedTuple):
-    """The arrays of `moe`; x is [T, D]. None: not given."""
-
-    x: jax.Array
-    gate: jax.Array
-    w_in: jax.Array
-    w_out: jax.Array
-    b_in: jax.Array | None
-    b_out: jax.Array | None
-    expert_bias: jax.Array | None
-    token_mask: jax.Array | None
-    forced_experts: jax.Array | None
+def _forward(
+    config: LayerConfig, placement: Placement | None, operands: Operands, *, keep: bool
+) -> tuple[LayerOutput, Any]:
+    if placement is not None:
+        return placed_forward(config, placement, operands, keep=keep)
+    if runs_as_it_is(operands.x):
+        return forward(config, operands, keep_h=keep)
+    return sharded_forward(config, operands, keep_h=keep)
 
 
-class Residuals(NamedTuple):
-    """What the forward pass keeps: its operands, h, the logits, and [T, K]- and [E]-sized routing."""
-
-    operands: Operands
-    routing: Routing
-    router: RouterResiduals
-    layout: Plan
-    h: jax.Array | None
+def _moe_fwd(
+    config: LayerConfig, placement: Placement | None, operands: Operands
+) -> tuple[LayerOutput, tuple[Operands, Any]]:
+    result, kept = _forward(config, placement, operands, keep=True)
+    return result, (operands, kept)
 
 
-def _matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Float32 product of two matrices over one axis of each: of equal dtypes as they are, of mixed ones in float32."""
-    precision = None
-    if a.dtype != b.dtype or a.dtype == jnp.float32:
-        a, b, precision = a.astype(jnp.float32), b.astype(jnp.float32), jax.lax.Precision.HIGHEST
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _losses(config: MoEConfig, operands: Operands, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """(aux_loss, z_loss) of the statistics, differentiable in score_sum and lse."""
-    mask = operands.token_mask
-    num_tokens = jnp.float32(operands.x.shape[0]) if mask is None else jnp.sum(mask, dtype=jnp.float32)
-    aux = z = jnp.zeros((), jnp.float32)
-    if config.aux_loss_coeff:
-        aux = load_balance_loss(
-            routing.score_sum, routing.tokens_per_expert, config.router.topk, config.aux_loss_coeff, num_tokens
-        )
-    if config.z_loss_coeff:
-        z = z_loss(routing.lse, config.z_loss_coeff, token_mask=mask)
-    return aux, z
-
-
-def _ffn_operands(operands: Operands, layout: Plan, weights: jax.Array | None) -> FfnOperands:
-    """The experts' view of the layer's operands: tokens, gathered by the plan."""
-    return FfnOperands(
-        x=operands.x,
-        slot_of_row=layout.slot_of_row,
-        group_sizes=layout.group_sizes,
-        w_in=operands.w_in,
-        w_out=operands.w_out,
-        b_in=operands.b_in,
-        b_out=operands.b_out,
-        weights=weights,
-    )
-
-
-def moe_forward(config: MoEConfig, operands: Operands, *, keep_h: bool) -> tuple[MoEOutput, Residuals]:
-    """The forward rule; `keep_h`: a gradient is wanted."""
-    logits = _matmul(operands.x, operands.gate, (1, 0))
-    routing, router_residuals = route_forward(
-        config.router, logits, operands.expert_bias, operands.token_mask, operands.forced_experts
-    )
-    layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
-    early, late = (routing.weights, None) if config.ffn.weight_early else (None, routing.weights)
-    y, h = ffn_forward(config.ffn, _ffn_operands(operands, layout, early), keep_h=keep_h)
-    output = combine_forward(y, layout, late)
-    losses = _losses(config, operands, routing)
-    result = MoEOutput(output, *losses, routing.tokens_per_expert, layout.dropped)
-    return result, Residuals(operands, routing, router_residuals, layout, h)
-
-
-def moe_backward(config: MoEConfig, residuals: Residuals, cotangents: MoEOutput) -> Operands:
-    """The backward rule: gradients of the float operands, None for the others."""
-    operands, routing, router_residuals, layout, h = residuals
-    assert h is not None  # the forward rule was run with keep_h
-    ffn_operands = _ffn_operands(operands, layout, routing.weights)
-    gradients = ffn_backward(config.ffn, ffn_operands, h, cotangents.output)
-    d_x = dispatch_backward(gradients.rows, layout, jnp.float32)
-
-    def losses(score_sum: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _losses(config, operands, routing._replace(score_sum=score_sum, lse=lse))
-
-    d_score_sum, d_lse = jax.vjp(losses, routing.score_sum, routing.lse)[1]((cotangents.aux_loss, cotangents.z_loss))
-    d_logits = route_backward(
-        config.router,
-        router_residuals,
-        gradients.weights,
-        d_score_sum if config.aux_loss_coeff else None,
-        d_lse if config.z_loss_coeff else None,
-    )
-    x = operands.x
-    if operands.token_mask is not None:  # a masked token counts nowhere, whatever it holds: 0 * NaN would be NaN
-        x = jnp.where(operands.token_mask[:, None], x, 0)
-    d_x += _matmul(d_logits, operands.gate, (1, 1))
-    return Operands(
-        x=d_x.astype(operands.x.dtype),
-        gate=_matmul(x, d_logits, (0, 0)).astype(operands.gate.dtype),
-        w_in=gradients.w_in,
-        w_out=gradients.w_out,
-        b_in=gradients.b_in,
-        b_out=gradients.b_out,
-        expert_bias=None,
-        token_mask=None,
-        forced_experts=None,
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moe(config: MoEConfig, operands: Operands) -> MoEOutput:
-    return moe_forward(config, operands, keep_h=False)[0]
-
-
-def _moe_fwd(config: MoEConfig, operands: Operands) -> tuple[MoEOutput, Residuals]:
-    return moe_forward(config, operands, keep_h=True)
-
-
-def _moe_bwd(config: MoEConfig, residuals: Residuals, cotangents: MoEOutput) -> tuple[Operands]:
-    return (moe_backward(config, residuals, cotangents),)
+def _moe_bwd(
+    config: LayerConfig, placement: Placement | None, residuals: tuple[Operands, Any], cotangents: LayerOutput
+) -> tuple[Operands]:
+    operands, kept = residuals
+    if placement is not None:
+        return (placed_backward(config, placement, operands, kept, cotangents),)
+    if isinstance(kept, Residuals):
+        return (backward(config, operands, kept, cotangents),)
+    return (sharded_backward(config, operands, kept, cotangents),)
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
@@ -206,6 +109,7 @@ def moe(
     token_mask: jax.Array | None = None,
     forced_experts: jax.Array | None = None,
     align_size: int = 0,
+    parallel: Parallel | None = None,
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -231,9 +135,13 @@ def moe(
       token_mask: bool [...]; False marks padding, which gets zero output and gradient and counts nowhere.
       forced_experts: int [..., K]; the selection is given (replay). -1: no expert.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
+      parallel: how the layer is spread over a mesh, a `Parallel`. None: x may be sharded over its leading dimensions
+        in any way, and every device has all experts; then rows are not padded.
 
     Returns:
-      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped).
+      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source). Losses and counts are those
+      of all tokens, on however many devices; inside a jax.shard_map those of the shard, or with
+      `parallel=Parallel(data_axes=...)` of all shards along these axes.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -273,34 +181,66 @@ def moe(
         group_topk=group_topk,
         scaling_factor=scaling_factor,
     )
-    config = MoEConfig(
+    align_size = _check.integer("align_size", align_size, 0)
+    coefficients = _check.number("aux_loss_coeff", aux_loss_coeff), _check.number("z_loss_coeff", z_loss_coeff)
+    config = LayerConfig(
         router=options,
         ffn=FfnConfig(
             activation=_check.choice("activation", activation, ACTIVATIONS),
             weight_early=_check.boolean("weight_early", weight_early),
             topk=options.topk,
         ),
-        aux_loss_coeff=_check.number("aux_loss_coeff", aux_loss_coeff),
-        z_loss_coeff=_check.number("z_loss_coeff", z_loss_coeff),
-        align_size=_check.integer("align_size", align_size, 0),
+        aux_loss=bool(aux_loss_coeff),
+        z_loss=bool(z_loss_coeff),
+        align_size=align_size,
     )
     expert_bias, token_mask, forced_experts = router_operands(
         options, E, tuple(leading), expert_bias, token_mask, forced_experts
     )
-    T = math.prod(leading)
     operands = Operands(
-        x=x.reshape(T, D),
+        x=x,
         gate=gate,
         w_in=w_in,
         w_out=_check.array("w_out", w_out, dtype, (("E", E), ("F", F), ("D", D))),
         b_in=_check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
         b_out=_check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
         expert_bias=expert_bias,
-        token_mask=None if token_mask is None else token_mask.reshape(T),
-        forced_experts=None if forced_experts is None else forced_experts.reshape(T, options.topk),
+        token_mask=token_mask,
+        forced_experts=forced_experts,
     )
-    result = _moe(config, operands)
-    return result._replace(output=result.output.reshape(x.shape))
+    if parallel is not None and not isinstance(parallel, Parallel):
+        raise TypeError(f"parallel: got {_check.describe(parallel)}, expected a Parallel")
+    placement, shards = None, None
+    if parallel is not None and all_manual(mesh_of(x)):
+        shards = shards_of_this_device(parallel)
+    elif parallel is not None:
+        placement = place(parallel, operands._asdict(), options.topk, align_size)
+        operands = divide(placement, operands)
+    result = _moe(config, placement, Operands(*vary_alike(*operands)))
+    aux, z, counts = _losses(options.topk, coefficients, result, token_mask, math.prod(leading), shards)
+    return MoEOutput(result.output, aux, z, counts, jnp.sum(result.dropped, dtype=jnp.int32), result.dropped)
+
+
+def _losses(
+    topk: int,
+    coefficients: tuple[float, float],
+    result: LayerOutput,
+    token_mask: jax.Array | None,
+    num_tokens: int,
+    shards: Axes | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(aux_loss, z_loss, tokens_per_expert) of the sums; `shards`: mesh axes over which the sums are still parts."""
+    tokens = jnp.float32(num_tokens) if token_mask is None else jnp.sum(token_mask, dtype=jnp.float32)
+    score_sum, squares, counts = result.score_sum, result.lse_squares, result.tokens_per_expert
+    if shards:
+        score_sum, squares, counts, tokens = jax.lax.psum((score_sum, squares, counts, tokens), shards)
+    aux = z = jnp.zeros((), jnp.float32)
+    aux_coeff, z_coeff = coefficients
+    if aux_coeff:
+        aux = load_balance_loss(score_sum, counts, topk, aux_coeff, tokens)
+    if z_coeff:
+        z = mean_of_squares(squares, z_coeff, tokens)
+    return aux, z, counts
 
 
 def shared_expert(x: jax.Array, w_in: jax.Array, w_out: jax.Array, activation: str) -> jax.Array:

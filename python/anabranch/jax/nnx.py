@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch.jax import _check
 from anabranch.jax.experts import ACTIVATIONS
 from anabranch.jax.moe import MoEOutput, moe, shared_expert
+from anabranch.jax.parallel import Parallel
 
 Initializer = Callable[..., jax.Array]
 
@@ -22,6 +24,14 @@ default_out_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axi
 
 class RouterState(nnx.Variable):
     """State of a router that no optimiser touches: the expert bias of auxiliary-loss-free load balancing."""
+
+
+def sharding(parallel: Parallel, name: str) -> PartitionSpec | NamedSharding:
+    """How a parameter is sharded, by its name in `moe`: a spec for the mesh of the context, if there is one."""
+    spec = parallel.specs()[name]
+    if parallel.mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        return spec
+    return NamedSharding(parallel.mesh, spec)
 
 
 class MoE(nnx.Module):
@@ -49,6 +59,9 @@ class MoE(nnx.Module):
       weight_early: weights multiply before W_out instead of at the combine; the result is the same.
       aux_loss_coeff, z_loss_coeff: coefficients of the losses that the call returns; 0: none.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
+      parallel: how the layer is spread over a mesh. Parameters then carry their sharding (`out_sharding`): made under
+        jax.set_mesh, or with a `Parallel` that has a mesh, they are created in shards. A shared expert is whole on
+        every device.
       dtype: dtype of the computation, float32 or bfloat16; None: that of the input.
       param_dtype: dtype of the parameters.
       kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
@@ -86,6 +99,7 @@ class MoE(nnx.Module):
         aux_loss_coeff: float = 0.0,
         z_loss_coeff: float = 0.0,
         align_size: int = 0,
+        parallel: Parallel | None = None,
         dtype: Any | None = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer | None = None,
@@ -112,13 +126,18 @@ class MoE(nnx.Module):
             aux_loss_coeff=aux_loss_coeff,
             z_loss_coeff=z_loss_coeff,
             align_size=align_size,
+            parallel=parallel,
         )
         key = rngs.params
-        self.gate = nnx.Param((kernel_init or default_gate_init)(key(), (D, E), param_dtype))
-        self.w_in = nnx.Param((kernel_init or default_in_init)(key(), (E, D, parts, F), param_dtype))
-        self.w_out = nnx.Param((kernel_init or default_out_init)(key(), (E, F, D), param_dtype))
-        self.b_in = nnx.Param(jnp.zeros((E, parts, F), param_dtype)) if use_bias else None
-        self.b_out = nnx.Param(jnp.zeros((E, D), param_dtype)) if use_bias else None
+
+        def parameter(name: str, value: jax.Array) -> nnx.Param:
+            return nnx.Param(value) if parallel is None else nnx.Param(value, out_sharding=sharding(parallel, name))
+
+        self.gate = parameter("gate", (kernel_init or default_gate_init)(key(), (D, E), param_dtype))
+        self.w_in = parameter("w_in", (kernel_init or default_in_init)(key(), (E, D, parts, F), param_dtype))
+        self.w_out = parameter("w_out", (kernel_init or default_out_init)(key(), (E, F, D), param_dtype))
+        self.b_in = parameter("b_in", jnp.zeros((E, parts, F), param_dtype)) if use_bias else None
+        self.b_out = parameter("b_out", jnp.zeros((E, D), param_dtype)) if use_bias else None
         self.expert_bias = RouterState(jnp.zeros((E,), jnp.float32)) if use_expert_bias else None
         shared_in, shared_out = kernel_init or default_in_init, kernel_init or default_out_init
         self.shared_in = nnx.Param(shared_in(key(), (1, D, parts, S), param_dtype)[0]) if S else None
@@ -139,7 +158,7 @@ class MoE(nnx.Module):
           forced_experts: int [..., K]; the selection is given (replay).
 
         Returns:
-          MoEOutput(output [..., D] of the dtype of the computation, aux_loss, z_loss, tokens_per_expert, dropped).
+          MoEOutput of `moe`; output [..., D] of the dtype of the computation.
         """
         _check.array("x", x, _check.FLOATS, (..., ("in_features", self.in_features)))
         dtype = x.dtype if self.dtype is None else self.dtype

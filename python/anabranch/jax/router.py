@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import TokenCall, all_manual, mesh_of, vary_alike
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -245,7 +246,8 @@ def route(
     if options.sequence_stats and not leading:
         raise ValueError(f"logits: got {_check.describe(logits)}, expected [..., S, E] with sequence_stats")
     operands = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
-    return _route(options, logits, *operands)
+    run = _compiled_route if all_manual(mesh_of(logits)) else _route
+    return run(options, *vary_alike(logits, *operands))
 
 
 def router_operands(
@@ -287,6 +289,20 @@ def _forced_experts(experts: Any, shape: tuple[int, ...], num_experts: int) -> j
     return jnp.where((array >= 0) & (array < num_experts), array, -1).astype(jnp.int32)
 
 
+def _forward(options: RouterOptions, *arrays: Any) -> tuple[jax.Array, ...]:
+    return tuple(route_forward(options, *arrays)[0])
+
+
+def _backward(options: RouterOptions, logits, experts, token_mask, lse, *cotangents) -> tuple[jax.Array, ...]:
+    return (route_backward(options, RouterResiduals(logits, experts, token_mask, lse), *cotangents),)
+
+
+def _token_axes(options: RouterOptions, logits: jax.Array) -> tuple[int, int]:
+    """Leading axes of the tokens, and how many of them the statistics keep."""
+    tokens = logits.ndim - 1
+    return tokens, tokens - 1 if options.sequence_stats else 0
+
+
 def _route(
     options: RouterOptions,
     logits: jax.Array,
@@ -294,19 +310,27 @@ def _route(
     token_mask: jax.Array | None,
     forced_experts: jax.Array | None,
 ) -> Routing:
-    return route_forward(options, logits, expert_bias, token_mask, forced_experts)[0]
+    t, s = _token_axes(options, logits)
+    call = TokenCall(_forward, options, operands=(t, 0, t, t), results=(t, t, s, s, t))
+    return Routing(*call(logits, expert_bias, token_mask, forced_experts))
 
 
 def _route_fwd(options, logits, expert_bias, token_mask, forced_experts):
-    arrays = (None if primal is None else primal.value for primal in (logits, expert_bias, token_mask, forced_experts))
-    return route_forward(options, *arrays)
+    arrays = [None if primal is None else primal.value for primal in (logits, expert_bias, token_mask, forced_experts)]
+    routing = _route(options, *arrays)
+    return routing, RouterResiduals(arrays[0], routing.experts, arrays[2], routing.lse)
 
 
 def _route_bwd(options, residuals, cotangents):
     d_weights, _, _, d_score_sum, d_lse = map(_ffi.cotangent, cotangents)
-    return route_backward(options, residuals, d_weights, d_score_sum, d_lse), None, None, None
+    t, s = _token_axes(options, residuals.logits)
+    call = TokenCall(_backward, options, operands=(t, t, t, t, t, s, t), results=(t,))
+    return *call(*residuals, d_weights, d_score_sum, d_lse), None, None, None
 
 
 # symbolic_zeros: what has no cotangent costs nothing in the backward pass.
 _route = jax.custom_vjp(_route, nondiff_argnums=(0,))
 _route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)
+
+# A jax.shard_map that is not compiled knows no symbolic zeros.
+_compiled_route = jax.jit(_route, static_argnums=0)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._sharding import TokenCall, vary_alike
 from anabranch.jax.router import RouterOptions, attributes, check_slots, router_options
 
 
@@ -156,7 +157,8 @@ def fused_topk_with_score_function(
         layout = E, "bool"
     else:
         layout = math.ceil(E / 8), "uint8"
-    return _dense(_DenseOptions(options, *layout, bool(compute_aux_scores)), logits, expert_bias)
+    dense = _DenseOptions(options, *layout, bool(compute_aux_scores))
+    return _dense(dense, *vary_alike(logits, expert_bias))
 
 
 def fused_compute_score_for_moe_aux_loss(
@@ -195,7 +197,8 @@ def fused_compute_score_for_moe_aux_loss(
     return routing_map, scores
 
 
-def _dense_forward(options: _DenseOptions, logits: jax.Array, expert_bias: jax.Array | None) -> dict[str, jax.Array]:
+def _dense_forward(options: _DenseOptions, logits: jax.Array, expert_bias: Any) -> tuple[jax.Array, ...]:
+    """(probs or auxiliary scores, routing map, experts unless the scores are auxiliary)."""
     *leading, E = logits.shape
     T, router, struct = math.prod(leading), options.router, jax.ShapeDtypeStruct
     dense = struct((T, E), jnp.float32 if options.auxiliary else logits.dtype)
@@ -212,7 +215,23 @@ def _dense_forward(options: _DenseOptions, logits: jax.Array, expert_bias: jax.A
         group_topk=router.group_topk,
         **attributes(router),
     )
-    return {name: array.reshape(*leading, array.shape[-1]) for name, array in results.items() if array is not None}
+    return tuple(array.reshape(*leading, array.shape[-1]) for array in results.values() if array is not None)
+
+
+def _dense_backward(options: _DenseOptions, logits: jax.Array, d_first: jax.Array, experts: Any) -> tuple[jax.Array]:
+    *leading, E = logits.shape
+    T, K = math.prod(leading), options.router.topk
+    results = _ffi.call(
+        "ab_xla_router_backward",
+        {
+            "logits": logits.reshape(T, E),
+            "experts": None if experts is None else experts.reshape(T, K),
+            "d_aux_scores" if options.auxiliary else "d_probs": d_first.reshape(T, E),
+        },
+        {"d_logits": jax.ShapeDtypeStruct((T, E), logits.dtype)},
+        **attributes(options.router),
+    )
+    return (results["d_logits"].reshape(logits.shape),)
 
 
 def _dense(options: _DenseOptions, logits: jax.Array, expert_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -220,27 +239,17 @@ def _dense(options: _DenseOptions, logits: jax.Array, expert_bias: jax.Array | N
 
 
 def _dense_fwd(options, logits, expert_bias):
-    results = _dense_forward(options, logits, expert_bias)
-    first = results["aux_scores" if options.auxiliary else "probs"]
-    return (first, results["routing_map"]), (logits, results.get("experts"))
+    t = logits.ndim - 1
+    results = (t, t) if options.auxiliary else (t, t, t)
+    first, routing_map, *experts = TokenCall(_dense_forward, options, (t, 0), results)(logits, expert_bias)
+    return (first, routing_map), (logits, *experts)
 
 
 def _dense_bwd(options, residuals, cotangents):
-    logits, experts = residuals
-    *leading, E = logits.shape
-    T, K = math.prod(leading), options.router.topk
-    d_first = cotangents[0].reshape(T, E)
-    results = _ffi.call(
-        "ab_xla_router_backward",
-        {
-            "logits": logits.reshape(T, E),
-            "experts": None if experts is None else experts.reshape(T, K),
-            "d_aux_scores" if options.auxiliary else "d_probs": d_first,
-        },
-        {"d_logits": jax.ShapeDtypeStruct((T, E), logits.dtype)},
-        **attributes(options.router),
-    )
-    return results["d_logits"].reshape(logits.shape), None
+    logits, *experts = residuals
+    t = logits.ndim - 1
+    call = TokenCall(_dense_backward, options, (t, t, t), (t,))
+    return *call(logits, cotangents[0], *(experts or [None])), None
 
 
 _dense = jax.custom_vjp(_dense, nondiff_argnums=(0,))

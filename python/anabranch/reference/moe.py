@@ -30,6 +30,7 @@ class MoEOptions:
     activation, b_in, b_out, weight_early: as in `experts.expert_ffn`.
     aux_loss_coeff, z_loss_coeff: of the losses in `balance`; a loss whose coefficient is 0 is 0.
     align_size: as in `dispatch.plan`.
+    kept: bool with the shape of the experts; False: the slot found no room (`capacity.kept_slots`). None: all did.
     """
 
     topk: int
@@ -49,6 +50,7 @@ class MoEOptions:
     forced_experts: np.ndarray | None = None
     align_size: int = 0
     experts: np.ndarray | None = None
+    kept: np.ndarray | None = None
 
     def routing(self):
         """The keyword arguments of `route` and `route_backward`, token dimensions flattened."""
@@ -92,7 +94,11 @@ def _route_and_dispatch(x, gate, options):
         x = np.where(mask[:, None], x, 0.0)
     logits = x @ gate
     routing = route(logits, **options.routing())
-    layout = plan(routing.experts, gate.shape[1], options.align_size)
+    experts = routing.experts
+    if options.kept is not None:
+        experts = np.where(np.reshape(options.kept, experts.shape), experts, -1)
+    layout = plan(experts, gate.shape[1], options.align_size)
+    layout = layout._replace(dropped=layout.dropped + np.int32((experts != routing.experts).sum()))
     return _Routed(x, logits, routing, layout, dispatch(x, layout), num_tokens)
 
 

@@ -65,27 +65,42 @@ def selected(arrays, options):
     return np.asarray(route(logits, options["topk"], **chosen).experts)
 
 
-def check_layer(arrays, *, seed=1, tiny=False, **options):
+def check_layer(arrays, *, seed=1, tiny=False, put=None, kept=None, **options):
     """Output, losses, counts and every gradient of one random cotangent against the oracle.
 
+    put: where an array goes, by its argument's name ("output" for the cotangent): (name, array) -> array.
+    kept: bool [T, K], the slots that a bounded buffer is expected to take; None: all.
     tiny: the tensors have so few elements that a sum may cancel to nothing and leave the rounding of its terms, which
     are of order 1; then an absolute error of 1e-6 passes too, and single experts are not looked at.
     """
-    present = {name: jnp.asarray(array) for name, array in arrays.items() if array is not None}
+    put = put or (lambda name, array: jnp.asarray(array))
+    present = {name: put(name, array) for name, array in arrays.items() if array is not None}
     rng = np.random.default_rng(seed)
+
+    given = {
+        name: put(name, value) if name in ("expert_bias", "token_mask", "forced_experts") else value
+        for name, value in options.items()
+    }
 
     def layer(present):
         rest = {name: present[name] for name in ("b_in", "b_out") if name in present}
-        return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **options)
+        return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **given)
 
     result, pull = jax.vjp(jax.jit(layer), present)
     d_output = rng.standard_normal(result.output.shape).astype(result.output.dtype)
     d_aux, d_z = np.float32(rng.standard_normal()), np.float32(rng.standard_normal())
-    zeros = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), (result.tokens_per_expert, result.dropped))
-    (gradients,) = pull(type(result)(jnp.asarray(d_output), jnp.asarray(d_aux), jnp.asarray(d_z), *zeros))
+    zeros = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), result[3:])
+    (gradients,) = pull(type(result)(put("output", d_output), jnp.asarray(d_aux), jnp.asarray(d_z), *zeros))
 
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
-    settings = {**options, "b_in": arrays["b_in"], "b_out": arrays["b_out"], "experts": selected(arrays, options)}
+    settings = {name: value for name, value in options.items() if name != "parallel"}
+    settings = {
+        **settings,
+        "kept": kept,
+        "b_in": arrays["b_in"],
+        "b_out": arrays["b_out"],
+        "experts": selected(arrays, options),
+    }
     if options.get("forced_experts") is not None:
         settings.pop("experts")
     wanted = reference.moe(*main, **settings)
@@ -106,3 +121,4 @@ def check_layer(arrays, *, seed=1, tiny=False, **options):
         assert_close(got, want, bound, f"d_{name}")
         if not tiny and name in EXPERT_AXIS:
             assert_close_per_expert(got, want, 4 * bound, f"d_{name}", EXPERT_AXIS[name])
+    return result, gradients

@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from anabranch import _library
 from anabranch.jax import custom_calls
+from anabranch.selftest import compare
 
 
 def _run(*arguments, **environment):
@@ -33,6 +35,26 @@ def test_info_names_what_it_found():
     assert facts["cuda backend"] == "available" or facts["cuda backend"].startswith(("missing: ", "unusable: "))
     assert re.fullmatch(r"\d+\.\d+\.\d+|none", facts["library onednn"])
     assert "cpu:0" in facts["jax devices"]
+
+
+def test_the_selftest_compares_every_transport_with_the_ring():
+    result = _run("info", "--json", "--selftest")
+    assert result.returncode == 0, result.stdout + result.stderr
+    outcomes = {name: value for name, value in json.loads(result.stdout).items() if name.startswith("selftest")}
+    assert len(outcomes) == 8 and all(value.startswith("ok: ") for value in outcomes.values())
+    for name, value in outcomes.items():
+        assert (int(re.search(r"(\d+) dropped", value)[1]) > 0) == name.endswith(", bounded")
+
+
+def test_the_selftest_would_say_what_differs():
+    wanted = {"drops": np.array([1, 0]), "output": np.array([3.0, 4.0])}
+    assert compare(wanted, wanted, 1e-5)[1]
+    assert compare(wanted | {"output": np.array([3.0, 4.1])}, wanted, 1e-5) == (
+        "FAILED: output differs by 2.0e-02, bound 1.0e-05; 1 dropped",
+        False,
+    )
+    assert compare(wanted | {"drops": np.array([0, 1])}, wanted, 1e-5)[0] == "FAILED: dropped [0, 1], expected [1, 0]"
+    assert not compare(wanted | {"output": np.array([3.0, np.nan])}, wanted, 1e-5)[1]
 
 
 def test_a_missing_library_breaks_no_import_and_is_explained():

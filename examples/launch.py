@@ -1,0 +1,107 @@
+"""Runs a program as several JAX processes on this host, as a cluster would run it on several.
+
+    python examples/launch.py --processes 4 examples/expert_parallel.py --mesh expert=2,data=2
+    python examples/launch.py --processes 2 --devices 2 examples/expert_parallel.py --mesh expert=4
+
+Each process finds its place in the environment; `join()` reads it. On CPUs a process has `--devices` devices
+and talks to the others over Gloo. With GPUs give each process its own (`--gpus`); NCCL connects them. The output of
+process 0 is shown as it comes, that of another one when it fails.
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+
+_COORDINATOR, _COUNT, _INDEX = "LAUNCH_COORDINATOR", "LAUNCH_PROCESSES", "LAUNCH_PROCESS"
+
+
+def join() -> bool:
+    """Makes this process one of those that `launch.py` started; to be called before JAX looks for devices.
+
+    Returns:
+      Whether there are others; False without the launcher.
+    """
+    if _COORDINATOR not in os.environ:
+        return False
+    import jax
+
+    jax.distributed.initialize(os.environ[_COORDINATOR], int(os.environ[_COUNT]), int(os.environ[_INDEX]))
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def launch(command: list[str], processes: int, devices: int, gpus: bool) -> int:
+    """Runs `command` of Python in every process; returns the first exit status that is not 0, or 0.
+
+    When one process fails the others are ended: they would wait for it.
+    """
+    shared = {_COORDINATOR: f"localhost:{_free_port()}", _COUNT: str(processes)}
+    running = []
+    for index in range(processes):
+        environment = {**os.environ, **shared, _INDEX: str(index)}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = str(index)
+        else:
+            environment |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+        output = None if index == 0 else tempfile.TemporaryFile()
+        process = subprocess.Popen([sys.executable, *command], env=environment, stdout=output, stderr=output)
+        running.append((process, output))
+    status = 0
+    waiting = list(range(processes))
+    try:
+        while waiting and not status:
+            for index in list(waiting):
+                process, output = running[index]
+                try:
+                    status = process.wait(timeout=0.1)
+                except subprocess.TimeoutExpired:
+                    continue
+                waiting.remove(index)
+                if status:
+                    print(f"launch: process {index} ended with status {status}", file=sys.stderr)
+                    if output is not None:
+                        output.seek(0)
+                        sys.stderr.write(output.read().decode(errors="replace"))
+                    break
+    finally:
+        for process, output in running:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+            if output is not None:
+                output.close()
+    return status
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Reads the command line and runs the program."""
+    parser = argparse.ArgumentParser(
+        description="Runs a Python program as several JAX processes on this host.",
+        usage="%(prog)s [--processes N] [--devices N | --gpus] program.py [its arguments], or -m module [...]",
+    )
+    parser.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process (default: 1)")
+    parser.add_argument("--gpus", action="store_true", help="process i has GPU i, instead of CPU devices")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module with its arguments")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="a Python file and its arguments")
+    options = parser.parse_args(arguments)
+    command = ["-m", *options.module] if options.module else options.program
+    if not command:
+        parser.error("program: got none, expected a Python file or -m module")
+    for name in ("processes", "devices"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: got {getattr(options, name)}, expected a number >= 1")
+    return launch(command, options.processes, options.devices, options.gpus)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

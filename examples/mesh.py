@@ -1,0 +1,44 @@
+"""The mesh that an example runs on, from the command line."""
+
+import math
+
+import jax
+from jax.sharding import AxisType
+
+AXES = ("data", "expert", "tensor")
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The sizes of a mesh's axes.
+
+    Args:
+      text: such as "expert=2,data=2"; axes that are not named have one device.
+
+    Raises:
+      ValueError: it can't be read.
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in AXES or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"--mesh: got {part!r}, expected AXIS=N with an axis of {', '.join(AXES)}")
+        sizes[name] = int(size)
+    return sizes
+
+
+def ask_for_devices(sizes: dict[str, int]) -> None:
+    """Makes JAX divide the CPU into as many devices as the mesh needs; to be called before it has looked for any."""
+    jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
+
+
+def make_mesh(sizes: dict[str, int]) -> jax.sharding.Mesh:
+    """The mesh, of as many devices as it needs.
+
+    Raises:
+      ValueError: there are fewer, or more in several processes: each of these has to have a part in the mesh.
+    """
+    wanted = math.prod(sizes.values())
+    if wanted > jax.device_count() or (jax.process_count() > 1 and wanted != jax.device_count()):
+        raise ValueError(f"--mesh: got {wanted} devices, expected {jax.device_count()}, those there are")
+    devices = jax.devices()[:wanted]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)

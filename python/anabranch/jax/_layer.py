@@ -1,0 +1,255 @@
+"""The rules of the whole layer on the tokens of one device, and how shards of tokens run them.
+
+Forward and backward rule are the operations' own rules in the order in which data flows; nothing is differentiated
+through. The losses are not part of it: `moe` computes them from sums over all tokens, which come out of here.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax._sharding import TokenCall
+from anabranch.jax.dispatch import Plan, combine_forward, dispatch_backward, flat, plan
+from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.router import RouterOptions, RouterResiduals, Routing, route_backward, route_forward
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """The options of the layer that are part of the program."""
+
+    router: RouterOptions
+    ffn: FfnConfig
+    aux_loss: bool
+    z_loss: bool
+    align_size: int
+
+
+class Operands(NamedTuple):
+    """The arrays of the layer; x is [..., D]. None: not given."""
+
+    x: jax.Array
+    gate: jax.Array
+    w_in: jax.Array
+    w_out: jax.Array
+    b_in: jax.Array | None
+    b_out: jax.Array | None
+    expert_bias: jax.Array | None
+    token_mask: jax.Array | None
+    forced_experts: jax.Array | None
+
+
+class LayerOutput(NamedTuple):
+    """What the layer computes; sums are over all tokens that it was given."""
+
+    output: jax.Array
+    """[..., D], dtype of x."""
+    score_sum: jax.Array
+    """float32 [E]."""
+    lse_squares: jax.Array
+    """float32 []: the sum of lse[t]^2; 0 without a z-loss."""
+    tokens_per_expert: jax.Array
+    """int32 [E]."""
+    dropped: jax.Array
+    """int32 [S]: slots without a row, for each of S shards of the tokens that drop them by themselves."""
+
+
+class Residuals(NamedTuple):
+    """What the forward pass keeps beside its operands, for T tokens: h, the logits, [T, K]-sized routing."""
+
+    routing: Routing
+    logits: jax.Array
+    layout: Plan | None
+    """None: planned anew."""
+    h: jax.Array | None
+
+
+def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Float32 product of two matrices over one axis of each: of equal dtypes as they are, of mixed ones in float32."""
+    precision = None
+    if a.dtype != b.dtype or a.dtype == jnp.float32:
+        a, b, precision = a.astype(jnp.float32), b.astype(jnp.float32), jax.lax.Precision.HIGHEST
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def flat_tokens(operands: Operands) -> Operands:
+    """The operands with the leading dimensions of x, the mask and the forced experts as one."""
+    mask, forced = operands.token_mask, operands.forced_experts
+    return operands._replace(
+        x=flat(operands.x),
+        token_mask=None if mask is None else mask.reshape(math.prod(mask.shape)),
+        forced_experts=None if forced is None else flat(forced),
+    )
+
+
+def route_tokens(config: LayerConfig, operands: Operands) -> tuple[Routing, jax.Array]:
+    """Routing and logits of x [T, D]."""
+    logits = matmul(operands.x, operands.gate, (1, 0))
+    routing, _ = route_forward(
+        config.router, logits, operands.expert_bias, operands.token_mask, operands.forced_experts
+    )
+    return routing, logits
+
+
+def lse_squares(config: LayerConfig, routing: Routing) -> jax.Array:
+    """The sum of lse^2 that a z-loss needs; a masked token has lse 0."""
+    return jnp.sum(jnp.square(routing.lse)) if config.z_loss else jnp.zeros((), jnp.float32)
+
+
+class RoutingGradients(NamedTuple):
+    """What `routing_backward` returns, both float32."""
+
+    x: jax.Array
+    """[T, D]: the part that came through the logits."""
+    gate: jax.Array
+
+
+def routing_backward(
+    config: LayerConfig,
+    operands: Operands,
+    routing: Routing,
+    logits: jax.Array,
+    d_weights: jax.Array,
+    cotangents: LayerOutput,
+) -> RoutingGradients:
+    """From the cotangents of the weights [T, K] and of the sums to x [T, D] and the gate, through the logits."""
+    mask = operands.token_mask
+    d_logits = route_backward(
+        config.router,
+        RouterResiduals(logits, routing.experts, mask, routing.lse),
+        d_weights,
+        cotangents.score_sum if config.aux_loss else None,
+        2 * cotangents.lse_squares * routing.lse if config.z_loss else None,
+    )
+    x = operands.x
+    if mask is not None:  # a masked token counts nowhere, whatever it holds: 0 * NaN would be NaN
+        x = jnp.where(mask[:, None], x, 0)
+    return RoutingGradients(matmul(d_logits, operands.gate, (1, 1)), matmul(x, d_logits, (0, 0)))
+
+
+def ffn_operands(operands: Operands, layout: Plan, weights: jax.Array | None) -> FfnOperands:
+    """The experts' view of the layer's operands: tokens, gathered by the plan."""
+    return FfnOperands(
+        x=operands.x,
+        slot_of_row=layout.slot_of_row,
+        group_sizes=layout.group_sizes,
+        w_in=operands.w_in,
+        w_out=operands.w_out,
+        b_in=operands.b_in,
+        b_out=operands.b_out,
+        weights=weights,
+    )
+
+
+def forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[LayerOutput, Residuals]:
+    """The forward rule on what one device has; `keep_h`: a gradient is wanted."""
+    shape, operands = operands.x.shape, flat_tokens(operands)
+    routing, logits = route_tokens(config, operands)
+    layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
+    early, late = (routing.weights, None) if config.ffn.weight_early else (None, routing.weights)
+    y, h = ffn_forward(config.ffn, ffn_operands(operands, layout, early), keep_h=keep_h)
+    result = LayerOutput(
+        output=combine_forward(y, layout, late).reshape(shape),
+        score_sum=routing.score_sum,
+        lse_squares=lse_squares(config, routing),
+        tokens_per_expert=routing.tokens_per_expert,
+        dropped=layout.dropped[None],
+    )
+    return result, Residuals(routing, logits, layout, h)
+
+
+def backward(config: LayerConfig, operands: Operands, residuals: Residuals, cotangents: LayerOutput) -> Operands:
+    """The backward rule on what one device has: gradients of the float operands, None for the others."""
+    shape, dtypes, operands = operands.x.shape, operands, flat_tokens(operands)
+    routing, logits, layout, h = residuals
+    assert h is not None  # the forward rule was run with keep_h
+    if layout is None:
+        layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
+    experts = ffn_backward(config.ffn, ffn_operands(operands, layout, routing.weights), h, flat(cotangents.output))
+    assert experts.weights is not None  # weights were given
+    through_logits = routing_backward(config, operands, routing, logits, experts.weights, cotangents)
+    d_x = dispatch_backward(experts.rows, layout, jnp.float32) + through_logits.x
+    return Operands(
+        x=d_x.astype(dtypes.x.dtype).reshape(shape),
+        gate=through_logits.gate.astype(dtypes.gate.dtype),
+        w_in=experts.w_in,
+        w_out=experts.w_out,
+        b_in=experts.b_in,
+        b_out=experts.b_out,
+        expert_bias=None,
+        token_mask=None,
+        forced_experts=None,
+    )
+
+
+# ---------------------------------------------------------------- shards of tokens, all experts on every device
+
+
+class _Static(NamedTuple):
+    config: LayerConfig
+    keep_h: bool
+
+
+def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
+    config, keep_h = static
+    result, residuals = forward(config, Operands(*operands), keep_h=keep_h)
+    results = (*result[:4], result.dropped[0])
+    if residuals.h is None:
+        return results
+    leading, routing = result.output.shape[:-1], residuals.routing
+    # Rows have no tokens of their own, but there are K for each: so they are divided like tokens.
+    h = residuals.h.reshape(*leading, config.router.topk, *residuals.h.shape[1:])
+    tokens = (routing.weights, routing.experts, routing.lse[:, None], residuals.logits)
+    return (*results, *(a.reshape(*leading, a.shape[1]) for a in tokens), h)
+
+
+def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
+    config, _ = static
+    operands, arrays = Operands(*arrays[:9]), arrays[9:]
+    (weights, experts, lse, logits), h = map(flat, arrays[:4]), arrays[4]
+    # What only the forward pass returns has no use here.
+    routing = Routing(weights, experts, jnp.zeros(0, jnp.int32), jnp.zeros(0), lse[:, 0])
+    rows = h.reshape(math.prod(h.shape[:-2]), *h.shape[-2:])
+    output, score_sum, squares = arrays[5:]
+    cotangents = LayerOutput(output, score_sum, squares, routing.tokens_per_expert, routing.tokens_per_expert)
+    gradients = backward(config, operands, Residuals(routing, logits, None, rows), cotangents)
+    return tuple(gradient for gradient in gradients[:6] if gradient is not None)
+
+
+def _operand_tokens(t: int) -> tuple[int, ...]:
+    """The token dimensions of x, gate, w_in, w_out, b_in, b_out, expert_bias, token_mask, forced_experts."""
+    return (t, 0, 0, 0, 0, 0, 0, t, t)
+
+
+def _unaligned(config: LayerConfig) -> LayerConfig:
+    """Every shard has K rows a token, so that rows can be divided like tokens; padding never changes the result."""
+    return dataclasses.replace(config, align_size=0)
+
+
+def sharded_forward(
+    config: LayerConfig, operands: Operands, *, keep_h: bool
+) -> tuple[LayerOutput, tuple[jax.Array, ...]]:
+    """The forward rule for tokens that are sharded in whatever way, and what `sharded_backward` needs of it."""
+    t = operands.x.ndim - 1
+    kept = (t, t, t, t, t) if keep_h else ()
+    call = TokenCall(_shard_forward, _Static(_unaligned(config), keep_h), _operand_tokens(t), (t, 0, 0, 0, 0, *kept))
+    output, score_sum, squares, counts, dropped, *residuals = call(*operands)
+    return LayerOutput(output, score_sum, squares, counts, dropped[None]), tuple(residuals)
+
+
+def sharded_backward(
+    config: LayerConfig, operands: Operands, kept: tuple[jax.Array, ...], cotangents: LayerOutput
+) -> Operands:
+    """The backward rule of `sharded_forward`; gradients of what every shard has are summed over the shards."""
+    t = operands.x.ndim - 1
+    given = [i for i in range(6) if operands[i] is not None]
+    results = tuple(_operand_tokens(t)[i] for i in given)
+    call = TokenCall(
+        _shard_backward, _Static(_unaligned(config), True), (*_operand_tokens(t), t, t, t, t, t, t, 0, 0), results
+    )
+    gradients = dict(zip(given, call(*operands, *kept, *cotangents[:3]), strict=True))
+    return Operands(*map(gradients.get, range(9)))  # type: ignore[arg-type]

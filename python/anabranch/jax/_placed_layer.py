@@ -1,0 +1,264 @@
+"""The rules of the whole layer on a mesh whose axes are named: expert, data, FSDP and tensor parallelism.
+
+Both rules are a jax.shard_map around what one device does. A device routes its own tokens, a transport (exchange.py)
+takes them to their experts and brings the sums back. What is whole on several devices while its gradient is a sum over
+them is added up here, explicitly: nothing is differentiated through a collective.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from anabranch.jax._layer import (
+    LayerConfig,
+    LayerOutput,
+    Operands,
+    flat_tokens,
+    lse_squares,
+    route_tokens,
+    routing_backward,
+)
+from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
+from anabranch.jax.dispatch import flat
+from anabranch.jax.exchange import Transport, keep_within, transport
+from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.parallel import Placement
+from anabranch.jax.router import Routing
+
+#: What the forward rule keeps, by name: arrays whose first dimension is divided over the token axes.
+Kept = dict[str, Any]
+
+#: The dimension of each operand that is divided over the FSDP axes, D.
+_FSDP_DIMENSION = {"gate": 0, "w_in": 1, "w_out": 2, "b_out": 1}
+_PARAMETERS = ("gate", "w_in", "w_out", "b_in", "b_out")
+_DIFFERENTIABLE = ("x", *_PARAMETERS)
+
+
+def operand_specs(placement: Placement) -> dict[str, PartitionSpec]:
+    """How every operand is divided, by its name."""
+    tokens = tuple(map(entry_of, placement.tokens))
+    return {
+        **placement.parallel.specs(),
+        "x": PartitionSpec(*tokens, None),
+        "token_mask": PartitionSpec(*tokens),
+        "forced_experts": PartitionSpec(*tokens, None),
+    }
+
+
+def _output_specs(placement: Placement) -> dict[str, PartitionSpec]:
+    whole = PartitionSpec()
+    return {
+        "output": operand_specs(placement)["x"],
+        "score_sum": whole,
+        "lse_squares": whole,
+        "tokens_per_expert": whole,
+        "dropped": PartitionSpec(entry_of(placement.token_axes)),
+    }
+
+
+def _given(operands: Operands) -> dict[str, jax.Array]:
+    return {name: array for name, array in operands._asdict().items() if array is not None}
+
+
+def _specs_of(placement: Placement, operands: Operands) -> dict[str, PartitionSpec]:
+    specs = operand_specs(placement)
+    return {name: specs[name] for name in _given(operands)}
+
+
+def _operands(given: dict[str, Any]) -> Operands:
+    return Operands(**{name: given.get(name) for name in Operands._fields})  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- what one device does
+
+
+def _gathered(placement: Placement, operands: Operands) -> Operands:
+    """The operands with what FSDP divides whole."""
+    if not placement.parallel.fsdp_axes:
+        return operands
+    whole = {
+        name: jax.lax.all_gather(array, placement.parallel.fsdp_axes, axis=dimension, tiled=True)
+        for name, dimension in _FSDP_DIMENSION.items()
+        if (array := getattr(operands, name)) is not None
+    }
+    return operands._replace(**whole)
+
+
+def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
+    """The gradient of a parameter, summed over the devices that have the same part of it."""
+    axes = placement.token_axes if name == "gate" else tuple(placement.parallel.data_axes)
+    if placement.parallel.fsdp_axes and name in _FSDP_DIMENSION:
+        dimension = _FSDP_DIMENSION[name]
+        gradient = jax.lax.psum_scatter(gradient, placement.parallel.fsdp_axes, scatter_dimension=dimension, tiled=True)
+        axes = tuple(axis for axis in axes if axis not in placement.parallel.fsdp_axes)
+    return jax.lax.psum(gradient, axes) if axes else gradient
+
+
+def _sum_of_parts(placement: Placement, array: jax.Array) -> jax.Array:
+    """The sum over the tensor axis, whose devices each have a part of F."""
+    return array if placement.parallel.tensor_axis is None else jax.lax.psum(array, placement.parallel.tensor_axis)
+
+
+def _ffn_operands(
+    placement: Placement, operands: Operands, route: Any, tokens: jax.Array, weights: jax.Array | None
+) -> FfnOperands:
+    """What the experts of this device read. b_out counts once, not on every part of F."""
+    b_out = operands.b_out
+    if b_out is not None and placement.parallel.tensor_axis is not None:
+        b_out = jnp.where(jax.lax.axis_index(placement.parallel.tensor_axis) == 0, b_out, 0)
+    return FfnOperands(
+        x=tokens,
+        slot_of_row=route.slot_of_row,
+        group_sizes=route.group_sizes,
+        w_in=operands.w_in,
+        w_out=operands.w_out,
+        b_in=operands.b_in,
+        b_out=b_out,
+        weights=weights,
+    )
+
+
+def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:
+    return dataclasses.replace(config.ffn, topk=chosen.topk)
+
+
+def _forward(
+    config: LayerConfig, placement: Placement, keep: bool, given: dict[str, jax.Array]
+) -> tuple[dict[str, jax.Array], Kept]:
+    whole = _operands(given)
+    shape, dtype = whole.x.shape, whole.x.dtype
+    operands = flat_tokens(_gathered(placement, whole))
+    routing, logits = route_tokens(config, operands)
+    experts, dropped = keep_within(placement.bounds, routing.experts)
+    chosen = transport(placement.transport, placement.bounds)
+    route = chosen.plan(experts)
+    early = chosen.send_weights(route, routing.weights) if config.ffn.weight_early else None
+    late = None if config.ffn.weight_early else routing.weights
+    arrived = chosen.send(route, operands.x)
+    ffn = _ffn_operands(placement, operands, route, arrived, early)
+    y, h = ffn_forward(_ffn_config(config, chosen), ffn, keep_h=keep)
+    parts = dtype if placement.parallel.tensor_axis is None else jnp.float32
+    output = _sum_of_parts(placement, chosen.collect(route, y, late, parts)).astype(dtype).reshape(shape)
+    sums = (routing.score_sum, lse_squares(config, routing), routing.tokens_per_expert)
+    if placement.token_axes:
+        sums = jax.lax.psum(sums, placement.token_axes)
+    result = LayerOutput(output, *sums, dropped[None])._asdict()
+    if not keep:
+        return result, {}
+    kept = {"weights": routing.weights, "experts": routing.experts, "lse": routing.lse, "logits": logits, "h": h}
+    return result, kept | {f"route.{name}": array for name, array in route._asdict().items()}
+
+
+def _backward(
+    config: LayerConfig,
+    placement: Placement,
+    given: dict[str, jax.Array],
+    kept: Kept,
+    cotangents: dict[str, jax.Array],
+) -> dict[str, jax.Array]:
+    # Without it XLA would see that the forward pass gathers and sends the same, and keep that until now.
+    given, cotangents = jax.lax.optimization_barrier((given, cotangents))
+    whole = _operands(given)
+    operands = flat_tokens(_gathered(placement, whole))
+    chosen = transport(placement.transport, placement.bounds)
+    route = chosen.route(**{name[6:]: array for name, array in kept.items() if name.startswith("route.")})
+    nothing = jnp.zeros(0, jnp.int32)
+    routing = Routing(kept["weights"], kept["experts"], nothing, nothing, kept["lse"])
+    # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs,
+    # and what came back from them in the forward pass need not be kept.
+    ffn = _ffn_operands(
+        placement, operands, route, chosen.send(route, operands.x), chosen.send_weights(route, routing.weights)
+    )
+    d_rows = chosen.send(route, flat(cotangents["output"]))
+    experts = ffn_backward(_ffn_config(config, chosen), ffn, kept["h"], d_rows)
+    d_x = _sum_of_parts(placement, chosen.collect(route, experts.rows, None, jnp.float32))
+    assert experts.weights is not None  # weights were given
+    d_weights = _sum_of_parts(placement, chosen.collect_weights(route, experts.weights))
+    sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)
+    through_logits = routing_backward(config, operands, routing, kept["logits"], d_weights, sums)
+    d_x += through_logits.x
+    gradients = {"gate": through_logits.gate, **{name: getattr(experts, name) for name in _PARAMETERS[1:]}}
+    return {
+        "x": d_x.astype(whole.x.dtype).reshape(whole.x.shape),
+        **{
+            name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
+            for name, gradient in gradients.items()
+            if gradient is not None
+        },
+    }
+
+
+# ---------------------------------------------------------------- around it, the mesh
+
+
+def _on_mesh(placement: Placement, function: Any, in_specs: Any, out_specs: Any, *arrays: Any) -> Any:
+    """`function` of the arrays in a jax.shard_map, which may be inside one over other axes."""
+    on_mesh = jax.shard_map(
+        function,
+        mesh=placement.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(placement.manual),
+        check_vma=False,
+    )
+    return vary_like(on_mesh(*arrays), arrays)
+
+
+def _route_names(placement: Placement) -> tuple[str, ...]:
+    return tuple(f"route.{name}" for name in transport(placement.transport, placement.bounds).route._fields)
+
+
+def _kept_specs(placement: Placement, names: Any) -> dict[str, PartitionSpec]:
+    tokens = entry_of(placement.token_axes)
+    h = PartitionSpec(tokens, None, placement.parallel.tensor_axis)
+    return {name: h if name == "h" else PartitionSpec(tokens) for name in names}
+
+
+def _resharded(placement: Placement, array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The array divided by `spec` where its type says how it is divided; elsewhere jax.shard_map sees to it."""
+    wanted = tuple(map(axes_of, spec)) + ((),) * (array.ndim - len(spec))
+    if not placement.explicit or spec_of(array) == wanted:
+        return array
+    return jax.sharding.reshard(array, spec)
+
+
+def divide(placement: Placement, operands: Operands) -> Operands:
+    """The operands divided as the rules take them. JAX differentiates it, so gradients come back as operands came."""
+    specs = operand_specs(placement)
+    return _operands({name: _resharded(placement, array, specs[name]) for name, array in _given(operands).items()})
+
+
+def placed_forward(
+    config: LayerConfig, placement: Placement, operands: Operands, *, keep: bool
+) -> tuple[LayerOutput, Kept]:
+    """The forward rule, and with `keep` what `placed_backward` needs of it."""
+    given = _given(operands)
+    names = ("weights", "experts", "lse", "logits", "h", *_route_names(placement)) if keep else ()
+    out_specs = (_output_specs(placement), _kept_specs(placement, names))
+    rule = functools.partial(_forward, config, placement, keep)
+    result, kept = _on_mesh(placement, rule, (_specs_of(placement, operands),), out_specs, given)
+    return LayerOutput(**result), kept
+
+
+def placed_backward(
+    config: LayerConfig, placement: Placement, operands: Operands, kept: Kept, cotangents: LayerOutput
+) -> Operands:
+    """The backward rule: gradients of the float operands, divided like them; None for the others."""
+    given = _given(operands)
+    specs = _specs_of(placement, operands)
+    incoming = {name: _output_specs(placement)[name] for name in ("output", "score_sum", "lse_squares")}
+    arriving = {name: _resharded(placement, getattr(cotangents, name), spec) for name, spec in incoming.items()}
+    gradients = _on_mesh(
+        placement,
+        functools.partial(_backward, config, placement),
+        (specs, _kept_specs(placement, kept), incoming),
+        {name: spec for name, spec in specs.items() if name in _DIFFERENTIABLE},
+        given,
+        kept,
+        arriving,
+    )
+    return _operands(gradients)

@@ -1,0 +1,300 @@
+"""How an operation runs when its arrays are spread over devices: where the shards are, it runs on each of them.
+
+A call of the C library is opaque to XLA, which would gather its operands and run it everywhere on everything. So every
+call says which of its arrays' leading dimensions are those of the tokens (`TokenCall`); these may be sharded over any
+mesh axes, all others have to be whole. What keeps fewer token dimensions than the call has is a sum over the rest, and
+is added up over the shards. Three ways, by the kind of the mesh's axes:
+
+- manual (inside jax.shard_map): arrays are shards already; the operation runs on them as they are, sums included.
+- explicit: the types of the arrays say how they are sharded; the operation runs in a jax.shard_map over these axes.
+- automatic, or no mesh in sight: XLA asks us once it has decided (custom_partitioning, with a rule for Shardy).
+"""
+
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+Axes = tuple[str, ...]
+
+#: Whether a TokenCall's function is being traced: calls inside it run on its shards.
+_on_shards: contextvars.ContextVar[bool] = contextvars.ContextVar("on_shards", default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCall:
+    """An operation on tokens, which shards of tokens can do by themselves.
+
+    Attributes:
+      function: (static, *operands) -> tuple of arrays, on whole arrays or on shards of them; a module's function, so
+        that equal calls compare equal.
+      static: its options, hashable.
+      operands: the leading dimensions of every operand that are token dimensions; the first operand has all of them
+        and says how they are sharded.
+      results: the same of every result; one with fewer than the first operand is summed over the shards of the rest.
+      whole: for an operation that shards can't do by themselves, what to say when it is given some; no dimension is a
+        token dimension then.
+    """
+
+    function: Callable[..., tuple[jax.Array, ...]]
+    static: Any
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    whole: str = ""
+
+    def __call__(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
+        """Runs it; an operand that is None stays None."""
+        given = tuple(operand is not None for operand in operands)
+        arrays = [operand for operand in operands if operand is not None]
+        kept = tuple(n for n, there in zip(self.operands, given, strict=True) if there)
+        return _run(_Bound(self.function, self.static, given, kept, self.results, self.whole), *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A TokenCall with the optional operands settled."""
+
+    function: Callable[..., tuple[jax.Array, ...]]
+    static: Any
+    given: tuple[bool, ...]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    whole: str
+
+    def on_shards(self, token_axes: Sequence[Axes], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The results on the shards of a mesh whose axes `token_axes` shard the token dimensions."""
+        rest = iter(arrays)
+        operands = [next(rest) if there else None for there in self.given]
+        inside = _on_shards.set(True)
+        try:
+            results = self.function(self.static, *operands)
+        finally:
+            _on_shards.reset(inside)
+        return tuple(map(functools.partial(self._summed, token_axes), results, self.results))
+
+    def _summed(self, token_axes: Sequence[Axes], result: jax.Array, kept: int) -> jax.Array:
+        axes = [axis for axes in token_axes[kept:] for axis in axes]
+        return jax.lax.psum(result, axes) if axes else result
+
+    def specs(self, token_axes: Sequence[Axes], kept: Sequence[int]) -> tuple[PartitionSpec, ...]:
+        return tuple(PartitionSpec(*map(entry_of, token_axes[:n])) for n in kept)
+
+
+def entry_of(axes: Axes) -> Any:
+    """Mesh axes as one entry of a PartitionSpec."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def axes_of(entry: Any) -> Axes:
+    """The mesh axes of one entry of a PartitionSpec."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def spec_of(array: jax.Array) -> tuple[Axes, ...]:
+    """The explicit mesh axes of every dimension of an array, from its type."""
+    return tuple(map(axes_of, jax.typeof(array).sharding.spec))
+
+
+def mesh_of(*arrays: jax.Array) -> Any:
+    """The abstract mesh that the arrays' types or the context tell of; an empty one where neither does."""
+    context = jax.sharding.get_abstract_mesh()
+    meshes = [context, *(jax.typeof(array).sharding.mesh for array in arrays)]
+    return next((mesh for mesh in meshes if not mesh.empty), context)
+
+
+def axes_of_type(mesh: Any, axis_type: AxisType) -> Axes:
+    """The names of a mesh's axes of one type."""
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == axis_type)
+
+
+def all_manual(mesh: Any) -> bool:
+    """Whether the program runs inside a jax.shard_map over the whole mesh."""
+    return not mesh.empty and axes_of_type(mesh, AxisType.Manual) == mesh.axis_names
+
+
+def vary_alike(*arrays: Any) -> tuple[Any, ...]:
+    """Inside a jax.shard_map, arrays that vary over the same mesh axes: those over which any does.
+
+    An operation's gradient of a replicated operand is that of one shard; the transpose of this adds them up.
+    """
+    results: tuple[Any, ...] = vary_like(arrays, arrays)
+    return results
+
+
+def vary_like(results: Any, operands: Any) -> Any:
+    """`results`, of which a jax.shard_map that is inside another one knows no more over which axes of that they vary.
+
+    Both are pytrees of arrays; the results vary over the axes over which any operand does.
+    """
+    everywhere = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)))
+    order = sorted(everywhere)
+
+    def vary(array: jax.Array) -> jax.Array:
+        missing = tuple(axis for axis in order if axis not in jax.typeof(array).manual_axis_type.varying)
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(vary, results) if everywhere else results
+
+
+# ---------------------------------------------------------------- the three ways
+
+
+def runs_as_it_is(*arrays: jax.Array) -> bool:
+    """Whether the arrays are what one device has: inside a jax.shard_map or a TokenCall, or where there is but one."""
+    if _on_shards.get():
+        return True
+    mesh = mesh_of(*arrays)
+    if mesh.empty:
+        return jax.device_count() == 1
+    manual = axes_of_type(mesh, AxisType.Manual)
+    left = [axis for axis in mesh.axis_names if axis not in manual]
+    automatic = axes_of_type(mesh, AxisType.Auto)
+    return bool(manual) and all(axis in automatic and mesh.shape[axis] == 1 for axis in left)
+
+
+def _run(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    if runs_as_it_is(*arrays):
+        return call.on_shards((), *arrays)
+    mesh = mesh_of(*arrays)
+    if mesh.empty:
+        return _automatic(call, *arrays)
+    _check_kinds(mesh)
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    return _explicit(call, mesh, explicit, *arrays) if explicit else _automatic(call, *arrays)
+
+
+def _check_kinds(mesh: Any) -> None:
+    """Where some axes are of another kind XLA does not say by which automatic ones it shards, and would gather."""
+    others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
+    automatic = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
+    if others and automatic:
+        raise ValueError(
+            f"sharding: got automatic mesh axes {', '.join(map(repr, automatic))} beside manual or explicit ones "
+            f"{', '.join(map(repr, others))}, expected explicit or manual ones, or moe(..., parallel=...)"
+        )
+
+
+def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    for array, kept in zip(arrays, call.operands, strict=True):
+        _check_whole(call, array, [a for axes in spec_of(array)[kept:] for a in axes])
+    leading = spec_of(arrays[0])[: call.operands[0]]
+    results: tuple[jax.Array, ...] = jax.shard_map(
+        functools.partial(_shards, call, leading),
+        mesh=mesh,
+        in_specs=call.specs(leading, call.operands),
+        out_specs=call.specs(leading, call.results),
+        axis_names=set(axes),
+        check_vma=False,
+    )(*(_reshard(a, s) for a, s in zip(arrays, call.specs(leading, call.operands), strict=True)))
+    varying: tuple[jax.Array, ...] = vary_like(results, arrays)
+    return varying
+
+
+def _shards(call: _Bound, token_axes: Sequence[Axes], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return call.on_shards(token_axes, *arrays)
+
+
+def _reshard(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """A token array in the shards of the first operand; a cotangent may come in others."""
+    wanted = tuple(axes_of(entry) for entry in spec)
+    wanted += ((),) * (array.ndim - len(wanted))
+    return array if spec_of(array) == wanted else jax.sharding.reshard(array, spec)
+
+
+def _check_whole(call: _Bound, array: jax.Array, sharded_over: Sequence[str]) -> None:
+    if not sharded_over:
+        return
+    what = f"{array.dtype}{list(array.shape)} sharded over {', '.join(map(repr, sharded_over))}"
+    if call.whole:
+        raise ValueError(call.whole.format(got=what))
+    raise ValueError(
+        f"sharding: got {what} in a dimension that is not one of tokens, expected that dimension whole; "
+        "jax.sharding.reshard gathers it"
+    )
+
+
+def _automatic(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_partitioned(call, tuple(array.ndim for array in arrays))(*arrays))
+
+
+@functools.lru_cache(maxsize=4096)
+def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """The call as a function that XLA may partition; compiled, since eager calls would gather sharded arrays."""
+    partitioned = custom_partitioning(functools.partial(call.on_shards, ()))
+
+    def partition(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
+        if call.whole:
+            for operand in operands:
+                if not operand.sharding.is_fully_replicated:
+                    raise ValueError(call.whole.format(got=f"{operand.dtype}{list(operand.shape)} sharded"))
+        axes = _token_axes(operands[0].sharding, call.operands[0])
+        for size, names in zip(operands[0].shape, axes, strict=False):
+            if size % _size(mesh, names):
+                raise ValueError(
+                    f"sharding: got {operands[0].dtype}{list(operands[0].shape)} in {_size(mesh, names)} shards, "
+                    f"expected a divisor of {size}"
+                )
+        place = functools.partial(NamedSharding, mesh)
+        arguments = tuple(map(place, call.specs(axes, call.operands)))
+        return (
+            mesh,
+            functools.partial(call.on_shards, axes),
+            tuple(map(place, call.specs(axes, call.results))),
+            arguments,
+        )
+
+    def rule(mesh: Mesh, operand_types: Any, result_types: Any) -> SdyShardingRule:
+        return _shardy_rule(call, [t.rank for t in operand_types], [t.rank for t in result_types])
+
+    partitioned.def_partition(partition=partition, sharding_rule=rule)
+    function = custom_vmap(lambda *arrays: tuple(partitioned(*arrays)))
+
+    @function.def_vmap
+    def one_after_another(size: int, batched: Sequence[bool], *arrays: jax.Array) -> Any:
+        def one(slices: Sequence[jax.Array]) -> Any:
+            rest = iter(slices)
+            return function(*(next(rest) if b else a for a, b in zip(arrays, batched, strict=True)))
+
+        results = jax.lax.map(one, [a for a, b in zip(arrays, batched, strict=True) if b])
+        return results, tuple(True for _ in results)
+
+    return jax.jit(function)
+
+
+def _size(mesh: Mesh, axes: Axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _token_axes(sharding: Any, tokens: int) -> tuple[Axes, ...]:
+    """The mesh axes of the token dimensions."""
+    spec = getattr(sharding, "spec", None)
+    if spec is None:  # XLA's own kind, without names
+        if not sharding.is_fully_replicated:
+            raise ValueError(f"sharding: got {sharding}, expected one over the axes of a mesh; see jax.set_mesh")
+        return ((),) * tokens
+    return tuple(axes_of(spec[i]) if i < len(spec) else () for i in range(tokens))
+
+
+def _shardy_rule(call: _Bound, operands: Sequence[int], results: Sequence[int]) -> SdyShardingRule:
+    """The rule: token dimensions go together, every other dimension is one of its own and has to be whole."""
+    tokens = [f"t{i}" for i in range(call.operands[0])]
+    others: list[str] = []
+
+    def factors(rank: int, kept: int) -> ArrayMapping:
+        own = [f"x{len(others) + i}" for i in range(rank - kept)]
+        others.extend(own)
+        return ArrayMapping(*tokens[:kept], *own)
+
+    left = tuple(map(factors, operands, call.operands))
+    right = tuple(map(factors, results, call.results))
+    # Where all has to be whole that is not said: XLA would gather it, and we could not refuse.
+    return SdyShardingRule(left, right, need_replication_factors=() if call.whole else tuple(others))

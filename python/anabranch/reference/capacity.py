@@ -1,0 +1,29 @@
+"""Which slots find room where the ranks of expert parallelism take only so many."""
+
+import numpy as np
+
+
+def kept_slots(experts, num_experts, capacity):
+    """Every rank takes the first `capacity` slots for its experts in the order (source rank, token, slot).
+
+    Args:
+      experts: int [P, T, K], of the T tokens of every one of P ranks; below 0: no expert.
+      num_experts: E; rank r owns experts [r E/P, (r + 1) E/P).
+      capacity: slots that a rank takes.
+
+    Returns: bool [P, T, K], False for a slot with an expert but without room.
+    """
+    experts = np.asarray(experts)
+    ranks, T, K = experts.shape
+    taken = [0] * ranks
+    kept = np.ones(experts.shape, bool)
+    for source in range(ranks):
+        for t in range(T):
+            for k in range(K):
+                expert = int(experts[source, t, k])
+                if expert < 0:
+                    continue
+                rank = expert // (num_experts // ranks)
+                kept[source, t, k] = taken[rank] < capacity
+                taken[rank] += 1
+    return kept

@@ -1,0 +1,86 @@
+"""What `python -m anabranch info --selftest` runs: every transport of expert parallelism against the ring.
+
+On all GPUs that JAX finds, or on 4 CPU devices: one layer, forward and backward, on skewed routing with experts that
+get nothing, without a bound and with one that drops; outputs, counts and every gradient are compared.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+#: Largest relative difference of a tensor, in Frobenius norms: float32 sums in another order, then one rounding.
+BOUNDS = {"float32": 1e-5, "bfloat16": 2.0**-8}
+_CPU_DEVICES = 4
+
+
+def prepare() -> None:
+    """Asks JAX for some CPU devices; to be called before it has looked for any."""
+    import jax
+
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
+
+
+def run() -> Iterator[tuple[str, str, bool]]:
+    """Yields (what was compared, the outcome in words, whether it passed)."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from anabranch.jax import Parallel, moe
+    from anabranch.jax.exchange import TRANSPORTS
+
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    T, E, K, D, F = 64 * len(devices), 4 * len(devices), 3, 64, 96
+    rng = np.random.default_rng(0)
+    shapes = {"x": (T, D), "gate": (D, E), "w_in": (E, D, 2, F), "w_out": (E, F, D)}
+    arrays = {name: rng.standard_normal(shape) / np.sqrt(shape[-2]) for name, shape in shapes.items()}
+    arrays["x"][:, 0], arrays["gate"][0, E // 2 :] = 1.0, -0.5  # more for the first half of the ranks,
+    arrays["gate"][0, -3:] = -60.0  # and nothing for the last experts
+
+    def results(transport: str, dtype: str, capacity_factor: float | None) -> dict[str, np.ndarray]:
+        parallel = Parallel(expert_axis="expert", transport=transport, capacity_factor=capacity_factor, mesh=mesh)
+
+        def loss(arrays: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            result = moe(**arrays, topk=K, aux_loss_coeff=0.1, align_size=8, parallel=parallel)
+            value = jnp.sum(jnp.sin(result.output.astype(jnp.float32))) + result.aux_loss
+            return value, (result.output, result.dropped_by_source)
+
+        placed = {
+            name: jax.device_put(
+                jnp.asarray(array, "float32" if name == "gate" else dtype),
+                jax.sharding.NamedSharding(mesh, parallel.specs()[name]),
+            )
+            for name, array in arrays.items()
+        }
+        gradients, (output, dropped) = jax.jit(jax.grad(loss, has_aux=True))(placed)
+        found = {"output": output, **{f"gradient of {name}": array for name, array in gradients.items()}}
+        return {"drops": np.asarray(dropped), **{n: np.asarray(a, np.float64) for n, a in found.items()}}
+
+    for dtype, bound in BOUNDS.items():
+        for capacity_factor in (None, 0.75):
+            wanted = results("ring", dtype, capacity_factor)
+            for transport in sorted(set(TRANSPORTS) - {"ring"}):
+                name = f"{transport} {dtype}, {'unbounded' if capacity_factor is None else 'bounded'}"
+                try:
+                    outcome = compare(results(transport, dtype, capacity_factor), wanted, bound)
+                except jax.errors.JaxRuntimeError as error:
+                    outcome = f"FAILED: {error}", False
+                yield name, *outcome
+
+
+def compare(got: dict[str, Any], wanted: dict[str, Any], bound: float) -> tuple[str, bool]:
+    """Of two dicts of arrays: the largest relative difference in words, and whether it is within the bound."""
+    import numpy as np
+
+    if not np.array_equal(got["drops"], wanted["drops"]):
+        return f"FAILED: dropped {got['drops'].tolist()}, expected {wanted['drops'].tolist()}", False
+    errors = {
+        name: float(np.linalg.norm(got[name] - want) / np.linalg.norm(want))
+        for name, want in wanted.items()
+        if name != "drops"
+    }
+    worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
+    text = f"{worst} differs by {errors[worst]:.1e}, bound {bound:.1e}; {int(wanted['drops'].sum())} dropped"
+    return (f"ok: {text}", True) if errors[worst] <= bound else (f"FAILED: {text}", False)

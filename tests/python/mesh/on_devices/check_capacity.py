@@ -1,0 +1,74 @@
+"""Bounded buffers: what a rank drops, how it is counted, and the results and gradients of what is left."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from check_expert_parallel import placed
+from meshes import mesh_of
+from moe_cases import check_layer, operands, selected
+
+from anabranch.jax import Parallel, moe
+from anabranch.reference.capacity import kept_slots
+
+T, E, K, D, F = 64, 8, 3, 8, 16
+
+
+def expected(arrays, options, parallel, expert, data):
+    """bool [T, K] of slots that find room, and the drops of every source, by the rule."""
+    experts = selected(arrays, options)
+    if options.get("forced_experts") is not None:
+        experts = options["forced_experts"]
+    groups = experts.reshape(data, expert, -1, experts.shape[-1])
+    capacity = math.ceil(parallel.capacity_factor * groups.shape[2] * experts.shape[-1])
+    kept = np.stack([kept_slots(group, arrays["gate"].shape[1], capacity) for group in groups])
+    return kept.reshape(experts.shape), (~kept).sum((-1, -2)).ravel()
+
+
+@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+@pytest.mark.parametrize("expert,data", [(4, 2), (8, 1)])
+@pytest.mark.parametrize("capacity_factor,align_size", [(0.5, 0), (1.0, 8), (1.3, 0)])
+def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
+    transport, expert, data, capacity_factor, align_size
+):
+    mesh = mesh_of(data=data, expert=expert)
+    parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, capacity_factor=capacity_factor)
+    arrays = operands(T, E, K, D, F, bias=True, skew=3.0, cold=1)
+    options = {"topk": K, "aux_loss_coeff": 0.3, "token_mask": np.random.default_rng(0).random(T) < 0.9}
+    kept, dropped = expected(arrays, options, parallel, expert, data)
+    assert dropped.sum() > 10
+    with jax.set_mesh(mesh):
+        result, _ = check_layer(
+            arrays, put=placed(mesh, parallel), parallel=parallel, kept=kept, align_size=align_size, **options
+        )
+    np.testing.assert_array_equal(result.dropped_by_source, dropped)
+
+
+@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+def test_a_rank_that_everything_goes_to_takes_the_first_sources(transport):
+    forced = np.random.default_rng(5).integers(4, 6, (T, K)).astype(np.int32)
+    forced[::4, 1] = -1
+    parallel = Parallel(expert_axis="expert", transport=transport, capacity_factor=2.0)
+    arrays, options = operands(T, E, K, D, F), {"topk": K, "forced_experts": forced}
+    kept, dropped = expected(arrays, options, parallel, 4, 1)
+    assert dropped[0] == 0 and dropped[3] == 16 * K - 4 and kept.sum() < forced.size
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        result, gradients = check_layer(arrays, put=placed(mesh, parallel), parallel=parallel, kept=kept, **options)
+    np.testing.assert_array_equal(result.dropped_by_source, dropped)
+    assert not np.asarray(gradients["w_in"])[[0, 1, 2, 3, 6, 7]].any()
+
+
+def test_a_wide_bound_drops_nothing_and_changes_no_bit():
+    mesh = mesh_of(expert=8)
+    arrays = operands(T, E, K, D, F)
+    outputs = []
+    for factor in (None, 8.0):
+        parallel = Parallel(expert_axis="expert", transport="all_to_all", capacity_factor=factor)
+        present = {n: placed(mesh, parallel)(n, a) for n, a in arrays.items() if a is not None}
+        with jax.set_mesh(mesh):
+            result = jax.jit(lambda p, parallel=parallel: moe(**p, topk=K, parallel=parallel))(present)
+        assert int(result.dropped) == 0
+        outputs.append(result.output)
+    np.testing.assert_array_equal(*outputs)

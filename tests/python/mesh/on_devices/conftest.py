@@ -1,0 +1,22 @@
+"""8 CPU devices, whatever the machine has; a check can be run by itself: `pytest tests/python/mesh/on_devices/FILE`."""
+
+import os
+import pathlib
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+sys.path[:0] = [str(pathlib.Path(__file__).parents[2] / "moe"), str(pathlib.Path(__file__).parent)]
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import AxisType  # noqa: E402
+
+
+def pytest_sessionstart(session):
+    if len(jax.devices("cpu")) != 8:
+        pytest.exit(f"got {len(jax.devices('cpu'))} CPU devices, expected 8: run this file in a process of its own", 3)
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def axis_type(request):
+    return request.param

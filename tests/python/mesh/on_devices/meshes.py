@@ -1,0 +1,56 @@
+"""Meshes of 8 devices, arrays on them, and what a compiled program sends."""
+
+import contextlib
+import math
+import re
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+P = PartitionSpec
+
+_COLLECTIVE = re.compile(
+    r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|ragged-all-to-all)(?:-start)?\("
+)
+
+
+def mesh_of(axis_type=AxisType.Auto, **sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def around(mesh):
+    """jax.set_mesh where axes are explicit: calls that are not compiled want it. Automatic axes do without."""
+    return jax.set_mesh(mesh) if mesh.explicit_axes else contextlib.nullcontext()
+
+
+def put(mesh, array, *spec):
+    return jax.device_put(array, NamedSharding(mesh, P(*spec)))
+
+
+def collectives(function, *arrays):
+    """[(kind, elements of the largest array)] of the compiled program's collectives."""
+    text = jax.jit(function).lower(*arrays).compile().as_text()
+    found = []
+    for kind, name in _COLLECTIVE.findall(text):
+        shapes = re.findall(r"\w+\[([\d,]*)\]", kind)
+        found.append((name, max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)))
+    return found
+
+
+def assert_no_traffic_of_tokens(function, arrays, at_most):
+    """Nothing but sums, and these over no more than `at_most` elements, crosses between devices."""
+    found = collectives(function, *arrays)
+    assert all(name == "all-reduce" and size <= at_most for name, size in found), found
+
+
+def assert_trees_close(got, want, rtol=2e-6, atol=2e-6):
+    def compare(g, w):
+        g, w = np.asarray(g), np.asarray(w)
+        assert g.dtype == w.dtype and g.shape == w.shape
+        if g.dtype.kind in "iub":
+            np.testing.assert_array_equal(g, w)
+        else:
+            np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=rtol, atol=atol)
+
+    jax.tree.map(compare, got, want)

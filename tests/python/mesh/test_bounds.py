@@ -1,0 +1,72 @@
+"""The static bounds of the transports' buffers: nothing that can arrive is larger, and the worst case fills them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch.jax.dispatch import num_rows_needed
+from anabranch.jax.exchange import Bounds, Padded, Ragged, choose, traffic
+
+
+def bounds(ranks, local, tokens, topk, align_size=0, capacity=None):
+    per_token = min(topk, local)
+    return Bounds("expert", ranks, ranks * local, align_size, tokens, topk, per_token, capacity)
+
+
+def aligned(counts, a):
+    return -(-counts // max(a, 1)) * max(a, 1)
+
+
+def counts_of(experts, num_experts):
+    """int [P, E]: slots of every rank for every expert."""
+    return np.stack([np.bincount(rank.ravel(), minlength=num_experts) for rank in experts])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ranks=st.integers(1, 5),
+    local=st.integers(1, 5),
+    tokens=st.integers(0, 9),
+    align_size=st.sampled_from([0, 1, 3, 8]),
+    favourites=st.integers(1, 25),
+    data=st.data(),
+)
+def test_whatever_the_routing_all_rows_fit(ranks, local, tokens, align_size, favourites, data):
+    E = ranks * local
+    topk = data.draw(st.integers(1, E), "topk")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16), "seed"))
+    few = rng.permutation(E)[: max(favourites, topk)]  # all tokens choose among these
+    experts = np.array([[rng.permutation(few)[:topk] for _ in range(tokens)] for _ in range(ranks)])
+    experts = experts.reshape(ranks, tokens, topk).astype(int)
+    rows = aligned(counts_of(experts, E), align_size).reshape(ranks, ranks, local)
+    b = bounds(ranks, local, tokens, topk, align_size)
+    assert rows.sum(-1).max() <= Padded(b)._region
+    assert rows.sum((1, 2)).max() <= Ragged(b)._leaving
+    assert rows.sum((0, 2)).max() <= Ragged(b)._arriving
+    assert rows.sum((0, 2)).max() <= num_rows_needed(b.arriving_slots, b.experts, align_size)
+    together = aligned(counts_of(experts, E).sum(0), align_size).reshape(ranks, local).sum(-1)
+    assert together.max() <= num_rows_needed(b.arriving_slots, local, align_size)  # the ring's
+
+
+@pytest.mark.parametrize("capacity", [None, 5, 1000])
+def test_the_worst_case_fills_the_buffers(capacity):
+    """All ranks send all they can to one: 4 ranks of 6 tokens with 2 of their 3 slots there."""
+    b = bounds(4, 2, 6, 3, capacity=capacity)
+    assert b.pair_slots == min(12, capacity or 12) and b.arriving_slots == min(48, capacity or 48)
+    assert Padded(b)._region == b.pair_slots and Ragged(b)._arriving == b.arriving_slots
+
+
+def test_padding_of_every_source_and_expert_has_room():
+    """One slot for each expert from each rank, and 8 rows for it."""
+    b = bounds(4, 2, 1, 8, align_size=8)
+    assert Padded(b)._region == 2 * 8 and Ragged(b)._arriving == 4 * 2 * 8 and Ragged(b)._leaving == 8 * 8
+
+
+def test_traffic_and_choice():
+    b = bounds(8, 4, 1000, 2)
+    assert traffic(b, 2) == {"ring": 7 * 1000 * 6, "all_to_all": 2 * 7 * 2000 * 2, "ragged": 2 * 2000 * 7 / 8 * 2}
+    assert choose("cpu", bounds(2, 4, 1000, 1), 4) == "ring"
+    assert choose("gpu", bounds(64, 4, 1000, 1), 2) == "ragged"
+    # A tight bound makes regions small: 100 slots for all that a rank may take.
+    assert choose("cpu", bounds(8, 4, 1000, 2, capacity=100), 2) == "all_to_all"

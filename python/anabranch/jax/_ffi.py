@@ -6,7 +6,7 @@ wanted", so one handler serves every combination of optional tensors.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax

@@ -64,10 +64,10 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   __shared__ float shared[kWarps][kColumns];
   wait_for_previous_kernel();
   RowTiles<kRows, kColumns> tiles(groups);
-  for (;;) {
+  for (int n = 0;; ++n) {
     __syncthreads();
     if (warp_index() == 0) {
-      const Tile next = tiles.next();
+      const Tile next = tiles.next(n);
       if (lane_index() == 0) tile = next;
     }
     __syncthreads();
@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kWarp)
     add_sums(const BiasGradient g, const GroupTerms groups, const float* const partial_sums) {
   wait_for_previous_kernel();
   GroupTermTiles<1, kWarp> tiles(groups);
-  for (Tile tile = tiles.next(); tile.expert != kNoTile; tile = tiles.next()) {
+  int n = 0;
+  for (Tile tile = tiles.next(n); tile.expert != kNoTile; tile = tiles.next(++n)) {
     const int64_t column = tile.column + lane_index();
     if (column < g.N) {
       const float* sums = partial_sums + (static_cast<int64_t>(tile.term / kRows) + tile.expert) * g.N + column;

@@ -120,10 +120,10 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ Tile tile;
   wait_for_previous_kernel();
   Tiles tiles(groups);
-  for (;;) {
+  for (int n = 0;; ++n) {
     __syncthreads();
     if (warp_index() == 0) {
-      const Tile next = tiles.next();
+      const Tile next = tiles.next(n);
       if (lane_index() == 0) tile = next;
     }
     __syncthreads();

@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kClearing) clear_slots(float* const d_weights,
 __global__ void __launch_bounds__(kWarp) sum_dots(const SlotGradient g, const RowGroups groups) {
   wait_for_previous_kernel();
   RowTiles<kWarp, 1> tiles(groups);
-  for (Tile tile = tiles.next(); tile.expert != kNoTile; tile = tiles.next()) {
+  int n = 0;
+  for (Tile tile = tiles.next(n); tile.expert != kNoTile; tile = tiles.next(++n)) {
     const int rows = min(tile.end_row - tile.row, kWarp);
     const int32_t row = tile.row + lane_index();
     const bool is_row = lane_index() < rows;

@@ -5,6 +5,7 @@ through. The losses are not part of it: `moe` computes them from sums over all t
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -67,13 +68,47 @@ class Residuals(NamedTuple):
     h: jax.Array | None
 
 
+@functools.partial(jax.jit, static_argnums=2, inline=True)
 def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Float32 product of two matrices over one axis of each: of equal dtypes as they are, of mixed ones in float32."""
-    precision = None
-    if a.dtype != b.dtype or a.dtype == jnp.float32:
-        a, b, precision = a.astype(jnp.float32), b.astype(jnp.float32), jax.lax.Precision.HIGHEST
+    """Float32 product of two matrices over one axis of each, summed in float32.
+
+    Equal dtypes as they are. Of float32 and bfloat16, the CPU makes both float32; elsewhere float32 has no fast
+    products, and the float32 factor goes as a sum of two bfloat16 ones, which hold 16 of its 24 bits.
+    """
+    if a.dtype == b.dtype:
+        return _product(a, b, contract)
+    in_float32 = functools.partial(_product_in_float32, contract=contract)
+    in_halves = functools.partial(_product_in_halves, contract=contract)
+    product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=in_halves)
+    return product
+
+
+def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     axes = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _product_in_float32(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    return _product(a.astype(jnp.float32), b.astype(jnp.float32), contract)
+
+
+def _product_in_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    left = a.dtype == jnp.float32  # the factor that is high + low; both stand side by side in one product
+    wide, other = (a, b) if left else (b, a)
+    terms, other_terms = contract if left else contract[::-1]
+    high = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)  # XLA would leave out conversions there
+    low = jnp.where(jnp.isfinite(high), wide - high, 0)
+
+    def product(axis: int, other: jax.Array) -> jax.Array:
+        both = jnp.concatenate([high, low], axis=axis).astype(other.dtype)
+        return _product(both, other, contract) if left else _product(other, both, contract)
+
+    kept = wide.shape[1 - terms]
+    if other.size <= kept * other.shape[1 - other_terms]:  # smaller than the result: twice as many terms
+        return product(terms, jnp.concatenate([other, other], axis=other_terms))
+    result = product(1 - terms, other)
+    return result[:kept] + result[kept:] if left else result[:, :kept] + result[:, kept:]
 
 
 def flat_tokens(operands: Operands) -> Operands:

@@ -49,14 +49,6 @@ __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Ba
       : "memory");
 }
 
-// Brings a box to the L2 cache.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, const WindowCoordinates& at) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
-               :
-               : "l"(&map), "r"(at.column), "r"(kWindow - (at.end - at.row)), "r"(at.end), "r"(kWindow)
-               : "memory");
-}
-
 // A box of a shuffled map of matrices, from a row on that is a multiple of 32.
 __device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
                                                   const MatrixCoordinates& at) {

@@ -30,11 +30,9 @@ struct RowsElsewhere {
     return there ? static_cast<uint32_t>(row) * static_cast<uint32_t>(row_chunks) : kNowhere;
   }
 
-  // Chunk `chunk` of the row that begins at `place`, zeros if it has none.
-  __device__ void copy_chunk(uint32_t to, uint32_t place, int32_t chunk) const {
-    const bool there = place != kNowhere && chunk < row_chunks;
-    const uint32_t at = there ? place + static_cast<uint32_t>(chunk) : 0;
-    copy_async_16(to, source + static_cast<uint64_t>(at) * 16, there ? 16 : 0);
+  // A chunk of the row at `place`, zeros if it is not there, which reads nothing. from: the same chunk of row 0.
+  static __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, uint32_t place, bool there) {
+    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, there && place != kNowhere ? 16 : 0);
   }
 };
 
@@ -46,7 +44,8 @@ struct NoGather {
   __device__ void copy(uint32_t, const Tile&, int) const {}
 };
 
-// Rows of a tile, 64 terms of each. A warp copies 32 rows, 8 lanes a row, a lane the same chunk of 8 rows.
+// Rows of a tile, 64 terms of each. A warp copies 32 rows, 8 lanes a row: lane i rows i / 8 + 8 j and i / 8 + 4 + 8 j,
+// so that it changes but between two places of the swizzle.
 template <int kRows>
 class RowGather {
  public:
@@ -54,23 +53,31 @@ class RowGather {
     const int32_t row = tile.row + first_row() + lane_index();
     const uint32_t place = row < tile.end_row ? from.place_of(__ldg(from.slots + row)) : RowsElsewhere::kNowhere;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) places_[i] = __shfl_sync(kAllLanes, place, lane_row() + i);
+    for (int i = 0; i < kEach; ++i) places_[i] = __shfl_sync(kAllLanes, place, row_of(i));
   }
 
   __device__ void copy(uint32_t to, const Tile& tile, int step) const {
     const int chunk = lane_index() % kRowChunks;
     const int32_t source_chunk = (tile.term + step * kStepTerms) / 8 + chunk;
-    to += (first_row() + lane_row()) * kSwizzleBytes;
+    const bool there = source_chunk < from_.row_chunks;
+    const char* from = from_.source + int64_t{source_chunk} * 16;
+    uint32_t first = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) from_.copy_chunk(to + swizzled(i, chunk), places_[i], source_chunk);
+    for (int i = 0; i < kEach; ++i) {
+      if (i % (kEach / 2) == 0) first = to + swizzled(first_row() + row_of(i), chunk);
+      RowsElsewhere::copy_chunk(first + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i], there);
+    }
   }
 
  private:
-  static constexpr int kEach = 8;  // rows of a lane: one of each row of the swizzle
+  static constexpr int kEach = 8;     // rows of a lane
+  static constexpr int kRowStep = 8;  // the swizzle's period
   static_assert(kRows == 4 * kWarp && kWarp / kRowChunks * kEach == kWarp, "a lane of the warpgroup finds one row");
 
   static __device__ int first_row() { return warp_index() % 4 * kWarp; }
-  static __device__ int lane_row() { return lane_index() / kRowChunks * kEach; }
+  static __device__ int row_of(int i) {
+    return lane_index() / kRowChunks + i / (kEach / 2) * (kWarp / kRowChunks) + i % (kEach / 2) * kRowStep;
+  }
 
   const RowsElsewhere& from_;
   uint32_t places_[kEach];
@@ -97,10 +104,8 @@ class TermGather {
       const uint32_t row = to + swizzled(first_term() + term, chunk);
 #pragma unroll
       for (int panel = 0; panel < kCount / kPanel; ++panel) {
-        const bool there = place != RowsElsewhere::kNowhere && source_chunk + panel * kRowChunks < from_.row_chunks;
-        copy_async_16(row + panel * kPanelBytes,
-                      there ? from + static_cast<uint64_t>(place) * 16 + panel * kSwizzleBytes : from_.source,
-                      there ? 16 : 0);
+        RowsElsewhere::copy_chunk(row + panel * kPanelBytes, from + panel * kSwizzleBytes, place,
+                                  source_chunk + panel * kRowChunks < from_.row_chunks);
       }
     }
   }

@@ -24,16 +24,16 @@ class GroupTermTiles {
   __device__ explicit GroupTermTiles(const GroupTerms& groups)
       : groups_(groups), terms_(groups.sizes, groups.E, groups.R) {}
 
-  // The block's next tile: blocks take them in turn.
-  __device__ Tile next() {
+  // The block's n-th tile, one after another: blocks take them in turn.
+  __device__ Tile next(int n) {
+    const int32_t index = static_cast<int32_t>(blockIdx.x) + n * static_cast<int32_t>(gridDim.x);
     const int32_t tiles = groups_.row_tiles * groups_.column_tiles;
-    const int32_t group = next_ / tiles;
+    const int32_t group = index / tiles;
     if (group >= groups_.E) return {.expert = kNoTile};
     while (group >= terms_.first() + kWarp) terms_.move_on();
     const int32_t begin = __shfl_sync(kAllLanes, terms_.begin(), group - terms_.first());
     const int32_t end = __shfl_sync(kAllLanes, terms_.end(), group - terms_.first());
-    const TilePlace place = place_of(next_ - group * tiles, groups_.row_tiles, groups_.column_tiles);
-    next_ += static_cast<int32_t>(gridDim.x);
+    const TilePlace place = place_of(index - group * tiles, groups_.row_tiles, groups_.column_tiles);
     return {.expert = group,
             .row = place.row * kRows,
             .end_row = groups_.rows,
@@ -48,7 +48,6 @@ class GroupTermTiles {
  private:
   const GroupTerms& groups_;
   GroupRows terms_;
-  int32_t next_ = static_cast<int32_t>(blockIdx.x);
 };
 
 }  // namespace anabranch::cuda

@@ -17,11 +17,6 @@ ab_status launch_hidden(const HiddenGradient& g, int multiprocessors, cudaStream
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.dtype, g.D, &product.a));
   AB_RETURN_IF_ERROR(make_shuffled_matrices_map("w_out", g.w_out, g.dtype, g.E, g.F, g.D, kPanel, &product.b.map));
   auto& out = product.out;
-  for (int part = 0; part < kParts; ++part) {
-    const char* h = static_cast<const char*>(g.h) + part * g.F * 2;
-    AB_RETURN_IF_ERROR(
-        make_row_window_map("h", h, g.dtype, g.F, kPanel, Shape::kRows, &out.h_parts[part], kParts * g.F));
-  }
   out.h = static_cast<const Element*>(g.h);
   out.dh = static_cast<Element*>(g.dh);
   out.weighted_a = static_cast<Element*>(g.weighted_a);

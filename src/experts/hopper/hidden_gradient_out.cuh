@@ -16,11 +16,10 @@ namespace anabranch::cuda {
 // kParts 2: gated.
 template <class Element, int kParts>
 struct HiddenGradientOut {
-  CUtensorMap h_parts[kParts];  // row windows of [R, F] each, boxes [tile's rows][64]
-  const Element* h;             // [R, kParts, F]
-  Element* dh;                  // the same, may be h itself; or nullptr
-  Element* weighted_a;          // [R, F], or nullptr
-  float* dots;                  // [columns of tiles, R]: each tile's part; or nullptr
+  const Element* h;     // [R, kParts, F]
+  Element* dh;          // the same, may be h itself; or nullptr
+  Element* weighted_a;  // [R, F], or nullptr
+  float* dots;          // [columns of tiles, R]: each tile's part; or nullptr
   RowWeights weights;
   int32_t columns;  // F
   int32_t R;
@@ -36,22 +35,7 @@ struct HiddenGradientOut {
   template <class Shape>
   static constexpr bool kTakesRegisters = false;
 
-  __device__ void prefetch() const {
-#pragma unroll
-    for (const CUtensorMap& map : h_parts) prefetch_map(map);
-  }
-
-  template <class Shape>
-  __device__ void read_ahead(const Tile& tile) const {
-    if (tile.steps == 0) return;
-#pragma unroll 1  // the producer has few registers
-    for (int column = 0; column < Shape::kColumns && tile.column + column < columns; column += kPanel) {
-#pragma unroll
-      for (const CUtensorMap& map : h_parts) {
-        prefetch_box(map, WindowCoordinates{tile.column + column, tile.row, tile.end_row});
-      }
-    }
-  }
+  __device__ void prefetch() const {}
 
   template <class Shape>
   __device__ Ahead begin(const Tile& tile, int row) const {

@@ -1,7 +1,8 @@
 // The grouped product: a persistent block a multiprocessor, one warpgroup that finds tiles and loads, two that multiply
 // and store.
 //
-//   warpgroup 0, warp 0   finds the block's tiles, puts them into the queue, starts the copies of the copy engine
+//   warpgroup 0, warp 0   starts the copies of the copy engine
+//                warp 1   finds the block's tiles and puts them into the queue
 //                (all)    if a factor is gathered, copies it
 //   warpgroups 1, 2       take tiles from the queue (as teams, see TileShape), multiply, store
 #pragma once
@@ -15,8 +16,7 @@
 namespace anabranch::cuda {
 
 // What a product is made of. Finder: which tiles there are (row_tiles.cuh). Target: what becomes of the result
-// (store.cuh). The producer calls read_ahead(tile), which may bring to the cache what the epilogue will read. Each warp
-// calls, for its 16 rows of every panel in turn,
+// (store.cuh). Each warp calls, for its 16 rows of every panel in turn,
 //   begin(tile, row)                     before it multiplies: starts to read what write() will need
 //   write(writer, tile, row, acc, ahead) with what begin() gave
 //   write_zeros(writer, tile, row)       instead, for a tile of no terms
@@ -57,7 +57,7 @@ class GroupedProduct {
   __device__ void run() {
     if (threadIdx.x == 0) {
       shared_.ring.init(kGatherers * kWarp);
-      shared_.queue.init(Shape::kTeamWarps + (kGathers ? kGatherers - 1 : 0));
+      shared_.queue.init(Shape::kTeamWarps + (kGathers ? kGatherers - 1 : 1));
       fence_barrier_init();
       p_.a.prefetch();
       p_.b.prefetch();
@@ -68,10 +68,10 @@ class GroupedProduct {
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
       give_up_registers<kProducerRegisters>();
-      if (warp_index() == 0) {
-        produce();
-      } else if (kGathers) {
-        help_to_gather();
+      if (warp_index() == 1) {
+        find_tiles();
+      } else if (warp_index() == 0 || kGathers) {
+        load_tiles(warp_index() == 0);
       }
     } else {
       take_registers<kConsumerRegisters>();
@@ -86,28 +86,28 @@ class GroupedProduct {
   static constexpr int kConsumerRegisters = kProducerTakesMore ? 224 : 232;
   static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3);
 
-  __device__ void produce() {
+  __device__ void find_tiles() {
     typename P::Finder finder(p_.groups);
     int32_t steps = 0;
     int n = 0;
     for (;; ++n) {
-      Tile tile = finder.next();
+      Tile tile = finder.next(n);
       tile.first_step = steps;
       shared_.queue.put(n, tile);
       if (tile.expert == kNoTile) break;
       steps += tile.steps;
-      if (lane_index() == 0) p_.out.template read_ahead<Shape>(tile);
-      load_steps(shared_.ring, p_.a, p_.b, tile, true);
+      if constexpr (kGathers) load_steps(shared_.ring, p_.a, p_.b, tile, false);
     }
     for (int team = 1; team < Shape::kTeams; ++team) shared_.queue.put(n + team, {.expert = kNoTile});
     let_next_kernel_start();
   }
 
-  __device__ void help_to_gather() {
+  // leads: the warp starts the copies of the copy engine.
+  __device__ void load_tiles(bool leads) {
     for (int n = 0;; ++n) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) return;
-      load_steps(shared_.ring, p_.a, p_.b, tile, false);
+      load_steps(shared_.ring, p_.a, p_.b, tile, leads);
     }
   }
 

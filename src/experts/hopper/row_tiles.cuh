@@ -28,12 +28,8 @@ class RowTiles {
     count_tiles();
   }
 
-  // The block's next tile: blocks take them in turn.
-  __device__ Tile next() {
-    const Tile tile = at(next_);
-    next_ += static_cast<int32_t>(gridDim.x);
-    return tile;
-  }
+  // The block's n-th tile, one after another: blocks take them in turn.
+  __device__ Tile next(int n) { return at(static_cast<int32_t>(blockIdx.x) + n * static_cast<int32_t>(gridDim.x)); }
 
   // The index-th tile; indices must not decrease from call to call.
   __device__ Tile at(int32_t index) {
@@ -84,7 +80,6 @@ class RowTiles {
 
   RowGroups groups_;
   GroupRows rows_;
-  int32_t next_ = static_cast<int32_t>(blockIdx.x);
   int32_t lane_end_tile_ = 0;
 };
 

@@ -24,7 +24,7 @@ class SegmentTiles {
   __device__ explicit SegmentTiles(const SegmentGroups& groups)
       : groups_(groups), segments_(groups.list.counts->segments) {}
 
-  __device__ Tile next() {
+  __device__ Tile next(int) {
     const int32_t index = __shfl_sync(kAllLanes, next_, 0);
     const int32_t tiles = groups_.row_tiles * groups_.column_tiles;
     const int32_t segment_index = index / tiles;

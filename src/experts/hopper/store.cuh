@@ -30,9 +30,6 @@ struct WritesOnly {
   static constexpr bool kTakesRegisters = false;
 
   template <class Shape>
-  __device__ void read_ahead(const Tile&) const {}
-
-  template <class Shape>
   __device__ NothingAhead begin(const Tile&, int) const {
     return {};
   }

@@ -299,5 +299,4 @@ def _shardy_rule(call: _Bound, operands: Sequence[int], results: Sequence[int]) 
 
     left = tuple(map(factors, operands, call.operands))
     right = tuple(map(factors, results, call.results))
-    # Where all has to be whole that is not said: XLA would gather it, and we could not refuse.
-    return SdyShardingRule(left, right, need_replication_factors=() if call.whole else tuple(others))
+    return SdyShardingRule(left, right, need_replication_factors=tuple(others))

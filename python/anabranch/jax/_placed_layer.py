@@ -193,6 +193,7 @@ def _backward(
 
 
 # ---------------------------------------------------------------- around it, the mesh
+# Compiled, also where the caller is not: else every step on every device would be a program of its own.
 
 
 def _on_mesh(placement: Placement, function: Any, in_specs: Any, out_specs: Any, *arrays: Any) -> Any:
@@ -232,6 +233,7 @@ def divide(placement: Placement, operands: Operands) -> Operands:
     return _operands({name: _resharded(placement, array, specs[name]) for name, array in _given(operands).items()})
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="keep")
 def placed_forward(
     config: LayerConfig, placement: Placement, operands: Operands, *, keep: bool
 ) -> tuple[LayerOutput, Kept]:
@@ -244,6 +246,7 @@ def placed_forward(
     return LayerOutput(**result), kept
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def placed_backward(
     config: LayerConfig, placement: Placement, operands: Operands, kept: Kept, cotangents: LayerOutput
 ) -> Operands:

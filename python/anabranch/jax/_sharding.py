@@ -169,7 +169,8 @@ def _run(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         return _automatic(call, *arrays)
     _check_kinds(mesh)
     explicit = axes_of_type(mesh, AxisType.Explicit)
-    return _explicit(call, mesh, explicit, *arrays) if explicit else _automatic(call, *arrays)
+    results: tuple[jax.Array, ...] = _explicit(call, mesh, explicit, *arrays) if explicit else _automatic(call, *arrays)
+    return results
 
 
 def _check_kinds(mesh: Any) -> None:
@@ -183,6 +184,8 @@ def _check_kinds(mesh: Any) -> None:
         )
 
 
+# Compiled, also where the caller is not, as the automatic way is.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     for array, kept in zip(arrays, call.operands, strict=True):
         _check_whole(call, array, [a for axes in spec_of(array)[kept:] for a in axes])
@@ -296,5 +299,4 @@ def _shardy_rule(call: _Bound, operands: Sequence[int], results: Sequence[int]) 
 
     left = tuple(map(factors, operands, call.operands))
     right = tuple(map(factors, results, call.results))
-    # Where all has to be whole that is not said: XLA would gather it, and we could not refuse.
-    return SdyShardingRule(left, right, need_replication_factors=() if call.whole else tuple(others))
+    return SdyShardingRule(left, right, need_replication_factors=tuple(others))

@@ -5,8 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from check_expert_parallel import placed
-from meshes import mesh_of
+from meshes import mesh_of, placed
 from moe_cases import check_layer, operands, selected
 
 from anabranch.jax import Parallel, moe

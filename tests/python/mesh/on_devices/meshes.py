@@ -54,3 +54,10 @@ def assert_trees_close(got, want, rtol=2e-6, atol=2e-6):
             np.testing.assert_allclose(g.astype(np.float64), w.astype(np.float64), rtol=rtol, atol=atol)
 
     jax.tree.map(compare, got, want)
+
+
+def placed(mesh, parallel):
+    """Puts an array where `parallel` wants it."""
+    specs = parallel.specs()
+    tokens = dict.fromkeys(("output", "token_mask", "forced_experts"), "x")
+    return lambda name, array: put(mesh, array, *specs[tokens.get(name, name)])

@@ -56,8 +56,9 @@ __device__ __forceinline__ void finish_accumulators(float (&d)[kCount]) {
   for (float& value : d) asm volatile("" : "+f"(value)::"memory");
 }
 
-// Epilogues that change accumulators under a condition: the compiler would do it in the accumulators' own registers, and
-// for that wait for every single wgmma. So they begin anew for every tile, with any values, and epilogues change copies.
+// Epilogues that change accumulators under a condition: the compiler would do it in the accumulators' own registers,
+// and for that wait for every single wgmma. So they begin anew for every tile, with any values, and epilogues change
+// copies.
 template <int kCount>
 __device__ __forceinline__ void begin_accumulators(float (&d)[kCount]) {
 #pragma unroll

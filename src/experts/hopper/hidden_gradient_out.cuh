@@ -2,10 +2,14 @@
 //
 //     a = act(h_gate) h_up, or act(h) of ungated experts;   w a;   dh = act'(h) w da';   dots = <da', a>
 //
-// The columns of W_out come shuffled (ShuffledWeights), so that of every 32 columns of the tile a lane holds 8
-// neighbours of 2 rows: it reads and writes whole 16-byte chunks of its own, and no shared memory is needed.
+// The columns of W_out come shuffled (ShuffledWeights), so that of every 32 columns of the tile, a block, a lane holds
+// 8 neighbours of 2 rows: it reads and writes whole 16-byte chunks of its own. A lane's chunks of h come through shared
+// memory, in the place of the strips, two blocks ahead of the one it works on:
+//
+//   [kAhead blocks][2 rows][kParts][32 lanes] of 16 bytes for each warp
 #pragma once
 
+#include "core/cuda/shared.cuh"
 #include "core/cuda/vector.cuh"
 #include "experts/activation.h"
 #include "experts/hopper/row_weights.cuh"
@@ -25,40 +29,36 @@ struct HiddenGradientOut {
   int32_t R;
   int32_t activation;
 
-  using Eight = Vector<Element, 8>;
-
-  // h of the next 32 columns of a warp's 16 rows.
-  struct Ahead {
-    Eight h[2][kParts];  // rows i / 4 and i / 4 + 8
-  };
-
   template <class Shape>
   static constexpr bool kTakesRegisters = false;
 
   __device__ void prefetch() const {}
 
+  // Starts to read the first blocks.
   template <class Shape>
-  __device__ Ahead begin(const Tile& tile, int row) const {
-    Ahead ahead;
+  __device__ NothingAhead begin(const StripWriter& writer, const Tile& tile, int row) const {
     const Places places(*this, tile, row);
-    read(places, 0, 0, ahead);
-    read(places, 1, 0, ahead);
-    return ahead;
+#pragma unroll
+    for (int block = 0; block < kAhead; ++block) read(writer, places, block);
+    return {};
   }
 
   template <class Shape>
-  __device__ void write(StripWriter&, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
-                        Ahead& ahead) const {
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+                        NothingAhead) const {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTeamWarpgroups == 1);
-    if (tile.row + row >= tile.end_row) return;
-    with_activation(activation,
-                    [&]<int32_t kActivation>() { write_activated<Shape, kActivation>(tile, row, acc, ahead); });
-    if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) ahead = begin<Shape>(tile, row + kPanel);
+    if (tile.row + row < tile.end_row) {
+      with_activation(activation,
+                      [&]<int32_t kActivation>() { write_activated<Shape, kActivation>(writer, tile, row, acc); });
+    }
+    wait_for_copies<0>();
+    if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) begin<Shape>(writer, tile, row + kPanel);
   }
 
   // Rows past the groups: nothing reads their w a.
   template <class Shape>
   __device__ void write_zeros(StripWriter&, const Tile& tile, int row) const {
+    wait_for_copies<0>();
     constexpr float kZeros[8] = {};
     const Places places(*this, tile, row);
 #pragma unroll 1
@@ -74,7 +74,17 @@ struct HiddenGradientOut {
   }
 
  private:
+  using Eight = Vector<Element, 8>;
+
   static constexpr int kBlock = 32;  // columns that the lanes of a row have 8 each of
+  static constexpr int kAhead = 2;   // blocks
+  static constexpr int kBlockBytes = 2 * 2 * kWarp * 16;
+  static_assert(kAhead * kBlockBytes <= kStrips * kStripBytes);
+
+  // h of a block.
+  struct Hidden {
+    Eight h[2][kParts];  // rows i / 4 and i / 4 + 8
+  };
 
   // Where a lane's first columns stand, of each of its two rows.
   struct Places {
@@ -100,28 +110,54 @@ struct HiddenGradientOut {
     return tile.row + row + half * 8 + lane_index() / 4;
   }
 
-  __device__ __forceinline__ void read(const Places& places, int half, int column, Ahead& ahead) const {
+  // A lane's chunk in its warp's memory.
+  static __device__ __forceinline__ uint32_t chunk_of(const StripWriter& writer, int block, int half, int part) {
+    return writer.strips() + (block % kAhead * kBlockBytes + ((half * kParts + part) * kWarp + lane_index()) * 16);
+  }
+
+  // Zeros where there is nothing to read.
+  __device__ __forceinline__ void read(const StripWriter& writer, const Places& places, int block) const {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t at = places.of_h[half] + part * columns + column;
-      ahead.h[half][part].load(h + (places.reach(half, column) ? at : 0));  // no branch, and nothing outside of h
+    for (int half = 0; half < 2; ++half) {
+      const bool there = places.reach(half, block * kBlock);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const Element* from = h + (there ? places.of_h[half] + part * columns + block * kBlock : 0);
+        copy_async_16(chunk_of(writer, block, half, part), from, there ? 16 : 0);
+      }
     }
+    commit_copies();
   }
 
   template <class Shape, int32_t kActivation>
-  __device__ __forceinline__ void write_activated(const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
-                                                  Ahead& ahead) const {
+  __device__ __forceinline__ void write_activated(const StripWriter& writer, const Tile& tile, int row,
+                                                  const float (&acc)[Shape::kColumns / 2]) const {
     const RowPair rows(weights, tile, row);
     const Places places(*this, tile, row);
     float dot[2] = {0.0f, 0.0f};
+    constexpr int kBlocks = Shape::kColumns / kBlock;
 #pragma unroll
-    for (int column = 0; column < Shape::kColumns; column += kBlock) {
+    for (int block = 0; block < kBlocks; ++block) {
+      if (block < kBlocks - 1) {
+        wait_for_copies<kAhead - 1>();
+      } else {
+        wait_for_copies<0>();
+      }
+      Hidden now;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (places.reach(half, column)) {
-          write_eight<kActivation>(places, half, column, acc + column / 2 + half * 2, ahead, rows, dot[half]);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          now.h[half][part].bytes = load_shared<uint4>(chunk_of(writer, block, half, part));
         }
-        if (column + kBlock < Shape::kColumns) read(places, half, column + kBlock, ahead);
+      }
+      if (block + kAhead < kBlocks) read(writer, places, block + kAhead);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (places.reach(half, block * kBlock)) {
+          write_eight<kActivation>(places, half, block * kBlock, acc + block * kBlock / 2 + half * 2, now, rows,
+                                   dot[half]);
+        }
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
@@ -130,18 +166,18 @@ struct HiddenGradientOut {
   // acc: 4 neighbouring pairs of columns, 4 apart.
   template <int32_t kActivation>
   __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
-                                              const Ahead& ahead, const RowPair& rows, float& dot) const {
+                                              const Hidden& now, const RowPair& rows, float& dot) const {
     float d[kParts][8];
     float a[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float da = acc[i / 2 * 4 + i % 2];  // before the weight
       const float weighted = da * rows.weight[half];
-      const ActivationAt gate = activate_with_slope<kActivation>(ahead.h[half][0][i]);
+      const ActivationAt gate = activate_with_slope<kActivation>(now.h[half][0][i]);
       a[i] = gate.value;
       d[0][i] = weighted * gate.slope;
       if constexpr (kParts == 2) {
-        const float up = ahead.h[half][1][i];
+        const float up = now.h[half][1][i];
         a[i] *= up;
         d[0][i] *= up;
         d[1][i] = weighted * gate.value;

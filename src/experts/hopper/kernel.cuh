@@ -17,7 +17,7 @@ namespace anabranch::cuda {
 
 // What a product is made of. Finder: which tiles there are (row_tiles.cuh). Target: what becomes of the result
 // (store.cuh). Each warp calls, for its 16 rows of every panel in turn,
-//   begin(tile, row)                     before it multiplies: starts to read what write() will need
+//   begin(writer, tile, row)             before it multiplies: starts to read what write() will need
 //   write(writer, tile, row, acc, ahead) with what begin() gave
 //   write_zeros(writer, tile, row)       instead, for a tile of no terms
 template <class Shape_, class Element_, class OperandA_, class OperandB_, class Groups_, class Finder_, class Target_>
@@ -122,7 +122,7 @@ class GroupedProduct {
       const int member = Shape::kTeams == 1 ? thread / kWarpgroup - 1 : 0;
       const int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kStripRows;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
-      auto ahead = p_.out.template begin<Shape>(tile, first_row);
+      auto ahead = p_.out.template begin<Shape>(writer, tile, first_row);
       shared_.ring.begin_turn(n);
       if (tile.steps > 0) {
         multiply(n, tile, member, acc);

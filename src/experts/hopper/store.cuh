@@ -24,13 +24,14 @@ constexpr int kStripColumns = kSwizzleBytes / static_cast<int>(sizeof(Out));
 
 // Targets that read nothing ahead.
 struct NothingAhead {};
+class StripWriter;
 struct WritesOnly {
   // Whether the epilogue leaves so few registers that gathering must make do with less.
   template <class Shape>
   static constexpr bool kTakesRegisters = false;
 
   template <class Shape>
-  __device__ NothingAhead begin(const Tile&, int) const {
+  __device__ NothingAhead begin(const StripWriter&, const Tile&, int) const {
     return {};
   }
 };
@@ -75,6 +76,9 @@ class StripWriter {
       send(to, strip, tile, row, column);
     }
   }
+
+  // The memory of the strips, for a target that writes none.
+  __device__ uint32_t strips() const { return strips_; }
 
   // Before the block ends.
   __device__ void finish() {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/cuda/copy_groups.cuh"
 #include "core/cuda/shared.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/dtype.h"
@@ -21,12 +22,6 @@ __device__ __forceinline__ unsigned chunk_place(unsigned chunk) { return chunk ^
 // Copies 16 bytes from global to shared memory without waiting.
 __device__ __forceinline__ void copy_chunk_async(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most kPending groups of this thread's copies are under way.
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Bits: float, or uint16_t for bfloat16 and, where `is_half`, float16.

@@ -55,14 +55,23 @@ def assert_close(got, want, bound, name):
         raise AssertionError(f"{name}: relative error {error:.3e}, bound {bound:.3e}")
 
 
-def assert_close_per_expert(got, want, bound, name, axis=0):
+def assert_close_per_expert(got, want, bound, name, axis=0, terms=None):
     """`assert_close` for the slice of every expert (along `axis`) by itself.
 
     One wrong small expert can't hide behind the others, and a slice expected to be exactly zero has
-    to be.
+    to be. terms: sums of the sizes of the terms that `want` is the sum of, where these may cancel: the error is then
+    relative to them.
     """
     got, want = _check_like(got, want, name)
     errors = [relative_error(got.take(expert, axis), want.take(expert, axis)) for expert in range(want.shape[axis])]
+    if terms is not None:
+        sizes = [
+            np.linalg.norm(want.take(e, axis)) / max(np.linalg.norm(terms.take(e, axis)), 1e-300)
+            for e in range(len(errors))
+        ]
+        errors = [
+            error * min(size, 1.0) if np.isfinite(error) else error for error, size in zip(errors, sizes, strict=True)
+        ]
     wrong = [f"expert {e}: {error:.3e}" for e, error in enumerate(errors) if not error <= bound]
     if wrong:
         raise AssertionError(f"{name}: relative error above the bound {bound:.3e}: {', '.join(wrong[:16])}")

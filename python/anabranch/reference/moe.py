@@ -145,7 +145,8 @@ def moe(x, gate, w_in, w_out, **options):
 def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, **options):
     """Gradients of `moe` from the cotangents of its output and its two losses.
 
-    Returns: dict of x, gate, w_in, w_out, b_in, b_out (None where not given), float64.
+    Returns: dict of x, gate, w_in, w_out, b_in, b_out (None where not given) and, on the way to the gate, of the
+    routing's weights [T, K]; float64.
     """
     o = MoEOptions(**options)
     routed = _route_and_dispatch(x, gate, o)
@@ -182,4 +183,5 @@ def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, *
         "w_out": grads.d_w_out,
         "b_in": grads.d_b_in,
         "b_out": grads.d_b_out,
+        "weights": d_weights,
     }

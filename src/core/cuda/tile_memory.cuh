@@ -53,11 +53,4 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, u
                : "memory");
 }
 
-// This thread's copies since the last call make one group; waits for all but the last kGroups groups.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kGroups>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" : : "n"(kGroups) : "memory");
-}
-
 }  // namespace anabranch::cuda

@@ -9,6 +9,7 @@
 //   [kAhead blocks][2 rows][kParts][32 lanes] of 16 bytes for each warp
 #pragma once
 
+#include "core/cuda/copy_groups.cuh"
 #include "core/cuda/shared.cuh"
 #include "core/cuda/vector.cuh"
 #include "experts/activation.h"
@@ -126,7 +127,7 @@ struct HiddenGradientOut {
         copy_async_16(chunk_of(writer, block, half, part), from, there ? 16 : 0);
       }
     }
-    commit_copies();
+    end_copy_group();
   }
 
   template <class Shape, int32_t kActivation>

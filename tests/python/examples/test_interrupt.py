@@ -1,4 +1,3 @@
-import os
 import signal
 
 import pytest
@@ -11,13 +10,13 @@ def test_the_first_signal_is_a_request(number):
     before = signal.getsignal(number)
     with StopRequest() as stop:
         assert not stop.requested
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.requested
     assert signal.getsignal(number) == before
 
 
 def test_the_second_ctrl_c_stops_at_once():
     with pytest.raises(KeyboardInterrupt), StopRequest():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler

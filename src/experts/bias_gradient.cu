@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "core/cuda/launch.h"
+#include "experts/block_tiles.cuh"
 #include "experts/hopper/group_term_tiles.cuh"
 #include "experts/hopper/row_tiles.cuh"
 #include "experts/simple_product.h"
@@ -64,14 +65,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   __shared__ float shared[kWarps][kColumns];
   wait_for_previous_kernel();
   RowTiles<kRows, kColumns> tiles(groups);
-  for (int n = 0;; ++n) {
-    __syncthreads();
-    if (warp_index() == 0) {
-      const Tile next = tiles.next(n);
-      if (lane_index() == 0) tile = next;
-    }
-    __syncthreads();
-    if (tile.expert == kNoTile) break;
+  for (int n = 0; next_of_block(tiles, n, tile); ++n) {
     if (tile.expert == kNoExpert) continue;
     float sums[kVectors] = {};
     add_rows<T>(g, tile, sums);

@@ -60,22 +60,13 @@ struct Differentiate {
 };
 
 HiddenGradient hidden_gradient(const HiddenBackward& op) {
-  HiddenGradient gradient;
+  HiddenGradient gradient{op.map.product_of(op.s, op.group_sizes, op.weights, op.activation, op.h.dtype)};
   gradient.d_y = op.map.rows_of(op.d_y.data);
   gradient.w_out = op.w_out.data;
-  gradient.group_sizes = op.group_sizes;
-  gradient.weights = op.map.weights_of(op.weights);
   gradient.h = op.h.data;
   gradient.dh = op.dh.data;
   gradient.weighted_a = op.weighted_a.data;
   gradient.dots = op.dots;
-  gradient.activation = op.activation;
-  gradient.dtype = op.h.dtype;
-  gradient.R = op.s.R;
-  gradient.E = op.s.E;
-  gradient.D = op.s.D;
-  gradient.P = op.s.P;
-  gradient.F = op.s.F;
   return gradient;
 }
 

@@ -7,7 +7,7 @@
 #include "core/floats.h"
 #include "core/inline.h"
 #include "experts/check.h"
-#include "experts/hopper/row_source.h"
+#include "experts/hopper/ffn_product.h"
 
 namespace anabranch::cuda {
 
@@ -36,6 +36,12 @@ struct RowMap {
   RowSource rows_of(const void* matrix) const { return {matrix, slots, topk, num_slots / topk}; }
   // Their weights, of slots.
   RowWeightSource weights_of(const Floats& weights) const { return {slots, num_slots, weights.data, weights.dtype}; }
+
+  // What a product of the network on the tensor cores needs of them and of its sizes.
+  FfnProduct product_of(const FfnSizes& s, const int32_t* group_sizes, const Floats& weights, int32_t activation,
+                        int32_t dtype) const {
+    return {group_sizes, weights_of(weights), activation, dtype, s.R, s.E, s.D, s.P, s.F};
+  }
 };
 
 }  // namespace anabranch::cuda

@@ -15,6 +15,7 @@
 #include "core/cuda/launch.h"
 #include "core/floats.h"
 #include "core/status.h"
+#include "experts/block_tiles.cuh"
 #include "experts/hopper/group_term_tiles.cuh"
 #include "experts/hopper/row_tiles.cuh"
 #include "experts/simple_product.h"
@@ -120,14 +121,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   __shared__ Tile tile;
   wait_for_previous_kernel();
   Tiles tiles(groups);
-  for (int n = 0;; ++n) {
-    __syncthreads();
-    if (warp_index() == 0) {
-      const Tile next = tiles.next(n);
-      if (lane_index() == 0) tile = next;
-    }
-    __syncthreads();
-    if (tile.expert == kNoTile) break;
+  for (int n = 0; next_of_block(tiles, n, tile); ++n) {
     Results<Finish::kParts> results;
     sum_tile<kOverTerms>(p, tile, a, b, &results);
     finish(tile, results);

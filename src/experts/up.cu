@@ -50,21 +50,12 @@ struct Activate {
 };
 
 UpProduct up_product(const Up& up) {
-  UpProduct product;
+  UpProduct product{up.map.product_of(up.s, up.group_sizes, up.weights, up.activation, up.x.dtype)};
   product.x = up.map.rows_of(up.x.data);
   product.w_in = up.w_in.data;
   product.b_in = up.b_in.data;
-  product.group_sizes = up.group_sizes;
-  product.weights = up.map.weights_of(up.weights);
   product.h = up.h.data;
   product.a = up.a.data;
-  product.activation = up.activation;
-  product.dtype = up.x.dtype;
-  product.R = up.s.R;
-  product.E = up.s.E;
-  product.D = up.s.D;
-  product.P = up.s.P;
-  product.F = up.s.F;
   return product;
 }
 

@@ -278,6 +278,137 @@ TEST_F(FfnCuda, UnalignedOperands) {
   compare(got, want);
 }
 
+// Of the device alone, zeros at first.
+class DeviceBytes {
+ public:
+  explicit DeviceBytes(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
+    EXPECT_CUDA(cudaMalloc(&data_, bytes_));
+    EXPECT_CUDA(cudaMemset(data_, 0, bytes_));
+  }
+  ~DeviceBytes() { cudaFree(data_); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+
+  void* data() const { return data_; }
+  void put_last(const ab_tensor* from) const {
+    const auto bytes = static_cast<size_t>(bytes_of(*from));
+    EXPECT_CUDA(cudaMemcpy(static_cast<char*>(data_) + bytes_ - bytes, from->data, bytes, cudaMemcpyHostToDevice));
+  }
+  void get_last(const ab_tensor* to) const {
+    const auto bytes = static_cast<size_t>(bytes_of(*to));
+    EXPECT_CUDA(cudaMemcpy(to->data, static_cast<char*>(data_) + bytes_ - bytes, bytes, cudaMemcpyDeviceToHost));
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
+
+// T D, R F and R P F past 2^31: the last rows, of the last tokens, come out as those of a network that has no others,
+// and tokens of zeros before them give no gradient of weights.
+TEST_F(FfnCuda, MoreThanTwoToThe31Elements) {
+  constexpr int64_t kTail = 300;
+  constexpr int64_t D = 1024;
+  constexpr int64_t F = 1024;
+  constexpr int64_t T = (int64_t{1} << 31) / D + 5000;
+  size_t free_bytes = 0;
+  size_t total = 0;
+  EXPECT_CUDA(cudaMemGetInfo(&free_bytes, &total));
+  if (free_bytes < (size_t{56} << 30)) GTEST_SKIP() << "needs 56 GiB of device memory";
+  const Network want({{100, 200}, kTail, D, F, 2, kTail, 1});
+  want.on_gpu();
+  const Network got(want.c);
+
+  std::vector<int32_t> slots(T);
+  std::iota(slots.begin(), slots.end(), 0);
+  for (int64_t r = 0; r < kTail; ++r) {
+    const int64_t slot = want.slot_of(r);
+    slots[static_cast<size_t>(T - kTail + r)] = slot < 0 ? -1 : static_cast<int32_t>(T - kTail + slot);
+  }
+  const Tensor<int32_t> slot_of_row({T}, slots);
+  const Tensor<int32_t> sizes({2}, {static_cast<int32_t>(T - 200), 200});
+  Mirrors mirrors;
+  const auto view_of = [&](const DeviceBytes& bytes, int32_t dtype, std::initializer_list<int64_t> shape) {
+    ab_tensor view{bytes.data(), dtype, static_cast<int32_t>(shape.size()), {}, nullptr};
+    std::copy(shape.begin(), shape.end(), view.shape);
+    return view;
+  };
+  const DeviceBytes x(T * D * 2), d_out(T * D * 2), rows(T * D * 2), h(T * 2 * F * 2), weights(T * 4), d_weights(T * 4);
+  x.put_last(want.x.view());
+  d_out.put_last(want.d_out.view());
+  weights.put_last(want.weights.view());
+  const ab_tensor x_view = view_of(x, AB_BFLOAT16, {T, D});
+  const ab_tensor d_out_view = view_of(d_out, AB_BFLOAT16, {T, D});
+  const ab_tensor rows_view = view_of(rows, AB_BFLOAT16, {T, D});  // y, then dx_rows
+  const ab_tensor h_view = view_of(h, AB_BFLOAT16, {T, 2, F});     // h, then dh in its place
+  const ab_tensor weights_view = view_of(weights, AB_FLOAT32, {T, 1});
+  const ab_tensor d_weights_view = view_of(d_weights, AB_FLOAT32, {T, 1});
+
+  ab_expert_ffn_forward_args forward = want.forward_args();
+  forward.x = &x_view;
+  forward.slot_of_row = mirrors.add(slot_of_row.view());
+  forward.group_sizes = mirrors.add(sizes.view());
+  for (const auto member : {&ab_expert_ffn_forward_args::w_in, &ab_expert_ffn_forward_args::b_in,
+                            &ab_expert_ffn_forward_args::w_out, &ab_expert_ffn_forward_args::b_out}) {
+    forward.*member = mirrors.add(forward.*member);
+  }
+  forward.weights = &weights_view;
+  forward.y = &rows_view;
+  forward.h = &h_view;
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes));
+  size_t backward_bytes = 0;
+  ab_expert_ffn_backward_args backward = want.backward_args();
+  backward.x = forward.x;
+  backward.slot_of_row = forward.slot_of_row;
+  backward.group_sizes = forward.group_sizes;
+  backward.w_in = forward.w_in;
+  backward.w_out = forward.w_out;
+  backward.b_out = forward.b_out;
+  backward.weights = forward.weights;
+  backward.h = &h_view;
+  backward.d_out = &d_out_view;
+  backward.dh = &h_view;
+  backward.dx_rows = &rows_view;
+  backward.d_w_in = mirrors.add(got.d_w_in.view());
+  backward.d_w_out = mirrors.add(got.d_w_out.view());
+  backward.d_b_in = mirrors.add(got.d_b_in.view());
+  backward.d_b_out = mirrors.add(got.d_b_out.view());
+  backward.d_weights = &d_weights_view;
+  EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &backward_bytes));
+  const DeviceBytes workspace(static_cast<int64_t>(std::max(bytes, backward_bytes)));
+  const ab_exec exec{sizeof(ab_exec), 0, nullptr, workspace.data(), std::max(bytes, backward_bytes)};
+
+  EXPECT_OK(ab_cuda_expert_ffn_forward(&forward, &exec));
+  EXPECT_CUDA(cudaDeviceSynchronize());
+  rows.get_last(got.y.view());
+  h.get_last(got.h.view());
+  EXPECT_TRUE(got.y.is(want.y));
+  EXPECT_TRUE(got.h.is(want.h));
+
+  h.put_last(want.kept_h.view());
+  EXPECT_OK(ab_cuda_expert_ffn_backward(&backward, &exec));
+  mirrors.fetch();
+  rows.get_last(got.dx_rows.view());
+  h.get_last(got.dh.view());
+  d_weights.get_last(got.d_weights.view());
+  EXPECT_TRUE(got.dx_rows.is(want.dx_rows));
+  EXPECT_TRUE(got.dh.is(want.dh));
+  // Sums whose parts depend on R: as of one more rounding, of terms of order 1.
+  const auto expect_near = [](const char* name, const FloatTensor& result, const FloatTensor& expected,
+                              float rounding) {
+    for (int64_t i = 0; i < result.size(); ++i) {
+      ASSERT_NEAR(result.get(i), expected.get(i), rounding * (std::abs(expected.get(i)) + 0x1p-10f))
+          << name << " " << i;
+    }
+  };
+  expect_near("d_weights", got.d_weights, want.d_weights, 0x1p-12f);
+  expect_near("d_w_in", got.d_w_in, want.d_w_in, 0x1p-7f);
+  expect_near("d_w_out", got.d_w_out, want.d_w_out, 0x1p-7f);
+  expect_near("d_b_in", got.d_b_in, want.d_b_in, 0x1p-7f);
+  expect_near("d_b_out", got.d_b_out, want.d_b_out, 0x1p-7f);
+}
+
 TEST_F(FfnCuda, ReplaysInAGraph) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     const FfnCase c{{3000, 0, 20, 1500}, 4600, 72, 136, 2, 2300, 2, dtype};

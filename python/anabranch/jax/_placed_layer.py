@@ -17,6 +17,7 @@ from anabranch.jax._layer import (
     LayerConfig,
     LayerOutput,
     Operands,
+    ffn_operands,
     flat_tokens,
     lse_squares,
     route_tokens,
@@ -110,16 +111,7 @@ def _ffn_operands(
     b_out = operands.b_out
     if b_out is not None and placement.parallel.tensor_axis is not None:
         b_out = jnp.where(jax.lax.axis_index(placement.parallel.tensor_axis) == 0, b_out, 0)
-    return FfnOperands(
-        x=tokens,
-        slot_of_row=route.slot_of_row,
-        group_sizes=route.group_sizes,
-        w_in=operands.w_in,
-        w_out=operands.w_out,
-        b_in=operands.b_in,
-        b_out=b_out,
-        weights=weights,
-    )
+    return ffn_operands(operands._replace(x=tokens, b_out=b_out), route, weights)
 
 
 def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:

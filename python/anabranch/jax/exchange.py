@@ -14,6 +14,7 @@ an array of tokens as it arrived and the row map into it, so that nothing is sor
 Nothing waits for sizes on the device: buffers have static bounds, from T, K, E, P and the capacity.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -228,18 +229,20 @@ def _by_expert(chunks: jax.Array, tails: jax.Array, arriving: int, rows: int) ->
     return slot_of_row, jnp.where(row_of_arrived < total, row_of_arrived, -1)[:, None]
 
 
-class _Rows:
+class _Rows(abc.ABC):
     """What Padded and Ragged share: they differ in the layout of buffers and in the collective."""
 
     bounds: Bounds
     route = RowRoute
     topk = 1
 
+    @abc.abstractmethod
     def _exchange(self, route: RowRoute, rows: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """The rows that leave, where they arrive."""
 
+    @abc.abstractmethod
     def _return(self, route: RowRoute, rows: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """The rows that arrived, back where they left."""
 
     def send(self, route: RowRoute, tokens: jax.Array) -> jax.Array:
         """See Transport; [rows that arrive, D]."""

@@ -10,29 +10,20 @@
 
 #include "anabranch/types.h"
 #include "experts/hopper/choose.h"
-#include "experts/hopper/row_source.h"
+#include "experts/hopper/ffn_product.h"
 
 namespace anabranch::cuda {
 
-struct HiddenGradient {
-  RowSource d_y;                         // rows of D
-  const void* w_out = nullptr;           // [E, F, D]
-  const int32_t* group_sizes = nullptr;  // [E], on the device
-  RowWeightSource weights;               // and which rows are padding, zero in all results
-  const void* h = nullptr;               // [R, P, F]
-  void* dh = nullptr;                    // the same, may be h itself, zero past the groups; nullptr: not wanted
-  void* weighted_a = nullptr;            // [R, F], not written past the groups; nullptr: not wanted
-  float* dots = nullptr;                 // [parts_of_dots(), R], zero past the groups: add them up; nullptr: not wanted
-  int32_t activation = 0;
-  int32_t dtype = 0;  // of all but weights and dots: AB_BFLOAT16 or AB_FLOAT16
-  int64_t R = 0;
-  int64_t E = 0;
-  int64_t D = 0;
-  int64_t P = 0;  // 2: gated; 1
-  int64_t F = 0;
+struct HiddenGradient : FfnProduct {
+  RowSource d_y;                // rows of D
+  const void* w_out = nullptr;  // [E, F, D]
+  const void* h = nullptr;      // [R, P, F]
+  void* dh = nullptr;           // the same, may be h itself, zero past the groups; nullptr: not wanted
+  void* weighted_a = nullptr;   // [R, F], not written past the groups; nullptr: not wanted
+  float* dots = nullptr;        // [parts_of_dots(), R], zero past the groups: add them up; nullptr: not wanted
 };
 
-// Whether the kernels can take it: as for UpProduct.
+// Whether the kernels can take it.
 bool runs_on_tensor_cores(const HiddenGradient& gradient);
 
 // The tiles that compute it, and the parts that its dots come in.

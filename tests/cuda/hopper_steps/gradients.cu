@@ -14,12 +14,6 @@ namespace {
 
 using namespace anabranch::cuda;
 
-int multiprocessors() {
-  int count = 0;
-  STEP_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
-  return count;
-}
-
 // Rows of group e are ends[e - 1] ... ends[e] - 1.
 std::vector<int64_t> ends_of(const std::vector<int32_t>& sizes, int64_t R) {
   std::vector<int64_t> ends;

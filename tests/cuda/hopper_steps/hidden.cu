@@ -15,12 +15,6 @@ namespace {
 
 using namespace anabranch::cuda;
 
-int multiprocessors() {
-  int count = 0;
-  STEP_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
-  return count;
-}
-
 struct Case {
   std::vector<int32_t> sizes;
   int64_t R;

@@ -66,12 +66,6 @@ struct Operands {
   DeviceArray<uint16_t> y;
 };
 
-inline int multiprocessors() {
-  int count = 0;
-  STEP_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
-  return count;
-}
-
 // y of the operands, or what is given; overlaps: the kernel may start while the one before it ends.
 template <class Shape, class Element, Major kMajorB, bool kGathers>
 ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, bool overlaps = true) {

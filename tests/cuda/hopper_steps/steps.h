@@ -52,6 +52,12 @@ int finished_products();  // bias and weights in the epilogue
     }                                                                                                      \
   } while (false)
 
+inline int multiprocessors() {
+  int count = 0;
+  STEP_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
+  return count;
+}
+
 // Prints a status that is not ok; 1 for it, else 0.
 inline int fails(const ab_status& status) {
   if (status.code != AB_OK) std::printf("  status %d: %s\n", status.code, status.message);

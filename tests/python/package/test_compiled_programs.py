@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from anabranch.jax import custom_calls as anabranch_custom_calls
-from anabranch.jax import expert_ffn, fused_topk_with_score_function, load_balance_loss, plan, route
+from anabranch.jax import expert_ffn, fused_topk_with_score_function, load_balance_loss, moe, plan, route
 
 B, S, E, K = 4, 250, 96, 6
 T = B * S
@@ -142,14 +142,40 @@ def copies_to_the_host(names):
     return [name for name in names if re.search("memcpy.*d(evice)?(2| to )h", name, re.IGNORECASE)]
 
 
+def assert_no_copies(run, directory):
+    """That `run()`, which returns an array, leaves it and all else on the GPU; looked at by the profiler."""
+    jax.block_until_ready(run())
+    fetched = device_events(directory / "fetched", lambda: np.asarray(run()))
+    if not copies_to_the_host(fetched):
+        pytest.skip(f"THE PROFILER SHOWS NO COPIES HERE: a step was not looked at; it showed {fetched[:20]}")
+    events = device_events(directory / "step", lambda: jax.block_until_ready(run()))
+    assert len(events) >= 3 and not copies_to_the_host(events)
+
+
 @pytest.mark.gpu
 def test_a_step_copies_nothing_to_the_host(gpu, tmp_path):
     given = operands("bfloat16")
     arrays = [given[name] for name in ("z", "d_weights", "expert_bias", "token_mask", "num_tokens")]
     run = jax.jit(functools.partial(gradient, **OPTIONS["grouped"]))
-    jax.block_until_ready(run(*arrays))
-    fetched = device_events(tmp_path / "fetched", lambda: np.asarray(run(*arrays)[-1]))
-    if not copies_to_the_host(fetched):
-        pytest.skip(f"THE PROFILER SHOWS NO COPIES HERE: a step was not looked at; it showed {fetched[:20]}")
-    events = device_events(tmp_path / "step", lambda: jax.block_until_ready(run(*arrays)))
-    assert len(events) >= 3 and not copies_to_the_host(events)
+    assert_no_copies(lambda: run(*arrays)[-1], tmp_path)
+
+
+@pytest.mark.gpu
+@dtypes
+def test_training_a_layer_copies_nothing_to_the_host(gpu, tmp_path, dtype):
+    """Sizes of groups live on the device, forward and backward."""
+    rng = np.random.default_rng(1)
+    D, F = 64, 128
+    shapes = [(T, D), (D, E), (E, D, 2, F), (E, F, D)]
+    arrays = [jnp.asarray(rng.standard_normal(shape) / 8, dtype) for shape in shapes]
+
+    @jax.jit
+    def train(*arrays):
+        def loss(*arrays):
+            result = moe(*arrays, topk=K, aux_loss_coeff=0.01)
+            return jnp.sum(jnp.square(result.output.astype(jnp.float32))) + result.aux_loss
+
+        gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*arrays)
+        return [array - 0.01 * gradient for array, gradient in zip(arrays, gradients, strict=True)]
+
+    assert_no_copies(lambda: train(*arrays)[2], tmp_path)

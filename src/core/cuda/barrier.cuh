@@ -24,6 +24,21 @@ class Barrier {
 
   __device__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(address()) : "memory"); }
 
+  // Arrives at the barrier that stands at the same place in the shared memory of a block of the cluster. For the end of
+  // asynchronous reads that were waited for: it orders nothing that threads wrote (a release for the cluster would wait
+  // for all of this thread's writes to memory).
+  __device__ void arrive_in_block(uint32_t block) {
+    asm volatile(
+        "{\n"
+        ".reg .u32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}\n"
+        :
+        : "r"(address()), "r"(block)
+        : "memory");
+  }
+
   // Arrives, and makes the phase wait for so many bytes of the copy engine.
   __device__ void arrive_and_expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(address()), "r"(bytes) : "memory");

@@ -21,6 +21,7 @@ struct Launch {
   cudaStream_t stream;
   // Starts while the kernel before it on the stream still runs; it must wait with wait_for_previous_kernel().
   bool overlaps_previous = false;
+  int cluster = 1;  // so many neighbouring blocks make a cluster; divides `blocks`
 };
 
 // Whether the current device knows how (compute capability 9.0).
@@ -44,16 +45,23 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
                    cudaGetErrorString(failure));
     }
   }
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (shape.overlaps_previous && can_overlap()) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = shape.stream;
-  config.attrs = &overlap;
-  config.numAttrs = shape.overlaps_previous && can_overlap() ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   const cudaError_t failure = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   if (failure != cudaSuccess) {
     cudaGetLastError();

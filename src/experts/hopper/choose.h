@@ -22,29 +22,36 @@ constexpr TileModel kTileModels[] = {
     {TileChoice::k128x128, 128, 128, true},
 };
 
+// Bytes that arrive at a multiprocessor from the L2 cache, a cycle: where two blocks share a factor (InPairs), more.
+constexpr double kCacheBytesAlone = 48;
+constexpr double kCacheBytesInPairs = 56;
+
 // Cycles until so many tiles are computed, each element a sum of so many terms.
-inline double cycles_of(const TileModel& tile, double tiles, double terms, int multiprocessors) {
+inline double cycles_of(const TileModel& tile, double tiles, double terms, int multiprocessors, double cache_bytes) {
   constexpr double kMultiplyAdds = 2048;  // of 16-bit elements, a cycle
-  constexpr double kCacheBytes = 48;      // from the L2 cache to one multiprocessor, a cycle
-  constexpr double kStoreBytes = 32;      // of results through shared memory, a cycle
+  constexpr double kStoreBytes = 28;      // of results through shared memory, a cycle
   constexpr double kStart = 1500;         // until the first operands of a tile are there, if nothing hides it
-  constexpr double kSwitch = 200;         // from tile to tile, if something does
+  constexpr double kSwitch = 750;         // from tile to tile, if something does
   const double area = static_cast<double>(tile.rows) * tile.columns;
   const double multiply = area * terms / kMultiplyAdds;
-  const double load = 2.0 * (tile.rows + tile.columns) * terms / kCacheBytes;
-  const double store = tile.overlaps ? kSwitch : 2 * area / kStoreBytes;
+  const double load = 2.0 * (tile.rows + tile.columns) * terms / cache_bytes;
+  const double store = 2 * area / kStoreBytes;
+  const double compute = std::max(multiply, load);
   const double waves = std::max(tiles / multiprocessors + 0.5, 1.0);
-  return kStart + waves * (std::max(multiply, load) + store);
+  return kStart + waves * (tile.overlaps ? std::max(compute, store) + kSwitch : compute + store);
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // `can`: whether kernels are built for a shape.
 template <class Tiles, class Can>
-TileModel choose_tile(const Tiles& tiles, double terms, int multiprocessors, const Can& can) {
+TileModel choose_tile(const Tiles& tiles, double terms, int multiprocessors, double cache_bytes, const Can& can) {
   return *std::min_element(std::begin(kTileModels), std::end(kTileModels), [&](const auto& a, const auto& b) {
     if (can(a) != can(b)) return can(a);
-    return cycles_of(a, tiles(a), terms, multiprocessors) < cycles_of(b, tiles(b), terms, multiprocessors);
+    const auto cycles = [&](const TileModel& tile) {
+      return cycles_of(tile, tiles(tile), terms, multiprocessors, cache_bytes);
+    };
+    return cycles(a) < cycles(b);
   });
 }
 
@@ -56,7 +63,7 @@ TileModel choose_among(int64_t R, int64_t E, int64_t N, int64_t K, int multiproc
     const double row_tiles = static_cast<double>(R) / tile.rows + static_cast<double>(std::min(E, R)) / 2;
     return row_tiles * static_cast<double>(ceil_div(N, tile.columns));
   };
-  return choose_tile(tiles, static_cast<double>(K), multiprocessors, can);
+  return choose_tile(tiles, static_cast<double>(K), multiprocessors, kCacheBytesInPairs, can);
 }
 inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t K, int multiprocessors) {
   return choose_among(R, E, N, K, multiprocessors, [](const TileModel&) { return true; });
@@ -76,7 +83,7 @@ inline TileModel choose_weight_tile(int64_t R, int64_t E, int64_t D, int64_t N, 
   const auto tiles = [&](const TileModel& tile) {
     return static_cast<double>(E * ceil_div(D, tile.rows)) * static_cast<double>(ceil_div(N, tile.columns));
   };
-  return choose_tile(tiles, static_cast<double>(R) / static_cast<double>(E), multiprocessors,
+  return choose_tile(tiles, static_cast<double>(R) / static_cast<double>(E), multiprocessors, kCacheBytesAlone,
                      [&](const TileModel& tile) { return !gathers || leaves_registers(tile); });
 }
 

@@ -49,7 +49,8 @@ struct NoGather {
 template <int kRows>
 class RowGather {
  public:
-  __device__ RowGather(const RowsElsewhere& from, const Tile& tile) : from_(from) {
+  __device__ RowGather(const RowsElsewhere& from, const Tile& tile)
+      : from_(from), chunk_(lane_index() % kRowChunks), first_(swizzled(first_row() + row_of(0), chunk_)) {
     const int32_t row = tile.row + first_row() + lane_index();
     const uint32_t place = row < tile.end_row ? from.place_of(__ldg(from.slots + row)) : RowsElsewhere::kNowhere;
 #pragma unroll
@@ -57,15 +58,15 @@ class RowGather {
   }
 
   __device__ void copy(uint32_t to, const Tile& tile, int step) const {
-    const int chunk = lane_index() % kRowChunks;
-    const int32_t source_chunk = (tile.term + step * kStepTerms) / 8 + chunk;
+    const int32_t source_chunk = (tile.term + step * kStepTerms) / 8 + chunk_;
     const bool there = source_chunk < from_.row_chunks;
     const char* from = from_.source + int64_t{source_chunk} * 16;
-    uint32_t first = 0;
+    // Four rows on, the swizzle flips a digit of the chunk.
+    const uint32_t firsts[] = {to + first_, to + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if (i % (kEach / 2) == 0) first = to + swizzled(first_row() + row_of(i), chunk);
-      RowsElsewhere::copy_chunk(first + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i], there);
+      RowsElsewhere::copy_chunk(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i],
+                                there);
     }
   }
 
@@ -80,6 +81,8 @@ class RowGather {
   }
 
   const RowsElsewhere& from_;
+  int chunk_;       // of every row
+  uint32_t first_;  // where the first row's goes, from `to` on
   uint32_t places_[kEach];
 };
 

@@ -11,7 +11,7 @@ namespace anabranch::cuda {
 
 template <class Shape, class Element, class OperandA, int kParts>
 ab_status launch_hidden(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
-  Product<Shape, Element, OperandA, ShuffledWeights, RowGroups, RowTiles<Shape::kRows, Shape::kColumns>,
+  Product<Shape, Element, OperandA, ShuffledWeights, RowGroups, RowTiles<Shape::kRows, Shape::kColumns, Shape::kBlocks>,
           HiddenGradientOut<Element, kParts>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.dtype, g.D, &product.a));
@@ -35,8 +35,8 @@ template <int kParts>
 ab_status launch_hidden(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
-               ? launch_hidden<Tile128x256, Element, OperandA, kParts>(g, multiprocessors, stream)
-               : launch_hidden<Tile128x128, Element, OperandA, kParts>(g, multiprocessors, stream);
+               ? launch_hidden<InPairs<Tile128x256>, Element, OperandA, kParts>(g, multiprocessors, stream)
+               : launch_hidden<InPairs<Tile128x128>, Element, OperandA, kParts>(g, multiprocessors, stream);
   };
   const auto with_element = [&]<class Element>(Element) {
     return g.d_y.slots == nullptr ? with_operand.template operator()<Rows, Element>()

@@ -63,7 +63,7 @@ class GroupedProduct {
       p_.b.prefetch();
       p_.out.prefetch();
     }
-    __syncthreads();
+    sync_cluster<Shape::kBlocks>();
     wait_for_previous_kernel();
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup == 0) {
@@ -77,6 +77,7 @@ class GroupedProduct {
       take_registers<kConsumerRegisters>();
       consume(warpgroup - 1);
     }
+    if (Shape::kBlocks > 1) sync_cluster<Shape::kBlocks>();  // others may still arrive at this block's barriers
   }
 
  private:

@@ -3,6 +3,9 @@
 //   slot s of the ring:  a[s]  kRows / 64 panels     full[s]   the step is there
 //                        b[s]  kColumns / 64 panels  empty[s]  the warps of the team are done with it
 //
+// The blocks of a cluster go step by step together: each fills slots of its own and, with its part of B, the other
+// blocks', so that a slot is empty when the teams of all blocks are done with it.
+//
 // Teams take turns with their tiles: a wait tells the phases of a barrier apart by parity alone, so a warp may wait for
 // a step only when the step before it in the same slot is known to have come. A team knows that of its own steps; of
 // the other team's it knows when that team has ended its turn, which is when it has seen all steps of its tile.
@@ -28,7 +31,7 @@ struct OperandRing {
   __device__ void init(int copying_threads) {
     for (int i = 0; i < Shape::kStages; ++i) {
       full[i].init(static_cast<uint32_t>(1 + copying_threads));
-      empty[i].init(Shape::kTeamWarps);
+      empty[i].init(Shape::kTeamWarps * Shape::kBlocks);
     }
     for (Barrier& ended : turn_ended) ended.init(Shape::kTeamWarps);
   }
@@ -49,7 +52,11 @@ struct OperandRing {
   }
 
   __device__ void release(const Position& at) {
-    if (lane_index() == 0) empty[at.slot].arrive();
+    if constexpr (Shape::kBlocks == 1) {
+      if (lane_index() == 0) empty[at.slot].arrive();
+    } else {
+      if (lane_index() < Shape::kBlocks) empty[at.slot].arrive_in_block(static_cast<uint32_t>(lane_index()));
+    }
   }
 };
 
@@ -70,8 +77,9 @@ __device__ __forceinline__ void load_steps(OperandRing<Shape>& ring, const Opera
     __syncwarp();  // no lane may fall a phase behind
     if (leads && lane_index() == 0) {
       full.arrive_and_expect(kBytes);
-      a.template load<Shape::kRows>(shared_address(ring.a[at.slot]), full, tile, step);
-      b.template load<Shape::kColumns>(shared_address(ring.b[at.slot]), full, tile, step);
+      a.template load<Shape::kRows>(shared_address(ring.a[at.slot]), full, tile, step, Share<1>{});
+      b.template load<Shape::kColumns>(shared_address(ring.b[at.slot]), full, tile, step,
+                                       Share<Shape::kBlocks>::of(tile.in_common != 0));
     }
     gather_a.copy(shared_address(ring.a[at.slot]), tile, step);
     gather_b.copy(shared_address(ring.b[at.slot]), tile, step);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/cuda/cluster.cuh"
 #include "experts/hopper/group_rows.cuh"
 #include "experts/hopper/tile.cuh"
 
@@ -21,17 +22,24 @@ struct RowGroups {
 constexpr int64_t most_row_tiles(int64_t R, int64_t E, int64_t rows) { return (R + rows - 1) / rows + E + 1; }
 
 // Tiles in one order for all blocks: expert after expert, within an expert as in place_of(). Used by one whole warp.
-template <int kRows, int kColumns>
+//
+// A cluster of two blocks takes pairs of tiles: one below the other, which have the weights in common. If that leaves a
+// last row of tiles, its tiles are pairs of neighbours, the last of which may stand past the columns and have no rows.
+template <int kRows, int kColumns, int kBlocks = 1>
 class RowTiles {
+  static_assert(kBlocks == 1 || kBlocks == 2);
+
  public:
   __device__ explicit RowTiles(const RowGroups& groups) : groups_(groups), rows_(groups.sizes, groups.E, groups.R) {
     count_tiles();
   }
 
-  // The block's n-th tile, one after another: blocks take them in turn.
-  __device__ Tile next(int n) { return at(static_cast<int32_t>(blockIdx.x) + n * static_cast<int32_t>(gridDim.x)); }
+  // The block's n-th tile, one after another: clusters take them in turn.
+  __device__ Tile next(int n) {
+    return at(static_cast<int32_t>(blockIdx.x) / kBlocks + n * (static_cast<int32_t>(gridDim.x) / kBlocks));
+  }
 
-  // The index-th tile; indices must not decrease from call to call.
+  // The block's tile of the index-th pair, of one without clusters; indices must not decrease from call to call.
   __device__ Tile at(int32_t index) {
     while (index >= end_tile()) {
       if (rows_.first() + kWarp > groups_.E) return {.expert = kNoTile};
@@ -43,19 +51,29 @@ class RowTiles {
     const int32_t begin = __shfl_sync(kAllLanes, rows_.begin(), lane);
     const int32_t end = __shfl_sync(kAllLanes, rows_.end(), lane);
     const int32_t row_tiles = tiles_of(end - begin);
-    const int32_t in_group = index - (__shfl_sync(kAllLanes, lane_end_tile_, lane) - row_tiles * groups_.column_tiles);
-    const TilePlace place = place_of(in_group, row_tiles, groups_.column_tiles);
+    const int32_t in_group = index - (__shfl_sync(kAllLanes, lane_end_tile_, lane) - pairs_of(row_tiles));
+    const int32_t in_common = row_tiles / kBlocks * groups_.column_tiles;
+    const auto block = static_cast<int32_t>(block_in_cluster<kBlocks>());
+    TilePlace place;
+    if (kBlocks == 1 || in_group < in_common) {
+      place = place_of<kBandTiles / kBlocks>(in_group, row_tiles / kBlocks, groups_.column_tiles);
+      place.row = place.row * kBlocks + block;
+    } else {
+      place = {row_tiles - 1, (in_group - in_common) * kBlocks + block};
+    }
     const bool zero = rows_.first() + lane == groups_.E;
     const int32_t terms = zero ? 0 : groups_.terms;
+    const int32_t row = begin + place.row * kRows;
     return {.expert = zero ? kNoExpert : rows_.first() + lane,
-            .row = begin + place.row * kRows,
-            .end_row = end,
+            .row = row,
+            .end_row = place.column < groups_.column_tiles ? end : row,
             .column = place.column * kColumns,
             .term = 0,
             .end_term = terms,
             .steps = (terms + kStepTerms - 1) / kStepTerms,
             .first_step = 0,
-            .partial = kWhole};
+            .partial = kWhole,
+            .in_common = in_group < in_common};
   }
 
  private:
@@ -63,10 +81,15 @@ class RowTiles {
     return static_cast<int32_t>((static_cast<uint32_t>(rows) + kRows - 1) / kRows);
   }
 
+  __device__ int32_t pairs_of(int32_t row_tiles) const {
+    const int32_t last_row = row_tiles % kBlocks == 0 ? 0 : (groups_.column_tiles + kBlocks - 1) / kBlocks;
+    return row_tiles / kBlocks * groups_.column_tiles + last_row;
+  }
+
   // Where the tiles of the lanes' groups end.
   __device__ void count_tiles() {
     const int32_t tiles_before = end_tile();
-    lane_end_tile_ = tiles_of(rows_.end() - rows_.begin()) * groups_.column_tiles;
+    lane_end_tile_ = pairs_of(tiles_of(rows_.end() - rows_.begin()));
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {
       const int32_t before = __shfl_up_sync(kAllLanes, lane_end_tile_, distance);

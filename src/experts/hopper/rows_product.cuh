@@ -17,8 +17,8 @@ inline bool needs_finish(const RowsProduct& p) {
 }
 
 template <class Shape, class Element, class OperandA, Major kMajorB, class Target>
-using RowsProductOf =
-    Product<Shape, Element, OperandA, Weights<kMajorB>, RowGroups, RowTiles<Shape::kRows, Shape::kColumns>, Target>;
+using RowsProductOf = Product<Shape, Element, OperandA, Weights<kMajorB>, RowGroups,
+                              RowTiles<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Target>;
 
 template <class Element>
 ab_status prepare_target(const RowsProduct& p, RowsOut<Element>* target) {
@@ -40,7 +40,8 @@ ab_status launch_rows(const RowsProduct& p, RowsProductOf<Shape, Element, Operan
   if constexpr (kMajorB == Major::mn) {
     AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.K, p.N, kPanel, kPanel, &product.b.map));
   } else {
-    AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.N, p.K, kPanel, Shape::kColumns, &product.b.map));
+    AB_RETURN_IF_ERROR(
+        make_matrices_map("w", p.w, p.dtype, p.E, p.N, p.K, kPanel, Shape::kColumns / Shape::kBlocks, &product.b.map));
   }
   AB_RETURN_IF_ERROR(prepare_target(p, &product.out));
   product.groups = {p.group_sizes, static_cast<int32_t>(p.E), static_cast<int32_t>(p.R), static_cast<int32_t>(p.K),
@@ -62,11 +63,12 @@ ab_status launch_rows(const RowsProduct& p, TileChoice tile, int multiprocessors
     using To = Target<Element>;
     if constexpr (std::is_same_v<To, RowsOut<Element>>) {
       if (tile == TileChoice::k128x192) {
-        return launch_rows<Tile128x192, Element, kMajorB, To>(p, multiprocessors, stream);
+        return launch_rows<InPairs<Tile128x192>, Element, kMajorB, To>(p, multiprocessors, stream);
       }
     }
-    return tile == TileChoice::k128x128 ? launch_rows<Tile128x128, Element, kMajorB, To>(p, multiprocessors, stream)
-                                        : launch_rows<Tile128x256, Element, kMajorB, To>(p, multiprocessors, stream);
+    return tile == TileChoice::k128x128
+               ? launch_rows<InPairs<Tile128x128>, Element, kMajorB, To>(p, multiprocessors, stream)
+               : launch_rows<InPairs<Tile128x256>, Element, kMajorB, To>(p, multiprocessors, stream);
   };
   return p.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }

@@ -21,6 +21,7 @@ struct alignas(16) Tile {
   int32_t steps;       // of kStepTerms terms
   int32_t first_step;  // of this block: the number of steps of the tiles before
   int32_t partial;     // the partial result that the sum is; kWhole: the result itself
+  int32_t in_common;   // whether the blocks of the cluster have the same columns of the same expert
 };
 constexpr int32_t kNoExpert = -1;
 constexpr int32_t kNoTile = -2;
@@ -33,15 +34,16 @@ __device__ int32_t first_of(const Tile& tile) {
   return kSide == Side::rows ? tile.row : tile.column;
 }
 
-// Where the index-th of row_tiles x column_tiles tiles stands, counted in tiles. In bands of up to kBandTiles tiles of
+// Where the index-th of row_tiles x column_tiles tiles stands, counted in tiles. In bands of up to kMostInBand tiles of
 // rows, column after column: blocks that run at a time share few rows and few columns, which fit the L2 cache.
 struct TilePlace {
   int32_t row;
   int32_t column;
 };
+constexpr int kBandTiles = 16;
+template <int kMostInBand = kBandTiles>
 __device__ __forceinline__ TilePlace place_of(int32_t index, int32_t row_tiles, int32_t column_tiles) {
-  constexpr int32_t kBandTiles = 16;
-  const int32_t bands = (row_tiles + kBandTiles - 1) / kBandTiles;
+  const int32_t bands = (row_tiles + kMostInBand - 1) / kMostInBand;
   const int32_t band_rows = (row_tiles + bands - 1) / bands;
   const int32_t band = index / (band_rows * column_tiles);
   const int32_t in_band = index - band * band_rows * column_tiles;
@@ -51,13 +53,14 @@ __device__ __forceinline__ TilePlace place_of(int32_t index, int32_t row_tiles, 
 
 // A tile of kRows x kColumns is computed by a team of warpgroups, split by rows. One team of two: both work on the same
 // tile, which may be large. Two teams of one: while a team stores its tile the other one multiplies, so that tiles of
-// few steps don't leave the tensor cores idle.
-template <int kRows_, int kColumns_, int kStages_, int kTeams_>
+// few steps don't leave the tensor cores idle. kBlocks: of a cluster, which work on tiles with a factor in common.
+template <int kRows_, int kColumns_, int kStages_, int kTeams_, int kBlocks_ = 1>
 struct TileShape {
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kStages = kStages_;  // slots of the ring of operands
   static constexpr int kTeams = kTeams_;
+  static constexpr int kBlocks = kBlocks_;
 
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kTeamWarpgroups = kConsumers / kTeams;

@@ -27,7 +27,7 @@ inline ab_status prepare_up_weights(const UpProduct& p, Weights<Major::mn>* weig
 template <class Shape, class Element, class OperandA, int kParts>
 ab_status launch_up(const UpProduct& p, int multiprocessors, cudaStream_t stream) {
   constexpr int kWidth = Shape::kColumns / kParts;  // columns of `a`
-  Product<Shape, Element, OperandA, UpWeights<kParts>, RowGroups, RowTiles<Shape::kRows, kWidth>,
+  Product<Shape, Element, OperandA, UpWeights<kParts>, RowGroups, RowTiles<Shape::kRows, kWidth, Shape::kBlocks>,
           HiddenOut<Element, kParts>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", p.x, p.dtype, p.D, &product.a));
@@ -55,8 +55,9 @@ ab_status launch_up(const UpProduct& p, int multiprocessors, cudaStream_t stream
 template <int kParts>
 ab_status launch_up(const UpProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const auto with_operand = [&]<class OperandA, class Element>() {
-    return tile == TileChoice::k128x256 ? launch_up<Tile128x256, Element, OperandA, kParts>(p, multiprocessors, stream)
-                                        : launch_up<Tile128x128, Element, OperandA, kParts>(p, multiprocessors, stream);
+    return tile == TileChoice::k128x256
+               ? launch_up<InPairs<Tile128x256>, Element, OperandA, kParts>(p, multiprocessors, stream)
+               : launch_up<InPairs<Tile128x128>, Element, OperandA, kParts>(p, multiprocessors, stream);
   };
   const auto with_element = [&]<class Element>(Element) {
     return p.x.slots == nullptr ? with_operand.template operator()<Rows, Element>()

@@ -45,7 +45,8 @@ int check(const Case& c, unsigned seed) {
   const Operands<Element> operands(c, seed);
   if (fails(multiply<Shape, Element, kMajorB, kGathers>(operands)) != 0) return 1;
   char name[128];
-  std::snprintf(name, sizeof name, "%dx%d %s %s%s R %lld E %lld K %lld N %lld", Shape::kRows, Shape::kColumns,
+  std::snprintf(name, sizeof name, "%s%dx%d %s %s%s R %lld E %lld K %lld N %lld",
+                Shape::kBlocks == 1 ? "" : "pairs of ", Shape::kRows, Shape::kColumns,
                 std::is_same_v<Element, BFloat16> ? "bf16" : "f16", kMajorB == Major::k ? "A B^T" : "A B",
                 kGathers ? " gathered" : "", static_cast<long long>(c.R), static_cast<long long>(operands.E),
                 static_cast<long long>(c.K), static_cast<long long>(c.N));
@@ -63,6 +64,11 @@ int check_shapes(const Case& c, unsigned seed) {
   return check_ways<Tile128x128>(c, seed) + check_ways<Tile128x192>(c, seed) + check_ways<Tile128x256>(c, seed);
 }
 
+int check_pairs(const Case& c, unsigned seed) {
+  return check_ways<InPairs<Tile128x128>>(c, seed) + check_ways<InPairs<Tile128x192>>(c, seed) +
+         check_ways<InPairs<Tile128x256>>(c, seed);
+}
+
 }  // namespace
 
 int products_of_one_tile() {
@@ -78,9 +84,12 @@ int products_of_one_tile() {
 
 int products_of_groups() {
   int failures = 0;
-  failures += check_shapes({{0, 1, 128, 0, 0, 129, 127, 1500, 0, 64, 65}, 2200, 264, 520}, 11);
-  failures += check_shapes({{300, 300, 300, 300}, 1200, 768, 768}, 12);
-  failures += check_shapes({{0, 0, 0}, 300, 64, 64}, 13);
+  failures += check_pairs({{128}, 128, 256, 104}, 7);   // one tile, and none beside it
+  failures += check_pairs({{256}, 256, 1000, 256}, 8);  // weights in common
+  failures += check_pairs({{384}, 384, 1000, 776}, 9);
+  failures += check_pairs({{0, 1, 128, 0, 0, 129, 127, 1500, 0, 64, 65}, 2200, 264, 520}, 11);
+  failures += check_pairs({{300, 300, 300, 300}, 1200, 768, 768}, 12);
+  failures += check_pairs({{0, 0, 0}, 300, 64, 64}, 13);
   std::vector<int32_t> sizes(150);
   std::mt19937 random(14);
   int64_t R = 77;
@@ -88,7 +97,7 @@ int products_of_groups() {
     size = random() % 4 == 0 ? 0 : static_cast<int32_t>(random() % 400);
     R += size;
   }
-  failures += check_shapes({sizes, R, 72, 328}, 15);
+  failures += check_pairs({sizes, R, 72, 328}, 15);
   return failures;
 }
 
@@ -101,8 +110,8 @@ int products_repeat() {
   Comparison comparison("40 runs have the same bits");
   for (int run = 0; run < 40; ++run) {
     operands.y.poison();
-    const ab_status status = run % 2 == 0 ? multiply<Tile128x256, BFloat16, Major::mn, false>(operands)
-                                          : multiply<Tile128x128, BFloat16, Major::mn, false>(operands);
+    const ab_status status = run % 2 == 0 ? multiply<InPairs<Tile128x256>, BFloat16, Major::mn, false>(operands)
+                                          : multiply<InPairs<Tile128x128>, BFloat16, Major::mn, false>(operands);
     failures += fails(status);
     const std::vector<uint16_t> got = operands.y.fetch(&failures);
     if (run == 0) first = got;

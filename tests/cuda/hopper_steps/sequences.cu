@@ -64,9 +64,9 @@ int run_shapes(const Sequence& s) {
   int failures = 0;
   int64_t wrong[3][2];
   for (const bool overlaps : {false, true}) {
-    wrong[0][overlaps] = run<Tile128x128, kMajorB, kGathers>(s, overlaps, &failures);
-    wrong[1][overlaps] = run<Tile128x192, kMajorB, kGathers>(s, overlaps, &failures);
-    wrong[2][overlaps] = run<Tile128x256, kMajorB, kGathers>(s, overlaps, &failures);
+    wrong[0][overlaps] = run<InPairs<Tile128x128>, kMajorB, kGathers>(s, overlaps, &failures);
+    wrong[1][overlaps] = run<InPairs<Tile128x192>, kMajorB, kGathers>(s, overlaps, &failures);
+    wrong[2][overlaps] = run<InPairs<Tile128x256>, kMajorB, kGathers>(s, overlaps, &failures);
   }
   std::printf(
       "  K %4lld %-5s %-8s wrong elements, one by one / overlapping:", static_cast<long long>(s.operands.shape.K),

@@ -14,27 +14,33 @@ using namespace anabranch::cuda;
 constexpr int kRows = 128;
 constexpr int kColumns = 192;
 
-// One warp a block; tiles[i]: the i-th tile.
+// One warp a block, kBlocks a cluster; tiles[i * kBlocks + b]: the i-th tile of the cluster's block b.
+template <int kBlocks>
 __global__ void list_tiles(RowGroups groups, Tile* tiles, int most, int* count) {
-  RowTiles<kRows, kColumns> finder(groups);
-  for (int index = static_cast<int>(blockIdx.x);; index += static_cast<int>(gridDim.x)) {
-    const Tile tile = finder.at(index);
+  RowTiles<kRows, kColumns, kBlocks> finder(groups);
+  const auto block = static_cast<int>(blockIdx.x) % kBlocks;
+  for (int n = 0;; ++n) {
+    const Tile tile = finder.next(n);
     if (tile.expert == kNoTile) break;
     if (lane_index() != 0) continue;
+    const int index = static_cast<int>(blockIdx.x) + n * static_cast<int>(gridDim.x);
+    if (index / kBlocks * kBlocks + block != index) __trap();
     if (index < most) tiles[index] = tile;
     atomicAdd(count, 1);
   }
 }
 
-int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int N, int K, int blocks) {
+template <int kBlocks>
+int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int N, int K, int clusters) {
   const int E = static_cast<int>(sizes.size());
   const int column_tiles = (N + kColumns - 1) / kColumns;
-  const auto most = static_cast<int>(most_row_tiles(R, E, kRows) * column_tiles);
+  const auto most = static_cast<int>(most_row_tiles(R, E, kRows) * column_tiles * kBlocks);
   const DeviceArray<int32_t> device_sizes(sizes);
   const DeviceArray<Tile> tiles(most);
   const DeviceArray<int> count(std::vector<int>{0});
-  list_tiles<<<static_cast<unsigned>(blocks), kWarp>>>({device_sizes.data(), E, R, K, column_tiles}, tiles.data(), most,
-                                                       count.data());
+  const auto blocks = static_cast<unsigned>(clusters * kBlocks);
+  list_tiles<kBlocks>
+      <<<blocks, kWarp>>>({device_sizes.data(), E, R, K, column_tiles}, tiles.data(), most, count.data());
   STEP_CUDA(cudaGetLastError());
   int failures = 0;
   const std::vector<Tile> got = tiles.fetch(&failures);
@@ -53,9 +59,20 @@ int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int 
     begin = end;
   }
   Comparison comparison(name);
-  comparison.same(-1, -1, found, static_cast<int64_t>(want.size()));
+  comparison.check(found <= most && found % kBlocks == 0, -1, -1, found, most);
   for (int i = 0; i < std::min(found, most); ++i) {
     const Tile& tile = got[static_cast<size_t>(i)];
+    const Tile& first = got[static_cast<size_t>(i / kBlocks * kBlocks)];
+    comparison.same(i, 4, tile.in_common, first.in_common);
+    comparison.same(i, 5, tile.steps, first.steps);
+    if (tile.in_common != 0) {
+      comparison.same(i, 6, tile.column, first.column);
+      comparison.same(i, 7, tile.expert, first.expert);
+    }
+    if (tile.end_row == tile.row) {  // a last tile without a neighbour
+      comparison.check(kBlocks == 2 && i % 2 == 1 && tile.in_common == 0 && tile.column >= N, i, 8, tile.column, N);
+      continue;
+    }
     const auto place = want.find({tile.row, tile.column});
     const bool there = place != want.end();
     comparison.check(there, i, 0, tile.row, -1);
@@ -69,15 +86,15 @@ int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int 
   return failures + comparison.report();
 }
 
-}  // namespace
-
-int tiles_of_groups() {
+template <int kBlocks>
+int check_groups() {
   int failures = 0;
-  failures += check_tiles("one group", {1000}, 1000, 500, 100, 7);
-  failures += check_tiles("empty and odd groups", {0, 1, 128, 0, 0, 129, 127, 5000, 0}, 5500, 700, 64, 132);
-  failures += check_tiles("no group", {}, 300, 192, 64, 3);
-  failures += check_tiles("no rows in groups", {0, 0, 0}, 300, 193, 64, 3);
-  failures += check_tiles("sizes out of range", {-5, 200, INT32_MIN, INT32_MAX, INT32_MAX, 7}, 1000, 300, 64, 5);
+  failures += check_tiles<kBlocks>("one group", {1000}, 1000, 500, 100, 7);
+  failures += check_tiles<kBlocks>("empty and odd groups", {0, 1, 128, 0, 0, 129, 127, 5000, 0}, 5500, 700, 64, 132);
+  failures += check_tiles<kBlocks>("no group", {}, 300, 192, 64, 3);
+  failures += check_tiles<kBlocks>("no rows in groups", {0, 0, 0}, 300, 193, 64, 3);
+  failures +=
+      check_tiles<kBlocks>("sizes out of range", {-5, 200, INT32_MIN, INT32_MAX, INT32_MAX, 7}, 1000, 300, 64, 5);
   std::mt19937 random(7);
   for (const int E : {31, 32, 33, 64, 129, 1000}) {
     std::vector<int32_t> sizes(static_cast<size_t>(E));
@@ -86,13 +103,17 @@ int tiles_of_groups() {
       size = random() % 3 == 0 ? 0 : static_cast<int32_t>(random() % 700);
       R += size;
     }
-    for (const int blocks : {1, 132}) {
+    for (const int clusters : {1, 66}) {
       char name[64];
-      std::snprintf(name, sizeof name, "%d groups, %d blocks", E, blocks);
-      failures += check_tiles(name, sizes, R, 400, 256, blocks);
+      std::snprintf(name, sizeof name, "%d groups, %d clusters of %d", E, clusters, kBlocks);
+      failures += check_tiles<kBlocks>(name, sizes, R, 400, 256, clusters);
     }
   }
   return failures;
 }
+
+}  // namespace
+
+int tiles_of_groups() { return check_groups<1>() + check_groups<2>(); }
 
 }  // namespace anabranch::steps

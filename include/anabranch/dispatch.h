@@ -51,14 +51,17 @@ typedef struct ab_dispatch_args {
 
 AB_API ab_status ab_dispatch(const ab_dispatch_args* args, const ab_exec* exec);
 
-/* out[t] = sum over k, ascending and in float32, of weights[t, k] * rows[row_of_slot[t, k]]. Slots without a row are
- * skipped. Without weights this is also the gradient of dispatch in x. */
+/* out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]], plus addend[t]. Everything is added in float32: the
+ * slots in ascending order, those without a row skipped, then the addend; the result is rounded once, to the dtype of
+ * out. Without weights this is also the gradient of dispatch in x. out may be the addend itself, of the same address
+ * and dtype; otherwise the two may not overlap. */
 typedef struct ab_combine_args {
   size_t size;
   const ab_tensor* rows;        /* [R, D] float */
   const ab_tensor* row_of_slot; /* [T, K] int32 */
   const ab_tensor* weights;     /* [T, K] float, or NULL: ones */
   const ab_tensor* out;         /* [T, D] float */
+  const ab_tensor* addend;      /* [T, D] float, or NULL: zeros */
 } ab_combine_args;
 
 AB_API ab_status ab_combine(const ab_combine_args* args, const ab_exec* exec);

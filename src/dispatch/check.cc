@@ -56,9 +56,11 @@ ab_status check_combine(const ab_combine_args* args, GatherSum* sum) {
   AB_RETURN_IF_ERROR(check_row_of_slot(args->row_of_slot, -1, {"K"}, &maps));
   AB_RETURN_IF_ERROR(check_optional("weights", args->weights, kFloats, {{"T", maps.T}, {"K", maps.K}}));
   AB_RETURN_IF_ERROR(check_tensor("out", args->out, kFloats, {{"T", maps.T}, {"D", args->rows->shape[1]}}));
+  AB_RETURN_IF_ERROR(check_optional("addend", args->addend, kFloats, {{"T", maps.T}, {"D", args->rows->shape[1]}}));
   sum->rows = Rows(args->rows);
   sum->weights = Floats(args->weights);
   sum->out = Rows(args->out);
+  sum->addend = Rows(args->addend);
   return ok();
 }
 

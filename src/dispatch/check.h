@@ -25,12 +25,13 @@ struct Spread {
 ab_status check_dispatch(const ab_dispatch_args* args, Spread* spread);
 ab_status check_combine_backward(const ab_combine_backward_args* args, Spread* spread);
 
-// out[t] = sum over k of weights[t, k] * rows[row].
+// out[t] = sum over k of weights[t, k] * rows[row], plus addend[t].
 struct GatherSum {
   Maps maps;  // without slot_of_row
   Rows rows;  // [R, D]
   Floats weights;
-  Rows out;  // [T, D]
+  Rows out;     // [T, D]
+  Rows addend;  // [T, D]; no data: zeros
 };
 
 ab_status check_combine(const ab_combine_args* args, GatherSum* sum);

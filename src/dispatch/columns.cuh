@@ -74,14 +74,15 @@ template <int kBytes>
 constexpr int kRowsInFlight = kBytes == kAccessBytes ? 2 : 4;
 
 // Calls f(X{}, Y{}, std::integral_constant<int, N>{}) with the types of two tensors' rows and the elements of an
-// access: as many as go into 16 bytes of the wider type where both tensors are aligned to that, else 1.
+// access: as many as go into 16 bytes of the wider type where both tensors are aligned to that, and to 16 bytes what
+// stands at `third`, of any float type; else 1.
 template <class F>
-ab_status with_row_types(const Rows& x, const Rows& y, F&& f) {
+ab_status with_row_types(const Rows& x, const Rows& y, F&& f, const void* third = nullptr) {
   return with_float_type(x.dtype, [&]<class X>(X) {
     return with_float_type(y.dtype, [&]<class Y>(Y) {
       constexpr int N = kAccessBytes / std::max<int>(sizeof(X), sizeof(Y));
-      const bool aligned =
-          x.D % N == 0 && address(x.data) % (N * sizeof(X)) == 0 && address(y.data) % (N * sizeof(Y)) == 0;
+      const bool aligned = x.D % N == 0 && address(x.data) % (N * sizeof(X)) == 0 &&
+                           address(y.data) % (N * sizeof(Y)) == 0 && address(third) % kAccessBytes == 0;
       return aligned ? f(X{}, Y{}, std::integral_constant<int, N>{}) : f(X{}, Y{}, std::integral_constant<int, 1>{});
     });
   });

@@ -40,9 +40,10 @@ ab_status ab_combine(const ab_combine_args* args, const ab_exec* exec) {
   AB_RETURN_IF_ERROR(check_workspace(exec, needed));
 
   const RowKernels& kernels = AB_SELECT_ISA(kRows);
-  const auto& [maps, rows, weights, out] = sum;
+  const auto& [maps, rows, weights, out, addend] = sum;
   // A token reads a row for each of its slots, as far as there are rows.
-  const Blocks blocks(maps.T, out.bytes + rows.bytes * std::min(maps.K, maps.R / std::max<int64_t>(maps.T, 1) + 1));
+  const int64_t slots_with_row = std::min(maps.K, maps.R / std::max<int64_t>(maps.T, 1) + 1);
+  const Blocks blocks(maps.T, out.bytes + addend.bytes + rows.bytes * slots_with_row);
   parallel_for(blocks.threads(exec), blocks.blocks(), [&](int64_t block, int thread) {
     const TokenRows token(exec->workspace, maps.K, thread);
     for (int64_t t = blocks.begin(block); t < blocks.end(block); ++t) {
@@ -52,7 +53,9 @@ ab_status ab_combine(const ab_combine_args* args, const ab_exec* exec) {
         token.index[count] = maps.row_of_slot[slot];
         token.weights[count++] = weights[slot];
       }
-      kernels.sum(rows.data, rows.dtype, rows.D, token.index, token.weights, count, out[t], out.dtype);
+      const void* added = addend.data == nullptr ? nullptr : addend[t];
+      kernels.sum(rows.data, rows.dtype, rows.D, token.index, token.weights, count, added, addend.dtype, out[t],
+                  out.dtype);
     }
   });
   return ok();

@@ -1,4 +1,5 @@
-// ab_cuda_combine: a warp adds up a part of a token, all of it in registers, over the rows of the token's slots.
+// ab_cuda_combine: a warp adds up a part of a token, all of it in registers, over the rows of the token's slots, and
+// last the addend's part.
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "dispatch/check.h"
@@ -10,6 +11,32 @@ namespace {
 
 // So many blocks of a multiprocessor leave 96 registers a thread: sums, two rows on their way, addresses.
 constexpr int kResidentBlocks = 5;
+
+// `from` points at a lane's first column of addend[t].
+template <int N, class Addend>
+__device__ __forceinline__ void prefetch_addend(const Addend* from, int count) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) prefetch_if(v < count, from + v * Columns<N>::kStep);
+}
+
+// Its vectors have as many elements as those of the sums, and are read up to 16 bytes at a time.
+template <int N, class Addend>
+__device__ __forceinline__ void add_addend(const Addend* from, int count, float (&sums)[kVectors][N]) {
+  constexpr int kElements = std::min<int>(N, kAccessBytes / sizeof(Addend));
+  Vector<Addend, kElements> loaded[kVectors][N / kElements];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < N / kElements; ++i) {
+      loaded[v][i].load_if(v < count, from + v * Columns<N>::kStep + i * kElements);
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) sums[v][j] = __fadd_rn(sums[v][j], loaded[v][j / kElements][j % kElements]);
+  }
+}
 
 template <class Row, class Out, int N>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const GatherSum sum, const int64_t parts) {
@@ -25,6 +52,16 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const Gath
   const Row* from = reinterpret_cast<const Row*>(sum.rows.data) + columns.first;
   const int warp = warp_index();
   float sums[kVectors][N] = {};
+
+  // Calls f with the lane's first column of addend[t].
+  const auto with_addend = [&](const auto& f) {
+    if (sum.addend.data == nullptr) return;
+    with_float_type(sum.addend.dtype, [&]<class Addend>(Addend) {
+      f(reinterpret_cast<const Addend*>(sum.addend.data) + t * width + columns.first);
+    });
+  };
+  // Only into the cache: beside the sums and the rows on their way, no registers are left for it.
+  with_addend([&](const auto* from) { prefetch_addend<N>(from, columns.count); });
 
   const auto add_rows = [&](int begin, int end, float weights) {
     for (; begin < end; begin += kRows) {
@@ -61,6 +98,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const Gath
         }
       });
 
+  with_addend([&](const auto* from) { add_addend<N>(from, columns.count, sums); });
+
   Vectors<Out, N> out;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) out.vectors[v] = Vector<Out, N>::from(sums[v]);
@@ -83,8 +122,8 @@ extern "C" ab_status ab_cuda_combine(const ab_combine_args* args, const ab_exec*
   GatherSum sum;
   AB_RETURN_IF_ERROR(check_combine(args, &sum));
   if (sum.rows.D == 0) return ok();
-  return cuda::with_row_types(sum.rows, sum.out,
-                              [&]<class Row, class Out, int N>(Row, Out, std::integral_constant<int, N>) {
-                                return cuda::launch_sum<Row, Out, N>(sum, cuda::stream_of(exec));
-                              });
+  const auto launch = [&]<class Row, class Out, int N>(Row, Out, std::integral_constant<int, N>) {
+    return cuda::launch_sum<Row, Out, N>(sum, cuda::stream_of(exec));
+  };
+  return cuda::with_row_types(sum.rows, sum.out, launch, sum.addend.data);
 }

@@ -15,7 +15,8 @@ template <class Rows>
 }
 
 template <class Rows, class Out>
-void sum_rows(const Rows* rows, int64_t D, const int32_t* index, const float* weights, int64_t count, Out* out) {
+void sum_rows(const Rows* rows, int64_t D, const int32_t* index, const float* weights, int64_t count,
+              const void* addend, int32_t addend_dtype, Out* out) {
   alignas(64) float sums[kColumns];
   for (int64_t begin = 0; begin < D; begin += kColumns) {
     const int64_t columns = D - begin < kColumns ? D - begin : kColumns;
@@ -23,15 +24,20 @@ void sum_rows(const Rows* rows, int64_t D, const int32_t* index, const float* we
     for (int64_t j = 0; j < count; ++j) {
       add_scaled(rows + index[j] * D + begin, weights[j], columns, sums);
     }
+    if (addend != nullptr) {
+      with_float_type(addend_dtype, [&]<class Addend>(Addend) {
+        add_scaled(static_cast<const Addend*>(addend) + begin, 1.0f, columns, sums);
+      });
+    }
     for (int64_t i = 0; i < columns; ++i) out[begin + i] = from_float<Out>(sums[i]);
   }
 }
 
 void sum(const void* rows, int32_t rows_dtype, int64_t D, const int32_t* index, const float* weights, int64_t count,
-         void* out, int32_t out_dtype) {
+         const void* addend, int32_t addend_dtype, void* out, int32_t out_dtype) {
   with_float_type(rows_dtype, [&]<class Rows>(Rows) {
     with_float_type(out_dtype, [&]<class Out>(Out) {
-      sum_rows(static_cast<const Rows*>(rows), D, index, weights, count, static_cast<Out*>(out));
+      sum_rows(static_cast<const Rows*>(rows), D, index, weights, count, addend, addend_dtype, static_cast<Out*>(out));
     });
   });
 }

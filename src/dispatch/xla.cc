@@ -12,10 +12,8 @@ constexpr Field kDispatchFields[] = {
 };
 
 constexpr Field kCombineFields[] = {
-    AB_TENSOR(ab_combine_args, rows),
-    AB_TENSOR(ab_combine_args, row_of_slot),
-    AB_TENSOR(ab_combine_args, weights),
-    AB_TENSOR(ab_combine_args, out),
+    AB_TENSOR(ab_combine_args, rows), AB_TENSOR(ab_combine_args, row_of_slot), AB_TENSOR(ab_combine_args, weights),
+    AB_TENSOR(ab_combine_args, out),  AB_TENSOR(ab_combine_args, addend),
 };
 
 constexpr Field kCombineBackwardFields[] = {

@@ -22,6 +22,7 @@ struct Case {
   int32_t rows_dtype = 0;       // 0: dtype
   int32_t d_dtype = 0;          // of the gradients of both; 0: dtype
   int32_t weights_dtype = AB_FLOAT32;
+  int32_t addend_dtype = 0;  // 0: no addend
   bool weighted = true;
   bool garbage = false;   // in the maps
   bool specials = false;  // NaN, infinities, zeros of both signs
@@ -37,9 +38,9 @@ struct Case {
 
 inline std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << "T " << c.T << " K " << c.K << " D " << c.D << " align " << c.align << " share " << c.share
-             << " dtypes " << c.dtype << " " << c.rows_dtype << " " << c.d_dtype << " " << c.weights_dtype
-             << " weighted " << c.weighted << " garbage " << c.garbage << " specials " << c.specials << " shift "
-             << c.shift;
+             << " dtypes " << c.dtype << " " << c.rows_dtype << " " << c.d_dtype << " " << c.weights_dtype << " "
+             << c.addend_dtype << " weighted " << c.weighted << " garbage " << c.garbage << " specials " << c.specials
+             << " shift " << c.shift;
 }
 
 // Anything an index buffer may hold by accident: small, large, negative, extreme.
@@ -75,9 +76,10 @@ struct Operands {
         d_out({c.T, c.D}, c.dtype),
         rows({c.num_rows(), c.D}, c.dtype_of_rows()),
         weights({c.T, c.K}, c.weights_dtype),
+        addend({c.T, c.D}, c.addend_dtype == 0 ? AB_FLOAT32 : c.addend_dtype),
         row_of_slot({c.T, c.K}),
         slot_of_row({c.num_rows()}) {
-    for (FloatTensor* tensor : {&x, &d_out, &rows, &weights}) {
+    for (FloatTensor* tensor : {&x, &d_out, &rows, &weights, &addend}) {
       tensor->fill_normal(++seed);
       if (c.specials) sprinkle_specials(tensor, seed);
     }
@@ -100,7 +102,7 @@ struct Operands {
     plan.slot_of_row = slot_of_row.view();
     EXPECT_OK(call(ab_plan, ab_plan_workspace, plan));
   }
-  FloatTensor x, d_out, rows, weights;
+  FloatTensor x, d_out, rows, weights, addend;
   Tensor<int32_t> row_of_slot, slot_of_row;
 };
 
@@ -133,12 +135,13 @@ struct Calls {
     const ab_tensor* rows = floats(in.rows);
     const ab_tensor* weights = floats(in.weights);
     const ab_tensor* given = c.weighted ? weights : nullptr;
+    const ab_tensor* addend = c.addend_dtype == 0 ? nullptr : floats(in.addend);
     const ab_tensor* to = view(in.row_of_slot.view(), 0);
     const ab_tensor* from = view(in.slot_of_row.view(), 0);
     dispatch = {sizeof(dispatch), x, to, from, nullptr, floats(out.dispatched)};
     scale = {sizeof(scale), d, to, from, weights, floats(out.scaled)};
-    combine = {sizeof(combine), rows, to, given, floats(out.out)};
-    sum = {sizeof(sum), rows, to, nullptr, floats(out.d_x)};
+    combine = {sizeof(combine), rows, to, given, floats(out.out), addend};
+    sum = {sizeof(sum), rows, to, nullptr, floats(out.d_x), addend};
     both = {sizeof(both), d, rows, to, from, given, floats(out.d_rows), floats(out.d_weights)};
     d_rows = {sizeof(d_rows), d, nullptr, to, from, given, floats(out.d_rows_alone), nullptr};
     d_weights = {sizeof(d_weights), d, rows, to, from, nullptr, nullptr, floats(out.d_weights_alone)};

@@ -8,6 +8,7 @@ namespace anabranch::testing {
 namespace {
 
 constexpr int32_t kFloatDtypes[] = {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};
+constexpr int32_t kAddendDtypes[] = {0, AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};  // 0: no addend
 
 // d_weights[t, k] = <d_out[t], rows[row]>: within float32's rounding of the sum of the terms' sizes, and one of its
 // own.
@@ -71,6 +72,7 @@ TEST_F(DispatchCuda, EveryWidthDtypeAndAlignment) {
         c.dtype = dtype;
         c.shift = shift;
         c.weighted = seed % 3 != 0;
+        c.addend_dtype = kAddendDtypes[seed % 4];
         check(c, seed);
         if (HasFatalFailure()) return;
       }
@@ -87,6 +89,7 @@ TEST_F(DispatchCuda, WideRows) {
       c.K = 5;
       c.D = D;
       c.dtype = dtype;
+      c.addend_dtype = AB_FLOAT32;
       check(c, static_cast<unsigned>(D));
       if (HasFatalFailure()) return;
     }
@@ -104,6 +107,7 @@ TEST_F(DispatchCuda, EveryNumberOfSlots) {
       c.E = 9;
       c.share = share;
       c.dtype = kFloatDtypes[++seed % 3];
+      c.addend_dtype = kAddendDtypes[seed % 4];
       check(c, seed);
       if (HasFatalFailure()) return;
     }
@@ -131,6 +135,75 @@ TEST_F(DispatchCuda, EveryMixOfDtypes) {
   }
 }
 
+TEST_F(DispatchCuda, AddendsOfEveryDtype) {
+  unsigned seed = 250;
+  for (const int32_t dtype : kFloatDtypes) {
+    for (const int32_t rows_dtype : kFloatDtypes) {
+      for (const int32_t addend_dtype : kFloatDtypes) {
+        for (const int64_t D : {72, 37, 2056}) {
+          for (const int64_t shift : {0, 1, 4}) {  // a shift of 4 is aligned to 16 bytes only where elements have 4
+            Case c;
+            c.T = 11;
+            c.D = D;
+            c.dtype = dtype;
+            c.rows_dtype = rows_dtype;
+            c.d_dtype = kFloatDtypes[++seed % 3];
+            c.addend_dtype = addend_dtype;
+            c.shift = shift;
+            check(c, seed);
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(DispatchCuda, AnAddendThatAloneIsNotAligned) {
+  for (const int32_t dtype : kFloatDtypes) {
+    for (const int32_t addend_dtype : kFloatDtypes) {
+      SCOPED_TRACE(::testing::Message() << "dtype " << dtype << " addend " << addend_dtype);
+      Case c;
+      c.D = 520;
+      c.dtype = dtype;
+      c.addend_dtype = addend_dtype;
+      const Operands in(c);
+      const Results want(c);
+      run_on_cpu(c, in, want);
+      const Results got(c);
+      Mirrors mirrors;
+      ab_combine_args args = calls_on_gpu(c, in, got, &mirrors).combine;
+      args.addend = mirrors.add(in.addend.view(), in.addend.element_bytes());
+      EXPECT_OK(ab_cuda_combine(&args, nullptr));
+      mirrors.fetch();
+      ASSERT_TRUE(got.out.is(want.out));
+    }
+  }
+}
+
+TEST_F(DispatchCuda, TheAddendMayBeTheResult) {
+  for (const int32_t dtype : kFloatDtypes) {
+    for (const int64_t D : {37, 2056}) {
+      SCOPED_TRACE(::testing::Message() << "dtype " << dtype << " D " << D);
+      Case c;
+      c.T = 500;
+      c.D = D;
+      c.dtype = dtype;
+      c.rows_dtype = AB_BFLOAT16;
+      c.addend_dtype = dtype;
+      const Operands in(c);
+      const Results want(c);
+      run_on_cpu(c, in, want);
+      Mirrors mirrors;
+      ab_combine_args args = calls_on_gpu(c, in, want, &mirrors).combine;
+      args.out = args.addend;
+      EXPECT_OK(ab_cuda_combine(&args, nullptr));
+      mirrors.fetch();
+      ASSERT_TRUE(in.addend.is(want.out));
+    }
+  }
+}
+
 TEST_F(DispatchCuda, ManyTokensPaddingAndDroppedSlots) {
   unsigned seed = 300;
   for (const int64_t T : {1, 2, 33, 1500}) {
@@ -142,6 +215,7 @@ TEST_F(DispatchCuda, ManyTokensPaddingAndDroppedSlots) {
         c.share = share;
         c.D = 40;
         c.dtype = kFloatDtypes[++seed % 3];
+        c.addend_dtype = kAddendDtypes[seed % 4];
         check(c, seed);
         if (HasFatalFailure()) return;
       }
@@ -158,6 +232,7 @@ TEST_F(DispatchCuda, NothingAtAll) {
         c.T = T;
         c.D = D;
         c.share = share;
+        c.addend_dtype = AB_FLOAT32;
         check(c);
         if (HasFatalFailure()) return;
       }
@@ -174,6 +249,7 @@ TEST_F(DispatchCuda, GarbageInTheMaps) {
     c.D = seed % 2 == 0 ? 41 : 64;
     c.share = seed % 4 == 0 ? 0.2 : 1.0;
     c.dtype = kFloatDtypes[seed % 3];
+    c.addend_dtype = kAddendDtypes[seed % 4];
     c.garbage = true;
     check(c, seed);
     if (HasFatalFailure()) return;
@@ -186,6 +262,7 @@ TEST_F(DispatchCuda, NanInfinityAndZero) {
     c.D = seed % 2 == 0 ? 37 : 1032;
     c.dtype = kFloatDtypes[seed % 3];
     c.weights_dtype = kFloatDtypes[seed % 2];
+    c.addend_dtype = kAddendDtypes[seed % 4];
     c.specials = true;
     check(c, seed);
     if (HasFatalFailure()) return;
@@ -234,6 +311,7 @@ TEST_F(DispatchCuda, RepeatsItsBitsAlsoFromAGraph) {
   c.T = 700;
   c.K = 8;
   c.D = 2056;
+  c.addend_dtype = AB_FLOAT32;
   const Operands in(c);
   const Results once(c);
   run_on_gpu(c, in, once);
@@ -278,6 +356,8 @@ TEST_F(DispatchCuda, BadArgumentsAreRefusedInTheCpusWords) {
   combine([](ab_combine_args* args) { args->row_of_slot = nullptr; });
   combine([&](ab_combine_args* args) { args->weights = other.view(); });
   combine([&](ab_combine_args* args) { args->out = other.view(); });
+  combine([&](ab_combine_args* args) { args->addend = other.view(); });
+  combine([&](ab_combine_args* args) { args->addend = integers.view(); });
   const auto backward = [&](auto change) {
     ab_combine_backward_args args = calls().both;
     change(&args);
@@ -331,6 +411,7 @@ TEST_F(DispatchCuda, MoreThanTwoToThe31Elements) {
   c.K = 3;
   c.D = 8192;
   c.align = 0;
+  c.addend_dtype = AB_BFLOAT16;
   const Operands in(c);
   const Results want(c);
   run_on_gpu(c, in, want);
@@ -420,7 +501,9 @@ TEST_F(DispatchCuda, MoreThanTwoToThe31Elements) {
     ab_combine_args combine = small.combine;
     combine.row_of_slot = row_of_slot.view();
     combine.weights = weights.view();
+    combine.addend = x.view();
     combine.out = x.view();
+    x.set_last(bits(in.addend));
     EXPECT_OK(ab_cuda_combine(&combine, nullptr));
     expect_last(x, want.out, "out");
     ab_dispatch_args scale = small.scale;

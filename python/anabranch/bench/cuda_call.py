@@ -26,7 +26,7 @@ FIELDS = {
         "experts routing_map tokens_per_expert group_sizes offsets row_of_slot slot_of_row dropped row_id_map",
     ),
     "ab_cuda_dispatch": ("", "x row_of_slot slot_of_row weights rows"),
-    "ab_cuda_combine": ("", "rows row_of_slot weights out"),
+    "ab_cuda_combine": ("", "rows row_of_slot weights out addend"),
     "ab_cuda_combine_backward": ("", "d_out rows row_of_slot slot_of_row weights d_rows d_weights"),
     "ab_cuda_sort_chunks": ("inverse", "x split_sizes sorted_indices out row_id_map"),
     "ab_cuda_grouped_matmul": ("transpose_w", "x w group_sizes y"),

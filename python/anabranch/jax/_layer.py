@@ -207,9 +207,9 @@ def backward(config: LayerConfig, operands: Operands, residuals: Residuals, cota
     experts = ffn_backward(config.ffn, ffn_operands(operands, layout, routing.weights), h, flat(cotangents.output))
     assert experts.weights is not None  # weights were given
     through_logits = routing_backward(config, operands, routing, logits, experts.weights, cotangents)
-    d_x = dispatch_backward(experts.rows, layout, jnp.float32) + through_logits.x
+    d_x = dispatch_backward(experts.rows, layout, dtypes.x.dtype, through_logits.x)
     return Operands(
-        x=d_x.astype(dtypes.x.dtype).reshape(shape),
+        x=d_x.reshape(shape),
         gate=through_logits.gate.astype(dtypes.gate.dtype),
         w_in=experts.w_in,
         w_out=experts.w_out,

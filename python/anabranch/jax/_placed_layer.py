@@ -104,6 +104,22 @@ def _sum_of_parts(placement: Placement, array: jax.Array) -> jax.Array:
     return array if placement.parallel.tensor_axis is None else jax.lax.psum(array, placement.parallel.tensor_axis)
 
 
+def _collected(
+    placement: Placement,
+    chosen: Transport,
+    route: Any,
+    rows: jax.Array,
+    weights: jax.Array | None,
+    dtype: Any,
+    addend: jax.Array | None = None,
+) -> jax.Array:
+    """The transport's `collect`, summed over the parts of F; then, once, comes the addend."""
+    if placement.parallel.tensor_axis is None:
+        return chosen.collect(route, rows, weights, dtype, addend)
+    sums = jax.lax.psum(chosen.collect(route, rows, weights, jnp.float32), placement.parallel.tensor_axis)
+    return (sums if addend is None else sums + addend).astype(dtype)
+
+
 def _ffn_operands(
     placement: Placement, operands: Operands, route: Any, tokens: jax.Array, weights: jax.Array | None
 ) -> FfnOperands:
@@ -133,8 +149,7 @@ def _forward(
     arrived = chosen.send(route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, early)
     y, h = ffn_forward(_ffn_config(config, chosen), ffn, keep_h=keep)
-    parts = dtype if placement.parallel.tensor_axis is None else jnp.float32
-    output = _sum_of_parts(placement, chosen.collect(route, y, late, parts)).astype(dtype).reshape(shape)
+    output = _collected(placement, chosen, route, y, late, dtype).reshape(shape)
     sums = (routing.score_sum, lse_squares(config, routing), routing.tokens_per_expert)
     if placement.token_axes:
         sums = jax.lax.psum(sums, placement.token_axes)
@@ -167,15 +182,14 @@ def _backward(
     )
     d_rows = chosen.send(route, flat(cotangents["output"]))
     experts = ffn_backward(_ffn_config(config, chosen), ffn, kept["h"], d_rows)
-    d_x = _sum_of_parts(placement, chosen.collect(route, experts.rows, None, jnp.float32))
     assert experts.weights is not None  # weights were given
     d_weights = _sum_of_parts(placement, chosen.collect_weights(route, experts.weights))
     sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)
     through_logits = routing_backward(config, operands, routing, kept["logits"], d_weights, sums)
-    d_x += through_logits.x
+    d_x = _collected(placement, chosen, route, experts.rows, None, whole.x.dtype, through_logits.x)
     gradients = {"gate": through_logits.gate, **{name: getattr(experts, name) for name in _PARAMETERS[1:]}}
     return {
-        "x": d_x.astype(whole.x.dtype).reshape(whole.x.shape),
+        "x": d_x.reshape(whole.x.shape),
         **{
             name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
             for name, gradient in gradients.items()

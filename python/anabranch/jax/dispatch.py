@@ -176,10 +176,19 @@ def spread(x: jax.Array, row_of_slot: jax.Array, slot_of_row: jax.Array) -> jax.
     return _ffi.call("ab_xla_dispatch", operands, {"rows": jax.ShapeDtypeStruct((R, D), x.dtype)})["rows"]
 
 
-def gather_sum(rows: jax.Array, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
-    """out[t] = sum_k weights[t, k] rows[row_of_slot[t, k]], in float32. rows [R, D] -> [T, D] of `dtype`."""
+def gather_sum(
+    rows: jax.Array,
+    row_of_slot: jax.Array,
+    weights: jax.Array | None,
+    dtype: Any,
+    addend: jax.Array | None = None,
+) -> jax.Array:
+    """out[t] = sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t], in float32. rows [R, D] -> [T, D] of `dtype`.
+
+    The addend, [T, D] of any float dtype, is added last; then the sum is rounded once.
+    """
     out = jax.ShapeDtypeStruct((row_of_slot.shape[0], rows.shape[1]), dtype)
-    operands = {"rows": rows, "row_of_slot": row_of_slot, "weights": weights}
+    operands = {"rows": rows, "row_of_slot": row_of_slot, "weights": weights, "addend": addend}
     return _ffi.call("ab_xla_combine", operands, {"out": out})["out"]
 
 
@@ -218,9 +227,13 @@ def dispatch_forward(x: jax.Array, plan: Plan) -> jax.Array:
     return spread(flat(x), flat(plan.row_of_slot), plan.slot_of_row)
 
 
-def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
-    """d_x[t] = sum_k d_rows[row(t, k)], in float32, k ascending. d_rows [R, D] of any float -> [..., D] of `dtype`."""
-    d_x = gather_sum(d_rows, flat(plan.row_of_slot), None, dtype)
+def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any, addend: jax.Array | None = None) -> jax.Array:
+    """d_x[t] = sum_k d_rows[row(t, k)], in float32, k ascending. d_rows [R, D] of any float -> [..., D] of `dtype`.
+
+    addend [..., D] of any float: what else belongs to the gradient of x; it is added last, before the one rounding.
+    """
+    others = None if addend is None else flat(addend)
+    d_x = gather_sum(d_rows, flat(plan.row_of_slot), None, dtype, others)
     return d_x.reshape(*plan.row_of_slot.shape[:-1], d_x.shape[1])
 
 

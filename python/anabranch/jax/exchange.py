@@ -89,8 +89,18 @@ class Transport(Protocol):
     def send_weights(self, route: Any, weights: jax.Array) -> jax.Array:
         """Weights [T, K] along with the tokens of `send`: [tokens there, topk]."""
 
-    def collect(self, route: Any, rows: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
-        """The experts' rows [R, D] back to their tokens: sum_k weights[t, k] rows, in float32, as [T, D] of `dtype`."""
+    def collect(
+        self,
+        route: Any,
+        rows: jax.Array,
+        weights: jax.Array | None,
+        dtype: Any,
+        addend: jax.Array | None = None,
+    ) -> jax.Array:
+        """The experts' rows [R, D] back to their tokens: sum_k weights[t, k] rows, in float32, as [T, D] of `dtype`.
+
+        The addend [T, D], of this rank's tokens, is added before the sums are rounded.
+        """
 
     def collect_weights(self, route: Any, weights: jax.Array) -> jax.Array:
         """Values [tokens there, topk], those of `send_weights`, back as [T, K]; 0 where a slot has none."""
@@ -176,12 +186,20 @@ class Ring:
         """See Transport; [P*T, K]."""
         return self._gather(weights)
 
-    def collect(self, route: RingRoute, rows: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+    def collect(
+        self,
+        route: RingRoute,
+        rows: jax.Array,
+        weights: jax.Array | None,
+        dtype: Any,
+        addend: jax.Array | None = None,
+    ) -> jax.Array:
         """See Transport. Partial sums travel in float32."""
         if self.bounds.axis is None:
-            return gather_sum(rows, route.row_of_slot, weights, dtype)
+            return gather_sum(rows, route.row_of_slot, weights, dtype, addend)
         weights = None if weights is None else self._gather(weights)
-        return self._reduce(gather_sum(rows, route.row_of_slot, weights, jnp.float32)).astype(dtype)
+        sums = self._reduce(gather_sum(rows, route.row_of_slot, weights, jnp.float32))
+        return (sums if addend is None else sums + addend).astype(dtype)
 
     def collect_weights(self, route: RingRoute, weights: jax.Array) -> jax.Array:
         """See Transport. At most one rank has a value for a slot; the others add 0."""
@@ -252,10 +270,17 @@ class _Rows(abc.ABC):
         """See Transport; [rows that arrive, 1]."""
         return self._exchange(route, take(weights.ravel(), route.sent_slot_of_row)[:, None])
 
-    def collect(self, route: RowRoute, rows: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+    def collect(
+        self,
+        route: RowRoute,
+        rows: jax.Array,
+        weights: jax.Array | None,
+        dtype: Any,
+        addend: jax.Array | None = None,
+    ) -> jax.Array:
         """See Transport. Rows travel in their own dtype and are added here, k ascending."""
         arrived = gather_sum(rows, route.row_of_arrived, None, rows.dtype)
-        return gather_sum(self._return(route, arrived), route.row_of_slot, weights, dtype)
+        return gather_sum(self._return(route, arrived), route.row_of_slot, weights, dtype, addend)
 
     def collect_weights(self, route: RowRoute, weights: jax.Array) -> jax.Array:
         """See Transport."""

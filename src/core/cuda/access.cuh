@@ -43,6 +43,11 @@ __device__ __forceinline__ void store_if(bool there, Scalar* to, const Scalar& w
   if (there) __stcs(to, word);
 }
 
+// Brings what stands there into the second-level cache, for a read that comes later. It takes no register until then.
+__device__ __forceinline__ void prefetch_if(bool there, const void* at) {
+  if (there) asm volatile("prefetch.global.L2 [%0];" : : "l"(at));
+}
+
 // Makes the compiler forget what it knows about a word, so that it cannot move work on it out of a loop.
 __device__ __forceinline__ void forget(uint4* word) {
   asm volatile("" : "+r"(word->x), "+r"(word->y), "+r"(word->z), "+r"(word->w));

@@ -94,6 +94,27 @@ def test_the_rules_take_cotangents_of_every_dtype(dtype, cotangent):
             assert_products_close(got.weights, want_weights, product_sizes(d_out, rows, want), "d_weights")
 
 
+@pytest.mark.parametrize(("dtype", "addend_dtype"), list(itertools.product(FLOATS, FLOATS)))
+def test_the_gradient_of_dispatch_takes_an_addend(dtype, addend_dtype):
+    """Every element within the float32 roundings of its terms and one to its dtype; tokens without rows too."""
+    case = Case(60, 6, 3, 8, 0.8, "masked")
+    rng, layout, want_plan = case.rng(), our_plan(case), case.reference_plan()
+    d_rows = normal(rng, (layout.slot_of_row.size, 37), dtype)
+    addend = normal(rng, (60, 37), addend_dtype)
+    folded = layout._replace(row_of_slot=layout.row_of_slot.reshape(3, 20, 3))
+    got = dispatch_backward(jnp.asarray(d_rows), folded, dtype, jnp.asarray(addend.reshape(3, 20, 37)))
+    assert (got.shape, got.dtype) == ((3, 20, 37), dtype)
+
+    wide, wide_addend = d_rows.astype(np.float64), addend.astype(np.float64)
+    want = reference.dispatch_backward(wide, want_plan) + wide_addend
+    sizes = reference.dispatch_backward(np.abs(wide), want_plan) + np.abs(wide_addend)
+    in_float32 = 4 * 2.0**-24 * sizes  # three slots and the addend
+    info = jnp.finfo(dtype)
+    once = float(info.eps) / 2 * (np.abs(want) + in_float32) + float(info.smallest_subnormal) / 2
+    wrong = np.abs(np.asarray(got, np.float64).reshape(60, 37) - want) > in_float32 + once
+    assert not wrong.any(), f"{wrong.sum()} elements off, the first at {np.argwhere(wrong)[0]}"
+
+
 def test_combine_without_weights_is_the_sum():
     case = Case(60, 6, 3, 8)
     rng, layout, want = case.rng(), our_plan(case), case.reference_plan()

@@ -49,18 +49,20 @@ AB_INLINE float activate(float h) {
   if constexpr (kActivation == AB_RELU2) return relu(h) * relu(h);
 }
 
-// The slope of h s(v(h)), s the sigmoid: s + h s (1 - s) v'.
+// The slope of g = h s(v(h)), s the sigmoid: s + g (1 - s) v'.
 template <int32_t kActivation>
 AB_INLINE ActivationAt activate_with_slope(float h) {
   if constexpr (kActivation == AB_SILU) {
     const float s = sigmoid(h);
-    return {h * s, s * (1.0f + h * (1.0f - s))};
+    const float g = h * s;
+    return {g, s + multiply_add(-g, s, g)};
   }
   if constexpr (kActivation == AB_GELU) {
     const float s = sigmoid(gelu_argument(h));
     const float v_slope = kGeluScale * (1.0f + 3.0f * kGeluCubic * h * h);
-    const float slope = s * (1.0f + h * (1.0f - s) * v_slope);
-    return {h * s, __builtin_fabsf(h) > 16.0f ? s : slope};  // there s is 0 or 1 to the last bit, and h^3 may overflow
+    const float g = h * s;
+    const float slope = multiply_add(multiply_add(-g, s, g), v_slope, s);
+    return {g, __builtin_fabsf(h) > 16.0f ? s : slope};  // there s is 0 or 1 to the last bit, and h^3 may overflow
   }
   if constexpr (kActivation == AB_RELU) return {relu(h), h > 0.0f ? 1.0f : relu(h)};
   if constexpr (kActivation == AB_RELU2) return {relu(h) * relu(h), 2.0f * relu(h)};

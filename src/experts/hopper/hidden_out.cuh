@@ -64,7 +64,7 @@ struct HiddenOut : WritesOnly {
   }
 
   template <class Shape>
-  static constexpr bool kTakesRegisters = Shape::kColumns == 256;
+  static constexpr bool kTakesRegisters = true;
 
   template <class Shape>
   __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
@@ -77,18 +77,20 @@ struct HiddenOut : WritesOnly {
     for (int column = 0; column < kWidth; column += kStripColumns<Element>) {
       const int32_t left = columns - tile.column - column;
       if (left <= 0) return;
-      Values gate(acc + column / 2);
-      finish(gate, 0, tile, left, rows, all_real);
-      if (keeps_h) writer.write_strip(To{h[0], columns}, tile, row, column, gate.values);
-      if constexpr (kParts == 2) {
-        Values up(acc + (kWidth + column) / 2);
-        finish(up, 1, tile, left, rows, all_real);
-        if (keeps_h) writer.write_strip(To{h[1], columns}, tile, row, column, up.values);
-        activate_gated(gate, up, rows);
+      const float* parts[kParts];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) parts[part] = acc + (part * kWidth + column) / 2;
+      float a_strip[Values::kCount];
+      if (b_in == nullptr && all_real) {
+        write_hidden(writer, tile, row, column, parts, a_strip);
       } else {
-        activate_plain(gate, rows);
+        write_finished(writer, tile, row, column, left, parts, rows, all_real, a_strip);
       }
-      writer.write_strip(To{a, columns}, tile, row, column, gate.values);
+      if (weights.weights != nullptr) {
+#pragma unroll
+        for (int i = 0; i < Values::kCount; ++i) a_strip[i] *= rows.weight[i / 2 % 2];
+      }
+      writer.write_strip(To{a, columns}, tile, row, column, a_strip);
     }
   }
 
@@ -112,28 +114,45 @@ struct HiddenOut : WritesOnly {
     }
   };
 
+  // Writes a strip of h, if it is kept, and finds a; h: of gate and up.
+  __device__ __forceinline__ void write_hidden(StripWriter& writer, const Tile& tile, int row, int column,
+                                               const float* const (&hidden)[kParts],
+                                               float (&result)[Values::kCount]) const {
+    if (keeps_h) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        writer.write_strip(To{h[part], columns}, tile, row, column, hidden[part]);
+      }
+    }
+    with_activation(activation, [&]<int32_t kActivation>() {
+#pragma unroll
+      for (int i = 0; i < Values::kCount; ++i) {
+        result[i] = activate<kActivation>(hidden[0][i]);
+        if constexpr (kParts == 2) result[i] *= hidden[1][i];
+      }
+    });
+  }
+
+  // The same of accumulators that lack the bias, or have padding among their rows.
+  __device__ __forceinline__ void write_finished(StripWriter& writer, const Tile& tile, int row, int column,
+                                                 int32_t left, const float* const (&acc)[kParts], const RowPair& rows,
+                                                 bool all_real, float (&result)[Values::kCount]) const {
+    Values gate(acc[0]);
+    finish(gate, 0, tile, left, rows, all_real);
+    if constexpr (kParts == 2) {
+      Values up(acc[1]);
+      finish(up, 1, tile, left, rows, all_real);
+      write_hidden(writer, tile, row, column, {gate.values, up.values}, result);
+    } else {
+      write_hidden(writer, tile, row, column, {gate.values}, result);
+    }
+  }
+
   __device__ __forceinline__ void finish(Values& values, int part, const Tile& tile, int32_t left, const RowPair& rows,
                                          bool all_real) const {
     const int64_t end = (static_cast<int64_t>(tile.expert) * kParts + part + 1) * columns;
     if (b_in != nullptr) values.add_bias(b_in + (end - left), left);
     if (!all_real) values.clear_padding(rows);
-  }
-
-  __device__ __forceinline__ void activate_gated(Values& gate, const Values& up, const RowPair& rows) const {
-    with_activation(activation, [&]<int32_t kActivation>() {
-#pragma unroll
-      for (int i = 0; i < Values::kCount; ++i) {
-        gate.values[i] = activate<kActivation>(gate.values[i]) * up.values[i] * rows.weight[i / 2 % 2];
-      }
-    });
-  }
-  __device__ __forceinline__ void activate_plain(Values& h, const RowPair& rows) const {
-    with_activation(activation, [&]<int32_t kActivation>() {
-#pragma unroll
-      for (int i = 0; i < Values::kCount; ++i) {
-        h.values[i] = activate<kActivation>(h.values[i]) * rows.weight[i / 2 % 2];
-      }
-    });
   }
 };
 

@@ -63,10 +63,15 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         type=_shape,
         metavar="T,D,F,E,K",
         action="append",
-        help=f"layer: the sizes, or {', '.join(NAMED)} at T = 32768; default: twelve shapes",
+        help=f"layer, mesh: the sizes, or {', '.join(NAMED)} at T = 32768; default: twelve shapes; mesh: two, with "
+        "T = 8192, which is that of a GPU",
     )
     cuda.add_argument(
-        "--tokens", type=_positive, metavar="T", action="append", help="router, plan, layer: numbers of tokens"
+        "--tokens",
+        type=_positive,
+        metavar="T",
+        action="append",
+        help="router, plan, layer, mesh: numbers of tokens",
     )
     cuda.add_argument(
         "--routing",
@@ -79,7 +84,10 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         choices=["c", "jax", "torch", "xla"],
         action="append",
         help="router, plan, layer: what to time: ours through C (not the layer) or through JAX, torch eager, XLA's jit "
-        "of plain JAX",
+        "of plain JAX; mesh: ours through JAX, XLA's collectives, NCCL through torch",
+    )
+    cuda.add_argument(
+        "--transport", choices=["ring", "all_to_all", "ragged"], action="append", help="mesh: default: all of them"
     )
     cuda.add_argument(
         "--trace", metavar="DIR", help="layer: also write profiler traces of ours to DIR/T,D,F,E,K-ROUTING (once)"

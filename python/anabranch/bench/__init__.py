@@ -21,6 +21,7 @@ CUDA_OPERATIONS = {
     "plan": ("rows", "tokens", "by"),
     "dispatch": (),
     "layer": ("shape", "tokens", "routing", "by", "trace"),
+    "mesh": ("shape", "tokens", "by", "transport"),
 }
 #: Those that one process runs after each other; the layer needs the device's whole memory.
 CUDA_TOGETHER = ("router", "plan", "dispatch")

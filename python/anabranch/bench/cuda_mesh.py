@@ -1,0 +1,170 @@
+"""The layer on all GPUs of this machine as ranks of expert parallelism, and the collectives that carry it."""
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from anabranch.bench import gpu
+from anabranch.bench.errors import BenchError
+from anabranch.bench.gpu import Timing
+from anabranch.bench.layer_shape import NAMED, LayerShape
+from anabranch.bench.processes import rows_of_a_process
+
+CAPTION = """the layer on all GPUs as ranks along one expert axis, T tokens a rank, random gate; TFLOP/s a rank, of
+6 T K D F forward and 12 T K D F backward (the difference between forward and backward, and forward). capacity: the
+capacity_factor, none: buffers for the worst case; dropped: slots, of all ranks. collectives: T K rows of D a rank,
+exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring needs (T rows there, float32 sums back);
+xla: jax.lax's under jit, torch: NCCL's all_to_all, a process a GPU. GB/s: of what a rank sends to others. Medians of
+20 batches with the queue full"""
+
+DTYPES = ("bfloat16",)
+BY = ("jax", "xla", "torch")
+TRANSPORTS = ("ring", "all_to_all", "ragged")
+CAPACITIES = (None, 1.25)
+
+#: Those that others have published figures of.
+SHAPES = tuple(NAMED[name]._replace(T=8192) for name in ("qwen3-30b", "mixtral"))
+
+
+def rows(
+    *,
+    dtypes: Sequence[str],
+    quick: bool,
+    shape: Sequence[LayerShape] | None = None,
+    tokens: Sequence[int] | None = None,
+    by: Sequence[str] | None = None,
+    transport: Sequence[str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Rows of every shape: ours for each transport, with and without a bound; collectives by XLA and by NCCL.
+
+    Args:
+      dtypes: "bfloat16" alone.
+      quick: the first shape only, and 5 repeats.
+      shape: None: SHAPES, whose T is that of a rank.
+      tokens: T, in the place of the shapes' own.
+      by: out of BY; None: all that are installed.
+      transport: out of TRANSPORTS; None: all.
+
+    Raises:
+      BenchError: an argument is wrong, or this machine has fewer than two GPUs. What fails by itself has a row with
+        `error`.
+    """
+    for given in dtypes:
+        if given not in DTYPES:
+            raise BenchError(f"--dtype: got {given} with mesh, expected {', '.join(DTYPES)}")
+    for who in by or ():
+        if who not in BY:
+            raise BenchError(f"--by: got {who} with mesh, expected {', '.join(BY)}")
+    if by is None:
+        by = [who for who in BY if who != "torch" or importlib.util.find_spec("torch")]
+        if len(by) < len(BY):
+            print("mesh: without torch: it is not installed", file=sys.stderr)
+    sized = [sizes._replace(T=T) for sizes in shape or SHAPES for T in tokens or (sizes.T,)]
+    ways = list(dict.fromkeys(transport or TRANSPORTS))
+    cases = [
+        (sizes, who, way)
+        for sizes in dict.fromkeys(sized[:1] if quick else sized)
+        for who in dict.fromkeys(by)
+        for way in (ways if who == "jax" else ways[:1])
+    ]
+    repeats = 5 if quick else gpu.REPEATS
+    for case in cases:
+        if len(cases) == 1:
+            yield from _measured(*case, repeats)
+        else:
+            yield from _rows_of_a_process(*case, quick)
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows as a table of the layer and one of collectives."""
+    hidden = ("spread", "dtype", "collective")
+    layers = [row for row in rows if row.get("collective") is None]
+    others = [row for row in rows if row.get("collective") is not None]
+    return {
+        "layer": [{name: value for name, value in row.items() if name not in hidden} for row in layers],
+        "collectives": [{name: value for name, value in row.items() if name not in hidden[:2]} for row in others],
+    }
+
+
+def _measured(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """Any failure as a BenchError, after its traceback."""
+    try:
+        yield from _measure(shape, by, transport, repeats)
+    except BenchError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).splitlines() or [""])[0]
+        raise BenchError(f"{by}: {type(error).__name__}: {first}") from error
+
+
+def _measure(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterator[dict[str, Any]]:
+    if by == "torch":
+        from anabranch.bench import mesh_in_torch
+
+        timing, sent = mesh_in_torch.measure_all_to_all(shape.T * shape.K * shape.D, repeats=repeats)
+        yield collective_row(shape, by, "all_to_all", timing, sent)
+        return
+    devices = gpu.jax_with_gpu().device_count()
+    if devices < 2:
+        raise BenchError(f"mesh: got {devices} GPU, expected 2 or more")
+    from anabranch.bench import mesh_in_jax
+
+    if by == "xla":
+        times = mesh_in_jax.measure_collectives(shape, DTYPES[0], repeats=repeats)
+        for name, (timing, sent) in times.items():
+            yield collective_row(shape, by, name, timing, sent)
+        return
+    for capacity in CAPACITIES:
+        measured = mesh_in_jax.measure_layer(shape, DTYPES[0], transport, capacity, repeats=repeats)
+        yield layer_row(shape, devices, transport, capacity, measured)
+
+
+def layer_row(shape: LayerShape, ranks: int, transport: str, capacity: float | None, measured: Any) -> dict[str, Any]:
+    """The row of mesh_in_jax.LayerTimes."""
+    forward, both, dropped = measured
+    backward = both.median - forward.median
+    return {
+        "T,D,F,E,K": str(shape),
+        "by": "jax",
+        "dtype": DTYPES[0],
+        "ranks": ranks,
+        "transport": transport,
+        "capacity": capacity,
+        "forward ms": 1e3 * forward.median,
+        "backward ms": 1e3 * backward,
+        "forward TFLOP/s": shape.forward_flops() / forward.median / 1e12,
+        "backward TFLOP/s": shape.backward_flops() / backward / 1e12,
+        "dropped": dropped,
+        "spread": {"forward ms": _spread(forward), "both ms": _spread(both)},
+    }
+
+
+def collective_row(shape: LayerShape, by: str, name: str, timing: Timing, sent: int) -> dict[str, Any]:
+    """sent: bytes of a rank to others."""
+    return {
+        "T,D,F,E,K": str(shape),
+        "by": by,
+        "dtype": DTYPES[0],
+        "collective": name,
+        "sent MiB": sent / 2**20,
+        "ms": 1e3 * timing.median,
+        "GB/s": sent / timing.median / 1e9,
+        "spread": {"ms": _spread(timing)},
+    }
+
+
+def _spread(timing: Timing) -> list[float]:
+    return [1e3 * timing.low, 1e3 * timing.high]
+
+
+def _rows_of_a_process(shape: LayerShape, by: str, transport: str, quick: bool) -> Iterator[dict[str, Any]]:
+    """The rows of a process of its own; where that fails, one with its last words as `error`."""
+    flags = ["--device", "cuda", "--shape", str(shape), "--by", by, "--transport", transport] + ["--quick"] * quick
+    try:
+        yield from rows_of_a_process("mesh", flags, quiet=True)
+    except BenchError as error:
+        what = {"transport": transport} if by == "jax" else {"collective": "all"}
+        yield {"T,D,F,E,K": str(shape), "by": by, **what, "error": str(error)}

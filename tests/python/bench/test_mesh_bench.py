@@ -1,0 +1,87 @@
+"""The benchmark of the layer on many GPUs: figures become rows, processes report. No figure is tested."""
+
+import json
+
+import jax
+import pytest
+
+from anabranch.__main__ import main
+from anabranch.bench import cuda_mesh
+from anabranch.bench.errors import BenchError
+from anabranch.bench.gpu import Timing
+from anabranch.bench.layer_shape import LayerShape
+from anabranch.bench.mesh_in_jax import LayerTimes
+
+SHAPE = LayerShape(T=1024, D=32, F=48, E=8, K=2)
+COMMAND = ["bench", "mesh", "--device", "cuda"]
+
+
+def test_figures_become_rows_and_tables():
+    times = LayerTimes(Timing(1e-3, 9e-4, 2e-3), Timing(4e-3, 3e-3, 5e-3), 7)
+    row = cuda_mesh.layer_row(SHAPE, 4, "ring", 1.25, times)
+    assert (row["forward ms"], row["dropped"], row["ranks"]) == (1.0, 7, 4)
+    assert row["backward ms"] == pytest.approx(3.0)
+    flops = 6 * SHAPE.T * SHAPE.K * SHAPE.D * SHAPE.F
+    assert row["forward TFLOP/s"] == pytest.approx(flops / 1e-3 / 1e12)
+    assert row["backward TFLOP/s"] == pytest.approx(2 * flops / 3e-3 / 1e12)
+    exchange = cuda_mesh.collective_row(SHAPE, "xla", "all_to_all", Timing(2e-3, 1e-3, 3e-3), 3 << 20)
+    assert exchange["GB/s"] == pytest.approx((3 << 20) / 2e-3 / 1e9)
+    assert exchange["spread"]["ms"] == [1.0, 3.0]
+    tables = cuda_mesh.tables([row, exchange])
+    assert [one["transport"] for one in tables["layer"]] == ["ring"]
+    assert [one["collective"] for one in tables["collectives"]] == ["all_to_all"]
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--by", "c"], "--by: got c with mesh, expected jax, xla, torch"),
+        (["--dtype", "float32"], "--dtype: got float32 with mesh, expected bfloat16"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, capsys):
+    assert main([*COMMAND, *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_transport_belongs_to_the_mesh(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "layer", "--device", "cuda", "--transport", "ring"])
+    assert "--transport: got it with layer, expected it with mesh" in capsys.readouterr().err
+
+
+def test_every_case_is_measured_by_a_process_of_its_own(monkeypatch, tmp_path, capsys):
+    started = []
+
+    def rows_of_a_process(operation, flags, *, quiet):
+        assert operation == "mesh" and quiet
+        started.append(flags)
+        if "torch" in flags:
+            raise BenchError("no second GPU")
+        return [{"T,D,F,E,K": str(SHAPE), "by": flags[flags.index("--by") + 1], "spread": {}}]
+
+    monkeypatch.setattr(cuda_mesh, "rows_of_a_process", rows_of_a_process)
+    file = tmp_path / "rows.json"
+    which = ["--shape", str(SHAPE), "--by", "jax", "--by", "xla", "--by", "torch"]
+    assert main([*COMMAND, *which, "--json", str(file)]) == 1
+    rows = json.loads(file.read_text())["rows"]["mesh"]
+    assert [row["by"] for row in rows] == ["jax", "jax", "jax", "xla", "torch"]
+    assert rows[-1]["error"] == "no second GPU"
+    assert [flags[flags.index("--transport") + 1] for flags in started[:3]] == ["ring", "all_to_all", "ragged"]
+    assert "no second GPU" in capsys.readouterr().out
+
+
+def _gpus():
+    try:
+        return len(jax.devices("cuda"))
+    except RuntimeError:
+        return 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(_gpus() < 2, reason="FEWER THAN TWO GPUs FOUND: the benchmark of many is not tested")
+def test_the_mesh_is_measured_on_gpus(tmp_path):
+    file = tmp_path / "rows.json"
+    assert main([*COMMAND, "--quick", "--shape", "512,64,64,8,2", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]["mesh"]
+    assert {row["by"] for row in rows} >= {"jax", "xla"} and not any("error" in row for row in rows)

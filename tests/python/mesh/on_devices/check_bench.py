@@ -1,0 +1,59 @@
+"""What `bench mesh` times: the layer spread over the ranks is the layer, collectives are those that their names say."""
+
+import jax
+import numpy as np
+import pytest
+
+from anabranch.bench import layer_in_jax, mesh_in_jax
+from anabranch.bench.layer_shape import LayerShape
+from anabranch.jax import Parallel
+from oracle import assert_close
+
+SHAPE = LayerShape(T=24, D=16, F=8, E=16, K=2)
+NAMES = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
+
+
+@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+def test_the_layer_on_all_ranks_is_the_layer(transport):
+    mesh = mesh_in_jax.ranks()
+    parallel = Parallel(expert_axis=mesh_in_jax.AXIS, transport=transport)
+    with jax.set_mesh(mesh):
+        given = mesh_in_jax.operands(mesh, parallel, SHAPE, "float32")
+        assert given.x.shape == (SHAPE.T * mesh.size, SHAPE.D)
+        assert given.w_in.addressable_shards[0].data.shape[0] == SHAPE.E // mesh.size
+        got = jax.jit(layer_in_jax.forward_and_backward(mesh_in_jax.layer(parallel), SHAPE.K))(*given)
+    alone = layer_in_jax.Operands(*(None if a is None else jax.numpy.asarray(np.asarray(a)) for a in given))
+    want = layer_in_jax.forward_and_backward(layer_in_jax.ours, SHAPE.K)(*alone)
+    for name, mine, theirs in zip(NAMES, got, want, strict=True):
+        assert_close(mine, theirs, 2e-6 if name == "output" else 1e-5, name)
+
+
+def test_times_and_drops():
+    whole = mesh_in_jax.measure_layer(SHAPE, "float32", "ring", None, repeats=2)
+    assert 0 < whole.forward.median and 0 < whole.both.median and whole.dropped == 0
+    assert mesh_in_jax.measure_layer(SHAPE, "float32", "ring", 0.5, repeats=2).dropped > 0
+
+
+def test_collectives_move_what_they_say():
+    mesh = mesh_in_jax.ranks()
+    P, T, D, rows = mesh.size, SHAPE.T, SHAPE.D, SHAPE.T * SHAPE.K // mesh.size
+    with jax.set_mesh(mesh):
+        found = mesh_in_jax.collectives(mesh, SHAPE, "float32")
+        got, given = {}, {}
+        for name, (function, operand, _) in found.items():
+            given[name] = np.random.default_rng(1).standard_normal(operand.shape).astype(np.float32)
+            got[name] = np.asarray(jax.jit(function)(jax.device_put(given[name], operand.sharding)))
+    exchanged = given["all_to_all"].reshape(P, P, rows, D).swapaxes(0, 1)
+    np.testing.assert_array_equal(got["all_to_all"].reshape(exchanged.shape), exchanged)
+    np.testing.assert_array_equal(got["all_gather"].reshape(P, P * T, D), np.stack([given["all_gather"]] * P))
+    sums = given["reduce_scatter"].reshape(P, P * T, D).sum(0)
+    np.testing.assert_allclose(got["reduce_scatter"], sums, rtol=0, atol=1e-5)
+    sent = {name: sent for name, (_, _, sent) in found.items()}
+    exchange = (P - 1) * rows * D * 4
+    assert sent == {"all_to_all": exchange, "all_gather": (P - 1) * T * D * 4, "reduce_scatter": (P - 1) * T * D * 4}
+
+
+def test_every_collective_is_timed():
+    times = mesh_in_jax.measure_collectives(SHAPE, "float32", repeats=2)
+    assert set(times) == {"all_to_all", "all_gather", "reduce_scatter"}
+    assert all(timing.median > 0 and sent > 0 for timing, sent in times.values())

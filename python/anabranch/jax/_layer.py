@@ -167,13 +167,13 @@ def routing_backward(
 
 
 def ffn_operands(operands: Operands, layout: Plan, weights: jax.Array | None) -> FfnOperands:
-    """The experts' view of the layer's operands: tokens, gathered by the plan."""
+    """The experts' view of the layer's operands: tokens, gathered by the plan; weights in the tokens' dtype."""
     return FfnOperands(
         x=operands.x,
         slot_of_row=layout.slot_of_row,
         group_sizes=layout.group_sizes,
-        w_in=operands.w_in,
-        w_out=operands.w_out,
+        w_in=operands.w_in.astype(operands.x.dtype),
+        w_out=operands.w_out.astype(operands.x.dtype),
         b_in=operands.b_in,
         b_out=operands.b_out,
         weights=weights,
@@ -204,7 +204,8 @@ def backward(config: LayerConfig, operands: Operands, residuals: Residuals, cota
     assert h is not None  # the forward rule was run with keep_h
     if layout is None:
         layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
-    experts = ffn_backward(config.ffn, ffn_operands(operands, layout, routing.weights), h, flat(cotangents.output))
+    ffn = ffn_operands(operands, layout, routing.weights)
+    experts = ffn_backward(config.ffn, ffn, h, flat(cotangents.output), (dtypes.w_in.dtype, dtypes.w_out.dtype))
     assert experts.weights is not None  # weights were given
     through_logits = routing_backward(config, operands, routing, logits, experts.weights, cotangents)
     d_x = dispatch_backward(experts.rows, layout, dtypes.x.dtype, through_logits.x)

@@ -189,7 +189,13 @@ def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tu
     return results["y"], results["h"]
 
 
-def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> FfnGradients:
+def ffn_backward(
+    config: FfnConfig,
+    operands: FfnOperands,
+    h: jax.Array,
+    d_out: jax.Array,
+    weight_dtypes: tuple[Any, Any] | None = None,
+) -> FfnGradients:
     """The backward rule, the same for early and late weights.
 
     Args:
@@ -197,18 +203,20 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
       operands: as in the forward pass, with the weights also where combine applied them.
       h: [R, P, F], kept by the forward rule. Its buffer is taken over.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
+      weight_dtypes: of the gradients of w_in and w_out, each that of x or float32; None: of x.
     """
     x, weights = operands.x, operands.weights
     inputs = operands._asdict()
     del inputs["b_in"]
+    w_in_dtype, w_out_dtype = weight_dtypes or (x.dtype, x.dtype)
     results = _ffi.call(
         "ab_xla_expert_ffn_backward",
         {**inputs, "h": h, "d_out": d_out},
         {
             "dh": _like(h),
             "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
-            "d_w_in": _like(operands.w_in),
-            "d_w_out": _like(operands.w_out),
+            "d_w_in": _like(operands.w_in, w_in_dtype),
+            "d_w_out": _like(operands.w_out, w_out_dtype),
             "d_b_in": _like(operands.b_in),
             "d_b_out": _like(operands.b_out),
             "d_weights": _like(weights, jnp.float32),

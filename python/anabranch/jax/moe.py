@@ -119,8 +119,9 @@ def moe(
     Args:
       x: [..., D] float32 or bfloat16.
       gate: [D, E] float; the product with x accumulates and stays in float32.
-      w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x.
-      w_out: [E, F, D]; dtype of x.
+      w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
+      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a bfloat16 layer are rounded to bfloat16 where they
+        multiply; their gradients are the float32 sums, not rounded.
       topk: K, 1 <= K <= E.
       score_function: "softmax", "sigmoid" or "sqrtsoftplus".
       normalize: weights of a token sum to `scaling_factor`; False: raw scores.
@@ -168,7 +169,8 @@ def moe(
     dtype = (str(x.dtype),)
     gate = _check.array("gate", gate, _check.FLOATS, (("D", D), "E"))
     E = gate.shape[1]
-    w_in = _check.array("w_in", w_in, dtype, (("E", E), ("D", D), "2 or 1", "F"))
+    weight_dtypes = tuple(dict.fromkeys((*dtype, "float32")))
+    w_in = _check.array("w_in", w_in, weight_dtypes, (("E", E), ("D", D), "2 or 1", "F"))
     P, F = w_in.shape[2:]
     if P not in (1, 2):
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F]")
@@ -201,7 +203,7 @@ def moe(
         x=x,
         gate=gate,
         w_in=w_in,
-        w_out=_check.array("w_out", w_out, dtype, (("E", E), ("F", F), ("D", D))),
+        w_out=_check.array("w_out", w_out, weight_dtypes, (("E", E), ("F", F), ("D", D))),
         b_in=_check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
         b_out=_check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
         expert_bias=expert_bias,

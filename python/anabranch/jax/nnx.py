@@ -167,11 +167,14 @@ class MoE(nnx.Module):
         def value(variable: nnx.Variable | None) -> Any:
             return None if variable is None else variable[...].astype(dtype)
 
+        def weights(variable: nnx.Variable) -> jax.Array:  # of float32 ones moe() gives gradients that are not rounded
+            return variable[...] if variable[...].dtype == jnp.float32 else value(variable)
+
         result = moe(
             x,
             self.gate[...],
-            value(self.w_in),
-            value(self.w_out),
+            weights(self.w_in),
+            weights(self.w_out),
             b_in=value(self.b_in),
             b_out=value(self.b_out),
             expert_bias=None if self.expert_bias is None else self.expert_bias[...],

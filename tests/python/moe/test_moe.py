@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,6 +94,34 @@ def test_a_masked_token_may_hold_nan():
     arrays["x"][3] = np.nan
     mask = np.arange(9) != 3
     check_layer(arrays, topk=2, token_mask=mask, aux_loss_coeff=1.0, z_loss_coeff=1.0)
+
+
+@pytest.mark.parametrize("wide", [("w_in",), ("w_out",), ("w_in", "w_out")])
+@pytest.mark.parametrize("weight_early", [False, True])
+def test_float32_weights_of_a_bfloat16_layer(wide, weight_early):
+    """They multiply as bfloat16; their gradients are the float32 sums that bfloat16 weights would get rounded."""
+    arrays = operands(64, 6, 2, 24, 32, dtype="bfloat16", bias=True, skew=2.0, cold=1)
+    options = {"topk": 2, "aux_loss_coeff": 0.3, "weight_early": weight_early}
+
+    def put(name, array):
+        return jnp.asarray(array, jnp.float32 if name in wide else None)
+
+    _, narrow_gradients = check_layer(arrays, **options)
+    _, gradients = check_layer(arrays, put=put, **options)
+    for name in ("w_in", "w_out"):
+        got, narrow = np.asarray(gradients[name], np.float32), np.asarray(narrow_gradients[name], np.float32)
+        rounded = got.astype(ml_dtypes.bfloat16).astype(np.float32)
+        assert (rounded != got).any() == (name in wide)
+        np.testing.assert_allclose(rounded, narrow, rtol=2**-7, atol=2**-9 * np.abs(narrow).max(), err_msg=name)
+
+    # What bfloat16 has no room for is rounded before it multiplies, and only then.
+    nudged = {name: np.asarray(arrays[name], np.float32) * np.float32(1 + 2**-11) for name in wide}
+    given = [jnp.asarray(arrays[name]) for name in ("x", "gate")]
+
+    def output(weights):
+        return moe(*given, *(jnp.asarray(weights.get(name, arrays[name])) for name in ("w_in", "w_out")), topk=2).output
+
+    np.testing.assert_array_equal(np.asarray(output(nudged)), np.asarray(output({})))
 
 
 def test_replay_with_repeats_holes_and_wrong_indices():

@@ -42,6 +42,22 @@ def test_explicit_axes_and_bfloat16(transport, align_size):
 
 
 @transports
+@pytest.mark.parametrize("fsdp", [(), "data"])
+def test_float32_weights_of_a_bfloat16_layer(transport, fsdp):
+    mesh = mesh_of(data=2, expert=4)
+    parallel = Parallel(expert_axis="expert", data_axes="data", fsdp_axes=fsdp, transport=transport)
+    arrays = operands(64, 8, 2, 24, 32, dtype="bfloat16", bias=True, skew=2.0, cold=1)
+    place = placed(mesh, parallel)
+
+    def put(name, array):
+        return place(name, array.astype(np.float32) if name in ("w_in", "w_out") else array)
+
+    with jax.set_mesh(mesh):
+        _, gradients = check_layer(arrays, put=put, parallel=parallel, topk=2, aux_loss_coeff=0.3)
+    assert gradients["w_in"].dtype == gradients["w_out"].dtype == np.float32
+
+
+@transports
 @pytest.mark.parametrize("experts,topk", [(8, 1), (8, 8), (128, 8)])
 def test_few_and_many_experts_a_rank(transport, experts, topk):
     """E = ranks and E = 16 times the ranks, K = 1 and K = 8."""

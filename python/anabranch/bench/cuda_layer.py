@@ -3,13 +3,12 @@
 import importlib.util
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from anabranch import _library
 from anabranch.bench import gpu, layer_result
-from anabranch.bench.errors import BenchError
+from anabranch.bench.errors import BenchError, as_bench_errors
 from anabranch.bench.layer_result import Measured
 from anabranch.bench.layer_shape import SHAPES, LayerShape
 from anabranch.bench.processes import rows_of_a_process
@@ -61,7 +60,9 @@ def rows(
     for case in chosen:
         traced = trace if case[2] == "jax" else None
         if len(chosen) == 1:
-            yield _row(case, _measured(case, quick, traced))
+            with as_bench_errors(case[2]):
+                measured = _measure(case, quick, traced)
+            yield _row(case, measured)
         else:
             yield from _rows_of_a_process(case, quick, traced)
 
@@ -108,18 +109,6 @@ def _require_gpu() -> None:
         raise BenchError(f"benchmarks of CUDA kernels need libanabranch_cuda.so: {error}") from error
     if "error" in facts:
         raise BenchError(f"benchmarks of CUDA kernels need a GPU: {facts['error']}")
-
-
-def _measured(case: Case, quick: bool, trace: str | None) -> Measured:
-    """Any failure as a BenchError, after its traceback."""
-    try:
-        return _measure(case, quick, trace)
-    except BenchError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        first = (str(error).splitlines() or [""])[0]
-        raise BenchError(f"{case[2]}: {type(error).__name__}: {first}") from error
 
 
 def _measure(case: Case, quick: bool, trace: str | None) -> Measured:

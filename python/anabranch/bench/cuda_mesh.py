@@ -2,12 +2,11 @@
 
 import importlib.util
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench import gpu
-from anabranch.bench.errors import BenchError
+from anabranch.bench.errors import BenchError, as_bench_errors
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_shape import NAMED, LayerShape
 from anabranch.bench.processes import rows_of_a_process
@@ -72,7 +71,8 @@ def rows(
     repeats = 5 if quick else gpu.REPEATS
     for case in cases:
         if len(cases) == 1:
-            yield from _measured(*case, repeats)
+            with as_bench_errors(case[1]):
+                yield from _measure(*case, repeats)
         else:
             yield from _rows_of_a_process(*case, quick)
 
@@ -86,18 +86,6 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]
         "layer": [{name: value for name, value in row.items() if name not in hidden} for row in layers],
         "collectives": [{name: value for name, value in row.items() if name not in hidden[:2]} for row in others],
     }
-
-
-def _measured(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Any failure as a BenchError, after its traceback."""
-    try:
-        yield from _measure(shape, by, transport, repeats)
-    except BenchError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        first = (str(error).splitlines() or [""])[0]
-        raise BenchError(f"{by}: {type(error).__name__}: {first}") from error
 
 
 def _measure(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterator[dict[str, Any]]:

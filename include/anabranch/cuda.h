@@ -74,8 +74,10 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_
  * order of float32 additions and the exponential's last places; where two rows have one slot, which no plan gives,
  * d_weights of that slot is one of both. Workspace: forward [R, F] of the dtype of x. Backward w a, [R, F] of the dtype
  * of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not given; and the largest of what
- * single steps take: d_weights        ceil(F / 64) R floats d_b_in, d_b_out  (ceil(R / 512) + E) P F and (ceil(R / 512)
- * + E) D floats d_w_in, d_w_out  what ab_cuda_grouped_matmul_dw takes for the same product */
+ * single steps take:
+ *   - d_weights: ceil(F / 64) R floats;
+ *   - d_b_in, d_b_out: (ceil(R / 512) + E) P F and (ceil(R / 512) + E) D floats;
+ *   - d_w_in, d_w_out: what ab_cuda_grouped_matmul_dw takes for the same product. */
 AB_API ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec* exec,
                                                       size_t* bytes);

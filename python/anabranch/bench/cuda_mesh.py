@@ -47,8 +47,8 @@ def rows(
       transport: out of TRANSPORTS; None: all.
 
     Raises:
-      BenchError: an argument is wrong, or this machine has fewer than two GPUs. What fails by itself has a row with
-        `error`.
+      BenchError: an argument is wrong; of a single case, whatever fails, such as fewer than two GPUs. Of several cases
+        those that fail have a row with `error`.
     """
     for given in dtypes:
         if given not in DTYPES:
@@ -61,6 +61,9 @@ def rows(
         if len(by) < len(BY):
             print("mesh: without torch: it is not installed", file=sys.stderr)
     sized = [sizes._replace(T=T) for sizes in shape or SHAPES for T in tokens or (sizes.T,)]
+    for sizes in sized:
+        if sizes.T * sizes.K >= 2**31:
+            raise BenchError(f"--tokens: got {sizes.T} with K = {sizes.K}, expected T * K < 2^31")
     ways = list(dict.fromkeys(transport or TRANSPORTS))
     cases = [
         (sizes, who, way)
@@ -106,8 +109,13 @@ def _measure(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterat
             yield collective_row(shape, by, name, timing, sent)
         return
     for capacity in CAPACITIES:
-        measured = mesh_in_jax.measure_layer(shape, DTYPES[0], transport, capacity, repeats=repeats)
-        yield layer_row(shape, devices, transport, capacity, measured)
+        try:
+            with as_bench_errors(by):
+                measured = mesh_in_jax.measure_layer(shape, DTYPES[0], transport, capacity, repeats=repeats)
+        except BenchError as error:  # such as memory that did not suffice, which it may with another bound
+            yield {**_head(shape, by), "transport": transport, "capacity": capacity, "error": str(error)}
+        else:
+            yield layer_row(shape, devices, transport, capacity, measured)
 
 
 def layer_row(shape: LayerShape, ranks: int, transport: str, capacity: float | None, measured: Any) -> dict[str, Any]:
@@ -115,9 +123,7 @@ def layer_row(shape: LayerShape, ranks: int, transport: str, capacity: float | N
     forward, both, dropped = measured
     backward = both.median - forward.median
     return {
-        "T,D,F,E,K": str(shape),
-        "by": "jax",
-        "dtype": DTYPES[0],
+        **_head(shape, "jax"),
         "ranks": ranks,
         "transport": transport,
         "capacity": capacity,
@@ -133,15 +139,17 @@ def layer_row(shape: LayerShape, ranks: int, transport: str, capacity: float | N
 def collective_row(shape: LayerShape, by: str, name: str, timing: Timing, sent: int) -> dict[str, Any]:
     """sent: bytes of a rank to others."""
     return {
-        "T,D,F,E,K": str(shape),
-        "by": by,
-        "dtype": DTYPES[0],
+        **_head(shape, by),
         "collective": name,
         "sent MiB": sent / 2**20,
         "ms": 1e3 * timing.median,
         "GB/s": sent / timing.median / 1e9,
         "spread": {"ms": _spread(timing)},
     }
+
+
+def _head(shape: LayerShape, by: str) -> dict[str, Any]:
+    return {"T,D,F,E,K": str(shape), "by": by, "dtype": DTYPES[0]}
 
 
 def _spread(timing: Timing) -> list[float]:
@@ -155,4 +163,4 @@ def _rows_of_a_process(shape: LayerShape, by: str, transport: str, quick: bool) 
         yield from rows_of_a_process("mesh", flags, quiet=True)
     except BenchError as error:
         what = {"transport": transport} if by == "jax" else {"collective": "all"}
-        yield {"T,D,F,E,K": str(shape), "by": by, **what, "error": str(error)}
+        yield {**_head(shape, by), **what, "error": str(error)}

@@ -18,5 +18,7 @@ def as_bench_errors(by: str) -> Iterator[None]:
         raise
     except Exception as error:
         traceback.print_exc()
-        first = (str(error).splitlines() or [""])[0]
-        raise BenchError(f"{by}: {type(error).__name__}: {first}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # A process of torch's begins with a traceback, all others with what happened.
+        told = (lines or [""])[-1 if "Traceback (most recent call last):" in lines else 0]
+        raise BenchError(f"{by}: {type(error).__name__}: {told}") from error

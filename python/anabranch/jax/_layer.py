@@ -121,6 +121,17 @@ def flat_tokens(operands: Operands) -> Operands:
     )
 
 
+def round_weights(operands: Operands) -> Operands:
+    """The operands with the experts' weights in the dtype of x, in which they multiply."""
+    dtype = operands.x.dtype
+    return operands._replace(w_in=operands.w_in.astype(dtype), w_out=operands.w_out.astype(dtype))
+
+
+def weight_dtypes(operands: Operands) -> tuple[Any, Any]:
+    """Of w_in and w_out as they were given, and so of their gradients."""
+    return operands.w_in.dtype, operands.w_out.dtype
+
+
 def route_tokens(config: LayerConfig, operands: Operands) -> tuple[Routing, jax.Array]:
     """Routing and logits of x [T, D]."""
     logits = matmul(operands.x, operands.gate, (1, 0))
@@ -167,13 +178,13 @@ def routing_backward(
 
 
 def ffn_operands(operands: Operands, layout: Plan, weights: jax.Array | None) -> FfnOperands:
-    """The experts' view of the layer's operands: tokens, gathered by the plan; weights in the tokens' dtype."""
+    """The experts' view of the layer's operands: tokens, gathered by the plan."""
     return FfnOperands(
         x=operands.x,
         slot_of_row=layout.slot_of_row,
         group_sizes=layout.group_sizes,
-        w_in=operands.w_in.astype(operands.x.dtype),
-        w_out=operands.w_out.astype(operands.x.dtype),
+        w_in=operands.w_in,
+        w_out=operands.w_out,
         b_in=operands.b_in,
         b_out=operands.b_out,
         weights=weights,
@@ -197,15 +208,24 @@ def forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[L
     return result, Residuals(routing, logits, layout, h)
 
 
-def backward(config: LayerConfig, operands: Operands, residuals: Residuals, cotangents: LayerOutput) -> Operands:
-    """The backward rule on what one device has: gradients of the float operands, None for the others."""
+def backward(
+    config: LayerConfig,
+    operands: Operands,
+    residuals: Residuals,
+    cotangents: LayerOutput,
+    gradient_dtypes: tuple[Any, Any],
+) -> Operands:
+    """The backward rule on what one device has: gradients of the float operands, None for the others.
+
+    gradient_dtypes: of w_in and w_out, each that of x or float32.
+    """
     shape, dtypes, operands = operands.x.shape, operands, flat_tokens(operands)
     routing, logits, layout, h = residuals
     assert h is not None  # the forward rule was run with keep_h
     if layout is None:
         layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
     ffn = ffn_operands(operands, layout, routing.weights)
-    experts = ffn_backward(config.ffn, ffn, h, flat(cotangents.output), (dtypes.w_in.dtype, dtypes.w_out.dtype))
+    experts = ffn_backward(config.ffn, ffn, h, flat(cotangents.output), gradient_dtypes)
     assert experts.weights is not None  # weights were given
     through_logits = routing_backward(config, operands, routing, logits, experts.weights, cotangents)
     d_x = dispatch_backward(experts.rows, layout, dtypes.x.dtype, through_logits.x)
@@ -228,10 +248,11 @@ def backward(config: LayerConfig, operands: Operands, residuals: Residuals, cota
 class _Static(NamedTuple):
     config: LayerConfig
     keep_h: bool
+    weight_dtypes: tuple[Any, Any]
 
 
 def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
-    config, keep_h = static
+    config, keep_h, _ = static
     result, residuals = forward(config, Operands(*operands), keep_h=keep_h)
     results = (*result[:4], result.dropped[0])
     if residuals.h is None:
@@ -244,7 +265,7 @@ def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
 
 
 def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
-    config, _ = static
+    config, _, dtypes = static
     operands, arrays = Operands(*arrays[:9]), arrays[9:]
     (weights, experts, lse, logits), h = map(flat, arrays[:4]), arrays[4]
     # What only the forward pass returns has no use here.
@@ -252,7 +273,7 @@ def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
     rows = h.reshape(math.prod(h.shape[:-2]), *h.shape[-2:])
     output, score_sum, squares = arrays[5:]
     cotangents = LayerOutput(output, score_sum, squares, routing.tokens_per_expert, routing.tokens_per_expert)
-    gradients = backward(config, operands, Residuals(routing, logits, None, rows), cotangents)
+    gradients = backward(config, operands, Residuals(routing, logits, None, rows), cotangents, dtypes)
     return tuple(gradient for gradient in gradients[:6] if gradient is not None)
 
 
@@ -272,8 +293,9 @@ def sharded_forward(
     """The forward rule for tokens that are sharded in whatever way, and what `sharded_backward` needs of it."""
     t = operands.x.ndim - 1
     kept = (t, t, t, t, t) if keep_h else ()
-    call = TokenCall(_shard_forward, _Static(_unaligned(config), keep_h), _operand_tokens(t), (t, 0, 0, 0, 0, *kept))
-    output, score_sum, squares, counts, dropped, *residuals = call(*operands)
+    static = _Static(_unaligned(config), keep_h, weight_dtypes(operands))
+    call = TokenCall(_shard_forward, static, _operand_tokens(t), (t, 0, 0, 0, 0, *kept))
+    output, score_sum, squares, counts, dropped, *residuals = call(*round_weights(operands))
     return LayerOutput(output, score_sum, squares, counts, dropped[None]), tuple(residuals)
 
 
@@ -284,8 +306,7 @@ def sharded_backward(
     t = operands.x.ndim - 1
     given = [i for i in range(6) if operands[i] is not None]
     results = tuple(_operand_tokens(t)[i] for i in given)
-    call = TokenCall(
-        _shard_backward, _Static(_unaligned(config), True), (*_operand_tokens(t), t, t, t, t, t, t, 0, 0), results
-    )
-    gradients = dict(zip(given, call(*operands, *kept, *cotangents[:3]), strict=True))
+    static = _Static(_unaligned(config), True, weight_dtypes(operands))
+    call = TokenCall(_shard_backward, static, (*_operand_tokens(t), t, t, t, t, t, t, 0, 0), results)
+    gradients = dict(zip(given, call(*round_weights(operands), *kept, *cotangents[:3]), strict=True))
     return Operands(*map(gradients.get, range(9)))  # type: ignore[arg-type]

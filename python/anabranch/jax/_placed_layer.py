@@ -20,8 +20,10 @@ from anabranch.jax._layer import (
     ffn_operands,
     flat_tokens,
     lse_squares,
+    round_weights,
     route_tokens,
     routing_backward,
+    weight_dtypes,
 )
 from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.dispatch import flat
@@ -79,8 +81,7 @@ def _operands(given: dict[str, Any]) -> Operands:
 
 def _gathered(placement: Placement, operands: Operands) -> Operands:
     """The operands with what FSDP divides whole; the experts' weights travel in the dtype of x."""
-    dtype = operands.x.dtype
-    operands = operands._replace(w_in=operands.w_in.astype(dtype), w_out=operands.w_out.astype(dtype))
+    operands = round_weights(operands)
     if not placement.parallel.fsdp_axes:
         return operands
     whole = {
@@ -183,8 +184,7 @@ def _backward(
         placement, operands, route, chosen.send(route, operands.x), chosen.send_weights(route, routing.weights)
     )
     d_rows = chosen.send(route, flat(cotangents["output"]))
-    weight_dtypes = whole.w_in.dtype, whole.w_out.dtype
-    experts = ffn_backward(_ffn_config(config, chosen), ffn, kept["h"], d_rows, weight_dtypes)
+    experts = ffn_backward(_ffn_config(config, chosen), ffn, kept["h"], d_rows, weight_dtypes(whole))
     assert experts.weights is not None  # weights were given
     d_weights = _sum_of_parts(placement, chosen.collect_weights(route, experts.weights))
     sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)

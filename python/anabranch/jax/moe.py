@@ -19,8 +19,10 @@ from anabranch.jax._layer import (
     Residuals,
     backward,
     forward,
+    round_weights,
     sharded_backward,
     sharded_forward,
+    weight_dtypes,
 )
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
@@ -62,7 +64,7 @@ def _forward(
     if placement is not None:
         return placed_forward(config, placement, operands, keep=keep)
     if runs_as_it_is(operands.x):
-        return forward(config, operands, keep_h=keep)
+        return forward(config, round_weights(operands), keep_h=keep)
     return sharded_forward(config, operands, keep_h=keep)
 
 
@@ -80,7 +82,7 @@ def _moe_bwd(
     if placement is not None:
         return (placed_backward(config, placement, operands, kept, cotangents),)
     if isinstance(kept, Residuals):
-        return (backward(config, operands, kept, cotangents),)
+        return (backward(config, round_weights(operands), kept, cotangents, weight_dtypes(operands)),)
     return (sharded_backward(config, operands, kept, cotangents),)
 
 
@@ -169,8 +171,8 @@ def moe(
     dtype = (str(x.dtype),)
     gate = _check.array("gate", gate, _check.FLOATS, (("D", D), "E"))
     E = gate.shape[1]
-    weight_dtypes = tuple(dict.fromkeys((*dtype, "float32")))
-    w_in = _check.array("w_in", w_in, weight_dtypes, (("E", E), ("D", D), "2 or 1", "F"))
+    of_weights = tuple(dict.fromkeys((*dtype, "float32")))
+    w_in = _check.array("w_in", w_in, of_weights, (("E", E), ("D", D), "2 or 1", "F"))
     P, F = w_in.shape[2:]
     if P not in (1, 2):
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F]")
@@ -203,7 +205,7 @@ def moe(
         x=x,
         gate=gate,
         w_in=w_in,
-        w_out=_check.array("w_out", w_out, weight_dtypes, (("E", E), ("F", F), ("D", D))),
+        w_out=_check.array("w_out", w_out, of_weights, (("E", E), ("F", F), ("D", D))),
         b_in=_check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
         b_out=_check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
         expert_bias=expert_bias,

@@ -24,7 +24,7 @@ struct UpProduct : FfnProduct {  // the weights multiply `a`
 // Whether the kernels can take it.
 bool runs_on_tensor_cores(const UpProduct& product);
 
-// Enqueues it, with the tiles that choose_row_tile() takes or with those given.
+// Enqueues it, with the tiles that choose_fused_tile() takes or with those given.
 ab_status multiply_up(const UpProduct& product, int multiprocessors, cudaStream_t stream);
 ab_status multiply_up(const UpProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
 

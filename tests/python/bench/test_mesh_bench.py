@@ -1,12 +1,13 @@
 """The benchmark of the layer on many GPUs: figures become rows, processes report. No figure is tested."""
 
 import json
+import types
 
 import jax
 import pytest
 
 from anabranch.__main__ import main
-from anabranch.bench import cuda_mesh
+from anabranch.bench import cuda_mesh, mesh_in_jax
 from anabranch.bench.errors import BenchError
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_shape import LayerShape
@@ -32,9 +33,24 @@ def test_figures_become_rows_and_tables():
     assert [one["collective"] for one in tables["collectives"]] == ["all_to_all"]
 
 
+def test_a_bound_that_fails_does_not_hide_the_other(monkeypatch):
+    def measure_layer(shape, dtype, transport, capacity, *, repeats):
+        if capacity is None:
+            raise RuntimeError("\n\n-- Process 1 --\nTraceback (most recent call last):\n  here\nMemoryError: full\n")
+        return LayerTimes(Timing(1e-3, 1e-3, 1e-3), Timing(3e-3, 3e-3, 3e-3), 0)
+
+    monkeypatch.setattr(cuda_mesh.gpu, "jax_with_gpu", lambda: types.SimpleNamespace(device_count=lambda: 2))
+    monkeypatch.setattr(mesh_in_jax, "measure_layer", measure_layer)
+    which = {"shape": [SHAPE], "by": ["jax"], "transport": ["ring"]}
+    failed, bounded = cuda_mesh.rows(dtypes=["bfloat16"], quick=True, **which)
+    assert failed["error"] == "jax: RuntimeError: MemoryError: full" and failed["capacity"] is None
+    assert bounded["capacity"] == 1.25 and "error" not in bounded
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [
+        (["--tokens", str(2**30)], f"--tokens: got {2**30} with K = 8, expected T * K < 2^31"),
         (["--by", "c"], "--by: got c with mesh, expected jax, xla, torch"),
         (["--dtype", "float32"], "--dtype: got float32 with mesh, expected bfloat16"),
     ],
@@ -71,16 +87,14 @@ def test_every_case_is_measured_by_a_process_of_its_own(monkeypatch, tmp_path, c
     assert "no second GPU" in capsys.readouterr().out
 
 
-def _gpus():
-    try:
-        return len(jax.devices("cuda"))
-    except RuntimeError:
-        return 0
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(_gpus() < 2, reason="FEWER THAN TWO GPUs FOUND: the benchmark of many is not tested")
 def test_the_mesh_is_measured_on_gpus(tmp_path):
+    try:
+        gpus = len(jax.devices("gpu"))
+    except RuntimeError:
+        gpus = 0
+    if gpus < 2:
+        pytest.skip("FEWER THAN TWO GPUs FOUND: the benchmark of many is not tested")
     file = tmp_path / "rows.json"
     assert main([*COMMAND, "--quick", "--shape", "512,64,64,8,2", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]["mesh"]

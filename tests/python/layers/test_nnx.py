@@ -75,6 +75,14 @@ def test_dtype_is_that_of_the_computation():
     assert layer.w_in[...].dtype == jnp.float32
 
 
+def test_gradients_of_float32_parameters_are_not_rounded():
+    layer, x = _layer(dtype=jnp.bfloat16), _x(40, 12)
+    gradients = nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(x).output.astype(jnp.float32))))(layer)
+    for name in ("w_in", "w_out"):
+        got = gradients[name][...]
+        assert got.dtype == jnp.float32 and (got != got.astype(jnp.bfloat16).astype(jnp.float32)).any(), name
+
+
 def test_expert_bias_is_state_and_moves_towards_balance():
     layer, x = _layer(use_expert_bias=True, score_function="sigmoid"), _x(64, 12)
     assert not any("expert_bias" in map(str, path) for path, _ in nnx.to_flat_state(nnx.state(layer, nnx.Param)))

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from meshes import P, around, assert_trees_close, collectives, mesh_of, put
@@ -27,6 +28,22 @@ def test_output_losses_and_every_gradient(axis_type, spec, dtype):
     options = dict(topk=3, aux_loss_coeff=0.3, z_loss_coeff=0.1, token_mask=mask, align_size=8)
     with around(mesh):
         check_layer(arrays, put=shard(mesh, *spec), **options)
+
+
+def test_float32_weights_of_a_bfloat16_layer(axis_type):
+    """Their gradients are sums over the shards that never were bfloat16."""
+    arrays = operands(64, 7, 3, 24, 40, dtype="bfloat16", bias=True, skew=2.0, cold=2)
+    mesh = mesh_of(axis_type, a=4, b=2)
+    place = shard(mesh, ("b", "a"))
+
+    def put_wide(name, array):
+        return place(name, array.astype(np.float32) if name in ("w_in", "w_out") else array)
+
+    with around(mesh):
+        _, gradients = check_layer(arrays, put=put_wide, topk=3, aux_loss_coeff=0.3)
+    for name in ("w_in", "w_out"):
+        got = np.asarray(gradients[name])
+        assert got.dtype == np.float32 and (got != got.astype(ml_dtypes.bfloat16).astype(np.float32)).any()
 
 
 def test_one_shard_may_have_all_the_load(axis_type):

@@ -7,7 +7,7 @@
 #include <limits>
 #include <random>
 
-#include "float_tensor.h"
+#include "support.h"
 
 namespace anabranch::testing {
 namespace {
@@ -344,105 +344,6 @@ TEST(Combine, TakesEveryMixOfFloats) {
   EXPECT_OK(call(ab_combine_backward, {}, backward));
   EXPECT_EQ(d_rows.values(), (std::vector<uint16_t>{0x3800, 0x3800}));     // 0.5
   EXPECT_EQ(d_weights.values(), (std::vector<uint16_t>{0x4080, 0x4080}));  // 4
-}
-
-// A combine with an addend: tokens with and without rows, slots that were dropped.
-struct SumWithAddend {
-  static constexpr int64_t kSlots = 3;
-
-  Plan plan;
-  Tensor<float> weights;
-  FloatTensor rows, addend, out;
-
-  SumWithAddend(int64_t T, int64_t D, int32_t rows_dtype, int32_t addend_dtype, int32_t out_dtype)
-      : plan(T, kSlots, 6, 2 * T),
-        weights({T, kSlots}, normal(T * kSlots, 1)),
-        rows({2 * T, D}, rows_dtype),
-        addend({T, D}, addend_dtype),
-        out({T, D}, out_dtype) {
-    rows.fill_normal(2);
-    addend.fill_normal(3);
-    Tensor<int32_t> experts({T, kSlots}, indices(T * kSlots, -1, 5, 4));
-    for (int64_t slot = 0; slot < 2 * kSlots; ++slot) experts[slot] = -1;
-    EXPECT_OK(call(ab_plan, ab_plan_workspace, plan_args(&experts, nullptr, 6, 0, plan)));
-  }
-  ab_combine_args args(bool weighted) const {
-    return {sizeof(ab_combine_args),
-            rows.view(),
-            plan.row_of_slot.view(),
-            weighted ? weights.view() : nullptr,
-            out.view(),
-            addend.view()};
-  }
-};
-
-// Every element within the roundings of its terms in float32 and one to the dtype of out.
-void expect_is_the_sum(const SumWithAddend& sum, bool weighted) {
-  const int64_t D = sum.rows.view()->shape[1];
-  for (int64_t i = 0; i < sum.out.size(); ++i) {
-    double want = double{sum.addend.get(i)};
-    double size = std::abs(want);
-    for (int64_t slot = i / D * SumWithAddend::kSlots; slot < (i / D + 1) * SumWithAddend::kSlots; ++slot) {
-      const int32_t row = sum.plan.row_of_slot[slot];
-      if (row < 0) continue;
-      const double term = (weighted ? double{sum.weights[slot]} : 1.0) * double{sum.rows.get(row * D + i % D)};
-      want += term;
-      size += std::abs(term);
-    }
-    const double in_float32 = (SumWithAddend::kSlots + 2) * rounding_of(AB_FLOAT32) * size;
-    const double once = rounding_of(sum.out.dtype()) * (std::abs(want) + in_float32);
-    const double denormal = 0x1p-25;  // half a step of float16
-    ASSERT_NEAR(double{sum.out.get(i)}, want, in_float32 + once + denormal) << "token " << i / D << " column " << i % D;
-  }
-}
-
-TEST(Combine, AddsAnAddendOfEveryDtype) {
-  for (const int32_t rows_dtype : kFloatDtypes) {
-    for (const int32_t addend_dtype : kFloatDtypes) {
-      for (const int32_t out_dtype : kFloatDtypes) {
-        for (const int64_t D : {1, 37, 64, 513, 1100}) {
-          for (const bool weighted : {false, true}) {
-            SCOPED_TRACE(::testing::Message() << "rows " << rows_dtype << " addend " << addend_dtype << " out "
-                                              << out_dtype << " D " << D << " weighted " << weighted);
-            const SumWithAddend sum(20, D, rows_dtype, addend_dtype, out_dtype);
-            EXPECT_OK(call(ab_combine, ab_combine_workspace, sum.args(weighted)));
-            expect_is_the_sum(sum, weighted);
-            if (HasFatalFailure()) return;
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(Combine, AddsTheAddendAfterTheRowsAndRoundsOnce) {
-  const Tensor<int32_t> row_of_slot({1, 2}, {0, 1});
-  const auto combined = [&](const std::vector<float>& rows, float addend, auto* out) {
-    const Tensor<float> two_rows({2, 1}, rows);
-    const Tensor<float> one({1, 1}, std::vector<float>{addend});
-    const ab_combine_args args{sizeof(args), two_rows.view(), row_of_slot.view(), nullptr, out->view(), one.view()};
-    EXPECT_OK(call(ab_combine, ab_combine_workspace, args));
-    return (*out)[0];
-  };
-  // 1 + 2^24 is 2^24 in float32: the addend would be lost if it came before the rows, or between them.
-  Tensor<float> wide({1, 1});
-  EXPECT_EQ(combined({0x1p24f, -0x1p24f}, 1.0f, &wide), 1.0f);
-  // bfloat16 has steps of 2^-7 above 1; rounded before the addend, the sum of the rows would be 1, and stay that.
-  Tensor<uint16_t> narrow({1, 1}, AB_BFLOAT16);
-  EXPECT_EQ(combined({1.0f, 0x1p-8f}, 0x1p-9f, &narrow), from_float<BFloat16>(1.0f + 0x1p-7f).bits);
-}
-
-TEST(Combine, TheAddendMayBeTheResult) {
-  for (const int32_t dtype : kFloatDtypes) {
-    SCOPED_TRACE(::testing::Message() << "dtype " << dtype);
-    SumWithAddend sum(1200, 650, AB_BFLOAT16, dtype, dtype);  // large enough for threads
-    ab_combine_args args = sum.args(true);
-    EXPECT_OK(call(ab_combine, ab_combine_workspace, args, 1));
-    expect_is_the_sum(sum, true);
-    args.out = sum.addend.view();
-    EXPECT_OK(call(ab_combine, ab_combine_workspace, args, 3));
-    EXPECT_TRUE(sum.addend.is(sum.out));
-  }
 }
 
 TEST(Dispatch, TakesElementsOfEverySize) {

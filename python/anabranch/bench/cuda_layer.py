@@ -1,8 +1,6 @@
 """The whole layer on a GPU: ours through JAX, beside plain JAX, torch's grouped products and a large product."""
 
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ from anabranch.bench.errors import BenchError, as_bench_errors
 from anabranch.bench.layer_result import Measured
 from anabranch.bench.layer_shape import SHAPES, LayerShape
 from anabranch.bench.processes import rows_of_a_process
+from anabranch.bench.selection import check_dtypes, implementations, sized
 
 CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random
 operands; backward: of x, gate, w_in and w_out, the difference between forward and backward, and forward. TFLOP/s: of
@@ -80,25 +79,12 @@ def _cases(
     trace: str | None,
 ) -> list[Case]:
     """All combinations, each once."""
-    for given in dtypes:
-        if given not in DTYPES:
-            raise BenchError(f"--dtype: got {given} with layer on cuda, expected {', '.join(DTYPES)}")
-    for who in by or ():
-        if who not in BY:
-            raise BenchError(f"--by: got {who} with layer, expected {', '.join(BY)}")
-    if by is None:
-        by = [who for who in BY if who != "torch" or importlib.util.find_spec("torch")]
-        if len(by) < len(BY):
-            print("layer: without torch: it is not installed", file=sys.stderr)
-    if trace is not None and "jax" not in by:
-        raise BenchError(f"--trace: got it with --by {' '.join(by)}, expected jax among them: the trace is of ours")
-    sized = [sizes._replace(T=T) for sizes in shape or SHAPES for T in tokens or (sizes.T,)]
-    sized = sized[:1] if quick else sized
-    for sizes in sized:
-        if sizes.T * sizes.K >= 2**31:
-            raise BenchError(f"--tokens: got {sizes.T} with K = {sizes.K}, expected T * K < 2^31")
-    cases = [(sizes, kind, who) for sizes in sized for kind in routing or ROUTINGS[:1] for who in by]
-    return list(dict.fromkeys(cases))
+    check_dtypes("layer on cuda", dtypes, DTYPES)
+    timed = implementations("layer", by, BY)
+    if trace is not None and "jax" not in timed:
+        raise BenchError(f"--trace: got it with --by {' '.join(timed)}, expected jax among them: the trace is of ours")
+    routings = dict.fromkeys(routing or ROUTINGS[:1])
+    return [(sizes, kind, who) for sizes in sized(shape or SHAPES, tokens, quick) for kind in routings for who in timed]
 
 
 def _require_gpu() -> None:

@@ -1,7 +1,5 @@
 """The layer on all GPUs of this machine as ranks of expert parallelism, and the collectives that carry it."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +8,7 @@ from anabranch.bench.errors import BenchError, as_bench_errors
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_shape import NAMED, LayerShape
 from anabranch.bench.processes import rows_of_a_process
+from anabranch.bench.selection import check_dtypes, implementations, sized
 
 CAPTION = """the layer on all GPUs as ranks along one expert axis, T tokens a rank, random gate; TFLOP/s a rank, of
 6 T K D F forward and 12 T K D F backward (the difference between forward and backward, and forward). capacity: the
@@ -50,25 +49,13 @@ def rows(
       BenchError: an argument is wrong; of a single case, whatever fails, such as fewer than two GPUs. Of several cases
         those that fail have a row with `error`.
     """
-    for given in dtypes:
-        if given not in DTYPES:
-            raise BenchError(f"--dtype: got {given} with mesh, expected {', '.join(DTYPES)}")
-    for who in by or ():
-        if who not in BY:
-            raise BenchError(f"--by: got {who} with mesh, expected {', '.join(BY)}")
-    if by is None:
-        by = [who for who in BY if who != "torch" or importlib.util.find_spec("torch")]
-        if len(by) < len(BY):
-            print("mesh: without torch: it is not installed", file=sys.stderr)
-    sized = [sizes._replace(T=T) for sizes in shape or SHAPES for T in tokens or (sizes.T,)]
-    for sizes in sized:
-        if sizes.T * sizes.K >= 2**31:
-            raise BenchError(f"--tokens: got {sizes.T} with K = {sizes.K}, expected T * K < 2^31")
+    check_dtypes("mesh", dtypes, DTYPES)
+    timed = implementations("mesh", by, BY)
     ways = list(dict.fromkeys(transport or TRANSPORTS))
     cases = [
         (sizes, who, way)
-        for sizes in dict.fromkeys(sized[:1] if quick else sized)
-        for who in dict.fromkeys(by)
+        for sizes in sized(shape or SHAPES, tokens, quick)
+        for who in timed
         for way in (ways if who == "jax" else ways[:1])
     ]
     repeats = 5 if quick else gpu.REPEATS

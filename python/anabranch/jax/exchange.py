@@ -69,6 +69,11 @@ class Bounds:
         return slots if self.capacity is None else min(slots, self.capacity)
 
 
+def finish_sums(sums: jax.Array, dtype: Any, addend: jax.Array | None) -> jax.Array:
+    """Float32 sums over devices [T, D], plus the addend if there is one, rounded once."""
+    return (sums if addend is None else sums + addend).astype(dtype)
+
+
 class Transport(Protocol):
     """What the layer asks of a transport. `route` is what its `plan` returned: integers, kept for the backward pass."""
 
@@ -199,7 +204,7 @@ class Ring:
             return gather_sum(rows, route.row_of_slot, weights, dtype, addend)
         weights = None if weights is None else self._gather(weights)
         sums = self._reduce(gather_sum(rows, route.row_of_slot, weights, jnp.float32))
-        return (sums if addend is None else sums + addend).astype(dtype)
+        return finish_sums(sums, dtype, addend)
 
     def collect_weights(self, route: RingRoute, weights: jax.Array) -> jax.Array:
         """See Transport. At most one rank has a value for a slot; the others add 0."""

@@ -68,17 +68,7 @@ __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Ba
   load_box(map, to, barrier, at);
 }
 
-// A box of a shuffled map of matrices, from a row on that is a multiple of 32.
-__device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
-                                                  const MatrixCoordinates& at) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3, "
-      "%5}], [%6];"
-      :
-      : "r"(to), "l"(&map), "r"(at.column), "r"(0), "r"(at.row / 8), "r"(at.matrix), "r"(barrier.address())
-      : "memory");
-}
-
+// The same of a shuffled map of matrices, from a row on that is a multiple of 32.
 template <int kBlocks>
 __device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
                                                   const MatrixCoordinates& at, const Share<kBlocks>& share) {

@@ -25,13 +25,14 @@ constexpr int64_t most_row_tiles(int64_t R, int64_t E, int64_t rows) { return (R
 //
 // A cluster of two blocks takes pairs of tiles: one below the other, which have the weights in common. If that leaves a
 // last row of tiles, its tiles are pairs of neighbours, the last of which may stand past the columns and have no rows.
+// Without clusters a pair is one tile.
 template <int kRows, int kColumns, int kBlocks = 1>
 class RowTiles {
   static_assert(kBlocks == 1 || kBlocks == 2);
 
  public:
   __device__ explicit RowTiles(const RowGroups& groups) : groups_(groups), rows_(groups.sizes, groups.E, groups.R) {
-    count_tiles();
+    count_pairs();
   }
 
   // The block's n-th tile, one after another: clusters take them in turn.
@@ -39,19 +40,19 @@ class RowTiles {
     return at(static_cast<int32_t>(blockIdx.x) / kBlocks + n * (static_cast<int32_t>(gridDim.x) / kBlocks));
   }
 
-  // The block's tile of the index-th pair, of one without clusters; indices must not decrease from call to call.
+  // The block's tile of the index-th pair; indices must not decrease from call to call.
   __device__ Tile at(int32_t index) {
-    while (index >= end_tile()) {
+    while (index >= end_pair()) {
       if (rows_.first() + kWarp > groups_.E) return {.expert = kNoTile};
       rows_.move_on();
-      count_tiles();
+      count_pairs();
     }
-    const unsigned ends_later = __ballot_sync(kAllLanes, index < lane_end_tile_);
+    const unsigned ends_later = __ballot_sync(kAllLanes, index < lane_end_pair_);
     const int lane = __ffs(static_cast<int>(ends_later)) - 1;
     const int32_t begin = __shfl_sync(kAllLanes, rows_.begin(), lane);
     const int32_t end = __shfl_sync(kAllLanes, rows_.end(), lane);
     const int32_t row_tiles = tiles_of(end - begin);
-    const int32_t in_group = index - (__shfl_sync(kAllLanes, lane_end_tile_, lane) - pairs_of(row_tiles));
+    const int32_t in_group = index - (__shfl_sync(kAllLanes, lane_end_pair_, lane) - pairs_of(row_tiles));
     const int32_t in_common = row_tiles / kBlocks * groups_.column_tiles;
     const auto block = static_cast<int32_t>(block_in_cluster<kBlocks>());
     TilePlace place;
@@ -86,24 +87,24 @@ class RowTiles {
     return row_tiles / kBlocks * groups_.column_tiles + last_row;
   }
 
-  // Where the tiles of the lanes' groups end.
-  __device__ void count_tiles() {
-    const int32_t tiles_before = end_tile();
-    lane_end_tile_ = pairs_of(tiles_of(rows_.end() - rows_.begin()));
+  // Where the pairs of the lanes' groups end.
+  __device__ void count_pairs() {
+    const int32_t pairs_before = end_pair();
+    lane_end_pair_ = pairs_of(tiles_of(rows_.end() - rows_.begin()));
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {
-      const int32_t before = __shfl_up_sync(kAllLanes, lane_end_tile_, distance);
-      if (lane_index() >= distance) lane_end_tile_ += before;
+      const int32_t before = __shfl_up_sync(kAllLanes, lane_end_pair_, distance);
+      if (lane_index() >= distance) lane_end_pair_ += before;
     }
-    lane_end_tile_ += tiles_before;
+    lane_end_pair_ += pairs_before;
   }
 
   // Of the groups that have been read.
-  __device__ int32_t end_tile() const { return __shfl_sync(kAllLanes, lane_end_tile_, kWarp - 1); }
+  __device__ int32_t end_pair() const { return __shfl_sync(kAllLanes, lane_end_pair_, kWarp - 1); }
 
   RowGroups groups_;
   GroupRows rows_;
-  int32_t lane_end_tile_ = 0;
+  int32_t lane_end_pair_ = 0;
 };
 
 }  // namespace anabranch::cuda

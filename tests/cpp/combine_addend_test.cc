@@ -23,8 +23,8 @@ struct SumWithAddend {
   FloatTensor rows, addend, out;
 
   SumWithAddend(int64_t T, int64_t D, int32_t rows_dtype, int32_t addend_dtype, int32_t out_dtype)
-      : row_of_slot({T, kSlots}, some_rows(T)),
-        weights({T, kSlots}, normal(T * kSlots)),
+      : row_of_slot({T, kSlots}, some_rows(T, 4)),
+        weights({T, kSlots}, normal(T * kSlots, 1)),
         rows({2 * T, D}, rows_dtype),
         addend({T, D}, addend_dtype),
         out({T, D}, out_dtype) {
@@ -32,16 +32,16 @@ struct SumWithAddend {
     addend.fill_normal(3);
   }
   // 2 T rows in any order for 3 T slots, none for those of the first two tokens.
-  static std::vector<int32_t> some_rows(int64_t T) {
+  static std::vector<int32_t> some_rows(int64_t T, uint32_t seed) {
     std::vector<int32_t> slots(static_cast<size_t>(T * kSlots), -1);
     const auto first = slots.begin() + 2 * kSlots;
     const auto count = static_cast<int32_t>(std::min<int64_t>(2 * T, slots.end() - first));
     std::iota(first, first + count, 0);
-    std::shuffle(first, slots.end(), std::mt19937(4));
+    std::shuffle(first, slots.end(), std::mt19937(seed));
     return slots;
   }
-  static std::vector<float> normal(int64_t size) {
-    std::mt19937 random(1);
+  static std::vector<float> normal(int64_t size, uint32_t seed) {
+    std::mt19937 random(seed);
     std::normal_distribution<float> distribution;
     std::vector<float> values(static_cast<size_t>(size));
     for (float& value : values) value = distribution(random);

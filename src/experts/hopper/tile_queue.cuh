@@ -13,7 +13,7 @@ class TileQueue {
   __device__ void init(int readers) {
     for (int i = 0; i < kSlots; ++i) {
       full_[i].init(1);
-      empty_[i].init(static_cast<uint32_t>(readers));
+      empty_[i].init(static_cast<uint32_t>(readers * kWarp));
     }
   }
 
@@ -28,13 +28,13 @@ class TileQueue {
     __syncwarp();
   }
 
-  // The n-th tile, for one whole warp. A warp may leave tiles out that it is no reader of.
+  // The n-th tile, for one whole warp. A warp may leave tiles out that it is no reader of. Every lane arrives for what
+  // it has read itself.
   __device__ Tile get(int n) {
     const auto at = RingPosition<kSlots>::of(n);
     full_[at.slot].wait(at.phase);
     const Tile tile = tiles_[at.slot];
-    __syncwarp();
-    if (lane_index() == 0) empty_[at.slot].arrive();
+    empty_[at.slot].arrive();
     return tile;
   }
 

@@ -35,19 +35,22 @@ __device__ void add_columns(const T* partial, int64_t blocks, int64_t E, int64_t
   }
 }
 
+// Half of the blocks add counts, if both are wanted.
 __global__ void __launch_bounds__(kMostWarps* kWarp)
     add_kernel(Partials partials, int64_t blocks, int64_t E, int64_t strips, int32_t* counts, float* sums) {
-  __shared__ double shared_sums[kMostWarps * kWarp];
-  __shared__ int32_t shared_counts[kMostWarps * kWarp];
+  __shared__ double shared[kMostWarps * kWarp];
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const int64_t sequence = blockIdx.x / strips;
-  const int64_t column = blockIdx.x % strips * kColumns + lane_index() % kColumns;
+  const bool adds_counts = counts != nullptr && (sums == nullptr || blockIdx.x < gridDim.x / 2);
+  const int64_t strip = blockIdx.x - (counts != nullptr && !adds_counts ? gridDim.x / 2 : 0);
+  const int64_t sequence = strip / strips;
+  const int64_t column = strip % strips * kColumns + lane_index() % kColumns;
   const int64_t first = sequence * blocks * E;
-  if (counts != nullptr) {
-    add_columns(partials.counts + first, blocks, E, column, shared_counts, counts + sequence * E);
+  if (adds_counts) {
+    add_columns(partials.counts + first, blocks, E, column, reinterpret_cast<int32_t*>(shared), counts + sequence * E);
+  } else {
+    add_columns(partials.sums + first, blocks, E, column, shared, sums + sequence * E);
   }
-  if (sums != nullptr) add_columns(partials.sums + first, blocks, E, column, shared_sums, sums + sequence * E);
 }
 
 }  // namespace
@@ -59,7 +62,8 @@ ab_status add_partials(const TokenTiles& tiles, int64_t E, const Partials& parti
   const int64_t strips = (E + kColumns - 1) / kColumns;
   int warps = 1;
   while (warps < kMostWarps && warps * kRows * 2 <= tiles.blocks_per_sequence) warps *= 2;
-  return launch("statistics", add_kernel, {tiles.sequences * strips, warps * kWarp, 0, stream, true}, partials,
+  const int64_t kinds = counts != nullptr && sums != nullptr ? 2 : 1;
+  return launch("statistics", add_kernel, {kinds * tiles.sequences * strips, warps * kWarp, 0, stream, true}, partials,
                 tiles.blocks_per_sequence, E, strips, counts, sums);
 }
 

@@ -1,6 +1,8 @@
 // ab_cuda_plan: a stable counting sort by expert in three kernels. Blocks of slots count their experts; one scan over
 // the blocks turns counts into first rows within each expert; every block places its slots, 32 at a time in order.
 // Where slots come from a map, a fourth kernel compacts the row_id_map of each token.
+#include <algorithm>
+
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
@@ -12,15 +14,16 @@ namespace {
 
 constexpr int kMostWarps = 8;
 constexpr int kThreads = kMostWarps * kWarp;
-constexpr int64_t kSlotsPerWarp = 128;
+constexpr int kSlotsPerWarp = 128;
 constexpr int64_t kMostCounters = int64_t{1} << 22;  // of (block, expert)
 
 struct Plan {
   PlanCall call;
   int64_t slots = 0;
   int64_t blocks = 0;
-  int64_t slots_per_warp = 0;  // a multiple of 32
+  int64_t slots_per_warp = 0;  // a multiple of kSlotsPerWarp
   int warps = 0;               // of the kernels that keep counters of each warp
+  int expert_bits = 0;         // that tell the values of expert_at() apart
   // workspace
   int32_t* counts = nullptr;  // [blocks, E+1] slots of (block, expert), the last: invalid; then slots in earlier blocks
   int32_t* totals = nullptr;  // [E+1]
@@ -35,18 +38,30 @@ struct Plan {
   }
 };
 
+// Slots of a thread that are on their way at a time.
+constexpr int kBatch = kSlotsPerWarp / kWarp;
+
+// experts[i] = the expert of slot first + i * step.
+__device__ __forceinline__ void load_batch(const Plan& plan, int64_t first, int step, int32_t (&experts)[kBatch]) {
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) experts[i] = plan.expert_at(first + i * step);
+}
+
 __global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {
   extern __shared__ int32_t counters[];  // [E+1]
   const int64_t E = plan.call.E;
   for (int64_t e = threadIdx.x; e <= E; e += blockDim.x) counters[e] = 0;
   wait_for_previous_kernel();
   __syncthreads();
-  const int64_t begin = plan.first_slot(blockIdx.x, 0);
+  // slots_per_warp is a multiple of kBatch warps.
   const int64_t end = plan.first_slot(blockIdx.x + 1, 0);
-#pragma unroll 4
-  for (int64_t slot = begin + threadIdx.x; slot < end; slot += blockDim.x) {
-    const int32_t expert = plan.expert_at(slot);
-    if (expert != -1) atomicAdd(counters + (expert >= 0 ? expert : E), 1);
+  for (int64_t first = plan.first_slot(blockIdx.x, 0) + threadIdx.x; first < end; first += kBatch * blockDim.x) {
+    int32_t experts[kBatch];
+    load_batch(plan, first, static_cast<int>(blockDim.x), experts);
+#pragma unroll
+    for (const int32_t expert : experts) {
+      if (expert != -1) atomicAdd(counters + (expert >= 0 ? expert : E), 1);
+    }
   }
   let_next_kernel_start();  // not before: the kernels after this one read slots before they wait for it
   __syncthreads();
@@ -54,47 +69,69 @@ __global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {
   for (int64_t e = threadIdx.x; e <= E; e += blockDim.x) counts[e] = counters[e];
 }
 
-// A block takes 32 columns; its warps take neighbouring parts of the blocks of slots.
-__global__ void __launch_bounds__(kThreads) scan_blocks(const Plan plan) {
-  __shared__ int32_t parts[kMostWarps][kWarp];
+constexpr int kScanWarps = 32;
+constexpr int kScanColumns = 8;  // of a block: a sector of 32 bytes of a row
+constexpr int kScanParts = kScanWarps * kWarp / kScanColumns;
+constexpr int kScanRows = 4;  // of a part, in registers
+
+// A block takes 8 columns, 8 lanes a row; its parts, of kScanRows neighbouring blocks of slots each, take turns.
+__global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan) {
+  __shared__ int32_t sums[kScanWarps][kScanColumns];
   wait_for_previous_kernel();
-  const int64_t columns = plan.call.E + 1;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane_index();
-  const int64_t part = (plan.blocks + kMostWarps - 1) / kMostWarps;
-  const int64_t begin = warp_index() * part;
-  const int64_t end = begin + part < plan.blocks ? begin + part : plan.blocks;
-  int32_t sum = 0;
-  if (column < columns) {
-#pragma unroll 8
-    for (int64_t block = begin; block < end; ++block) sum += plan.counts[block * columns + column];
-  }
-  parts[warp_index()][lane_index()] = sum;
   let_next_kernel_start();
-  __syncthreads();
-  int32_t before = 0;
-  for (int warp = 0; warp < warp_index(); ++warp) before += parts[warp][lane_index()];
-  if (column >= columns) return;
-#pragma unroll 4
-  for (int64_t block = begin; block < end; ++block) {
-    const int32_t count = plan.counts[block * columns + column];
-    plan.counts[block * columns + column] = before;
-    before += count;
+  const int64_t columns = plan.call.E + 1;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kScanColumns + lane_index() % kScanColumns;
+  const int64_t part = static_cast<int>(threadIdx.x) / kScanColumns;
+  int32_t before_all = 0;
+  for (int64_t first = 0; first < plan.blocks; first += kScanParts * kScanRows) {
+    const int64_t begin = first + part * kScanRows;
+    int32_t counts[kScanRows];
+    int32_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kScanRows; ++i) {
+      const bool there = begin + i < plan.blocks && column < columns;
+      counts[i] = there ? plan.counts[(begin + i) * columns + column] : 0;
+      sum += counts[i];
+    }
+    // Of the parts up to this one: in the warp, then of the warps before.
+    int32_t through = sum;
+#pragma unroll
+    for (int distance = kScanColumns; distance < kWarp; distance *= 2) {
+      const int32_t other = __shfl_up_sync(kAllLanes, through, distance);
+      if (lane_index() >= distance) through += other;
+    }
+    if (lane_index() >= kWarp - kScanColumns) sums[warp_index()][lane_index() % kScanColumns] = through;
+    __syncthreads();
+    int32_t before = before_all + through - sum;
+#pragma unroll
+    for (int warp = 0; warp < kScanWarps; ++warp) {
+      const int32_t of_warp = sums[warp][lane_index() % kScanColumns];
+      if (warp < warp_index()) before += of_warp;
+      before_all += of_warp;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kScanRows; ++i) {
+      if (begin + i < plan.blocks && column < columns) plan.counts[(begin + i) * columns + column] = before;
+      before += counts[i];
+    }
   }
-  if (warp_index() == kMostWarps - 1) plan.totals[column] = before;
+  if (part == 0 && column < columns) plan.totals[column] = before_all;
 }
 
-// The sum over threads before this one, and over all.
-__device__ int32_t exclusive_sum(int32_t value, int32_t (&shared)[kMostWarps], int32_t* total) {
-  int32_t sum = value;
+// The sum over threads before this one, and over all. By all threads of the block.
+__device__ uint64_t exclusive_sum(uint64_t value, uint64_t* total) {
+  __shared__ uint64_t shared[kMostWarps];
+  uint64_t sum = value;
 #pragma unroll
   for (int distance = 1; distance < kWarp; distance *= 2) {
-    const int32_t other = __shfl_up_sync(kAllLanes, sum, distance);
+    const uint64_t other = __shfl_up_sync(kAllLanes, sum, distance);
     if (lane_index() >= distance) sum += other;
   }
   __syncthreads();
   if (lane_index() == kWarp - 1) shared[warp_index()] = sum;
   __syncthreads();
-  int32_t before = sum - value;
+  uint64_t before = sum - value;
   *total = 0;
   for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) {
     if (warp < warp_index()) before += shared[warp];
@@ -111,27 +148,28 @@ struct Starts {
 };
 
 __device__ void find_starts(const Plan& plan, const Starts& starts) {
-  __shared__ int32_t shared[kMostWarps];
   const int E = static_cast<int>(plan.call.E);
   const Regions& regions = plan.call.regions;
   const int threads = static_cast<int>(blockDim.x);
   const int each = (E + threads - 1) / threads;
   const int begin = min(static_cast<int>(threadIdx.x) * each, E);
   const int end = min(begin + each, E);
-  int32_t slots = 0;
-  int32_t padding_units = 0;  // sizes in units of align, which keeps them below 2^31
+  // Sizes in units of align are below 2^31, and so are all of them together: slots and units are added up at a time.
+  const auto align = static_cast<uint32_t>(regions.align);
+  const auto units_of = [&](int32_t count) {
+    return align == 1 ? static_cast<uint32_t>(count) : (static_cast<uint32_t>(count) + align - 1) / align;
+  };
+  const auto both_of = [&](int32_t count) {
+    return static_cast<uint64_t>(static_cast<uint32_t>(count)) << 32 | units_of(count);
+  };
+  uint64_t own = 0;
+  for (int e = begin; e < end; ++e) own += both_of(plan.totals[e]);
+  uint64_t total;
+  uint64_t before = exclusive_sum(own, &total);
   for (int e = begin; e < end; ++e) {
-    slots += plan.totals[e];
-    padding_units += static_cast<int32_t>((plan.totals[e] + regions.align - 1) / regions.align);
-  }
-  int32_t total;
-  int32_t packed = exclusive_sum(slots, shared, &total);
-  int64_t units = exclusive_sum(padding_units, shared, &total);
-  for (int e = begin; e < end; ++e) {
-    starts.packed[e] = packed;
-    starts.aligned[e] = units * regions.align;
-    packed += plan.totals[e];
-    units += (plan.totals[e] + regions.align - 1) / regions.align;
+    starts.packed[e] = static_cast<int32_t>(before >> 32);
+    starts.aligned[e] = static_cast<int64_t>(before & 0xffffffffu) * regions.align;
+    before += both_of(plan.totals[e]);
   }
   __syncthreads();
   if (regions.experts == E) return;
@@ -162,10 +200,9 @@ __device__ void write_sizes(const Plan& plan, const Starts& starts) {
     if (call.offsets != nullptr) call.offsets[e] = static_cast<int32_t>(begin);
     if (call.offsets != nullptr && e + 1 == E) call.offsets[E] = static_cast<int32_t>(end);
   }
-  __shared__ int32_t shared[kMostWarps];
-  int32_t dropped;
-  exclusive_sum(past_end, shared, &dropped);
-  if (threadIdx.x == 0 && call.dropped != nullptr) *call.dropped = dropped;
+  uint64_t dropped;
+  exclusive_sum(static_cast<uint64_t>(past_end), &dropped);
+  if (threadIdx.x == 0 && call.dropped != nullptr) *call.dropped = static_cast<int32_t>(dropped);
 }
 
 // -1 in the rows between an expert's last slot and the next expert, an expert a warp, and from the last expert of a
@@ -193,24 +230,59 @@ __device__ void fill_padding(const Plan& plan, const Starts& starts) {
   }
 }
 
+// The lanes whose lowest bits are the same. Faster than __match_any_sync, which takes a turn for each different value.
+__device__ __forceinline__ unsigned lanes_with_same(int32_t value, int bits) {
+  unsigned same = kAllLanes;
+  for (int bit = 0; bit < bits; ++bit) {
+    const bool set = (value >> bit & 1) != 0;
+    const unsigned lanes = __ballot_sync(kAllLanes, set);
+    same &= set ? lanes : ~lanes;
+  }
+  return same;
+}
+
+// A warp's next kBatch * 32 slots: of each, how many of its expert the warp has had before, on top of what stands in
+// own[expert]; which goes up by those there are.
+struct Ranks {
+  int32_t experts[kBatch];
+  int32_t ranks[kBatch];
+
+  __device__ __forceinline__ Ranks(const Plan& plan, int64_t first, int32_t* own) {
+    load_batch(plan, first, kWarp, experts);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const bool there = experts[i] >= 0;
+      const unsigned same = lanes_with_same(experts[i], plan.expert_bits);
+      const int32_t before = there ? own[experts[i]] : 0;
+      __syncwarp();
+      if (there && lane_index() == __ffs(static_cast<int>(same)) - 1) own[experts[i]] = before + __popc(same);
+      __syncwarp();
+      ranks[i] = before + __popc(same & ((1u << lane_index()) - 1u));
+    }
+  }
+};
+
+// The last block has no slots: it writes the sizes.
 __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   extern __shared__ int64_t memory[];
   const PlanCall& call = plan.call;
   const int E = static_cast<int>(call.E);
   const Starts starts{memory, reinterpret_cast<int32_t*>(memory + E)};
-  int32_t* counters = starts.packed + E;  // [warps][E] slots of each warp; then rank of its next slot within the expert
+  int32_t* counters = starts.packed + E;  // [warps][E] slots of each warp; then those of the blocks and warps before
   int32_t* own = counters + warp_index() * E;
-  for (int i = static_cast<int>(threadIdx.x); i < plan.warps * E; i += static_cast<int>(blockDim.x)) counters[i] = 0;
-  __syncthreads();
+  for (int e = lane_index(); e < E; e += kWarp) own[e] = 0;
+  __syncwarp();
+  constexpr int kBatchSlots = kBatch * kWarp;
   const int64_t begin = plan.first_slot(blockIdx.x, warp_index());
-  const int64_t end = begin + plan.slots_per_warp;
-  for (int64_t slot = begin + lane_index(); slot < end; slot += kWarp) {
-    const int32_t expert = plan.expert_at(slot);
-    if (expert >= 0) atomicAdd(own + expert, 1);
-  }
+  const int64_t end = min(begin + plan.slots_per_warp, plan.slots);
+  // Most of the work while the kernels before still run. A warp of one batch keeps its ranks.
+  const Ranks first_ranks(plan, begin + lane_index(), own);
+  for (int64_t first = begin + kBatchSlots; first < end; first += kBatchSlots) Ranks(plan, first + lane_index(), own);
   wait_for_previous_kernel();
   find_starts(plan, starts);
-  for (int e = static_cast<int>(threadIdx.x); e < E; e += static_cast<int>(blockDim.x)) {
+  const bool has_slots = blockIdx.x < plan.blocks;
+  if (!has_slots) write_sizes(plan, starts);
+  for (int e = static_cast<int>(threadIdx.x); has_slots && e < E; e += static_cast<int>(blockDim.x)) {
     int32_t rank = plan.counts[blockIdx.x * (call.E + 1) + e];
     for (int warp = 0; warp < plan.warps; ++warp) {
       const int32_t count = counters[warp * E + e];
@@ -219,20 +291,13 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
     }
   }
   __syncthreads();
-  for (int64_t first = begin; first < end && first < plan.slots; first += kWarp) {
-    const int64_t slot = first + lane_index();
-    const int32_t expert = plan.expert_at(slot);
-    const unsigned same = __match_any_sync(kAllLanes, expert);
-    int32_t rank = 0;
-    if (expert >= 0) rank = own[expert] + __popc(same & ((1u << lane_index()) - 1u));
-    __syncwarp();
-    if (expert >= 0 && lane_index() == __ffs(static_cast<int>(same)) - 1) own[expert] += __popc(same);
-    __syncwarp();
-    if (slot >= plan.slots) continue;
+  const bool one_region = call.regions.experts == E;
+  const auto place = [&](int64_t slot, int32_t expert, int32_t rank) {
+    if (slot >= plan.slots) return;
     int32_t row = -1;
     if (expert >= 0) {
-      const int64_t place = starts.aligned[expert] + rank;
-      if (place < call.regions.end(expert)) row = static_cast<int32_t>(place);
+      const int64_t at = starts.aligned[expert] + rank;
+      if (at < (one_region ? call.regions.rows : call.regions.end(expert))) row = static_cast<int32_t>(at);
     }
     if (row >= 0) call.maps.slot_of_row[row] = static_cast<int32_t>(slot);
     if (call.maps.row_of_slot != nullptr) call.maps.row_of_slot[slot] = row;
@@ -240,9 +305,21 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
       const int64_t t = slot / E;
       call.row_id_map[t * (2 * call.E + 1) + (slot - t * E)] = expert >= 0 ? starts.packed[expert] + rank : -1;
     }
+  };
+  if (plan.slots_per_warp == kBatchSlots) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int32_t expert = first_ranks.experts[i];
+      place(begin + i * kWarp + lane_index(), expert, first_ranks.ranks[i] + (expert >= 0 ? own[expert] : 0));
+    }
+  } else {
+    for (int64_t first = begin + lane_index(); first - lane_index() < end; first += kBatchSlots) {
+      const Ranks ranks(plan, first, own);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) place(first + i * kWarp, ranks.experts[i], ranks.ranks[i]);
+    }
   }
   fill_padding(plan, starts);
-  if (blockIdx.x == 0) write_sizes(plan, starts);
   let_next_kernel_start();
 }
 
@@ -285,10 +362,11 @@ ab_status parse(const ab_plan_args* args, void* workspace, Plan* plan, size_t* b
   }
   plan->slots = plan->call.maps.T * plan->call.maps.K;
   plan->warps = E <= 2048 ? kMostWarps : 2;
+  while (int64_t{1} << plan->expert_bits < E + 2) ++plan->expert_bits;  // -1 and -2 have the highest values
   const int64_t most_blocks = kMostCounters / (E + 1);
   const int64_t warps = most_blocks * plan->warps;
   const int64_t slots_per_warp = (plan->slots + warps - 1) / warps;
-  plan->slots_per_warp = (slots_per_warp > kSlotsPerWarp ? slots_per_warp + kWarp - 1 : kSlotsPerWarp) / kWarp * kWarp;
+  plan->slots_per_warp = std::max<int64_t>((slots_per_warp + kSlotsPerWarp - 1) / kSlotsPerWarp, 1) * kSlotsPerWarp;
   const int64_t per_block = plan->slots_per_warp * plan->warps;
   plan->blocks = plan->slots == 0 ? 1 : (plan->slots + per_block - 1) / per_block;
   plan->counts = static_cast<int32_t*>(workspace);
@@ -320,12 +398,12 @@ ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   const int threads = plan.warps * cuda::kWarp;
   AB_RETURN_IF_ERROR(cuda::launch("plan: count_slots", cuda::count_slots,
                                   {plan.blocks, threads, (E + 1) * sizeof(int32_t), stream, true}, plan));
-  const int64_t strips = (plan.call.E + 1 + cuda::kWarp - 1) / cuda::kWarp;
-  AB_RETURN_IF_ERROR(
-      cuda::launch("plan: scan_blocks", cuda::scan_blocks, {strips, cuda::kThreads, 0, stream, true}, plan));
+  const int64_t strips = (plan.call.E + 1 + cuda::kScanColumns - 1) / cuda::kScanColumns;
+  AB_RETURN_IF_ERROR(cuda::launch("plan: scan_blocks", cuda::scan_blocks,
+                                  {strips, cuda::kScanWarps * cuda::kWarp, 0, stream, true}, plan));
   const size_t shared = E * (sizeof(int64_t) + (1 + static_cast<size_t>(plan.warps)) * sizeof(int32_t));
   AB_RETURN_IF_ERROR(
-      cuda::launch("plan: place_slots", cuda::place_slots, {plan.blocks, threads, shared, stream, true}, plan));
+      cuda::launch("plan: place_slots", cuda::place_slots, {plan.blocks + 1, threads, shared, stream, true}, plan));
   if (plan.call.row_id_map == nullptr) return ok();
   const int warps = plan.call.E <= 1024 ? cuda::kMostWarps : 4;
   const int64_t blocks = (plan.call.maps.T + warps - 1) / warps;

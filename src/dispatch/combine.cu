@@ -43,6 +43,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const Gath
   constexpr int kRows = kRowsInFlight<N * sizeof(Row)>;
   __shared__ int32_t rows[kWarps][kListed];
   __shared__ int32_t slots[kWarps][kListed];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const Maps& maps = sum.maps;
   const int64_t width = sum.rows.D;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_index();
@@ -110,7 +112,7 @@ template <class Row, class Out, int N>
 ab_status launch_sum(const GatherSum& sum, cudaStream_t stream) {
   const int64_t parts = Columns<N>::parts(sum.rows.D);
   const int64_t blocks = (sum.maps.T * parts + kWarps - 1) / kWarps;
-  return launch("combine", sum_rows<Row, Out, N>, {blocks, kThreads, 0, stream}, sum, parts);
+  return launch("combine", sum_rows<Row, Out, N>, {blocks, kThreads, 0, stream, true}, sum, parts);
 }
 
 }  // namespace

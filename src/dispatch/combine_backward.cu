@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kResidentBlocks)
   __shared__ int32_t rows[kMostWarps][kListed];
   __shared__ int32_t slots[kMostWarps][kListed];
   __shared__ float products[kMostWarps][kListed];  // of the columns of each warp
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if constexpr (kWrites) {
     if (blockIdx.x < grid.clearing) {
       clear_rows<X, N>(spread, grid);
@@ -127,8 +129,8 @@ ab_status launch_products(const Spread& spread, cudaStream_t stream) {
   const SpreadGrid grid{width, 1, kWrites ? SpreadGrid::clearing_blocks(spread) : 0};
   const Teams teams(Columns<N>::parts(width));
   const int64_t blocks = grid.clearing + (spread.maps.T + teams.tokens - 1) / teams.tokens;
-  return launch("combine_backward", multiply_rows<X, Row, N, kWrites>, {blocks, teams.threads(), 0, stream}, spread,
-                grid, teams);
+  return launch("combine_backward", multiply_rows<X, Row, N, kWrites>, {blocks, teams.threads(), 0, stream, true},
+                spread, grid, teams);
 }
 
 }  // namespace

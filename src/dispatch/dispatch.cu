@@ -12,6 +12,8 @@ __global__ void __launch_bounds__(kThreads) spread_tokens(const Spread spread, c
   constexpr bool kCopies = !kIsFloat<X>;
   __shared__ int32_t rows[kWarps][kListed];
   __shared__ int32_t slots[kWarps][kCopies ? 1 : kListed];
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if (blockIdx.x < grid.clearing) {
     clear_rows<To, N>(spread, grid);
     return;
@@ -47,7 +49,7 @@ template <class X, class To, int N>
 ab_status launch_width(const Spread& spread, int64_t width, cudaStream_t stream) {
   const SpreadGrid grid{width, Columns<N>::parts(width), SpreadGrid::clearing_blocks(spread)};
   const int64_t blocks = grid.clearing + (spread.maps.T * grid.parts + kWarps - 1) / kWarps;
-  return launch("dispatch", spread_tokens<X, To, N>, {blocks, kThreads, 0, stream}, spread, grid);
+  return launch("dispatch", spread_tokens<X, To, N>, {blocks, kThreads, 0, stream, true}, spread, grid);
 }
 
 }  // namespace

@@ -279,6 +279,7 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   const Ranks first_ranks(plan, begin + lane_index(), own);
   for (int64_t first = begin + kBatchSlots; first < end; first += kBatchSlots) Ranks(plan, first + lane_index(), own);
   wait_for_previous_kernel();
+  let_next_kernel_start();
   find_starts(plan, starts);
   const bool has_slots = blockIdx.x < plan.blocks;
   if (!has_slots) write_sizes(plan, starts);
@@ -320,7 +321,6 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
     }
   }
   fill_padding(plan, starts);
-  let_next_kernel_start();
 }
 
 // A warp a token: its rows in descending order, then their experts, then how many.

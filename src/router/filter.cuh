@@ -3,9 +3,9 @@
 // 1. Values q are rounded to bfloat16, two to a word, and cut into chunks. The kList-th largest of the chunks' maxima
 //    is a threshold that at least kList >= K values reach; rounding keeps the order, so the K best are among those.
 // 2. The few experts that reach it, the candidates, go to shared memory in ascending order.
-// 3. Candidates are sorted by q exactly, by keys of 32 bits whose lowest hold the place in the list, which breaks ties.
-//    The others hold q's own bits where those leave room (2-byte values), else its distance above the threshold. A pair
-//    that missing bits have put the wrong way round is found and reported.
+// 3. Candidates are sorted by q exactly, by keys of 32 bits. 2-byte values leave room for the expert, so that the lower
+//    one wins a tie. Else the lowest bits hold the place in the list, the others q's own bits or its distance above the
+//    threshold; a pair that missing bits have put the wrong way round is found and reported.
 //
 // Rows with NaN and rows with too many candidates (many equal values) are reported, too: select.cuh serves them.
 #pragma once
@@ -51,6 +51,7 @@ struct Filter {
 
   static constexpr int kCandidates = 2 * kList > kLanes ? 2 * kList : kLanes;  // of a row, at most
   static constexpr int kOwn = kCandidates / kLanes;                            // of them a lane's
+  static constexpr uint32_t kExpertBits = 0x1fff;                              // zeros of 2-byte values as float32
 
   __nv_bfloat162 words[kWords];  // item i and item i + kWords
 
@@ -131,7 +132,7 @@ struct Filter {
   }
 
   // Sorts the row's candidates: experts[r] = the one of rank r, for every r < kCandidates. Returns whether neighbours
-  // may stand the wrong way round. kExact: they cannot, since q has zeros where keys hold places. values: scratch for
+  // may stand the wrong way round. kExact: they cannot, since q has zeros where keys hold experts. values: scratch for
   // kCandidates floats. value_of(expert) = q, asked for expert 0 where there is no candidate.
   template <bool kExact, class ValueOf>
   static __device__ __forceinline__ bool sort_candidates(const SharedArray<uint16_t>& list, unsigned count,
@@ -147,27 +148,36 @@ struct Filter {
     for (unsigned i = 0; i < kOwn; ++i) keys[i] = first + i < count ? list[first + i] : 0u;
 #pragma unroll
     for (unsigned i = 0; i < kOwn; ++i) q[i] = value_of(keys[i]);
+    if constexpr (kExact) {  // keys hold the experts themselves
+      static_assert(kLanes * kItems <= kExpertBits + 1);
+#pragma unroll
+      for (unsigned i = 0; i < kOwn; ++i) {
+        const uint32_t key = (ordered_key(q[i]) & ~kExpertBits) | (kExpertBits - keys[i]);
+        keys[i] = first + i < count ? key : 0u;
+      }
+      sort_lanes<kLanes>(keys, lane);
+#pragma unroll
+      for (unsigned i = 0; i < kOwn; ++i) experts.set(first + i, static_cast<int32_t>(~keys[i] & kExpertBits));
+      return false;
+    }
     // Values of 32 bits above a positive threshold: keys hold their distance from it, all of it if it is short enough.
     // What rounds to the threshold is not below it by more than 2^15.
     uint32_t least = 0;
-    if constexpr (!kExact) {
-      const uint32_t of_threshold = ordered_key(__low2float(threshold));
-      if (of_threshold > 0x80000000u) least = of_threshold - 0x8001u;
+    const uint32_t of_threshold = ordered_key(__low2float(threshold));
+    if (of_threshold > 0x80000000u) least = of_threshold - 0x8001u;
 #pragma unroll
-      for (unsigned i = 0; i < kOwn; ++i) values.set(first + i, q[i]);
-    }
+    for (unsigned i = 0; i < kOwn; ++i) values.set(first + i, q[i]);
 #pragma unroll
     for (unsigned i = 0; i < kOwn; ++i) {
       const uint32_t bits = ordered_key(q[i]);
       const uint32_t code = kPlace - (first + i);
       uint32_t key = (bits & ~kPlace) | code;
-      if (!kExact && least != 0) key = min(bits - least, kMost) * kCandidates + code;
+      if (least != 0) key = min(bits - least, kMost) * kCandidates + code;
       keys[i] = first + i < count ? key : 0u;
     }
     sort_lanes<kLanes>(keys, lane);
 #pragma unroll
     for (unsigned i = 0; i < kOwn; ++i) experts.set(first + i, list[~keys[i] & kPlace]);
-    if constexpr (kExact) return false;
     __syncwarp();
 #pragma unroll
     for (unsigned i = 0; i < kOwn; ++i) q[i] = first + i < count ? values[~keys[i] & kPlace] : -INFINITY;

@@ -168,9 +168,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const bool words_are_logits = !kOneLane && !kBiased && selects && sizeof(Bits) == 2 && !is_half;
   // Sums of the scores of the lane's experts over its tokens, in shared memory: registers are scarce.
   const auto for_sums = [&](auto&& each) {
-    const unsigned chunk = lane_index() * (kItems / 4);
-#pragma unroll
-    for (unsigned i = 0; i < kItems; i += 4) each(i, memory + call.shared.sums + chunk_place(chunk + i / 4) * kChunk);
+    const unsigned sums = memory + call.shared.sums;
+    for_chunks<kItems / 4>(sums, lane_index(), [&](unsigned i, unsigned at) { each(i * 4, at); });
   };
   if (op.score_sum != nullptr) for_sums([](unsigned, unsigned at) { store_shared(at, float4{}); });
 
@@ -440,19 +439,20 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   }
 
   if (op.score_sum != nullptr) {
-    // The lanes' sums are rows of [tokens][experts]: a column a lane.
+    // The lanes' sums are rows of [tokens][experts]: a lane adds up chunks of columns.
     __syncwarp();
     const unsigned lane_sums = memory + call.shared.sums;
     constexpr unsigned kOfChunk = kChunk / sizeof(float);
+    constexpr unsigned kRowChunks = kLanes * kItems / kOfChunk;
 #pragma unroll 1
-    for (unsigned e = lane_index(); e < E; e += kWarp) {
-      float sum = 0.0f;
+    for (unsigned chunk = lane_index(); chunk * kOfChunk < E; chunk += kWarp) {
+      float4 sum{};
 #pragma unroll
       for (unsigned row = 0; row < kTokens; ++row) {
-        const unsigned place = chunk_place((row * kLanes * kItems + e) / kOfChunk);
-        sum += load_shared<float>(lane_sums + place * kChunk + e % kOfChunk * 4);
+        const auto of_row = load_shared<float4>(lane_sums + chunk_place(row * kRowChunks + chunk) * kChunk);
+        sum = {sum.x + of_row.x, sum.y + of_row.y, sum.z + of_row.z, sum.w + of_row.w};
       }
-      SharedArray<float>(memory + call.shared.keys).set(e, sum);
+      store_shared(memory + call.shared.keys + chunk * kChunk, sum);
     }
   }
   end_block(call, shared);

@@ -19,6 +19,18 @@ constexpr unsigned kChunk = 16;  // bytes
 
 __device__ __forceinline__ unsigned chunk_place(unsigned chunk) { return chunk ^ (chunk / 8 % 8); }
 
+// f(i, where it stands) for the kChunks chunks of 128-byte aligned memory that are the lane's.
+template <unsigned kChunks, class F>
+__device__ __forceinline__ void for_chunks(unsigned memory, unsigned lane, const F& f) {
+  constexpr bool kAligned = (kChunks & (kChunks - 1)) == 0 && kChunks <= 8;  // a lane's differ in their last bits
+  const unsigned chunk = lane * kChunks;
+  const unsigned first = memory + chunk_place(chunk) * kChunk;
+#pragma unroll
+  for (unsigned i = 0; i < kChunks; ++i) {
+    f(i, kAligned ? first ^ i * kChunk : memory + chunk_place(chunk + i) * kChunk);
+  }
+}
+
 // Copies 16 bytes from global to shared memory without waiting.
 __device__ __forceinline__ void copy_chunk_async(unsigned to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -72,13 +84,8 @@ class StagedRows {
   // items[i] = expert first + i of the lane's row, first = lane % kLanes * kItems; -inf past the last expert.
   __device__ __forceinline__ void read(unsigned first, float (&items)[kItems]) const {
     uint4 chunks[kLaneChunks];
-    const unsigned chunk = lane_index() * kLaneChunks;
-    const unsigned place = address_ + chunk_place(chunk) * kChunk;
-#pragma unroll
-    for (unsigned i = 0; i < kLaneChunks; ++i) {
-      constexpr bool kAligned = (kLaneChunks & (kLaneChunks - 1)) == 0;  // a lane's chunks differ in their last bits
-      chunks[i] = load_shared<uint4>(kAligned ? place ^ i * kChunk : address_ + chunk_place(chunk + i) * kChunk);
-    }
+    for_chunks<kLaneChunks>(address_, lane_index(),
+                            [&](unsigned i, unsigned at) { chunks[i] = load_shared<uint4>(at); });
     if (sizeof(Bits) == 4 || !is_half_) {
 #pragma unroll
       for (unsigned i = 0; i < kLaneChunks; ++i) unpack<false>(chunks[i], items + i * kOfChunk);

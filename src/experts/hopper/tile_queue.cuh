@@ -13,7 +13,7 @@ class TileQueue {
   __device__ void init(int readers) {
     for (int i = 0; i < kSlots; ++i) {
       full_[i].init(1);
-      empty_[i].init(static_cast<uint32_t>(readers * kWarp));
+      empty_[i].init(static_cast<uint32_t>(readers));
     }
   }
 
@@ -28,18 +28,34 @@ class TileQueue {
     __syncwarp();
   }
 
-  // The n-th tile, for one whole warp. A warp may leave tiles out that it is no reader of. Every lane arrives for what
-  // it has read itself.
+  // The n-th tile, for one whole warp, whose first lane reads it. A warp may leave tiles out that it is no reader of.
   __device__ Tile get(int n) {
     const auto at = RingPosition<kSlots>::of(n);
     full_[at.slot].wait(at.phase);
-    const Tile tile = tiles_[at.slot];
-    empty_[at.slot].arrive();
-    return tile;
+    Tile tile{};
+    if (lane_index() == 0) {
+      tile = tiles_[at.slot];
+      empty_[at.slot].arrive();
+    }
+    return of_first_lane(tile);
   }
 
  private:
   static constexpr int kSlots = 4;
+
+  static __device__ Tile of_first_lane(const Tile& tile) {
+    const auto of = [](int32_t value) { return __shfl_sync(kAllLanes, value, 0); };
+    return {.expert = of(tile.expert),
+            .row = of(tile.row),
+            .end_row = of(tile.end_row),
+            .column = of(tile.column),
+            .term = of(tile.term),
+            .end_term = of(tile.end_term),
+            .steps = of(tile.steps),
+            .first_step = of(tile.first_step),
+            .partial = of(tile.partial),
+            .in_common = of(tile.in_common)};
+  }
 
   Tile tiles_[kSlots];
   Barrier full_[kSlots];

@@ -83,7 +83,7 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         "--by",
         choices=["c", "jax", "torch", "xla"],
         action="append",
-        help="router, plan, layer: what to time: ours through C (not the layer) or through JAX, torch eager, XLA's jit "
+        help="router, plan, layer: what to time: ours through C or through JAX, torch eager, XLA's jit "
         "of plain JAX; mesh: ours through JAX, XLA's collectives, NCCL through torch",
     )
     cuda.add_argument(

@@ -1,4 +1,4 @@
-"""The whole layer on a GPU: ours through JAX, beside plain JAX, torch's grouped products and a large product."""
+"""The whole layer on a GPU: ours through JAX and C, beside plain JAX, torch's grouped products and a large product."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,14 +14,15 @@ from anabranch.bench.selection import check_dtypes, implementations, sized
 
 CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random
 operands; backward: of x, gate, w_in and w_out, the difference between forward and backward, and forward. TFLOP/s: of
-6 T K D F forward, 12 T K D F backward. jax: ours, moe() under jit; xla: lax.top_k, argsort, ragged_dot, segment_sum
-under jit; torch: topk, sort, grouped_mm, index_add, eager operations in CUDA graphs. Each in a process of its own, in
+6 T K D F forward, 12 T K D F backward. jax: ours, moe() under jit; c: the same C functions in CUDA graphs, with the
+gate's products by torch; xla: lax.top_k, argsort, ragged_dot, segment_sum under jit; torch: topk, sort, grouped_mm,
+index_add, eager operations in CUDA graphs. Each in a process of its own, in
 which product, bfloat16 8192^3 by cuBLAS, is timed right before and after; share: of their mean. Medians of 20 batches
 of calls with the queue full; *: the host's launches are the limit. routing: uniform, by the random gate; zipf, K
 distinct experts with shares 1 / (1 + e) given; largest load: over the mean. needed: weights, x, their gradients, the
 output, its cotangent and h; total: arguments + outputs - aliased + temporaries, as XLA plans; peak: by the device"""
 
-BY = ("jax", "xla", "torch")
+BY = ("jax", "c", "xla", "torch")
 ROUTINGS = ("uniform", "zipf")
 DTYPES = ("bfloat16",)
 
@@ -100,12 +101,13 @@ def _require_gpu() -> None:
 def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
     shape, routing, by = case
     settings: dict[str, Any] = {"repeats": 5 if quick else gpu.REPEATS, "product_size": _PRODUCT_SIZE}
-    if by == "torch":
-        from anabranch.bench import cuda_layer_torch
+    if by in ("c", "torch"):
+        from anabranch.bench import cuda_layer_c, cuda_layer_torch
 
         # The report names JAX's devices, which starts JAX beside torch.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        return cuda_layer_torch.measure(shape, DTYPES[0], routing, **settings)
+        calls_of = cuda_layer_c.calls if by == "c" else cuda_layer_torch.calls
+        return cuda_layer_torch.measure(shape, DTYPES[0], routing, **settings, calls_of=calls_of)
     from anabranch.bench import cuda_layer_jax
 
     folder = None if trace is None else os.path.join(trace, f"{shape}-{routing}")

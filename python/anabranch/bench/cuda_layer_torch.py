@@ -1,4 +1,4 @@
-"""The whole layer on a GPU in torch, eager operations: times from graphs of many calls."""
+"""The whole layer on a GPU in torch, eager operations: times from graphs of many calls, of torch's or of others."""
 
 import functools
 from collections.abc import Callable
@@ -67,23 +67,31 @@ def largest_load(given: Operands, topk: int) -> float:
     return float(sizes.max() / sizes.float().mean())
 
 
-def measure(shape: LayerShape, dtype: str, routing: str, *, repeats: int, product_size: int) -> Measured:
-    """Times of one layer; see cuda_layer_jax.measure."""
+Calls = Callable[[Operands, int], dict[str, Callable[[], Any]]]
+
+
+def measure(
+    shape: LayerShape, dtype: str, routing: str, *, repeats: int, product_size: int, calls_of: Calls = calls
+) -> Measured:
+    """Times of one layer; see cuda_layer_jax.measure.
+
+    calls_of: makes the calls of some operands, as `calls` does.
+    """
     torch = gpu.torch_with_gpu()
     try:
-        return _measure(shape, dtype, routing, repeats, product_size)
+        return _measure(shape, dtype, routing, repeats, product_size, calls_of)
     except torch.cuda.OutOfMemoryError:
         return Measured(note="out of memory")
 
 
-def _measure(shape: LayerShape, dtype: str, routing: str, repeats: int, product_size: int) -> Measured:
+def _measure(shape: LayerShape, dtype: str, routing: str, repeats: int, product_size: int, calls_of: Calls) -> Measured:
     import torch
 
     timed = functools.partial(gpu.seconds_of_each, repeats=repeats, seconds=_GRAPH_SECONDS)
     given = operands(shape, dtype, routing)
     count = gpu.copies_past_cache(shape.operand_bytes(given.d_out.element_size()), least=1)
     sets = [given, *(operands(shape, dtype, routing, seed) for seed in range(1, count))]
-    by_name = [calls(one, shape.K) for one in sets]
+    by_name = [calls_of(one, shape.K) for one in sets]
 
     kind = getattr(torch, dtype)
     a, b = (torch.randn(product_size, product_size, device=DEVICE).to(kind) for _ in range(2))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from anabranch.__main__ import main
-from anabranch.bench import cuda_layer, cuda_layer_jax, cuda_layer_torch, gpu, layer_in_jax, layer_result
+from anabranch.bench import cuda_layer, cuda_layer_c, cuda_layer_jax, cuda_layer_torch, gpu, layer_in_jax, layer_result
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_result import Measured, Memory
 from anabranch.bench.layer_shape import LayerShape
@@ -279,7 +279,6 @@ def test_quick_takes_one_shape(no_gpu_needed):
         (["layer", "--rows", "8,2"], "--rows: got it with layer, expected it with router or plan"),
         (["dispatch", "--tokens", "8"], "--tokens: got it with dispatch, expected it with router or plan or layer"),
         (["--shape", "olmoe"], "operation: got all with --shape, expected one that takes this"),
-        (["layer", "--by", "c"], "--by: got c with layer, expected jax, xla, torch"),
         (["layer", "--dtype", "float32"], "--dtype: got float32 with layer on cuda, expected bfloat16"),
         (["layer", "--by", "xla", "--trace", "x"], "--trace: got it with --by xla, expected jax among them"),
         (
@@ -313,6 +312,21 @@ def test_the_error_of_a_process_is_its_last_word(capsys):
 
 
 @pytest.mark.gpu
+def test_the_layer_through_c_is_torchs():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("NO GPU FOUND: the layer through C is not tried")
+    shape = LayerShape(512, 256, 128, 16, 2)
+    given = cuda_layer_torch.operands(shape, "bfloat16", "zipf")
+    both = "forward and backward"
+    results = (calls(given, shape.K)[both]() for calls in (cuda_layer_c.calls, cuda_layer_torch.calls))
+    names = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
+    for name, ours, peer in zip(names, *results, strict=True):
+        error = (ours.float() - peer.float()).norm() / peer.float().norm()
+        assert error < 0.02, f"{name}: {error}"
+
+
+@pytest.mark.gpu
 def test_the_layer_is_measured_on_a_gpu(tmp_path):
     if not has_gpu():
         pytest.skip("NO GPU FOUND: the benchmark is not tried")
@@ -330,7 +344,8 @@ def test_the_layer_is_measured_on_a_gpu(tmp_path):
     assert result.returncode == 0, result.stderr
     rows = json.loads(file.read_text())["rows"]["layer"]
     by = [row["by"] for row in rows]
-    assert by == ["jax", "xla", *["torch"] * torch.cuda.is_available()] * 2
+    with_torch = torch.cuda.is_available()
+    assert by == ["jax", *["c"] * with_torch, "xla", *["torch"] * with_torch] * 2
     for row in rows:
         assert row["note"] == "" and row["forward ms"] > 0 and row["both ms"] > row["forward ms"], row
-        assert row["by"] == "torch" or row["peak GiB"] > 0
+        assert row["by"] in ("c", "torch") or row["peak GiB"] > 0

@@ -1,0 +1,101 @@
+"""The whole layer on a GPU through C, as a C++ program would call it: times from graphs of many calls.
+
+The gate's products, which no function of ours computes, are torch's: cuBLAS's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from anabranch.bench.cuda_call import cuda_call
+from anabranch.bench.cuda_layer_torch import Operands
+
+
+def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
+    """The forward pass, and forward and backward: the output and the gradients of the leaves."""
+    import torch
+
+    x, gate, w_in, w_out = (leaf.detach() for leaf in given.leaves)
+    (T, D), E, F, K = x.shape, gate.shape[1], w_out.shape[1], topk
+    R = T * K
+
+    def empty(*shape: int, dtype: Any = x.dtype) -> Any:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    logits, d_logits = (empty(T, E, dtype=torch.float32) for _ in range(2))
+    weights, d_weights = (empty(T, K, dtype=torch.float32) for _ in range(2))
+    experts, row_of_slot = (empty(T, K, dtype=torch.int32) for _ in range(2))
+    lse, score_sum = empty(T, dtype=torch.float32), empty(E, dtype=torch.float32)
+    tokens_per_expert, group_sizes = (empty(E, dtype=torch.int32) for _ in range(2))
+    slot_of_row = empty(R, dtype=torch.int32)
+    rows, h, output = empty(R, D), empty(R, 2, F), empty(T, D)
+    d_w_in, d_w_out, d_x, d_gate = (torch.empty_like(leaf) for leaf in (w_in, w_out, x, gate))
+
+    routing = {"topk": K, "score_function": 0, "normalize": 1, "scaling_factor": 1.0, "logits": logits}
+    forced = {} if given.experts is None else {"forced_experts": given.experts.to(torch.int32)}
+    route = cuda_call(
+        "ab_cuda_router_forward",
+        **routing,
+        **forced,
+        weights=weights,
+        experts=experts,
+        tokens_per_expert=tokens_per_expert,
+        score_sum=score_sum,
+        lse=lse,
+    )
+    plan = cuda_call(
+        "ab_cuda_plan",
+        num_experts=E,
+        experts=experts,
+        tokens_per_expert=tokens_per_expert,
+        group_sizes=group_sizes,
+        offsets=empty(E + 1, dtype=torch.int32),
+        row_of_slot=row_of_slot,
+        slot_of_row=slot_of_row,
+        dropped=empty(dtype=torch.int32),
+    )
+    ffn = {"topk": K, "x": x, "slot_of_row": slot_of_row, "group_sizes": group_sizes, "w_in": w_in, "w_out": w_out}
+    ffn_forward = {
+        name: cuda_call("ab_cuda_expert_ffn_forward", **ffn, y=rows, **kept)
+        for name, kept in (("without h", {}), ("with h", {"h": h}))
+    }
+    combine = cuda_call("ab_cuda_combine", rows=rows, row_of_slot=row_of_slot, weights=weights, out=output)
+    ffn_backward = cuda_call(
+        "ab_cuda_expert_ffn_backward",
+        **ffn,
+        weights=weights,
+        h=h,
+        d_out=given.d_out,
+        dh=h,
+        dx_rows=rows,
+        d_w_in=d_w_in,
+        d_w_out=d_w_out,
+        d_weights=d_weights,
+    )
+    route_backward = cuda_call(
+        "ab_cuda_router_backward", **routing, experts=experts, lse=lse, d_weights=d_weights, d_logits=d_logits
+    )
+    through_logits = empty(T, D, dtype=torch.float32)
+    add_up = cuda_call("ab_cuda_combine", rows=rows, row_of_slot=row_of_slot, addend=through_logits, out=d_x)
+
+    def forward(name: str = "without h") -> Any:
+        torch.mm(x, gate, out_dtype=torch.float32, out=logits)
+        route()
+        plan()
+        ffn_forward[name]()
+        combine()
+        return output
+
+    def both() -> Any:
+        forward("with h")
+        ffn_backward()
+        route_backward()
+        # d_logits as the sum of two bfloat16 factors, as in moe()
+        high = d_logits.to(x.dtype)
+        halves = torch.cat([high, (d_logits - high).to(x.dtype)], dim=1)
+        torch.mm(halves, torch.cat([gate, gate], dim=1).T, out_dtype=torch.float32, out=through_logits)
+        of_halves = torch.mm(x.T, halves, out_dtype=torch.float32)
+        torch.add(of_halves[:, :E], of_halves[:, E:], out=d_gate)
+        add_up()
+        return output, d_x, d_gate, d_w_in, d_w_out
+
+    return {"forward": forward, "forward and backward": both}

@@ -1,5 +1,6 @@
 """The whole layer on a GPU through JAX: times, memory, and a trace for the profiler."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from anabranch.bench.layer_shape import LayerShape
 #: Share of the device's memory that a process gets when it starts: in one piece, so that nothing is split up.
 _MEMORY_SHARE = "0.92"
 _BATCH_SECONDS = 40e-3
+#: A program has as many layers as take so long, like a model: between programs the device waits for a moment.
+_PROGRAM_SECONDS, _MOST_LAYERS = 5e-3, 8
 
 
 def _unless_out_of_memory(function: Callable[[], Any]) -> Any:
@@ -25,11 +28,11 @@ def _unless_out_of_memory(function: Callable[[], Any]) -> Any:
         return None
 
 
-def _compiled(function: Callable[..., Any], given: Sequence[Any]) -> Any:
-    """The program of one call of `function`, for `gpu.seconds_of_program`."""
+def _compiled(function: Callable[..., Any], *sets: Sequence[Any]) -> Any:
+    """The program of a call of `function` with each of the sets, for `gpu.seconds_of_program`."""
     import jax
 
-    return jax.jit(gpu.chained(function)).lower([given]).compile()
+    return jax.jit(gpu.chained(function)).lower(list(sets)).compile()
 
 
 def _device_says(name: str) -> int | None:
@@ -126,16 +129,7 @@ def _measure(
     before = product.rate()
     count = gpu.copies_past_cache(shape.operand_bytes(given.x.dtype.itemsize), least=1)
     sets = [given, *(layer_in_jax.operands(shape, dtype, routing, seed) for seed in range(1, count))]
-    times = {}
-    for name, program in programs.items():
-        most = executions_that_fit(_memory(program), _device_says("bytes_limit"))
-        times[name] = gpu.seconds_of_program(
-            program,
-            [[one] for one in sets],
-            repeats=repeats,
-            seconds=_BATCH_SECONDS,
-            executions=(min(2, most), most),
-        )
+    times = {name: _time(functions[name], program, sets, repeats) for name, program in programs.items()}
     after = product.rate()
     if trace is not None:
         with jax.profiler.trace(trace):
@@ -156,6 +150,38 @@ def _measure(
         peak=None if missing else peak,
         note="; ".join(notes),
     )
+
+
+def _time(function: Callable[..., Any], program: Any, sets: Sequence[Any], repeats: int) -> gpu.Timing:
+    """Of one call, in programs of several where one takes a short time.
+
+    Args:
+      function: what is called.
+      program: that of one call.
+      sets: operands; programs take them in turn.
+      repeats: timed batches of executions.
+    """
+
+    def timed(program: Any, calls: int) -> gpu.Timing:
+        most = executions_that_fit(_memory(program), _device_says("bytes_limit"))
+        return gpu.seconds_of_program(
+            program,
+            gpu.groups_of(sets, calls),
+            repeats=repeats,
+            seconds=_BATCH_SECONDS,
+            executions=(min(2, most), most),
+        )
+
+    of_one = timed(program, 1)
+    calls = min(_MOST_LAYERS, math.ceil(_PROGRAM_SECONDS / of_one.median))
+    if calls == 1:
+        return of_one
+
+    def in_one_program() -> gpu.Timing:
+        return timed(_compiled(function, *gpu.groups_of(sets, calls)[0]), calls)
+
+    of_many: gpu.Timing | None = _unless_out_of_memory(in_one_program)
+    return of_many or of_one
 
 
 def _run(program: Callable[[Any], Any], given: Sequence[Any]) -> bool:

@@ -5,9 +5,27 @@ import functools
 import importlib.metadata
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import anabranch
+
+#: XLA's entry points in the C library. Those of the CUDA library are called `on_cuda(name)`.
+HANDLERS = (
+    "ab_xla_combine",
+    "ab_xla_combine_backward",
+    "ab_xla_dispatch",
+    "ab_xla_expand_row_id_map",
+    "ab_xla_expert_ffn_backward",
+    "ab_xla_expert_ffn_forward",
+    "ab_xla_grouped_matmul",
+    "ab_xla_grouped_matmul_dw",
+    "ab_xla_plan",
+    "ab_xla_router_backward",
+    "ab_xla_router_forward",
+    "ab_xla_score_sum",
+    "ab_xla_sort_chunks",
+)
 
 
 class LibraryError(RuntimeError):
@@ -43,19 +61,41 @@ def load() -> ctypes.CDLL:
     """Loads the library once.
 
     Raises:
-      LibraryError: no library was found, or the system cannot load it.
+      LibraryError: no library was found, the system cannot load it, or it lacks functions.
     """
     path = _find("libanabranch.so", "ANABRANCH_LIBRARY")
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as first:
         if "libdnnl" not in str(first):
             raise LibraryError(f"{path}: {first}") from first
         try:
             _preload_onednn()
-            return ctypes.CDLL(str(path))
+            library = ctypes.CDLL(str(path))
         except OSError as second:
             raise LibraryError(f"{path}: {second}") from second
+    return _with_symbols(library, ("ab_describe", *HANDLERS))
+
+
+def on_cuda(name: str) -> str:
+    """What the CUDA library calls a function.
+
+    >>> on_cuda("ab_xla_plan"), on_cuda("ab_describe")
+    ('ab_cuda_xla_plan', 'ab_cuda_describe')
+    """
+    return name.replace("ab_", "ab_cuda_", 1)
+
+
+def _with_symbols(library: ctypes.CDLL, names: Sequence[str]) -> ctypes.CDLL:
+    """The library, if it has these functions; else it is somebody else's, or of another version."""
+    missing = [name for name in names if not hasattr(library, name)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise LibraryError(
+            f"{library._name}: got a library without {missing[0]}{more}, expected one of anabranch "
+            f"{anabranch.__version__}"
+        )
+    return library
 
 
 @functools.cache
@@ -63,13 +103,14 @@ def load_cuda() -> ctypes.CDLL:
     """Loads the CUDA library once. It loads without a GPU; `describe_cuda` tells whether there is one.
 
     Raises:
-      LibraryError: no library was found (this build has none), or the system cannot load it.
+      LibraryError: no library was found (this build has none), the system cannot load it, or it lacks functions.
     """
     path = _find("libanabranch_cuda.so", "ANABRANCH_CUDA_LIBRARY")
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(f"{path}: {error}") from error
+    return _with_symbols(library, tuple(map(on_cuda, ("ab_describe", *HANDLERS))))
 
 
 def _facts(describe: Any) -> dict[str, str]:

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {
       if (expert != -1) atomicAdd(counters + (expert >= 0 ? expert : E), 1);
     }
   }
-  let_next_kernel_start();  // not before: the kernels after this one read slots before they wait for it
+  let_next_kernel_start();  // not before the wait, see place_slots
   __syncthreads();
   int32_t* counts = plan.counts + blockIdx.x * (E + 1);
   for (int64_t e = threadIdx.x; e <= E; e += blockDim.x) counts[e] = counters[e];
@@ -78,7 +78,7 @@ constexpr int kScanRows = 4;  // of a part, in registers
 __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan) {
   __shared__ int32_t sums[kScanWarps][kScanColumns];
   wait_for_previous_kernel();
-  let_next_kernel_start();
+  let_next_kernel_start();  // not before the wait, see place_slots
   const int64_t columns = plan.call.E + 1;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kScanColumns + lane_index() % kScanColumns;
   const int64_t part = static_cast<int>(threadIdx.x) / kScanColumns;
@@ -241,27 +241,31 @@ __device__ __forceinline__ unsigned lanes_with_same(int32_t value, int bits) {
   return same;
 }
 
-// A warp's next kBatch * 32 slots: of each, how many of its expert the warp has had before, on top of what stands in
-// own[expert]; which goes up by those there are.
+// A warp's next kBatch * 32 slots.
 struct Ranks {
   int32_t experts[kBatch];
   int32_t ranks[kBatch];
-
-  __device__ __forceinline__ Ranks(const Plan& plan, int64_t first, int32_t* own) {
-    load_batch(plan, first, kWarp, experts);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const bool there = experts[i] >= 0;
-      const unsigned same = lanes_with_same(experts[i], plan.expert_bits);
-      const int32_t before = there ? own[experts[i]] : 0;
-      __syncwarp();
-      if (there && lane_index() == __ffs(static_cast<int>(same)) - 1) own[experts[i]] = before + __popc(same);
-      __syncwarp();
-      ranks[i] = before + __popc(same & ((1u << lane_index()) - 1u));
-    }
-  }
 };
 
+// ranks: how many of the slot's expert the warp has had before, on top of what stands in own[expert], which goes up by
+// those there are.
+__device__ __forceinline__ Ranks rank_batch(const Plan& plan, int64_t first, int32_t* own) {
+  Ranks batch;
+  load_batch(plan, first, kWarp, batch.experts);
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int32_t expert = batch.experts[i];
+    const unsigned same = lanes_with_same(expert, plan.expert_bits);
+    const int32_t before = expert >= 0 ? own[expert] : 0;
+    __syncwarp();
+    if (expert >= 0 && lane_index() == __ffs(static_cast<int>(same)) - 1) own[expert] = before + __popc(same);
+    __syncwarp();
+    batch.ranks[i] = before + __popc(same & ((1u << lane_index()) - 1u));
+  }
+  return batch;
+}
+
+// It reads slots before it waits: so the kernels before it let it start only when they have waited for who wrote them.
 // The last block has no slots: it writes the sizes.
 __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   extern __shared__ int64_t memory[];
@@ -276,11 +280,13 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   const int64_t begin = plan.first_slot(blockIdx.x, warp_index());
   const int64_t end = min(begin + plan.slots_per_warp, plan.slots);
   // Most of the work while the kernels before still run. A warp of one batch keeps its ranks.
-  const Ranks first_ranks(plan, begin + lane_index(), own);
-  for (int64_t first = begin + kBatchSlots; first < end; first += kBatchSlots) Ranks(plan, first + lane_index(), own);
+  const Ranks first_ranks = rank_batch(plan, begin + lane_index(), own);
+  for (int64_t first = begin + kBatchSlots; first < end; first += kBatchSlots) {
+    rank_batch(plan, first + lane_index(), own);
+  }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  find_starts(plan, starts);
+  find_starts(plan, starts);  // all warps have counted when it ends
   const bool has_slots = blockIdx.x < plan.blocks;
   if (!has_slots) write_sizes(plan, starts);
   for (int e = static_cast<int>(threadIdx.x); has_slots && e < E; e += static_cast<int>(blockDim.x)) {
@@ -315,7 +321,7 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
     }
   } else {
     for (int64_t first = begin + lane_index(); first - lane_index() < end; first += kBatchSlots) {
-      const Ranks ranks(plan, first, own);
+      const Ranks ranks = rank_batch(plan, first, own);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) place(first + i * kWarp, ranks.experts[i], ranks.ranks[i]);
     }

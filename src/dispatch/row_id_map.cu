@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) expand_tokens(const RowIdMap map) {
     if (expert >= 0 && same >> lane == 1) rows[expert] = map.row(ids[i], expert);
   }
   __syncwarp();
-  wait_for_previous_kernel();
+  wait_for_previous_kernel();  // writes of row_of_slot before it are safe: nothing overlaps clear_slots' beginning
   for (unsigned i = lane; i < n; i += kWarp) {
     if (!Maps::is_index(experts[i], E)) continue;
     const int32_t row = rows[experts[i]];

@@ -131,9 +131,9 @@ struct Filter {
     return __shfl_sync(kAllLanes, through, kLanes - 1, kLanes);
   }
 
-  // Sorts the row's candidates: experts[r] = the one of rank r, for every r < kCandidates. Returns whether neighbours
-  // may stand the wrong way round. kExact: they cannot, since q has zeros where keys hold experts. values: scratch for
-  // kCandidates floats. value_of(expert) = q, asked for expert 0 where there is no candidate.
+  // Sorts the row's candidates: experts[r] = the one of rank r, for r < count; past that, anything. Returns whether
+  // neighbours may stand the wrong way round. kExact: they cannot, since q has zeros where keys hold experts. values:
+  // scratch for kCandidates floats. value_of(expert) = q, asked for expert 0 where there is no candidate.
   template <bool kExact, class ValueOf>
   static __device__ __forceinline__ bool sort_candidates(const SharedArray<uint16_t>& list, unsigned count,
                                                          unsigned lane, __nv_bfloat162 threshold,

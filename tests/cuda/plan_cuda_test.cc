@@ -154,7 +154,16 @@ TEST_F(PlanCuda, Maps) {
         }
       }
     }
+    for (const int32_t destinations : {2, 4}) {
+      check({700, 3, 32, 8, destinations, 4000, 0.0, slots}, ++seed);
+      if (HasFatalFailure()) return;
+    }
   }
+}
+
+TEST_F(PlanCuda, MoreSlotsAWarpThanItsRegistersHold) {
+  check({20000, 8, 8192, 8, 0, -1, 0.5}, 1);
+  check({40, 3, 8192, 0, 0, -1, 0.0, Slots::byte_map}, 2);
 }
 
 class BalanceCuda : public CudaTest {};

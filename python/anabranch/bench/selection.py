@@ -16,7 +16,9 @@ def check_dtypes(operation: str, given: Sequence[str], known: Sequence[str]) -> 
 
 
 def implementations(operation: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """What --by names, each once; None: all that is known, without torch where it is not installed, which is said.
+    """What --by names, each once; None: all that is known, without what needs torch where it is missing, which is said.
+
+    Calls through C need it too, for memory, streams and graphs.
 
     Raises:
       BenchError: a name is not known.
@@ -26,9 +28,10 @@ def implementations(operation: str, given: Sequence[str] | None, known: Sequence
             raise BenchError(f"--by: got {by} with {operation}, expected {', '.join(known)}")
     if given is not None:
         return list(dict.fromkeys(given))
-    found = [by for by in known if by != "torch" or importlib.util.find_spec("torch")]
+    found = [by for by in known if by not in ("c", "torch") or importlib.util.find_spec("torch")]
     if len(found) < len(known):
-        print(f"{operation}: without torch: it is not installed", file=sys.stderr)
+        left_out = " and ".join(by for by in known if by not in found)
+        print(f"{operation}: without {left_out}: torch is not installed", file=sys.stderr)
     return found
 
 

@@ -16,22 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from anabranch import _library
 from anabranch.jax._sharding import TokenCall, vary_alike
 
-_HANDLERS = (
-    "ab_xla_combine",
-    "ab_xla_combine_backward",
-    "ab_xla_dispatch",
-    "ab_xla_expand_row_id_map",
-    "ab_xla_expert_ffn_backward",
-    "ab_xla_expert_ffn_forward",
-    "ab_xla_grouped_matmul",
-    "ab_xla_grouped_matmul_dw",
-    "ab_xla_plan",
-    "ab_xla_router_backward",
-    "ab_xla_router_forward",
-    "ab_xla_score_sum",
-    "ab_xla_sort_chunks",
-)
-
 
 def custom_calls() -> tuple[str, ...]:
     """Names of the custom calls that programs with our operations hold; `jax.export` must be told to allow them.
@@ -39,7 +23,7 @@ def custom_calls() -> tuple[str, ...]:
     >>> "ab_xla_plan" in custom_calls()
     True
     """
-    return _HANDLERS
+    return _library.HANDLERS
 
 
 @functools.cache
@@ -50,14 +34,14 @@ def register() -> None:
       LibraryError: the C library cannot be loaded.
     """
     library = _library.load()
-    for name in _HANDLERS:
+    for name in _library.HANDLERS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     try:
         cuda = _library.load_cuda()
     except _library.LibraryError:
         return  # `python -m anabranch info` says why; a program for a GPU fails with the name of the target
-    for name in _HANDLERS:
-        handler = getattr(cuda, name.replace("ab_xla_", "ab_cuda_xla_"))
+    for name in _library.HANDLERS:
+        handler = getattr(cuda, _library.on_cuda(name))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
 
 

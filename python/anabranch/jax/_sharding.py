@@ -7,7 +7,8 @@ is added up over the shards. Three ways, by the kind of the mesh's axes:
 
 - manual (inside jax.shard_map): arrays are shards already; the operation runs on them as they are, sums included.
 - explicit: the types of the arrays say how they are sharded; the operation runs in a jax.shard_map over these axes.
-- automatic, or no mesh in sight: XLA asks us once it has decided (custom_partitioning, with a rule for Shardy).
+- automatic, or no mesh in sight: XLA asks us once it has decided (custom_partitioning, with a rule for Shardy and the
+  same in the terms of GSPMD).
 """
 
 import contextvars
@@ -255,10 +256,14 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
             arguments,
         )
 
+    def infer(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:  # asked by GSPMD, where Shardy is off
+        axes = _token_axes(operands[0].sharding, call.operands[0])
+        return tuple(map(functools.partial(NamedSharding, mesh), call.specs(axes, call.results)))
+
     def rule(mesh: Mesh, operand_types: Any, result_types: Any) -> SdyShardingRule:
         return _shardy_rule(call, [t.rank for t in operand_types], [t.rank for t in result_types])
 
-    partitioned.def_partition(partition=partition, sharding_rule=rule)
+    partitioned.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
     function = custom_vmap(lambda *arrays: tuple(partitioned(*arrays)))
 
     @function.def_vmap

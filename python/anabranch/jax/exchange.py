@@ -401,11 +401,11 @@ def _slices_of_all(rows: jax.Array, out: jax.Array, params: RaggedParams, axis: 
 
 TRANSPORTS: dict[str, Callable[[Bounds], Any]] = {"ring": Ring, "all_to_all": Padded, "ragged": Ragged}
 
-#: Bytes a second and rank that XLA's collectives move, by platform. On GPUs: H200s over NVLink, all_to_all and ragged
-#: as measured, ring taken to be like all_to_all (docs/scaling.md). Elsewhere only ratios count; on the CPU what stands
-#: in for the ragged exchange gathers everything.
+#: Bytes a second and rank that XLA's collectives move, by platform. On GPUs: measured on two H200s over NVLink
+#: (docs/performance.md, "Many devices"). Elsewhere only ratios count; on the CPU what stands in for the ragged exchange
+#: gathers everything.
 _RATES = {
-    "gpu": {"ring": 250e9, "all_to_all": 250e9, "ragged": 17e9},
+    "gpu": {"ring": 180e9, "all_to_all": 230e9, "ragged": 2.7e9},
     "tpu": {"ring": 1e11, "all_to_all": 1e11, "ragged": 1e11},
     "cpu": {"ring": 1e10, "all_to_all": 1e10},
 }

@@ -21,6 +21,7 @@ class TileQueue {
   __device__ void put(int n, const Tile& tile) {
     const auto at = RingPosition<kSlots>::of(n);
     empty_[at.slot].wait(at.phase ^ 1u);
+    __syncwarp();  // no lane may fall a phase behind
     if (lane_index() == 0) {
       tiles_[at.slot] = tile;
       full_[at.slot].arrive();
@@ -32,6 +33,7 @@ class TileQueue {
   __device__ Tile get(int n) {
     const auto at = RingPosition<kSlots>::of(n);
     full_[at.slot].wait(at.phase);
+    __syncwarp();  // no lane may fall a phase behind
     Tile tile{};
     if (lane_index() == 0) {
       tile = tiles_[at.slot];
@@ -44,6 +46,7 @@ class TileQueue {
   static constexpr int kSlots = 4;
 
   static __device__ Tile of_first_lane(const Tile& tile) {
+    static_assert(sizeof(Tile) == 12 * sizeof(int32_t), "ten members, all of them below");
     const auto of = [](int32_t value) { return __shfl_sync(kAllLanes, value, 0); };
     return {.expert = of(tile.expert),
             .row = of(tile.row),

@@ -67,6 +67,6 @@ def test_traffic_and_choice():
     b = bounds(8, 4, 1000, 2)
     assert traffic(b, 2) == {"ring": 7 * 1000 * 6, "all_to_all": 2 * 7 * 2000 * 2, "ragged": 2 * 2000 * 7 / 8 * 2}
     assert choose("cpu", bounds(2, 4, 1000, 1), 4) == "ring"
-    assert choose("gpu", bounds(64, 4, 1000, 1), 2) == "ragged"
+    assert choose("gpu", bounds(512, 4, 1000, 1), 2) == "ragged"
     # A tight bound makes regions small: 100 slots for all that a rank may take.
     assert choose("cpu", bounds(8, 4, 1000, 2, capacity=100), 2) == "all_to_all"

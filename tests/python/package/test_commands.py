@@ -69,6 +69,26 @@ def test_a_missing_library_breaks_no_import_and_is_explained():
     assert "missing: libanabranch.so: not found in /nowhere/libanabranch.so" in info.stdout
 
 
+@pytest.mark.parametrize(
+    "library,why",
+    [
+        ("/nowhere/libanabranch_cuda.so", "not found in /nowhere/libanabranch_cuda.so"),
+        (__file__, "invalid ELF header"),
+        (None, "got a library without ab_cuda_describe and 13 more, expected one of anabranch 0.1.0"),
+    ],
+)
+def test_a_cuda_library_that_is_none_breaks_nothing_and_is_explained(library, why):
+    library = library or _library.load()._name  # one without functions for CUDA
+    program = "import anabranch.jax, numpy; print(anabranch.jax.route(numpy.ones((2, 3), 'float32'), 1).experts[0])"
+    environment = os.environ | {"ANABRANCH_CUDA_LIBRARY": library, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.stdout == "[0]\n", result.stderr
+    info = _run("info", ANABRANCH_CUDA_LIBRARY=library)
+    assert re.search(f"cuda backend +missing: .*{why}", info.stdout), info.stdout
+
+
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_a_lower_instruction_set_can_be_asked_for(isa):
     facts = json.loads(_run("info", "--json", ANABRANCH_ISA=isa).stdout)

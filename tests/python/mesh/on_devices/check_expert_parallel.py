@@ -23,11 +23,12 @@ def check(mesh, parallel, arrays, **options):
 
 @transports
 @pytest.mark.parametrize("expert,data", [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_meshes(transport, expert, data):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_meshes(transport, expert, data, dtype):
     """16 experts: 16 times the ranks to twice; aligned rows; experts without a token, and so ranks without one."""
     mesh = mesh_of(data=data, expert=expert)
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport)
-    arrays = operands(64, 16, 3, 16, 24, bias=True, skew=3.0, cold=5)
+    arrays = operands(64, 16, 3, 16, 24, dtype=dtype, bias=True, skew=3.0, cold=5)
     mask = np.random.default_rng(3).random(64) < 0.8
     result = check(mesh, parallel, arrays, topk=3, aux_loss_coeff=0.3, z_loss_coeff=0.1, token_mask=mask, align_size=8)
     assert result.dropped_by_source.shape == (8,)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_run import command, train_until
+from test_run import EXAMPLES, command, train_until
 from write_state import arrays_of
 
 from byte_lm.train import run
@@ -125,3 +125,12 @@ def test_a_mesh_that_does_not_fit_is_named(options, change, message):
 def test_too_few_devices_are_named():
     with pytest.raises(ValueError, match="--mesh: got 4096 devices, expected"):
         make_mesh(parse_mesh("data=4096"))
+
+
+def test_several_processes_are_refused_before_they_write(options):
+    (python, *program), environment = command(options)
+    launcher = [python, str(EXAMPLES / "launch.py"), "--processes=2"]
+    result = subprocess.run([*launcher, *program], env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2
+    assert "byte_lm: processes: got 2 of launch.py, expected 1" in result.stderr
+    assert not options.out.exists()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 import sys
 import time
 
@@ -51,9 +52,12 @@ def run(options: Options, start: str = "auto") -> "Run":
       start: "auto" goes on from a checkpoint if there is one, "resume" needs one, "fresh" begins anew.
 
     Raises:
-      RunError: the corpus has too little text, there are too few devices, or the checkpoint in the folder does not fit
-        the options.
+      RunError: it is one of several processes, the corpus has too little text, there are too few devices, or the
+        checkpoint in the folder does not fit the options.
     """
+    processes = os.environ.get("LAUNCH_PROCESSES", "1")  # as launch.py tells those that it starts
+    if processes != "1":
+        raise RunError(f"processes: got {processes} of launch.py, expected 1; --mesh gives that one several devices")
     corpus = load_corpus(options.corpus)
     shortest = min(len(corpus.train), len(corpus.held_out))
     if shortest < options.seq + 2:

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of, placed
@@ -10,6 +11,8 @@ from moe_cases import check_layer, operands, selected
 
 from anabranch.jax import Parallel, moe
 from anabranch.reference.capacity import kept_slots
+
+transports = pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
 
 T, E, K, D, F = 64, 8, 3, 8, 16
 
@@ -25,15 +28,16 @@ def expected(arrays, options, parallel, expert, data):
     return kept.reshape(experts.shape), (~kept).sum((-1, -2)).ravel()
 
 
-@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+@transports
 @pytest.mark.parametrize("expert,data", [(4, 2), (8, 1)])
 @pytest.mark.parametrize("capacity_factor,align_size", [(0.5, 0), (1.0, 8), (1.3, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
-    transport, expert, data, capacity_factor, align_size
+    transport, expert, data, capacity_factor, align_size, dtype
 ):
     mesh = mesh_of(data=data, expert=expert)
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, capacity_factor=capacity_factor)
-    arrays = operands(T, E, K, D, F, bias=True, skew=3.0, cold=1)
+    arrays = operands(T, E, K, D, F, dtype=dtype, bias=True, skew=3.0, cold=1)
     options = {"topk": K, "aux_loss_coeff": 0.3, "token_mask": np.random.default_rng(0).random(T) < 0.9}
     kept, dropped = expected(arrays, options, parallel, expert, data)
     assert dropped.sum() > 10
@@ -44,7 +48,49 @@ def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
     np.testing.assert_array_equal(result.dropped_by_source, dropped)
 
 
-@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+@transports
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drops_beside_sharded_weights_and_slices_of_f(transport, dtype):
+    """FSDP over data and tensor parallelism over F: neither changes which slots find room."""
+    mesh = mesh_of(data=2, expert=2, tensor=2)
+    parallel = Parallel(
+        expert_axis="expert",
+        data_axes="data",
+        fsdp_axes="data",
+        tensor_axis="tensor",
+        transport=transport,
+        capacity_factor=0.8,
+    )
+    arrays = operands(T, E, K, D, F, dtype=dtype, bias=True, skew=3.0, cold=1)
+    options = {"topk": K, "aux_loss_coeff": 0.3}
+    kept, dropped = expected(arrays, options, parallel, 2, 2)
+    assert dropped.sum() > 10
+    with jax.set_mesh(mesh):
+        result, _ = check_layer(arrays, put=placed(mesh, parallel), parallel=parallel, kept=kept, **options)
+    np.testing.assert_array_equal(result.dropped_by_source, dropped)
+
+
+@transports
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits_and_the_same_drops_on_every_run(transport, dtype):
+    mesh = mesh_of(data=2, expert=4)
+    parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, capacity_factor=0.5)
+    arrays = operands(T, E, K, D, F, dtype=dtype, skew=3.0)
+    present = {n: placed(mesh, parallel)(n, a) for n, a in arrays.items() if a is not None}
+
+    def loss(present):
+        result = moe(**present, topk=K, aux_loss_coeff=0.3, parallel=parallel)
+        return jnp.sum(jnp.sin(result.output.astype(jnp.float32))) + result.aux_loss, result
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        first = step(present)
+        assert int(first[0][1].dropped) > 10
+        for _ in range(3):
+            jax.tree.map(np.testing.assert_array_equal, step(present), first)
+
+
+@transports
 def test_a_rank_that_everything_goes_to_takes_the_first_sources(transport):
     forced = np.random.default_rng(5).integers(4, 6, (T, K)).astype(np.int32)
     forced[::4, 1] = -1

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from meshes import mesh_of, placed
+from meshes import mesh_of, placed, put
 from moe_cases import check_layer, operands
 
 from anabranch.jax import Parallel
@@ -23,11 +23,12 @@ def check(mesh, parallel, arrays, **options):
 
 @transports
 @pytest.mark.parametrize("expert,data", [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_meshes(transport, expert, data):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_meshes(transport, expert, data, dtype):
     """16 experts: 16 times the ranks to twice; aligned rows; experts without a token, and so ranks without one."""
     mesh = mesh_of(data=data, expert=expert)
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport)
-    arrays = operands(64, 16, 3, 16, 24, bias=True, skew=3.0, cold=5)
+    arrays = operands(64, 16, 3, 16, 24, dtype=dtype, bias=True, skew=3.0, cold=5)
     mask = np.random.default_rng(3).random(64) < 0.8
     result = check(mesh, parallel, arrays, topk=3, aux_loss_coeff=0.3, z_loss_coeff=0.1, token_mask=mask, align_size=8)
     assert result.dropped_by_source.shape == (8,)
@@ -91,6 +92,23 @@ def test_sharded_weights_and_slices_of_f(axis_type, transport):
     check(mesh, parallel, arrays, topk=2, aux_loss_coeff=0.3, z_loss_coeff=0.1)
     arrays = operands(32, 4, 2, 16, 24, dtype="bfloat16", bias=True, parts=1)
     check(mesh, parallel, arrays, topk=2, weight_early=True, activation="relu2", align_size=8)
+
+
+def test_a_whole_gate_beside_sharded_experts(axis_type):
+    """The gate may be on all devices where FSDP divides the matrices; the bits are those of a divided one."""
+    mesh = mesh_of(axis_type, data=2, expert=4)
+    parallel = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", transport="all_to_all")
+    place = placed(mesh, parallel)
+    arrays = operands(64, 8, 2, 16, 24, bias=True, skew=2.0)
+    options = dict(parallel=parallel, topk=2, aux_loss_coeff=0.3, z_loss_coeff=0.1)
+
+    def put_whole(name, array):
+        return put(mesh, array) if name == "gate" else place(name, array)
+
+    with jax.set_mesh(mesh):
+        divided = check_layer(arrays, put=place, **options)
+        whole = check_layer(arrays, put=put_whole, **options)
+    jax.tree.map(np.testing.assert_array_equal, whole, divided)
 
 
 @transports

@@ -180,6 +180,26 @@ def test_ragged_is_the_native_collective_but_on_the_cpu():
     assert "@ragged_all_to_all" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
+@transports
+@pytest.mark.parametrize("capacity_factor", [None, 0.5])
+def test_nothing_is_sorted(transport, capacity_factor):
+    """Rows find their places by counting, before and after they travel: no sort, neither of rows nor of a map."""
+    mesh = mesh_of(data=2, expert=4)
+    parallel = Parallel(
+        expert_axis="expert", data_axes="data", transport=transport, capacity_factor=capacity_factor, mesh=mesh
+    )
+    on_mesh = {name: put(mesh, array, *parallel.specs()[name]) for name, array in _arguments().items()}
+
+    def sorts(function, *arrays):
+        """Those of the compiled program, and of the one for GPUs before XLA compiles it."""
+        traced = jax.jit(function).trace(*arrays)
+        here = re.findall(r" sort\(|TopK", traced.lower().compile().as_text())
+        return here, re.findall(r"stablehlo\.sort|top_k", traced.lower(lowering_platforms=("cuda",)).as_text())
+
+    assert all(sorts(jnp.argsort, on_mesh["x"])) and all(sorts(lambda x: jax.lax.top_k(x, 2), on_mesh["x"]))
+    assert sorts(lambda a: _step(a, parallel=parallel), on_mesh) == ([], [])
+
+
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_traffic_is_what_the_program_sends(capacity_factor):
     """The formulas of docs/scaling.md against the collectives of a compiled forward pass, for arrays of width D."""

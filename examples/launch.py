@@ -4,8 +4,9 @@
     python examples/launch.py --processes 2 --devices 2 examples/expert_parallel.py --mesh expert=4
 
 Each process finds its place in the environment; `join()` reads it. On CPUs a process has `--devices` devices
-and talks to the others over Gloo. With GPUs give each process its own (`--gpus`); NCCL connects them. The output of
-process 0 is shown as it comes, that of another one when it fails.
+and talks to the others over Gloo. With GPUs give each process its own (`--gpus`); NCCL connects them. These are the
+first ones of CUDA_VISIBLE_DEVICES where that is set. The output of process 0 is shown as it comes, that of another one
+when it fails.
 """
 
 import argparse
@@ -39,17 +40,32 @@ def _free_port() -> int:
         return port
 
 
+def _gpus(processes: int) -> list[str]:
+    """The GPU of every process, in the words of CUDA_VISIBLE_DEVICES: those in it, or all where it isn't set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(processes)]
+    gpus = [name.strip() for name in visible.split(",") if name.strip()]
+    if len(gpus) < processes:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES: got {visible!r}, expected {processes} GPUs, one for each process")
+    return gpus[:processes]
+
+
 def launch(command: list[str], processes: int, devices: int, gpus: bool) -> int:
     """Runs `command` of Python in every process; returns the first exit status that is not 0, or 0.
 
     When one process fails the others are ended: they would wait for it.
+
+    Raises:
+      ValueError: CUDA_VISIBLE_DEVICES has fewer GPUs than there are to be processes that want one.
     """
+    own_gpu = _gpus(processes) if gpus else []
     shared = {_COORDINATOR: f"localhost:{_free_port()}", _COUNT: str(processes)}
     running = []
     for index in range(processes):
         environment = {**os.environ, **shared, _INDEX: str(index)}
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = str(index)
+            environment["CUDA_VISIBLE_DEVICES"] = own_gpu[index]
         else:
             environment |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
         output = None if index == 0 else tempfile.TemporaryFile()
@@ -90,7 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
     parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process (default: 1)")
-    parser.add_argument("--gpus", action="store_true", help="process i has GPU i, instead of CPU devices")
+    parser.add_argument(
+        "--gpus", action="store_true", help="process i has the i-th visible GPU, instead of CPU devices"
+    )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module with its arguments")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a Python file and its arguments")
     options = parser.parse_args(arguments)
@@ -100,7 +118,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("processes", "devices"):
         if getattr(options, name) < 1:
             parser.error(f"--{name}: got {getattr(options, name)}, expected a number >= 1")
-    return launch(command, options.processes, options.devices, options.gpus)
+    try:
+        return launch(command, options.processes, options.devices, options.gpus)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,33 @@
-"""Several JAX processes on this host, over Gloo: the same losses, and checkpoints that move between meshes."""
+"""Several JAX processes on this host, over Gloo: the oracle's results and gradients, checkpoints between meshes."""
 
+import dataclasses
+import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import in_processes
 import numpy as np
 import pytest
+from in_processes import Case
+from meshes import kept_and_dropped
+from moe_cases import assert_layer, wanted_layer
+
+from mesh import parse_mesh
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / "examples"
 
 
-def run(*arguments, processes=0, devices=1):
+def run(*arguments, processes=0, devices=1, gpus=False, **variables):
     """Runs a program, with the launcher where there are several processes; returns the finished process."""
-    launcher = [str(EXAMPLES / "launch.py"), f"--processes={processes}", f"--devices={devices}"] if processes else []
+    where = "--gpus" if gpus else f"--devices={devices}"
+    launcher = [str(EXAMPLES / "launch.py"), f"--processes={processes}", where] if processes else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
+    for name in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES"):
+        environment.pop(name, None)
+    environment |= variables
     command = [sys.executable, *launcher, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
@@ -31,6 +42,67 @@ def losses(*arguments, **how):
 def assert_same(got, want, steps):
     assert sorted(got) == list(steps)
     np.testing.assert_allclose([got[s] for s in steps], [want[s] for s in steps], rtol=1e-5)
+
+
+def check_case(case, paths):
+    """Compares what every process gathered with the oracle, which knows of one device and of the slots kept."""
+    runs = [in_processes.load(path) for path in paths]
+    arrays, options, kept, dropped = case.arrays(), case.options(), None, 0
+    if case.capacity_factor is not None:
+        sizes = parse_mesh(case.mesh)
+        kept, dropped = kept_and_dropped(arrays, options, case.parallel, sizes["expert"], sizes["data"])
+        assert dropped.sum() > 10
+    wanted = wanted_layer(arrays, runs[0][2], kept=kept, **options)
+    for result, gradients, _ in runs:
+        assert sorted(gradients) == sorted(arrays)
+        assert_layer(result, gradients, wanted, case.dtype)
+        np.testing.assert_array_equal(result.dropped_by_source, dropped)
+
+
+@pytest.mark.parametrize(
+    "processes,devices,cases",
+    [
+        (
+            2,
+            1,
+            [
+                Case("expert=2", "ragged"),
+                Case("expert=2", "all_to_all", "bfloat16", capacity_factor=0.7),
+            ],
+        ),
+        (
+            2,
+            2,
+            [
+                Case("expert=4", "ring"),
+                Case("expert=2,data=2", "all_to_all", "bfloat16", fsdp=True),
+                Case("expert=2,tensor=2", "ragged", "bfloat16"),
+                Case("expert=4", "ragged", capacity_factor=2.0, one_rank=True),
+            ],
+        ),
+        (
+            4,
+            1,
+            [
+                Case("expert=4", "all_to_all"),
+                Case("expert=4", "ring", "bfloat16"),
+                Case("expert=2,data=2", "ragged", fsdp=True),
+                Case("expert=4", "all_to_all", capacity_factor=2.0, one_rank=True),
+                Case("expert=2,data=2", "ring", capacity_factor=0.5),
+            ],
+        ),
+    ],
+    ids=["2 processes of 1 device", "2 processes of 2 devices", "4 processes of 1 device"],
+)
+def test_processes_give_the_results_and_gradients_of_one_device(tmp_path, processes, devices, cases):
+    texts = [json.dumps(dataclasses.asdict(case)) for case in cases]
+    result = run(in_processes.__file__, tmp_path, *texts, processes=processes, devices=devices)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for index, case in enumerate(cases):
+        try:
+            check_case(case, [tmp_path / f"{index}.{process}.npz" for process in range(processes)])
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
 
 
 def test_processes_and_meshes_take_turns_on_one_run(tmp_path):
@@ -59,6 +131,28 @@ def test_the_launcher_ends_all_when_one_fails(tmp_path):
     result = run(program, processes=3)
     assert result.returncode == 3
     assert "launch: process 1 ended with status 3" in result.stderr and "out of luck" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "visible,own", [({}, ["0", "1"]), ({"CUDA_VISIBLE_DEVICES": "5, GPU-3e,2"}, ["5", "GPU-3e"])], ids=["unset", "set"]
+)
+def test_every_process_has_one_of_the_visible_gpus(tmp_path, visible, own):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib\n"
+        "path = pathlib.Path(__file__).with_name(os.environ['LAUNCH_PROCESS'])\n"
+        "path.write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    result = run(program, processes=2, gpus=True, **visible)
+    assert result.returncode == 0, result.stderr
+    assert [(tmp_path / str(process)).read_text() for process in range(2)] == own
+
+
+@pytest.mark.parametrize("visible", ["", "3", "3,"])
+def test_fewer_visible_gpus_than_processes(tmp_path, visible):
+    result = run(tmp_path / "program.py", processes=2, gpus=True, CUDA_VISIBLE_DEVICES=visible)
+    assert result.returncode == 2
+    assert f"CUDA_VISIBLE_DEVICES: got {visible!r}, expected 2 GPUs, one for each process" in result.stderr
 
 
 @pytest.mark.parametrize(

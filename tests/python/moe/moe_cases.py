@@ -87,34 +87,37 @@ def gate_terms(arrays, options, gradients):
     return np.maximum(np.abs(x).T @ d_logits, np.abs(gradients["gate"]))
 
 
-def check_layer(arrays, *, seed=1, tiny=False, put=None, kept=None, **options):
-    """Output, losses, counts and every gradient of one random cotangent against the oracle.
+def run_layer(arrays, *, seed=1, put=None, **options):
+    """Result and gradients of one random cotangent, which comes third: output, losses and all gradients of one run.
 
     put: where an array goes, by its argument's name ("output" for the cotangent): (name, array) -> array.
-    kept: bool [T, K], the slots that a bounded buffer is expected to take; None: all.
-    tiny: the tensors have so few elements that a sum may cancel to nothing and leave the rounding of its terms, which
-    are of order 1; then an absolute error of 1e-6 passes too, for the gate one relative to those terms, and single
-    experts are not looked at.
     """
     put = put or (lambda name, array: jnp.asarray(array))
     present = {name: put(name, array) for name, array in arrays.items() if array is not None}
     rng = np.random.default_rng(seed)
 
-    given = {
-        name: put(name, value) if name in ("expert_bias", "token_mask", "forced_experts") else value
-        for name, value in options.items()
-    }
+    placed = ("expert_bias", "token_mask", "forced_experts")
+    given = {name: put(name, value) for name, value in options.items() if name in placed and value is not None}
+    settings = {name: value for name, value in options.items() if name not in placed}
 
-    def layer(present):
+    # `given` is an argument: programs of several processes can't close over arrays that are on all of them.
+    @jax.jit
+    def layer(present, given):
         rest = {name: present[name] for name in ("b_in", "b_out") if name in present}
-        return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **given)
+        return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **given, **settings)
 
-    result, pull = jax.vjp(jax.jit(layer), present)
+    result, pull = jax.vjp(lambda present: layer(present, given), present)
     d_output = rng.standard_normal(result.output.shape).astype(result.output.dtype)
     d_aux, d_z = np.float32(rng.standard_normal()), np.float32(rng.standard_normal())
     zeros = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), result[3:])
     (gradients,) = pull(type(result)(put("output", d_output), jnp.asarray(d_aux), jnp.asarray(d_z), *zeros))
+    for name in present:
+        assert gradients[name].dtype == present[name].dtype, name
+    return result, gradients, (d_output, d_aux, d_z)
 
+
+def wanted_layer(arrays, cotangents, *, kept=None, **options):
+    """The oracle's result, gradients and sizes of what cancels in the gate's, for the cotangents of `run_layer`."""
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     settings = {name: value for name, value in options.items() if name != "parallel"}
     settings = {
@@ -126,23 +129,39 @@ def check_layer(arrays, *, seed=1, tiny=False, put=None, kept=None, **options):
     }
     if options.get("forced_experts") is not None:
         settings.pop("experts")
-    wanted = reference.moe(*main, **settings)
-    wanted_gradients = reference.moe_backward(*main, d_output, d_aux, d_z, **settings)
+    gradients = reference.moe_backward(*main, *cotangents, **settings)
+    return reference.moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
 
-    dtype = str(arrays["x"].dtype)
+
+def assert_layer(result, gradients, wanted, dtype, *, tiny=False):
+    """Asserts that a layer of `dtype` gave what `wanted_layer` says. tiny: see `check_layer`."""
+    wanted, wanted_gradients, terms_of_gate = wanted
     bound = BOUND[dtype]
     assert_close(result.output, wanted.output, bound, "output")
     assert_close(result.aux_loss, wanted.aux_loss, BOUND["float32"], "aux_loss")
     assert_close(result.z_loss, wanted.z_loss, BOUND["float32"], "z_loss")
     np.testing.assert_array_equal(result.tokens_per_expert, wanted.tokens_per_expert)
     assert int(result.dropped) == int(wanted.dropped)
-    for name in present:
-        assert gradients[name].dtype == present[name].dtype, name
+    for name in gradients:
         got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]
-        terms = gate_terms(arrays, settings, wanted_gradients) if name == "gate" else None
+        terms = terms_of_gate if name == "gate" else None
         if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else bound * np.linalg.norm(terms)):
             continue
         assert_close(got, want, bound, f"d_{name}")
         if not tiny and name in EXPERT_AXIS:
             assert_close_per_expert(got, want, 4 * bound, f"d_{name}", EXPERT_AXIS[name], terms)
+
+
+def check_layer(arrays, *, tiny=False, kept=None, **options):
+    """Output, losses, counts and every gradient of one random cotangent against the oracle; see `run_layer`.
+
+    kept: bool [T, K], the slots that a bounded buffer is expected to take; None: all.
+    tiny: the tensors have so few elements that a sum may cancel to nothing and leave the rounding of its terms, which
+    are of order 1; then an absolute error of 1e-6 passes too, for the gate one relative to those terms, and single
+    experts are not looked at.
+    """
+    result, gradients, cotangents = run_layer(arrays, **options)
+    options = {name: value for name, value in options.items() if name not in ("seed", "put")}
+    wanted = wanted_layer(arrays, cotangents, kept=kept, **options)
+    assert_layer(result, gradients, wanted, str(arrays["x"].dtype), tiny=tiny)
     return result, gradients

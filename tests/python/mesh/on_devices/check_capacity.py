@@ -1,31 +1,17 @@
 """Bounded buffers: what a rank drops, how it is counted, and the results and gradients of what is left."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import mesh_of, placed
-from moe_cases import check_layer, operands, selected
+from meshes import kept_and_dropped, mesh_of, placed
+from moe_cases import check_layer, operands
 
 from anabranch.jax import Parallel, moe
-from anabranch.reference.capacity import kept_slots
 
 transports = pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
 
 T, E, K, D, F = 64, 8, 3, 8, 16
-
-
-def expected(arrays, options, parallel, expert, data):
-    """bool [T, K] of slots that find room, and the drops of every source, by the rule."""
-    experts = selected(arrays, options)
-    if options.get("forced_experts") is not None:
-        experts = options["forced_experts"]
-    groups = experts.reshape(data, expert, -1, experts.shape[-1])
-    capacity = math.ceil(parallel.capacity_factor * groups.shape[2] * experts.shape[-1])
-    kept = np.stack([kept_slots(group, arrays["gate"].shape[1], capacity) for group in groups])
-    return kept.reshape(experts.shape), (~kept).sum((-1, -2)).ravel()
 
 
 @transports
@@ -39,7 +25,7 @@ def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, capacity_factor=capacity_factor)
     arrays = operands(T, E, K, D, F, dtype=dtype, bias=True, skew=3.0, cold=1)
     options = {"topk": K, "aux_loss_coeff": 0.3, "token_mask": np.random.default_rng(0).random(T) < 0.9}
-    kept, dropped = expected(arrays, options, parallel, expert, data)
+    kept, dropped = kept_and_dropped(arrays, options, parallel, expert, data)
     assert dropped.sum() > 10
     with jax.set_mesh(mesh):
         result, _ = check_layer(
@@ -63,7 +49,7 @@ def test_drops_beside_sharded_weights_and_slices_of_f(transport, dtype):
     )
     arrays = operands(T, E, K, D, F, dtype=dtype, bias=True, skew=3.0, cold=1)
     options = {"topk": K, "aux_loss_coeff": 0.3}
-    kept, dropped = expected(arrays, options, parallel, 2, 2)
+    kept, dropped = kept_and_dropped(arrays, options, parallel, 2, 2)
     assert dropped.sum() > 10
     with jax.set_mesh(mesh):
         result, _ = check_layer(arrays, put=placed(mesh, parallel), parallel=parallel, kept=kept, **options)
@@ -96,7 +82,7 @@ def test_a_rank_that_everything_goes_to_takes_the_first_sources(transport):
     forced[::4, 1] = -1
     parallel = Parallel(expert_axis="expert", transport=transport, capacity_factor=2.0)
     arrays, options = operands(T, E, K, D, F), {"topk": K, "forced_experts": forced}
-    kept, dropped = expected(arrays, options, parallel, 4, 1)
+    kept, dropped = kept_and_dropped(arrays, options, parallel, 4, 1)
     assert dropped[0] == 0 and dropped[3] == 16 * K - 4 and kept.sum() < forced.size
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):

@@ -7,6 +7,9 @@ import re
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from moe_cases import selected
+
+from anabranch.reference.capacity import kept_slots
 
 P = PartitionSpec
 
@@ -61,3 +64,14 @@ def placed(mesh, parallel):
     specs = parallel.specs()
     tokens = dict.fromkeys(("output", "token_mask", "forced_experts"), "x")
     return lambda name, array: put(mesh, array, *specs[tokens.get(name, name)])
+
+
+def kept_and_dropped(arrays, options, parallel, expert, data):
+    """bool [T, K] of slots that find room in bounded buffers, and the drops of every source, by the rule."""
+    experts = options.get("forced_experts")
+    if experts is None:
+        experts = selected(arrays, options)
+    groups = experts.reshape(data, expert, -1, experts.shape[-1])
+    capacity = math.ceil(parallel.capacity_factor * groups.shape[2] * experts.shape[-1])
+    kept = np.stack([kept_slots(group, arrays["gate"].shape[1], capacity) for group in groups])
+    return kept.reshape(experts.shape), (~kept).sum((-1, -2)).ravel()

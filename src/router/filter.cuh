@@ -131,14 +131,35 @@ struct Filter {
     return __shfl_sync(kAllLanes, through, kLanes - 1, kLanes);
   }
 
-  // Sorts the row's candidates: experts[r] = the one of rank r, for r < count; past that, anything. Returns whether
-  // neighbours may stand the wrong way round. kExact: they cannot, since q has zeros where keys hold experts. values:
-  // scratch for kCandidates floats. value_of(expert) = q, asked for expert 0 where there is no candidate.
-  template <bool kExact, class ValueOf>
-  static __device__ __forceinline__ bool sort_candidates(const SharedArray<uint16_t>& list, unsigned count,
-                                                         unsigned lane, __nv_bfloat162 threshold,
-                                                         const SharedArray<float>& values, const ValueOf& value_of,
-                                                         const SharedArray<int32_t>& experts) {
+  // Sorts the row's candidates: experts[r] = the one of rank r, for r < count; past that, anything. value_of(expert) =
+  // q, asked for expert 0 where there is no candidate. For 2-byte q.
+  template <class ValueOf>
+  static __device__ __forceinline__ void sort_exactly(const SharedArray<uint16_t>& list, unsigned count, unsigned lane,
+                                                      const ValueOf& value_of, const SharedArray<int32_t>& experts) {
+    static_assert(kLanes * kItems <= kExpertBits + 1);
+    uint32_t keys[kOwn];
+    float q[kOwn];
+    const unsigned first = lane * kOwn;
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) keys[i] = first + i < count ? list[first + i] : 0u;
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) q[i] = value_of(keys[i]);
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) {
+      const uint32_t key = (ordered_key(q[i]) & ~kExpertBits) | (kExpertBits - keys[i]);
+      keys[i] = first + i < count ? key : 0u;
+    }
+    sort_lanes<kLanes>(keys, lane);
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) experts.set(first + i, static_cast<int32_t>(~keys[i] & kExpertBits));
+  }
+
+  // The same for any q. Returns whether neighbours may stand the wrong way round. values: scratch for kCandidates
+  // floats.
+  template <class ValueOf>
+  static __device__ __forceinline__ bool sort_nearly(const SharedArray<uint16_t>& list, unsigned count, unsigned lane,
+                                                     __nv_bfloat162 threshold, const SharedArray<float>& values,
+                                                     const ValueOf& value_of, const SharedArray<int32_t>& experts) {
     constexpr uint32_t kPlace = kCandidates - 1;
     constexpr uint32_t kMost = kAllLanes / kCandidates;
     uint32_t keys[kOwn];
@@ -148,18 +169,6 @@ struct Filter {
     for (unsigned i = 0; i < kOwn; ++i) keys[i] = first + i < count ? list[first + i] : 0u;
 #pragma unroll
     for (unsigned i = 0; i < kOwn; ++i) q[i] = value_of(keys[i]);
-    if constexpr (kExact) {  // keys hold the experts themselves
-      static_assert(kLanes * kItems <= kExpertBits + 1);
-#pragma unroll
-      for (unsigned i = 0; i < kOwn; ++i) {
-        const uint32_t key = (ordered_key(q[i]) & ~kExpertBits) | (kExpertBits - keys[i]);
-        keys[i] = first + i < count ? key : 0u;
-      }
-      sort_lanes<kLanes>(keys, lane);
-#pragma unroll
-      for (unsigned i = 0; i < kOwn; ++i) experts.set(first + i, static_cast<int32_t>(~keys[i] & kExpertBits));
-      return false;
-    }
     // Values of 32 bits above a positive threshold: keys hold their distance from it, all of it if it is short enough.
     // What rounds to the threshold is not below it by more than 2^15.
     uint32_t least = 0;

@@ -357,8 +357,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
           const float q = fmaf(s, score_factor, bias[expert / kItems * kBiasStride + expert % kItems]);
           return logit == -INFINITY ? logit : q;
         };
-        undecided |= F::template sort_candidates<kExactKeys>(list, min(candidates, unsigned{F::kCandidates}), lane,
-                                                             threshold, values, value_of, selected);
+        const unsigned listed = min(candidates, unsigned{F::kCandidates});
+        if constexpr (kExactKeys) {
+          F::sort_exactly(list, listed, lane, value_of, selected);
+        } else {
+          undecided |= F::sort_nearly(list, listed, lane, threshold, values, value_of, selected);
+        }
       }
       unsigned pending = __ballot_sync(kAllLanes, live && undecided);
 #pragma unroll 1

@@ -102,12 +102,12 @@ def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
     shape, routing, by = case
     settings: dict[str, Any] = {"repeats": 5 if quick else gpu.REPEATS, "product_size": _PRODUCT_SIZE}
     if by in ("c", "torch"):
-        from anabranch.bench import cuda_layer_c, cuda_layer_torch
+        from anabranch.bench import cuda_layer_c, cuda_layer_graphs, cuda_layer_torch
 
         # The report names JAX's devices, which starts JAX beside torch.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         calls_of = cuda_layer_c.calls if by == "c" else cuda_layer_torch.calls
-        return cuda_layer_torch.measure(shape, DTYPES[0], routing, **settings, calls_of=calls_of)
+        return cuda_layer_graphs.measure(shape, DTYPES[0], routing, **settings, calls_of=calls_of)
     from anabranch.bench import cuda_layer_jax
 
     folder = None if trace is None else os.path.join(trace, f"{shape}-{routing}")

@@ -1,4 +1,4 @@
-"""The whole layer on a GPU through C, as a C++ program would call it: times from graphs of many calls.
+"""The whole layer on a GPU through C, as a C++ program would call it.
 
 The gate's products, which no function of ours computes, are torch's: cuBLAS's.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from anabranch.bench.cuda_call import cuda_call
-from anabranch.bench.cuda_layer_torch import Operands
+from anabranch.bench.cuda_layer_graphs import Operands
 
 
 def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:

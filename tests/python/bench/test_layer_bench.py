@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from anabranch.__main__ import main
-from anabranch.bench import cuda_layer, cuda_layer_c, cuda_layer_jax, cuda_layer_torch, gpu, layer_in_jax, layer_result
+from anabranch.bench import (
+    cuda_layer,
+    cuda_layer_c,
+    cuda_layer_graphs,
+    cuda_layer_jax,
+    cuda_layer_torch,
+    gpu,
+    layer_in_jax,
+    layer_result,
+)
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_result import Measured, Memory
 from anabranch.bench.layer_shape import LayerShape
@@ -52,7 +61,7 @@ def test_torch_computes_our_layer(layer):
     def tensor(array):
         return torch.from_numpy(np.array(array))
 
-    operands = cuda_layer_torch.Operands(
+    operands = cuda_layer_graphs.Operands(
         leaves=tuple(tensor(array).requires_grad_() for array in given[:4]),
         d_out=tensor(given.d_out),
         experts=None if given.experts is None else tensor(given.experts).to(torch.int64),
@@ -61,16 +70,16 @@ def test_torch_computes_our_layer(layer):
     assert_same_layer([result.detach().numpy() for result in calls["forward and backward"]()], want)
     assert_close(calls["forward"]().numpy(), want[0], 2e-6, "output")
     load = layer_in_jax.largest_load(given, SHAPE.K)
-    assert cuda_layer_torch.largest_load(operands, SHAPE.K) == pytest.approx(load)
+    assert cuda_layer_graphs.largest_load(operands, SHAPE.K) == pytest.approx(load)
 
 
 @ROUTINGS
 def test_operands_are_alike_in_both_frameworks(routing, monkeypatch):
     pytest.importorskip("torch")
-    monkeypatch.setattr(cuda_layer_torch, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_layer_graphs, "DEVICE", "cpu")
     shape = SHAPE._replace(T=2000)
     ours = layer_in_jax.operands(shape, "float32", routing)
-    theirs = cuda_layer_torch.operands(shape, "float32", routing)
+    theirs = cuda_layer_graphs.operands(shape, "float32", routing)
     for mine, other in zip(ours[:5], (*theirs.leaves, theirs.d_out), strict=True):
         assert mine.shape == other.shape
         assert np.std(mine) == pytest.approx(np.std(other.detach().numpy()), rel=0.1)
@@ -160,16 +169,16 @@ def test_a_layer_is_measured_in_torch(monkeypatch):
             raise torch.cuda.OutOfMemoryError
         return Timing(1e-3, 1e-3, 1e-3)
 
-    monkeypatch.setattr(cuda_layer_torch, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_layer_graphs, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "torch_with_gpu", lambda: torch)
     monkeypatch.setattr(gpu, "seconds_of_each", seconds_of_each)
     monkeypatch.setattr(gpu, "copies_past_cache", lambda *_, **__: 3)
     sizes = {"repeats": 2, "product_size": 64}
-    measured = cuda_layer_torch.measure(SHAPE, "float32", "uniform", **sizes)
+    measured = cuda_layer_graphs.measure(SHAPE, "float32", "uniform", **sizes, calls_of=cuda_layer_torch.calls)
     assert seen == [(1, False), (3, False), (3, True), (1, False)]
     assert measured.product == pytest.approx((2 * 64**3 / 1e-3,) * 2)
     assert measured.forward and measured.both and 1 <= measured.largest_load < SHAPE.E and measured.note == ""
-    measured = cuda_layer_torch.measure(SHAPE, "float32", "zipf", **sizes)
+    measured = cuda_layer_graphs.measure(SHAPE, "float32", "zipf", **sizes, calls_of=cuda_layer_torch.calls)
     assert measured.forward and measured.both is None and measured.note == "forward and backward: out of memory"
 
 
@@ -317,7 +326,7 @@ def test_the_layer_through_c_is_torchs():
     if not torch.cuda.is_available():
         pytest.skip("NO GPU FOUND: the layer through C is not tried")
     shape = LayerShape(512, 256, 128, 16, 2)
-    given = cuda_layer_torch.operands(shape, "bfloat16", "zipf")
+    given = cuda_layer_graphs.operands(shape, "bfloat16", "zipf")
     both = "forward and backward"
     results = (calls(given, shape.K)[both]() for calls in (cuda_layer_c.calls, cuda_layer_torch.calls))
     names = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")

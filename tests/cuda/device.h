@@ -27,17 +27,30 @@ class CudaTest : public ::testing::Test {
   }
 };
 
-inline int64_t bytes_of(const ab_tensor& view) {
-  int64_t bytes = 1;
+inline bool device_has_gib(size_t gib) {
+  size_t free_bytes = 0;
+  size_t total = 0;
+  EXPECT_CUDA(cudaMemGetInfo(&free_bytes, &total));
+  return free_bytes >= gib << 30;
+}
+
+#define SKIP_WITHOUT_GIB(gib) \
+  if (!device_has_gib(gib)) GTEST_SKIP() << "needs " << (gib) << " GiB of device memory"
+
+inline int64_t element_bytes_of(const ab_tensor& view) {
   switch (view.dtype) {
     case AB_BFLOAT16:
     case AB_FLOAT16:
-    case AB_INT16: bytes = 2; break;
+    case AB_INT16: return 2;
     case AB_FLOAT32:
-    case AB_INT32: bytes = 4; break;
-    case AB_INT64: bytes = 8; break;
-    default: break;
+    case AB_INT32: return 4;
+    case AB_INT64: return 8;
+    default: return 1;
   }
+}
+
+inline int64_t bytes_of(const ab_tensor& view) {
+  int64_t bytes = element_bytes_of(view);
   for (int i = 0; i < view.rank; ++i) bytes *= view.shape[i];
   return bytes;
 }

@@ -402,10 +402,7 @@ class DeviceTensor {
 
 // Buffers past 2^31 elements: the last tokens and rows come out as in a small call.
 TEST_F(DispatchCuda, MoreThanTwoToThe31Elements) {
-  size_t free_bytes = 0;
-  size_t total = 0;
-  EXPECT_CUDA(cudaMemGetInfo(&free_bytes, &total));
-  if (free_bytes < (size_t{12} << 30)) GTEST_SKIP() << "needs 12 GiB of device memory";
+  SKIP_WITHOUT_GIB(12);
   Case c;
   c.T = 6;
   c.K = 3;

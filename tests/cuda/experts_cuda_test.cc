@@ -195,10 +195,7 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
   constexpr int64_t D = 2048;
   constexpr int64_t N = 64;
   constexpr int64_t R = (int64_t{1} << 31) / D + 5000;
-  size_t free_bytes = 0;
-  size_t total = 0;
-  EXPECT_CUDA(cudaMemGetInfo(&free_bytes, &total));
-  if (free_bytes < (size_t{8} << 30)) GTEST_SKIP() << "needs 8 GiB of device memory";
+  SKIP_WITHOUT_GIB(8);
   const Case small{{100, 200}, kTail, D, N};
   const GroupedMatmul op(small);
   const FloatTensor want({kTail, N}, small.dtype);

@@ -311,10 +311,7 @@ TEST_F(FfnCuda, MoreThanTwoToThe31Elements) {
   constexpr int64_t D = 1024;
   constexpr int64_t F = 1024;
   constexpr int64_t T = (int64_t{1} << 31) / D + 5000;
-  size_t free_bytes = 0;
-  size_t total = 0;
-  EXPECT_CUDA(cudaMemGetInfo(&free_bytes, &total));
-  if (free_bytes < (size_t{56} << 30)) GTEST_SKIP() << "needs 56 GiB of device memory";
+  SKIP_WITHOUT_GIB(56);
   const Network want({{100, 200}, kTail, D, F, 2, kTail, 1});
   want.on_gpu();
   const Network got(want.c);

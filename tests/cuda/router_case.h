@@ -31,13 +31,14 @@ struct Case {
   int64_t sequences = 1;
   Form form = Form::compact;
   float scale = 2.0f;
+  bool unaligned = false;  // every tensor on the device begins an element past an aligned address
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << "T " << c.T << " E " << c.E << " K " << c.K << " dtype " << c.dtype << " score " << c.score_function
              << " normalize " << c.normalize << " groups " << c.num_groups << "/" << c.group_topk << " bias " << c.bias
              << " mask " << c.mask << " forced " << c.forced << " specials " << c.specials << " sequences "
-             << c.sequences << " form " << static_cast<int>(c.form);
+             << c.sequences << " form " << static_cast<int>(c.form) << " unaligned " << c.unaligned;
 }
 
 struct Inputs {

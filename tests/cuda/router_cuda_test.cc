@@ -40,24 +40,45 @@ ab_router_forward_args forward_args(const Case& c, const Inputs& in, const Outpu
   return args;
 }
 
-ab_router_forward_args on_device(ab_router_forward_args args, Mirrors* mirrors) {
+// add(tensor): its copy on the device.
+template <class Add>
+ab_router_forward_args on_device(ab_router_forward_args args, const Add& add) {
   for (const ab_tensor** tensor :
        {&args.logits, &args.expert_bias, &args.token_mask, &args.forced_experts, &args.weights, &args.experts,
         &args.tokens_per_expert, &args.score_sum, &args.lse, &args.probs, &args.routing_map, &args.aux_scores}) {
-    *tensor = mirrors->add(*tensor);
+    *tensor = add(*tensor);
   }
   return args;
 }
 
-void run_on_device(const Case& c, const Inputs& in, const Outputs& out) {
-  Mirrors mirrors;
-  const ab_router_forward_args args = on_device(forward_args(c, in, out), &mirrors);
+template <class Add>
+ab_router_backward_args on_device(ab_router_backward_args args, const Add& add) {
+  for (const ab_tensor** tensor :
+       {&args.logits, &args.experts, &args.token_mask, &args.lse, &args.d_weights, &args.d_probs, &args.d_score_sum,
+        &args.d_aux_scores, &args.d_lse, &args.d_logits}) {
+    *tensor = add(*tensor);
+  }
+  return args;
+}
+
+auto add_to(Mirrors* mirrors, bool unaligned = false) {
+  return [=](const ab_tensor* host) {
+    return mirrors->add(host, unaligned && host != nullptr ? element_bytes_of(*host) : 0);
+  };
+}
+
+void run(const ab_router_forward_args& args) {
   size_t bytes = 0;
   EXPECT_OK(ab_cuda_router_forward_workspace(&args, nullptr, &bytes));
   DeviceWorkspace workspace(bytes);
   EXPECT_OK(ab_cuda_router_forward(&args, &workspace.exec()));
-  mirrors.fetch();
   workspace.check();
+}
+
+void run_on_device(const Case& c, const Inputs& in, const Outputs& out) {
+  Mirrors mirrors;
+  run(on_device(forward_args(c, in, out), add_to(&mirrors, c.unaligned)));
+  mirrors.fetch();
 }
 
 // |got - want| / |want| over the finite values; infinite where the others differ.
@@ -81,7 +102,7 @@ double relative_error(int64_t size, const Got& got, const Want& want) {
 
 // Both backends round: 2e-6 each, and more where powers of a wide range are added.
 constexpr double kBound = 5e-6;
-double rounding(int32_t dtype) { return dtype == AB_FLOAT32 ? 0.0 : 1.0 / 256; }
+double rounding(int32_t dtype) { return dtype == AB_FLOAT32 ? 0.0 : dtype == AB_BFLOAT16 ? 0x1p-8 : 0x1p-10; }
 
 // Selections are exact unless a bias or group scores are computed; then few tokens may differ where keys nearly tie.
 void compare(const Case& c, const Outputs& got, const Outputs& want) {
@@ -226,11 +247,7 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
     EXPECT_OK(call(ab_router_backward, ab_router_backward_workspace, args));
     args.d_logits = got.view();
     Mirrors mirrors;
-    for (const ab_tensor** tensor :
-         {&args.logits, &args.experts, &args.token_mask, &args.lse, &args.d_weights, &args.d_probs, &args.d_score_sum,
-          &args.d_aux_scores, &args.d_lse, &args.d_logits}) {
-      *tensor = mirrors.add(*tensor);
-    }
+    args = on_device(args, add_to(&mirrors, c.unaligned));
     EXPECT_OK(ab_cuda_router_backward(&args, nullptr));
     mirrors.fetch();
     const double error =
@@ -253,7 +270,9 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
     double norm = 0.0;
     for (int64_t i = 0; i < want.size(); ++i)
       norm += std::isfinite(want.get(i)) ? double{want.get(i)} * want.get(i) : 0.0;
-    ASSERT_LE(error, 2 * kBound + rounding(c.dtype) + 1e-6 * terms / std::sqrt(norm))
+    // The smallest float16 are multiples of 2^-24.
+    const double spacing = c.dtype == AB_FLOAT16 ? 0x1p-24 * std::sqrt(static_cast<double>(want.size())) : 0.0;
+    ASSERT_LE(error, 2 * kBound + rounding(c.dtype) + (1e-6 * terms + spacing) / std::sqrt(norm))
         << "d_logits of cotangent " << which;
   }
 }
@@ -287,13 +306,88 @@ TEST_F(RouterCuda, EveryWidth) {
        {1, 3, 8, 9, 16, 32, 33, 64, 72, 96, 128, 130, 160, 192, 256, 384, 512, 768, 1000, 1024, 1032, 2304}) {
     for (const int64_t T : {1, 7, 70, 2500}) {
       if (T == 2500 && E > 600) continue;
-      for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+      for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
         Case c{T, E, static_cast<int32_t>(std::min<int64_t>(E, 1 + ++seed % 10)), dtype};
         c.score_function = static_cast<int32_t>(seed % 3);
         c.normalize = static_cast<int32_t>(seed / 3 % 2);
         c.bias = seed % 4 == 1;
         c.mask = seed % 5 == 2;
         c.form = static_cast<Form>(seed % 7);
+        check(c, seed);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Every width of rows that kernels are built for, with every length of the list of the best.
+void check_variants(int64_t T, unsigned seed) {
+  for (const int64_t E : {8, 16, 32, 64, 128, 256, 384, 512, 1000}) {
+    for (const int32_t list : {8, 16, 32, 64}) {
+      for (int mode = 0; mode < 3; ++mode) {
+        for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+          const auto K = static_cast<int32_t>(std::min<int64_t>(E, list - ++seed % 3));
+          if (K <= list / 2 && list > 8) continue;  // as for the list before
+          Case c{T, E, K, dtype};
+          c.score_function = mode == 0 ? AB_SOFTMAX : 1 + static_cast<int32_t>(seed % 2);
+          c.bias = mode == 2;
+          c.normalize = static_cast<int32_t>(seed / 2 % 2);
+          c.form = static_cast<Form>(seed % 7);
+          c.mask = seed % 5 == 0;
+          c.forced = seed % 11 == 0 && !c.bias;
+          if (c.forced) c.form = Form::compact;  // all that a replay gives
+          check(c, seed);
+          if (::testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+  for (const int64_t E : {128, 256, 512}) {
+    for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+      for (const bool bias : {false, true}) {
+        Case c{T, E, 8, dtype, ++seed % 2 == 0 ? AB_SOFTMAX : AB_SIGMOID};
+        c.num_groups = 8;
+        c.group_topk = 4;
+        c.bias = bias;
+        c.form = static_cast<Form>(seed % 7);
+        check(c, seed);
+        if (::testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+}
+TEST_F(RouterCuda, EveryVariantForFewTokens) { check_variants(300, 500); }
+TEST_F(RouterCuda, EveryVariantForManyTokens) { check_variants(2500, 2500); }
+
+TEST_F(RouterCuda, ManyExperts) {
+  unsigned seed = 600;
+  for (const int64_t E : {4096, 8192}) {
+    for (const int32_t K : {8, 100, 4096}) {
+      for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+        if (K == 4096 && E == 8192) continue;
+        Case c{K == 4096 ? 9 : 150, E, K, dtype, static_cast<int32_t>(++seed % 3)};
+        c.bias = seed % 2 == 0;
+        c.form = static_cast<Form>(seed % 7);
+        check(c, seed);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(RouterCuda, UnalignedTensors) {
+  unsigned seed = 700;
+  for (const int64_t E : {8, 32, 64, 128, 256, 384, 512, 1000, 2304}) {
+    for (const int64_t T : {90, 2500}) {
+      if (T == 2500 && E > 600) continue;
+      for (const Form form :
+           {Form::compact, Form::bytes, Form::bits, Form::int16, Form::int32, Form::int64, Form::aux}) {
+        Case c{T, E, 8, ++seed % 3 == 0 ? AB_FLOAT32 : seed % 3 == 1 ? AB_BFLOAT16 : AB_FLOAT16};
+        c.score_function = static_cast<int32_t>(seed / 3 % 3);
+        c.bias = seed % 5 == 0;
+        c.mask = seed % 4 == 0;
+        c.form = form;
+        c.unaligned = true;
         check(c, seed);
         if (HasFatalFailure()) return;
       }
@@ -348,7 +442,7 @@ TEST_F(RouterCuda, TiesInfinitiesAndNan) {
   unsigned seed = 300;
   for (const int64_t E : {8, 40, 128, 256, 1100}) {
     for (const int32_t score_function : {AB_SOFTMAX, AB_SIGMOID, AB_SQRTSOFTPLUS}) {
-      for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+      for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
         for (const int64_t T : {60, 2100}) {
           if (T > 100 && E > 256) continue;
           Case c{T, E, 4, dtype, score_function, static_cast<int32_t>(++seed % 2)};
@@ -396,7 +490,7 @@ TEST_F(RouterCuda, BadArgumentsAreRefused) {
   const Inputs in(c);
   const Outputs out(c);
   Mirrors mirrors;
-  ab_router_forward_args args = on_device(forward_args(c, in, out), &mirrors);
+  ab_router_forward_args args = on_device(forward_args(c, in, out), add_to(&mirrors));
   args.topk = 65;
   EXPECT_REFUSED(ab_cuda_router_forward(&args, nullptr), AB_INVALID_ARGUMENT, "topk: got 65");
   const Tensor<float> logits({1, 16384});
@@ -412,7 +506,7 @@ TEST_F(RouterCuda, BadArgumentsAreRefused) {
   Case many{4096, 64, 8};
   const Inputs many_in(many);
   const Outputs many_out(many);
-  args = on_device(forward_args(many, many_in, many_out), &mirrors);
+  args = on_device(forward_args(many, many_in, many_out), add_to(&mirrors));
   EXPECT_REFUSED(ab_cuda_router_forward(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
 }
 
@@ -423,7 +517,7 @@ TEST_F(RouterCuda, ReplaysInAGraph) {
   run_on_device(c, in, direct);
   const Outputs replayed(c);
   Mirrors mirrors;
-  const ab_router_forward_args args = on_device(forward_args(c, in, replayed), &mirrors);
+  const ab_router_forward_args args = on_device(forward_args(c, in, replayed), add_to(&mirrors));
   size_t bytes = 0;
   EXPECT_OK(ab_cuda_router_forward_workspace(&args, nullptr, &bytes));
   DeviceWorkspace workspace(bytes);
@@ -437,62 +531,114 @@ TEST_F(RouterCuda, ReplaysInAGraph) {
   EXPECT_EQ(std::memcmp(replayed.score_sum.values().data(), direct.score_sum.values().data(), 4 * 128), 0);
 }
 
-// T * E past 2^31: the last tokens, whose logits alone are set, come out as if they stood alone.
-TEST_F(RouterCuda, MoreThanTwoToThe31Logits) {
-  constexpr int64_t T = (int64_t{1} << 31) / 512 + 5000;
-  constexpr int64_t E = 512;
-  constexpr int64_t kTail = 64;
-  size_t free_bytes = 0;
-  size_t total = 0;
-  EXPECT_CUDA(cudaMemGetInfo(&free_bytes, &total));
-  if (free_bytes < (size_t{12} << 30)) GTEST_SKIP() << "needs 12 GiB of device memory";
-  Case small{kTail, E, 8, AB_BFLOAT16};
+// Host tensors as the last rows of tall ones on the device, whose other rows are zeros.
+class TallMirrors {
+ public:
+  TallMirrors(int64_t rows, int64_t tail) : rows_(rows), tail_(tail) {}
+  ~TallMirrors() {
+    for (const Mirror& mirror : mirrors_) cudaFree(mirror.view.data);
+  }
+
+  const ab_tensor* add(const ab_tensor* host) {
+    if (host == nullptr) return nullptr;
+    mirrors_.push_back({host, *host});
+    ab_tensor& view = mirrors_.back().view;
+    if (view.shape[0] == tail_) view.shape[0] = rows_;
+    EXPECT_CUDA(cudaMalloc(&view.data, static_cast<size_t>(bytes_of(view))));
+    EXPECT_CUDA(cudaMemset(view.data, 0, static_cast<size_t>(bytes_of(view))));
+    EXPECT_CUDA(cudaMemcpy(last_rows(mirrors_.back()), host->data, static_cast<size_t>(bytes_of(*host)),
+                           cudaMemcpyHostToDevice));
+    return &view;
+  }
+
+  void fetch() {
+    EXPECT_CUDA(cudaDeviceSynchronize());
+    for (const Mirror& mirror : mirrors_) {
+      EXPECT_CUDA(cudaMemcpy(mirror.host->data, last_rows(mirror), static_cast<size_t>(bytes_of(*mirror.host)),
+                             cudaMemcpyDeviceToHost));
+    }
+  }
+
+ private:
+  struct Mirror {
+    const ab_tensor* host;
+    ab_tensor view;
+  };
+  static char* last_rows(const Mirror& mirror) {
+    return static_cast<char*>(mirror.view.data) + bytes_of(mirror.view) - bytes_of(*mirror.host);
+  }
+  int64_t rows_;
+  int64_t tail_;
+  std::deque<Mirror> mirrors_;  // views keep their addresses
+};
+
+// T * E past 2^31: the last tokens come out, and have gradients, bit for bit as if they stood alone.
+void check_past_two_to_the_31(int64_t E, int32_t K, int32_t score_function) {
+  Case small{2500, E, K, AB_BFLOAT16, score_function};  // enough to be served by the same kernels
+  const int64_t T = (int64_t{1} << 31) / E + 5000;
+  const int64_t others = T - small.T;
   const Inputs in(small);
   const Outputs want(small);
-  run_on_device(small, in, want);
+  const Outputs got(small);
+  for (const Form form : {Form::bytes, Form::aux}) {
+    small.form = form;
+    run_on_device(small, in, want);
+    TallMirrors mirrors(T, small.T);
+    run(on_device(forward_args(small, in, got), [&](const ab_tensor* host) { return mirrors.add(host); }));
+    mirrors.fetch();
+    EXPECT_EQ(got.experts.values(), want.experts.values());
+    EXPECT_EQ(got.lse.values(), want.lse.values());
+    for (int64_t e = 0; e < E; ++e) {  // of zeros, the lowest are selected
+      ASSERT_EQ(got.counts[e], want.counts[e] + (e < K ? others : 0)) << "of expert " << e;
+    }
+    if (form == Form::aux) {
+      EXPECT_EQ(got.weights.values(), want.weights.values());
+      EXPECT_EQ(got.aux.values(), want.aux.values());
+      continue;
+    }
+    EXPECT_TRUE(got.probs.is(want.probs));
+    EXPECT_EQ(got.bytes.values(), want.bytes.values());
+    for (int64_t e = 0; e < E; ++e) {
+      const double sum = want.score_sum[e] + static_cast<double>(others) / static_cast<double>(E);
+      ASSERT_NEAR(got.score_sum[e], sum, 1e-4 * sum) << "of expert " << e;
+    }
+  }
+  Tensor<float> d_weights({small.T, K});
+  Tensor<float> d_aux({small.T, E});
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  for (float& value : d_weights.values()) value = normal(random);
+  for (float& value : d_aux.values()) value = normal(random);
+  for (const bool auxiliary : {false, true}) {
+    const FloatTensor d_want({small.T, E}, small.dtype);
+    const FloatTensor d_got({small.T, E}, small.dtype);
+    ab_router_backward_args args = backward_args(small, in, want);
+    args.d_weights = auxiliary ? nullptr : d_weights.view();
+    args.experts = auxiliary ? nullptr : args.experts;
+    args.scaling_factor = auxiliary ? 1.0f : args.scaling_factor;
+    args.d_aux_scores = auxiliary ? d_aux.view() : nullptr;
+    args.d_logits = d_want.view();
+    Mirrors few;
+    ab_router_backward_args call = on_device(args, add_to(&few));
+    EXPECT_OK(ab_cuda_router_backward(&call, nullptr));
+    few.fetch();
+    args.d_logits = d_got.view();
+    TallMirrors mirrors(T, small.T);
+    call = on_device(args, [&](const ab_tensor* host) { return mirrors.add(host); });
+    EXPECT_OK(ab_cuda_router_backward(&call, nullptr));
+    mirrors.fetch();
+    EXPECT_TRUE(d_got.is(d_want)) << "auxiliary " << auxiliary;
+  }
+}
 
-  char* memory = nullptr;
-  const size_t row = E * 2;
-  EXPECT_CUDA(cudaMalloc(&memory, T * row));
-  EXPECT_CUDA(cudaMemset(memory, 0, T * row));
-  EXPECT_CUDA(cudaMemcpy(memory + (T - kTail) * row, in.logits.view()->data, kTail * row, cudaMemcpyHostToDevice));
-  char* experts = nullptr;
-  EXPECT_CUDA(cudaMalloc(&experts, T * 8 * 4));
-  char* d_logits = nullptr;
-  EXPECT_CUDA(cudaMalloc(&d_logits, T * row));
-  ab_tensor logits_view{memory, AB_BFLOAT16, 2, {T, E}, nullptr};
-  ab_tensor experts_view{experts, AB_INT32, 2, {T, 8}, nullptr};
-  ab_tensor d_view{d_logits, AB_BFLOAT16, 2, {T, E}, nullptr};
-  ab_router_forward_args args{};
-  args.size = sizeof(args);
-  args.topk = 8;
-  args.normalize = 1;
-  args.scaling_factor = 1.0f;
-  args.logits = &logits_view;
-  args.experts = &experts_view;
-  EXPECT_OK(ab_cuda_router_forward(&args, nullptr));
-  Tensor<int32_t> tail({kTail, 8});
-  EXPECT_CUDA(cudaMemcpy(tail.values().data(), experts + (T - kTail) * 32, kTail * 32, cudaMemcpyDeviceToHost));
-  EXPECT_EQ(tail.values(), want.experts.values());
+TEST_F(RouterCuda, MoreThanTwoToThe31Logits) {
+  SKIP_WITHOUT_GIB(24);
+  check_past_two_to_the_31(512, 8, AB_SOFTMAX);
+}
 
-  // Raw softmax: d_logits of the last row sums to zero and is finite.
-  ab_tensor d_weights_view{experts, AB_FLOAT32, 2, {T, 8}, nullptr};  // any finite numbers: small integers' bits
-  ab_router_backward_args back{};
-  back.size = sizeof(back);
-  back.topk = 8;
-  back.scaling_factor = 1.0f;
-  back.logits = &logits_view;
-  back.experts = &experts_view;
-  back.d_weights = &d_weights_view;
-  back.d_logits = &d_view;
-  EXPECT_CUDA(cudaMemset(d_logits, 0xff, T * row));
-  EXPECT_OK(ab_cuda_router_backward(&back, nullptr));
-  std::vector<uint16_t> last(E);
-  EXPECT_CUDA(cudaMemcpy(last.data(), d_logits + (T - 1) * row, row, cudaMemcpyDeviceToHost));
-  for (const uint16_t bits : last) EXPECT_TRUE(std::isfinite(to_float(BFloat16{bits})));
-  cudaFree(memory);
-  cudaFree(experts);
-  cudaFree(d_logits);
+TEST_F(RouterCuda, MoreThanTwoToThe31LogitsOfWideRows) {
+  SKIP_WITHOUT_GIB(24);
+  check_past_two_to_the_31(2304, 36, AB_SIGMOID);
 }
 
 }  // namespace

@@ -100,7 +100,6 @@ struct RouteLaunch {
   RouteCall call{};
   RouteVariant::Kernel kernel = nullptr;  // nullptr: route_wide
   int warps = kMostWarps;
-  int sums_offset = 0;  // of route_wide
 };
 
 ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch, size_t* workspace_bytes) {
@@ -136,9 +135,6 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
       const int items = static_cast<int>((op.E + kWarp - 1) / kWarp);
       const int row_bytes = op.probs != nullptr ? static_cast<int>(op.E) * size + static_cast<int>(kChunk) : 0;
       call.shared = lay_out_shared(op, kWarp, items, row_bytes, 0, 0, launch->warps);
-      launch->sums_offset = call.shared.warp;
-      call.shared.warp += op.score_sum != nullptr ? (static_cast<int>(op.E) * 4 + 15) / 16 * 16 : 0;
-      call.shared.total = call.shared.first_warp + launch->warps * call.shared.warp;
     } while (call.shared.total > kSharedBytes && (launch->warps /= 2) > 0);
     if (launch->warps == 0) {
       return error(AB_UNSUPPORTED, "logits: got %lld experts with topk %d, which shared memory cannot hold on CUDA",
@@ -175,11 +171,8 @@ ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_ex
   const cudaStream_t stream = cuda::stream_of(exec);
   const cuda::Launch shape{route.call.tiles.count(), route.warps * cuda::kWarp,
                            static_cast<size_t>(route.call.shared.total), stream, true};
-  if (route.kernel != nullptr) {
-    AB_RETURN_IF_ERROR(cuda::launch("router forward", route.kernel, shape, route.call));
-  } else {
-    AB_RETURN_IF_ERROR(cuda::launch("router forward", cuda::route_wide, shape, route.call, route.sums_offset));
-  }
+  const auto kernel = route.kernel != nullptr ? route.kernel : cuda::route_wide;
+  AB_RETURN_IF_ERROR(cuda::launch("router forward", kernel, shape, route.call));
   return cuda::add_partials(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum, stream);
 }
 

@@ -9,10 +9,7 @@
 namespace anabranch::cuda {
 namespace {
 
-// The selection uses the keys' place, which takes the warp's sums at the end, so auxiliary scores are summed at
-// sums_offset of the warp's piece meanwhile.
-__global__ void __launch_bounds__(kMostWarps* kWarp)
-    route_wide(const __grid_constant__ RouteCall call, int sums_offset) {
+__global__ void __launch_bounds__(kMostWarps* kWarp) route_wide(const __grid_constant__ RouteCall call) {
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
   const int E = static_cast<int>(op.E);
@@ -31,7 +28,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   const int lane = lane_index();
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const bool is_softmax = op.score_function == AB_SOFTMAX;
-  float* sums = reinterpret_cast<float*>(warp_memory + sums_offset);
+  float* sums = reinterpret_cast<float*>(warp_memory + call.shared.sums);
   for (int e = lane; op.score_sum != nullptr && e < E; e += kWarp) sums[e] = 0.0f;
   __syncthreads();
 

@@ -160,10 +160,8 @@ def test_a_step_copies_nothing_to_the_host(gpu, tmp_path):
     assert_no_copies(lambda: run(*arrays)[-1], tmp_path)
 
 
-@pytest.mark.gpu
-@dtypes
-def test_training_a_layer_copies_nothing_to_the_host(gpu, tmp_path, dtype):
-    """Sizes of groups live on the device, forward and backward."""
+def training_step(dtype):
+    """A jitted step of a layer's training, and its operands."""
     rng = np.random.default_rng(1)
     D, F = 64, 128
     shapes = [(T, D), (D, E), (E, D, 2, F), (E, F, D)]
@@ -178,4 +176,32 @@ def test_training_a_layer_copies_nothing_to_the_host(gpu, tmp_path, dtype):
         gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*arrays)
         return [array - 0.01 * gradient for array, gradient in zip(arrays, gradients, strict=True)]
 
+    return train, arrays
+
+
+@pytest.mark.gpu
+@dtypes
+def test_training_a_layer_copies_nothing_to_the_host(gpu, tmp_path, dtype):
+    """Sizes of groups live on the device, forward and backward."""
+    train, arrays = training_step(dtype)
     assert_no_copies(lambda: train(*arrays)[2], tmp_path)
+
+
+@pytest.mark.gpu
+@dtypes
+def test_command_buffers_hold_every_call(gpu, tmp_path, dtype):
+    """XLA launches a step's calls as graphs: each of them can be captured."""
+    train, arrays = training_step(dtype)
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    text = train.lower(*arrays).compile(compiler_options=dump).as_text()
+    files = list(tmp_path.glob("*thunk_sequence_after_thunk_passes*"))
+    if not files:
+        pytest.skip(f"XLA DUMPED NO SEQUENCE OF THUNKS: got {sorted(file.name for file in tmp_path.iterdir())}")
+    (file,) = files
+    in_buffer, calls = False, []  # a command buffer's commands stand below it, indented
+    for line in file.read_text().splitlines():
+        if not line.startswith(" "):
+            in_buffer = "kCommandBuffer" in line
+        if re.match(r"\s*\d+: kCustomCall\b", line):
+            calls.append(in_buffer)
+    assert calls == [True] * len(custom_calls(text))

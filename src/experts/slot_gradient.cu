@@ -9,20 +9,53 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kBlocks = 32;     // of one warp, of a multiprocessor
-constexpr int kClearing = 256;  // threads
+constexpr int kBlocks = 32;    // of one warp, of a multiprocessor
+constexpr int kThreads = 256;  // of a block that takes slots or rows one by one
 
-__global__ void __launch_bounds__(kClearing) clear_slots(float* const d_weights, const int64_t slots) {
+Launch one_by_one(int64_t count, int multiprocessors, cudaStream_t stream) {
+  return {std::min((count + kThreads - 1) / kThreads, int64_t{8} * multiprocessors), kThreads, 0, stream, true};
+}
+
+__global__ void __launch_bounds__(kThreads) clear_slots(float* const d_weights, const int64_t slots) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kClearing + threadIdx.x; i < slots;
-       i += static_cast<int64_t>(gridDim.x) * kClearing) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < slots;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
     d_weights[i] = 0.0f;
   }
 }
 
-// A warp takes 32 rows of an expert: a lane adds the parts of one, then all lanes together multiply row by row.
-__global__ void __launch_bounds__(kWarp) sum_dots(const SlotGradient g, const RowGroups groups) {
+// How many rows the groups have, at most R: negative sizes count as 0. By a whole block.
+__device__ int64_t rows_of_groups(const int32_t* group_sizes, int64_t E, int64_t R) {
+  __shared__ int64_t of_warps[kThreads / kWarp];
+  int64_t rows = 0;
+  for (int64_t e = threadIdx.x; e < E; e += kThreads) rows += max(group_sizes[e], 0);
+  rows = sum_lanes<kWarp>(rows);
+  if (lane_index() == 0) of_warps[warp_index()] = rows;
+  __syncthreads();
+  rows = 0;
+  for (const int64_t of_warp : of_warps) rows += of_warp;
+  return min(rows, R);
+}
+
+// Without a bias: a thread adds the parts of a row.
+__global__ void __launch_bounds__(kThreads) add_dots(const SlotGradient g) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t end = rows_of_groups(g.group_sizes, g.s.E, g.s.R);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; row < g.s.R;
+       row += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int32_t slot = g.map.slot_of(static_cast<int32_t>(row));
+    const bool counts = row < end && slot >= 0;
+    float sum = 0.0f;
+    for (int64_t part = 0; counts && part < g.parts; ++part) sum += g.dots[part * g.s.R + row];
+    // Slots of no row have been cleared; rows that are slots themselves are all written here.
+    if (counts || g.map.slots == nullptr) g.d_weights[slot] = sum;
+  }
+}
+
+// With one, a warp takes 32 rows of an expert: a lane adds the parts of one, then all lanes together multiply row by row.
+__global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g, const RowGroups groups) {
   wait_for_previous_kernel();
   RowTiles<kWarp, 1> tiles(groups);
   int n = 0;
@@ -35,7 +68,7 @@ __global__ void __launch_bounds__(kWarp) sum_dots(const SlotGradient g, const Ro
     if (tile.expert != kNoExpert && slot >= 0) {
       for (int64_t part = 0; part < g.parts; ++part) sum += g.dots[part * g.s.R + row];
     }
-    if (tile.expert != kNoExpert && g.b_out.data != nullptr) {
+    if (tile.expert != kNoExpert) {
       for (int i = 0; i < rows; ++i) {
         const int32_t other = __shfl_sync(kAllLanes, slot, i);
         if (other < 0) continue;
@@ -49,7 +82,6 @@ __global__ void __launch_bounds__(kWarp) sum_dots(const SlotGradient g, const Ro
         if (lane_index() == i) sum += product;
       }
     }
-    // Slots past the groups have been cleared; rows that are slots themselves are all written here.
     if (slot >= 0 && (tile.expert != kNoExpert || g.map.slots == nullptr)) g.d_weights[slot] = sum;
   }
   let_next_kernel_start();
@@ -59,16 +91,17 @@ __global__ void __launch_bounds__(kWarp) sum_dots(const SlotGradient g, const Ro
 
 ab_status compute_slot_gradient(const SlotGradient& g, int multiprocessors, cudaStream_t stream) {
   if (g.map.slots != nullptr) {
-    const int64_t blocks = (g.s.slots() + kClearing - 1) / kClearing;
     AB_RETURN_IF_ERROR(launch("slot gradient: clear_slots", clear_slots,
-                              {std::min(blocks, int64_t{8} * multiprocessors), kClearing, 0, stream, true}, g.d_weights,
-                              g.s.slots()));
+                              one_by_one(g.s.slots(), multiprocessors, stream), g.d_weights, g.s.slots()));
   }
   if (g.s.R == 0) return ok();
+  if (g.b_out.data == nullptr) {
+    return launch("slot gradient", add_dots, one_by_one(g.s.R, multiprocessors, stream), g);
+  }
   const int64_t tiles = most_row_tiles(g.s.R, g.s.E, kWarp);
   AB_RETURN_IF_ERROR(check_counts({g.s.R, g.s.E}, tiles));
   const RowGroups groups{g.group_sizes, static_cast<int32_t>(g.s.E), static_cast<int32_t>(g.s.R), 0, 1};
-  return launch("slot gradient", sum_dots,
+  return launch("slot gradient with the bias", add_dots_and_bias,
                 {std::min(tiles, int64_t{kBlocks} * multiprocessors), kWarp, 0, stream, true}, g, groups);
 }
 

@@ -77,7 +77,7 @@ class Operands:
         if self.rows.element_size() == 2:
             wide = {"rows": self.rows, "out": self.wide_out}
             calls["dispatch backward to float32"] = cuda_call("ab_cuda_combine", **wide, **slots)
-            plus = {"rows": self.rows, "out": self.out, "addend": self.wide_out}
+            plus = {"rows": self.rows, "out": self.out, "addend": self.x}
             calls["dispatch backward with addend"] = cuda_call("ab_cuda_combine", **plus, **slots)
         return calls
 
@@ -121,7 +121,7 @@ def rows(*, dtypes: Sequence[str], quick: bool) -> Iterator[dict[str, Any]]:
                 tokens = tokens_that_fit(K, D, itemsize)
                 moved = least_bytes((tokens, E, K, D), itemsize)
                 moved["dispatch backward to float32"] = moved["dispatch backward"] + tokens * D * itemsize
-                moved["dispatch backward with addend"] = moved["dispatch backward"] + tokens * D * 4
+                moved["dispatch backward with addend"] = moved["dispatch backward"] + tokens * D * itemsize
                 moved["sort chunks"] = 2 * tokens * K * D * itemsize
                 sets = [Operands(tokens, K, D, dtype, seed) for seed in range(copies_past_cache(moved["dispatch"]))]
                 ours, peers = [operands.ours() for operands in sets], [operands.torch() for operands in sets]

@@ -74,7 +74,7 @@ def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
     route_backward = cuda_call(
         "ab_cuda_router_backward", **routing, experts=experts, lse=lse, d_weights=d_weights, d_logits=d_logits
     )
-    through_logits = empty(T, D, dtype=torch.float32)
+    through_logits = empty(T, D)
     add_up = cuda_call("ab_cuda_combine", rows=rows, row_of_slot=row_of_slot, addend=through_logits, out=d_x)
 
     def forward(name: str = "without h") -> Any:
@@ -89,12 +89,9 @@ def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
         forward("with h")
         ffn_backward()
         route_backward()
-        # d_logits as the sum of two bfloat16 factors, as in moe()
-        high = d_logits.to(x.dtype)
-        halves = torch.cat([high, (d_logits - high).to(x.dtype)], dim=1)
-        torch.mm(halves, torch.cat([gate, gate], dim=1).T, out_dtype=torch.float32, out=through_logits)
-        of_halves = torch.mm(x.T, halves, out_dtype=torch.float32)
-        torch.add(of_halves[:, :E], of_halves[:, E:], out=d_gate)
+        narrow = d_logits.to(x.dtype)  # as in moe() with a bfloat16 gate
+        torch.mm(narrow, gate.T, out=through_logits)
+        torch.mm(x.T, narrow, out=d_gate)
         add_up()
         return output, d_x, d_gate, d_w_in, d_w_out
 

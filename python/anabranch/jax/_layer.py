@@ -83,6 +83,24 @@ def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return product
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
+def narrow_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, result: Any) -> jax.Array:
+    """Product of two matrices over one axis of each, summed in float32, of dtype `result`.
+
+    The factors are rounded to `dtype` before they multiply, where that has fast products; the CPU makes them float32.
+    """
+
+    def in_float32(a: jax.Array, b: jax.Array) -> jax.Array:
+        return _product_in_float32(a, b, contract=contract).astype(result)
+
+    def rounded(a: jax.Array, b: jax.Array) -> jax.Array:
+        axes = (((contract[0],), (contract[1],)), ((), ()))
+        return jax.lax.dot_general(a.astype(dtype), b.astype(dtype), axes, preferred_element_type=result)
+
+    product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=rounded)
+    return product
+
+
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     axes = (((contract[0],), (contract[1],)), ((), ()))
@@ -147,11 +165,12 @@ def lse_squares(config: LayerConfig, routing: Routing) -> jax.Array:
 
 
 class RoutingGradients(NamedTuple):
-    """What `routing_backward` returns, both float32."""
+    """What `routing_backward` returns."""
 
     x: jax.Array
-    """[T, D]: the part that came through the logits."""
+    """[T, D], dtype of x: the part that came through the logits."""
     gate: jax.Array
+    """[D, E] float32."""
 
 
 def routing_backward(
@@ -162,7 +181,11 @@ def routing_backward(
     d_weights: jax.Array,
     cotangents: LayerOutput,
 ) -> RoutingGradients:
-    """From the cotangents of the weights [T, K] and of the sums to x [T, D] and the gate, through the logits."""
+    """From the cotangents of the weights [T, K] and of the sums to x [T, D] and the gate, through the logits.
+
+    What becomes a bfloat16 gradient is a product of bfloat16 factors: x's part of a bfloat16 layer, the gate's of a
+    bfloat16 gate. A float32 gate gets all of the float32 gradient of the logits.
+    """
     mask = operands.token_mask
     d_logits = route_backward(
         config.router,
@@ -174,7 +197,13 @@ def routing_backward(
     x = operands.x
     if mask is not None:  # a masked token counts nowhere, whatever it holds: 0 * NaN would be NaN
         x = jnp.where(mask[:, None], x, 0)
-    return RoutingGradients(matmul(d_logits, operands.gate, (1, 1)), matmul(x, d_logits, (0, 0)))
+    gate = operands.gate
+    if x.dtype == jnp.float32:
+        return RoutingGradients(matmul(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0)))
+    of_x = narrow_matmul(d_logits, gate, (1, 1), x.dtype, x.dtype)
+    if gate.dtype == x.dtype:
+        return RoutingGradients(of_x, narrow_matmul(x, d_logits, (0, 0), x.dtype, jnp.float32))
+    return RoutingGradients(of_x, matmul(x, d_logits, (0, 0)))
 
 
 def ffn_operands(operands: Operands, layout: Plan, weights: jax.Array | None) -> FfnOperands:

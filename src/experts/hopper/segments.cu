@@ -10,7 +10,7 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kMostThreads = 1024;
 constexpr int kLengths = kWarp;  // classes of segments by their length, longest first
 
 template <class T>
@@ -46,7 +46,7 @@ __device__ int64_t exclusive_sum(int64_t value, int64_t (&warps)[kWarp], int64_t
   __syncthreads();
   int64_t before = sum - value;
   *total = 0;
-  for (int warp = 0; warp < kThreads / kWarp; ++warp) {
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) {
     if (warp < warp_index()) before += warps[warp];
     *total += warps[warp];
   }
@@ -59,7 +59,7 @@ template <class Visit>
 __device__ int64_t for_each_group(const Groups& groups, int32_t most, int64_t (&warps)[kWarp], const Visit& visit) {
   int64_t rows_before = 0;
   int64_t parts_before = 0;
-  for (int64_t first = 0; first < groups.E; first += kThreads) {
+  for (int64_t first = 0; first < groups.E; first += blockDim.x) {
     const int64_t expert = first + threadIdx.x;
     const bool is_group = expert < groups.E;
     const int64_t size = is_group ? max(groups.sizes[expert], 0) : 0;
@@ -81,7 +81,7 @@ __device__ int64_t for_each_group(const Groups& groups, int32_t most, int64_t (&
 }
 
 // One block. Counts the segments of each length, then gives every group its places in the list.
-__global__ void __launch_bounds__(kThreads) list_segments(Groups groups, int32_t most, SegmentList list) {
+__global__ void __launch_bounds__(kMostThreads) list_segments(Groups groups, int32_t most, SegmentList list) {
   __shared__ int64_t warps[kWarp];
   __shared__ int32_t places[kLengths];  // number of segments; then where the next one goes
   wait_for_previous_kernel();
@@ -210,7 +210,8 @@ SegmentList place_segments(const SegmentBounds& bounds, void* workspace) {
 
 ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const SegmentList& list,
                         cudaStream_t stream) {
-  return launch("segments", list_segments, {1, kThreads, 0, stream, true}, groups, static_cast<int32_t>(bounds.rows),
+  const int threads = std::min(round_up(std::max(groups.E, 1), kWarp), kMostThreads);
+  return launch("segments", list_segments, {1, threads, 0, stream, true}, groups, static_cast<int32_t>(bounds.rows),
                 list);
 }
 

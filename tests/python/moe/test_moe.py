@@ -32,6 +32,14 @@ def test_score_functions(score_function, normalize, dtype):
     )
 
 
+@pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_dtypes_of_the_gate(normalize, gate_dtype):
+    arrays = operands(331, 8, 3, 72, 40, dtype="bfloat16", bias=True)
+    arrays["gate"] = arrays["gate"].astype(gate_dtype)
+    check_layer(arrays, topk=3, normalize=normalize, aux_loss_coeff=0.3, z_loss_coeff=0.1)
+
+
 @pytest.mark.parametrize("weight_early", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "relu2"])

@@ -53,9 +53,8 @@ ab_router_forward_args on_device(ab_router_forward_args args, const Add& add) {
 
 template <class Add>
 ab_router_backward_args on_device(ab_router_backward_args args, const Add& add) {
-  for (const ab_tensor** tensor :
-       {&args.logits, &args.experts, &args.token_mask, &args.lse, &args.d_weights, &args.d_probs, &args.d_score_sum,
-        &args.d_aux_scores, &args.d_lse, &args.d_logits}) {
+  for (const ab_tensor** tensor : {&args.logits, &args.experts, &args.token_mask, &args.lse, &args.d_weights,
+                                   &args.d_probs, &args.d_score_sum, &args.d_aux_scores, &args.d_lse, &args.d_logits}) {
     *tensor = add(*tensor);
   }
   return args;

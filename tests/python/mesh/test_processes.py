@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import in_processes
+import jax
 import numpy as np
 import pytest
 from in_processes import Case
@@ -95,12 +96,54 @@ def check_case(case, paths):
     ids=["2 processes of 1 device", "2 processes of 2 devices", "4 processes of 1 device"],
 )
 def test_processes_give_the_results_and_gradients_of_one_device(tmp_path, processes, devices, cases):
+    check_cases(tmp_path, cases, processes=processes, devices=devices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "processes,cases",
+    [
+        (
+            2,
+            [
+                Case("expert=2", "ring"),
+                Case("expert=2", "ring", "bfloat16"),
+                Case("expert=2", "all_to_all", "bfloat16"),
+                Case("expert=2", "ragged", "bfloat16"),
+                Case("expert=1,data=2", "all_to_all", "bfloat16", fsdp=True),
+                Case("expert=1,tensor=2", "ring", "bfloat16"),
+                Case("expert=2", "all_to_all", "bfloat16", capacity_factor=0.7),
+                Case("expert=2", "ragged", "bfloat16", capacity_factor=2.0, one_rank=True),
+            ],
+        ),
+        (
+            4,
+            [
+                Case("expert=4", "ring", "bfloat16"),
+                Case("expert=4", "all_to_all", "bfloat16"),
+                Case("expert=4", "ragged", "bfloat16"),
+                Case("expert=2,data=2", "ring", "bfloat16", fsdp=True),
+                Case("expert=2,tensor=2", "all_to_all", "bfloat16"),
+                Case("expert=4", "all_to_all", "bfloat16", capacity_factor=2.0, one_rank=True),
+            ],
+        ),
+    ],
+    ids=["2 GPUs", "4 GPUs"],
+)
+def test_processes_of_a_gpu_each_give_the_results_and_gradients_of_one_device(gpu, tmp_path, processes, cases):
+    if len(jax.devices("gpu")) < processes:
+        pytest.skip(f"FEWER THAN {processes} GPUS FOUND: the layer was not tested on so many")
+    check_cases(tmp_path, cases, processes=processes, gpus=True, JAX_PLATFORMS="")
+
+
+def check_cases(folder, cases, *, processes, **how):
+    """Runs all cases in processes and compares what they saved in the folder."""
     texts = [json.dumps(dataclasses.asdict(case)) for case in cases]
-    result = run(in_processes.__file__, tmp_path, *texts, processes=processes, devices=devices)
+    result = run(in_processes.__file__, folder, *texts, processes=processes, **how)
     assert result.returncode == 0, result.stdout + result.stderr
     for index, case in enumerate(cases):
         try:
-            check_case(case, [tmp_path / f"{index}.{process}.npz" for process in range(processes)])
+            check_case(case, [folder / f"{index}.{process}.npz" for process in range(processes)])
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 

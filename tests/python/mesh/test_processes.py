@@ -99,41 +99,48 @@ def test_processes_give_the_results_and_gradients_of_one_device(tmp_path, proces
     check_cases(tmp_path, cases, processes=processes, devices=devices)
 
 
+ON_GPUS = {
+    "2 GPUs": (
+        2,
+        [
+            Case("expert=2", "ring"),
+            Case("expert=2", "ring", "bfloat16"),
+            Case("expert=2", "all_to_all", "bfloat16"),
+            Case("expert=1,data=2", "all_to_all", "bfloat16", fsdp=True),
+            Case("expert=1,tensor=2", "ring", "bfloat16"),
+            Case("expert=2", "all_to_all", "bfloat16", capacity_factor=0.7),
+        ],
+    ),
+    "2 GPUs, ragged": (
+        2,
+        [
+            Case("expert=2", "ragged", "bfloat16"),
+            Case("expert=2", "ragged", "bfloat16", capacity_factor=1.0, one_rank=True),
+        ],
+    ),
+    "4 GPUs": (
+        4,
+        [
+            Case("expert=4", "ring", "bfloat16"),
+            Case("expert=4", "all_to_all", "bfloat16"),
+            Case("expert=2,data=2", "ring", "bfloat16", fsdp=True),
+            Case("expert=2,tensor=2", "all_to_all", "bfloat16"),
+            Case("expert=4", "all_to_all", "bfloat16", capacity_factor=2.0, one_rank=True),
+        ],
+    ),
+    "4 GPUs, ragged": (4, [Case("expert=4", "ragged", "bfloat16"), Case("expert=2,data=2", "ragged", fsdp=True)]),
+}
+#: XLA has ragged_all_to_all between processes of a GPU each, but not unless it is told so.
+RAGGED_FLAGS = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "processes,cases",
-    [
-        (
-            2,
-            [
-                Case("expert=2", "ring"),
-                Case("expert=2", "ring", "bfloat16"),
-                Case("expert=2", "all_to_all", "bfloat16"),
-                Case("expert=2", "ragged", "bfloat16"),
-                Case("expert=1,data=2", "all_to_all", "bfloat16", fsdp=True),
-                Case("expert=1,tensor=2", "ring", "bfloat16"),
-                Case("expert=2", "all_to_all", "bfloat16", capacity_factor=0.7),
-                Case("expert=2", "ragged", "bfloat16", capacity_factor=2.0, one_rank=True),
-            ],
-        ),
-        (
-            4,
-            [
-                Case("expert=4", "ring", "bfloat16"),
-                Case("expert=4", "all_to_all", "bfloat16"),
-                Case("expert=4", "ragged", "bfloat16"),
-                Case("expert=2,data=2", "ring", "bfloat16", fsdp=True),
-                Case("expert=2,tensor=2", "all_to_all", "bfloat16"),
-                Case("expert=4", "all_to_all", "bfloat16", capacity_factor=2.0, one_rank=True),
-            ],
-        ),
-    ],
-    ids=["2 GPUs", "4 GPUs"],
-)
+@pytest.mark.parametrize("processes,cases", ON_GPUS.values(), ids=ON_GPUS)
 def test_processes_of_a_gpu_each_give_the_results_and_gradients_of_one_device(gpu, tmp_path, processes, cases):
     if len(jax.devices("gpu")) < processes:
         pytest.skip(f"FEWER THAN {processes} GPUS FOUND: the layer was not tested on so many")
-    check_cases(tmp_path, cases, processes=processes, gpus=True, JAX_PLATFORMS="")
+    flags = RAGGED_FLAGS if cases[0].transport == "ragged" else ""
+    check_cases(tmp_path, cases, processes=processes, gpus=True, JAX_PLATFORMS="", XLA_FLAGS=flags)
 
 
 def check_cases(folder, cases, *, processes, **how):

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) add_dots(const SlotGradient g) {
   }
 }
 
-// With one, a warp takes 32 rows of an expert: a lane adds the parts of one, then all lanes together multiply row by row.
+// With one: a warp takes 32 rows of an expert. A lane adds the parts of one, then all lanes multiply row by row.
 __global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g, const RowGroups groups) {
   wait_for_previous_kernel();
   RowTiles<kWarp, 1> tiles(groups);

@@ -74,16 +74,24 @@ TEST_F(FfnCuda, GradientsOfWeightsAccumulate) {
   }
 }
 
+void check_either_way(FfnCase c) {
+  for (const bool biases : {true, false}) {
+    c.biases = biases;
+    check(c);
+  }
+}
+
 TEST_F(FfnCuda, EveryShapeIsTheCpus) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
-    check({{1}, 1, 1, 1, 2, 1, 1, dtype});
-    check({{1}, 1, 1, 1, 1, 0, 0, dtype});
-    check({kUneven, 1300, 136, 264, 2, 500, 3, dtype});  // more slots than rows, rows past the groups
-    check({kUneven, 1217, 33, 130, 2, 100, 8, dtype});   // fewer slots than rows
-    check({kUneven, 1217, 72, 65, 1, 0, 0, dtype});
-    check({{5000, 0, 20, 1500}, 6600, 136, 72, 2, 3300, 2, dtype});  // sums over rows that are cut
-    check({{512, 0, 513, 1, 511, 1024}, 2561, 40, 24, 1, 1000, 3, dtype});
-    check({{0, 0, 0}, 5, 16, 8, 2, 4, 2, dtype});
+    check_either_way({{1}, 1, 1, 1, 2, 1, 1, dtype});
+    check_either_way({{1}, 1, 1, 1, 1, 0, 0, dtype});
+    check_either_way({kUneven, 1300, 136, 264, 2, 500, 3, dtype});  // more slots than rows, rows past the groups
+    check_either_way({kUneven, 1217, 33, 130, 2, 100, 8, dtype});   // fewer slots than rows
+    check_either_way({kUneven, 1217, 72, 65, 1, 0, 0, dtype});
+    check_either_way({{5000, 0, 20, 1500}, 6600, 136, 72, 2, 3300, 2, dtype});  // sums over rows that are cut
+    check_either_way({{512, 0, 513, 1, 511, 1024}, 2561, 40, 24, 1, 1000, 3, dtype});
+    check_either_way({{0, 0, 0}, 5, 16, 8, 2, 4, 2, dtype});
+    check_either_way({{150000, 0, 160000}, 320000, 8, 8, 2, 160000, 2, dtype});  // more rows than threads
     if (HasFatalFailure()) return;
   }
 }
@@ -91,11 +99,11 @@ TEST_F(FfnCuda, EveryShapeIsTheCpus) {
 TEST_F(FfnCuda, EmptySizesAreOrdinary) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const int64_t K : {0, 2}) {
-      check({{2, 1}, 0, 8, 16, 2, K * 3, K, dtype});           // R
-      check({{2, 1}, 4, 0, 16, 2, K * 3, K, dtype});           // D
-      check({{2, 1}, 4, 8, 0, 2, K * 3, K, dtype});            // F
-      check({{}, 4, 8, 16, 2, K * 3, K, dtype});               // E
-      check({{2, 1}, K == 0 ? 0 : 4, 8, 16, 2, 0, K, dtype});  // T
+      check_either_way({{2, 1}, 0, 8, 16, 2, K * 3, K, dtype});           // R
+      check_either_way({{2, 1}, 4, 0, 16, 2, K * 3, K, dtype});           // D
+      check_either_way({{2, 1}, 4, 8, 0, 2, K * 3, K, dtype});            // F
+      check_either_way({{}, 4, 8, 16, 2, K * 3, K, dtype});               // E
+      check_either_way({{2, 1}, K == 0 ? 0 : 4, 8, 16, 2, 0, K, dtype});  // T
       if (HasFatalFailure()) return;
     }
   }
@@ -106,8 +114,8 @@ TEST_F(FfnCuda, ManyExperts) {
   std::vector<int32_t> sizes(700);
   int64_t R = 9;
   for (int32_t& size : sizes) R += size = random() % 3 == 0 ? 0 : static_cast<int32_t>(random() % 12);
-  check({sizes, R, 24, 16, 2, R, 2});
-  check({sizes, R, 24, 16, 2, R, 2, AB_FLOAT32});
+  check_either_way({sizes, R, 24, 16, 2, R, 2});
+  check_either_way({sizes, R, 24, 16, 2, R, 2, AB_FLOAT32});
 }
 
 TEST_F(FfnCuda, NoSizeReachesOutOfBounds) {
@@ -115,7 +123,7 @@ TEST_F(FfnCuda, NoSizeReachesOutOfBounds) {
     for (const int64_t K : {0, 2}) {
       for (const std::vector<int32_t>& sizes :
            {std::vector<int32_t>{-5, 3, INT32_MIN, 4, -1}, {2, INT32_MAX, INT32_MAX, 1}, {INT32_MAX, -1, INT32_MAX}}) {
-        check({sizes, 600, D, 8, 2, 300 * K, K});
+        check_either_way({sizes, 600, D, 8, 2, 300 * K, K});
         if (HasFatalFailure()) return;
       }
     }

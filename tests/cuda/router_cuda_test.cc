@@ -319,24 +319,32 @@ TEST_F(RouterCuda, EveryWidth) {
   }
 }
 
-// Every width of rows that kernels are built for, with every length of the list of the best.
+// Every width of rows that kernels are built for, with every length of the list of the best, full and not; and replays.
 void check_variants(int64_t T, unsigned seed) {
   for (const int64_t E : {8, 16, 32, 64, 128, 256, 384, 512, 1000}) {
     for (const int32_t list : {8, 16, 32, 64}) {
+      if (list > 8 && E <= list / 2) continue;  // as for the list before
       for (int mode = 0; mode < 3; ++mode) {
         for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
-          const auto K = static_cast<int32_t>(std::min<int64_t>(E, list - ++seed % 3));
-          if (K <= list / 2 && list > 8) continue;  // as for the list before
-          Case c{T, E, K, dtype};
-          c.score_function = mode == 0 ? AB_SOFTMAX : 1 + static_cast<int32_t>(seed % 2);
-          c.bias = mode == 2;
-          c.normalize = static_cast<int32_t>(seed / 2 % 2);
-          c.form = static_cast<Form>(seed % 7);
-          c.mask = seed % 5 == 0;
-          c.forced = seed % 11 == 0 && !c.bias;
-          if (c.forced) c.form = Form::compact;  // all that a replay gives
-          check(c, seed);
-          if (::testing::Test::HasFatalFailure()) return;
+          for (const bool full : {false, true}) {
+            ++seed;
+            const auto K =
+                static_cast<int32_t>(std::min<int64_t>(E, full ? list : list - 1 - static_cast<int>(seed / 2 % 2)));
+            Case c{T, E, K, dtype};
+            const auto score_functions = static_cast<int32_t>(seed / 3 % 3);
+            c.score_function = mode == 0 ? AB_SOFTMAX : mode == 1 ? 1 + score_functions % 2 : score_functions;
+            c.bias = mode == 2;
+            c.normalize = static_cast<int32_t>(seed / 2 % 2);
+            c.form = static_cast<Form>(seed % 7);
+            c.mask = seed % 5 == 0;
+            check(c, seed);
+            if (seed % 11 == 0 && !c.bias) {
+              c.forced = true;
+              c.form = Form::compact;  // all that a replay gives
+              check(c, seed);
+            }
+            if (::testing::Test::HasFatalFailure()) return;
+          }
         }
       }
     }
@@ -577,9 +585,9 @@ void check_past_two_to_the_31(int64_t E, int32_t K, int32_t score_function) {
   const int64_t T = (int64_t{1} << 31) / E + 5000;
   const int64_t others = T - small.T;
   const Inputs in(small);
-  const Outputs want(small);
-  const Outputs got(small);
   for (const Form form : {Form::bytes, Form::aux}) {
+    const Outputs want(small);
+    const Outputs got(small);
     small.form = form;
     run_on_device(small, in, want);
     TallMirrors mirrors(T, small.T);
@@ -608,10 +616,12 @@ void check_past_two_to_the_31(int64_t E, int32_t K, int32_t score_function) {
   std::normal_distribution<float> normal;
   for (float& value : d_weights.values()) value = normal(random);
   for (float& value : d_aux.values()) value = normal(random);
+  const Outputs routed(small);
+  run_on_device(small, in, routed);
   for (const bool auxiliary : {false, true}) {
     const FloatTensor d_want({small.T, E}, small.dtype);
     const FloatTensor d_got({small.T, E}, small.dtype);
-    ab_router_backward_args args = backward_args(small, in, want);
+    ab_router_backward_args args = backward_args(small, in, routed);
     args.d_weights = auxiliary ? nullptr : d_weights.view();
     args.experts = auxiliary ? nullptr : args.experts;
     args.scaling_factor = auxiliary ? 1.0f : args.scaling_factor;

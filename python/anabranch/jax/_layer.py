@@ -73,21 +73,24 @@ def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Float32 product of two matrices over one axis of each, summed in float32.
 
     Equal dtypes as they are. Of float32 and bfloat16, the CPU makes both float32; elsewhere float32 has no fast
-    products, and the float32 factor goes as a sum of two bfloat16 ones, which hold 16 of its 24 bits.
+    products, and the float32 factor goes as a sum of two bfloat16 ones, which hold 16 of its 24 bits. Others become
+    float32.
     """
     if a.dtype == b.dtype:
         return _product(a, b, contract)
+    if {a.dtype, b.dtype} != {jnp.dtype("float32"), jnp.dtype("bfloat16")}:
+        return _product_in_float32(a, b, contract=contract)
     in_float32 = functools.partial(_product_in_float32, contract=contract)
     in_halves = functools.partial(_product_in_halves, contract=contract)
     product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=in_halves)
     return product
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
-def narrow_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, result: Any) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], result: Any) -> jax.Array:
     """Product of two matrices over one axis of each, summed in float32, of dtype `result`.
 
-    The factors are rounded to `dtype` before they multiply, where that has fast products; the CPU makes them float32.
+    Both factors are rounded to bfloat16 before they multiply; the CPU, for which that is no faster, makes them float32.
     """
 
     def in_float32(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -95,7 +98,7 @@ def narrow_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: 
 
     def rounded(a: jax.Array, b: jax.Array) -> jax.Array:
         axes = (((contract[0],), (contract[1],)), ((), ()))
-        return jax.lax.dot_general(a.astype(dtype), b.astype(dtype), axes, preferred_element_type=result)
+        return jax.lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), axes, preferred_element_type=result)
 
     product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=rounded)
     return product
@@ -168,7 +171,7 @@ class RoutingGradients(NamedTuple):
     """What `routing_backward` returns."""
 
     x: jax.Array
-    """[T, D], dtype of x: the part that came through the logits."""
+    """[T, D] float32, or bfloat16 where x and the gate are: the part that came through the logits."""
     gate: jax.Array
     """[D, E] float32."""
 
@@ -183,8 +186,9 @@ def routing_backward(
 ) -> RoutingGradients:
     """From the cotangents of the weights [T, K] and of the sums to x [T, D] and the gate, through the logits.
 
-    What becomes a bfloat16 gradient is a product of bfloat16 factors: x's part of a bfloat16 layer, the gate's of a
-    bfloat16 gate. A float32 gate gets all of the float32 gradient of the logits.
+    Where x and the gate are bfloat16, the gradient of the logits is rounded to bfloat16 before it multiplies on a GPU,
+    and so is the part of x. Else both products have at least 16 bits of it: a gate whose columns have much in common
+    cancels nearly all of what it multiplies.
     """
     mask = operands.token_mask
     d_logits = route_backward(
@@ -198,12 +202,11 @@ def routing_backward(
     if mask is not None:  # a masked token counts nowhere, whatever it holds: 0 * NaN would be NaN
         x = jnp.where(mask[:, None], x, 0)
     gate = operands.gate
-    if x.dtype == jnp.float32:
-        return RoutingGradients(matmul(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0)))
-    of_x = narrow_matmul(d_logits, gate, (1, 1), x.dtype, x.dtype)
-    if gate.dtype == x.dtype:
-        return RoutingGradients(of_x, narrow_matmul(x, d_logits, (0, 0), x.dtype, jnp.float32))
-    return RoutingGradients(of_x, matmul(x, d_logits, (0, 0)))
+    if x.dtype == gate.dtype == jnp.bfloat16:
+        return RoutingGradients(
+            bfloat16_matmul(d_logits, gate, (1, 1), jnp.bfloat16), bfloat16_matmul(x, d_logits, (0, 0), jnp.float32)
+        )
+    return RoutingGradients(matmul(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0)))
 
 
 def ffn_operands(operands: Operands, layout: Plan, weights: jax.Array | None) -> FfnOperands:

@@ -151,7 +151,8 @@ def moe(
       ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
 
     Gradients: of x, gate, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
-    On a GPU the logits' gradient is rounded to bfloat16 for a bfloat16 x and for a bfloat16 gate.
+    Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
+    gate keeps more of it.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
     `jax.export` needs the custom calls listed in docs/jax.md allowed.
 

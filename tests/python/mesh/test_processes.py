@@ -26,7 +26,7 @@ def run(*arguments, processes=0, devices=1, gpus=False, **variables):
     where = "--gpus" if gpus else f"--devices={devices}"
     launcher = [str(EXAMPLES / "launch.py"), f"--processes={processes}", where] if processes else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    for name in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES"):
+    for name in ("XLA_FLAGS", *(() if gpus else ("CUDA_VISIBLE_DEVICES",))):
         environment.pop(name, None)
     environment |= variables
     command = [sys.executable, *launcher, *map(str, arguments)]
@@ -140,7 +140,7 @@ def test_processes_of_a_gpu_each_give_the_results_and_gradients_of_one_device(gp
     if len(jax.devices("gpu")) < processes:
         pytest.skip(f"FEWER THAN {processes} GPUS FOUND: the layer was not tested on so many")
     flags = RAGGED_FLAGS if cases[0].transport == "ragged" else ""
-    check_cases(tmp_path, cases, processes=processes, gpus=True, JAX_PLATFORMS="", XLA_FLAGS=flags)
+    check_cases(tmp_path, cases, processes=processes, gpus=True, JAX_PLATFORMS="cuda", XLA_FLAGS=flags)
 
 
 def check_cases(folder, cases, *, processes, **how):
@@ -186,7 +186,8 @@ def test_the_launcher_ends_all_when_one_fails(tmp_path):
 @pytest.mark.parametrize(
     "visible,own", [({}, ["0", "1"]), ({"CUDA_VISIBLE_DEVICES": "5, GPU-3e,2"}, ["5", "GPU-3e"])], ids=["unset", "set"]
 )
-def test_every_process_has_one_of_the_visible_gpus(tmp_path, visible, own):
+def test_every_process_has_one_of_the_visible_gpus(tmp_path, monkeypatch, visible, own):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     program = tmp_path / "program.py"
     program.write_text(
         "import os, pathlib\n"

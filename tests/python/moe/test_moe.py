@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moe_cases import check_layer, operands
 
 from anabranch.jax import moe
+from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 
@@ -38,6 +39,29 @@ def test_dtypes_of_the_gate(normalize, gate_dtype):
     arrays = operands(331, 8, 3, 72, 40, dtype="bfloat16", bias=True)
     arrays["gate"] = arrays["gate"].astype(gate_dtype)
     check_layer(arrays, topk=3, normalize=normalize, aux_loss_coeff=0.3, z_loss_coeff=0.1)
+
+
+def test_a_float16_gate_of_a_float32_layer_multiplies_in_float32():
+    arrays = operands(97, 8, 3, 72, 40)
+    x = arrays["x"]
+    x[5, 7] = 1e5  # more than float16 holds
+    gate = arrays["gate"].astype(np.float16)
+    result, pull = jax.vjp(lambda x: moe(x, gate, arrays["w_in"], arrays["w_out"], topk=3).output, x)
+    want, want_pull = jax.vjp(
+        lambda x: moe(x, gate.astype(np.float32), arrays["w_in"], arrays["w_out"], topk=3).output, x
+    )
+    np.testing.assert_allclose(result, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    d_output = np.float32(1e-7) * np.random.default_rng(2).standard_normal(want.shape).astype(np.float32)
+    for row in (slice(0, 5), slice(6, None)):
+        assert_close(pull(d_output)[0][row], np.asarray(want_pull(d_output)[0][row]), 1e-5, "d_x")
+
+
+def test_what_the_columns_of_a_float32_gate_have_in_common_cancels():
+    """The balance loss's gradients of a token's logits sum to zero; of x nothing else gets through."""
+    arrays = operands(331, 16, 3, 72, 8, dtype="bfloat16")
+    arrays["gate"] += 3 * np.random.default_rng(4).standard_normal((72, 1)).astype(np.float32)
+    arrays["w_out"] = np.zeros_like(arrays["w_out"])
+    check_layer(arrays, topk=3, aux_loss_coeff=1.0)
 
 
 @pytest.mark.parametrize("weight_early", [False, True])

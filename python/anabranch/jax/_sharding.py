@@ -19,14 +19,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
 
-#: Whether a TokenCall's function is being traced: calls inside it run on its shards.
-_on_shards: contextvars.ContextVar[bool] = contextvars.ContextVar("on_shards", default=False)
+#: While a TokenCall's function is being traced, the mesh axes of its token dimensions; calls inside run on its shards.
+_on_shards: contextvars.ContextVar[tuple[Axes, ...] | None] = contextvars.ContextVar("on_shards", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +41,8 @@ class TokenCall:
       operands: the leading dimensions of every operand that are token dimensions; the first operand has all of them
         and says how they are sharded.
       results: the same of every result; one with fewer than the first operand is summed over the shards of the rest.
-      whole: for an operation that shards can't do by themselves, what to say when it is given some; no dimension is a
-        token dimension then.
+      whole: what to say when an operand without token dimensions comes sharded; empty: it is gathered where axes are
+        automatic.
     """
 
     function: Callable[..., tuple[jax.Array, ...]]
@@ -73,7 +74,7 @@ class _Bound:
         """The results on the shards of a mesh whose axes `token_axes` shard the token dimensions."""
         rest = iter(arrays)
         operands = [next(rest) if there else None for there in self.given]
-        inside = _on_shards.set(True)
+        inside = _on_shards.set(tuple(token_axes))
         try:
             results = self.function(self.static, *operands)
         finally:
@@ -82,10 +83,35 @@ class _Bound:
 
     def _summed(self, token_axes: Sequence[Axes], result: jax.Array, kept: int) -> jax.Array:
         axes = [axis for axes in token_axes[kept:] for axis in axes]
-        return jax.lax.psum(result, axes) if axes else result
+        if not axes:
+            return result
+        if result.dtype == jnp.bool_:  # of which there is no sum
+            return jax.lax.psum(result.astype(jnp.int32), axes) > 0
+        return jax.lax.psum(result, axes)
 
     def specs(self, token_axes: Sequence[Axes], kept: Sequence[int]) -> tuple[PartitionSpec, ...]:
         return tuple(PartitionSpec(*map(entry_of, token_axes[:n])) for n in kept)
+
+
+def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
+    """In a TokenCall's function, the mesh axes that divide the tokens; their shards are in the order of the tokens.
+
+    Args:
+      name: of the argument, for the error.
+      tokens: the sizes of the token dimensions, of this shard.
+
+    Raises:
+      ValueError: a dimension behind the first one of more than one is divided, so that shards' tokens interleave.
+    """
+    divided = [i for i, axes in enumerate(_on_shards.get() or ()) if axes]
+    if not divided:
+        return ()
+    if len(divided) > 1 or any(size > 1 for size in tokens[: divided[0]]):
+        raise ValueError(
+            f"{name}: got token dimensions of which number {divided[-1]} is sharded, expected none but the first "
+            "to be, since rows stand in the order of the tokens"
+        )
+    return _on_shards.get()[divided[0]]  # type: ignore[index]
 
 
 def entry_of(axes: Axes) -> Any:
@@ -151,7 +177,7 @@ def vary_like(results: Any, operands: Any) -> Any:
 
 def runs_as_it_is(*arrays: jax.Array) -> bool:
     """Whether the arrays are what one device has: inside a jax.shard_map or a TokenCall, or where there is but one."""
-    if _on_shards.get():
+    if _on_shards.get() is not None:
         return True
     mesh = mesh_of(*arrays)
     if mesh.empty:
@@ -189,7 +215,7 @@ def _check_kinds(mesh: Any) -> None:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     for array, kept in zip(arrays, call.operands, strict=True):
-        _check_whole(call, array, [a for axes in spec_of(array)[kept:] for a in axes])
+        _check_whole(call, array, kept, [a for axes in spec_of(array)[kept:] for a in axes])
     leading = spec_of(arrays[0])[: call.operands[0]]
     results: tuple[jax.Array, ...] = jax.shard_map(
         functools.partial(_shards, call, leading),
@@ -198,7 +224,7 @@ def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[
         out_specs=call.specs(leading, call.results),
         axis_names=set(axes),
         check_vma=False,
-    )(*(_reshard(a, s) for a, s in zip(arrays, call.specs(leading, call.operands), strict=True)))
+    )(*(_reshard(mesh, a, s) for a, s in zip(arrays, call.specs(leading, call.operands), strict=True)))
     varying: tuple[jax.Array, ...] = vary_like(results, arrays)
     return varying
 
@@ -207,18 +233,18 @@ def _shards(call: _Bound, token_axes: Sequence[Axes], *arrays: jax.Array) -> tup
     return call.on_shards(token_axes, *arrays)
 
 
-def _reshard(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+def _reshard(mesh: Any, array: jax.Array, spec: PartitionSpec) -> jax.Array:
     """A token array in the shards of the first operand; a cotangent may come in others."""
     wanted = tuple(axes_of(entry) for entry in spec)
     wanted += ((),) * (array.ndim - len(wanted))
-    return array if spec_of(array) == wanted else jax.sharding.reshard(array, spec)
+    return array if spec_of(array) == wanted else jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
 
-def _check_whole(call: _Bound, array: jax.Array, sharded_over: Sequence[str]) -> None:
+def _check_whole(call: _Bound, array: jax.Array, kept: int, sharded_over: Sequence[str]) -> None:
     if not sharded_over:
         return
     what = f"{array.dtype}{list(array.shape)} sharded over {', '.join(map(repr, sharded_over))}"
-    if call.whole:
+    if call.whole and not kept:
         raise ValueError(call.whole.format(got=what))
     raise ValueError(
         f"sharding: got {what} in a dimension that is not one of tokens, expected that dimension whole; "
@@ -237,8 +263,8 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
         if call.whole:
-            for operand in operands:
-                if not operand.sharding.is_fully_replicated:
+            for operand, kept in zip(operands, call.operands, strict=True):
+                if not kept and not operand.sharding.is_fully_replicated:
                     raise ValueError(call.whole.format(got=f"{operand.dtype}{list(operand.shape)} sharded"))
         axes = _token_axes(operands[0].sharding, call.operands[0])
         for size, names in zip(operands[0].shape, axes, strict=False):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
-from anabranch.jax._sharding import vary_alike
+from anabranch.jax._sharding import TokenCall, axes_of_shard, vary_alike
 
 ANY_DTYPE = (*_check.FLOATS, "bool", "uint8", *_check.INDICES)
 _INDEX_LIMIT = 2**31
@@ -95,9 +95,8 @@ class _PlanOptions:
     num_destinations: int
 
 
-# Integers have no gradient, but an ffi_call refuses their empty tangents; a custom_vjp takes them.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
+def _plan_whole(options: _PlanOptions, experts: jax.Array) -> Plan:
+    """The plan of what one device has."""
     E, R = options.num_experts, options.num_rows
     int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     slots = flat(experts)
@@ -120,6 +119,61 @@ def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
     return Plan(**results | {"row_of_slot": results["row_of_slot"].reshape(experts.shape)})
 
 
+def _layout(options: _PlanOptions, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """begin and end of every expert's group [E], for so many slots of each."""
+    E, P, R = options.num_experts, options.num_destinations, options.num_rows
+    a, region = max(options.align_size, 1), jnp.uint32(R // P)
+    counts = counts.astype(jnp.uint32)
+    sizes = jnp.minimum((counts + (a - 1)) // a * a, region).reshape(P, E // P)  # an aligned count is below 2^32
+    ends = jax.lax.associative_scan(lambda x, y: jnp.minimum(x + y, region), sizes, axis=1)
+    begins = jnp.concatenate([jnp.zeros((P, 1), jnp.uint32), ends[:, :-1]], axis=1)
+    first = jnp.arange(P, dtype=jnp.uint32)[:, None] * region
+    return (first + begins).reshape(E).astype(jnp.int32), (first + ends).reshape(E).astype(jnp.int32)
+
+
+def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
+    """The plan of all tokens; of what is not the shard's own, parts that add up over the shards.
+
+    An expert's rows of one shard stand behind those of the shards before it, so it only has to know their counts.
+    """
+    axes = axes_of_shard("experts", experts.shape[:-1])
+    if not axes:
+        return _plan_whole(options, experts)
+    E, R, P = options.num_experts, options.num_rows, options.num_destinations
+    shards, index = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
+    own = _plan_whole(_PlanOptions(E, 0, experts.size, 1), experts)
+    counts = own.tokens_per_expert
+    mine = jnp.arange(shards)[:, None] == index
+    of_shards = jax.lax.psum(jnp.where(mine, counts, 0), axes)
+    before = jnp.sum(jnp.where(jnp.arange(shards)[:, None] < index, of_shards, 0), axis=0)
+    begin, end = _layout(options, jnp.sum(of_shards, axis=0))
+
+    expert = jnp.clip(experts, 0, E - 1)
+    last = (expert // (E // P) + 1) * (R // P)
+    rank = own.row_of_slot - own.offsets[expert] + before[expert]
+    # begin + rank may pass 2^31, last - begin does not
+    has_row = (own.row_of_slot >= 0) & (rank < last - begin[expert])
+    row_of_slot = jnp.where(has_row, begin[expert] + rank, -1)
+    slots = index * experts.size + jnp.arange(experts.size, dtype=jnp.int32)
+    is_first = index == 0
+    rows = jnp.where(has_row, row_of_slot, R).ravel()
+    return Plan(
+        tokens_per_expert=counts,
+        group_sizes=jnp.where(is_first, end - begin, 0),
+        offsets=jnp.where(is_first, jnp.append(begin, end[-1:]), 0),
+        row_of_slot=row_of_slot,
+        slot_of_row=jnp.where(is_first, -1, 0) + jnp.zeros(R, jnp.int32).at[rows].set(slots + 1, mode="drop"),
+        dropped=own.dropped + jnp.sum((own.row_of_slot >= 0) & ~has_row, dtype=jnp.int32),
+    )
+
+
+# Integers have no gradient, but an ffi_call refuses their empty tangents; a custom_vjp takes them.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
+    t = experts.ndim - 1
+    return Plan(*TokenCall(_plan_shard, options, operands=(t,), results=(0, 0, 0, t, 0, 0))(experts))
+
+
 _plan.defvjp(lambda options, experts: (_plan(options, experts), None), lambda options, _, d_plan: (None,))
 
 
@@ -139,12 +193,16 @@ def plan(
         owns E/P neighbouring experts: its groups start at its first row and are clipped to it. The default R then
         holds every slot in any region.
 
+    Sharded tokens, divided along their first dimension: the plan of all tokens; row_of_slot is sharded like them, the
+    rest whole. Inside a jax.shard_map: the plan of the shard.
+
     Returns:
       A `Plan` of integer arrays, exact and the same on every run. It carries no gradient.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: an argument is out of range, or T*K or R reaches 2^31.
+      ValueError: an argument is out of range, T*K or R reaches 2^31, or tokens are sharded along another dimension
+        than the first.
 
     >>> p = plan(jnp.array([[1], [0], [1]], jnp.int32), 2)
     >>> p.row_of_slot.ravel().tolist(), p.offsets.tolist()
@@ -222,9 +280,35 @@ def gather_sum_backward(
 # ---------------------------------------------------------------- dispatch
 
 
+_WHOLE_ROWS = "{name}: got {{got}}, expected whole rows, since those of a token stand anywhere among them"
+
+
+def _own_slots(name: str, row_of_slot: jax.Array, slot_of_row: jax.Array) -> jax.Array:
+    """slot_of_row in the slots of a shard of tokens; -1 for those of others."""
+    axes = axes_of_shard(name, row_of_slot.shape[:-1])
+    if not axes:
+        return slot_of_row
+    own = slot_of_row - jax.lax.axis_index(axes) * row_of_slot.size
+    return jnp.where((slot_of_row >= 0) & (own >= 0) & (own < row_of_slot.size), own, -1)
+
+
+def _spread_shard(_: None, x: jax.Array, row_of_slot: jax.Array, slot_of_row: jax.Array) -> tuple[jax.Array]:
+    return (spread(flat(x), flat(row_of_slot), _own_slots("x", row_of_slot, slot_of_row)),)
+
+
 def dispatch_forward(x: jax.Array, plan: Plan) -> jax.Array:
     """rows [R, D] from x [..., D]; needs nothing but the plan for its backward pass."""
-    return spread(flat(x), flat(plan.row_of_slot), plan.slot_of_row)
+    t = x.ndim - 1
+    call = TokenCall(_spread_shard, None, (t, t, 0), (0,), _WHOLE_ROWS.format(name="dispatch"))
+    return call(x, plan.row_of_slot, plan.slot_of_row)[0]
+
+
+def _gather_sum_shard(
+    dtype: Any, row_of_slot: jax.Array, rows: jax.Array, weights: jax.Array | None, addend: jax.Array | None
+) -> tuple[jax.Array]:
+    others = [None if array is None else flat(array) for array in (weights, addend)]
+    out = gather_sum(rows, flat(row_of_slot), others[0], dtype, others[1])
+    return (out.reshape(*row_of_slot.shape[:-1], out.shape[1]),)
 
 
 def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any, addend: jax.Array | None = None) -> jax.Array:
@@ -232,9 +316,11 @@ def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any, addend: jax.Arr
 
     addend [..., D] of any float: what else belongs to the gradient of x; it is added last, before the one rounding.
     """
-    others = None if addend is None else flat(addend)
-    d_x = gather_sum(d_rows, flat(plan.row_of_slot), None, dtype, others)
-    return d_x.reshape(*plan.row_of_slot.shape[:-1], d_x.shape[1])
+    t = plan.row_of_slot.ndim - 1
+    call = TokenCall(
+        _gather_sum_shard, jnp.dtype(dtype), (t, 0, t, t), (t,), _WHOLE_ROWS.format(name="dispatch backward")
+    )
+    return call(plan.row_of_slot, d_rows, None, addend)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +365,8 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
         bool, uint8, int16, int32, int64.
       plan: from `plan`.
 
+    Sharded tokens: rows are those of all tokens, whole on every device, by a sum of [R, D] over the shards.
+
     Returns:
       rows [R, D], dtype of x. Rows without a slot are zero.
 
@@ -286,7 +374,7 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: x does not have the plan's leading dimensions.
+      ValueError: x does not have the plan's leading dimensions, or tokens are sharded as in `plan`'s errors.
 
     >>> p = plan(jnp.array([[1], [0]], jnp.int32), 2)
     >>> dispatch(jnp.array([[1.0], [2.0]]), p).ravel().tolist()
@@ -303,9 +391,25 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
 
 def combine_forward(rows: jax.Array, plan: Plan, weights: jax.Array | None) -> jax.Array:
     """out [..., D] from rows [R, D]; the backward pass needs the plan and, with weights, the weights and rows."""
+    t = plan.row_of_slot.ndim - 1
+    call = TokenCall(_gather_sum_shard, rows.dtype, (t, 0, t, t), (t,), _WHOLE_ROWS.format(name="combine"))
+    return call(plan.row_of_slot, rows, weights, None)[0]
+
+
+def _gather_sum_backward_shard(
+    dtype: Any,
+    row_of_slot: jax.Array,
+    d_out: jax.Array,
+    rows: jax.Array | None,
+    slot_of_row: jax.Array,
+    weights: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    own = _own_slots("weights", row_of_slot, slot_of_row)
     w = None if weights is None else flat(weights)
-    out = gather_sum(rows, flat(plan.row_of_slot), w, rows.dtype)
-    return out.reshape(*plan.row_of_slot.shape[:-1], rows.shape[1])
+    gradients = gather_sum_backward(flat(d_out), rows, flat(row_of_slot), own, w, dtype)
+    if gradients.weights is None:
+        return (gradients.rows,)
+    return gradients.rows, gradients.weights.reshape(row_of_slot.shape)
 
 
 def combine_backward(
@@ -315,9 +419,12 @@ def combine_backward(
 
     d_out [..., D] of any float; rows [R, D], needed with weights only; d_rows comes in `dtype`, d_w as the weights.
     """
-    w = None if weights is None else flat(weights)
-    d_rows, d_weights = gather_sum_backward(flat(d_out), rows, flat(plan.row_of_slot), plan.slot_of_row, w, dtype)
-    return CombineGradients(d_rows, None if d_weights is None else d_weights.reshape(plan.row_of_slot.shape))
+    t = plan.row_of_slot.ndim - 1
+    results = (0,) if weights is None else (0, t)
+    name = _WHOLE_ROWS.format(name="combine backward")
+    call = TokenCall(_gather_sum_backward_shard, jnp.dtype(dtype), (t, t, 0, 0, t), results, name)
+    d_rows, *d_weights = call(plan.row_of_slot, d_out, rows, plan.slot_of_row, weights)
+    return CombineGradients(d_rows, d_weights[0] if d_weights else None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -356,6 +463,8 @@ def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
       plan: from `plan`.
       weights: float32, bfloat16 or float16, of the shape of plan.row_of_slot, [..., K]; None: ones.
 
+    Sharded tokens: out is sharded like the plan; rows are whole, and so is their gradient, a sum over the shards.
+
     Returns:
       out [..., D], dtype of rows, added in float32, k ascending. Slots without a row are skipped, never multiplied.
 
@@ -364,7 +473,7 @@ def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: rows or weights do not fit the plan.
+      ValueError: rows or weights do not fit the plan, or rows are sharded.
 
     >>> p = plan(jnp.array([[1, 0]], jnp.int32), 2)
     >>> combine(jnp.array([[10.0], [20.0]]), p, jnp.array([[0.5, 0.25]])).tolist()

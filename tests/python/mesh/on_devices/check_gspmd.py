@@ -9,7 +9,7 @@ import pytest
 from meshes import assert_no_traffic_of_tokens, assert_trees_close, collectives, mesh_of, placed, put
 from moe_cases import check_layer, operands
 
-from anabranch.jax import Parallel, fused_topk_with_score_function, load_balance_loss, route
+from anabranch.jax import Parallel, combine, dispatch, fused_topk_with_score_function, load_balance_loss, plan, route
 
 B, S, E, K = 16, 8, 12, 3
 _rng = np.random.default_rng(0)
@@ -52,6 +52,23 @@ def test_routing_and_its_gradient(spec, step):
     arrays = [put(mesh, a, *spec) for a in (LOGITS, D_WEIGHTS)]
     assert_trees_close(jax.jit(step)(*arrays), jax.jit(step)(LOGITS, D_WEIGHTS))
     assert_no_traffic_of_tokens(step, arrays, E)
+
+
+@pytest.mark.parametrize("spec", [("a",), (("b", "a"),)], ids=str)
+def test_plan_dispatch_and_combine(spec):
+    def step(logits, d_weights):
+        experts = route(logits, K).experts
+        layout = plan(experts, E, align_size=4)
+        rows, pull = jax.vjp(lambda x: dispatch(x, layout), logits)
+        output, pull_back = jax.vjp(lambda rows, weights: combine(jnp.sin(rows), layout, weights), rows, d_weights)
+        d_rows, d_again = pull_back(jnp.cos(output))
+        return layout, rows, output, d_again, pull(d_rows)[0]
+
+    mesh = mesh_of(a=4, b=2)
+    arrays = [put(mesh, a, *spec) for a in (LOGITS, D_WEIGHTS)]
+    want = jax.jit(step)(LOGITS, D_WEIGHTS)
+    assert_trees_close(jax.jit(step)(*arrays), want)
+    assert_no_traffic_of_tokens(step, arrays, want[1].size)
 
 
 def test_logits_sharded_over_experts_are_gathered_once():

@@ -1,4 +1,6 @@
-"""Plan, dispatch, experts and combine: on each shard inside a jax.shard_map, and an error where rows would be cut."""
+"""Plan, dispatch, experts and combine: of sharded tokens, on each shard inside a jax.shard_map, and an error where rows
+would be cut.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +70,77 @@ def test_a_layer_of_pieces_inside_a_shard_map(axis_type, function):
     assert_no_traffic_of_tokens(lambda *a: step(on_shards, *a), sharded, W_IN.size)
 
 
+#: Experts of 64 tokens in two orders of dimensions, and options of the plan.
+PLANS = {
+    "plain": {},
+    "aligned": {"align_size": 4},
+    "aligned, rows that do not suffice": {"align_size": 8, "num_rows": 96},
+    "few rows": {"num_rows": 5},
+    "destinations": {"num_destinations": 3, "align_size": 8},
+    "destinations that drop": {"num_destinations": 2, "num_rows": 60},
+}
+#: Shapes of the tokens and how their dimensions are divided over a mesh of a = 4, b = 2.
+TOKENS = {
+    "one axis": ((T,), ("a",)),
+    "two axes": ((T,), (("a", "b"),)),
+    "two axes, the other way round": ((T,), (("b", "a"),)),
+    "sequences": ((8, 8), ("a", None)),
+    "positions of one sequence": ((1, T), (None, ("a", "b"))),
+}
+
+
+def holey_experts(shape):
+    """With one that nobody wants, one that most want, slots without an expert and wrong indices."""
+    rng = np.random.default_rng(6)
+    experts = np.minimum(rng.integers(0, 2 * E, (T, K)), E - 1)
+    experts[experts == 2] = E - 1
+    experts[::7, 1], experts[5], experts[9, 0] = -1, (E, -3), 2**30
+    return experts.astype(np.int32).reshape(*shape, K)
+
+
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("shape,spec", TOKENS.values(), ids=TOKENS)
+def test_pieces_of_sharded_tokens_are_those_of_one_device(axis_type, shape, spec, options):
+    """Plan, rows, output and every gradient bit for bit; of tokens, nothing but sums crosses between devices."""
+    mesh = mesh_of(axis_type, a=4, b=2)
+    experts, x, d_out = holey_experts(shape), X.reshape(*shape, D), D_OUT.reshape(*shape, D)
+    weights = normal(*shape, K)
+
+    def step(experts, x, weights, d_out):
+        layout = plan(experts, E, **options)
+        rows, pull = jax.vjp(lambda x: dispatch(x, layout), x)
+        output, pull_back = jax.vjp(lambda rows, w: combine(jnp.sin(rows), layout, w), rows, weights)
+        plain = combine(rows, layout)
+        d_rows, d_weights = pull_back(d_out)
+        return layout, rows, output, plain, d_weights, d_rows, pull(d_rows)[0]
+
+    arrays = (experts, x, weights, d_out)
+    want = jax.jit(step)(*arrays)
+    sharded = [put(mesh, array, *spec) for array in arrays]
+    got = jax.jit(step)(*sharded)
+    assert_trees_close(got, want, rtol=0, atol=0)
+    for array in (got[0].row_of_slot, *got[2:5], got[6]):
+        assert not array.sharding.is_fully_replicated
+    assert_no_traffic_of_tokens(step, sharded, want[1].size)
+
+
+def test_rows_of_other_dtypes(axis_type):
+    mesh = mesh_of(axis_type, a=8)
+    for dtype in ("bfloat16", "float16", "bool", "uint8", "int16", "int32"):
+        x = jnp.asarray(np.abs(X) * 3, dtype)
+        rows = jax.jit(lambda x: dispatch(x, plan(EXPERTS, E)))
+        assert_trees_close(rows(put(mesh, x, "a")), rows(x), rtol=0, atol=0)
+
+
+def test_positions_of_several_sequences_are_refused(axis_type):
+    """Their rows would interleave with those of other shards."""
+    mesh = mesh_of(axis_type, a=8)
+    experts = holey_experts((8, 8))
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"experts: got .* number 1 is sharded"):
+        jax.jit(lambda e: plan(e, E))(put(mesh, experts, None, "a"))
+
+
 CALLS = {
-    "plan": (lambda e: plan(e, E), EXPERTS),
-    "dispatch": (lambda x: dispatch(x, plan(EXPERTS, E)), X),
     "combine": (lambda rows: combine(rows, plan(EXPERTS, E)), normal(T * K, D)),
     "grouped_matmul": (lambda x: grouped_matmul(x, W_OUT.swapaxes(1, 2), np.full(E, 4, np.int32)), X),
     "expert_ffn_forward": (lambda x: expert_ffn(x, W_IN, W_OUT, np.full(E, 4, np.int32)), X),
@@ -85,8 +155,6 @@ def test_sharded_rows_are_refused_with_what_to_do_instead(axis_type, name):
     mesh = mesh_of(axis_type, a=8)
     whole = jax.jit(function)(put(mesh, array))
     assert_trees_close(whole, jax.jit(function)(array))
-    message = (
-        rf"{name}: got {array.dtype}\[{array.shape[0]}, {array.shape[1]}\] sharded.*expected whole arrays.*moe\(\)"
-    )
+    message = rf"{name}: got {array.dtype}\[{array.shape[0]}, {array.shape[1]}\] sharded.*expected whole (arrays|rows)"
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
         jax.jit(function)(put(mesh, array, "a"))

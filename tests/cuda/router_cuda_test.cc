@@ -8,6 +8,7 @@
 #include "anabranch/cuda.h"
 #include "device.h"
 #include "router_case.h"
+#include "tall_mirrors.h"
 
 namespace anabranch::testing {
 namespace {
@@ -537,47 +538,6 @@ TEST_F(RouterCuda, ReplaysInAGraph) {
   EXPECT_EQ(replayed.counts.values(), direct.counts.values());
   EXPECT_EQ(std::memcmp(replayed.score_sum.values().data(), direct.score_sum.values().data(), 4 * 128), 0);
 }
-
-// Host tensors as the last rows of tall ones on the device, whose other rows are zeros.
-class TallMirrors {
- public:
-  TallMirrors(int64_t rows, int64_t tail) : rows_(rows), tail_(tail) {}
-  ~TallMirrors() {
-    for (const Mirror& mirror : mirrors_) cudaFree(mirror.view.data);
-  }
-
-  const ab_tensor* add(const ab_tensor* host) {
-    if (host == nullptr) return nullptr;
-    mirrors_.push_back({host, *host});
-    ab_tensor& view = mirrors_.back().view;
-    if (view.shape[0] == tail_) view.shape[0] = rows_;
-    EXPECT_CUDA(cudaMalloc(&view.data, static_cast<size_t>(bytes_of(view))));
-    EXPECT_CUDA(cudaMemset(view.data, 0, static_cast<size_t>(bytes_of(view))));
-    EXPECT_CUDA(cudaMemcpy(last_rows(mirrors_.back()), host->data, static_cast<size_t>(bytes_of(*host)),
-                           cudaMemcpyHostToDevice));
-    return &view;
-  }
-
-  void fetch() {
-    EXPECT_CUDA(cudaDeviceSynchronize());
-    for (const Mirror& mirror : mirrors_) {
-      EXPECT_CUDA(cudaMemcpy(mirror.host->data, last_rows(mirror), static_cast<size_t>(bytes_of(*mirror.host)),
-                             cudaMemcpyDeviceToHost));
-    }
-  }
-
- private:
-  struct Mirror {
-    const ab_tensor* host;
-    ab_tensor view;
-  };
-  static char* last_rows(const Mirror& mirror) {
-    return static_cast<char*>(mirror.view.data) + bytes_of(mirror.view) - bytes_of(*mirror.host);
-  }
-  int64_t rows_;
-  int64_t tail_;
-  std::deque<Mirror> mirrors_;  // views keep their addresses
-};
 
 // T * E past 2^31: the last tokens come out, and have gradients, bit for bit as if they stood alone.
 void check_past_two_to_the_31(int64_t E, int32_t K, int32_t score_function) {

@@ -97,17 +97,16 @@ def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], resul
         return _product_in_float32(a, b, contract=contract).astype(result)
 
     def rounded(a: jax.Array, b: jax.Array) -> jax.Array:
-        axes = (((contract[0],), (contract[1],)), ((), ()))
-        return jax.lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), axes, preferred_element_type=result)
+        return _product(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), contract, result)
 
     product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=rounded)
     return product
 
 
-def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], result: Any = jnp.float32) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     axes = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=result)
 
 
 def _product_in_float32(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:

@@ -103,7 +103,8 @@ def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
     Raises:
       ValueError: a dimension behind the first one of more than one is divided, so that shards' tokens interleave.
     """
-    divided = [i for i, axes in enumerate(_on_shards.get() or ()) if axes]
+    token_axes = _on_shards.get() or ()
+    divided = [i for i, axes in enumerate(token_axes) if axes]
     if not divided:
         return ()
     if len(divided) > 1 or any(size > 1 for size in tokens[: divided[0]]):
@@ -111,7 +112,7 @@ def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
             f"{name}: got token dimensions of which number {divided[-1]} is sharded, expected none but the first "
             "to be, since rows stand in the order of the tokens"
         )
-    return _on_shards.get()[divided[0]]  # type: ignore[index]
+    return token_axes[divided[0]]
 
 
 def entry_of(axes: Axes) -> Any:

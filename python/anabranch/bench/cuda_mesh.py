@@ -13,7 +13,8 @@ from anabranch.bench.selection import check_dtypes, implementations, sized
 CAPTION = """the layer on all GPUs as ranks along one expert axis, T tokens a rank, random gate; TFLOP/s a rank, of
 6 T K D F forward and 12 T K D F backward (the difference between forward and backward, and forward). capacity: the
 capacity_factor, none: buffers for the worst case; dropped: slots, of all ranks. collectives: T K rows of D a rank,
-exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring needs (T rows there, float32 sums back);
+exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring needs (all_gather: T rows there,
+all_to_all_sums: as many back);
 xla: jax.lax's under jit, torch: NCCL's all_to_all, a process a GPU. GB/s: of what a rank sends to others. Medians of
 20 batches with the queue full"""
 

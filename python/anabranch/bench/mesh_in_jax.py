@@ -74,8 +74,8 @@ def measure_layer(
 def collectives(mesh: Mesh, shape: LayerShape, dtype: str) -> Mapping[str, tuple[Callable[..., Any], Any, int]]:
     """What transports stand on, by XLA: a function, its operand, and the bytes that a rank sends.
 
-    all_to_all and ragged_all_to_all exchange T K rows of a rank, as many with each; all_gather and reduce_scatter are
-    the ring's, tokens there and float32 sums back.
+    all_to_all and ragged_all_to_all exchange T K rows of a rank, as many with each; all_gather and all_to_all_sums are
+    the ring's, T rows there and as many partial sums back.
     """
     P, T, D = mesh.size, shape.T, shape.D
     rows = T * shape.K // P
@@ -106,14 +106,11 @@ def collectives(mesh: Mesh, shape: LayerShape, dtype: str) -> Mapping[str, tuple
     def all_gather(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, AXIS, tiled=True)
 
-    def reduce_scatter(x: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(x, AXIS, tiled=True)
-
     exchanged = filled(P * P * rows, D, dtype=dtype)
     found = {
         "all_to_all": (sharded(all_to_all), exchanged, (P - 1) * rows * D * itemsize),
         "all_gather": (sharded(all_gather), filled(P * T, D, dtype=dtype), (P - 1) * T * D * itemsize),
-        "reduce_scatter": (sharded(reduce_scatter), filled(P * P * T, D, dtype=jnp.float32), (P - 1) * T * D * 4),
+        "all_to_all_sums": (sharded(all_to_all), filled(P * P * T, D, dtype=dtype), (P - 1) * T * D * itemsize),
     }
     if mesh.devices.flat[0].platform != "cpu":  # XLA has none there
         found["ragged_all_to_all"] = (sharded(ragged), exchanged, (P - 1) * rows * D * itemsize)

@@ -4,8 +4,9 @@ Inside a jax.shard_map over the expert axis. P devices ("ranks") hold E/P expert
 with K slots. Every transport is one class with the same methods (`Transport`), and gives the experts what they read:
 an array of tokens as it arrived and the row map into it, so that nothing is sorted a second time.
 
-- `Ring`: all tokens go everywhere (all_gather), each rank computes what its experts add to every token, and a
-  reduce-scatter brings the sums home. No region of a buffer stays empty whatever the routing.
+- `Ring`: all tokens go everywhere (all_gather), each rank computes what its experts add to every token, and an
+  all_to_all brings these partial sums home, where they are added. No region of a buffer stays empty whatever the
+  routing.
 - `Padded`: a region of fixed size for every destination (all_to_all). One plan with (destination, local expert) groups
   lays them out.
 - `Ragged`: only the rows there are (jax.lax.ragged_all_to_all). XLA has no such collective on the CPU: there
@@ -151,7 +152,7 @@ class RingRoute(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """All tokens to all ranks, sums back. Without an axis also the layer without expert parallelism."""
+    """All tokens to all ranks, partial sums back. Without an axis also the layer without expert parallelism."""
 
     bounds: Bounds
     route = RingRoute
@@ -199,12 +200,15 @@ class Ring:
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
-        """See Transport. Partial sums travel in float32."""
-        if self.bounds.axis is None:
+        """See Transport. Partial sums are added up in float32 and travel in the dtype of the rows, as all rows do."""
+        if self._alone:
             return gather_sum(rows, route.row_of_slot, weights, dtype, addend)
         weights = None if weights is None else self._gather(weights)
-        sums = self._reduce(gather_sum(rows, route.row_of_slot, weights, jnp.float32))
-        return finish_sums(sums, dtype, addend)
+        P, T = self.bounds.ranks, self.bounds.tokens
+        sums = gather_sum(rows, route.row_of_slot, weights, rows.dtype).reshape(P, T, rows.shape[1])
+        arrived = _all_to_all(sums, self.bounds.axis).reshape(P * T, rows.shape[1])
+        row_of_rank = jnp.arange(P * T, dtype=jnp.int32).reshape(P, T).T
+        return gather_sum(arrived, row_of_rank, None, dtype, addend)
 
     def collect_weights(self, route: RingRoute, weights: jax.Array) -> jax.Array:
         """See Transport. At most one rank has a value for a slot; the others add 0."""
@@ -401,11 +405,11 @@ def _slices_of_all(rows: jax.Array, out: jax.Array, params: RaggedParams, axis: 
 
 TRANSPORTS: dict[str, Callable[[Bounds], Any]] = {"ring": Ring, "all_to_all": Padded, "ragged": Ragged}
 
-#: Bytes a second and rank that XLA's collectives move, by platform. On GPUs: measured on two H200s over NVLink
+#: Bytes a second and rank that XLA's collectives move, by platform. On GPUs: measured on two and four H200s over NVLink
 #: (docs/performance.md, "Many devices"). Elsewhere only ratios count; on the CPU what stands in for the ragged exchange
 #: gathers everything.
 _RATES = {
-    "gpu": {"ring": 180e9, "all_to_all": 230e9, "ragged": 2.7e9},
+    "gpu": {"ring": 220e9, "all_to_all": 240e9, "ragged": 4.5e9},
     "tpu": {"ring": 1e11, "all_to_all": 1e11, "ragged": 1e11},
     "cpu": {"ring": 1e10, "all_to_all": 1e10},
 }
@@ -416,7 +420,7 @@ def traffic(bounds: Bounds, itemsize: int) -> dict[str, float]:
     b, others = bounds, bounds.ranks - 1
     region = num_rows_needed(b.pair_slots, b.local_experts, b.align_size)
     return {
-        "ring": others * b.tokens * (itemsize + 4),
+        "ring": 2 * others * b.tokens * itemsize,
         "all_to_all": 2 * others * region * itemsize,
         "ragged": 2 * b.tokens * b.topk * others / b.ranks * itemsize,
     }

@@ -65,7 +65,7 @@ def test_padding_of_every_source_and_expert_has_room():
 
 def test_traffic_and_choice():
     b = bounds(8, 4, 1000, 2)
-    assert traffic(b, 2) == {"ring": 7 * 1000 * 6, "all_to_all": 2 * 7 * 2000 * 2, "ragged": 2 * 2000 * 7 / 8 * 2}
+    assert traffic(b, 2) == {"ring": 2 * 7 * 1000 * 2, "all_to_all": 2 * 7 * 2000 * 2, "ragged": 2 * 2000 * 7 / 8 * 2}
     assert choose("cpu", bounds(2, 4, 1000, 1), 4) == "ring"
     assert choose("gpu", bounds(512, 4, 1000, 1), 2) == "ragged"
     # A tight bound makes regions small: 100 slots for all that a rank may take.

@@ -155,19 +155,20 @@ def test_inside_a_shard_map_over_another_axis():
 
 
 KINDS = {
-    "ring": {"all-gather", "reduce-scatter", "all-reduce"},
+    "ring": {"all-gather", "all-to-all", "reduce-scatter", "all-reduce"},
     "all_to_all": {"all-to-all", "all-reduce"},
 }
 
 
 @pytest.mark.parametrize("transport", KINDS)
 def test_tokens_travel_by_the_transport_alone(transport):
-    """Its collectives, and sums of statistics and of the gate's gradient."""
+    """Its collectives, and sums of statistics and of the gate's gradient; of the ring's weights, [P T, K] of them."""
     parallel = Parallel(expert_axis="expert", transport=transport, mesh=mesh_of(expert=8))
     on_mesh = {name: put(parallel.mesh, array, *parallel.specs()[name]) for name, array in _arguments().items()}
     found = collectives(lambda a: _step(a, parallel=parallel), on_mesh)
     assert {name for name, _ in found} == KINDS[transport]
     assert max(size for name, size in found if name == "all-reduce") <= on_mesh["gate"].size
+    assert all(size <= on_mesh["x"].shape[0] * 2 for name, size in found if name == "reduce-scatter")
 
 
 def test_ragged_is_the_native_collective_but_on_the_cpu():
@@ -214,7 +215,7 @@ def test_traffic_is_what_the_program_sends(capacity_factor):
         )
         on_mesh = {name: put(parallel.mesh, a, *parallel.specs()[name]) for name, a in arguments.items()}
         found = collectives(lambda a, p=parallel: moe(**a, topk=K, parallel=p).output, on_mesh)
-        # Of what is gathered a rank has one part; a reduce-scatter's and an all_to_all's result is one part.
-        parts = {"all-gather": 1 / P, "reduce-scatter": 1, "all-to-all": 1}
+        # Of what is gathered a rank has one part; an all_to_all's result is one part.
+        parts = {"all-gather": 1 / P, "all-to-all": 1}
         wide = [size * parts[name] for name, size in found if name in parts and size * parts[name] >= T * D]
         assert 4 * (P - 1) * sum(wide) == expected[transport] * D, found

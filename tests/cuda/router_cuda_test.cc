@@ -5,83 +5,11 @@
 #include <limits>
 #include <random>
 
-#include "anabranch/cuda.h"
-#include "device.h"
-#include "router_case.h"
-#include "tall_mirrors.h"
+#include "router_run.h"
 
 namespace anabranch::testing {
 namespace {
 
-ab_router_forward_args forward_args(const Case& c, const Inputs& in, const Outputs& out) {
-  ab_router_forward_args args{};
-  args.size = sizeof(args);
-  args.topk = c.K;
-  args.score_function = c.score_function;
-  args.normalize = c.normalize;
-  args.num_groups = c.num_groups;
-  args.group_topk = c.group_topk;
-  args.scaling_factor = 1.5f;
-  args.logits = in.logits.view();
-  args.expert_bias = c.bias ? in.bias.view() : nullptr;
-  args.token_mask = c.mask ? in.mask.view() : nullptr;
-  args.forced_experts = c.forced ? in.forced.view() : nullptr;
-  args.experts = out.experts.view();
-  args.tokens_per_expert = out.counts.view();
-  args.lse = out.lse.view();
-  if (c.form == Form::aux) {
-    args.aux_scores = out.aux.view();
-    args.weights = out.weights.view();
-  } else {
-    args.score_sum = out.score_sum.view();
-    args.weights = c.form == Form::compact ? out.weights.view() : nullptr;
-    args.probs = c.form == Form::compact ? nullptr : out.probs.view();
-    args.routing_map = out.map(c.form);
-  }
-  return args;
-}
-
-// add(tensor): its copy on the device.
-template <class Add>
-ab_router_forward_args on_device(ab_router_forward_args args, const Add& add) {
-  for (const ab_tensor** tensor :
-       {&args.logits, &args.expert_bias, &args.token_mask, &args.forced_experts, &args.weights, &args.experts,
-        &args.tokens_per_expert, &args.score_sum, &args.lse, &args.probs, &args.routing_map, &args.aux_scores}) {
-    *tensor = add(*tensor);
-  }
-  return args;
-}
-
-template <class Add>
-ab_router_backward_args on_device(ab_router_backward_args args, const Add& add) {
-  for (const ab_tensor** tensor : {&args.logits, &args.experts, &args.token_mask, &args.lse, &args.d_weights,
-                                   &args.d_probs, &args.d_score_sum, &args.d_aux_scores, &args.d_lse, &args.d_logits}) {
-    *tensor = add(*tensor);
-  }
-  return args;
-}
-
-auto add_to(Mirrors* mirrors, bool unaligned = false) {
-  return [=](const ab_tensor* host) {
-    return mirrors->add(host, unaligned && host != nullptr ? element_bytes_of(*host) : 0);
-  };
-}
-
-void run(const ab_router_forward_args& args) {
-  size_t bytes = 0;
-  EXPECT_OK(ab_cuda_router_forward_workspace(&args, nullptr, &bytes));
-  DeviceWorkspace workspace(bytes);
-  EXPECT_OK(ab_cuda_router_forward(&args, &workspace.exec()));
-  workspace.check();
-}
-
-void run_on_device(const Case& c, const Inputs& in, const Outputs& out) {
-  Mirrors mirrors;
-  run(on_device(forward_args(c, in, out), add_to(&mirrors, c.unaligned)));
-  mirrors.fetch();
-}
-
-// |got - want| / |want| over the finite values; infinite where the others differ.
 template <class Got, class Want>
 double relative_error(int64_t size, const Got& got, const Want& want) {
   double error = 0.0;
@@ -168,19 +96,6 @@ void compare(const Case& c, const Outputs& got, const Outputs& want) {
   if (c.form == Form::int16) exact("int16", c.K, got.i16, want.i16);
   if (c.form == Form::int32) exact("int32", c.K, got.i32, want.i32);
   if (c.form == Form::int64) exact("int64", c.K, got.i64, want.i64);
-}
-
-ab_router_backward_args backward_args(const Case& c, const Inputs& in, const Outputs& out) {
-  ab_router_backward_args args{};
-  args.size = sizeof(args);
-  args.topk = c.K;
-  args.score_function = c.score_function;
-  args.normalize = c.normalize;
-  args.scaling_factor = 1.5f;
-  args.logits = in.logits.view();
-  args.experts = out.experts.view();
-  args.token_mask = c.mask ? in.mask.view() : nullptr;
-  return args;
 }
 
 // The norm of the terms s_e (|G_e| + sum G s) of the gradient of auxiliary scores s under cotangents G, in float64:
@@ -537,77 +452,6 @@ TEST_F(RouterCuda, ReplaysInAGraph) {
   EXPECT_EQ(replayed.experts.values(), direct.experts.values());
   EXPECT_EQ(replayed.counts.values(), direct.counts.values());
   EXPECT_EQ(std::memcmp(replayed.score_sum.values().data(), direct.score_sum.values().data(), 4 * 128), 0);
-}
-
-// T * E past 2^31: the last tokens come out, and have gradients, bit for bit as if they stood alone.
-void check_past_two_to_the_31(int64_t E, int32_t K, int32_t score_function) {
-  Case small{2500, E, K, AB_BFLOAT16, score_function};  // enough to be served by the same kernels
-  const int64_t T = (int64_t{1} << 31) / E + 5000;
-  const int64_t others = T - small.T;
-  const Inputs in(small);
-  for (const Form form : {Form::bytes, Form::aux}) {
-    const Outputs want(small);
-    const Outputs got(small);
-    small.form = form;
-    run_on_device(small, in, want);
-    TallMirrors mirrors(T, small.T);
-    run(on_device(forward_args(small, in, got), [&](const ab_tensor* host) { return mirrors.add(host); }));
-    mirrors.fetch();
-    EXPECT_EQ(got.experts.values(), want.experts.values());
-    EXPECT_EQ(got.lse.values(), want.lse.values());
-    for (int64_t e = 0; e < E; ++e) {  // of zeros, the lowest are selected
-      ASSERT_EQ(got.counts[e], want.counts[e] + (e < K ? others : 0)) << "of expert " << e;
-    }
-    if (form == Form::aux) {
-      EXPECT_EQ(got.weights.values(), want.weights.values());
-      EXPECT_EQ(got.aux.values(), want.aux.values());
-      continue;
-    }
-    EXPECT_TRUE(got.probs.is(want.probs));
-    EXPECT_EQ(got.bytes.values(), want.bytes.values());
-    for (int64_t e = 0; e < E; ++e) {
-      const double sum = want.score_sum[e] + static_cast<double>(others) / static_cast<double>(E);
-      ASSERT_NEAR(got.score_sum[e], sum, 1e-4 * sum) << "of expert " << e;
-    }
-  }
-  Tensor<float> d_weights({small.T, K});
-  Tensor<float> d_aux({small.T, E});
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal;
-  for (float& value : d_weights.values()) value = normal(random);
-  for (float& value : d_aux.values()) value = normal(random);
-  const Outputs routed(small);
-  run_on_device(small, in, routed);
-  for (const bool auxiliary : {false, true}) {
-    const FloatTensor d_want({small.T, E}, small.dtype);
-    const FloatTensor d_got({small.T, E}, small.dtype);
-    ab_router_backward_args args = backward_args(small, in, routed);
-    args.d_weights = auxiliary ? nullptr : d_weights.view();
-    args.experts = auxiliary ? nullptr : args.experts;
-    args.scaling_factor = auxiliary ? 1.0f : args.scaling_factor;
-    args.d_aux_scores = auxiliary ? d_aux.view() : nullptr;
-    args.d_logits = d_want.view();
-    Mirrors few;
-    ab_router_backward_args call = on_device(args, add_to(&few));
-    EXPECT_OK(ab_cuda_router_backward(&call, nullptr));
-    few.fetch();
-    args.d_logits = d_got.view();
-    TallMirrors mirrors(T, small.T);
-    call = on_device(args, [&](const ab_tensor* host) { return mirrors.add(host); });
-    EXPECT_OK(ab_cuda_router_backward(&call, nullptr));
-    mirrors.fetch();
-    EXPECT_TRUE(d_got.is(d_want)) << "auxiliary " << auxiliary;
-  }
-}
-
-TEST_F(RouterCuda, MoreThanTwoToThe31Logits) {
-  SKIP_WITHOUT_GIB(24);
-  check_past_two_to_the_31(512, 8, AB_SOFTMAX);
-}
-
-TEST_F(RouterCuda, MoreThanTwoToThe31LogitsOfWideRows) {
-  SKIP_WITHOUT_GIB(24);
-  check_past_two_to_the_31(2304, 36, AB_SIGMOID);
 }
 
 }  // namespace

@@ -109,7 +109,8 @@ struct Network {
             c.biases ? b_out.view() : nullptr,
             weighted ? weights.view() : nullptr,
             y.view(),
-            h.view()};
+            h.view(),
+            nullptr};
   }
   // From kept_h, so that both sides begin with the same.
   BackwardArgs backward_args() const {

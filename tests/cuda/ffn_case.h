@@ -147,7 +147,7 @@ struct Network {
   static void forward_on_gpu(const ForwardArgs& args) {
     using A = ForwardArgs;
     run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, args, &A::x, &A::slot_of_row,
-                  &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h);
+                  &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h, &A::a);
   }
   static void backward_on_gpu(const BackwardArgs& args) {
     using A = BackwardArgs;

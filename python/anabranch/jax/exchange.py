@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.chunk_sort import sort_chunks
 from anabranch.jax.dispatch import gather_sum, num_rows_needed, plan, spread, take
+from anabranch.jax.experts import SlotProduct
 from anabranch.jax.ragged_exchange import (
     RaggedParams,
     compute_ragged_all_to_all_params,
@@ -97,7 +98,7 @@ class Transport(Protocol):
     def collect(
         self,
         route: Any,
-        rows: jax.Array,
+        rows: SlotProduct,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
@@ -194,16 +195,16 @@ class Ring:
     def collect(
         self,
         route: RingRoute,
-        rows: jax.Array,
+        rows: SlotProduct,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
         """See Transport. Partial sums travel in float32."""
         if self.bounds.axis is None:
-            return gather_sum(rows, route.row_of_slot, weights, dtype, addend)
+            return rows.sum(route.row_of_slot, weights, dtype, addend)
         weights = None if weights is None else self._gather(weights)
-        sums = self._reduce(gather_sum(rows, route.row_of_slot, weights, jnp.float32))
+        sums = self._reduce(rows.sum(route.row_of_slot, weights, jnp.float32))
         return finish_sums(sums, dtype, addend)
 
     def collect_weights(self, route: RingRoute, weights: jax.Array) -> jax.Array:
@@ -278,13 +279,13 @@ class _Rows(abc.ABC):
     def collect(
         self,
         route: RowRoute,
-        rows: jax.Array,
+        rows: SlotProduct,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
         """See Transport. Rows travel in their own dtype and are added here, k ascending."""
-        arrived = gather_sum(rows, route.row_of_arrived, None, rows.dtype)
+        arrived = rows.sum(route.row_of_arrived, None, rows.x.dtype)
         return gather_sum(self._return(route, arrived), route.row_of_slot, weights, dtype, addend)
 
     def collect_weights(self, route: RowRoute, weights: jax.Array) -> jax.Array:

@@ -61,9 +61,9 @@ AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args*
  *
  * to the bit what ab_expert_ffn_forward makes of `a`, or ab_expert_ffn_backward of dh, and ab_combine of their rows.
  * With weight_early x has the weights already: the row's weight, that of its slot_of_row, multiplies the bias, and the
- * sum applies none. Rows whose slot_of_row lies outside [0, T K) are padding, where x must be zero, and count as zeros.
- * Sums are float32, slots in ascending order, then the addend, and are rounded once, to the dtype of out, which may be
- * the addend itself.
+ * sum applies none. Rows whose slot_of_row lies outside [0, T K) are padding and count as zeros, whatever x and w hold.
+ * Sums are float32, slots in ascending order, then the addend, and are rounded once, to the dtype of out. out may be the
+ * addend itself, of the same address and dtype; otherwise the two may not overlap.
  * Workspace: [R, N] of the dtype of x, and some MiB a thread. */
 typedef struct ab_grouped_matmul_combine_args {
   size_t size;
@@ -125,7 +125,7 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * The same for early and late weights. Memory: dh may be the very buffer of h, which it then takes over. The workspace
  * holds w a, [R, F] of the dtype of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not
  * given; and some MiB a thread. So with dh in h's place the peak is weights, gradients, x, h and two row buffers
- * (w a and dx_rows).
+ * (w a and dx_rows), or without dx_rows, which ab_grouped_matmul_combine sums as it computes them from dh, only w a.
  *
  * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
  * them be float32 and accumulate. */

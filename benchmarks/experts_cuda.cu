@@ -1,11 +1,13 @@
 // bench_experts_cuda: the grouped products of an expert layer on this machine's GPU, beside cuBLAS.
 //
-//   bench_experts_cuda [--rows R] [--shape D,F,E]... [--products up,down,dh,dgrad,dw_in,dw_out] [--repeats N]
+//   bench_experts_cuda [--rows R] [--shape D,F,E]... [--products NAMES] [--topk K] [--repeats N]
+//
+// NAMES: of up,down,dh,dgrad,dw_in,dw_out,down+sum,dgrad+sum.
 //
 // For every shape, product and routing: cuBLAS, where its library can be loaded, then our kernel with every shape of
-// tiles
-// (* marks the one that the library takes). cuBLAS computes one product of the same total size for products over rows,
-// and a batch of equal products for gradients of weights. Random data, 8 rows a token, the L2 cache flushed before each
+// tiles (* marks the one that the library takes). cuBLAS computes one product of the same total size for products over
+// rows, and a batch of equal products for gradients of weights. Products with the sums of their rows by token, of K rows
+// each, are measured in chunks of 256, 512, 1024 and all columns instead. Random data, the L2 cache flushed before each
 // call, the median of the repeats. Every line is measured in a process of its own, which is started anew behind what
 // failed in it.
 #include <cuda_runtime.h>
@@ -17,6 +19,7 @@
 
 #include <algorithm>
 #include <array>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +31,8 @@
 #include <vector>
 
 #include "anabranch/experts.h"
+#include "experts/column_chunks.h"
+#include "experts/grouped_matmul_combine.h"
 #include "experts/hopper/hidden_gradient.h"
 #include "experts/hopper/rows_product.h"
 #include "experts/hopper/up.h"
@@ -168,8 +173,6 @@ double time_of(int repeats, const std::function<void()>& call) {
   return times[static_cast<size_t>(repeats / 2)] * 1e3;
 }
 
-constexpr int kRowsPerToken = 8;
-
 // Rows of each expert when every row chooses one: all experts alike, or expert i with a share of 1 / (1 + i); and which
 // slot every row stands for, slots of an expert in order.
 struct Routing {
@@ -201,12 +204,13 @@ struct Shape {
 struct Options {
   long rows = 262144;
   int repeats = 20;
+  int topk = 8;
   std::string products;
   std::vector<Shape> shapes;
 };
 
 // Products of the layer. Over rows: y [R, N] = x [R, K] w. Gradients of weights: d_w [D, N] = x^T d_y.
-enum class Kind { rows, up, hidden, gradient, gradient_gathered_x, gradient_gathered_d_y };
+enum class Kind { rows, up, hidden, gradient, gradient_gathered_x, gradient_gathered_d_y, combined };
 struct Named {
   const char* name;
   const char* formula;
@@ -229,10 +233,14 @@ constexpr Named kProducts[] = {
     {"dw_in", "gather(x)^T dh", Kind::gradient_gathered_x, false, width, both},
     {"dw_out", "a^T d_y", Kind::gradient, false, half, width},
     {"dw_out", "a^T gather(d_out)", Kind::gradient_gathered_d_y, false, half, width},
+    {"down+sum", "sum_k w a W_out", Kind::combined, false, half, width},
+    {"dgrad+sum", "sum_k dh W_in^T", Kind::combined, true, both, width},
 };
 
-// Column 0 is cuBLAS, the others are shapes of tiles.
+// Column 0 is cuBLAS, the others are shapes of tiles; or all are widths of chunks.
 constexpr size_t kColumns = 1 + std::size(cuda::kTileModels);
+constexpr long kChunks[] = {256, 512, 1024, LONG_MAX};
+static_assert(std::size(kChunks) == kColumns);
 using Columns = std::array<double, kColumns>;
 
 double flops_of(const Options& options, const Named& named, const Shape& shape) {
@@ -257,13 +265,73 @@ void check(const ab_status& status) {
   if (status.code != AB_OK) fail(status.message);
 }
 
+void print_time(double microseconds) {
+  std::printf("%.2f\n", microseconds);
+  std::fflush(stdout);
+}
+
+int multiprocessors_of_device() {
+  int multiprocessors = 0;
+  CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  return multiprocessors;
+}
+
+// The same as measure(), of a product and the sums of its rows.
+void measure_combined(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
+  const int64_t T = options.rows / options.topk;
+  const int64_t R = T * options.topk;
+  const int64_t terms = named.K(shape);
+  const int64_t N = named.N(shape);
+  const Routing routing(R, shape.E, zipf);
+  std::vector<int32_t> rows(routing.slots.size());
+  for (size_t r = 0; r < rows.size(); ++r) rows[static_cast<size_t>(routing.slots[r])] = static_cast<int32_t>(r);
+  const Memory sizes(routing.sizes), slots(routing.slots), row_of_slot(rows);
+  const RandomMemory x(R, terms, 1), w(shape.E * terms, N, 2), weights(R, 1, 3), addend(T, N, 4);
+  const Memory out(static_cast<size_t>(T * N) * 2);
+  const auto view = [](const Memory& memory, int32_t dtype, std::initializer_list<int64_t> axes) {
+    ab_tensor tensor{memory.data(), dtype, static_cast<int32_t>(axes.size()), {}, nullptr};
+    std::copy(axes.begin(), axes.end(), tensor.shape);
+    return tensor;
+  };
+  const ab_tensor views[] = {
+      view(x, AB_BFLOAT16, {R, terms}),
+      named.transposed ? view(w, AB_BFLOAT16, {shape.E, N, terms}) : view(w, AB_BFLOAT16, {shape.E, terms, N}),
+      view(sizes, AB_INT32, {shape.E}),
+      view(slots, AB_INT32, {R}),
+      view(row_of_slot, AB_INT32, {T, options.topk}),
+      view(weights, AB_BFLOAT16, {T, options.topk}),
+      view(addend, AB_BFLOAT16, {T, N}),
+      view(out, AB_BFLOAT16, {T, N})};
+  ab_grouped_matmul_combine_args args{};
+  args.size = sizeof(args);
+  args.transpose_w = named.transposed ? 1 : 0;
+  args.x = &views[0];
+  args.w = &views[1];
+  args.group_sizes = &views[2];
+  args.slot_of_row = &views[3];
+  args.row_of_slot = &views[4];
+  args.weights = named.transposed ? nullptr : &views[5];  // as the layer has them
+  args.addend = named.transposed ? &views[6] : nullptr;
+  args.out = &views[7];
+  CombinedSizes combined;
+  check(anabranch::check(&args, &combined));
+  const int multiprocessors = multiprocessors_of_device();
+  for (size_t column = first; column < kColumns; ++column) {
+    const int64_t columns = std::min<int64_t>(kChunks[column], N);
+    const Memory buffer(static_cast<size_t>(R * columns) * 2);
+    print_time(time_of(options.repeats, [&] {
+      check(cuda::multiply_and_combine(args, combined, columns, buffer.data(), multiprocessors, nullptr));
+    }));
+  }
+}
+
 // Prints the microseconds of columns from `first` on, one a line, 0 where cuBLAS was not found.
 void measure(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
+  if (named.kind == Kind::combined) return measure_combined(options, shape, named, zipf, first);
   const int64_t R = options.rows;
   const int64_t K = named.K(shape);
   const int64_t N = named.N(shape);
-  int multiprocessors = 0;
-  CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+  const int multiprocessors = multiprocessors_of_device();
   const Cublas cublas;
   const Routing routing(R, shape.E, zipf);
   const Memory sizes(routing.sizes);
@@ -291,8 +359,8 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   if (named.kind == Kind::gradient_gathered_x || named.kind == Kind::gradient_gathered_d_y) {
     cuda::RowSource& gathered = named.kind == Kind::gradient_gathered_x ? g.x : g.d_y;
     gathered.slots = slots.integers();
-    gathered.slots_per_row = kRowsPerToken;
-    gathered.source_rows = R / kRowsPerToken;
+    gathered.slots_per_row = options.topk;
+    gathered.source_rows = R / options.topk;
   }
   g.group_sizes = sizes.integers();
   g.d_w = result.data();
@@ -310,7 +378,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   const RandomMemory h(named.kind == Kind::hidden ? R : 0, both(shape), 3);
   const auto run_fused = [&](cuda::TileChoice tile) {
     const auto fill = [&](auto& op, cuda::RowSource& rows) {
-      rows = {x.data(), slots.integers(), kRowsPerToken, R / kRowsPerToken};
+      rows = {x.data(), slots.integers(), options.topk, R / options.topk};
       op.group_sizes = sizes.integers();
       op.weights.slots = slots.integers();
       op.weights.num_slots = R;
@@ -357,8 +425,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
     } else if (cublas.found()) {
       microseconds = time_of(options.repeats, [&] { over_rows ? cublas.run(p) : cublas.run(g); });
     }
-    std::printf("%.2f\n", microseconds);
-    std::fflush(stdout);
+    print_time(microseconds);
   }
 }
 
@@ -396,7 +463,7 @@ Columns measure_apart(const Options& options, const Shape& shape, size_t product
     const std::string output =
         run_apart({"bench_experts_cuda", "--measure", std::to_string(options.rows), std::to_string(options.repeats),
                    std::to_string(shape.D), std::to_string(shape.F), std::to_string(shape.E), std::to_string(product),
-                   zipf ? "1" : "0", std::to_string(column)});
+                   zipf ? "1" : "0", std::to_string(column), std::to_string(options.topk)});
     for (size_t begin = 0, end; (end = output.find('\n', begin)) != std::string::npos; begin = end + 1) {
       const std::string line = output.substr(begin, end - begin);
       char* rest = nullptr;
@@ -412,13 +479,36 @@ Columns measure_apart(const Options& options, const Shape& shape, size_t product
   return columns;
 }
 
+// Every width of chunks; * is what the library takes.
+void print_chunks(const Options& options, const Shape& shape, const Named& named, const Columns& columns) {
+  const long N = named.N(shape);
+  const int64_t taken = chunk_columns(options.rows, N, named.K(shape), named.transposed);
+  for (size_t i = 0; i < kColumns; ++i) {
+    const long chunk = std::min(kChunks[i], N);
+    std::printf("  %5ld:", chunk);
+    if (columns[i] < 0) {
+      std::printf("     FAILED     ");
+    } else {
+      std::printf(" %8.1f us %4.0f", columns[i], flops_of(options, named, shape) / columns[i] * 1e-6);
+    }
+    std::printf("%s", chunk == taken ? "*" : " ");
+  }
+  std::printf("\n");
+}
+
 void print_line(const Options& options, const Shape& shape, size_t product, bool zipf, int multiprocessors) {
   const Named& named = kProducts[product];
   std::string why;
   const Columns columns = measure_apart(options, shape, product, zipf, &why);
   const auto rate = [&](double microseconds) { return flops_of(options, named, shape) / microseconds * 1e-6; };
-  std::printf("%5ld %5ld %4ld  %-6s %-19s %-7s", shape.D, shape.F, shape.E, named.name, named.formula,
+  std::printf("%5ld %5ld %4ld  %-9s %-20s %-7s", shape.D, shape.F, shape.E, named.name, named.formula,
               zipf ? "zipf" : "uniform");
+  if (named.kind == Kind::combined) {
+    print_chunks(options, shape, named, columns);
+    std::printf("%s", why.c_str());
+    std::fflush(stdout);
+    return;
+  }
   const cuda::TileChoice taken = tile_taken(options, named, shape, multiprocessors);
   double ours = 0;
   for (size_t i = 1; i < kColumns; ++i) {
@@ -448,6 +538,8 @@ Options parse(int count, char** arguments) {
       options.rows = std::atol(value);
     } else if (std::strcmp(arguments[i], "--repeats") == 0 && std::atoi(value) > 0) {
       options.repeats = std::atoi(value);
+    } else if (std::strcmp(arguments[i], "--topk") == 0 && std::atoi(value) > 0) {
+      options.topk = std::atoi(value);
     } else if (std::strcmp(arguments[i], "--products") == 0) {
       options.products = std::string(",") + value + ",";
     } else if (std::strcmp(arguments[i], "--shape") == 0 &&
@@ -455,8 +547,8 @@ Options parse(int count, char** arguments) {
                shape.E > 0) {
       options.shapes.push_back(shape);
     } else {
-      std::printf("got %s %s, expected --rows R, --shape D,F,E, --products NAMES or --repeats N\n", arguments[i],
-                  value);
+      std::printf("got %s %s, expected --rows R, --shape D,F,E, --products NAMES, --topk K or --repeats N\n",
+                  arguments[i], value);
       std::exit(2);
     }
   }
@@ -466,13 +558,14 @@ Options parse(int count, char** arguments) {
   return options;
 }
 
-// --measure rows repeats D F E product zipf column
+// --measure rows repeats D F E product zipf column topk
 void measure_as_told(char** arguments) {
-  std::array<long, 8> numbers;
+  std::array<long, 9> numbers;
   for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::atol(arguments[i]);
   Options options;
   options.rows = numbers[0];
   options.repeats = static_cast<int>(numbers[1]);
+  options.topk = static_cast<int>(numbers[8]);
   constexpr unsigned kMostSeconds = 120;
   alarm(kMostSeconds);  // a kernel that never ends
   measure(options, {numbers[2], numbers[3], numbers[4]}, kProducts[numbers[5]], numbers[6] != 0,
@@ -482,7 +575,7 @@ void measure_as_told(char** arguments) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count == 10 && std::strcmp(arguments[1], "--measure") == 0) {
+  if (count == 11 && std::strcmp(arguments[1], "--measure") == 0) {
     measure_as_told(arguments + 2);
     return 0;
   }
@@ -491,7 +584,7 @@ int main(int count, char** arguments) {
   CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
   std::printf("%s, %d multiprocessors; R = %ld rows, bfloat16; %s\n", properties.name, properties.multiProcessorCount,
               options.rows, Cublas().found() ? "cuBLAS found" : "NO libcublas FOUND");
-  std::printf("    D     F    E  product                    routing");
+  std::printf("    D     F    E  product                        routing");
   for (const cuda::TileModel& model : cuda::kTileModels) std::printf("  %3dx%d TFLOP/s ", model.rows, model.columns);
   std::printf("\n");
   for (const Shape& shape : options.shapes) {

@@ -54,12 +54,45 @@ AB_API ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, con
 AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,
                                                 size_t* bytes);
 
+/* A grouped product whose rows are summed by token, without a buffer of all rows on a GPU. On the rows of expert e
+ *
+ *     rows = x w[e] + bias[e], or with transpose_w x w[e]^T + bias[e], rounded to the dtype of x;
+ *     out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]], plus addend[t]:
+ *
+ * to the bit what ab_expert_ffn_forward makes of `a`, or ab_expert_ffn_backward of dh, and ab_combine of their rows.
+ * With weight_early x has the weights already: the row's weight, that of its slot_of_row, multiplies the bias, and the
+ * sum applies none. Rows whose slot_of_row lies outside [0, T K) are padding and count as zeros, whatever x and w hold.
+ * Sums are float32, slots in ascending order, then the addend, and are rounded once, to the dtype of out. out may be the
+ * addend itself, of the same address and dtype; otherwise the two may not overlap.
+ * Workspace: [R, N] of the dtype of x, and some MiB a thread. */
+typedef struct ab_grouped_matmul_combine_args {
+  size_t size;
+  int32_t transpose_w;
+  int32_t weight_early;         /* 1: together with weights */
+  const ab_tensor* x;           /* [R, D] */
+  const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D] */
+  const ab_tensor* group_sizes; /* [E] int32 */
+  const ab_tensor* bias;        /* [E, N], or NULL */
+  const ab_tensor* slot_of_row; /* [R] int32 */
+  const ab_tensor* row_of_slot; /* [T, K] int32 */
+  const ab_tensor* weights;     /* [T, K] float, or NULL: ones */
+  const ab_tensor* addend;      /* [T, N] float, or NULL: zeros */
+  const ab_tensor* out;         /* [T, N] float */
+} ab_grouped_matmul_combine_args;
+
+AB_API ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
+AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args, const ab_exec* exec,
+                                                     size_t* bytes);
+
 /* h = x W_in[e] + b_in[e];  a = act(h_gate) h_up, or act(h) ungated;  y = a W_out[e] + b_out[e].
  *
  * With slot_of_row, x holds tokens: row r reads token slot_of_row[r] / K; a row whose entry lies outside [0, T K) is
  * padding, zero in y and h. Without it, x holds the rows themselves. Weights multiply y, or with weight_early a and
  * b_out. `a` is computed from h in float32 before h is rounded, and rounded to the dtype of x.
- * Workspace: [R, F] of the dtype of x, and some MiB a thread. */
+ *
+ * Where y is NULL and a is given, this is the first half alone, for ab_grouped_matmul_combine: without w_out and b_out,
+ * and with no other weights than early ones.
+ * Workspace: without a, [R, F] of the dtype of x; and some MiB a thread. */
 typedef struct ab_expert_ffn_forward_args {
   size_t size;
   int32_t activation;   /* ab_activation */
@@ -71,12 +104,13 @@ typedef struct ab_expert_ffn_forward_args {
   const ab_tensor* group_sizes; /* [E] int32 */
   const ab_tensor* w_in;        /* [E, D, P, F] */
   const ab_tensor* b_in;        /* [E, P, F], or NULL */
-  const ab_tensor* w_out;       /* [E, F, D] */
+  const ab_tensor* w_out;       /* [E, F, D]; NULL without y */
   const ab_tensor* b_out;       /* [E, D], or NULL */
   const ab_tensor* weights;     /* float [T, K] with slot_of_row, else [R]; NULL: 1 */
   /* outputs */
-  const ab_tensor* y; /* [R, D] */
+  const ab_tensor* y; /* [R, D]; may be NULL where a is given */
   const ab_tensor* h; /* [R, P, F], or NULL: kept for the backward pass */
+  const ab_tensor* a; /* [R, F], or NULL; zero in padding */
 } ab_expert_ffn_forward_args;
 
 AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
@@ -91,7 +125,7 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * The same for early and late weights. Memory: dh may be the very buffer of h, which it then takes over. The workspace
  * holds w a, [R, F] of the dtype of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not
  * given; and some MiB a thread. So with dh in h's place the peak is weights, gradients, x, h and two row buffers
- * (w a and dx_rows).
+ * (w a and dx_rows), or without dx_rows, which ab_grouped_matmul_combine sums as it computes them from dh, only w a.
  *
  * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
  * them be float32 and accumulate. */

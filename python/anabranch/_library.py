@@ -19,6 +19,7 @@ HANDLERS = (
     "ab_xla_expert_ffn_backward",
     "ab_xla_expert_ffn_forward",
     "ab_xla_grouped_matmul",
+    "ab_xla_grouped_matmul_combine",
     "ab_xla_grouped_matmul_dw",
     "ab_xla_plan",
     "ab_xla_router_backward",

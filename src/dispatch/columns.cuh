@@ -81,7 +81,7 @@ ab_status with_row_types(const Rows& x, const Rows& y, F&& f, const void* third 
   return with_float_type(x.dtype, [&]<class X>(X) {
     return with_float_type(y.dtype, [&]<class Y>(Y) {
       constexpr int N = kAccessBytes / std::max<int>(sizeof(X), sizeof(Y));
-      const bool aligned = x.D % N == 0 && address(x.data) % (N * sizeof(X)) == 0 &&
+      const bool aligned = x.D % N == 0 && y.D % N == 0 && address(x.data) % (N * sizeof(X)) == 0 &&
                            address(y.data) % (N * sizeof(Y)) == 0 && address(third) % kAccessBytes == 0;
       return aligned ? f(X{}, Y{}, std::integral_constant<int, N>{}) : f(X{}, Y{}, std::integral_constant<int, 1>{});
     });

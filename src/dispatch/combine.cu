@@ -1,8 +1,9 @@
 // ab_cuda_combine: a warp adds up a part of a token, all of it in registers, over the rows of the token's slots, and
 // last the addend's part.
+#include "dispatch/combine.h"
+
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
-#include "dispatch/check.h"
 #include "dispatch/columns.cuh"
 #include "dispatch/slots.cuh"
 
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const Gath
   const auto with_addend = [&](const auto& f) {
     if (sum.addend.data == nullptr) return;
     with_float_type(sum.addend.dtype, [&]<class Addend>(Addend) {
-      f(reinterpret_cast<const Addend*>(sum.addend.data) + t * width + columns.first);
+      f(reinterpret_cast<const Addend*>(sum.addend.data) + t * sum.addend.D + columns.first);
     });
   };
   // Only into the cache: beside the sums and the rows on their way, no registers are left for it.
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const Gath
   Vectors<Out, N> out;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) out.vectors[v] = Vector<Out, N>::from(sums[v]);
-  out.store(reinterpret_cast<Out*>(sum.out.data) + t * width + columns.first, columns.count);
+  out.store(reinterpret_cast<Out*>(sum.out.data) + t * sum.out.D + columns.first, columns.count);
 }
 
 template <class Row, class Out, int N>
@@ -116,6 +117,15 @@ ab_status launch_sum(const GatherSum& sum, cudaStream_t stream) {
 }
 
 }  // namespace
+
+ab_status compute_sum(const GatherSum& sum, cudaStream_t stream) {
+  if (sum.rows.D == 0) return ok();
+  const auto launch = [&]<class Row, class Out, int N>(Row, Out, std::integral_constant<int, N>) {
+    return launch_sum<Row, Out, N>(sum, stream);
+  };
+  return with_row_types(sum.rows, sum.out, launch, sum.addend.data);
+}
+
 }  // namespace anabranch::cuda
 
 using namespace anabranch;
@@ -123,9 +133,5 @@ using namespace anabranch;
 extern "C" ab_status ab_cuda_combine(const ab_combine_args* args, const ab_exec* exec) {
   GatherSum sum;
   AB_RETURN_IF_ERROR(check_combine(args, &sum));
-  if (sum.rows.D == 0) return ok();
-  const auto launch = [&]<class Row, class Out, int N>(Row, Out, std::integral_constant<int, N>) {
-    return cuda::launch_sum<Row, Out, N>(sum, cuda::stream_of(exec));
-  };
-  return cuda::with_row_types(sum.rows, sum.out, launch, sum.addend.data);
+  return cuda::compute_sum(sum, cuda::stream_of(exec));
 }

@@ -1,5 +1,7 @@
 #include "experts/check.h"
 
+#include "dispatch/maps.h"
+
 namespace anabranch {
 namespace {
 
@@ -16,11 +18,41 @@ ab_status check_flag(const char* name, int32_t value) {
   return value == 0 || value == 1 ? ok() : AB_INVALID("%s: got %d, expected 0 or 1", name, value);
 }
 
+ab_status check_weight_early(int32_t value, const ab_tensor* weights) {
+  if (value == 0 || (value == 1 && weights != nullptr)) return ok();
+  return AB_INVALID("weight_early: got %d, expected 0, or 1 together with weights", value);
+}
+
+// An argument that has no use with the others.
+ab_status check_unused(const char* name, const ab_tensor* tensor, const char* when) {
+  return tensor == nullptr ? ok() : AB_INVALID("%s: got a tensor, expected NULL %s", name, when);
+}
+
 int64_t axis(const ab_tensor* tensor, int i) { return tensor->shape[i]; }
 
-// What forward and backward have in common.
+// x, w and group_sizes of a product over rows.
 template <class Args>
-ab_status check_common(const Args* args, FfnSizes* s) {
+ab_status check_product(const Args* args, GroupedSizes* s) {
+  AB_RETURN_IF_ERROR(check_flag("transpose_w", args->transpose_w));
+  AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
+  AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
+  s->R = axis(args->x, 0);
+  s->D = axis(args->x, 1);
+  s->E = axis(args->group_sizes, 0);
+  AB_RETURN_IF_ERROR(check_index_range("number of rows R", s->R));
+  const Dtypes dtype = dtype_of(args->x);
+  if (args->transpose_w != 0) {
+    AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"N"}, {"D", s->D}}));
+  } else {
+    AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"D", s->D}, {"N"}}));
+  }
+  s->N = axis(args->w, args->transpose_w != 0 ? 1 : 2);
+  return ok();
+}
+
+// What forward and backward have in common; has_down: both products are part of it, not the first alone.
+template <class Args>
+ab_status check_common(const Args* args, bool has_down, FfnSizes* s) {
   if (args->activation < AB_SILU || args->activation > AB_RELU2) {
     return AB_INVALID("activation: got %d, expected 0 (silu), 1 (gelu), 2 (relu) or 3 (relu2)", args->activation);
   }
@@ -45,8 +77,13 @@ ab_status check_common(const Args* args, FfnSizes* s) {
   if (s->P != 1 && s->P != 2) {
     return AB_INVALID("w_in: got %lld parts, expected 2 (gate, up) or 1", static_cast<long long>(s->P));
   }
-  AB_RETURN_IF_ERROR(check_tensor("w_out", args->w_out, dtype, {{"E", s->E}, {"F", s->F}, {"D", s->D}}));
-  AB_RETURN_IF_ERROR(check_optional("b_out", args->b_out, dtype, {{"E", s->E}, {"D", s->D}}));
+  if (has_down) {
+    AB_RETURN_IF_ERROR(check_tensor("w_out", args->w_out, dtype, {{"E", s->E}, {"F", s->F}, {"D", s->D}}));
+    AB_RETURN_IF_ERROR(check_optional("b_out", args->b_out, dtype, {{"E", s->E}, {"D", s->D}}));
+  } else {
+    AB_RETURN_IF_ERROR(check_unused("w_out", args->w_out, "without y"));
+    AB_RETURN_IF_ERROR(check_unused("b_out", args->b_out, "without y"));
+  }
   return by_slot ? check_optional("weights", args->weights, kFloats, {{"T", s->T}, {"K", s->K}})
                  : check_optional("weights", args->weights, kFloats, {{"R", s->R}});
 }
@@ -55,21 +92,24 @@ ab_status check_common(const Args* args, FfnSizes* s) {
 
 ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_struct("ab_grouped_matmul_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
-  AB_RETURN_IF_ERROR(check_flag("transpose_w", args->transpose_w));
-  AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
-  AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
-  s->R = axis(args->x, 0);
-  s->D = axis(args->x, 1);
-  s->E = axis(args->group_sizes, 0);
-  AB_RETURN_IF_ERROR(check_index_range("number of rows R", s->R));
-  const Dtypes dtype = dtype_of(args->x);
-  if (args->transpose_w != 0) {
-    AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"N"}, {"D", s->D}}));
-  } else {
-    AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"D", s->D}, {"N"}}));
-  }
-  s->N = axis(args->w, args->transpose_w != 0 ? 1 : 2);
-  return check_tensor("y", args->y, dtype, {{"R", s->R}, {"N", s->N}});
+  AB_RETURN_IF_ERROR(check_product(args, s));
+  return check_tensor("y", args->y, dtype_of(args->x), {{"R", s->R}, {"N", s->N}});
+}
+
+ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
+  AB_RETURN_IF_ERROR(
+      check_struct("ab_grouped_matmul_combine_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
+  AB_RETURN_IF_ERROR(check_product(args, s));
+  AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
+  AB_RETURN_IF_ERROR(check_optional("bias", args->bias, dtype_of(args->x), {{"E", s->E}, {"N", s->N}}));
+  AB_RETURN_IF_ERROR(check_tensor("slot_of_row", args->slot_of_row, kInt32, {{"R", s->R}}));
+  Maps maps;
+  AB_RETURN_IF_ERROR(check_row_of_slot(args->row_of_slot, -1, {"K"}, &maps));
+  s->T = maps.T;
+  s->K = maps.K;
+  AB_RETURN_IF_ERROR(check_optional("weights", args->weights, kFloats, {{"T", s->T}, {"K", s->K}}));
+  AB_RETURN_IF_ERROR(check_optional("addend", args->addend, kFloats, {{"T", s->T}, {"N", s->N}}));
+  return check_tensor("out", args->out, kFloats, {{"T", s->T}, {"N", s->N}});
 }
 
 ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
@@ -89,20 +129,23 @@ ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
 
 ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_struct("ab_expert_ffn_forward_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
-  AB_RETURN_IF_ERROR(check_common(args, s));
-  if (args->weight_early != 0 && (args->weight_early != 1 || args->weights == nullptr)) {
-    return AB_INVALID("weight_early: got %d, expected 0, or 1 together with weights", args->weight_early);
+  const bool has_down = args->y != nullptr || args->a == nullptr;
+  AB_RETURN_IF_ERROR(check_common(args, has_down, s));
+  AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
+  if (!has_down && args->weight_early == 0) {
+    AB_RETURN_IF_ERROR(check_unused("weights", args->weights, "without y, or weight_early"));
   }
   const Dtypes dtype = dtype_of(args->x);
   AB_RETURN_IF_ERROR(check_optional("b_in", args->b_in, dtype, {{"E", s->E}, {"P", s->P}, {"F", s->F}}));
-  AB_RETURN_IF_ERROR(check_tensor("y", args->y, dtype, {{"R", s->R}, {"D", s->D}}));
+  if (has_down) AB_RETURN_IF_ERROR(check_tensor("y", args->y, dtype, {{"R", s->R}, {"D", s->D}}));
+  AB_RETURN_IF_ERROR(check_optional("a", args->a, dtype, {{"R", s->R}, {"F", s->F}}));
   return check_optional("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}});
 }
 
 ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(
       check_struct("ab_expert_ffn_backward_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
-  AB_RETURN_IF_ERROR(check_common(args, s));
+  AB_RETURN_IF_ERROR(check_common(args, true, s));
   AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
   if (args->accumulate != 0 && args->d_w_in == nullptr && args->d_w_out == nullptr) {
     return AB_INVALID("accumulate: got 1, expected 0, or 1 together with d_w_in or d_w_out");

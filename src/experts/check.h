@@ -14,6 +14,12 @@ struct GroupedSizes {
   int64_t N = 0;
 };
 
+// The same of one whose rows are summed by token.
+struct CombinedSizes : GroupedSizes {
+  int64_t T = 0;
+  int64_t K = 0;
+};
+
 // Sizes of a feed-forward network; T and K are 0 when x holds rows.
 struct FfnSizes {
   int64_t T = 0;
@@ -29,6 +35,7 @@ struct FfnSizes {
 
 ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* sizes);
 ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* sizes);
+ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* sizes);
 ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* sizes);
 ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* sizes);
 

@@ -24,10 +24,14 @@ struct Forward {
         threads(threads_for(exec, s.R, (s.P + 1) * s.D * s.F)),
         workspace(memory),
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
-        a{workspace.take_bytes(static_cast<size_t>(s.R * s.F * dtype_size(args.x->dtype))), args.x->dtype, s.F,
-          nullptr},
+        a(args.a != nullptr ? matrix_of(args.a, 0, s.F) : row_buffer(s.F)),
         products(workspace, threads, std::max(s.D, s.P * s.F),
                  std::max(std::min(s.D, kTileColumns), s.P * std::min(s.F, kTileColumns))) {}
+
+  Matrix row_buffer(int64_t columns) {
+    const int64_t bytes = s.R * columns * dtype_size(args.x->dtype);
+    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype, columns, nullptr};
+  }
 
   // h = x W_in + b_in;  a = act(h_gate) h_up, times the row's weight where it comes early.
   void up() {
@@ -46,7 +50,7 @@ struct Forward {
   void up_tile(const RowTile& tile, int64_t begin, int64_t n, int thread) {
     const Matrix h[2] = {h_part(0, tile.begin, begin), h_part(s.P - 1, tile.begin, begin)};
     if (tile.expert < 0) {
-      for (const Matrix& part : h) {
+      for (const Matrix& part : {h[0], h[1], at(a, tile.begin, begin)}) {
         if (part.data != nullptr) clear_rows(part, tile.rows, n);
       }
       return;
@@ -71,6 +75,7 @@ struct Forward {
 
   // y = a W_out + b_out, times the row's weight; `a` has it already where it comes early.
   void down() {
+    if (args.y == nullptr) return;
     const float* late = args.weight_early != 0 ? nullptr : rows.scale;
     multiply_rows(products, threads, rows,
                   {a, {args.w_out, false}, matrix_of(args.y, 0, s.D), s.D, s.F, late, args.b_out, rows.scale});

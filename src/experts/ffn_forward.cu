@@ -1,10 +1,10 @@
-// ab_cuda_expert_ffn_forward: up, then down.
+// ab_cuda_expert_ffn_forward: up, then down; or up alone.
 #include "anabranch/cuda.h"
 #include "core/cuda/device.h"
 #include "core/cuda/launch.h"
 #include "core/tensor.h"
 #include "experts/check.h"
-#include "experts/down.h"
+#include "experts/slot_rows.h"
 #include "experts/up.h"
 #include "experts/workspace.h"
 
@@ -21,7 +21,12 @@ struct Forward {
       : args(arguments),
         s(sizes),
         workspace(memory),
-        a(workspace.take_bytes(static_cast<size_t>(s.R * s.F * dtype_size(args.x->dtype))), args.x->dtype) {}
+        a(args.a != nullptr ? Floats(args.a) : row_buffer(s.F)) {}
+
+  Floats row_buffer(int64_t columns) {
+    const int64_t bytes = s.R * columns * dtype_size(args.x->dtype);
+    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype};
+  }
 
   Up up() const {
     Up up;
@@ -38,17 +43,21 @@ struct Forward {
     return up;
   }
 
-  Down down() const {
-    Down down;
-    down.s = s;
+  SlotRows down() const {
+    SlotRows down;
+    down.product = {.x = a.data,
+                    .w = args.w_out->data,
+                    .group_sizes = data<const int32_t>(args.group_sizes),
+                    .y = args.y->data,
+                    .bias = data<const void>(args.b_out),
+                    .dtype = a.dtype,
+                    .R = s.R,
+                    .E = s.E,
+                    .K = s.F,
+                    .N = s.D};
     down.map = RowMap(args.slot_of_row, s);
-    down.group_sizes = data<const int32_t>(args.group_sizes);
-    down.weight_early = args.weight_early != 0;
-    down.a = a;
-    down.w_out = Floats(args.w_out);
-    down.b_out = Floats(args.b_out);
     down.weights = Floats(args.weights);
-    down.y = Floats(args.y);
+    down.weight_early = args.weight_early != 0;
     return down;
   }
 };
@@ -76,7 +85,7 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_RETURN_IF_ERROR(cuda::find_hopper("expert_ffn_forward", &multiprocessors));
   const cudaStream_t stream = cuda::stream_of(exec);
   AB_RETURN_IF_ERROR(cuda::compute_up(op.up(), multiprocessors, stream));
-  return cuda::compute_down(op.down(), multiprocessors, stream);
+  return args->y == nullptr ? ok() : cuda::compute_slot_rows(op.down(), multiprocessors, stream);
 }
 
 }  // extern "C"

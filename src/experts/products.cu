@@ -2,15 +2,14 @@
 
 #include "experts/clear_padding.h"
 #include "experts/hopper/weight_gradient.h"
-#include "experts/simple_product.h"
 
 namespace anabranch::cuda {
-namespace {
 
 SimpleProduct simple_product(const RowsProduct& p) {
   SimpleProduct product;
   product.a = {const_cast<void*>(p.x), p.dtype, 0, p.K, 1};
-  product.b = {const_cast<void*>(p.w), p.dtype, p.K * p.N, p.transposed ? 1 : p.N, p.transposed ? p.K : 1};
+  const int64_t columns = p.stored_columns();
+  product.b = {const_cast<void*>(p.w), p.dtype, p.K * columns, p.transposed ? 1 : columns, p.transposed ? p.K : 1};
   product.group_sizes = p.group_sizes;
   product.R = p.R;
   product.E = p.E;
@@ -19,6 +18,8 @@ SimpleProduct simple_product(const RowsProduct& p) {
   product.terms = p.K;
   return product;
 }
+
+namespace {
 
 RowSource rows_of(const Floats& matrix, bool gathered, const RowMap& map) {
   if (gathered && map.slots != nullptr) return map.rows_of(matrix.data);

@@ -10,8 +10,12 @@
 #include "core/floats.h"
 #include "experts/hopper/rows_product.h"
 #include "experts/row_map.h"
+#include "experts/simple_product.h"
 
 namespace anabranch::cuda {
+
+// The simple way's operands of a product.
+SimpleProduct simple_product(const RowsProduct& product);
 
 // y[r] = x[r] op(W[e]) for the rows r of group e, zero past the groups.
 ab_status compute_rows(const RowsProduct& product, int multiprocessors, cudaStream_t stream);

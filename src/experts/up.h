@@ -11,7 +11,7 @@
 namespace anabranch::cuda {
 
 // h = x W_in[e] + b_in[e];  a = act(h_gate) h_up, or act(h) ungated, times the row's weight where it comes early. The
-// activation sees h before it is rounded. Padding is zero, and h past the groups; `a` past them is not for use.
+// activation sees h before it is rounded. Padding is zero, and rows past the groups.
 struct Up {
   FfnSizes s;
   RowMap map;

@@ -20,6 +20,15 @@ constexpr Field kGroupedMatmulDwFields[] = {
     AB_TENSOR(ab_grouped_matmul_dw_args, d_w),
 };
 
+constexpr Field kGroupedMatmulCombineFields[] = {
+    AB_INT32(ab_grouped_matmul_combine_args, transpose_w),  AB_INT32(ab_grouped_matmul_combine_args, weight_early),
+    AB_TENSOR(ab_grouped_matmul_combine_args, x),           AB_TENSOR(ab_grouped_matmul_combine_args, w),
+    AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes), AB_TENSOR(ab_grouped_matmul_combine_args, bias),
+    AB_TENSOR(ab_grouped_matmul_combine_args, slot_of_row), AB_TENSOR(ab_grouped_matmul_combine_args, row_of_slot),
+    AB_TENSOR(ab_grouped_matmul_combine_args, weights),     AB_TENSOR(ab_grouped_matmul_combine_args, addend),
+    AB_TENSOR(ab_grouped_matmul_combine_args, out),
+};
+
 constexpr Field kForwardFields[] = {
     AB_INT32(ab_expert_ffn_forward_args, activation),   AB_INT32(ab_expert_ffn_forward_args, weight_early),
     AB_INT32(ab_expert_ffn_forward_args, topk),         AB_TENSOR(ab_expert_ffn_forward_args, x),
@@ -27,7 +36,7 @@ constexpr Field kForwardFields[] = {
     AB_TENSOR(ab_expert_ffn_forward_args, w_in),        AB_TENSOR(ab_expert_ffn_forward_args, b_in),
     AB_TENSOR(ab_expert_ffn_forward_args, w_out),       AB_TENSOR(ab_expert_ffn_forward_args, b_out),
     AB_TENSOR(ab_expert_ffn_forward_args, weights),     AB_TENSOR(ab_expert_ffn_forward_args, y),
-    AB_TENSOR(ab_expert_ffn_forward_args, h),
+    AB_TENSOR(ab_expert_ffn_forward_args, h),           AB_TENSOR(ab_expert_ffn_forward_args, a),
 };
 
 constexpr Field kBackwardFields[] = {
@@ -46,5 +55,6 @@ constexpr Field kBackwardFields[] = {
 
 AB_XLA_HANDLER(grouped_matmul, kGroupedMatmulFields, ab_grouped_matmul_workspace);
 AB_XLA_HANDLER(grouped_matmul_dw, kGroupedMatmulDwFields, ab_grouped_matmul_dw_workspace);
+AB_XLA_HANDLER(grouped_matmul_combine, kGroupedMatmulCombineFields, ab_grouped_matmul_combine_workspace);
 AB_XLA_HANDLER(expert_ffn_forward, kForwardFields, ab_expert_ffn_forward_workspace);
 AB_XLA_HANDLER(expert_ffn_backward, kBackwardFields, ab_expert_ffn_backward_workspace);

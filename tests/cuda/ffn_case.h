@@ -109,7 +109,8 @@ struct Network {
             c.biases ? b_out.view() : nullptr,
             weighted ? weights.view() : nullptr,
             y.view(),
-            h.view()};
+            h.view(),
+            nullptr};
   }
   // From kept_h, so that both sides begin with the same.
   BackwardArgs backward_args() const {
@@ -146,7 +147,7 @@ struct Network {
   static void forward_on_gpu(const ForwardArgs& args) {
     using A = ForwardArgs;
     run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, args, &A::x, &A::slot_of_row,
-                  &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h);
+                  &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h, &A::a);
   }
   static void backward_on_gpu(const BackwardArgs& args) {
     using A = BackwardArgs;

@@ -31,9 +31,13 @@ FIELDS = {
     "ab_cuda_sort_chunks": ("inverse", "x split_sizes sorted_indices out row_id_map"),
     "ab_cuda_grouped_matmul": ("transpose_w", "x w group_sizes y"),
     "ab_cuda_grouped_matmul_dw": ("accumulate", "x d_y group_sizes d_w"),
+    "ab_cuda_grouped_matmul_combine": (
+        "transpose_w weight_early",
+        "x w group_sizes bias slot_of_row row_of_slot weights addend out",
+    ),
     "ab_cuda_expert_ffn_forward": (
         "activation weight_early topk",
-        "x slot_of_row group_sizes w_in b_in w_out b_out weights y h",
+        "x slot_of_row group_sizes w_in b_in w_out b_out weights y h a",
     ),
     "ab_cuda_expert_ffn_backward": (
         "activation topk accumulate",

@@ -27,7 +27,7 @@ def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
     lse, score_sum = empty(T, dtype=torch.float32), empty(E, dtype=torch.float32)
     tokens_per_expert, group_sizes = (empty(E, dtype=torch.int32) for _ in range(2))
     slot_of_row = empty(R, dtype=torch.int32)
-    rows, h, output = empty(R, D), empty(R, 2, F), empty(T, D)
+    a, h, output = empty(R, F), empty(R, 2, F), empty(T, D)
     d_w_in, d_w_out, d_x, d_gate = (torch.empty_like(leaf) for leaf in (w_in, w_out, x, gate))
 
     routing = {"topk": K, "score_function": 0, "normalize": 1, "scaling_factor": 1.0, "logits": logits}
@@ -53,20 +53,23 @@ def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
         slot_of_row=slot_of_row,
         dropped=empty(dtype=torch.int32),
     )
-    ffn = {"topk": K, "x": x, "slot_of_row": slot_of_row, "group_sizes": group_sizes, "w_in": w_in, "w_out": w_out}
+    layout = {"slot_of_row": slot_of_row, "group_sizes": group_sizes}
+    ffn = {"topk": K, "x": x, "w_in": w_in, **layout}
     ffn_forward = {
-        name: cuda_call("ab_cuda_expert_ffn_forward", **ffn, y=rows, **kept)
+        name: cuda_call("ab_cuda_expert_ffn_forward", **ffn, a=a, **kept)
         for name, kept in (("without h", {}), ("with h", {"h": h}))
     }
-    combine = cuda_call("ab_cuda_combine", rows=rows, row_of_slot=row_of_slot, weights=weights, out=output)
+    down = cuda_call(
+        "ab_cuda_grouped_matmul_combine", x=a, w=w_out, **layout, row_of_slot=row_of_slot, weights=weights, out=output
+    )
     ffn_backward = cuda_call(
         "ab_cuda_expert_ffn_backward",
         **ffn,
+        w_out=w_out,
         weights=weights,
         h=h,
         d_out=given.d_out,
         dh=h,
-        dx_rows=rows,
         d_w_in=d_w_in,
         d_w_out=d_w_out,
         d_weights=d_weights,
@@ -75,14 +78,23 @@ def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
         "ab_cuda_router_backward", **routing, experts=experts, lse=lse, d_weights=d_weights, d_logits=d_logits
     )
     through_logits = empty(T, D)
-    add_up = cuda_call("ab_cuda_combine", rows=rows, row_of_slot=row_of_slot, addend=through_logits, out=d_x)
+    add_up = cuda_call(
+        "ab_cuda_grouped_matmul_combine",
+        transpose_w=1,
+        x=h.reshape(R, 2 * F),  # dh by then
+        w=w_in.reshape(E, D, 2 * F),
+        **layout,
+        row_of_slot=row_of_slot,
+        addend=through_logits,
+        out=d_x,
+    )
 
     def forward(name: str = "without h") -> Any:
         torch.mm(x, gate, out_dtype=torch.float32, out=logits)
         route()
         plan()
         ffn_forward[name]()
-        combine()
+        down()
         return output
 
     def both() -> Any:

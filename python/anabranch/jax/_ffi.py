@@ -200,6 +200,24 @@ def ffn_forward_workspace(num_rows: int, hidden: int, dtype: Any) -> int:
     return _aligned(num_rows * hidden * np.dtype(dtype).itemsize)
 
 
+def grouped_matmul_combine_workspace(
+    num_rows: int, columns: int, terms: int, dtype: Any, *, transpose_w: bool = False
+) -> int:
+    """Bytes for a chunk of the columns of rows [R, columns] on CUDA (src/experts/column_chunks.h).
+
+    Args:
+      num_rows: R.
+      columns: N of w.
+      terms: of each product: the columns of x.
+      dtype: of x.
+      transpose_w: w is [E, N, D].
+    """
+    tiles = max(-(-columns // 256), 1)
+    hidden = terms // 2 if transpose_w else terms
+    chunks = -(-tiles // max(-(-hidden // 256), 2**22 // max(num_rows, 1) // 256, 1))
+    return _aligned(num_rows * min(-(-tiles // chunks) * 256, columns) * np.dtype(dtype).itemsize)
+
+
 def ffn_backward_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dtype: Any) -> int:
     """Bytes for all gradients on CUDA where dh takes over the memory of h (src/experts/ffn_backward.cu).
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax._sharding import TokenCall
-from anabranch.jax.dispatch import Plan, combine_forward, dispatch_backward, flat, plan
-from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.dispatch import Plan, flat, plan
+from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward_by_slot, ffn_forward_by_slot
 from anabranch.jax.router import RouterOptions, RouterResiduals, Routing, route_backward, route_forward
 
 
@@ -249,9 +249,9 @@ def forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[L
     routing, logits = route_tokens(config, operands)
     layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
     early, late = (routing.weights, None) if config.ffn.weight_early else (None, routing.weights)
-    y, h = ffn_forward(config.ffn, ffn_operands(operands, layout, early), keep_h=keep_h)
+    y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, layout, early), keep_h=keep_h)
     result = LayerOutput(
-        output=combine_forward(y, layout, late).reshape(shape),
+        output=y.sum(layout.row_of_slot, late, operands.x.dtype).reshape(shape),
         score_sum=routing.score_sum,
         lse_squares=lse_squares(config, routing),
         tokens_per_expert=routing.tokens_per_expert,
@@ -277,10 +277,10 @@ def backward(
     if layout is None:
         layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
     ffn = ffn_operands(operands, layout, routing.weights)
-    experts = ffn_backward(config.ffn, ffn, h, flat(cotangents.output), gradient_dtypes)
+    experts = ffn_backward_by_slot(config.ffn, ffn, h, flat(cotangents.output), gradient_dtypes)
     assert experts.weights is not None  # weights were given
     through_logits = routing_backward(config, operands, routing, logits, experts.weights, cotangents)
-    d_x = dispatch_backward(experts.rows, layout, dtypes.x.dtype, through_logits.x)
+    d_x = experts.rows.sum(layout.row_of_slot, None, dtypes.x.dtype, through_logits.x)
     return Operands(
         x=d_x.reshape(shape),
         gate=through_logits.gate.astype(dtypes.gate.dtype),

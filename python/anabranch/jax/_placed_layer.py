@@ -28,7 +28,7 @@ from anabranch.jax._layer import (
 from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.dispatch import flat
 from anabranch.jax.exchange import Transport, finish_sums, keep_within, transport
-from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.experts import FfnConfig, FfnOperands, SlotProduct, ffn_backward_by_slot, ffn_forward_by_slot
 from anabranch.jax.parallel import Placement
 from anabranch.jax.router import Routing
 
@@ -111,7 +111,7 @@ def _collected(
     placement: Placement,
     chosen: Transport,
     route: Any,
-    rows: jax.Array,
+    rows: SlotProduct,
     weights: jax.Array | None,
     dtype: Any,
     addend: jax.Array | None = None,
@@ -151,7 +151,7 @@ def _forward(
     late = None if config.ffn.weight_early else routing.weights
     arrived = chosen.send(route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, early)
-    y, h = ffn_forward(_ffn_config(config, chosen), ffn, keep_h=keep)
+    y, h = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, keep_h=keep)
     output = _collected(placement, chosen, route, y, late, dtype).reshape(shape)
     sums = (routing.score_sum, lse_squares(config, routing), routing.tokens_per_expert)
     if placement.token_axes:
@@ -184,7 +184,7 @@ def _backward(
         placement, operands, route, chosen.send(route, operands.x), chosen.send_weights(route, routing.weights)
     )
     d_rows = chosen.send(route, flat(cotangents["output"]))
-    experts = ffn_backward(_ffn_config(config, chosen), ffn, kept["h"], d_rows, weight_dtypes(whole))
+    experts = ffn_backward_by_slot(_ffn_config(config, chosen), ffn, kept["h"], d_rows, weight_dtypes(whole))
     assert experts.weights is not None  # weights were given
     d_weights = _sum_of_parts(placement, chosen.collect_weights(route, experts.weights))
     sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.chunk_sort import sort_chunks
 from anabranch.jax.dispatch import gather_sum, num_rows_needed, plan, spread, take
+from anabranch.jax.experts import SlotProduct
 from anabranch.jax.ragged_exchange import (
     RaggedParams,
     compute_ragged_all_to_all_params,
@@ -98,7 +99,7 @@ class Transport(Protocol):
     def collect(
         self,
         route: Any,
-        rows: jax.Array,
+        rows: SlotProduct,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
@@ -195,18 +196,19 @@ class Ring:
     def collect(
         self,
         route: RingRoute,
-        rows: jax.Array,
+        rows: SlotProduct,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
         """See Transport. Partial sums are added up in float32 and travel in the dtype of the rows, as all rows do."""
         if self._alone:
-            return gather_sum(rows, route.row_of_slot, weights, dtype, addend)
+            return rows.sum(route.row_of_slot, weights, dtype, addend)
         weights = None if weights is None else self._gather(weights)
         P, T = self.bounds.ranks, self.bounds.tokens
-        sums = gather_sum(rows, route.row_of_slot, weights, rows.dtype).reshape(P, T, rows.shape[1])
-        arrived = _all_to_all(sums, self.bounds.axis).reshape(P * T, rows.shape[1])
+        sums = rows.sum(route.row_of_slot, weights, rows.x.dtype)
+        width = sums.shape[1]
+        arrived = _all_to_all(sums.reshape(P, T, width), self.bounds.axis).reshape(P * T, width)
         row_of_rank = jnp.arange(P * T, dtype=jnp.int32).reshape(P, T).T
         return gather_sum(arrived, row_of_rank, None, dtype, addend)
 
@@ -282,13 +284,13 @@ class _Rows(abc.ABC):
     def collect(
         self,
         route: RowRoute,
-        rows: jax.Array,
+        rows: SlotProduct,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
         """See Transport. Rows travel in their own dtype and are added here, k ascending."""
-        arrived = gather_sum(rows, route.row_of_arrived, None, rows.dtype)
+        arrived = rows.sum(route.row_of_arrived, None, rows.x.dtype)
         return gather_sum(self._return(route, arrived), route.row_of_slot, weights, dtype, addend)
 
     def collect_weights(self, route: RowRoute, weights: jax.Array) -> jax.Array:

@@ -119,6 +119,57 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
     return _grouped_matmul(transpose_w, *vary_alike(x, w, sizes))
 
 
+@dataclasses.dataclass(frozen=True)
+class SlotProduct:
+    """Rows of slots [R, N] that stand nowhere: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
+
+    Only their sums by token are ever whole. On a GPU the rows come in chunks of columns, so that they need little memory.
+    """
+
+    x: jax.Array
+    """[R, D]"""
+    w: jax.Array
+    """[E, D, N]; with transpose_w [E, N, D]"""
+    group_sizes: jax.Array
+    """int32 [E]"""
+    slot_of_row: jax.Array
+    """int32 [R]: t*K + k, or -1 for padding."""
+    bias: jax.Array | None = None
+    """[E, N]"""
+    early_weights: jax.Array | None = None
+    """float [T, K], which x has already: they multiply the bias."""
+    transpose_w: bool = False
+
+    def sum(
+        self, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any, addend: jax.Array | None = None
+    ) -> jax.Array:
+        """`dispatch.gather_sum` of the rows: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t], [T, N] of `dtype`.
+
+        Weights [T, K], and none where x has early ones.
+        """
+        assert weights is None or self.early_weights is None
+        (R, D), N = self.x.shape, self.w.shape[1 if self.transpose_w else 2]
+        results = _ffi.call(
+            "ab_xla_grouped_matmul_combine",
+            {
+                "x": self.x,
+                "w": self.w,
+                "group_sizes": self.group_sizes,
+                "bias": self.bias,
+                "slot_of_row": self.slot_of_row,
+                "row_of_slot": row_of_slot,
+                "weights": weights if self.early_weights is None else self.early_weights,
+                "addend": addend,
+            },
+            {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
+            workspace=_ffi.grouped_matmul_combine_workspace(R, N, D, self.x.dtype, transpose_w=self.transpose_w),
+            transpose_w=int(self.transpose_w),
+            weight_early=int(self.early_weights is not None),
+        )
+        out: jax.Array = results["out"]
+        return out
+
+
 # ---------------------------------------------------------------- feed-forward network
 
 
@@ -157,8 +208,8 @@ class FfnOperands(NamedTuple):
 class FfnGradients(NamedTuple):
     """What the backward rule returns; None where the operand is None."""
 
-    rows: jax.Array
-    """[R, D], the gradient of the rows that were read; dtype of x."""
+    rows: Any
+    """[R, D], the gradient of the rows that were read; dtype of x. A `SlotProduct` of `ffn_backward_by_slot`."""
     w_in: jax.Array
     w_out: jax.Array
     b_in: jax.Array | None
@@ -172,21 +223,43 @@ def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tu
 
     Weights multiply y, or before W_out if they come early; pass none where combine applies them.
     """
+    results = _forward(config, operands, "y", operands.x.shape[1], keep_h=keep_h)
+    return results["y"], results["h"]
+
+
+def ffn_forward_by_slot(
+    config: FfnConfig, operands: FfnOperands, *, keep_h: bool
+) -> tuple[SlotProduct, jax.Array | None]:
+    """The forward rule with slot_of_row for rows that are summed by token next: (y as a product, h).
+
+    Early weights are the operands'; late ones are for the sum.
+    """
+    assert operands.slot_of_row is not None and operands.group_sizes is not None
+    results = _forward(
+        config, operands._replace(w_out=None, b_out=None), "a", operands.w_in.shape[3], keep_h=keep_h
+    )
+    y = SlotProduct(
+        results["a"], operands.w_out, operands.group_sizes, operands.slot_of_row, operands.b_out, operands.weights
+    )
+    return y, results["h"]
+
+
+def _forward(config: FfnConfig, operands: Any, result: str, columns: int, *, keep_h: bool) -> dict[str, Any]:
+    """The result, y or a, of so many columns, and h."""
     x, w_in = operands.x, operands.w_in
     R = x.shape[0] if operands.slot_of_row is None else operands.slot_of_row.shape[0]
-    results = _ffi.call(
+    return _ffi.call(
         "ab_xla_expert_ffn_forward",
         operands._asdict(),
         {
-            "y": jax.ShapeDtypeStruct((R, x.shape[1]), x.dtype),
+            result: jax.ShapeDtypeStruct((R, columns), x.dtype),
             "h": jax.ShapeDtypeStruct((R, *w_in.shape[2:]), x.dtype) if keep_h else None,
         },
-        workspace=_ffi.ffn_forward_workspace(R, w_in.shape[3], x.dtype),
+        workspace=0 if result == "a" else _ffi.ffn_forward_workspace(R, w_in.shape[3], x.dtype),
         activation=ACTIVATIONS.index(config.activation),
         weight_early=int(config.weight_early),
         topk=config.topk,
     )
-    return results["y"], results["h"]
 
 
 def ffn_backward(
@@ -205,16 +278,50 @@ def ffn_backward(
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
       weight_dtypes: of the gradients of w_in and w_out, each that of x or float32; None: of x.
     """
+    rows = jax.ShapeDtypeStruct((h.shape[0], operands.x.shape[1]), operands.x.dtype)
+    results = _backward(config, operands, h, d_out, rows, weight_dtypes)
+    return _gradients(results["dx_rows"], operands, results)
+
+
+def ffn_backward_by_slot(
+    config: FfnConfig,
+    operands: FfnOperands,
+    h: jax.Array,
+    d_out: jax.Array,
+    weight_dtypes: tuple[Any, Any] | None = None,
+) -> FfnGradients:
+    """`ffn_backward` with slot_of_row for gradients of rows that are summed by token next: they are a product."""
+    assert operands.slot_of_row is not None and operands.group_sizes is not None
+    results = _backward(config, operands, h, d_out, None, weight_dtypes)
+    (R, P, F), w_in = h.shape, operands.w_in
+    rows = SlotProduct(
+        results["dh"].reshape(R, P * F),
+        w_in.reshape(*w_in.shape[:2], P * F),
+        operands.group_sizes,
+        operands.slot_of_row,
+        transpose_w=True,
+    )
+    return _gradients(rows, operands, results)
+
+
+def _backward(
+    config: FfnConfig,
+    operands: FfnOperands,
+    h: jax.Array,
+    d_out: jax.Array,
+    rows: jax.ShapeDtypeStruct | None,
+    weight_dtypes: tuple[Any, Any] | None,
+) -> dict[str, Any]:
     x, weights = operands.x, operands.weights
     inputs = operands._asdict()
     del inputs["b_in"]
     w_in_dtype, w_out_dtype = weight_dtypes or (x.dtype, x.dtype)
-    results = _ffi.call(
+    return _ffi.call(
         "ab_xla_expert_ffn_backward",
         {**inputs, "h": h, "d_out": d_out},
         {
             "dh": _like(h),
-            "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
+            "dx_rows": rows,
             "d_w_in": _like(operands.w_in, w_in_dtype),
             "d_w_out": _like(operands.w_out, w_out_dtype),
             "d_b_in": _like(operands.b_in),
@@ -226,9 +333,12 @@ def ffn_backward(
         activation=ACTIVATIONS.index(config.activation),
         topk=config.topk,
     )
-    d_weights = results["d_weights"]
+
+
+def _gradients(rows: Any, operands: FfnOperands, results: dict[str, Any]) -> FfnGradients:
+    weights, d_weights = operands.weights, results["d_weights"]
     return FfnGradients(
-        rows=results["dx_rows"],
+        rows=rows,
         w_in=results["d_w_in"],
         w_out=results["d_w_out"],
         b_in=results["d_b_in"],

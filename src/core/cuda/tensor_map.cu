@@ -75,11 +75,12 @@ ab_status make_row_window_map(const char* name, const void* data, int32_t dtype,
 }
 
 ab_status make_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
-                            int64_t columns, int box_columns, int box_rows, CUtensorMap* map, int64_t elements) {
+                            int64_t columns, int box_columns, int box_rows, CUtensorMap* map, int64_t elements,
+                            int64_t matrix_rows) {
   const cuuint64_t stride = row_bytes(elements > 0 ? elements : columns, dtype);
   return encode<3>(name, data, dtype,
                    {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(matrices)},
-                   {stride, stride * static_cast<cuuint64_t>(rows)},
+                   {stride, stride * static_cast<cuuint64_t>(matrix_rows > 0 ? matrix_rows : rows)},
                    {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1}, map);
 }
 

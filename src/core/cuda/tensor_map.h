@@ -19,9 +19,11 @@ bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns);
 ab_status make_row_window_map(const char* name, const void* data, int32_t dtype, int64_t columns, int box_columns,
                               int box_rows, CUtensorMap* map, int64_t stride = 0);
 
-// Boxes of a row-major [matrices, rows, columns], each of one matrix, zeros outside of it.
+// Boxes of a row-major [matrices, rows, columns], each of one matrix, zeros outside of it. `matrix_rows`: from matrix to
+// matrix; 0: `rows`.
 ab_status make_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
-                            int64_t columns, int box_columns, int box_rows, CUtensorMap* map, int64_t stride = 0);
+                            int64_t columns, int box_columns, int box_rows, CUtensorMap* map, int64_t stride = 0,
+                            int64_t matrix_rows = 0);
 
 // Boxes of 32 rows of the same, `rows` a multiple of 8: row 8 q + 2 j + b of a box, b < 2, comes as its row 8 j + 2 q +
 // b. For the thread whose accumulators of m64nN stand at columns 8 j + 2 q + b, those of all j are 8 neighbours.

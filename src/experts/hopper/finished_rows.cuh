@@ -8,7 +8,8 @@ namespace anabranch::cuda {
 template <class Out>
 struct FinishedRowsOut : WritesOnly {
   RowsOut<Out> y;
-  const Out* bias;  // [E, columns], or nullptr
+  const Out* bias;  // [E, bias_columns], from the first column of y on; or nullptr
+  int64_t bias_columns;
   RowWeights weights;
   bool scales_products;  // weights multiply the sums too, not the bias alone
 
@@ -26,7 +27,7 @@ struct FinishedRowsOut : WritesOnly {
       if (left <= 0) return;
       StripValues<Out> values(acc + column / 2);
       if (scales_products) values.scale(rows);
-      const int64_t end = (static_cast<int64_t>(tile.expert) + 1) * y.columns;
+      const int64_t end = tile.expert * bias_columns + y.columns;
       if (bias != nullptr) values.add_bias(bias + (end - left), left, &rows);
       if (!all_real) values.clear_padding(rows);
       writer.write_strip(y, tile, row, column, values.values);

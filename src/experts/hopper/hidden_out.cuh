@@ -94,9 +94,9 @@ struct HiddenOut : WritesOnly {
     }
   }
 
-  // Rows past the groups: nothing reads their `a`.
   template <class Shape>
   __device__ void write_zeros(StripWriter& writer, const Tile& tile, int row) const {
+    writer.write_zeros<Shape::kColumns / kParts>(To{a, columns}, tile, row);
     if (!keeps_h) return;
 #pragma unroll
     for (const CUtensorMap& map : h) writer.write_zeros<Shape::kColumns / kParts>(To{map, columns}, tile, row);

@@ -5,12 +5,13 @@ namespace anabranch::cuda {
 bool runs_on_tensor_cores(const RowsProduct& p) {
   constexpr int64_t kMostIndices = int64_t{1} << 30;  // of terms and columns with a tile more, of rows
   static_assert(kMostIndices <= kMostWindowRows);
-  const int64_t w_columns = p.transposed ? p.K : p.N;
+  const int64_t w_row = p.transposed ? p.K : p.stored_columns();
   const bool counts = p.R > 0 && p.E > 0 && p.K > 0 && p.N > 0 && p.R <= kMostIndices && p.K <= kMostIndices &&
                       p.N <= kMostIndices && p.E <= kMostIndices &&
                       most_row_tiles(p.R, p.E, 128) * ((p.N + 127) / 128) <= kMostIndices;
   return counts && (p.dtype == AB_BFLOAT16 || p.dtype == AB_FLOAT16) && fits_tensor_map(p.x, p.dtype, p.K) &&
-         fits_tensor_map(p.w, p.dtype, w_columns) && fits_tensor_map(p.y, p.dtype, p.N) &&
+         fits_tensor_map(p.w, p.dtype, w_row) && fits_tensor_map(p.y, p.dtype, p.N) &&
+         fits_tensor_map(p.y, p.dtype, p.stored_columns()) &&  // a window goes the way of the whole
          (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N)) && !(p.transposed && needs_finish(p));
 }
 

@@ -28,6 +28,7 @@ ab_status prepare_target(const RowsProduct& p, RowsOut<Element>* target) {
 template <class Element>
 ab_status prepare_target(const RowsProduct& p, FinishedRowsOut<Element>* target) {
   target->bias = static_cast<const Element*>(p.bias);
+  target->bias_columns = p.stored_columns();
   target->weights = RowWeights(p.weights);
   target->scales_products = p.scales;
   return prepare_target(p, &target->y);
@@ -38,10 +39,11 @@ template <class Shape, class Element, class OperandA, Major kMajorB, class Targe
 ab_status launch_rows(const RowsProduct& p, RowsProductOf<Shape, Element, OperandA, kMajorB, Target>& product,
                       int multiprocessors, cudaStream_t stream, bool overlaps_previous = true) {
   if constexpr (kMajorB == Major::mn) {
-    AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.K, p.N, kPanel, kPanel, &product.b.map));
+    AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.K, p.N, kPanel, kPanel, &product.b.map,
+                                         p.stored_columns()));
   } else {
-    AB_RETURN_IF_ERROR(
-        make_matrices_map("w", p.w, p.dtype, p.E, p.N, p.K, kPanel, Shape::kColumns / Shape::kBlocks, &product.b.map));
+    AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.N, p.K, kPanel, Shape::kColumns / Shape::kBlocks,
+                                         &product.b.map, p.K, p.stored_columns()));
   }
   AB_RETURN_IF_ERROR(prepare_target(p, &product.out));
   product.groups = {p.group_sizes, static_cast<int32_t>(p.E), static_cast<int32_t>(p.R), static_cast<int32_t>(p.K),

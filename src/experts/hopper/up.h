@@ -18,7 +18,7 @@ struct UpProduct : FfnProduct {  // the weights multiply `a`
   const void* w_in = nullptr;    // [E, D, P, F]
   const void* b_in = nullptr;    // [E, P, F], or nullptr
   void* h = nullptr;             // [R, P, F], zero past the groups; nullptr: not wanted
-  void* a = nullptr;             // [R, F], not written past the groups
+  void* a = nullptr;             // [R, F], zero past the groups
 };
 
 // Whether the kernels can take it.

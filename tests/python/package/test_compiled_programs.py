@@ -128,6 +128,31 @@ def test_only_programs_for_a_gpu_hold_workspaces(platform):
     assert text.count(',workspace"') == (2 if platform == "cuda" else 0)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_layer_holds_no_rows_of_its_width(platform):
+    """Rows [R, D] are summed by token as they are computed, forward and backward; h is taken over, never copied."""
+    D, F = 56, 24
+
+    def loss(*operands):
+        return jnp.sum(jnp.square(moe(*operands, topk=K, weight_early=True).output.astype(jnp.float32)))
+
+    shapes = [(T, D), (D, E), (E, D, 2, F), (E, F, D)]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in anabranch_custom_calls()]
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    exported = jax.export.export(gradients, platforms=[platform], disabled_checks=checks)
+    text = exported(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).mlir_module()
+    calls = [line for line in text.splitlines() if "custom_call @ab_" in line]
+    assert sum("@ab_xla_grouped_matmul_combine(" in line for line in calls) == 2
+    assert not any("@ab_xla_combine(" in line or "@ab_xla_dispatch(" in line for line in calls)
+    assert f"tensor<{T * K}x2x{F}xbf16>" in text and f"tensor<{T * K}x{D}x" not in text
+    (backward,) = (line for line in calls if "@ab_xla_expert_ffn_backward(" in line)
+    assert "output_operand_alias<output_tuple_indices = [0]" in backward
+    if platform == "cpu":
+        compiled = gradients.lower(*(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)).compile().as_text()
+        assert "conditional(" not in compiled
+        assert not re.search(rf"bf16\[{T * K},2,{F}\]\S* copy\(", compiled)
+
+
 def device_events(directory, call):
     """Names of what ran on the GPU, kernels and copies, while `call` was made."""
     with jax.profiler.trace(directory):

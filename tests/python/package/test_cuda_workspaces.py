@@ -111,6 +111,41 @@ def test_expert_ffn_forward(library, R, E, D, F, dtype):
 
 
 @expert_shapes
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_half_alone_needs_none(library, R, E, D, F, dtype):
+    values = ffn_values(R, E, D, F, 2, dtype) | {"a": np.empty((R, F), DTYPES[dtype])}
+    del values["w_out"]
+    assert needed(library, "ab_cuda_expert_ffn_forward", values) == 0
+
+
+@expert_shapes
+@pytest.mark.parametrize("transpose_w", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_matmul_combine(library, R, E, D, F, transpose_w, dtype):
+    dtype = DTYPES[dtype]
+    for terms, N in ((F, D), (D, F)):
+        values = {
+            "transpose_w": transpose_w,
+            "x": np.empty((R, terms), dtype),
+            "w": np.empty((E, N, terms) if transpose_w else (E, terms, N), dtype),
+            "group_sizes": np.empty(E, np.int32),
+            "slot_of_row": np.empty(R, np.int32),
+            "row_of_slot": np.empty((R, 1), np.int32),
+            "out": np.empty((R, N), dtype),
+        }
+        bound = _ffi.grouped_matmul_combine_workspace(R, N, terms, dtype, transpose_w=bool(transpose_w))
+        assert needed(library, "ab_cuda_grouped_matmul_combine", values) == bound
+
+
+def test_rows_that_are_summed_come_in_chunks_as_wide_as_the_activations():
+    R = 262144
+    for terms, transpose_w in ((256, False), (512, True)):
+        for N in (768, 4096):
+            assert _ffi.grouped_matmul_combine_workspace(R, N, terms, "bfloat16", transpose_w=transpose_w) == R * 512
+    assert _ffi.grouped_matmul_combine_workspace(R, 4096, 1024, "bfloat16") == R * 2048
+
+
+@expert_shapes
 @pytest.mark.parametrize("P", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d_dtype", DTYPES)

@@ -1,0 +1,413 @@
+// Product and sum by token in one operation on the GPU against the two operations, bit for bit.
+#include "core/cuda/device.h"
+#include "dispatch_case.h"
+#include "experts/column_chunks.h"
+#include "experts/grouped_matmul_combine.h"
+#include "ffn_case.h"
+
+namespace anabranch::testing {
+namespace {
+
+using Args = ab_grouped_matmul_combine_args;
+
+ab_tensor flat_view(const ab_tensor* view, int32_t rank) {
+  ab_tensor flat = *view;
+  flat.shape[rank - 1] *= flat.shape[rank];
+  flat.rank = rank;
+  return flat;
+}
+
+// A network's rows, and the sums by token of what its last product, forward or backward, makes of them.
+struct Summed {
+  const Network& net;
+  Tensor<int32_t> row_of_slot;
+  FloatTensor a, addend, want, got;
+  ab_tensor dh, w_in;
+  bool adds;
+
+  // addend_dtype 0: none.
+  Summed(const Network& network, int32_t addend_dtype, int32_t out_dtype)
+      : net(network),
+        row_of_slot({net.c.T, net.c.K}),
+        a({net.c.R, net.c.F}, net.c.dtype),
+        addend({net.c.T, net.c.D}, addend_dtype == 0 ? AB_FLOAT32 : addend_dtype),
+        want({net.c.T, net.c.D}, out_dtype),
+        got({net.c.T, net.c.D}, out_dtype),
+        dh(flat_view(net.dh.view(), 2)),
+        w_in(flat_view(net.w_in.view(), 3)),
+        adds(addend_dtype != 0) {
+    addend.fill_normal(7);
+    for (int64_t r = 0; r < net.c.R; ++r) {  // also of rows past the groups
+      if (net.slots[r] >= 0 && net.slots[r] < net.c.T * net.c.K) row_of_slot[net.slots[r]] = static_cast<int32_t>(r);
+    }
+  }
+
+  Args common() const {
+    Args args{};
+    args.size = sizeof(args);
+    args.group_sizes = net.sizes.view();
+    args.slot_of_row = net.slots.view();
+    args.row_of_slot = row_of_slot.view();
+    args.addend = adds ? addend.view() : nullptr;
+    args.out = got.view();
+    return args;
+  }
+
+  // a W_out + b_out, once `a` and y are there.
+  Args down() const {
+    Args args = common();
+    args.x = a.view();
+    args.w = net.w_out.view();
+    args.bias = net.c.biases ? net.b_out.view() : nullptr;
+    args.weights = net.c.weighting == Weighting::none ? nullptr : net.weights.view();
+    args.weight_early = net.c.weighting == Weighting::early ? 1 : 0;
+    return args;
+  }
+
+  // dh W_in^T, once dh and dx_rows are there.
+  Args dgrad() const {
+    Args args = common();
+    args.transpose_w = 1;
+    args.x = &dh;
+    args.w = &w_in;
+    return args;
+  }
+
+  void run_network() const {
+    ab_expert_ffn_forward_args forward = net.forward_args();
+    forward.a = a.view();
+    if (net.c.weighting == Weighting::late) forward.weights = nullptr;  // the sum applies them
+    Network::forward_on_gpu(forward);
+    Network::backward_on_gpu(net.backward_args());
+  }
+
+  // The sums of the rows that a network's own product has left.
+  void sum_rows(const FloatTensor& rows, const Args& args) const {
+    Mirrors mirrors;
+    ab_combine_args sum{sizeof(sum), rows.view(), args.row_of_slot, args.weight_early != 0 ? nullptr : args.weights,
+                        want.view(), args.addend};
+    using A = ab_combine_args;
+    for (const auto member : {&A::rows, &A::row_of_slot, &A::weights, &A::out, &A::addend}) {
+      sum.*member = mirrors.add(sum.*member);
+    }
+    EXPECT_OK(ab_cuda_combine(&sum, nullptr));
+    mirrors.fetch();
+  }
+
+  static Args on_device(Args args, Mirrors* mirrors) {
+    for (const auto member : {&Args::x, &Args::w, &Args::group_sizes, &Args::bias, &Args::slot_of_row,
+                              &Args::row_of_slot, &Args::weights, &Args::addend, &Args::out}) {
+      args.*member = mirrors->add(args.*member);
+    }
+    return args;
+  }
+
+  void poison() { std::memset(got.view()->data, 0xff, static_cast<size_t>(bytes_of(*got.view()))); }
+
+  // chunk 0: as the operation chooses.
+  void run(const Args& args, int64_t chunk) {
+    poison();
+    Mirrors mirrors;
+    const Args copies = on_device(args, &mirrors);
+    CombinedSizes sizes;
+    EXPECT_OK(anabranch::check(&copies, &sizes));
+    size_t bytes = static_cast<size_t>(sizes.R * chunk * element_bytes_of(*args.x));
+    if (chunk == 0) EXPECT_OK(ab_cuda_grouped_matmul_combine_workspace(&copies, nullptr, &bytes));
+    DeviceWorkspace workspace(bytes);
+    if (chunk == 0) {
+      EXPECT_OK(ab_cuda_grouped_matmul_combine(&copies, &workspace.exec()));
+    } else {
+      int multiprocessors = 0;
+      EXPECT_OK(cuda::find_hopper("test", &multiprocessors));
+      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, chunk, workspace.exec().workspace, multiprocessors, nullptr));
+    }
+    mirrors.fetch();
+    workspace.check();
+  }
+
+  void expect_same(const FloatTensor& rows, const Args& args) {
+    sum_rows(rows, args);
+    for (const int64_t chunk : {0, 64, 128, 512, 512}) {
+      run(args, chunk);
+      ASSERT_TRUE(got.is(want)) << "chunk " << chunk << (args.transpose_w != 0 ? " of dgrad" : " of down");
+    }
+  }
+
+  void check() {
+    run_network();
+    if (::testing::Test::HasFatalFailure()) return;
+    expect_same(net.y, down());
+    if (::testing::Test::HasFatalFailure()) return;
+    expect_same(net.dx_rows, dgrad());
+  }
+};
+
+void check(const FfnCase& c, int32_t addend = 0, int32_t out = 0, unsigned seed = 1) {
+  SCOPED_TRACE(::testing::Message() << c << " addend " << addend << " out " << out);
+  const Network net(c, seed);
+  Summed(net, addend, out == 0 ? c.dtype : out).check();
+}
+
+using GroupedMatmulCombineCuda = HopperTest;
+
+const std::vector<int32_t> kGroups = {3, 0, 64, 1, 70, 0, 9};  // 147 rows
+
+TEST_F(GroupedMatmulCombineCuda, EveryOptionIsTwoOperations) {
+  unsigned seed = 0;
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    for (const Weighting weighting : {Weighting::none, Weighting::late, Weighting::early}) {
+      for (const bool biases : {false, true}) {
+        for (const int32_t addend : {0, static_cast<int>(AB_FLOAT32), static_cast<int>(AB_BFLOAT16)}) {
+          for (const int32_t out : {0, static_cast<int>(AB_FLOAT32)}) {
+            FfnCase c{kGroups, 160, ++seed % 3 == 0 ? 205 : 200, 72, seed % 2 + 1, 61, 3, dtype};
+            c.weighting = weighting;
+            c.biases = biases;
+            check(c, addend, out, seed);
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GroupedMatmulCombineCuda, EveryWidthIsTwoOperations) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int64_t D : {1, 13, 64, 72, 200, 300, 768, 2880, 4096}) {
+      for (const bool biases : {false, true}) {
+        FfnCase c{kUneven, 1300, D, 72, 2, 500, 3, dtype};  // more slots than rows, rows past the groups
+        c.biases = biases;
+        check(c, AB_FLOAT32);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// So many rows that the operation itself cuts.
+TEST_F(GroupedMatmulCombineCuda, ManyRowsComeInChunks) {
+  constexpr int64_t kRows = 33000;
+  const FfnCase c{{20000, 0, 7, 12000}, kRows, 768, 128, 2, kRows / 8, 8};
+  ASSERT_EQ(chunk_columns(c.R, c.D, c.F, false), 256);
+  ASSERT_EQ(chunk_columns(c.R, c.D, 2 * c.F, true), 256);
+  check(c, AB_FLOAT32);
+}
+
+TEST_F(GroupedMatmulCombineCuda, EmptySizesAreOrdinary) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    check({{2, 1}, 0, 8, 16, 2, 6, 2, dtype});  // R
+    check({{2, 1}, 4, 0, 16, 2, 6, 2, dtype});  // D
+    check({{2, 1}, 4, 8, 0, 2, 6, 2, dtype});   // F
+    check({{}, 4, 8, 16, 2, 6, 2, dtype});      // E
+    check({{2, 1}, 4, 8, 16, 2, 0, 2, dtype});  // T
+    check({{0, 0, 0}, 5, 16, 8, 2, 4, 2, dtype});
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(GroupedMatmulCombineCuda, MapsMayHoldAnything) {
+  for (const int64_t D : {200, 13}) {
+    const Network net({kUneven, 1300, D, 72, 2, 500, 3});
+    Summed summed(net, AB_FLOAT32, AB_BFLOAT16);
+    fill_with_garbage(&summed.row_of_slot, net.c.R, 5);
+    summed.check();
+    if (HasFatalFailure()) return;
+  }
+  Network net({{2, INT32_MAX, INT32_MIN, 5}, 600, 200, 72, 2, 300, 2});
+  fill_with_garbage(&net.slots, net.c.T * net.c.K, 6);
+  Summed(net, 0, AB_BFLOAT16).check();
+}
+
+// Where an expert has rows, its padding still counts as zeros; where it has none, nothing of it counts.
+TEST_F(GroupedMatmulCombineCuda, NanInWeightsStaysOutOfPadding) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const bool biases : {false, true}) {
+      Network net({{0, 40, 0, 30}, 80, 200, 24, 2, 50, 2, dtype, AB_SILU, Weighting::late, biases});
+      for (FloatTensor* weights : {&net.w_in, &net.w_out}) {
+        const int64_t each = weights->size() / net.c.E();
+        for (const int64_t e : {0, 2}) {
+          for (int64_t i = 0; i < each; ++i) weights->set(e * each + i, NAN);
+        }
+      }
+      Summed summed(net, 0, dtype);
+      for (int64_t slot = 0; slot < summed.row_of_slot.size(); ++slot) {  // padding too
+        summed.row_of_slot[slot] = static_cast<int32_t>(slot % net.c.R);
+      }
+      summed.check();
+      if (HasFatalFailure()) return;
+      for (int64_t i = 0; i < summed.got.size(); ++i) ASSERT_TRUE(std::isfinite(summed.got.get(i))) << i;
+
+      net.w_out.set(net.w_out.size() / 4, NAN);  // of expert 1, which has rows
+      net.w_in.set(net.w_in.size() / 4, NAN);
+      summed.check();
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// The tensor cores have no product of this kind; against the CPU's.
+TEST_F(GroupedMatmulCombineCuda, ABiasJoinsTransposedWeightsToo) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    const Network net({kGroups, 160, 200, 72, 2, 61, 3, dtype});
+    net.on_cpu();
+    Summed summed(net, 0, AB_FLOAT32);
+    Args args = summed.dgrad();
+    args.bias = net.b_out.view();
+    args.weights = net.weights.view();
+    args.weight_early = 1;
+    Args on_cpu = args;
+    on_cpu.out = summed.want.view();
+    EXPECT_OK(call(ab_grouped_matmul_combine, ab_grouped_matmul_combine_workspace, on_cpu));
+    for (const int64_t chunk : {0, 64}) {
+      summed.run(args, chunk);
+      compare_elements("out", net.c, summed.got, summed.want, 0, summed.want.size());
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Addresses that are not 16-byte aligned go the simple way.
+TEST_F(GroupedMatmulCombineCuda, UnalignedOperands) {
+  const Network net({kGroups, 160, 200, 72, 2, 61, 3});
+  net.on_cpu();
+  Summed summed(net, AB_BFLOAT16, AB_BFLOAT16);
+  Args args = summed.dgrad();
+  Args on_cpu = args;
+  on_cpu.out = summed.want.view();
+  EXPECT_OK(call(ab_grouped_matmul_combine, ab_grouped_matmul_combine_workspace, on_cpu));
+  Mirrors mirrors;
+  for (const auto member : {&Args::x, &Args::w, &Args::addend, &Args::out}) {
+    args.*member = mirrors.add(args.*member, 2);
+  }
+  for (const auto member : {&Args::group_sizes, &Args::slot_of_row, &Args::row_of_slot}) {
+    args.*member = mirrors.add(args.*member);
+  }
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_grouped_matmul_combine_workspace(&args, nullptr, &bytes));
+  DeviceWorkspace workspace(bytes);
+  EXPECT_OK(ab_cuda_grouped_matmul_combine(&args, &workspace.exec()));
+  mirrors.fetch();
+  workspace.check();
+  compare_elements("out", net.c, summed.got, summed.want, 0, summed.want.size());
+}
+
+TEST_F(GroupedMatmulCombineCuda, TheSumMayTakeThePlaceOfTheAddend) {
+  const Network net({kUneven, 1300, 768, 72, 2, 500, 3});
+  Summed summed(net, AB_BFLOAT16, AB_BFLOAT16);
+  summed.run_network();
+  Args args = summed.dgrad();
+  summed.sum_rows(net.dx_rows, args);
+  Mirrors mirrors;
+  Args copies = Summed::on_device(args, &mirrors);
+  copies.out = copies.addend;
+  CombinedSizes sizes;
+  EXPECT_OK(anabranch::check(&copies, &sizes));
+  DeviceWorkspace workspace(static_cast<size_t>(sizes.R * 128 * 2));
+  int multiprocessors = 0;
+  EXPECT_OK(cuda::find_hopper("test", &multiprocessors));
+  EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 128, workspace.exec().workspace, multiprocessors, nullptr));
+  mirrors.fetch();
+  workspace.check();
+  EXPECT_TRUE(summed.addend.is(summed.want));
+}
+
+// The first half alone writes what it writes beside y.
+TEST_F(GroupedMatmulCombineCuda, TheFirstHalfAlone) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const Weighting weighting : {Weighting::late, Weighting::early}) {
+      for (const bool keeps_h : {false, true}) {
+        const FfnCase c{kUneven, 1300, 72, 136, 2, 500, 3, dtype, AB_SILU, weighting};
+        const Network net(c);
+        const Network alone(c);
+        const Summed both(net, 0, dtype);
+        both.run_network();
+        const Summed half(alone, 0, dtype);
+        ab_expert_ffn_forward_args args = alone.forward_args();
+        args.a = half.a.view();
+        args.y = args.w_out = args.b_out = nullptr;
+        if (weighting != Weighting::early) args.weights = nullptr;
+        if (!keeps_h) args.h = nullptr;
+        size_t bytes = 1;
+        EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&args, nullptr, &bytes));
+        EXPECT_EQ(bytes, 0u);
+        Network::forward_on_gpu(args);
+        EXPECT_TRUE(half.a.is(both.a));
+        EXPECT_TRUE(!keeps_h || alone.h.is(net.h));
+        for (int64_t i = 0; i < half.a.size(); ++i) {
+          ASSERT_TRUE(net.slot_of(i / c.F) >= 0 || half.a.get(i) == 0.0f) << "padding row " << i / c.F;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GroupedMatmulCombineCuda, ReplaysInAGraph) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    const Network net({kUneven, 1300, 768, 72, 2, 500, 3, dtype});
+    Summed summed(net, AB_FLOAT32, dtype);
+    summed.run_network();
+    const Args args = summed.down();
+    summed.sum_rows(net.y, args);
+    Mirrors mirrors;
+    const Args copies = Summed::on_device(args, &mirrors);
+    CombinedSizes sizes;
+    EXPECT_OK(anabranch::check(&copies, &sizes));
+    int multiprocessors = 0;
+    EXPECT_OK(cuda::find_hopper("test", &multiprocessors));
+    DeviceWorkspace workspace(static_cast<size_t>(sizes.R * 64 * element_bytes_of(*args.x)));
+    replay_in_graph([&](cudaStream_t stream) {
+      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 64, workspace.exec().workspace, multiprocessors, stream));
+    });
+    mirrors.fetch();
+    workspace.check();
+    EXPECT_TRUE(summed.got.is(summed.want));
+  }
+}
+
+TEST(GroupedMatmulCombineWithoutCuda, BadArgumentsAreRefused) {
+  const Network net({{2, 2}, 4, 8, 16, 2, 4, 2});
+  const Summed summed(net, AB_FLOAT32, AB_BFLOAT16);
+  size_t bytes = 0;
+  Args args = summed.down();
+  EXPECT_OK(ab_cuda_grouped_matmul_combine_workspace(&args, nullptr, &bytes));
+  ab_exec exec{sizeof(exec), 0, nullptr, nullptr, bytes - 1};
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_combine(&args, &exec), AB_INVALID_ARGUMENT, "workspace: got 63 bytes");
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_combine(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
+  const FloatTensor odd({1, 1}, AB_BFLOAT16);
+  args.bias = odd.view();
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_combine(&args, nullptr), AB_INVALID_ARGUMENT,
+                 "bias: got bfloat16 (7) [1, 1], expected bfloat16 [E=2, N=8]");
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_combine_workspace(&args, nullptr, &bytes), AB_INVALID_ARGUMENT, "bias: got");
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_combine(nullptr, nullptr), AB_INVALID_ARGUMENT, "args: got NULL");
+}
+
+// What the header says of the workspace.
+TEST(GroupedMatmulCombineWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
+  EXPECT_EQ(chunk_columns(262144, 768, 256, false), 256);
+  EXPECT_EQ(chunk_columns(262144, 4096, 1024, false), 1024);
+  EXPECT_EQ(chunk_columns(262144, 4096, 2048, true), 1024);
+  EXPECT_EQ(chunk_columns(262144, 2880, 2880, false), 2880);  // as wide as `a`
+  EXPECT_EQ(chunk_columns(262144, 2048, 768, false), 768);    // the last one has 512
+  EXPECT_EQ(chunk_columns(262144, 13, 7, false), 13);
+  EXPECT_EQ(chunk_columns(1000, 4096, 256, false), 4096);  // few rows
+  EXPECT_EQ(chunk_columns(0, 0, 0, true), 0);
+  const Network net({{200, 300}, 600, 13, 70, 2, 300, 2});
+  const Summed summed(net, 0, AB_BFLOAT16);
+  const Args args = summed.down();
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_grouped_matmul_combine_workspace(&args, nullptr, &bytes));
+  EXPECT_EQ(bytes, static_cast<size_t>((600 * 13 * 2 + 63) / 64 * 64));
+}
+
+// Where there is no GPU, the call says so.
+TEST(GroupedMatmulCombineWithoutCuda, TheCallSaysWhy) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  const Network net({{2, 2}, 4, 8, 16, 2, 4, 2});
+  EXPECT_REFUSED(call(ab_cuda_grouped_matmul_combine, ab_cuda_grouped_matmul_combine_workspace,
+                      Summed(net, 0, AB_BFLOAT16).down()),
+                 AB_UNSUPPORTED, "grouped_matmul_combine: no usable GPU");
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -84,8 +84,8 @@ AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmu
  * d_out has the dtype of x; everything else, and float32, on a much slower kernel. Results are the CPU's up to the
  * order of float32 additions and the exponential's last places; where two rows have one slot, which no plan gives,
  * d_weights of that slot is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward w a, [R, F]
- * of the dtype of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not given; and the largest
- * of what single steps take:
+ * of the dtype of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not given; and the
+ * largest of what single steps take:
  *   - d_weights: ceil(F / 64) R floats;
  *   - d_b_in, d_b_out: (ceil(R / 512) + E) P F and (ceil(R / 512) + E) D floats;
  *   - d_w_in, d_w_out: what ab_cuda_grouped_matmul_dw takes for the same product. */

@@ -62,9 +62,9 @@ AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args*
  * to the bit what ab_expert_ffn_forward makes of `a`, or ab_expert_ffn_backward of dh, and ab_combine of their rows.
  * With weight_early x has the weights already: the row's weight, that of its slot_of_row, multiplies the bias, and the
  * sum applies none. Rows whose slot_of_row lies outside [0, T K) are padding and count as zeros, whatever x and w hold.
- * Sums are float32, slots in ascending order, then the addend, and are rounded once, to the dtype of out. out may be the
- * addend itself, of the same address and dtype; otherwise the two may not overlap.
- * Workspace: [R, N] of the dtype of x, and some MiB a thread. */
+ * Sums are float32, slots in ascending order, then the addend, and are rounded once, to the dtype of out. out may be
+ * the addend itself, of the same address and dtype; otherwise the two may not overlap. Workspace: [R, N] of the dtype
+ * of x, and some MiB a thread. */
 typedef struct ab_grouped_matmul_combine_args {
   size_t size;
   int32_t transpose_w;

@@ -11,10 +11,10 @@ constexpr int64_t kSmallBuffer = int64_t{1} << 22;
 
 // Columns of a chunk of rows [R, N], of which each element is a sum of so many terms; transposed: the weights are.
 //
-// The product reads its rows again for every chunk, so chunks are few; but the buffer adds to the peak of the memory. It
-// may have the size of what the layer holds at its peak anyway, w a, [R, F]: the terms of the down product are F, those
-// of dh W_in^T, which takes its weights transposed, 2 F where experts are gated. Chunks are whole tiles, as equal as
-// they can be.
+// The product reads its rows again for every chunk, so chunks are few; but the buffer adds to the peak of the memory.
+// It may have the size of what the layer holds at its peak anyway, w a, [R, F]: the terms of the down product are F,
+// those of dh W_in^T, which takes its weights transposed, 2 F where experts are gated. Chunks are whole tiles, as equal
+// as they can be.
 inline int64_t chunk_columns(int64_t R, int64_t N, int64_t terms, bool transposed) {
   constexpr int64_t kTileColumns = 256;  // of the widest tile
   const auto tiles = [](int64_t columns) { return std::max<int64_t>((columns + kTileColumns - 1) / kTileColumns, 1); };

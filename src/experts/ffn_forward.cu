@@ -18,10 +18,7 @@ struct Forward {
   Floats a;  // [R, F]
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
-      : args(arguments),
-        s(sizes),
-        workspace(memory),
-        a(args.a != nullptr ? Floats(args.a) : row_buffer(s.F)) {}
+      : args(arguments), s(sizes), workspace(memory), a(args.a != nullptr ? Floats(args.a) : row_buffer(s.F)) {}
 
   Floats row_buffer(int64_t columns) {
     const int64_t bytes = s.R * columns * dtype_size(args.x->dtype);

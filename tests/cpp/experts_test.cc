@@ -1,5 +1,5 @@
-#include "anabranch/dispatch.h"
 #include "anabranch/experts.h"
+#include "anabranch/dispatch.h"
 
 #include <gtest/gtest.h>
 
@@ -752,7 +752,8 @@ TEST(GroupedMatmulCombine, RefusesWhatDoesNotFit) {
       "weight_early: got 1, expected 0, or 1 together with weights");
   refused([](auto& args) { args.x = nullptr; }, "x: got NULL, expected");
   refused([&](auto& args) { args.w = odd.view(); }, "w: got float32 (8) [1, 1], expected float32 [E=2, D=4, N]");
-  refused([&](auto& args) { args.group_sizes = odd.view(); }, "group_sizes: got float32 (8) [1, 1], expected int32 [E]");
+  refused([&](auto& args) { args.group_sizes = odd.view(); },
+          "group_sizes: got float32 (8) [1, 1], expected int32 [E]");
   refused([&](auto& args) { args.bias = odd.view(); }, "bias: got float32 (8) [1, 1], expected float32 [E=2, N=3]");
   refused([](auto& args) { args.slot_of_row = nullptr; }, "slot_of_row: got NULL, expected int32 [R=4]");
   refused([&](auto& args) { args.slot_of_row = odd_ints.view(); }, "slot_of_row: got int32 (4) [1, 1], expected");

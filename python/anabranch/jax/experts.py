@@ -123,7 +123,7 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
 class SlotProduct:
     """Rows of slots [R, N] that stand nowhere: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
 
-    Only their sums by token are ever whole. On a GPU the rows come in chunks of columns, so that they need little memory.
+    Only their sums by token are an array. On a GPU the rows come in chunks of columns, so that they need little memory.
     """
 
     x: jax.Array
@@ -143,7 +143,7 @@ class SlotProduct:
     def sum(
         self, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any, addend: jax.Array | None = None
     ) -> jax.Array:
-        """`dispatch.gather_sum` of the rows: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t], [T, N] of `dtype`.
+        """`dispatch.gather_sum` of the rows, [T, N]: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t].
 
         Weights [T, K], and none where x has early ones.
         """
@@ -223,7 +223,7 @@ def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tu
 
     Weights multiply y, or before W_out if they come early; pass none where combine applies them.
     """
-    results = _forward(config, operands, "y", operands.x.shape[1], keep_h=keep_h)
+    results = _forward(config, operands._asdict(), "y", operands.x.shape[1], keep_h=keep_h)
     return results["y"], results["h"]
 
 
@@ -235,22 +235,21 @@ def ffn_forward_by_slot(
     Early weights are the operands'; late ones are for the sum.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
-    results = _forward(
-        config, operands._replace(w_out=None, b_out=None), "a", operands.w_in.shape[3], keep_h=keep_h
-    )
+    first_half = operands._asdict() | {"w_out": None, "b_out": None}
+    results = _forward(config, first_half, "a", operands.w_in.shape[3], keep_h=keep_h)
     y = SlotProduct(
         results["a"], operands.w_out, operands.group_sizes, operands.slot_of_row, operands.b_out, operands.weights
     )
     return y, results["h"]
 
 
-def _forward(config: FfnConfig, operands: Any, result: str, columns: int, *, keep_h: bool) -> dict[str, Any]:
+def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: int, *, keep_h: bool) -> dict[str, Any]:
     """The result, y or a, of so many columns, and h."""
-    x, w_in = operands.x, operands.w_in
-    R = x.shape[0] if operands.slot_of_row is None else operands.slot_of_row.shape[0]
+    x, w_in, slots = operands["x"], operands["w_in"], operands["slot_of_row"]
+    R = x.shape[0] if slots is None else slots.shape[0]
     return _ffi.call(
         "ab_xla_expert_ffn_forward",
-        operands._asdict(),
+        operands,
         {
             result: jax.ShapeDtypeStruct((R, columns), x.dtype),
             "h": jax.ShapeDtypeStruct((R, *w_in.shape[2:]), x.dtype) if keep_h else None,

@@ -19,8 +19,8 @@ bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns);
 ab_status make_row_window_map(const char* name, const void* data, int32_t dtype, int64_t columns, int box_columns,
                               int box_rows, CUtensorMap* map, int64_t stride = 0);
 
-// Boxes of a row-major [matrices, rows, columns], each of one matrix, zeros outside of it. `matrix_rows`: from matrix to
-// matrix; 0: `rows`.
+// Boxes of a row-major [matrices, rows, columns], each of one matrix, zeros outside of it. `matrix_rows`: from matrix
+// to matrix; 0: `rows`.
 ab_status make_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
                             int64_t columns, int box_columns, int box_rows, CUtensorMap* map, int64_t stride = 0,
                             int64_t matrix_rows = 0);

@@ -39,8 +39,8 @@ template <class Shape, class Element, class OperandA, Major kMajorB, class Targe
 ab_status launch_rows(const RowsProduct& p, RowsProductOf<Shape, Element, OperandA, kMajorB, Target>& product,
                       int multiprocessors, cudaStream_t stream, bool overlaps_previous = true) {
   if constexpr (kMajorB == Major::mn) {
-    AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.K, p.N, kPanel, kPanel, &product.b.map,
-                                         p.stored_columns()));
+    AB_RETURN_IF_ERROR(
+        make_matrices_map("w", p.w, p.dtype, p.E, p.K, p.N, kPanel, kPanel, &product.b.map, p.stored_columns()));
   } else {
     AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.N, p.K, kPanel, Shape::kColumns / Shape::kBlocks,
                                          &product.b.map, p.K, p.stored_columns()));

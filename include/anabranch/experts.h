@@ -61,7 +61,9 @@ AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args*
  *
  * to the bit what ab_expert_ffn_forward makes of `a`, or ab_expert_ffn_backward of dh, and ab_combine of their rows.
  * With weight_early x has the weights already: the row's weight, that of its slot_of_row, multiplies the bias, and the
- * sum applies none. Rows whose slot_of_row lies outside [0, T K) are padding and count as zeros, whatever x and w hold.
+ * sum applies none. Rows whose slot_of_row lies outside [0, T K) are padding and count as zeros, whatever x and w hold;
+ * so do rows past the groups. With skip_rest the caller knows that row_of_slot names neither, as in a plan's own maps,
+ * and no zeros are written for them; where it does, out has any value there.
  * Sums are float32, slots in ascending order, then the addend, and are rounded once, to the dtype of out. out may be
  * the addend itself, of the same address and dtype; otherwise the two may not overlap. Workspace: [R, N] of the dtype
  * of x, and some MiB a thread. */
@@ -69,6 +71,7 @@ typedef struct ab_grouped_matmul_combine_args {
   size_t size;
   int32_t transpose_w;
   int32_t weight_early;         /* 1: together with weights */
+  int32_t skip_rest;            /* 1: row_of_slot names rows of slots only; see above */
   const ab_tensor* x;           /* [R, D] */
   const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D] */
   const ab_tensor* group_sizes; /* [E] int32 */
@@ -98,6 +101,7 @@ typedef struct ab_expert_ffn_forward_args {
   int32_t activation;   /* ab_activation */
   int32_t weight_early; /* 1: weights multiply before W_out */
   int32_t topk;         /* K with slot_of_row, else 0 */
+  int32_t skip_rest;    /* 1: rows past the groups may have any value in h and a */
   /* inputs */
   const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
   const ab_tensor* slot_of_row; /* [R] int32, or NULL */
@@ -134,6 +138,7 @@ typedef struct ab_expert_ffn_backward_args {
   int32_t activation;
   int32_t topk;       /* K with slot_of_row, else 0 */
   int32_t accumulate; /* 1: adds to what stands in d_w_in and d_w_out, one of them at least; float32 then */
+  int32_t skip_rest;  /* 1: rows past the groups may have any value in dh */
   /* what the forward pass saw and kept */
   const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
   const ab_tensor* slot_of_row; /* [R] int32, or NULL */

@@ -56,6 +56,7 @@ ab_status check_common(const Args* args, bool has_down, FfnSizes* s) {
   if (args->activation < AB_SILU || args->activation > AB_RELU2) {
     return AB_INVALID("activation: got %d, expected 0 (silu), 1 (gelu), 2 (relu) or 3 (relu2)", args->activation);
   }
+  AB_RETURN_IF_ERROR(check_flag("skip_rest", args->skip_rest));
   const bool by_slot = args->slot_of_row != nullptr;
   if (by_slot ? args->topk < 1 : args->topk != 0) {
     return AB_INVALID("topk: got %d, expected %s", args->topk, by_slot ? "at least 1" : "0 without slot_of_row");
@@ -100,6 +101,7 @@ ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
   AB_RETURN_IF_ERROR(
       check_struct("ab_grouped_matmul_combine_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   AB_RETURN_IF_ERROR(check_product(args, s));
+  AB_RETURN_IF_ERROR(check_flag("skip_rest", args->skip_rest));
   AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
   AB_RETURN_IF_ERROR(check_optional("bias", args->bias, dtype_of(args->x), {{"E", s->E}, {"N", s->N}}));
   AB_RETURN_IF_ERROR(check_tensor("slot_of_row", args->slot_of_row, kInt32, {{"R", s->R}}));

@@ -56,6 +56,7 @@ struct Backward {
     hidden.map = map;
     hidden.group_sizes = group_sizes();
     hidden.activation = args.activation;
+    hidden.skips_rest = args.skip_rest != 0;
     hidden.d_y = Floats(args.d_out);
     hidden.w_out = Floats(args.w_out);
     hidden.weights = Floats(args.weights);

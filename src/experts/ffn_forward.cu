@@ -31,6 +31,7 @@ struct Forward {
     up.map = RowMap(args.slot_of_row, s);
     up.group_sizes = data<const int32_t>(args.group_sizes);
     up.activation = args.activation;
+    up.skips_rest = args.skip_rest != 0;
     up.x = Floats(args.x);
     up.w_in = Floats(args.w_in);
     up.b_in = Floats(args.b_in);

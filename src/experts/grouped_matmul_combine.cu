@@ -50,6 +50,7 @@ SlotRows rows_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
                   .E = s.E,
                   .K = s.D,
                   .N = columns,
+                  .skips_rest = args.skip_rest != 0,
                   .w_columns = s.N};
   rows.map = map_of(args, s);
   rows.weight_early = args.weight_early != 0;

@@ -67,6 +67,7 @@ HiddenGradient hidden_gradient(const HiddenBackward& op) {
   gradient.dh = op.dh.data;
   gradient.weighted_a = op.weighted_a.data;
   gradient.dots = op.dots;
+  gradient.skips_rest = op.skips_rest;
   return gradient;
 }
 

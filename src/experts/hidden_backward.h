@@ -22,13 +22,14 @@ struct HiddenBackward {
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   int32_t activation = 0;
-  Floats d_y;             // gathered rows of D
-  Floats w_out;           // [E, F, D]
-  Floats weights;         // of slots, or none: 1
-  Floats h;               // [R, P, F]
-  Floats dh;              // [R, P, F], or none; may be the memory of h
-  Floats weighted_a;      // [R, F], or none
-  float* dots = nullptr;  // [dot_parts(), R], or nullptr
+  bool skips_rest = false;  // rows past the groups need not be written
+  Floats d_y;               // gathered rows of D
+  Floats w_out;             // [E, F, D]
+  Floats weights;           // of slots, or none: 1
+  Floats h;                 // [R, P, F]
+  Floats dh;                // [R, P, F], or none; may be the memory of h
+  Floats weighted_a;        // [R, F], or none
+  float* dots = nullptr;    // [dot_parts(), R], or nullptr
 };
 
 // Parts of <da', a>, each over some of the columns; at most one for each 64 columns.

@@ -43,7 +43,10 @@ ab_status compute_slot_rows(const SlotRows& rows, int multiprocessors, cudaStrea
   RowsProduct product = rows.product;
   if (product.R * product.N == 0) return ok();
   const bool weighted = rows.weights.data != nullptr && !rows.weight_early;
-  if (product.bias == nullptr && !weighted) return compute_rows(product, rows.map, multiprocessors, stream);
+  if (product.bias == nullptr && !weighted) {
+    return product.skips_rest ? compute_rows(product, multiprocessors, stream)
+                              : compute_rows(product, rows.map, multiprocessors, stream);
+  }
   product.weights = rows.map.weights_of(rows.weights);
   product.scales = weighted;
   if (runs_on_tensor_cores(product)) return multiply_rows(product, multiprocessors, stream);

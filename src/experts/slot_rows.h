@@ -11,7 +11,7 @@
 namespace anabranch::cuda {
 
 // y = w (x op(W[e]) + bias[e]), or x op(W[e]) + w bias[e] where weights come early and x has them already. Rounded
-// once. Padding, and rows past the groups, are zero.
+// once. Padding, and rows past the groups, are zero, unless the product skips the rest: then they may have any value.
 struct SlotRows {
   RowsProduct product;  // but for its weights, which are these:
   RowMap map;

@@ -56,6 +56,7 @@ UpProduct up_product(const Up& up) {
   product.b_in = up.b_in.data;
   product.h = up.h.data;
   product.a = up.a.data;
+  product.skips_rest = up.skips_rest;
   return product;
 }
 

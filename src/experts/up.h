@@ -17,12 +17,13 @@ struct Up {
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   int32_t activation = 0;
-  Floats x;        // gathered rows of D
-  Floats w_in;     // [E, D, P, F]
-  Floats b_in;     // [E, P, F], or none
-  Floats weights;  // of slots, or none: 1, also where weights come late
-  Floats h;        // [R, P, F], or none: not wanted
-  Floats a;        // [R, F]
+  bool skips_rest = false;  // rows past the groups need not be written
+  Floats x;                 // gathered rows of D
+  Floats w_in;              // [E, D, P, F]
+  Floats b_in;              // [E, P, F], or none
+  Floats weights;           // of slots, or none: 1, also where weights come late
+  Floats h;                 // [R, P, F], or none: not wanted
+  Floats a;                 // [R, F]
 };
 
 ab_status compute_up(const Up& up, int multiprocessors, cudaStream_t stream);

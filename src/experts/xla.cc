@@ -22,33 +22,35 @@ constexpr Field kGroupedMatmulDwFields[] = {
 
 constexpr Field kGroupedMatmulCombineFields[] = {
     AB_INT32(ab_grouped_matmul_combine_args, transpose_w),  AB_INT32(ab_grouped_matmul_combine_args, weight_early),
-    AB_TENSOR(ab_grouped_matmul_combine_args, x),           AB_TENSOR(ab_grouped_matmul_combine_args, w),
-    AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes), AB_TENSOR(ab_grouped_matmul_combine_args, bias),
-    AB_TENSOR(ab_grouped_matmul_combine_args, slot_of_row), AB_TENSOR(ab_grouped_matmul_combine_args, row_of_slot),
-    AB_TENSOR(ab_grouped_matmul_combine_args, weights),     AB_TENSOR(ab_grouped_matmul_combine_args, addend),
-    AB_TENSOR(ab_grouped_matmul_combine_args, out),
+    AB_INT32(ab_grouped_matmul_combine_args, skip_rest),    AB_TENSOR(ab_grouped_matmul_combine_args, x),
+    AB_TENSOR(ab_grouped_matmul_combine_args, w),           AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes),
+    AB_TENSOR(ab_grouped_matmul_combine_args, bias),        AB_TENSOR(ab_grouped_matmul_combine_args, slot_of_row),
+    AB_TENSOR(ab_grouped_matmul_combine_args, row_of_slot), AB_TENSOR(ab_grouped_matmul_combine_args, weights),
+    AB_TENSOR(ab_grouped_matmul_combine_args, addend),      AB_TENSOR(ab_grouped_matmul_combine_args, out),
 };
 
 constexpr Field kForwardFields[] = {
     AB_INT32(ab_expert_ffn_forward_args, activation),   AB_INT32(ab_expert_ffn_forward_args, weight_early),
-    AB_INT32(ab_expert_ffn_forward_args, topk),         AB_TENSOR(ab_expert_ffn_forward_args, x),
-    AB_TENSOR(ab_expert_ffn_forward_args, slot_of_row), AB_TENSOR(ab_expert_ffn_forward_args, group_sizes),
-    AB_TENSOR(ab_expert_ffn_forward_args, w_in),        AB_TENSOR(ab_expert_ffn_forward_args, b_in),
-    AB_TENSOR(ab_expert_ffn_forward_args, w_out),       AB_TENSOR(ab_expert_ffn_forward_args, b_out),
-    AB_TENSOR(ab_expert_ffn_forward_args, weights),     AB_TENSOR(ab_expert_ffn_forward_args, y),
-    AB_TENSOR(ab_expert_ffn_forward_args, h),           AB_TENSOR(ab_expert_ffn_forward_args, a),
+    AB_INT32(ab_expert_ffn_forward_args, skip_rest),    AB_INT32(ab_expert_ffn_forward_args, topk),
+    AB_TENSOR(ab_expert_ffn_forward_args, x),           AB_TENSOR(ab_expert_ffn_forward_args, slot_of_row),
+    AB_TENSOR(ab_expert_ffn_forward_args, group_sizes), AB_TENSOR(ab_expert_ffn_forward_args, w_in),
+    AB_TENSOR(ab_expert_ffn_forward_args, b_in),        AB_TENSOR(ab_expert_ffn_forward_args, w_out),
+    AB_TENSOR(ab_expert_ffn_forward_args, b_out),       AB_TENSOR(ab_expert_ffn_forward_args, weights),
+    AB_TENSOR(ab_expert_ffn_forward_args, y),           AB_TENSOR(ab_expert_ffn_forward_args, h),
+    AB_TENSOR(ab_expert_ffn_forward_args, a),
 };
 
 constexpr Field kBackwardFields[] = {
-    AB_INT32(ab_expert_ffn_backward_args, activation),   AB_INT32(ab_expert_ffn_backward_args, topk),
-    AB_TENSOR(ab_expert_ffn_backward_args, x),           AB_TENSOR(ab_expert_ffn_backward_args, slot_of_row),
-    AB_TENSOR(ab_expert_ffn_backward_args, group_sizes), AB_TENSOR(ab_expert_ffn_backward_args, w_in),
-    AB_TENSOR(ab_expert_ffn_backward_args, w_out),       AB_TENSOR(ab_expert_ffn_backward_args, b_out),
-    AB_TENSOR(ab_expert_ffn_backward_args, weights),     AB_TENSOR(ab_expert_ffn_backward_args, h),
-    AB_TENSOR(ab_expert_ffn_backward_args, d_out),       AB_TENSOR(ab_expert_ffn_backward_args, dh),
-    AB_TENSOR(ab_expert_ffn_backward_args, dx_rows),     AB_TENSOR(ab_expert_ffn_backward_args, d_w_in),
-    AB_TENSOR(ab_expert_ffn_backward_args, d_b_in),      AB_TENSOR(ab_expert_ffn_backward_args, d_w_out),
-    AB_TENSOR(ab_expert_ffn_backward_args, d_b_out),     AB_TENSOR(ab_expert_ffn_backward_args, d_weights),
+    AB_INT32(ab_expert_ffn_backward_args, skip_rest),    AB_INT32(ab_expert_ffn_backward_args, activation),
+    AB_INT32(ab_expert_ffn_backward_args, topk),         AB_TENSOR(ab_expert_ffn_backward_args, x),
+    AB_TENSOR(ab_expert_ffn_backward_args, slot_of_row), AB_TENSOR(ab_expert_ffn_backward_args, group_sizes),
+    AB_TENSOR(ab_expert_ffn_backward_args, w_in),        AB_TENSOR(ab_expert_ffn_backward_args, w_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, b_out),       AB_TENSOR(ab_expert_ffn_backward_args, weights),
+    AB_TENSOR(ab_expert_ffn_backward_args, h),           AB_TENSOR(ab_expert_ffn_backward_args, d_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, dh),          AB_TENSOR(ab_expert_ffn_backward_args, dx_rows),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_w_in),      AB_TENSOR(ab_expert_ffn_backward_args, d_b_in),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_w_out),     AB_TENSOR(ab_expert_ffn_backward_args, d_b_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_weights),
 };
 
 }  // namespace

@@ -311,6 +311,52 @@ TEST_F(GroupedMatmulCombineCuda, TheSumMayTakeThePlaceOfTheAddend) {
   EXPECT_TRUE(summed.addend.is(summed.want));
 }
 
+// Where nobody reads rows that no slot has, these stay as they are, and all else has the same bits.
+TEST_F(GroupedMatmulCombineCuda, TheRestIsLeftAlone) {
+  for (const bool biases : {false, true}) {
+    FfnCase c{kUneven, 1300, 72, 136, 2, 500, 3};
+    c.biases = biases;
+    const Network net(c);
+    Summed summed(net, AB_FLOAT32, AB_BFLOAT16);
+    for (int32_t& row : summed.row_of_slot.values()) {
+      if (row >= 0 && net.slot_of(row) < 0) row = -1;
+    }
+    summed.run_network();
+    Network left(c);
+    Summed half(left, 0, AB_BFLOAT16);
+    constexpr float kBefore = 7.5f;
+    for (FloatTensor* tensor : {&left.h, &left.dh, &half.a}) {
+      for (int64_t i = 0; i < tensor->size(); ++i) tensor->set(i, kBefore);
+    }
+    ab_expert_ffn_forward_args forward = left.forward_args();
+    forward.a = half.a.view();
+    forward.y = forward.w_out = forward.b_out = forward.weights = nullptr;
+    forward.skip_rest = 1;
+    Network::forward_on_gpu(forward);
+    ab_expert_ffn_backward_args backward = left.backward_args();
+    backward.skip_rest = 1;
+    Network::backward_on_gpu(backward);
+    const auto same_rows = [&](const char* name, const FloatTensor& got, const FloatTensor& want) {
+      const int64_t width = want.size() / c.R;
+      for (int64_t i = 0; i < want.size(); ++i) {
+        const bool rest = i / width >= net.ends.back();
+        ASSERT_EQ(bits_of(got.get(i)), bits_of(rest ? kBefore : want.get(i))) << name << " row " << i / width;
+      }
+    };
+    same_rows("h", left.h, net.h);
+    same_rows("a", half.a, summed.a);
+    same_rows("dh", left.dh, net.dh);
+    EXPECT_TRUE(left.d_w_in.is(net.d_w_in) && left.d_b_in.is(net.d_b_in) && left.d_w_out.is(net.d_w_out) &&
+                left.d_b_out.is(net.d_b_out) && left.d_weights.is(net.d_weights));
+    Args args = summed.down();
+    args.skip_rest = 1;
+    summed.expect_same(net.y, args);
+    args = summed.dgrad();
+    args.skip_rest = 1;
+    summed.expect_same(net.dx_rows, args);
+  }
+}
+
 // The first half alone writes what it writes beside y.
 TEST_F(GroupedMatmulCombineCuda, TheFirstHalfAlone) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {

@@ -32,15 +32,15 @@ FIELDS = {
     "ab_cuda_grouped_matmul": ("transpose_w", "x w group_sizes y"),
     "ab_cuda_grouped_matmul_dw": ("accumulate", "x d_y group_sizes d_w"),
     "ab_cuda_grouped_matmul_combine": (
-        "transpose_w weight_early",
+        "transpose_w weight_early skip_rest",
         "x w group_sizes bias slot_of_row row_of_slot weights addend out",
     ),
     "ab_cuda_expert_ffn_forward": (
-        "activation weight_early topk",
+        "activation weight_early topk skip_rest",
         "x slot_of_row group_sizes w_in b_in w_out b_out weights y h a",
     ),
     "ab_cuda_expert_ffn_backward": (
-        "activation topk accumulate",
+        "activation topk accumulate skip_rest",
         "x slot_of_row group_sizes w_in w_out b_out weights h d_out dh dx_rows d_w_in d_b_in d_w_out d_b_out d_weights",
     ),
 }

@@ -76,7 +76,7 @@ def c_calls(p: Problem, topk: int) -> Calls:
     d_out = given.pop("d_out")
     y, h = np.ones((R, p.x.shape[1]), p.x.dtype), np.ones((R, *p.w_in.shape[2:]), p.x.dtype)
     plain = {name: value for name, value in given.items() if name != "weights"}
-    options = ["activation", "weight_early", "topk"]
+    options = ["activation", "weight_early", "topk", "skip_rest"]
     forward = _c_call("ab_expert_ffn_forward", options, _FORWARD, {**plain, "y": y})
     keeping_h = _c_call("ab_expert_ffn_forward", options, _FORWARD, {**plain, "y": y, "h": h})
     results = {
@@ -87,7 +87,7 @@ def c_calls(p: Problem, topk: int) -> Calls:
     }
     backward = _c_call(
         "ab_expert_ffn_backward",
-        ["activation", "topk", "accumulate"],
+        ["activation", "topk", "accumulate", "skip_rest"],
         _BACKWARD,
         {**given, "h": h, "dh": h, "d_out": d_out, **results},
     )

@@ -119,6 +119,14 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
     return _grouped_matmul(transpose_w, *vary_alike(x, w, sizes))
 
 
+def _skip_rest() -> int:
+    """Whether rows that no slot has may hold anything where nobody reads them: then no time is spent on zeros.
+
+    They are part of what is kept for the backward pass, and jax_debug_nans would look at them.
+    """
+    return int(not jax.config.jax_debug_nans)
+
+
 @dataclasses.dataclass(frozen=True)
 class SlotProduct:
     """Rows of slots [R, N] that stand nowhere: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
@@ -165,6 +173,7 @@ class SlotProduct:
             workspace=_ffi.grouped_matmul_combine_workspace(R, N, D, self.x.dtype, transpose_w=self.transpose_w),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
+            skip_rest=_skip_rest(),
         )
         out: jax.Array = results["out"]
         return out
@@ -258,6 +267,7 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
         activation=ACTIVATIONS.index(config.activation),
         weight_early=int(config.weight_early),
         topk=config.topk,
+        skip_rest=_skip_rest() if result == "a" else 0,
     )
 
 
@@ -331,6 +341,7 @@ def _backward(
         workspace=_ffi.ffn_backward_workspace(h.shape[0], operands.w_in.shape, x.dtype, d_out.dtype),
         activation=ACTIVATIONS.index(config.activation),
         topk=config.topk,
+        skip_rest=_skip_rest() if rows is None else 0,
     )
 
 

@@ -20,6 +20,7 @@ struct FfnProduct {
   int64_t D = 0;
   int64_t P = 0;  // 2: gated; 1
   int64_t F = 0;
+  bool skips_rest = false;  // rows past the groups are not written
 };
 
 // Whether the kernels can count what it counts: 16-bit elements, no size 0, all indices within their types; `rows` of D

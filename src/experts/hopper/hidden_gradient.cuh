@@ -25,8 +25,12 @@ ab_status launch_hidden(const HiddenGradient& g, int multiprocessors, cudaStream
   out.columns = static_cast<int32_t>(g.F);
   out.R = static_cast<int32_t>(g.R);
   out.activation = g.activation;
-  product.groups = {g.group_sizes, static_cast<int32_t>(g.E), static_cast<int32_t>(g.R), static_cast<int32_t>(g.D),
-                    static_cast<int32_t>(ceil_div(g.F, Shape::kColumns))};
+  product.groups = {g.group_sizes,
+                    static_cast<int32_t>(g.E),
+                    static_cast<int32_t>(g.R),
+                    static_cast<int32_t>(g.D),
+                    static_cast<int32_t>(ceil_div(g.F, Shape::kColumns)),
+                    g.skips_rest};
   const int64_t tiles = most_row_tiles(g.R, g.E, Shape::kRows) * product.groups.column_tiles;
   return launch_product("hidden gradient", product, tiles, multiprocessors, stream);
 }

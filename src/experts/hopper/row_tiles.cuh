@@ -16,6 +16,7 @@ struct RowGroups {
   int32_t R;
   int32_t terms;
   int32_t column_tiles;
+  bool skips_rest = false;  // no tiles of the rows past the groups
 };
 
 // At most this many tiles of kRows rows there are over R rows in E groups: rows past the groups are one group more.
@@ -90,7 +91,8 @@ class RowTiles {
   // Where the pairs of the lanes' groups end.
   __device__ void count_pairs() {
     const int32_t pairs_before = end_pair();
-    lane_end_pair_ = pairs_of(tiles_of(rows_.end() - rows_.begin()));
+    const bool skipped = groups_.skips_rest && rows_.first() + lane_index() == groups_.E;
+    lane_end_pair_ = skipped ? 0 : pairs_of(tiles_of(rows_.end() - rows_.begin()));
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {
       const int32_t before = __shfl_up_sync(kAllLanes, lane_end_pair_, distance);

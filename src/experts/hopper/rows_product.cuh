@@ -46,8 +46,12 @@ ab_status launch_rows(const RowsProduct& p, RowsProductOf<Shape, Element, Operan
                                          &product.b.map, p.K, p.stored_columns()));
   }
   AB_RETURN_IF_ERROR(prepare_target(p, &product.out));
-  product.groups = {p.group_sizes, static_cast<int32_t>(p.E), static_cast<int32_t>(p.R), static_cast<int32_t>(p.K),
-                    static_cast<int32_t>(ceil_div(p.N, Shape::kColumns))};
+  product.groups = {p.group_sizes,
+                    static_cast<int32_t>(p.E),
+                    static_cast<int32_t>(p.R),
+                    static_cast<int32_t>(p.K),
+                    static_cast<int32_t>(ceil_div(p.N, Shape::kColumns)),
+                    p.skips_rest};
   const int64_t tiles = most_row_tiles(p.R, p.E, Shape::kRows) * product.groups.column_tiles;
   return launch_product("grouped product", product, tiles, multiprocessors, stream, overlaps_previous);
 }

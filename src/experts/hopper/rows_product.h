@@ -27,7 +27,8 @@ struct RowsProduct {
   int64_t E = 0;
   int64_t K = 0;
   int64_t N = 0;
-  int64_t w_columns = 0;  // of W and bias as they are stored, of which `w` and `bias` point at the first; 0: N
+  bool skips_rest = false;  // rows past the groups are not written
+  int64_t w_columns = 0;    // of W and bias as they are stored, of which `w` and `bias` point at the first; 0: N
 
   AB_INLINE int64_t stored_columns() const { return w_columns > 0 ? w_columns : N; }
 };

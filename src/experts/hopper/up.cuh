@@ -46,8 +46,12 @@ ab_status launch_up(const UpProduct& p, int multiprocessors, cudaStream_t stream
   out.columns = static_cast<int32_t>(p.F);
   out.activation = p.activation;
   out.keeps_h = p.h != nullptr;
-  product.groups = {p.group_sizes, static_cast<int32_t>(p.E), static_cast<int32_t>(p.R), static_cast<int32_t>(p.D),
-                    static_cast<int32_t>(ceil_div(p.F, kWidth))};
+  product.groups = {p.group_sizes,
+                    static_cast<int32_t>(p.E),
+                    static_cast<int32_t>(p.R),
+                    static_cast<int32_t>(p.D),
+                    static_cast<int32_t>(ceil_div(p.F, kWidth)),
+                    p.skips_rest};
   const int64_t tiles = most_row_tiles(p.R, p.E, Shape::kRows) * product.groups.column_tiles;
   return launch_product("up product", product, tiles, multiprocessors, stream);
 }

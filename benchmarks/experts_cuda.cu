@@ -482,7 +482,7 @@ Columns measure_apart(const Options& options, const Shape& shape, size_t product
 // Every width of chunks; * is what the library takes.
 void print_chunks(const Options& options, const Shape& shape, const Named& named, const Columns& columns) {
   const long N = named.N(shape);
-  const int64_t taken = chunk_columns(options.rows, N, named.K(shape), named.transposed);
+  const int64_t taken = chunk_columns(options.rows, shape.E, N, named.K(shape), named.transposed);
   for (size_t i = 0; i < kColumns; ++i) {
     const long chunk = std::min(kChunks[i], N);
     std::printf("  %5ld:", chunk);

@@ -73,8 +73,8 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_
  * The tensor cores take what they take there; a bias together with transpose_w, which the network has no use for, goes
  * the slow way.
  * Workspace: [R, C] of the dtype of x, C = min(N, 256 ceil(n / chunks)) columns with n = max(ceil(N / 256), 1) tiles in
- * chunks = ceil(n / m) chunks of at most m = max(ceil(H / 256), 1, floor(2^22 / R / 256)) tiles; H is D, or with
- * transpose_w D / 2: columns of `a` where w is W_out, or the gated W_in. */
+ * chunks = ceil(n / m) chunks of at most m = max(8, floor(W / R / 256)) tiles; W is as many elements as w has, without
+ * transpose_w twice as many: those of the gated W_in; or if that is more, 2^22. */
 AB_API ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args,
                                                           const ab_exec* exec, size_t* bytes);

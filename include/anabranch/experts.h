@@ -131,6 +131,9 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * given; and some MiB a thread. So with dh in h's place the peak is weights, gradients, x, h and two row buffers
  * (w a and dx_rows), or without dx_rows, which ab_grouped_matmul_combine sums as it computes them from dh, only w a.
  *
+ * In two calls: the first gives dh, weighted_a and d_weights; the second, without h, reads dh and weighted_a and gives
+ * the rest. What is summed from dh between the two needs no memory beside the gradients of the matrices.
+ *
  * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
  * them be float32 and accumulate. */
 typedef struct ab_expert_ffn_backward_args {
@@ -147,17 +150,18 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* w_out;       /* [E, F, D] */
   const ab_tensor* b_out;       /* [E, D], or NULL; enters d_weights only */
   const ab_tensor* weights;     /* float [T, K] with slot_of_row, else [R]; NULL: 1 */
-  const ab_tensor* h;           /* [R, P, F] */
+  const ab_tensor* h;           /* [R, P, F]; NULL: dh and weighted_a are there already, and no d_weights wanted */
   /* cotangent */
   const ab_tensor* d_out; /* float [T, D] with slot_of_row, else [R, D] */
   /* outputs, each may be NULL: not wanted */
-  const ab_tensor* dh;        /* [R, P, F]; its memory may be that of h */
-  const ab_tensor* dx_rows;   /* [R, D] */
-  const ab_tensor* d_w_in;    /* [E, D, P, F], or float32 */
-  const ab_tensor* d_b_in;    /* [E, P, F] */
-  const ab_tensor* d_w_out;   /* [E, F, D], or float32 */
-  const ab_tensor* d_b_out;   /* [E, D] */
-  const ab_tensor* d_weights; /* float32 [T, K] with slot_of_row (0 for a slot without a row), else [R] */
+  const ab_tensor* dh;         /* [R, P, F]; its memory may be that of h */
+  const ab_tensor* dx_rows;    /* [R, D] */
+  const ab_tensor* d_w_in;     /* [E, D, P, F], or float32 */
+  const ab_tensor* d_b_in;     /* [E, P, F] */
+  const ab_tensor* d_w_out;    /* [E, F, D], or float32 */
+  const ab_tensor* d_b_out;    /* [E, D] */
+  const ab_tensor* d_weights;  /* float32 [T, K] with slot_of_row (0 for a slot without a row), else [R] */
+  const ab_tensor* weighted_a; /* [R, F]: w a; past the groups it may have any value */
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

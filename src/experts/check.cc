@@ -154,7 +154,15 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   }
   const Dtypes dtype = dtype_of(args->x);
   const Dtypes gradients = args->accumulate != 0 ? kFloat32 : dtype | kFloat32;
-  AB_RETURN_IF_ERROR(check_tensor("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_optional("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
+  if (args->h == nullptr) {
+    const bool needs_dh = args->dx_rows != nullptr || args->d_w_in != nullptr || args->d_b_in != nullptr;
+    if ((needs_dh && args->dh == nullptr) || (args->d_w_out != nullptr && args->weighted_a == nullptr)) {
+      return AB_INVALID("h: got NULL, expected [R, P, F], or %s that an earlier call gave",
+                        needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
+    }
+    AB_RETURN_IF_ERROR(check_unused("d_weights", args->d_weights, "without h"));
+  }
   if (args->slot_of_row != nullptr) {
     AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {{"T", s->T}, {"D", s->D}}));
     AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"T", s->T}, {"K", s->K}}));
@@ -163,6 +171,7 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
     AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"R", s->R}}));
   }
   AB_RETURN_IF_ERROR(check_optional("dh", args->dh, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_optional("weighted_a", args->weighted_a, dtype, {{"R", s->R}, {"F", s->F}}));
   AB_RETURN_IF_ERROR(check_optional("dx_rows", args->dx_rows, dtype, {{"R", s->R}, {"D", s->D}}));
   AB_RETURN_IF_ERROR(
       check_optional("d_w_in", args->d_w_in, gradients, {{"E", s->E}, {"D", s->D}, {"P", s->P}, {"F", s->F}}));

@@ -6,20 +6,23 @@
 
 namespace anabranch {
 
-// Elements of a buffer that is not worth cutting: memory of small calls does not count, their launches do.
-constexpr int64_t kSmallBuffer = int64_t{1} << 22;
-
-// Columns of a chunk of rows [R, N], of which each element is a sum of so many terms; transposed: the weights are.
+// Columns of a chunk of rows [R, N], of which each element is a sum of so many terms, by weights of E experts;
+// transposed: the weights are.
 //
-// The product reads its rows again for every chunk, so chunks are few; but the buffer adds to the peak of the memory.
-// It may have the size of what the layer holds at its peak anyway, w a, [R, F]: the terms of the down product are F,
-// those of dh W_in^T, which takes its weights transposed, 2 F where experts are gated. Chunks are whole tiles, as equal
-// as they can be.
-inline int64_t chunk_columns(int64_t R, int64_t N, int64_t terms, bool transposed) {
-  constexpr int64_t kTileColumns = 256;  // of the widest tile
+// The product reads its rows again for every chunk, so chunks are few, and never narrow. But the buffer of rows adds to
+// the peak of the memory, unless it stands where something else will: in the layer the gradients of W_in and W_out come
+// after it. It may be as large as W_in, which dh W_in^T takes transposed, and which is twice W_out where experts are
+// gated. Chunks are whole tiles, as equal as they can be.
+inline int64_t chunk_columns(int64_t R, int64_t E, int64_t N, int64_t terms, bool transposed) {
+  constexpr int64_t kTileColumns = 256;                // of the widest tile
+  constexpr int64_t kNarrowest = 2048 / kTileColumns;  // in tiles: 1024 columns took 3 to 11% longer than all of 4096
+  constexpr int64_t kSmallBuffer = int64_t{1} << 22;   // elements: not worth cutting, since launches count, not memory
   const auto tiles = [](int64_t columns) { return std::max<int64_t>((columns + kTileColumns - 1) / kTileColumns, 1); };
-  const int64_t hidden = transposed ? terms / 2 : terms;
-  const int64_t most = std::max(tiles(hidden), kSmallBuffer / std::max<int64_t>(R, 1) / kTileColumns);
+  const auto rows = static_cast<double>(std::max<int64_t>(R, 1));
+  const double w_in = (transposed ? 1.0 : 2.0) * static_cast<double>(E) * static_cast<double>(terms);
+  const double room = std::max(w_in / rows * static_cast<double>(N), static_cast<double>(kSmallBuffer) / rows);
+  const auto fitting = static_cast<int64_t>(std::min(room, static_cast<double>(N)) / kTileColumns);
+  const int64_t most = std::max(fitting, kNarrowest);
   const int64_t chunks = (tiles(N) + most - 1) / most;
   return std::min((tiles(N) + chunks - 1) / chunks * kTileColumns, N);
 }

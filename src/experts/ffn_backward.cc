@@ -26,7 +26,8 @@ struct Backward {
         threads(threads_for(exec, s.R, 2 * (s.P + 1) * s.D * s.F)),
         workspace(memory),
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
-        weighted_a(row_buffer(args.d_w_out != nullptr, s.F)),
+        weighted_a(args.weighted_a != nullptr ? matrix_of(args.weighted_a, 0, s.F)
+                                              : row_buffer(args.d_w_out != nullptr, s.F)),
         dh(args.dh != nullptr ? matrix_of(args.dh, 0, s.P * s.F) : row_buffer(wants_dh(), s.P * s.F)),
         dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
         products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {}
@@ -150,7 +151,7 @@ ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const 
   Backward op(*args, s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
-  op.hidden();
+  if (args->h != nullptr) op.hidden();
   op.weights();
   op.inputs();
   return op.products.status();

@@ -29,7 +29,7 @@ struct Backward {
         s(sizes),
         map(args.slot_of_row, s),
         workspace(memory),
-        weighted_a(row_buffer(args.d_w_out != nullptr, s.F)),
+        weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(args.d_w_out != nullptr, s.F)),
         dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(wants_dh(), s.P * s.F)),
         scratch(workspace.take_bytes(scratch_bytes())) {}
 
@@ -149,7 +149,7 @@ struct Backward {
   }
 
   ab_status run(int multiprocessors, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(compute_hidden_backward(hidden(), multiprocessors, stream));
+    if (args.h != nullptr) AB_RETURN_IF_ERROR(compute_hidden_backward(hidden(), multiprocessors, stream));
     if (args.d_weights != nullptr)
       AB_RETURN_IF_ERROR(compute_slot_gradient(slots(multiprocessors), multiprocessors, stream));
     if (args.d_w_out != nullptr) AB_RETURN_IF_ERROR(compute_terms(out_weights(), scratch, multiprocessors, stream));

@@ -75,7 +75,7 @@ GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 }
 
 int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  return chunk_columns(s.R, s.N, s.D, args.transpose_w != 0);
+  return chunk_columns(s.R, s.E, s.N, s.D, args.transpose_w != 0);
 }
 
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {

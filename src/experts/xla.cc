@@ -50,7 +50,7 @@ constexpr Field kBackwardFields[] = {
     AB_TENSOR(ab_expert_ffn_backward_args, dh),          AB_TENSOR(ab_expert_ffn_backward_args, dx_rows),
     AB_TENSOR(ab_expert_ffn_backward_args, d_w_in),      AB_TENSOR(ab_expert_ffn_backward_args, d_b_in),
     AB_TENSOR(ab_expert_ffn_backward_args, d_w_out),     AB_TENSOR(ab_expert_ffn_backward_args, d_b_out),
-    AB_TENSOR(ab_expert_ffn_backward_args, d_weights),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_weights),   AB_TENSOR(ab_expert_ffn_backward_args, weighted_a),
 };
 
 }  // namespace

@@ -267,7 +267,8 @@ struct Network {
             d_b_in.view(),
             d_w_out.view(),
             d_b_out.view(),
-            d_weights.view()};
+            d_weights.view(),
+            nullptr};
   }
   ab_status forward(int threads = 0) const {
     return call(ab_expert_ffn_forward, ab_expert_ffn_forward_workspace, forward_args(), threads);
@@ -402,6 +403,36 @@ TEST(ExpertFfn, DhTakesOverTheMemoryOfH) {
   EXPECT_EQ(together.d_w_in.values(), apart.d_w_in.values());
   EXPECT_EQ(together.d_w_out.values(), apart.d_w_out.values());
   EXPECT_EQ(together.d_weights.values(), apart.d_weights.values());
+}
+
+TEST(ExpertFfn, TwoCallsAreOne) {
+  using A = ab_expert_ffn_backward_args;
+  Network<float> one(70, 2, 33, 2, 150, {60, 0, 70}, slots_in_order(140));
+  EXPECT_OK(one.forward());
+  EXPECT_OK(one.backward());
+  Network<float> two(70, 2, 33, 2, 150, {60, 0, 70}, slots_in_order(140));
+  EXPECT_OK(two.forward());
+  const Floats weighted_a({140, 150});
+  A first = two.backward_args();
+  A second = first;
+  for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out}) first.*later = nullptr;
+  first.weighted_a = second.weighted_a = weighted_a.view();
+  second.h = second.d_weights = nullptr;
+  EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, first));
+  EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, second));
+  expect_same_results(two, one, "in two calls");
+
+  const auto refused = [&](auto change, const char* text) {
+    A args = second;
+    change(args);
+    EXPECT_REFUSED(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args), AB_INVALID_ARGUMENT, text);
+  };
+  refused([](A& args) { args.dh = nullptr; }, "h: got NULL, expected [R, P, F], or dh that an earlier call gave");
+  refused([](A& args) { args.weighted_a = nullptr; },
+          "h: got NULL, expected [R, P, F], or weighted_a that an earlier call gave");
+  refused([&](A& args) { args.d_weights = two.d_weights.view(); }, "d_weights: got a tensor, expected NULL without h");
+  refused([&](A& args) { args.weighted_a = two.h.view(); }, "weighted_a: got float32 (8) [140, 2, 150], expected");
+  refused([](A& args) { args.skip_rest = 2; }, "skip_rest: got 2, expected 0 or 1");
 }
 
 TEST(ExpertFfn, EachOutputIsTheSameAlone) {

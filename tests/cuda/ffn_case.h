@@ -135,7 +135,8 @@ struct Network {
             d_b_in.view(),
             d_w_out.view(),
             d_b_out.view(),
-            d_weights.view()};
+            d_weights.view(),
+            nullptr};
   }
 
   void on_cpu() const {
@@ -155,7 +156,7 @@ struct Network {
     using A = BackwardArgs;
     run_on_copies(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, args, &A::x, &A::slot_of_row,
                   &A::group_sizes, &A::w_in, &A::w_out, &A::b_out, &A::weights, &A::h, &A::d_out, &A::dh, &A::dx_rows,
-                  &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights);
+                  &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights, &A::weighted_a);
   }
 
   // The results that are the same bits as another network's.

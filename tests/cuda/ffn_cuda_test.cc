@@ -222,6 +222,29 @@ TEST_F(FfnCuda, DhTakesOverTheMemoryOfH) {
   }
 }
 
+TEST_F(FfnCuda, TwoCallsAreOne) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const bool biases : {false, true}) {
+      FfnCase c{kUneven, 1300, 72, 136, 2, 500, 3, dtype};
+      c.biases = biases;
+      const Network one(c);
+      one.on_gpu();
+      const Network two(c);
+      const FloatTensor weighted_a({c.R, c.F}, dtype);
+      using A = ab_expert_ffn_backward_args;
+      A first = two.backward_args();
+      A second = first;
+      for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out}) first.*later = nullptr;
+      first.weighted_a = second.weighted_a = weighted_a.view();
+      second.h = second.d_weights = nullptr;
+      Network::forward_on_gpu(two.forward_args());
+      Network::backward_on_gpu(first);
+      Network::backward_on_gpu(second);
+      two.expect_same_bits(one);
+    }
+  }
+}
+
 TEST_F(FfnCuda, EachOutputIsTheSameAlone) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const int64_t D : {72, 13}) {

@@ -186,10 +186,9 @@ TEST_F(GroupedMatmulCombineCuda, EveryWidthIsTwoOperations) {
 
 // So many rows that the operation itself cuts.
 TEST_F(GroupedMatmulCombineCuda, ManyRowsComeInChunks) {
-  constexpr int64_t kRows = 33000;
-  const FfnCase c{{20000, 0, 7, 12000}, kRows, 768, 128, 2, kRows / 8, 8};
-  ASSERT_EQ(chunk_columns(c.R, c.D, c.F, false), 256);
-  ASSERT_EQ(chunk_columns(c.R, c.D, 2 * c.F, true), 256);
+  const FfnCase c{{1000, 0, 7, 600}, 1700, 2880, 128, 2, 1700 / 4, 4};
+  ASSERT_EQ(chunk_columns(c.R, c.E(), c.D, c.F, false), 1536);
+  ASSERT_EQ(chunk_columns(c.R, c.E(), c.D, 2 * c.F, true), 1536);
   check(c, AB_FLOAT32);
 }
 
@@ -429,14 +428,17 @@ TEST(GroupedMatmulCombineWithoutCuda, BadArgumentsAreRefused) {
 
 // What the header says of the workspace.
 TEST(GroupedMatmulCombineWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
-  EXPECT_EQ(chunk_columns(262144, 768, 256, false), 256);
-  EXPECT_EQ(chunk_columns(262144, 4096, 1024, false), 1024);
-  EXPECT_EQ(chunk_columns(262144, 4096, 2048, true), 1024);
-  EXPECT_EQ(chunk_columns(262144, 2880, 2880, false), 2880);  // as wide as `a`
-  EXPECT_EQ(chunk_columns(262144, 2048, 768, false), 768);    // the last one has 512
-  EXPECT_EQ(chunk_columns(262144, 13, 7, false), 13);
-  EXPECT_EQ(chunk_columns(1000, 4096, 256, false), 4096);  // few rows
-  EXPECT_EQ(chunk_columns(0, 0, 0, true), 0);
+  EXPECT_EQ(chunk_columns(524288, 256, 4096, 256, false), 2048);  // the narrowest
+  EXPECT_EQ(chunk_columns(524288, 256, 4096, 512, true), 2048);
+  EXPECT_EQ(chunk_columns(262144, 128, 4096, 1024, false), 4096);  // as large as W_in
+  EXPECT_EQ(chunk_columns(262144, 128, 4096, 2048, true), 4096);
+  EXPECT_EQ(chunk_columns(262145, 128, 4096, 2048, true), 2048);
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 7168, 512, true), 1792);
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 2880, 512, true), 1536);  // the second one has 1344
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 2048, 512, true), 2048);
+  EXPECT_EQ(chunk_columns(1 << 20, 1, 13, 7, false), 13);
+  EXPECT_EQ(chunk_columns(1000, 1, 4096, 1, false), 4096);  // few rows
+  EXPECT_EQ(chunk_columns(0, 0, 0, 0, true), 0);
   const Network net({{200, 300}, 600, 13, 70, 2, 300, 2});
   const Summed summed(net, 0, AB_BFLOAT16);
   const Args args = summed.down();

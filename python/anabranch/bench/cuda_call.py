@@ -41,7 +41,8 @@ FIELDS = {
     ),
     "ab_cuda_expert_ffn_backward": (
         "activation topk accumulate skip_rest",
-        "x slot_of_row group_sizes w_in w_out b_out weights h d_out dh dx_rows d_w_in d_b_in d_w_out d_b_out d_weights",
+        "x slot_of_row group_sizes w_in w_out b_out weights h d_out dh dx_rows d_w_in d_b_in d_w_out d_b_out d_weights"
+        " weighted_a",
     ),
 }
 _WITHOUT_WORKSPACE = (

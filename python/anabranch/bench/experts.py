@@ -62,6 +62,7 @@ def problem(shape: tuple[int, ...], dtype: str) -> Problem:
 _FORWARD = "x slot_of_row group_sizes w_in b_in w_out b_out weights y h a"
 _BACKWARD = (
     "x slot_of_row group_sizes w_in w_out b_out weights h d_out dh dx_rows d_w_in d_b_in d_w_out d_b_out d_weights"
+    " weighted_a"
 )
 
 

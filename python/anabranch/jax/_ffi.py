@@ -201,20 +201,22 @@ def ffn_forward_workspace(num_rows: int, hidden: int, dtype: Any) -> int:
 
 
 def grouped_matmul_combine_workspace(
-    num_rows: int, columns: int, terms: int, dtype: Any, *, transpose_w: bool = False
+    num_rows: int, num_experts: int, columns: int, terms: int, dtype: Any, *, transpose_w: bool = False
 ) -> int:
     """Bytes for a chunk of the columns of rows [R, columns] on CUDA (src/experts/column_chunks.h).
 
     Args:
       num_rows: R.
+      num_experts: E.
       columns: N of w.
       terms: of each product: the columns of x.
       dtype: of x.
       transpose_w: w is [E, N, D].
     """
-    tiles = max(-(-columns // 256), 1)
-    hidden = terms // 2 if transpose_w else terms
-    chunks = -(-tiles // max(-(-hidden // 256), 2**22 // max(num_rows, 1) // 256, 1))
+    tiles, rows = max(-(-columns // 256), 1), float(max(num_rows, 1))
+    w_in = (1.0 if transpose_w else 2.0) * num_experts * terms
+    room = max(w_in / rows * columns, 2**22 / rows)
+    chunks = -(-tiles // max(int(min(room, columns) / 256), 8))
     return _aligned(num_rows * min(-(-tiles // chunks) * 256, columns) * np.dtype(dtype).itemsize)
 
 
@@ -227,11 +229,21 @@ def ffn_backward_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dty
       dtype: of x.
       d_dtype: of the cotangent.
     """
+    of_matrices = matrix_gradients_workspace(num_rows, w_in, dtype, d_dtype)
+    return ffn_forward_workspace(num_rows, w_in[3], dtype) + max(ffn_dots_workspace(num_rows, w_in[3]), of_matrices)
+
+
+def ffn_dots_workspace(num_rows: int, hidden: int) -> int:
+    """Bytes for the parts of the gradients of the rows' weights on CUDA."""
+    return _aligned(-(-hidden // 64) * num_rows * 4)
+
+
+def matrix_gradients_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dtype: Any) -> int:
+    """Bytes for the gradients of matrices and biases on CUDA where dh and w a are there; arguments as above."""
     E, D, P, F = w_in
-    dots = -(-F // 64) * num_rows * 4
     biases = (-(-num_rows // 512) + E) * max(D, P * F) * 4
     weights = max(
         weight_gradient_workspace(num_rows, E, F, D, dtype, d_dtype),
         weight_gradient_workspace(num_rows, E, D, P * F, dtype),
     )
-    return ffn_forward_workspace(num_rows, F, dtype) + _aligned(max(dots, biases, weights))
+    return _aligned(max(biases, weights))

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 
 from anabranch.jax._sharding import TokenCall
 from anabranch.jax.dispatch import Plan, flat, plan
-from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward_by_slot, ffn_forward_by_slot
+from anabranch.jax.experts import (
+    FfnConfig,
+    FfnOperands,
+    ffn_backward_by_slot,
+    ffn_backward_of_matrices,
+    ffn_forward_by_slot,
+)
 from anabranch.jax.router import RouterOptions, RouterResiduals, Routing, route_backward, route_forward
 
 
@@ -276,18 +282,17 @@ def backward(
     assert h is not None  # the forward rule was run with keep_h
     if layout is None:
         layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
-    ffn = ffn_operands(operands, layout, routing.weights)
-    experts = ffn_backward_by_slot(config.ffn, ffn, h, flat(cotangents.output), gradient_dtypes)
-    assert experts.weights is not None  # weights were given
-    through_logits = routing_backward(config, operands, routing, logits, experts.weights, cotangents)
-    d_x = experts.rows.sum(layout.row_of_slot, None, dtypes.x.dtype, through_logits.x)
+    ffn, d_out = ffn_operands(operands, layout, routing.weights), flat(cotangents.output)
+    hidden = ffn_backward_by_slot(config.ffn, ffn, h, d_out)
+    through_logits = routing_backward(config, operands, routing, logits, hidden.weights, cotangents)
+    d_x = hidden.rows.sum(layout.row_of_slot, None, dtypes.x.dtype, through_logits.x)
+    # The sums come first: see ffn_backward_by_slot.
+    d_x, dh, weighted_a = jax.lax.optimization_barrier((d_x, hidden.dh, hidden.weighted_a))
+    matrices = ffn_backward_of_matrices(config.ffn, ffn, dh, weighted_a, d_out, gradient_dtypes)
     return Operands(
         x=d_x.reshape(shape),
         gate=through_logits.gate.astype(dtypes.gate.dtype),
-        w_in=experts.w_in,
-        w_out=experts.w_out,
-        b_in=experts.b_in,
-        b_out=experts.b_out,
+        **matrices._asdict(),
         expert_bias=None,
         token_mask=None,
         forced_experts=None,

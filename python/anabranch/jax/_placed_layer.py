@@ -28,7 +28,14 @@ from anabranch.jax._layer import (
 from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.dispatch import flat
 from anabranch.jax.exchange import Transport, finish_sums, keep_within, transport
-from anabranch.jax.experts import FfnConfig, FfnOperands, SlotProduct, ffn_backward_by_slot, ffn_forward_by_slot
+from anabranch.jax.experts import (
+    FfnConfig,
+    FfnOperands,
+    SlotProduct,
+    ffn_backward_by_slot,
+    ffn_backward_of_matrices,
+    ffn_forward_by_slot,
+)
 from anabranch.jax.parallel import Placement
 from anabranch.jax.router import Routing
 
@@ -184,13 +191,14 @@ def _backward(
         placement, operands, route, chosen.send(route, operands.x), chosen.send_weights(route, routing.weights)
     )
     d_rows = chosen.send(route, flat(cotangents["output"]))
-    experts = ffn_backward_by_slot(_ffn_config(config, chosen), ffn, kept["h"], d_rows, weight_dtypes(whole))
-    assert experts.weights is not None  # weights were given
-    d_weights = _sum_of_parts(placement, chosen.collect_weights(route, experts.weights))
+    options = _ffn_config(config, chosen)
+    hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows)
+    d_weights = _sum_of_parts(placement, chosen.collect_weights(route, hidden.weights))
     sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)
     through_logits = routing_backward(config, operands, routing, kept["logits"], d_weights, sums)
-    d_x = _collected(placement, chosen, route, experts.rows, None, whole.x.dtype, through_logits.x)
-    gradients = {"gate": through_logits.gate, **{name: getattr(experts, name) for name in _PARAMETERS[1:]}}
+    d_x = _collected(placement, chosen, route, hidden.rows, None, whole.x.dtype, through_logits.x)
+    matrices = ffn_backward_of_matrices(options, ffn, hidden.dh, hidden.weighted_a, d_rows, weight_dtypes(whole))
+    gradients = {"gate": through_logits.gate, **matrices._asdict()}
     return {
         "x": d_x.reshape(whole.x.shape),
         **{

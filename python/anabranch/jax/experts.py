@@ -156,7 +156,7 @@ class SlotProduct:
         Weights [T, K], and none where x has early ones.
         """
         assert weights is None or self.early_weights is None
-        (R, D), N = self.x.shape, self.w.shape[1 if self.transpose_w else 2]
+        (R, D), E, N = self.x.shape, self.w.shape[0], self.w.shape[1 if self.transpose_w else 2]
         results = _ffi.call(
             "ab_xla_grouped_matmul_combine",
             {
@@ -170,7 +170,7 @@ class SlotProduct:
                 "addend": addend,
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
-            workspace=_ffi.grouped_matmul_combine_workspace(R, N, D, self.x.dtype, transpose_w=self.transpose_w),
+            workspace=_ffi.grouped_matmul_combine_workspace(R, E, N, D, self.x.dtype, transpose_w=self.transpose_w),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
             skip_rest=_skip_rest(),
@@ -214,16 +214,35 @@ class FfnOperands(NamedTuple):
     """float [T, K] with slot_of_row, else [R]. None: 1."""
 
 
-class FfnGradients(NamedTuple):
-    """What the backward rule returns; None where the operand is None."""
+class MatrixGradients(NamedTuple):
+    """Gradients of the matrices and biases; None where the operand is None."""
 
-    rows: Any
-    """[R, D], the gradient of the rows that were read; dtype of x. A `SlotProduct` of `ffn_backward_by_slot`."""
     w_in: jax.Array
     w_out: jax.Array
     b_in: jax.Array | None
     b_out: jax.Array | None
+
+
+class FfnGradients(NamedTuple):
+    """What the backward rule returns; None where the operand is None."""
+
+    rows: jax.Array
+    """[R, D], the gradient of the rows that were read; dtype of x."""
+    matrices: MatrixGradients
     weights: jax.Array | None
+    """Of the shape and dtype of the weights."""
+
+
+class HiddenGradients(NamedTuple):
+    """What the first half of the backward rule by slot returns."""
+
+    dh: jax.Array
+    """[R, P, F], in the place of h."""
+    weighted_a: jax.Array
+    """[R, F]: w a. Both have dtype of x and are for `ffn_backward_of_matrices`."""
+    rows: SlotProduct
+    """The gradient of the rows that were read, [R, D]."""
+    weights: jax.Array
     """Of the shape and dtype of the weights."""
 
 
@@ -287,22 +306,45 @@ def ffn_backward(
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
       weight_dtypes: of the gradients of w_in and w_out, each that of x or float32; None: of x.
     """
-    rows = jax.ShapeDtypeStruct((h.shape[0], operands.x.shape[1]), operands.x.dtype)
-    results = _backward(config, operands, h, d_out, rows, weight_dtypes)
-    return _gradients(results["dx_rows"], operands, results)
+    x, weights, w_in = operands.x, operands.weights, operands.w_in
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"h": h},
+        {
+            "dh": _like(h),
+            "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
+            "d_weights": _like(weights, jnp.float32),
+            **_matrix_gradients(operands, weight_dtypes),
+        },
+        _ffi.ffn_backward_workspace(h.shape[0], w_in.shape, x.dtype, d_out.dtype),
+    )
+    d_weights = None if weights is None else results["d_weights"].astype(weights.dtype)
+    return FfnGradients(results["dx_rows"], _matrices_of(results), d_weights)
 
 
-def ffn_backward_by_slot(
-    config: FfnConfig,
-    operands: FfnOperands,
-    h: jax.Array,
-    d_out: jax.Array,
-    weight_dtypes: tuple[Any, Any] | None = None,
-) -> FfnGradients:
-    """`ffn_backward` with slot_of_row for gradients of rows that are summed by token next: they are a product."""
-    assert operands.slot_of_row is not None and operands.group_sizes is not None
-    results = _backward(config, operands, h, d_out, None, weight_dtypes)
+def ffn_backward_by_slot(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> HiddenGradients:
+    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token next: all but the matrices'.
+
+    Those are left for `ffn_backward_of_matrices`. Where the sums come first, what they need for a moment can stand where
+    the matrices' gradients will.
+    """
+    assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     (R, P, F), w_in = h.shape, operands.w_in
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"h": h},
+        {
+            "dh": _like(h),
+            "weighted_a": jax.ShapeDtypeStruct((R, F), operands.x.dtype),
+            "d_weights": _like(operands.weights, jnp.float32),
+        },
+        _ffi.ffn_dots_workspace(R, F),
+        skip_rest=_skip_rest(),
+    )
     rows = SlotProduct(
         results["dh"].reshape(R, P * F),
         w_in.reshape(*w_in.shape[:2], P * F),
@@ -310,50 +352,65 @@ def ffn_backward_by_slot(
         operands.slot_of_row,
         transpose_w=True,
     )
-    return _gradients(rows, operands, results)
+    d_weights = results["d_weights"].astype(operands.weights.dtype)
+    return HiddenGradients(results["dh"], results["weighted_a"], rows, d_weights)
+
+
+def ffn_backward_of_matrices(
+    config: FfnConfig,
+    operands: FfnOperands,
+    dh: jax.Array,
+    weighted_a: jax.Array,
+    d_out: jax.Array,
+    weight_dtypes: tuple[Any, Any] | None = None,
+) -> MatrixGradients:
+    """The rest of `ffn_backward_by_slot`; dtypes as for `ffn_backward`."""
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"dh": dh, "weighted_a": weighted_a},
+        _matrix_gradients(operands, weight_dtypes),
+        _ffi.matrix_gradients_workspace(dh.shape[0], operands.w_in.shape, operands.x.dtype, d_out.dtype),
+    )
+    return _matrices_of(results)
+
+
+def _matrix_gradients(operands: FfnOperands, dtypes: tuple[Any, Any] | None) -> dict[str, Any]:
+    w_in_dtype, w_out_dtype = dtypes or (operands.x.dtype, operands.x.dtype)
+    return {
+        "d_w_in": _like(operands.w_in, w_in_dtype),
+        "d_w_out": _like(operands.w_out, w_out_dtype),
+        "d_b_in": _like(operands.b_in),
+        "d_b_out": _like(operands.b_out),
+    }
+
+
+def _matrices_of(results: dict[str, Any]) -> MatrixGradients:
+    return MatrixGradients(results["d_w_in"], results["d_w_out"], results["d_b_in"], results["d_b_out"])
 
 
 def _backward(
     config: FfnConfig,
     operands: FfnOperands,
-    h: jax.Array,
     d_out: jax.Array,
-    rows: jax.ShapeDtypeStruct | None,
-    weight_dtypes: tuple[Any, Any] | None,
+    hidden: dict[str, jax.Array],
+    results: dict[str, Any],
+    workspace: int,
+    skip_rest: int = 0,
 ) -> dict[str, Any]:
-    x, weights = operands.x, operands.weights
+    """The results, from h or from what a first call made of it; dh takes h's place."""
     inputs = operands._asdict()
     del inputs["b_in"]
-    w_in_dtype, w_out_dtype = weight_dtypes or (x.dtype, x.dtype)
     return _ffi.call(
         "ab_xla_expert_ffn_backward",
-        {**inputs, "h": h, "d_out": d_out},
-        {
-            "dh": _like(h),
-            "dx_rows": rows,
-            "d_w_in": _like(operands.w_in, w_in_dtype),
-            "d_w_out": _like(operands.w_out, w_out_dtype),
-            "d_b_in": _like(operands.b_in),
-            "d_b_out": _like(operands.b_out),
-            "d_weights": _like(weights, jnp.float32),
-        },
-        aliases={"h": "dh"},
-        workspace=_ffi.ffn_backward_workspace(h.shape[0], operands.w_in.shape, x.dtype, d_out.dtype),
+        {**inputs, "d_out": d_out, **hidden},
+        results,
+        aliases={"h": "dh"} if "h" in hidden else None,
+        workspace=workspace,
         activation=ACTIVATIONS.index(config.activation),
         topk=config.topk,
-        skip_rest=_skip_rest() if rows is None else 0,
-    )
-
-
-def _gradients(rows: Any, operands: FfnOperands, results: dict[str, Any]) -> FfnGradients:
-    weights, d_weights = operands.weights, results["d_weights"]
-    return FfnGradients(
-        rows=rows,
-        w_in=results["d_w_in"],
-        w_out=results["d_w_out"],
-        b_in=results["d_b_in"],
-        b_out=results["d_b_out"],
-        weights=None if weights is None else d_weights.astype(weights.dtype),
+        skip_rest=skip_rest,
     )
 
 
@@ -375,11 +432,8 @@ def _expert_ffn_backward(config: FfnConfig, residuals: Any, d_y: jax.Array) -> t
             x=gradients.rows,
             slot_of_row=None,
             group_sizes=None,
-            w_in=gradients.w_in,
-            w_out=gradients.w_out,
-            b_in=gradients.b_in,
-            b_out=gradients.b_out,
             weights=gradients.weights,
+            **gradients.matrices._asdict(),
         ),
     )
 

@@ -47,10 +47,7 @@ def check(rng, plan, num_tokens, num_experts, topk, *, dtype="float32", d_dtype=
     )
     got = dict(
         rows=gradients.rows,
-        w_in=gradients.w_in,
-        w_out=gradients.w_out,
-        b_in=gradients.b_in,
-        b_out=gradients.b_out,
+        **gradients.matrices._asdict(),
         weights=jnp.where(real, gradients.weights.reshape(-1)[np.where(real, slots, 0)], 0.0),
     )
     assert_matches_oracle(rows, "gelu", y, got, slots)

@@ -12,6 +12,7 @@ from anabranch.jax.experts import (
     FfnOperands,
     ffn_backward,
     ffn_backward_by_slot,
+    ffn_backward_of_matrices,
     ffn_forward,
     ffn_forward_by_slot,
 )
@@ -37,7 +38,7 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
     selected = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
     selected[rng.random((T, K)) < 0.1] = -1
     plan = dispatch.plan(selected, E, align_size, num_rows)
-    row_of_slot = jnp.asarray(plan.row_of_slot)
+    row_of_slot, taken = jnp.asarray(plan.row_of_slot), int(plan.group_sizes.sum())  # rows past it hold anything
     net = network(rng, plan.group_sizes, D, parts, F, dtype=dtype, weights=None)
     weights = random_array(rng, (T, K))
     operands = FfnOperands(
@@ -61,14 +62,17 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
         y, h = ffn_forward(config, forward, keep_h=True)
         gradients = ffn_backward(config, operands, h, d_out)
         out = gather_sum(y, row_of_slot, late, y.dtype)
-        return out, h, gradients._replace(rows=gather_sum(gradients.rows, row_of_slot, None, dtype, addend))
+        d_x = gather_sum(gradients.rows, row_of_slot, None, dtype, addend)
+        return out, h[:taken], d_x, gradients.matrices, gradients.weights
 
     @jax.jit
     def by_slot(forward, operands, d_out):
         y, h = ffn_forward_by_slot(config, forward, keep_h=True)
-        gradients = ffn_backward_by_slot(config, operands, h, d_out)
+        hidden = ffn_backward_by_slot(config, operands, h, d_out)
         out = y.sum(row_of_slot, late, y.x.dtype)
-        return out, h, gradients._replace(rows=gradients.rows.sum(row_of_slot, None, dtype, addend))
+        d_x = hidden.rows.sum(row_of_slot, None, dtype, addend)
+        matrices = ffn_backward_of_matrices(config, operands, hidden.dh, hidden.weighted_a, d_out)
+        return out, h[:taken], d_x, matrices, hidden.weights
 
     jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))
 

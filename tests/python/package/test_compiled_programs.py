@@ -145,8 +145,10 @@ def test_a_layer_holds_no_rows_of_its_width(platform):
     assert sum("@ab_xla_grouped_matmul_combine(" in line for line in calls) == 2
     assert not any("@ab_xla_combine(" in line or "@ab_xla_dispatch(" in line for line in calls)
     assert f"tensor<{T * K}x2x{F}xbf16>" in text and f"tensor<{T * K}x{D}x" not in text
-    (backward,) = (line for line in calls if "@ab_xla_expert_ffn_backward(" in line)
-    assert "output_operand_alias<output_tuple_indices = [0]" in backward
+    backward = [line for line in calls if "@ab_xla_expert_ffn_backward(" in line]
+    assert ["output_operand_alias<output_tuple_indices = [0]" in line for line in backward] == [True, False]
+    order = [text.index(line) for line in (backward[0], *(c for c in calls if "combine(" in c and "addend" in c), backward[1])]
+    assert order == sorted(order)  # the matrices' gradients come last
     if platform == "cpu":
         compiled = gradients.lower(*(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)).compile().as_text()
         assert "conditional(" not in compiled

@@ -1,5 +1,7 @@
 """The bounds that the Python rules give XLA for CUDA workspaces hold what the C functions ask for. Needs no GPU."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -133,16 +135,16 @@ def test_grouped_matmul_combine(library, R, E, D, F, transpose_w, dtype):
             "row_of_slot": np.empty((R, 1), np.int32),
             "out": np.empty((R, N), dtype),
         }
-        bound = _ffi.grouped_matmul_combine_workspace(R, N, terms, dtype, transpose_w=bool(transpose_w))
+        bound = _ffi.grouped_matmul_combine_workspace(R, E, N, terms, dtype, transpose_w=bool(transpose_w))
         assert needed(library, "ab_cuda_grouped_matmul_combine", values) == bound
 
 
-def test_rows_that_are_summed_come_in_chunks_as_wide_as_the_activations():
-    R = 262144
+def test_rows_that_are_summed_need_no_more_than_w_in_or_2048_columns():
+    workspace = functools.partial(_ffi.grouped_matmul_combine_workspace, dtype="bfloat16")
     for terms, transpose_w in ((256, False), (512, True)):
-        for N in (768, 4096):
-            assert _ffi.grouped_matmul_combine_workspace(R, N, terms, "bfloat16", transpose_w=transpose_w) == R * 512
-    assert _ffi.grouped_matmul_combine_workspace(R, 4096, 1024, "bfloat16") == R * 2048
+        assert workspace(524288, 256, 4096, terms, transpose_w=transpose_w) == 524288 * 2048 * 2
+        assert workspace(524288, 256, 1536, terms, transpose_w=transpose_w) == 524288 * 1536 * 2
+    assert workspace(262144, 128, 4096, 1024) == 262144 * 4096 * 2
 
 
 @expert_shapes
@@ -166,3 +168,10 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
     for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # whichever of them decides
         some = {name: value for name, value in values.items() if not name.startswith("d_") or name in (output, "d_out")}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, output
+    in_two = values | {"weighted_a": np.empty((R, F), DTYPES[dtype])}
+    of_matrices = ("dx_rows", "d_w_in", "d_b_in", "d_w_out", "d_b_out")
+    first = {name: value for name, value in in_two.items() if name not in of_matrices}
+    assert needed(library, "ab_cuda_expert_ffn_backward", first) <= _ffi.ffn_dots_workspace(R, F)
+    second = {name: value for name, value in in_two.items() if name not in ("h", "dx_rows", "d_weights")}
+    bound = _ffi.matrix_gradients_workspace(R, values["w_in"].shape, dtype, d_dtype)
+    assert needed(library, "ab_cuda_expert_ffn_backward", second) <= bound

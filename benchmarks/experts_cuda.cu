@@ -7,9 +7,9 @@
 // For every shape, product and routing: cuBLAS, where its library can be loaded, then our kernel with every shape of
 // tiles (* marks the one that the library takes). cuBLAS computes one product of the same total size for products over
 // rows, and a batch of equal products for gradients of weights. Products with the sums of their rows by token, of K
-// rows each, are measured in chunks of 256, 512, 1024 and all columns instead. Random data, the L2 cache flushed before
-// each call, the median of the repeats. Every line is measured in a process of its own, which is started anew behind
-// what failed in it.
+// rows each, are measured in chunks of 512, 1024, 2048 and all columns instead. Random data, the L2 cache flushed
+// before each call, the median of the repeats. Every line is measured in a process of its own, which is started anew
+// behind what failed in it.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -239,7 +239,7 @@ constexpr Named kProducts[] = {
 
 // Column 0 is cuBLAS, the others are shapes of tiles; or all are widths of chunks.
 constexpr size_t kColumns = 1 + std::size(cuda::kTileModels);
-constexpr long kChunks[] = {256, 512, 1024, LONG_MAX};
+constexpr long kChunks[] = {512, 1024, 2048, LONG_MAX};
 static_assert(std::size(kChunks) == kColumns);
 using Columns = std::array<double, kColumns>;
 

@@ -27,7 +27,7 @@ from anabranch.jax._layer import (
 )
 from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.dispatch import flat
-from anabranch.jax.exchange import Transport, finish_sums, keep_within, transport
+from anabranch.jax.exchange import Transport, keep_within, transport
 from anabranch.jax.experts import (
     FfnConfig,
     FfnOperands,
@@ -127,7 +127,7 @@ def _collected(
     if placement.parallel.tensor_axis is None:
         return chosen.collect(route, rows, weights, dtype, addend)
     sums = jax.lax.psum(chosen.collect(route, rows, weights, jnp.float32), placement.parallel.tensor_axis)
-    return finish_sums(sums, dtype, addend)
+    return (sums if addend is None else sums + addend).astype(dtype)
 
 
 def _ffn_operands(

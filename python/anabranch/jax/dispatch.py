@@ -304,23 +304,17 @@ def dispatch_forward(x: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _gather_sum_shard(
-    dtype: Any, row_of_slot: jax.Array, rows: jax.Array, weights: jax.Array | None, addend: jax.Array | None
+    dtype: Any, row_of_slot: jax.Array, rows: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array]:
-    others = [None if array is None else flat(array) for array in (weights, addend)]
-    out = gather_sum(rows, flat(row_of_slot), others[0], dtype, others[1])
+    out = gather_sum(rows, flat(row_of_slot), None if weights is None else flat(weights), dtype)
     return (out.reshape(*row_of_slot.shape[:-1], out.shape[1]),)
 
 
-def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any, addend: jax.Array | None = None) -> jax.Array:
-    """d_x[t] = sum_k d_rows[row(t, k)], in float32, k ascending. d_rows [R, D] of any float -> [..., D] of `dtype`.
-
-    addend [..., D] of any float: what else belongs to the gradient of x; it is added last, before the one rounding.
-    """
+def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
+    """d_x[t] = sum_k d_rows[row(t, k)], in float32, k ascending. d_rows [R, D] of any float -> [..., D] of `dtype`."""
     t = plan.row_of_slot.ndim - 1
-    call = TokenCall(
-        _gather_sum_shard, jnp.dtype(dtype), (t, 0, t, t), (t,), _WHOLE_ROWS.format(name="dispatch backward")
-    )
-    return call(plan.row_of_slot, d_rows, None, addend)[0]
+    call = TokenCall(_gather_sum_shard, jnp.dtype(dtype), (t, 0, t), (t,), _WHOLE_ROWS.format(name="dispatch backward"))
+    return call(plan.row_of_slot, d_rows, None)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,8 +386,8 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
 def combine_forward(rows: jax.Array, plan: Plan, weights: jax.Array | None) -> jax.Array:
     """out [..., D] from rows [R, D]; the backward pass needs the plan and, with weights, the weights and rows."""
     t = plan.row_of_slot.ndim - 1
-    call = TokenCall(_gather_sum_shard, rows.dtype, (t, 0, t, t), (t,), _WHOLE_ROWS.format(name="combine"))
-    return call(plan.row_of_slot, rows, weights, None)[0]
+    call = TokenCall(_gather_sum_shard, rows.dtype, (t, 0, t), (t,), _WHOLE_ROWS.format(name="combine"))
+    return call(plan.row_of_slot, rows, weights)[0]
 
 
 def _gather_sum_backward_shard(

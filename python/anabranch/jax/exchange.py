@@ -71,11 +71,6 @@ class Bounds:
         return slots if self.capacity is None else min(slots, self.capacity)
 
 
-def finish_sums(sums: jax.Array, dtype: Any, addend: jax.Array | None) -> jax.Array:
-    """Float32 sums over devices [T, D], plus the addend if there is one, rounded once."""
-    return (sums if addend is None else sums + addend).astype(dtype)
-
-
 class Transport(Protocol):
     """What the layer asks of a transport. `route` is what its `plan` returned: integers, kept for the backward pass."""
 

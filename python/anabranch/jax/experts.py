@@ -124,7 +124,7 @@ def _skip_rest() -> int:
 
     They are part of what is kept for the backward pass, and jax_debug_nans would look at them.
     """
-    return int(not jax.config.jax_debug_nans)
+    return int(not jax.config.jax_debug_nans)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,8 +327,8 @@ def ffn_backward(
 def ffn_backward_by_slot(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> HiddenGradients:
     """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token next: all but the matrices'.
 
-    Those are left for `ffn_backward_of_matrices`. Where the sums come first, what they need for a moment can stand where
-    the matrices' gradients will.
+    Those are left for `ffn_backward_of_matrices`. Where the sums come first, what they need for a moment can stand
+    where the matrices' gradients will.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     (R, P, F), w_in = h.shape, operands.w_in

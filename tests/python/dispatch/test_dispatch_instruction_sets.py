@@ -8,7 +8,7 @@ import sys
 DIGEST = """
 import jax, jax.numpy as jnp, hashlib, numpy as np
 from anabranch.jax import combine, dispatch, plan
-from anabranch.jax.dispatch import dispatch_backward
+from anabranch.jax.dispatch import gather_sum
 rng = np.random.default_rng(0)
 digest = hashlib.sha256()
 for dtype in ("float32", "bfloat16", "float16"):
@@ -18,7 +18,7 @@ for dtype in ("float32", "bfloat16", "float16"):
     weights = jnp.asarray(rng.standard_normal((2000, 4)), "float32")
     out, pull = jax.vjp(lambda x, w: combine(dispatch(x, layout), layout, w), x, weights)
     rows, addend = dispatch(x, layout), jnp.asarray(rng.standard_normal((2000, 131)), "float32")
-    sums = [dispatch_backward(rows, layout, dtype, a) for a in (addend, addend.astype("bfloat16"), d)]
+    sums = [gather_sum(rows, layout.row_of_slot, None, dtype, a) for a in (addend, addend.astype("bfloat16"), d)]
     for array in (*layout, out, *pull(d), *sums):
         digest.update(np.asarray(array).tobytes())
 print(digest.hexdigest())

@@ -147,7 +147,10 @@ def test_a_layer_holds_no_rows_of_its_width(platform):
     assert f"tensor<{T * K}x2x{F}xbf16>" in text and f"tensor<{T * K}x{D}x" not in text
     backward = [line for line in calls if "@ab_xla_expert_ffn_backward(" in line]
     assert ["output_operand_alias<output_tuple_indices = [0]" in line for line in backward] == [True, False]
-    order = [text.index(line) for line in (backward[0], *(c for c in calls if "combine(" in c and "addend" in c), backward[1])]
+    order = [
+        text.index(line)
+        for line in (backward[0], *(c for c in calls if "combine(" in c and "addend" in c), backward[1])
+    ]
     assert order == sorted(order)  # the matrices' gradients come last
     if platform == "cpu":
         compiled = gradients.lower(*(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)).compile().as_text()

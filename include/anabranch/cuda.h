@@ -72,9 +72,9 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_
  * ab_cuda_grouped_matmul or the products of the feed-forward network, whichever has such operands, and ab_cuda_combine.
  * The tensor cores take what they take there; a bias together with transpose_w, which the network has no use for, goes
  * the slow way.
- * Workspace: [R, C] of the dtype of x, C = min(N, 256 ceil(n / chunks)) columns with n = max(ceil(N / 256), 1) tiles in
- * chunks = ceil(n / m) chunks of at most m = max(8, floor(W / R / 256)) tiles; W is as many elements as w has, without
- * transpose_w twice as many: those of the gated W_in; or if that is more, 2^22. */
+ * Workspace: [R, C] of the dtype of x. W is as many elements as w has, without transpose_w twice as many (those of the
+ * gated W_in), or if that is more, 2^22. Where R N <= W, C = N; else C = min(N, 256 ceil(n / chunks)), n = ceil(N /
+ * 256) tiles in chunks = ceil(n / m) chunks of at most m = max(8, floor(W / R / 256)) tiles. */
 AB_API ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args,
                                                           const ab_exec* exec, size_t* bytes);
@@ -84,8 +84,8 @@ AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmu
  * d_out has the dtype of x; everything else, and float32, on a much slower kernel. Results are the CPU's up to the
  * order of float32 additions and the exponential's last places; where two rows have one slot, which no plan gives,
  * d_weights of that slot is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward w a, [R, F]
- * of the dtype of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not given; and the
- * largest of what single steps take:
+ * of the dtype of x, when d_w_out is wanted and weighted_a is not given; dh, [R, P, F], when something needs it and it
+ * is not given; and the largest of what single steps take:
  *   - d_weights: ceil(F / 64) R floats;
  *   - d_b_in, d_b_out: (ceil(R / 512) + E) P F and (ceil(R / 512) + E) D floats;
  *   - d_w_in, d_w_out: what ab_cuda_grouped_matmul_dw takes for the same product. */

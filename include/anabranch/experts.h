@@ -4,7 +4,7 @@
  *
  * Rows of one expert stand together, group_sizes[e] rows each, in memory of the device. Negative sizes count as 0 and
  * sizes past R are cut, so that no content of group_sizes touches memory out of bounds. Rows past their sum are zero
- * in every output and give no gradient.
+ * in every output, unless skip_rest says that nobody reads them, and give no gradient.
  *
  * Floating-point tensors named x, w, y, h and their gradients have one dtype: float32, bfloat16 or float16; cotangents
  * (d_y, d_out) and weights of rows may have any of the three. Products accumulate in float32. bfloat16 runs on
@@ -127,9 +127,10 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  *     dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh;  dx = dh W_in^T.
  *
  * The same for early and late weights. Memory: dh may be the very buffer of h, which it then takes over. The workspace
- * holds w a, [R, F] of the dtype of x, when d_w_out is wanted; dh, [R, P, F], when something needs it and it is not
- * given; and some MiB a thread. So with dh in h's place the peak is weights, gradients, x, h and two row buffers
- * (w a and dx_rows), or without dx_rows, which ab_grouped_matmul_combine sums as it computes them from dh, only w a.
+ * holds w a, [R, F] of the dtype of x, when d_w_out is wanted and weighted_a is not given; dh, [R, P, F], when
+ * something needs it and it is not given; and some MiB a thread. So with dh in h's place the peak is weights,
+ * gradients, x, h and two row buffers (w a and dx_rows), or without dx_rows, which ab_grouped_matmul_combine sums as it
+ * computes them from dh, only w a.
  *
  * In two calls: the first gives dh, weighted_a and d_weights; the second, without h, reads dh and weighted_a and gives
  * the rest. What is summed from dh between the two needs no memory beside the gradients of the matrices.
@@ -141,7 +142,7 @@ typedef struct ab_expert_ffn_backward_args {
   int32_t activation;
   int32_t topk;       /* K with slot_of_row, else 0 */
   int32_t accumulate; /* 1: adds to what stands in d_w_in and d_w_out, one of them at least; float32 then */
-  int32_t skip_rest;  /* 1: rows past the groups may have any value in dh */
+  int32_t skip_rest;  /* 1: rows past the groups may have any value in dh and weighted_a */
   /* what the forward pass saw and kept */
   const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
   const ab_tensor* slot_of_row; /* [R] int32, or NULL */
@@ -161,7 +162,7 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* d_w_out;    /* [E, F, D], or float32 */
   const ab_tensor* d_b_out;    /* [E, D] */
   const ab_tensor* d_weights;  /* float32 [T, K] with slot_of_row (0 for a slot without a row), else [R] */
-  const ab_tensor* weighted_a; /* [R, F]: w a; past the groups it may have any value */
+  const ab_tensor* weighted_a; /* [R, F]: w a */
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

@@ -162,6 +162,11 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
                         needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
     }
     AB_RETURN_IF_ERROR(check_unused("d_weights", args->d_weights, "without h"));
+    if (!needs_dh) AB_RETURN_IF_ERROR(check_unused("dh", args->dh, "without h, or something that follows from it"));
+    if (args->d_w_out == nullptr) {
+      AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h, or d_w_out"));
+    }
+    if (args->skip_rest != 0) return AB_INVALID("skip_rest: got %d, expected 0 without h", args->skip_rest);
   }
   if (args->slot_of_row != nullptr) {
     AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {{"T", s->T}, {"D", s->D}}));

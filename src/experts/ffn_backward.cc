@@ -61,7 +61,7 @@ struct Backward {
   void hidden_tile(const RowTile& tile, int64_t begin, int64_t n, float* dot, int thread) {
     const Matrix d_parts[2] = {at(dh, tile.begin, begin), at(dh, tile.begin, (s.P - 1) * s.F + begin)};
     if (tile.expert < 0) {
-      for (const Matrix& part : d_parts) {
+      for (const Matrix& part : {d_parts[0], d_parts[1], at(weighted_a, tile.begin, begin)}) {
         if (part.data != nullptr) clear_rows(part, tile.rows, n);
       }
       return;

@@ -421,6 +421,7 @@ TEST(ExpertFfn, TwoCallsAreOne) {
   EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, first));
   EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, second));
   expect_same_results(two, one, "in two calls");
+  for (int64_t i = 130 * 150; i < 140 * 150; ++i) ASSERT_EQ(weighted_a[i], 0.0f) << "past the groups";
 
   const auto refused = [&](auto change, const char* text) {
     A args = second;
@@ -432,6 +433,10 @@ TEST(ExpertFfn, TwoCallsAreOne) {
           "h: got NULL, expected [R, P, F], or weighted_a that an earlier call gave");
   refused([&](A& args) { args.d_weights = two.d_weights.view(); }, "d_weights: got a tensor, expected NULL without h");
   refused([&](A& args) { args.weighted_a = two.h.view(); }, "weighted_a: got float32 (8) [140, 2, 150], expected");
+  refused([](A& args) { args.dx_rows = args.d_w_in = args.d_b_in = nullptr; },
+          "dh: got a tensor, expected NULL without h, or something that follows from it");
+  refused([](A& args) { args.d_w_out = nullptr; }, "weighted_a: got a tensor, expected NULL without h, or d_w_out");
+  refused([](A& args) { args.skip_rest = 1; }, "skip_rest: got 1, expected 0 without h");
   refused([](A& args) { args.skip_rest = 2; }, "skip_rest: got 2, expected 0 or 1");
 }
 

@@ -241,6 +241,7 @@ TEST_F(FfnCuda, TwoCallsAreOne) {
       Network::backward_on_gpu(first);
       Network::backward_on_gpu(second);
       two.expect_same_bits(one);
+      for (int64_t i = two.ends.back() * c.F; i < c.R * c.F; ++i) ASSERT_EQ(weighted_a.get(i), 0.0f) << i;
     }
   }
 }

@@ -216,8 +216,10 @@ def grouped_matmul_combine_workspace(
     tiles, rows = max(-(-columns // 256), 1), float(max(num_rows, 1))
     w_in = (1.0 if transpose_w else 2.0) * num_experts * terms
     room = max(w_in / rows * columns, 2**22 / rows)
-    chunks = -(-tiles // max(int(min(room, columns) / 256), 8))
-    return _aligned(num_rows * min(-(-tiles // chunks) * 256, columns) * np.dtype(dtype).itemsize)
+    if room < columns:
+        chunks = -(-tiles // max(int(room / 256), 8))
+        columns = min(-(-tiles // chunks) * 256, columns)
+    return _aligned(num_rows * columns * np.dtype(dtype).itemsize)
 
 
 def ffn_backward_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dtype: Any) -> int:

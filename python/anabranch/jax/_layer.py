@@ -111,15 +111,13 @@ def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], resul
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def halves_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Product of two float32 matrices over one axis of each, with 16 bits of both factors: on a GPU the sum of three
-    products of bfloat16, which the tensor cores have; the CPU takes them as they are."""
+    """Product of two float32 matrices over one axis of each, with 16 bits of both factors.
 
-    def in_halves(a: jax.Array, b: jax.Array) -> jax.Array:
-        (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
-        left = jnp.concatenate([a_high, a_low, a_high], axis=contract[0])  # the product of both low halves is left out
-        return _product(left, jnp.concatenate([b_high, b_high, b_low], axis=contract[1]), contract)
-
+    On a GPU the sum of three products of bfloat16, which the tensor cores have; what is not finite becomes NaN there. The
+    CPU takes them as they are.
+    """
     in_float32 = functools.partial(_product_in_float32, contract=contract)
+    in_halves = functools.partial(_product_of_halves, contract=contract)
     product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=in_halves)
     return product
 
@@ -139,6 +137,12 @@ def _halves(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     high = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # XLA would leave out conversions there
     low = jnp.where(jnp.isfinite(high), a - high, 0)
     return high.astype(jnp.bfloat16), low.astype(jnp.bfloat16)
+
+
+def _product_of_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    left = jnp.concatenate([a_high, a_low, a_high], axis=contract[0])  # the product of both low halves is left out
+    return _product(left, jnp.concatenate([b_high, b_high, b_low], axis=contract[1]), contract)
 
 
 def _product_in_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:

@@ -119,14 +119,6 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
     return _grouped_matmul(transpose_w, *vary_alike(x, w, sizes))
 
 
-def _skip_rest() -> int:
-    """Whether rows that no slot has may hold anything where nobody reads them: then no time is spent on zeros.
-
-    They are part of what is kept for the backward pass, and jax_debug_nans would look at them.
-    """
-    return int(not jax.config.jax_debug_nans)  # type: ignore[attr-defined]
-
-
 @dataclasses.dataclass(frozen=True)
 class SlotProduct:
     """Rows of slots [R, N] that stand nowhere: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
@@ -147,6 +139,8 @@ class SlotProduct:
     early_weights: jax.Array | None = None
     """float [T, K], which x has already: they multiply the bias."""
     transpose_w: bool = False
+    skip_rest: bool = False
+    """See FfnConfig."""
 
     def sum(
         self, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any, addend: jax.Array | None = None
@@ -173,7 +167,7 @@ class SlotProduct:
             workspace=_ffi.grouped_matmul_combine_workspace(R, E, N, D, self.x.dtype, transpose_w=self.transpose_w),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
-            skip_rest=_skip_rest(),
+            skip_rest=int(self.skip_rest),
         )
         out: jax.Array = results["out"]
         return out
@@ -191,6 +185,8 @@ class FfnConfig:
     """Weights multiply before W_out instead of after it."""
     topk: int = 0
     """K when x holds tokens and slot_of_row tells which a row reads; 0 when x holds rows."""
+    skip_rest: bool = False
+    """Rows that no slot has may hold anything in what the rules by slot return: nobody reads them."""
 
 
 class FfnOperands(NamedTuple):
@@ -266,7 +262,13 @@ def ffn_forward_by_slot(
     first_half = operands._asdict() | {"w_out": None, "b_out": None}
     results = _forward(config, first_half, "a", operands.w_in.shape[3], keep_h=keep_h)
     y = SlotProduct(
-        results["a"], operands.w_out, operands.group_sizes, operands.slot_of_row, operands.b_out, operands.weights
+        results["a"],
+        operands.w_out,
+        operands.group_sizes,
+        operands.slot_of_row,
+        operands.b_out,
+        operands.weights,
+        skip_rest=config.skip_rest,
     )
     return y, results["h"]
 
@@ -286,7 +288,7 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
         activation=ACTIVATIONS.index(config.activation),
         weight_early=int(config.weight_early),
         topk=config.topk,
-        skip_rest=_skip_rest() if result == "a" else 0,
+        skip_rest=int(config.skip_rest and result == "a"),
     )
 
 
@@ -343,7 +345,7 @@ def ffn_backward_by_slot(config: FfnConfig, operands: FfnOperands, h: jax.Array,
             "d_weights": _like(operands.weights, jnp.float32),
         },
         _ffi.ffn_dots_workspace(R, F),
-        skip_rest=_skip_rest(),
+        skip_rest=int(config.skip_rest),
     )
     rows = SlotProduct(
         results["dh"].reshape(R, P * F),
@@ -351,6 +353,7 @@ def ffn_backward_by_slot(config: FfnConfig, operands: FfnOperands, h: jax.Array,
         operands.group_sizes,
         operands.slot_of_row,
         transpose_w=True,
+        skip_rest=config.skip_rest,
     )
     d_weights = results["d_weights"].astype(operands.weights.dtype)
     return HiddenGradients(results["dh"], results["weighted_a"], rows, d_weights)

@@ -195,6 +195,8 @@ def moe(
             activation=_check.choice("activation", activation, ACTIVATIONS),
             weight_early=_check.boolean("weight_early", weight_early),
             topk=options.topk,
+            # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
+            skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
         ),
         aux_loss=bool(aux_loss_coeff),
         z_loss=bool(z_loss_coeff),

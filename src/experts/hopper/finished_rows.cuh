@@ -1,4 +1,4 @@
-// The epilogue of the down product: y = scale acc + bias_scale b_out, rounded once; zero in padding.
+// The epilogue of products over rows of slots: y = scale acc + bias_scale bias, rounded once; zero in padding.
 #pragma once
 
 #include "experts/hopper/hidden_out.cuh"

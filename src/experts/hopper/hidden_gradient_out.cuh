@@ -56,7 +56,7 @@ struct HiddenGradientOut {
     if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) begin<Shape>(writer, tile, row + kPanel);
   }
 
-  // Rows past the groups: nothing reads their w a.
+  // Rows past the groups.
   template <class Shape>
   __device__ void write_zeros(StripWriter&, const Tile& tile, int row) const {
     wait_for_copies<0>();
@@ -65,10 +65,11 @@ struct HiddenGradientOut {
 #pragma unroll 1
     for (int column = 0; column < Shape::kColumns; column += kBlock) {
       for (int half = 0; half < 2; ++half) {
-        const bool there = dh != nullptr && places.reach(half, column);
+        const bool there = places.reach(half, column);
         for (int part = 0; part < kParts; ++part) {
-          Eight::from(kZeros).store_if(there, dh + places.of_h[half] + part * columns + column);
+          Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h[half] + part * columns + column);
         }
+        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a[half] + column);
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});

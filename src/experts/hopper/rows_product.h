@@ -18,7 +18,7 @@ struct RowsProduct {
   const void* w = nullptr;  // [E, K, N]; transposed [E, N, K]; or a window of wider ones, see w_columns
   bool transposed = false;
   const int32_t* group_sizes = nullptr;  // [E], on the device
-  void* y = nullptr;                     // [R, N]; rows past the groups become zero
+  void* y = nullptr;                     // [R, N]; rows past the groups become zero but with skips_rest
   const void* bias = nullptr;            // [E, N] or its window, or nullptr; this and what follows: W not transposed
   RowWeightSource weights;               // and which rows are padding
   bool scales = false;                   // scale is the weight; else 1

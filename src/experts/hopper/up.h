@@ -17,7 +17,7 @@ struct UpProduct : FfnProduct {  // the weights multiply `a`
   RowSource x;                   // rows of D
   const void* w_in = nullptr;    // [E, D, P, F]
   const void* b_in = nullptr;    // [E, P, F], or nullptr
-  void* h = nullptr;             // [R, P, F], zero past the groups; nullptr: not wanted
+  void* h = nullptr;             // [R, P, F], zero past the groups but with skips_rest; nullptr: not wanted
   void* a = nullptr;             // [R, F], zero past the groups
 };
 

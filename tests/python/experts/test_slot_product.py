@@ -51,7 +51,7 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
         net.b_out if biases else None,
         weights,
     )
-    config = FfnConfig("silu", weight_early=weight_early, topk=K)
+    config = FfnConfig("silu", weight_early=weight_early, topk=K, skip_rest=True)
     forward = operands if weight_early else operands._replace(weights=None)
     late = None if weight_early else weights
     d_out = random_array(rng, (T, D), dtype)
@@ -68,7 +68,8 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
     @jax.jit
     def by_slot(forward, operands, d_out):
         y, h = ffn_forward_by_slot(config, forward, keep_h=True)
-        hidden = ffn_backward_by_slot(config, operands, h, d_out)
+        hidden = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out)
+        hidden = hidden._replace(weighted_a=hidden.weighted_a.at[taken:].set(jnp.nan))
         out = y.sum(row_of_slot, late, y.x.dtype)
         d_x = hidden.rows.sum(row_of_slot, None, dtype, addend)
         matrices = ffn_backward_of_matrices(config, operands, hidden.dh, hidden.weighted_a, d_out)

@@ -1,5 +1,7 @@
 """The whole layer: output, losses, counts and every gradient against the oracle, and JAX's transformations."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import check_layer, operands
 
-from anabranch.jax import moe
+from anabranch.jax import _layer, moe
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -375,3 +377,33 @@ def test_bad_arguments_are_named(name, change, error):
     arguments = dict(zip(("x", "gate", "w_in", "w_out"), _arguments(), strict=True)) | {"topk": 2}
     with pytest.raises(error, match=rf"\b{name}\b.*got"):
         moe(**(arguments | change))
+
+
+def test_rows_that_nobody_reads_are_zero_where_jax_looks_for_nan():
+    arrays = operands(16, 4, 2, 8, 8)
+    main = [jnp.asarray(arrays[name]) for name in ("x", "gate", "w_in", "w_out")]
+
+    def skips(**options):
+        layer = jax.grad(lambda *operands: jnp.sum(moe(*operands, topk=2, **options).output), (0, 1, 2, 3))
+        text = jax.jit(layer).lower(*main).as_text()
+        return set(re.findall(r"skip_rest = (\d)", text))
+
+    assert skips() == {"0", "1"}  # the second half of the backward pass has nothing to skip
+    for check in (jax.debug_nans, jax.debug_infs):
+        with check(True):
+            assert skips() == {"0"}
+
+
+def test_products_of_halves_have_16_bits_of_both_factors():
+    """What a GPU does; columns in common cancel, and what is left is still right to 2^-16 of the terms."""
+    rng = np.random.default_rng(2)
+    a, b = rng.standard_normal((60, 40)), rng.standard_normal((30, 40)) + 100.0
+    a -= a.mean(1, keepdims=True)
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    got = np.asarray(_layer._product_of_halves(jnp.asarray(a), jnp.asarray(b), contract=(1, 1)), np.float64)
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+    error = np.abs(got - wide_a @ wide_b.T)
+    terms = np.abs(wide_a) @ np.abs(wide_b).T
+    assert (error <= 2.0**-15 * terms).all() and (error > 2.0**-24 * terms).any()
+    rounded = [np.asarray(factor.astype(ml_dtypes.bfloat16), np.float64) for factor in (a, b)]
+    assert (np.abs(rounded[0] @ rounded[1].T - wide_a @ wide_b.T) > 2.0**-10 * terms).any()

@@ -113,8 +113,8 @@ def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], resul
 def halves_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Product of two float32 matrices over one axis of each, with 16 bits of both factors.
 
-    On a GPU the sum of three products of bfloat16, which the tensor cores have; what is not finite becomes NaN there. The
-    CPU takes them as they are.
+    On a GPU the sum of three products of bfloat16, which the tensor cores have; what is not finite becomes NaN there.
+    The CPU takes them as they are.
     """
     in_float32 = functools.partial(_product_in_float32, contract=contract)
     in_halves = functools.partial(_product_of_halves, contract=contract)

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from anabranch.jax._sharding import TokenCall
-from anabranch.jax.dispatch import Plan, flat, plan
-from anabranch.jax.experts import (
+from anabranch.jax._ffn import (
     FfnConfig,
     FfnOperands,
     ffn_backward_by_slot,
     ffn_backward_of_matrices,
     ffn_forward_by_slot,
 )
+from anabranch.jax._sharding import TokenCall
+from anabranch.jax.dispatch import Plan, flat, plan
 from anabranch.jax.router import RouterOptions, RouterResiduals, Routing, route_backward, route_forward
 
 

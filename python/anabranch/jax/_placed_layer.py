@@ -13,6 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from anabranch.jax._ffn import (
+    FfnConfig,
+    FfnOperands,
+    SlotProduct,
+    ffn_backward_by_slot,
+    ffn_backward_of_matrices,
+    ffn_forward_by_slot,
+)
 from anabranch.jax._layer import (
     LayerConfig,
     LayerOutput,
@@ -28,14 +36,6 @@ from anabranch.jax._layer import (
 from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.dispatch import flat
 from anabranch.jax.exchange import Transport, keep_within, transport
-from anabranch.jax.experts import (
-    FfnConfig,
-    FfnOperands,
-    SlotProduct,
-    ffn_backward_by_slot,
-    ffn_backward_of_matrices,
-    ffn_forward_by_slot,
-)
 from anabranch.jax.parallel import Placement
 from anabranch.jax.router import Routing
 

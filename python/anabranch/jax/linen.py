@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check
-from anabranch.jax.experts import ACTIVATIONS
+from anabranch.jax._ffn import ACTIVATIONS
 from anabranch.jax.moe import moe
 from anabranch.jax.nnx import default_gate_init, default_in_init, default_out_init
 from anabranch.jax.parallel import Parallel

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check
+from anabranch.jax._ffn import ACTIVATIONS, FfnConfig
 from anabranch.jax._layer import (
     LayerConfig,
     LayerOutput,
@@ -27,7 +28,7 @@ from anabranch.jax._layer import (
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
 from anabranch.jax.balance import load_balance_loss, mean_of_squares
-from anabranch.jax.experts import ACTIVATIONS, FfnConfig, activate
+from anabranch.jax.experts import activate
 from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
 from anabranch.jax.router import router_operands, router_options
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch.jax import _check
-from anabranch.jax.experts import ACTIVATIONS
+from anabranch.jax._ffn import ACTIVATIONS
 from anabranch.jax.moe import MoEOutput, moe, shared_expert
 from anabranch.jax.parallel import Parallel
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.jax import expert_ffn
-from anabranch.jax.experts import ACTIVATIONS
+from anabranch.jax._ffn import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("platform")
 

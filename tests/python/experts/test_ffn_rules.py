@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from expert_cases import Network, assert_matches_oracle, network, random_array
 
-from anabranch.jax.experts import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.reference import dispatch
 
 pytestmark = pytest.mark.usefixtures("platform")

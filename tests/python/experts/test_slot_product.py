@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from expert_cases import network, random_array
 
-from anabranch.jax.dispatch import gather_sum
-from anabranch.jax.experts import (
+from anabranch.jax._ffn import (
     FfnConfig,
     FfnOperands,
     ffn_backward,
@@ -16,6 +15,7 @@ from anabranch.jax.experts import (
     ffn_forward,
     ffn_forward_by_slot,
 )
+from anabranch.jax.dispatch import gather_sum
 from anabranch.reference import dispatch
 
 pytestmark = pytest.mark.usefixtures("platform")

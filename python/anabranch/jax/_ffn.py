@@ -1,0 +1,318 @@
+"""The rules of the experts' feed-forward network: forward, backward, and by slot, for rows that are summed by token.
+
+Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+for a gated expert, 1 for an ungated one.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax import _ffi
+
+# Numbered as in include/anabranch/experts.h.
+ACTIVATIONS = ("silu", "gelu", "relu", "relu2")
+
+
+@dataclasses.dataclass(frozen=True)
+class FfnConfig:
+    """Options of the feed-forward network."""
+
+    activation: str = "silu"
+    weight_early: bool = False
+    """Weights multiply before W_out instead of after it."""
+    topk: int = 0
+    """K when x holds tokens and slot_of_row tells which a row reads; 0 when x holds rows."""
+    skip_rest: bool = False
+    """Rows that no slot has may hold anything in what the rules by slot return: nobody reads them."""
+
+
+class FfnOperands(NamedTuple):
+    """What the forward rule reads and, with h, the backward rule again."""
+
+    x: jax.Array
+    """[T, D] with slot_of_row, else [R, D]."""
+    slot_of_row: jax.Array | None
+    """int32[R]: t*K + k, or -1 for padding. None: x holds the rows."""
+    group_sizes: jax.Array | None
+    """int32[E]; None only among gradients."""
+    w_in: jax.Array
+    """[E, D, P, F]."""
+    w_out: jax.Array
+    """[E, F, D]."""
+    b_in: jax.Array | None
+    """[E, P, F]."""
+    b_out: jax.Array | None
+    """[E, D]."""
+    weights: jax.Array | None
+    """float [T, K] with slot_of_row, else [R]. None: 1."""
+
+
+class MatrixGradients(NamedTuple):
+    """Gradients of the matrices and biases; None where the operand is None."""
+
+    w_in: jax.Array
+    w_out: jax.Array
+    b_in: jax.Array | None
+    b_out: jax.Array | None
+
+
+class FfnGradients(NamedTuple):
+    """What the backward rule returns; None where the operand is None."""
+
+    rows: jax.Array
+    """[R, D], the gradient of the rows that were read; dtype of x."""
+    matrices: MatrixGradients
+    weights: jax.Array | None
+    """Of the shape and dtype of the weights."""
+
+
+def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
+    return None if array is None else jax.ShapeDtypeStruct(array.shape, dtype or array.dtype)
+
+
+def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tuple[jax.Array, jax.Array | None]:
+    """The forward rule: (y [R, D], h [R, P, F] if keep_h), both of x's dtype; padding rows are zero.
+
+    Weights multiply y, or before W_out if they come early; pass none where combine applies them.
+    """
+    results = _forward(config, operands._asdict(), "y", operands.x.shape[1], keep_h=keep_h)
+    return results["y"], results["h"]
+
+
+def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: int, *, keep_h: bool) -> dict[str, Any]:
+    """The result, y or a, of so many columns, and h."""
+    x, w_in, slots = operands["x"], operands["w_in"], operands["slot_of_row"]
+    R = x.shape[0] if slots is None else slots.shape[0]
+    return _ffi.call(
+        "ab_xla_expert_ffn_forward",
+        operands,
+        {
+            result: jax.ShapeDtypeStruct((R, columns), x.dtype),
+            "h": jax.ShapeDtypeStruct((R, *w_in.shape[2:]), x.dtype) if keep_h else None,
+        },
+        workspace=0 if result == "a" else _ffi.ffn_forward_workspace(R, w_in.shape[3], x.dtype),
+        activation=ACTIVATIONS.index(config.activation),
+        weight_early=int(config.weight_early),
+        topk=config.topk,
+        skip_rest=int(config.skip_rest and result == "a"),
+    )
+
+
+def ffn_backward(
+    config: FfnConfig,
+    operands: FfnOperands,
+    h: jax.Array,
+    d_out: jax.Array,
+    weight_dtypes: tuple[Any, Any] | None = None,
+) -> FfnGradients:
+    """The backward rule, the same for early and late weights.
+
+    Args:
+      config: as in the forward pass.
+      operands: as in the forward pass, with the weights also where combine applied them.
+      h: [R, P, F], kept by the forward rule. Its buffer is taken over.
+      d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
+      weight_dtypes: of the gradients of w_in and w_out, each that of x or float32; None: of x.
+    """
+    x, weights, w_in = operands.x, operands.weights, operands.w_in
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"h": h},
+        {
+            "dh": _like(h),
+            "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
+            "d_weights": _like(weights, jnp.float32),
+            **_matrix_gradients(operands, weight_dtypes),
+        },
+        _ffi.ffn_backward_workspace(h.shape[0], w_in.shape, x.dtype, d_out.dtype),
+    )
+    d_weights = None if weights is None else results["d_weights"].astype(weights.dtype)
+    return FfnGradients(results["dx_rows"], _matrices_of(results), d_weights)
+
+
+def _matrix_gradients(operands: FfnOperands, dtypes: tuple[Any, Any] | None) -> dict[str, Any]:
+    w_in_dtype, w_out_dtype = dtypes or (operands.x.dtype, operands.x.dtype)
+    return {
+        "d_w_in": _like(operands.w_in, w_in_dtype),
+        "d_w_out": _like(operands.w_out, w_out_dtype),
+        "d_b_in": _like(operands.b_in),
+        "d_b_out": _like(operands.b_out),
+    }
+
+
+def _matrices_of(results: dict[str, Any]) -> MatrixGradients:
+    return MatrixGradients(results["d_w_in"], results["d_w_out"], results["d_b_in"], results["d_b_out"])
+
+
+def _backward(
+    config: FfnConfig,
+    operands: FfnOperands,
+    d_out: jax.Array,
+    hidden: dict[str, jax.Array],
+    results: dict[str, Any],
+    workspace: int,
+    skip_rest: int = 0,
+) -> dict[str, Any]:
+    """The results, from h or from what a first call made of it; dh takes h's place."""
+    inputs = operands._asdict()
+    del inputs["b_in"]
+    return _ffi.call(
+        "ab_xla_expert_ffn_backward",
+        {**inputs, "d_out": d_out, **hidden},
+        results,
+        aliases={"h": "dh"} if "h" in hidden else None,
+        workspace=workspace,
+        activation=ACTIVATIONS.index(config.activation),
+        topk=config.topk,
+        skip_rest=skip_rest,
+    )
+
+
+# ---------------------------------------------------------------- by slot
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotProduct:
+    """Rows of slots [R, N] that stand nowhere: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
+
+    Only their sums by token are an array. On a GPU the rows come in chunks of columns, so that they need little memory.
+    """
+
+    x: jax.Array
+    """[R, D]"""
+    w: jax.Array
+    """[E, D, N]; with transpose_w [E, N, D]"""
+    group_sizes: jax.Array
+    """int32 [E]"""
+    slot_of_row: jax.Array
+    """int32 [R]: t*K + k, or -1 for padding."""
+    bias: jax.Array | None = None
+    """[E, N]"""
+    early_weights: jax.Array | None = None
+    """float [T, K], which x has already: they multiply the bias."""
+    transpose_w: bool = False
+    skip_rest: bool = False
+    """See FfnConfig."""
+
+    def sum(
+        self, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any, addend: jax.Array | None = None
+    ) -> jax.Array:
+        """`dispatch.gather_sum` of the rows, [T, N]: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t].
+
+        Weights [T, K], and none where x has early ones.
+        """
+        assert weights is None or self.early_weights is None
+        (R, D), E, N = self.x.shape, self.w.shape[0], self.w.shape[1 if self.transpose_w else 2]
+        results = _ffi.call(
+            "ab_xla_grouped_matmul_combine",
+            {
+                "x": self.x,
+                "w": self.w,
+                "group_sizes": self.group_sizes,
+                "bias": self.bias,
+                "slot_of_row": self.slot_of_row,
+                "row_of_slot": row_of_slot,
+                "weights": weights if self.early_weights is None else self.early_weights,
+                "addend": addend,
+            },
+            {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
+            workspace=_ffi.grouped_matmul_combine_workspace(R, E, N, D, self.x.dtype, transpose_w=self.transpose_w),
+            transpose_w=int(self.transpose_w),
+            weight_early=int(self.early_weights is not None),
+            skip_rest=int(self.skip_rest),
+        )
+        out: jax.Array = results["out"]
+        return out
+
+
+class HiddenGradients(NamedTuple):
+    """What the first half of the backward rule by slot returns."""
+
+    dh: jax.Array
+    """[R, P, F], in the place of h."""
+    weighted_a: jax.Array
+    """[R, F]: w a. Both have dtype of x and are for `ffn_backward_of_matrices`."""
+    rows: SlotProduct
+    """The gradient of the rows that were read, [R, D]."""
+    weights: jax.Array
+    """Of the shape and dtype of the weights."""
+
+
+def ffn_forward_by_slot(
+    config: FfnConfig, operands: FfnOperands, *, keep_h: bool
+) -> tuple[SlotProduct, jax.Array | None]:
+    """The forward rule with slot_of_row for rows that are summed by token next: (y as a product, h).
+
+    Early weights are the operands'; late ones are for the sum.
+    """
+    assert operands.slot_of_row is not None and operands.group_sizes is not None
+    first_half = operands._asdict() | {"w_out": None, "b_out": None}
+    results = _forward(config, first_half, "a", operands.w_in.shape[3], keep_h=keep_h)
+    y = SlotProduct(
+        results["a"],
+        operands.w_out,
+        operands.group_sizes,
+        operands.slot_of_row,
+        operands.b_out,
+        operands.weights,
+        skip_rest=config.skip_rest,
+    )
+    return y, results["h"]
+
+
+def ffn_backward_by_slot(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> HiddenGradients:
+    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token next: all but the matrices'.
+
+    Those are left for `ffn_backward_of_matrices`. Where the sums come first, what they need for a moment can stand
+    where the matrices' gradients will.
+    """
+    assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
+    (R, P, F), w_in = h.shape, operands.w_in
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"h": h},
+        {
+            "dh": _like(h),
+            "weighted_a": jax.ShapeDtypeStruct((R, F), operands.x.dtype),
+            "d_weights": _like(operands.weights, jnp.float32),
+        },
+        _ffi.ffn_dots_workspace(R, F),
+        skip_rest=int(config.skip_rest),
+    )
+    rows = SlotProduct(
+        results["dh"].reshape(R, P * F),
+        w_in.reshape(*w_in.shape[:2], P * F),
+        operands.group_sizes,
+        operands.slot_of_row,
+        transpose_w=True,
+        skip_rest=config.skip_rest,
+    )
+    d_weights = results["d_weights"].astype(operands.weights.dtype)
+    return HiddenGradients(results["dh"], results["weighted_a"], rows, d_weights)
+
+
+def ffn_backward_of_matrices(
+    config: FfnConfig,
+    operands: FfnOperands,
+    dh: jax.Array,
+    weighted_a: jax.Array,
+    d_out: jax.Array,
+    weight_dtypes: tuple[Any, Any] | None = None,
+) -> MatrixGradients:
+    """The rest of `ffn_backward_by_slot`; dtypes as for `ffn_backward`."""
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"dh": dh, "weighted_a": weighted_a},
+        _matrix_gradients(operands, weight_dtypes),
+        _ffi.matrix_gradients_workspace(dh.shape[0], operands.w_in.shape, operands.x.dtype, d_out.dtype),
+    )
+    return _matrices_of(results)

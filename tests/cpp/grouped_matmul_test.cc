@@ -1,0 +1,120 @@
+// Grouped products and their gradients.
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "experts_operands.h"
+
+namespace anabranch::testing {
+namespace {
+
+ab_status grouped_matmul(const Floats& x, const Floats& w, const Ints& sizes, const Floats& y, bool transpose,
+                         int threads = 0) {
+  const ab_grouped_matmul_args args{sizeof(args), transpose, x.view(), w.view(), sizes.view(), y.view()};
+  return call(ab_grouped_matmul, ab_grouped_matmul_workspace, args, threads);
+}
+
+template <class T>
+ab_status grouped_matmul_dw(const Tensor<T>& x, const Tensor<T>& d_y, const Ints& sizes, const Floats& d_w,
+                            int32_t accumulate = 0, int threads = 0) {
+  const ab_grouped_matmul_dw_args args{sizeof(args), accumulate, x.view(), d_y.view(), sizes.view(), d_w.view()};
+  return call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args, threads);
+}
+
+void check_grouped(const std::vector<int32_t>& group_sizes, int64_t R, int64_t D, int64_t N, bool transpose) {
+  const auto E = static_cast<int64_t>(group_sizes.size());
+  const Floats x = random({R, D}, 1);
+  const Floats w = random(transpose ? std::vector<int64_t>{E, N, D} : std::vector<int64_t>{E, D, N}, 2);
+  const Floats d_y = random({R, N}, 3);
+  const Ints sizes({E}, group_sizes);
+  const std::vector<int64_t> offsets = offsets_of(group_sizes, R);
+  std::vector<double> y(static_cast<size_t>(R * N), 0.0);
+  std::vector<double> d_w(static_cast<size_t>(E * D * N), 0.0);
+  for (int64_t e = 0; e < E; ++e) {
+    for (int64_t r = offsets[static_cast<size_t>(e)]; r < offsets[static_cast<size_t>(e) + 1]; ++r) {
+      for (int64_t d = 0; d < D; ++d) {
+        for (int64_t n = 0; n < N; ++n) {
+          const float weight = transpose ? w[(e * N + n) * D + d] : w[(e * D + d) * N + n];
+          y[static_cast<size_t>(r * N + n)] += static_cast<double>(x[r * D + d]) * weight;
+          d_w[static_cast<size_t>((e * D + d) * N + n)] += static_cast<double>(x[r * D + d]) * d_y[r * N + n];
+        }
+      }
+    }
+  }
+  Floats got({R, N});
+  EXPECT_OK(grouped_matmul(x, w, sizes, got, transpose));
+  expect_near(got, y, 1e-6, "y");
+  Floats gradient({E, D, N});
+  EXPECT_OK(grouped_matmul_dw(x, d_y, sizes, gradient));
+  expect_near(gradient, d_w, 1e-6, "d_w");
+}
+
+TEST(GroupedMatmul, IsOneProductForEachExpert) {
+  for (const bool transpose : {false, true}) {
+    check_grouped({3, 0, 5, 1}, 9, 7, 5, transpose);
+    check_grouped({3, 0, 5, 1}, 12, 7, 5, transpose);
+    check_grouped({300, 1, 17}, 320, 33, 40, transpose);
+    check_grouped({40}, 40, 600, 530, transpose);
+    check_grouped({20, 20}, 40, 8, 1024, transpose);  // rows of w whole pages apart
+    check_grouped({0, 0}, 4, 3, 2, transpose);
+    check_grouped({2}, 0, 3, 2, transpose);
+  }
+}
+
+TEST(GroupedMatmul, NoSizeReachesOutOfBounds) {
+  for (const bool transpose : {false, true}) {
+    check_grouped({-5, 3, INT32_MIN, 4, -1}, 6, 5, 3, transpose);
+    check_grouped({2, INT32_MAX, INT32_MAX, 1}, 7, 5, 3, transpose);
+    check_grouped({INT32_MAX, -1, INT32_MAX}, 300, 5, 3, transpose);
+  }
+}
+
+template <class T>
+void expect_accumulation(const Tensor<T>& x, const Tensor<T>& d_y, const std::vector<int32_t>& group_sizes) {
+  const std::vector<int64_t> shape = {static_cast<int64_t>(group_sizes.size()), x.view()->shape[1],
+                                      d_y.view()->shape[1]};
+  const Ints sizes({shape[0]}, group_sizes);
+  const Floats gradient(shape);
+  EXPECT_OK(grouped_matmul_dw(x, d_y, sizes, gradient));
+  const Floats before = random(shape, 9);
+  const Floats sum = random(shape, 9);
+  EXPECT_OK(grouped_matmul_dw(x, d_y, sizes, sum, 1));
+  expect_accumulated(sum, before, gradient);
+}
+
+TEST(GroupedMatmul, GradientsAccumulate) {
+  const std::vector<int32_t> sizes = {30, 0, 1500, 1, 0};  // sums of more terms than a block, experts without rows
+  expect_accumulation(random({1540, 20}, 1), random({1540, 530}, 2), sizes);
+  expect_accumulation(random_bf16({1540, 20}, 1), random_bf16({1540, 530}, 2), sizes);
+}
+
+TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
+  const Floats x = random({4, 3}, 1);
+  const Floats w = random({2, 3, 5}, 2);
+  const Ints sizes({2}, {2, 2});
+  const Floats y({4, 5});
+  EXPECT_OK(grouped_matmul(x, w, sizes, y, false));
+  EXPECT_REFUSED(grouped_matmul(x, w, sizes, y, true), AB_INVALID_ARGUMENT,
+                 "w: got float32 (8) [2, 3, 5], expected float32 [E=2, N, D=3]");
+  EXPECT_REFUSED(grouped_matmul(x, w, Ints({3}, {1, 1, 1}), y, false), AB_INVALID_ARGUMENT,
+                 "w: got float32 (8) [2, 3, 5], expected float32 [E=3, D=3, N]");
+  EXPECT_REFUSED(grouped_matmul(x, w, sizes, Floats({4, 4}), false), AB_INVALID_ARGUMENT,
+                 "y: got float32 (8) [4, 4], expected float32 [R=4, N=5]");
+  EXPECT_REFUSED(ab_grouped_matmul(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_args: got NULL");
+  EXPECT_REFUSED(ab_grouped_matmul_dw(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_dw_args: got NULL");
+  ab_grouped_matmul_args args{sizeof(args), 2, x.view(), w.view(), sizes.view(), y.view()};
+  EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "transpose_w: got 2, expected 0 or 1");
+  args.transpose_w = 0;
+  EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
+  args.size = 8;
+  EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_args: got size 8");
+  EXPECT_REFUSED(grouped_matmul_dw(x, Floats({3, 5}), sizes, Floats({2, 3, 5})), AB_INVALID_ARGUMENT,
+                 "d_y: got float32 (8) [3, 5], expected");
+  EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 5, 3})), AB_INVALID_ARGUMENT,
+                 "d_w: got float32 (8) [2, 5, 3], expected");
+  EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), -1), AB_INVALID_ARGUMENT,
+                 "accumulate: got -1, expected 0 or 1");
+}
+
+}  // namespace
+}  // namespace anabranch::testing

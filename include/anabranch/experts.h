@@ -132,8 +132,8 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * gradients, x, h and two row buffers (w a and dx_rows), or without dx_rows, which ab_grouped_matmul_combine sums as it
  * computes them from dh, only w a.
  *
- * In two calls: the first gives dh, weighted_a and d_weights; the second, without h, reads dh and weighted_a and gives
- * the rest. What is summed from dh between the two needs no memory beside the gradients of the matrices.
+ * In two calls: the first gives dh, d_w_out, d_b_out and d_weights; the second, without h, reads dh and gives the rest.
+ * Then w a, and what ab_grouped_matmul_combine holds between the two, can stand where d_w_in comes last.
  *
  * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
  * them be float32 and accumulate. */
@@ -142,7 +142,7 @@ typedef struct ab_expert_ffn_backward_args {
   int32_t activation;
   int32_t topk;       /* K with slot_of_row, else 0 */
   int32_t accumulate; /* 1: adds to what stands in d_w_in and d_w_out, one of them at least; float32 then */
-  int32_t skip_rest;  /* 1: rows past the groups may have any value in dh and weighted_a */
+  int32_t skip_rest;  /* 1: rows past the groups may have any value in dh */
   /* what the forward pass saw and kept */
   const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
   const ab_tensor* slot_of_row; /* [R] int32, or NULL */
@@ -151,7 +151,7 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* w_out;       /* [E, F, D] */
   const ab_tensor* b_out;       /* [E, D], or NULL; enters d_weights only */
   const ab_tensor* weights;     /* float [T, K] with slot_of_row, else [R]; NULL: 1 */
-  const ab_tensor* h;           /* [R, P, F]; NULL: dh and weighted_a are there already, and no d_weights wanted */
+  const ab_tensor* h;           /* [R, P, F]; NULL: dh is there already; no d_w_out, no d_weights then */
   /* cotangent */
   const ab_tensor* d_out; /* float [T, D] with slot_of_row, else [R, D] */
   /* outputs, each may be NULL: not wanted */
@@ -162,7 +162,7 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* d_w_out;    /* [E, F, D], or float32 */
   const ab_tensor* d_b_out;    /* [E, D] */
   const ab_tensor* d_weights;  /* float32 [T, K] with slot_of_row (0 for a slot without a row), else [R] */
-  const ab_tensor* weighted_a; /* [R, F]: w a */
+  const ab_tensor* weighted_a; /* [R, F]: w a, which d_w_out needs; rows past the groups have any value */
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

@@ -214,10 +214,11 @@ def grouped_matmul_combine_workspace(
       transpose_w: w is [E, N, D].
     """
     tiles, rows = max(-(-columns // 256), 1), float(max(num_rows, 1))
-    w_in = (1.0 if transpose_w else 2.0) * num_experts * terms
-    room = max(w_in / rows * columns, 2**22 / rows)
+    in_w_in = not transpose_w and num_rows <= num_experts * columns
+    w = (2.0 if in_w_in else 1.0) * num_experts * terms * columns
+    room = max(w, 2**22) / rows
     if room < columns:
-        chunks = -(-tiles // max(int(room / 256), 8))
+        chunks = min(-(-tiles // max(int(room / 256), 1)), max(tiles // 4, 1))
         columns = min(-(-tiles // chunks) * 256, columns)
     return _aligned(num_rows * columns * np.dtype(dtype).itemsize)
 
@@ -231,21 +232,34 @@ def ffn_backward_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dty
       dtype: of x.
       d_dtype: of the cotangent.
     """
-    of_matrices = matrix_gradients_workspace(num_rows, w_in, dtype, d_dtype)
-    return ffn_forward_workspace(num_rows, w_in[3], dtype) + max(ffn_dots_workspace(num_rows, w_in[3]), of_matrices)
-
-
-def ffn_dots_workspace(num_rows: int, hidden: int) -> int:
-    """Bytes for the parts of the gradients of the rows' weights on CUDA."""
-    return _aligned(-(-hidden // 64) * num_rows * 4)
-
-
-def matrix_gradients_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dtype: Any) -> int:
-    """Bytes for the gradients of matrices and biases on CUDA where dh and w a are there; arguments as above."""
     E, D, P, F = w_in
-    biases = (-(-num_rows // 512) + E) * max(D, P * F) * 4
-    weights = max(
-        weight_gradient_workspace(num_rows, E, F, D, dtype, d_dtype),
-        weight_gradient_workspace(num_rows, E, D, P * F, dtype),
-    )
-    return _aligned(max(biases, weights))
+    of_w_in = matrix_gradient_workspace(num_rows, (E, D, P * F), dtype, dtype)
+    others = hidden_gradients_workspace(num_rows, (E, F, D), dtype, d_dtype)
+    return ffn_forward_workspace(num_rows, F, dtype) + max(of_w_in, others)
+
+
+def hidden_gradients_workspace(num_rows: int, w_out: tuple[int, int, int], dtype: Any, d_dtype: Any) -> int:
+    """Bytes for the gradients of w_out, b_out and the rows' weights on CUDA where w a is given and dh takes over h.
+
+    Args:
+      num_rows: R.
+      w_out: shape [E, F, D].
+      dtype: of x.
+      d_dtype: of the cotangent.
+    """
+    dots = _aligned(-(-w_out[1] // 64) * num_rows * 4)
+    return max(dots, matrix_gradient_workspace(num_rows, w_out, dtype, d_dtype))
+
+
+def matrix_gradient_workspace(num_rows: int, shape: tuple[int, int, int], dtype: Any, d_dtype: Any) -> int:
+    """Bytes for the gradients of the experts' matrices and of their bias on CUDA (src/experts/ffn_backward.cu).
+
+    Args:
+      num_rows: R.
+      shape: of the matrices, [E, D, N].
+      dtype: of the rows that they multiply.
+      d_dtype: of the products' gradient.
+    """
+    E, _, N = shape
+    bias = (-(-num_rows // 512) + E) * N * 4
+    return _aligned(max(bias, weight_gradient_workspace(num_rows, *shape, dtype, d_dtype)))

@@ -118,6 +118,7 @@ def ffn_backward(
       weight_dtypes: of the gradients of w_in and w_out, each that of x or float32; None: of x.
     """
     x, weights, w_in = operands.x, operands.weights, operands.w_in
+    w_in_dtype, w_out_dtype = weight_dtypes or (x.dtype, x.dtype)
     results = _backward(
         config,
         operands,
@@ -127,26 +128,16 @@ def ffn_backward(
             "dh": _like(h),
             "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
             "d_weights": _like(weights, jnp.float32),
-            **_matrix_gradients(operands, weight_dtypes),
+            "d_w_in": _like(operands.w_in, w_in_dtype),
+            "d_w_out": _like(operands.w_out, w_out_dtype),
+            "d_b_in": _like(operands.b_in),
+            "d_b_out": _like(operands.b_out),
         },
         _ffi.ffn_backward_workspace(h.shape[0], w_in.shape, x.dtype, d_out.dtype),
     )
     d_weights = None if weights is None else results["d_weights"].astype(weights.dtype)
-    return FfnGradients(results["dx_rows"], _matrices_of(results), d_weights)
-
-
-def _matrix_gradients(operands: FfnOperands, dtypes: tuple[Any, Any] | None) -> dict[str, Any]:
-    w_in_dtype, w_out_dtype = dtypes or (operands.x.dtype, operands.x.dtype)
-    return {
-        "d_w_in": _like(operands.w_in, w_in_dtype),
-        "d_w_out": _like(operands.w_out, w_out_dtype),
-        "d_b_in": _like(operands.b_in),
-        "d_b_out": _like(operands.b_out),
-    }
-
-
-def _matrices_of(results: dict[str, Any]) -> MatrixGradients:
-    return MatrixGradients(results["d_w_in"], results["d_w_out"], results["d_b_in"], results["d_b_out"])
+    matrices = MatrixGradients(results["d_w_in"], results["d_w_out"], results["d_b_in"], results["d_b_out"])
+    return FfnGradients(results["dx_rows"], matrices, d_weights)
 
 
 def _backward(
@@ -158,7 +149,7 @@ def _backward(
     workspace: int,
     skip_rest: int = 0,
 ) -> dict[str, Any]:
-    """The results, from h or from what a first call made of it; dh takes h's place."""
+    """The results, from h or from what a call before made of it; dh takes h's place."""
     inputs = operands._asdict()
     del inputs["b_in"]
     return _ffi.call(
@@ -204,7 +195,7 @@ class SlotProduct:
     ) -> jax.Array:
         """`dispatch.gather_sum` of the rows, [T, N]: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t].
 
-        Weights [T, K], and none where x has early ones.
+        Weights [T, K], and none where x has early ones. Of the same dtype, the sums take over the addend's buffer.
         """
         assert weights is None or self.early_weights is None
         (R, D), E, N = self.x.shape, self.w.shape[0], self.w.shape[1 if self.transpose_w else 2]
@@ -221,6 +212,7 @@ class SlotProduct:
                 "addend": addend,
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
+            aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
             workspace=_ffi.grouped_matmul_combine_workspace(R, E, N, D, self.x.dtype, transpose_w=self.transpose_w),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
@@ -230,15 +222,20 @@ class SlotProduct:
         return out
 
 
+class MatrixGradient(NamedTuple):
+    """Gradients of the experts' matrices, and of their biases, None where there are none."""
+
+    w: jax.Array
+    b: jax.Array | None
+
+
 class HiddenGradients(NamedTuple):
-    """What the first half of the backward rule by slot returns."""
+    """What `ffn_backward_by_slot` returns."""
 
     dh: jax.Array
-    """[R, P, F], in the place of h."""
-    weighted_a: jax.Array
-    """[R, F]: w a. Both have dtype of x and are for `ffn_backward_of_matrices`."""
-    rows: SlotProduct
-    """The gradient of the rows that were read, [R, D]."""
+    """[R, P, F], in the place of h; dtype of x."""
+    out: MatrixGradient
+    """Of w_out and b_out."""
     weights: jax.Array
     """Of the shape and dtype of the weights."""
 
@@ -265,14 +262,23 @@ def ffn_forward_by_slot(
     return y, results["h"]
 
 
-def ffn_backward_by_slot(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> HiddenGradients:
-    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token next: all but the matrices'.
+def ffn_backward_by_slot(
+    config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array, w_out_dtype: Any = None
+) -> HiddenGradients:
+    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token: the first of three steps.
 
-    Those are left for `ffn_backward_of_matrices`. Where the sums come first, what they need for a moment can stand
-    where the matrices' gradients will.
+    The others are the sum of `d_rows_of` and, last, `d_w_in_of`: what the first two need for a moment, w a and columns
+    of the rows, can stand where the gradient of w_in will.
+
+    Args:
+      config: as in the forward pass.
+      operands: as for `ffn_backward`.
+      h: as for `ffn_backward`.
+      d_out: as for `ffn_backward`.
+      w_out_dtype: of the gradient of w_out, that of x or float32; None: of x.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
-    (R, P, F), w_in = h.shape, operands.w_in
+    (R, _, F), (E, _, D), dtype = h.shape, operands.w_out.shape, operands.x.dtype
     results = _backward(
         config,
         operands,
@@ -280,39 +286,43 @@ def ffn_backward_by_slot(config: FfnConfig, operands: FfnOperands, h: jax.Array,
         {"h": h},
         {
             "dh": _like(h),
-            "weighted_a": jax.ShapeDtypeStruct((R, F), operands.x.dtype),
+            "weighted_a": jax.ShapeDtypeStruct((R, F), dtype),
+            "d_w_out": _like(operands.w_out, w_out_dtype or dtype),
+            "d_b_out": _like(operands.b_out),
             "d_weights": _like(operands.weights, jnp.float32),
         },
-        _ffi.ffn_dots_workspace(R, F),
+        _ffi.hidden_gradients_workspace(R, (E, F, D), dtype, d_out.dtype),
         skip_rest=int(config.skip_rest),
     )
-    rows = SlotProduct(
-        results["dh"].reshape(R, P * F),
-        w_in.reshape(*w_in.shape[:2], P * F),
+    d_weights = results["d_weights"].astype(operands.weights.dtype)
+    return HiddenGradients(results["dh"], MatrixGradient(results["d_w_out"], results["d_b_out"]), d_weights)
+
+
+def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotProduct:
+    """The gradient of the rows that were read, [R, D]."""
+    assert operands.slot_of_row is not None and operands.group_sizes is not None
+    R, P, F = dh.shape
+    return SlotProduct(
+        dh.reshape(R, P * F),
+        operands.w_in.reshape(*operands.w_in.shape[:2], P * F),
         operands.group_sizes,
         operands.slot_of_row,
         transpose_w=True,
         skip_rest=config.skip_rest,
     )
-    d_weights = results["d_weights"].astype(operands.weights.dtype)
-    return HiddenGradients(results["dh"], results["weighted_a"], rows, d_weights)
 
 
-def ffn_backward_of_matrices(
-    config: FfnConfig,
-    operands: FfnOperands,
-    dh: jax.Array,
-    weighted_a: jax.Array,
-    d_out: jax.Array,
-    weight_dtypes: tuple[Any, Any] | None = None,
-) -> MatrixGradients:
-    """The rest of `ffn_backward_by_slot`; dtypes as for `ffn_backward`."""
+def d_w_in_of(
+    config: FfnConfig, operands: FfnOperands, dh: jax.Array, d_out: jax.Array, dtype: Any = None
+) -> MatrixGradient:
+    """The gradients of w_in, in the dtype of x or float32, None: of x, and of b_in."""
+    R, (E, D, P, F) = dh.shape[0], operands.w_in.shape
     results = _backward(
         config,
         operands,
         d_out,
-        {"dh": dh, "weighted_a": weighted_a},
-        _matrix_gradients(operands, weight_dtypes),
-        _ffi.matrix_gradients_workspace(dh.shape[0], operands.w_in.shape, operands.x.dtype, d_out.dtype),
+        {"dh": dh},
+        {"d_w_in": _like(operands.w_in, dtype or operands.x.dtype), "d_b_in": _like(operands.b_in)},
+        _ffi.matrix_gradient_workspace(R, (E, D, P * F), operands.x.dtype, operands.x.dtype),
     )
-    return _matrices_of(results)
+    return MatrixGradient(results["d_w_in"], results["d_b_in"])

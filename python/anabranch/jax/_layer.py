@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from anabranch.jax._ffn import (
     FfnConfig,
     FfnOperands,
+    d_rows_of,
+    d_w_in_of,
     ffn_backward_by_slot,
-    ffn_backward_of_matrices,
     ffn_forward_by_slot,
 )
 from anabranch.jax._sharding import TokenCall
@@ -287,16 +288,19 @@ def backward(
     if layout is None:
         layout = plan(routing.experts, logits.shape[1], align_size=config.align_size)
     ffn, d_out = ffn_operands(operands, layout, routing.weights), flat(cotangents.output)
-    hidden = ffn_backward_by_slot(config.ffn, ffn, h, d_out)
+    w_in_dtype, w_out_dtype = gradient_dtypes
+    hidden = ffn_backward_by_slot(config.ffn, ffn, h, d_out, w_out_dtype)
     through_logits = routing_backward(config, operands, routing, logits, hidden.weights, cotangents)
-    d_x = hidden.rows.sum(layout.row_of_slot, None, dtypes.x.dtype, through_logits.x)
-    # The sums come first: see ffn_backward_by_slot.
-    d_x, dh, weighted_a = jax.lax.optimization_barrier((d_x, hidden.dh, hidden.weighted_a))
-    matrices = ffn_backward_of_matrices(config.ffn, ffn, dh, weighted_a, d_out, gradient_dtypes)
+    d_x = d_rows_of(config.ffn, ffn, hidden.dh).sum(layout.row_of_slot, None, dtypes.x.dtype, through_logits.x)
+    d_x, dh = jax.lax.optimization_barrier((d_x, hidden.dh))  # the sum comes first: see ffn_backward_by_slot
+    of_in = d_w_in_of(config.ffn, ffn, dh, d_out, w_in_dtype)
     return Operands(
         x=d_x.reshape(shape),
         gate=through_logits.gate.astype(dtypes.gate.dtype),
-        **matrices._asdict(),
+        w_in=of_in.w,
+        w_out=hidden.out.w,
+        b_in=of_in.b,
+        b_out=hidden.out.b,
         expert_bias=None,
         token_mask=None,
         forced_experts=None,

@@ -17,8 +17,9 @@ from anabranch.jax._ffn import (
     FfnConfig,
     FfnOperands,
     SlotProduct,
+    d_rows_of,
+    d_w_in_of,
     ffn_backward_by_slot,
-    ffn_backward_of_matrices,
     ffn_forward_by_slot,
 )
 from anabranch.jax._layer import (
@@ -192,13 +193,15 @@ def _backward(
     )
     d_rows = chosen.send(route, flat(cotangents["output"]))
     options = _ffn_config(config, chosen)
-    hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows)
+    w_in_dtype, w_out_dtype = weight_dtypes(whole)
+    hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows, w_out_dtype)
     d_weights = _sum_of_parts(placement, chosen.collect_weights(route, hidden.weights))
     sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)
     through_logits = routing_backward(config, operands, routing, kept["logits"], d_weights, sums)
-    d_x = _collected(placement, chosen, route, hidden.rows, None, whole.x.dtype, through_logits.x)
-    matrices = ffn_backward_of_matrices(options, ffn, hidden.dh, hidden.weighted_a, d_rows, weight_dtypes(whole))
-    gradients = {"gate": through_logits.gate, **matrices._asdict()}
+    rows = d_rows_of(options, ffn, hidden.dh)
+    d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, through_logits.x)
+    of_in, of_out = d_w_in_of(options, ffn, hidden.dh, d_rows, w_in_dtype), hidden.out
+    gradients = {"gate": through_logits.gate, "w_in": of_in.w, "w_out": of_out.w, "b_in": of_in.b, "b_out": of_out.b}
     return {
         "x": d_x.reshape(whole.x.shape),
         **{

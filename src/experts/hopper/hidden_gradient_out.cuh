@@ -56,7 +56,7 @@ struct HiddenGradientOut {
     if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) begin<Shape>(writer, tile, row + kPanel);
   }
 
-  // Rows past the groups.
+  // Rows past the groups; nobody reads w a of them.
   template <class Shape>
   __device__ void write_zeros(StripWriter&, const Tile& tile, int row) const {
     wait_for_copies<0>();
@@ -69,7 +69,6 @@ struct HiddenGradientOut {
         for (int part = 0; part < kParts; ++part) {
           Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h[half] + part * columns + column);
         }
-        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a[half] + column);
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});

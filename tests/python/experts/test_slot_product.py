@@ -9,9 +9,11 @@ from expert_cases import network, random_array
 from anabranch.jax._ffn import (
     FfnConfig,
     FfnOperands,
+    MatrixGradients,
+    d_rows_of,
+    d_w_in_of,
     ffn_backward,
     ffn_backward_by_slot,
-    ffn_backward_of_matrices,
     ffn_forward,
     ffn_forward_by_slot,
 )
@@ -69,10 +71,10 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
     def by_slot(forward, operands, d_out):
         y, h = ffn_forward_by_slot(config, forward, keep_h=True)
         hidden = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out)
-        hidden = hidden._replace(weighted_a=hidden.weighted_a.at[taken:].set(jnp.nan))
         out = y.sum(row_of_slot, late, y.x.dtype)
-        d_x = hidden.rows.sum(row_of_slot, None, dtype, addend)
-        matrices = ffn_backward_of_matrices(config, operands, hidden.dh, hidden.weighted_a, d_out)
+        d_x = d_rows_of(config, operands, hidden.dh).sum(row_of_slot, None, dtype, addend)
+        of_in = d_w_in_of(config, operands, hidden.dh, d_out)
+        matrices = MatrixGradients(of_in.w, hidden.out.w, of_in.b, hidden.out.b)
         return out, h[:taken], d_x, matrices, hidden.weights
 
     jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))

@@ -20,8 +20,8 @@ def test_peak_of_a_training_step(shape, dtype):
     assert peak <= bound + 40 * MIB, f"peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB"
 
 
-def test_xla_keeps_h_and_one_row_buffer():
-    """XLA's own account: beside operands and results, h and y (later dx) are all that is ever live."""
+def test_xla_keeps_h():
+    """XLA's own account: h has room of its own, and all that is larger stands where gradients will."""
     T, E, K, D, F = 1024, 8, 2, 256, 256
     gate = jnp.asarray(np.random.default_rng(0).standard_normal((D, E)), jnp.float32)
 
@@ -32,5 +32,5 @@ def test_xla_keeps_h_and_one_row_buffer():
 
     operands = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((T, D), (E, D, 2, F), (E, F, D))]
     analysis = jax.jit(step).lower(*operands).compile().memory_analysis()
-    h, row_buffer = T * K * 2 * F * 4, T * K * D * 4
-    assert analysis.temp_size_in_bytes <= 1.05 * (h + row_buffer)
+    h = T * K * 2 * F * 4
+    assert h <= analysis.temp_size_in_bytes <= 1.05 * h

@@ -73,6 +73,8 @@ expert_shapes = pytest.mark.parametrize(
         (32768, 8, 1024, 1024),
         (65536, 128, 768, 256),
         (10000, 130, 4096, 512),
+        (20000, 2, 4096, 300),
+        (9000, 3, 2880, 1000),
         (262144, 8, 136, 8),
     ],
 )
@@ -139,12 +141,14 @@ def test_grouped_matmul_combine(library, R, E, D, F, transpose_w, dtype):
         assert needed(library, "ab_cuda_grouped_matmul_combine", values) == bound
 
 
-def test_rows_that_are_summed_need_no_more_than_w_in_or_2048_columns():
+def test_rows_that_are_summed_need_no_more_than_w_in_or_1024_columns():
     workspace = functools.partial(_ffi.grouped_matmul_combine_workspace, dtype="bfloat16")
     for terms, transpose_w in ((256, False), (512, True)):
-        assert workspace(524288, 256, 4096, terms, transpose_w=transpose_w) == 524288 * 2048 * 2
+        assert workspace(524288, 256, 4096, terms, transpose_w=transpose_w) == 524288 * 1024 * 2
         assert workspace(524288, 256, 1536, terms, transpose_w=transpose_w) == 524288 * 1536 * 2
     assert workspace(262144, 128, 4096, 1024) == 262144 * 4096 * 2
+    assert workspace(131072, 32, 2880, 2880) == 131072 * 1536 * 2, "larger than w_out, where a has the room of w_in"
+    assert workspace(131072, 32, 2880, 5760, transpose_w=True) == 131072 * 2880 * 2
 
 
 @expert_shapes
@@ -168,10 +172,11 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
     for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # whichever of them decides
         some = {name: value for name, value in values.items() if not name.startswith("d_") or name in (output, "d_out")}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, output
-    in_two = values | {"weighted_a": np.empty((R, F), DTYPES[dtype])}
-    of_matrices = ("dx_rows", "d_w_in", "d_b_in", "d_w_out", "d_b_out")
-    first = {name: value for name, value in in_two.items() if name not in of_matrices}
-    assert needed(library, "ab_cuda_expert_ffn_backward", first) <= _ffi.ffn_dots_workspace(R, F)
-    second = {name: value for name, value in in_two.items() if name not in ("h", "dx_rows", "d_weights")}
-    bound = _ffi.matrix_gradients_workspace(R, values["w_in"].shape, dtype, d_dtype)
-    assert needed(library, "ab_cuda_expert_ffn_backward", second) <= bound
+    first = {name: value for name, value in values.items() if name not in ("dx_rows", "d_w_in", "d_b_in")}
+    first |= {"weighted_a": np.empty((R, F), DTYPES[dtype])}
+    bound = _ffi.hidden_gradients_workspace(R, (E, F, D), dtype, d_dtype)
+    assert needed(library, "ab_cuda_expert_ffn_backward", first) <= bound
+    earlier = ("h", "dx_rows", "d_w_out", "d_b_out", "d_weights")
+    last = {name: value for name, value in values.items() if name not in earlier}
+    bound = _ffi.matrix_gradient_workspace(R, (E, D, P * F), dtype, dtype)
+    assert needed(library, "ab_cuda_expert_ffn_backward", last) <= bound

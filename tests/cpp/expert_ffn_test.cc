@@ -154,7 +154,8 @@ TEST(ExpertFfn, TwoCallsAreOne) {
   refused([&](A& args) { args.d_w_out = two.d_w_out.view(); }, "d_w_out: got a tensor, expected NULL without h");
   refused([&](A& args) { args.d_weights = two.d_weights.view(); }, "d_weights: got a tensor, expected NULL without h");
   refused([&](A& args) { args.weighted_a = weighted_a.view(); }, "weighted_a: got a tensor, expected NULL without h");
-  refused([&](A& args) { (args = first).weighted_a = two.h.view(); }, "weighted_a: got float32 (8) [140, 2, 150], expected");
+  refused([&](A& args) { (args = first).weighted_a = two.h.view(); },
+          "weighted_a: got float32 (8) [140, 2, 150], expected");
   refused([](A& args) { args.dx_rows = args.d_w_in = args.d_b_in = nullptr; },
           "dh: got a tensor, expected NULL without h, or something that follows from it");
   refused([](A& args) { args.skip_rest = 1; }, "skip_rest: got 1, expected 0 without h");

@@ -16,7 +16,7 @@ struct FinishedRowsOut : WritesOnly {
   __device__ void prefetch() const { y.prefetch(); }
 
   template <class Shape>
-  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
                         NothingAhead) const {
     if (tile.row + row >= tile.end_row) return;
     const RowPair rows(weights, tile, row);

@@ -35,25 +35,44 @@ struct HiddenGradientOut {
 
   __device__ void prefetch() const {}
 
+  // The weights of a warp's rows: their slots are read before the products begin, they themselves while these go on.
+  template <class Shape>
+  struct Ahead {
+    RowSlots slots[Shape::kWarpgroupPanels];
+    RowPair rows[Shape::kWarpgroupPanels];
+  };
+
   // Starts to read the first blocks.
   template <class Shape>
-  __device__ NothingAhead begin(const StripWriter& writer, const Tile& tile, int row) const {
-    const Places places(*this, tile, row);
+  __device__ Ahead<Shape> begin(const StripWriter& writer, const Tile& tile, int row) const {
+    begin_panel(writer, tile, row);
+    Ahead<Shape> ahead;
 #pragma unroll
-    for (int block = 0; block < kAhead; ++block) read(writer, places, block);
-    return {};
+    for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
+      ahead.slots[panel] = RowSlots(weights, tile, row + panel * kPanel);
+    }
+    return ahead;
   }
 
   template <class Shape>
-  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
-                        NothingAhead) const {
+  __device__ __forceinline__ void read_on(Ahead<Shape>& ahead) const {
+#pragma unroll
+    for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
+      ahead.rows[panel] = RowPair(weights, ahead.slots[panel]);
+    }
+  }
+
+  template <class Shape>
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, int panel,
+                        const float (&acc)[Shape::kColumns / 2], const Ahead<Shape>& ahead) const {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTeamWarpgroups == 1);
     if (tile.row + row < tile.end_row) {
-      with_activation(activation,
-                      [&]<int32_t kActivation>() { write_activated<Shape, kActivation>(writer, tile, row, acc); });
+      with_activation(activation, [&]<int32_t kActivation>() {
+        write_activated<Shape, kActivation>(writer, tile, row, acc, ahead.rows[panel]);
+      });
     }
     wait_for_copies<0>();
-    if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) begin<Shape>(writer, tile, row + kPanel);
+    if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) begin_panel(writer, tile, row + kPanel);
   }
 
   // Rows past the groups; nobody reads w a of them.
@@ -116,6 +135,12 @@ struct HiddenGradientOut {
     return writer.strips() + (block % kAhead * kBlockBytes + ((half * kParts + part) * kWarp + lane_index()) * 16);
   }
 
+  __device__ void begin_panel(const StripWriter& writer, const Tile& tile, int row) const {
+    const Places places(*this, tile, row);
+#pragma unroll
+    for (int block = 0; block < kAhead; ++block) read(writer, places, block);
+  }
+
   // Zeros where there is nothing to read.
   __device__ __forceinline__ void read(const StripWriter& writer, const Places& places, int block) const {
 #pragma unroll
@@ -132,8 +157,7 @@ struct HiddenGradientOut {
 
   template <class Shape, int32_t kActivation>
   __device__ __forceinline__ void write_activated(const StripWriter& writer, const Tile& tile, int row,
-                                                  const float (&acc)[Shape::kColumns / 2]) const {
-    const RowPair rows(weights, tile, row);
+                                                  const float (&acc)[Shape::kColumns / 2], const RowPair& rows) const {
     const Places places(*this, tile, row);
     float dot[2] = {0.0f, 0.0f};
     constexpr int kBlocks = Shape::kColumns / kBlock;

@@ -67,7 +67,7 @@ struct HiddenOut : WritesOnly {
   static constexpr bool kTakesRegisters = true;
 
   template <class Shape>
-  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
                         NothingAhead) const {
     if (tile.row + row >= tile.end_row) return;
     constexpr int kWidth = Shape::kColumns / kParts;

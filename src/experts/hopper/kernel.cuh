@@ -16,10 +16,11 @@
 namespace anabranch::cuda {
 
 // What a product is made of. Finder: which tiles there are (row_tiles.cuh). Target: what becomes of the result
-// (store.cuh). Each warp calls, for its 16 rows of every panel in turn,
-//   begin(writer, tile, row)             before it multiplies: starts to read what write() will need
-//   write(writer, tile, row, acc, ahead) with what begin() gave
-//   write_zeros(writer, tile, row)       instead, for a tile of no terms
+// (store.cuh). Each warp calls, for its 16 rows of every panel,
+//   begin(writer, tile, row)                     before it multiplies: starts to read what write() will need
+//   read_on(ahead)                               while it multiplies: to read what begin() has found the place of
+//   write(writer, tile, row, panel, acc, ahead)  panel after panel, with what begin() gave
+//   write_zeros(writer, tile, row)               instead, for a tile of no terms
 template <class Shape_, class Element_, class OperandA_, class OperandB_, class Groups_, class Finder_, class Target_>
 struct Product {
   using Shape = Shape_;
@@ -126,7 +127,7 @@ class GroupedProduct {
       auto ahead = p_.out.template begin<Shape>(writer, tile, first_row);
       shared_.ring.begin_turn(n);
       if (tile.steps > 0) {
-        multiply(n, tile, member, acc);
+        multiply(n, tile, member, acc, [&] { p_.out.template read_on<Shape>(ahead); });
       } else {
         shared_.ring.end_turn(n);
       }
@@ -134,7 +135,7 @@ class GroupedProduct {
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
         const int row = first_row + panel * kPanel;
         if (tile.steps > 0) {
-          p_.out.template write<Shape>(writer, tile, row, acc[panel], ahead);
+          p_.out.template write<Shape>(writer, tile, row, panel, acc[panel], ahead);
         } else {
           p_.out.template write_zeros<Shape>(writer, tile, row);
         }
@@ -151,16 +152,19 @@ class GroupedProduct {
   }
 
   // Only panels that have rows of the expert.
+  template <class Meanwhile>
   __device__ __forceinline__ void multiply(int n, const Tile& tile, int member,
-                                           float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2]) {
+                                           float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2],
+                                           const Meanwhile& meanwhile) {
     using Element = typename P::Element;
     const int rows = tile.end_row - tile.row - member * Shape::kWarpgroupRows;
     if (Shape::kTeamWarpgroups > 1 && rows <= 0) {
       skip_steps(shared_.ring, tile);
     } else if (Shape::kWarpgroupPanels == 1 || rows <= kPanel) {
-      multiply_steps<1, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc);
+      multiply_steps<1, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc, meanwhile);
     } else {
-      multiply_steps<Shape::kWarpgroupPanels, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc);
+      multiply_steps<Shape::kWarpgroupPanels, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc,
+                                                                           meanwhile);
     }
   }
 

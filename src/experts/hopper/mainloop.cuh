@@ -88,10 +88,12 @@ __device__ __forceinline__ void load_steps(OperandRing<Shape>& ring, const Opera
 }
 
 // acc = A B over the steps of the block's n-th tile, for the first kUsed panels of the warpgroup's rows; `member`:
-// which part of the tile's rows the warpgroup has. Ends the turn.
-template <int kUsed, class Element, class OperandA, class OperandB, class Shape>
+// which part of the tile's rows the warpgroup has. Ends the turn. `meanwhile` is called once, with the last products on
+// their way.
+template <int kUsed, class Element, class OperandA, class OperandB, class Shape, class Meanwhile>
 __device__ __forceinline__ void multiply_steps(OperandRing<Shape>& ring, int n, const Tile& tile, int member,
-                                               float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2]) {
+                                               float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2],
+                                               const Meanwhile& meanwhile) {
   using Multiply = Wgmma<Shape::kColumns, OperandA::kMajor, OperandB::kMajor, Element>;
   auto at = OperandRing<Shape>::Position::of(tile.first_step);
   auto before = at;
@@ -121,6 +123,7 @@ __device__ __forceinline__ void multiply_steps(OperandRing<Shape>& ring, int n, 
     at.advance();
   }
   ring.end_turn(n);
+  meanwhile();
   wait_for_products<0>();
   ring.release(before);
 #pragma unroll

@@ -21,25 +21,36 @@ struct RowWeights {
       : slots(from.slots), weights(from.weights), num_slots(static_cast<int32_t>(from.num_slots)), dtype(from.dtype) {}
 };
 
+// Where the weights of a RowPair stand: slots as they are in memory, or rows; -1 past the rows of the expert.
+struct RowSlots {
+  int32_t at[2];
+
+  RowSlots() = default;
+  // `row`: the first of the warp's rows in the tile.
+  __device__ RowSlots(const RowWeights& from, const Tile& tile, int row) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t r = tile.row + row + half * 8 + lane_index() / 4;
+      at[half] = r < tile.end_row ? (from.slots == nullptr ? r : __ldg(from.slots + r)) : -1;
+    }
+  }
+};
+
 // The two rows of a warp's 16 that a lane holds accumulators of: row i / 4 of the first 8 and of the last 8.
 struct RowPair {
   bool real[2];  // neither padding nor past the rows of the expert
   float weight[2];
 
-  // `row`: the first of the warp's rows in the tile.
-  __device__ RowPair(const RowWeights& from, const Tile& tile, int row) {
+  RowPair() = default;
+  __device__ RowPair(const RowWeights& from, const RowSlots& slots) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int32_t at = tile.row + row + half * 8 + lane_index() / 4;
-      real[half] = at < tile.end_row;
-      weight[half] = 1;
-      if (real[half] && from.slots != nullptr) {
-        at = __ldg(from.slots + at);
-        real[half] = at >= 0 && at < from.num_slots;
-      }
-      if (real[half] && from.weights != nullptr) weight[half] = load_float(from.weights, from.dtype, at);
+      const int32_t at = slots.at[half];
+      real[half] = at >= 0 && (from.slots == nullptr || at < from.num_slots);
+      weight[half] = real[half] && from.weights != nullptr ? load_float(from.weights, from.dtype, at) : 1.0f;
     }
   }
+  __device__ RowPair(const RowWeights& from, const Tile& tile, int row) : RowPair(from, RowSlots(from, tile, row)) {}
 
   // Of the whole warp.
   __device__ bool all_real() const { return __all_sync(kAllLanes, real[0] && real[1]) != 0; }

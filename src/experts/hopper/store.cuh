@@ -34,6 +34,8 @@ struct WritesOnly {
   __device__ NothingAhead begin(const StripWriter&, const Tile&, int) const {
     return {};
   }
+  template <class Shape>
+  __device__ void read_on(NothingAhead) const {}
 };
 
 // One warp's way from accumulators to memory. Target: whose elements, `Out`, how many columns there are, and send() of
@@ -141,7 +143,7 @@ struct RowsOut : WritesOnly {
   __device__ void prefetch() const { prefetch_map(map); }
 
   template <class Shape>
-  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
                         NothingAhead) const {
     writer.write<Shape::kColumns>(*this, tile, row, acc);
   }
@@ -189,7 +191,7 @@ struct WeightsOut : WritesOnly {
   }
 
   template <class Shape>
-  __device__ void write(StripWriter& writer, const Tile& tile, int row, const float (&acc)[Shape::kColumns / 2],
+  __device__ void write(StripWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
                         NothingAhead) const {
     constexpr int kColumns = Shape::kColumns;
     const bool whole = tile.partial == kWhole;

@@ -253,8 +253,8 @@ cuda::TileChoice tile_taken(const Options& options, const Named& named, const Sh
   const long N = named.N(shape);
   switch (named.kind) {
     case Kind::rows: return cuda::choose_row_tile(options.rows, shape.E, N, K, multiprocessors).choice;
-    case Kind::up: return cuda::choose_fused_tile(options.rows, shape.E, N, K, multiprocessors).choice;
-    case Kind::hidden: return cuda::choose_hidden_tile(options.rows, shape.E, N, K, multiprocessors).choice;
+    case Kind::up:
+    case Kind::hidden: return cuda::choose_fused_tile(options.rows, shape.E, N, K, multiprocessors).choice;
     default:
       return cuda::choose_weight_tile(options.rows, shape.E, K, N, named.kind != Kind::gradient, multiprocessors)
           .choice;

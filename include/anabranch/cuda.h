@@ -73,8 +73,8 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_
  * The tensor cores take what they take there; a bias together with transpose_w, which the network has no use for, goes
  * the slow way.
  * Workspace: [R, C] of the dtype of x. W is as many elements as w has, without transpose_w and where R <= E N twice as
- * many (those of the gated W_in), or if that is more, 2^22. Where R N <= W, C = N; else C = min(N, 256 ceil(n /
- * chunks)) for n = ceil(N / 256) tiles, in as many chunks as R C <= W takes, but no more than max(1, floor(n / 4)). */
+ * many (those of the gated W_in), or if that is more, 2^22. Where R N <= W or N < 2048, C = N; else C = min(N, 192
+ * ceil(n / chunks)) for n = ceil(N / 192) tiles, in as many chunks as R C <= W takes, but no more than floor(n / 4). */
 AB_API ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args,
                                                           const ab_exec* exec, size_t* bytes);

@@ -16,17 +16,18 @@ namespace anabranch {
 // [R, terms], stands in the first, rows may take the second, else the other way round. Chunks are whole tiles, as equal
 // as they can be.
 inline int64_t chunk_columns(int64_t R, int64_t E, int64_t N, int64_t terms, bool transposed) {
-  constexpr int64_t kTileColumns = 256;                // of the widest tile
-  constexpr int64_t kNarrowest = 1024 / kTileColumns;  // in tiles, in the mean
-  constexpr int64_t kSmallBuffer = int64_t{1} << 22;   // elements: not worth cutting, since launches count, not memory
-  const auto tiles = [](int64_t columns) { return std::max<int64_t>((columns + kTileColumns - 1) / kTileColumns, 1); };
+  constexpr int64_t kTileColumns = 192;               // of the tiles that such products take, if nothing is left over
+  constexpr int64_t kNarrowest = 4;                   // tiles, in the mean
+  constexpr int64_t kNarrow = 2048;                   // columns: with fewer, every chunk more costs too much
+  constexpr int64_t kSmallBuffer = int64_t{1} << 22;  // elements: not worth cutting, since launches count, not memory
   const bool in_w_in = !transposed && R <= E * N;
   const double w = (in_w_in ? 2.0 : 1.0) * static_cast<double>(E) * static_cast<double>(terms) * static_cast<double>(N);
   const double room = std::max(w, static_cast<double>(kSmallBuffer)) / static_cast<double>(std::max<int64_t>(R, 1));
-  if (room >= static_cast<double>(N)) return N;
+  if (N < kNarrow || room >= static_cast<double>(N)) return N;
+  const int64_t tiles = (N + kTileColumns - 1) / kTileColumns;
   const int64_t fitting = std::max(static_cast<int64_t>(room / kTileColumns), int64_t{1});
-  const int64_t chunks = std::min((tiles(N) + fitting - 1) / fitting, std::max(tiles(N) / kNarrowest, int64_t{1}));
-  return std::min((tiles(N) + chunks - 1) / chunks * kTileColumns, N);
+  const int64_t chunks = std::min((tiles + fitting - 1) / fitting, tiles / kNarrowest);
+  return std::min((tiles + chunks - 1) / chunks * kTileColumns, N);
 }
 
 }  // namespace anabranch

@@ -429,21 +429,21 @@ TEST(GroupedMatmulCombineWithoutCuda, BadArgumentsAreRefused) {
 
 // What the header says of the workspace.
 TEST(GroupedMatmulCombineWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
-  EXPECT_EQ(chunk_columns(524288, 256, 4096, 256, false), 1024);  // as large as W_in
-  EXPECT_EQ(chunk_columns(524288, 256, 4096, 512, true), 1024);
+  EXPECT_EQ(chunk_columns(524288, 256, 4096, 256, false), 960);  // no larger than W_in
+  EXPECT_EQ(chunk_columns(524288, 256, 4096, 512, true), 960);
   EXPECT_EQ(chunk_columns(262144, 128, 4096, 1024, false), 4096);
   EXPECT_EQ(chunk_columns(262144, 128, 4096, 2048, true), 4096);
-  EXPECT_EQ(chunk_columns(262145, 128, 4096, 2048, true), 2048);
+  EXPECT_EQ(chunk_columns(262145, 128, 4096, 2048, true), 2112);
   EXPECT_EQ(chunk_columns(65536, 32, 2880, 2880, false), 2880);
   EXPECT_EQ(chunk_columns(131072, 32, 2880, 2880, false), 1536);  // as large as W_out, since `a` is larger
-  EXPECT_EQ(chunk_columns(262144, 128, 2048, 768, false), 1024);
-  EXPECT_EQ(chunk_columns(262144, 64, 2048, 1024, false), 1024);  // the narrowest, larger than W_out
+  EXPECT_EQ(chunk_columns(262144, 128, 2048, 768, false), 1152);
+  EXPECT_EQ(chunk_columns(262144, 64, 2048, 1024, false), 1152);  // the narrowest, larger than W_out
   EXPECT_EQ(chunk_columns(65536, 32, 2880, 5760, true), 2880);
   EXPECT_EQ(chunk_columns(1, 1, 2312, 8, true), 2312);
-  EXPECT_EQ(chunk_columns(1 << 20, 8, 7168, 512, true), 1024);
-  EXPECT_EQ(chunk_columns(1 << 20, 8, 2880, 512, true), 1024);  // the last one has 832
-  EXPECT_EQ(chunk_columns(1 << 20, 8, 2048, 512, true), 1024);
-  EXPECT_EQ(chunk_columns(1 << 20, 8, 1792, 512, true), 1792);  // halves would be narrow
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 7168, 512, true), 960);
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 2880, 512, true), 960);
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 2048, 512, true), 1152);  // the second one has 896
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 2040, 512, true), 2040);  // halves would be narrow
   EXPECT_EQ(chunk_columns(1 << 20, 1, 13, 7, false), 13);
   EXPECT_EQ(chunk_columns(1000, 1, 4096, 1, false), 4096);  // few rows
   EXPECT_EQ(chunk_columns(0, 0, 0, 0, true), 0);

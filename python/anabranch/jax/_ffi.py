@@ -213,13 +213,13 @@ def grouped_matmul_combine_workspace(
       dtype: of x.
       transpose_w: w is [E, N, D].
     """
-    tiles, rows = max(-(-columns // 256), 1), float(max(num_rows, 1))
+    tiles, rows = -(-columns // 192), float(max(num_rows, 1))
     in_w_in = not transpose_w and num_rows <= num_experts * columns
     w = (2.0 if in_w_in else 1.0) * num_experts * terms * columns
     room = max(w, 2**22) / rows
-    if room < columns:
-        chunks = min(-(-tiles // max(int(room / 256), 1)), max(tiles // 4, 1))
-        columns = min(-(-tiles // chunks) * 256, columns)
+    if 2048 <= columns and room < columns:
+        chunks = min(-(-tiles // max(int(room / 192), 1)), tiles // 4)
+        columns = min(-(-tiles // chunks) * 192, columns)
     return _aligned(num_rows * columns * np.dtype(dtype).itemsize)
 
 

@@ -78,15 +78,6 @@ inline TileModel choose_fused_tile(int64_t R, int64_t E, int64_t N, int64_t K, i
   return choose_among(R, E, N, K, multiprocessors, leaves_registers);
 }
 
-// The same for hidden gradients. Their epilogue moves so many bytes that sums of few terms should be multiplied
-// meanwhile: 128x128 took 7% less time at 768 terms, 2% more at 1536.
-inline TileModel choose_hidden_tile(int64_t R, int64_t E, int64_t F, int64_t D, int multiprocessors) {
-  constexpr int64_t kFewTerms = 1024;
-  if (D > kFewTerms) return choose_fused_tile(R, E, F, D, multiprocessors);
-  return *std::find_if(std::begin(kTileModels), std::end(kTileModels),
-                       [](const TileModel& tile) { return tile.choice == TileChoice::k128x128; });
-}
-
 // For [D, N] of each of E groups, sums over its rows, R in all.
 inline TileModel choose_weight_tile(int64_t R, int64_t E, int64_t D, int64_t N, bool gathers, int multiprocessors) {
   const auto tiles = [&](const TileModel& tile) {

@@ -7,7 +7,7 @@ bool runs_on_tensor_cores(const HiddenGradient& g) {
 }
 
 TileChoice tile_of(const HiddenGradient& g, int multiprocessors) {
-  return choose_hidden_tile(g.R, g.E, g.F, g.D, multiprocessors).choice;
+  return choose_fused_tile(g.R, g.E, g.F, g.D, multiprocessors).choice;
 }
 
 int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {

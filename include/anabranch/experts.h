@@ -132,8 +132,9 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * gradients, x, h and two row buffers (w a and dx_rows), or without dx_rows, which ab_grouped_matmul_combine sums as it
  * computes them from dh, only w a.
  *
- * In two calls: the first gives dh, d_w_out, d_b_out and d_weights; the second, without h, reads dh and gives the rest.
- * Then w a, and what ab_grouped_matmul_combine holds between the two, can stand where d_w_in comes last.
+ * In several calls: the first gives dh, weighted_a and d_weights; those after it, without h, read dh or weighted_a and
+ * give the rest. If d_w_out comes first too, and d_w_in last, w a and what ab_grouped_matmul_combine holds between the
+ * two can stand in the memory of d_w_in.
  *
  * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
  * them be float32 and accumulate. */
@@ -151,7 +152,7 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* w_out;       /* [E, F, D] */
   const ab_tensor* b_out;       /* [E, D], or NULL; enters d_weights only */
   const ab_tensor* weights;     /* float [T, K] with slot_of_row, else [R]; NULL: 1 */
-  const ab_tensor* h;           /* [R, P, F]; NULL: dh is there already; no d_w_out, no d_weights then */
+  const ab_tensor* h;           /* [R, P, F]; NULL: dh and weighted_a are there already, and no d_weights wanted */
   /* cotangent */
   const ab_tensor* d_out; /* float [T, D] with slot_of_row, else [R, D] */
   /* outputs, each may be NULL: not wanted */

@@ -157,13 +157,15 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_optional("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
   if (args->h == nullptr) {
     const bool needs_dh = args->dx_rows != nullptr || args->d_w_in != nullptr || args->d_b_in != nullptr;
-    if (needs_dh && args->dh == nullptr) {
-      return AB_INVALID("h: got NULL, expected [R, P, F], or dh that an earlier call gave");
+    if ((needs_dh && args->dh == nullptr) || (args->d_w_out != nullptr && args->weighted_a == nullptr)) {
+      return AB_INVALID("h: got NULL, expected [R, P, F], or %s that an earlier call gave",
+                        needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
     }
-    AB_RETURN_IF_ERROR(check_unused("d_w_out", args->d_w_out, "without h"));
     AB_RETURN_IF_ERROR(check_unused("d_weights", args->d_weights, "without h"));
-    AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h"));
     if (!needs_dh) AB_RETURN_IF_ERROR(check_unused("dh", args->dh, "without h, or something that follows from it"));
+    if (args->d_w_out == nullptr) {
+      AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h, or d_w_out"));
+    }
     if (args->skip_rest != 0) return AB_INVALID("skip_rest: got %d, expected 0 without h", args->skip_rest);
   }
   if (args->slot_of_row != nullptr) {

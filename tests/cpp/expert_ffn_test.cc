@@ -133,33 +133,45 @@ TEST(ExpertFfn, TwoCallsAreOne) {
   Network<float> one(70, 2, 33, 2, 150, {60, 0, 70}, slots_in_order(140));
   EXPECT_OK(one.forward());
   EXPECT_OK(one.backward());
-  Network<float> two(70, 2, 33, 2, 150, {60, 0, 70}, slots_in_order(140));
-  EXPECT_OK(two.forward());
-  A first = two.backward_args();
-  A second = first;
-  for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in}) first.*later = nullptr;
-  for (const auto earlier : {&A::h, &A::d_w_out, &A::d_b_out, &A::d_weights}) second.*earlier = nullptr;
-  const Floats weighted_a({140, 150});
-  first.weighted_a = weighted_a.view();
-  EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, first));
-  EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, second));
-  expect_same_results(two, one, "in two calls");
+  for (const bool w_out_comes_first : {false, true}) {
+    Network<float> two(70, 2, 33, 2, 150, {60, 0, 70}, slots_in_order(140));
+    EXPECT_OK(two.forward());
+    const Floats weighted_a({140, 150});
+    A first = two.backward_args();
+    A second = first;
+    for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in}) first.*later = nullptr;
+    second.h = second.d_weights = nullptr;
+    first.weighted_a = weighted_a.view();
+    if (w_out_comes_first) {
+      second.d_w_out = second.d_b_out = nullptr;
+    } else {
+      first.d_w_out = first.d_b_out = nullptr;
+      second.weighted_a = weighted_a.view();
+    }
+    EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, first));
+    EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, second));
+    expect_same_results(two, one, "in two calls");
 
-  const auto refused = [&](auto change, const char* text) {
-    A args = second;
-    change(args);
-    EXPECT_REFUSED(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args), AB_INVALID_ARGUMENT, text);
-  };
-  refused([](A& args) { args.dh = nullptr; }, "h: got NULL, expected [R, P, F], or dh that an earlier call gave");
-  refused([&](A& args) { args.d_w_out = two.d_w_out.view(); }, "d_w_out: got a tensor, expected NULL without h");
-  refused([&](A& args) { args.d_weights = two.d_weights.view(); }, "d_weights: got a tensor, expected NULL without h");
-  refused([&](A& args) { args.weighted_a = weighted_a.view(); }, "weighted_a: got a tensor, expected NULL without h");
-  refused([&](A& args) { (args = first).weighted_a = two.h.view(); },
-          "weighted_a: got float32 (8) [140, 2, 150], expected");
-  refused([](A& args) { args.dx_rows = args.d_w_in = args.d_b_in = nullptr; },
-          "dh: got a tensor, expected NULL without h, or something that follows from it");
-  refused([](A& args) { args.skip_rest = 1; }, "skip_rest: got 1, expected 0 without h");
-  refused([](A& args) { args.skip_rest = 2; }, "skip_rest: got 2, expected 0 or 1");
+    const auto refused = [&](auto change, const char* text) {
+      A args = second;
+      change(args);
+      EXPECT_REFUSED(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args), AB_INVALID_ARGUMENT, text);
+    };
+    refused([](A& args) { args.dh = nullptr; }, "h: got NULL, expected [R, P, F], or dh that an earlier call gave");
+    refused([&](A& args) { args.d_weights = two.d_weights.view(); }, "d_weights: got a tensor, expected NULL without h");
+    refused([](A& args) { args.dx_rows = args.d_w_in = args.d_b_in = nullptr; },
+            "dh: got a tensor, expected NULL without h, or something that follows from it");
+    refused([](A& args) { args.skip_rest = 1; }, "skip_rest: got 1, expected 0 without h");
+    refused([](A& args) { args.skip_rest = 2; }, "skip_rest: got 2, expected 0 or 1");
+    if (w_out_comes_first) {
+      refused([&](A& args) { args.weighted_a = weighted_a.view(); },
+              "weighted_a: got a tensor, expected NULL without h, or d_w_out");
+    } else {
+      refused([](A& args) { args.weighted_a = nullptr; },
+              "h: got NULL, expected [R, P, F], or weighted_a that an earlier call gave");
+      refused([&](A& args) { args.weighted_a = two.h.view(); }, "weighted_a: got float32 (8) [140, 2, 150], expected");
+    }
+  }
 }
 
 TEST(ExpertFfn, EachOutputIsTheSameAlone) {

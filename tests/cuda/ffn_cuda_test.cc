@@ -229,18 +229,25 @@ TEST_F(FfnCuda, TwoCallsAreOne) {
       c.biases = biases;
       const Network one(c);
       one.on_gpu();
-      const Network two(c);
-      using A = ab_expert_ffn_backward_args;
-      A first = two.backward_args();
-      A second = first;
-      for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in}) first.*later = nullptr;
-      for (const auto earlier : {&A::h, &A::d_w_out, &A::d_b_out, &A::d_weights}) second.*earlier = nullptr;
-      const FloatTensor weighted_a({c.R, c.F}, dtype);
-      if (biases) first.weighted_a = weighted_a.view();
-      Network::forward_on_gpu(two.forward_args());
-      Network::backward_on_gpu(first);
-      Network::backward_on_gpu(second);
-      two.expect_same_bits(one);
+      for (const bool w_out_comes_first : {false, true}) {
+        const Network two(c);
+        const FloatTensor weighted_a({c.R, c.F}, dtype);
+        using A = ab_expert_ffn_backward_args;
+        A first = two.backward_args();
+        A second = first;
+        for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in}) first.*later = nullptr;
+        second.h = second.d_weights = nullptr;
+        if (w_out_comes_first) {
+          second.d_w_out = second.d_b_out = nullptr;
+        } else {
+          first.d_w_out = first.d_b_out = nullptr;
+          first.weighted_a = second.weighted_a = weighted_a.view();
+        }
+        Network::forward_on_gpu(two.forward_args());
+        Network::backward_on_gpu(first);
+        Network::backward_on_gpu(second);
+        two.expect_same_bits(one);
+      }
     }
   }
 }

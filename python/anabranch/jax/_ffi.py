@@ -234,21 +234,13 @@ def ffn_backward_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dty
     """
     E, D, P, F = w_in
     of_w_in = matrix_gradient_workspace(num_rows, (E, D, P * F), dtype, dtype)
-    others = hidden_gradients_workspace(num_rows, (E, F, D), dtype, d_dtype)
-    return ffn_forward_workspace(num_rows, F, dtype) + max(of_w_in, others)
+    of_w_out = matrix_gradient_workspace(num_rows, (E, F, D), dtype, d_dtype)
+    return ffn_forward_workspace(num_rows, F, dtype) + max(dots_workspace(num_rows, F), of_w_in, of_w_out)
 
 
-def hidden_gradients_workspace(num_rows: int, w_out: tuple[int, int, int], dtype: Any, d_dtype: Any) -> int:
-    """Bytes for the gradients of w_out, b_out and the rows' weights on CUDA where w a is given and dh takes over h.
-
-    Args:
-      num_rows: R.
-      w_out: shape [E, F, D].
-      dtype: of x.
-      d_dtype: of the cotangent.
-    """
-    dots = _aligned(-(-w_out[1] // 64) * num_rows * 4)
-    return max(dots, matrix_gradient_workspace(num_rows, w_out, dtype, d_dtype))
+def dots_workspace(num_rows: int, hidden: int) -> int:
+    """Bytes for the parts of the gradients of the rows' weights on CUDA."""
+    return _aligned(-(-hidden // 64) * num_rows * 4)
 
 
 def matrix_gradient_workspace(num_rows: int, shape: tuple[int, int, int], dtype: Any, d_dtype: Any) -> int:

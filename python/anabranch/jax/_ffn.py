@@ -233,9 +233,11 @@ class HiddenGradients(NamedTuple):
     """What `ffn_backward_by_slot` returns."""
 
     dh: jax.Array
-    """[R, P, F], in the place of h; dtype of x."""
-    out: MatrixGradient
-    """Of w_out and b_out."""
+    """[R, P, F], in the place of h."""
+    weighted_a: jax.Array
+    """[R, F]: w a. Both have the dtype of x."""
+    out: MatrixGradient | None
+    """Of w_out and b_out; None: left for `d_w_out_of`."""
     weights: jax.Array
     """Of the shape and dtype of the weights."""
 
@@ -265,20 +267,23 @@ def ffn_forward_by_slot(
 def ffn_backward_by_slot(
     config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array, w_out_dtype: Any = None
 ) -> HiddenGradients:
-    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token: the first of three steps.
+    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token: what comes first.
 
-    The others are the sum of `d_rows_of` and, last, `d_w_in_of`: what the first two need for a moment, w a and columns
-    of the rows, can stand where the gradient of w_in will.
+    The sum of `d_rows_of` and `d_w_in_of` are left, and `d_w_out_of` if w_out_dtype is None. Where they are computed in
+    this order, the gradient of w_out here, what they and w a need for a moment can stand where that of w_in will.
 
     Args:
       config: as in the forward pass.
       operands: as for `ffn_backward`.
       h: as for `ffn_backward`.
       d_out: as for `ffn_backward`.
-      w_out_dtype: of the gradient of w_out, that of x or float32; None: of x.
+      w_out_dtype: of the gradient of w_out, that of x or float32; None: not computed here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     (R, _, F), (E, _, D), dtype = h.shape, operands.w_out.shape, operands.x.dtype
+    first, workspace = w_out_dtype is not None, _ffi.dots_workspace(R, F)
+    if first:
+        workspace = max(workspace, _ffi.matrix_gradient_workspace(R, (E, F, D), dtype, d_out.dtype))
     results = _backward(
         config,
         operands,
@@ -287,15 +292,35 @@ def ffn_backward_by_slot(
         {
             "dh": _like(h),
             "weighted_a": jax.ShapeDtypeStruct((R, F), dtype),
-            "d_w_out": _like(operands.w_out, w_out_dtype or dtype),
-            "d_b_out": _like(operands.b_out),
+            "d_w_out": _like(operands.w_out, w_out_dtype) if first else None,
+            "d_b_out": _like(operands.b_out) if first else None,
             "d_weights": _like(operands.weights, jnp.float32),
         },
-        _ffi.hidden_gradients_workspace(R, (E, F, D), dtype, d_out.dtype),
+        workspace,
         skip_rest=int(config.skip_rest),
     )
-    d_weights = results["d_weights"].astype(operands.weights.dtype)
-    return HiddenGradients(results["dh"], MatrixGradient(results["d_w_out"], results["d_b_out"]), d_weights)
+    return HiddenGradients(
+        results["dh"],
+        results["weighted_a"],
+        MatrixGradient(results["d_w_out"], results["d_b_out"]) if first else None,
+        results["d_weights"].astype(operands.weights.dtype),
+    )
+
+
+def d_w_out_of(
+    config: FfnConfig, operands: FfnOperands, weighted_a: jax.Array, d_out: jax.Array, dtype: Any
+) -> MatrixGradient:
+    """The gradients of w_out, in the dtype of x or float32, and of b_out."""
+    R, (E, F, D) = weighted_a.shape[0], operands.w_out.shape
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"weighted_a": weighted_a},
+        {"d_w_out": _like(operands.w_out, dtype), "d_b_out": _like(operands.b_out)},
+        _ffi.matrix_gradient_workspace(R, (E, F, D), operands.x.dtype, d_out.dtype),
+    )
+    return MatrixGradient(results["d_w_out"], results["d_b_out"])
 
 
 def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotProduct:
@@ -313,16 +338,16 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotPr
 
 
 def d_w_in_of(
-    config: FfnConfig, operands: FfnOperands, dh: jax.Array, d_out: jax.Array, dtype: Any = None
+    config: FfnConfig, operands: FfnOperands, dh: jax.Array, d_out: jax.Array, dtype: Any
 ) -> MatrixGradient:
-    """The gradients of w_in, in the dtype of x or float32, None: of x, and of b_in."""
+    """The gradients of w_in, in the dtype of x or float32, and of b_in."""
     R, (E, D, P, F) = dh.shape[0], operands.w_in.shape
     results = _backward(
         config,
         operands,
         d_out,
         {"dh": dh},
-        {"d_w_in": _like(operands.w_in, dtype or operands.x.dtype), "d_b_in": _like(operands.b_in)},
+        {"d_w_in": _like(operands.w_in, dtype), "d_b_in": _like(operands.b_in)},
         _ffi.matrix_gradient_workspace(R, (E, D, P * F), operands.x.dtype, operands.x.dtype),
     )
     return MatrixGradient(results["d_w_in"], results["d_b_in"])

@@ -19,6 +19,7 @@ from anabranch.jax._ffn import (
     SlotProduct,
     d_rows_of,
     d_w_in_of,
+    d_w_out_of,
     ffn_backward_by_slot,
     ffn_forward_by_slot,
 )
@@ -193,14 +194,16 @@ def _backward(
     )
     d_rows = chosen.send(route, flat(cotangents["output"]))
     options = _ffn_config(config, chosen)
-    w_in_dtype, w_out_dtype = weight_dtypes(whole)
-    hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows, w_out_dtype)
+    hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows)
     d_weights = _sum_of_parts(placement, chosen.collect_weights(route, hidden.weights))
     sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)
     through_logits = routing_backward(config, operands, routing, kept["logits"], d_weights, sums)
     rows = d_rows_of(options, ffn, hidden.dh)
     d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, through_logits.x)
-    of_in, of_out = d_w_in_of(options, ffn, hidden.dh, d_rows, w_in_dtype), hidden.out
+    # Both of them while d_x travels.
+    w_in_dtype, w_out_dtype = weight_dtypes(whole)
+    of_in = d_w_in_of(options, ffn, hidden.dh, d_rows, w_in_dtype)
+    of_out = d_w_out_of(options, ffn, hidden.weighted_a, d_rows, w_out_dtype)
     gradients = {"gate": through_logits.gate, "w_in": of_in.w, "w_out": of_out.w, "b_in": of_in.b, "b_out": of_out.b}
     return {
         "x": d_x.reshape(whole.x.shape),

@@ -12,6 +12,7 @@ from anabranch.jax._ffn import (
     MatrixGradients,
     d_rows_of,
     d_w_in_of,
+    d_w_out_of,
     ffn_backward,
     ffn_backward_by_slot,
     ffn_forward,
@@ -35,7 +36,8 @@ def assert_same(got, want):
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("weight_early", [False, True])
 @pytest.mark.parametrize("align_size, num_rows", [(0, None), (8, None), (8, 64)])
-def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size, num_rows):
+@pytest.mark.parametrize("w_out_comes_first", [False, True])
+def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size, num_rows, w_out_comes_first):
     rng = np.random.default_rng(4)
     selected = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
     selected[rng.random((T, K)) < 0.1] = -1
@@ -70,11 +72,14 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
     @jax.jit
     def by_slot(forward, operands, d_out):
         y, h = ffn_forward_by_slot(config, forward, keep_h=True)
-        hidden = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out)
+        first = dtype if w_out_comes_first else None
+        hidden = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
         out = y.sum(row_of_slot, late, y.x.dtype)
         d_x = d_rows_of(config, operands, hidden.dh).sum(row_of_slot, None, dtype, addend)
-        of_in = d_w_in_of(config, operands, hidden.dh, d_out)
-        matrices = MatrixGradients(of_in.w, hidden.out.w, of_in.b, hidden.out.b)
+        of_in, of_out = d_w_in_of(config, operands, hidden.dh, d_out, dtype), hidden.out
+        if of_out is None:
+            of_out = d_w_out_of(config, operands, hidden.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
+        matrices = MatrixGradients(of_in.w, of_out.w, of_in.b, of_out.b)
         return out, h[:taken], d_x, matrices, hidden.weights
 
     jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))

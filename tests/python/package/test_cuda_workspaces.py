@@ -167,16 +167,21 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
         "d_b_out": np.empty((E, D), DTYPES[dtype]),
         "d_weights": np.empty(R, np.float32),
     }
+    steps = ("h", "weighted_a", *(name for name in values if name.startswith("d")))
     bound = _ffi.ffn_backward_workspace(R, values["w_in"].shape, dtype, d_dtype)
     assert needed(library, "ab_cuda_expert_ffn_backward", values) <= bound
     for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # whichever of them decides
         some = {name: value for name, value in values.items() if not name.startswith("d_") or name in (output, "d_out")}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, output
-    first = {name: value for name, value in values.items() if name not in ("dx_rows", "d_w_in", "d_b_in")}
-    first |= {"weighted_a": np.empty((R, F), DTYPES[dtype])}
-    bound = _ffi.hidden_gradients_workspace(R, (E, F, D), dtype, d_dtype)
-    assert needed(library, "ab_cuda_expert_ffn_backward", first) <= bound
-    earlier = ("h", "dx_rows", "d_w_out", "d_b_out", "d_weights")
-    last = {name: value for name, value in values.items() if name not in earlier}
-    bound = _ffi.matrix_gradient_workspace(R, (E, D, P * F), dtype, dtype)
-    assert needed(library, "ab_cuda_expert_ffn_backward", last) <= bound
+    values |= {"weighted_a": np.empty((R, F), DTYPES[dtype])}
+    of_w_in = _ffi.matrix_gradient_workspace(R, (E, D, P * F), dtype, dtype)
+    of_w_out = _ffi.matrix_gradient_workspace(R, (E, F, D), dtype, d_dtype)
+    hidden = ("h", "dh", "d_out", "weighted_a", "d_weights")
+    for results, bound in (
+        (hidden, _ffi.dots_workspace(R, F)),
+        ((*hidden, "d_w_out", "d_b_out"), max(_ffi.dots_workspace(R, F), of_w_out)),
+        (("weighted_a", "d_out", "d_w_out", "d_b_out"), of_w_out),
+        (("dh", "d_out", "d_w_in", "d_b_in"), of_w_in),
+    ):
+        some = {name: value for name, value in values.items() if name not in steps or name in results}
+        assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, results

@@ -158,7 +158,8 @@ TEST(ExpertFfn, TwoCallsAreOne) {
       EXPECT_REFUSED(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args), AB_INVALID_ARGUMENT, text);
     };
     refused([](A& args) { args.dh = nullptr; }, "h: got NULL, expected [R, P, F], or dh that an earlier call gave");
-    refused([&](A& args) { args.d_weights = two.d_weights.view(); }, "d_weights: got a tensor, expected NULL without h");
+    refused([&](A& args) { args.d_weights = two.d_weights.view(); },
+            "d_weights: got a tensor, expected NULL without h");
     refused([](A& args) { args.dx_rows = args.d_w_in = args.d_b_in = nullptr; },
             "dh: got a tensor, expected NULL without h, or something that follows from it");
     refused([](A& args) { args.skip_rest = 1; }, "skip_rest: got 1, expected 0 without h");

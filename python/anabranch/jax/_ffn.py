@@ -337,9 +337,7 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotPr
     )
 
 
-def d_w_in_of(
-    config: FfnConfig, operands: FfnOperands, dh: jax.Array, d_out: jax.Array, dtype: Any
-) -> MatrixGradient:
+def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, d_out: jax.Array, dtype: Any) -> MatrixGradient:
     """The gradients of w_in, in the dtype of x or float32, and of b_in."""
     R, (E, D, P, F) = dh.shape[0], operands.w_in.shape
     results = _backward(

@@ -7,9 +7,9 @@
 // For every shape, product and routing: cuBLAS, where its library can be loaded, then our kernel with every shape of
 // tiles (* marks the one that the library takes). cuBLAS computes one product of the same total size for products over
 // rows, and a batch of equal products for gradients of weights. Products with the sums of their rows by token, of K
-// rows each, are measured in chunks of 512, 1024, 2048 and all columns instead. Random data, the L2 cache flushed
-// before each call, the median of the repeats. Every line is measured in a process of its own, which is started anew
-// behind what failed in it.
+// rows each, are measured in chunks of 576, 1152, the library's own and all columns instead. Random data, the L2 cache
+// flushed before each call, the median of the repeats. Every line is measured in a process of its own, which is started
+// anew behind what failed in it.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -19,7 +19,6 @@
 
 #include <algorithm>
 #include <array>
-#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -239,9 +238,14 @@ constexpr Named kProducts[] = {
 
 // Column 0 is cuBLAS, the others are shapes of tiles; or all are widths of chunks.
 constexpr size_t kColumns = 1 + std::size(cuda::kTileModels);
-constexpr long kChunks[] = {512, 1024, 2048, LONG_MAX};
-static_assert(std::size(kChunks) == kColumns);
 using Columns = std::array<double, kColumns>;
+constexpr size_t kOwnChunk = 2;
+
+std::array<long, kColumns> chunk_widths(const Options& options, const Shape& shape, const Named& named) {
+  const long N = named.N(shape);
+  const long own = chunk_columns(options.rows, shape.E, N, named.K(shape), named.transposed);
+  return {std::min(576L, N), std::min(1152L, N), own, N};
+}
 
 double flops_of(const Options& options, const Named& named, const Shape& shape) {
   return 2.0 * static_cast<double>(options.rows) * static_cast<double>(named.K(shape)) *
@@ -313,11 +317,12 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
   args.weights = named.transposed ? nullptr : &views[5];  // as the layer has them
   args.addend = named.transposed ? &views[6] : nullptr;
   args.out = &views[7];
+  const auto chunks = chunk_widths(options, shape, named);
   CombinedSizes combined;
   check(anabranch::check(&args, &combined));
   const int multiprocessors = multiprocessors_of_device();
   for (size_t column = first; column < kColumns; ++column) {
-    const int64_t columns = std::min<int64_t>(kChunks[column], N);
+    const long columns = chunks[column];
     const Memory buffer(static_cast<size_t>(R * columns) * 2);
     print_time(time_of(options.repeats, [&] {
       check(cuda::multiply_and_combine(args, combined, columns, buffer.data(), multiprocessors, nullptr));
@@ -479,19 +484,17 @@ Columns measure_apart(const Options& options, const Shape& shape, size_t product
   return columns;
 }
 
-// Every width of chunks; * is what the library takes.
+// Every width of chunks; * marks the library's own.
 void print_chunks(const Options& options, const Shape& shape, const Named& named, const Columns& columns) {
-  const long N = named.N(shape);
-  const int64_t taken = chunk_columns(options.rows, shape.E, N, named.K(shape), named.transposed);
+  const auto chunks = chunk_widths(options, shape, named);
   for (size_t i = 0; i < kColumns; ++i) {
-    const long chunk = std::min(kChunks[i], N);
-    std::printf("  %5ld:", chunk);
+    std::printf("  %5ld:", chunks[i]);
     if (columns[i] < 0) {
       std::printf("     FAILED     ");
     } else {
       std::printf(" %8.1f us %4.0f", columns[i], flops_of(options, named, shape) / columns[i] * 1e-6);
     }
-    std::printf("%s", chunk == taken ? "*" : " ");
+    std::printf("%s", i == kOwnChunk ? "*" : " ");
   }
   std::printf("\n");
 }

@@ -134,7 +134,7 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  *
  * In several calls: the first gives dh, weighted_a and d_weights; those after it, without h, read dh or weighted_a and
  * give the rest. If d_w_out comes first too, and d_w_in last, w a and what ab_grouped_matmul_combine holds between the
- * two can stand in the memory of d_w_in.
+ * two can stand in the memory of d_w_in, if it is large enough and not accumulated into.
  *
  * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
  * them be float32 and accumulate. */
@@ -143,7 +143,7 @@ typedef struct ab_expert_ffn_backward_args {
   int32_t activation;
   int32_t topk;       /* K with slot_of_row, else 0 */
   int32_t accumulate; /* 1: adds to what stands in d_w_in and d_w_out, one of them at least; float32 then */
-  int32_t skip_rest;  /* 1: rows past the groups may have any value in dh */
+  int32_t skip_rest;  /* 1: rows past the groups may have any value in dh and weighted_a */
   /* what the forward pass saw and kept */
   const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
   const ab_tensor* slot_of_row; /* [R] int32, or NULL */
@@ -152,9 +152,9 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* w_out;       /* [E, F, D] */
   const ab_tensor* b_out;       /* [E, D], or NULL; enters d_weights only */
   const ab_tensor* weights;     /* float [T, K] with slot_of_row, else [R]; NULL: 1 */
-  const ab_tensor* h;           /* [R, P, F]; NULL: dh and weighted_a are there already, and no d_weights wanted */
+  const ab_tensor* h;           /* [R, P, F]; NULL: dh or weighted_a, whichever is needed, is there already */
   /* cotangent */
-  const ab_tensor* d_out; /* float [T, D] with slot_of_row, else [R, D] */
+  const ab_tensor* d_out; /* float [T, D] with slot_of_row, else [R, D]; NULL without h, d_w_out and d_b_out */
   /* outputs, each may be NULL: not wanted */
   const ab_tensor* dh;         /* [R, P, F]; its memory may be that of h */
   const ab_tensor* dx_rows;    /* [R, D] */
@@ -163,7 +163,7 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* d_w_out;    /* [E, F, D], or float32 */
   const ab_tensor* d_b_out;    /* [E, D] */
   const ab_tensor* d_weights;  /* float32 [T, K] with slot_of_row (0 for a slot without a row), else [R] */
-  const ab_tensor* weighted_a; /* [R, F]: w a, which d_w_out needs; rows past the groups have any value */
+  const ab_tensor* weighted_a; /* [R, F]: w a, which d_w_out needs; zero in padding */
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

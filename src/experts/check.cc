@@ -168,11 +168,16 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
     }
     if (args->skip_rest != 0) return AB_INVALID("skip_rest: got %d, expected 0 without h", args->skip_rest);
   }
-  if (args->slot_of_row != nullptr) {
-    AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {{"T", s->T}, {"D", s->D}}));
+  const bool by_token = args->slot_of_row != nullptr;
+  if (args->h != nullptr || args->d_w_out != nullptr || args->d_b_out != nullptr) {
+    const Axis rows = by_token ? Axis{"T", s->T} : Axis{"R", s->R};
+    AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {rows, {"D", s->D}}));
+  } else {
+    AB_RETURN_IF_ERROR(check_unused("d_out", args->d_out, "without h, d_w_out and d_b_out"));
+  }
+  if (by_token) {
     AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"T", s->T}, {"K", s->K}}));
   } else {
-    AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {{"R", s->R}, {"D", s->D}}));
     AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"R", s->R}}));
   }
   AB_RETURN_IF_ERROR(check_optional("dh", args->dh, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));

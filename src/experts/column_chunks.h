@@ -9,12 +9,12 @@ namespace anabranch {
 // Columns of a chunk of rows [R, N], of which each element is a sum of so many terms, by weights of E experts;
 // transposed: the weights are.
 //
-// The product reads its rows again for every chunk, so chunks are few, and never narrow. But the buffer of rows adds to
+// The product reads its rows again for every chunk, so chunks are few. But the buffer of rows adds to
 // the peak of the memory, unless it stands where something else will: in the layer's backward pass dh W_in^T, which
 // takes the weights transposed, comes before the gradient of W_in, so rows may be as large as W_in. In the forward pass
 // there will be both gradients, of W_out and, where experts are gated, of W_in, which is twice as large; where `a`,
-// [R, terms], stands in the first, rows may take the second, else the other way round. Chunks are whole tiles, as equal
-// as they can be.
+// [R, terms], stands in the first, rows may take the second, else the other way round. Chunks are whole tiles, all
+// alike but the last, which may be narrow.
 inline int64_t chunk_columns(int64_t R, int64_t E, int64_t N, int64_t terms, bool transposed) {
   constexpr int64_t kTileColumns = 192;               // of the tiles that such products take, if nothing is left over
   constexpr int64_t kNarrowest = 4;                   // tiles, in the mean

@@ -16,7 +16,7 @@ namespace anabranch::cuda {
 //
 //     da' = d_y W_out[e]^T;  dh = act'(h) w da';  weighted_a = w a;  <da', a> = the sum of dots[:, r].
 //
-// Padding is zero, and dh and dots past the groups; weighted_a past them is not for use.
+// Padding is zero, and so is everything past the groups.
 struct HiddenBackward {
   FfnSizes s;
   RowMap map;

@@ -143,7 +143,7 @@ TEST(ExpertFfn, TwoCallsAreOne) {
     second.h = second.d_weights = nullptr;
     first.weighted_a = weighted_a.view();
     if (w_out_comes_first) {
-      second.d_w_out = second.d_b_out = nullptr;
+      second.d_w_out = second.d_b_out = second.d_out = nullptr;
     } else {
       first.d_w_out = first.d_b_out = nullptr;
       second.weighted_a = weighted_a.view();
@@ -151,6 +151,7 @@ TEST(ExpertFfn, TwoCallsAreOne) {
     EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, first));
     EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, second));
     expect_same_results(two, one, "in two calls");
+    for (int64_t i = 130 * 150; i < 140 * 150; ++i) ASSERT_EQ(weighted_a[i], 0.0f) << "past the groups";
 
     const auto refused = [&](auto change, const char* text) {
       A args = second;
@@ -165,9 +166,12 @@ TEST(ExpertFfn, TwoCallsAreOne) {
     refused([](A& args) { args.skip_rest = 1; }, "skip_rest: got 1, expected 0 without h");
     refused([](A& args) { args.skip_rest = 2; }, "skip_rest: got 2, expected 0 or 1");
     if (w_out_comes_first) {
+      refused([&](A& args) { args.d_out = two.d_out.view(); },
+              "d_out: got a tensor, expected NULL without h, d_w_out and d_b_out");
       refused([&](A& args) { args.weighted_a = weighted_a.view(); },
               "weighted_a: got a tensor, expected NULL without h, or d_w_out");
     } else {
+      refused([](A& args) { args.d_out = nullptr; }, "d_out: got NULL, expected");
       refused([](A& args) { args.weighted_a = nullptr; },
               "h: got NULL, expected [R, P, F], or weighted_a that an earlier call gave");
       refused([&](A& args) { args.weighted_a = two.h.view(); }, "weighted_a: got float32 (8) [140, 2, 150], expected");

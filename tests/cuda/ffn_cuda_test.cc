@@ -237,16 +237,18 @@ TEST_F(FfnCuda, TwoCallsAreOne) {
         A second = first;
         for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in}) first.*later = nullptr;
         second.h = second.d_weights = nullptr;
+        first.weighted_a = weighted_a.view();
         if (w_out_comes_first) {
-          second.d_w_out = second.d_b_out = nullptr;
+          second.d_w_out = second.d_b_out = second.d_out = nullptr;
         } else {
           first.d_w_out = first.d_b_out = nullptr;
-          first.weighted_a = second.weighted_a = weighted_a.view();
+          second.weighted_a = weighted_a.view();
         }
         Network::forward_on_gpu(two.forward_args());
         Network::backward_on_gpu(first);
         Network::backward_on_gpu(second);
         two.expect_same_bits(one);
+        for (int64_t i = two.ends.back() * c.F; i < c.R * c.F; ++i) ASSERT_EQ(weighted_a.get(i), 0.0f) << i;
       }
     }
   }

@@ -101,13 +101,7 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
     )
 
 
-def ffn_backward(
-    config: FfnConfig,
-    operands: FfnOperands,
-    h: jax.Array,
-    d_out: jax.Array,
-    weight_dtypes: tuple[Any, Any] | None = None,
-) -> FfnGradients:
+def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> FfnGradients:
     """The backward rule, the same for early and late weights.
 
     Args:
@@ -115,10 +109,8 @@ def ffn_backward(
       operands: as in the forward pass, with the weights also where combine applied them.
       h: [R, P, F], kept by the forward rule. Its buffer is taken over.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
-      weight_dtypes: of the gradients of w_in and w_out, each that of x or float32; None: of x.
     """
     x, weights, w_in = operands.x, operands.weights, operands.w_in
-    w_in_dtype, w_out_dtype = weight_dtypes or (x.dtype, x.dtype)
     results = _backward(
         config,
         operands,
@@ -128,8 +120,8 @@ def ffn_backward(
             "dh": _like(h),
             "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
             "d_weights": _like(weights, jnp.float32),
-            "d_w_in": _like(operands.w_in, w_in_dtype),
-            "d_w_out": _like(operands.w_out, w_out_dtype),
+            "d_w_in": _like(operands.w_in, x.dtype),
+            "d_w_out": _like(operands.w_out, x.dtype),
             "d_b_in": _like(operands.b_in),
             "d_b_out": _like(operands.b_out),
         },
@@ -143,7 +135,7 @@ def ffn_backward(
 def _backward(
     config: FfnConfig,
     operands: FfnOperands,
-    d_out: jax.Array,
+    d_out: jax.Array | None,
     hidden: dict[str, jax.Array],
     results: dict[str, Any],
     workspace: int,
@@ -195,7 +187,8 @@ class SlotProduct:
     ) -> jax.Array:
         """`dispatch.gather_sum` of the rows, [T, N]: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t].
 
-        Weights [T, K], and none where x has early ones. Of the same dtype, the sums take over the addend's buffer.
+        Weights [T, K], and none where x has early ones. Where the addend has the dtype of the sums, they take over its
+        buffer.
         """
         assert weights is None or self.early_weights is None
         (R, D), E, N = self.x.shape, self.w.shape[0], self.w.shape[1 if self.transpose_w else 2]
@@ -337,13 +330,13 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotPr
     )
 
 
-def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, d_out: jax.Array, dtype: Any) -> MatrixGradient:
+def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
     """The gradients of w_in, in the dtype of x or float32, and of b_in."""
     R, (E, D, P, F) = dh.shape[0], operands.w_in.shape
     results = _backward(
         config,
         operands,
-        d_out,
+        None,
         {"dh": dh},
         {"d_w_in": _like(operands.w_in, dtype), "d_b_in": _like(operands.b_in)},
         _ffi.matrix_gradient_workspace(R, (E, D, P * F), operands.x.dtype, operands.x.dtype),

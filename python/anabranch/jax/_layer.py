@@ -293,7 +293,7 @@ def backward(
     through_logits = routing_backward(config, operands, routing, logits, hidden.weights, cotangents)
     d_x = d_rows_of(config.ffn, ffn, hidden.dh).sum(layout.row_of_slot, None, dtypes.x.dtype, through_logits.x)
     d_x, dh = jax.lax.optimization_barrier((d_x, hidden.dh))  # the sum comes first: see ffn_backward_by_slot
-    of_in, of_out = d_w_in_of(config.ffn, ffn, dh, d_out, w_in_dtype), hidden.out
+    of_in, of_out = d_w_in_of(config.ffn, ffn, dh, w_in_dtype), hidden.out
     assert of_out is not None
     return Operands(
         x=d_x.reshape(shape),

@@ -19,7 +19,7 @@ struct HiddenGradient : FfnProduct {
   const void* w_out = nullptr;  // [E, F, D]
   const void* h = nullptr;      // [R, P, F]
   void* dh = nullptr;           // the same, may be h itself, zero past the groups; nullptr: not wanted
-  void* weighted_a = nullptr;   // [R, F], anything past the groups; nullptr: not wanted
+  void* weighted_a = nullptr;   // [R, F], zero past the groups; nullptr: not wanted
   float* dots = nullptr;        // [parts_of_dots(), R], zero past the groups: add them up; nullptr: not wanted
 };
 

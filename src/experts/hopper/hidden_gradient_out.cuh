@@ -35,14 +35,14 @@ struct HiddenGradientOut {
 
   __device__ void prefetch() const {}
 
-  // The weights of a warp's rows: their slots are read before the products begin, they themselves while these go on.
+  // The weights of a warp's rows: slots are read before the products begin, weights during the last ones.
   template <class Shape>
   struct Ahead {
     RowSlots slots[Shape::kWarpgroupPanels];
     RowPair rows[Shape::kWarpgroupPanels];
   };
 
-  // Starts to read the first blocks.
+  // Starts to read the first blocks of h, and the slots of all panels.
   template <class Shape>
   __device__ Ahead<Shape> begin(const StripWriter& writer, const Tile& tile, int row) const {
     begin_panel(writer, tile, row);
@@ -75,7 +75,7 @@ struct HiddenGradientOut {
     if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) begin_panel(writer, tile, row + kPanel);
   }
 
-  // Rows past the groups; nobody reads w a of them.
+  // Rows past the groups.
   template <class Shape>
   __device__ void write_zeros(StripWriter&, const Tile& tile, int row) const {
     wait_for_copies<0>();
@@ -88,6 +88,7 @@ struct HiddenGradientOut {
         for (int part = 0; part < kParts; ++part) {
           Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h[half] + part * columns + column);
         }
+        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a[half] + column);
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});

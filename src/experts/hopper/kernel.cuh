@@ -16,9 +16,11 @@
 namespace anabranch::cuda {
 
 // What a product is made of. Finder: which tiles there are (row_tiles.cuh). Target: what becomes of the result
-// (store.cuh). Each warp calls, for its 16 rows of every panel,
-//   begin(writer, tile, row)                     before it multiplies: starts to read what write() will need
-//   read_on(ahead)                               while it multiplies: to read what begin() has found the place of
+// (store.cuh). Each warp has 16 rows of every panel and calls
+//   begin(writer, tile, row)                     once a tile, before it multiplies, with its row of the first panel:
+//                                                starts to read what write() will need
+//   read_on(ahead)                               while it multiplies, if its warpgroup has rows: to read what begin()
+//                                                has found the place of
 //   write(writer, tile, row, panel, acc, ahead)  panel after panel, with what begin() gave
 //   write_zeros(writer, tile, row)               instead, for a tile of no terms
 template <class Shape_, class Element_, class OperandA_, class OperandB_, class Groups_, class Finder_, class Target_>

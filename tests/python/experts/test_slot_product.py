@@ -76,7 +76,7 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
         hidden = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
         out = y.sum(row_of_slot, late, y.x.dtype)
         d_x = d_rows_of(config, operands, hidden.dh).sum(row_of_slot, None, dtype, addend)
-        of_in, of_out = d_w_in_of(config, operands, hidden.dh, d_out, dtype), hidden.out
+        of_in, of_out = d_w_in_of(config, operands, hidden.dh, dtype), hidden.out
         if of_out is None:
             of_out = d_w_out_of(config, operands, hidden.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
         matrices = MatrixGradients(of_in.w, of_out.w, of_in.b, of_out.b)

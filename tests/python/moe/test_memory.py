@@ -21,7 +21,7 @@ def test_peak_of_a_training_step(shape, dtype):
 
 
 def test_xla_keeps_h():
-    """XLA's own account: h has room of its own, and all that is larger stands where gradients will."""
+    """XLA's own account: h alone has room of its own; a and w a stand where gradients will."""
     T, E, K, D, F = 1024, 8, 2, 256, 256
     gate = jnp.asarray(np.random.default_rng(0).standard_normal((D, E)), jnp.float32)
 

@@ -388,7 +388,7 @@ def test_rows_that_nobody_reads_are_zero_where_jax_looks_for_nan():
         text = jax.jit(layer).lower(*main).as_text()
         return set(re.findall(r"skip_rest = (\d)", text))
 
-    assert skips() == {"0", "1"}  # the second half of the backward pass has nothing to skip
+    assert skips() == {"0", "1"}  # the gradient of w_in has nothing to skip
     for check in (jax.debug_nans, jax.debug_infs):
         with check(True):
             assert skips() == {"0"}

@@ -244,7 +244,7 @@ def dots_workspace(num_rows: int, hidden: int) -> int:
 
 
 def matrix_gradient_workspace(num_rows: int, shape: tuple[int, int, int], dtype: Any, d_dtype: Any) -> int:
-    """Bytes for the gradient of the network's matrices and then that of their bias on CUDA (src/experts/ffn_backward.cu).
+    """Bytes for the gradient of the network's matrices, then that of their bias (src/experts/ffn_backward.cu).
 
     `weight_gradient_workspace`, or what the bias takes, if that is more.
 

@@ -11,7 +11,6 @@
 // flushed before each call, the median of the repeats. Every line is measured in a process of its own, which is started
 // anew behind what failed in it.
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -23,6 +22,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <numeric>
 #include <random>
@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "anabranch/experts.h"
+#include "cublas.h"
 #include "experts/column_chunks.h"
 #include "experts/grouped_matmul_combine.h"
 #include "experts/hopper/hidden_gradient.h"
@@ -91,63 +92,6 @@ class RandomMemory : public Memory {
     fill_random<<<4096, 256>>>(static_cast<uint16_t*>(data()), rows * columns, seed);
     CHECK_CUDA(cudaGetLastError());
   }
-};
-
-// Products of row-major matrices by cuBLAS, found at run time.
-class Cublas {
- public:
-  Cublas() {
-    for (const char* name : {"libcublas.so.13", "libcublas.so.12", "libcublas.so"}) {
-      library_ = dlopen(name, RTLD_NOW);
-      if (library_ != nullptr) break;
-    }
-    if (library_ == nullptr) return;
-    const auto create = reinterpret_cast<int (*)(void**)>(dlsym(library_, "cublasCreate_v2"));
-    multiply_ = reinterpret_cast<Multiply>(dlsym(library_, "cublasGemmEx"));
-    multiply_batch_ = reinterpret_cast<MultiplyBatch>(dlsym(library_, "cublasGemmStridedBatchedEx"));
-    found_ = create != nullptr && multiply_ != nullptr && multiply_batch_ != nullptr && create(&handle_) == 0;
-  }
-  bool found() const { return found_; }
-
-  // y [R, N] = x [R, K] w, w [K, N] or transposed [N, K].
-  void run(const cuda::RowsProduct& p) const {
-    check(multiply_(handle_, p.transposed ? kTranspose : kAsIs, kAsIs, int_of(p.N), int_of(p.R), int_of(p.K), &one_,
-                    p.w, kBf16, int_of(p.transposed ? p.K : p.N), p.x, kBf16, int_of(p.K), &zero_, p.y, kBf16,
-                    int_of(p.N), kFloat32, kDefault));
-  }
-
-  // d_w [D, N] = x^T d_y for each of E equal groups of R / E rows.
-  void run(const cuda::WeightGradient& g) const {
-    const int64_t rows = g.R / g.E;
-    check(multiply_batch_(handle_, kAsIs, kTranspose, int_of(g.N), int_of(g.D), int_of(rows), &one_, g.d_y.data, kBf16,
-                          int_of(g.N), rows * g.N, g.x.data, kBf16, int_of(g.D), rows * g.D, &zero_, g.d_w, kBf16,
-                          int_of(g.N), g.D * g.N, int_of(g.E), kFloat32, kDefault));
-  }
-
- private:
-  using Multiply = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, const void*, int, int,
-                           const void*, void*, int, int, int, int);
-  using MultiplyBatch = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int, long long,
-                                const void*, int, int, long long, const void*, void*, int, int, long long, int, int,
-                                int);
-  static constexpr int kAsIs = 0;
-  static constexpr int kTranspose = 1;
-  static constexpr int kBf16 = 14;     // CUDA_R_16BF
-  static constexpr int kFloat32 = 68;  // CUBLAS_COMPUTE_32F
-  static constexpr int kDefault = -1;  // CUBLAS_GEMM_DEFAULT
-
-  static int int_of(int64_t value) { return static_cast<int>(value); }
-  static void check(int status) {
-    if (status != 0) fail("cuBLAS: status " + std::to_string(status));
-  }
-
-  void* library_ = nullptr;
-  void* handle_ = nullptr;
-  Multiply multiply_ = nullptr;
-  MultiplyBatch multiply_batch_ = nullptr;
-  bool found_ = false;
-  float one_ = 1;
-  float zero_ = 0;
 };
 
 // Microseconds of a call, the median of the repeats.
@@ -571,8 +515,12 @@ void measure_as_told(char** arguments) {
   options.topk = static_cast<int>(numbers[8]);
   constexpr unsigned kMostSeconds = 120;
   alarm(kMostSeconds);  // a kernel that never ends
-  measure(options, {numbers[2], numbers[3], numbers[4]}, kProducts[numbers[5]], numbers[6] != 0,
-          static_cast<size_t>(numbers[7]));
+  try {
+    measure(options, {numbers[2], numbers[3], numbers[4]}, kProducts[numbers[5]], numbers[6] != 0,
+            static_cast<size_t>(numbers[7]));
+  } catch (const std::exception& failure) {
+    fail(failure.what());
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "experts_operands.h"
+#include "two_calls.h"
 
 namespace anabranch::testing {
 namespace {
@@ -137,24 +138,14 @@ TEST(ExpertFfn, TwoCallsAreOne) {
     Network<float> two(70, 2, 33, 2, 150, {60, 0, 70}, slots_in_order(140));
     EXPECT_OK(two.forward());
     const Floats weighted_a({140, 150});
-    A first = two.backward_args();
-    A second = first;
-    for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in}) first.*later = nullptr;
-    second.h = second.d_weights = nullptr;
-    first.weighted_a = weighted_a.view();
-    if (w_out_comes_first) {
-      second.d_w_out = second.d_b_out = second.d_out = nullptr;
-    } else {
-      first.d_w_out = first.d_b_out = nullptr;
-      second.weighted_a = weighted_a.view();
-    }
+    const auto [first, second] = in_two_calls(two.backward_args(), weighted_a.view(), w_out_comes_first);
     EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, first));
     EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, second));
     expect_same_results(two, one, "in two calls");
     for (int64_t i = 130 * 150; i < 140 * 150; ++i) ASSERT_EQ(weighted_a[i], 0.0f) << "past the groups";
 
-    const auto refused = [&](auto change, const char* text) {
-      A args = second;
+    const auto refused = [&last = second](auto change, const char* text) {
+      A args = last;
       change(args);
       EXPECT_REFUSED(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args), AB_INVALID_ARGUMENT, text);
     };

@@ -1,5 +1,6 @@
 // The feed-forward network on the GPU against the CPU's.
 #include "ffn_case.h"
+#include "two_calls.h"
 
 namespace anabranch::testing {
 namespace {
@@ -232,18 +233,7 @@ TEST_F(FfnCuda, TwoCallsAreOne) {
       for (const bool w_out_comes_first : {false, true}) {
         const Network two(c);
         const FloatTensor weighted_a({c.R, c.F}, dtype);
-        using A = ab_expert_ffn_backward_args;
-        A first = two.backward_args();
-        A second = first;
-        for (const auto later : {&A::dx_rows, &A::d_w_in, &A::d_b_in}) first.*later = nullptr;
-        second.h = second.d_weights = nullptr;
-        first.weighted_a = weighted_a.view();
-        if (w_out_comes_first) {
-          second.d_w_out = second.d_b_out = second.d_out = nullptr;
-        } else {
-          first.d_w_out = first.d_b_out = nullptr;
-          second.weighted_a = weighted_a.view();
-        }
+        const auto [first, second] = in_two_calls(two.backward_args(), weighted_a.view(), w_out_comes_first);
         Network::forward_on_gpu(two.forward_args());
         Network::backward_on_gpu(first);
         Network::backward_on_gpu(second);

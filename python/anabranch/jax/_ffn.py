@@ -50,23 +50,26 @@ class FfnOperands(NamedTuple):
     """float [T, K] with slot_of_row, else [R]. None: 1."""
 
 
-class MatrixGradients(NamedTuple):
-    """Gradients of the matrices and biases; None where the operand is None."""
+class MatrixGradient(NamedTuple):
+    """Gradients of the experts' matrices, and of their biases, None where there are none."""
 
-    w_in: jax.Array
-    w_out: jax.Array
-    b_in: jax.Array | None
-    b_out: jax.Array | None
+    w: jax.Array
+    """[E, D, P, F] or [E, F, D]."""
+    b: jax.Array | None
+    """[E, P, F] or [E, D]."""
 
 
 class FfnGradients(NamedTuple):
-    """What the backward rule returns; None where the operand is None."""
+    """What the backward rule returns."""
 
     rows: jax.Array
     """[R, D], the gradient of the rows that were read; dtype of x."""
-    matrices: MatrixGradients
+    up: MatrixGradient
+    """Of w_in and b_in."""
+    down: MatrixGradient
+    """Of w_out and b_out."""
     weights: jax.Array | None
-    """Of the shape and dtype of the weights."""
+    """Of the shape and dtype of the weights; None: there are none."""
 
 
 def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
@@ -128,8 +131,12 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
         _ffi.ffn_backward_workspace(h.shape[0], w_in.shape, x.dtype, d_out.dtype),
     )
     d_weights = None if weights is None else results["d_weights"].astype(weights.dtype)
-    matrices = MatrixGradients(results["d_w_in"], results["d_w_out"], results["d_b_in"], results["d_b_out"])
-    return FfnGradients(results["dx_rows"], matrices, d_weights)
+    return FfnGradients(
+        results["dx_rows"],
+        MatrixGradient(results["d_w_in"], results["d_b_in"]),
+        MatrixGradient(results["d_w_out"], results["d_b_out"]),
+        d_weights,
+    )
 
 
 def _backward(
@@ -215,13 +222,6 @@ class SlotProduct:
         return out
 
 
-class MatrixGradient(NamedTuple):
-    """Gradients of the experts' matrices, and of their biases, None where there are none."""
-
-    w: jax.Array
-    b: jax.Array | None
-
-
 class HiddenGradients(NamedTuple):
     """What `ffn_backward_by_slot` returns."""
 
@@ -229,7 +229,7 @@ class HiddenGradients(NamedTuple):
     """[R, P, F], in the place of h."""
     weighted_a: jax.Array
     """[R, F]: w a. Both have the dtype of x."""
-    out: MatrixGradient | None
+    down: MatrixGradient | None
     """Of w_out and b_out; None: left for `d_w_out_of`."""
     weights: jax.Array
     """Of the shape and dtype of the weights."""
@@ -303,7 +303,15 @@ def ffn_backward_by_slot(
 def d_w_out_of(
     config: FfnConfig, operands: FfnOperands, weighted_a: jax.Array, d_out: jax.Array, dtype: Any
 ) -> MatrixGradient:
-    """The gradients of w_out, in the dtype of x or float32, and of b_out."""
+    """The gradients of w_out, of `dtype`, that of x or float32, and of b_out.
+
+    Args:
+      config: as for `ffn_backward_by_slot`.
+      operands: as for `ffn_backward_by_slot`.
+      weighted_a: [R, F], that call's.
+      d_out: as for `ffn_backward_by_slot`.
+      dtype: of the gradient of w_out.
+    """
     R, (E, F, D) = weighted_a.shape[0], operands.w_out.shape
     results = _backward(
         config,
@@ -317,7 +325,7 @@ def d_w_out_of(
 
 
 def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotProduct:
-    """The gradient of the rows that were read, [R, D]."""
+    """The gradient of the rows that were read, [R, D], from dh [R, P, F] of `ffn_backward_by_slot`."""
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     R, P, F = dh.shape
     return SlotProduct(
@@ -331,7 +339,7 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotPr
 
 
 def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
-    """The gradients of w_in, in the dtype of x or float32, and of b_in."""
+    """The gradients of w_in, of `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
     R, (E, D, P, F) = dh.shape[0], operands.w_in.shape
     results = _backward(
         config,

@@ -293,15 +293,15 @@ def backward(
     through_logits = routing_backward(config, operands, routing, logits, hidden.weights, cotangents)
     d_x = d_rows_of(config.ffn, ffn, hidden.dh).sum(layout.row_of_slot, None, dtypes.x.dtype, through_logits.x)
     d_x, dh = jax.lax.optimization_barrier((d_x, hidden.dh))  # the sum comes first: see ffn_backward_by_slot
-    of_in, of_out = d_w_in_of(config.ffn, ffn, dh, w_in_dtype), hidden.out
-    assert of_out is not None
+    up, down = d_w_in_of(config.ffn, ffn, dh, w_in_dtype), hidden.down
+    assert down is not None
     return Operands(
         x=d_x.reshape(shape),
         gate=through_logits.gate.astype(dtypes.gate.dtype),
-        w_in=of_in.w,
-        w_out=of_out.w,
-        b_in=of_in.b,
-        b_out=of_out.b,
+        w_in=up.w,
+        w_out=down.w,
+        b_in=up.b,
+        b_out=down.b,
         expert_bias=None,
         token_mask=None,
         forced_experts=None,

@@ -202,9 +202,9 @@ def _backward(
     d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, through_logits.x)
     # Left until here, so that XLA can compute them while d_x travels.
     w_in_dtype, w_out_dtype = weight_dtypes(whole)
-    of_in = d_w_in_of(options, ffn, hidden.dh, w_in_dtype)
-    of_out = d_w_out_of(options, ffn, hidden.weighted_a, d_rows, w_out_dtype)
-    gradients = {"gate": through_logits.gate, "w_in": of_in.w, "w_out": of_out.w, "b_in": of_in.b, "b_out": of_out.b}
+    up = d_w_in_of(options, ffn, hidden.dh, w_in_dtype)
+    down = d_w_out_of(options, ffn, hidden.weighted_a, d_rows, w_out_dtype)
+    gradients = {"gate": through_logits.gate, "w_in": up.w, "w_out": down.w, "b_in": up.b, "b_out": down.b}
     return {
         "x": d_x.reshape(whole.x.shape),
         **{

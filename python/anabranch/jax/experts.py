@@ -133,8 +133,11 @@ def _expert_ffn_backward(config: FfnConfig, residuals: Any, d_y: jax.Array) -> t
             x=gradients.rows,
             slot_of_row=None,
             group_sizes=None,
+            w_in=gradients.up.w,
+            w_out=gradients.down.w,
+            b_in=gradients.up.b,
+            b_out=gradients.down.b,
             weights=gradients.weights,
-            **gradients.matrices._asdict(),
         ),
     )
 

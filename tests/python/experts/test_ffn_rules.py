@@ -47,7 +47,10 @@ def check(rng, plan, num_tokens, num_experts, topk, *, dtype="float32", d_dtype=
     )
     got = dict(
         rows=gradients.rows,
-        **gradients.matrices._asdict(),
+        w_in=gradients.up.w,
+        w_out=gradients.down.w,
+        b_in=gradients.up.b,
+        b_out=gradients.down.b,
         weights=jnp.where(real, gradients.weights.reshape(-1)[np.where(real, slots, 0)], 0.0),
     )
     assert_matches_oracle(rows, "gelu", y, got, slots)

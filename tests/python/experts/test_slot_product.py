@@ -9,7 +9,6 @@ from expert_cases import network, random_array
 from anabranch.jax._ffn import (
     FfnConfig,
     FfnOperands,
-    MatrixGradients,
     d_rows_of,
     d_w_in_of,
     d_w_out_of,
@@ -67,7 +66,7 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
         gradients = ffn_backward(config, operands, h, d_out)
         out = gather_sum(y, row_of_slot, late, y.dtype)
         d_x = gather_sum(gradients.rows, row_of_slot, None, dtype, addend)
-        return out, h[:taken], d_x, gradients.matrices, gradients.weights
+        return out, h[:taken], d_x, gradients.up, gradients.down, gradients.weights
 
     @jax.jit
     def by_slot(forward, operands, d_out):
@@ -76,11 +75,10 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
         hidden = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
         out = y.sum(row_of_slot, late, y.x.dtype)
         d_x = d_rows_of(config, operands, hidden.dh).sum(row_of_slot, None, dtype, addend)
-        of_in, of_out = d_w_in_of(config, operands, hidden.dh, dtype), hidden.out
-        if of_out is None:
-            of_out = d_w_out_of(config, operands, hidden.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
-        matrices = MatrixGradients(of_in.w, of_out.w, of_in.b, of_out.b)
-        return out, h[:taken], d_x, matrices, hidden.weights
+        up, down = d_w_in_of(config, operands, hidden.dh, dtype), hidden.down
+        if down is None:
+            down = d_w_out_of(config, operands, hidden.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
+        return out, h[:taken], d_x, up, down, hidden.weights
 
     jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))
 

@@ -47,10 +47,22 @@ def relative_error(got, want):
     return float(np.linalg.norm((got - want) / largest) / np.linalg.norm(want / largest))
 
 
-def assert_close(got, want, bound, name):
-    """Assert that `got` has `want`'s shape and kind of dtype and a relative error of at most `bound`."""
-    got, want = _check_like(got, want, name)
+def _error(got, want, terms):
+    """The relative error, or relative to the norm of `terms`, if they are given and larger than `want`."""
     error = relative_error(got, want)
+    if terms is None or not np.isfinite(error):
+        return error
+    return error * min(np.linalg.norm(want) / max(np.linalg.norm(terms), 1e-300), 1.0)
+
+
+def assert_close(got, want, bound, name, terms=None):
+    """Assert that `got` has `want`'s shape and kind of dtype and a relative error of at most `bound`.
+
+    terms: for every value the norm of the terms that it is the sum of, where these may cancel: the error is then
+    relative to them.
+    """
+    got, want = _check_like(got, want, name)
+    error = _error(got, want, terms)
     if not error <= bound:
         raise AssertionError(f"{name}: relative error {error:.3e}, bound {bound:.3e}")
 
@@ -58,20 +70,13 @@ def assert_close(got, want, bound, name):
 def assert_close_per_expert(got, want, bound, name, axis=0, terms=None):
     """`assert_close` for the slice of every expert (along `axis`) by itself.
 
-    One wrong small expert can't hide behind the others, and a slice expected to be exactly zero has
-    to be. terms: sums of the sizes of the terms that `want` is the sum of, where these may cancel: the error is then
-    relative to them.
+    One wrong small expert can't hide behind the others, and a slice expected to be exactly zero has to be.
     """
     got, want = _check_like(got, want, name)
-    errors = [relative_error(got.take(expert, axis), want.take(expert, axis)) for expert in range(want.shape[axis])]
-    if terms is not None:
-        sizes = [
-            np.linalg.norm(want.take(e, axis)) / max(np.linalg.norm(terms.take(e, axis)), 1e-300)
-            for e in range(len(errors))
-        ]
-        errors = [
-            error * min(size, 1.0) if np.isfinite(error) else error for error, size in zip(errors, sizes, strict=True)
-        ]
+    errors = [
+        _error(got.take(e, axis), want.take(e, axis), None if terms is None else terms.take(e, axis))
+        for e in range(want.shape[axis])
+    ]
     wrong = [f"expert {e}: {error:.3e}" for e, error in enumerate(errors) if not error <= bound]
     if wrong:
         raise AssertionError(f"{name}: relative error above the bound {bound:.3e}: {', '.join(wrong[:16])}")

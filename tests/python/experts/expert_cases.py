@@ -131,12 +131,13 @@ def assert_weight_gradient_close(got, want, scale, group_sizes, limit):
     assert not np.asarray(got, np.float64)[offsets[-1] :].any(), "weights past the groups"
 
 
-def assert_rows_close(got, want, group_sizes, limit, name):
-    """Every expert's rows by themselves; rows past the groups are exactly zero."""
+def assert_rows_close(got, want, group_sizes, limit, name, terms=None):
+    """Every expert's rows by themselves; rows past the groups are exactly zero. terms: as in `assert_close`."""
     offsets = np.concatenate([[0], np.cumsum(group_sizes)])
     for e in range(len(group_sizes)):
         rows = slice(offsets[e], offsets[e + 1])
-        assert_close(np.asarray(got)[rows], want[rows], limit, f"{name}, expert {e}")
+        of_rows = None if terms is None else terms[rows]
+        assert_close(np.asarray(got)[rows], want[rows], limit, f"{name}, expert {e}", of_rows)
     assert not np.asarray(got)[offsets[-1] :].astype(np.float64).any(), f"{name} past the groups"
 
 

@@ -31,11 +31,21 @@ def check(rng, sizes, width, columns, *, dtype="float32", transpose_w=False, spa
     assert y.dtype == d_x.dtype == d_w.dtype == dtype
     plain_w = np.asarray(w, np.float64)
     plain_w = plain_w.swapaxes(1, 2) if transpose_w else plain_w
+    want_y = reference.grouped_matmul(x, plain_w, sizes)
     want_x, want_w = reference.grouped_matmul_backward(d_y, x, plain_w, sizes)
+    # One product of few terms may cancel: errors are relative to the norms of the terms.
+    of_y = np.sqrt(reference.grouped_matmul(square(x), square(plain_w), sizes))
+    of_x, of_w = map(np.sqrt, reference.grouped_matmul_backward(square(d_y), square(x), square(plain_w), sizes))
+    if transpose_w:
+        want_w, of_w = want_w.swapaxes(1, 2), of_w.swapaxes(1, 2)
     limit = FLOAT32 if dtype == "float32" else UNIT_ROUNDOFF[dtype]  # operands are exact: only the result is rounded
-    assert_rows_close(y, reference.grouped_matmul(x, plain_w, sizes), sizes, limit, "y")
-    assert_rows_close(d_x, want_x, sizes, limit, "d_x")
-    assert_close_per_expert(d_w, want_w.swapaxes(1, 2) if transpose_w else want_w, limit, "d_w")
+    assert_rows_close(y, want_y, sizes, limit, "y", of_y)
+    assert_rows_close(d_x, want_x, sizes, limit, "d_x", of_x)
+    assert_close_per_expert(d_w, want_w, limit, "d_w", terms=of_w)
+
+
+def square(array):
+    return np.asarray(array, np.float64) ** 2
 
 
 @pytest.mark.parametrize("transpose_w", [False, True])

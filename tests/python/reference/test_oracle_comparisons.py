@@ -60,3 +60,15 @@ def test_a_cold_expert_has_to_be_exactly_zero():
     assert_close(got, want, 1e-6, "d_w")
     with pytest.raises(AssertionError, match="expert 0: inf"):
         assert_close_per_expert(got, want, 1e-6, "d_w")
+
+
+def test_sums_whose_terms_cancel_are_compared_with_their_terms():
+    want, terms = np.array([1e-3, 1.0]), np.array([1.0, 1.0])
+    got = want + np.array([1e-5, 0.0])
+    assert_close_per_expert(got, want, 2e-5, "y", terms=terms)
+    with pytest.raises(AssertionError, match=r"y: relative error .* bound 2.000e-05: expert 0: 1.000e-02"):
+        assert_close_per_expert(got, want, 2e-5, "y")
+    with pytest.raises(AssertionError, match=r"y: relative error 1\.000e-05, bound 9\.000e-06"):
+        assert_close(got[:1], want[:1], 9e-6, "y", terms[:1])
+    with pytest.raises(AssertionError, match="y: relative error inf"):
+        assert_close(np.array([1e-30]), np.zeros(1), 1.0, "y", terms[:1])  # zero is exact all the same

@@ -19,6 +19,11 @@ import tempfile
 _COORDINATOR, _COUNT, _INDEX = "LAUNCH_COORDINATOR", "LAUNCH_PROCESSES", "LAUNCH_PROCESS"
 
 
+def num_processes() -> int:
+    """How many processes `launch.py` started, this one among them; 1 without the launcher."""
+    return int(os.environ.get(_COUNT, "1"))
+
+
 def join() -> bool:
     """Makes this process one of those that `launch.py` started; to be called before JAX looks for devices.
 
@@ -29,7 +34,7 @@ def join() -> bool:
         return False
     import jax
 
-    jax.distributed.initialize(os.environ[_COORDINATOR], int(os.environ[_COUNT]), int(os.environ[_INDEX]))
+    jax.distributed.initialize(os.environ[_COORDINATOR], num_processes(), int(os.environ[_INDEX]))
     return True
 
 

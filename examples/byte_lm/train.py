@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import os
 import sys
 import time
 
@@ -20,6 +19,7 @@ from byte_lm.interrupt import StopRequest
 from byte_lm.options import Options, parse
 from byte_lm.step import Program, TrainState
 from byte_lm.trigram import Trigram
+from launch import num_processes
 from mesh import ask_for_devices, make_mesh, parse_mesh
 
 #: Measurements on held-out text during a whole run, for the loss curve, and the windows that each one reads.
@@ -55,9 +55,10 @@ def run(options: Options, start: str = "auto") -> "Run":
       RunError: it is one of several processes, the corpus has too little text, there are too few devices, or the
         checkpoint in the folder does not fit the options.
     """
-    processes = os.environ.get("LAUNCH_PROCESSES", "1")  # as launch.py tells those that it starts
-    if processes != "1":
-        raise RunError(f"processes: got {processes} of launch.py, expected 1; --mesh gives that one several devices")
+    if num_processes() > 1:
+        raise RunError(
+            f"processes: got {num_processes()} of launch.py, expected 1; --mesh gives that one several devices"
+        )
     corpus = load_corpus(options.corpus)
     shortest = min(len(corpus.train), len(corpus.held_out))
     if shortest < options.seq + 2:

@@ -7,11 +7,12 @@ from anabranch.jax import _ffi
 from anabranch.jax._ffi import custom_calls
 from anabranch.jax.balance import fused_moe_aux_loss, load_balance_loss, z_loss
 from anabranch.jax.chunk_sort import sort_chunks_by_index
-from anabranch.jax.dispatch import Plan, combine, dispatch, plan
+from anabranch.jax.dispatch import combine, dispatch
 from anabranch.jax.dispatch_te import routing_map_to_selected_experts, token_combine, token_dispatch
 from anabranch.jax.experts import expert_ffn, grouped_matmul
 from anabranch.jax.moe import MoEOutput, moe
 from anabranch.jax.parallel import Parallel
+from anabranch.jax.plan import Plan, plan
 from anabranch.jax.ragged_exchange import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,

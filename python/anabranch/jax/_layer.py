@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anabranch.jax._arrays import flat
 from anabranch.jax._ffn import (
     FfnConfig,
     FfnOperands,
@@ -21,7 +22,7 @@ from anabranch.jax._ffn import (
     ffn_forward_by_slot,
 )
 from anabranch.jax._sharding import TokenCall
-from anabranch.jax.dispatch import Plan, flat, plan
+from anabranch.jax.plan import Plan, plan
 from anabranch.jax.router import RouterOptions, RouterResiduals, Routing, route_backward, route_forward
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from anabranch.jax._arrays import flat
 from anabranch.jax._ffn import (
     FfnConfig,
     FfnOperands,
@@ -36,7 +37,6 @@ from anabranch.jax._layer import (
     weight_dtypes,
 )
 from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
-from anabranch.jax.dispatch import flat
 from anabranch.jax.exchange import Transport, keep_within, transport
 from anabranch.jax.parallel import Placement
 from anabranch.jax.router import Routing

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._arrays import as_int32, flat
 from anabranch.jax._sharding import vary_alike
-from anabranch.jax.dispatch import ANY_DTYPE, as_int32, check_num_rows, flat
+from anabranch.jax.dispatch import ANY_DTYPE
+from anabranch.jax.plan import check_num_rows
 
 
 def sort_chunks(

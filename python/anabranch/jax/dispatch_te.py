@@ -13,16 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._arrays import flat, take
 from anabranch.jax._sharding import TokenCall, vary_alike
-from anabranch.jax.dispatch import (
-    check_num_rows,
-    check_num_slots,
-    flat,
-    gather_sum,
-    gather_sum_backward,
-    spread,
-    take,
-)
+from anabranch.jax.dispatch import gather_sum, gather_sum_backward, spread
+from anabranch.jax.plan import check_num_rows, check_num_slots
 
 _INT32_MAX = 2**31 - 1
 _MAP_DTYPES = ("bool", "uint8", "int8", *_check.INDICES)

@@ -23,9 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from anabranch.jax._arrays import take
 from anabranch.jax._ffn import SlotProduct
 from anabranch.jax.chunk_sort import sort_chunks
-from anabranch.jax.dispatch import gather_sum, num_rows_needed, plan, spread, take
+from anabranch.jax.dispatch import gather_sum, spread
+from anabranch.jax.plan import num_rows_needed, plan
 from anabranch.jax.ragged_exchange import (
     RaggedParams,
     compute_ragged_all_to_all_params,

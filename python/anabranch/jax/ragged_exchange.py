@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check
+from anabranch.jax._arrays import as_int32
 from anabranch.jax.chunk_sort import sort_chunks_by_index
-from anabranch.jax.dispatch import as_int32
 
 _INT32_MAX = 2**31 - 1
 

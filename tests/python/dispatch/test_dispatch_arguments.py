@@ -102,8 +102,9 @@ def test_too_many_slots_are_refused_without_data():
         jax.eval_shape(lambda x: ab.sort_chunks_by_index(x, IDS[0], IDS[0]), shape((2**31, 0)))
 
 
-@pytest.mark.parametrize("module", ["dispatch", "dispatch_te", "chunk_sort", "ragged_exchange"])
+@pytest.mark.parametrize("module", ["plan", "dispatch", "dispatch_te", "chunk_sort", "ragged_exchange"])
 def test_the_examples_in_the_documentation_run(module):
-    results = doctest.testmod(importlib.import_module(f"anabranch.jax.{module}"))
+    public = {name: getattr(ab, name) for name in ab.__all__}
+    results = doctest.testmod(importlib.import_module(f"anabranch.jax.{module}"), extraglobs=public)
     assert results.attempted > 0
     assert results.failed == 0

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.jax.dispatch import num_rows_needed
 from anabranch.jax.exchange import Bounds, Padded, Ragged, choose, traffic
+from anabranch.jax.plan import num_rows_needed
 
 
 def bounds(ranks, local, tokens, topk, align_size=0, capacity=None):

@@ -175,6 +175,7 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
       TypeError: an argument has the wrong type or dtype.
       ValueError: x does not have the plan's leading dimensions, or tokens are sharded as in `plan`'s errors.
 
+    >>> from anabranch.jax import plan
     >>> p = plan(jnp.array([[1], [0]], jnp.int32), 2)
     >>> dispatch(jnp.array([[1.0], [2.0]]), p).ravel().tolist()
     [2.0, 1.0]
@@ -274,6 +275,7 @@ def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
       TypeError: an argument has the wrong type or dtype.
       ValueError: rows or weights do not fit the plan, or rows are sharded.
 
+    >>> from anabranch.jax import plan
     >>> p = plan(jnp.array([[1, 0]], jnp.int32), 2)
     >>> combine(jnp.array([[10.0], [20.0]]), p, jnp.array([[0.5, 0.25]])).tolist()
     [[12.5]]

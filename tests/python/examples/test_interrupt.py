@@ -15,6 +15,15 @@ def test_the_first_signal_is_a_request(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.fixture
+def python_handles_ctrl_c():
+    """Which it does not by itself in a process that was started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_the_second_ctrl_c_stops_at_once():
     with pytest.raises(KeyboardInterrupt), StopRequest():
         signal.raise_signal(signal.SIGINT)

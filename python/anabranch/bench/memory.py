@@ -64,8 +64,8 @@ def step_peak(T: int, E: int, K: int, D: int, F: int, dtype: str) -> tuple[int, 
 def measure(T: int, E: int, K: int, D: int, F: int, dtype: str) -> tuple[int, int]:
     """`step_peak` on two threads, in a process of its own, whose heap holds nothing else."""
     program = f"from anabranch.bench.memory import step_peak as s; print(list(s({T}, {E}, {K}, {D}, {F}, {dtype!r})))"
-    # Else glibc keeps up to 64 MiB of what has been freed, more or less of it from run to run.
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
+    # Else glibc keeps much of what has been freed, more or less of it from run to run: with 4 MiB, up to 20 MiB of it.
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     peak, bound = json.loads(result.stdout)

@@ -16,8 +16,8 @@ MIB = 2**20
 def test_peak_of_a_training_step(shape, dtype):
     peak, bound = measure(*shape, dtype)
     assert peak > bound / 2, "the measurement has missed the step"
-    # Scratch of two threads and of oneDNN, whatever the sizes of the layer.
-    assert peak <= bound + 40 * MIB, f"peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB"
+    # Scratch of two threads and of oneDNN, whatever the sizes of the layer: up to 20 MiB, by the instruction set.
+    assert peak <= bound + 32 * MIB, f"peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB"
 
 
 def test_xla_keeps_h():

@@ -6,13 +6,11 @@
 #include <numeric>
 #include <random>
 
-#include "anabranch/dispatch.h"
+#include "dispatch_operands.h"
 #include "float_tensor.h"
 
 namespace anabranch::testing {
 namespace {
-
-constexpr int32_t kFloatDtypes[] = {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};
 
 // A combine with an addend: tokens with and without rows, slots that were dropped.
 struct SumWithAddend {
@@ -39,13 +37,6 @@ struct SumWithAddend {
     std::iota(first, first + count, 0);
     std::shuffle(first, slots.end(), std::mt19937(seed));
     return slots;
-  }
-  static std::vector<float> normal(int64_t size, uint32_t seed) {
-    std::mt19937 random(seed);
-    std::normal_distribution<float> distribution;
-    std::vector<float> values(static_cast<size_t>(size));
-    for (float& value : values) value = distribution(random);
-    return values;
   }
   ab_combine_args args(bool weighted) const {
     return {sizeof(ab_combine_args),

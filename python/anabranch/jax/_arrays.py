@@ -1,4 +1,4 @@
-"""Arrays of integers and what they point at."""
+"""What several operations do with arrays before and behind their calls; each is traced, and differentiable by JAX."""
 
 import math
 
@@ -7,19 +7,19 @@ import jax.numpy as jnp
 
 
 def flat(array: jax.Array) -> jax.Array:
-    """[..., n] as [T, n], also where T is 0."""
+    """[..., n] as [T, n], of any dtype, also where T is 0."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def as_int32(indices: jax.Array, low: int, high: int) -> jax.Array:
-    """Integers as int32; wider ones are first clipped to [low, high], so that none wraps around into range."""
+    """Integers of any shape as int32; wider ones are clipped to [low, high] first, so that none wraps into range."""
     if indices.dtype == jnp.int64:
         indices = jnp.clip(indices, low, high)
     return indices.astype(jnp.int32)
 
 
 def take(values: jax.Array, index: jax.Array) -> jax.Array:
-    """values[index], 0 where the index is out of range."""
+    """values[index], 0 where the index is out of range. values [n, ...] of any dtype, index of integers, any shape."""
     if values.size == 0:  # which a gather refuses
         return jnp.zeros(index.shape, values.dtype)
     return jnp.asarray(values).at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)

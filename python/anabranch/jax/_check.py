@@ -15,6 +15,8 @@ import numpy as np
 FLOATS = ("float32", "bfloat16", "float16")
 INDICES = ("int16", "int32", "int64")
 BOOL = ("bool",)
+INDEX_LIMIT = 2**31
+"""Slots, rows and experts are fewer: their indices are int32."""
 
 # An axis is a size, a name (any size), or (name, size); `...` first: any leading axes.
 Axis = Any

@@ -175,6 +175,8 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
       TypeError: an argument has the wrong type or dtype.
       ValueError: x does not have the plan's leading dimensions, or tokens are sharded as in `plan`'s errors.
 
+    Source: semantics, section 5.
+
     >>> from anabranch.jax import plan
     >>> p = plan(jnp.array([[1], [0]], jnp.int32), 2)
     >>> dispatch(jnp.array([[1.0], [2.0]]), p).ravel().tolist()
@@ -274,6 +276,8 @@ def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: rows or weights do not fit the plan, or rows are sharded.
+
+    Source: semantics, section 5.
 
     >>> from anabranch.jax import plan
     >>> p = plan(jnp.array([[1, 0]], jnp.int32), 2)

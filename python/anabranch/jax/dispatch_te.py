@@ -361,6 +361,8 @@ def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: i
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes do not fit, or topk is not in [1, E].
 
+    Source: semantics, section 5.
+
     >>> experts, probs = routing_map_to_selected_experts(
     ...     jnp.array([[0.0, 0.25, 0.75]]), jnp.array([[False, True, True]]), 2)
     >>> experts.tolist(), probs.tolist()

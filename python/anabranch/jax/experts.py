@@ -8,13 +8,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
+from anabranch.jax._arrays import as_int32
 from anabranch.jax._ffn import ACTIVATIONS, FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.jax._sharding import vary_alike
-
-_INDEX_LIMIT = 2**31
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
@@ -28,16 +26,13 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
 
 
 def _group_sizes(value: Any) -> jax.Array:
-    """group_sizes as int32; a wider size is clipped, so that none wraps around into range."""
-    sizes = _check.array("group_sizes", value, _check.INDICES, ("E",))
-    if sizes.dtype == jnp.int64:
-        sizes = jnp.clip(sizes, 0, _INDEX_LIMIT - 1)
-    return sizes.astype(jnp.int32)
+    """group_sizes as int32 [E]."""
+    return as_int32(_check.array("group_sizes", value, _check.INDICES, ("E",)), 0, _check.INDEX_LIMIT - 1)
 
 
 def _rows(name: str, value: Any) -> jax.Array:
     rows = _check.array(name, value, _check.FLOATS, ("R", "D"))
-    if rows.shape[0] >= _INDEX_LIMIT:
+    if rows.shape[0] >= _check.INDEX_LIMIT:
         raise ValueError(f"{name}: got {_check.describe(rows)}, expected fewer than 2^31 rows")
     return rows
 

@@ -16,8 +16,6 @@ from anabranch.jax import _check, _ffi
 from anabranch.jax._arrays import as_int32, flat
 from anabranch.jax._sharding import TokenCall, axes_of_shard
 
-_INDEX_LIMIT = 2**31
-
 
 class Plan(NamedTuple):
     """Where every slot goes; what `plan` returns and `dispatch` and `combine` take.
@@ -47,13 +45,13 @@ def num_rows_needed(num_slots: int, num_experts: int, align_size: int = 0) -> in
 
 def check_num_slots(name: str, num_tokens: int, slots_per_token: int) -> None:
     """Raises ValueError unless there are fewer than 2^31 slots."""
-    if num_tokens * slots_per_token >= _INDEX_LIMIT:
+    if num_tokens * slots_per_token >= _check.INDEX_LIMIT:
         raise ValueError(f"{name}: got {num_tokens} x {slots_per_token} slots, expected fewer than 2^31")
 
 
 def check_num_rows(name: str, num_rows: Any, align_size: int) -> int:
     """Returns a number of rows that is a multiple of align_size and below 2^31."""
-    num_rows = _check.integer(name, num_rows, 0, _INDEX_LIMIT - 1)
+    num_rows = _check.integer(name, num_rows, 0, _check.INDEX_LIMIT - 1)
     if num_rows % max(align_size, 1):
         raise ValueError(f"{name}: got {num_rows}, expected a multiple of align_size {align_size}")
     return num_rows
@@ -176,12 +174,14 @@ def plan(
       ValueError: an argument is out of range, T*K or R reaches 2^31, or tokens are sharded along another dimension
         than the first.
 
+    Source: semantics, section 5.
+
     >>> p = plan(jnp.array([[1], [0], [1]], jnp.int32), 2)
     >>> p.row_of_slot.ravel().tolist(), p.offsets.tolist()
     ([1, 0, 2], [0, 1, 3])
     """
-    E = _check.integer("num_experts", num_experts, 1, _INDEX_LIMIT - 1)
-    align_size = _check.integer("align_size", align_size, 0, _INDEX_LIMIT - 1)
+    E = _check.integer("num_experts", num_experts, 1, _check.INDEX_LIMIT - 1)
+    align_size = _check.integer("align_size", align_size, 0, _check.INDEX_LIMIT - 1)
     experts = _check.array("experts", experts, _check.INDICES, (..., "K"))
     *leading, K = experts.shape
     T = math.prod(leading)

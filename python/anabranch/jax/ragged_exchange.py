@@ -73,7 +73,7 @@ def compute_ragged_all_to_all_params(
       num_expert_shards: P; E % P == 0.
 
     Returns:
-      (input_offsets, send_sizes, output_offsets, recv_sizes), int32[P] each.
+      (input_offsets, send_sizes, output_offsets, recv_sizes), int32[P] each; integers carry no gradient.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -93,8 +93,13 @@ def compute_reverse_ragged_all_to_all_params(
 ) -> RaggedParams:
     """The sizes and offsets with which a rank sends rows back to where they came from.
 
-    Arguments, results and errors as those of `compute_ragged_all_to_all_params`; every send of the way there is a
-    receive of the way back.
+    Arguments, results and errors as those of `compute_ragged_all_to_all_params`, no gradient either; every send of the
+    way there is a receive of the way back.
+
+    Raises:
+      TypeError, ValueError: as there.
+
+    Source: the function of this name in transformer_engine.jax.
 
     >>> [p.tolist() for p in compute_reverse_ragged_all_to_all_params(jnp.array([[1, 2], [3, 4]]), 1, 2)]
     [[0, 2], [2, 4], [1, 3], [3, 4]]

@@ -227,6 +227,8 @@ def route(
 
     Gradients: from weights, score_sum and lse to logits, in one pass; none to expert_bias.
 
+    Source: semantics, sections 1 and 2; expert_bias and groups are DeepSeek-V3's (arXiv:2412.19437).
+
     >>> routing = route(jnp.array([[1.0, 3.0, 2.0]]), 2)
     >>> routing.experts.tolist(), routing.tokens_per_expert.tolist()
     ([[1, 2]], [0, 1, 1])
@@ -273,7 +275,7 @@ def router_operands(
 def check_slots(leading: tuple[int, ...], topk: int) -> None:
     """Refuses more than 2^31 - 1 slots: indices are int32."""
     tokens = math.prod(leading)
-    if tokens * topk >= 2**31:
+    if tokens * topk >= _check.INDEX_LIMIT:
         raise ValueError(f"logits: got {tokens} tokens with topk {topk}, expected fewer than 2^31 slots")
 
 

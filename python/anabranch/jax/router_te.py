@@ -182,6 +182,7 @@ def fused_compute_score_for_moe_aux_loss(
       TypeError, ValueError: an argument is wrong; the message names it.
 
     Gradients: from the scores to logits.
+    Source: TransformerEngine, transformer_engine/jax/router.py (interface).
 
     >>> routing_map, scores = fused_compute_score_for_moe_aux_loss(jnp.array([[0.0, 0.0]]), 1, "softmax")
     >>> routing_map.tolist(), scores.tolist()

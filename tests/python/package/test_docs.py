@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import itertools
 import pathlib
 import pkgutil
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import anabranch
+import anabranch.jax
 
 ROOT = pathlib.Path(__file__).parents[3]
 MODULES = sorted(
@@ -44,3 +45,14 @@ def test_python_blocks_of_a_guide(guide, capsys):
         printed = capsys.readouterr().out
         if next_language == "text":
             assert printed.split() == expected.split()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in anabranch.jax.__all__ if inspect.isfunction(getattr(anabranch.jax, name))]
+)
+def test_public_functions_say_what_users_need(name):
+    """Errors, gradient and source; `custom_calls` is no operation."""
+    text = inspect.getdoc(getattr(anabranch.jax, name)) or ""
+    if name != "custom_calls":
+        assert "Raises:" in text and "Source:" in text
+        assert re.search("gradient|cotangent|differentiable", text, re.IGNORECASE)

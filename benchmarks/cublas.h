@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "experts/hopper/rows_product.h"
-#include "experts/hopper/weight_gradient.h"
+#include "experts/cuda/rows_product.h"
+#include "experts/cuda/weight_gradient.h"
 
 namespace anabranch {
 
@@ -28,10 +28,10 @@ class Cublas {
   }
   bool found() const { return found_; }
 
-  // y [R, N] = x [R, K] w, w [K, N] or transposed [N, K].
+  // y [R, N] = x [R, D] w, w [D, N] or transposed [N, D].
   void run(const cuda::RowsProduct& p) const {
-    check(multiply_(handle_, p.transposed ? kTranspose : kAsIs, kAsIs, int_of(p.N), int_of(p.R), int_of(p.K), &one_,
-                    p.w, kBf16, int_of(p.transposed ? p.K : p.N), p.x, kBf16, int_of(p.K), &zero_, p.y, kBf16,
+    check(multiply_(handle_, p.transposed ? kTranspose : kAsIs, kAsIs, int_of(p.N), int_of(p.R), int_of(p.D), &one_,
+                    p.w, kBf16, int_of(p.transposed ? p.D : p.N), p.x, kBf16, int_of(p.D), &zero_, p.y, kBf16,
                     int_of(p.N), kFloat32, kDefault));
   }
 
@@ -39,7 +39,7 @@ class Cublas {
   void run(const cuda::WeightGradient& g) const {
     const int64_t rows = g.R / g.E;
     check(multiply_batch_(handle_, kAsIs, kTranspose, int_of(g.N), int_of(g.D), int_of(rows), &one_, g.d_y.data, kBf16,
-                          int_of(g.N), rows * g.N, g.x.data, kBf16, int_of(g.D), rows * g.D, &zero_, g.d_w, kBf16,
+                          int_of(g.N), rows * g.N, g.x.data, kBf16, int_of(g.D), rows * g.D, &zero_, g.d_w.data, kBf16,
                           int_of(g.N), g.D * g.N, int_of(g.E), kFloat32, kDefault));
   }
 

@@ -32,17 +32,14 @@
 #include "anabranch/experts.h"
 #include "cublas.h"
 #include "experts/column_chunks.h"
-#include "experts/grouped_matmul_combine.h"
-#include "experts/hopper/hidden_gradient.h"
-#include "experts/hopper/rows_product.h"
-#include "experts/hopper/up.h"
-#include "experts/hopper/weight_gradient.h"
+#include "experts/cuda/grouped_matmul_combine.h"
+#include "experts/hopper/products.h"
 
 extern char** environ;
 
-namespace {
+namespace anabranch::bench {
 
-using namespace anabranch;
+namespace hopper = cuda::hopper;
 
 // A process that measures tells of failures this way.
 [[noreturn]] void fail(const std::string& why) {
@@ -152,14 +149,14 @@ struct Options {
   std::vector<Shape> shapes;
 };
 
-// Products of the layer. Over rows: y [R, N] = x [R, K] w. Gradients of weights: d_w [D, N] = x^T d_y.
+// Products of the layer. Over rows: y [R, N] = x [R, D] w. Gradients of weights: d_w [D, N] = x^T d_y.
 enum class Kind { rows, up, hidden, gradient, gradient_gathered_x, gradient_gathered_d_y, combined };
 struct Named {
   const char* name;
   const char* formula;
   Kind kind;
   bool transposed;
-  long (*K)(const Shape&);  // of gradients: D
+  long (*contracted)(const Shape&);  // over which a product sums; of gradients: rows of the result
   long (*N)(const Shape&);
 };
 constexpr long width(const Shape& s) { return s.D; }
@@ -181,30 +178,30 @@ constexpr Named kProducts[] = {
 };
 
 // Column 0 is cuBLAS, the others are shapes of tiles; or all are widths of chunks.
-constexpr size_t kColumns = 1 + std::size(cuda::kTileModels);
+constexpr size_t kColumns = 1 + std::size(hopper::kTileModels);
 using Columns = std::array<double, kColumns>;
 constexpr size_t kOwnChunk = 2;
 
 std::array<long, kColumns> chunk_widths(const Options& options, const Shape& shape, const Named& named) {
   const long N = named.N(shape);
-  const long own = chunk_columns(options.rows, shape.E, N, named.K(shape), named.transposed);
+  const long own = chunk_columns(options.rows, shape.E, N, named.contracted(shape), named.transposed);
   return {std::min(576L, N), std::min(1152L, N), own, N};
 }
 
 double flops_of(const Options& options, const Named& named, const Shape& shape) {
-  return 2.0 * static_cast<double>(options.rows) * static_cast<double>(named.K(shape)) *
+  return 2.0 * static_cast<double>(options.rows) * static_cast<double>(named.contracted(shape)) *
          static_cast<double>(named.N(shape));
 }
 
-cuda::TileChoice tile_taken(const Options& options, const Named& named, const Shape& shape, int multiprocessors) {
-  const long K = named.K(shape);
+hopper::TileChoice tile_taken(const Options& options, const Named& named, const Shape& shape, int multiprocessors) {
+  const long D = named.contracted(shape);
   const long N = named.N(shape);
   switch (named.kind) {
-    case Kind::rows: return cuda::choose_row_tile(options.rows, shape.E, N, K, multiprocessors).choice;
+    case Kind::rows: return hopper::choose_row_tile(options.rows, shape.E, N, D, multiprocessors).choice;
     case Kind::up:
-    case Kind::hidden: return cuda::choose_fused_tile(options.rows, shape.E, N, K, multiprocessors).choice;
+    case Kind::hidden: return hopper::choose_fused_tile(options.rows, shape.E, N, D, multiprocessors).choice;
     default:
-      return cuda::choose_weight_tile(options.rows, shape.E, K, N, named.kind != Kind::gradient, multiprocessors)
+      return hopper::choose_weight_tile(options.rows, shape.E, D, N, named.kind != Kind::gradient, multiprocessors)
           .choice;
   }
 }
@@ -228,13 +225,13 @@ int multiprocessors_of_device() {
 void measure_combined(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
   const int64_t T = options.rows / options.topk;
   const int64_t R = T * options.topk;
-  const int64_t terms = named.K(shape);
+  const int64_t D = named.contracted(shape);
   const int64_t N = named.N(shape);
   const Routing routing(R, shape.E, zipf);
   std::vector<int32_t> rows(routing.slots.size());
   for (size_t r = 0; r < rows.size(); ++r) rows[static_cast<size_t>(routing.slots[r])] = static_cast<int32_t>(r);
   const Memory sizes(routing.sizes), slots(routing.slots), row_of_slot(rows);
-  const RandomMemory x(R, terms, 1), w(shape.E * terms, N, 2), weights(R, 1, 3), addend(T, N, 4);
+  const RandomMemory x(R, D, 1), w(shape.E * D, N, 2), weights(R, 1, 3), addend(T, N, 4);
   const Memory out(static_cast<size_t>(T * N) * 2);
   const auto view = [](const Memory& memory, int32_t dtype, std::initializer_list<int64_t> axes) {
     ab_tensor tensor{memory.data(), dtype, static_cast<int32_t>(axes.size()), {}, nullptr};
@@ -242,8 +239,8 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
     return tensor;
   };
   const ab_tensor views[] = {
-      view(x, AB_BFLOAT16, {R, terms}),
-      named.transposed ? view(w, AB_BFLOAT16, {shape.E, N, terms}) : view(w, AB_BFLOAT16, {shape.E, terms, N}),
+      view(x, AB_BFLOAT16, {R, D}),
+      named.transposed ? view(w, AB_BFLOAT16, {shape.E, N, D}) : view(w, AB_BFLOAT16, {shape.E, D, N}),
       view(sizes, AB_INT32, {shape.E}),
       view(slots, AB_INT32, {R}),
       view(row_of_slot, AB_INT32, {T, options.topk}),
@@ -278,18 +275,18 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
 void measure(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
   if (named.kind == Kind::combined) return measure_combined(options, shape, named, zipf, first);
   const int64_t R = options.rows;
-  const int64_t K = named.K(shape);
+  const int64_t D = named.contracted(shape);
   const int64_t N = named.N(shape);
   const int multiprocessors = multiprocessors_of_device();
   const Cublas cublas;
   const Routing routing(R, shape.E, zipf);
   const Memory sizes(routing.sizes);
   const Memory slots(routing.slots);
-  const RandomMemory x(R, K, 1);
+  const RandomMemory x(R, D, 1);
   const bool fused = named.kind == Kind::up || named.kind == Kind::hidden;
   const bool over_rows = named.kind == Kind::rows || fused;
-  const RandomMemory other(over_rows ? shape.E * K : R, N, 2);  // w, or d_y
-  const Memory result(static_cast<size_t>(over_rows ? R : shape.E * K) * static_cast<size_t>(N) * 2);
+  const RandomMemory other(over_rows ? shape.E * D : R, N, 2);  // w, or d_y
+  const Memory result(static_cast<size_t>(over_rows ? R : shape.E * D) * static_cast<size_t>(N) * 2);
 
   cuda::RowsProduct p;
   p.x = x.data();
@@ -300,76 +297,66 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   p.dtype = AB_BFLOAT16;
   p.R = R;
   p.E = shape.E;
-  p.K = K;
+  p.D = D;
   p.N = N;
   cuda::WeightGradient g;
-  g.x.data = x.data();
-  g.d_y.data = other.data();
-  if (named.kind == Kind::gradient_gathered_x || named.kind == Kind::gradient_gathered_d_y) {
-    cuda::RowSource& gathered = named.kind == Kind::gradient_gathered_x ? g.x : g.d_y;
-    gathered.slots = slots.integers();
-    gathered.slots_per_row = options.topk;
-    gathered.source_rows = R / options.topk;
-  }
+  const cuda::RowMap map(slots.integers(), R / options.topk * options.topk, options.topk);
+  g.map = map;
+  g.x = {x.data(), AB_BFLOAT16};
+  g.gathers_x = named.kind == Kind::gradient_gathered_x;
+  g.d_y = {other.data(), AB_BFLOAT16};
+  g.gathers_d_y = named.kind == Kind::gradient_gathered_d_y;
   g.group_sizes = sizes.integers();
-  g.d_w = result.data();
-  g.dtype = AB_BFLOAT16;
-  g.d_w_dtype = AB_BFLOAT16;
+  g.d_w = {result.data(), AB_BFLOAT16};
   g.R = R;
   g.E = shape.E;
-  g.D = K;
+  g.D = D;
   g.N = N;
-  if (over_rows ? !cuda::runs_on_tensor_cores(p) : !cuda::runs_on_tensor_cores(g)) fail("not for the tensor cores");
-  const Memory workspace(over_rows ? 0 : cuda::workspace_of(g));
+  if (over_rows ? !hopper::supports(p) : !hopper::supports(g)) fail("not for the tensor cores");
+  const Memory workspace(over_rows ? 0 : hopper::workspace_of(g));
   const Memory hidden(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
-  const Memory dots(fused ? static_cast<size_t>(R * cuda::ceil_div(half(shape), 128)) * sizeof(float) : 0);
+  const Memory dots(fused ? static_cast<size_t>(R * hopper::ceil_div(half(shape), 128)) * sizeof(float) : 0);
   const Memory weights(fused ? static_cast<size_t>(R) * sizeof(float) : 0);
   const RandomMemory h(named.kind == Kind::hidden ? R : 0, both(shape), 3);
-  const auto run_fused = [&](cuda::TileChoice tile) {
-    const auto fill = [&](auto& op, cuda::RowSource& rows) {
-      rows = {x.data(), slots.integers(), options.topk, R / options.topk};
+  const auto run_fused = [&](hopper::TileChoice tile) {
+    const auto fill = [&](auto& op) {
+      op.s = {R / options.topk, options.topk, R, shape.E, width(shape), 2, half(shape)};
+      op.map = map;
       op.group_sizes = sizes.integers();
-      op.weights.slots = slots.integers();
-      op.weights.num_slots = R;
       op.activation = AB_SILU;
-      op.dtype = AB_BFLOAT16;
-      op.R = R;
-      op.E = shape.E;
-      op.D = width(shape);
-      op.P = 2;
-      op.F = half(shape);
     };
     if (named.kind == Kind::up) {
-      cuda::UpProduct op;
-      fill(op, op.x);
-      op.w_in = other.data();
-      op.h = result.data();
-      op.a = hidden.data();
-      return cuda::multiply_up(op, tile, multiprocessors, nullptr);
+      cuda::Up op;
+      fill(op);
+      op.x = {x.data(), AB_BFLOAT16};
+      op.w_in = {other.data(), AB_BFLOAT16};
+      op.h = {result.data(), AB_BFLOAT16};
+      op.a = {hidden.data(), AB_BFLOAT16};
+      return hopper::multiply(op, tile, multiprocessors, nullptr);
     }
     cuda::HiddenGradient op;
-    fill(op, op.d_y);
-    op.weights.weights = weights.data();
-    op.weights.dtype = AB_FLOAT32;
-    op.w_out = other.data();
-    op.h = h.data();
-    op.dh = const_cast<void*>(static_cast<const void*>(h.data()));  // in place
-    op.weighted_a = hidden.data();
-    op.dots = static_cast<float*>(const_cast<void*>(static_cast<const void*>(dots.data())));
-    return cuda::multiply_hidden(op, tile, multiprocessors, nullptr);
+    fill(op);
+    op.weights = {weights.data(), AB_FLOAT32};
+    op.d_y = {x.data(), AB_BFLOAT16};
+    op.w_out = {other.data(), AB_BFLOAT16};
+    op.h = {h.data(), AB_BFLOAT16};
+    op.dh = op.h;  // in place
+    op.weighted_a = {hidden.data(), AB_BFLOAT16};
+    op.dots = static_cast<float*>(dots.data());
+    return hopper::multiply(op, tile, multiprocessors, nullptr);
   };
 
   for (size_t column = first; column < kColumns; ++column) {
     double microseconds = 0;
     if (column > 0) {
-      const cuda::TileChoice tile = cuda::kTileModels[column - 1].choice;
+      const hopper::TileChoice tile = hopper::kTileModels[column - 1].choice;
       const bool built = (named.kind == Kind::rows || named.kind == Kind::gradient ||
-                          cuda::leaves_registers(cuda::kTileModels[column - 1]));
+                          hopper::leaves_registers(hopper::kTileModels[column - 1]));
       if (built)
         microseconds = time_of(options.repeats, [&] {
           check(fused       ? run_fused(tile)
-                : over_rows ? cuda::multiply_rows(p, tile, multiprocessors, nullptr)
-                            : cuda::multiply_terms(g, tile, workspace.data(), multiprocessors, nullptr));
+                : over_rows ? hopper::multiply(p, tile, multiprocessors, nullptr)
+                            : hopper::multiply(g, tile, workspace.data(), multiprocessors, nullptr));
         });
     } else if (cublas.found()) {
       microseconds = time_of(options.repeats, [&] { over_rows ? cublas.run(p) : cublas.run(g); });
@@ -456,10 +443,10 @@ void print_line(const Options& options, const Shape& shape, size_t product, bool
     std::fflush(stdout);
     return;
   }
-  const cuda::TileChoice taken = tile_taken(options, named, shape, multiprocessors);
+  const hopper::TileChoice taken = tile_taken(options, named, shape, multiprocessors);
   double ours = 0;
   for (size_t i = 1; i < kColumns; ++i) {
-    const bool is_taken = cuda::kTileModels[i - 1].choice == taken;
+    const bool is_taken = hopper::kTileModels[i - 1].choice == taken;
     if (columns[i] <= 0) {
       std::printf("    %10s   %s", columns[i] < 0 ? "FAILED" : "-", is_taken ? "*" : " ");
       continue;
@@ -523,9 +510,10 @@ void measure_as_told(char** arguments) {
   }
 }
 
-}  // namespace
+}  // namespace anabranch::bench
 
 int main(int count, char** arguments) {
+  using namespace anabranch::bench;
   if (count == 11 && std::strcmp(arguments[1], "--measure") == 0) {
     measure_as_told(arguments + 2);
     return 0;
@@ -534,9 +522,10 @@ int main(int count, char** arguments) {
   cudaDeviceProp properties;
   CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
   std::printf("%s, %d multiprocessors; R = %ld rows, bfloat16; %s\n", properties.name, properties.multiProcessorCount,
-              options.rows, Cublas().found() ? "cuBLAS found" : "NO libcublas FOUND");
+              options.rows, anabranch::Cublas().found() ? "cuBLAS found" : "NO libcublas FOUND");
   std::printf("    D     F    E  product                        routing");
-  for (const cuda::TileModel& model : cuda::kTileModels) std::printf("  %3dx%d TFLOP/s ", model.rows, model.columns);
+  for (const hopper::TileModel& model : hopper::kTileModels)
+    std::printf("  %3dx%d TFLOP/s ", model.rows, model.columns);
   std::printf("\n");
   for (const Shape& shape : options.shapes) {
     for (size_t product = 0; product < std::size(kProducts); ++product) {

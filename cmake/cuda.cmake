@@ -26,6 +26,8 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 
 file(GLOB ANABRANCH_CUDA_SOURCES CONFIGURE_DEPENDS src/*/*.cu src/*/cuda/*.cu)
 file(GLOB ANABRANCH_HOPPER_SOURCES CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/*/hopper/*.cu)
+include(cmake/hopper.cmake)
+list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
 set(ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/balance/check.cc src/router/check.cc
                              src/dispatch/check.cc src/dispatch/maps.cc src/dispatch/plan_check.cc
                              src/experts/check.cc)

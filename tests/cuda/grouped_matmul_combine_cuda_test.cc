@@ -2,7 +2,7 @@
 #include "core/cuda/device.h"
 #include "dispatch_case.h"
 #include "experts/column_chunks.h"
-#include "experts/grouped_matmul_combine.h"
+#include "experts/cuda/grouped_matmul_combine.h"
 #include "ffn_case.h"
 
 namespace anabranch::testing {

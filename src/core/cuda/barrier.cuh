@@ -24,9 +24,9 @@ class Barrier {
 
   __device__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(address()) : "memory"); }
 
-  // Arrives at the barrier that stands at the same place in the shared memory of a block of the cluster. For the end of
-  // asynchronous reads that were waited for: it orders nothing that threads wrote (a release for the cluster would wait
-  // for all of this thread's writes to memory).
+  // Arrives at the barrier that stands at the same place in the shared memory of a block of the cluster. Release at
+  // block scope on purpose (PTX's default, .release.cta): the consumer only read the stage; a release for the cluster
+  // would also wait for its stores to memory.
   __device__ void arrive_in_block(uint32_t block) {
     asm volatile(
         "{\n"
@@ -97,18 +97,18 @@ __device__ __forceinline__ void fence_barrier_init() {
   fence_async_proxy();
 }
 
-// A place in a ring of kSlots slots with a barrier each: which slot, and in which phase its barriers are.
-template <int kSlots>
+// A place in a ring of kStages stages with a barrier each: which stage, and in which phase its barriers are.
+template <int kStages>
 struct RingPosition {
-  int slot = 0;
+  int stage = 0;
   uint32_t phase = 0;
 
   // The position of the n-th use of the ring.
-  static __device__ RingPosition of(int n) { return {n % kSlots, static_cast<uint32_t>(n / kSlots) & 1u}; }
+  static __device__ RingPosition of(int n) { return {n % kStages, static_cast<uint32_t>(n / kStages) & 1u}; }
 
   __device__ void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
+    if (++stage == kStages) {
+      stage = 0;
       phase ^= 1u;
     }
   }

@@ -22,29 +22,29 @@ __device__ __forceinline__ void sync_cluster() {
   }
 }
 
-// What a block copies of data that the blocks of a cluster have in common: of its boxes the first-th, and every
+// What a block loads of an operand that the blocks of a cluster have in common: of its boxes the first-th, and every
 // count-th from there on, to the shared memory of all blocks in the set `to`, at the same place in each.
 template <int kBlocks>
-struct Share {
+struct Multicast {
   int first;
   int count;
   uint16_t to;
 
-  // in_common: else the block copies everything, to itself alone.
-  __device__ static Share of(bool in_common) {
+  // multicasts: else the block loads everything, for itself alone.
+  __device__ static Multicast of(bool multicasts) {
     const auto block = static_cast<int>(block_in_cluster<kBlocks>());
-    if (in_common) return {block, kBlocks, static_cast<uint16_t>((1 << kBlocks) - 1)};
+    if (multicasts) return {block, kBlocks, static_cast<uint16_t>((1 << kBlocks) - 1)};
     return {0, 1, static_cast<uint16_t>(1 << block)};
   }
 };
 
 // Of a block that is alone.
 template <>
-struct Share<1> {
+struct Multicast<1> {
   static constexpr int first = 0;
   static constexpr int count = 1;
 
-  __device__ static Share of(bool) { return {}; }
+  __device__ static Multicast of(bool) { return {}; }
 };
 
 }  // namespace anabranch::cuda

@@ -63,10 +63,12 @@ bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns) {
 
 // Element (column, row) of the range that ends at row `end` has coordinates (column, 2^30 - (end - row), end, 2^30):
 // the second dimension, 2^30 long, ends where the range ends. With S bytes a row the address is
-// S (2^30 - (end - row)) + S end + (2^34 - S) 2^30 = S row + 2^64, and addresses wrap around at 2^64.
+// S (2^30 - (end - row)) + S end + (2^34 - S) 2^30 = S row + 2^64, and addresses wrap around at 2^64. That they do is
+// not documented by NVIDIA; Triton's ragged descriptors (triton/tools/ragged_tma.py) rest on the same, and tests read
+// and write through such maps.
 ab_status make_row_window_map(const char* name, const void* data, int32_t dtype, int64_t columns, int box_columns,
                               int box_rows, CUtensorMap* map, int64_t elements) {
-  constexpr cuuint64_t kAnyNumber = 0x7fff0000;
+  constexpr cuuint64_t kAnyNumber = 0x7fff0000;  // nearly the largest coordinate: `end` and 2^30 are always inside
   const cuuint64_t stride = row_bytes(elements > 0 ? elements : columns, dtype);
   return encode<4>(name, data, dtype,
                    {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(kMostWindowRows), kAnyNumber, kAnyNumber},

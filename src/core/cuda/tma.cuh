@@ -50,34 +50,34 @@ __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Ba
       : "memory");
 }
 
-// The same for all blocks of the share: the box arrives at the same place of each block's shared memory, and at the
+// The same for all blocks of the multicast: the box arrives at the same place of each block's shared memory, and at the
 // barrier that stands where `barrier` does.
 template <int kBlocks>
 __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
-                                         const MatrixCoordinates& at, const Share<kBlocks>& share) {
+                                         const MatrixCoordinates& at, const Multicast<kBlocks>& multicast) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
       "{%2, %3, %4}], [%5], %6;"
       :
-      : "r"(to), "l"(&map), "r"(at.column), "r"(at.row), "r"(at.matrix), "r"(barrier.address()), "h"(share.to)
+      : "r"(to), "l"(&map), "r"(at.column), "r"(at.row), "r"(at.matrix), "r"(barrier.address()), "h"(multicast.to)
       : "memory");
 }
 template <>
 __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
-                                         const MatrixCoordinates& at, const Share<1>&) {
+                                         const MatrixCoordinates& at, const Multicast<1>&) {
   load_box(map, to, barrier, at);
 }
 
 // The same of a shuffled map of matrices, from a row on that is a multiple of 32.
 template <int kBlocks>
 __device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
-                                                  const MatrixCoordinates& at, const Share<kBlocks>& share) {
+                                                  const MatrixCoordinates& at, const Multicast<kBlocks>& multicast) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
       "{%2, %3, %4, %3, %5}], [%6], %7;"
       :
       : "r"(to), "l"(&map), "r"(at.column), "r"(0), "r"(at.row / 8), "r"(at.matrix), "r"(barrier.address()),
-        "h"(share.to)
+        "h"(multicast.to)
       : "memory");
 }
 

@@ -17,7 +17,7 @@ enum class Major { k, mn };
 constexpr int kPanel = 64;
 constexpr int kPanelBytes = kPanel * kSwizzleBytes;
 constexpr int kWgmmaRows = 64;
-constexpr int kWgmmaDepth = 16;
+constexpr int kWgmmaK = 16;
 constexpr int kWarpgroup = 128;
 
 // Where a factor stands, as wgmma takes it (PTX ISA, "matrix descriptor"): bits 0-13 address, 16-29 leading and 32-45
@@ -31,11 +31,11 @@ __device__ __forceinline__ Descriptor make_descriptor(uint32_t panel) {
   return uint32_t{kPanelBytes / 16} << 16 | (panel & 0x3ffffu) >> 4;
 }
 
-// From a descriptor to that of the same rows and columns in the next panel, or kWgmmaDepth terms on: 32 bytes along the
+// From a descriptor to that of the same rows and columns in the next panel, or kWgmmaK terms on: 32 bytes along the
 // rows, or 16 rows.
 constexpr Descriptor kNextPanel = kPanelBytes / 16;
 template <Major kMajor>
-constexpr Descriptor kNextTerms = (kMajor == Major::k ? kWgmmaDepth * 2 : kWgmmaDepth * kSwizzleBytes) / 16;
+constexpr Descriptor kNextK = (kMajor == Major::k ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes) / 16;
 
 // Between a warpgroup's ordinary use of accumulators and wgmma.
 __device__ __forceinline__ void fence_accumulators() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

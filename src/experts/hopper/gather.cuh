@@ -6,15 +6,15 @@
 #include "core/cuda/divisor.h"
 #include "core/cuda/tile_memory.cuh"
 #include "core/cuda/warp.cuh"
-#include "experts/hopper/tile.cuh"
+#include "experts/hopper/tile_shape.cuh"
 
-namespace anabranch::cuda {
+namespace anabranch::cuda::hopper {
 
 constexpr int kRowChunks = kSwizzleBytes / 16;  // of a row of a panel
 
 // Rows that stand elsewhere: row r is row slots[r] / slots_per_row of a matrix of so many rows, and zero where that is
 // none of them. Places in the matrix are counted in chunks of 16 bytes.
-struct RowsElsewhere {
+struct GatherSource {
   const char* source;
   const int32_t* slots;  // [R]
   Divisor slots_per_row;
@@ -36,37 +36,37 @@ struct RowsElsewhere {
   }
 };
 
-// An operand's Gather is one thread's part of copying the panels of a tile's steps. copy() begins copies to the panels
-// at `to`; the caller lets its barrier wait for this thread's copies. What the copy engine brings needs none.
+// An operand's Gather is one thread's part of copying the panels of a tile's k-blocks. copy() begins copies to the
+// panels at `to`; the caller lets its barrier wait for this thread's copies. What the copy engine brings needs none.
 struct NoGather {
   template <class Operand>
   __device__ NoGather(const Operand&, const Tile&) {}
   __device__ void copy(uint32_t, const Tile&, int) const {}
 };
 
-// Rows of a tile, 64 terms of each. A warp copies 32 rows, 8 lanes a row: lane i rows i / 8 + 8 j and i / 8 + 4 + 8 j,
+// Rows of a tile, a k-block of each. A warp copies 32 rows, 8 lanes a row: lane i rows i / 8 + 8 j and i / 8 + 4 + 8 j,
 // so that it changes but between two places of the swizzle.
 template <int kRows>
 class RowGather {
  public:
-  __device__ RowGather(const RowsElsewhere& from, const Tile& tile)
+  __device__ RowGather(const GatherSource& from, const Tile& tile)
       : from_(from), chunk_(lane_index() % kRowChunks), first_(swizzled(first_row() + row_of(0), chunk_)) {
     const int32_t row = tile.row + first_row() + lane_index();
-    const uint32_t place = row < tile.end_row ? from.place_of(__ldg(from.slots + row)) : RowsElsewhere::kNowhere;
+    const uint32_t place = row < tile.end_row ? from.place_of(from.slots[row]) : GatherSource::kNowhere;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) places_[i] = __shfl_sync(kAllLanes, place, row_of(i));
   }
 
-  __device__ void copy(uint32_t to, const Tile& tile, int step) const {
-    const int32_t source_chunk = (tile.term + step * kStepTerms) / 8 + chunk_;
+  __device__ void copy(uint32_t to, const Tile& tile, int k_block) const {
+    const int32_t source_chunk = (tile.k + k_block * kBlockK) / 8 + chunk_;
     const bool there = source_chunk < from_.row_chunks;
     const char* from = from_.source + int64_t{source_chunk} * 16;
     // Four rows on, the swizzle flips a digit of the chunk.
     const uint32_t firsts[] = {to + first_, to + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      RowsElsewhere::copy_chunk(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i],
-                                there);
+      GatherSource::copy_chunk(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i],
+                               there);
     }
   }
 
@@ -80,52 +80,52 @@ class RowGather {
     return lane_index() / kRowChunks + i / (kEach / 2) * (kWarp / kRowChunks) + i % (kEach / 2) * kRowStep;
   }
 
-  const RowsElsewhere& from_;
+  const GatherSource& from_;
   int chunk_;       // of every row
   uint32_t first_;  // where the first row's goes, from `to` on
   uint32_t places_[kEach];
 };
 
-// 64 terms of a step, kCount columns of each, which are rows or columns of the tile. A warp copies 16 terms, 8 lanes a
-// term and panel.
+// The rows that are a k-block, kCount columns of each, which are rows or columns of the tile. A warp copies 16 rows, 8
+// lanes a row and panel.
 template <Side kSide, int kCount>
-class TermGather {
+class KGather {
  public:
-  __device__ TermGather(const RowsElsewhere& from, const Tile& tile) : from_(from) { next_slot_ = find(tile, 0); }
+  __device__ KGather(const GatherSource& from, const Tile& tile) : from_(from) { next_slot_ = find(tile, 0); }
 
-  // Steps in order.
-  __device__ void copy(uint32_t to, const Tile& tile, int step) {
+  // K-blocks in order.
+  __device__ void copy(uint32_t to, const Tile& tile, int k_block) {
     const uint32_t own_place = from_.place_of(next_slot_);
-    next_slot_ = find(tile, step + 1);  // it has arrived when the next step begins
+    next_slot_ = find(tile, k_block + 1);  // it has arrived when the next k-block begins
     const int chunk = lane_index() % kRowChunks;
     const int32_t source_chunk = first_of<kSide>(tile) / 8 + chunk;
     const char* from = from_.source + int64_t{source_chunk} * 16;
 #pragma unroll
-    for (int i = 0; i < kWarpTerms; i += kWarp / kRowChunks) {
-      const int term = i + lane_index() / kRowChunks;
-      const uint32_t place = __shfl_sync(kAllLanes, own_place, term);
-      const uint32_t row = to + swizzled(first_term() + term, chunk);
+    for (int i = 0; i < kWarpK; i += kWarp / kRowChunks) {
+      const int k = i + lane_index() / kRowChunks;
+      const uint32_t place = __shfl_sync(kAllLanes, own_place, k);
+      const uint32_t row = to + swizzled(first_k() + k, chunk);
 #pragma unroll
       for (int panel = 0; panel < kCount / kPanel; ++panel) {
-        RowsElsewhere::copy_chunk(row + panel * kPanelBytes, from + panel * kSwizzleBytes, place,
-                                  source_chunk + panel * kRowChunks < from_.row_chunks);
+        GatherSource::copy_chunk(row + panel * kPanelBytes, from + panel * kSwizzleBytes, place,
+                                 source_chunk + panel * kRowChunks < from_.row_chunks);
       }
     }
   }
 
  private:
-  static constexpr int kWarpTerms = kStepTerms / 4;
+  static constexpr int kWarpK = kBlockK / 4;
 
-  static __device__ int first_term() { return warp_index() % 4 * kWarpTerms; }
+  static __device__ int first_k() { return warp_index() % 4 * kWarpK; }
 
-  // The slot of the term that a lane knows the row of; -1: none.
-  __device__ int32_t find(const Tile& tile, int step) const {
-    const int32_t term = tile.term + step * kStepTerms + first_term() + lane_index() % kWarpTerms;
-    return term < tile.end_term ? __ldg(from_.slots + term) : -1;
+  // The slot of the row that a lane knows; -1: none.
+  __device__ int32_t find(const Tile& tile, int k_block) const {
+    const int32_t k = tile.k + k_block * kBlockK + first_k() + lane_index() % kWarpK;
+    return k < tile.end_k ? from_.slots[k] : -1;
   }
 
-  const RowsElsewhere& from_;
+  const GatherSource& from_;
   int32_t next_slot_;
 };
 
-}  // namespace anabranch::cuda
+}  // namespace anabranch::cuda::hopper

@@ -1,48 +1,49 @@
-// The grouped product: a persistent block a multiprocessor, one warpgroup that finds tiles and loads, two that multiply
-// and store.
+// The grouped product: a persistent block a multiprocessor; one producer warpgroup that schedules tiles and loads, two
+// consumer warpgroups that multiply and run the epilogue.
 //
-//   warpgroup 0, warp 0   starts the copies of the copy engine
-//                warp 1   finds the block's tiles and puts them into the queue
+//   warpgroup 0, warp 0   starts the loads of the copy engine (TMA)
+//                warp 1   runs the tile scheduler and puts the block's tiles into the queue
 //                (all)    if a factor is gathered, copies it
-//   warpgroups 1, 2       take tiles from the queue (as teams, see TileShape), multiply, store
+//   warpgroups 1, 2       take tiles from the queue (both the same one, or in turn: Schedule), multiply, store
 #pragma once
 
 #include "core/cuda/launch.h"
 #include "core/cuda/registers.cuh"
 #include "experts/hopper/mainloop.cuh"
-#include "experts/hopper/store.cuh"
+#include "experts/hopper/subtile_writer.cuh"
 #include "experts/hopper/tile_queue.cuh"
 
-namespace anabranch::cuda {
+namespace anabranch::cuda::hopper {
 
-// What a product is made of. Finder: which tiles there are (row_tiles.cuh). Target: what becomes of the result
-// (store.cuh). Each warp has 16 rows of every panel and calls
-//   begin(writer, tile, row)                     once a tile, before it multiplies, with its row of the first panel:
-//                                                starts to read what write() will need
-//   read_on(ahead)                               while it multiplies, if its warpgroup has rows: to read what begin()
-//                                                has found the place of
-//   write(writer, tile, row, panel, acc, ahead)  panel after panel, with what begin() gave
-//   write_zeros(writer, tile, row)               instead, for a tile of no terms
-template <class Shape_, class Element_, class OperandA_, class OperandB_, class Groups_, class Finder_, class Target_>
+// What a product is made of. Scheduler: which tiles there are, made of Tiles (cuda/tiles/). Epilogue: what becomes of
+// the accumulators. Each warp has 16 rows of every panel and calls
+//   begin_prefetch(writer, tile, row)                 once a tile, before it multiplies, with its row of the first
+//                                                     panel: starts to read what write() will need
+//   finish_prefetch(prefetched)                       while its last products run, if its warpgroup has rows: to read
+//                                                     what begin_prefetch() has found the place of
+//   write(writer, tile, row, panel, acc, prefetched)  panel after panel, with what begin_prefetch() gave
+//   write_zeros(writer, tile, row)                    instead, for a tile without k-blocks
+template <class Shape_, class Element_, class OperandA_, class OperandB_, class Tiles_, class Scheduler_,
+          class Epilogue_>
 struct Product {
   using Shape = Shape_;
   using Element = Element_;
   using OperandA = OperandA_;
   using OperandB = OperandB_;
-  using Groups = Groups_;
-  using Finder = Finder_;
-  using Target = Target_;
+  using Tiles = Tiles_;
+  using Scheduler = Scheduler_;
+  using Epilogue = Epilogue_;
 
   OperandA a;
   OperandB b;
-  Target out;
-  Groups groups;
+  Epilogue epilogue;
+  Tiles tiles;
 };
 
 template <class Shape>
 struct alignas(1024) SharedMemory {
   OperandRing<Shape> ring;
-  alignas(1024) char strips[Shape::kConsumers * 4][kStrips * kStripBytes];
+  alignas(1024) char subtiles[Shape::kConsumers * 4][kSubtileBuffers * kSubtileBytes];
   TileQueue queue;
 };
 
@@ -60,11 +61,11 @@ class GroupedProduct {
   __device__ void run() {
     if (threadIdx.x == 0) {
       shared_.ring.init(kGatherers * kWarp);
-      shared_.queue.init(Shape::kTeamWarps + (kGathers ? kGatherers - 1 : 1));
+      shared_.queue.init(Shape::kTileWarps + (kGathers ? kGatherers - 1 : 1));
       fence_barrier_init();
-      p_.a.prefetch();
-      p_.b.prefetch();
-      p_.out.prefetch();
+      p_.a.prefetch_maps();
+      p_.b.prefetch_maps();
+      p_.epilogue.prefetch_maps();
     }
     sync_cluster<Shape::kBlocks>();
     wait_for_previous_kernel();
@@ -72,7 +73,7 @@ class GroupedProduct {
     if (warpgroup == 0) {
       give_up_registers<kProducerRegisters>();
       if (warp_index() == 1) {
-        find_tiles();
+        schedule_tiles();
       } else if (warp_index() == 0 || kGathers) {
         load_tiles(warp_index() == 0);
       }
@@ -85,61 +86,62 @@ class GroupedProduct {
 
  private:
   // Of a thread. At the start each has 65536 / kThreads of them, rounded down to a multiple of 8. Gathering takes more.
-  static constexpr bool kProducerTakesMore = kGathers && !P::Target::template kTakesRegisters<Shape>;
+  static constexpr bool kProducerTakesMore = kGathers && !P::Epilogue::template kTakesRegisters<Shape>;
   static constexpr int kProducerRegisters = kProducerTakesMore ? 56 : 40;
   static constexpr int kConsumerRegisters = kProducerTakesMore ? 224 : 232;
-  static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3);
+  static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3,
+                "more registers than a multiprocessor has");
 
-  __device__ void find_tiles() {
-    typename P::Finder finder(p_.groups);
-    int32_t steps = 0;
+  __device__ void schedule_tiles() {
+    typename P::Scheduler scheduler(p_.tiles);
+    int32_t k_blocks = 0;
     int n = 0;
     for (;; ++n) {
-      Tile tile = finder.next(n);
-      tile.first_step = steps;
+      Tile tile = scheduler.next(n);
+      tile.first_k_block = k_blocks;
       shared_.queue.put(n, tile);
       if (tile.expert == kNoTile) break;
-      steps += tile.steps;
-      if constexpr (kGathers) load_steps(shared_.ring, p_.a, p_.b, tile, false);
+      k_blocks += tile.k_blocks;
+      if constexpr (kGathers) load_k_blocks(shared_.ring, p_.a, p_.b, tile, false);
     }
-    for (int team = 1; team < Shape::kTeams; ++team) shared_.queue.put(n + team, {.expert = kNoTile});
+    for (int more = 1; more < Shape::kTilesInFlight; ++more) shared_.queue.put(n + more, {.expert = kNoTile});
     let_next_kernel_start();
   }
 
-  // leads: the warp starts the copies of the copy engine.
+  // leads: the warp starts the loads of the copy engine.
   __device__ void load_tiles(bool leads) {
     for (int n = 0;; ++n) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) return;
-      load_steps(shared_.ring, p_.a, p_.b, tile, leads);
+      load_k_blocks(shared_.ring, p_.a, p_.b, tile, leads);
     }
   }
 
   __device__ void consume(int warpgroup) {
-    const int team = Shape::kTeams == 1 ? 0 : warpgroup;
+    const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
     const int warp = warp_index() - kWarpgroup / kWarp;  // of the consumers
-    StripWriter writer(shared_.strips[warp]);
-    for (int n = team;; n += Shape::kTeams) {
+    SubtileWriter writer(shared_.subtiles[warp]);
+    for (int n = first_tile;; n += Shape::kTilesInFlight) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
       const int thread = thread_index_anew();
-      const int member = Shape::kTeams == 1 ? thread / kWarpgroup - 1 : 0;
-      const int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kStripRows;
+      const int member = Shape::kTilesInFlight == 1 ? thread / kWarpgroup - 1 : 0;
+      const int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kSubtileRows;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
-      auto ahead = p_.out.template begin<Shape>(writer, tile, first_row);
-      shared_.ring.begin_turn(n);
-      if (tile.steps > 0) {
-        multiply(n, tile, member, acc, [&] { p_.out.template read_on<Shape>(ahead); });
+      auto prefetched = p_.epilogue.template begin_prefetch<Shape>(writer, tile, first_row);
+      shared_.ring.begin_mainloop(n);
+      if (tile.k_blocks > 0) {
+        multiply(n, tile, member, acc, [&] { p_.epilogue.template finish_prefetch<Shape>(prefetched); });
       } else {
-        shared_.ring.end_turn(n);
+        shared_.ring.end_mainloop(n);
       }
 #pragma unroll
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
         const int row = first_row + panel * kPanel;
-        if (tile.steps > 0) {
-          p_.out.template write<Shape>(writer, tile, row, panel, acc[panel], ahead);
+        if (tile.k_blocks > 0) {
+          p_.epilogue.template write<Shape>(writer, tile, row, panel, acc[panel], prefetched);
         } else {
-          p_.out.template write_zeros<Shape>(writer, tile, row);
+          p_.epilogue.template write_zeros<Shape>(writer, tile, row);
         }
       }
     }
@@ -154,19 +156,19 @@ class GroupedProduct {
   }
 
   // Only panels that have rows of the expert.
-  template <class Meanwhile>
+  template <class DuringLast>
   __device__ __forceinline__ void multiply(int n, const Tile& tile, int member,
                                            float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2],
-                                           const Meanwhile& meanwhile) {
+                                           const DuringLast& during_last_products) {
     using Element = typename P::Element;
     const int rows = tile.end_row - tile.row - member * Shape::kWarpgroupRows;
-    if (Shape::kTeamWarpgroups > 1 && rows <= 0) {
-      skip_steps(shared_.ring, tile);
+    if (Shape::kTileWarpgroups > 1 && rows <= 0) {
+      skip_k_blocks(shared_.ring, tile);
     } else if (Shape::kWarpgroupPanels == 1 || rows <= kPanel) {
-      multiply_steps<1, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc, meanwhile);
+      multiply_k_blocks<1, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc, during_last_products);
     } else {
-      multiply_steps<Shape::kWarpgroupPanels, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc,
-                                                                           meanwhile);
+      multiply_k_blocks<Shape::kWarpgroupPanels, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc,
+                                                                              during_last_products);
     }
   }
 
@@ -180,4 +182,4 @@ __global__ void __launch_bounds__(P::Shape::kThreads, 1) grouped_product(const _
   GroupedProduct<P>(product, *reinterpret_cast<SharedMemory<typename P::Shape>*>(memory)).run();
 }
 
-}  // namespace anabranch::cuda
+}  // namespace anabranch::cuda::hopper

@@ -1,158 +1,163 @@
-// Where the factors of a tile come from: each brings the panels of one step (64 terms) to shared memory.
+// Where the factors of a tile come from: each brings the panels of one k-block to shared memory.
 //
-// load(): one thread starts copies that complete on `barrier`, which expects the bytes of all panels, its own and those
-// that other blocks of the cluster bring (Share). kGathered: instead the four warps of the producer warpgroup copy, see
-// Gather. prefetch(): before the first load.
+// load(): one thread starts loads that complete on `barrier`, which expects the bytes of all panels, its own and those
+// that other blocks of the cluster bring (Multicast). kGathered: instead the four warps of the producer warpgroup copy,
+// see Gather. prefetch_maps(): before the first load.
 #pragma once
 
 #include "core/cuda/tma.cuh"
 #include "experts/hopper/gather.cuh"
-#include "experts/hopper/tile.cuh"
+#include "experts/hopper/tile_shape.cuh"
 
-namespace anabranch::cuda {
+namespace anabranch::cuda::hopper {
 
-struct CopiedByEngine {
+struct LoadedByTma {
   static constexpr bool kGathered = false;
   template <int>
   using Gather = NoGather;
 };
 
-struct CopiedByThreads : RowsElsewhere {
+struct LoadedByThreads : GatherSource {
   static constexpr bool kGathered = true;
 
-  __device__ void prefetch() const {}
+  __device__ void prefetch_maps() const {}
 
-  template <int, class Share>
-  __device__ void load(uint32_t, Barrier&, const Tile&, int, const Share&) const {}
+  template <int, class AnyMulticast>
+  __device__ void load(uint32_t, Barrier&, const Tile&, int, const AnyMulticast&) const {}
 };
 
-// A of a product over rows: rows of a matrix [R, K], those of other experts zero.
-struct Rows : CopiedByEngine {
+// A of a product over rows: rows of a matrix [R, D], those of other experts zero.
+struct RowOperand : LoadedByTma {
   static constexpr Major kMajor = Major::k;
   CUtensorMap map;  // row window, boxes [kRows][64]
 
-  __device__ void prefetch() const { prefetch_map(map); }
+  __device__ void prefetch_maps() const { prefetch_map(map); }
 
   template <int kRows>
-  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int step, const Share<1>&) const {
-    load_box(map, to, barrier, WindowCoordinates{tile.term + step * kStepTerms, tile.row, tile.end_row});
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block, const Multicast<1>&) const {
+    load_box(map, to, barrier, WindowCoordinates{tile.k + k_block * kBlockK, tile.row, tile.end_row});
   }
 };
 
 // B of a product over rows: one expert's weights.
 template <Major kMajor_>
-struct Weights;
+struct WeightOperand;
 
-// As stored, [E, K, N].
+// As stored, [E, D, N].
 template <>
-struct Weights<Major::mn> : CopiedByEngine {
+struct WeightOperand<Major::mn> : LoadedByTma {
   static constexpr Major kMajor = Major::mn;
   CUtensorMap map;  // matrices, boxes [64][64]
 
-  __device__ void prefetch() const { prefetch_map(map); }
+  __device__ void prefetch_maps() const { prefetch_map(map); }
 
-  template <int kColumns, class Share>
-  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int step, const Share& share) const {
+  template <int kColumns, class AnyMulticast>
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block,
+                       const AnyMulticast& multicast) const {
 #pragma unroll 1  // the producer has few registers
-    for (int panel = share.first; panel < kColumns / kPanel; panel += share.count) {
+    for (int panel = multicast.first; panel < kColumns / kPanel; panel += multicast.count) {
       load_box(map, to + panel * kPanelBytes, barrier,
-               MatrixCoordinates{tile.column + panel * kPanel, tile.term + step * kStepTerms, tile.expert}, share);
+               MatrixCoordinates{tile.column + panel * kPanel, tile.k + k_block * kBlockK, tile.expert}, multicast);
     }
   }
 };
 
-// Stored transposed, [E, N, K].
+// Stored transposed, [E, N, D].
 template <>
-struct Weights<Major::k> : CopiedByEngine {
+struct WeightOperand<Major::k> : LoadedByTma {
   static constexpr Major kMajor = Major::k;
   CUtensorMap map;  // matrices, boxes [kColumns / kBlocks][64]
 
-  __device__ void prefetch() const { prefetch_map(map); }
+  __device__ void prefetch_maps() const { prefetch_map(map); }
 
   template <int kColumns, int kBlocks>
-  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int step, const Share<kBlocks>& share) const {
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block,
+                       const Multicast<kBlocks>& multicast) const {
     constexpr int kBoxColumns = kColumns / kBlocks;
 #pragma unroll 1  // the producer has few registers
-    for (int box = share.first; box < kBlocks; box += share.count) {
+    for (int box = multicast.first; box < kBlocks; box += multicast.count) {
       load_box(map, to + box * kBoxColumns * kSwizzleBytes, barrier,
-               MatrixCoordinates{tile.term + step * kStepTerms, tile.column + box * kBoxColumns, tile.expert}, share);
+               MatrixCoordinates{tile.k + k_block * kBlockK, tile.column + box * kBoxColumns, tile.expert}, multicast);
     }
   }
 };
 
-// The weights of gate and up as stored, [E, K, 2, N]: half of the columns are the gate's, the others belong to the same
+// The weights of gate and up as stored, [E, D, 2, F]: half of the columns are the gate's, the others belong to the same
 // columns of up.
-struct GatedWeights : CopiedByEngine {
+struct GatedWeightOperand : LoadedByTma {
   static constexpr Major kMajor = Major::mn;
   CUtensorMap gate;  // matrices, boxes [64][64]
   CUtensorMap up;
 
-  __device__ void prefetch() const {
+  __device__ void prefetch_maps() const {
     prefetch_map(gate);
     prefetch_map(up);
   }
 
-  template <int kColumns, class Share>
-  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int step, const Share& share) const {
+  template <int kColumns, class AnyMulticast>
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block,
+                       const AnyMulticast& multicast) const {
     constexpr int kPanels = kColumns / 2 / kPanel;
 #pragma unroll 1  // the producer has few registers
-    for (int panel = share.first; panel < 2 * kPanels; panel += share.count) {
+    for (int panel = multicast.first; panel < 2 * kPanels; panel += multicast.count) {
       const int half_panel = panel % kPanels;
       load_box(panel < kPanels ? gate : up, to + panel * kPanelBytes, barrier,
-               MatrixCoordinates{tile.column + half_panel * kPanel, tile.term + step * kStepTerms, tile.expert}, share);
+               MatrixCoordinates{tile.column + half_panel * kPanel, tile.k + k_block * kBlockK, tile.expert},
+               multicast);
     }
   }
 };
 
-// Stored transposed, [E, N, K], the columns of every 32 shuffled (make_shuffled_matrices_map).
-struct ShuffledWeights : CopiedByEngine {
+// Stored transposed, [E, N, D], the columns of every 32 shuffled (make_shuffled_matrices_map).
+struct ShuffledWeightOperand : LoadedByTma {
   static constexpr Major kMajor = Major::k;
   CUtensorMap map;  // boxes [32][64]
 
-  __device__ void prefetch() const { prefetch_map(map); }
+  __device__ void prefetch_maps() const { prefetch_map(map); }
 
-  template <int kColumns, class Share>
-  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int step, const Share& share) const {
+  template <int kColumns, class AnyMulticast>
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block,
+                       const AnyMulticast& multicast) const {
 #pragma unroll 1  // the producer has few registers
-    for (int column = share.first * 32; column < kColumns; column += share.count * 32) {
+    for (int column = multicast.first * 32; column < kColumns; column += multicast.count * 32) {
       load_shuffled_box(map, to + column * kSwizzleBytes, barrier,
-                        MatrixCoordinates{tile.term + step * kStepTerms, tile.column + column, tile.expert}, share);
+                        MatrixCoordinates{tile.k + k_block * kBlockK, tile.column + column, tile.expert}, multicast);
     }
   }
 };
 
 // A of a product over rows that stand elsewhere.
-struct GatheredRows : CopiedByThreads {
+struct GatheredRowOperand : LoadedByThreads {
   static constexpr Major kMajor = Major::k;
   template <int kRows>
   using Gather = RowGather<kRows>;
 };
 
-// A or B of a product over terms: rows of a matrix are terms of the sums, its columns are rows or columns of the
+// A or B of a gradient of weights: the rows of a matrix are the k dimension, its columns are rows or columns of the
 // result.
 template <Side kSide>
-struct Terms : CopiedByEngine {
+struct RowsAsK : LoadedByTma {
   static constexpr Major kMajor = Major::mn;
   CUtensorMap map;  // row window, boxes [64][64]
 
-  __device__ void prefetch() const { prefetch_map(map); }
+  __device__ void prefetch_maps() const { prefetch_map(map); }
 
   template <int kCount>
-  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int step, const Share<1>&) const {
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block, const Multicast<1>&) const {
 #pragma unroll 1  // the producer has few registers
     for (int panel = 0; panel < kCount / kPanel; ++panel) {
       load_box(map, to + panel * kPanelBytes, barrier,
-               WindowCoordinates{first_of<kSide>(tile) + panel * kPanel, tile.term + step * kStepTerms, tile.end_term});
+               WindowCoordinates{first_of<kSide>(tile) + panel * kPanel, tile.k + k_block * kBlockK, tile.end_k});
     }
   }
 };
 
 // The same of rows that stand elsewhere.
 template <Side kSide>
-struct GatheredTerms : CopiedByThreads {
+struct GatheredRowsAsK : LoadedByThreads {
   static constexpr Major kMajor = Major::mn;
   template <int kCount>
-  using Gather = TermGather<kSide, kCount>;
+  using Gather = KGather<kSide, kCount>;
 };
 
-}  // namespace anabranch::cuda
+}  // namespace anabranch::cuda::hopper

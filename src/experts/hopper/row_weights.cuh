@@ -5,10 +5,11 @@
 
 #include "core/cuda/element.cuh"
 #include "core/cuda/warp.cuh"
-#include "experts/hopper/row_source.h"
-#include "experts/hopper/tile.cuh"
+#include "core/floats.h"
+#include "experts/cuda/row_map.h"
+#include "experts/cuda/tiles/tile.cuh"
 
-namespace anabranch::cuda {
+namespace anabranch::cuda::hopper {
 
 struct RowWeights {
   const int32_t* slots;
@@ -17,8 +18,8 @@ struct RowWeights {
   int32_t dtype;
 
   RowWeights() = default;
-  explicit RowWeights(const RowWeightSource& from)
-      : slots(from.slots), weights(from.weights), num_slots(static_cast<int32_t>(from.num_slots)), dtype(from.dtype) {}
+  RowWeights(const RowMap& map, const Floats& of_slots)
+      : slots(map.slots), weights(of_slots.data), num_slots(map.num_slots), dtype(of_slots.dtype) {}
 };
 
 // Where the weights of a RowPair stand: slots as they are in memory, or rows; -1 past the rows of the expert.
@@ -31,7 +32,7 @@ struct RowSlots {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t r = tile.row + row + half * 8 + lane_index() / 4;
-      at[half] = r < tile.end_row ? (from.slots == nullptr ? r : __ldg(from.slots + r)) : -1;
+      at[half] = r < tile.end_row ? (from.slots == nullptr ? r : from.slots[r]) : -1;
     }
   }
 };
@@ -56,4 +57,4 @@ struct RowPair {
   __device__ bool all_real() const { return __all_sync(kAllLanes, real[0] && real[1]) != 0; }
 };
 
-}  // namespace anabranch::cuda
+}  // namespace anabranch::cuda::hopper

@@ -1,17 +1,17 @@
-// Hands tiles from the warp that finds them to the warps that work on them, in shared memory.
+// Hands tiles from the warp that schedules them to the warps that work on them, in shared memory.
 #pragma once
 
 #include "core/cuda/barrier.cuh"
 #include "core/cuda/warp.cuh"
-#include "experts/hopper/tile.cuh"
+#include "experts/cuda/tiles/tile.cuh"
 
-namespace anabranch::cuda {
+namespace anabranch::cuda::hopper {
 
 class TileQueue {
  public:
   // Each tile is read by `readers` warps. By one thread, before all others.
   __device__ void init(int readers) {
-    for (int i = 0; i < kSlots; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       full_[i].init(1);
       empty_[i].init(static_cast<uint32_t>(readers));
     }
@@ -19,31 +19,31 @@ class TileQueue {
 
   // The n-th tile, from one whole warp.
   __device__ void put(int n, const Tile& tile) {
-    const auto at = RingPosition<kSlots>::of(n);
-    empty_[at.slot].wait(at.phase ^ 1u);
+    const auto at = RingPosition<kStages>::of(n);
+    empty_[at.stage].wait(at.phase ^ 1u);
     __syncwarp();  // no lane may fall a phase behind
     if (lane_index() == 0) {
-      tiles_[at.slot] = tile;
-      full_[at.slot].arrive();
+      tiles_[at.stage] = tile;
+      full_[at.stage].arrive();
     }
     __syncwarp();
   }
 
   // The n-th tile, for one whole warp, whose first lane reads it. A warp may leave tiles out that it is no reader of.
   __device__ Tile get(int n) {
-    const auto at = RingPosition<kSlots>::of(n);
-    full_[at.slot].wait(at.phase);
+    const auto at = RingPosition<kStages>::of(n);
+    full_[at.stage].wait(at.phase);
     __syncwarp();  // no lane may fall a phase behind
     Tile tile{};
     if (lane_index() == 0) {
-      tile = tiles_[at.slot];
-      empty_[at.slot].arrive();
+      tile = tiles_[at.stage];
+      empty_[at.stage].arrive();
     }
     return of_first_lane(tile);
   }
 
  private:
-  static constexpr int kSlots = 4;
+  static constexpr int kStages = 4;
 
   static __device__ Tile of_first_lane(const Tile& tile) {
     static_assert(sizeof(Tile) == 12 * sizeof(int32_t), "ten members, all of them below");
@@ -52,17 +52,17 @@ class TileQueue {
             .row = of(tile.row),
             .end_row = of(tile.end_row),
             .column = of(tile.column),
-            .term = of(tile.term),
-            .end_term = of(tile.end_term),
-            .steps = of(tile.steps),
-            .first_step = of(tile.first_step),
+            .k = of(tile.k),
+            .end_k = of(tile.end_k),
+            .k_blocks = of(tile.k_blocks),
+            .first_k_block = of(tile.first_k_block),
             .partial = of(tile.partial),
-            .in_common = of(tile.in_common)};
+            .multicasts_b = of(tile.multicasts_b)};
   }
 
-  Tile tiles_[kSlots];
-  Barrier full_[kSlots];
-  Barrier empty_[kSlots];
+  Tile tiles_[kStages];
+  Barrier full_[kStages];
+  Barrier empty_[kStages];
 };
 
-}  // namespace anabranch::cuda
+}  // namespace anabranch::cuda::hopper

@@ -1,77 +1,75 @@
-// Launches up products; compiled once for gated experts and once for the others.
+// Launches the up product, x W_in with the activation in its epilogue.
 #pragma once
 
 #include <type_traits>
 
-#include "experts/hopper/gathered.cuh"
-#include "experts/hopper/hidden_out.cuh"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
-#include "experts/hopper/row_tiles.cuh"
-#include "experts/hopper/up.h"
+#include "experts/hopper/launchers.h"
+#include "experts/hopper/row_operand.cuh"
+#include "experts/hopper/up_epilogue.cuh"
 
-namespace anabranch::cuda {
+namespace anabranch::cuda::hopper {
 
 template <int kParts>
-using UpWeights = std::conditional_t<kParts == 2, GatedWeights, Weights<Major::mn>>;
+using UpWeights = std::conditional_t<kParts == 2, GatedWeightOperand, WeightOperand<Major::mn>>;
 
-inline ab_status prepare_up_weights(const UpProduct& p, GatedWeights* weights) {
-  const char* up = static_cast<const char*>(p.w_in) + p.F * 2;
-  AB_RETURN_IF_ERROR(
-      make_matrices_map("w_in", p.w_in, p.dtype, p.E, p.D, p.F, kPanel, kPanel, &weights->gate, 2 * p.F));
-  return make_matrices_map("w_in", up, p.dtype, p.E, p.D, p.F, kPanel, kPanel, &weights->up, 2 * p.F);
+inline ab_status prepare_up_weights(const Up& up, GatedWeightOperand* weights) {
+  const FfnSizes& s = up.s;
+  const auto make_map = [&](int64_t part, CUtensorMap* map) {
+    const char* data = static_cast<const char*>(up.w_in.data) + part * s.F * 2;
+    return make_matrices_map("w_in", data, up.w_in.dtype, s.E, s.D, s.F, kPanel, kPanel, map, 2 * s.F);
+  };
+  AB_RETURN_IF_ERROR(make_map(0, &weights->gate));
+  return make_map(1, &weights->up);
 }
-inline ab_status prepare_up_weights(const UpProduct& p, Weights<Major::mn>* weights) {
-  return make_matrices_map("w_in", p.w_in, p.dtype, p.E, p.D, p.F, kPanel, kPanel, &weights->map);
+inline ab_status prepare_up_weights(const Up& up, WeightOperand<Major::mn>* weights) {
+  const FfnSizes& s = up.s;
+  return make_matrices_map("w_in", up.w_in.data, up.w_in.dtype, s.E, s.D, s.F, kPanel, kPanel, &weights->map);
 }
 
 template <class Shape, class Element, class OperandA, int kParts>
-ab_status launch_up(const UpProduct& p, int multiprocessors, cudaStream_t stream) {
+ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   constexpr int kWidth = Shape::kColumns / kParts;  // columns of `a`
-  Product<Shape, Element, OperandA, UpWeights<kParts>, RowGroups, RowTiles<Shape::kRows, kWidth, Shape::kBlocks>,
-          HiddenOut<Element, kParts>>
+  const FfnSizes& s = up.s;
+  Product<Shape, Element, OperandA, UpWeights<kParts>, RowTiles, RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks>,
+          UpEpilogue<Element, kParts>>
       product;
-  AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", p.x, p.dtype, p.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_up_weights(p, &product.b));
+  AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", up.x, up.map, s.D, &product.a));
+  AB_RETURN_IF_ERROR(prepare_up_weights(up, &product.b));
   const auto make_map = [&](const char* name, void* data, int64_t stride, CUtensorMap* map) {
-    return make_row_window_map(name, data, p.dtype, p.F, kStripColumns<Element>, kStripRows, map, stride);
+    return make_row_window_map(name, data, up.x.dtype, s.F, kSubtileColumns<Element>, kSubtileRows, map, stride);
   };
-  auto& out = product.out;
-  AB_RETURN_IF_ERROR(make_map("a", p.a, p.F, &out.a));
+  auto& out = product.epilogue;
+  AB_RETURN_IF_ERROR(make_map("a", up.a.data, s.F, &out.a));
   for (int part = 0; part < kParts; ++part) {
-    void* h = p.h == nullptr ? p.a : static_cast<char*>(p.h) + part * p.F * 2;  // some memory, for the map
-    AB_RETURN_IF_ERROR(make_map("h", h, kParts * p.F, &out.h[part]));
+    // Without h some memory, for the map.
+    void* h = up.h.data == nullptr ? up.a.data : static_cast<char*>(up.h.data) + part * s.F * 2;
+    AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F, &out.h[part]));
   }
-  out.b_in = static_cast<const Element*>(p.b_in);
-  out.weights = RowWeights(p.weights);
-  out.columns = static_cast<int32_t>(p.F);
-  out.activation = p.activation;
-  out.keeps_h = p.h != nullptr;
-  product.groups = {p.group_sizes,
-                    static_cast<int32_t>(p.E),
-                    static_cast<int32_t>(p.R),
-                    static_cast<int32_t>(p.D),
-                    static_cast<int32_t>(ceil_div(p.F, kWidth)),
-                    p.skips_rest};
-  const int64_t tiles = most_row_tiles(p.R, p.E, Shape::kRows) * product.groups.column_tiles;
+  out.b_in = static_cast<const Element*>(up.b_in.data);
+  out.weights = RowWeights(up.map, up.weights);
+  out.columns = static_cast<int32_t>(s.F);
+  out.activation = up.activation;
+  out.keeps_h = up.h.data != nullptr;
+  product.tiles = {groups_of(up.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
+                   static_cast<int32_t>(ceil_div(s.F, kWidth)), up.skips_rest};
+  const int64_t tiles = most_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
   return launch_product("up product", product, tiles, multiprocessors, stream);
 }
 
 template <int kParts>
-ab_status launch_up(const UpProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
-               ? launch_up<InPairs<Tile128x256>, Element, OperandA, kParts>(p, multiprocessors, stream)
-               : launch_up<InPairs<Tile128x128>, Element, OperandA, kParts>(p, multiprocessors, stream);
+               ? launch_up<InPairs<Tile128x256>, Element, OperandA, kParts>(up, multiprocessors, stream)
+               : launch_up<InPairs<Tile128x128>, Element, OperandA, kParts>(up, multiprocessors, stream);
   };
   const auto with_element = [&]<class Element>(Element) {
-    return p.x.slots == nullptr ? with_operand.template operator()<Rows, Element>()
-                                : with_operand.template operator()<GatheredRows, Element>();
+    return up.map.slots == nullptr ? with_operand.template operator()<RowOperand, Element>()
+                                   : with_operand.template operator()<GatheredRowOperand, Element>();
   };
-  return p.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
+  return up.x.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }
 
-// In up_gated.cu and up_ungated.cu.
-ab_status multiply_up_gated(const UpProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
-ab_status multiply_up_ungated(const UpProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
-
-}  // namespace anabranch::cuda
+}  // namespace anabranch::cuda::hopper

@@ -1,18 +1,19 @@
-// Gradients of weights: segments of groups, gathered terms, whole gradients against sums in double precision.
+// Gradients of weights: segments of groups, gathered rows, whole gradients against sums in double precision.
 #include <algorithm>
 #include <cstring>
 #include <map>
 #include <type_traits>
 
+#include "experts/cuda/segments.h"
 #include "experts/hopper/operands.cuh"
-#include "experts/hopper/segments.h"
-#include "experts/hopper/weight_gradient.h"
+#include "experts/hopper/products.h"
 #include "steps.h"
 
 namespace anabranch::steps {
 namespace {
 
 using namespace anabranch::cuda;
+using namespace anabranch::cuda::hopper;
 
 // Rows of group e are ends[e - 1] ... ends[e] - 1.
 std::vector<int64_t> ends_of(const std::vector<int32_t>& sizes, int64_t R) {
@@ -89,9 +90,9 @@ int check_segments(const char* name, const std::vector<int32_t>& sizes, int64_t 
   return failures + comparison.report();
 }
 
-__global__ void gather_terms(GatheredTerms<Side::columns> from, Tile tile, int steps, uint16_t* words) {
+__global__ void gather_rows_as_k(GatheredRowsAsK<Side::columns> from, Tile tile, int k_blocks, uint16_t* words) {
   constexpr int kColumns = 192;
-  constexpr int kStepBytes = kColumns / kPanel * kPanelBytes;
+  constexpr int kBlockBytes = kColumns / kPanel * kPanelBytes;
   extern __shared__ __align__(1024) uint16_t panels[];
   __shared__ Barrier barrier;
   if (threadIdx.x == 0) {
@@ -99,14 +100,14 @@ __global__ void gather_terms(GatheredTerms<Side::columns> from, Tile tile, int s
     fence_barrier_init();
   }
   __syncthreads();
-  TermGather<Side::columns, kColumns> gather(from, tile);
-  for (int step = 0; step < steps; ++step) {
-    gather.copy(shared_address(panels), tile, step);
+  KGather<Side::columns, kColumns> gather(from, tile);
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
+    gather.copy(shared_address(panels), tile, k_block);
     barrier.arrive_after_copies();
-    barrier.wait(static_cast<uint32_t>(step & 1));
+    barrier.wait(static_cast<uint32_t>(k_block & 1));
     __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < kStepBytes / 2; i += kWarpgroup) {
-      words[step * (kStepBytes / 2) + i] = panels[i];
+    for (int i = static_cast<int>(threadIdx.x); i < kBlockBytes / 2; i += kWarpgroup) {
+      words[k_block * (kBlockBytes / 2) + i] = panels[i];
     }
     __syncthreads();
   }
@@ -131,6 +132,8 @@ struct Case {
   int64_t N;
 };
 
+constexpr int32_t kTopk = 3;
+
 enum class Source { rows, gathered_x, gathered_d_y };
 
 // A case on the device.
@@ -145,19 +148,15 @@ struct Operands {
         sizes(c.sizes) {}
 
   WeightGradient gradient(Source source, void* d_w, int32_t d_w_dtype, bool accumulates) const {
+    constexpr int32_t kDtype = std::is_same_v<Element, BFloat16> ? AB_BFLOAT16 : AB_FLOAT16;
     WeightGradient g;
-    g.x.data = x.data();
-    g.d_y.data = d_y.data();
-    if (source != Source::rows) {
-      RowSource& gathered = source == Source::gathered_x ? g.x : g.d_y;
-      gathered.slots = slots.data();
-      gathered.slots_per_row = 3;
-      gathered.source_rows = source_rows;
-    }
+    g.map = RowMap(slots.data(), int64_t{kTopk} * source_rows, kTopk);
+    g.x = {x.data(), kDtype};
+    g.gathers_x = source == Source::gathered_x;
+    g.d_y = {d_y.data(), kDtype};
+    g.gathers_d_y = source == Source::gathered_d_y;
     g.group_sizes = sizes.data();
-    g.d_w = d_w;
-    g.dtype = std::is_same_v<Element, BFloat16> ? AB_BFLOAT16 : AB_FLOAT16;
-    g.d_w_dtype = d_w_dtype;
+    g.d_w = {d_w, d_w_dtype};
     g.accumulates = accumulates;
     g.R = shape.R;
     g.E = static_cast<int64_t>(shape.sizes.size());
@@ -174,10 +173,10 @@ struct Operands {
   DeviceArray<int32_t> sizes;
 };
 
-__device__ int64_t row_of(const RowSource& rows, int64_t r) {
-  if (rows.slots == nullptr) return r;
-  const int64_t slot = rows.slots[r];
-  return slot >= 0 && slot / rows.slots_per_row < rows.source_rows ? slot / rows.slots_per_row : -1;
+__device__ int64_t row_of(const RowMap& map, bool gathered, int64_t r) {
+  if (!gathered) return r;
+  const int64_t slot = map.slots[r];
+  return slot >= 0 && slot < map.num_slots ? slot / map.topk : -1;
 }
 
 // The gradient in double precision, and the sum of the sizes of its terms; a thread an element.
@@ -195,8 +194,8 @@ __global__ void reference(WeightGradient g, double* want, double* scale) {
   double sum = 0;
   double size = 0;
   for (int64_t r = begin; r < end; ++r) {
-    const int64_t x = row_of(g.x, r);
-    const int64_t d_y = row_of(g.d_y, r);
+    const int64_t x = row_of(g.map, g.gathers_x, r);
+    const int64_t d_y = row_of(g.map, g.gathers_d_y, r);
     if (x < 0 || d_y < 0) continue;
     const double term = static_cast<double>(to_float(static_cast<const Element*>(g.x.data)[x * g.D + i / g.N % g.D])) *
                         to_float(static_cast<const Element*>(g.d_y.data)[d_y * g.N + i % g.N]);
@@ -234,7 +233,7 @@ int check(const Operands<Element>& operands, const Sums& sums, Source source, Ti
   std::vector<Out> before(static_cast<size_t>(count));
   for (Out& value : before) value = from_float<Out>(accumulates ? static_cast<float>(random() % 1000) / 10 : NAN);
   const DeviceArray<Out> d_w(before);
-  const int32_t dtype = std::is_same_v<Out, float> ? AB_FLOAT32 : operands.gradient(source, nullptr, 0, false).dtype;
+  const int32_t dtype = std::is_same_v<Out, float> ? AB_FLOAT32 : operands.gradient(source, nullptr, 0, false).x.dtype;
   const WeightGradient g = operands.gradient(source, d_w.data(), dtype, accumulates);
   char name[160];
   const TileModel& model = *std::find_if(std::begin(kTileModels), std::end(kTileModels),
@@ -246,12 +245,12 @@ int check(const Operands<Element>& operands, const Sums& sums, Source source, Ti
                 : source == Source::gathered_x ? " x gathered"
                                                : " d_y gathered",
                 static_cast<long long>(c.R), c.sizes.size(), static_cast<long long>(c.D), static_cast<long long>(c.N));
-  if (!runs_on_tensor_cores(g)) {
+  if (!supports(g)) {
     std::printf("  BAD  %s: not for the tensor cores\n", name);
     return 1;
   }
-  const DeviceArray<char> workspace(static_cast<int64_t>(workspace_of(g)));
-  int failures = fails(multiply_terms(g, tile, workspace.data(), multiprocessors(), nullptr));
+  const DeviceArray<char> workspace(static_cast<int64_t>(hopper::workspace_of(g)));
+  int failures = fails(hopper::multiply(g, tile, workspace.data(), multiprocessors(), nullptr));
   const std::vector<Out> got = d_w.fetch(&failures);
   workspace.check_guards(&failures);
   constexpr double kRound = std::is_same_v<Out, float> ? 0x1p-24 : std::is_same_v<Out, BFloat16> ? 0x1p-8 : 0x1p-11;
@@ -316,42 +315,42 @@ int segments_of_groups() {
   return failures;
 }
 
-int gathered_terms() {
+int gathered_rows_as_k() {
   constexpr int kSource = 90;
   constexpr int N = 456;
   constexpr int R = 400;
-  constexpr int kStepWords = 3 * kPanelBytes / 2;
+  constexpr int kBlockWords = 3 * kPanelBytes / 2;
   std::vector<uint16_t> values(static_cast<size_t>(kSource) * N);
   for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<uint16_t>(i % 65521 + 1);
   const DeviceArray<uint16_t> source(values);
   const std::vector<int32_t> slots = random_slots(R, kSource, 5);
   const DeviceArray<int32_t> device_slots(slots);
-  GatheredTerms<Side::columns> from{};
+  GatheredRowsAsK<Side::columns> from{};
   from.source = reinterpret_cast<const char*>(source.data());
   from.slots = device_slots.data();
   from.slots_per_row = Divisor(3);
   from.source_rows = kSource;
   from.row_chunks = N / 8;
-  STEP_CUDA(cudaFuncSetAttribute(gather_terms, cudaFuncAttributeMaxDynamicSharedMemorySize, kStepWords * 2));
+  STEP_CUDA(cudaFuncSetAttribute(gather_rows_as_k, cudaFuncAttributeMaxDynamicSharedMemorySize, kBlockWords * 2));
   int failures = 0;
   for (const auto& [begin, end] : {std::pair{0, 64}, std::pair{37, 300}, std::pair{390, 400}}) {
     for (const int column : {0, 192, 384}) {
-      const int steps = (end - begin + 63) / 64;
-      const Tile tile{.expert = 0, .row = 0, .end_row = 0, .column = column, .term = begin, .end_term = end};
-      const DeviceArray<uint16_t> words(int64_t{steps} * kStepWords);
-      gather_terms<<<1, kWarpgroup, kStepWords * 2>>>(from, tile, steps, words.data());
+      const int k_blocks = (end - begin + 63) / 64;
+      const Tile tile{.expert = 0, .row = 0, .end_row = 0, .column = column, .k = begin, .end_k = end};
+      const DeviceArray<uint16_t> words(int64_t{k_blocks} * kBlockWords);
+      gather_rows_as_k<<<1, kWarpgroup, kBlockWords * 2>>>(from, tile, k_blocks, words.data());
       STEP_CUDA(cudaGetLastError());
       const std::vector<uint16_t> got = words.fetch(&failures);
       char name[64];
-      std::snprintf(name, sizeof name, "terms %d to %d, columns from %d", begin, end, column);
+      std::snprintf(name, sizeof name, "rows %d to %d, columns from %d", begin, end, column);
       Comparison comparison(name);
-      for (int term = 0; term < steps * 64; ++term) {
-        const int32_t slot = begin + term < end ? slots[static_cast<size_t>(begin + term)] : -1;
+      for (int k = 0; k < k_blocks * 64; ++k) {
+        const int32_t slot = begin + k < end ? slots[static_cast<size_t>(begin + k)] : -1;
         for (int j = 0; j < 192; ++j) {
           const bool real = slot >= 0 && slot < 3 * kSource && column + j < N;
-          const int word = term / 64 * kStepWords + j / 64 * (kPanelBytes / 2) + term % 64 * 64 +
-                           ((j % 64 / 8) ^ (term % 8)) * 8 + j % 8;
-          comparison.same(term, j, got[static_cast<size_t>(word)],
+          const int word =
+              k / 64 * kBlockWords + j / 64 * (kPanelBytes / 2) + k % 64 * 64 + ((j % 64 / 8) ^ (k % 8)) * 8 + j % 8;
+          comparison.same(k, j, got[static_cast<size_t>(word)],
                           real ? values[static_cast<size_t>(slot / 3 * N + column + j)] : 0);
         }
       }
@@ -363,9 +362,9 @@ int gathered_terms() {
 
 int gradients_of_groups() {
   int failures = 0;
-  failures += check_ways<BFloat16>({{64}, 64, 128, 256}, 1);  // one step, one tile
+  failures += check_ways<BFloat16>({{64}, 64, 128, 256}, 1);  // one k-block, one tile
   failures += check_ways<BFloat16>({{1}, 1, 8, 8}, 2);
-  failures += check_ways<BFloat16>({{256, 0, 0, 384}, 640, 128, 192}, 3);  // as many steps as a ring has slots
+  failures += check_ways<BFloat16>({{256, 0, 0, 384}, 640, 128, 192}, 3);  // as many k-blocks as a ring has stages
   failures += check_ways<BFloat16>({{0, 1, 128, 0, 63, 129, 127, 700, 0, 64, 65}, 1400, 264, 520}, 4);
   failures += check_ways<Float16>({{300, 17, 0, 500}, 900, 72, 328}, 5);
   failures += check_ways<BFloat16>({{0, 0}, 70, 136, 64}, 6);                                 // zeros alone
@@ -376,7 +375,7 @@ int gradients_of_groups() {
   std::mt19937 random(10);
   int64_t R = 77;
   for (int32_t& size : sizes) {
-    size = random() % 4 == 0 ? 0 : static_cast<int32_t>(random() % 500);  // 0 to 8 steps, many tiles a block
+    size = random() % 4 == 0 ? 0 : static_cast<int32_t>(random() % 500);  // 0 to 8 k-blocks, many tiles a block
     R += size;
   }
   failures += check_ways<BFloat16>({sizes, R, 264, 392}, 10);
@@ -395,7 +394,8 @@ int gradients_repeat() {
   const DeviceArray<uint16_t> d_w_other(size_of(whole));
   const WeightGradient g = cut.gradient(Source::gathered_x, d_w.data(), AB_FLOAT32, false);
   const WeightGradient other = whole.gradient(Source::rows, d_w_other.data(), AB_BFLOAT16, false);
-  const DeviceArray<char> workspace(static_cast<int64_t>(std::max(workspace_of(g), workspace_of(other))));
+  const DeviceArray<char> workspace(
+      static_cast<int64_t>(std::max(hopper::workspace_of(g), hopper::workspace_of(other))));
   int failures = 0;
   std::vector<float> first;
   std::vector<uint16_t> first_other;
@@ -405,8 +405,8 @@ int gradients_repeat() {
     d_w_other.poison();
     const TileChoice tile = kTileModels[run % 3].choice;
     for (int i = 0; i < 3; ++i) {
-      failures += fails(multiply_terms(g, tile, workspace.data(), multiprocessors(), nullptr));
-      failures += fails(multiply_terms(other, tile, workspace.data(), multiprocessors(), nullptr));
+      failures += fails(hopper::multiply(g, tile, workspace.data(), multiprocessors(), nullptr));
+      failures += fails(hopper::multiply(other, tile, workspace.data(), multiprocessors(), nullptr));
     }
     const std::vector<float> got = d_w.fetch(&failures);
     const std::vector<uint16_t> got_other = d_w_other.fetch(&failures);
@@ -440,12 +440,12 @@ int rate_of_gradients() {
     const DeviceArray<uint16_t> d_w(E * D * N);
     for (const Source source : {Source::rows, Source::gathered_x, Source::gathered_d_y}) {
       const WeightGradient g = operands.gradient(source, d_w.data(), AB_BFLOAT16, false);
-      const DeviceArray<char> workspace(static_cast<int64_t>(workspace_of(g)));
+      const DeviceArray<char> workspace(static_cast<int64_t>(hopper::workspace_of(g)));
       for (const TileModel& model : kTileModels) {
         std::vector<float> times;
         for (int i = 0; i < 23; ++i) {
           STEP_CUDA(cudaEventRecord(begin));
-          failures += fails(multiply_terms(g, model.choice, workspace.data(), multiprocessors(), nullptr));
+          failures += fails(hopper::multiply(g, model.choice, workspace.data(), multiprocessors(), nullptr));
           STEP_CUDA(cudaEventRecord(end));
           STEP_CUDA(cudaEventSynchronize(end));
           float milliseconds = 0;

@@ -4,16 +4,14 @@
 #include <type_traits>
 
 #include "anabranch/experts.h"
-#include "experts/hopper/hidden_gradient.h"
-#include "experts/hopper/launch_product.cuh"
-#include "experts/hopper/rows_product.h"
-#include "experts/hopper/up.h"
+#include "experts/hopper/products.h"
 #include "steps.h"
 
 namespace anabranch::steps {
 namespace {
 
 using namespace anabranch::cuda;
+using namespace anabranch::cuda::hopper;
 
 struct Case {
   std::vector<int32_t> sizes;
@@ -77,52 +75,42 @@ struct Layer {
         a(c.R * c.F),
         dots((c.F + 127) / 128 * c.R) {}
 
-  RowSource rows() const {
-    RowSource source;
-    source.data = x.data();
-    source.slots = options.gathers ? slots.data() : nullptr;
-    source.slots_per_row = kTopk;
-    source.source_rows = T;
-    return source;
-  }
-  RowWeightSource row_weights() const {
-    RowWeightSource source;
-    source.slots = options.gathers ? slots.data() : nullptr;
-    source.num_slots = num_slots;
-    source.weights = options.weighted ? weights.data() : nullptr;
-    source.dtype = AB_FLOAT32;
-    return source;
-  }
+  static constexpr int32_t kDtype = std::is_same_v<Element, BFloat16> ? AB_BFLOAT16 : AB_FLOAT16;
+
+  RowMap map() const { return {options.gathers ? slots.data() : nullptr, num_slots, options.gathers ? kTopk : 1}; }
+  Floats row_weights() const { return options.weighted ? Floats(weights.data(), AB_FLOAT32) : Floats(); }
   template <class Op>
   void fill(Op& op) const {
+    op.s.T = options.gathers ? T : 0;
+    op.s.K = options.gathers ? kTopk : 0;
+    op.s.R = shape.R;
+    op.s.E = E;
+    op.s.D = shape.D;
+    op.s.P = options.P;
+    op.s.F = shape.F;
+    op.map = map();
     op.group_sizes = sizes.data();
     op.weights = row_weights();
     op.activation = options.activation;
-    op.dtype = std::is_same_v<Element, BFloat16> ? AB_BFLOAT16 : AB_FLOAT16;
-    op.R = shape.R;
-    op.E = E;
-    op.D = shape.D;
-    op.P = options.P;
-    op.F = shape.F;
   }
-  UpProduct up() const {
-    UpProduct op;
+  Up up() const {
+    Up op;
     fill(op);
-    op.x = rows();
-    op.w_in = w_in.data();
-    op.b_in = options.biased ? b_in.data() : nullptr;
-    op.h = h_out.data();
-    op.a = a.data();
+    op.x = {x.data(), kDtype};
+    op.w_in = {w_in.data(), kDtype};
+    if (options.biased) op.b_in = {b_in.data(), kDtype};
+    op.h = {h_out.data(), kDtype};
+    op.a = {a.data(), kDtype};
     return op;
   }
   HiddenGradient gradient() const {
     HiddenGradient op;
     fill(op);
-    op.d_y = rows();
-    op.w_out = w_out.data();
-    op.h = options.in_place ? h_out.data() : h.data();
-    op.dh = h_out.data();
-    op.weighted_a = a.data();
+    op.d_y = {x.data(), kDtype};
+    op.w_out = {w_out.data(), kDtype};
+    op.h = {options.in_place ? h_out.data() : h.data(), kDtype};
+    op.dh = {h_out.data(), kDtype};
+    op.weighted_a = {a.data(), kDtype};
     op.dots = dots.data();
     return op;
   }
@@ -151,8 +139,7 @@ struct RowOf {
   int64_t source;  // -1: padding
   double weight;
 };
-__device__ RowOf row_of(const int32_t* sizes, int64_t E, const RowSource& rows, const RowWeightSource& weights,
-                        int64_t r) {
+__device__ RowOf row_of(const int32_t* sizes, int64_t E, const RowMap& map, const Floats& weights, int64_t r) {
   RowOf row{0, r, 1};
   int64_t end = 0;
   for (; row.expert < E; ++row.expert) {
@@ -160,11 +147,11 @@ __device__ RowOf row_of(const int32_t* sizes, int64_t E, const RowSource& rows, 
     if (r < end) break;
   }
   int64_t slot = r;
-  if (rows.slots != nullptr) {
-    slot = rows.slots[r];
-    row.source = slot >= 0 && slot < weights.num_slots ? slot / rows.slots_per_row : -1;
+  if (map.slots != nullptr) {
+    slot = map.slots[r];
+    row.source = slot >= 0 && slot < map.num_slots ? slot / map.topk : -1;
   }
-  if (weights.weights != nullptr && row.source >= 0) row.weight = static_cast<const float*>(weights.weights)[slot];
+  if (weights.data != nullptr && row.source >= 0) row.weight = static_cast<const float*>(weights.data)[slot];
   return row;
 }
 
@@ -193,33 +180,34 @@ struct Value {
 
 // h [R, P, F] and a [R, F]; a thread a column of a row.
 template <class Element>
-__global__ void reference_up(UpProduct p, Value* h, Value* a) {
+__global__ void reference_up(Up p, Value* h, Value* a) {
+  const FfnSizes& s = p.s;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= p.R * p.F) return;
-  const int64_t r = i / p.F;
-  const int64_t f = i % p.F;
-  const RowOf row = row_of(p.group_sizes, p.E, p.x, p.weights, r);
+  if (i >= s.R * s.F) return;
+  const int64_t r = i / s.F;
+  const int64_t f = i % s.F;
+  const RowOf row = row_of(p.group_sizes, s.E, p.map, p.weights, r);
   Value parts[2] = {{0, 0}, {0, 0}};
-  const bool real = row.expert < p.E && row.source >= 0;
+  const bool real = row.expert < s.E && row.source >= 0;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
-    if (part >= p.P || !real) continue;
-    const auto* x = static_cast<const Element*>(p.x.data) + row.source * p.D;
-    const auto* w = static_cast<const Element*>(p.w_in) + row.expert * p.D * p.P * p.F + part * p.F + f;
-    for (int64_t d = 0; d < p.D; ++d) {
-      const double term = static_cast<double>(to_float(x[d])) * to_float(w[d * p.P * p.F]);
+    if (part >= s.P || !real) continue;
+    const auto* x = static_cast<const Element*>(p.x.data) + row.source * s.D;
+    const auto* w = static_cast<const Element*>(p.w_in.data) + row.expert * s.D * s.P * s.F + part * s.F + f;
+    for (int64_t d = 0; d < s.D; ++d) {
+      const double term = static_cast<double>(to_float(x[d])) * to_float(w[d * s.P * s.F]);
       parts[part].value += term;
       parts[part].scale += fabs(term);
     }
-    if (p.b_in != nullptr) {
-      parts[part].value += to_float(static_cast<const Element*>(p.b_in)[(row.expert * p.P + part) * p.F + f]);
+    if (p.b_in.data != nullptr) {
+      parts[part].value += to_float(static_cast<const Element*>(p.b_in.data)[(row.expert * s.P + part) * s.F + f]);
       parts[part].scale += 1;
     }
   }
-  h[r * p.P * p.F + f] = parts[0];
-  if (p.P == 2) h[(r * p.P + 1) * p.F + f] = parts[1];
+  h[r * s.P * s.F + f] = parts[0];
+  if (s.P == 2) h[(r * s.P + 1) * s.F + f] = parts[1];
   const Curve gate = curve(p.activation, parts[0].value);
-  const double up = p.P == 2 ? parts[1].value : 1;
+  const double up = s.P == 2 ? parts[1].value : 1;
   a[i] = {row.weight * gate.value * up,
           fabs(row.weight) * (fabs(gate.value) * parts[1].scale +
                               (1.2 + 2 * fabs(parts[0].value)) * fabs(up) * (parts[0].scale + fabs(parts[0].value)))};
@@ -228,29 +216,30 @@ __global__ void reference_up(UpProduct p, Value* h, Value* a) {
 
 template <class Element>
 __global__ void reference_gradient(HiddenGradient p, const uint16_t* h, Value* dh, Value* a, Value* dots) {
+  const FfnSizes& s = p.s;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= p.R * p.F) return;
-  const int64_t r = i / p.F;
-  const int64_t f = i % p.F;
-  const RowOf row = row_of(p.group_sizes, p.E, p.d_y, p.weights, r);
+  if (i >= s.R * s.F) return;
+  const int64_t r = i / s.F;
+  const int64_t f = i % s.F;
+  const RowOf row = row_of(p.group_sizes, s.E, p.map, p.weights, r);
   Value da{0, 0};
-  const bool real = row.expert < p.E && row.source >= 0;
+  const bool real = row.expert < s.E && row.source >= 0;
   if (real) {
-    const auto* d_y = static_cast<const Element*>(p.d_y.data) + row.source * p.D;
-    const auto* w = static_cast<const Element*>(p.w_out) + (row.expert * p.F + f) * p.D;
-    for (int64_t d = 0; d < p.D; ++d) {
+    const auto* d_y = static_cast<const Element*>(p.d_y.data) + row.source * s.D;
+    const auto* w = static_cast<const Element*>(p.w_out.data) + (row.expert * s.F + f) * s.D;
+    for (int64_t d = 0; d < s.D; ++d) {
       const double term = static_cast<double>(to_float(d_y[d])) * to_float(w[d]);
       da.value += term;
       da.scale += fabs(term);
     }
   }
-  const double gate_h = to_float(Element{h[r * p.P * p.F + f]});
+  const double gate_h = to_float(Element{h[r * s.P * s.F + f]});
   const Curve gate = curve(p.activation, gate_h);
-  const double up = p.P == 2 ? to_float(Element{h[(r * p.P + 1) * p.F + f]}) : 1;
+  const double up = s.P == 2 ? to_float(Element{h[(r * s.P + 1) * s.F + f]}) : 1;
   const double w = real ? row.weight : 0;
   const double near = 2 + fabs(gate_h);  // of a slope
-  dh[r * p.P * p.F + f] = {w * da.value * gate.slope * up, fabs(w * up) * da.scale * near};
-  if (p.P == 2) dh[(r * p.P + 1) * p.F + f] = {w * da.value * gate.value, fabs(w * gate.value) * da.scale};
+  dh[r * s.P * s.F + f] = {w * da.value * gate.slope * up, fabs(w * up) * da.scale * near};
+  if (s.P == 2) dh[(r * s.P + 1) * s.F + f] = {w * da.value * gate.value, fabs(w * gate.value) * da.scale};
   a[i] = {w * gate.value * up, fabs(w * up) * (fabs(gate.value) + 0.1)};
   dots[i] = {real ? da.value * gate.value * up : 0, real ? fabs(gate.value * up) * da.scale : 0};
 }
@@ -278,23 +267,23 @@ int64_t rows_of_groups(const Case& c) {
 template <class Element>
 int check_up(const Case& c, const Options& options, TileChoice tile, unsigned seed) {
   const Layer<Element> layer(c, options, seed);
-  const UpProduct op = layer.up();
-  if (!runs_on_tensor_cores(op)) {
+  const Up op = layer.up();
+  if (!supports(op)) {
     std::printf("  BAD not for the tensor cores\n");
     return 1;
   }
-  int failures = fails(multiply_up(op, tile, multiprocessors(), nullptr));
+  int failures = fails(hopper::multiply(op, tile, multiprocessors(), nullptr));
   const DeviceArray<Value> h(c.R * options.P * c.F);
   const DeviceArray<Value> a(c.R * c.F);
   reference_up<Element><<<static_cast<unsigned>((c.R * c.F + 255) / 256), 256>>>(op, h.data(), a.data());
   STEP_CUDA(cudaGetLastError());
   failures += compare<Element>("h", layer.h_out.fetch(&failures), h.fetch(&failures), options.P * c.F, c.R);
   failures += compare<Element>("a", layer.a.fetch(&failures), a.fetch(&failures), c.F, rows_of_groups(c));
-  UpProduct without_h = op;  // the same `a` when h is not wanted
-  without_h.h = nullptr;
+  Up without_h = op;  // the same `a` when h is not wanted
+  without_h.h = {};
   const std::vector<uint16_t> before = layer.a.fetch(&failures);
   layer.a.poison();
-  failures += fails(multiply_up(without_h, tile, multiprocessors(), nullptr));
+  failures += fails(hopper::multiply(without_h, tile, multiprocessors(), nullptr));
   const std::vector<uint16_t> after = layer.a.fetch(&failures);
   if (std::memcmp(before.data(), after.data(), static_cast<size_t>(rows_of_groups(c) * c.F) * 2) != 0) {
     std::printf("  BAD a without h differs\n");
@@ -307,7 +296,7 @@ template <class Element>
 int check_gradient(const Case& c, const Options& options, TileChoice tile, unsigned seed) {
   const Layer<Element> layer(c, options, seed);
   const HiddenGradient op = layer.gradient();
-  if (!runs_on_tensor_cores(op)) {
+  if (!supports(op)) {
     std::printf("  BAD not for the tensor cores\n");
     return 1;
   }
@@ -316,7 +305,7 @@ int check_gradient(const Case& c, const Options& options, TileChoice tile, unsig
   if (options.in_place) {
     STEP_CUDA(cudaMemcpy(layer.h_out.data(), h.data(), h.size() * sizeof(uint16_t), cudaMemcpyHostToDevice));
   }
-  failures += fails(multiply_hidden(op, tile, multiprocessors(), nullptr));
+  failures += fails(hopper::multiply(op, tile, multiprocessors(), nullptr));
   const DeviceArray<Value> dh(c.R * options.P * c.F);
   const DeviceArray<Value> a(c.R * c.F);
   const DeviceArray<Value> dots(c.R * c.F);
@@ -394,23 +383,24 @@ int hidden_gradients() {
 namespace {
 
 // y [R, D] = scale a W_out + weight b; here x [R, D] plays `a` and w_in with P = 1 is W_out.
-__global__ void reference_finish(UpProduct p, bool scales, Value* y) {
+__global__ void reference_finish(Up p, bool scales, Value* y) {
+  const FfnSizes& s = p.s;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= p.R * p.F) return;
-  const int64_t r = i / p.F;
-  const int64_t f = i % p.F;
-  RowOf row = row_of(p.group_sizes, p.E, p.x, p.weights, r);
-  const bool real = row.expert < p.E && row.source >= 0;
+  if (i >= s.R * s.F) return;
+  const int64_t r = i / s.F;
+  const int64_t f = i % s.F;
+  RowOf row = row_of(p.group_sizes, s.E, p.map, p.weights, r);
+  const bool real = row.expert < s.E && row.source >= 0;
   Value sum{0, 0};
-  for (int64_t d = 0; d < p.D && real; ++d) {
-    const double term = static_cast<double>(to_float(static_cast<const BFloat16*>(p.x.data)[r * p.D + d])) *
-                        to_float(static_cast<const BFloat16*>(p.w_in)[(row.expert * p.D + d) * p.F + f]);
+  for (int64_t d = 0; d < s.D && real; ++d) {
+    const double term = static_cast<double>(to_float(static_cast<const BFloat16*>(p.x.data)[r * s.D + d])) *
+                        to_float(static_cast<const BFloat16*>(p.w_in.data)[(row.expert * s.D + d) * s.F + f]);
     sum.value += term;
     sum.scale += fabs(term);
   }
   if (scales) sum.value *= row.weight;
-  if (real && p.b_in != nullptr) {
-    sum.value += row.weight * to_float(static_cast<const BFloat16*>(p.b_in)[row.expert * p.F + f]);
+  if (real && p.b_in.data != nullptr) {
+    sum.value += row.weight * to_float(static_cast<const BFloat16*>(p.b_in.data)[row.expert * s.F + f]);
     sum.scale += 1;
   }
   y[i] = sum;
@@ -418,7 +408,7 @@ __global__ void reference_finish(UpProduct p, bool scales, Value* y) {
 
 }  // namespace
 
-int finished_products() {
+int products_with_bias_and_weights() {
   int failures = 0;
   const Case cases[] = {{{70}, 100, 128, 200}, {{0, 1, 128, 0, 129, 700, 65}, 1100, 264, 328}};
   for (const Case& c : cases) {
@@ -431,24 +421,25 @@ int finished_products() {
         options.biased = variant != 4;
         const Layer<BFloat16> layer(c, options, 500 + static_cast<unsigned>(variant));
         const DeviceArray<uint16_t> x(random_bits<BFloat16>(c.R * c.D, 600));
-        UpProduct op = layer.up();
+        Up op = layer.up();
         op.x.data = x.data();
         RowsProduct product;
         product.x = x.data();
-        product.w = op.w_in;
+        product.w = op.w_in.data;
         product.group_sizes = op.group_sizes;
         product.y = layer.a.data();
-        product.bias = op.b_in;
+        product.bias = op.b_in.data;
+        product.map = op.map;
         product.weights = op.weights;
-        product.scales = variant < 3;
+        product.weight_early = variant >= 3;
         product.dtype = AB_BFLOAT16;
         product.R = c.R;
         product.E = layer.E;
-        product.K = c.D;
+        product.D = c.D;
         product.N = c.F;
-        failures += fails(multiply_rows(product, model.choice, multiprocessors(), nullptr));
+        failures += fails(hopper::multiply(product, model.choice, multiprocessors(), nullptr));
         const DeviceArray<Value> y(c.R * c.F);
-        reference_finish<<<static_cast<unsigned>((c.R * c.F + 255) / 256), 256>>>(op, product.scales, y.data());
+        reference_finish<<<static_cast<unsigned>((c.R * c.F + 255) / 256), 256>>>(op, product.scales(), y.data());
         STEP_CUDA(cudaGetLastError());
         failures += compare<BFloat16>("y", layer.a.fetch(&failures), y.fetch(&failures), c.F, c.R);
       }

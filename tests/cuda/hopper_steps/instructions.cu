@@ -5,18 +5,19 @@
 #include "core/cuda/tma.cuh"
 #include "core/cuda/wgmma.cuh"
 #include "experts/hopper/operands.cuh"
-#include "experts/hopper/store.cuh"
+#include "experts/hopper/rows_epilogue.cuh"
 #include "steps.h"
 
 namespace anabranch::steps {
 namespace {
 
 using namespace anabranch::cuda;
+using namespace anabranch::cuda::hopper;
 
-// Element (i, term) of a factor stored the way of its major, in 16-bit words of the panels from `panels` on.
-__host__ __device__ int word_of(Major major, int i, int term) {
-  const int row = major == Major::k ? i % kPanel : term;
-  const int column = major == Major::k ? term : i % kPanel;
+// Element (i, k) of a factor stored the way of its major, in 16-bit words of the panels from `panels` on.
+__host__ __device__ int word_of(Major major, int i, int k) {
+  const int row = major == Major::k ? i % kPanel : k;
+  const int column = major == Major::k ? k : i % kPanel;
   return i / kPanel * (kPanelBytes / 2) + row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
 }
 
@@ -38,8 +39,8 @@ __global__ void multiply_panels(const uint16_t* a, const uint16_t* b, float* d) 
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     Wgmma<kColumns, kMajorA, kMajorB, Element>::begin(
-        acc, make_descriptor(shared_address(panels)) + k * kNextTerms<kMajorA>,
-        make_descriptor(shared_address(panels_b)) + k * kNextTerms<kMajorB>, k);
+        acc, make_descriptor(shared_address(panels)) + k * kNextK<kMajorA>,
+        make_descriptor(shared_address(panels_b)) + k * kNextK<kMajorB>, k);
   }
   commit_products();
   wait_for_products<0>();
@@ -140,8 +141,8 @@ std::vector<uint16_t> places(int64_t count) {
 
 // Writes 64 x kColumns accumulators, element (row, column) = 256 row + column, to rows 0 ... of a tile.
 template <class Out, int kColumns>
-__global__ void store_strips(const __grid_constant__ RowsOut<Out> out, Tile tile, bool zeros) {
-  extern __shared__ __align__(1024) char strips[];
+__global__ void store_subtiles(const __grid_constant__ RowsEpilogue<Out> out, Tile tile, bool zeros) {
+  extern __shared__ __align__(1024) char subtiles[];
   const int warp = warp_index();
   const int lane = lane_index();
   float acc[kColumns / 2];
@@ -149,11 +150,11 @@ __global__ void store_strips(const __grid_constant__ RowsOut<Out> out, Tile tile
   for (int i = 0; i < kColumns / 2; ++i) {
     acc[i] = static_cast<float>((warp * 16 + lane / 4 + i / 2 % 2 * 8) * 256 + i / 4 * 8 + lane % 4 * 2 + i % 2);
   }
-  StripWriter writer(strips + warp * kStrips * kStripBytes);
+  SubtileWriter writer(subtiles + warp * kSubtileBuffers * kSubtileBytes);
   if (zeros) {
-    writer.write_zeros<kColumns>(out, tile, warp * kStripRows);
+    writer.write_zeros<kColumns>(out, tile, warp * kSubtileRows);
   } else {
-    writer.write<kColumns>(out, tile, warp * kStripRows, acc);
+    writer.write<kColumns>(out, tile, warp * kSubtileRows, acc);
   }
   writer.finish();
 }
@@ -161,10 +162,10 @@ __global__ void store_strips(const __grid_constant__ RowsOut<Out> out, Tile tile
 template <class Out, int kColumns>
 int check_store(const char* name, int32_t dtype, int R, int N, const Tile& tile, bool zeros) {
   const DeviceArray<Out> y(int64_t{R} * N);
-  RowsOut<Out> out;
+  RowsEpilogue<Out> out;
   out.columns = N;
-  if (fails(make_row_window_map("y", y.data(), dtype, N, kStripColumns<Out>, kStripRows, &out.map)) != 0) return 1;
-  store_strips<Out, kColumns><<<1, kWarpgroup, 4 * kStrips * kStripBytes>>>(out, tile, zeros);
+  if (fails(make_row_window_map("y", y.data(), dtype, N, kSubtileColumns<Out>, kSubtileRows, &out.map)) != 0) return 1;
+  store_subtiles<Out, kColumns><<<1, kWarpgroup, 4 * kSubtileBuffers * kSubtileBytes>>>(out, tile, zeros);
   STEP_CUDA(cudaGetLastError());
   int failures = 0;
   const std::vector<Out> got = y.fetch(&failures);
@@ -183,7 +184,7 @@ int check_store(const char* name, int32_t dtype, int R, int N, const Tile& tile,
   return failures + comparison.report();
 }
 
-__global__ void gather_rows(RowsElsewhere from, Tile tile, int step, uint16_t* words) {
+__global__ void gather_rows(GatherSource from, Tile tile, int k_block, uint16_t* words) {
   extern __shared__ __align__(1024) uint16_t panels[];
   __shared__ Barrier barrier;
   if (threadIdx.x == 0) {
@@ -192,7 +193,7 @@ __global__ void gather_rows(RowsElsewhere from, Tile tile, int step, uint16_t* w
   }
   __syncthreads();
   const RowGather<128> gather(from, tile);
-  gather.copy(shared_address(panels), tile, step);
+  gather.copy(shared_address(panels), tile, k_block);
   barrier.arrive_after_copies();
   barrier.wait(0);
   for (int i = static_cast<int>(threadIdx.x); i < 128 * 64; i += kWarpgroup) words[i] = panels[i];
@@ -218,7 +219,7 @@ int tensor_maps() {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
     const int columns = dtype == AB_FLOAT32 ? 32 : 64;
     failures += fails(make_row_window_map("window", memory.data(), dtype, 1000, columns, 128, &map));
-    failures += fails(make_row_window_map("strip", memory.data(), dtype, 8, columns, kStripRows, &map));
+    failures += fails(make_row_window_map("subtile", memory.data(), dtype, 8, columns, kSubtileRows, &map));
     failures += fails(make_matrices_map("matrices", memory.data(), dtype, 3, 70, 200, columns, 64, &map));
     failures += fails(make_matrices_map("tall box", memory.data(), dtype, 3, 70, 200, columns, 256, &map));
   }
@@ -229,13 +230,13 @@ int wgmma_panels() { return check_majors<64>() + check_majors<128>() + check_maj
 
 int loads_of_boxes() {
   constexpr int R = 300;
-  constexpr int K = 200;
-  const std::vector<uint16_t> values = places(int64_t{R} * K);
+  constexpr int D = 200;
+  const std::vector<uint16_t> values = places(int64_t{R} * D);
   const DeviceArray<uint16_t> memory(values);
-  const auto value = [&](int row, int column) { return values[static_cast<size_t>(row * K + column)]; };
+  const auto value = [&](int row, int column) { return values[static_cast<size_t>(row * D + column)]; };
   int failures = 0;
   CUtensorMap map;
-  failures += fails(make_row_window_map("x", memory.data(), AB_BFLOAT16, K, 64, 128, &map));
+  failures += fails(make_row_window_map("x", memory.data(), AB_BFLOAT16, D, 64, 128, &map));
   struct Window {
     const char* name;
     WindowCoordinates at;
@@ -245,24 +246,24 @@ int loads_of_boxes() {
         Window{"window, columns end too", {192, 200, 203}}, Window{"window at the end of memory", {128, 290, 300}}}) {
     const WindowCoordinates& at = window.at;
     failures += check_load(window.name, map, at, 128, [&](int i, int j) -> int {
-      return at.row + i < at.end && at.column + j < K ? value(at.row + i, at.column + j) : 0;
+      return at.row + i < at.end && at.column + j < D ? value(at.row + i, at.column + j) : 0;
     });
   }
   // The same memory as 3 matrices of 100 rows.
   for (const int rows : {64, 256}) {
-    failures += fails(make_matrices_map("w", memory.data(), AB_BFLOAT16, 3, 100, K, 64, rows, &map));
+    failures += fails(make_matrices_map("w", memory.data(), AB_BFLOAT16, 3, 100, D, 64, rows, &map));
     for (const MatrixCoordinates& at : {MatrixCoordinates{0, 0, 1}, {64, 64, 0}, {192, 96, 1}, {128, 50, 2}}) {
       char name[64];
       std::snprintf(name, sizeof name, "matrix %d, box of %d rows at (%d, %d)", at.matrix, rows, at.row, at.column);
       failures += check_load(name, map, at, rows, [&](int i, int j) -> int {
-        return at.row + i < 100 && at.column + j < K ? value(at.matrix * 100 + at.row + i, at.column + j) : 0;
+        return at.row + i < 100 && at.column + j < D ? value(at.matrix * 100 + at.row + i, at.column + j) : 0;
       });
     }
   }
   return failures;
 }
 
-int stores_of_strips() {
+int stores_of_subtiles() {
   const Tile whole{.expert = 0, .row = 16, .end_row = 200, .column = 0};
   const Tile cut{.expert = 0, .row = 21, .end_row = 21 + 37, .column = 64};
   const Tile one{.expert = 0, .row = 99, .end_row = 100, .column = 128};
@@ -279,9 +280,9 @@ int stores_of_strips() {
 
 int gathered_rows() {
   constexpr int kSource = 90;
-  constexpr int K = 136;
+  constexpr int D = 136;
   constexpr int R = 200;
-  const std::vector<uint16_t> values = places(kSource * K);
+  const std::vector<uint16_t> values = places(kSource * D);
   const DeviceArray<uint16_t> source(values);
   std::mt19937 random(3);
   std::vector<int32_t> rows(R);
@@ -291,26 +292,25 @@ int gathered_rows() {
   rows[61] = INT32_MAX;
   rows[62] = INT32_MIN;
   const DeviceArray<int32_t> device_rows(rows);
-  const RowsElsewhere from{reinterpret_cast<const char*>(source.data()), device_rows.data(), Divisor(1), kSource,
-                           K / 8};
+  const GatherSource from{reinterpret_cast<const char*>(source.data()), device_rows.data(), Divisor(1), kSource, D / 8};
   int failures = 0;
   for (const auto& [row, end] : {std::pair{0, 128}, std::pair{40, 110}, std::pair{150, 200}}) {
-    for (const int step : {0, 1, 2}) {
-      const Tile tile{.expert = 0, .row = row, .end_row = end, .term = 0, .end_term = K};
+    for (const int k_block : {0, 1, 2}) {
+      const Tile tile{.expert = 0, .row = row, .end_row = end, .k = 0, .end_k = D};
       const DeviceArray<uint16_t> words(128 * 64);
       STEP_CUDA(cudaFuncSetAttribute(gather_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, 2 * kPanelBytes));
-      gather_rows<<<1, kWarpgroup, 2 * kPanelBytes>>>(from, tile, step, words.data());
+      gather_rows<<<1, kWarpgroup, 2 * kPanelBytes>>>(from, tile, k_block, words.data());
       STEP_CUDA(cudaGetLastError());
       const std::vector<uint16_t> got = words.fetch(&failures);
       char name[64];
-      std::snprintf(name, sizeof name, "rows %d to %d, step %d", row, end, step);
+      std::snprintf(name, sizeof name, "rows %d to %d, k-block %d", row, end, k_block);
       Comparison comparison(name);
       for (int i = 0; i < 128; ++i) {
         const int32_t from_row = row + i < end ? rows[static_cast<size_t>(row + i)] : -1;
         for (int j = 0; j < 64; ++j) {
-          const bool real = from_row >= 0 && from_row < kSource && step * 64 + j < K;
+          const bool real = from_row >= 0 && from_row < kSource && k_block * 64 + j < D;
           comparison.same(i, j, got[static_cast<size_t>(word_of(Major::k, i, j))],
-                          real ? values[static_cast<size_t>(from_row * K + step * 64 + j)] : 0);
+                          real ? values[static_cast<size_t>(from_row * D + k_block * 64 + j)] : 0);
         }
       }
       failures += comparison.report();

@@ -21,7 +21,7 @@ constexpr Step kSteps[] = {
     {"tensor maps", tensor_maps},
     {"wgmma on panels", wgmma_panels},
     {"TMA loads", loads_of_boxes},
-    {"stores of accumulators", stores_of_strips},
+    {"stores of accumulators", stores_of_subtiles},
     {"gathered rows", gathered_rows},
     {"tiles of groups", tiles_of_groups},
     {"products of one tile", products_of_one_tile},
@@ -30,13 +30,13 @@ constexpr Step kSteps[] = {
     {"sequences of products", sequences_of_products},
     {"rate of products", rate_of_products},
     {"segments of groups", segments_of_groups},
-    {"gathered terms", gathered_terms},
+    {"gathered rows as k", gathered_rows_as_k},
     {"gradients of groups", gradients_of_groups},
     {"gradients repeat", gradients_repeat},
     {"rate of gradients", rate_of_gradients},
     {"up products", up_products},
     {"hidden gradients", hidden_gradients},
-    {"finished products", finished_products},
+    {"products with bias and weights", products_with_bias_and_weights},
 };
 constexpr int kMostSeconds = 120;  // of a step
 constexpr int kCount = static_cast<int>(std::size(kSteps));

@@ -45,11 +45,11 @@ int check(const Case& c, unsigned seed) {
   const Operands<Element> operands(c, seed);
   if (fails(multiply<Shape, Element, kMajorB, kGathers>(operands)) != 0) return 1;
   char name[128];
-  std::snprintf(name, sizeof name, "%s%dx%d %s %s%s R %lld E %lld K %lld N %lld",
+  std::snprintf(name, sizeof name, "%s%dx%d %s %s%s R %lld E %lld D %lld N %lld",
                 Shape::kBlocks == 1 ? "" : "pairs of ", Shape::kRows, Shape::kColumns,
                 std::is_same_v<Element, BFloat16> ? "bf16" : "f16", kMajorB == Major::k ? "A B^T" : "A B",
                 kGathers ? " gathered" : "", static_cast<long long>(c.R), static_cast<long long>(operands.E),
-                static_cast<long long>(c.K), static_cast<long long>(c.N));
+                static_cast<long long>(c.D), static_cast<long long>(c.N));
   return compare<Element>(name, operands, kMajorB == Major::k, kGathers);
 }
 
@@ -73,10 +73,10 @@ int check_pairs(const Case& c, unsigned seed) {
 
 int products_of_one_tile() {
   int failures = 0;
-  failures += check_shapes({{128}, 128, 64, 128}, 1);    // one step
+  failures += check_shapes({{128}, 128, 64, 128}, 1);    // one k-block
   failures += check_shapes({{128}, 128, 256, 256}, 2);   // the ring once
   failures += check_shapes({{128}, 128, 1024, 192}, 3);  // the ring several times
-  failures += check_shapes({{128}, 128, 1000, 136}, 4);  // a last step that is not full
+  failures += check_shapes({{128}, 128, 1000, 136}, 4);  // a last k-block that is not full
   failures += check_shapes({{70}, 100, 128, 200}, 5);    // rows of no group
   failures += check_shapes({{1}, 1, 8, 8}, 6);
   return failures;
@@ -135,7 +135,7 @@ int rate_of_products() {
       std::vector<float> times;
       for (int i = 0; i < 23; ++i) {
         STEP_CUDA(cudaEventRecord(begin));
-        failures += fails(multiply_rows(operands.product(transposed), model.choice, blocks, nullptr));
+        failures += fails(hopper::multiply(operands.product(transposed), model.choice, blocks, nullptr));
         STEP_CUDA(cudaEventRecord(end));
         STEP_CUDA(cudaEventSynchronize(end));
         float milliseconds = 0;
@@ -143,7 +143,7 @@ int rate_of_products() {
         if (i >= 3) times.push_back(milliseconds);
       }
       std::sort(times.begin(), times.end());
-      const double flops = 2.0 * static_cast<double>(c.R * c.K * c.N);
+      const double flops = 2.0 * static_cast<double>(c.R * c.D * c.N);
       std::printf("  %s %3dx%d: %.3f ms, %.0f TFLOP/s\n", transposed ? "A B^T" : "A B  ", model.rows, model.columns,
                   times[times.size() / 2], flops / times[times.size() / 2] * 1e-9);
     }

@@ -11,11 +11,12 @@
 namespace anabranch::steps {
 
 using namespace anabranch::cuda;
+using namespace anabranch::cuda::hopper;
 
 struct Case {
   std::vector<int32_t> sizes;
   int64_t R;
-  int64_t K;
+  int64_t D;
   int64_t N;
 };
 
@@ -25,8 +26,8 @@ struct Operands {
   Operands(const Case& c, unsigned seed)
       : shape(c),
         E(static_cast<int64_t>(c.sizes.size())),
-        x(random_bits<Element>(c.R * c.K, seed)),
-        w(random_bits<Element>(E * c.K * c.N, seed + 1)),
+        x(random_bits<Element>(c.R * c.D, seed)),
+        w(random_bits<Element>(E * c.D * c.N, seed + 1)),
         sizes(c.sizes),
         rows(row_indices(c.R, seed + 2)),
         y(c.R * c.N) {}
@@ -52,7 +53,7 @@ struct Operands {
     p.dtype = std::is_same_v<Element, BFloat16> ? AB_BFLOAT16 : AB_FLOAT16;
     p.R = shape.R;
     p.E = E;
-    p.K = shape.K;
+    p.D = shape.D;
     p.N = shape.N;
     return p;
   }
@@ -71,15 +72,16 @@ template <class Shape, class Element, Major kMajorB, bool kGathers>
 ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, bool overlaps = true) {
   RowsProduct p = operands.product(kMajorB == Major::k);
   if (y != nullptr) p.y = y;
-  using A = std::conditional_t<kGathers, GatheredRows, Rows>;
-  RowsProductOf<Shape, Element, A, kMajorB, RowsOut<Element>> product;
+  using A = std::conditional_t<kGathers, GatheredRowOperand, RowOperand>;
+  RowsProductOf<Shape, Element, A, kMajorB, RowsEpilogue<Element>> product;
   if constexpr (kGathers) {
     product.a = {{static_cast<const char*>(p.x), operands.rows.data(), Divisor(1), static_cast<int32_t>(p.R),
-                  static_cast<int32_t>(p.K / 8)}};
+                  static_cast<int32_t>(p.D / 8)}};
   } else {
-    AB_RETURN_IF_ERROR(make_row_window_map("x", p.x, p.dtype, p.K, kPanel, Shape::kRows, &product.a.map));
+    AB_RETURN_IF_ERROR(make_row_window_map("x", p.x, p.dtype, p.D, kPanel, Shape::kRows, &product.a.map));
   }
-  return launch_rows(p, product, multiprocessors(), nullptr, overlaps);
+  AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, A, kMajorB, RowsEpilogue<Element>>(p, &product)));
+  return launch_product("grouped product", product, most_tiles(p, product), multiprocessors(), nullptr, overlaps);
 }
 
 // want[r, n] in double precision, and the sum of the sizes of its terms; a thread an element.
@@ -99,11 +101,11 @@ __global__ void reference(RowsProduct p, const int32_t* rows, double* want, doub
   double sum = 0;
   double size = 0;
   if (e < p.E && from >= 0 && from < p.R) {
-    const auto* x = static_cast<const Element*>(p.x) + from * p.K;
-    const auto* w = static_cast<const Element*>(p.w) + e * p.K * p.N;
-    for (int64_t k = 0; k < p.K; ++k) {
+    const auto* x = static_cast<const Element*>(p.x) + from * p.D;
+    const auto* w = static_cast<const Element*>(p.w) + e * p.D * p.N;
+    for (int64_t k = 0; k < p.D; ++k) {
       const double term =
-          static_cast<double>(to_float(x[k])) * to_float(p.transposed ? w[n * p.K + k] : w[k * p.N + n]);
+          static_cast<double>(to_float(x[k])) * to_float(p.transposed ? w[n * p.D + k] : w[k * p.N + n]);
       sum += term;
       size += fabs(term);
     }

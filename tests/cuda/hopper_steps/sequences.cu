@@ -1,4 +1,4 @@
-// Many tiles a block, launch upon launch: whatever order loads, teams and kernels come in, the products are right.
+// Many tiles a block, launch upon launch: whatever order loads, warpgroups and kernels come in, the products are right.
 #include <iterator>
 #include <memory>
 
@@ -69,7 +69,7 @@ int run_shapes(const Sequence& s) {
     wrong[2][overlaps] = run<InPairs<Tile128x256>, kMajorB, kGathers>(s, overlaps, &failures);
   }
   std::printf(
-      "  K %4lld %-5s %-8s wrong elements, one by one / overlapping:", static_cast<long long>(s.operands.shape.K),
+      "  D %4lld %-5s %-8s wrong elements, one by one / overlapping:", static_cast<long long>(s.operands.shape.D),
       kMajorB == Major::k ? "A B^T" : "A B", kGathers ? "gathered" : "");
   const char* shapes[] = {"128x128", "128x192", "128x256"};
   for (size_t i = 0; i < std::size(shapes); ++i) {
@@ -83,12 +83,12 @@ int run_shapes(const Sequence& s) {
 
 }  // namespace
 
-// Sums of 1 to 9 steps: fewer than the ring has slots, as many, more; the last step full or not.
+// Sums over 1 to 9 k-blocks: fewer than the ring has stages, as many, more; the last one full or not.
 int sequences_of_products() {
   int failures = 0;
-  for (const int64_t K : {64, 128, 192, 200, 256, 320, 384, 448, 512, 520}) {
-    const Case c{{0, 1, 5000, 129, 0, 3333, 64, 7000, 65, 2500, 128, 127, 0, 4096, 9000, 300}, 33000, K, 776};
-    const Sequence s(c, static_cast<unsigned>(K));
+  for (const int64_t D : {64, 128, 192, 200, 256, 320, 384, 448, 512, 520}) {
+    const Case c{{0, 1, 5000, 129, 0, 3333, 64, 7000, 65, 2500, 128, 127, 0, 4096, 9000, 300}, 33000, D, 776};
+    const Sequence s(c, static_cast<unsigned>(D));
     failures += run_shapes<Major::mn, false>(s);
     failures += run_shapes<Major::k, false>(s);
     failures += run_shapes<Major::mn, true>(s);

@@ -3,7 +3,7 @@
 #include <map>
 #include <tuple>
 
-#include "experts/hopper/row_tiles.cuh"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
 #include "steps.h"
 
 namespace anabranch::steps {
@@ -16,11 +16,11 @@ constexpr int kColumns = 192;
 
 // One warp a block, kBlocks a cluster; tiles[i * kBlocks + b]: the i-th tile of the cluster's block b.
 template <int kBlocks>
-__global__ void list_tiles(RowGroups groups, Tile* tiles, int most, int* count) {
-  RowTiles<kRows, kColumns, kBlocks> finder(groups);
+__global__ void list_tiles(RowTiles row_tiles, Tile* tiles, int most, int* count) {
+  RowTileScheduler<kRows, kColumns, kBlocks> scheduler(row_tiles);
   const auto block = static_cast<int>(blockIdx.x) % kBlocks;
   for (int n = 0;; ++n) {
-    const Tile tile = finder.next(n);
+    const Tile tile = scheduler.next(n);
     if (tile.expert == kNoTile) break;
     if (lane_index() != 0) continue;
     const int index = static_cast<int>(blockIdx.x) + n * static_cast<int>(gridDim.x);
@@ -31,7 +31,7 @@ __global__ void list_tiles(RowGroups groups, Tile* tiles, int most, int* count) 
 }
 
 template <int kBlocks>
-int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int N, int K, int clusters) {
+int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int N, int k, int clusters) {
   const int E = static_cast<int>(sizes.size());
   const int column_tiles = (N + kColumns - 1) / kColumns;
   const auto most = static_cast<int>(most_row_tiles(R, E, kRows) * column_tiles * kBlocks);
@@ -40,7 +40,7 @@ int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int 
   const DeviceArray<int> count(std::vector<int>{0});
   const auto blocks = static_cast<unsigned>(clusters * kBlocks);
   list_tiles<kBlocks>
-      <<<blocks, kWarp>>>({device_sizes.data(), E, R, K, column_tiles}, tiles.data(), most, count.data());
+      <<<blocks, kWarp>>>({{device_sizes.data(), E, R}, k, column_tiles}, tiles.data(), most, count.data());
   STEP_CUDA(cudaGetLastError());
   int failures = 0;
   const std::vector<Tile> got = tiles.fetch(&failures);
@@ -63,14 +63,14 @@ int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int 
   for (int i = 0; i < std::min(found, most); ++i) {
     const Tile& tile = got[static_cast<size_t>(i)];
     const Tile& first = got[static_cast<size_t>(i / kBlocks * kBlocks)];
-    comparison.same(i, 4, tile.in_common, first.in_common);
-    comparison.same(i, 5, tile.steps, first.steps);
-    if (tile.in_common != 0) {
+    comparison.same(i, 4, tile.multicasts_b, first.multicasts_b);
+    comparison.same(i, 5, tile.k_blocks, first.k_blocks);
+    if (tile.multicasts_b != 0) {
       comparison.same(i, 6, tile.column, first.column);
       comparison.same(i, 7, tile.expert, first.expert);
     }
     if (tile.end_row == tile.row) {  // a last tile without a neighbour
-      comparison.check(kBlocks == 2 && i % 2 == 1 && tile.in_common == 0 && tile.column >= N, i, 8, tile.column, N);
+      comparison.check(kBlocks == 2 && i % 2 == 1 && tile.multicasts_b == 0 && tile.column >= N, i, 8, tile.column, N);
       continue;
     }
     const auto place = want.find({tile.row, tile.column});
@@ -79,7 +79,7 @@ int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int 
     if (!there) continue;
     comparison.same(i, 1, tile.expert, place->second.first);
     comparison.same(i, 2, tile.end_row, place->second.second);
-    comparison.same(i, 3, tile.steps, tile.expert == kNoExpert ? 0 : (K + 63) / 64);
+    comparison.same(i, 3, tile.k_blocks, tile.expert == kNoExpert ? 0 : (k + 63) / 64);
     want.erase(place);
   }
   comparison.same(-1, -2, static_cast<int64_t>(want.size()), 0);

@@ -1,0 +1,161 @@
+#include <algorithm>
+
+#include "anabranch/experts.h"
+#include "core/threads.h"
+#include "experts/check.h"
+#include "experts/cpu/phases.h"
+
+namespace anabranch {
+namespace {
+
+struct Backward {
+  const ab_expert_ffn_backward_args& args;
+  FfnSizes s;
+  int threads;
+  Workspace workspace;
+  GroupedRows rows;
+  Matrix weighted_a;  // w a, [R, F]
+  Matrix dh;          // [R, P F]
+  float* dots;        // [parts, R]: <da', a> over the columns of each part
+  Products products;
+
+  Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* exec,
+           const ab_exec* memory)
+      : args(arguments),
+        s(sizes),
+        threads(threads_for(exec, s.R, 2 * (s.P + 1) * s.D * s.F)),
+        workspace(memory),
+        rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
+        weighted_a(args.weighted_a != nullptr ? matrix_of(args.weighted_a, 0, s.F)
+                                              : row_buffer(args.d_w_out != nullptr, s.F)),
+        dh(args.dh != nullptr ? matrix_of(args.dh, 0, s.P * s.F) : row_buffer(wants_dh(), s.P * s.F)),
+        dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
+        products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {}
+
+  bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
+
+  Matrix row_buffer(bool wanted, int64_t columns) {
+    const int64_t bytes = wanted ? s.R * columns * dtype_size(args.x->dtype) : 0;
+    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype, columns, nullptr};
+  }
+
+  int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
+
+  // da' = d_y W_out^T;  dh = act'(h) w da';  w a and <da', a> on the way.
+  void hidden() {
+    const ColumnParts parts(s.F, rows.num_tiles);
+    if (dots != nullptr && parts.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
+    parallel_for(threads, rows.num_tiles * parts.count(), [&](int64_t task, int thread) {
+      const RowTile& tile = rows.tiles[task / parts.count()];
+      const int64_t part = task % parts.count();
+      float* dot = dots == nullptr ? nullptr : dots + part * s.R + tile.begin;
+      if (dot != nullptr) std::fill_n(dot, tile.rows, 0.0f);
+      const int64_t end = parts.end(part);
+      for (int64_t begin = parts.begin(part); begin < end; begin += kTileColumns) {
+        hidden_tile(tile, begin, std::min(kTileColumns, end - begin), dot, thread);
+      }
+    });
+    if (args.d_weights != nullptr) write_d_weights(parts.count());
+  }
+
+  void hidden_tile(const RowTile& tile, int64_t begin, int64_t n, float* dot, int thread) {
+    const Matrix d_parts[2] = {at(dh, tile.begin, begin), at(dh, tile.begin, (s.P - 1) * s.F + begin)};
+    if (tile.expert < 0) {
+      for (const Matrix& part : {d_parts[0], d_parts[1], at(weighted_a, tile.begin, begin)}) {
+        if (part.data != nullptr) clear_rows(part, tile.rows, n);
+      }
+      return;
+    }
+    float* c = products.tile(thread);
+    const Matrix w = matrix_of(args.w_out, tile.expert * s.F * s.D, s.D);
+    const RightHandSide rhs{at(w, begin, 0), {c, AB_FLOAT32, n, nullptr}};
+    products.multiply(thread, at(d_y(), tile.begin, 0), false, {&rhs, 1}, true, tile.rows, n, s.D);
+    const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
+    const Matrix h[2] = {at(kept, tile.begin, begin), at(kept, tile.begin, (s.P - 1) * s.F + begin)};
+    const int32_t* tokens = rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;
+    products.kernels().hidden_backward(args.activation, s.P == 2, {c, n, tile.rows, n, tokens},
+                                       rows.scale == nullptr ? nullptr : rows.scale + tile.begin, h, d_parts,
+                                       at(weighted_a, tile.begin, begin), dot);
+  }
+
+  // d_w = <da', a> + <d_y, b_out>; zero for slots without a row.
+  void write_d_weights(int64_t parts) {
+    parallel_for(threads, rows.num_tiles, [&](int64_t i, int) {
+      const RowTile& tile = rows.tiles[i];
+      float* dot = dots + tile.begin;
+      for (int64_t part = 1; part < parts; ++part) {
+        for (int64_t r = 0; r < tile.rows; ++r) dot[r] += dots[part * s.R + tile.begin + r];
+      }
+      for (int64_t begin = 0; begin < s.D && args.b_out != nullptr && tile.expert >= 0; begin += kTileColumns) {
+        const int64_t n = std::min(kTileColumns, s.D - begin);
+        float memory[kTileColumns];
+        const float* bias = bias_row(products.kernels(), args.b_out, tile.expert, s.D, begin, n, memory);
+        products.kernels().row_dots(at(d_y(), tile.begin, begin), tile.rows, n, bias, dot);
+      }
+    });
+    float* to = data<float>(args.d_weights);
+    if (args.slot_of_row == nullptr) {
+      std::copy_n(dots, s.R, to);
+      return;
+    }
+    std::fill_n(to, s.slots(), 0.0f);
+    const int32_t* slots = data<const int32_t>(args.slot_of_row);
+    for (int64_t i = 0; i < rows.num_tiles; ++i) {
+      const RowTile& tile = rows.tiles[i];
+      for (int64_t r = tile.begin; r < tile.begin + tile.rows && tile.expert >= 0; ++r) {
+        if (rows.tokens[r] >= 0) to[slots[r]] = dots[r];
+      }
+    }
+  }
+
+  // dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh.
+  void weights() {
+    const Matrix x = matrix_of(args.x, 0, s.D, rows.tokens);
+    const bool adds = args.accumulate != 0;
+    if (args.d_w_out != nullptr) {
+      weight_gradient(products, threads, rows, weighted_a, s.F, d_y(), s.D, adds, args.d_w_out);
+    }
+    if (args.d_b_out != nullptr) bias_gradient(products, threads, rows, d_y(), s.D, rows.scale, args.d_b_out);
+    if (args.d_w_in != nullptr) weight_gradient(products, threads, rows, x, s.D, dh, s.P * s.F, adds, args.d_w_in);
+    if (args.d_b_in != nullptr) bias_gradient(products, threads, rows, dh, s.P * s.F, nullptr, args.d_b_in);
+  }
+
+  // dx = dh W_in^T.
+  void inputs() {
+    if (args.dx_rows == nullptr) return;
+    multiply_grouped_rows(products, threads, rows,
+                          {dh, {args.w_in, true}, matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
+  }
+
+  // d_out of each row's token.
+  Matrix d_y() const { return matrix_of(args.d_out, 0, s.D, rows.tokens); }
+};
+
+}  // namespace
+}  // namespace anabranch
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec* exec,
+                                           size_t* bytes) {
+  FfnSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  *bytes = Backward(*args, s, exec, nullptr).workspace.size();
+  return ok();
+}
+
+ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec) {
+  FfnSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  Backward op(*args, s, exec, exec);
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  op.rows.fill(args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
+  if (args->h != nullptr) op.hidden();
+  op.weights();
+  op.inputs();
+  return op.products.status();
+}
+
+}  // extern "C"

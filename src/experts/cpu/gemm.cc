@@ -1,0 +1,180 @@
+#include "experts/cpu/gemm.h"
+
+#ifdef ANABRANCH_ONEDNN
+
+#include <cstdlib>
+#include <cstring>
+#include <dnnl.hpp>
+#include <unordered_map>
+
+#include "core/isa.h"
+
+// oneDNN's threads are OpenMP's, also in a build whose own threads are not.
+extern "C" {
+int omp_get_max_threads();
+void omp_set_num_threads(int);
+}
+
+namespace anabranch {
+namespace {
+
+class SingleThreaded {
+ public:
+  SingleThreaded() : saved_(omp_get_max_threads()) { omp_set_num_threads(1); }
+  ~SingleThreaded() { omp_set_num_threads(saved_); }
+  SingleThreaded(const SingleThreaded&) = delete;
+  SingleThreaded& operator=(const SingleThreaded&) = delete;
+
+ private:
+  int saved_;
+};
+
+const dnnl::engine& cpu() {
+  static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+  return engine;
+}
+
+struct ShapeHash {
+  size_t operator()(const GemmShape& s) const {
+    size_t hash = static_cast<size_t>(s.transpose_a) * 8 + static_cast<size_t>(s.transpose_b) * 4 +
+                  static_cast<size_t>(s.accumulate) * 2 + static_cast<size_t>(s.c_is_bf16);
+    for (const int64_t value : {s.m, s.n, s.k, s.lda, s.ldb, s.ldc}) hash = hash * 1000003 + static_cast<size_t>(value);
+    return hash;
+  }
+};
+
+dnnl::memory view(int64_t rows, int64_t columns, bool transposed, int64_t stride, dnnl::memory::data_type type) {
+  const dnnl::memory::dims strides = transposed ? dnnl::memory::dims{1, stride} : dnnl::memory::dims{stride, 1};
+  return {dnnl::memory::desc({rows, columns}, type, strides), cpu(), nullptr};
+}
+
+// The product of one shape, with the views of its operands.
+class Bf16Product {
+ public:
+  explicit Bf16Product(const GemmShape& s)
+      : a_(view(s.m, s.k, s.transpose_a, s.lda, dnnl::memory::data_type::bf16)),
+        b_(view(s.k, s.n, s.transpose_b, s.ldb, dnnl::memory::data_type::bf16)),
+        c_(view(s.m, s.n, false, s.ldc, s.c_is_bf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32)) {
+    dnnl::primitive_attr attributes;
+    // A scratchpad that oneDNN owns would be shared by the threads that share the primitive.
+    attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+    if (s.accumulate) {
+      dnnl::post_ops operations;
+      operations.append_sum(1.0f);
+      attributes.set_post_ops(operations);
+    }
+#if DNNL_VERSION_MAJOR >= 3
+    const dnnl::matmul::primitive_desc description(cpu(), a_.get_desc(), b_.get_desc(), c_.get_desc(), attributes);
+#else
+    const dnnl::matmul::desc operation(a_.get_desc(), b_.get_desc(), c_.get_desc());
+    const dnnl::matmul::primitive_desc description(operation, attributes, cpu());
+#endif
+    product_ = dnnl::matmul(description);
+    scratchpad_ = dnnl::memory(description.scratchpad_desc(), cpu(), nullptr);
+  }
+
+  size_t scratchpad_size() const { return scratchpad_.get_desc().get_size(); }
+
+  void run(const dnnl::stream& stream, const void* a, const void* b, void* c, void* scratchpad) {
+    a_.set_data_handle(const_cast<void*>(a));
+    b_.set_data_handle(const_cast<void*>(b));
+    c_.set_data_handle(c);
+    scratchpad_.set_data_handle(scratchpad);
+    product_.execute(
+        stream, {{DNNL_ARG_SRC, a_}, {DNNL_ARG_WEIGHTS, b_}, {DNNL_ARG_DST, c_}, {DNNL_ARG_SCRATCHPAD, scratchpad_}});
+  }
+
+ private:
+  dnnl::memory a_;
+  dnnl::memory b_;
+  dnnl::memory c_;
+  dnnl::memory scratchpad_;
+  dnnl::matmul product_;
+};
+
+// What a thread keeps between products. Row counts are padded to multiples of 16, so that few shapes exist; a program
+// of very many layer sizes starts over now and then.
+struct ThreadState {
+  static constexpr size_t kMaxShapes = 512;
+  dnnl::stream stream{cpu()};
+  std::unordered_map<GemmShape, Bf16Product, ShapeHash> products;
+  void* scratchpad = nullptr;
+  size_t scratchpad_size = 0;
+
+  ThreadState() = default;
+  ~ThreadState() { std::free(scratchpad); }
+  ThreadState(const ThreadState&) = delete;
+  ThreadState& operator=(const ThreadState&) = delete;
+
+  bool reserve(size_t size) {
+    if (size <= scratchpad_size) return true;
+    std::free(scratchpad);
+    scratchpad_size = (size + 63) / 64 * 64;
+    scratchpad = std::aligned_alloc(64, scratchpad_size);
+    if (scratchpad == nullptr) scratchpad_size = 0;
+    return scratchpad != nullptr;
+  }
+};
+
+bool chooses_bf16() {
+  if (const char* wanted = std::getenv("ANABRANCH_BF16")) {
+    if (std::strcmp(wanted, "native") == 0) return true;
+    if (std::strcmp(wanted, "convert") == 0) return false;
+  }
+#if defined(__x86_64__)
+  const auto has = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
+  const auto needed = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_bf16);
+  return isa() == Isa::avx512 && (has & needed) == needed;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+
+bool multiplies_bf16() {
+  static const bool native = chooses_bf16();
+  return native;
+}
+
+bool gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
+  const SingleThreaded single;
+  return dnnl_sgemm(s.transpose_a ? 'T' : 'N', s.transpose_b ? 'T' : 'N', s.m, s.n, s.k, 1.0f, a, s.lda, b, s.ldb,
+                    s.accumulate ? 1.0f : 0.0f, c, s.ldc) == dnnl_success;
+}
+
+bool gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c) {
+  const SingleThreaded single;
+  try {
+    thread_local ThreadState state;
+    if (state.products.size() >= ThreadState::kMaxShapes) state.products.clear();
+    Bf16Product& product = state.products.try_emplace(shape, shape).first->second;
+    if (!state.reserve(product.scratchpad_size())) return false;
+    product.run(state.stream, a, b, c, state.scratchpad);
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+}  // namespace anabranch
+
+#else
+
+#include "experts/cpu/kernels.h"
+
+namespace anabranch {
+
+bool multiplies_bf16() { return false; }
+
+bool gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
+  AB_SELECT_ISA(kExperts).multiply(s.transpose_a, s.transpose_b, s.m, s.n, s.k, a, s.lda, b, s.ldb, s.accumulate, c,
+                                   s.ldc);
+  return true;
+}
+
+bool gemm_bf16(const GemmShape&, const void*, const void*, void*) { return false; }
+
+}  // namespace anabranch
+
+#endif

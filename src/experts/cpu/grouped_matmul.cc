@@ -1,0 +1,69 @@
+#include <algorithm>
+
+#include "anabranch/experts.h"
+#include "experts/check.h"
+#include "experts/cpu/phases.h"
+
+namespace anabranch {
+namespace {
+
+struct GroupedMatmul {
+  int threads;
+  Workspace workspace;
+  GroupedRows rows;
+  Products products;
+
+  GroupedMatmul(const GroupedSizes& s, const ab_exec* exec, const ab_exec* memory)
+      : threads(threads_for(exec, s.R, s.D * s.N)),
+        workspace(memory),
+        rows(workspace, s.R, s.E, false, false),
+        products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)) {}
+};
+
+template <class Args>
+ab_status workspace_of(const Args* args, const ab_exec* exec, size_t* bytes) {
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  *bytes = GroupedMatmul(s, exec, nullptr).workspace.size();
+  return ok();
+}
+
+}  // namespace
+}  // namespace anabranch
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec, size_t* bytes) {
+  return workspace_of(args, exec, bytes);
+}
+
+ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec) {
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  GroupedMatmul op(s, exec, exec);
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  op.rows.fill(args->group_sizes, nullptr, nullptr, 0, 0);
+  multiply_grouped_rows(
+      op.products, op.threads, op.rows,
+      {matrix_of(args->x, 0, s.D), {args->w, args->transpose_w != 0}, matrix_of(args->y, 0, s.N), s.N, s.D});
+  return op.products.status();
+}
+
+ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec, size_t* bytes) {
+  return workspace_of(args, exec, bytes);
+}
+
+ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec) {
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  GroupedMatmul op(s, exec, exec);
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  op.rows.fill(args->group_sizes, nullptr, nullptr, 0, 0);
+  weight_gradient(op.products, op.threads, op.rows, matrix_of(args->x, 0, s.D), s.D, matrix_of(args->d_y, 0, s.N), s.N,
+                  args->accumulate != 0, args->d_w);
+  return op.products.status();
+}
+
+}  // extern "C"

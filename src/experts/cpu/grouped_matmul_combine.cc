@@ -1,0 +1,96 @@
+#include <algorithm>
+
+#include "anabranch/dispatch.h"
+#include "anabranch/experts.h"
+#include "experts/check.h"
+#include "experts/cpu/phases.h"
+
+namespace anabranch {
+namespace {
+
+struct GroupedMatmulCombine {
+  const ab_grouped_matmul_combine_args& args;
+  CombinedSizes s;
+  int threads;
+  Workspace workspace;
+  GroupedRows rows;
+  Products products;
+  ab_tensor y;  // [R, N]
+  ab_exec for_sum;
+
+  GroupedMatmulCombine(const ab_grouped_matmul_combine_args& arguments, const CombinedSizes& sizes, const ab_exec* exec,
+                       const ab_exec* memory)
+      : args(arguments),
+        s(sizes),
+        threads(threads_for(exec, s.R, s.D * s.N)),
+        workspace(memory),
+        rows(workspace, s.R, s.E, true, is_early()),
+        products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)),
+        y{workspace.take_bytes(static_cast<size_t>(s.R * s.N * dtype_size(args.x->dtype))),
+          args.x->dtype,
+          2,
+          {s.R, s.N},
+          nullptr},
+        for_sum(exec == nullptr ? ab_exec{} : *exec) {}
+
+  bool is_early() const { return args.weight_early != 0; }
+
+  ab_combine_args sum() const {
+    return {sizeof(ab_combine_args), &y, args.row_of_slot, is_early() ? nullptr : args.weights, args.out, args.addend};
+  }
+
+  // The sum's workspace is the rest of this one.
+  ab_status take_workspace_of_sum() {
+    const void* rows_memory = y.data;
+    if (rows_memory == nullptr) y.data = this;  // no memory yet: the question needs none
+    const ab_combine_args combine = sum();
+    AB_RETURN_IF_ERROR(ab_combine_workspace(&combine, &for_sum, &for_sum.workspace_size));
+    y.data = const_cast<void*>(rows_memory);
+    for_sum.workspace = workspace.take_bytes(for_sum.workspace_size);
+    return ok();
+  }
+
+  ab_status run() {
+    rows.fill(args.group_sizes, args.slot_of_row, is_early() ? args.weights : nullptr, s.T, s.K);
+    multiply_grouped_rows(products, threads, rows,
+                          {matrix_of(args.x, 0, s.D),
+                           {args.w, args.transpose_w != 0},
+                           matrix_of(&y, 0, s.N),
+                           s.N,
+                           s.D,
+                           nullptr,
+                           args.bias,
+                           rows.scale});
+    AB_RETURN_IF_ERROR(products.status());
+    const ab_combine_args combine = sum();
+    return ab_combine(&combine, &for_sum);
+  }
+};
+
+}  // namespace
+}  // namespace anabranch
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args, const ab_exec* exec,
+                                              size_t* bytes) {
+  CombinedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  GroupedMatmulCombine op(*args, s, exec, nullptr);
+  AB_RETURN_IF_ERROR(op.take_workspace_of_sum());
+  *bytes = op.workspace.size();
+  return ok();
+}
+
+ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec) {
+  CombinedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  GroupedMatmulCombine op(*args, s, exec, exec);
+  AB_RETURN_IF_ERROR(op.take_workspace_of_sum());
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  return op.run();
+}
+
+}  // extern "C"

@@ -1,0 +1,62 @@
+// What happens to a tile before and after its matrix product, for each instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "core/isa.h"
+
+namespace anabranch {
+
+// Rows of a stored matrix, of which a tile takes the first columns. Row i is row rows[i], zeros if that is negative;
+// rows == nullptr: row i itself.
+struct Matrix {
+  void* data;
+  int32_t dtype;
+  int64_t stride;  // elements from one row to the next
+  const int32_t* rows;
+};
+
+// Rows and columns of a tile of float32, and the rows that are padding: those with a negative token; nullptr: none.
+struct ResultTile {
+  const float* data;
+  int64_t stride;
+  int64_t rows;
+  int64_t columns;
+  const int32_t* tokens;
+};
+
+struct ExpertKernels {
+  // to[i, :] = float32 of row i of `from`, for i < rows; zero for rows <= i < padded_rows.
+  void (*load)(const Matrix& from, int64_t rows, int64_t padded_rows, int64_t columns, float* to);
+
+  // y = scale tile + bias_scale bias, rounded to y's dtype; zero in padding. bias [columns]; scales [rows], or
+  // nullptr: 1.
+  void (*store)(const ResultTile& tile, const float* scale, const float* bias, const float* bias_scale,
+                const Matrix& y);
+
+  // tile holds h, or gate and up side by side, `columns` each. bias as wide as the tile, or nullptr.
+  //   h += bias;  a = scale act(h_gate) h_up;  zero in padding.
+  // h[0], h[1]: where gate and up are kept, data nullptr: nowhere.
+  void (*hidden)(int32_t activation, bool gated, const ResultTile& tile, const float* bias, const float* scale,
+                 const Matrix (&h)[2], const Matrix& a);
+
+  // tile holds da'; h[0] and h[1] gate and up, replaced in dh[0], dh[1] (which may be the same memory).
+  //   dot += <da', a>;  dh = act'(h) scale da';  weighted_a = scale a;  zero in padding.
+  // dot [rows], or nullptr; weighted_a.data, dh[0].data: nullptr: not wanted.
+  void (*hidden_backward)(int32_t activation, bool gated, const ResultTile& tile, const float* scale,
+                          const Matrix (&h)[2], const Matrix (&dh)[2], const Matrix& weighted_a, float* dot);
+
+  // dot[i] += <row i of m, vector>, vector float32[columns].
+  void (*row_dots)(const Matrix& m, int64_t rows, int64_t columns, const float* vector, float* dot);
+
+  // sum[j] = sum over i of scale[i] m[i, j], in blocks of rows so that the error grows with the blocks, not the rows.
+  void (*column_sums)(const Matrix& m, int64_t rows, int64_t columns, const float* scale, float* sum);
+
+  // C (+)= op(A) op(B), row-major, [m, k] [k, n]: for builds without oneDNN.
+  void (*multiply)(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
+                   const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc);
+};
+
+AB_DECLARE_ISA(ExpertKernels, kExperts)
+
+}  // namespace anabranch

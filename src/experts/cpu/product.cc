@@ -1,0 +1,136 @@
+#include "experts/cpu/product.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "experts/cpu/gemm.h"
+#include "experts/cpu/groups.h"
+
+namespace anabranch {
+namespace {
+
+// bfloat16 products are compiled for their shape: ragged rows are rounded up so that there are few.
+constexpr int64_t kRowPadding = 8;
+constexpr int64_t kFloat = sizeof(float);
+static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0);
+
+bool stands_ready(const Matrix& m, bool bf16) {
+  return m.rows == nullptr && m.dtype == (bf16 ? AB_BFLOAT16 : AB_FLOAT32);
+}
+
+// oneDNN walks down the columns of op(B): rows whole pages apart fall into the same sets of the caches, and a copy of
+// the block is faster.
+bool aliases(const Matrix& b, bool transposed) { return !transposed && b.stride % 1024 == 0; }
+
+// Whether both factors are multiplied as bfloat16, in sums of depth_of terms.
+bool as_bf16(const Matrix& a, const Matrix& b) {
+  return a.dtype == AB_BFLOAT16 && b.dtype == AB_BFLOAT16 && multiplies_bf16();
+}
+constexpr int64_t kBf16Depth = 2 * kTileDepth;
+
+// Rows as they are stored, gathered, with zeros below.
+void copy_rows(const Matrix& m, int64_t rows, int64_t padded_rows, int64_t columns, char* to) {
+  const int64_t size = dtype_size(m.dtype);
+  for (int64_t i = 0; i < padded_rows; ++i, to += columns * size) {
+    const int64_t row = i >= rows ? -1 : m.rows == nullptr ? i : m.rows[i];
+    if (row < 0) {
+      std::memset(to, 0, static_cast<size_t>(columns * size));
+    } else {
+      std::memcpy(to, static_cast<const char*>(m.data) + row * m.stride * size, static_cast<size_t>(columns * size));
+    }
+  }
+}
+
+}  // namespace
+
+Matrix matrix_of(const ab_tensor* tensor, int64_t offset, int64_t stride, const int32_t* rows) {
+  char* data = anabranch::data<char>(tensor);
+  if (data != nullptr) data += offset * dtype_size(tensor->dtype);
+  return {data, tensor == nullptr ? AB_FLOAT32 : tensor->dtype, stride, rows};
+}
+
+Matrix at(const Matrix& m, int64_t row, int64_t column) {
+  if (m.data == nullptr) return m;
+  const int64_t skip = m.rows == nullptr ? row * m.stride : 0;
+  return {static_cast<char*>(m.data) + (skip + column) * dtype_size(m.dtype), m.dtype, m.stride,
+          m.rows == nullptr ? nullptr : m.rows + row};
+}
+
+Products::Products(Workspace& workspace, int threads, int64_t widest, int64_t tile_columns)
+    : kernels_(AB_SELECT_ISA(kExperts)),
+      a_bytes_(kTileRows * kTileDepth * kFloat),
+      b_bytes_(kTileDepth * std::min(widest, kTileColumns) * kFloat),
+      c_bytes_(kTileRows * tile_columns * kFloat),
+      memory_(workspace.take<char>(threads * (a_bytes_ + b_bytes_ + c_bytes_))) {}
+
+float* Products::tile(int thread) const {
+  return reinterpret_cast<float*>(memory_ + thread * (a_bytes_ + b_bytes_ + c_bytes_) + a_bytes_ + b_bytes_);
+}
+
+Matrix Products::ready(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
+                       bool copy) const {
+  if (stands_ready(m, bf16) && rows == padded_rows && !copy) return m;
+  if (bf16) {
+    copy_rows(m, rows, padded_rows, columns, to);
+  } else {
+    kernels_.load(m, rows, padded_rows, columns, reinterpret_cast<float*>(to));
+  }
+  return {to, bf16 ? AB_BFLOAT16 : AB_FLOAT32, columns, nullptr};
+}
+
+void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span<const RightHandSide> right_hand_sides,
+                        bool transpose_b, int64_t m, int64_t n, int64_t k, int64_t readable_rows) {
+  char* a_memory = memory_ + thread * (a_bytes_ + b_bytes_ + c_bytes_);
+  char* b_memory = a_memory + a_bytes_;
+  const bool bf16 = as_bf16(a, right_hand_sides[0].b);
+  const bool in_place = !bf16 && stands_ready(a, false) && stands_ready(right_hand_sides[0].b, false) &&
+                        !aliases(right_hand_sides[0].b, transpose_b);
+  const int64_t depth = in_place ? k : bf16 ? kBf16Depth : kTileDepth;
+  const auto padded = [bf16](int64_t rows) {
+    return bf16 ? (rows + kRowPadding - 1) / kRowPadding * kRowPadding : rows;
+  };
+  if (k == 0) {
+    for (const RightHandSide& rhs : right_hand_sides) {
+      if (rhs.adds) continue;
+      const int64_t size = dtype_size(rhs.c.dtype);
+      for (int64_t i = 0; i < m; ++i) {
+        std::memset(static_cast<char*>(rhs.c.data) + i * rhs.c.stride * size, 0, static_cast<size_t>(n * size));
+      }
+    }
+  }
+  for (int64_t begin = 0; begin < k; begin += depth) {
+    const int64_t terms = std::min(depth, k - begin);
+    GemmShape shape{transpose_a, transpose_b, false, false, m, n, terms, 0, 0, 0};
+    (transpose_a ? shape.k : shape.m) = padded(transpose_a ? terms : m);
+    const Matrix a_block = transpose_a ? ready(at(a, begin, 0), bf16, terms, shape.k, m, a_memory, false)
+                                       : ready(at(a, 0, begin), bf16, readable_rows >= shape.m ? shape.m : m, shape.m,
+                                               terms, a_memory, false);
+    shape.lda = a_block.stride;
+    for (const RightHandSide& rhs : right_hand_sides) {
+      const Matrix b_block =
+          transpose_b ? ready(at(rhs.b, 0, begin), bf16, n, n, terms, b_memory, false)
+                      : ready(at(rhs.b, begin, 0), bf16, terms, shape.k, n, b_memory, !bf16 && aliases(rhs.b, false));
+      shape.ldb = b_block.stride;
+      shape.ldc = rhs.c.stride;
+      shape.c_is_bf16 = rhs.c.dtype == AB_BFLOAT16;
+      shape.accumulate = begin > 0 || rhs.adds;
+      const bool done = bf16 ? gemm_bf16(shape, a_block.data, b_block.data, rhs.c.data)
+                             : gemm_f32(shape, static_cast<const float*>(a_block.data),
+                                        static_cast<const float*>(b_block.data), static_cast<float*>(rhs.c.data));
+      if (!done) failed_.store(true, std::memory_order_relaxed);
+    }
+  }
+}
+
+bool Products::can_write(int32_t dtype, const Matrix& a, const Matrix& b, int64_t k) {
+  return dtype == AB_FLOAT32 || (dtype == AB_BFLOAT16 && as_bf16(a, b) && k <= kBf16Depth);
+}
+
+ab_status Products::status() const {
+  if (failed_.load(std::memory_order_relaxed)) {
+    return error(AB_OUT_OF_MEMORY, "oneDNN: a matrix product failed, expected memory for its packed operands");
+  }
+  return ok();
+}
+
+}  // namespace anabranch

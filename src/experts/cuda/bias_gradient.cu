@@ -1,0 +1,128 @@
+// One kernel sums up to 512 rows of an expert at a time, a second one adds these sums in the order of the rows, so that
+// the result does not depend on which block computes what.
+//
+// The sums of rows begin ... of expert e, up to 512, are number begin / 512 + e: those of one expert follow each other,
+// and where two experts share 512 rows the later one's number is larger by the difference of the experts at least.
+#include "experts/cuda/bias_gradient.h"
+
+#include <algorithm>
+
+#include "core/cuda/launch.h"
+#include "experts/cuda/simple_product.h"
+#include "experts/cuda/tiles/block_tiles.cuh"
+#include "experts/cuda/tiles/group_tile_scheduler.cuh"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+
+namespace anabranch::cuda {
+namespace {
+
+constexpr int kRows = 512;  // of one sum
+constexpr int kVectors = 4;
+constexpr int kColumns = kVectors * kWarp;  // of a block
+constexpr int kWarps = 8;
+constexpr int kBatch = 4;   // rows of a warp that are on their way together
+constexpr int kBlocks = 6;  // of a multiprocessor
+
+int64_t number_of_sums(const BiasGradient& g) { return (g.R + kRows - 1) / kRows + g.E; }
+
+// The warps take rows in turn, a lane every 32nd column.
+template <class T>
+__device__ void add_rows(const BiasGradient& g, const Tile& tile, float (&sums)[kVectors]) {
+  const int rows = min(tile.end_row - tile.row, kRows);
+  const T* m = static_cast<const T*>(g.m.data);
+  for (int first = warp_index(); first < rows; first += kWarps * kBatch) {
+    int32_t slots[kBatch];
+    T values[kBatch][kVectors] = {};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int row = first + i * kWarps;
+      slots[i] = row < rows ? g.map.slot_of(tile.row + row) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (slots[i] < 0) continue;
+      const int32_t row = g.gathers ? g.map.source_of(slots[i]) : tile.row + first + i * kWarps;
+      const int64_t begin = row * g.N + tile.column + lane_index();
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (tile.column + v * kWarp + lane_index() < g.N) values[i][v] = m[begin + v * kWarp];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (slots[i] < 0) continue;
+      const float weight = g.weights[slots[i]];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) sums[v] = fmaf(weight, to_float(values[i][v]), sums[v]);
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    sum_rows(const BiasGradient g, const RowTiles tiles, float* const partial_sums) {
+  __shared__ Tile tile;
+  __shared__ float shared[kWarps][kColumns];
+  wait_for_previous_kernel();
+  RowTileScheduler<kRows, kColumns> scheduler(tiles);
+  for (int n = 0; next_of_block(scheduler, n, tile); ++n) {
+    if (tile.expert == kNoExpert) continue;
+    float sums[kVectors] = {};
+    add_rows<T>(g, tile, sums);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) shared[warp_index()][v * kWarp + lane_index()] = sums[v];
+    __syncthreads();
+    const int column = static_cast<int>(threadIdx.x);
+    if (column < kColumns && tile.column + column < g.N) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) sum += shared[warp][column];
+      partial_sums[(static_cast<int64_t>(tile.row / kRows) + tile.expert) * g.N + tile.column + column] = sum;
+    }
+  }
+  let_next_kernel_start();
+}
+
+// One warp's block.
+__global__ void __launch_bounds__(kWarp)
+    add_sums(const BiasGradient g, const GroupTiles tiles, const float* const partial_sums) {
+  wait_for_previous_kernel();
+  GroupTileScheduler<1, kWarp> scheduler(tiles);
+  int n = 0;
+  for (Tile tile = scheduler.next(n); tile.expert != kNoTile; tile = scheduler.next(++n)) {
+    const int64_t column = tile.column + lane_index();
+    if (column < g.N) {
+      const float* sums = partial_sums + (static_cast<int64_t>(tile.k / kRows) + tile.expert) * g.N + column;
+      const int count = (tile.end_k - tile.k + kRows - 1) / kRows;
+      float sum = 0.0f;
+#pragma unroll 8
+      for (int i = 0; i < count; ++i) sum += sums[i * g.N];
+      g.d_bias.set(tile.expert * g.N + column, sum);
+    }
+    __syncwarp();
+  }
+  let_next_kernel_start();
+}
+
+}  // namespace
+
+size_t workspace_of(const BiasGradient& g) { return static_cast<size_t>(number_of_sums(g) * g.N) * sizeof(float); }
+
+ab_status compute_bias_gradient(const BiasGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
+  if (g.E * g.N == 0) return ok();
+  float* sums = static_cast<float*>(workspace);
+  const int64_t columns = (g.N + kColumns - 1) / kColumns;
+  const int64_t narrow_columns = (g.N + kWarp - 1) / kWarp;
+  const int64_t count = most_row_tiles(g.R, g.E, kRows) * columns;
+  AB_RETURN_IF_ERROR(check_counts({g.R, g.E, g.N}, std::max(count, g.E * narrow_columns)));
+  const Launch shape{std::min(count, int64_t{kBlocks} * multiprocessors), kWarps * kWarp, 0, stream, true};
+  const Groups groups = groups_of(g.group_sizes, g.E, g.R);
+  const RowTiles tiles{groups, 0, static_cast<int32_t>(columns)};
+  AB_RETURN_IF_ERROR(with_float_type(
+      g.m.dtype, [&]<class T>(T) { return launch("bias gradient", sum_rows<T>, shape, g, tiles, sums); }));
+  return launch("bias gradient: add_sums", add_sums,
+                {std::min(g.E * narrow_columns, int64_t{kWarp} * multiprocessors), kWarp, 0, stream, true}, g,
+                GroupTiles{groups, 1, 1, static_cast<int32_t>(narrow_columns)}, sums);
+}
+
+}  // namespace anabranch::cuda

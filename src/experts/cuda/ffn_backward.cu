@@ -1,0 +1,196 @@
+// ab_cuda_expert_ffn_backward: the hidden rows' gradients, then all that follows from them.
+#include <algorithm>
+
+#include "anabranch/cuda.h"
+#include "core/cuda/device.h"
+#include "core/cuda/launch.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+#include "experts/check.h"
+#include "experts/cuda/bias_gradient.h"
+#include "experts/cuda/hidden_gradient.h"
+#include "experts/cuda/rows_product.h"
+#include "experts/cuda/slot_gradient.h"
+#include "experts/cuda/weight_gradient.h"
+
+namespace anabranch::cuda {
+namespace {
+
+struct Backward {
+  const ab_expert_ffn_backward_args& args;
+  FfnSizes s;
+  RowMap map;
+  Workspace workspace;
+  Floats weighted_a;  // [R, F]
+  Floats dh;          // [R, P, F]
+  void* scratch;      // of one step at a time
+
+  Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
+      : args(arguments),
+        s(sizes),
+        map(args.slot_of_row, s.T, s.K, s.R),
+        workspace(memory),
+        weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(args.d_w_out != nullptr, s.F)),
+        dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(wants_dh(), s.P * s.F)),
+        scratch(workspace.take_bytes(scratch_bytes())) {}
+
+  bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
+
+  Floats row_buffer(bool wanted, int64_t columns) {
+    const int64_t bytes = wanted ? s.R * columns * dtype_size(args.x->dtype) : 0;
+    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype};
+  }
+
+  size_t scratch_bytes() const {
+    const size_t dots = static_cast<size_t>(most_dot_parts(s.F) * s.R) * sizeof(float);
+    return std::max({args.d_weights == nullptr ? 0 : dots, args.d_w_out == nullptr ? 0 : workspace_of(out_weights()),
+                     args.d_b_out == nullptr ? 0 : workspace_of(out_bias()),
+                     args.d_w_in == nullptr ? 0 : workspace_of(in_weights()),
+                     args.d_b_in == nullptr ? 0 : workspace_of(in_bias())});
+  }
+
+  const int32_t* group_sizes() const { return data<const int32_t>(args.group_sizes); }
+
+  HiddenGradient hidden() const {
+    HiddenGradient hidden;
+    hidden.s = s;
+    hidden.map = map;
+    hidden.group_sizes = group_sizes();
+    hidden.activation = args.activation;
+    hidden.skips_rest = args.skip_rest != 0;
+    hidden.d_y = Floats(args.d_out);
+    hidden.w_out = Floats(args.w_out);
+    hidden.weights = Floats(args.weights);
+    hidden.h = Floats(args.h);
+    hidden.dh = dh;
+    hidden.weighted_a = weighted_a;
+    if (args.d_weights != nullptr) hidden.dots = static_cast<float*>(scratch);
+    return hidden;
+  }
+
+  SlotGradient slots(int multiprocessors) const {
+    SlotGradient slots;
+    slots.s = s;
+    slots.map = map;
+    slots.group_sizes = group_sizes();
+    slots.dots = static_cast<const float*>(scratch);
+    slots.parts = dot_parts(hidden(), multiprocessors);
+    slots.d_y = Floats(args.d_out);
+    slots.b_out = Floats(args.b_out);
+    slots.d_weights = data<float>(args.d_weights);
+    return slots;
+  }
+
+  // dW_out = (w a)^T d_y
+  WeightGradient out_weights() const {
+    return {.map = map,
+            .x = weighted_a,
+            .d_y = Floats(args.d_out),
+            .gathers_d_y = true,
+            .group_sizes = group_sizes(),
+            .d_w = Floats(args.d_w_out),
+            .accumulates = args.accumulate != 0,
+            .R = s.R,
+            .E = s.E,
+            .D = s.F,
+            .N = s.D};
+  }
+
+  // dW_in = x^T dh
+  WeightGradient in_weights() const {
+    return {.map = map,
+            .x = Floats(args.x),
+            .gathers_x = true,
+            .d_y = dh,
+            .group_sizes = group_sizes(),
+            .d_w = Floats(args.d_w_in),
+            .accumulates = args.accumulate != 0,
+            .R = s.R,
+            .E = s.E,
+            .D = s.D,
+            .N = s.P * s.F};
+  }
+
+  // db_out = sum w d_y
+  BiasGradient out_bias() const {
+    return {.map = map,
+            .gathers = true,
+            .m = Floats(args.d_out),
+            .weights = Floats(args.weights),
+            .group_sizes = group_sizes(),
+            .d_bias = Floats(args.d_b_out),
+            .R = s.R,
+            .E = s.E,
+            .N = s.D};
+  }
+
+  // db_in = sum dh
+  BiasGradient in_bias() const {
+    return {.map = map,
+            .m = dh,
+            .group_sizes = group_sizes(),
+            .d_bias = Floats(args.d_b_in),
+            .R = s.R,
+            .E = s.E,
+            .N = s.P * s.F};
+  }
+
+  // dx = dh W_in^T
+  RowsProduct inputs() const {
+    return {.x = dh.data,
+            .w = args.w_in->data,
+            .transposed = true,
+            .group_sizes = group_sizes(),
+            .y = args.dx_rows->data,
+            .map = map,
+            .dtype = dh.dtype,
+            .R = s.R,
+            .E = s.E,
+            .D = s.P * s.F,
+            .N = s.D};
+  }
+
+  ab_status run(int multiprocessors, cudaStream_t stream) const {
+    if (args.h != nullptr) AB_RETURN_IF_ERROR(compute_hidden_gradient(hidden(), multiprocessors, stream));
+    if (args.d_weights != nullptr)
+      AB_RETURN_IF_ERROR(compute_slot_gradient(slots(multiprocessors), multiprocessors, stream));
+    if (args.d_w_out != nullptr)
+      AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, multiprocessors, stream));
+    if (args.d_b_out != nullptr) {
+      AB_RETURN_IF_ERROR(compute_bias_gradient(out_bias(), scratch, multiprocessors, stream));
+    }
+    if (args.d_w_in != nullptr)
+      AB_RETURN_IF_ERROR(compute_weight_gradient(in_weights(), scratch, multiprocessors, stream));
+    if (args.d_b_in != nullptr) {
+      AB_RETURN_IF_ERROR(compute_bias_gradient(in_bias(), scratch, multiprocessors, stream));
+    }
+    return args.dx_rows == nullptr ? ok() : compute_rows_product(inputs(), multiprocessors, stream);
+  }
+};
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec*,
+                                                size_t* bytes) {
+  FfnSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  *bytes = cuda::Backward(*args, s, nullptr).workspace.size();
+  return ok();
+}
+
+ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec) {
+  FfnSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  const cuda::Backward op(*args, s, exec);
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  int multiprocessors = 0;
+  AB_RETURN_IF_ERROR(cuda::find_hopper("expert_ffn_backward", &multiprocessors));
+  return op.run(multiprocessors, cuda::stream_of(exec));
+}
+
+}  // extern "C"

@@ -1,0 +1,92 @@
+// ab_cuda_expert_ffn_forward: up, then down; or up alone.
+#include "anabranch/cuda.h"
+#include "core/cuda/device.h"
+#include "core/cuda/launch.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+#include "experts/check.h"
+#include "experts/cuda/rows_product.h"
+#include "experts/cuda/up.h"
+
+namespace anabranch::cuda {
+namespace {
+
+struct Forward {
+  const ab_expert_ffn_forward_args& args;
+  FfnSizes s;
+  RowMap map;
+  Workspace workspace;
+  Floats a;  // [R, F]
+
+  Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
+      : args(arguments),
+        s(sizes),
+        map(args.slot_of_row, s.T, s.K, s.R),
+        workspace(memory),
+        a(args.a != nullptr ? Floats(args.a) : row_buffer(s.F)) {}
+
+  Floats row_buffer(int64_t columns) {
+    const int64_t bytes = s.R * columns * dtype_size(args.x->dtype);
+    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype};
+  }
+
+  Up up() const {
+    Up up;
+    up.s = s;
+    up.map = map;
+    up.group_sizes = data<const int32_t>(args.group_sizes);
+    up.activation = args.activation;
+    up.skips_rest = args.skip_rest != 0;
+    up.x = Floats(args.x);
+    up.w_in = Floats(args.w_in);
+    up.b_in = Floats(args.b_in);
+    if (args.weight_early != 0) up.weights = Floats(args.weights);
+    up.h = Floats(args.h);
+    up.a = a;
+    return up;
+  }
+
+  RowsProduct down() const {
+    return {.x = a.data,
+            .w = args.w_out->data,
+            .group_sizes = data<const int32_t>(args.group_sizes),
+            .y = args.y->data,
+            .bias = data<const void>(args.b_out),
+            .map = map,
+            .weights = Floats(args.weights),
+            .weight_early = args.weight_early != 0,
+            .dtype = a.dtype,
+            .R = s.R,
+            .E = s.E,
+            .D = s.F,
+            .N = s.D};
+  }
+};
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec*, size_t* bytes) {
+  FfnSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  *bytes = cuda::Forward(*args, s, nullptr).workspace.size();
+  return ok();
+}
+
+ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec) {
+  FfnSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  const cuda::Forward op(*args, s, exec);
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  int multiprocessors = 0;
+  AB_RETURN_IF_ERROR(cuda::find_hopper("expert_ffn_forward", &multiprocessors));
+  const cudaStream_t stream = cuda::stream_of(exec);
+  AB_RETURN_IF_ERROR(cuda::compute_up(op.up(), multiprocessors, stream));
+  return args->y == nullptr ? ok() : cuda::compute_rows_product(op.down(), multiprocessors, stream);
+}
+
+}  // extern "C"

@@ -1,0 +1,83 @@
+// ab_cuda_grouped_matmul, ab_cuda_grouped_matmul_dw: on the tensor cores what they can take, the rest the simple way.
+#include "anabranch/cuda.h"
+#include "core/cuda/device.h"
+#include "core/cuda/launch.h"
+#include "core/tensor.h"
+#include "experts/check.h"
+#include "experts/cuda/rows_product.h"
+#include "experts/cuda/weight_gradient.h"
+
+namespace anabranch::cuda {
+namespace {
+
+RowsProduct rows_product(const ab_grouped_matmul_args& args, const GroupedSizes& s) {
+  RowsProduct product;
+  product.x = args.x->data;
+  product.w = args.w->data;
+  product.transposed = args.transpose_w != 0;
+  product.group_sizes = data<const int32_t>(args.group_sizes);
+  product.y = args.y->data;
+  product.dtype = args.x->dtype;
+  product.R = s.R;
+  product.E = s.E;
+  product.D = s.D;
+  product.N = s.N;
+  return product;
+}
+
+WeightGradient weight_gradient(const ab_grouped_matmul_dw_args& args, const GroupedSizes& s) {
+  WeightGradient gradient;
+  gradient.x = Floats(args.x);
+  gradient.d_y = Floats(args.d_y);
+  gradient.group_sizes = data<const int32_t>(args.group_sizes);
+  gradient.d_w = Floats(args.d_w);
+  gradient.accumulates = args.accumulate != 0;
+  gradient.R = s.R;
+  gradient.E = s.E;
+  gradient.D = s.D;
+  gradient.N = s.N;
+  return gradient;
+}
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec*, size_t* bytes) {
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  *bytes = 0;
+  return ok();
+}
+
+ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec) {
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  int multiprocessors = 0;
+  AB_RETURN_IF_ERROR(cuda::find_hopper("grouped_matmul", &multiprocessors));
+  return cuda::compute_rows_product(cuda::rows_product(*args, s), multiprocessors, cuda::stream_of(exec));
+}
+
+ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec*, size_t* bytes) {
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  *bytes = cuda::workspace_of(cuda::weight_gradient(*args, s));
+  return ok();
+}
+
+ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec) {
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  const cuda::WeightGradient gradient = cuda::weight_gradient(*args, s);
+  const size_t bytes = cuda::workspace_of(gradient);
+  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
+  int multiprocessors = 0;
+  AB_RETURN_IF_ERROR(cuda::find_hopper("grouped_matmul_dw", &multiprocessors));
+  void* workspace = bytes == 0 ? nullptr : exec->workspace;
+  return cuda::compute_weight_gradient(gradient, workspace, multiprocessors, cuda::stream_of(exec));
+}
+
+}  // extern "C"

@@ -1,0 +1,119 @@
+// ab_cuda_grouped_matmul_combine: for every chunk of columns the product of the rows, then their sums by token.
+#include "experts/cuda/grouped_matmul_combine.h"
+
+#include <algorithm>
+
+#include "anabranch/cuda.h"
+#include "core/cuda/device.h"
+#include "core/cuda/launch.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+#include "dispatch/combine.h"
+#include "experts/column_chunks.h"
+#include "experts/cuda/rows_product.h"
+
+namespace anabranch::cuda {
+namespace {
+
+// Elements of `data` from `first` on.
+void* from(const void* data, int64_t first, int32_t dtype) {
+  if (data == nullptr) return nullptr;
+  return const_cast<char*>(static_cast<const char*>(data)) + first * dtype_size(dtype);
+}
+
+Rows window(const ab_tensor* tensor, int64_t first) {
+  Rows rows(tensor);
+  rows.data = static_cast<char*>(from(rows.data, first, rows.dtype));
+  return rows;
+}
+
+// Columns first ... first + columns - 1 of the product, in the buffer.
+RowsProduct rows_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
+                    void* buffer) {
+  const bool transposed = args.transpose_w != 0;
+  RowsProduct rows{.x = args.x->data,
+                   .w = from(args.w->data, transposed ? first * s.D : first, args.x->dtype),
+                   .transposed = transposed,
+                   .group_sizes = data<const int32_t>(args.group_sizes),
+                   .y = buffer,
+                   .bias = from(data<const void>(args.bias), first, args.x->dtype),
+                   .map = RowMap(args.slot_of_row, s.T, s.K, s.R),
+                   .weight_early = args.weight_early != 0,
+                   .dtype = args.x->dtype,
+                   .R = s.R,
+                   .E = s.E,
+                   .D = s.D,
+                   .N = columns,
+                   .skips_rest = args.skip_rest != 0,
+                   .w_columns = s.N};
+  if (rows.weight_early) rows.weights = Floats(args.weights);
+  return rows;
+}
+
+// Their sums.
+GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
+                 void* buffer) {
+  const ab_tensor rows{buffer, args.x->dtype, 2, {s.R, columns}, nullptr};
+  GatherSum sum;
+  sum.maps.T = s.T;
+  sum.maps.K = s.K;
+  sum.maps.R = s.R;
+  sum.maps.row_of_slot = data<int32_t>(args.row_of_slot);
+  sum.rows = Rows(&rows);
+  if (args.weight_early == 0) sum.weights = Floats(args.weights);
+  sum.out = window(args.out, first);
+  sum.addend = window(args.addend, first);
+  return sum;
+}
+
+int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
+  return chunk_columns(s.R, s.E, s.N, s.D, args.transpose_w != 0);
+}
+
+size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
+  Workspace workspace;
+  workspace.take_bytes(static_cast<size_t>(s.R * chunk_of(args, s) * dtype_size(args.x->dtype)));
+  return workspace.size();
+}
+
+}  // namespace
+
+// A chunk's product writes what the sums of the chunk before read, and may start before they have ended. It is safe:
+// each of these kernels waits for all of the one before it, as its first access to memory, so that none begins to read
+// or write before every earlier one has ended.
+ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
+                               void* buffer, int multiprocessors, cudaStream_t stream) {
+  for (int64_t first = 0; first < s.N; first += columns) {
+    const int64_t count = std::min(columns, s.N - first);
+    AB_RETURN_IF_ERROR(compute_rows_product(rows_of(args, s, first, count, buffer), multiprocessors, stream));
+    AB_RETURN_IF_ERROR(compute_sum(sum_of(args, s, first, count, buffer), stream));
+  }
+  return ok();
+}
+
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args, const ab_exec*,
+                                                   size_t* bytes) {
+  CombinedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  *bytes = cuda::buffer_bytes(*args, s);
+  return ok();
+}
+
+ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec) {
+  CombinedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  const size_t bytes = cuda::buffer_bytes(*args, s);
+  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
+  int multiprocessors = 0;
+  AB_RETURN_IF_ERROR(cuda::find_hopper("grouped_matmul_combine", &multiprocessors));
+  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), bytes == 0 ? nullptr : exec->workspace,
+                                    multiprocessors, cuda::stream_of(exec));
+}
+
+}  // extern "C"

@@ -1,0 +1,90 @@
+#include "experts/cuda/hidden_gradient.h"
+
+#include "experts/activation.h"
+#include "experts/cuda/simple_product.cuh"
+#include "experts/hopper/products.h"
+
+namespace anabranch::cuda {
+namespace {
+
+template <bool kGated>
+struct Differentiate {
+  static constexpr int kParts = 1;
+  HiddenGradient op;
+
+  __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
+    with_activation(op.activation, [&]<int32_t kActivation>() {
+#pragma unroll
+      for (int i = 0; i < simple::kEach; ++i) {
+        const bool is_row = i < results.rows;
+        const int32_t row = results.row + i;
+        const int32_t slot = is_row && tile.expert != kNoExpert ? op.map.slot_of(row) : -1;
+        const float weight = slot < 0 ? 0.0f : op.weights[slot];
+        float dot = 0.0f;
+#pragma unroll
+        for (int j = 0; j < simple::kEach; ++j) {
+          if (!is_row || j >= results.columns) continue;
+          const int64_t column = results.column + j;
+          if (slot < 0) {
+            write(row, column, 0.0f, 0.0f, 0.0f);
+          } else {
+            dot += differentiate<kActivation>(row, column, weight, results.sums[0][i][j]);
+          }
+        }
+        if (op.dots == nullptr) continue;
+        dot = sum_lanes<simple::kThreadsOfRow>(dot);  // all lanes are here
+        if (is_row && lane_index() % simple::kThreadsOfRow == 0) {
+          op.dots[tile.column / simple::kSide * op.s.R + row] = dot;
+        }
+      }
+    });
+  }
+
+  // Of one element; returns its share of <da', a>.
+  template <int32_t kActivation>
+  __device__ float differentiate(int64_t row, int64_t column, float weight, float d_a) const {
+    const int64_t at = row * op.s.P * op.s.F + column;
+    const ActivationAt gate = activate_with_slope<kActivation>(op.h[at]);
+    const float up = kGated ? op.h[at + op.s.F] : 1.0f;
+    const float a = gate.value * up;
+    write(row, column, gate.slope * up * (weight * d_a), gate.value * (weight * d_a), weight * a);
+    return d_a * a;
+  }
+
+  __device__ void write(int64_t row, int64_t column, float d_gate, float d_up, float weighted_a) const {
+    const int64_t at = row * op.s.P * op.s.F + column;
+    if (op.dh.data != nullptr) op.dh.set(at, d_gate);
+    if (kGated && op.dh.data != nullptr) op.dh.set(at + op.s.F, d_up);
+    if (op.weighted_a.data != nullptr) op.weighted_a.set(row * op.s.F + column, weighted_a);
+  }
+};
+
+}  // namespace
+
+int64_t dot_parts(const HiddenGradient& op, int multiprocessors) {
+  return hopper::supports(op) ? hopper::parts_of_dots(op, hopper::choose_tile(op, multiprocessors))
+                              : simple::tiles_of(op.s.F);
+}
+
+ab_status compute_hidden_gradient(const HiddenGradient& op, int multiprocessors, cudaStream_t stream) {
+  const FfnSizes& s = op.s;
+  const bool wanted = op.dh.data != nullptr || op.weighted_a.data != nullptr || op.dots != nullptr;
+  if (!wanted || s.R * s.F == 0) return ok();
+  if (hopper::supports(op)) {
+    return hopper::multiply(op, hopper::choose_tile(op, multiprocessors), multiprocessors, stream);
+  }
+  SimpleProduct product;
+  product.a = {op.d_y.data, op.d_y.dtype, 0, s.D, 1, op.map.slots != nullptr};
+  product.b = {op.w_out.data, op.w_out.dtype, s.F * s.D, 1, s.D};
+  product.map = op.map;
+  product.group_sizes = op.group_sizes;
+  product.R = s.R;
+  product.E = s.E;
+  product.rows = s.R;
+  product.columns = s.F;
+  product.k = s.D;
+  return s.P == 2 ? simple::launch_rows_product(product, Differentiate<true>{op}, multiprocessors, stream)
+                  : simple::launch_rows_product(product, Differentiate<false>{op}, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,41 @@
+// Gradients of the hidden rows of the feed-forward network on CUDA.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+#include "core/floats.h"
+#include "experts/check.h"
+#include "experts/cuda/row_map.h"
+
+namespace anabranch::cuda {
+
+// With w the row's weight and `a` recomputed from h:
+//
+//     da' = d_y W_out[e]^T;  dh = act'(h) w da';  weighted_a = w a;  <da', a> = the sum of dots[:, r].
+//
+// Padding is zero, and so is everything past the groups.
+struct HiddenGradient {
+  FfnSizes s;
+  RowMap map;
+  const int32_t* group_sizes = nullptr;  // [E], on the device
+  int32_t activation = 0;
+  bool skips_rest = false;  // rows past the groups need not be written
+  Floats d_y;               // gathered rows of D
+  Floats w_out;             // [E, F, D]
+  Floats weights;           // of slots, or none: 1
+  Floats h;                 // [R, P, F]
+  Floats dh;                // [R, P, F], or none; may be the memory of h
+  Floats weighted_a;        // [R, F], or none
+  float* dots = nullptr;    // [dot_parts(), R], or nullptr
+};
+
+// Parts of <da', a>, each over some of the columns; at most one for each 64 columns.
+int64_t dot_parts(const HiddenGradient& gradient, int multiprocessors);
+constexpr int64_t most_dot_parts(int64_t F) { return (F + 63) / 64; }
+
+ab_status compute_hidden_gradient(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,70 @@
+#include "experts/cuda/rows_product.h"
+
+#include "experts/cuda/clear_padding.h"
+#include "experts/cuda/simple_product.cuh"
+#include "experts/hopper/products.h"
+
+namespace anabranch::cuda {
+namespace {
+
+// Weights and bias, on the simple path.
+struct ScaleBias {
+  static constexpr int kParts = 1;
+  RowsProduct p;
+
+  __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
+    const Floats y(p.y, p.dtype);
+#pragma unroll
+    for (int i = 0; i < simple::kEach; ++i) {
+      if (i >= results.rows) continue;
+      const int32_t row = results.row + i;
+      const int32_t slot = tile.expert == kNoExpert ? -1 : p.map.slot_of(row);
+      const float weight = slot < 0 ? 0.0f : p.weights[slot];
+#pragma unroll
+      for (int j = 0; j < simple::kEach; ++j) {
+        if (j >= results.columns) continue;
+        const int32_t column = results.column + j;
+        const float product = results.sums[0][i][j];
+        const float value = (p.weight_early ? product : weight * product) + bias(weight, tile.expert, column);
+        y.set(row * p.N + column, slot < 0 ? 0.0f : value);
+      }
+    }
+  }
+
+  __device__ float bias(float weight, int64_t expert, int32_t column) const {
+    if (expert < 0 || p.bias == nullptr) return 0.0f;
+    return weight * Floats(const_cast<void*>(p.bias), p.dtype)[expert * p.stored_columns() + column];
+  }
+};
+
+SimpleProduct simple_product(const RowsProduct& p) {
+  SimpleProduct product;
+  product.a = {const_cast<void*>(p.x), p.dtype, 0, p.D, 1};
+  const int64_t columns = p.stored_columns();
+  product.b = {const_cast<void*>(p.w), p.dtype, p.D * columns, p.transposed ? 1 : columns, p.transposed ? p.D : 1};
+  product.group_sizes = p.group_sizes;
+  product.R = p.R;
+  product.E = p.E;
+  product.rows = p.R;
+  product.columns = p.N;
+  product.k = p.D;
+  return product;
+}
+
+}  // namespace
+
+ab_status compute_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  if (p.R * p.N == 0) return ok();
+  if (hopper::supports(p)) {
+    AB_RETURN_IF_ERROR(hopper::multiply(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
+  } else if (p.has_epilogue()) {
+    AB_RETURN_IF_ERROR(simple::launch_rows_product(simple_product(p), ScaleBias{p}, multiprocessors, stream));
+  } else {
+    AB_RETURN_IF_ERROR(simple_rows_product(simple_product(p), {p.y, p.dtype, 0, p.N, 1}, multiprocessors, stream));
+  }
+  // Epilogues know padding; a product alone multiplies its zeros by what W holds, which may be NaN.
+  if (p.has_epilogue() || p.skips_rest) return ok();
+  return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,108 @@
+#include "experts/cuda/slot_gradient.h"
+
+#include <algorithm>
+
+#include "core/cuda/launch.h"
+#include "experts/cuda/simple_product.h"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+
+namespace anabranch::cuda {
+namespace {
+
+constexpr int kBlocks = 32;    // of one warp, of a multiprocessor
+constexpr int kThreads = 256;  // of a block that takes slots or rows one by one
+
+Launch one_by_one(int64_t count, int multiprocessors, cudaStream_t stream) {
+  return {std::min((count + kThreads - 1) / kThreads, int64_t{8} * multiprocessors), kThreads, 0, stream, true};
+}
+
+__global__ void __launch_bounds__(kThreads) clear_slots(float* const d_weights, const int64_t slots) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < slots;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    d_weights[i] = 0.0f;
+  }
+}
+
+// How many rows the groups have, at most R: negative sizes count as 0. By a whole block.
+__device__ int64_t rows_of_groups(const int32_t* group_sizes, int64_t E, int64_t R) {
+  __shared__ int64_t of_warps[kThreads / kWarp];
+  int64_t rows = 0;
+  for (int64_t e = threadIdx.x; e < E; e += kThreads) rows += max(group_sizes[e], 0);
+  rows = sum_lanes<kWarp>(rows);
+  if (lane_index() == 0) of_warps[warp_index()] = rows;
+  __syncthreads();
+  rows = 0;
+  for (const int64_t of_warp : of_warps) rows += of_warp;
+  return min(rows, R);
+}
+
+// Without a bias: a thread adds the parts of a row.
+__global__ void __launch_bounds__(kThreads) add_dots(const SlotGradient g) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int64_t end = rows_of_groups(g.group_sizes, g.s.E, g.s.R);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; row < g.s.R;
+       row += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int32_t slot = g.map.slot_of(static_cast<int32_t>(row));
+    const bool counts = row < end && slot >= 0;
+    float sum = 0.0f;
+    for (int64_t part = 0; counts && part < g.parts; ++part) sum += g.dots[part * g.s.R + row];
+    // Slots of no row have been cleared; rows that are slots themselves are all written here.
+    if (counts || g.map.slots == nullptr) g.d_weights[slot] = sum;
+  }
+}
+
+// With one: a warp takes 32 rows of an expert. A lane adds the parts of one, then all lanes multiply row by row.
+__global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g, const RowTiles tiles) {
+  wait_for_previous_kernel();
+  RowTileScheduler<kWarp, 1> scheduler(tiles);
+  int n = 0;
+  for (Tile tile = scheduler.next(n); tile.expert != kNoTile; tile = scheduler.next(++n)) {
+    const int rows = min(tile.end_row - tile.row, kWarp);
+    const int32_t row = tile.row + lane_index();
+    const bool is_row = lane_index() < rows;
+    const int32_t slot = is_row ? g.map.slot_of(row) : -1;
+    float sum = 0.0f;
+    if (tile.expert != kNoExpert && slot >= 0) {
+      for (int64_t part = 0; part < g.parts; ++part) sum += g.dots[part * g.s.R + row];
+    }
+    if (tile.expert != kNoExpert) {
+      for (int i = 0; i < rows; ++i) {
+        const int32_t other = __shfl_sync(kAllLanes, slot, i);
+        if (other < 0) continue;
+        const int64_t d_y = g.map.source_of(other) * g.s.D;
+        const int64_t bias = tile.expert * g.s.D;
+        float product = 0.0f;
+#pragma unroll 4
+        for (int64_t d = lane_index(); d < g.s.D; d += kWarp)
+          product = fmaf(g.d_y[d_y + d], g.b_out[bias + d], product);
+        product = sum_lanes<kWarp>(product);
+        if (lane_index() == i) sum += product;
+      }
+    }
+    if (slot >= 0 && (tile.expert != kNoExpert || g.map.slots == nullptr)) g.d_weights[slot] = sum;
+  }
+  let_next_kernel_start();
+}
+
+}  // namespace
+
+ab_status compute_slot_gradient(const SlotGradient& g, int multiprocessors, cudaStream_t stream) {
+  if (g.map.slots != nullptr) {
+    AB_RETURN_IF_ERROR(launch("slot gradient: clear_slots", clear_slots,
+                              one_by_one(g.s.slots(), multiprocessors, stream), g.d_weights, g.s.slots()));
+  }
+  if (g.s.R == 0) return ok();
+  if (g.b_out.data == nullptr) {
+    return launch("slot gradient", add_dots, one_by_one(g.s.R, multiprocessors, stream), g);
+  }
+  const int64_t count = most_row_tiles(g.s.R, g.s.E, kWarp);
+  AB_RETURN_IF_ERROR(check_counts({g.s.R, g.s.E}, count));
+  const RowTiles tiles{groups_of(g.group_sizes, g.s.E, g.s.R), 0, 1};
+  return launch("slot gradient with the bias", add_dots_and_bias,
+                {std::min(count, int64_t{kBlocks} * multiprocessors), kWarp, 0, stream, true}, g, tiles);
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,74 @@
+#include "experts/cuda/up.h"
+
+#include "experts/activation.h"
+#include "experts/cuda/simple_product.cuh"
+#include "experts/hopper/products.h"
+
+namespace anabranch::cuda {
+namespace {
+
+// Gate and up of the same columns; ungated, gate alone.
+template <int kParts_>
+struct Activate {
+  static constexpr int kParts = kParts_;
+  Up up;
+
+  __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
+    with_activation(up.activation, [&]<int32_t kActivation>() {
+#pragma unroll
+      for (int i = 0; i < simple::kEach; ++i) {
+        if (i >= results.rows) continue;
+        const int32_t row = results.row + i;
+        const int32_t slot = tile.expert == kNoExpert ? -1 : up.map.slot_of(row);
+        const float weight = slot < 0 ? 0.0f : up.weights[slot];
+#pragma unroll
+        for (int j = 0; j < simple::kEach; ++j) {
+          if (j >= results.columns) continue;
+          float h[kParts] = {};
+          float a = 0.0f;
+          if (slot >= 0) {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+              h[part] = results.sums[part][i][j] + bias(tile.expert, part, results.column + j);
+            }
+            a = weight * (activate<kActivation>(h[0]) * (kParts == 2 ? h[kParts - 1] : 1.0f));
+          }
+          up.a.set(row * up.s.F + results.column + j, a);
+          if (up.h.data == nullptr) continue;
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            up.h.set((int64_t{row} * kParts + part) * up.s.F + results.column + j, h[part]);
+          }
+        }
+      }
+    });
+  }
+
+  __device__ float bias(int64_t expert, int part, int32_t column) const {
+    return up.b_in.data == nullptr ? 0.0f : up.b_in[(expert * kParts + part) * up.s.F + column];
+  }
+};
+
+}  // namespace
+
+ab_status compute_up(const Up& up, int multiprocessors, cudaStream_t stream) {
+  const FfnSizes& s = up.s;
+  if (s.R * s.F == 0) return ok();
+  if (hopper::supports(up)) {
+    return hopper::multiply(up, hopper::choose_tile(up, multiprocessors), multiprocessors, stream);
+  }
+  SimpleProduct product;
+  product.a = {up.x.data, up.x.dtype, 0, s.D, 1, up.map.slots != nullptr};
+  product.b = {up.w_in.data, up.w_in.dtype, s.D * s.P * s.F, s.P * s.F, 1};
+  product.map = up.map;
+  product.group_sizes = up.group_sizes;
+  product.R = s.R;
+  product.E = s.E;
+  product.rows = s.R;
+  product.columns = s.F;
+  product.k = s.D;
+  return s.P == 2 ? simple::launch_rows_product(product, Activate<2>{up}, multiprocessors, stream)
+                  : simple::launch_rows_product(product, Activate<1>{up}, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,239 @@
+// The epilogue of the product da' = d_y W_out^T: reads h and writes, with w the row's weight,
+//
+//     a = act(h_gate) h_up, or act(h) of ungated experts;   w a;   dh = act'(h) w da';   dots = <da', a>
+//
+// The columns of W_out come shuffled (ShuffledWeightOperand), so that of every 32 columns of the tile, a block, a lane
+// holds 8 neighbours of 2 rows: it reads and writes whole 16-byte chunks of its own. A lane's chunks of h come through
+// shared memory, in the place of the subtiles, two blocks ahead of the one it works on:
+//
+//   [kPrefetchedBlocks][2 rows][kParts][32 lanes] of 16 bytes for each warp
+#pragma once
+
+#include "core/cuda/copy_groups.cuh"
+#include "core/cuda/shared.cuh"
+#include "core/cuda/vector.cuh"
+#include "experts/activation.h"
+#include "experts/hopper/row_weights.cuh"
+#include "experts/hopper/subtile_writer.cuh"
+
+namespace anabranch::cuda::hopper {
+
+// kParts 2: gated.
+template <class Element, int kParts>
+struct HiddenGradientEpilogue {
+  const Element* h;     // [R, kParts, F]
+  Element* dh;          // the same, may be h itself; or nullptr
+  Element* weighted_a;  // [R, F], or nullptr
+  float* dots;          // [columns of tiles, R]: each tile's part; or nullptr
+  RowWeights weights;
+  int32_t columns;  // F
+  int32_t R;
+  int32_t activation;
+
+  template <class Shape>
+  static constexpr bool kTakesRegisters = false;
+
+  __device__ void prefetch_maps() const {}
+
+  // The weights of a warp's rows: slots are read before the products begin, weights during the last ones.
+  template <class Shape>
+  struct Prefetched {
+    RowSlots slots[Shape::kWarpgroupPanels];
+    RowPair rows[Shape::kWarpgroupPanels];
+  };
+
+  // Starts to read the first blocks of h, and the slots of all panels.
+  template <class Shape>
+  __device__ Prefetched<Shape> begin_prefetch(const SubtileWriter& writer, const Tile& tile, int row) const {
+    begin_panel(writer, tile, row);
+    Prefetched<Shape> prefetched;
+#pragma unroll
+    for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
+      prefetched.slots[panel] = RowSlots(weights, tile, row + panel * kPanel);
+    }
+    return prefetched;
+  }
+
+  template <class Shape>
+  __device__ __forceinline__ void finish_prefetch(Prefetched<Shape>& prefetched) const {
+#pragma unroll
+    for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
+      prefetched.rows[panel] = RowPair(weights, prefetched.slots[panel]);
+    }
+  }
+
+  template <class Shape>
+  __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int panel,
+                        const float (&acc)[Shape::kColumns / 2], const Prefetched<Shape>& prefetched) const {
+    static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1);
+    if (tile.row + row < tile.end_row) {
+      with_activation(activation, [&]<int32_t kActivation>() {
+        write_activated<Shape, kActivation>(writer, tile, row, acc, prefetched.rows[panel]);
+      });
+    }
+    wait_for_copies<0>();
+    if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) begin_panel(writer, tile, row + kPanel);
+  }
+
+  // Rows past the groups.
+  template <class Shape>
+  __device__ void write_zeros(SubtileWriter&, const Tile& tile, int row) const {
+    wait_for_copies<0>();
+    constexpr float kZeros[8] = {};
+    const Places places(*this, tile, row);
+#pragma unroll 1
+    for (int column = 0; column < Shape::kColumns; column += kBlock) {
+      for (int half = 0; half < 2; ++half) {
+        const bool there = places.reach(half, column);
+        for (int part = 0; part < kParts; ++part) {
+          Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h[half] + part * columns + column);
+        }
+        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a[half] + column);
+      }
+    }
+    if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});
+  }
+
+ private:
+  using Eight = Vector<Element, 8>;
+
+  static constexpr int kBlock = 32;            // columns that the lanes of a row have 8 each of
+  static constexpr int kPrefetchedBlocks = 2;  // blocks
+  static constexpr int kBlockBytes = 2 * 2 * kWarp * 16;
+  static_assert(kPrefetchedBlocks * kBlockBytes <= kSubtileBuffers * kSubtileBytes);
+
+  // h of a block.
+  struct Hidden {
+    Eight h[2][kParts];  // rows i / 4 and i / 4 + 8
+  };
+
+  // Where a lane's first columns stand, of each of its two rows.
+  struct Places {
+    int64_t of_h[2];  // elements of h and dh
+    int64_t of_a[2];
+    int32_t columns_left[2];  // none for a row that is not the expert's
+
+    __device__ Places(const HiddenGradientEpilogue& out, const Tile& tile, int row) {
+      const int32_t column = tile.column + lane_index() % 4 * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t at = row_of(tile, row, half);
+        of_a[half] = static_cast<int64_t>(at) * out.columns + column;
+        of_h[half] = static_cast<int64_t>(at) * kParts * out.columns + column;
+        columns_left[half] = at < tile.end_row ? out.columns - column : 0;
+      }
+    }
+
+    __device__ bool reach(int half, int column) const { return column < columns_left[half]; }
+  };
+
+  static __device__ int32_t row_of(const Tile& tile, int row, int half) {
+    return tile.row + row + half * 8 + lane_index() / 4;
+  }
+
+  // A lane's chunk in its warp's memory.
+  static __device__ __forceinline__ uint32_t chunk_of(const SubtileWriter& writer, int block, int half, int part) {
+    return writer.subtiles() +
+           (block % kPrefetchedBlocks * kBlockBytes + ((half * kParts + part) * kWarp + lane_index()) * 16);
+  }
+
+  __device__ void begin_panel(const SubtileWriter& writer, const Tile& tile, int row) const {
+    const Places places(*this, tile, row);
+#pragma unroll
+    for (int block = 0; block < kPrefetchedBlocks; ++block) read(writer, places, block);
+  }
+
+  // Zeros where there is nothing to read.
+  __device__ __forceinline__ void read(const SubtileWriter& writer, const Places& places, int block) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool there = places.reach(half, block * kBlock);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const Element* from = h + (there ? places.of_h[half] + part * columns + block * kBlock : 0);
+        copy_async_16(chunk_of(writer, block, half, part), from, there ? 16 : 0);
+      }
+    }
+    end_copy_group();
+  }
+
+  template <class Shape, int32_t kActivation>
+  __device__ __forceinline__ void write_activated(const SubtileWriter& writer, const Tile& tile, int row,
+                                                  const float (&acc)[Shape::kColumns / 2], const RowPair& rows) const {
+    const Places places(*this, tile, row);
+    float dot[2] = {0.0f, 0.0f};
+    constexpr int kBlocks = Shape::kColumns / kBlock;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      if (block < kBlocks - 1) {
+        wait_for_copies<kPrefetchedBlocks - 1>();
+      } else {
+        wait_for_copies<0>();
+      }
+      Hidden now;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          now.h[half][part].bytes = load_shared<uint4>(chunk_of(writer, block, half, part));
+        }
+      }
+      if (block + kPrefetchedBlocks < kBlocks) read(writer, places, block + kPrefetchedBlocks);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (places.reach(half, block * kBlock)) {
+          write_eight<kActivation>(places, half, block * kBlock, acc + block * kBlock / 2 + half * 2, now, rows,
+                                   dot[half]);
+        }
+      }
+    }
+    if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
+  }
+
+  // acc: 4 neighbouring pairs of columns, 4 apart.
+  template <int32_t kActivation>
+  __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
+                                              const Hidden& now, const RowPair& rows, float& dot) const {
+    float d[kParts][8];
+    float a[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float da = acc[i / 2 * 4 + i % 2];  // before the weight
+      const float weighted = da * rows.weight[half];
+      const ActivationAt gate = activate_with_slope<kActivation>(now.h[half][0][i]);
+      a[i] = gate.value;
+      d[0][i] = weighted * gate.slope;
+      if constexpr (kParts == 2) {
+        const float up = now.h[half][1][i];
+        a[i] *= up;
+        d[0][i] *= up;
+        d[1][i] = weighted * gate.value;
+      }
+      dot = fmaf(da, a[i], dot);
+      a[i] *= rows.weight[half];
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const Eight words = Eight::from(d[part]).or_zeros(rows.real[half]);
+      words.store_if(dh != nullptr, dh + places.of_h[half] + part * columns + column);
+    }
+    Eight::from(a).or_zeros(rows.real[half]).store_if(weighted_a != nullptr, weighted_a + places.of_a[half] + column);
+  }
+
+  // Of the columns of this tile.
+  template <class Shape>
+  __device__ void write_dots(const Tile& tile, int row, const float (&dot)[2], const bool (&real)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = real[half] ? dot[half] : 0.0f;
+      sum += __shfl_xor_sync(kAllLanes, sum, 1);
+      sum += __shfl_xor_sync(kAllLanes, sum, 2);
+      const int32_t at = row_of(tile, row, half);
+      if (lane_index() % 4 == 0 && at < tile.end_row) {
+        dots[static_cast<int64_t>(tile.column / Shape::kColumns) * R + at] = sum;
+      }
+    }
+  }
+};
+
+}  // namespace anabranch::cuda::hopper

@@ -1,0 +1,33 @@
+// The launchers of the kernels, for products.cu, which chooses among them. Each is a template that is instantiated in
+// files of its own, made by CMake (cmake/hopper.cmake), so that kernels compile side by side.
+#pragma once
+
+#include "core/cuda/wgmma.cuh"
+#include "experts/cuda/segments.h"
+#include "experts/hopper/products.h"
+
+namespace anabranch::cuda::hopper {
+
+// kParts 2: gated experts.
+template <int kParts>
+ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
+
+template <int kParts>
+ab_status launch_hidden_gradient(const HiddenGradient& gradient, TileChoice tile, int multiprocessors,
+                                 cudaStream_t stream);
+
+// kMajorB: how weights are stored, mn as they are, k transposed.
+template <class Out>
+struct RowsEpilogue;
+template <class Out>
+struct ScaleBiasEpilogue;
+template <Major kMajorB, template <class> class Epilogue>
+ab_status launch_rows_product(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
+
+// What of a gradient is gathered.
+enum class Gathered { nothing, x, d_y };
+template <Gathered kGathered>
+ab_status launch_weight_gradient(const WeightGradient& gradient, TileChoice tile, const SegmentBounds& bounds,
+                                 const SegmentList& list, int multiprocessors, cudaStream_t stream);
+
+}  // namespace anabranch::cuda::hopper

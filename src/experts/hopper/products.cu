@@ -1,0 +1,131 @@
+#include "experts/hopper/products.h"
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "core/cuda/tensor_map.h"
+#include "experts/cuda/segments.h"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/hopper/launchers.h"
+#include "experts/hopper/row_operand.cuh"
+
+namespace anabranch::cuda::hopper {
+namespace {
+
+// Of rows, of what is contracted or of columns with a tile more, and of tiles: what kernels count in int32.
+constexpr int64_t kMostIndices = int64_t{1} << 30;
+static_assert(kMostIndices <= kMostWindowRows, "row windows take as many rows as kernels count");
+
+constexpr int64_t kTileRows = 128;           // of every shape of tiles
+constexpr int64_t kFewestTileColumns = 128;  // of any
+
+bool is_16_bit(int32_t dtype) { return dtype == AB_BFLOAT16 || dtype == AB_FLOAT16; }
+
+bool are_counted(std::initializer_list<int64_t> sizes) {
+  return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0 && size <= kMostIndices; });
+}
+
+bool tiles_are_counted(int64_t R, int64_t E, int64_t columns, int64_t tile_columns) {
+  return most_row_tiles(R, E, kTileRows) * ceil_div(columns, tile_columns) <= kMostIndices;
+}
+
+// Of the feed-forward network's products with fused epilogues: `rows` of D are read, and `hidden`, rows of F or none,
+// are read or written.
+bool supports_fused(const FfnSizes& s, const RowMap& map, const Floats& rows, std::initializer_list<Floats> hidden) {
+  const auto fits = [&](const Floats& m) { return m.data == nullptr || fits_tensor_map(m.data, rows.dtype, s.F); };
+  // In the narrowest tile half of the columns are the gate's.
+  return is_16_bit(rows.dtype) && are_counted({s.R, s.E, s.D, s.P * s.F}) &&
+         tiles_are_counted(s.R, s.E, s.F, kFewestTileColumns / 2) && fits_tensor_map(rows.data, rows.dtype, s.D) &&
+         fits_gather(map, s.D) && std::all_of(hidden.begin(), hidden.end(), fits);
+}
+
+SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
+
+bool gathers_x(const WeightGradient& g) { return g.gathers_x && g.map.slots != nullptr; }
+bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.slots != nullptr; }
+
+}  // namespace
+
+bool supports(const Up& up) { return supports_fused(up.s, up.map, up.x, {up.w_in, up.b_in, up.h, up.a}); }
+
+bool supports(const HiddenGradient& g) {
+  return g.d_y.dtype == g.h.dtype && supports_fused(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a}) &&
+         fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.D);
+}
+
+bool supports(const RowsProduct& p) {
+  const auto fits = [&](const void* data, int64_t columns) { return fits_tensor_map(data, p.dtype, columns); };
+  // y and a window of wider columns: a window goes the path of the whole.
+  return is_16_bit(p.dtype) && are_counted({p.R, p.E, p.D, p.N}) &&
+         tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns) && fits(p.x, p.D) &&
+         fits(p.w, p.transposed ? p.D : p.stored_columns()) && fits(p.y, p.N) && fits(p.y, p.stored_columns()) &&
+         (p.bias == nullptr || fits(p.bias, p.N)) && !(p.transposed && p.has_epilogue());
+}
+
+bool supports(const WeightGradient& g, Alignment alignment) {
+  constexpr int64_t kMostColumns = int64_t{1} << 29;  // of which offsets in bytes are counted
+  if (!are_counted({g.R, g.E, g.D, g.N}) || g.D > kMostColumns || g.N > kMostColumns) return false;
+  if (!is_16_bit(g.x.dtype) || g.d_y.dtype != g.x.dtype) return false;
+  if (g.d_w.dtype != AB_FLOAT32 && (g.d_w.dtype != g.x.dtype || g.accumulates)) return false;
+  const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kFewestTileColumns);
+  if (tiles > kMostIndices || bounds_of(g).segments > kMostIndices / tiles) return false;
+  const auto fits = [&](const Floats& m, int64_t columns) {
+    return fits_tensor_map(alignment == Alignment::checked ? m.data : nullptr, m.dtype, columns);
+  };
+  return fits(g.x, g.D) && fits(g.d_y, g.N) && fits(g.d_w, g.N) && (!gathers_x(g) || fits_gather(g.map, g.D)) &&
+         (!gathers_d_y(g) || fits_gather(g.map, g.N));
+}
+
+TileChoice choose_tile(const Up& up, int multiprocessors) {
+  const FfnSizes& s = up.s;
+  return choose_fused_tile(s.R, s.E, s.P * s.F, s.D, multiprocessors).choice;
+}
+
+TileChoice choose_tile(const RowsProduct& p, int multiprocessors) {
+  const auto choose = p.has_epilogue() ? choose_fused_tile : choose_row_tile;
+  return choose(p.R, p.E, p.N, p.D, multiprocessors).choice;
+}
+
+TileChoice choose_tile(const HiddenGradient& g, int multiprocessors) {
+  return choose_fused_tile(g.s.R, g.s.E, g.s.F, g.s.D, multiprocessors).choice;
+}
+
+TileChoice choose_tile(const WeightGradient& g, int multiprocessors) {
+  return choose_weight_tile(g.R, g.E, g.D, g.N, gathers_x(g) || gathers_d_y(g), multiprocessors).choice;
+}
+
+int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {
+  return ceil_div(g.s.F, tile == TileChoice::k128x256 ? 256 : 128);
+}
+
+size_t workspace_of(const WeightGradient& g) { return size_of_segments(bounds_of(g), g.D, g.N); }
+
+ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+  return (up.s.P == 2 ? launch_up<2> : launch_up<1>)(up, tile, multiprocessors, stream);
+}
+
+ab_status multiply(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+  const auto launch = p.transposed       ? launch_rows_product<Major::k, RowsEpilogue>
+                      : p.has_epilogue() ? launch_rows_product<Major::mn, ScaleBiasEpilogue>
+                                         : launch_rows_product<Major::mn, RowsEpilogue>;
+  return launch(p, tile, multiprocessors, stream);
+}
+
+ab_status multiply(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+  return (g.s.P == 2 ? launch_hidden_gradient<2> : launch_hidden_gradient<1>)(g, tile, multiprocessors, stream);
+}
+
+ab_status multiply(const WeightGradient& g, TileChoice tile, void* workspace, int multiprocessors,
+                   cudaStream_t stream) {
+  const SegmentBounds bounds = bounds_of(g);
+  const SegmentList list = place_segments(bounds, workspace);
+  AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
+  const auto launch = gathers_x(g)     ? launch_weight_gradient<Gathered::x>
+                      : gathers_d_y(g) ? launch_weight_gradient<Gathered::d_y>
+                                       : launch_weight_gradient<Gathered::nothing>;
+  AB_RETURN_IF_ERROR(launch(g, tile, bounds, list, multiprocessors, stream));
+  if (bounds.partials == 0) return ok();
+  return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::hopper

@@ -1,0 +1,42 @@
+// Operand A of a product over rows: the rows themselves, or rows that stand elsewhere.
+#pragma once
+
+#include <algorithm>
+
+#include "core/cuda/tensor_map.h"
+#include "core/floats.h"
+#include "core/status.h"
+#include "experts/cuda/row_map.h"
+#include "experts/hopper/operands.cuh"
+
+namespace anabranch::cuda::hopper {
+
+// The rows that a map of slots names, of a matrix of so many columns of 16 bits.
+inline GatherSource gather_source(const Floats& matrix, const RowMap& map, int64_t columns) {
+  GatherSource from;
+  from.source = static_cast<const char*>(matrix.data);
+  from.slots = map.slots;
+  from.slots_per_row = map.by_topk;
+  from.source_rows = map.sources();
+  from.row_chunks = static_cast<int32_t>(columns / 8);
+  return from;
+}
+
+template <int kRows>
+ab_status prepare_rows(const char* name, const Floats& matrix, const RowMap&, int64_t columns, RowOperand* operand) {
+  return make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, kRows, &operand->map);
+}
+template <int kRows>
+ab_status prepare_rows(const char*, const Floats& matrix, const RowMap& map, int64_t columns,
+                       GatheredRowOperand* operand) {
+  static_cast<GatherSource&>(*operand) = gather_source(matrix, map, columns);
+  return ok();
+}
+
+// What rows of 16-bit elements must be to be gathered, if they are: places are counted in chunks of 16 bytes.
+inline bool fits_gather(const RowMap& map, int64_t columns) {
+  constexpr int64_t kMostChunks = int64_t{GatherSource::kNowhere};
+  return map.slots == nullptr || map.sources() <= kMostChunks / std::max<int64_t>(columns / 8, 1);
+}
+
+}  // namespace anabranch::cuda::hopper

@@ -1,0 +1,133 @@
+// The way from accumulators to memory.
+//
+// Each warp has buffers of its own in shared memory for subtiles of its results, 16 rows of 128 bytes with the 128-byte
+// swizzle. It writes its accumulators there, a subtile at a time, and the copy engine takes a subtile to memory while
+// the warp goes on. What lies outside the result, or below the rows of the expert, the copy engine leaves out.
+#pragma once
+
+#include "core/cuda/access.cuh"
+#include "core/cuda/tma.cuh"
+#include "core/cuda/warp.cuh"
+#include "core/dtype.h"
+#include "experts/hopper/tile_shape.cuh"
+
+namespace anabranch::cuda::hopper {
+
+constexpr int kSubtileRows = 16;
+constexpr int kSubtileBytes = kSubtileRows * kSwizzleBytes;
+constexpr int kSubtileBuffers = 2;  // of a warp
+
+template <class Out>
+constexpr int kSubtileColumns = kSwizzleBytes / static_cast<int>(sizeof(Out));
+
+// Epilogues that read nothing ahead.
+struct NothingPrefetched {};
+class SubtileWriter;
+struct PrefetchesNothing {
+  // Whether the epilogue leaves so few registers that gathering must make do with less.
+  template <class Shape>
+  static constexpr bool kTakesRegisters = false;
+
+  template <class Shape>
+  __device__ NothingPrefetched begin_prefetch(const SubtileWriter&, const Tile&, int) const {
+    return {};
+  }
+  template <class Shape>
+  __device__ void finish_prefetch(NothingPrefetched) const {}
+};
+
+// Of one warp. Destination: whose elements, `Out`, how many columns there are, and send() of a subtile to its place.
+class SubtileWriter {
+ public:
+  // subtiles: kSubtileBuffers buffers of kSubtileBytes, 1024-byte aligned.
+  __device__ explicit SubtileWriter(char* subtiles) : subtiles_(shared_address(subtiles)) {}
+
+  // Rows row, ..., row + 15 of the tile, all its columns. acc: of m64nkColumns.
+  template <int kColumns, class Destination>
+  __device__ void write(const Destination& to, const Tile& tile, int row, const float (&acc)[kColumns / 2]) {
+    using Out = typename Destination::Out;
+    if (tile.row + row >= tile.end_row) return;
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kSubtileColumns<Out>) {
+      if (tile.column + column >= to.columns) return;
+      write_subtile(to, tile, row, column, acc + column / 2);
+    }
+  }
+
+  // One subtile, the columns from `column` of the tile on. acc: theirs.
+  template <class Destination>
+  __device__ __forceinline__ void write_subtile(const Destination& to, const Tile& tile, int row, int column,
+                                                const float* acc) {
+    const uint32_t subtile = next_subtile();
+    fill<typename Destination::Out>(subtile, acc);
+    send(to, subtile, tile, row, column);
+  }
+
+  // Zeros in the place of write().
+  template <int kColumns, class Destination>
+  __device__ void write_zeros(const Destination& to, const Tile& tile, int row) {
+    using Out = typename Destination::Out;
+    if (tile.row + row >= tile.end_row) return;
+    for (int column = 0; column < kColumns && tile.column + column < to.columns; column += kSubtileColumns<Out>) {
+      const uint32_t subtile = next_subtile();
+#pragma unroll
+      for (int i = 0; i < kSubtileBytes / 16; i += kWarp) store_shared_zeros(subtile + (i + lane_index()) * 16);
+      send(to, subtile, tile, row, column);
+    }
+  }
+
+  // The memory of the subtiles, for an epilogue that writes none.
+  __device__ uint32_t subtiles() const { return subtiles_; }
+
+  // Before the block ends.
+  __device__ void finish() {
+    if (lane_index() == 0) wait_for_stores_to_read<0>();
+  }
+
+ private:
+  __device__ uint32_t next_subtile() {
+    if (lane_index() == 0) wait_for_stores_to_read<kSubtileBuffers - 1>();
+    __syncwarp();
+    const uint32_t subtile = subtiles_ + next_ * kSubtileBytes;
+    next_ = (next_ + 1) % kSubtileBuffers;
+    return subtile;
+  }
+
+  template <class Out>
+  __device__ __forceinline__ void fill(uint32_t subtile, const float* acc) {
+    const int lane = lane_index();
+    if constexpr (sizeof(Out) == 2) {
+      // Of four 8x8 matrices at a time, the second stands below the first and the other two to their right.
+      const uint32_t place = subtile + swizzled(lane % 16, lane / 16);
+#pragma unroll
+      for (int chunk = 0; chunk < kSwizzleBytes / 16; chunk += 2) {
+        const float* values = acc + chunk * 4;
+        store_matrices(chunks_on(place, chunk), pack<Out>(values[0], values[1]), pack<Out>(values[2], values[3]),
+                       pack<Out>(values[4], values[5]), pack<Out>(values[6], values[7]));
+      }
+    } else {
+      const uint32_t place = subtile + swizzled(lane / 4, lane % 4 / 2) + lane % 2 * 8;
+#pragma unroll
+      for (int eight = 0; eight < kSubtileColumns<Out> / 8; ++eight) {
+        const float* values = acc + eight * 4;
+        store_shared(chunks_on(place, eight * 2), values[0], values[1]);
+        store_shared(chunks_on(place, eight * 2) + 8 * kSwizzleBytes, values[2], values[3]);
+      }
+    }
+  }
+
+  template <class Destination>
+  __device__ void send(const Destination& to, uint32_t subtile, const Tile& tile, int row, int column) {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane_index() == 0) {
+      to.send(subtile, tile, row, column);
+      commit_stores();
+    }
+  }
+
+  uint32_t subtiles_;
+  int next_ = 0;
+};
+
+}  // namespace anabranch::cuda::hopper

@@ -1,0 +1,48 @@
+// The shape of a result tile, and how the warpgroups of a block work on it.
+#pragma once
+
+#include "core/cuda/wgmma.cuh"
+#include "experts/cuda/tiles/tile.cuh"
+
+namespace anabranch::cuda::hopper {
+
+static_assert(kBlockK == kPanel, "a k-block is one panel deep");
+
+// How the two consumer warpgroups share the tiles of a block. cooperative: both work on the same tile, split by rows,
+// which may be large. ping_pong: they take tiles in turn; while one stores its tile the other one multiplies, so that
+// tiles of few k-blocks don't leave the tensor cores idle.
+enum class Schedule { cooperative, ping_pong };
+
+// kBlocks: of a cluster, whose tiles may have a factor in common.
+template <int kRows_, int kColumns_, int kStages_, Schedule kSchedule, int kBlocks_ = 1>
+struct TileShape {
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kStages = kStages_;  // k-blocks of operands in shared memory
+  static constexpr int kTilesInFlight = kSchedule == Schedule::ping_pong ? 2 : 1;
+  static constexpr int kBlocks = kBlocks_;
+
+  static constexpr int kConsumers = 2;                                 // warpgroups
+  static constexpr int kTileWarpgroups = kConsumers / kTilesInFlight;  // that work on one tile
+  static constexpr int kTileWarps = kTileWarpgroups * 4;
+  static constexpr int kWarpgroupRows = kRows / kTileWarpgroups;
+  static constexpr int kWarpgroupPanels = kWarpgroupRows / kPanel;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kBytesA = kRows / kPanel * kPanelBytes;
+  static constexpr int kBytesB = kColumns / kPanel * kPanelBytes;
+
+  static_assert(kRows % (kPanel * kTileWarpgroups) == 0 && kColumns % kPanel == 0,
+                "every warpgroup has whole panels of 64 rows and 64 columns");
+};
+
+// The shapes that kernels are built for, each with the stages that fill shared memory beside the epilogue's.
+using Tile128x256 = TileShape<128, 256, 4, Schedule::cooperative>;
+using Tile128x192 = TileShape<128, 192, 4, Schedule::ping_pong>;
+using Tile128x128 = TileShape<128, 128, 6, Schedule::ping_pong>;
+
+// The same for clusters of two blocks.
+template <class Shape>
+using InPairs = TileShape<Shape::kRows, Shape::kColumns, Shape::kStages,
+                          Shape::kTilesInFlight == 2 ? Schedule::ping_pong : Schedule::cooperative, 2>;
+
+}  // namespace anabranch::cuda::hopper

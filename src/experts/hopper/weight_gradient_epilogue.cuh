@@ -1,0 +1,67 @@
+// The epilogue of gradients of weights: results, or partial results of segments, rounded, stored or added.
+#pragma once
+
+#include <type_traits>
+
+#include "experts/hopper/subtile_writer.cuh"
+
+namespace anabranch::cuda::hopper {
+
+// One of matrices of results.
+template <class Out_>
+struct MatrixDestination {
+  using Out = Out_;
+  const CUtensorMap& map;  // matrices, boxes of a subtile
+  int32_t columns;
+  int32_t matrix;
+  bool adds;  // to what stands there; float only
+
+  __device__ void send(uint32_t subtile, const Tile& tile, int row, int column) const {
+    const MatrixCoordinates at{tile.column + column, tile.row + row, matrix};
+    if (std::is_same_v<Out, float> && adds) {
+      add_box(map, subtile, at);
+    } else {
+      store_box(map, subtile, at);
+    }
+  }
+};
+
+// The gradient [E, D, N] of weights, and partial results.
+template <class Element>
+struct WeightGradientEpilogue : PrefetchesNothing {
+  CUtensorMap map;       // matrices of Element, or float
+  CUtensorMap partials;  // matrices of float
+  int32_t columns;
+  bool wide;  // float
+  bool adds;  // to what stands there, if wide
+
+  __device__ void prefetch_maps() const {
+    prefetch_map(map);
+    prefetch_map(partials);
+  }
+
+  template <class Shape>
+  __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
+                        NothingPrefetched) const {
+    constexpr int kColumns = Shape::kColumns;
+    const bool whole = tile.partial == kWhole;
+    if (whole && !wide) {
+      writer.write<kColumns>(MatrixDestination<Element>{map, columns, tile.expert, false}, tile, row, acc);
+    } else {
+      writer.write<kColumns>(
+          MatrixDestination<float>{whole ? map : partials, columns, whole ? tile.expert : tile.partial, whole && adds},
+          tile, row, acc);
+    }
+  }
+  template <class Shape>
+  __device__ void write_zeros(SubtileWriter& writer, const Tile& tile, int row) const {
+    constexpr int kColumns = Shape::kColumns;
+    if (!wide) {
+      writer.write_zeros<kColumns>(MatrixDestination<Element>{map, columns, tile.expert, false}, tile, row);
+    } else if (!adds) {
+      writer.write_zeros<kColumns>(MatrixDestination<float>{map, columns, tile.expert, false}, tile, row);
+    }
+  }
+};
+
+}  // namespace anabranch::cuda::hopper

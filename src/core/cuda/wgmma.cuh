@@ -1,8 +1,8 @@
 // Matrix products of Hopper's tensor cores: wgmma m64nNk16, both factors in shared memory, float32 accumulators.
 //
 // A factor stands in shared memory in panels of 64 x 64 elements of 16 bits: 64 rows of 128 bytes with the 128-byte
-// swizzle, as TMA writes them. Major::k: a row holds 64 terms of one row of A (column of B). Major::mn: a row holds one
-// term of 64 rows of A (columns of B). Panels along M or N stand one after another, for both.
+// swizzle, as TMA writes them. Major::k: a row holds 64 of k of one row of A (column of B). Major::mn: a row holds one
+// of k of 64 rows of A (columns of B). Panels along M or N stand one after another, for both.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ __device__ __forceinline__ Descriptor make_descriptor(uint32_t panel) {
   return uint32_t{kPanelBytes / 16} << 16 | (panel & 0x3ffffu) >> 4;
 }
 
-// From a descriptor to that of the same rows and columns in the next panel, or kWgmmaK terms on: 32 bytes along the
-// rows, or 16 rows.
+// From a descriptor to that of the same rows and columns in the next panel, or kWgmmaK further along k: 32 bytes along
+// the rows, or 16 rows.
 constexpr Descriptor kNextPanel = kPanelBytes / 16;
 template <Major kMajor>
 constexpr Descriptor kNextK = (kMajor == Major::k ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes) / 16;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void copy_accumulators(float (&to)[kCount], const flo
 // Accumulators of m64nN: thread i of the warpgroup holds N/2 of them. Element 4 j + 2 p + q is at row
 // 16 (i / 32) + i % 32 / 4 + 8 p, column 8 j + 2 (i % 4) + q.
 
-// Begins d = a b, or d += a b with accumulate != 0, for 64 x kColumns elements and 16 terms.
+// Begins d = a b, or d += a b with accumulate != 0, for 64 x kColumns elements, sums over 16 of k.
 template <int kColumns, Major kMajorA, Major kMajorB, class Element>
 struct Wgmma;
 

@@ -64,7 +64,6 @@ RouteVariants variants_of(const RouterForward& op, bool by_score) {
 
 Choice choose(const RouterForward& op, const Selection& selection, bool* always_exact) {
   const bool by_score = selection.by_score && op.wants_selection;
-  const bool long_keys = by_score || op.logits_dtype == AB_FLOAT32;
   const RouteVariants all = variants_of(op, by_score);
   const bool few = op.T <= TokenTiles::kFewTokens;
   const RouteVariant* variant = few ? all.few : all.many;
@@ -85,8 +84,6 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
         kernel = variant->grouped;
         list = RouteVariant::kGrouped;
       }
-    } else if (variant->lanes == 1 && long_keys) {
-      kernel = variant->long_keys[list];
     }
     const int candidates = variant->candidates[list];
     const int ranks = candidates > 0 ? candidates : RouteVariant::list(list);

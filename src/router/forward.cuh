@@ -7,6 +7,8 @@
 // vectors. Dense outputs are rows of zeros in shared memory into which slots are scattered.
 #pragma once
 
+#include <type_traits>
+
 #include "balance/statistics.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/block.cuh"
@@ -31,11 +33,10 @@ struct RouteVariant {
 
   int lanes;
   int items;
-  int blocks;                // of a multiprocessor, that registers allow
-  Kernel kernels[kLists];    // nullptr: none
-  int candidates[kLists];    // of a token, 0 where lanes == 1
-  Kernel long_keys[kLists];  // for values of 32 bits, where lanes == 1
-  Kernel grouped;            // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
+  int blocks;              // of a multiprocessor, that registers allow
+  Kernel kernels[kLists];  // nullptr: none
+  int candidates[kLists];  // of a token, 0 where lanes == 1
+  Kernel grouped;          // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
 };
 
 // By experts: for many tokens, and for so few that a warp a token does not fill the device.
@@ -129,8 +130,8 @@ __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, u
 template <int kItems>
 constexpr int kBlocks = kItems <= 16 ? 3 : 2;
 
-// Bits: how logits are stored (staged_rows.cuh). Key: of the sort where one lane holds a row.
-template <Mode kMode, class Bits, int kLanes, int kItems, int kList, bool kGrouped, class Key>
+// Bits: how logits are stored (staged_rows.cuh).
+template <Mode kMode, class Bits, int kLanes, int kItems, int kList, bool kGrouped>
 __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
   using Rows = StagedRows<Bits, kLanes, kItems>;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kBiasStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   constexpr bool kOneLane = kLanes == 1;
-  constexpr bool kExactKeys = !kBiased && sizeof(Bits) == 2;
+  constexpr bool kExactKeys = !kBiased && sizeof(Bits) == 2;      // keys of 32 bits hold values and experts
   constexpr unsigned kRanks = kOneLane ? kList : F::kCandidates;  // of a token in `selected`
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
     GroupBest group;
     const auto take_row = [&](const auto& q_of) {
       if constexpr (kOneLane) {
-        sort_row<kItems, kList, Key>(q_of, selected);
+        sort_row<kItems, kList, std::conditional_t<kExactKeys, uint32_t, uint64_t>>(q_of, selected);
       } else {
 #pragma unroll
         for (int w = 0; w < F::kWords; ++w) filter.words[w] = __floats2bfloat162_rn(q_of(w), q_of(w + F::kWords));
@@ -378,6 +379,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         pending &= ~((kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1u) << (other * kLanes));
       }
     } else if (op.forced) {
+#pragma unroll 1
       for (unsigned k = lane; k < K; k += kLanes) selected.set(k, live ? forced_expert(op, t, k) : -1);
     }
 
@@ -466,26 +468,19 @@ template <Mode kMode, class Bits, int kLanes, int kItems, int kList>
 constexpr void add_list(RouteVariant* variant) {
   int i = 0;
   while (RouteVariant::list(i) < kList) ++i;
-  if constexpr (kLanes == 1) {
-    variant->long_keys[i] = route<kMode, Bits, kLanes, kItems, kList, false, uint64_t>;
-    if constexpr (sizeof(Bits) == 2 && kMode != Mode::biased) {
-      variant->kernels[i] = route<kMode, Bits, kLanes, kItems, kList, false, uint32_t>;
-    } else {
-      variant->kernels[i] = variant->long_keys[i];
-    }
-  } else {
+  variant->kernels[i] = route<kMode, Bits, kLanes, kItems, kList, false>;
+  if constexpr (kLanes > 1) {
     static_assert(Filter<kLanes, kItems, kList>::kExists);
-    variant->kernels[i] = route<kMode, Bits, kLanes, kItems, kList, false, uint32_t>;
     variant->candidates[i] = Filter<kLanes, kItems, kList>::kCandidates;
   }
 }
 
 template <Mode kMode, class Bits, int kLanes, int kItems, bool kGrouped, int... kListLengths>
 constexpr RouteVariant variant() {
-  RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, {}, nullptr};
+  RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, nullptr};
   (add_list<kMode, Bits, kLanes, kItems, kListLengths>(&v), ...);
   if constexpr (kGrouped)
-    v.grouped = route<kMode, Bits, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true, uint32_t>;
+    v.grouped = route<kMode, Bits, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true>;
   return v;
 }
 

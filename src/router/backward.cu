@@ -29,10 +29,11 @@ struct BackwardCall {
   bool logits_are_aligned;  // to 16 bytes
   bool gradients_are_aligned;
   // Byte offsets in shared memory; per-warp pieces are `warp` bytes apart from `first_warp` on.
-  int first_warp;  // before it: float [kLanes][kItems + 4], the cotangent of score_sum
+  int first_warp;  // before it: float [kLanes][kItems + 4], the cotangent of score_sum, or zeros
   int warp;
-  int experts;    // int32 [tokens][K]
-  int gradients;  // float [tokens][K]
+  int d_aux_scores;  // float [32][kItems + 4], those of the warp's tokens
+  int experts;       // int32 [tokens][K]
+  int gradients;     // float [tokens][K]
 };
 
 // Cotangents of the weights of a token's slots, in kLanes lanes, become those of their logits, as far as they come
@@ -97,14 +98,19 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
   let_next_kernel_start();
   wait_for_previous_kernel();
 
-  // The cotangent of score_sum, the same for all tokens of the block.
-  const SharedArray<float> d_score_sum(block_memory);
+  // Cotangents of the auxiliary scores, where a lane finds those of its items: of score_sum, the same for all tokens of
+  // the block; or each token's own, which come with its row.
   const bool has_sum = kReadsRows && op.d_score_sum.data != nullptr;
   const bool has_aux = kReadsRows && op.d_aux_scores.data != nullptr;
-  if (has_sum) {
+  const SharedArray<float> own_cotangents(memory + call.d_aux_scores);
+  const auto cotangents =
+      has_aux ? own_cotangents.from(token * kLanes * kStride) : SharedArray<float>(block_memory);  // of the token
+  const auto cotangent_place = [](unsigned e) { return e / kItems * kStride + e % kItems; };
+  if (kReadsRows && !has_aux) {
     const int64_t row = static_cast<int64_t>(blockIdx.x / call.tiles.blocks_per_sequence) * E;
+#pragma unroll 1
     for (unsigned e = threadIdx.x; e < kLanes * kItems; e += blockDim.x) {
-      d_score_sum.set(e / kItems * kStride + e % kItems, e < E ? load(op.d_score_sum, row + e) : 0.0f);
+      cotangents.set(cotangent_place(e), has_sum && e < E ? load(op.d_score_sum, row + e) : 0.0f);
     }
   }
 
@@ -172,6 +178,17 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
         wait_for_copies<0>();
       }
     }
+    if (has_aux) {
+      __syncwarp();  // those of the round before have been read
+#pragma unroll 1
+      for (unsigned place = lane_index(); place < kTokens * kLanes * kItems; place += kWarp) {
+        const unsigned of = place / (kLanes * kItems);
+        const unsigned e = place % (kLanes * kItems);
+        const bool there = of < count && e < E;
+        own_cotangents.set(of * kLanes * kStride + cotangent_place(e),
+                           there ? load(op.d_aux_scores, static_cast<int64_t>(first + of) * E + e) : 0.0f);
+      }
+    }
     __syncwarp();
 
     // The row's sums: softmax with lse as the shift where it is known (dividing by the sum takes its rounding out), or
@@ -181,24 +198,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     float poison = lse - lse;  // NaN where a row of softmax is broken
     float dot = 0.0f;          // sum of G s
     float inverse = 0.0f;      // of the sum of elementwise scores
-    const auto cotangents = [&](auto&& take) {
-      if (has_sum) {
+    const auto for_cotangents = [&](auto&& take) {
 #pragma unroll
-        for (unsigned i = 0; i < kItems; i += 4) {
-          const auto g = load_shared<float4>(d_score_sum.from(lane * kStride + i).address());
-          take(i, g.x);
-          take(i + 1, g.y);
-          take(i + 2, g.z);
-          take(i + 3, g.w);
-        }
-      } else if (has_aux && live) {
-#pragma unroll
-        for (unsigned i = 0; i < kItems; ++i) {
-          take(i, first_item + i < E ? load(op.d_aux_scores, static_cast<int64_t>(t) * E + first_item + i) : 0.0f);
-        }
-      } else {
-#pragma unroll
-        for (unsigned i = 0; i < kItems; ++i) take(i, 0.0f);
+      for (unsigned i = 0; i < kItems; i += 4) {
+        const auto g = load_shared<float4>(cotangents.from(lane * kStride + i).address());
+        take(i, g.x);
+        take(i + 1, g.y);
+        take(i + 2, g.z);
+        take(i + 3, g.w);
       }
     };
     if constexpr (kReadsRows) {
@@ -233,11 +240,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
       }
       if (call.auxiliary) {
         if constexpr (kIsSoftmax) {
-          cotangents([&](int i, float g) { dot = fmaf(z[i], g, dot); });
+          for_cotangents([&](int i, float g) { dot = fmaf(z[i], g, dot); });
           dot = sum_lanes<kLanes>(dot) * softmax.factor;
         } else {
           float sum = 0.0f;
-          cotangents([&](int i, float g) {
+          for_cotangents([&](int i, float g) {
             const float s = elementwise_score(op.score_function, z[i]);
             sum += s;
             dot = fmaf(s, g, dot);
@@ -271,7 +278,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     };
     __syncwarp();  // logits of the slots have been read
     if constexpr (kReadsRows) {
-      cotangents([&](int i, float g) { z[i] = of_row(z[i], g); });
+      for_cotangents([&](int i, float g) { z[i] = of_row(z[i], g); });
       rows.write(z);
     } else {
       rows.clear();
@@ -331,13 +338,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
         const auto e = static_cast<unsigned>(expert[s]);
         float d = gradient[s];
         if constexpr (kReadsRows) {
-          float g = 0.0f;
-          if (has_sum) {
-            g = d_score_sum[e / kItems * kStride + e % kItems];
-          } else if (has_aux) {
-            g = load(op.d_aux_scores, static_cast<int64_t>(t) * E + e);
-          }
-          d += of_row(kIsSoftmax ? softmax.power(value[s]) : value[s], g);
+          d += of_row(kIsSoftmax ? softmax.power(value[s]) : value[s], cotangents[cotangent_place(e)]);
         }
         rows.set(token, e, d);
       }
@@ -418,8 +419,11 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
 
   const int tokens = kWarp / variant->lanes;
   const auto rounded = [](int bytes) { return (bytes + 127) / 128 * 128; };
-  call.first_warp = op.d_score_sum.data != nullptr ? rounded(variant->lanes * (variant->items + 4) * 4) : 0;
-  call.experts = rounded(kWarp * variant->items * size * (reads_rows ? 2 : 1));
+  const bool has_aux = op.d_aux_scores.data != nullptr;
+  const int stride = (variant->items + 4) * 4;
+  call.first_warp = reads_rows && !has_aux ? rounded(variant->lanes * stride) : 0;
+  call.d_aux_scores = rounded(kWarp * variant->items * size * (reads_rows ? 2 : 1));
+  call.experts = call.d_aux_scores + (has_aux ? rounded(kWarp * stride) : 0);
   call.gradients = call.experts + rounded(tokens * K * 4);
   call.warp = call.gradients + rounded(tokens * K * 4);
   // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.

@@ -357,36 +357,34 @@ struct Variant {
   using Kernel = void (*)(BackwardCall);
   int lanes;
   int items;
-  // By the slots of a lane, and by whether rows are read.
-  int slots[2];
-  Kernel of_2[2][2];  // logits of 2 bytes
-  Kernel of_4[2][2];
+  int slots;  // of a lane
+  // By whether rows are read.
+  Kernel of_2[2];  // logits of 2 bytes
+  Kernel of_4[2];
 };
 
-template <bool kIsSoftmax, int kLanes, int kItems, int kFew, int kMany>
+template <bool kIsSoftmax, int kLanes, int kItems, int kSlots>
 constexpr Variant variant() {
   return {kLanes,
           kItems,
-          {kFew, kMany},
-          {{route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kFew, false>,
-            route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kFew, true>},
-           {route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kMany, false>,
-            route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kMany, true>}},
-          {{route_backward<kIsSoftmax, float, kLanes, kItems, kFew, false>,
-            route_backward<kIsSoftmax, float, kLanes, kItems, kFew, true>},
-           {route_backward<kIsSoftmax, float, kLanes, kItems, kMany, false>,
-            route_backward<kIsSoftmax, float, kLanes, kItems, kMany, true>}}};
+          kSlots,
+          {route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kSlots, false>,
+           route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kSlots, true>},
+          {route_backward<kIsSoftmax, float, kLanes, kItems, kSlots, false>,
+           route_backward<kIsSoftmax, float, kLanes, kItems, kSlots, true>}};
 }
 
-// By experts; the first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a
-// token does not fill the device.
+// The first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a token does
+// not fill the device.
 template <bool kIsSoftmax>
-constexpr Variant kFewTokens[] = {variant<kIsSoftmax, 32, 8, 1, 2>(), variant<kIsSoftmax, 32, 32, 1, 2>()};
+constexpr Variant kFewTokens[] = {variant<kIsSoftmax, 32, 8, 1>(), variant<kIsSoftmax, 32, 32, 1>(),
+                                  variant<kIsSoftmax, 32, 32, 2>()};
 template <bool kIsSoftmax>
-constexpr Variant kVariants[] = {variant<kIsSoftmax, 1, 8, 2, 8>(),   variant<kIsSoftmax, 2, 32, 4, 8>(),
-                                 variant<kIsSoftmax, 4, 32, 2, 4>(),  variant<kIsSoftmax, 8, 32, 1, 4>(),
-                                 variant<kIsSoftmax, 16, 24, 1, 2>(), variant<kIsSoftmax, 16, 32, 1, 2>(),
-                                 variant<kIsSoftmax, 32, 32, 1, 2>()};
+constexpr Variant kVariants[] = {variant<kIsSoftmax, 1, 8, 2>(),   variant<kIsSoftmax, 2, 32, 4>(),
+                                 variant<kIsSoftmax, 4, 32, 2>(),  variant<kIsSoftmax, 8, 32, 1>(),
+                                 variant<kIsSoftmax, 8, 32, 4>(),  variant<kIsSoftmax, 16, 24, 1>(),
+                                 variant<kIsSoftmax, 16, 32, 1>(), variant<kIsSoftmax, 16, 32, 2>(),
+                                 variant<kIsSoftmax, 32, 32, 1>(), variant<kIsSoftmax, 32, 32, 2>()};
 
 }  // namespace
 
@@ -409,13 +407,11 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
     end = is_softmax ? std::end(kFewTokens<true>) : std::end(kFewTokens<false>);
   }
   const int K = call.weighted ? op.K : 0;
-  while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots[1] < K))
-    ++variant;
+  while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots < K)) ++variant;
   *launched = variant != end;
   if (variant == end) return ok();
-  const int many = variant->lanes * variant->slots[0] < K ? 1 : 0;
   const int size = static_cast<int>(dtype_size(op.logits_dtype));
-  const Variant::Kernel kernel = (size == 2 ? variant->of_2 : variant->of_4)[many][reads_rows ? 1 : 0];
+  const Variant::Kernel kernel = (size == 2 ? variant->of_2 : variant->of_4)[reads_rows ? 1 : 0];
 
   const int tokens = kWarp / variant->lanes;
   const auto rounded = [](int bytes) { return (bytes + 127) / 128 * 128; };
@@ -427,7 +423,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   call.gradients = call.experts + rounded(tokens * K * 4);
   call.warp = call.gradients + rounded(tokens * K * 4);
   // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.
-  const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(variant->slots[many]) : 8);
+  const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(variant->slots) : 8);
   call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{kWarps} * tokens, most_blocks);
   return launch(
       "router backward", kernel,

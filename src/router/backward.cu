@@ -76,10 +76,10 @@ __device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
 constexpr int blocks_of(int slots) { return slots == 1 ? 3 : 2; }
 
 // kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
-template <bool kIsSoftmax, class Bits, int kLanes, int kItems, int kSlots, bool kReadsRows>
+template <bool kIsSoftmax, int kLanes, int kItems, int kSlots, bool kReadsRows>
 __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     route_backward(const __grid_constant__ BackwardCall call) {
-  using Rows = StagedRows<Bits, kLanes, kItems>;
+  using Rows = StagedRows<kLanes, kItems>;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   extern __shared__ __align__(128) char shared[];
@@ -114,14 +114,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     }
   }
 
-  const bool is_half = op.logits_dtype == AB_FLOAT16;
   const int64_t block_begin = call.tiles.begin(blockIdx.x);
   const auto block_tokens = static_cast<unsigned>(call.tiles.end(blockIdx.x) - block_begin);
   const unsigned step = blockDim.x / kLanes;  // tokens of a round of the block
   unsigned begin = warp_index() * kTokens;    // of the warp's tokens, from block_begin on
-  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * op.E * sizeof(Bits);
-  Rows rows(memory, E, call.logits_are_aligned, is_half);
-  Rows next_rows(memory + (kReadsRows ? Rows::kBytes : 0), E, call.logits_are_aligned, is_half);
+  Rows rows(memory, E, call.logits_are_aligned, op.logits_dtype);
+  Rows next_rows(memory + (kReadsRows ? rows.bytes() : 0), E, call.logits_are_aligned, op.logits_dtype);
+  const unsigned row_bytes = E * rows.element_size();
+  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * row_bytes;
 
   // Experts of the slots, a round ahead of their use.
   int32_t next_expert[kSlots];
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     if (more) fetch_experts(begin + step);
     if constexpr (kReadsRows) {
       if (more) {
-        logits += step * E * static_cast<unsigned>(sizeof(Bits));
+        logits += step * row_bytes;
         next_rows.start(logits, min(block_tokens - begin - step, kTokens));
         wait_for_copies<1>();
       } else {
@@ -288,31 +288,16 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     if (call.weighted) {
       // All that the slots' experts get. An expert that was selected twice (in a replay) would be written twice: each
       // slot leaves its number where it will write, and looks whether it is still there.
-      const auto mark = [](unsigned k) {
-        if constexpr (sizeof(Bits) == 4) {
-          return __uint_as_float(k);
-        } else {
-          return static_cast<uint16_t>(k);
-        }
-      };
-      const auto unmark = [](Bits bits) {
-        if constexpr (sizeof(Bits) == 4) {
-          return __float_as_uint(bits);
-        } else {
-          return static_cast<unsigned>(bits);
-        }
-      };
 #pragma unroll
       for (unsigned s = 0; s < kSlots; ++s) {
-        if (expert[s] >= 0) rows.set_bits(token, static_cast<unsigned>(expert[s]), mark(lane + s * kLanes));
+        if (expert[s] >= 0) rows.set_bits(token, static_cast<unsigned>(expert[s]), lane + s * kLanes);
       }
       __syncwarp();
       bool repeated = false;
 #pragma unroll
       for (unsigned s = 0; s < kSlots; ++s) {
         if (expert[s] < 0) continue;
-        const Bits found = rows.bits(token, static_cast<unsigned>(expert[s]));
-        repeated |= unmark(found) != lane + s * kLanes;
+        repeated |= rows.bits(token, static_cast<unsigned>(expert[s])) != lane + s * kLanes;
       }
       if (__any_sync(kAllLanes, repeated)) {
         // Sums over equal experts, in the order of slots.
@@ -344,7 +329,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
       }
       __syncwarp();
     }
-    char* const out = static_cast<char*>(op.d_logits) + size_t{first} * (E * sizeof(Bits));
+    char* const out = static_cast<char*>(op.d_logits) + size_t{first} * row_bytes;
     rows.copy_out(out, count, call.gradients_are_aligned);
     __syncwarp();
     const Rows used = rows;
@@ -357,10 +342,8 @@ struct Variant {
   using Kernel = void (*)(BackwardCall);
   int lanes;
   int items;
-  int slots;  // of a lane
-  // By whether rows are read.
-  Kernel of_2[2];  // logits of 2 bytes
-  Kernel of_4[2];
+  int slots;          // of a lane
+  Kernel kernels[2];  // by whether rows are read
 };
 
 template <bool kIsSoftmax, int kLanes, int kItems, int kSlots>
@@ -368,10 +351,8 @@ constexpr Variant variant() {
   return {kLanes,
           kItems,
           kSlots,
-          {route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kSlots, false>,
-           route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kSlots, true>},
-          {route_backward<kIsSoftmax, float, kLanes, kItems, kSlots, false>,
-           route_backward<kIsSoftmax, float, kLanes, kItems, kSlots, true>}};
+          {route_backward<kIsSoftmax, kLanes, kItems, kSlots, false>,
+           route_backward<kIsSoftmax, kLanes, kItems, kSlots, true>}};
 }
 
 // The first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a token does
@@ -411,7 +392,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   *launched = variant != end;
   if (variant == end) return ok();
   const int size = static_cast<int>(dtype_size(op.logits_dtype));
-  const Variant::Kernel kernel = (size == 2 ? variant->of_2 : variant->of_4)[reads_rows ? 1 : 0];
+  const Variant::Kernel kernel = variant->kernels[reads_rows ? 1 : 0];
 
   const int tokens = kWarp / variant->lanes;
   const auto rounded = [](int bytes) { return (bytes + 127) / 128 * 128; };

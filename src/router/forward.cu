@@ -55,11 +55,8 @@ struct Choice {
 };
 
 RouteVariants variants_of(const RouterForward& op, bool by_score) {
-  const bool is_softmax = op.score_function == AB_SOFTMAX;
-  if (op.logits_dtype == AB_FLOAT32) {
-    return by_score ? biased_variants_of_4() : is_softmax ? softmax_variants_of_4() : elementwise_variants_of_4();
-  }
-  return by_score ? biased_variants_of_2() : is_softmax ? softmax_variants_of_2() : elementwise_variants_of_2();
+  if (by_score) return biased_variants();
+  return op.score_function == AB_SOFTMAX ? softmax_variants() : elementwise_variants();
 }
 
 Choice choose(const RouterForward& op, const Selection& selection, bool* always_exact) {

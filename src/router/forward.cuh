@@ -7,8 +7,6 @@
 // vectors. Dense outputs are rows of zeros in shared memory into which slots are scattered.
 #pragma once
 
-#include <type_traits>
-
 #include "balance/statistics.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/block.cuh"
@@ -46,13 +44,9 @@ struct RouteVariants {
   RouteVariant many[kMany];
   RouteVariant few[kFew];
 };
-// For logits of 2 and of 4 bytes.
-RouteVariants softmax_variants_of_2();
-RouteVariants softmax_variants_of_4();
-RouteVariants elementwise_variants_of_2();
-RouteVariants elementwise_variants_of_4();
-RouteVariants biased_variants_of_2();
-RouteVariants biased_variants_of_4();
+RouteVariants softmax_variants();
+RouteVariants elementwise_variants();
+RouteVariants biased_variants();
 
 namespace {
 
@@ -88,7 +82,7 @@ __device__ __forceinline__ void sort_row(const ValueOf& q_of, const SharedArray<
 
 // Writes the dense rows of the slots that lie in registers. `full`: as many tokens as a warp takes, whose rows fill
 // their places; the chunks of 16 bytes are a lane's. All lanes of the warp come here.
-template <unsigned kProbsChunks, unsigned kMapChunks, int kSlots>
+template <int kItems, int kSlots>
 __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, unsigned first, unsigned count,
                                             unsigned token, const int32_t (&expert)[kSlots],
                                             const float (&weight)[kSlots]) {
@@ -106,13 +100,16 @@ __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, u
   }
   __syncwarp();
   if (outputs.op.probs != nullptr) {
-    if (full) {
-      copy_chunks_out<kProbsChunks>(outputs.probs, outputs.probs_of(first));
+    if (full && outputs.element_size() == 4) {
+      copy_chunks_out<kItems / 4>(outputs.probs, outputs.probs_of(first));
+    } else if (full) {
+      copy_chunks_out<kItems / 8>(outputs.probs, outputs.probs_of(first));
     } else {
       outputs.write_probs(first, count);
     }
   }
   if (outputs.has_map()) {
+    constexpr unsigned kMapChunks = kItems % 16 == 0 ? kItems / 16 : 0;
     const bool whole_chunks = kMapChunks > 0 && full && outputs.op.map_format == MapFormat::bytes;
     if constexpr (kMapChunks > 0) {
       if (whole_chunks) copy_chunks_out<kMapChunks>(outputs.map, outputs.map_of(first));
@@ -130,21 +127,20 @@ __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, u
 template <int kItems>
 constexpr int kBlocks = kItems <= 16 ? 3 : 2;
 
-// Bits: how logits are stored (staged_rows.cuh).
-template <Mode kMode, class Bits, int kLanes, int kItems, int kList, bool kGrouped>
+template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
 __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
-  using Rows = StagedRows<Bits, kLanes, kItems>;
+  using Rows = StagedRows<kLanes, kItems>;
   constexpr bool kBiased = kMode == Mode::biased;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kBiasStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   constexpr bool kOneLane = kLanes == 1;
-  constexpr bool kExactKeys = !kBiased && sizeof(Bits) == 2;      // keys of 32 bits hold values and experts
   constexpr unsigned kRanks = kOneLane ? kList : F::kCandidates;  // of a token in `selected`
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
   const auto E = static_cast<unsigned>(op.E);
   const auto K = static_cast<unsigned>(op.K);
+  const bool exact_keys = !kBiased && op.logits_dtype != AB_FLOAT32;  // of 32 bits: they hold value and expert
   const bool is_softmax = kMode == Mode::softmax || (kBiased && op.score_function == AB_SOFTMAX);
   let_next_kernel_start();
   begin_block(call, shared, [](int e) { return e / kItems * kBiasStride + e % kItems; });
@@ -164,9 +160,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const bool selects = kBiased || (op.wants_selection && !op.forced);
   const bool auxiliary = op.score_sum != nullptr || op.aux_scores != nullptr;
   const bool groups_by_score = kGrouped && !kBiased && call.selection.groups_by_score;
-  const bool is_half = op.logits_dtype == AB_FLOAT16;
   // bfloat16 words of the filter that are the logits themselves
-  const bool words_are_logits = !kOneLane && !kBiased && selects && sizeof(Bits) == 2 && !is_half;
+  const bool words_are_logits = !kOneLane && !kBiased && selects && op.logits_dtype == AB_BFLOAT16;
   // Sums of the scores of the lane's experts over its tokens, in shared memory: registers are scarce.
   const auto for_sums = [&](auto&& each) {
     const unsigned sums = memory + call.shared.sums;
@@ -178,9 +173,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const auto block_tokens = static_cast<unsigned>(call.tiles.end(blockIdx.x) - block_begin);
   const unsigned step = blockDim.x / kLanes;  // tokens of a round of the block
   unsigned begin = warp_index() * kTokens;    // of the warp's tokens, from block_begin on
-  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * op.E * sizeof(Bits);
-  Rows rows(memory + call.shared.rows, E, call.rows_are_aligned, is_half);
-  Rows next_rows(memory + call.shared.rows + Rows::kBytes, E, call.rows_are_aligned, is_half);
+  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * op.E * outputs.element_size();
+  Rows rows(memory + call.shared.rows, E, call.rows_are_aligned, op.logits_dtype);
+  Rows next_rows(rows.address() + rows.bytes(), E, call.rows_are_aligned, op.logits_dtype);
   if (begin < block_tokens) rows.start(logits, min(block_tokens - begin, kTokens));
   __syncthreads();
 
@@ -192,7 +187,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
     const bool present = token < count;
     const bool live = present && (op.token_mask == nullptr || op.token_mask[t] != 0);
     if (begin + step < block_tokens) {
-      logits += step * E * static_cast<unsigned>(sizeof(Bits));
+      logits += step * E * rows.element_size();
       next_rows.start(logits, min(block_tokens - begin - step, kTokens));
       wait_for_copies<1>();
     } else {
@@ -214,7 +209,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
     GroupBest group;
     const auto take_row = [&](const auto& q_of) {
       if constexpr (kOneLane) {
-        sort_row<kItems, kList, std::conditional_t<kExactKeys, uint32_t, uint64_t>>(q_of, selected);
+        if (exact_keys) {
+          sort_row<kItems, kList, uint32_t>(q_of, selected);
+        } else {
+          sort_row<kItems, kList, uint64_t>(q_of, selected);
+        }
       } else {
 #pragma unroll
         for (int w = 0; w < F::kWords; ++w) filter.words[w] = __floats2bfloat162_rn(q_of(w), q_of(w + F::kWords));
@@ -359,7 +358,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
           return logit == -INFINITY ? logit : q;
         };
         const unsigned listed = min(candidates, unsigned{F::kCandidates});
-        if constexpr (kExactKeys) {
+        if (exact_keys) {
           F::sort_exactly(list, listed, lane, value_of, selected);
         } else {
           undecided |= F::sort_nearly(list, listed, lane, threshold, values, value_of, selected);
@@ -423,10 +422,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         outputs.probs = rows.address();
         __syncwarp();  // before the logits' place is taken
         if (full) {
-#pragma unroll
-          for (unsigned i = 0; i < Rows::kLaneChunks; ++i) {
-            store_shared(rows.address() + (i * kWarp + lane_index()) * kChunk, uint4{});
-          }
+          rows.clear();
         } else {
           outputs.clear_probs(count);
         }
@@ -434,8 +430,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
       __syncwarp();
       outputs.write_slots(first, count);
       if (op.probs != nullptr || outputs.has_map()) {
-        write_dense<Rows::kLaneChunks, kItems % 16 == 0 ? kItems / 16 : 0>(outputs, full, first, count, token, expert,
-                                                                           weight);
+        write_dense<kItems>(outputs, full, first, count, token, expert, weight);
       }
     }
     __syncwarp();
@@ -464,37 +459,35 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   end_block(call, shared);
 }
 
-template <Mode kMode, class Bits, int kLanes, int kItems, int kList>
+template <Mode kMode, int kLanes, int kItems, int kList>
 constexpr void add_list(RouteVariant* variant) {
   int i = 0;
   while (RouteVariant::list(i) < kList) ++i;
-  variant->kernels[i] = route<kMode, Bits, kLanes, kItems, kList, false>;
+  variant->kernels[i] = route<kMode, kLanes, kItems, kList, false>;
   if constexpr (kLanes > 1) {
     static_assert(Filter<kLanes, kItems, kList>::kExists);
     variant->candidates[i] = Filter<kLanes, kItems, kList>::kCandidates;
   }
 }
 
-template <Mode kMode, class Bits, int kLanes, int kItems, bool kGrouped, int... kListLengths>
+template <Mode kMode, int kLanes, int kItems, bool kGrouped, int... kListLengths>
 constexpr RouteVariant variant() {
   RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, nullptr};
-  (add_list<kMode, Bits, kLanes, kItems, kListLengths>(&v), ...);
-  if constexpr (kGrouped)
-    v.grouped = route<kMode, Bits, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true>;
+  (add_list<kMode, kLanes, kItems, kListLengths>(&v), ...);
+  if constexpr (kGrouped) v.grouped = route<kMode, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true>;
   return v;
 }
 
-template <Mode kMode, class Bits>
+template <Mode kMode>
 RouteVariants variants() {
-  constexpr RouteVariant k8 = variant<kMode, Bits, 1, 8, false, 8>();
-  constexpr RouteVariant k16 = variant<kMode, Bits, 1, 16, false, 8, 16>();
-  constexpr RouteVariant k32 = variant<kMode, Bits, 1, 32, false, 8, 16, 32>();
-  constexpr RouteVariant k1024 = variant<kMode, Bits, 32, 32, false, 8, 16, 64>();
-  return {
-      {k8, k16, k32, variant<kMode, Bits, 2, 32, false, 8, 16>(), variant<kMode, Bits, 4, 32, true, 8, 16>(),
-       variant<kMode, Bits, 8, 32, true, 8, 16, 32>(), variant<kMode, Bits, 8, 48, false, 8, 16>(),
-       variant<kMode, Bits, 16, 32, true, 8, 16, 32, 64>(), k1024},
-      {k8, k16, k32, variant<kMode, Bits, 32, 8, true, 8, 32>(), variant<kMode, Bits, 32, 16, false, 8, 32>(), k1024}};
+  constexpr RouteVariant k8 = variant<kMode, 1, 8, false, 8>();
+  constexpr RouteVariant k16 = variant<kMode, 1, 16, false, 8, 16>();
+  constexpr RouteVariant k32 = variant<kMode, 1, 32, false, 8, 16, 32>();
+  constexpr RouteVariant k1024 = variant<kMode, 32, 32, false, 8, 16, 64>();
+  return {{k8, k16, k32, variant<kMode, 2, 32, false, 8, 16>(), variant<kMode, 4, 32, true, 8, 16>(),
+           variant<kMode, 8, 32, true, 8, 16, 32>(), variant<kMode, 8, 48, false, 8, 16>(),
+           variant<kMode, 16, 32, true, 8, 16, 32, 64>(), k1024},
+          {k8, k16, k32, variant<kMode, 32, 8, true, 8, 32>(), variant<kMode, 32, 16, false, 8, 32>(), k1024}};
 }
 
 }  // namespace

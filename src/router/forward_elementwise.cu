@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants softmax_variants_of_4() { return variants<Mode::softmax, float>(); }
+RouteVariants elementwise_variants() { return variants<Mode::elementwise>(); }
 
 }  // namespace anabranch::cuda

@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants elementwise_variants_of_4() { return variants<Mode::elementwise, float>(); }
+RouteVariants biased_variants() { return variants<Mode::biased>(); }
 
 }  // namespace anabranch::cuda

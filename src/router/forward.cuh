@@ -481,11 +481,11 @@ constexpr RouteVariant variant() {
 template <Mode kMode>
 RouteVariants variants() {
   constexpr RouteVariant k8 = variant<kMode, 1, 8, false, 8>();
-  constexpr RouteVariant k16 = variant<kMode, 1, 16, false, 8, 16>();
-  constexpr RouteVariant k32 = variant<kMode, 1, 32, false, 8, 16, 32>();
-  constexpr RouteVariant k1024 = variant<kMode, 32, 32, false, 8, 16, 64>();
+  constexpr RouteVariant k16 = variant<kMode, 1, 16, false, 8>();
+  constexpr RouteVariant k32 = variant<kMode, 1, 32, false, 8>();
+  constexpr RouteVariant k1024 = variant<kMode, 32, 32, false, 8, 64>();
   return {{k8, k16, k32, variant<kMode, 2, 32, false, 8, 16>(), variant<kMode, 4, 32, true, 8, 16>(),
-           variant<kMode, 8, 32, true, 8, 16, 32>(), variant<kMode, 8, 48, false, 8, 16>(),
+           variant<kMode, 8, 32, true, 8, 16, 32>(), variant<kMode, 8, 48, false, 8>(),
            variant<kMode, 16, 32, true, 8, 16, 32, 64>(), k1024},
           {k8, k16, k32, variant<kMode, 32, 8, true, 8, 32>(), variant<kMode, 32, 16, false, 8, 32>(), k1024}};
 }

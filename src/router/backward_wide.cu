@@ -4,6 +4,7 @@
 // every expert gets (softmax terms, auxiliary scores) is computed from the row of logits, 8 neighbouring experts a lane
 // and step, a segment of the row at a time, and both are added up on the way out.
 #include "balance/statistics.cuh"
+#include "core/cuda/access.cuh"
 #include "core/cuda/element.cuh"
 #include "core/tensor.h"
 #include "router/backward.cuh"
@@ -38,8 +39,8 @@ __device__ __forceinline__ void unpack(uint32_t word, float* to) {
   if constexpr (sizeof(T) == 4) {
     to[0] = __uint_as_float(word);
   } else {
-    to[0] = to_float(T{static_cast<uint16_t>(word & 0xffffu)});
-    to[1] = to_float(T{static_cast<uint16_t>(word >> 16)});
+    to[0] = low_half<T>(word);
+    to[1] = high_half<T>(word);
   }
 }
 
@@ -56,7 +57,7 @@ __device__ __forceinline__ void load_items(const void* row, int32_t dtype, bool 
       for (int i = 0; i < kItems; i += kVector) {
         if (first + i < count) {
           // By value: through a reference the compiler would load the elements one by one.
-          const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(from + i));
+          const uint4 bytes = *reinterpret_cast<const uint4*>(from + i);
           constexpr int kWord = 4 / static_cast<int>(sizeof(T));
           unpack<T>(bytes.x, items + i);
           unpack<T>(bytes.y, items + i + kWord);

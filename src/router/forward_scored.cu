@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants elementwise_variants() { return variants<Mode::elementwise>(); }
+RouteVariants scored_variants() { return variants<Mode::scored>(); }
 
 }  // namespace anabranch::cuda

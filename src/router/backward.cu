@@ -23,9 +23,6 @@ constexpr int kWarps = 8;  // of a block
 struct BackwardCall {
   RouterBackward op;
   TokenTiles tiles;
-  bool weighted;            // a cotangent of weights or probs is given
-  bool auxiliary;           // a cotangent of auxiliary scores or their sums is given
-  bool softmax_rows;        // softmax over all experts is needed
   bool logits_are_aligned;  // to 16 bytes
   bool gradients_are_aligned;
   // Byte offsets in shared memory; per-warp pieces are `warp` bytes apart from `first_warp` on.
@@ -131,7 +128,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     for (unsigned s = 0; s < kSlots; ++s) {
       const unsigned k = lane + s * kLanes;
       next_expert[s] = -1;
-      if (call.weighted && k < K && from + token < block_tokens) next_expert[s] = op.experts[size_t{t} * K + k];
+      if (op.weighted && k < K && from + token < block_tokens) next_expert[s] = op.experts[size_t{t} * K + k];
     }
   };
   if (begin < block_tokens) {
@@ -219,7 +216,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
         const float logit = rows.logit(token, static_cast<unsigned>(max(expert[s], 0)));
         value[s] = expert[s] < 0 ? -INFINITY : logit;
       }
-      if (call.softmax_rows || (kIsSoftmax && op.lse == nullptr)) {
+      if (op.softmax_rows || (kIsSoftmax && op.lse == nullptr)) {
         softmax.shift = lse * kLog2E;
         if (op.lse == nullptr) {
           float top = z[0];
@@ -238,7 +235,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
         softmax.factor = reciprocal(sum);
         poison = sum - sum;
       }
-      if (call.auxiliary) {
+      if (op.auxiliary) {
         if constexpr (kIsSoftmax) {
           for_cotangents([&](int i, float g) { dot = fmaf(z[i], g, dot); });
           dot = sum_lanes<kLanes>(dot) * softmax.factor;
@@ -256,7 +253,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     }
 
     float raw = 0.0f;
-    if (call.weighted) {
+    if (op.weighted) {
 #pragma unroll
       for (unsigned s = 0; s < kSlots; ++s) gradient[s] *= op.scaling_factor;
       raw =
@@ -269,10 +266,10 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     const auto of_row = [&](float z_or_power, float g) {
       float d = 0.0f;
       if (kIsSoftmax) {
-        if (call.softmax_rows) d = z_or_power * fmaf(g, softmax.factor, shift);
+        if (op.softmax_rows) d = z_or_power * fmaf(g, softmax.factor, shift);
       } else {
-        if (call.softmax_rows) d = softmax.power(z_or_power) * shift;
-        if (call.auxiliary) d = fmaf((g - dot) * inverse, elementwise_slope(op.score_function, z_or_power), d);
+        if (op.softmax_rows) d = softmax.power(z_or_power) * shift;
+        if (op.auxiliary) d = fmaf((g - dot) * inverse, elementwise_slope(op.score_function, z_or_power), d);
       }
       return live ? d : 0.0f;
     };
@@ -285,7 +282,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     }
     __syncwarp();
 
-    if (call.weighted) {
+    if (op.weighted) {
       // All that the slots' experts get. An expert that was selected twice (in a replay) would be written twice: each
       // slot leaves its number where it will write, and looks whether it is still there.
 #pragma unroll
@@ -373,13 +370,10 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   const bool is_softmax = op.score_function == AB_SOFTMAX;
   BackwardCall call{};
   call.op = op;
-  call.weighted = op.d_weights.data != nullptr || op.d_probs.data != nullptr;
-  call.auxiliary = op.d_score_sum.data != nullptr || op.d_aux_scores.data != nullptr;
-  call.softmax_rows = op.d_lse.data != nullptr || (is_softmax && (call.auxiliary || (call.weighted && !op.normalize)));
   call.logits_are_aligned = reinterpret_cast<uintptr_t>(op.logits) % kChunk == 0;
   call.gradients_are_aligned = reinterpret_cast<uintptr_t>(op.d_logits) % kChunk == 0;
   // Softmax over the selected logits still has to tell whether the row is broken, from lse or from the row.
-  const bool reads_rows = call.softmax_rows || call.auxiliary || (is_softmax && call.weighted && op.lse == nullptr);
+  const bool reads_rows = op.softmax_rows || op.auxiliary || (is_softmax && op.weighted && op.lse == nullptr);
 
   const Variant* variant = is_softmax ? std::begin(kVariants<true>) : std::begin(kVariants<false>);
   const Variant* end = is_softmax ? std::end(kVariants<true>) : std::end(kVariants<false>);
@@ -387,7 +381,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
     variant = is_softmax ? std::begin(kFewTokens<true>) : std::begin(kFewTokens<false>);
     end = is_softmax ? std::end(kFewTokens<true>) : std::end(kFewTokens<false>);
   }
-  const int K = call.weighted ? op.K : 0;
+  const int K = op.weighted ? op.K : 0;
   while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots < K)) ++variant;
   *launched = variant != end;
   if (variant == end) return ok();

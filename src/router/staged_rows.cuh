@@ -32,11 +32,6 @@ __device__ __forceinline__ void for_chunks(unsigned memory, unsigned lane, const
   }
 }
 
-// Copies 16 bytes from global to shared memory without waiting.
-__device__ __forceinline__ void copy_chunk_async(unsigned to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
 // Of logits of any dtype. What depends on its size is chosen at run time: kernels are compiled once for all.
 template <int kLanes, int kItems>
 class StagedRows {
@@ -58,7 +53,7 @@ class StagedRows {
       from += lane * kChunk;
       const unsigned place = address_ + (lane ^ lane / 8) * kChunk;  // of chunk `lane`; the odd rounds' places differ
       for_lane_chunks([&](unsigned i) {
-        copy_chunk_async((place ^ i % 2 * 4 * kChunk) + i * kWarp * kChunk, from + i * kWarp * kChunk);
+        copy_async_16((place ^ i % 2 * 4 * kChunk) + i * kWarp * kChunk, from + i * kWarp * kChunk);
       });
     } else {
 #pragma unroll 1
@@ -208,7 +203,7 @@ class StagedRows {
     if (is_vector(aligned_)) {
 #pragma unroll 1
       for (unsigned chunk = lane_index(); chunk < E_ * element_size() / kChunk; chunk += kWarp) {
-        copy_chunk_async(chunk_of(row, chunk), from + chunk * kChunk);
+        copy_async_16(chunk_of(row, chunk), from + chunk * kChunk);
       }
     } else {
 #pragma unroll 1

@@ -35,13 +35,17 @@ if(ANABRANCH_XLA)
   list(APPEND ANABRANCH_SHARED_SOURCES src/core/xla.cc src/router/xla.cc src/balance/xla.cc src/dispatch/plan_xla.cc
        src/dispatch/xla.cc src/experts/xla.cc)
 endif()
+# What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
+# them: not in Release.
+set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
+
 # wgmma and setmaxnreg are instructions of sm_90a alone, whatever else the library is compiled for.
 add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})
 set_target_properties(anabranch_hopper PROPERTIES CUDA_ARCHITECTURES 90a-real)
 target_include_directories(anabranch_hopper PRIVATE include src)
 target_include_directories(anabranch_hopper SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 # Registers that do not suffice would cost more than any other mistake: ptxas warns.
-target_compile_options(anabranch_hopper PRIVATE --expt-relaxed-constexpr -lineinfo -Xptxas=-warn-spills
+target_compile_options(anabranch_hopper PRIVATE ${ANABRANCH_CUDA_OPTIONS} -Xptxas=-warn-spills
                                                 -Xptxas=-warn-lmem-usage)
 target_compile_definitions(anabranch_hopper PRIVATE ANABRANCH_CUDA_WAIT_LIMIT=${ANABRANCH_CUDA_WAIT_LIMIT})
 
@@ -55,7 +59,7 @@ if(ANABRANCH_XLA)
   target_include_directories(anabranch_cuda SYSTEM PRIVATE ${JAXLIB_DIR}/include)
 endif()
 target_compile_definitions(anabranch_cuda PRIVATE ANABRANCH_CUDA ANABRANCH_VERSION="${PROJECT_VERSION}")
-target_compile_options(anabranch_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr$<SEMICOLON>-lineinfo$<SEMICOLON>-Xfatbin=-compress-all>)
+target_compile_options(anabranch_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${ANABRANCH_CUDA_OPTIONS}>")
 find_package(Threads REQUIRED)
 target_link_libraries(anabranch_cuda PRIVATE Threads::Threads)
 target_link_options(anabranch_cuda PRIVATE

@@ -1,4 +1,4 @@
-// How the columns of a row fall to warps: a warp takes kVectors vectors a lane, its lanes side by side, so 2 KiB of
+// How the columns of a row fall to warps: a warp takes four vectors a lane, its lanes side by side, so 2 KiB of
 // rows that can be accessed 16 bytes at a time.
 #pragma once
 
@@ -12,13 +12,16 @@
 
 namespace anabranch::cuda {
 
-constexpr int kWarps = 4;  // of a block
-constexpr int kThreads = kWarps * kWarp;
-constexpr int kVectors = 4;
+// A block of warps that take a part of a row each.
+struct PartsBlock {
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * kWarp;
+};
 
 // Part `part` of a row of `width` elements, as one lane sees it: its vectors stand kStep elements apart.
 template <int N>
 struct Columns {
+  static constexpr int kVectors = 4;
   static constexpr int kStep = kWarp * N;
   static constexpr int kPart = kVectors * kStep;
 
@@ -37,20 +40,20 @@ struct Columns {
 // The vectors of a lane. Those that are not there are neither read nor written, and have any value.
 template <class T, int N>
 struct Vectors {
-  Vector<T, N> vectors[kVectors];
+  Vector<T, N> vectors[Columns<N>::kVectors];
 
   // `from` and `to` point at the first.
   __device__ __forceinline__ void load(const T* from, int count) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) vectors[v].load_if(v < count, from + v * Columns<N>::kStep);
+    for (int v = 0; v < Columns<N>::kVectors; ++v) vectors[v].load_if(v < count, from + v * Columns<N>::kStep);
   }
   __device__ __forceinline__ void store(T* to, int count) const {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) vectors[v].store_if(v < count, to + v * Columns<N>::kStep);
+    for (int v = 0; v < Columns<N>::kVectors; ++v) vectors[v].store_if(v < count, to + v * Columns<N>::kStep);
   }
   __device__ __forceinline__ void forget() {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) vectors[v].forget();
+    for (int v = 0; v < Columns<N>::kVectors; ++v) vectors[v].forget();
   }
   __device__ __forceinline__ const Vector<T, N>& operator[](int v) const { return vectors[v]; }
 };
@@ -60,7 +63,7 @@ template <class To, class X, int N>
 __device__ __forceinline__ Vectors<To, N> scaled(const Vectors<X, N>& x, float weight) {
   Vectors<To, N> result;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < Columns<N>::kVectors; ++v) {
     float values[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] = weight * x[v][i];

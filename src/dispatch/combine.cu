@@ -17,44 +17,45 @@ constexpr int kResidentBlocks = 5;
 template <int N, class Addend>
 __device__ __forceinline__ void prefetch_addend(const Addend* from, int count) {
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) prefetch_if(v < count, from + v * Columns<N>::kStep);
+  for (int v = 0; v < Columns<N>::kVectors; ++v) prefetch_if(v < count, from + v * Columns<N>::kStep);
 }
 
 // Its vectors have as many elements as those of the sums, and are read up to 16 bytes at a time.
 template <int N, class Addend>
-__device__ __forceinline__ void add_addend(const Addend* from, int count, float (&sums)[kVectors][N]) {
+__device__ __forceinline__ void add_addend(const Addend* from, int count, float (&sums)[Columns<N>::kVectors][N]) {
   constexpr int kElements = std::min<int>(N, kAccessBytes / sizeof(Addend));
-  Vector<Addend, kElements> loaded[kVectors][N / kElements];
+  Vector<Addend, kElements> loaded[Columns<N>::kVectors][N / kElements];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < Columns<N>::kVectors; ++v) {
 #pragma unroll
     for (int i = 0; i < N / kElements; ++i) {
       loaded[v][i].load_if(v < count, from + v * Columns<N>::kStep + i * kElements);
     }
   }
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < Columns<N>::kVectors; ++v) {
 #pragma unroll
     for (int j = 0; j < N; ++j) sums[v][j] = __fadd_rn(sums[v][j], loaded[v][j / kElements][j % kElements]);
   }
 }
 
 template <class Row, class Out, int N>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const GatherSum sum, const int64_t parts) {
+__global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
+    sum_rows(const GatherSum sum, const int64_t parts) {
   constexpr int kRows = kRowsInFlight<N * sizeof(Row)>;
-  __shared__ int32_t rows[kWarps][kListed];
-  __shared__ int32_t slots[kWarps][kListed];
+  __shared__ int32_t rows[PartsBlock::kWarps][SlotList::kMost];
+  __shared__ int32_t slots[PartsBlock::kWarps][SlotList::kMost];
   wait_for_previous_kernel();
   let_next_kernel_start();
   const Maps& maps = sum.maps;
   const int64_t width = sum.rows.D;
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_index();
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * PartsBlock::kWarps + warp_index();
   const int64_t t = item / parts;
   if (t >= maps.T) return;
   const Columns<N> columns(item - t * parts, width);
   const Row* from = reinterpret_cast<const Row*>(sum.rows.data) + columns.first;
   const int warp = warp_index();
-  float sums[kVectors][N] = {};
+  float sums[Columns<N>::kVectors][N] = {};
 
   // Calls f with the lane's first column of addend[t].
   const auto with_addend = [&](const auto& f) {
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const Gath
         const float weight = __shfl_sync(kAllLanes, weights, begin + i);
         if (begin + i >= end) continue;
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
+        for (int v = 0; v < Columns<N>::kVectors; ++v) {
 #pragma unroll
           for (int j = 0; j < N; ++j) {  // the product is rounded before it is added, as on the CPU
             sums[v][j] = __fadd_rn(sums[v][j], __fmul_rn(weight, loaded[i][v][j]));
@@ -105,15 +106,15 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) sum_rows(const Gath
 
   Vectors<Out, N> out;
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) out.vectors[v] = Vector<Out, N>::from(sums[v]);
+  for (int v = 0; v < Columns<N>::kVectors; ++v) out.vectors[v] = Vector<Out, N>::from(sums[v]);
   out.store(reinterpret_cast<Out*>(sum.out.data) + t * sum.out.D + columns.first, columns.count);
 }
 
 template <class Row, class Out, int N>
 ab_status launch_sum(const GatherSum& sum, cudaStream_t stream) {
   const int64_t parts = Columns<N>::parts(sum.rows.D);
-  const int64_t blocks = (sum.maps.T * parts + kWarps - 1) / kWarps;
-  return launch("combine", sum_rows<Row, Out, N>, {blocks, kThreads, 0, stream, true}, sum, parts);
+  const int64_t blocks = (sum.maps.T * parts + PartsBlock::kWarps - 1) / PartsBlock::kWarps;
+  return launch("combine", sum_rows<Row, Out, N>, {blocks, PartsBlock::kThreads, 0, stream, true}, sum, parts);
 }
 
 }  // namespace

@@ -38,9 +38,9 @@ template <class X, class Row, int N, bool kWrites>
 __global__ void __launch_bounds__(kMostWarps* kWarp, kResidentBlocks)
     multiply_rows(const Spread spread, const SpreadGrid grid, const Teams teams) {
   constexpr int kRows = kRowsInFlight<N * sizeof(Row)>;
-  __shared__ int32_t rows[kMostWarps][kListed];
-  __shared__ int32_t slots[kMostWarps][kListed];
-  __shared__ float products[kMostWarps][kListed];  // of the columns of each warp
+  __shared__ int32_t rows[kMostWarps][SlotList::kMost];
+  __shared__ int32_t slots[kMostWarps][SlotList::kMost];
+  __shared__ float products[kMostWarps][SlotList::kMost];  // of the columns of each warp
   wait_for_previous_kernel();
   let_next_kernel_start();
   if constexpr (kWrites) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kResidentBlocks)
         if (entry >= end) continue;
         float product = 0.0f;
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
+        for (int v = 0; v < Columns<N>::kVectors; ++v) {
           if (v >= columns.count) continue;
 #pragma unroll
           for (int j = 0; j < N; ++j) product = fmaf(x[v][j], loaded[i][v][j], product);

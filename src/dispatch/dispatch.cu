@@ -8,10 +8,10 @@ namespace {
 
 // X and To are float types, or the same Word where rows are copied as they are.
 template <class X, class To, int N>
-__global__ void __launch_bounds__(kThreads) spread_tokens(const Spread spread, const SpreadGrid grid) {
+__global__ void __launch_bounds__(PartsBlock::kThreads) spread_tokens(const Spread spread, const SpreadGrid grid) {
   constexpr bool kCopies = !kIsFloat<X>;
-  __shared__ int32_t rows[kWarps][kListed];
-  __shared__ int32_t slots[kWarps][kCopies ? 1 : kListed];
+  __shared__ int32_t rows[PartsBlock::kWarps][SlotList::kMost];
+  __shared__ int32_t slots[PartsBlock::kWarps][kCopies ? 1 : SlotList::kMost];
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x < grid.clearing) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads) spread_tokens(const Spread spread, c
     return;
   }
   const Maps& maps = spread.maps;
-  const int64_t item = (blockIdx.x - grid.clearing) * kWarps + warp_index();
+  const int64_t item = (blockIdx.x - grid.clearing) * PartsBlock::kWarps + warp_index();
   const int64_t t = item / grid.parts;
   if (t >= maps.T) return;
   const Columns<N> columns(item - t * grid.parts, grid.width);
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kThreads) spread_tokens(const Spread spread, c
 template <class X, class To, int N>
 ab_status launch_width(const Spread& spread, int64_t width, cudaStream_t stream) {
   const SpreadGrid grid{width, Columns<N>::parts(width), SpreadGrid::clearing_blocks(spread)};
-  const int64_t blocks = grid.clearing + (spread.maps.T * grid.parts + kWarps - 1) / kWarps;
-  return launch("dispatch", spread_tokens<X, To, N>, {blocks, kThreads, 0, stream, true}, spread, grid);
+  const int64_t blocks = grid.clearing + (spread.maps.T * grid.parts + PartsBlock::kWarps - 1) / PartsBlock::kWarps;
+  return launch("dispatch", spread_tokens<X, To, N>, {blocks, PartsBlock::kThreads, 0, stream, true}, spread, grid);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "anabranch/cuda.h"
+#include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "core/tensor.h"
@@ -32,8 +33,8 @@ struct Plan {
   // The expert of a slot that is there: an index in range, -1 for none, -2 for an invalid one.
   __device__ int32_t expert_at(int64_t slot) const {
     if (slot >= slots) return -1;
-    const int32_t expert = call.format == SlotFormat::experts ? static_cast<const int32_t*>(call.slots)[slot]
-                                                              : call.expert_of(slot / call.maps.K, slot);
+    const int32_t expert =
+        call.format == SlotFormat::experts ? call.entry<int32_t>(slot) : call.expert_of(slot / call.maps.K, slot);
     return expert >= -1 && expert < call.E ? expert : -2;
   }
 };
@@ -119,27 +120,6 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan
   if (part == 0 && column < columns) plan.totals[column] = before_all;
 }
 
-// The sum over threads before this one, and over all. By all threads of the block.
-__device__ uint64_t exclusive_sum(uint64_t value, uint64_t* total) {
-  __shared__ uint64_t shared[kMostWarps];
-  uint64_t sum = value;
-#pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2) {
-    const uint64_t other = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane_index() >= distance) sum += other;
-  }
-  __syncthreads();
-  if (lane_index() == kWarp - 1) shared[warp_index()] = sum;
-  __syncthreads();
-  uint64_t before = sum - value;
-  *total = 0;
-  for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) {
-    if (warp < warp_index()) before += shared[warp];
-    *total += shared[warp];
-  }
-  return before;
-}
-
 // Where the rows of an expert begin: with padding (int64: padding may pass 2^31 before it is clipped), and as if
 // without.
 struct Starts {
@@ -165,7 +145,7 @@ __device__ void find_starts(const Plan& plan, const Starts& starts) {
   uint64_t own = 0;
   for (int e = begin; e < end; ++e) own += both_of(plan.totals[e]);
   uint64_t total;
-  uint64_t before = exclusive_sum(own, &total);
+  uint64_t before = sum_before(own, &total);
   for (int e = begin; e < end; ++e) {
     starts.packed[e] = static_cast<int32_t>(before >> 32);
     starts.aligned[e] = static_cast<int64_t>(before & 0xffffffffu) * regions.align;
@@ -201,7 +181,7 @@ __device__ void write_sizes(const Plan& plan, const Starts& starts) {
     if (call.offsets != nullptr && e + 1 == E) call.offsets[E] = static_cast<int32_t>(end);
   }
   uint64_t dropped;
-  exclusive_sum(static_cast<uint64_t>(past_end), &dropped);
+  sum_before(static_cast<uint64_t>(past_end), &dropped);
   if (threadIdx.x == 0 && call.dropped != nullptr) *call.dropped = static_cast<int32_t>(dropped);
 }
 

@@ -36,16 +36,27 @@ struct PlanCall {
   int32_t* dropped = nullptr;
   int32_t* row_id_map = nullptr;
 
+  // An element of `slots`. On a GPU from the second-level cache: place_slots reads before it waits
+  // (core/cuda/launch.h).
+  template <class T>
+  AB_INLINE T entry(int64_t i) const {
+#if defined(__CUDA_ARCH__)
+    return __ldcg(static_cast<const T*>(slots) + i);
+#else
+    return static_cast<const T*>(slots)[i];
+#endif
+  }
+
   // The expert of slot `slot` of token t; -1: none. An index out of range comes as it is.
   AB_INLINE int32_t expert_of(int64_t t, int64_t slot) const {
     const int64_t e = slot - t * maps.K;
     switch (format) {
-      case SlotFormat::byte_map: return static_cast<const uint8_t*>(slots)[slot] != 0 ? static_cast<int32_t>(e) : -1;
+      case SlotFormat::byte_map: return entry<uint8_t>(slot) != 0 ? static_cast<int32_t>(e) : -1;
       case SlotFormat::bit_map: {
-        const uint8_t byte = static_cast<const uint8_t*>(slots)[t * ((E + 7) / 8) + e / 8];
+        const uint8_t byte = entry<uint8_t>(t * ((E + 7) / 8) + e / 8);
         return (byte >> (e % 8) & 1) != 0 ? static_cast<int32_t>(e) : -1;
       }
-      default: return static_cast<const int32_t*>(slots)[slot];
+      default: return entry<int32_t>(slot);
     }
   }
 };

@@ -9,32 +9,34 @@ namespace {
 
 constexpr int64_t kMostClearing = 2048;  // blocks
 
-__global__ void __launch_bounds__(kThreads) clear_slots(const Maps maps) {
+__global__ void __launch_bounds__(PartsBlock::kThreads) clear_slots(const Maps maps) {
   let_next_kernel_start();
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; row < maps.R;
-       row += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * PartsBlock::kThreads + threadIdx.x; row < maps.R;
+       row += static_cast<int64_t>(gridDim.x) * PartsBlock::kThreads) {
     maps.slot_of_row[row] = -1;
   }
 }
 
-__global__ void __launch_bounds__(kThreads) expand_tokens(const RowIdMap map) {
+__global__ void __launch_bounds__(PartsBlock::kThreads) expand_tokens(const RowIdMap map) {
   const Maps& maps = map.maps;
   const unsigned E = static_cast<unsigned>(maps.K);
   const unsigned lane = static_cast<unsigned>(lane_index());
-  const int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + warp_index();
+  const int64_t t = static_cast<int64_t>(blockIdx.x) * PartsBlock::kWarps + warp_index();
   if (t >= maps.T) return;
   const int32_t* ids = map.ids + t * (2 * maps.K + 1);
   const int32_t* experts = ids + E;
-  const unsigned n = static_cast<unsigned>(std::clamp<int64_t>(experts[E], 0, maps.K));
+  // Read before the wait: the kernels before clear_slots have ended, what they wrote is in the second-level cache.
+  const unsigned n = static_cast<unsigned>(std::clamp<int64_t>(__ldcg(experts + E), 0, maps.K));
   int32_t* rows = maps.row_of_slot + t * E;
   for (unsigned e = lane; e < E; e += kWarp) rows[e] = -1;
   for (unsigned first = 0; first < n; first += kWarp) {
     const unsigned i = first + lane;
-    const int32_t expert = i < n && Maps::is_index(experts[i], E) ? experts[i] : -1;
+    const int32_t named = i < n ? __ldcg(experts + i) : -1;
+    const int32_t expert = Maps::is_index(named, E) ? named : -1;
     // An expert that is named twice has the row of the last entry.
     const unsigned same = __match_any_sync(kAllLanes, expert);
     __syncwarp();
-    if (expert >= 0 && same >> lane == 1) rows[expert] = map.row(ids[i], expert);
+    if (expert >= 0 && same >> lane == 1) rows[expert] = map.row(__ldcg(ids + i), expert);
   }
   __syncwarp();
   wait_for_previous_kernel();  // writes of row_of_slot before it are safe: nothing overlaps clear_slots' beginning
@@ -54,10 +56,11 @@ extern "C" ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* 
   RowIdMap map;
   AB_RETURN_IF_ERROR(check_expand_row_id_map(args, &map));
   const cudaStream_t stream = cuda::stream_of(exec);
-  const int64_t clearing = std::min((map.maps.R + cuda::kThreads - 1) / cuda::kThreads, cuda::kMostClearing);
+  const int64_t clearing =
+      std::min((map.maps.R + cuda::PartsBlock::kThreads - 1) / cuda::PartsBlock::kThreads, cuda::kMostClearing);
   AB_RETURN_IF_ERROR(cuda::launch("expand_row_id_map: clear_slots", cuda::clear_slots,
-                                  {clearing, cuda::kThreads, 0, stream}, map.maps));
-  const int64_t blocks = (map.maps.T + cuda::kWarps - 1) / cuda::kWarps;
+                                  {clearing, cuda::PartsBlock::kThreads, 0, stream}, map.maps));
+  const int64_t blocks = (map.maps.T + cuda::PartsBlock::kWarps - 1) / cuda::PartsBlock::kWarps;
   return cuda::launch("expand_row_id_map: expand_tokens", cuda::expand_tokens,
-                      {blocks, cuda::kThreads, 0, stream, clearing > 0}, map);
+                      {blocks, cuda::PartsBlock::kThreads, 0, stream, clearing > 0}, map);
 }

@@ -8,23 +8,26 @@
 
 namespace anabranch::cuda {
 
-constexpr int kBatch = 4;  // reads of 32 slots that are on their way together
-constexpr int kListed = (kBatch + 1) * kWarp;
+struct SlotList {
+  static constexpr int kBatch = 4;  // reads of 32 slots that are on their way together
+  static constexpr int kMost = (kBatch + 1) * kWarp;
+};
 
 // Calls `use` with lists that together hold, in order, the slots of token t that `find` wants. All lanes take part.
 //   find(slot, row)        whether the slot, whose entry in row_of_slot is `row` (anything), goes on the list
-//   put(place, slot, row)  makes it entry `place` < kListed; called by one lane, for arrays in shared memory
+//   put(place, slot, row)  makes it entry `place` < SlotList::kMost; called by one lane, for arrays in shared memory
 //   use(count)             reads entries 0 ... count-1; called by all lanes, count >= 1
 template <class Find, class Put, class Use>
 __device__ __forceinline__ void list_slots(const Maps& maps, int64_t t, const Find& find, const Put& put,
                                            const Use& use) {
+  constexpr int kBatch = SlotList::kBatch;
   const unsigned K = static_cast<unsigned>(maps.K);
   const int32_t first = static_cast<int32_t>(t * maps.K);
   const unsigned lane = static_cast<unsigned>(lane_index());
   unsigned next = 0;
   do {
     int count = 0;
-    for (; next < K && count <= kListed - kBatch * kWarp; next += kBatch * kWarp) {
+    for (; next < K && count <= SlotList::kMost - kBatch * kWarp; next += kBatch * kWarp) {
       int32_t rows[kBatch];
       bool wanted[kBatch];
 #pragma unroll

@@ -1,5 +1,6 @@
 // ab_cuda_sort_chunks: one block finds where chunks begin on both sides; then warps move parts of rows.
 #include "anabranch/cuda.h"
+#include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
 #include "dispatch/check.h"
 #include "dispatch/columns.cuh"
@@ -22,24 +23,13 @@ struct Starts {
   __device__ int32_t size(int64_t chunk) const { return unsorted[chunk + 1] - unsorted[chunk]; }
 };
 
-// The sum over the threads of a block before this one; adds the sum over all to *total.
-__device__ int64_t exclusive_sum(int64_t value, int64_t* total) {
-  __shared__ int64_t sums[kPlacers / kWarp];
-  int64_t sum = value;
-#pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2) {
-    const int64_t other = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane_index() >= distance) sum += other;
-  }
-  __syncthreads();
-  if (lane_index() == kWarp - 1) sums[warp_index()] = sum;
-  __syncthreads();
-  int64_t before = *total + sum - value;
-  for (int warp = 0; warp < kPlacers / kWarp; ++warp) {
-    if (warp < warp_index()) before += sums[warp];
-    *total += sums[warp];
-  }
-  return before;
+// The chunks' sizes in their order, so many threads' at a time: where each of these begins. *end is where the last one
+// before them ended, and then where the last of them does.
+__device__ int64_t place_next(int64_t size, int64_t* end) {
+  int64_t total;
+  const int64_t begin = *end + sum_before(size, &total);
+  *end += total;
+  return begin;
 }
 
 __global__ void __launch_bounds__(kPlacers) place_chunks(const ChunkSort sort, const Starts starts) {
@@ -54,7 +44,7 @@ __global__ void __launch_bounds__(kPlacers) place_chunks(const ChunkSort sort, c
   int64_t rows = 0;
   for (int64_t begin = 0; begin < S; begin += kPlacers) {
     const int64_t chunk = begin + threadIdx.x;
-    const int64_t start = exclusive_sum(chunk < S ? std::max(sort.sizes[chunk], 0) : 0, &rows);
+    const int64_t start = place_next(chunk < S ? std::max(sort.sizes[chunk], 0) : 0, &rows);
     if (chunk < S) starts.unsorted[chunk] = static_cast<int32_t>(std::min(start, sort.R));
   }
   if (threadIdx.x == 0) starts.unsorted[S] = starts.sorted[S] = static_cast<int32_t>(std::min(rows, sort.R));
@@ -64,13 +54,13 @@ __global__ void __launch_bounds__(kPlacers) place_chunks(const ChunkSort sort, c
     const int64_t i = begin + threadIdx.x;
     const int32_t chunk = i < S ? sort.order[i] : -1;
     const bool places = Maps::is_index(chunk, S) && starts.named_at[chunk] == i;
-    const int64_t start = exclusive_sum(places ? starts.size(chunk) : 0, &rows);
+    const int64_t start = place_next(places ? starts.size(chunk) : 0, &rows);
     if (places) starts.sorted[chunk] = static_cast<int32_t>(start);
   }
   for (int64_t begin = 0; begin < S; begin += kPlacers) {
     const int64_t chunk = begin + threadIdx.x;
     const bool follows = chunk < S && starts.named_at[chunk] == none;
-    const int64_t start = exclusive_sum(follows ? starts.size(chunk) : 0, &rows);
+    const int64_t start = place_next(follows ? starts.size(chunk) : 0, &rows);
     if (follows) starts.sorted[chunk] = static_cast<int32_t>(start);
   }
 }
@@ -91,9 +81,9 @@ __device__ __forceinline__ int64_t last_at_most(const int32_t* values, int64_t c
 
 // Bytes: a Word, of which a row has `width`.
 template <class Bytes>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(PartsBlock::kThreads)
     move_rows(const ChunkSort sort, const Starts starts, const int64_t width, const int64_t parts) {
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + warp_index();
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * PartsBlock::kWarps + warp_index();
   const int64_t row = item / parts;
   if (row >= sort.R) return;
   const Columns<1> columns(item - row * parts, width);
@@ -144,9 +134,9 @@ ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* ex
   return cuda::with_word(alignment, [&]<class Bytes>(Bytes) {
     const int64_t width = sort.x.bytes / static_cast<int64_t>(sizeof(Bytes));
     const int64_t parts = cuda::Columns<1>::parts(width);
-    const int64_t blocks = (sort.R * parts + cuda::kWarps - 1) / cuda::kWarps;
-    return cuda::launch("sort_chunks: move_rows", cuda::move_rows<Bytes>, {blocks, cuda::kThreads, 0, stream, true},
-                        sort, starts, width, parts);
+    const int64_t blocks = (sort.R * parts + cuda::PartsBlock::kWarps - 1) / cuda::PartsBlock::kWarps;
+    return cuda::launch("sort_chunks: move_rows", cuda::move_rows<Bytes>,
+                        {blocks, cuda::PartsBlock::kThreads, 0, stream, true}, sort, starts, width, parts);
   });
 }
 

@@ -17,7 +17,7 @@ struct SpreadGrid {
 
   static int64_t clearing_blocks(const Spread& spread) {
     if (spread.to.data == nullptr) return 0;
-    constexpr int64_t kRows = kWarps * kWarp;
+    constexpr int64_t kRows = PartsBlock::kThreads;
     return std::min((spread.maps.R + kRows - 1) / kRows, kMostClearing);
   }
 };

@@ -23,16 +23,14 @@ constexpr int kWarps = 8;  // of a block
 struct BackwardCall {
   RouterBackward op;
   TokenTiles tiles;
-  bool weighted;            // a cotangent of weights or probs is given
-  bool auxiliary;           // a cotangent of auxiliary scores or their sums is given
-  bool softmax_rows;        // softmax over all experts is needed
   bool logits_are_aligned;  // to 16 bytes
   bool gradients_are_aligned;
   // Byte offsets in shared memory; per-warp pieces are `warp` bytes apart from `first_warp` on.
-  int first_warp;  // before it: float [kLanes][kItems + 4], the cotangent of score_sum
+  int first_warp;  // before it: float [kLanes][kItems + 4], the cotangent of score_sum, or zeros
   int warp;
-  int experts;    // int32 [tokens][K]
-  int gradients;  // float [tokens][K]
+  int d_aux_scores;  // float [32][kItems + 4], those of the warp's tokens
+  int experts;       // int32 [tokens][K]
+  int gradients;     // float [tokens][K]
 };
 
 // Cotangents of the weights of a token's slots, in kLanes lanes, become those of their logits, as far as they come
@@ -75,10 +73,10 @@ __device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
 constexpr int blocks_of(int slots) { return slots == 1 ? 3 : 2; }
 
 // kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
-template <bool kIsSoftmax, class Bits, int kLanes, int kItems, int kSlots, bool kReadsRows>
+template <bool kIsSoftmax, int kLanes, int kItems, int kSlots, bool kReadsRows>
 __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     route_backward(const __grid_constant__ BackwardCall call) {
-  using Rows = StagedRows<Bits, kLanes, kItems>;
+  using Rows = StagedRows<kLanes, kItems>;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   extern __shared__ __align__(128) char shared[];
@@ -97,25 +95,30 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
   let_next_kernel_start();
   wait_for_previous_kernel();
 
-  // The cotangent of score_sum, the same for all tokens of the block.
-  const SharedArray<float> d_score_sum(block_memory);
+  // Cotangents of the auxiliary scores, where a lane finds those of its items: of score_sum, the same for all tokens of
+  // the block; or each token's own, which come with its row.
   const bool has_sum = kReadsRows && op.d_score_sum.data != nullptr;
   const bool has_aux = kReadsRows && op.d_aux_scores.data != nullptr;
-  if (has_sum) {
+  const SharedArray<float> own_cotangents(memory + call.d_aux_scores);
+  const auto cotangents =
+      has_aux ? own_cotangents.from(token * kLanes * kStride) : SharedArray<float>(block_memory);  // of the token
+  const auto cotangent_place = [](unsigned e) { return e / kItems * kStride + e % kItems; };
+  if (kReadsRows && !has_aux) {
     const int64_t row = static_cast<int64_t>(blockIdx.x / call.tiles.blocks_per_sequence) * E;
+#pragma unroll 1
     for (unsigned e = threadIdx.x; e < kLanes * kItems; e += blockDim.x) {
-      d_score_sum.set(e / kItems * kStride + e % kItems, e < E ? load(op.d_score_sum, row + e) : 0.0f);
+      cotangents.set(cotangent_place(e), has_sum && e < E ? load(op.d_score_sum, row + e) : 0.0f);
     }
   }
 
-  const bool is_half = op.logits_dtype == AB_FLOAT16;
   const int64_t block_begin = call.tiles.begin(blockIdx.x);
   const auto block_tokens = static_cast<unsigned>(call.tiles.end(blockIdx.x) - block_begin);
   const unsigned step = blockDim.x / kLanes;  // tokens of a round of the block
   unsigned begin = warp_index() * kTokens;    // of the warp's tokens, from block_begin on
-  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * op.E * sizeof(Bits);
-  Rows rows(memory, E, call.logits_are_aligned, is_half);
-  Rows next_rows(memory + (kReadsRows ? Rows::kBytes : 0), E, call.logits_are_aligned, is_half);
+  Rows rows(memory, E, call.logits_are_aligned, op.logits_dtype);
+  Rows next_rows(memory + (kReadsRows ? rows.bytes() : 0), E, call.logits_are_aligned, op.logits_dtype);
+  const unsigned row_bytes = E * rows.element_size();
+  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * row_bytes;
 
   // Experts of the slots, a round ahead of their use.
   int32_t next_expert[kSlots];
@@ -125,7 +128,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     for (unsigned s = 0; s < kSlots; ++s) {
       const unsigned k = lane + s * kLanes;
       next_expert[s] = -1;
-      if (call.weighted && k < K && from + token < block_tokens) next_expert[s] = op.experts[size_t{t} * K + k];
+      if (op.weighted && k < K && from + token < block_tokens) next_expert[s] = op.experts[size_t{t} * K + k];
     }
   };
   if (begin < block_tokens) {
@@ -165,11 +168,22 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     if (more) fetch_experts(begin + step);
     if constexpr (kReadsRows) {
       if (more) {
-        logits += step * E * static_cast<unsigned>(sizeof(Bits));
+        logits += step * row_bytes;
         next_rows.start(logits, min(block_tokens - begin - step, kTokens));
         wait_for_copies<1>();
       } else {
         wait_for_copies<0>();
+      }
+    }
+    if (has_aux) {
+      __syncwarp();  // those of the round before have been read
+#pragma unroll 1
+      for (unsigned place = lane_index(); place < kTokens * kLanes * kItems; place += kWarp) {
+        const unsigned of = place / (kLanes * kItems);
+        const unsigned e = place % (kLanes * kItems);
+        const bool there = of < count && e < E;
+        own_cotangents.set(of * kLanes * kStride + cotangent_place(e),
+                           there ? load(op.d_aux_scores, static_cast<int64_t>(first + of) * E + e) : 0.0f);
       }
     }
     __syncwarp();
@@ -181,24 +195,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     float poison = lse - lse;  // NaN where a row of softmax is broken
     float dot = 0.0f;          // sum of G s
     float inverse = 0.0f;      // of the sum of elementwise scores
-    const auto cotangents = [&](auto&& take) {
-      if (has_sum) {
+    const auto for_cotangents = [&](auto&& take) {
 #pragma unroll
-        for (unsigned i = 0; i < kItems; i += 4) {
-          const auto g = load_shared<float4>(d_score_sum.from(lane * kStride + i).address());
-          take(i, g.x);
-          take(i + 1, g.y);
-          take(i + 2, g.z);
-          take(i + 3, g.w);
-        }
-      } else if (has_aux && live) {
-#pragma unroll
-        for (unsigned i = 0; i < kItems; ++i) {
-          take(i, first_item + i < E ? load(op.d_aux_scores, static_cast<int64_t>(t) * E + first_item + i) : 0.0f);
-        }
-      } else {
-#pragma unroll
-        for (unsigned i = 0; i < kItems; ++i) take(i, 0.0f);
+      for (unsigned i = 0; i < kItems; i += 4) {
+        const auto g = load_shared<float4>(cotangents.from(lane * kStride + i).address());
+        take(i, g.x);
+        take(i + 1, g.y);
+        take(i + 2, g.z);
+        take(i + 3, g.w);
       }
     };
     if constexpr (kReadsRows) {
@@ -212,7 +216,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
         const float logit = rows.logit(token, static_cast<unsigned>(max(expert[s], 0)));
         value[s] = expert[s] < 0 ? -INFINITY : logit;
       }
-      if (call.softmax_rows || (kIsSoftmax && op.lse == nullptr)) {
+      if (op.softmax_rows || (kIsSoftmax && op.lse == nullptr)) {
         softmax.shift = lse * kLog2E;
         if (op.lse == nullptr) {
           float top = z[0];
@@ -231,13 +235,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
         softmax.factor = reciprocal(sum);
         poison = sum - sum;
       }
-      if (call.auxiliary) {
+      if (op.auxiliary) {
         if constexpr (kIsSoftmax) {
-          cotangents([&](int i, float g) { dot = fmaf(z[i], g, dot); });
+          for_cotangents([&](int i, float g) { dot = fmaf(z[i], g, dot); });
           dot = sum_lanes<kLanes>(dot) * softmax.factor;
         } else {
           float sum = 0.0f;
-          cotangents([&](int i, float g) {
+          for_cotangents([&](int i, float g) {
             const float s = elementwise_score(op.score_function, z[i]);
             sum += s;
             dot = fmaf(s, g, dot);
@@ -249,7 +253,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     }
 
     float raw = 0.0f;
-    if (call.weighted) {
+    if (op.weighted) {
 #pragma unroll
       for (unsigned s = 0; s < kSlots; ++s) gradient[s] *= op.scaling_factor;
       raw =
@@ -262,50 +266,35 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     const auto of_row = [&](float z_or_power, float g) {
       float d = 0.0f;
       if (kIsSoftmax) {
-        if (call.softmax_rows) d = z_or_power * fmaf(g, softmax.factor, shift);
+        if (op.softmax_rows) d = z_or_power * fmaf(g, softmax.factor, shift);
       } else {
-        if (call.softmax_rows) d = softmax.power(z_or_power) * shift;
-        if (call.auxiliary) d = fmaf((g - dot) * inverse, elementwise_slope(op.score_function, z_or_power), d);
+        if (op.softmax_rows) d = softmax.power(z_or_power) * shift;
+        if (op.auxiliary) d = fmaf((g - dot) * inverse, elementwise_slope(op.score_function, z_or_power), d);
       }
       return live ? d : 0.0f;
     };
     __syncwarp();  // logits of the slots have been read
     if constexpr (kReadsRows) {
-      cotangents([&](int i, float g) { z[i] = of_row(z[i], g); });
+      for_cotangents([&](int i, float g) { z[i] = of_row(z[i], g); });
       rows.write(z);
     } else {
       rows.clear();
     }
     __syncwarp();
 
-    if (call.weighted) {
+    if (op.weighted) {
       // All that the slots' experts get. An expert that was selected twice (in a replay) would be written twice: each
       // slot leaves its number where it will write, and looks whether it is still there.
-      const auto mark = [](unsigned k) {
-        if constexpr (sizeof(Bits) == 4) {
-          return __uint_as_float(k);
-        } else {
-          return static_cast<uint16_t>(k);
-        }
-      };
-      const auto unmark = [](Bits bits) {
-        if constexpr (sizeof(Bits) == 4) {
-          return __float_as_uint(bits);
-        } else {
-          return static_cast<unsigned>(bits);
-        }
-      };
 #pragma unroll
       for (unsigned s = 0; s < kSlots; ++s) {
-        if (expert[s] >= 0) rows.set_bits(token, static_cast<unsigned>(expert[s]), mark(lane + s * kLanes));
+        if (expert[s] >= 0) rows.set_bits(token, static_cast<unsigned>(expert[s]), lane + s * kLanes);
       }
       __syncwarp();
       bool repeated = false;
 #pragma unroll
       for (unsigned s = 0; s < kSlots; ++s) {
         if (expert[s] < 0) continue;
-        const Bits found = rows.bits(token, static_cast<unsigned>(expert[s]));
-        repeated |= unmark(found) != lane + s * kLanes;
+        repeated |= rows.bits(token, static_cast<unsigned>(expert[s])) != lane + s * kLanes;
       }
       if (__any_sync(kAllLanes, repeated)) {
         // Sums over equal experts, in the order of slots.
@@ -331,19 +320,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
         const auto e = static_cast<unsigned>(expert[s]);
         float d = gradient[s];
         if constexpr (kReadsRows) {
-          float g = 0.0f;
-          if (has_sum) {
-            g = d_score_sum[e / kItems * kStride + e % kItems];
-          } else if (has_aux) {
-            g = load(op.d_aux_scores, static_cast<int64_t>(t) * E + e);
-          }
-          d += of_row(kIsSoftmax ? softmax.power(value[s]) : value[s], g);
+          d += of_row(kIsSoftmax ? softmax.power(value[s]) : value[s], cotangents[cotangent_place(e)]);
         }
         rows.set(token, e, d);
       }
       __syncwarp();
     }
-    char* const out = static_cast<char*>(op.d_logits) + size_t{first} * (E * sizeof(Bits));
+    char* const out = static_cast<char*>(op.d_logits) + size_t{first} * row_bytes;
     rows.copy_out(out, count, call.gradients_are_aligned);
     __syncwarp();
     const Rows used = rows;
@@ -356,36 +339,30 @@ struct Variant {
   using Kernel = void (*)(BackwardCall);
   int lanes;
   int items;
-  // By the slots of a lane, and by whether rows are read.
-  int slots[2];
-  Kernel of_2[2][2];  // logits of 2 bytes
-  Kernel of_4[2][2];
+  int slots;          // of a lane
+  Kernel kernels[2];  // by whether rows are read
 };
 
-template <bool kIsSoftmax, int kLanes, int kItems, int kFew, int kMany>
+template <bool kIsSoftmax, int kLanes, int kItems, int kSlots>
 constexpr Variant variant() {
   return {kLanes,
           kItems,
-          {kFew, kMany},
-          {{route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kFew, false>,
-            route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kFew, true>},
-           {route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kMany, false>,
-            route_backward<kIsSoftmax, uint16_t, kLanes, kItems, kMany, true>}},
-          {{route_backward<kIsSoftmax, float, kLanes, kItems, kFew, false>,
-            route_backward<kIsSoftmax, float, kLanes, kItems, kFew, true>},
-           {route_backward<kIsSoftmax, float, kLanes, kItems, kMany, false>,
-            route_backward<kIsSoftmax, float, kLanes, kItems, kMany, true>}}};
+          kSlots,
+          {route_backward<kIsSoftmax, kLanes, kItems, kSlots, false>,
+           route_backward<kIsSoftmax, kLanes, kItems, kSlots, true>}};
 }
 
-// By experts; the first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a
-// token does not fill the device.
+// The first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a token does
+// not fill the device.
 template <bool kIsSoftmax>
-constexpr Variant kFewTokens[] = {variant<kIsSoftmax, 32, 8, 1, 2>(), variant<kIsSoftmax, 32, 32, 1, 2>()};
+constexpr Variant kFewTokens[] = {variant<kIsSoftmax, 32, 8, 1>(), variant<kIsSoftmax, 32, 32, 1>(),
+                                  variant<kIsSoftmax, 32, 32, 2>()};
 template <bool kIsSoftmax>
-constexpr Variant kVariants[] = {variant<kIsSoftmax, 1, 8, 2, 8>(),   variant<kIsSoftmax, 2, 32, 4, 8>(),
-                                 variant<kIsSoftmax, 4, 32, 2, 4>(),  variant<kIsSoftmax, 8, 32, 1, 4>(),
-                                 variant<kIsSoftmax, 16, 24, 1, 2>(), variant<kIsSoftmax, 16, 32, 1, 2>(),
-                                 variant<kIsSoftmax, 32, 32, 1, 2>()};
+constexpr Variant kVariants[] = {variant<kIsSoftmax, 1, 8, 2>(),   variant<kIsSoftmax, 2, 32, 4>(),
+                                 variant<kIsSoftmax, 4, 32, 2>(),  variant<kIsSoftmax, 8, 32, 1>(),
+                                 variant<kIsSoftmax, 8, 32, 4>(),  variant<kIsSoftmax, 16, 24, 1>(),
+                                 variant<kIsSoftmax, 16, 32, 1>(), variant<kIsSoftmax, 16, 32, 2>(),
+                                 variant<kIsSoftmax, 32, 32, 1>(), variant<kIsSoftmax, 32, 32, 2>()};
 
 }  // namespace
 
@@ -393,13 +370,10 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   const bool is_softmax = op.score_function == AB_SOFTMAX;
   BackwardCall call{};
   call.op = op;
-  call.weighted = op.d_weights.data != nullptr || op.d_probs.data != nullptr;
-  call.auxiliary = op.d_score_sum.data != nullptr || op.d_aux_scores.data != nullptr;
-  call.softmax_rows = op.d_lse.data != nullptr || (is_softmax && (call.auxiliary || (call.weighted && !op.normalize)));
   call.logits_are_aligned = reinterpret_cast<uintptr_t>(op.logits) % kChunk == 0;
   call.gradients_are_aligned = reinterpret_cast<uintptr_t>(op.d_logits) % kChunk == 0;
   // Softmax over the selected logits still has to tell whether the row is broken, from lse or from the row.
-  const bool reads_rows = call.softmax_rows || call.auxiliary || (is_softmax && call.weighted && op.lse == nullptr);
+  const bool reads_rows = op.softmax_rows || op.auxiliary || (is_softmax && op.weighted && op.lse == nullptr);
 
   const Variant* variant = is_softmax ? std::begin(kVariants<true>) : std::begin(kVariants<false>);
   const Variant* end = is_softmax ? std::end(kVariants<true>) : std::end(kVariants<false>);
@@ -407,23 +381,24 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
     variant = is_softmax ? std::begin(kFewTokens<true>) : std::begin(kFewTokens<false>);
     end = is_softmax ? std::end(kFewTokens<true>) : std::end(kFewTokens<false>);
   }
-  const int K = call.weighted ? op.K : 0;
-  while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots[1] < K))
-    ++variant;
+  const int K = op.weighted ? op.K : 0;
+  while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots < K)) ++variant;
   *launched = variant != end;
   if (variant == end) return ok();
-  const int many = variant->lanes * variant->slots[0] < K ? 1 : 0;
   const int size = static_cast<int>(dtype_size(op.logits_dtype));
-  const Variant::Kernel kernel = (size == 2 ? variant->of_2 : variant->of_4)[many][reads_rows ? 1 : 0];
+  const Variant::Kernel kernel = variant->kernels[reads_rows ? 1 : 0];
 
   const int tokens = kWarp / variant->lanes;
   const auto rounded = [](int bytes) { return (bytes + 127) / 128 * 128; };
-  call.first_warp = op.d_score_sum.data != nullptr ? rounded(variant->lanes * (variant->items + 4) * 4) : 0;
-  call.experts = rounded(kWarp * variant->items * size * (reads_rows ? 2 : 1));
+  const bool has_aux = op.d_aux_scores.data != nullptr;
+  const int stride = (variant->items + 4) * 4;
+  call.first_warp = reads_rows && !has_aux ? rounded(variant->lanes * stride) : 0;
+  call.d_aux_scores = rounded(kWarp * variant->items * size * (reads_rows ? 2 : 1));
+  call.experts = call.d_aux_scores + (has_aux ? rounded(kWarp * stride) : 0);
   call.gradients = call.experts + rounded(tokens * K * 4);
   call.warp = call.gradients + rounded(tokens * K * 4);
   // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.
-  const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(variant->slots[many]) : 8);
+  const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(variant->slots) : 8);
   call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{kWarps} * tokens, most_blocks);
   return launch(
       "router backward", kernel,

@@ -35,6 +35,10 @@ struct RouterBackward {
   Cotangent d_score_sum;
   Cotangent d_aux_scores;
   Cotangent d_lse;
+  // What follows from them:
+  bool weighted = false;      // a cotangent of weights or probs is given
+  bool auxiliary = false;     // a cotangent of auxiliary scores or their sums is given
+  bool softmax_rows = false;  // softmax over all experts is needed
 
   void* d_logits = nullptr;  // dtype of the logits
 

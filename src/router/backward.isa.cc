@@ -10,15 +10,11 @@ namespace {
 class Tile {
  public:
   Tile(const RouterBackward& op, int64_t sequence, void* memory)
-      : op_(op),
-        weighted_(op.d_weights.data != nullptr || op.d_probs.data != nullptr),
-        auxiliary_(op.d_score_sum.data != nullptr || op.d_aux_scores.data != nullptr),
-        is_softmax_(op.score_function == AB_SOFTMAX),
-        softmax_rows_(op.d_lse.data != nullptr || (is_softmax_ && (auxiliary_ || (weighted_ && !op.normalize)))) {
+      : op_(op), is_softmax_(op.score_function == AB_SOFTMAX) {
     Scratch scratch(memory);
     const int64_t row = row_blocks(op.E) * kRowPad;
     z_ = scratch.take<float>(row);
-    e_ = scratch.take<float>(softmax_rows_ ? kLanes * row : 0);
+    e_ = scratch.take<float>(op_.softmax_rows ? kLanes * row : 0);
     s_ = scratch.take<float>(row);
     g_ = scratch.take<float>(row);
     d_ = scratch.take<float>(row);
@@ -41,7 +37,7 @@ class Tile {
       live_[lane] = lane < n && (op_.token_mask == nullptr || op_.token_mask[first + lane] != 0);
       if (live_[lane]) read_row(first + lane, lane);
     }
-    if (weighted_) weights_backward(first);
+    if (op_.weighted) weights_backward(first);
     for (int lane = 0; lane < n; ++lane) write_row(first + lane, lane);
   }
 
@@ -52,16 +48,16 @@ class Tile {
   // The softmax of a token, where it is needed. lse serves as the shift; dividing by the sum takes its rounding out.
   void read_row(int64_t t, int lane) {
     const bool known = op_.lse != nullptr;
-    if (softmax_rows_) {
+    if (op_.softmax_rows) {
       const float* z = logits_row(op_.logits, op_.logits_dtype, t, op_.E, z_);
       const float shift = known ? op_.lse[t] : row_max(z, blocks());
       float sum;
       softmax_.shift[lane] = shift;
       softmax_.factor[lane] = softmax_row(z, blocks(), shift, softmax_row_of(lane), &sum);
       softmax_.poison[lane] = sum - sum;  // NaN where sum is
-    } else if (is_softmax_ && weighted_ && known) {
+    } else if (is_softmax_ && op_.weighted && known) {
       softmax_.poison[lane] = op_.lse[t] - op_.lse[t];
-    } else if (is_softmax_ && weighted_) {
+    } else if (is_softmax_ && op_.weighted) {
       const float* z = logits_row(op_.logits, op_.logits_dtype, t, op_.E, z_);
       softmax_.poison[lane] = row_is_broken(z, blocks()) ? __builtin_nanf("") : 0.0f;
     }
@@ -124,13 +120,13 @@ class Tile {
     if (live_[lane] && op_.d_aux_scores.data != nullptr) {
       load_row(op_.d_aux_scores.data, op_.d_aux_scores.dtype, t, E, 0.0f, g_);
     }
-    if (live_[lane] && softmax_rows_) {
+    if (live_[lane] && op_.softmax_rows) {
       softmax_terms(t, lane, d);
     } else {
       for (int64_t e = 0; e < E; ++e) d[e] = 0.0f;
     }
-    if (live_[lane] && auxiliary_ && !is_softmax_) auxiliary_terms(t, d);
-    if (live_[lane] && weighted_) {
+    if (live_[lane] && op_.auxiliary && !is_softmax_) auxiliary_terms(t, d);
+    if (live_[lane] && op_.weighted) {
       for (int64_t k = 0; k < op_.K; ++k) {
         const int32_t e = experts_[k * kLanes + lane];
         if (e >= 0) d[e] += slot_g_[k * kLanes + lane];
@@ -143,10 +139,10 @@ class Tile {
   void softmax_terms(int64_t t, int lane, float* d) {
     const float* exponentials = softmax_row_of(lane);
     const float factor = softmax_.factor[lane];
-    const bool by_score = auxiliary_ && is_softmax_;
+    const bool by_score = op_.auxiliary && is_softmax_;
     float shift = by_score ? -factor * row_dot(exponentials, g_, blocks()) : 0.0f;
     if (op_.d_lse.data != nullptr) shift += load_element(op_.d_lse.data, op_.d_lse.dtype, t);
-    if (weighted_ && is_softmax_ && !op_.normalize) shift -= row_shift_[lane];
+    if (op_.weighted && is_softmax_ && !op_.normalize) shift -= row_shift_[lane];
     if (by_score) {
       for (int64_t e = 0; e < op_.E; ++e) d[e] = exponentials[e] * factor * (g_[e] + shift);
     } else {
@@ -167,10 +163,7 @@ class Tile {
   }
 
   const RouterBackward& op_;
-  const bool weighted_;   // a cotangent of weights or probs is given
-  const bool auxiliary_;  // a cotangent of auxiliary scores or their sums is given
   const bool is_softmax_;
-  const bool softmax_rows_;  // softmax over all E is needed
   size_t size_;
 
   float* z_;          // a row of logits

@@ -4,6 +4,7 @@
 // every expert gets (softmax terms, auxiliary scores) is computed from the row of logits, 8 neighbouring experts a lane
 // and step, a segment of the row at a time, and both are added up on the way out.
 #include "balance/statistics.cuh"
+#include "core/cuda/access.cuh"
 #include "core/cuda/element.cuh"
 #include "core/tensor.h"
 #include "router/backward.cuh"
@@ -19,11 +20,8 @@ constexpr int kStep = 8;  // neighbouring experts of a lane
 struct WideCall {
   RouterBackward op;
   TokenTiles tiles;
-  bool weighted;      // a cotangent of weights or probs is given
-  bool auxiliary;     // a cotangent of auxiliary scores or their sums is given
-  bool softmax_rows;  // softmax over all experts is needed
-  bool vectors;       // rows of logits and their gradients are whole 16-byte vectors
-  bool aux_vectors;   // those of d_aux_scores
+  bool vectors;      // rows of logits and their gradients are whole 16-byte vectors
+  bool aux_vectors;  // those of d_aux_scores
   // bytes of a warp's shared memory, and offsets in it
   int warp;
   int experts;    // int32 [K]
@@ -38,8 +36,8 @@ __device__ __forceinline__ void unpack(uint32_t word, float* to) {
   if constexpr (sizeof(T) == 4) {
     to[0] = __uint_as_float(word);
   } else {
-    to[0] = to_float(T{static_cast<uint16_t>(word & 0xffffu)});
-    to[1] = to_float(T{static_cast<uint16_t>(word >> 16)});
+    to[0] = low_half<T>(word);
+    to[1] = high_half<T>(word);
   }
 }
 
@@ -56,7 +54,7 @@ __device__ __forceinline__ void load_items(const void* row, int32_t dtype, bool 
       for (int i = 0; i < kItems; i += kVector) {
         if (first + i < count) {
           // By value: through a reference the compiler would load the elements one by one.
-          const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(from + i));
+          const uint4 bytes = *reinterpret_cast<const uint4*>(from + i);
           constexpr int kWord = 4 / static_cast<int>(sizeof(T));
           unpack<T>(bytes.x, items + i);
           unpack<T>(bytes.y, items + i + kWord);
@@ -190,7 +188,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
   float* gradients = reinterpret_cast<float*>(warp + call.gradients);
   float* row = reinterpret_cast<float*>(warp + call.row);
   const bool is_softmax = op.score_function == AB_SOFTMAX;
-  for (int i = lane; call.weighted && i < (E + kStep - 1) / kStep * kStep; i += kWarp) row[i] = 0.0f;
+  for (int i = lane; op.weighted && i < (E + kStep - 1) / kStep * kStep; i += kWarp) row[i] = 0.0f;
   __syncwarp();
 
   let_next_kernel_start();
@@ -210,8 +208,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
     float power_sum = 0.0f;
     float score_sum = 0.0f;
     float dot = 0.0f;
-    const bool scores = call.auxiliary && !is_softmax;
-    const bool reads_row = call.softmax_rows || scores;
+    const bool scores = op.auxiliary && !is_softmax;
+    const bool reads_row = op.softmax_rows || scores;
     const auto read_segment = [&](int segment) {
       if (live) {
         load_row<kLanes>(op.logits, op.logits_dtype, call.vectors, t, E, lane, segment, -INFINITY, z);
@@ -225,9 +223,9 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
         load_row<kLanes>(op.d_score_sum.data, op.d_score_sum.dtype, false, sequence, E, lane, segment, 0.0f, g);
       }
     };
-    if (call.softmax_rows && op.lse != nullptr) {
+    if (op.softmax_rows && op.lse != nullptr) {
       softmax.shift = live ? op.lse[t] * kLog2E : 0.0f;
-    } else if (call.softmax_rows || (is_softmax && call.weighted)) {
+    } else if (op.softmax_rows || (is_softmax && op.weighted)) {
       float top = -INFINITY;
       for (int segment = 0; segment < E; segment += kSegment) {
         read_segment(segment);
@@ -236,14 +234,14 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
       }
       softmax.shift = max_lanes<kLanes>(top) * kLog2E;
     }
-    if (reads_row || (is_softmax && call.weighted && op.lse == nullptr)) {
+    if (reads_row || (is_softmax && op.weighted && op.lse == nullptr)) {
       for (int segment = 0; segment < E; segment += kSegment) {
         read_segment(segment);
         for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
 #pragma unroll
           for (int k = i; k < i + kStep; ++k) {
             if (expert + k - i >= E) continue;
-            if (call.softmax_rows || is_softmax) {
+            if (op.softmax_rows || is_softmax) {
               const float power = softmax.power(z[k]);
               power_sum += power;
               if (is_softmax) dot = fmaf(power, g[k], dot);
@@ -257,18 +255,18 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
         });
       }
       power_sum = sum_lanes<kLanes>(power_sum);
-      if (is_softmax || call.softmax_rows) {
+      if (is_softmax || op.softmax_rows) {
         softmax.factor = 1.0f / power_sum;
         poison = power_sum - power_sum;
       }
-    } else if (is_softmax && call.weighted) {
+    } else if (is_softmax && op.weighted) {
       poison = live ? op.lse[t] - op.lse[t] : 0.0f;
     }
-    if (call.auxiliary) dot = sum_lanes<kLanes>(dot);
+    if (op.auxiliary) dot = sum_lanes<kLanes>(dot);
     if (scores) score_sum = sum_lanes<kLanes>(score_sum) + kSumEpsilon;
 
     float raw_shift = 0.0f;
-    if (call.weighted) {
+    if (op.weighted) {
       raw_shift = slot_gradients<kLanes>(call, t, lane, live, softmax, poison, slots, gradients);
       __syncwarp();
       scatter_slots<kLanes>(slots, gradients, lane, row);
@@ -279,7 +277,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
     // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
     float shift = -raw_shift;
     if (op.d_lse.data != nullptr && live) shift += load_float(op.d_lse.data, op.d_lse.dtype, t);
-    if (is_softmax && call.auxiliary) shift -= dot * softmax.factor;
+    if (is_softmax && op.auxiliary) shift -= dot * softmax.factor;
     const float inverse = scores ? 1.0f / score_sum : 0.0f;
     const float mean = dot * inverse;
     for (int segment = 0; segment < E; segment += kSegment) {
@@ -289,14 +287,14 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
 #pragma unroll
         for (int k = 0; k < kStep; ++k) {
           float d = 0.0f;
-          if (call.softmax_rows) {
-            const float from_scores = is_softmax && call.auxiliary ? g[i + k] : 0.0f;
+          if (op.softmax_rows) {
+            const float from_scores = is_softmax && op.auxiliary ? g[i + k] : 0.0f;
             d = softmax.power(z[i + k]) * softmax.factor * (from_scores + shift);
           }
           if (scores) d += (g[i + k] - mean) * inverse * elementwise_slope(op.score_function, z[i + k]);
           step[k] = live ? d : 0.0f;
         }
-        if (call.weighted && expert < E) {
+        if (op.weighted && expert < E) {
           const float4* added = reinterpret_cast<const float4*>(row + expert);
 #pragma unroll
           for (int k = 0; k < kStep; k += 4) {
@@ -313,7 +311,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
         }
       });
     }
-    if (call.weighted) {
+    if (op.weighted) {
       __syncwarp();
       for_own_slots<kLanes>(slots, lane, [&](int, int expert) { row[expert] = 0.0f; });
       __syncwarp();
@@ -326,10 +324,6 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
 ab_status launch_backward_wide(const RouterBackward& op, cudaStream_t stream) {
   WideCall call{};
   call.op = op;
-  const bool is_softmax = op.score_function == AB_SOFTMAX;
-  call.weighted = op.d_weights.data != nullptr || op.d_probs.data != nullptr;
-  call.auxiliary = op.d_score_sum.data != nullptr || op.d_aux_scores.data != nullptr;
-  call.softmax_rows = op.d_lse.data != nullptr || (is_softmax && (call.auxiliary || (call.weighted && !op.normalize)));
   const int64_t size = dtype_size(op.logits_dtype);
   call.vectors = rows_are_vectors(op.logits, op.E, size) && rows_are_vectors(op.d_logits, op.E, size);
   call.aux_vectors = op.d_aux_scores.data != nullptr &&
@@ -340,11 +334,11 @@ ab_status launch_backward_wide(const RouterBackward& op, cudaStream_t stream) {
     used += (bytes + 15) / 16 * 16;
     return static_cast<int>(begin);
   };
-  const int64_t slots = call.weighted ? op.K : 0;
+  const int64_t slots = op.weighted ? op.K : 0;
   call.experts = take(slots * 4);
   call.values = take(slots * 4);
   call.gradients = take(slots * 4);
-  call.row = take(call.weighted ? (op.E + kStep - 1) / kStep * kStep * 4 : 0);
+  call.row = take(op.weighted ? (op.E + kStep - 1) / kStep * kStep * 4 : 0);
   call.warp = static_cast<int>(used);
   constexpr int64_t kSharedBytes = 220 << 10;
   int warps = kWarps;

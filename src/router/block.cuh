@@ -49,11 +49,13 @@ template <class PlaceOf>
 __device__ __forceinline__ void begin_block(const RouteCall& call, char* shared, const PlaceOf& place) {
   if (call.op.tokens_per_expert != nullptr) {
     int32_t* counts = reinterpret_cast<int32_t*>(shared + call.shared.counts);
+#pragma unroll 1
     for (int e = static_cast<int>(threadIdx.x); e < call.op.E; e += static_cast<int>(blockDim.x)) counts[e] = 0;
   }
   wait_for_previous_kernel();
   if (call.op.bias != nullptr) {
     float* bias = reinterpret_cast<float*>(shared + call.shared.bias);
+#pragma unroll 1
     for (int e = static_cast<int>(threadIdx.x); e < call.op.E; e += static_cast<int>(blockDim.x)) {
       bias[place(e)] = load_float(call.op.bias, call.op.bias_dtype, e);
     }
@@ -67,6 +69,7 @@ __device__ __forceinline__ void end_block(const RouteCall& call, const char* sha
   const int64_t row = static_cast<int64_t>(blockIdx.x) * op.E;
   const int32_t* counts = reinterpret_cast<const int32_t*>(shared + call.shared.counts);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
+#pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < op.E; e += static_cast<int>(blockDim.x)) {
     if (op.tokens_per_expert != nullptr) call.partials.counts[row + e] = counts[e];
     if (op.score_sum == nullptr) continue;

@@ -224,6 +224,10 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
   op->d_score_sum = cotangent(args->d_score_sum);
   op->d_aux_scores = cotangent(args->d_aux_scores);
   op->d_lse = cotangent(args->d_lse);
+  op->weighted = weighted;
+  op->auxiliary = auxiliary;
+  op->softmax_rows = args->d_lse != nullptr ||
+                     (args->score_function == AB_SOFTMAX && (auxiliary || (weighted && args->normalize == 0)));
   op->d_logits = data<void>(args->d_logits);
   op->blocks = TokenBlocks(T, sequences);
   return ok();

@@ -54,23 +54,16 @@ struct Choice {
   int warps = kMostWarps;
 };
 
-RouteVariants variants_of(const RouterForward& op, bool by_score) {
-  const bool is_softmax = op.score_function == AB_SOFTMAX;
-  if (op.logits_dtype == AB_FLOAT32) {
-    return by_score ? biased_variants_of_4() : is_softmax ? softmax_variants_of_4() : elementwise_variants_of_4();
-  }
-  return by_score ? biased_variants_of_2() : is_softmax ? softmax_variants_of_2() : elementwise_variants_of_2();
-}
-
 Choice choose(const RouterForward& op, const Selection& selection, bool* always_exact) {
   const bool by_score = selection.by_score && op.wants_selection;
-  const bool long_keys = by_score || op.logits_dtype == AB_FLOAT32;
-  const RouteVariants all = variants_of(op, by_score);
+  const bool is_softmax = op.score_function == AB_SOFTMAX && !by_score;
+  const RouteVariants all = is_softmax ? softmax_variants() : scored_variants();
   const bool few = op.T <= TokenTiles::kFewTokens;
   const RouteVariant* variant = few ? all.few : all.many;
   const RouteVariant* const end = variant + (few ? RouteVariants::kFew : RouteVariants::kMany);
   for (; variant != end; ++variant) {
     if (variant->lanes * variant->items < op.E) continue;
+    if (!is_softmax && !by_score && variant->items > kMostItemsByLogit) continue;
     int list = 0;
     while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list] == nullptr))
       ++list;
@@ -85,8 +78,6 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
         kernel = variant->grouped;
         list = RouteVariant::kGrouped;
       }
-    } else if (variant->lanes == 1 && long_keys) {
-      kernel = variant->long_keys[list];
     }
     const int candidates = variant->candidates[list];
     const int ranks = candidates > 0 ? candidates : RouteVariant::list(list);

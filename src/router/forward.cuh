@@ -19,8 +19,12 @@
 
 namespace anabranch::cuda {
 
-// What experts are selected by and how scores are computed. biased: by scores with a bias, whatever the function.
-enum class Mode { softmax, elementwise, biased };
+// Softmax, by which experts are selected as by the logits; or whatever else there is: elementwise scores, selected by
+// the logits too, and any scores with a bias.
+enum class Mode { softmax, scored };
+// Kernels for scores with more items a lane select by scores alone: the row a second time would take too many
+// registers.
+constexpr int kMostItemsByLogit = 32;
 
 // The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
 struct RouteVariant {
@@ -31,11 +35,10 @@ struct RouteVariant {
 
   int lanes;
   int items;
-  int blocks;                // of a multiprocessor, that registers allow
-  Kernel kernels[kLists];    // nullptr: none
-  int candidates[kLists];    // of a token, 0 where lanes == 1
-  Kernel long_keys[kLists];  // for values of 32 bits, where lanes == 1
-  Kernel grouped;            // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
+  int blocks;              // of a multiprocessor, that registers allow
+  Kernel kernels[kLists];  // nullptr: none
+  int candidates[kLists];  // of a token, 0 where lanes == 1
+  Kernel grouped;          // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
 };
 
 // By experts: for many tokens, and for so few that a warp a token does not fill the device.
@@ -45,13 +48,8 @@ struct RouteVariants {
   RouteVariant many[kMany];
   RouteVariant few[kFew];
 };
-// For logits of 2 and of 4 bytes.
-RouteVariants softmax_variants_of_2();
-RouteVariants softmax_variants_of_4();
-RouteVariants elementwise_variants_of_2();
-RouteVariants elementwise_variants_of_4();
-RouteVariants biased_variants_of_2();
-RouteVariants biased_variants_of_4();
+RouteVariants softmax_variants();
+RouteVariants scored_variants();
 
 namespace {
 
@@ -87,7 +85,7 @@ __device__ __forceinline__ void sort_row(const ValueOf& q_of, const SharedArray<
 
 // Writes the dense rows of the slots that lie in registers. `full`: as many tokens as a warp takes, whose rows fill
 // their places; the chunks of 16 bytes are a lane's. All lanes of the warp come here.
-template <unsigned kProbsChunks, unsigned kMapChunks, int kSlots>
+template <int kItems, int kSlots>
 __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, unsigned first, unsigned count,
                                             unsigned token, const int32_t (&expert)[kSlots],
                                             const float (&weight)[kSlots]) {
@@ -105,13 +103,16 @@ __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, u
   }
   __syncwarp();
   if (outputs.op.probs != nullptr) {
-    if (full) {
-      copy_chunks_out<kProbsChunks>(outputs.probs, outputs.probs_of(first));
+    if (full && outputs.element_size() == 4) {
+      copy_chunks_out<kItems / 4>(outputs.probs, outputs.probs_of(first));
+    } else if (full) {
+      copy_chunks_out<kItems / 8>(outputs.probs, outputs.probs_of(first));
     } else {
       outputs.write_probs(first, count);
     }
   }
   if (outputs.has_map()) {
+    constexpr unsigned kMapChunks = kItems % 16 == 0 ? kItems / 16 : 0;
     const bool whole_chunks = kMapChunks > 0 && full && outputs.op.map_format == MapFormat::bytes;
     if constexpr (kMapChunks > 0) {
       if (whole_chunks) copy_chunks_out<kMapChunks>(outputs.map, outputs.map_of(first));
@@ -129,22 +130,21 @@ __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, u
 template <int kItems>
 constexpr int kBlocks = kItems <= 16 ? 3 : 2;
 
-// Bits: how logits are stored (staged_rows.cuh). Key: of the sort where one lane holds a row.
-template <Mode kMode, class Bits, int kLanes, int kItems, int kList, bool kGrouped, class Key>
+template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
 __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
-  using Rows = StagedRows<Bits, kLanes, kItems>;
-  constexpr bool kBiased = kMode == Mode::biased;
+  using Rows = StagedRows<kLanes, kItems>;
+  constexpr bool kScored = kMode == Mode::scored;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kBiasStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   constexpr bool kOneLane = kLanes == 1;
-  constexpr bool kExactKeys = !kBiased && sizeof(Bits) == 2;
   constexpr unsigned kRanks = kOneLane ? kList : F::kCandidates;  // of a token in `selected`
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
   const auto E = static_cast<unsigned>(op.E);
   const auto K = static_cast<unsigned>(op.K);
-  const bool is_softmax = kMode == Mode::softmax || (kBiased && op.score_function == AB_SOFTMAX);
+  const bool exact_keys = !kScored && op.logits_dtype != AB_FLOAT32;  // of 32 bits: they hold value and expert
+  const bool is_softmax = !kScored || op.score_function == AB_SOFTMAX;
   let_next_kernel_start();
   begin_block(call, shared, [](int e) { return e / kItems * kBiasStride + e % kItems; });
 
@@ -160,12 +160,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
                   SharedArray<float>(memory + call.shared.values), 0, memory + call.shared.map};
   outputs.clear_map(kTokens);
 
-  const bool selects = kBiased || (op.wants_selection && !op.forced);
+  const bool by_score = kScored && (kItems > kMostItemsByLogit || call.selection.by_score);
+  const bool selects = by_score || (op.wants_selection && !op.forced);
   const bool auxiliary = op.score_sum != nullptr || op.aux_scores != nullptr;
-  const bool groups_by_score = kGrouped && !kBiased && call.selection.groups_by_score;
-  const bool is_half = op.logits_dtype == AB_FLOAT16;
+  const bool groups_by_score = kGrouped && !by_score && call.selection.groups_by_score;
   // bfloat16 words of the filter that are the logits themselves
-  const bool words_are_logits = !kOneLane && !kBiased && selects && sizeof(Bits) == 2 && !is_half;
+  const bool words_are_logits = !kOneLane && !kScored && selects && op.logits_dtype == AB_BFLOAT16;
   // Sums of the scores of the lane's experts over its tokens, in shared memory: registers are scarce.
   const auto for_sums = [&](auto&& each) {
     const unsigned sums = memory + call.shared.sums;
@@ -177,9 +177,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const auto block_tokens = static_cast<unsigned>(call.tiles.end(blockIdx.x) - block_begin);
   const unsigned step = blockDim.x / kLanes;  // tokens of a round of the block
   unsigned begin = warp_index() * kTokens;    // of the warp's tokens, from block_begin on
-  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * op.E * sizeof(Bits);
-  Rows rows(memory + call.shared.rows, E, call.rows_are_aligned, is_half);
-  Rows next_rows(memory + call.shared.rows + Rows::kBytes, E, call.rows_are_aligned, is_half);
+  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * op.E * outputs.element_size();
+  Rows rows(memory + call.shared.rows, E, call.rows_are_aligned, op.logits_dtype);
+  Rows next_rows(rows.address() + rows.bytes(), E, call.rows_are_aligned, op.logits_dtype);
   if (begin < block_tokens) rows.start(logits, min(block_tokens - begin, kTokens));
   __syncthreads();
 
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
     const bool present = token < count;
     const bool live = present && (op.token_mask == nullptr || op.token_mask[t] != 0);
     if (begin + step < block_tokens) {
-      logits += step * E * static_cast<unsigned>(sizeof(Bits));
+      logits += step * E * rows.element_size();
       next_rows.start(logits, min(block_tokens - begin - step, kTokens));
       wait_for_copies<1>();
     } else {
@@ -213,14 +213,18 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
     GroupBest group;
     const auto take_row = [&](const auto& q_of) {
       if constexpr (kOneLane) {
-        sort_row<kItems, kList, Key>(q_of, selected);
+        if (exact_keys) {
+          sort_row<kItems, kList, uint32_t>(q_of, selected);
+        } else {
+          sort_row<kItems, kList, uint64_t>(q_of, selected);
+        }
       } else {
 #pragma unroll
         for (int w = 0; w < F::kWords; ++w) filter.words[w] = __floats2bfloat162_rn(q_of(w), q_of(w + F::kWords));
         maxima = filter.maxima();
       }
     };
-    if (!kBiased && selects) {
+    if (!kScored && selects) {
       take_row([&](int i) { return z[i]; });
       if (kGrouped && !groups_by_score) group.take_all(z);
     }
@@ -242,7 +246,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         const float power = softmax.power(z[i]);  // 0 past the last expert
-        if (kMode == Mode::softmax) z[i] = power;
+        if (!kScored) z[i] = power;
         sum += power;
       }
       sum = sum_lanes<kLanes>(sum);
@@ -253,7 +257,14 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
 
     // From here on z are powers or scores, where those of all experts are needed; times this factor, scores.
     const float score_factor = is_softmax ? softmax.factor : 1.0f;
-    if constexpr (kBiased) {
+    const auto take_groups = [&] {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const float s = z[i] * score_factor;
+        group.take(s == 0.0f ? -INFINITY : s);  // 0 may stand for -inf
+      }
+    };
+    if constexpr (kScored) {
       // q = -inf where z is: bits of `never`, looked for only where the sum of the row tells that there may be some.
       float total = 0.0f;
 #pragma unroll
@@ -267,33 +278,31 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
       if (is_softmax) {
 #pragma unroll
         for (int i = 0; i < kItems; ++i) z[i] = softmax.power(z[i]);
-      } else {
+      } else if (by_score || auxiliary || groups_by_score) {
         score_items(op.score_function, z);
       }
       float q[kItems];
+      if (by_score) {
 #pragma unroll
-      for (int i = 0; i < kItems; i += 4) {
-        const auto b = load_shared<float4>(bias.from(lane * kBiasStride + i).address());
-        q[i] = fmaf(z[i], score_factor, b.x);
-        q[i + 1] = fmaf(z[i + 1], score_factor, b.y);
-        q[i + 2] = fmaf(z[i + 2], score_factor, b.z);
-        q[i + 3] = fmaf(z[i + 3], score_factor, b.w);
-      }
-      if (any_never) {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) q[i] = (never >> i & 1) != 0 ? -INFINITY : q[i];
-      }
-      take_row([&](int i) { return q[i]; });
-      if constexpr (kGrouped) group.take_all(q);
-    } else if (auxiliary || groups_by_score) {
-      if constexpr (kMode == Mode::elementwise) score_items(op.score_function, z);
-      if (groups_by_score) {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          const float s = z[i] * score_factor;
-          group.take(s == 0.0f ? -INFINITY : s);  // 0 may stand for -inf
+        for (int i = 0; i < kItems; i += 4) {
+          const auto b = load_shared<float4>(bias.from(lane * kBiasStride + i).address());
+          q[i] = fmaf(z[i], score_factor, b.x);
+          q[i + 1] = fmaf(z[i + 1], score_factor, b.y);
+          q[i + 2] = fmaf(z[i + 2], score_factor, b.z);
+          q[i + 3] = fmaf(z[i + 3], score_factor, b.w);
         }
+        if (any_never) {
+#pragma unroll
+          for (int i = 0; i < kItems; ++i) q[i] = (never >> i & 1) != 0 ? -INFINITY : q[i];
+        }
+        if constexpr (kGrouped) group.take_all(q);
+      } else {
+        rows.read(first_item, q);
+        if (groups_by_score) take_groups();
       }
+      if (selects) take_row([&](int i) { return q[i]; });
+    } else if (groups_by_score) {
+      take_groups();
     }
 
     // auxiliary scores
@@ -352,13 +361,13 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         __syncwarp();
         const auto value_of = [&](unsigned expert) {
           const float logit = logit_of(expert);
-          if constexpr (!kBiased) return logit;
+          if (!by_score) return logit;
           const float s = is_softmax ? softmax.power(logit) : elementwise_score(op.score_function, logit);
           const float q = fmaf(s, score_factor, bias[expert / kItems * kBiasStride + expert % kItems]);
           return logit == -INFINITY ? logit : q;
         };
         const unsigned listed = min(candidates, unsigned{F::kCandidates});
-        if constexpr (kExactKeys) {
+        if (exact_keys) {
           F::sort_exactly(list, listed, lane, value_of, selected);
         } else {
           undecided |= F::sort_nearly(list, listed, lane, threshold, values, value_of, selected);
@@ -378,6 +387,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         pending &= ~((kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1u) << (other * kLanes));
       }
     } else if (op.forced) {
+#pragma unroll 1
       for (unsigned k = lane; k < K; k += kLanes) selected.set(k, live ? forced_expert(op, t, k) : -1);
     }
 
@@ -421,10 +431,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         outputs.probs = rows.address();
         __syncwarp();  // before the logits' place is taken
         if (full) {
-#pragma unroll
-          for (unsigned i = 0; i < Rows::kLaneChunks; ++i) {
-            store_shared(rows.address() + (i * kWarp + lane_index()) * kChunk, uint4{});
-          }
+          rows.clear();
         } else {
           outputs.clear_probs(count);
         }
@@ -432,8 +439,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
       __syncwarp();
       outputs.write_slots(first, count);
       if (op.probs != nullptr || outputs.has_map()) {
-        write_dense<Rows::kLaneChunks, kItems % 16 == 0 ? kItems / 16 : 0>(outputs, full, first, count, token, expert,
-                                                                           weight);
+        write_dense<kItems>(outputs, full, first, count, token, expert, weight);
       }
     }
     __syncwarp();
@@ -462,44 +468,35 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   end_block(call, shared);
 }
 
-template <Mode kMode, class Bits, int kLanes, int kItems, int kList>
+template <Mode kMode, int kLanes, int kItems, int kList>
 constexpr void add_list(RouteVariant* variant) {
   int i = 0;
   while (RouteVariant::list(i) < kList) ++i;
-  if constexpr (kLanes == 1) {
-    variant->long_keys[i] = route<kMode, Bits, kLanes, kItems, kList, false, uint64_t>;
-    if constexpr (sizeof(Bits) == 2 && kMode != Mode::biased) {
-      variant->kernels[i] = route<kMode, Bits, kLanes, kItems, kList, false, uint32_t>;
-    } else {
-      variant->kernels[i] = variant->long_keys[i];
-    }
-  } else {
+  variant->kernels[i] = route<kMode, kLanes, kItems, kList, false>;
+  if constexpr (kLanes > 1) {
     static_assert(Filter<kLanes, kItems, kList>::kExists);
-    variant->kernels[i] = route<kMode, Bits, kLanes, kItems, kList, false, uint32_t>;
     variant->candidates[i] = Filter<kLanes, kItems, kList>::kCandidates;
   }
 }
 
-template <Mode kMode, class Bits, int kLanes, int kItems, bool kGrouped, int... kListLengths>
+template <Mode kMode, int kLanes, int kItems, bool kGrouped, int... kListLengths>
 constexpr RouteVariant variant() {
-  RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, {}, nullptr};
-  (add_list<kMode, Bits, kLanes, kItems, kListLengths>(&v), ...);
-  if constexpr (kGrouped)
-    v.grouped = route<kMode, Bits, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true, uint32_t>;
+  RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, nullptr};
+  (add_list<kMode, kLanes, kItems, kListLengths>(&v), ...);
+  if constexpr (kGrouped) v.grouped = route<kMode, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true>;
   return v;
 }
 
-template <Mode kMode, class Bits>
+template <Mode kMode>
 RouteVariants variants() {
-  constexpr RouteVariant k8 = variant<kMode, Bits, 1, 8, false, 8>();
-  constexpr RouteVariant k16 = variant<kMode, Bits, 1, 16, false, 8, 16>();
-  constexpr RouteVariant k32 = variant<kMode, Bits, 1, 32, false, 8, 16, 32>();
-  constexpr RouteVariant k1024 = variant<kMode, Bits, 32, 32, false, 8, 16, 64>();
-  return {
-      {k8, k16, k32, variant<kMode, Bits, 2, 32, false, 8, 16>(), variant<kMode, Bits, 4, 32, true, 8, 16>(),
-       variant<kMode, Bits, 8, 32, true, 8, 16, 32>(), variant<kMode, Bits, 8, 48, false, 8, 16>(),
-       variant<kMode, Bits, 16, 32, true, 8, 16, 32, 64>(), k1024},
-      {k8, k16, k32, variant<kMode, Bits, 32, 8, true, 8, 32>(), variant<kMode, Bits, 32, 16, false, 8, 32>(), k1024}};
+  constexpr RouteVariant k8 = variant<kMode, 1, 8, false, 8>();
+  constexpr RouteVariant k16 = variant<kMode, 1, 16, false, 8>();
+  constexpr RouteVariant k32 = variant<kMode, 1, 32, false, 8>();
+  constexpr RouteVariant k1024 = variant<kMode, 32, 32, false, 8, 64>();
+  return {{k8, k16, k32, variant<kMode, 2, 32, false, 8, 16>(), variant<kMode, 4, 32, true, 8, 16>(),
+           variant<kMode, 8, 32, true, 8, 16, 32>(), variant<kMode, 8, 48, false, 8>(),
+           variant<kMode, 16, 32, true, 8, 16, 32, 64>(), k1024},
+          {k8, k16, k32, variant<kMode, 32, 8, true, 8, 32>(), variant<kMode, 32, 16, false, 8, 32>(), k1024}};
 }
 
 }  // namespace

@@ -63,6 +63,7 @@ struct Outputs {
   __device__ __forceinline__ void clear_map(unsigned tokens) const {
     if (!has_map()) return;
     const unsigned bytes = tokens * map_row_bytes(op);
+#pragma unroll 1
     for (unsigned i = lane_index() * 4; i < bytes; i += kWarp * 4) store_shared(map + i, 0u);
   }
 

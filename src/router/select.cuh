@@ -32,7 +32,8 @@ __device__ __forceinline__ float biased_score(const RouterForward& op, const Row
 }
 
 // Takes the largest of keys[begin .. end), the first of equals, out (it becomes 0). Returns its index, -1 if all are 0.
-__device__ __forceinline__ int take_largest(uint32_t* keys, int begin, int end, uint32_t* value) {
+// Called, not inlined: every kernel that routes has a copy of this way, which it seldom takes.
+static __device__ __noinline__ int take_largest(uint32_t* keys, int begin, int end, uint32_t* value) {
   uint32_t best = 0;
   unsigned at = kAllLanes;
   for (int i = begin + lane_index(); i < end; i += kWarp) {
@@ -54,23 +55,35 @@ struct SelectionScratch {
   uint32_t* groups;  // [num_groups]
 };
 
+// keys[e] = what orders expert e of token t, its score or its logit; 0 where its group is left out. groups: 0 for those
+// that stay; nullptr: all do.
+static __device__ __noinline__ void order_experts(const RouterForward& op, const RowSoftmax& softmax, int64_t t,
+                                                  bool by_score, const uint32_t* groups, uint32_t* keys) {
+  const int E = static_cast<int>(op.E);
+  const int group_size = groups == nullptr ? E : E / op.num_groups;
+#pragma unroll 1
+  for (int e = lane_index(); e < E; e += kWarp) {
+    const float z = load_float(op.logits, op.logits_dtype, t * E + e);
+    const bool kept = groups == nullptr || groups[e / group_size] == 0;
+    keys[e] = kept ? ordered_bits(by_score ? biased_score(op, softmax, z, e) : z) : 0u;
+  }
+  __syncwarp();
+}
+
 // experts[k] = the k-th expert of token t.
 static __device__ __noinline__ void select_exactly(const RouterForward& op, const Selection& selection, int64_t t,
                                                    const RowSoftmax& softmax, const SelectionScratch& scratch,
                                                    int32_t* experts) {
   const int E = static_cast<int>(op.E);
-  const int groups = op.num_groups > 0 ? op.num_groups : 1;
-  const int group_size = E / groups;
   uint32_t value;
   __syncwarp();
   if (op.num_groups > 0) {
-    for (int e = lane_index(); e < E; e += kWarp) {
-      const float z = load_float(op.logits, op.logits_dtype, t * E + e);
-      scratch.keys[e] = ordered_bits(selection.groups_by_score ? biased_score(op, softmax, z, e) : z);
-    }
-    __syncwarp();
-    for (int group = 0; group < groups; ++group) {
+    const int group_size = E / op.num_groups;
+    order_experts(op, softmax, t, selection.groups_by_score, nullptr, scratch.keys);
+#pragma unroll 1
+    for (int group = 0; group < op.num_groups; ++group) {
       float sum = 0.0f;
+#pragma unroll 1
       for (int k = 0; k < op.K / op.group_topk; ++k) {
         take_largest(scratch.keys, group * group_size, (group + 1) * group_size, &value);
         sum += from_ordered_bits(value);
@@ -78,15 +91,13 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
       if (lane_index() == 0) scratch.groups[group] = ordered_bits(sum);
     }
     __syncwarp();
-    for (int kept = 0; kept < op.group_topk; ++kept) take_largest(scratch.groups, 0, groups, &value);
+    // Those that are kept are taken out.
+#pragma unroll 1
+    for (int kept = 0; kept < op.group_topk; ++kept) take_largest(scratch.groups, 0, op.num_groups, &value);
     __syncwarp();
   }
-  for (int e = lane_index(); e < E; e += kWarp) {
-    const float z = load_float(op.logits, op.logits_dtype, t * E + e);
-    const bool kept = op.num_groups == 0 || scratch.groups[e / group_size] == 0;  // taken out
-    scratch.keys[e] = kept ? ordered_bits(selection.by_score ? biased_score(op, softmax, z, e) : z) : 0u;
-  }
-  __syncwarp();
+  order_experts(op, softmax, t, selection.by_score, op.num_groups > 0 ? scratch.groups : nullptr, scratch.keys);
+#pragma unroll 1
   for (int k = 0; k < op.K; ++k) {
     const int expert = take_largest(scratch.keys, 0, E, &value);
     if (lane_index() == 0) experts[k] = expert;

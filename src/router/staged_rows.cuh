@@ -8,10 +8,11 @@
 
 #include <cstdint>
 
+#include "anabranch/types.h"
+#include "core/cuda/access.cuh"
 #include "core/cuda/copy_groups.cuh"
 #include "core/cuda/shared.cuh"
 #include "core/cuda/warp.cuh"
-#include "core/dtype.h"
 
 namespace anabranch::cuda {
 
@@ -31,67 +32,62 @@ __device__ __forceinline__ void for_chunks(unsigned memory, unsigned lane, const
   }
 }
 
-// Copies 16 bytes from global to shared memory without waiting.
-__device__ __forceinline__ void copy_chunk_async(unsigned to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// Bits: float, or uint16_t for bfloat16 and, where `is_half`, float16.
-template <class Bits, int kLanes, int kItems>
+// Of logits of any dtype. What depends on its size is chosen at run time: kernels are compiled once for all.
+template <int kLanes, int kItems>
 class StagedRows {
  public:
-  static constexpr unsigned kOfChunk = kChunk / sizeof(Bits);
-  static constexpr unsigned kLaneChunks = kItems / kOfChunk;
-  static constexpr unsigned kRowChunks = kLanes * kLaneChunks;
-  static constexpr unsigned kBytes = kWarp * kLaneChunks * kChunk;
-
-  __device__ __forceinline__ StagedRows(unsigned address, unsigned E, bool aligned, bool is_half)
-      : address_(address),
-        E_(E),
-        is_full_(aligned && E == kLanes * kItems),
-        is_vector_(aligned && E % kOfChunk == 0),
-        is_half_(is_half) {}
+  __device__ __forceinline__ StagedRows(unsigned address, unsigned E, bool aligned, int32_t dtype)
+      : address_(address), E_(E), dtype_(dtype), aligned_(aligned) {}
 
   __device__ __forceinline__ unsigned address() const { return address_; }
-  __device__ __forceinline__ bool is_full() const { return is_full_; }
+  // Rows fill their places and are whole chunks in global memory.
+  __device__ __forceinline__ bool is_full() const { return aligned_ && E_ == kLanes * kItems; }
+  __device__ __forceinline__ unsigned element_size() const { return is_wide() ? 4 : 2; }
+  // Of the rows that a warp takes at a time.
+  __device__ __forceinline__ unsigned bytes() const { return kWarp * kItems * element_size(); }
 
   // Begins to copy `count` rows that lie one behind another; ready after wait_for_copies() and __syncwarp().
   __device__ __forceinline__ void start(const char* from, unsigned count) const {
     const unsigned lane = lane_index();
-    if (is_full_ && count == kWarp / kLanes) {
+    if (is_full() && count == kWarp / kLanes) {
       from += lane * kChunk;
       const unsigned place = address_ + (lane ^ lane / 8) * kChunk;  // of chunk `lane`; the odd rounds' places differ
-#pragma unroll
-      for (unsigned i = 0; i < kLaneChunks; ++i) {
-        copy_chunk_async((place ^ i % 2 * 4 * kChunk) + i * kWarp * kChunk, from + i * kWarp * kChunk);
-      }
+      for_lane_chunks([&](unsigned i) {
+        copy_async_16((place ^ i % 2 * 4 * kChunk) + i * kWarp * kChunk, from + i * kWarp * kChunk);
+      });
     } else {
 #pragma unroll 1
-      for (unsigned row = 0; row < count; ++row) copy_row(from + static_cast<size_t>(row) * E_ * sizeof(Bits), row);
+      for (unsigned row = 0; row < count; ++row) copy_row(from + static_cast<size_t>(row) * E_ * element_size(), row);
     }
     end_copy_group();
   }
 
   __device__ __forceinline__ float logit(unsigned row, unsigned expert) const {
-    const auto bits = load_shared<Bits>(element(row, expert));
-    if constexpr (sizeof(Bits) == 4) {
-      return bits;
-    } else {
-      return is_half_ ? to_float(Float16{bits}) : to_float(BFloat16{bits});
-    }
+    const unsigned at = element(row, expert);
+    if (is_wide()) return load_shared<float>(at);
+    const auto bits = load_shared<uint16_t>(at);
+    return is_half() ? to_float(Float16{bits}) : to_float(BFloat16{bits});
   }
 
   // items[i] = expert first + i of the lane's row, first = lane % kLanes * kItems; -inf past the last expert.
   __device__ __forceinline__ void read(unsigned first, float (&items)[kItems]) const {
-    uint4 chunks[kLaneChunks];
-    for_chunks<kLaneChunks>(address_, lane_index(),
-                            [&](unsigned i, unsigned at) { chunks[i] = load_shared<uint4>(at); });
-    if (sizeof(Bits) == 4 || !is_half_) {
-#pragma unroll
-      for (unsigned i = 0; i < kLaneChunks; ++i) unpack<false>(chunks[i], items + i * kOfChunk);
+    if (is_wide()) {
+      for_chunks<kItems / 4>(address_, lane_index(), [&](unsigned i, unsigned at) {
+        const auto chunk = load_shared<float4>(at);
+        items[4 * i] = chunk.x;
+        items[4 * i + 1] = chunk.y;
+        items[4 * i + 2] = chunk.z;
+        items[4 * i + 3] = chunk.w;
+      });
     } else {
-#pragma unroll
-      for (unsigned i = 0; i < kLaneChunks; ++i) unpack<true>(chunks[i], items + i * kOfChunk);
+      uint4 chunks[kItems / 8];
+      for_chunks<kItems / 8>(address_, lane_index(),
+                             [&](unsigned i, unsigned at) { chunks[i] = load_shared<uint4>(at); });
+      if (is_half()) {
+        unpack<Float16>(chunks, items);
+      } else {
+        unpack<BFloat16>(chunks, items);
+      }
     }
     if (first + kItems > E_) {
 #pragma unroll
@@ -103,122 +99,146 @@ class StagedRows {
 
   // The way back: rows are written in their places, and leave for global memory.
   __device__ __forceinline__ void write(const float (&items)[kItems]) const {
-    const unsigned chunk = lane_index() * kLaneChunks;
-#pragma unroll
-    for (unsigned i = 0; i < kLaneChunks; ++i) {
-      uint32_t words[4];
-#pragma unroll
-      for (unsigned w = 0; w < 4; ++w) {
-        if constexpr (sizeof(Bits) == 4) {
-          words[w] = __float_as_uint(items[i * 4 + w]);
-        } else {
-          words[w] = pack(items[i * 8 + 2 * w], items[i * 8 + 2 * w + 1]);
-        }
-      }
-      store_shared(address_ + chunk_place(chunk + i) * kChunk, make_uint4(words[0], words[1], words[2], words[3]));
+    if (is_wide()) {
+      for_chunks<kItems / 4>(address_, lane_index(), [&](unsigned i, unsigned at) {
+        store_shared(at, make_float4(items[4 * i], items[4 * i + 1], items[4 * i + 2], items[4 * i + 3]));
+      });
+    } else if (is_half()) {
+      write_pairs<Float16>(items);
+    } else {
+      write_pairs<BFloat16>(items);
     }
   }
   __device__ __forceinline__ void clear() const {
-#pragma unroll
-    for (unsigned i = 0; i < kLaneChunks; ++i) store_shared(address_ + (i * kWarp + lane_index()) * kChunk, uint4{});
+    for_lane_chunks([&](unsigned i) { store_shared(address_ + (i * kWarp + lane_index()) * kChunk, uint4{}); });
   }
-  __device__ __forceinline__ Bits bits(unsigned row, unsigned expert) const {
-    return load_shared<Bits>(element(row, expert));
+  // The bits of an element, a number of its own.
+  __device__ __forceinline__ unsigned bits(unsigned row, unsigned expert) const {
+    const unsigned at = element(row, expert);
+    return is_wide() ? load_shared<uint32_t>(at) : load_shared<uint16_t>(at);
   }
-  __device__ __forceinline__ void set_bits(unsigned row, unsigned expert, Bits bits) const {
-    store_shared(element(row, expert), bits);
+  __device__ __forceinline__ void set_bits(unsigned row, unsigned expert, unsigned bits) const {
+    const unsigned at = element(row, expert);
+    if (is_wide()) {
+      store_shared(at, bits);
+    } else {
+      store_shared(at, static_cast<uint16_t>(bits));
+    }
   }
   __device__ __forceinline__ void set(unsigned row, unsigned expert, float value) const {
-    if constexpr (sizeof(Bits) == 4) {
-      set_bits(row, expert, value);
-    } else {
-      set_bits(row, expert, is_half_ ? from_float<Float16>(value).bits : from_float<BFloat16>(value).bits);
-    }
+    set_bits(row, expert,
+             is_wide()   ? __float_as_uint(value)
+             : is_half() ? from_float<Float16>(value).bits
+                         : from_float<BFloat16>(value).bits);
   }
   // Copies `count` rows out, one behind another. to_aligned: rows begin at 16 bytes there as they do here.
   __device__ __forceinline__ void copy_out(char* to, unsigned count, bool to_aligned) const {
     const unsigned lane = lane_index();
-    if (is_full_ && to_aligned && count == kWarp / kLanes) {
+    if (to_aligned && E_ == kLanes * kItems && count == kWarp / kLanes) {
       const unsigned place = address_ + (lane ^ lane / 8) * kChunk;
-      uint4 chunks[kLaneChunks];
+      const auto copy_chunks = [&](unsigned first) {
+        uint4 chunks[kItems / 8];
 #pragma unroll
-      for (unsigned i = 0; i < kLaneChunks; ++i) {
-        chunks[i] = load_shared<uint4>((place ^ i % 2 * 4 * kChunk) + i * kWarp * kChunk);
-      }
+        for (unsigned i = 0; i < kItems / 8; ++i) {
+          chunks[i] = load_shared<uint4>((place ^ (first + i) % 2 * 4 * kChunk) + (first + i) * kWarp * kChunk);
+        }
 #pragma unroll
-      for (unsigned i = 0; i < kLaneChunks; ++i) {
-        *reinterpret_cast<uint4*>(to + (i * kWarp + lane) * kChunk) = chunks[i];
-      }
+        for (unsigned i = 0; i < kItems / 8; ++i) {
+          *reinterpret_cast<uint4*>(to + ((first + i) * kWarp + lane) * kChunk) = chunks[i];
+        }
+      };
+      copy_chunks(0);
+      if (is_wide()) copy_chunks(kItems / 8);
       return;
     }
+    const unsigned size = element_size();
 #pragma unroll 1
     for (unsigned row = 0; row < count; ++row) {
-      char* const out = to + static_cast<size_t>(row) * E_ * sizeof(Bits);
-      if (to_aligned && is_vector_) {
+      char* const out = to + static_cast<size_t>(row) * E_ * size;
+      if (is_vector(to_aligned)) {
 #pragma unroll 1
-        for (unsigned chunk = lane; chunk < E_ / kOfChunk; chunk += kWarp) {
-          *reinterpret_cast<uint4*>(out + chunk * kChunk) =
-              load_shared<uint4>(address_ + chunk_place(row * kRowChunks + chunk) * kChunk);
+        for (unsigned chunk = lane; chunk < E_ * size / kChunk; chunk += kWarp) {
+          *reinterpret_cast<uint4*>(out + chunk * kChunk) = load_shared<uint4>(chunk_of(row, chunk));
         }
       } else {
 #pragma unroll 1
-        for (unsigned e = lane; e < E_; e += kWarp) reinterpret_cast<Bits*>(out)[e] = bits(row, e);
+        for (unsigned e = lane; e < E_; e += kWarp) {
+          if (is_wide()) {
+            reinterpret_cast<uint32_t*>(out)[e] = bits(row, e);
+          } else {
+            reinterpret_cast<uint16_t*>(out)[e] = static_cast<uint16_t>(bits(row, e));
+          }
+        }
       }
     }
   }
 
  private:
-  // Two values as they are stored.
-  __device__ __forceinline__ uint32_t pack(float low, float high) const {
-    uint32_t word;
-    if (is_half_) {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    } else {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  __device__ __forceinline__ bool is_wide() const { return dtype_ == AB_FLOAT32; }
+  __device__ __forceinline__ bool is_half() const { return dtype_ == AB_FLOAT16; }
+
+  // Rows are whole chunks in global memory.
+  __device__ __forceinline__ bool is_vector(bool aligned) const { return aligned && E_ * element_size() % kChunk == 0; }
+
+  // f(i) for the chunks of rows that fill their places, a warp's at a time.
+  template <class F>
+  __device__ __forceinline__ void for_lane_chunks(const F& f) const {
+#pragma unroll
+    for (unsigned i = 0; i < kItems / 8; ++i) f(i);
+    if (is_wide()) {
+#pragma unroll
+      for (unsigned i = kItems / 8; i < kItems / 4; ++i) f(i);
     }
-    return word;
   }
 
+  __device__ __forceinline__ unsigned chunk_of(unsigned row, unsigned chunk) const {
+    return address_ + chunk_place(row * kLanes * (kItems / 8) * (is_wide() ? 2 : 1) + chunk) * kChunk;
+  }
   __device__ __forceinline__ unsigned element(unsigned row, unsigned expert) const {
-    return address_ + chunk_place(row * kRowChunks + expert / kOfChunk) * kChunk + expert % kOfChunk * sizeof(Bits);
+    const unsigned place = (row * kLanes * kItems + expert) * element_size();
+    return address_ + chunk_place(place / kChunk) * kChunk + place % kChunk;
   }
 
   __device__ __forceinline__ void copy_row(const char* from, unsigned row) const {
-    if (is_vector_) {
+    if (is_vector(aligned_)) {
 #pragma unroll 1
-      for (unsigned chunk = lane_index(); chunk < E_ / kOfChunk; chunk += kWarp) {
-        copy_chunk_async(address_ + chunk_place(row * kRowChunks + chunk) * kChunk, from + chunk * kChunk);
+      for (unsigned chunk = lane_index(); chunk < E_ * element_size() / kChunk; chunk += kWarp) {
+        copy_async_16(chunk_of(row, chunk), from + chunk * kChunk);
       }
     } else {
 #pragma unroll 1
       for (unsigned e = lane_index(); e < E_; e += kWarp) {
-        store_shared(element(row, e), reinterpret_cast<const Bits*>(from)[e]);
+        set_bits(row, e,
+                 is_wide() ? reinterpret_cast<const uint32_t*>(from)[e] : reinterpret_cast<const uint16_t*>(from)[e]);
       }
     }
   }
 
-  template <bool kIsHalf>
-  static __device__ __forceinline__ void unpack(const uint4& chunk, float* to) {
-    const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+  template <class T>
+  static __device__ __forceinline__ void unpack(const uint4 (&chunks)[kItems / 8], float (&items)[kItems]) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if constexpr (sizeof(Bits) == 4) {
-        to[w] = __uint_as_float(words[w]);
-      } else if constexpr (kIsHalf) {
-        to[2 * w] = to_float(Float16{static_cast<uint16_t>(words[w] & 0xffffu)});
-        to[2 * w + 1] = to_float(Float16{static_cast<uint16_t>(words[w] >> 16)});
-      } else {
-        to[2 * w] = __uint_as_float(words[w] << 16);
-        to[2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
+    for (int i = 0; i < kItems / 8; ++i) {
+      const uint32_t words[4] = {chunks[i].x, chunks[i].y, chunks[i].z, chunks[i].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        items[8 * i + 2 * w] = low_half<T>(words[w]);
+        items[8 * i + 2 * w + 1] = high_half<T>(words[w]);
       }
     }
+  }
+  template <class T>
+  __device__ __forceinline__ void write_pairs(const float (&items)[kItems]) const {
+    for_chunks<kItems / 8>(address_, lane_index(), [&](unsigned i, unsigned at) {
+      const float* of = items + 8 * i;
+      store_shared(
+          at, make_uint4(pack<T>(of[0], of[1]), pack<T>(of[2], of[3]), pack<T>(of[4], of[5]), pack<T>(of[6], of[7])));
+    });
   }
 
   unsigned address_;  // a multiple of 128
   unsigned E_;
-  bool is_full_;    // rows fill their places and are whole chunks in global memory
-  bool is_vector_;  // whole chunks in global memory
-  bool is_half_;
+  int32_t dtype_;
+  bool aligned_;  // the first row begins at 16 bytes in global memory
 };
 
 }  // namespace anabranch::cuda

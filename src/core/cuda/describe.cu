@@ -27,7 +27,7 @@ extern "C" void ab_cuda_describe(char* text, size_t size) {
   int driver = 0;
   cudaRuntimeGetVersion(&runtime);
   cudaDriverGetVersion(&driver);
-  append(text, size, &used, "version=%s\nruntime=%d.%d\ndriver=%d.%d\n", ANABRANCH_VERSION, runtime / 1000,
+  append(text, size, &used, "version=%s\ncuda=%d.%d\ndriver=%d.%d\n", ANABRANCH_VERSION, runtime / 1000,
          runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
   int count = 0;
   const cudaError_t failure = cudaGetDeviceCount(&count);

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "core/cuda/failure.h"
 #include "core/status.h"
 
 namespace anabranch::cuda {
@@ -20,7 +21,7 @@ ab_status find_hopper(const char* operation, int* multiprocessors) {
   }
   if (failure != cudaSuccess) {
     cudaGetLastError();  // clears it
-    return error(AB_UNSUPPORTED, "%s: no usable GPU: %s", operation, cudaGetErrorString(failure));
+    return error(code_of(failure), "%s: no usable GPU: %s", operation, cudaGetErrorString(failure));
   }
   if (major != 9 || minor != 0) {
     return error(AB_UNSUPPORTED, "%s: got a device of compute capability %d.%d, expected 9.0 (Hopper)", operation,

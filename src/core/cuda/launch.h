@@ -1,4 +1,4 @@
-// Launches kernels on the caller's stream and turns CUDA's errors into statuses.
+// Launches kernels on the caller's stream.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "anabranch/types.h"
+#include "core/cuda/failure.h"
 #include "core/status.h"
 
 namespace anabranch::cuda {
@@ -35,15 +36,17 @@ inline bool can_overlap() {
 template <class... Parameters, class... Arguments>
 ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& shape, const Arguments&... arguments) {
   if (shape.blocks == 0) return ok();
+  AB_RETURN_IF_ERROR(check_blocks(name, shape.blocks));
   constexpr size_t kSharedWithoutAsking = 48 << 10;
   if (shape.shared_bytes > kSharedWithoutAsking) {
     const cudaError_t failure =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
-    if (failure != cudaSuccess) {
+    if (failure == cudaErrorInvalidValue) {
       cudaGetLastError();  // clears it
-      return error(AB_UNSUPPORTED, "%s: %zu bytes of shared memory a block: %s", name, shape.shared_bytes,
-                   cudaGetErrorString(failure));
+      return error(AB_UNSUPPORTED, "%s: a block needs %zu bytes of shared memory, more than the device has", name,
+                   shape.shared_bytes);
     }
+    if (failure != cudaSuccess) return failed(name, failure);
   }
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
@@ -63,16 +66,15 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
   config.attrs = attributes;
   config.numAttrs = count;
   const cudaError_t failure = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-  if (failure != cudaSuccess) {
-    cudaGetLastError();
-    return error(AB_UNSUPPORTED, "%s: %s", name, cudaGetErrorString(failure));
-  }
-  return ok();
+  return failure == cudaSuccess ? ok() : failed(name, failure);
 }
 
 #if defined(__CUDACC__)
 
-// In a kernel that overlaps_previous: from here on the results of the kernel before can be read.
+// In a kernel that overlaps_previous: from here on the results of the kernel before can be read; but not by __ldg,
+// which is for what nobody writes while the kernel runs, and it may have begun before the writer ended. What is read
+// before this call, since its writer is known to have ended, is read by __ldcg: only here what others wrote becomes
+// visible in the first-level cache.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <atomic>
 
 #include "core/status.h"
 #include "core/tensor.h"
@@ -14,8 +15,11 @@ constexpr int64_t kAlignment = 16;  // of addresses and strides
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function; nullptr where there is no driver that has it.
+// The driver's function; nullptr where there is no driver that has it. What was found once is kept; a failure is not,
+// since a later call may find what this one could not.
 Encode find_encode() {
+  static std::atomic<Encode> found{nullptr};
+  if (const Encode encode = found.load(std::memory_order_relaxed); encode != nullptr) return encode;
   constexpr unsigned kSince = 12000;  // CUDA 12.0
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
@@ -25,6 +29,7 @@ Encode find_encode() {
     cudaGetLastError();  // clears it
     return nullptr;
   }
+  found.store(reinterpret_cast<Encode>(function), std::memory_order_relaxed);
   return reinterpret_cast<Encode>(function);
 }
 
@@ -41,7 +46,7 @@ template <size_t kRank>
 ab_status encode(const char* name, const void* data, int32_t dtype, const std::array<cuuint64_t, kRank>& sizes,
                  const std::array<cuuint64_t, kRank - 1>& strides, const std::array<cuuint32_t, kRank>& box,
                  CUtensorMap* map) {
-  static const Encode function = find_encode();
+  const Encode function = find_encode();
   if (function == nullptr) return error(AB_UNSUPPORTED, "%s: the driver has no cuTensorMapEncodeTiled", name);
   std::array<cuuint32_t, kRank> steps;
   steps.fill(1);

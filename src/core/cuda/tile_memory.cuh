@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "core/cuda/copy_groups.cuh"
+
 namespace anabranch::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -43,14 +45,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, float a, float b)
 
 __device__ __forceinline__ void store_shared_zeros(uint32_t address) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" : : "r"(address), "r"(0) : "memory");
-}
-
-// Copies 16 bytes to shared memory, the first `bytes` of them from `source` and zeros for the rest.
-__device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
-               :
-               : "r"(to), "l"(source), "r"(bytes)
-               : "memory");
 }
 
 }  // namespace anabranch::cuda

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "core/dtype.h"
@@ -33,30 +34,10 @@ struct Cut {
   }
 };
 
-// The sum over the block's threads before this one, and over all.
-__device__ int64_t exclusive_sum(int64_t value, int64_t (&warps)[kWarp], int64_t* total) {
-  int64_t sum = value;
-#pragma unroll
-  for (int distance = 1; distance < kWarp; distance *= 2) {
-    const int64_t before = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane_index() >= distance) sum += before;
-  }
-  __syncthreads();
-  if (lane_index() == kWarp - 1) warps[warp_index()] = sum;
-  __syncthreads();
-  int64_t before = sum - value;
-  *total = 0;
-  for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) {
-    if (warp < warp_index()) before += warps[warp];
-    *total += warps[warp];
-  }
-  return before;
-}
-
 // visit(expert, begin, end, cut, first partial result, split) for every group, a thread each. Returns how many partial
 // results (low half) and splits (high half) there are.
 template <class Visit>
-__device__ int64_t for_each_group(const Groups& groups, int32_t most, int64_t (&warps)[kWarp], const Visit& visit) {
+__device__ int64_t for_each_group(const Groups& groups, int32_t most, const Visit& visit) {
   int64_t rows_before = 0;
   int64_t parts_before = 0;
   for (int64_t first = 0; first < groups.E; first += blockDim.x) {
@@ -64,13 +45,13 @@ __device__ int64_t for_each_group(const Groups& groups, int32_t most, int64_t (&
     const bool is_group = expert < groups.E;
     const int64_t size = is_group ? max(groups.sizes[expert], 0) : 0;
     int64_t total;
-    const int64_t before = rows_before + exclusive_sum(size, warps, &total);
+    const int64_t before = rows_before + sum_before(size, &total);
     rows_before += total;
     const auto begin = static_cast<int32_t>(min(before, static_cast<int64_t>(groups.R)));
     const auto end = static_cast<int32_t>(min(before + size, static_cast<int64_t>(groups.R)));
     const Cut cut(end - begin, most);
     const int64_t own_parts = is_group && cut.count > 1 ? int64_t{1} << 32 | cut.count : 0;
-    const int64_t parts = parts_before + exclusive_sum(own_parts, warps, &total);
+    const int64_t parts = parts_before + sum_before(own_parts, &total);
     parts_before += total;
     if (is_group) {
       visit(static_cast<int32_t>(expert), begin, end, cut, static_cast<int32_t>(parts),
@@ -82,16 +63,14 @@ __device__ int64_t for_each_group(const Groups& groups, int32_t most, int64_t (&
 
 // One block. Counts the segments of each length, then gives every group its places in the list.
 __global__ void __launch_bounds__(kMostThreads) list_segments(Groups groups, int32_t most, SegmentList list) {
-  __shared__ int64_t warps[kWarp];
   __shared__ int32_t places[kLengths];  // number of segments; then where the next one goes
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (warp_index() == 0) places[lane_index()] = 0;
   __syncthreads();
-  const int64_t parts =
-      for_each_group(groups, most, warps, [&](int32_t, int32_t, int32_t, const Cut& cut, int32_t, int32_t) {
-        atomicAdd(places + cut.length_class(most), cut.count);
-      });
+  const int64_t parts = for_each_group(groups, most, [&](int32_t, int32_t, int32_t, const Cut& cut, int32_t, int32_t) {
+    atomicAdd(places + cut.length_class(most), cut.count);
+  });
   __syncthreads();
   if (warp_index() == 0) {
     const int32_t own = places[lane_index()];
@@ -105,16 +84,15 @@ __global__ void __launch_bounds__(kMostThreads) list_segments(Groups groups, int
     if (lane_index() == kWarp - 1) *list.counts = {end, static_cast<int32_t>(parts >> 32), 0};
   }
   __syncthreads();
-  for_each_group(groups, most, warps,
-                 [&](int32_t expert, int32_t begin, int32_t end, const Cut& cut, int32_t partial, int32_t split) {
-                   const int32_t place = atomicAdd(places + cut.length_class(most), cut.count);
-                   for (int32_t i = 0; i < cut.count; ++i) {
-                     const int32_t row = begin + i * cut.length;
-                     list.segments[place + i] = {expert, row, min(row + cut.length, end),
-                                                 cut.count == 1 ? kWhole : partial + i};
-                   }
-                   if (cut.count > 1) list.splits[split] = {expert, partial, cut.count};
-                 });
+  for_each_group(
+      groups, most, [&](int32_t expert, int32_t begin, int32_t end, const Cut& cut, int32_t partial, int32_t split) {
+        const int32_t place = atomicAdd(places + cut.length_class(most), cut.count);
+        for (int32_t i = 0; i < cut.count; ++i) {
+          const int32_t row = begin + i * cut.length;
+          list.segments[place + i] = {expert, row, min(row + cut.length, end), cut.count == 1 ? kWhole : partial + i};
+        }
+        if (cut.count > 1) list.splits[split] = {expert, partial, cut.count};
+      });
 }
 
 constexpr int kVector = 8;

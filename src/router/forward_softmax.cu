@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants softmax_variants_of_4() { return variants<Mode::softmax, float>(); }
+RouteVariants softmax_variants() { return variants<Mode::softmax>(); }
 
 }  // namespace anabranch::cuda

@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants biased_variants_of_4() { return variants<Mode::biased, float>(); }
+RouteVariants scored_variants() { return variants<Mode::scored>(); }
 
 }  // namespace anabranch::cuda

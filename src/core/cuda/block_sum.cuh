@@ -1,0 +1,31 @@
+// Sums over the threads of a block.
+#pragma once
+
+#include "core/cuda/warp.cuh"
+
+namespace anabranch::cuda {
+
+// The sum over the threads before this one; *total is that over all. By all threads of a block of whole warps, which
+// may call it again at once.
+template <class T>
+__device__ T sum_before(T value, T* total) {
+  __shared__ T warps[kWarp];
+  T sum = value;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const T other = __shfl_up_sync(kAllLanes, sum, distance);
+    if (lane_index() >= distance) sum += other;
+  }
+  __syncthreads();
+  if (lane_index() == kWarp - 1) warps[warp_index()] = sum;
+  __syncthreads();
+  T before = sum - value;
+  *total = 0;
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) {
+    if (warp < warp_index()) before += warps[warp];
+    *total += warps[warp];
+  }
+  return before;
+}
+
+}  // namespace anabranch::cuda

@@ -31,7 +31,10 @@ def initializer(name: str, given: Any, default: Initializer | None = None) -> In
         raise TypeError(f"{name}: got {_check.describe(given)}, expected a function of (key, shape, dtype)")
 
     def checked(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        value = given(key, shape, dtype)
+        try:
+            value = given(key, shape, dtype)
+        except TypeError as error:  # of a function with other arguments, most often
+            raise TypeError(f"{name}(key, shape, dtype): got {error!r}, expected an array of that shape") from error
         # Flax's own may put the array into a box that says how it is sharded.
         leaves = jax.tree.leaves(getattr(value, "raw_value", value))
         array = leaves[0] if len(leaves) == 1 else value

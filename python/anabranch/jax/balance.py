@@ -154,7 +154,7 @@ def fused_moe_aux_loss(
     probs = _check.array("probs", probs, _check.FLOATS, ("T", "C"))
     T, C = probs.shape
     counts = _check.amounts("tokens_per_expert", tokens_per_expert, _COUNTS, (("C", C),))
-    E = C if num_experts is None else _check.integer("num_experts", num_experts, 1)
+    E = C if num_experts is None else _check.integer("num_experts", num_experts, 1, _check.INDEX_LIMIT - 1)
     if C % max(E, 1):
         raise ValueError(f"num_experts: got {E}, expected a divisor of the {C} columns of probs")
     topk, coeff = _check.integer("topk", topk, 1, E), _check.number("coeff", coeff)

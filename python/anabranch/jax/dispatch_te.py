@@ -212,7 +212,9 @@ def token_dispatch(
         a = _check.integer("align_size", align_size, 1, _check.INDEX_LIMIT - 1)
         padded = (num_rows + E * (a - 1)) // a * a
         if padded >= _check.INDEX_LIMIT:
-            raise ValueError(f"align_size: got {a}, which makes {padded} rows of {num_rows}, expected fewer than 2^31")
+            raise ValueError(
+                f"align_size: got {a}, which makes {padded} rows of num_out_tokens {num_rows}, expected fewer than 2^31"
+            )
         num_rows = padded
     probs = _check_probs("probs", probs, T, E)
     check_whole("token_dispatch", inp=inp, routing_map=routing_map, probs=probs)

@@ -92,7 +92,7 @@ class MoEBlock(nn.Module):
     def __post_init__(self) -> None:
         """Checks the attributes."""
         self._options()
-        _check.integer("intermediate_size", self.intermediate_size, 1)
+        _check.integer("intermediate_size", self.intermediate_size, 1, _check.INDEX_LIMIT - 1)
         for name in ("use_expert_bias", "use_bias"):
             _check.boolean(name, getattr(self, name))
         if self.use_expert_bias and score_function_name(self.score_function) == "softmax":
@@ -107,7 +107,7 @@ class MoEBlock(nn.Module):
 
     def _options(self) -> dict[str, Any]:
         """The options by the names of `moe`, checked by the names here."""
-        E = _check.integer("num_experts", self.num_experts, 1)
+        E = _check.integer("num_experts", self.num_experts, 1, _check.INDEX_LIMIT - 1)
         K = _check.integer("num_experts_per_tok", self.num_experts_per_tok, 1, E)
         score_function = score_function_name(self.score_function)
         options: dict[str, Any] = dict(
@@ -137,6 +137,8 @@ class MoEBlock(nn.Module):
         """
         inputs = _check.array("inputs", inputs, _check.FLOATS, (..., "D")).astype(self.dtype)
         E, D, F = self.num_experts, inputs.shape[-1], self.intermediate_size
+        if D < 1:
+            raise ValueError(f"inputs: got {_check.describe(inputs)}, expected [..., D] with D >= 1")
 
         def parameter(name: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
             partitioned = nn.with_logical_partitioning(init, axes) if axes else init

@@ -115,10 +115,11 @@ class MoE(nnx.Module):
         kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        D = _check.integer("in_features", in_features, 1)
-        F = _check.integer("hidden_features", hidden_features, 1)
-        E = _check.integer("num_experts", num_experts, 1)
-        S = _check.integer("shared_features", shared_features, 0)
+        largest = _check.INDEX_LIMIT - 1
+        D = _check.integer("in_features", in_features, 1, largest)
+        F = _check.integer("hidden_features", hidden_features, 1, largest)
+        E = _check.integer("num_experts", num_experts, 1, largest)
+        S = _check.integer("shared_features", shared_features, 0, largest)
         parts = 2 if _check.boolean("gated", gated) else 1
         use_bias = _check.boolean("use_bias", use_bias)
         use_expert_bias = _check.boolean("use_expert_bias", use_expert_bias)
@@ -126,10 +127,7 @@ class MoE(nnx.Module):
         gate_init = initializer("kernel_init", kernel_init, default_gate_init)
         in_init = initializer("kernel_init", kernel_init, default_in_init)
         out_init = initializer("kernel_init", kernel_init, default_out_init)
-        self.in_features = D
-        self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, FLOATS))
-        self.activation = activation
-        self.options: dict[str, Any] = dict(
+        options: dict[str, Any] = dict(
             topk=topk,
             score_function=score_function,
             normalize=normalize,
@@ -143,11 +141,23 @@ class MoE(nnx.Module):
             align_size=align_size,
             parallel=parallel,
         )
-        layer_config(E, **self.options)
+        layer_config(E, **options)
+        self.in_features = D
+        self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, FLOATS))
+        self.activation = activation
+        self.options = options
         key = _params_stream(rngs)
 
         def parameter(name: str, value: jax.Array) -> nnx.Param:
-            return nnx.Param(value) if parallel is None else nnx.Param(value, out_sharding=sharding(parallel, name))
+            if parallel is None:
+                return nnx.Param(value)
+            try:
+                return nnx.Param(value, out_sharding=sharding(parallel, name))
+            except ValueError as error:  # flax found no mesh, or one that can't hold the parameter
+                raise ValueError(
+                    f"parallel: got {parallel}, which does not place {name} {_check.describe(value)}, expected one "
+                    f"with a mesh, or jax.set_mesh(mesh): {error}"
+                ) from error
 
         self.gate = parameter("gate", gate_init(key(), (D, E), param_dtype))
         self.w_in = parameter("w_in", in_init(key(), (E, D, parts, F), param_dtype))

@@ -37,13 +37,18 @@ class ChunkOrder(NamedTuple):
 
 def _traffic(all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: Any) -> tuple[jax.Array, jax.Array]:
     """Rows by [source, destination, local expert], and the rank as int32[]."""
-    P = _check.integer("num_expert_shards", num_expert_shards, 1)
+    P = _check.integer("num_expert_shards", num_expert_shards, 1, _check.INDEX_LIMIT - 1)
     counts = _check.amounts(
-        "all_shards_tokens_per_expert", all_shards_tokens_per_expert, _check.INDICES, (("ranks", P), "E"), minimum=0
+        "all_shards_tokens_per_expert",
+        all_shards_tokens_per_expert,
+        _check.INDICES,
+        (("num_expert_shards", P), "E"),
+        minimum=0,
     )
     if counts.shape[1] < P or counts.shape[1] % P:
         raise ValueError(
-            f"all_shards_tokens_per_expert: got {_check.describe(counts)}, expected E a multiple of {P} ranks"
+            f"all_shards_tokens_per_expert: got {_check.describe(counts)}, expected E a multiple of "
+            f"num_expert_shards {P}"
         )
     if hasattr(shard_id, "dtype"):
         given = _check.amounts("shard_id", shard_id, _check.INDICES, (), 0, P - 1)

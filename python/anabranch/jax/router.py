@@ -76,8 +76,8 @@ def router_options(
     normalize = _check.boolean("normalize", normalize)
     sequence_stats = _check.boolean("sequence_stats", sequence_stats)
     scaling_factor = _check.number("scaling_factor", scaling_factor)
-    groups = 0 if num_groups is None else _check.integer("num_groups", num_groups, -1)
-    kept = 0 if group_topk is None else _check.integer("group_topk", group_topk, -1)
+    groups = 0 if num_groups is None else _check.integer("num_groups", num_groups, -1, num_experts)
+    kept = 0 if group_topk is None else _check.integer("group_topk", group_topk, -1, num_experts)
     if max(groups, 0) == 0 and max(kept, 0) == 0:
         groups = kept = 0
     else:

@@ -147,9 +147,10 @@ class Shaped:
 
 
 VALUES = [
-    None, "", "softmax", "ü\0", True, -1, 0, 1, 2**31 - 1, 2**31, 10**400, 10**5000, 0.5, float("nan"), float("inf"),
-    1e300, 1e-320, 3j, fractions.Fraction(10**400), [], (), ("a", "a"), {"a": 1}, ..., NotImplemented, Rude(), Shaped(),
-    len, int, np.ndarray, jnp.float32, jax.Array, Shaped, np.dtype("float64"), np.float32("nan"), np.int64(2**32 + 1),
+    None, "", "softmax", "ü\0", b"x", True, -1, 0, 1, 2**31 - 1, 2**31, 2**32 + 1, 10**400, 10**5000, -(2**63), 0.5, -1.5,
+    float("nan"), float("inf"), 1e300, 1e-320, 3j, fractions.Fraction(10**400), [], (), ("a", "a"), {"a": 1}, ...,
+    NotImplemented, object(), Rude(), Shaped(), len, int, Rude, np.str_("softmax"), np.float64(0.5), range(3), slice(1),
+    np.ndarray, jnp.float32, jax.Array, Shaped, np.dtype("float64"), np.float32("nan"), np.int64(2**32 + 1),
     np.uint64(2**63), np.bool_(True), np.array(["softmax"]), np.array(["a", "b"]), np.array(1), np.array([2**32 + 1]),
     np.array([1, 2], object), np.zeros((0, 0)), np.zeros((1,) * 9, np.float32), np.ma.masked_array([1.0, 2.0], [0, 1]),
     np.datetime64("2020-01-01"), np.zeros((T, E), [("a", "f4")]), np.zeros((T, E), ">f4"),
@@ -209,6 +210,16 @@ def public():
     return [f for f in names if inspect.isfunction(f)] + [*LAYERS, ab.Parallel]
 
 
+@pytest.fixture
+def errors_as_they_are():
+    """Most of the time would go into tracebacks without JAX's own frames."""
+    usual = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    yield
+    jax.config.update("jax_traceback_filtering", usual)
+
+
+@pytest.mark.usefixtures("errors_as_they_are")
 @pytest.mark.parametrize("function", public(), ids=lambda f: f"{f.__module__}.{f.__qualname__}")
 def test_a_bad_value_is_an_error_that_names_its_argument(function):
     good, call = CALLS[function], LAYERS.get(function, function)

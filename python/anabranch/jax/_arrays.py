@@ -11,13 +11,6 @@ def flat(array: jax.Array) -> jax.Array:
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
-def as_int32(indices: jax.Array, low: int, high: int) -> jax.Array:
-    """Integers of any shape as int32; wider ones are clipped to [low, high] first, so that none wraps into range."""
-    if indices.dtype == jnp.int64:
-        indices = jnp.clip(indices, low, high)
-    return indices.astype(jnp.int32)
-
-
 def take(values: jax.Array, index: jax.Array) -> jax.Array:
     """values[index], 0 where the index is out of range. values [n, ...] of any dtype, index of integers, any shape."""
     if values.size == 0:  # which a gather refuses

@@ -1,9 +1,10 @@
 """Checks of arguments, all in one error style: "argument: got X, expected Y".
 
-A wrong type or dtype is a TypeError, a wrong shape, value or combination a ValueError.
+A wrong type or dtype is a TypeError, a wrong shape, value or combination a ValueError. What is on the host is checked
+by value, too, and never wrapped or rounded away: a numpy array of int64 as well as a Python number. What is traced or
+on a device is data: its values are not looked at.
 """
 
-import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -14,19 +15,34 @@ import numpy as np
 
 FLOATS = ("float32", "bfloat16", "float16")
 INDICES = ("int16", "int32", "int64")
+INTEGERS = (*INDICES, "int8", "uint8", "uint16", "uint32", "uint64")
 BOOL = ("bool",)
 INDEX_LIMIT = 2**31
 """Slots, rows and experts are fewer: their indices are int32."""
+
+_INT32 = np.iinfo(np.int32)
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 # An axis is a size, a name (any size), or (name, size); `...` first: any leading axes.
 Axis = Any
 
 
+def shown(value: Any) -> str:
+    """repr(value), cut where it is long; its type where it has none."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever a caller's class raises
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def describe(value: Any) -> str:
     """Dtype and shape of an array, else type and value: the X of "got X"."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if isinstance(value, np.ma.MaskedArray):
+        return f"a masked array {value.dtype}{list(value.shape)}"
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return f"{value.dtype}{list(value.shape)}"
-    return f"{type(value).__name__} {value!r}"
+    return f"{type(value).__name__} {shown(value)}"
 
 
 def _axis_text(axis: Axis) -> str:
@@ -40,23 +56,36 @@ def _axis_fits(axis: Axis, size: int) -> bool:
     return isinstance(wanted, str) or wanted == size
 
 
-def array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> jax.Array:
-    """Returns `value` as a JAX array of one of `dtypes` and of the given shape.
-
-    Raises:
-      TypeError: not an array, or another dtype.
-      ValueError: another shape.
-    """
+def _checked(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> Any:
+    """`value`, a JAX or numpy array of one of `dtypes` and of the given shape; see `array`."""
     expected = f"{' or '.join(dtypes)} [{', '.join(map(_axis_text, shape))}]"
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: got {describe(value)}, expected an array, {expected}")
     if str(value.dtype) not in dtypes:
         raise TypeError(f"{name}: got {describe(value)}, expected {expected}")
+    if not all(isinstance(size, int) for size in value.shape):
+        raise ValueError(
+            f"{name}: got {describe(value)} of symbolic sizes, expected numbers: buffers are laid out for one shape, "
+            "export a program for each"
+        )
     leading = bool(shape) and shape[0] is Ellipsis
     axes = tuple(shape[1:]) if leading else tuple(shape)
     sizes = value.shape[value.ndim - len(axes) :] if leading else value.shape
     if len(sizes) != len(axes) or not all(map(_axis_fits, axes, sizes)):
         raise ValueError(f"{name}: got {describe(value)}, expected {expected}")
+    return value
+
+
+def array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> jax.Array:
+    """Returns `value` as a JAX array of one of `dtypes` and of the given shape.
+
+    Raises:
+      TypeError: not an array, another dtype, or one that JAX holds with jax_enable_x64 only.
+      ValueError: another shape.
+    """
+    value = _checked(name, value, dtypes, shape)
+    if not isinstance(value, jax.Array) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+        raise TypeError(f"{name}: got {describe(value)}, expected another dtype, or jax_enable_x64 to be set")
     return jnp.asarray(value)
 
 
@@ -65,23 +94,79 @@ def optional_array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence
     return None if value is None else array(name, value, dtypes, shape)
 
 
+def narrow(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> jax.Array:
+    """Like `array`, of indices, sizes or a map; int64 becomes int32.
+
+    What int32 can't hold becomes the nearest that it can: zero stays zero and an index or a size that is out of range
+    stays so, since all ranges end below 2^31.
+    """
+    value = _checked(name, value, dtypes, shape)
+    if value.dtype == np.int64:
+        if not isinstance(value, jax.Array):
+            value = np.clip(value, _INT32.min, _INT32.max).astype(np.int32)
+        elif jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            value = jnp.clip(value, _INT32.min, _INT32.max)
+        value = value.astype(np.int32)
+    return jnp.asarray(value)
+
+
+def indices(name: str, value: Any, shape: Sequence[Axis]) -> jax.Array:
+    """Indices or sizes of any of INDICES as int32, an index or size out of range as one that is out of range."""
+    return narrow(name, value, INDICES, shape).astype(jnp.int32)
+
+
+def amounts(
+    name: str,
+    value: Any,
+    dtypes: Sequence[str],
+    shape: Sequence[Axis],
+    minimum: int = -INDEX_LIMIT,
+    maximum: int = INDEX_LIMIT - 1,
+) -> jax.Array:
+    """Like `array`, of numbers that have to be held as they are; int64 and uint64 of numpy become int32.
+
+    Raises:
+      ValueError: besides, on the host, a number that is not in [minimum, maximum], NaN too.
+    """
+    value = _checked(name, value, dtypes, shape)
+    if isinstance(value, jax.Array):
+        return value
+    held = (value >= minimum) & (value < maximum + 1)  # false for NaN; float32 holds 2^31, but not 2^31 - 1
+    if not np.all(held):
+        wrong = np.ravel(value)[np.argmin(np.ravel(held))]
+        raise ValueError(f"{name}: got {wrong} in {describe(value)}, expected numbers in [{minimum}, {maximum}]")
+    return jnp.asarray(value.astype(np.int32) if value.dtype.itemsize == 8 else value)
+
+
 def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
     """Returns a Python int in [minimum, maximum]."""
     expected = f"an integer >= {minimum}" if maximum is None else f"an integer in [{minimum}, {maximum}]"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}: got {describe(value)}, expected {expected}")
     if value < minimum or (maximum is not None and value > maximum):
-        raise ValueError(f"{name}: got {value}, expected {expected}")
+        raise ValueError(f"{name}: got {shown(int(value))}, expected {expected}")
     return int(value)
 
 
 def number(name: str, value: Any) -> float:
-    """Returns a finite Python float; traced values are refused, since options are part of the program."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    """Returns a finite Python float that is a normal number of float32, or 0.
+
+    Traced values are refused, since options are part of the program.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: got {describe(value)}, expected a finite Python number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: got {value}, expected a finite number")
-    return float(value)
+    try:
+        held = float(value)
+    except OverflowError:
+        held = np.inf
+    if not np.isfinite(held):
+        raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
+    if (value != 0 and abs(held) < _SMALLEST) or abs(held) > _LARGEST:
+        raise ValueError(
+            f"{name}: got {shown(value)}, expected 0 or a magnitude in [{_SMALLEST:.4g}, {_LARGEST:.4g}], "
+            "which float32 holds"
+        )
+    return held
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -93,6 +178,18 @@ def boolean(name: str, value: Any) -> bool:
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """Returns one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(map(repr, choices))}")
     return str(value)
+
+
+def dtype(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns the name of a dtype, one of `choices`, from whatever stands for one: a name, a type or a numpy.dtype."""
+    try:
+        # An array has a dtype, but is none.
+        got = np.dtype(value).name if isinstance(value, (str, type, np.dtype)) else describe(value)
+    except Exception:  # numpy raises errors of many types, some of them those of the value
+        got = shown(value)
+    if got not in choices:
+        raise TypeError(f"{name}: got {got}, expected {' or '.join(choices)}")
+    return got

@@ -148,7 +148,7 @@ def call(
         f"{name}: got {{got}}, expected whole arrays, since rows are counted over all tokens; "
         "use moe(), which takes sharded tokens, or call it inside jax.shard_map"
     )
-    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(wanted), whole)(*given.values())
+    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(wanted), whole, tuple(given))(*given.values())
     named = dict(zip(wanted, outputs, strict=True))
     return {name: named.get(name) for name in results}
 

@@ -43,6 +43,7 @@ class TokenCall:
       results: the same of every result; one with fewer than the first operand is summed over the shards of the rest.
       whole: what to say when an operand without token dimensions comes sharded; empty: it is gathered where axes are
         automatic.
+      names: of the operands, for that; empty: they have none.
     """
 
     function: Callable[..., tuple[jax.Array, ...]]
@@ -50,13 +51,20 @@ class TokenCall:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     whole: str = ""
+    names: tuple[str, ...] = ()
 
     def __call__(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
         """Runs it; an operand that is None stays None."""
         given = tuple(operand is not None for operand in operands)
         arrays = [operand for operand in operands if operand is not None]
         kept = tuple(n for n, there in zip(self.operands, given, strict=True) if there)
-        return _run(_Bound(self.function, self.static, given, kept, self.results, self.whole), *arrays)
+        names = tuple(f"{n} " for n, there in zip(self.names, given, strict=True) if there) if self.names else ()
+        names = names or ("",) * len(arrays)
+        call = _Bound(self.function, self.static, given, kept, self.results, self.whole, names)
+        # What is not traced is not differentiated, and what runs inside a call is with it.
+        guarded = _on_shards.get() is None and any(isinstance(array, jax.core.Tracer) for array in arrays)
+        outputs: tuple[jax.Array, ...] = (_run_once_differentiable if guarded else _run)(call, *arrays)
+        return outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +77,7 @@ class _Bound:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     whole: str
+    names: tuple[str, ...]
 
     def on_shards(self, token_axes: Sequence[Axes], *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """The results on the shards of a mesh whose axes `token_axes` shard the token dimensions."""
@@ -173,6 +182,24 @@ def vary_like(results: Any, operands: Any) -> Any:
     return jax.tree.map(vary, results) if everywhere else results
 
 
+def check_whole(function: str, **arrays: jax.Array | None) -> None:
+    """Refuses arrays that are divided over devices, by name, for an operation that counts rows over all tokens.
+
+    As far as it is known before the program is compiled: by the types of arrays of explicit axes, and outside of a
+    program by where an array is. Inside one, only XLA knows how it divides arrays over automatic axes: it then fails
+    with the words of `TokenCall.whole`.
+    """
+    for name, array in arrays.items():
+        if array is None or runs_as_it_is(array):
+            continue
+        placed = None if isinstance(array, jax.core.Tracer) else array.sharding
+        if any(spec_of(array)) or not (placed is None or placed.is_fully_replicated):
+            raise ValueError(
+                f"{name}: got {array.dtype}{list(array.shape)} sharded, expected whole arrays: {function} counts rows "
+                "over all tokens; use moe(), which takes sharded tokens, or call it inside jax.shard_map"
+            )
+
+
 # ---------------------------------------------------------------- the three ways
 
 
@@ -201,6 +228,18 @@ def _run(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return results
 
 
+_run_once_differentiable = jax.custom_jvp(_run, nondiff_argnums=(0,))
+
+
+@_run_once_differentiable.defjvp
+def _no_second_derivative(call: _Bound, arrays: Any, tangents: Any) -> Any:
+    """Operations are differentiated by their own rules; JAX comes here for the derivative of a rule."""
+    operation = getattr(call.static, "target", call.function.__module__)
+    raise TypeError(
+        f"{operation}: got a gradient of a gradient, expected one of first order: anabranch has no second derivatives"
+    )
+
+
 def _check_kinds(mesh: Any) -> None:
     """Where some axes are of another kind XLA does not say by which automatic ones it shards, and would gather."""
     others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
@@ -215,8 +254,8 @@ def _check_kinds(mesh: Any) -> None:
 # Compiled, also where the caller is not, as the automatic way is.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    for array, kept in zip(arrays, call.operands, strict=True):
-        _check_whole(call, array, kept, [a for axes in spec_of(array)[kept:] for a in axes])
+    for array, kept, name in zip(arrays, call.operands, call.names, strict=True):
+        _check_whole(call, name, array, kept, [a for axes in spec_of(array)[kept:] for a in axes])
     leading = spec_of(arrays[0])[: call.operands[0]]
     results: tuple[jax.Array, ...] = jax.shard_map(
         functools.partial(_shards, call, leading),
@@ -241,10 +280,10 @@ def _reshard(mesh: Any, array: jax.Array, spec: PartitionSpec) -> jax.Array:
     return array if spec_of(array) == wanted else jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
 
-def _check_whole(call: _Bound, array: jax.Array, kept: int, sharded_over: Sequence[str]) -> None:
+def _check_whole(call: _Bound, name: str, array: jax.Array, kept: int, sharded_over: Sequence[str]) -> None:
     if not sharded_over:
         return
-    what = f"{array.dtype}{list(array.shape)} sharded over {', '.join(map(repr, sharded_over))}"
+    what = f"{name}{array.dtype}{list(array.shape)} sharded over {', '.join(map(repr, sharded_over))}"
     if call.whole and not kept:
         raise ValueError(call.whole.format(got=what))
     raise ValueError(
@@ -264,9 +303,9 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
         if call.whole:
-            for operand, kept in zip(operands, call.operands, strict=True):
+            for operand, kept, name in zip(operands, call.operands, call.names, strict=True):
                 if not kept and not operand.sharding.is_fully_replicated:
-                    raise ValueError(call.whole.format(got=f"{operand.dtype}{list(operand.shape)} sharded"))
+                    raise ValueError(call.whole.format(got=f"{name}{operand.dtype}{list(operand.shape)} sharded"))
         axes = _token_axes(operands[0].sharding, call.operands[0])
         for size, names in zip(operands[0].shape, axes, strict=False):
             if size % _size(mesh, names):

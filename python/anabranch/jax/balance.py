@@ -12,23 +12,23 @@ import jax.numpy as jnp
 from anabranch.jax import _check, _ffi
 from anabranch.jax._sharding import TokenCall
 
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_COUNTS = (*_INTEGERS, "float32")
+_COUNTS = (*_check.INTEGERS, "float32")
 
 
-def _count(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+def _num_tokens(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     """A number of tokens, a Python int or an array (a scalar, or of `shape`), as float32."""
     if isinstance(value, int):
-        return jnp.float32(_check.integer(name, value, 0))
+        return jnp.float32(_check.integer(name, value, 0, _check.INDEX_LIMIT - 1))
     scalar = getattr(value, "shape", shape) == ()
-    return jax.lax.stop_gradient(_check.array(name, value, _COUNTS, () if scalar else shape)).astype(jnp.float32)
+    tokens = _check.amounts(name, value, _COUNTS, () if scalar else shape, minimum=0)
+    return jax.lax.stop_gradient(tokens).astype(jnp.float32)
 
 
 def _balance(
     score_sum: jax.Array, counts: jax.Array, num_experts: int, topk: int, coeff: float, tokens: jax.Array
 ) -> jax.Array:
     """coeff E / (K N^2) sum_e score_sum[e] counts[e] over the last axis; 0 where N = 0."""
-    some = tokens > 0
+    some = ~(tokens <= 0)  # NaN stays NaN
     factor = jnp.where(some, coeff * num_experts / topk / jnp.where(some, tokens, 1.0) ** 2, 0.0)
     counts = jax.lax.stop_gradient(counts).astype(jnp.float32)
     score_sum = jnp.where(some[..., None], score_sum, 0.0)
@@ -49,9 +49,10 @@ def load_balance_loss(
     Args:
       score_sum: float32 [E], or [..., E] with one row a sequence (route's sequence_stats).
       tokens_per_expert: integers or float32, shaped like score_sum.
-      topk: K.
+      topk: K, 1 <= K <= E.
       coeff: finite Python number.
-      num_tokens: N, the unmasked tokens: an int or a scalar; with sequences also one for each, [...].
+      num_tokens: N, the unmasked tokens: an int or a scalar; with sequences also one for each, [...]. In [0, 2^31) on
+        the host. On a device it is not checked: what is not above 0 counts as 0, NaN makes the loss NaN.
 
     Returns:
       float32 scalar; with sequences the mean over them. N = 0 adds 0.
@@ -67,9 +68,9 @@ def load_balance_loss(
     """
     score_sum = _check.array("score_sum", score_sum, ("float32",), (..., "E"))
     *leading, E = score_sum.shape
-    counts = _check.array("tokens_per_expert", tokens_per_expert, _COUNTS, score_sum.shape)
-    topk, coeff = _check.integer("topk", topk, 1), _check.number("coeff", coeff)
-    tokens = _count("num_tokens", num_tokens, tuple(leading))
+    counts = _check.amounts("tokens_per_expert", tokens_per_expert, _COUNTS, score_sum.shape)
+    topk, coeff = _check.integer("topk", topk, 1, E), _check.number("coeff", coeff)
+    tokens = _num_tokens("num_tokens", num_tokens, tuple(leading))
     losses = _balance(score_sum, counts, E, topk, coeff, tokens)
     return jnp.sum(losses) / max(losses.size, 1)
 
@@ -87,7 +88,7 @@ def z_loss(
       coeff: finite Python number.
       token_mask: bool [...], true: a real token; None: all are.
       num_tokens: N, an int or a scalar; None: the unmasked tokens of this call. A sharded program gives the number
-        of the whole batch and adds up the shards' losses.
+        of the whole batch and adds up the shards' losses. Checked as in `load_balance_loss`.
 
     Returns:
       float32 scalar; 0 where N = 0.
@@ -105,7 +106,7 @@ def z_loss(
     coeff = _check.number("coeff", coeff)
     mask = _check.optional_array("token_mask", token_mask, _check.BOOL, lse.shape)
     if num_tokens is not None:
-        tokens = _count("num_tokens", num_tokens, ())
+        tokens = _num_tokens("num_tokens", num_tokens, ())
     else:
         tokens = jnp.float32(lse.size) if mask is None else jnp.sum(mask).astype(jnp.float32)
     if mask is not None:
@@ -115,7 +116,7 @@ def z_loss(
 
 def mean_of_squares(squares: jax.Array, coeff: float, tokens: jax.Array) -> jax.Array:
     """The z-loss of a sum of lse^2 over float32 [] tokens; 0 where there are none."""
-    some = tokens > 0
+    some = ~(tokens <= 0)  # NaN stays NaN
     return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * squares
 
 
@@ -133,9 +134,9 @@ def fused_moe_aux_loss(
       probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it: the scores of
         several sequences side by side.
       tokens_per_expert: integers or float32 [C].
-      topk: K.
+      topk: K, 1 <= K <= E.
       coeff: finite Python number.
-      total_num_tokens: N, an int or a scalar array; None: T.
+      total_num_tokens: N, an int or a scalar array; None: T. Checked as in `load_balance_loss`.
       num_experts: E; None: C.
 
     Returns:
@@ -152,12 +153,12 @@ def fused_moe_aux_loss(
     """
     probs = _check.array("probs", probs, _check.FLOATS, ("T", "C"))
     T, C = probs.shape
-    counts = _check.array("tokens_per_expert", tokens_per_expert, _COUNTS, (("C", C),))
-    topk, coeff = _check.integer("topk", topk, 1), _check.number("coeff", coeff)
-    E = C if num_experts is None else _check.integer("num_experts", num_experts, 1)
+    counts = _check.amounts("tokens_per_expert", tokens_per_expert, _COUNTS, (("C", C),))
+    E = C if num_experts is None else _check.integer("num_experts", num_experts, 1, _check.INDEX_LIMIT - 1)
     if C % max(E, 1):
         raise ValueError(f"num_experts: got {E}, expected a divisor of the {C} columns of probs")
-    tokens = _count("total_num_tokens", T if total_num_tokens is None else total_num_tokens, ())
+    topk, coeff = _check.integer("topk", topk, 1, E), _check.number("coeff", coeff)
+    tokens = _num_tokens("total_num_tokens", T if total_num_tokens is None else total_num_tokens, ())
     return _balance(_score_sum(probs), counts, E, topk, coeff, tokens)
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
-from anabranch.jax._arrays import as_int32, flat
-from anabranch.jax._sharding import vary_alike
+from anabranch.jax._arrays import flat
+from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.dispatch import ANY_DTYPE
 from anabranch.jax.plan import check_num_rows
 
@@ -78,7 +78,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not fit, or inp is sharded.
 
     Source: the function of this name in transformer_engine.jax.permutation.
 
@@ -86,11 +86,18 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
     >>> rows.ravel().tolist(), row_id_map.tolist()
     ([1.0, 2.0, 0.0], [2, 0, 1])
     """
-    inp = _check.array("inp", inp, ANY_DTYPE, (..., "R", "D"))
+    return sort_by_index("sort_chunks_by_index", {"inp": inp}, split_sizes, sorted_indices)
+
+
+def sort_by_index(
+    function: str, rows: dict[str, Any], split_sizes: Any, sorted_indices: Any, *, of: str = ""
+) -> tuple[jax.Array, jax.Array]:
+    """`sort_chunks_by_index` of rows by their name in the public function; `of`: whose integers these are."""
+    ((name, inp),) = rows.items()
+    inp = _check.array(name, inp, ANY_DTYPE, (..., "R", "D"))
+    split_sizes = _check.indices(f"{of}split_sizes", split_sizes, ("S",))
+    sorted_indices = _check.indices(f"{of}sorted_indices", sorted_indices, (("S", split_sizes.shape[0]),))
+    check_whole(function, **{name: inp, "split_sizes": split_sizes, "sorted_indices": sorted_indices})
     x = flat(inp)
-    R = check_num_rows("inp", x.shape[0], 1)
-    split_sizes = _check.array("split_sizes", split_sizes, _check.INDICES, ("S",))
-    (S,) = split_sizes.shape
-    sorted_indices = _check.array("sorted_indices", sorted_indices, _check.INDICES, (("S", S),))
-    operands = vary_alike(x, as_int32(split_sizes, 0, R), as_int32(sorted_indices, -1, S))
-    return _sort_chunks(_Options(str(x.dtype)), *operands)
+    check_num_rows(name, x.shape[0], 1)
+    return _sort_chunks(_Options(str(x.dtype)), *vary_alike(x, split_sizes, sorted_indices))

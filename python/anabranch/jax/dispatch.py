@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
 from anabranch.jax._arrays import flat
-from anabranch.jax._sharding import TokenCall, axes_of_shard, vary_alike
+from anabranch.jax._sharding import TokenCall, axes_of_shard, check_whole, vary_alike
 from anabranch.jax.plan import Plan, check_num_rows, check_num_slots
 
 ANY_DTYPE = (*_check.FLOATS, "bool", "uint8", *_check.INDICES)
@@ -287,5 +287,6 @@ def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
     _check_plan(plan)
     rows = _check.array("rows", rows, _check.FLOATS, (("R", plan.slot_of_row.shape[0]), "D"))
     weights = _check.optional_array("weights", weights, _check.FLOATS, plan.row_of_slot.shape)
+    check_whole("combine", rows=rows)
     rows, weights, *maps = vary_alike(rows, weights, *plan)
     return _combine(_Options(str(rows.dtype)), rows, Plan(*maps), weights)

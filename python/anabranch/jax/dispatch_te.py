@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
 from anabranch.jax._arrays import flat, take
-from anabranch.jax._sharding import TokenCall, vary_alike
+from anabranch.jax._sharding import TokenCall, check_whole, vary_alike
 from anabranch.jax.dispatch import gather_sum, gather_sum_backward, spread
 from anabranch.jax.plan import check_num_rows, check_num_slots
 
-_INT32_MAX = 2**31 - 1
-_MAP_DTYPES = ("bool", "uint8", "int8", *_check.INDICES)
+# Not uint8, as which a map of bits comes.
+_MAP_DTYPES = ("bool", "int8", *_check.INDICES)
 
 
 class TokenDispatch(NamedTuple):
@@ -38,30 +38,29 @@ class TokenDispatch(NamedTuple):
     """int32[E]: rows of every expert, padding included."""
 
 
-def _as_map(name: str, routing_map: Any, num_tokens: int | None = None) -> jax.Array:
-    """bool [T, E] from a map of booleans or integers."""
-    routing_map = _check.array(name, routing_map, _MAP_DTYPES, (..., "T", "E"))
+def _check_map(name: str, routing_map: Any, num_tokens: int) -> jax.Array:
+    """A map [..., T, E] of booleans or integers."""
+    routing_map = _check.narrow(name, routing_map, _MAP_DTYPES, (..., "T", "E"))
     if routing_map.shape[-1] < 1:
         raise ValueError(f"{name}: got {_check.describe(routing_map)}, expected [..., T, E] with E >= 1")
-    routed = flat(routing_map)
     _check_num_tokens(name, routing_map, num_tokens)
-    check_num_slots(name, *routed.shape)
-    return routed != 0
+    check_num_slots(name, num_tokens, routing_map.shape[-1])
+    return routing_map
 
 
-def _check_num_tokens(name: str, array: jax.Array, num_tokens: int | None) -> None:
+def _check_num_tokens(name: str, array: jax.Array, num_tokens: int) -> None:
     got = math.prod(array.shape[:-1])
-    if num_tokens is not None and got != num_tokens:
+    if got != num_tokens:
         raise ValueError(f"{name}: got {_check.describe(array)}, {got} tokens, expected {num_tokens} tokens")
 
 
-def _probs(name: str, probs: Any, num_tokens: int, num_experts: int) -> jax.Array | None:
-    """probs as [T, E]."""
+def _check_probs(name: str, probs: Any, num_tokens: int, num_experts: int) -> jax.Array | None:
+    """probs [..., T, E]; None stays None."""
     if probs is None:
         return None
     probs = _check.array(name, probs, _check.FLOATS, (..., "T", ("E", num_experts)))
     _check_num_tokens(name, probs, num_tokens)
-    return flat(probs)
+    return probs
 
 
 class _Maps(NamedTuple):
@@ -181,7 +180,8 @@ def token_dispatch(
 
     Args:
       inp: [..., D] float32, bfloat16 or float16; leading dimensions are flattened to T.
-      routing_map: bool or integers [..., E], nonzero where the token goes to the expert.
+      routing_map: bool, int8, int16, int32 or int64 [..., E], nonzero where the token goes to the expert. A map of
+        uint8 is refused, since that of RoutingMapFormat.BITMAP_U8 holds eight experts in a byte.
       num_out_tokens: n, the number of nonzero entries; entries past the buffer get no row.
       probs: [..., E] float32, bfloat16 or float16, or None.
       align_size: a >= 1: every expert's rows are padded to a multiple of a, and R = floor((n + E (a-1)) / a) a.
@@ -195,7 +195,7 @@ def token_dispatch(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or a size is out of range.
+      ValueError: shapes do not fit, a size is out of range, or an array is sharded.
 
     Source: the function of this name in transformer_engine.jax.permutation.
 
@@ -204,15 +204,23 @@ def token_dispatch(
     [1.0, 1.0, 2.0]
     """
     inp = _check.array("inp", inp, _check.FLOATS, (..., "T", "D"))
-    routed = _as_map("routing_map", routing_map, math.prod(inp.shape[:-1]))
-    T, E = routed.shape
+    T = math.prod(inp.shape[:-1])
+    routing_map = _check_map("routing_map", routing_map, T)
+    E = routing_map.shape[-1]
     num_rows = check_num_rows("num_out_tokens", num_out_tokens, 1)
     if align_size is not None:
-        a = _check.integer("align_size", align_size, 1, _INT32_MAX)
-        num_rows = check_num_rows("num_out_tokens with padding", (num_rows + E * (a - 1)) // a * a, a)
-    probs = _probs("probs", probs, T, E)
+        a = _check.integer("align_size", align_size, 1, _check.INDEX_LIMIT - 1)
+        padded = (num_rows + E * (a - 1)) // a * a
+        if padded >= _check.INDEX_LIMIT:
+            raise ValueError(
+                f"align_size: got {a}, which makes {padded} rows of num_out_tokens {num_rows}, expected fewer than 2^31"
+            )
+        num_rows = padded
+    probs = _check_probs("probs", probs, T, E)
+    check_whole("token_dispatch", inp=inp, routing_map=routing_map, probs=probs)
     options = _DispatchOptions(num_rows, align_size, str(inp.dtype), None if probs is None else str(probs.dtype))
-    return _token_dispatch(options, *vary_alike(flat(inp), routed, probs))
+    operands = vary_alike(flat(inp), flat(routing_map) != 0, None if probs is None else flat(probs))
+    return _token_dispatch(options, *operands)
 
 
 # ---------------------------------------------------------------- token_combine
@@ -290,7 +298,7 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not fit, or an array is sharded.
 
     Source: the function of this name in transformer_engine.jax.permutation.
 
@@ -306,9 +314,11 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
         raise ValueError(f"row_id_map: got {_check.describe(row_id_map)}, expected int32 [T, 2E+1] with E >= 1")
     E = width // 2
     check_num_slots("row_id_map", T, E)
-    merging_probs = _probs("merging_probs", merging_probs, T, E)
+    merging_probs = _check_probs("merging_probs", merging_probs, T, E)
     pad_offsets = _check.optional_array("pad_offsets", pad_offsets, ("int32",), (("E", E),))
+    check_whole("token_combine", inp=inp, row_id_map=row_id_map, merging_probs=merging_probs, pad_offsets=pad_offsets)
     options = _CombineOptions(inp.shape[0], str(inp.dtype))
+    merging_probs = None if merging_probs is None else flat(merging_probs)
     return _token_combine(options, *vary_alike(inp, row_id_map, merging_probs, pad_offsets))
 
 
@@ -348,7 +358,7 @@ def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: i
 
     Args:
       sparse_probs: [..., E] float32, bfloat16 or float16.
-      routing_map: bool or integers [..., E], nonzero at the selected experts.
+      routing_map: bool, int8, int16, int32 or int64 [..., E], nonzero at the selected experts.
       topk: K <= E, the experts of a token.
 
     Returns:
@@ -370,7 +380,7 @@ def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: i
     """
     sparse_probs = _check.array("sparse_probs", sparse_probs, _check.FLOATS, (..., "T", "E"))
     *leading, E = sparse_probs.shape
-    routing_map = _check.array("routing_map", routing_map, _MAP_DTYPES, sparse_probs.shape)
+    routing_map = _check.narrow("routing_map", routing_map, _MAP_DTYPES, sparse_probs.shape)
     check_num_slots("routing_map", math.prod(leading), E)
     K = _check.integer("topk", topk, 1, E)
     descending, count = _experts_descending(routing_map != 0)

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 from anabranch.jax import _check, _ffi
-from anabranch.jax._arrays import as_int32
 from anabranch.jax._ffn import ACTIVATIONS, FfnConfig, FfnOperands, ffn_backward, ffn_forward
-from anabranch.jax._sharding import vary_alike
+from anabranch.jax._sharding import check_whole, vary_alike
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
@@ -23,11 +22,6 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
         return jax.nn.gelu(h, approximate=True)
     relu = jax.nn.relu(h)
     return relu * relu if activation == "relu2" else relu
-
-
-def _group_sizes(value: Any) -> jax.Array:
-    """group_sizes as int32 [E]."""
-    return as_int32(_check.array("group_sizes", value, _check.INDICES, ("E",)), 0, _check.INDEX_LIMIT - 1)
 
 
 def _rows(name: str, value: Any) -> jax.Array:
@@ -100,10 +94,11 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
     [2.0, 5.0, 5.0]
     """
     x = _rows("x", x)
-    sizes = _group_sizes(group_sizes)
+    sizes = _check.indices("group_sizes", group_sizes, ("E",))
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
+    check_whole("grouped_matmul", x=x, w=w, group_sizes=sizes)
     return _grouped_matmul(transpose_w, *vary_alike(x, w, sizes))
 
 
@@ -183,7 +178,7 @@ def expert_ffn(
     [[3.0], [0.0]]
     """
     rows = _rows("rows", rows)
-    sizes = _group_sizes(group_sizes)
+    sizes = _check.indices("group_sizes", group_sizes, ("E",))
     (R, D), E, dtype = rows.shape, sizes.shape[0], (str(rows.dtype),)
     w_in = _check.array("w_in", w_in, dtype, (("E", E), ("D", D), "2 or 1", "F"))
     P, F = w_in.shape[2:]
@@ -203,4 +198,5 @@ def expert_ffn(
     if early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     config = FfnConfig(_check.choice("activation", activation, ACTIVATIONS), early)
+    check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands._asdict().items() if n != "x"})
     return _expert_ffn(config, FfnOperands(*vary_alike(*operands)))

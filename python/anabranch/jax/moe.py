@@ -89,6 +89,52 @@ def _moe_bwd(
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
 
+FLOATS = ("float32", "bfloat16")
+"""Dtypes that the layer computes in."""
+
+
+def layer_config(
+    num_experts: int,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    activation: str = "silu",
+    weight_early: bool = False,
+    aux_loss_coeff: float = 0.0,
+    z_loss_coeff: float = 0.0,
+    align_size: int = 0,
+    parallel: Parallel | None = None,
+) -> LayerConfig:
+    """Checks those arguments of `moe` that are options; the layers do it when they are made."""
+    options = router_options(
+        num_experts,
+        topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+    )
+    if parallel is not None and not isinstance(parallel, Parallel):
+        raise TypeError(f"parallel: got {_check.describe(parallel)}, expected a Parallel")
+    return LayerConfig(
+        router=options,
+        ffn=FfnConfig(
+            activation=_check.choice("activation", activation, ACTIVATIONS),
+            weight_early=_check.boolean("weight_early", weight_early),
+            topk=options.topk,
+            # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
+            skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
+        ),
+        aux_loss=_check.number("aux_loss_coeff", aux_loss_coeff) != 0,
+        z_loss=_check.number("z_loss_coeff", z_loss_coeff) != 0,
+        align_size=_check.integer("align_size", align_size, 0, _check.INDEX_LIMIT - 1),
+    )
+
 
 def moe(
     x: jax.Array,
@@ -137,7 +183,7 @@ def moe(
       aux_loss_coeff: coefficient of the load-balance loss coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
       z_loss_coeff: coefficient of the mean squared logsumexp of the logits.
       token_mask: bool [...]; False marks padding, which gets zero output and gradient and counts nowhere.
-      forced_experts: int [..., K]; the selection is given (replay). -1: no expert.
+      forced_experts: int [..., K]; the selection is given (replay). -1: no expert. See `route` for -inf.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       parallel: how the layer is spread over a mesh, a `Parallel`. None: x may be sharded over its leading dimensions
         in any way, and every device has all experts; then rows are not padded.
@@ -169,7 +215,7 @@ def moe(
       >>> moe(x, gate, w_in, w_out, topk=2).output.shape
       (6, 8)
     """
-    x = _check.array("x", x, ("float32", "bfloat16"), (..., "D"))
+    x = _check.array("x", x, FLOATS, (..., "D"))
     *leading, D = x.shape
     dtype = (str(x.dtype),)
     gate = _check.array("gate", gate, _check.FLOATS, (("D", D), "E"))
@@ -179,30 +225,22 @@ def moe(
     P, F = w_in.shape[2:]
     if P not in (1, 2):
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F]")
-    options = router_options(
+    config = layer_config(
         E,
-        topk,
+        topk=topk,
         score_function=score_function,
         normalize=normalize,
         num_groups=num_groups,
         group_topk=group_topk,
         scaling_factor=scaling_factor,
-    )
-    align_size = _check.integer("align_size", align_size, 0)
-    coefficients = _check.number("aux_loss_coeff", aux_loss_coeff), _check.number("z_loss_coeff", z_loss_coeff)
-    config = LayerConfig(
-        router=options,
-        ffn=FfnConfig(
-            activation=_check.choice("activation", activation, ACTIVATIONS),
-            weight_early=_check.boolean("weight_early", weight_early),
-            topk=options.topk,
-            # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
-            skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
-        ),
-        aux_loss=bool(aux_loss_coeff),
-        z_loss=bool(z_loss_coeff),
+        activation=activation,
+        weight_early=weight_early,
+        aux_loss_coeff=aux_loss_coeff,
+        z_loss_coeff=z_loss_coeff,
         align_size=align_size,
+        parallel=parallel,
     )
+    options = config.router
     expert_bias, token_mask, forced_experts = router_operands(
         options, E, tuple(leading), expert_bias, token_mask, forced_experts
     )
@@ -217,15 +255,14 @@ def moe(
         token_mask=token_mask,
         forced_experts=forced_experts,
     )
-    if parallel is not None and not isinstance(parallel, Parallel):
-        raise TypeError(f"parallel: got {_check.describe(parallel)}, expected a Parallel")
     placement, shards = None, None
     if parallel is not None and all_manual(mesh_of(x)):
         shards = shards_of_this_device(parallel)
     elif parallel is not None:
-        placement = place(parallel, operands._asdict(), options.topk, align_size)
+        placement = place(parallel, operands._asdict(), options.topk, config.align_size)
         operands = divide(placement, operands)
     result = _moe(config, placement, Operands(*vary_alike(*operands)))
+    coefficients = float(aux_loss_coeff), float(z_loss_coeff)
     aux, z, counts = _losses(options.topk, coefficients, result, token_mask, math.prod(leading), shards)
     return MoEOutput(result.output, aux, z, counts, jnp.sum(result.dropped, dtype=jnp.int32), result.dropped)
 

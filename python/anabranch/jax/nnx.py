@@ -1,6 +1,5 @@
 """Flax NNX layer: the whole Mixture-of-Experts layer with its parameters and its router state."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,17 +8,15 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch.jax import _check
-from anabranch.jax._ffn import ACTIVATIONS
-from anabranch.jax.moe import MoEOutput, moe, shared_expert
+from anabranch.jax._initializers import (
+    Initializer,
+    default_gate_init,
+    default_in_init,
+    default_out_init,
+    initializer,
+)
+from anabranch.jax.moe import FLOATS, MoEOutput, layer_config, moe, shared_expert
 from anabranch.jax.parallel import Parallel
-
-Initializer = Callable[..., jax.Array]
-
-_fan_in = jax.nn.initializers.variance_scaling
-#: Fan-in of one expert: the expert axis is a batch of matrices, not part of the fan.
-default_gate_init = _fan_in(1.0, "fan_in", "truncated_normal")
-default_in_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-default_out_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
 
 
 class RouterState(nnx.Variable):
@@ -32,6 +29,16 @@ def sharding(parallel: Parallel, name: str) -> PartitionSpec | NamedSharding:
     if parallel.mesh is None or not jax.sharding.get_abstract_mesh().empty:
         return spec
     return NamedSharding(parallel.mesh, spec)
+
+
+def _params_stream(rngs: Any) -> Any:
+    """The stream of random keys for parameters."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs: got {_check.describe(rngs)}, expected flax.nnx.Rngs")
+    try:
+        return rngs.params
+    except AttributeError:
+        raise ValueError(f"rngs: got the streams {list(rngs)}, expected 'params' or 'default'") from None
 
 
 class MoE(nnx.Module):
@@ -67,6 +74,9 @@ class MoE(nnx.Module):
       kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
         1 / fan-in, the expert axis left out of the fan.
       rngs: streams of random keys; `params` is used.
+
+    Raises:
+      TypeError, ValueError: an option is wrong; the message names it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,17 +115,20 @@ class MoE(nnx.Module):
         kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ):
-        D = _check.integer("in_features", in_features, 1)
-        F = _check.integer("hidden_features", hidden_features, 1)
-        E = _check.integer("num_experts", num_experts, 1)
-        S = _check.integer("shared_features", shared_features, 0)
-        _check.choice("activation", activation, ACTIVATIONS)
+        largest = _check.INDEX_LIMIT - 1
+        D = _check.integer("in_features", in_features, 1, largest)
+        F = _check.integer("hidden_features", hidden_features, 1, largest)
+        E = _check.integer("num_experts", num_experts, 1, largest)
+        S = _check.integer("shared_features", shared_features, 0, largest)
         parts = 2 if _check.boolean("gated", gated) else 1
-        self.in_features = D
-        self.dtype = dtype
-        self.activation = activation
-        self.options: dict[str, Any] = dict(
-            topk=_check.integer("topk", topk, 1, E),
+        use_bias = _check.boolean("use_bias", use_bias)
+        use_expert_bias = _check.boolean("use_expert_bias", use_expert_bias)
+        param_dtype = jnp.dtype(_check.dtype("param_dtype", param_dtype, _check.FLOATS))
+        gate_init = initializer("kernel_init", kernel_init, default_gate_init)
+        in_init = initializer("kernel_init", kernel_init, default_in_init)
+        out_init = initializer("kernel_init", kernel_init, default_out_init)
+        options: dict[str, Any] = dict(
+            topk=topk,
             score_function=score_function,
             normalize=normalize,
             num_groups=num_groups,
@@ -128,20 +141,32 @@ class MoE(nnx.Module):
             align_size=align_size,
             parallel=parallel,
         )
-        key = rngs.params
+        layer_config(E, **options)
+        self.in_features = D
+        self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, FLOATS))
+        self.activation = activation
+        self.options = options
+        key = _params_stream(rngs)
 
         def parameter(name: str, value: jax.Array) -> nnx.Param:
-            return nnx.Param(value) if parallel is None else nnx.Param(value, out_sharding=sharding(parallel, name))
+            if parallel is None:
+                return nnx.Param(value)
+            try:
+                return nnx.Param(value, out_sharding=sharding(parallel, name))
+            except ValueError as error:  # flax found no mesh, or one that can't hold the parameter
+                raise ValueError(
+                    f"parallel: got {parallel}, which does not place {name} {_check.describe(value)}, expected one "
+                    f"with a mesh, or jax.set_mesh(mesh): {error}"
+                ) from error
 
-        self.gate = parameter("gate", (kernel_init or default_gate_init)(key(), (D, E), param_dtype))
-        self.w_in = parameter("w_in", (kernel_init or default_in_init)(key(), (E, D, parts, F), param_dtype))
-        self.w_out = parameter("w_out", (kernel_init or default_out_init)(key(), (E, F, D), param_dtype))
+        self.gate = parameter("gate", gate_init(key(), (D, E), param_dtype))
+        self.w_in = parameter("w_in", in_init(key(), (E, D, parts, F), param_dtype))
+        self.w_out = parameter("w_out", out_init(key(), (E, F, D), param_dtype))
         self.b_in = parameter("b_in", jnp.zeros((E, parts, F), param_dtype)) if use_bias else None
         self.b_out = parameter("b_out", jnp.zeros((E, D), param_dtype)) if use_bias else None
         self.expert_bias = RouterState(jnp.zeros((E,), jnp.float32)) if use_expert_bias else None
-        shared_in, shared_out = kernel_init or default_in_init, kernel_init or default_out_init
-        self.shared_in = nnx.Param(shared_in(key(), (1, D, parts, S), param_dtype)[0]) if S else None
-        self.shared_out = nnx.Param(shared_out(key(), (1, S, D), param_dtype)[0]) if S else None
+        self.shared_in = nnx.Param(in_init(key(), (1, D, parts, S), param_dtype)[0]) if S else None
+        self.shared_out = nnx.Param(out_init(key(), (1, S, D), param_dtype)[0]) if S else None
 
     def __call__(
         self,
@@ -160,7 +185,7 @@ class MoE(nnx.Module):
         Returns:
           MoEOutput of `moe`; output [..., D] of the dtype of the computation.
         """
-        _check.array("x", x, _check.FLOATS, (..., ("in_features", self.in_features)))
+        x = _check.array("x", x, _check.FLOATS, (..., ("in_features", self.in_features)))
         dtype = x.dtype if self.dtype is None else self.dtype
         x = x.astype(dtype)
 
@@ -197,13 +222,22 @@ class MoE(nnx.Module):
 
         Args:
           tokens_per_expert: int [E], summed over everything that the step has seen.
-          rate: step of the bias.
+          rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
 
         Raises:
-          ValueError: the layer was made without `use_expert_bias`.
+          TypeError: an argument has the wrong type or dtype.
+          ValueError: an argument is out of range, or the layer was made without `use_expert_bias`.
         """
         if self.expert_bias is None:
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
-        load = _check.array("tokens_per_expert", tokens_per_expert, _check.INDICES, self.expert_bias.shape)
+        load = _check.amounts("tokens_per_expert", tokens_per_expert, _check.INDICES, self.expert_bias.shape)
         load = load.astype(jnp.float32)
-        self.expert_bias[...] += rate * jnp.sign(load.mean() - load)
+        step = _check.array("rate", rate, _check.FLOATS, ()) if isinstance(rate, jax.Array) else _rate(rate)
+        self.expert_bias[...] += step * jnp.sign(load.mean() - load)
+
+
+def _rate(value: Any) -> float:
+    rate = _check.number("rate", value)
+    if rate < 0:
+        raise ValueError(f"rate: got {rate}, expected a number >= 0")
+    return rate

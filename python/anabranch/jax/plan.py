@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
-from anabranch.jax._arrays import as_int32, flat
+from anabranch.jax._arrays import flat, take
 from anabranch.jax._sharding import TokenCall, axes_of_shard
 
 
@@ -35,6 +35,8 @@ class Plan(NamedTuple):
     """int32[R]: -1 in padding and past the last group."""
     dropped: jax.Array
     """int32[]: slots that found no room in R rows, and indices outside [-1, E)."""
+    expert_of_row: jax.Array
+    """int32[R]: the expert of every row, -1 in padding and past the last group."""
 
 
 def num_rows_needed(num_slots: int, num_experts: int, align_size: int = 0) -> int:
@@ -65,8 +67,9 @@ class _PlanOptions:
     num_destinations: int
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _plan_whole(options: _PlanOptions, experts: jax.Array) -> Plan:
-    """The plan of what one device has."""
+    """The plan of what one device has; compiled as one program where the caller is not."""
     E, R = options.num_experts, options.num_rows
     int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     slots = flat(experts)
@@ -86,7 +89,9 @@ def _plan_whole(options: _PlanOptions, experts: jax.Array) -> Plan:
         align_size=options.align_size,
         num_destinations=options.num_destinations,
     )
-    return Plan(**results | {"row_of_slot": results["row_of_slot"].reshape(experts.shape)})
+    expert_of_row = take(slots.ravel() + 1, results["slot_of_row"]) - 1
+    results["row_of_slot"] = results["row_of_slot"].reshape(experts.shape)
+    return Plan(**results, expert_of_row=expert_of_row)
 
 
 def _layout(options: _PlanOptions, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -127,13 +132,19 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
     slots = index * experts.size + jnp.arange(experts.size, dtype=jnp.int32)
     is_first = index == 0
     rows = jnp.where(has_row, row_of_slot, R).ravel()
+
+    def of_rows(values: jax.Array) -> jax.Array:
+        """Values of this shard's slots by row, parts of a sum that is -1 in rows without a slot."""
+        return jnp.where(is_first, -1, 0) + jnp.zeros(R, jnp.int32).at[rows].set(values.ravel() + 1, mode="drop")
+
     return Plan(
         tokens_per_expert=counts,
         group_sizes=jnp.where(is_first, end - begin, 0),
         offsets=jnp.where(is_first, jnp.append(begin, end[-1:]), 0),
         row_of_slot=row_of_slot,
-        slot_of_row=jnp.where(is_first, -1, 0) + jnp.zeros(R, jnp.int32).at[rows].set(slots + 1, mode="drop"),
+        slot_of_row=of_rows(slots),
         dropped=own.dropped + jnp.sum((own.row_of_slot >= 0) & ~has_row, dtype=jnp.int32),
+        expert_of_row=of_rows(expert),
     )
 
 
@@ -141,7 +152,7 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
     t = experts.ndim - 1
-    return Plan(*TokenCall(_plan_shard, options, operands=(t,), results=(0, 0, 0, t, 0, 0))(experts))
+    return Plan(*TokenCall(_plan_shard, options, operands=(t,), results=(0, 0, 0, t, 0, 0, 0))(experts))
 
 
 _plan.defvjp(lambda options, experts: (_plan(options, experts), None), lambda options, _, d_plan: (None,))
@@ -182,7 +193,7 @@ def plan(
     """
     E = _check.integer("num_experts", num_experts, 1, _check.INDEX_LIMIT - 1)
     align_size = _check.integer("align_size", align_size, 0, _check.INDEX_LIMIT - 1)
-    experts = _check.array("experts", experts, _check.INDICES, (..., "K"))
+    experts = _check.indices("experts", experts, (..., "K"))
     *leading, K = experts.shape
     T = math.prod(leading)
     if K < 1:
@@ -192,5 +203,10 @@ def plan(
     if E % P:
         raise ValueError(f"num_destinations: got {P}, expected a divisor of {E} experts")
     needed = P * num_rows_needed(T * K, E // P, align_size)
+    if num_rows is None and needed >= _check.INDEX_LIMIT:
+        raise ValueError(
+            f"num_rows: got None, which align_size {align_size} and num_destinations {P} make {needed}, expected "
+            "fewer than 2^31"
+        )
     R = check_num_rows("num_rows", needed if num_rows is None else num_rows, P * max(align_size, 1))
-    return _plan(_PlanOptions(E, align_size, R, P), as_int32(experts, -2, E))
+    return _plan(_PlanOptions(E, align_size, R, P), experts)

@@ -10,10 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check
-from anabranch.jax._arrays import as_int32
-from anabranch.jax.chunk_sort import sort_chunks_by_index
-
-_INT32_MAX = 2**31 - 1
+from anabranch.jax.chunk_sort import sort_by_index
 
 
 class RaggedParams(NamedTuple):
@@ -40,19 +37,26 @@ class ChunkOrder(NamedTuple):
 
 def _traffic(all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: Any) -> tuple[jax.Array, jax.Array]:
     """Rows by [source, destination, local expert], and the rank as int32[]."""
-    P = _check.integer("num_expert_shards", num_expert_shards, 1)
-    counts = _check.array(
-        "all_shards_tokens_per_expert", all_shards_tokens_per_expert, _check.INDICES, (("ranks", P), "E")
+    P = _check.integer("num_expert_shards", num_expert_shards, 1, _check.INDEX_LIMIT - 1)
+    counts = _check.amounts(
+        "all_shards_tokens_per_expert",
+        all_shards_tokens_per_expert,
+        _check.INDICES,
+        (("num_expert_shards", P), "E"),
+        minimum=0,
     )
     if counts.shape[1] < P or counts.shape[1] % P:
         raise ValueError(
-            f"all_shards_tokens_per_expert: got {_check.describe(counts)}, expected E a multiple of {P} ranks"
+            f"all_shards_tokens_per_expert: got {_check.describe(counts)}, expected E a multiple of "
+            f"num_expert_shards {P}"
         )
     if hasattr(shard_id, "dtype"):
-        rank = as_int32(_check.array("shard_id", shard_id, _check.INDICES, ()), 0, P - 1)
+        given = _check.amounts("shard_id", shard_id, _check.INDICES, (), 0, P - 1)
+        rank = jnp.clip(_check.indices("shard_id", given, ()), 0, P - 1)
     else:
         rank = jnp.int32(_check.integer("shard_id", shard_id, 0, P - 1))
-    return as_int32(counts, 0, _INT32_MAX).reshape(P, P, -1), rank
+    counts = _check.indices("all_shards_tokens_per_expert", counts, counts.shape)
+    return counts.reshape(P, P, -1), rank
 
 
 def _ragged_params(sends: jax.Array, rank: jax.Array) -> RaggedParams:
@@ -69,7 +73,8 @@ def compute_ragged_all_to_all_params(
 
     Args:
       all_shards_tokens_per_expert: int16, int32 or int64 [P, E], the rows of every rank for every expert.
-      shard_id: this rank, an integer or an integer array [] (such as jax.lax.axis_index).
+      shard_id: this rank, an integer or an integer array [] (such as jax.lax.axis_index); on a device it is clipped to
+        [0, P).
       num_expert_shards: P; E % P == 0.
 
     Returns:
@@ -139,7 +144,7 @@ def local_permute_after_a2a(
     arrived = traffic[:, rank]  # [source, local expert]
     chunks = jnp.arange(arrived.size, dtype=jnp.int32).reshape(arrived.shape)
     order = chunks.T.ravel()
-    x, _ = sort_chunks_by_index(x_recv, arrived.ravel(), order)
+    x, _ = sort_by_index("local_permute_after_a2a", {"x_recv": x_recv}, arrived.ravel(), order)
     back = chunks.reshape(arrived.shape[::-1]).T.ravel()  # the inverse of a transposition transposes back
     return x, arrived.sum(0, dtype=jnp.int32), ChunkOrder(arrived.T.ravel(), back)
 
@@ -168,4 +173,5 @@ def local_unpermute_before_a2a(expert_outputs: Any, state: ChunkOrder) -> jax.Ar
     """
     if not isinstance(state, ChunkOrder):
         raise TypeError(f"state: got {_check.describe(state)}, expected the state of local_permute_after_a2a")
-    return sort_chunks_by_index(expert_outputs, *state)[0]
+    rows = {"expert_outputs": expert_outputs}
+    return sort_by_index("local_unpermute_before_a2a", rows, *state, of="state.")[0]

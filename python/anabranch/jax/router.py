@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from anabranch.jax import _check, _ffi
 from anabranch.jax._sharding import TokenCall, all_manual, mesh_of, vary_alike
@@ -77,10 +76,8 @@ def router_options(
     normalize = _check.boolean("normalize", normalize)
     sequence_stats = _check.boolean("sequence_stats", sequence_stats)
     scaling_factor = _check.number("scaling_factor", scaling_factor)
-    if abs(scaling_factor) > float(np.finfo(np.float32).max):
-        raise ValueError(f"scaling_factor: got {scaling_factor}, expected a number that is finite in float32")
-    groups = 0 if num_groups is None else _check.integer("num_groups", num_groups, -1)
-    kept = 0 if group_topk is None else _check.integer("group_topk", group_topk, -1)
+    groups = 0 if num_groups is None else _check.integer("num_groups", num_groups, -1, num_experts)
+    kept = 0 if group_topk is None else _check.integer("group_topk", group_topk, -1, num_experts)
     if max(groups, 0) == 0 and max(kept, 0) == 0:
         groups = kept = 0
     else:
@@ -216,7 +213,8 @@ def route(
       scaling_factor: finite Python number; multiplies the weights.
       token_mask: bool [...], true: a real token. Others get expert -1, weight 0, and count nowhere.
       forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
-        with expert_bias or groups.
+        with expert_bias or groups. Where none of a token's forced experts has a finite logit (all are -inf), weights
+        normalised by softmax are NaN, 0 / 0, and so are its gradients; other weights are 0.
       sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row for each sequence of S.
 
     Returns:
@@ -264,8 +262,8 @@ def router_operands(
     check_slots(leading, options.topk)
     expert_bias = _check.optional_array("expert_bias", expert_bias, _check.FLOATS, (("E", num_experts),))
     token_mask = _check.optional_array("token_mask", token_mask, _check.BOOL, leading)
-    forced_experts = _forced_experts(forced_experts, (*leading, options.topk), num_experts)
     if forced_experts is not None:
+        forced_experts = _check.indices("forced_experts", forced_experts, (*leading, options.topk))
         for name, given in (("expert_bias", expert_bias is not None), ("num_groups", options.num_groups > 0)):
             if given:
                 raise ValueError(f"{name}: got one together with forced_experts, expected none")
@@ -277,18 +275,6 @@ def check_slots(leading: tuple[int, ...], topk: int) -> None:
     tokens = math.prod(leading)
     if tokens * topk >= _check.INDEX_LIMIT:
         raise ValueError(f"logits: got {tokens} tokens with topk {topk}, expected fewer than 2^31 slots")
-
-
-def _forced_experts(experts: Any, shape: tuple[int, ...], num_experts: int) -> jax.Array | None:
-    """As int32, -1 for whatever is no expert; before the conversion, which would wrap int64 around."""
-    if experts is None:
-        return None
-    if isinstance(experts, np.ndarray) and str(experts.dtype) in _check.INDICES:
-        experts = np.where((experts >= 0) & (experts < num_experts), experts, -1).astype(np.int32)
-    array = _check.array("forced_experts", experts, _check.INDICES, shape)
-    if array.dtype == jnp.int32:
-        return array
-    return jnp.where((array >= 0) & (array < num_experts), array, -1).astype(jnp.int32)
 
 
 def _forward(options: RouterOptions, *arrays: Any) -> tuple[jax.Array, ...]:

@@ -2,7 +2,8 @@
 
 Code that calls `transformer_engine.jax.router` moves over by changing the import. Differences: every score function
 works in every layout, `topk_indices_dtype` asks for indices instead of a map, leading axes are kept, and an option
-that has no effect is an error, except with `compute_aux_scores` and the values that stand for "not used".
+that has no effect is an error, except with `compute_aux_scores`, `use_pre_softmax` with other scores than softmax, and
+the values that stand for "not used".
 """
 
 import dataclasses
@@ -20,7 +21,11 @@ from anabranch.jax.router import RouterOptions, attributes, check_slots, router_
 
 
 class ScoreFunction(enum.IntEnum):
-    """Score functions; functions take the member or its name in any case."""
+    """Score functions; functions take the member or its name in any case, no plain number.
+
+    The values are TransformerEngine's. Those of ab_score_function in C are others: 0 softmax, 1 sigmoid,
+    2 sqrtsoftplus.
+    """
 
     SIGMOID = 0
     SOFTMAX = 1
@@ -55,9 +60,10 @@ def score_function_name(value: Any) -> str:
 
 
 def normalizes(score_function: str, topk: int, use_pre_softmax: bool) -> bool:
-    """Whether TransformerEngine normalises over the selected experts: softmax after the selection, others for K > 1."""
-    if use_pre_softmax and score_function != "softmax":
-        raise ValueError(f"use_pre_softmax: got True with score_function {score_function!r}, expected False")
+    """Whether TransformerEngine normalises over the selected experts: softmax after the selection, others for K > 1.
+
+    Others take no notice of use_pre_softmax, which public configurations set with sigmoid, too.
+    """
     return not use_pre_softmax if score_function == "softmax" else topk > 1
 
 
@@ -67,17 +73,13 @@ def _routing_map_format(value: Any) -> RoutingMapFormat:
     if isinstance(value, int) and not isinstance(value, bool) and value in list(RoutingMapFormat):
         return RoutingMapFormat(value)
     raise ValueError(
-        f"routing_map_format: got {value!r}, expected a RoutingMapFormat, its value, 'bytemap' or 'bitmap_u8'"
+        f"routing_map_format: got {_check.shown(value)}, "
+        "expected a RoutingMapFormat, its value, 'bytemap' or 'bitmap_u8'"
     )
 
 
 def _index_dtype(value: Any, num_experts: int) -> str:
-    try:
-        name = np.dtype(value).name
-    except TypeError:
-        name = repr(value)
-    if name not in _check.INDICES:
-        raise TypeError(f"topk_indices_dtype: got {name}, expected {' or '.join(_check.INDICES)}")
+    name = _check.dtype("topk_indices_dtype", value, _check.INDICES)
     if name == "int16" and num_experts > 2**15:
         raise ValueError(
             f"topk_indices_dtype: got int16 for {num_experts} experts, expected at most 32768 experts or a wider type"
@@ -103,8 +105,8 @@ def fused_topk_with_score_function(
     Args:
       logits: float32, bfloat16 or float16 [..., E].
       topk: K, 1 <= K <= E.
-      use_pre_softmax: raw softmax scores as weights; else softmax over the selected logits. Only with softmax:
-        sigmoid and sqrtsoftplus scores are normalised where topk > 1.
+      use_pre_softmax: raw softmax scores as weights; else softmax over the selected logits. Other score functions take
+        no notice of it: sigmoid and sqrtsoftplus scores are normalised where topk > 1.
       num_groups, group_topk: as in `route`; None, 0 or -1: no groups.
       scaling_factor: finite Python number; multiplies the probabilities.
       score_function: a ScoreFunction or its name.
@@ -113,7 +115,8 @@ def fused_topk_with_score_function(
         their sum, of all experts, and the map of the topk best logits. The options above, but score_function, are
         then not used.
       routing_map_format: a RoutingMapFormat, its value or its name.
-      topk_indices_dtype: int16, int32 or int64: the second result is the indices [..., K], best first.
+      topk_indices_dtype: int16, int32 or int64: the second result is the indices [..., K], best first, instead of a
+        map; not together with another routing_map_format than the default.
 
     Returns:
       probs [..., E] in the logits' dtype, zero where not selected (float32 auxiliary scores, of all experts, with
@@ -151,6 +154,11 @@ def fused_topk_with_score_function(
         expert_bias = _check.optional_array("expert_bias", expert_bias, _check.FLOATS, (("E", E),))
     check_slots(logits.shape[:-1], options.topk)
     map_format = _routing_map_format(routing_map_format)
+    if topk_indices_dtype is not None and map_format is not RoutingMapFormat.BYTEMAP:
+        raise ValueError(
+            f"routing_map_format: got {map_format.name.lower()} together with topk_indices_dtype, which asks for "
+            "indices instead of a map, expected one of them"
+        )
     if topk_indices_dtype is not None:
         layout = options.topk, _index_dtype(topk_indices_dtype, E)
     elif map_format is RoutingMapFormat.BYTEMAP:

@@ -22,6 +22,7 @@ class Plan(NamedTuple):
     row_of_slot: int32[..., K], -1 where the slot has no row.
     slot_of_row: int32[R], -1 in padding and past the last group.
     dropped: int32, slots past R and indices outside [-1, E).
+    expert_of_row: int32[R], -1 in padding and past the last group.
     """
 
     tokens_per_expert: np.ndarray
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
     row_of_slot: np.ndarray
     slot_of_row: np.ndarray
     dropped: np.int32
+    expert_of_row: np.ndarray
 
 
 def as_integers(array, name):
@@ -84,12 +86,15 @@ def plan(experts, num_experts, align_size=0, num_rows=None, num_destinations=1):
     row_of_slot = np.full(flat.size, -1, np.int32)
     slot_of_row = np.full(num_rows, -1, np.int32)
     row_of_slot[by_expert[fits]] = row[fits]
+    expert_of_row = slot_of_row.copy()
     slot_of_row[row[fits]] = by_expert[fits]
+    expert_of_row[row[fits]] = expert[fits]
     first, end = np.minimum(starts, limits), np.minimum(starts + aligned.reshape(-1), limits)
     offsets = np.append(first, end[-1:]).astype(np.int32)
     sizes = (end - first).astype(np.int32)
     dropped = np.int32(invalid.sum() + (~fits).sum())
-    return Plan(counts, sizes, offsets, row_of_slot.reshape(experts.shape), slot_of_row, dropped)
+    row_of_slot = row_of_slot.reshape(experts.shape)
+    return Plan(counts, sizes, offsets, row_of_slot, slot_of_row, dropped, expert_of_row)
 
 
 def _slots(plan):

@@ -27,12 +27,13 @@ def statistics(*shape, seed=0):
 @pytest.mark.parametrize("as_array", [False, True], ids=["int", "array"])
 def test_load_balance_loss(E, num_tokens, as_array):
     score_sum, counts = statistics(E)
+    K = min(E, 4)
     given = jnp.int32(num_tokens) if as_array else num_tokens
-    loss, pull = jax.vjp(lambda s: load_balance_loss(s, counts, 4, 0.01, given), jnp.asarray(score_sum))
+    loss, pull = jax.vjp(lambda s: load_balance_loss(s, counts, K, 0.01, given), jnp.asarray(score_sum))
     assert loss.dtype == np.float32 and loss.shape == ()
-    assert_close(loss, reference.load_balance_loss(score_sum, counts, 4, 0.01, num_tokens), BOUND, "loss")
+    assert_close(loss, reference.load_balance_loss(score_sum, counts, K, 0.01, num_tokens), BOUND, "loss")
     (gradient,) = pull(jnp.float32(1.7))
-    want = reference.load_balance_loss_backward(score_sum, counts, 4, 0.01, num_tokens, 1.7)
+    want = reference.load_balance_loss_backward(score_sum, counts, K, 0.01, num_tokens, 1.7)
     assert_close(gradient, want, BOUND, "d_score_sum")
 
 
@@ -102,17 +103,18 @@ def test_losses_through_the_router_are_those_of_the_whole_batch():
 def test_fused_moe_aux_loss(T, C, options, dtype):
     probs = jnp.asarray(np.random.default_rng(0).random((T, C)), dtype)
     _, counts = statistics(C)
+    K = min(C, 4)
     if "total_num_tokens" in options and T == 300:
         traced = {"total_num_tokens": jnp.int32(options["total_num_tokens"])}
     else:
         traced = {}
-    loss, pull = jax.vjp(lambda p: fused_moe_aux_loss(p, counts, 4, 0.01, **{**options, **traced}), probs)
-    want = reference.fused_moe_aux_loss(np.asarray(probs), counts, 4, 0.01, **options)
+    loss, pull = jax.vjp(lambda p: fused_moe_aux_loss(p, counts, K, 0.01, **{**options, **traced}), probs)
+    want = reference.fused_moe_aux_loss(np.asarray(probs), counts, K, 0.01, **options)
     assert loss.dtype == np.float32
     assert_close(loss, np.asarray(want), BOUND, "loss")
     (gradient,) = pull(jnp.float32(1.7))
     assert gradient.dtype == probs.dtype
-    d_want = reference.fused_moe_aux_loss_backward(np.asarray(probs), counts, 4, 0.01, **options, d_loss=1.7)
+    d_want = reference.fused_moe_aux_loss_backward(np.asarray(probs), counts, K, 0.01, **options, d_loss=1.7)
     rounding = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-8}[dtype]  # float16: small gradients are denormal
     assert_close(gradient, d_want, BOUND + rounding, "d_probs")
 

@@ -76,9 +76,10 @@ BAD = [
      dict(all_shards_tokens_per_expert=COUNTS, shard_id=X[0, 0], num_expert_shards=2), TypeError,
      "shard_id: got float32"),
     (ab.compute_reverse_ragged_all_to_all_params,
-     dict(all_shards_tokens_per_expert=COUNTS[:, :3], shard_id=0, num_expert_shards=2), ValueError, "a multiple of 2"),
+     dict(all_shards_tokens_per_expert=COUNTS[:, :3], shard_id=0, num_expert_shards=2), ValueError, "a multiple of num_expert_shards 2"),
     (ab.local_permute_after_a2a,
-     dict(x_recv=X, all_shards_tokens_per_expert=COUNTS, shard_id=0, num_expert_shards=4), ValueError, "ranks=4"),
+     dict(x_recv=X, all_shards_tokens_per_expert=COUNTS, shard_id=0, num_expert_shards=4), ValueError,
+     "num_expert_shards=4"),
     (ab.local_unpermute_before_a2a, dict(expert_outputs=X, state=(IDS, IDS)), TypeError, "state: got tuple"),
 ]  # fmt: skip
 

@@ -57,12 +57,27 @@ def test_plan_takes_every_index_dtype(dtype):
     assert_same_plan(got, reference.plan(experts, 5))
 
 
-def test_plan_counts_wide_indices_as_invalid_rather_than_wrapping_them():
-    experts = np.array([[2**32], [2**32 + 1], [-(2**32)], [1]], np.int64)
-    with jax.enable_x64(True):
-        got = plan(jnp.asarray(experts), 2)
-    assert got.dropped == 3
+@pytest.mark.parametrize("x64", [True, False])
+@pytest.mark.parametrize("as_jax", [True, False])
+def test_plan_counts_wide_indices_as_invalid_rather_than_wrapping_them(x64, as_jax):
+    experts = np.array([[2**32], [2**32 + 1], [-(2**32)], [2**32 - 1], [1]], np.int64)
+    if as_jax and not x64:
+        pytest.skip("JAX has no int64 then")
+    with jax.enable_x64(x64):
+        got = plan(jnp.asarray(experts) if as_jax else experts, 2)
+    assert got.dropped == 4
     assert got.tokens_per_expert.tolist() == [0, 1]
+
+
+def test_expert_of_row_is_that_of_its_slot():
+    """Under jit and vmap too; -1 where there is no slot, never an expert that -1 wraps around to."""
+    experts = np.stack([np.roll(Case(24, 5, 2, choice="invalid").experts(), n, axis=0) for n in range(3)])
+    plans = jax.jit(jax.vmap(lambda e: plan(e, 5, align_size=4)))(experts)
+    for one, *fields in zip(experts, *plans, strict=True):
+        got = Plan(*fields)
+        want = np.where(got.slot_of_row >= 0, one.ravel()[got.slot_of_row], -1)
+        np.testing.assert_array_equal(got.expert_of_row, want)
+        assert (want == -1).any() and (want == 4).any()
 
 
 def test_the_default_rows_hold_every_routing():

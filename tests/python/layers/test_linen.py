@@ -32,6 +32,7 @@ def _apply(x, **options):
         (dict(score_function="sigmoid", num_groups=3, group_topk=2), dict(num_groups=3, group_topk=2)),
         (dict(score_function=ScoreFunction.SIGMOID, num_groups=-1, group_topk=0, scaling_factor=2.0), {}),
         (dict(activation_type="swish", align_size=8), {}),
+        (dict(score_function="sigmoid", use_pre_softmax=True), {}),
     ],
 )
 def test_the_block_is_moe_on_its_parameters(options, names):
@@ -90,9 +91,33 @@ def test_gradients_flow_to_every_parameter():
     [
         (dict(activation_type="tanh"), "activation_type: got 'tanh'"),
         (dict(use_expert_bias=True), "use_expert_bias: got True with softmax"),
-        (dict(num_experts_per_tok=9), "topk: got 9"),
+        (dict(num_experts_per_tok=9), "num_experts_per_tok: got 9"),
+        (dict(num_experts=0), "num_experts: got 0"),
+        (dict(intermediate_size=0), "intermediate_size: got 0"),
+        (dict(dtype=jnp.float16), "dtype: got float16, expected float32 or bfloat16"),
+        (dict(gate_kernel_axes=3), "gate_kernel_axes: got int 3"),
+        (dict(wi_kernel_axes=("exp",)), "wi_kernel_axes: got tuple"),
+        (dict(wo_kernel_axes=("exp", "mlp")), "wo_kernel_axes: got tuple"),
+        (dict(use_bias="no"), "use_bias: got str 'no'"),
+        (dict(use_pre_softmax=None), "use_pre_softmax: got NoneType None"),
+        (dict(num_groups=-5), "num_groups: got -5"),
     ],
 )
-def test_bad_attributes_are_named(options, match):
-    with pytest.raises(ValueError, match=match):
-        _apply(_x(4, 12), **options)
+def test_bad_attributes_are_named_when_the_block_is_made(options, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        MoEBlock(**OPTIONS | options)
+
+
+@pytest.mark.parametrize("init", [lambda key, shape, dtype: None, lambda key, shape, dtype: jnp.zeros(3, dtype)])
+@pytest.mark.parametrize("name", ["kernel_init", "bias_init", "expert_bias_init"])
+def test_what_an_initialiser_returns_is_checked(name, init):
+    block = MoEBlock(**OPTIONS, use_bias=True, use_expert_bias=True, score_function="sigmoid", **{name: init})
+    with pytest.raises((ValueError, TypeError), match=rf"{name}\(key, shape, dtype\): got"):
+        jax.eval_shape(block.init, jax.random.key(0), _x(4, 12))
+
+
+def test_an_initialiser_may_say_how_its_kernel_is_sharded():
+    init = nn.with_partitioning(nn.initializers.normal(), ("data",))
+    block = MoEBlock(**OPTIONS, kernel_init=init, wi_kernel_axes=(), wo_kernel_axes=())
+    boxed = jax.eval_shape(block.init, jax.random.key(0), _x(4, 12))["params"]
+    assert boxed["gate_kernel"].names == ("data",)

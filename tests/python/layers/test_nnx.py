@@ -1,5 +1,7 @@
 """The NNX layer: it is moe() on its parameters, its state is no parameter, and it trains."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,8 +107,16 @@ def test_expert_bias_is_state_and_moves_towards_balance():
 def test_update_expert_bias_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="update_expert_bias: got a layer without"):
         _layer().update_expert_bias(jnp.zeros(6, jnp.int32))
-    with pytest.raises(ValueError, match="tokens_per_expert: got"):
-        _layer(use_expert_bias=True, score_function="sigmoid").update_expert_bias(jnp.zeros(5, jnp.int32))
+    layer = _layer(use_expert_bias=True, score_function="sigmoid")
+    for counts in (jnp.zeros(5, jnp.int32), np.full(6, 2**33, np.int64)):
+        with pytest.raises(ValueError, match="tokens_per_expert: got"):
+            layer.update_expert_bias(counts)
+    for rate in (math.nan, math.inf, -1.0, True, None, 10**400, jnp.int32(1)):
+        with pytest.raises((ValueError, TypeError), match="rate: got"):
+            layer.update_expert_bias(jnp.arange(6), rate)
+    assert not layer.expert_bias[...].any()
+    layer.update_expert_bias(jnp.arange(6), jnp.float32(0.5))
+    assert layer.expert_bias[...].tolist() == [0.5, 0.5, 0.5, -0.5, -0.5, -0.5]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +126,25 @@ def test_update_expert_bias_refuses_what_does_not_fit():
         (dict(activation="tanh"), "activation: got 'tanh'"),
         (dict(gated=1), "gated: got"),
         (dict(shared_features=-1), "shared_features: got -1"),
+        (dict(score_function="nope"), "score_function: got 'nope'"),
+        (dict(normalize=1), "normalize: got int 1"),
+        (dict(scaling_factor=float("nan")), "scaling_factor: got nan"),
+        (dict(num_groups=4), "num_groups: got 4"),
+        (dict(align_size=-1), "align_size: got -1"),
+        (dict(aux_loss_coeff=1e300), r"aux_loss_coeff: got 1e\+300"),
+        (dict(z_loss_coeff=1e-320), "z_loss_coeff: got 1e-320"),
+        (dict(parallel="x"), "parallel: got str 'x'"),
+        (dict(rngs=0), "rngs: got int 0"),
+        (dict(rngs=nnx.Rngs(dropout=0)), "rngs: got the streams"),
+        (dict(use_bias="yes"), "use_bias: got str 'yes'"),
+        (dict(use_expert_bias=1), "use_expert_bias: got int 1"),
+        (dict(dtype="float64"), "dtype: got float64, expected float32 or bfloat16"),
+        (dict(dtype=jnp.float16), "dtype: got float16"),
+        (dict(dtype="nope"), "dtype: got 'nope'"),
+        (dict(param_dtype=jnp.int32), "param_dtype: got int32"),
+        (dict(kernel_init=3), "kernel_init: got int 3"),
+        (dict(kernel_init=lambda *_: None), "kernel_init.*: got NoneType None"),
+        (dict(kernel_init=lambda *_: jnp.zeros(3)), r"kernel_init.*: got float32\[3\]"),
     ],
 )
 def test_bad_options_are_named(options, match):

@@ -87,7 +87,6 @@ DENSE = [
         ValueError,
         "expert_bias: got one with score_function 'softmax'",
     ),
-    (dict(score_function="sigmoid", use_pre_softmax=True), ValueError, "use_pre_softmax: got True with"),
     (dict(use_pre_softmax=1), TypeError, "use_pre_softmax: got int 1"),
     (dict(compute_aux_scores=TRACED), TypeError, "compute_aux_scores: got"),
     (dict(compute_aux_scores=True, topk=9), ValueError, "topk: got 9"),
@@ -97,6 +96,13 @@ DENSE = [
     (dict(topk_indices_dtype=jnp.uint8), TypeError, "topk_indices_dtype: got uint8, expected int16 or int32 or int64"),
     (dict(topk_indices_dtype="float32"), TypeError, "topk_indices_dtype: got float32"),
     (dict(topk_indices_dtype="never"), TypeError, "topk_indices_dtype: got 'never'"),
+    (dict(topk_indices_dtype=jax.random.key(0)), TypeError, "topk_indices_dtype: got key<fry>[]"),
+    (dict(topk_indices_dtype=np.zeros(2, np.int32)), TypeError, "topk_indices_dtype: got int32[2]"),
+    (
+        dict(topk_indices_dtype="int32", routing_map_format="bitmap_u8"),
+        ValueError,
+        "routing_map_format: got bitmap_u8 together with topk_indices_dtype",
+    ),
     (dict(logits=jnp.zeros((1, 32769)), topk_indices_dtype="int16"), ValueError, "topk_indices_dtype: got int16 for"),
 ]
 

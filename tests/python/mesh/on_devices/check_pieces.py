@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from meshes import P, assert_no_traffic_of_tokens, assert_trees_close, mesh_of, put
 
 from anabranch.jax import (
@@ -140,21 +141,55 @@ def test_positions_of_several_sequences_are_refused(axis_type):
         jax.jit(lambda e: plan(e, E))(put(mesh, experts, None, "a"))
 
 
+ROUTED = (np.arange(T * E).reshape(T, E) % 3) == 0
+DISPATCHED = token_dispatch(X, ROUTED, int(ROUTED.sum()))
+#: Public function: its argument, the call, the array, and what XLA's error begins with where axes are automatic.
 CALLS = {
-    "combine": (lambda rows: combine(rows, plan(EXPERTS, E)), normal(T * K, D)),
-    "grouped_matmul": (lambda x: grouped_matmul(x, W_OUT.swapaxes(1, 2), np.full(E, 4, np.int32)), X),
-    "expert_ffn_forward": (lambda x: expert_ffn(x, W_IN, W_OUT, np.full(E, 4, np.int32)), X),
-    "sort_chunks": (lambda x: sort_chunks_by_index(x, np.array([8, 8]), np.array([1, 0]))[0], X),
+    "combine": ("rows", lambda rows: combine(rows, plan(EXPERTS, E)), normal(T * K, D), "combine: got "),
+    "grouped_matmul": (
+        "x",
+        lambda x: grouped_matmul(x, W_OUT.swapaxes(1, 2), np.full(E, 4, np.int32)),
+        X,
+        "grouped_matmul: got x ",
+    ),
+    "expert_ffn": (
+        "rows",
+        lambda x: expert_ffn(x, W_IN, W_OUT, np.full(E, 4, np.int32)),
+        X,
+        "expert_ffn_forward: got x ",
+    ),
+    "sort_chunks_by_index": (
+        "inp",
+        lambda x: sort_chunks_by_index(x, np.array([8, 8]), np.array([1, 0]))[0],
+        X,
+        "sort_chunks: got x ",
+    ),
+    "token_dispatch": (
+        "routing_map",
+        lambda routed: token_dispatch(X, routed, int(ROUTED.sum())).output,
+        ROUTED,
+        "plan: got routing_map ",
+    ),
+    "token_combine": (
+        "row_id_map",
+        lambda ids: token_combine(DISPATCHED.output, ids),
+        np.asarray(DISPATCHED.row_id_map),
+        "expand_row_id_map: got row_id_map ",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_sharded_rows_are_refused_with_what_to_do_instead(axis_type, name):
     """Rows are counted over all tokens: to cut them is to gather them, which nobody has asked for."""
-    function, array = CALLS[name]
+    argument, function, array, of_xla = CALLS[name]
     mesh = mesh_of(axis_type, a=8)
     whole = jax.jit(function)(put(mesh, array))
     assert_trees_close(whole, jax.jit(function)(array))
-    message = rf"{name}: got {array.dtype}\[{array.shape[0]}, {array.shape[1]}\] sharded.*expected whole (arrays|rows)"
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
+    got = rf"{array.dtype}\[{array.shape[0]}, {array.shape[1]}\] sharded.*expected whole (arrays|rows)"
+    with pytest.raises(ValueError, match=f"^{argument}: got {got}.*{name}"):
+        function(put(mesh, array, "a"))
+    automatic = axis_type == AxisType.Auto  # then XLA decides within a program, and the error is one of its own
+    error, words = (jax.errors.JaxRuntimeError, of_xla) if automatic else (ValueError, f"^{argument}: got ")
+    with pytest.raises(error, match=words + got):
         jax.jit(function)(put(mesh, array, "a"))

@@ -1,0 +1,251 @@
+"""Every argument of every public function, given every value of a list: a result, or an error that names the argument.
+
+The functions and their arguments come from the package and from signatures, so a new one is here by itself; a function
+needs one good call (`CALLS`). Calls are traced, not run: what a bad value may do must be known without data.
+"""
+
+import fractions
+import functools
+import inspect
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import anabranch.jax as ab
+from anabranch.jax.linen import MoEBlock
+from anabranch.jax.nnx import MoE
+
+T, E, K, D, F, R, P = 4, 4, 2, 3, 5, 8, 2
+MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def floats(*shape):
+    return np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+
+
+EXPERTS = np.arange(T * K, dtype=np.int32).reshape(T, K) % E
+PLAN = ab.plan(EXPERTS, E)
+MASK, MAP = np.ones(T, bool), np.ones((T, E), bool)
+DISPATCHED = ab.token_dispatch(floats(T, D), MAP, T * E, align_size=4)
+ARRIVED = ab.local_permute_after_a2a(floats(R, D), np.ones((P, E), np.int32), 0, P)
+RAGGED = dict(all_shards_tokens_per_expert=np.ones((P, E), np.int32), shard_id=0, num_expert_shards=P)
+ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
+MATRICES = dict(w_in=floats(E, D, 2, F), w_out=floats(E, F, D), b_in=floats(E, 2, F), b_out=floats(E, D))
+LAYER = dict(in_features=D, hidden_features=F, num_experts=E, topk=K)
+BLOCK = dict(num_experts=E, num_experts_per_tok=K, intermediate_size=F)
+
+
+def made(layer, **arguments):
+    """A layer with random numbers of its own, since those of another trace can't be used in one."""
+    return layer(**{"rngs": nnx.Rngs(0)} | arguments)
+
+
+def make_nnx(**arguments):
+    made(MoE, **arguments)
+
+
+def call_nnx(**arguments):
+    return made(MoE, **LAYER)(**arguments)
+
+
+def update_nnx(**arguments):
+    layer = made(MoE, **LAYER, score_function="sigmoid", use_expert_bias=True)
+    layer.update_expert_bias(**arguments)
+    return layer.expert_bias[...]
+
+
+def make_linen(**arguments):
+    MoEBlock(**arguments).init(jax.random.key(0), floats(T, D))
+
+
+def call_linen(**arguments):
+    return nn.init(lambda block, arguments: block(**arguments), MoEBlock(**BLOCK))(jax.random.key(0), arguments)
+
+
+#: Public callable: a good call, with as many arguments as go together.
+CALLS = {
+    ab.Parallel: dict(
+        expert_axis="e",
+        data_axes="data",
+        fsdp_axes="data",
+        tensor_axis="t",
+        transport="ring",
+        capacity_factor=1.5,
+        mesh=MESH,
+    ),
+    ab.combine: dict(rows=floats(R, D), plan=PLAN, weights=floats(T, K)),
+    ab.compute_ragged_all_to_all_params: RAGGED,
+    ab.compute_reverse_ragged_all_to_all_params: RAGGED,
+    ab.custom_calls: {},
+    ab.dispatch: dict(x=floats(T, D), plan=PLAN),
+    ab.expert_ffn: dict(rows=floats(R, D), group_sizes=np.array(PLAN.group_sizes), weights=floats(R), **MATRICES),
+    ab.fused_compute_score_for_moe_aux_loss: dict(logits=floats(T, E), topk=K, score_function="softmax"),
+    ab.fused_moe_aux_loss: dict(
+        probs=floats(T, E), tokens_per_expert=np.ones(E, np.int32), topk=K, coeff=0.1, total_num_tokens=T, num_experts=E
+    ),
+    ab.fused_topk_with_score_function: dict(logits=floats(T, E))
+    | {n: v for n, v in ROUTING.items() if n != "token_mask"},
+    ab.grouped_matmul: dict(x=floats(R, D), w=floats(E, D, F), group_sizes=np.ones(E, np.int32)),
+    ab.load_balance_loss: dict(
+        score_sum=floats(E), tokens_per_expert=np.ones(E, np.int32), topk=K, coeff=0.1, num_tokens=T
+    ),
+    ab.local_permute_after_a2a: dict(x_recv=floats(R, D), **RAGGED),
+    ab.local_unpermute_before_a2a: dict(expert_outputs=floats(R, D), state=ARRIVED[2]),
+    ab.moe: dict(x=floats(T, D), gate=floats(D, E), **MATRICES, **ROUTING),
+    ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
+    ab.route: dict(logits=floats(T, E), **ROUTING),
+    ab.routing_map_to_selected_experts: dict(sparse_probs=floats(T, E), routing_map=MAP, topk=K),
+    ab.sort_chunks_by_index: dict(
+        inp=floats(R, D), split_sizes=np.array([1, 2, 3]), sorted_indices=np.array([2, 0, 1])
+    ),
+    ab.token_combine: dict(
+        inp=floats(*DISPATCHED.output.shape),
+        row_id_map=np.array(DISPATCHED.row_id_map),
+        merging_probs=floats(T, E),
+        pad_offsets=np.array(DISPATCHED.pad_offsets),
+    ),
+    ab.token_dispatch: dict(inp=floats(T, D), routing_map=MAP, num_out_tokens=T * E, probs=floats(T, E), align_size=4),
+    ab.z_loss: dict(lse=floats(T), coeff=0.1, token_mask=MASK, num_tokens=T),
+    MoE.__init__: LAYER,
+    MoE.__call__: dict(x=floats(T, D), token_mask=MASK, forced_experts=EXPERTS),
+    MoE.update_expert_bias: dict(tokens_per_expert=np.ones(E, np.int32), rate=0.1),
+    MoEBlock: BLOCK,
+    MoEBlock.__call__: dict(inputs=floats(T, D)),
+}
+#: How the layers are called.
+LAYERS = {
+    MoE.__init__: make_nnx,
+    MoE.__call__: call_nnx,
+    MoE.update_expert_bias: update_nnx,
+    MoEBlock: make_linen,
+    MoEBlock.__call__: call_linen,
+}
+#: Arguments that the layers inherit.
+OTHERS = {"self", "parent", "name"}
+
+
+class Rude:
+    """Neither compares nor shows itself."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        raise RuntimeError("no")
+
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+class Shaped:
+    shape, dtype, ndim = (4, 4), "float32", 2
+
+
+VALUES = [
+    None, "", "softmax", "ü\0", b"x", True, -1, 0, 1, 2**31 - 1, 2**31, 2**32 + 1, 10**400, 10**5000, -(2**63), 0.5, -1.5,
+    float("nan"), float("inf"), 1e300, 1e-320, 3j, fractions.Fraction(10**400), [], (), ("a", "a"), {"a": 1}, ...,
+    NotImplemented, object(), Rude(), Shaped(), len, int, Rude, np.str_("softmax"), np.float64(0.5), range(3), slice(1),
+    np.ndarray, jnp.float32, jax.Array, Shaped, np.dtype("float64"), np.float32("nan"), np.int64(2**32 + 1),
+    np.uint64(2**63), np.bool_(True), np.array(["softmax"]), np.array(["a", "b"]), np.array(1), np.array([2**32 + 1]),
+    np.array([1, 2], object), np.zeros((0, 0)), np.zeros((1,) * 9, np.float32), np.ma.masked_array([1.0, 2.0], [0, 1]),
+    np.datetime64("2020-01-01"), np.zeros((T, E), [("a", "f4")]), np.zeros((T, E), ">f4"),
+    jax.ShapeDtypeStruct((T, E), jnp.float32), jax.random.key(0), PLAN, jax.sharding.PartitionSpec("a"),
+    ab.Parallel(data_axes="data"),
+]  # fmt: skip
+DTYPES = (
+    "bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64",
+    "complex64", "float8_e4m3fn", "int4",
+)  # fmt: skip
+
+
+def variants(good):
+    """Arrays like a good one in other dtypes, ranks and shapes, and with numbers that int32 can't hold."""
+    for dtype in DTYPES:
+        yield good.astype(getattr(ml_dtypes, dtype, dtype))
+    if good.dtype.kind in "iu":
+        yield np.full(good.shape, 2**32 + 1, np.int64)
+        yield np.full(good.shape, -(2**63), np.int64)
+    yield np.full(good.shape, np.nan, np.float32)
+    yield np.ma.masked_array(good, np.ones(good.shape, bool))
+    yield from (good[None], good.ravel(), good[:0], good[..., :0], np.concatenate([good, good]), good.tolist())
+    yield np.concatenate([good, good], -1)
+    yield good.astype(object)
+
+
+TRACED = [jax.ShapeDtypeStruct(*t) for t in (((), jnp.int32), ((T, E), jnp.float32), ((E,), bool))]
+
+
+def shown(value):
+    if isinstance(value, np.ndarray):
+        return f"{type(value).__name__} {value.dtype}{list(value.shape)}"
+    try:
+        return repr(value)[:80]
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+def complaint(error, argument, names, value):
+    """What is wrong with an error; None: nothing.
+
+    An array or a size that is good by itself may not fit to other arguments: then one of them may be named.
+    """
+    may_be_good = isinstance(value, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, int))
+    if not isinstance(error, (TypeError, ValueError)):
+        return f"{type(error).__name__}: {error}"
+    blamed = re.match(r"([a-z_]+)[^:]*: got .*expected ", str(error), re.DOTALL)
+    if blamed is None:
+        return f"no 'argument: got X, expected Y': {error}"
+    if not re.search(rf"\b{argument}\b", str(error)) and not (may_be_good and blamed[1] in names):
+        return f"another argument named: {error}"
+    return None
+
+
+def public():
+    names = [getattr(ab, name) for name in ab.__all__]
+    return [f for f in names if inspect.isfunction(f)] + [*LAYERS, ab.Parallel]
+
+
+@pytest.fixture
+def errors_as_they_are():
+    """Most of the time would go into tracebacks without JAX's own frames."""
+    usual = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    yield
+    jax.config.update("jax_traceback_filtering", usual)
+
+
+@pytest.mark.usefixtures("errors_as_they_are")
+@pytest.mark.parametrize("function", public(), ids=lambda f: f"{f.__module__}.{f.__qualname__}")
+def test_a_bad_value_is_an_error_that_names_its_argument(function):
+    good, call = CALLS[function], LAYERS.get(function, function)
+    arguments = [name for name in inspect.signature(function).parameters if name not in OTHERS]
+
+    def run(**changes):
+        call(**good | changes)
+        return ()
+
+    def traced(**changes):
+        return jax.eval_shape(functools.partial(run, **changes))
+
+    traced()
+    wrong = []
+    for argument in arguments:
+        usual = good.get(argument)
+        calls = [(value, functools.partial(traced, **{argument: value})) for value in VALUES]
+        if isinstance(usual, np.ndarray):
+            calls += [(value, functools.partial(traced, **{argument: value})) for value in variants(usual)]
+        for struct in TRACED:
+            calls.append((struct, functools.partial(jax.eval_shape, lambda v, a=argument: run(**{a: v}), struct)))
+        for value, attempt in calls:
+            try:
+                attempt()
+            except Exception as error:
+                problem = complaint(error, argument, arguments, value)
+                if problem:
+                    wrong.append(f"{argument} = {shown(value)}: {problem[:300]}")
+    assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)

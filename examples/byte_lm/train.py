@@ -166,6 +166,8 @@ class Run:
     def finish(self) -> None:
         """Writes pictures and summary; for a finished run also the held-out comparison and the sample."""
         finished = self.done == self.options.steps
+        if finished:
+            print("Measuring on held-out files, beside a trigram, and writing a sample", flush=True)
         comparison = self.compare() if finished else None
         sample = self.sample() if finished else None
         if self.done:

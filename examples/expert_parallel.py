@@ -8,7 +8,6 @@ losses, up to rounding. With --checkpoint a run goes on from the newest one in t
 """
 
 import argparse
-import logging
 import pathlib
 import sys
 
@@ -16,14 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch.jax import Parallel
+from anabranch.jax.exchange import TRANSPORTS
 from anabranch.jax.nnx import MoE
+from checkpoints import Checkpoints
 from launch import join
 from mesh import ask_for_devices, make_mesh, parse_mesh
+from run_error import RunError
 
 D, F, E, K, BATCH, SEQ = 32, 64, 8, 2, 8, 16
 
@@ -33,22 +34,58 @@ def batch(step: int) -> np.ndarray:
     return np.random.default_rng(step).standard_normal((BATCH, SEQ, D)).astype(np.float32)
 
 
-def main() -> int:
-    """Trains and prints one line a step."""
+def check(options: argparse.Namespace, sizes: dict[str, int]) -> None:
+    """Refuses what this layer can't be trained with.
+
+    Raises:
+      ValueError: the mesh does not divide the layer, or there is nothing to do.
+    """
+    data, expert, tensor = sizes["data"], sizes["expert"], sizes["tensor"]
+    for what, size, parts in (
+        ("sequences", BATCH, data * expert),
+        ("experts", E, expert),
+        ("columns of an expert", F, tensor),
+        ("rows of a matrix (--fsdp)", D, data if options.fsdp else 1),
+    ):
+        if size % parts:
+            raise ValueError(
+                f"--mesh: got {options.mesh!r}, {parts} parts of {size} {what}, expected a divisor of {size}"
+            )
+    if options.steps < 1:
+        raise ValueError(f"--steps: got {options.steps}, expected a number >= 1")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Reads the command line and trains."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", default="", help="for example expert=2,data=2, with axes data, expert, tensor")
-    parser.add_argument("--transport", default="auto", help="auto, ring, all_to_all or ragged")
+    parser.add_argument("--transport", default="auto", choices=("auto", *TRANSPORTS), help="how tokens travel")
     parser.add_argument("--fsdp", action="store_true", help="divide matrices over the data axis, too")
     parser.add_argument("--steps", type=int, default=10, help="training steps in all")
     parser.add_argument("--checkpoint", type=pathlib.Path, help="folder to go on from and to save to")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         sizes = parse_mesh(options.mesh)
+        check(options, sizes)
         if not join():
             ask_for_devices(sizes)
         mesh = make_mesh(sizes)
     except ValueError as error:
         parser.error(str(error))
+    try:
+        train(options, mesh)
+    except RunError as error:
+        print(f"expert_parallel: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
+    """Trains and prints one line a step.
+
+    Raises:
+      RunError: a checkpoint can't be read or written, or has more steps than there are to be.
+    """
     parallel = Parallel(
         expert_axis="expert",
         data_axes="data",
@@ -68,7 +105,7 @@ def main() -> int:
         return params, optimizer.init(params)
 
     @jax.jit
-    def train(state, teacher, x):
+    def take_step(state, teacher, x):
         params, opt_state = state
         target = nnx.merge(graph, teacher)(x).output
 
@@ -88,22 +125,24 @@ def main() -> int:
         state = jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, everywhere), state)
         done = 0
         if options.checkpoint is not None:
-            logging.getLogger("absl").setLevel(logging.ERROR)
-            manager = ocp.CheckpointManager(options.checkpoint.resolve())
-            if (newest := manager.latest_step()) is not None:
+            checkpoints = Checkpoints(
+                options.checkpoint, f"--checkpoint: got {options.checkpoint}", "Another --checkpoint begins anew."
+            )
+            if checkpoints.newest() is not None:
                 # Arrays are read into the shards that this mesh wants, whatever mesh has written them.
                 shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
-                state, done = manager.restore(newest, args=ocp.args.StandardRestore(shapes)), newest
+                done, restored = checkpoints.restore(lambda _: dict(state=shapes))
+                state = restored.state
+            if done > options.steps:
+                raise RunError(f"--steps: got {options.steps}, expected at least {done}, the steps in --checkpoint")
         tokens = NamedSharding(mesh, PartitionSpec(("data", "expert")))
         for step in range(done, options.steps):
-            state, loss = train(state, teacher, jax.device_put(batch(step), tokens))
+            state, loss = take_step(state, teacher, jax.device_put(batch(step), tokens))
             if jax.process_index() == 0:
                 print(f"step {step} loss {float(loss):.6f}", flush=True)
-        if options.checkpoint is not None and options.steps > done:
-            manager.save(options.steps, args=ocp.args.StandardSave(state))
-            manager.wait_until_finished()
-            manager.close()
-    return 0
+        if options.checkpoint is not None:
+            checkpoints.save(options.steps, state=state)
+            checkpoints.close()
 
 
 if __name__ == "__main__":

@@ -17,11 +17,14 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
       ValueError: it can't be read.
     """
-    sizes = dict.fromkeys(AXES, 1)
+    sizes, named = dict.fromkeys(AXES, 1), set()
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdecimal() or int(size) < 1:
             raise ValueError(f"--mesh: got {part!r}, expected AXIS=N with an axis of {', '.join(AXES)}")
+        if name in named:
+            raise ValueError(f"--mesh: got {name} twice in {text!r}, expected every axis once")
+        named.add(name)
         sizes[name] = int(size)
     return sizes
 

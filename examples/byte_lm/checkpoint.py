@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 
-from byte_lm.errors import RunError
 from byte_lm.step import TrainState
+from checkpoints import Checkpoints
+from run_error import RunError, as_run_error
 
 #: Everything that a run writes to its folder, and so all that `clear` removes.
 CHECKPOINTS, CONFIG = "checkpoints", "config.json"
@@ -51,41 +51,41 @@ class RunFolder:
 
     Args:
       path: the folder; made if it is not there.
+
+    Raises:
+      RunError: there can't be such a folder.
     """
 
     def __init__(self, path: Path):
         self.path = path.resolve()
-        self.path.mkdir(parents=True, exist_ok=True)
-        logging.getLogger("absl").setLevel(logging.WARNING)
-        self._manager = ocp.CheckpointManager(
-            self.path / CHECKPOINTS,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
-            ),
-        )
+        self._checkpoints = Checkpoints(self.path / CHECKPOINTS, f"--out: got {path}", "--fresh begins anew.")
 
     def close(self) -> None:
-        """Ends the checkpoint manager's threads."""
-        self._manager.close()
+        """Ends the threads that save."""
+        self._checkpoints.close()
 
     def clear(self) -> None:
         """Removes what a run wrote here, and nothing else."""
-        for step in self._manager.all_steps():
-            self._manager.delete(step)
-        for name in (CONFIG, LOSS_CURVE, LOAD_MAP, SAMPLE, SUMMARY):
-            (self.path / name).unlink(missing_ok=True)
+        with as_run_error(f"--fresh: could not remove the earlier run in {self.path}"):
+            self._checkpoints.clear()
+            for name in (CONFIG, LOSS_CURVE, LOAD_MAP, SAMPLE, SUMMARY):
+                (self.path / name).unlink(missing_ok=True)
 
     def saved_step(self) -> int | None:
-        """Steps done in the newest checkpoint; None: there is none."""
-        return self._manager.latest_step()
+        """Steps done in the newest checkpoint, whole or not; None: there is none."""
+        return self._checkpoints.newest()
 
     def check_config(self, config: dict[str, Any]) -> None:
         """Compares `config` with that of the run whose checkpoint is here.
 
         Raises:
-          RunError: they differ; the message names every difference.
+          RunError: they differ, and the message names every difference; or the file can't be read.
         """
-        saved = json.loads((self.path / CONFIG).read_text())
+        file, advice = self.path / CONFIG, "; --fresh begins anew"
+        with as_run_error(f"{file}: expected the options of the run whose checkpoint is there", Exception, advice):
+            saved = json.loads(file.read_text())
+            if not isinstance(saved, dict):
+                raise TypeError(f"got {type(saved).__name__}")
         different = [
             f"{name}: got {value}, expected {saved.get(name)}"
             for name, value in config.items()
@@ -98,32 +98,37 @@ class RunFolder:
             )
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Writes what `check_config` compares."""
-        (self.path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        """Writes what `check_config` compares, whole or not at all."""
+        file = self.path / CONFIG
+        partial = file.with_suffix(".partial")
+        with as_run_error(f"--out: could not write {file}"):
+            partial.write_text(json.dumps(config, indent=2) + "\n")
+            os.replace(partial, file)
 
     def save(self, state: TrainState, history: History) -> None:
-        """Writes a checkpoint and returns when it is complete on disk; one of the same step is left as it is.
+        """Writes a checkpoint and returns when it is complete on disk; nothing before the first step.
 
-        A checkpoint appears under its name only when it is whole: a process killed in between loses only that one.
+        Raises:
+          RunError: it could not be written.
         """
-        step = int(state.step)
-        if step == 0 or step == self.saved_step():
+        if int(state.step) == 0:
             return
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), history=ocp.args.StandardSave(history.arrays()))
-        self._manager.save(step, args=items)
+        self._checkpoints.save(int(state.step), state=state, history=history.arrays())
 
     def restore(self, state: TrainState, num_loads: tuple[int, int]) -> tuple[TrainState, History]:
-        """Reads the newest checkpoint.
+        """Reads the newest checkpoint that is whole.
 
         Args:
           state: shapes, dtypes and shardings to read, whatever mesh has written them.
           num_loads: (layers, E).
+
+        Raises:
+          RunError: none is whole.
         """
-        step = self.saved_step()
-        steps = {name: np.empty(step) for name in ("train_bits", "held_out_bits", "seconds")}
-        items = ocp.args.Composite(
-            state=ocp.args.StandardRestore(state),
-            history=ocp.args.StandardRestore({**steps, "loads": np.empty((step, *num_loads), np.int32)}),
-        )
-        restored = self._manager.restore(step, args=items)
+
+        def items_of(step: int) -> dict[str, Any]:
+            steps = {name: np.empty(step) for name in ("train_bits", "held_out_bits", "seconds")}
+            return dict(state=state, history={**steps, "loads": np.empty((step, *num_loads), np.int32)})
+
+        _, restored = self._checkpoints.restore(items_of)
         return restored.state, History(**{name: list(values) for name, values in restored.history.items()})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from byte_lm.errors import RunError
+from run_error import RunError, as_run_error
 
 #: Folders left out: tests, other people's packages, and tables written by a program.
 SKIPPED_FOLDERS = frozenset(
@@ -59,7 +59,8 @@ def load_corpus(folder: Path) -> Corpus:
     for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")):
         if SKIPPED_FOLDERS.intersection(name.split("/")[:-1]) or not path.is_file():
             continue
-        text = path.read_bytes()
+        with as_run_error(f"corpus: could not read {path}"):
+            text = path.read_bytes()
         if not text.strip() or text in seen:
             continue
         seen.add(text)

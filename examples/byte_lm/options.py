@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import functools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from mesh import parse_mesh
 
 #: The folder `out` of this checkout.
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / "out" / "byte_lm"
+#: The largest int32 and float32: nothing that steps and weights are computed from is wrapped or infinite.
+LARGEST = {int: 2**31 - 1, float: 3.4e38}
 
 
 def _option(group: str, default: Any, text: str, minimum: float | None = None, choices: tuple[str, ...] | None = None):
@@ -60,8 +61,9 @@ class Options:
         for field in dataclasses.fields(self):
             value, minimum = getattr(self, field.name), field.metadata["minimum"]
             name = f"--{field.name.replace('_', '-')}"
-            if minimum is not None and not (math.isfinite(value) and value >= minimum):
-                raise ValueError(f"{name}: got {value}, expected a number >= {minimum}")
+            if minimum is not None and not minimum <= value <= LARGEST[type(field.default)]:
+                maximum = LARGEST[type(field.default)]
+                raise ValueError(f"{name}: got {value}, expected a number from {minimum} to {maximum}")
         if self.width % (2 * self.heads):
             raise ValueError(f"--heads: got {self.heads}, expected an even width of a head, width {self.width} / heads")
         if self.topk > self.experts:

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from byte_lm import report
 from byte_lm.checkpoint import History, RunFolder
 from byte_lm.data import Corpus, held_out_starts, load_corpus, training_batch
-from byte_lm.errors import RunError
 from byte_lm.generate import generate
 from byte_lm.interrupt import StopRequest
 from byte_lm.options import Options, parse
@@ -21,6 +20,7 @@ from byte_lm.step import Program, TrainState
 from byte_lm.trigram import Trigram
 from launch import num_processes
 from mesh import ask_for_devices, make_mesh, parse_mesh
+from run_error import RunError, as_run_error
 
 #: Measurements on held-out text during a whole run, for the loss curve, and the windows that each one reads.
 MEASUREMENTS, MEASURED_WINDOWS = 10, 128
@@ -52,8 +52,8 @@ def run(options: Options, start: str = "auto") -> "Run":
       start: "auto" goes on from a checkpoint if there is one, "resume" needs one, "fresh" begins anew.
 
     Raises:
-      RunError: it is one of several processes, the corpus has too little text, there are too few devices, or the
-        checkpoint in the folder does not fit the options.
+      RunError: it is one of several processes, the corpus has too little text, there are too few devices, the
+        checkpoint in the folder does not fit the options or can't be read, or something can't be written.
     """
     if num_processes() > 1:
         raise RunError(
@@ -108,19 +108,19 @@ class Run:
         config = {**options.fixed(), "corpus": corpus.fingerprint}
         if start == "fresh":
             folder.clear()
-        saved = folder.saved_step()
-        if saved is None:
+        if folder.saved_step() is None:
             if start == "resume":
                 raise RunError(f"--resume: got no checkpoint in {folder.path}, expected one")
             folder.write_config(config)
+            state, history = None, History()
         else:
             folder.check_config(config)
-            if saved > options.steps:
-                raise RunError(f"--steps: got {options.steps}, expected at least {saved}, the steps in {folder.path}")
-        print(report.introduction(options, corpus, shapes.params, saved or 0))
-        if saved is None:
-            return cls(options, corpus, folder, program, program.init(), History())
-        return cls(options, corpus, folder, program, *folder.restore(shapes, (options.layers, options.experts)))
+            state, history = folder.restore(shapes, (options.layers, options.experts))
+        done = len(history.train_bits)
+        if done > options.steps:
+            raise RunError(f"--steps: got {options.steps}, expected at least {done}, the steps in {folder.path}")
+        print(report.introduction(options, corpus, shapes.params, done), flush=True)
+        return cls(options, corpus, folder, program, program.init() if state is None else state, history)
 
     @property
     def done(self) -> int:
@@ -166,10 +166,13 @@ class Run:
     def finish(self) -> None:
         """Writes pictures and summary; for a finished run also the held-out comparison and the sample."""
         finished = self.done == self.options.steps
+        if finished:
+            print("Measuring on held-out files, beside a trigram, and writing a sample", flush=True)
         comparison = self.compare() if finished else None
         sample = self.sample() if finished else None
         if self.done:
-            report.write(self.options, self.corpus, self.state.params, self.history, comparison, sample)
+            with as_run_error(f"could not write the report of {self.done} steps, all saved"):
+                report.write(self.options, self.corpus, self.state.params, self.history, comparison, sample)
         if not finished:
             print(f"Stopped after {self.done} of {self.options.steps} steps, all saved. The same command goes on.")
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from byte_lm.data import held_out_starts, load_corpus, stdlib_folder, training_batch, windows
-from byte_lm.errors import RunError
+from run_error import RunError
 
 
 def files_of(text):

@@ -17,9 +17,9 @@ import pytest
 
 from byte_lm.checkpoint import RunFolder
 from byte_lm.data import load_corpus
-from byte_lm.errors import RunError
 from byte_lm.options import Options
 from byte_lm.train import Run, main, run
+from run_error import RunError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -204,8 +204,11 @@ def test_help_names_every_option():
     [
         (["--topk", "9"], "--topk: got 9, expected at most the 8 experts"),
         (["--heads", "3"], "--heads: got 3"),
-        (["--steps", "0"], "--steps: got 0, expected a number >= 1"),
+        (["--steps", "0"], "--steps: got 0, expected a number from 1 to 2147483647"),
         (["--lr", "nan"], "--lr: got nan"),
+        (["--seed", "9" * 20], f"--seed: got {'9' * 20}, expected a number from 0 to 2147483647"),
+        (["--steps", "9" * 400], f"--steps: got {'9' * 400}"),
+        (["--mesh", "expert=2,expert=2"], "--mesh: got expert twice in 'expert=2,expert=2'"),
         (["--prompt", ""], "--prompt: got ''"),
         (["--dtype", "float64"], "invalid choice: 'float64'"),
         (["--resume", "--fresh"], "not allowed with"),

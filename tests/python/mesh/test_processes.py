@@ -204,15 +204,3 @@ def test_fewer_visible_gpus_than_processes(tmp_path, visible):
     result = run(tmp_path / "program.py", processes=2, gpus=True, CUDA_VISIBLE_DEVICES=visible)
     assert result.returncode == 2
     assert f"CUDA_VISIBLE_DEVICES: got {visible!r}, expected 2 GPUs, one for each process" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        (["--mesh", "expert=two"], "--mesh: got 'expert=two', expected AXIS=N with an axis of data, expert, tensor"),
-        (["--mesh", "pipe=2"], "--mesh: got 'pipe=2', expected AXIS=N"),
-    ],
-)
-def test_a_mesh_that_can_not_be_read(arguments, message):
-    result = run(EXAMPLES / "expert_parallel.py", *arguments)
-    assert result.returncode == 2 and message in result.stderr

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+import anabranch
 from anabranch import _library
 from anabranch.jax import custom_calls
 from anabranch.selftest import compare
@@ -74,7 +75,7 @@ def test_a_missing_library_breaks_no_import_and_is_explained():
     [
         ("/nowhere/libanabranch_cuda.so", "not found in /nowhere/libanabranch_cuda.so"),
         (__file__, "invalid ELF header"),
-        (None, "got a library without ab_cuda_describe and 14 more, expected one of anabranch 0.1.0"),
+        (None, "got a library without ab_cuda_describe and 14 more, expected one of anabranch " + anabranch.__version__),
     ],
 )
 def test_a_cuda_library_that_is_none_breaks_nothing_and_is_explained(library, why):

@@ -47,13 +47,17 @@ list(REMOVE_ITEM ANABRANCH_CUDA_SOURCES ${ANABRANCH_HOPPER_SOURCES})
 file(GLOB_RECURSE ANABRANCH_SHARED_SOURCES CONFIGURE_DEPENDS src/check.cc src/*_check.cc)
 list(APPEND ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/dispatch/maps.cc)
 
+# What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
+# them: not in Release.
+set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
+
 # wgmma and setmaxnreg are instructions of sm_90a alone, whatever else the library is compiled for.
 add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})
 set_target_properties(anabranch_hopper PROPERTIES CUDA_ARCHITECTURES 90a-real)
 target_include_directories(anabranch_hopper PRIVATE include src)
 target_include_directories(anabranch_hopper SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 # Registers that do not suffice would cost more than any other mistake: ptxas warns.
-target_compile_options(anabranch_hopper PRIVATE --expt-relaxed-constexpr -lineinfo -Xptxas=-warn-spills
+target_compile_options(anabranch_hopper PRIVATE ${ANABRANCH_CUDA_OPTIONS} -Xptxas=-warn-spills
                                                 -Xptxas=-warn-lmem-usage)
 target_compile_definitions(anabranch_hopper PRIVATE ANABRANCH_CUDA_WAIT_LIMIT=${ANABRANCH_CUDA_WAIT_LIMIT})
 
@@ -67,7 +71,7 @@ target_compile_definitions(anabranch_cuda PRIVATE ANABRANCH_CUDA ANABRANCH_VERSI
 if(ANABRANCH_XLA)
   anabranch_xla_sources(anabranch_cuda)
 endif()
-target_compile_options(anabranch_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr$<SEMICOLON>-lineinfo$<SEMICOLON>-Xfatbin=-compress-all>)
+target_compile_options(anabranch_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${ANABRANCH_CUDA_OPTIONS}>")
 find_package(Threads REQUIRED)
 target_link_libraries(anabranch_cuda PRIVATE Threads::Threads)
 target_link_options(anabranch_cuda PRIVATE

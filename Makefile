@@ -37,10 +37,9 @@ define cpp_tests
 	cd build/$(1) && $(3) $(abspath $(BIN)/ctest) -j $(JOBS) --output-on-failure --no-tests=error $(4)
 endef
 
-# Where nvcc is, this is the one build of the CUDA code: for one architecture, with kernels that stop when they wait in
-# vain, so that the programs which check them step by step take the same ones.
+# Where nvcc is, this is the one build of the CUDA code, for one architecture.
 test-cpp:
-	$(call cpp_tests,tests,-DCMAKE_CUDA_ARCHITECTURES=90-real -DANABRANCH_CUDA_WAIT_LIMIT=4)
+	$(call cpp_tests,tests,-DCMAKE_CUDA_ARCHITECTURES=90-real)
 
 test-sanitizers:
 	$(call cpp_tests,asan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=address$(comma)undefined \

@@ -6,7 +6,7 @@ JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
-.PHONY: help demo test test-cpp test-sanitizers test-python test-gpu bench-gpu lint format bench docs-check clean
+.PHONY: help demo test test-cpp test-sanitizers test-python test-gpu bench-gpu lint format bench wheel clean
 
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
@@ -17,6 +17,7 @@ help:
 	@echo "                ARGS='--json out.json'; both: BUILD=folder PYTHON=python3 to use what is there already"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
 	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"
+	@echo "make wheel   sdist and wheel in dist/, audited, and used where there is no compiler; CUDA=OFF for the CPU alone"
 	@echo "make format  format C++ and Python"
 	@echo "make clean   remove build folders and the virtual environment"
 
@@ -31,21 +32,30 @@ test:
 # Each build folder: configure, build, run its tests.
 define cpp_tests
 	$(BIN)/cmake -S . -B build/$(1) -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DANABRANCH_TESTS=ON \
-	  -DANABRANCH_XLA=OFF -DANABRANCH_WERROR=ON $(2)
+	  -DANABRANCH_WERROR=ON $(2)
 	$(BIN)/cmake --build build/$(1) -j $(JOBS)
 	cd build/$(1) && $(3) $(abspath $(BIN)/ctest) -j $(JOBS) --output-on-failure --no-tests=error $(4)
 endef
 
+# Where nvcc is, this is the one build of the CUDA code, for one architecture.
 test-cpp:
 	$(call cpp_tests,tests,-DCMAKE_CUDA_ARCHITECTURES=90-real)
 
 test-sanitizers:
-	$(call cpp_tests,asan,-DANABRANCH_SANITIZE=address$(comma)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo,\
-	  UBSAN_OPTIONS=print_stacktrace=1)
-	$(call cpp_tests,tsan,-DANABRANCH_SANITIZE=thread -DANABRANCH_OPENMP=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo,,-R Thread)
+	$(call cpp_tests,asan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=address$(comma)undefined \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo,UBSAN_OPTIONS=print_stacktrace=1)
+	$(call cpp_tests,tsan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=thread -DANABRANCH_OPENMP=OFF \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo,,-R Thread)
 
+# The installed wheel's library; of CUDA, where the wheel has none, what test-cpp has built.
 test-python:
-	$(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
+	ANABRANCH_CUDA_LIBRARY="$${ANABRANCH_CUDA_LIBRARY:-$(abspath $(wildcard build/tests/libanabranch_cuda.so))}" \
+	  $(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
+
+# CUDA: AUTO (ON where nvcc is), ON, OFF. PYTHONS="python3.12 python3.13": others to try the wheel with.
+wheel:
+	$(SETUP) wheel
+	VENV="$(VENV)" scripts/wheel
 
 # BUILD=folder: one that is built already, with PYTHON's packages; nothing is installed or compiled then.
 test-gpu:

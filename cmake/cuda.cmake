@@ -1,7 +1,20 @@
 # libanabranch_cuda.so: the *.cu files, with the checks and handlers that both libraries share.
+set(ANABRANCH_CUDA_SUMMARY "off")
 if(ANABRANCH_CUDA STREQUAL "OFF" OR ANABRANCH_SANITIZE)
   return()
 endif()
+
+# Minutes of compiling for a GPU that is not there serve nobody: who wants that says so.
+if(ANABRANCH_CUDA STREQUAL "AUTO" AND NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+  execute_process(COMMAND nvidia-smi -L OUTPUT_VARIABLE gpus ERROR_QUIET)
+  if(NOT gpus MATCHES "^GPU ")
+    set(ANABRANCH_CUDA_SUMMARY
+        "none, no GPU was found; for every GPU: pip install . -C cmake.define.ANABRANCH_CUDA=ON")
+    return()
+  endif()
+  set(CMAKE_CUDA_ARCHITECTURES native)
+endif()
+
 include(CheckLanguage)
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX} AND EXISTS /usr/local/cuda/bin/nvcc)
   set(CMAKE_CUDA_COMPILER /usr/local/cuda/bin/nvcc)
@@ -11,11 +24,11 @@ if(NOT CMAKE_CUDA_COMPILER)
   if(ANABRANCH_CUDA STREQUAL "ON")
     message(FATAL_ERROR "ANABRANCH_CUDA=ON: no CUDA compiler found; set CUDACXX or CMAKE_CUDA_COMPILER")
   endif()
-  message(STATUS "No CUDA compiler found: libanabranch_cuda.so is not built")
+  set(ANABRANCH_CUDA_SUMMARY "none, no CUDA compiler was found; name one by CUDACXX or CMAKE_CUDA_COMPILER")
   return()
 endif()
-if(NOT CMAKE_CUDA_ARCHITECTURES)
-  # Machine code for Ampere and Hopper, and PTX for what comes after.
+if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
+  # The release's set: machine code for Ampere and Hopper, and PTX for what comes after.
   set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
 endif()
 enable_language(CUDA)
@@ -23,18 +36,19 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+string(REPLACE ";" ", " architectures "${CMAKE_CUDA_ARCHITECTURES}")
+set(ANABRANCH_CUDA_SUMMARY
+    "${CMAKE_CUDA_COMPILER_VERSION} for ${architectures}; Hopper's tensor cores 90a-real")
 
-file(GLOB ANABRANCH_CUDA_SOURCES CONFIGURE_DEPENDS src/*/*.cu src/*/cuda/*.cu)
-file(GLOB ANABRANCH_HOPPER_SOURCES CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/*/hopper/*.cu)
+file(GLOB_RECURSE ANABRANCH_CUDA_SOURCES CONFIGURE_DEPENDS src/*.cu)
+set(ANABRANCH_HOPPER_SOURCES ${ANABRANCH_CUDA_SOURCES})
+list(FILTER ANABRANCH_HOPPER_SOURCES INCLUDE REGEX "/hopper/[^/]*$")
+list(REMOVE_ITEM ANABRANCH_CUDA_SOURCES ${ANABRANCH_HOPPER_SOURCES})
 include(cmake/hopper.cmake)
 list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
-set(ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/balance/check.cc src/router/check.cc
-                             src/dispatch/check.cc src/dispatch/maps.cc src/dispatch/plan_check.cc
-                             src/experts/check.cc)
-if(ANABRANCH_XLA)
-  list(APPEND ANABRANCH_SHARED_SOURCES src/core/xla.cc src/router/xla.cc src/balance/xla.cc src/dispatch/plan_xla.cc
-       src/dispatch/xla.cc src/experts/xla.cc)
-endif()
+file(GLOB_RECURSE ANABRANCH_SHARED_SOURCES CONFIGURE_DEPENDS src/check.cc src/*_check.cc)
+list(APPEND ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/dispatch/maps.cc)
+
 # What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
 # them: not in Release.
 set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
@@ -55,10 +69,10 @@ target_include_directories(anabranch_cuda PUBLIC $<BUILD_INTERFACE:${PROJECT_SOU
                                                  $<INSTALL_INTERFACE:include>
                                           PRIVATE src)
 target_include_directories(anabranch_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-if(ANABRANCH_XLA)
-  target_include_directories(anabranch_cuda SYSTEM PRIVATE ${JAXLIB_DIR}/include)
-endif()
 target_compile_definitions(anabranch_cuda PRIVATE ANABRANCH_CUDA ANABRANCH_VERSION="${PROJECT_VERSION}")
+if(ANABRANCH_XLA)
+  anabranch_xla_sources(anabranch_cuda)
+endif()
 target_compile_options(anabranch_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${ANABRANCH_CUDA_OPTIONS}>")
 find_package(Threads REQUIRED)
 target_link_libraries(anabranch_cuda PRIVATE Threads::Threads)

@@ -3,4 +3,4 @@
 `anabranch.jax` holds the operations for JAX, `anabranch.reference` the numpy float64 oracle.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

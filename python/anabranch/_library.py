@@ -42,7 +42,10 @@ def _find(name: str, variable: str) -> pathlib.Path:
     for path in candidates:
         if path.exists():
             return path
-    raise LibraryError(f"{name}: not found in " + ", ".join(map(str, candidates)))
+    message = f"{name}: not found in " + ", ".join(map(str, candidates))
+    if not override and name == "libanabranch_cuda.so":
+        message += "; this build is for the CPU alone, with CUDA: pip install . -C cmake.define.ANABRANCH_CUDA=ON"
+    raise LibraryError(message)
 
 
 def _preload_onednn() -> None:
@@ -68,6 +71,8 @@ def load() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as first:
+        if "libgomp" in str(first):
+            raise LibraryError(f"{path}: {first}; it is OpenMP's runtime: apt-get install libgomp1") from first
         if "libdnnl" not in str(first):
             raise LibraryError(f"{path}: {first}") from first
         try:

@@ -1,19 +1,11 @@
 """What `python -m anabranch info` prints: what was found on this machine, and why a backend is missing."""
 
-import importlib.metadata
 import json
 import os
 import platform
 
 import anabranch
-from anabranch import _library
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+from anabranch import _library, _versions
 
 
 def _jax_backends() -> dict[str, str]:
@@ -58,7 +50,11 @@ def collect() -> dict[str, str]:
     except _library.LibraryError as error:
         facts["cpu backend"] = f"missing: {error}"
     facts |= _cuda()
-    facts |= {package: _version(package) for package in ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch")}
+    packages = ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch")
+    facts |= {package: _versions.found(package) or "not installed" for package in packages}
+    untested = _versions.untested({package: _versions.found(package) for package in _versions.TESTED})
+    if untested:
+        facts["warning"] = "; ".join(untested)
     facts |= _jax_backends()
     settings = ("ANABRANCH_LIBRARY", "ANABRANCH_CUDA_LIBRARY", "ANABRANCH_ISA", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
     environment = [f"{name}={os.environ[name]}" for name in settings if name in os.environ]

@@ -29,7 +29,7 @@ constexpr Field kGroupedMatmulCombineFields[] = {
     AB_TENSOR(ab_grouped_matmul_combine_args, addend),      AB_TENSOR(ab_grouped_matmul_combine_args, out),
 };
 
-constexpr Field kForwardFields[] = {
+constexpr Field kFfnForwardFields[] = {
     AB_INT32(ab_expert_ffn_forward_args, activation),   AB_INT32(ab_expert_ffn_forward_args, weight_early),
     AB_INT32(ab_expert_ffn_forward_args, skip_rest),    AB_INT32(ab_expert_ffn_forward_args, topk),
     AB_TENSOR(ab_expert_ffn_forward_args, x),           AB_TENSOR(ab_expert_ffn_forward_args, slot_of_row),
@@ -40,7 +40,7 @@ constexpr Field kForwardFields[] = {
     AB_TENSOR(ab_expert_ffn_forward_args, a),
 };
 
-constexpr Field kBackwardFields[] = {
+constexpr Field kFfnBackwardFields[] = {
     AB_INT32(ab_expert_ffn_backward_args, skip_rest),    AB_INT32(ab_expert_ffn_backward_args, activation),
     AB_INT32(ab_expert_ffn_backward_args, topk),         AB_TENSOR(ab_expert_ffn_backward_args, x),
     AB_TENSOR(ab_expert_ffn_backward_args, slot_of_row), AB_TENSOR(ab_expert_ffn_backward_args, group_sizes),
@@ -58,5 +58,5 @@ constexpr Field kBackwardFields[] = {
 AB_XLA_HANDLER(grouped_matmul, kGroupedMatmulFields, ab_grouped_matmul_workspace);
 AB_XLA_HANDLER(grouped_matmul_dw, kGroupedMatmulDwFields, ab_grouped_matmul_dw_workspace);
 AB_XLA_HANDLER(grouped_matmul_combine, kGroupedMatmulCombineFields, ab_grouped_matmul_combine_workspace);
-AB_XLA_HANDLER(expert_ffn_forward, kForwardFields, ab_expert_ffn_forward_workspace);
-AB_XLA_HANDLER(expert_ffn_backward, kBackwardFields, ab_expert_ffn_backward_workspace);
+AB_XLA_HANDLER(expert_ffn_forward, kFfnForwardFields, ab_expert_ffn_forward_workspace);
+AB_XLA_HANDLER(expert_ffn_backward, kFfnBackwardFields, ab_expert_ffn_backward_workspace);

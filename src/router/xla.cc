@@ -5,7 +5,7 @@ namespace {
 
 using anabranch::xla::Field;
 
-constexpr Field kForwardFields[] = {
+constexpr Field kRouterForwardFields[] = {
     AB_INT32(ab_router_forward_args, topk),
     AB_INT32(ab_router_forward_args, score_function),
     AB_INT32(ab_router_forward_args, normalize),
@@ -26,7 +26,7 @@ constexpr Field kForwardFields[] = {
     AB_TENSOR(ab_router_forward_args, aux_scores),
 };
 
-constexpr Field kBackwardFields[] = {
+constexpr Field kRouterBackwardFields[] = {
     AB_INT32(ab_router_backward_args, topk),         AB_INT32(ab_router_backward_args, score_function),
     AB_INT32(ab_router_backward_args, normalize),    AB_FLOAT(ab_router_backward_args, scaling_factor),
     AB_TENSOR(ab_router_backward_args, logits),      AB_TENSOR(ab_router_backward_args, experts),
@@ -38,5 +38,5 @@ constexpr Field kBackwardFields[] = {
 
 }  // namespace
 
-AB_XLA_HANDLER(router_forward, kForwardFields, ab_router_forward_workspace);
-AB_XLA_HANDLER(router_backward, kBackwardFields, ab_router_backward_workspace);
+AB_XLA_HANDLER(router_forward, kRouterForwardFields, ab_router_forward_workspace);
+AB_XLA_HANDLER(router_backward, kRouterBackwardFields, ab_router_backward_workspace);

@@ -67,8 +67,44 @@ void store(const ResultTile& tile, const float* scale, const float* bias, const 
   });
 }
 
-template <int32_t kActivation, bool kGated, class T>
-void hidden_row(const float* tile, const float* bias, float w, int64_t columns, T* h_gate, T* h_up, T* a) {
+// The activations of a chunk, times `up` if gated, and their slopes. Functions of their own: the rows around them are
+// compiled for every dtype, these once.
+using Activate = void (*)(const float* gate, const float* up, int64_t count, float* product);
+using ActivateWithSlope = void (*)(const float* gate, int64_t count, float* value, float* slope);
+
+template <int32_t kActivation, bool kGated>
+void activate_chunk(const float* __restrict gate, const float* __restrict up, int64_t count,
+                    float* __restrict product) {
+  for (int64_t j = 0; j < count; ++j) product[j] = activate<kActivation>(gate[j]) * (kGated ? up[j] : 1.0f);
+}
+
+template <int32_t kActivation>
+void activate_chunk_with_slope(const float* __restrict gate, int64_t count, float* __restrict value,
+                               float* __restrict slope) {
+  for (int64_t j = 0; j < count; ++j) {
+    const ActivationAt at = activate_with_slope<kActivation>(gate[j]);
+    value[j] = at.value;
+    slope[j] = at.slope;
+  }
+}
+
+Activate activate_of(int32_t activation, bool gated) {
+  Activate result = nullptr;
+  with_activation(activation, [&]<int32_t kActivation>() {
+    result = gated ? activate_chunk<kActivation, true> : activate_chunk<kActivation, false>;
+  });
+  return result;
+}
+
+ActivateWithSlope activate_with_slope_of(int32_t activation) {
+  ActivateWithSlope result = nullptr;
+  with_activation(activation, [&]<int32_t kActivation>() { result = activate_chunk_with_slope<kActivation>; });
+  return result;
+}
+
+template <class T>
+void hidden_row(Activate activate, bool gated, const float* tile, const float* bias, float w, int64_t columns,
+                T* h_gate, T* h_up, T* a) {
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
     const int64_t count = least(kChunk, columns - begin);
     float gate[kChunk];
@@ -77,48 +113,38 @@ void hidden_row(const float* tile, const float* bias, float w, int64_t columns, 
     const float* gate_tile = tile + begin;
     const float* up_tile = tile + columns + begin;
     for (int64_t j = 0; j < count; ++j) gate[j] = gate_tile[j] + (bias == nullptr ? 0.0f : bias[begin + j]);
-    for (int64_t j = 0; kGated && j < count; ++j) {
+    for (int64_t j = 0; gated && j < count; ++j) {
       up[j] = up_tile[j] + (bias == nullptr ? 0.0f : bias[columns + begin + j]);
     }
-    for (int64_t j = 0; j < count; ++j) product[j] = activate<kActivation>(gate[j]) * (kGated ? up[j] : 1.0f);
+    activate(gate, up, count, product);
     for (int64_t j = 0; j < count; ++j) a[begin + j] = from_float<T>(w * product[j]);
     for (int64_t j = 0; h_gate != nullptr && j < count; ++j) h_gate[begin + j] = from_float<T>(gate[j]);
-    for (int64_t j = 0; kGated && h_up != nullptr && j < count; ++j) h_up[begin + j] = from_float<T>(up[j]);
-  }
-}
-
-template <int32_t kActivation, bool kGated, class T>
-void hidden_rows(const ResultTile& tile, const float* bias, const float* scale, const Matrix (&h)[2], const Matrix& a) {
-  for (int64_t i = 0; i < tile.rows; ++i) {
-    T* h_gate = h[0].data == nullptr ? nullptr : row_of<T>(h[0], i);
-    T* h_up = h[1].data == nullptr ? nullptr : row_of<T>(h[1], i);
-    T* to = row_of<T>(a, i);
-    if (i + 1 < tile.rows) {
-      prefetch(row_of<const T>(a, i + 1), tile.columns);
-      if (h_gate != nullptr) prefetch(row_of<const T>(h[0], i + 1), tile.columns);
-      if (h_up != nullptr) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
-    }
-    if (is_padding(tile, i)) {
-      fill_zero(to, tile.columns);
-      if (h_gate != nullptr) fill_zero(h_gate, tile.columns);
-      if (h_up != nullptr) fill_zero(h_up, tile.columns);
-    } else {
-      hidden_row<kActivation, kGated>(tile.data + i * tile.stride, bias, scale == nullptr ? 1.0f : scale[i],
-                                      tile.columns, h_gate, h_up, to);
-    }
+    for (int64_t j = 0; gated && h_up != nullptr && j < count; ++j) h_up[begin + j] = from_float<T>(up[j]);
   }
 }
 
 void hidden(int32_t activation, bool gated, const ResultTile& tile, const float* bias, const float* scale,
             const Matrix (&h)[2], const Matrix& a) {
+  const Activate activate = activate_of(activation, gated);
   with_float_type(a.dtype, [&]<class T>(T) {
-    with_activation(activation, [&]<int32_t kActivation>() {
-      if (gated) {
-        hidden_rows<kActivation, true, T>(tile, bias, scale, h, a);
-      } else {
-        hidden_rows<kActivation, false, T>(tile, bias, scale, h, a);
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      T* h_gate = h[0].data == nullptr ? nullptr : row_of<T>(h[0], i);
+      T* h_up = h[1].data == nullptr ? nullptr : row_of<T>(h[1], i);
+      T* to = row_of<T>(a, i);
+      if (i + 1 < tile.rows) {
+        prefetch(row_of<const T>(a, i + 1), tile.columns);
+        if (h_gate != nullptr) prefetch(row_of<const T>(h[0], i + 1), tile.columns);
+        if (h_up != nullptr) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
       }
-    });
+      if (is_padding(tile, i)) {
+        fill_zero(to, tile.columns);
+        if (h_gate != nullptr) fill_zero(h_gate, tile.columns);
+        if (h_up != nullptr) fill_zero(h_up, tile.columns);
+      } else {
+        hidden_row(activate, gated, tile.data + i * tile.stride, bias, scale == nullptr ? 1.0f : scale[i], tile.columns,
+                   h_gate, h_up, to);
+      }
+    }
   });
 }
 
@@ -139,9 +165,9 @@ void add_products(const float* x, const float* y, int64_t count, float (&lanes)[
 }
 
 // Reads a chunk of h before it writes dh, which may be the same memory. Returns <da', a>.
-template <int32_t kActivation, bool kGated, class T>
-float hidden_backward_row(const float* d_a, float w, int64_t columns, const T* h_gate, const T* h_up, T* d_gate,
-                          T* d_up, T* weighted_a) {
+template <class T>
+float hidden_backward_row(ActivateWithSlope activate, bool gated, const float* d_a, float w, int64_t columns,
+                          const T* h_gate, const T* h_up, T* d_gate, T* d_up, T* weighted_a) {
   float lanes[kLanes] = {};
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
     const int64_t count = least(kChunk, columns - begin);
@@ -152,60 +178,45 @@ float hidden_backward_row(const float* d_a, float w, int64_t columns, const T* h
     float a[kChunk];
     const float* d = d_a + begin;
     for (int64_t j = 0; j < count; ++j) gate[j] = to_float(h_gate[begin + j]);
-    for (int64_t j = 0; kGated && j < count; ++j) up[j] = to_float(h_up[begin + j]);
-    for (int64_t j = 0; j < count; ++j) {
-      const ActivationAt at = activate_with_slope<kActivation>(gate[j]);
-      value[j] = at.value;
-      slope[j] = at.slope;
-    }
-    for (int64_t j = 0; j < count; ++j) a[j] = value[j] * (kGated ? up[j] : 1.0f);
+    for (int64_t j = 0; gated && j < count; ++j) up[j] = to_float(h_up[begin + j]);
+    activate(gate, count, value, slope);
+    for (int64_t j = 0; j < count; ++j) a[j] = gated ? value[j] * up[j] : value[j];
     add_products(d, a, count, lanes);
     for (int64_t j = 0; weighted_a != nullptr && j < count; ++j) weighted_a[begin + j] = from_float<T>(w * a[j]);
     if (d_gate == nullptr) continue;
     for (int64_t j = 0; j < count; ++j) {
-      d_gate[begin + j] = from_float<T>(slope[j] * (kGated ? up[j] : 1.0f) * (w * d[j]));
+      d_gate[begin + j] = from_float<T>((gated ? slope[j] * up[j] : slope[j]) * (w * d[j]));
     }
-    for (int64_t j = 0; kGated && j < count; ++j) d_up[begin + j] = from_float<T>(value[j] * (w * d[j]));
+    for (int64_t j = 0; gated && j < count; ++j) d_up[begin + j] = from_float<T>(value[j] * (w * d[j]));
   }
   return sum_lanes(lanes);
 }
 
-template <int32_t kActivation, bool kGated, class T>
-void hidden_backward_rows(const ResultTile& tile, const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2],
-                          const Matrix& weighted_a, float* dot) {
-  for (int64_t i = 0; i < tile.rows; ++i) {
-    T* d_gate = dh[0].data == nullptr ? nullptr : row_of<T>(dh[0], i);
-    T* d_up = dh[1].data == nullptr ? nullptr : row_of<T>(dh[1], i);
-    T* a = weighted_a.data == nullptr ? nullptr : row_of<T>(weighted_a, i);
-    if (i + 1 < tile.rows) {
-      prefetch(row_of<const T>(h[0], i + 1), tile.columns);
-      if (kGated) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
-      if (a != nullptr) prefetch(row_of<const T>(weighted_a, i + 1), tile.columns);
-    }
-    if (is_padding(tile, i)) {
-      if (d_gate != nullptr) fill_zero(d_gate, tile.columns);
-      if (d_up != nullptr) fill_zero(d_up, tile.columns);
-      if (a != nullptr) fill_zero(a, tile.columns);
-      continue;
-    }
-    const T* h_up = kGated ? row_of<const T>(h[1], i) : nullptr;
-    const float product =
-        hidden_backward_row<kActivation, kGated>(tile.data + i * tile.stride, scale == nullptr ? 1.0f : scale[i],
-                                                 tile.columns, row_of<const T>(h[0], i), h_up, d_gate, d_up, a);
-    if (dot != nullptr) dot[i] += product;
-  }
-}
-
 void hidden_backward(int32_t activation, bool gated, const ResultTile& tile, const float* scale, const Matrix (&h)[2],
                      const Matrix (&dh)[2], const Matrix& weighted_a, float* dot) {
+  const ActivateWithSlope activate = activate_with_slope_of(activation);
   with_float_type(h[0].dtype, [&]<class T>(T) {
-    with_activation(activation, [&]<int32_t kActivation>() {
-      if (gated) {
-        hidden_backward_rows<kActivation, true, T>(tile, scale, h, dh, weighted_a, dot);
-      } else {
-        hidden_backward_rows<kActivation, false, T>(tile, scale, h, dh, weighted_a, dot);
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      T* d_gate = dh[0].data == nullptr ? nullptr : row_of<T>(dh[0], i);
+      T* d_up = dh[1].data == nullptr ? nullptr : row_of<T>(dh[1], i);
+      T* a = weighted_a.data == nullptr ? nullptr : row_of<T>(weighted_a, i);
+      if (i + 1 < tile.rows) {
+        prefetch(row_of<const T>(h[0], i + 1), tile.columns);
+        if (gated) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
+        if (a != nullptr) prefetch(row_of<const T>(weighted_a, i + 1), tile.columns);
       }
-    });
+      if (is_padding(tile, i)) {
+        if (d_gate != nullptr) fill_zero(d_gate, tile.columns);
+        if (d_up != nullptr) fill_zero(d_up, tile.columns);
+        if (a != nullptr) fill_zero(a, tile.columns);
+        continue;
+      }
+      const T* h_up = gated ? row_of<const T>(h[1], i) : nullptr;
+      const float product =
+          hidden_backward_row(activate, gated, tile.data + i * tile.stride, scale == nullptr ? 1.0f : scale[i],
+                              tile.columns, row_of<const T>(h[0], i), h_up, d_gate, d_up, a);
+      if (dot != nullptr) dot[i] += product;
+    }
   });
 }
 

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from anabranch import _library
+import anabranch
+from anabranch import _library, info
 from anabranch.jax import custom_calls
 from anabranch.selftest import compare
 
@@ -35,6 +36,18 @@ def test_info_names_what_it_found():
     assert facts["cuda backend"] == "available" or facts["cuda backend"].startswith(("missing: ", "unusable: "))
     assert re.fullmatch(r"\d+\.\d+\.\d+|none", facts["library onednn"])
     assert "cpu:0" in facts["jax devices"]
+
+
+def test_info_warns_of_versions_that_were_never_tested(monkeypatch):
+    monkeypatch.setattr(info._versions, "found", {"python": "3.11.7", "jax": "0.9.2", "numpy": "3.0.0rc1"}.get)
+    assert re.fullmatch(
+        r"jax 0\.9\.2 was never tested, 0\.10, .* were; numpy 3\.0\.0rc1 was never tested, .* were",
+        info.collect()["warning"],
+    )
+    monkeypatch.setattr(
+        info._versions, "found", lambda package: {p: s[-1] for p, s in info._versions.TESTED.items()}.get(package)
+    )
+    assert "warning" not in info.collect()
 
 
 def test_the_selftest_compares_every_transport_with_the_ring():
@@ -74,7 +87,10 @@ def test_a_missing_library_breaks_no_import_and_is_explained():
     [
         ("/nowhere/libanabranch_cuda.so", "not found in /nowhere/libanabranch_cuda.so"),
         (__file__, "invalid ELF header"),
-        (None, "got a library without ab_cuda_describe and 14 more, expected one of anabranch 0.1.0"),
+        (
+            None,
+            "got a library without ab_cuda_describe and 14 more, expected one of anabranch " + anabranch.__version__,
+        ),
     ],
 )
 def test_a_cuda_library_that_is_none_breaks_nothing_and_is_explained(library, why):

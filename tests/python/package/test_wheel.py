@@ -1,0 +1,70 @@
+"""The wheel that is installed here, or the one that ANABRANCH_WHEEL names: its tag, metadata and contents."""
+
+import email
+import os
+import pathlib
+import sys
+import zipfile
+
+import pytest
+
+import anabranch
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def wheel():
+    named = os.environ.get("ANABRANCH_WHEEL")
+    # scripts/setup keeps the wheel that it has built.
+    found = [pathlib.Path(named)] if named else sorted(pathlib.Path(sys.prefix, "wheels").glob("anabranch-*.whl"))
+    if not found:
+        pytest.skip("NO WHEEL: the package was not set up by scripts/setup")
+    with zipfile.ZipFile(found[0]) as file:
+        yield found[0], file
+
+
+def metadata(file, name):
+    (path,) = [path for path in file.namelist() if path.endswith(f".dist-info/{name}")]
+    return email.message_from_bytes(file.read(path))
+
+
+def test_one_wheel_is_for_every_python_of_its_platform(wheel):
+    path, file = wheel
+    name, version, python, abi, platform = path.name.removesuffix(".whl").split("-")
+    assert (name, version, python, abi) == ("anabranch", anabranch.__version__, "py3", "none")
+    assert platform.startswith(("linux_", "manylinux_"))
+    assert metadata(file, "WHEEL")["Root-Is-Purelib"] == "false"
+
+
+def test_metadata(wheel):
+    said = metadata(wheel[1], "METADATA")
+    assert (said["Version"], said["License-Expression"]) == (anabranch.__version__, "Apache-2.0")
+    assert said["Requires-Python"] == ">=3.11"
+    assert {"jax", "cuda"} <= set(said.get_all("Provides-Extra"))
+    needed = [requirement for requirement in said.get_all("Requires-Dist") if "extra ==" not in requirement]
+    assert sorted(requirement.split("==")[0].split(">=")[0] for requirement in needed) == [
+        "ml_dtypes",
+        "numpy",
+        "onednn-cpu-gomp",
+    ]
+
+
+def test_contents(wheel):
+    """All of the Python package, the headers, the libraries; nothing else, and no more than an index takes."""
+    path, file = wheel
+    names = [name for name in file.namelist() if ".dist-info/" not in name]
+    sources = {
+        f"anabranch/{source.relative_to(ROOT / 'python/anabranch')}" for source in ROOT.glob("python/anabranch/**/*.py")
+    }
+    headers = {f"anabranch/include/anabranch/{header.name}" for header in ROOT.glob("include/anabranch/*.h")}
+    libraries = {"anabranch/lib/libanabranch.so", "anabranch/lib/libanabranch_cuda.so"}
+    assert set(names) - libraries == sources | headers
+    assert "anabranch/lib/libanabranch.so" in names
+    assert path.stat().st_size < 100e6
+
+
+def test_libraries_look_for_onednn_in_the_environment_they_are_installed_in(wheel):
+    """And nowhere on the machine that built them."""
+    library = wheel[1].read("anabranch/lib/libanabranch.so")
+    assert b"\0$ORIGIN:$ORIGIN/../../../..\0" in library

@@ -26,8 +26,8 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 
 file(GLOB ANABRANCH_CUDA_SOURCES CONFIGURE_DEPENDS src/*/*.cu src/*/cuda/*.cu)
 file(GLOB ANABRANCH_HOPPER_SOURCES CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/*/hopper/*.cu)
-set(ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/balance/check.cc src/router/check.cc
-                             src/dispatch/check.cc src/dispatch/maps.cc src/dispatch/plan_check.cc
+set(ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/structs.cc src/core/tensor.cc src/balance/check.cc
+                             src/router/check.cc src/dispatch/check.cc src/dispatch/maps.cc src/dispatch/plan_check.cc
                              src/experts/check.cc)
 if(ANABRANCH_XLA)
   list(APPEND ANABRANCH_SHARED_SOURCES src/core/xla.cc src/router/xla.cc src/balance/xla.cc src/dispatch/plan_xla.cc

@@ -47,7 +47,8 @@ list(REMOVE_ITEM ANABRANCH_CUDA_SOURCES ${ANABRANCH_HOPPER_SOURCES})
 include(cmake/hopper.cmake)
 list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
 file(GLOB_RECURSE ANABRANCH_SHARED_SOURCES CONFIGURE_DEPENDS src/check.cc src/*_check.cc)
-list(APPEND ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/tensor.cc src/dispatch/maps.cc)
+list(APPEND ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/structs.cc src/core/tensor.cc
+     src/dispatch/maps.cc)
 
 # What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
 # them: not in Release.

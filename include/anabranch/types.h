@@ -6,9 +6,12 @@
  *     ab_status ab_OPERATION_workspace(const ab_OPERATION_args* args, const ab_exec* exec, size_t* bytes);
  *
  * `args` holds the operation's options and pointers to tensor views; a NULL view means "not given" for an input and
- * "not wanted" for an output. Set `args->size` to sizeof(*args): it lets the struct grow without breaking callers.
+ * "not wanted" for an output. Set `args->size` to sizeof(*args): it lets the struct grow without breaking callers. What
+ * an older header lacks is not given, and what only a newer one has must be zero; structs of version 0.1.0 and later
+ * are taken.
  * Functions check everything that can be known without reading device data and return a status that names the argument,
  * what came and what was expected. They are thread-safe and keep no state. Every element of a wanted output is written.
+ * Arithmetic is IEEE inside them (denormals kept, round to nearest), whatever the calling thread has set.
  */
 #ifndef ANABRANCH_TYPES_H_
 #define ANABRANCH_TYPES_H_
@@ -64,7 +67,7 @@ typedef struct ab_status {
 /* Where and with what an operation runs. NULL stands for {size, 0, NULL, NULL, 0}. */
 typedef struct ab_exec {
   size_t size;           /* sizeof(ab_exec) */
-  int32_t num_threads;   /* CPU threads; 0: OpenMP's default. Results never depend on it. */
+  int32_t num_threads;   /* CPU threads, at most 4096; 0: OpenMP's default. Results never depend on it. */
   void* stream;          /* cudaStream_t of the CUDA functions; NULL on the CPU */
   void* workspace;       /* scratch memory, 64-byte aligned, contents ignored and overwritten */
   size_t workspace_size; /* bytes; at least what ab_OPERATION_workspace says for the same args and num_threads */

@@ -1,11 +1,13 @@
 // ab_load_balance_loss
 #include "balance/loss.h"
 
+#include "core/entry.h"
 #include "core/tensor.h"
 
 using namespace anabranch;
 
-extern "C" ab_status ab_load_balance_loss(const ab_load_balance_loss_args* args, const ab_exec*) {
+extern "C" ab_status ab_load_balance_loss(const ab_load_balance_loss_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   LoadBalanceLoss op;
   AB_RETURN_IF_ERROR(check_load_balance_loss(args, &op));
   double loss = 0.0;

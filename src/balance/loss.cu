@@ -3,6 +3,7 @@
 #include "balance/loss.h"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
+#include "core/entry.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__(kThreads) loss_kernel(const LoadBalanceLoss op
 using namespace anabranch;
 
 extern "C" ab_status ab_cuda_load_balance_loss(const ab_load_balance_loss_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   LoadBalanceLoss op;
   AB_RETURN_IF_ERROR(check_load_balance_loss(args, &op));
   return cuda::launch("load_balance_loss", cuda::loss_kernel, {1, cuda::kThreads, 0, cuda::stream_of(exec), true}, op);

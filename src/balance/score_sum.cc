@@ -3,6 +3,7 @@
 #include "anabranch/balance.h"
 #include "balance/check.h"
 #include "balance/token_blocks.h"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "core/threads.h"
 
@@ -13,10 +14,11 @@ struct ScoreSum {
   int64_t T = 0;
   int64_t E = 0;
   TokenBlocks blocks{0, 0};
+
+  size_t workspace() const { return static_cast<size_t>(blocks.count() * E) * sizeof(float); }  // sums of each block
 };
 
 ab_status parse(const ab_score_sum_args* args, ScoreSum* op) {
-  AB_RETURN_IF_ERROR(check_struct("ab_score_sum_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   AB_RETURN_IF_ERROR(check_tensor("scores", args->scores, kFloats, {{"T"}, {"E"}}));
   op->T = args->scores->shape[0];
   op->E = args->scores->shape[1];
@@ -33,24 +35,24 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_score_sum_workspace(const ab_score_sum_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_score_sum_workspace(const ab_score_sum_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   ScoreSum op;
   AB_RETURN_IF_ERROR(parse(args, &op));
-  *bytes = static_cast<size_t>(op.blocks.count() * op.E) * sizeof(float);
-  return ok();
+  return report_workspace(op.workspace(), bytes);
 }
 
 ab_status ab_score_sum(const ab_score_sum_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   ScoreSum op;
   AB_RETURN_IF_ERROR(parse(args, &op));
-  size_t needed = 0;
-  AB_RETURN_IF_ERROR(ab_score_sum_workspace(args, exec, &needed));
-  AB_RETURN_IF_ERROR(check_workspace(exec, needed));
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace()));
 
-  float* partial = exec == nullptr ? nullptr : static_cast<float*>(exec->workspace);
+  float* partial = static_cast<float*>(exec->workspace);
   const char* scores = data<const char>(args->scores);
   const int64_t row_bytes = op.E * dtype_size(args->scores->dtype);
   const ScoreSumKernels& kernels = AB_SELECT_ISA(kScoreSum);
+  if (op.E == 0) return ok();  // however many tokens and sequences there are of nothing
   parallel_for(num_threads(exec), op.blocks.count(), [&](int64_t block, int) {
     const int64_t begin = op.blocks.begin(block);
     kernels.add_rows(scores + begin * row_bytes, args->scores->dtype, op.blocks.end(block) - begin, op.E,

@@ -4,6 +4,7 @@
 #include "balance/check.h"
 #include "balance/statistics.cuh"
 #include "core/cuda/element.cuh"
+#include "core/entry.h"
 #include "core/tensor.h"
 
 namespace anabranch::cuda {
@@ -44,7 +45,6 @@ __global__ void __launch_bounds__(8 * kWarp) score_sum_kernel(const Call call) {
 }
 
 ab_status parse(const ab_score_sum_args* args, void* workspace, Call* call, size_t* bytes) {
-  AB_RETURN_IF_ERROR(check_struct("ab_score_sum_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   AB_RETURN_IF_ERROR(check_tensor("scores", args->scores, kFloats, {{"T"}, {"E"}}));
   const int64_t T = args->scores->shape[0];
   call->E = args->scores->shape[1];
@@ -60,8 +60,8 @@ ab_status parse(const ab_score_sum_args* args, void* workspace, Call* call, size
                  static_cast<long long>(call->E), static_cast<int>(kSharedBytes / sizeof(float)));
   }
   call->tiles = TokenTiles(T, sequences, call->warps);
-  *bytes = place_partials(call->tiles, call->E, nullptr, call->score_sum, workspace, &call->partials);
-  return ok();
+  return report_workspace(place_partials(call->tiles, call->E, nullptr, call->score_sum, workspace, &call->partials),
+                          bytes);
 }
 
 }  // namespace
@@ -71,15 +71,17 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   cuda::Call call;
   return cuda::parse(args, nullptr, &call, bytes);
 }
 
 ab_status ab_cuda_score_sum(const ab_score_sum_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   cuda::Call call;
   size_t bytes = 0;
-  AB_RETURN_IF_ERROR(cuda::parse(args, exec == nullptr ? nullptr : exec->workspace, &call, &bytes));
+  AB_RETURN_IF_ERROR(cuda::parse(args, exec->workspace, &call, &bytes));
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
   AB_RETURN_IF_ERROR(cuda::launch("score_sum", cuda::score_sum_kernel,

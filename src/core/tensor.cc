@@ -1,7 +1,8 @@
 #include "core/tensor.h"
 
+#include <algorithm>
+#include <cstdarg>
 #include <cstdio>
-#include <string>
 
 namespace anabranch {
 namespace {
@@ -20,34 +21,49 @@ const char* dtype_name(int32_t dtype) {
   }
 }
 
-std::string dtype_names(Dtypes dtypes) {
-  std::string names;
-  for (int32_t dtype = AB_BOOL; dtype <= AB_FLOAT32; ++dtype) {
-    if ((dtypes & (1u << dtype)) == 0) continue;
-    if (!names.empty()) names += " or ";
-    names += dtype_name(dtype);
+// Text of a message, cut where it grows too long; takes no memory.
+class Text {
+ public:
+  __attribute__((format(printf, 2, 3))) void add(const char* format, ...) {
+    va_list args;
+    va_start(args, format);
+    const int written = std::vsnprintf(chars_ + size_, sizeof(chars_) - size_, format, args);
+    va_end(args);
+    size_ = std::min(size_ + static_cast<size_t>(std::max(written, 0)), sizeof(chars_) - 1);
   }
-  return names;
-}
+  const char* chars() const { return chars_; }
 
-std::string shape_text(const ab_tensor& tensor) {
-  std::string text = "[";
+ private:
+  char chars_[256] = "";
+  size_t size_ = 0;
+};
+
+Text shape_text(const ab_tensor& tensor) {
+  Text text;
+  text.add("[");
   for (int32_t i = 0; i < tensor.rank && i < AB_MAX_RANK; ++i) {
-    if (i > 0) text += ", ";
-    text += std::to_string(tensor.shape[i]);
+    text.add("%s%lld", i > 0 ? ", " : "", static_cast<long long>(tensor.shape[i]));
   }
-  text.push_back(']');
+  text.add("]");
+  if (tensor.rank < 0 || tensor.rank > AB_MAX_RANK) text.add(" of rank %d", tensor.rank);
   return text;
 }
 
-std::string shape_text(std::initializer_list<Axis> shape) {
-  std::string text = "[";
-  for (const Axis& axis : shape) {
-    if (text.size() > 1) text += ", ";
-    text += axis.name;
-    if (axis.size >= 0) text.append("=").append(std::to_string(axis.size));
+Text expected_text(Dtypes dtypes, std::initializer_list<Axis> shape) {
+  Text text;
+  const char* before = "";
+  for (int32_t dtype = AB_BOOL; dtype <= AB_FLOAT32; ++dtype) {
+    if ((dtypes & (1u << dtype)) == 0) continue;
+    text.add("%s%s", before, dtype_name(dtype));
+    before = " or ";
   }
-  text.push_back(']');
+  before = " [";
+  for (const Axis& axis : shape) {
+    text.add("%s%s", before, axis.name);
+    if (axis.size >= 0) text.add("=%lld", static_cast<long long>(axis.size));
+    before = ", ";
+  }
+  text.add(shape.size() == 0 ? " []" : "]");
   return text;
 }
 
@@ -59,6 +75,20 @@ bool has_shape(const ab_tensor& tensor, std::initializer_list<Axis> shape) {
     if (size < 0 || (axis.size >= 0 && size != axis.size)) return false;
   }
   return true;
+}
+
+// The bytes of a tensor whose shape has been checked, an axis of no element counted as 1; false: too many.
+bool fits_memory(const ab_tensor& tensor) {
+  int64_t bytes = dtype_size(tensor.dtype);
+  for (int32_t i = 0; i < tensor.rank; ++i) {
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(tensor.shape[i], 1), &bytes) || bytes > kMostBytes)
+      return false;
+  }
+  return true;
+}
+
+bool is_empty(const ab_tensor& tensor) {
+  return std::find(tensor.shape, tensor.shape + tensor.rank, 0) != tensor.shape + tensor.rank;
 }
 
 bool is_contiguous(const ab_tensor& tensor) {
@@ -87,26 +117,23 @@ int64_t dtype_size(int32_t dtype) {
   }
 }
 
-int64_t num_elements(const ab_tensor& tensor) {
-  int64_t count = 1;
-  for (int32_t i = 0; i < tensor.rank; ++i) count *= tensor.shape[i];
-  return count;
-}
-
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
-  const std::string expected = dtype_names(dtypes).append(" ").append(shape_text(shape));
-  if (tensor == nullptr) return AB_INVALID("%s: got NULL, expected %s", name, expected.c_str());
+  if (tensor == nullptr) return AB_INVALID("%s: got NULL, expected %s", name, expected_text(dtypes, shape).chars());
   const bool known = tensor->dtype >= AB_BOOL && tensor->dtype <= AB_FLOAT32;
   if (!known || (dtypes & (1u << tensor->dtype)) == 0 || !has_shape(*tensor, shape)) {
     return AB_INVALID("%s: got %s (%d) %s, expected %s", name, dtype_name(tensor->dtype), tensor->dtype,
-                      shape_text(*tensor).c_str(), expected.c_str());
+                      shape_text(*tensor).chars(), expected_text(dtypes, shape).chars());
+  }
+  if (!fits_memory(*tensor)) {
+    return AB_INVALID("%s: got %s %s, expected axes whose product makes at most 2^56 bytes", name,
+                      dtype_name(tensor->dtype), shape_text(*tensor).chars());
   }
   if (!is_contiguous(*tensor)) {
     return AB_INVALID("%s: got strides that are not contiguous, expected row-major %s", name,
-                      shape_text(*tensor).c_str());
+                      shape_text(*tensor).chars());
   }
-  if (tensor->data == nullptr && num_elements(*tensor) > 0) {
-    return AB_INVALID("%s: got data NULL, expected memory for %s", name, shape_text(*tensor).c_str());
+  if (tensor->data == nullptr && !is_empty(*tensor)) {
+    return AB_INVALID("%s: got data NULL, expected memory for %s", name, shape_text(*tensor).chars());
   }
   return ok();
 }
@@ -115,16 +142,20 @@ ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtype
   return tensor == nullptr ? ok() : check_tensor(name, tensor, dtypes, shape);
 }
 
-ab_status check_struct(const char* name, const void* args, size_t got, size_t expected) {
-  if (args == nullptr) return AB_INVALID("%s: got NULL, expected a pointer to its arguments", name);
-  if (got != expected) return AB_INVALID("%s: got size %zu, expected %zu", name, got, expected);
+ab_status report_workspace(size_t needed, size_t* bytes) {
+  if (needed > static_cast<size_t>(kMostBytes)) {
+    return error(AB_UNSUPPORTED, "workspace: got sizes that need more than 2^56 bytes of it, expected smaller ones");
+  }
+  *bytes = needed;
   return ok();
 }
 
 ab_status check_workspace(const ab_exec* exec, size_t needed) {
+  AB_RETURN_IF_ERROR(report_workspace(needed, &needed));
   if (needed == 0) return ok();
-  const size_t got = exec == nullptr ? 0 : exec->workspace_size;
-  if (got < needed) return AB_INVALID("workspace: got %zu bytes, expected at least %zu", got, needed);
+  if (exec->workspace_size < needed) {
+    return AB_INVALID("workspace: got %zu bytes, expected at least %zu", exec->workspace_size, needed);
+  }
   if (exec->workspace == nullptr) return AB_INVALID("workspace: got NULL, expected %zu bytes", needed);
   if (reinterpret_cast<uintptr_t>(exec->workspace) % 64 != 0) {
     return AB_INVALID("workspace: got an address that is not 64-byte aligned, expected one that is");

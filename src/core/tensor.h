@@ -27,17 +27,20 @@ struct Axis {
   int64_t size = -1;
 };
 
-// Present or not, an optional tensor must have one of the dtypes and the shape, be contiguous and have memory.
+// More than any memory holds. Sizes below it can be added up and multiplied by small numbers without a thought.
+constexpr int64_t kMostBytes = int64_t{1} << 56;
+
+// Present or not, an optional tensor must have one of the dtypes and the shape, be contiguous and have memory. Its axes
+// are such that their product, an axis of no element counted as 1, makes at most kMostBytes: so a product of axes of
+// one tensor always fits int64, also of a tensor that needs no memory.
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
-
-// A NULL args pointer, or a struct smaller or larger than this library knows.
-ab_status check_struct(const char* name, const void* args, size_t got, size_t expected);
 
 // The workspace that exec brings against what is needed.
 ab_status check_workspace(const ab_exec* exec, size_t needed);
 
-int64_t num_elements(const ab_tensor& tensor);
+// Answers a query for what is needed.
+ab_status report_workspace(size_t needed, size_t* bytes);
 
 template <class T>
 T* data(const ab_tensor* tensor) {

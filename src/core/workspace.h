@@ -1,10 +1,12 @@
 // Cuts a workspace into arrays. Run once without memory, it tells how much is needed.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "anabranch/types.h"
+#include "core/tensor.h"
 
 namespace anabranch {
 
@@ -19,15 +21,26 @@ class Workspace {
     return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));
   }
 
+  // Room for [rows, columns] of a dtype.
+  void* take_rows(int64_t rows, int64_t columns, int32_t dtype) {
+    size_t bytes = 0;
+    const bool wraps =
+        __builtin_mul_overflow(rows, columns, &bytes) || __builtin_mul_overflow(bytes, dtype_size(dtype), &bytes);
+    return take_bytes(wraps ? kTooMuch : bytes);
+  }
+
   void* take_bytes(size_t bytes) {
     void* start = base_ == nullptr || bytes == 0 ? nullptr : base_ + size_;
-    size_ += (bytes + 63) / 64 * 64;
+    size_ = std::min(size_ + (std::min(bytes, kTooMuch) + 63) / 64 * 64, kTooMuch);
     return start;
   }
 
+  // More than kMostBytes where the sizes are too large for any memory.
   size_t size() const { return size_; }
 
  private:
+  static constexpr size_t kTooMuch = static_cast<size_t>(kMostBytes) + 64;
+
   char* base_;
   size_t size_ = 0;
 };

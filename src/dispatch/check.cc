@@ -11,7 +11,6 @@ ab_status check_maps(const ab_tensor* row_of_slot, const ab_tensor* slot_of_row,
 }  // namespace
 
 ab_status check_dispatch(const ab_dispatch_args* args, Spread* spread) {
-  AB_RETURN_IF_ERROR(check_struct("ab_dispatch_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   const bool weighted = args->weights != nullptr;
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, weighted ? kFloats : kAnyDtype, {{"T"}, {"D"}}));
   Maps& maps = spread->maps;
@@ -27,7 +26,6 @@ ab_status check_dispatch(const ab_dispatch_args* args, Spread* spread) {
 }
 
 ab_status check_combine_backward(const ab_combine_backward_args* args, Spread* spread) {
-  AB_RETURN_IF_ERROR(check_struct("ab_combine_backward_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {{"T"}, {"D"}}));
   const int64_t D = args->d_out->shape[1];
   Maps& maps = spread->maps;
@@ -48,7 +46,6 @@ ab_status check_combine_backward(const ab_combine_backward_args* args, Spread* s
 }
 
 ab_status check_combine(const ab_combine_args* args, GatherSum* sum) {
-  AB_RETURN_IF_ERROR(check_struct("ab_combine_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   AB_RETURN_IF_ERROR(check_tensor("rows", args->rows, kFloats, {{"R"}, {"D"}}));
   Maps& maps = sum->maps;
   maps.R = args->rows->shape[0];
@@ -65,7 +62,6 @@ ab_status check_combine(const ab_combine_args* args, GatherSum* sum) {
 }
 
 ab_status check_sort_chunks(const ab_sort_chunks_args* args, ChunkSort* sort) {
-  AB_RETURN_IF_ERROR(check_struct("ab_sort_chunks_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   if (args->inverse != 0 && args->inverse != 1) return AB_INVALID("inverse: got %d, expected 0 or 1", args->inverse);
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, kAnyDtype, {{"R"}, {"D"}}));
   sort->R = args->x->shape[0];
@@ -85,7 +81,6 @@ ab_status check_sort_chunks(const ab_sort_chunks_args* args, ChunkSort* sort) {
 }
 
 ab_status check_expand_row_id_map(const ab_expand_row_id_map_args* args, RowIdMap* map) {
-  AB_RETURN_IF_ERROR(check_struct("ab_expand_row_id_map_args", args, args == nullptr ? 0 : args->size, sizeof(*args)));
   Maps& maps = map->maps;
   AB_RETURN_IF_ERROR(check_row_of_slot(args->row_of_slot, -1, {"E"}, &maps));
   const int64_t E = maps.K;

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "anabranch/dispatch.h"
+#include "core/entry.h"
 #include "dispatch/check.h"
 #include "dispatch/rows.h"
 
@@ -18,6 +19,10 @@ struct TokenRows {
         weights(reinterpret_cast<float*>(index + K)) {}
 };
 
+size_t workspace_of(const GatherSum& sum, const ab_exec* exec) {
+  return static_cast<size_t>(num_threads(exec)) * TokenRows::bytes(sum.maps.K);
+}
+
 }  // namespace
 }  // namespace anabranch
 
@@ -26,18 +31,17 @@ using namespace anabranch;
 extern "C" {
 
 ab_status ab_combine_workspace(const ab_combine_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   GatherSum sum;
   AB_RETURN_IF_ERROR(check_combine(args, &sum));
-  *bytes = static_cast<size_t>(num_threads(exec)) * TokenRows::bytes(sum.maps.K);
-  return ok();
+  return report_workspace(workspace_of(sum, exec), bytes);
 }
 
 ab_status ab_combine(const ab_combine_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   GatherSum sum;
   AB_RETURN_IF_ERROR(check_combine(args, &sum));
-  size_t needed = 0;
-  AB_RETURN_IF_ERROR(ab_combine_workspace(args, exec, &needed));
-  AB_RETURN_IF_ERROR(check_workspace(exec, needed));
+  AB_RETURN_IF_ERROR(check_workspace(exec, workspace_of(sum, exec)));
 
   const RowKernels& kernels = AB_SELECT_ISA(kRows);
   const auto& [maps, rows, weights, out, addend] = sum;

@@ -4,6 +4,7 @@
 
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
+#include "core/entry.h"
 #include "dispatch/columns.cuh"
 #include "dispatch/slots.cuh"
 
@@ -132,6 +133,7 @@ ab_status compute_sum(const GatherSum& sum, cudaStream_t stream) {
 using namespace anabranch;
 
 extern "C" ab_status ab_cuda_combine(const ab_combine_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   GatherSum sum;
   AB_RETURN_IF_ERROR(check_combine(args, &sum));
   return cuda::compute_sum(sum, cuda::stream_of(exec));

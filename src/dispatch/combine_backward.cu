@@ -1,6 +1,7 @@
 // ab_cuda_combine_backward: the warps of a token read it and its rows once, write the gradient of the rows on the way,
 // and add up their shares of the products in a fixed order.
 #include "anabranch/cuda.h"
+#include "core/entry.h"
 #include "dispatch/slots.cuh"
 #include "dispatch/spread.cuh"
 
@@ -139,6 +140,7 @@ ab_status launch_products(const Spread& spread, cudaStream_t stream) {
 using namespace anabranch;
 
 extern "C" ab_status ab_cuda_combine_backward(const ab_combine_backward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   Spread spread;
   AB_RETURN_IF_ERROR(check_combine_backward(args, &spread));
   const cudaStream_t stream = cuda::stream_of(exec);

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "anabranch/dispatch.h"
+#include "core/entry.h"
 #include "dispatch/check.h"
 #include "dispatch/rows.h"
 
@@ -10,6 +11,8 @@ namespace {
 
 struct SpreadOnThreads : Spread {
   const RowKernels& kernels = AB_SELECT_ISA(kRows);
+
+  bool writes_rows() const { return to.data != nullptr && to.D > 0; }
 
   void write_row(int64_t t, int64_t slot, int64_t row) const {
     if (copies()) {
@@ -26,7 +29,7 @@ struct SpreadOnThreads : Spread {
       if (products.data != nullptr) {
         products.set(slot, has_row ? kernels.dot(x[t], x.dtype, other[row], other.dtype, x.D) : 0.0f);
       }
-      if (has_row && to.data != nullptr && maps.are_tied(slot, row)) write_row(t, slot, row);
+      if (has_row && writes_rows() && maps.are_tied(slot, row)) write_row(t, slot, row);
     }
   }
 
@@ -39,7 +42,7 @@ struct SpreadOnThreads : Spread {
   void run(const ab_exec* exec) const {
     if (x.D == 0 && products.data == nullptr) return;
     const Blocks tokens(maps.T, x.bytes * (1 + maps.R / std::max<int64_t>(maps.T, 1)));
-    const Blocks rows(to.data == nullptr ? 0 : maps.R, to.bytes);
+    const Blocks rows(writes_rows() ? maps.R : 0, to.bytes);
     parallel_for(tokens.threads(exec), tokens.blocks() + rows.blocks(), [&](int64_t block, int) {
       if (block < tokens.blocks()) {
         for (int64_t t = tokens.begin(block); t < tokens.end(block); ++t) spread_token(t);
@@ -59,6 +62,7 @@ using namespace anabranch;
 extern "C" {
 
 ab_status ab_dispatch(const ab_dispatch_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   SpreadOnThreads spread;
   AB_RETURN_IF_ERROR(check_dispatch(args, &spread));
   spread.run(exec);
@@ -66,6 +70,7 @@ ab_status ab_dispatch(const ab_dispatch_args* args, const ab_exec* exec) {
 }
 
 ab_status ab_combine_backward(const ab_combine_backward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   SpreadOnThreads spread;
   AB_RETURN_IF_ERROR(check_combine_backward(args, &spread));
   spread.run(exec);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/entry.h"
 #include "dispatch/plan.h"
 
 namespace anabranch {
@@ -181,13 +182,14 @@ using namespace anabranch;
 extern "C" {
 
 ab_status ab_plan_workspace(const ab_plan_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   Plan plan;
   AB_RETURN_IF_ERROR(parse(args, exec, &plan));
-  *bytes = plan.lay_out(nullptr);
-  return ok();
+  return report_workspace(plan.lay_out(nullptr), bytes);
 }
 
 ab_status ab_plan(const ab_plan_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   Plan plan;
   AB_RETURN_IF_ERROR(parse(args, exec, &plan));
   AB_RETURN_IF_ERROR(check_workspace(exec, plan.lay_out(nullptr)));

@@ -7,6 +7,7 @@
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "dispatch/plan.h"
 
@@ -358,8 +359,7 @@ ab_status parse(const ab_plan_args* args, void* workspace, Plan* plan, size_t* b
   plan->counts = static_cast<int32_t*>(workspace);
   const int64_t counters = plan->blocks * (E + 1);
   if (workspace != nullptr) plan->totals = plan->counts + counters;
-  *bytes = static_cast<size_t>(counters + E + 1) * sizeof(int32_t);
-  return ok();
+  return report_workspace(static_cast<size_t>(counters + E + 1) * sizeof(int32_t), bytes);
 }
 
 }  // namespace
@@ -369,15 +369,17 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_cuda_plan_workspace(const ab_plan_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_cuda_plan_workspace(const ab_plan_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   cuda::Plan plan;
   return cuda::parse(args, nullptr, &plan, bytes);
 }
 
 ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   cuda::Plan plan;
   size_t bytes = 0;
-  AB_RETURN_IF_ERROR(cuda::parse(args, exec == nullptr ? nullptr : exec->workspace, &plan, &bytes));
+  AB_RETURN_IF_ERROR(cuda::parse(args, exec->workspace, &plan, &bytes));
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
   const size_t E = static_cast<size_t>(plan.call.E);

@@ -2,6 +2,7 @@
 #include <atomic>
 
 #include "anabranch/dispatch.h"
+#include "core/entry.h"
 #include "dispatch/check.h"
 
 namespace anabranch {
@@ -34,6 +35,7 @@ void expand_token(const RowIdMap& map, int64_t t) {
 using namespace anabranch;
 
 extern "C" ab_status ab_expand_row_id_map(const ab_expand_row_id_map_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   RowIdMap map;
   AB_RETURN_IF_ERROR(check_expand_row_id_map(args, &map));
   const Maps& maps = map.maps;

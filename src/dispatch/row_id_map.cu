@@ -1,6 +1,7 @@
 // ab_cuda_expand_row_id_map: a warp a token.
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
+#include "core/entry.h"
 #include "dispatch/check.h"
 #include "dispatch/columns.cuh"
 
@@ -53,6 +54,7 @@ __global__ void __launch_bounds__(PartsBlock::kThreads) expand_tokens(const RowI
 using namespace anabranch;
 
 extern "C" ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   RowIdMap map;
   AB_RETURN_IF_ERROR(check_expand_row_id_map(args, &map));
   const cudaStream_t stream = cuda::stream_of(exec);

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "anabranch/dispatch.h"
+#include "core/entry.h"
 #include "dispatch/check.h"
 
 namespace anabranch {
@@ -50,14 +51,15 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   ChunkSort sort;
   AB_RETURN_IF_ERROR(check_sort_chunks(args, &sort));
-  *bytes = Starts::bytes(sort);
-  return ok();
+  return report_workspace(Starts::bytes(sort), bytes);
 }
 
 ab_status ab_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   ChunkSort sort;
   AB_RETURN_IF_ERROR(check_sort_chunks(args, &sort));
   AB_RETURN_IF_ERROR(check_workspace(exec, Starts::bytes(sort)));

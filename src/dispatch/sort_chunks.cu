@@ -2,6 +2,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
+#include "core/entry.h"
 #include "dispatch/check.h"
 #include "dispatch/columns.cuh"
 
@@ -113,14 +114,15 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   ChunkSort sort;
   AB_RETURN_IF_ERROR(cuda::check(args, &sort));
-  *bytes = cuda::Starts::bytes(sort);
-  return ok();
+  return report_workspace(cuda::Starts::bytes(sort), bytes);
 }
 
 ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   ChunkSort sort;
   AB_RETURN_IF_ERROR(cuda::check(args, &sort));
   AB_RETURN_IF_ERROR(check_workspace(exec, cuda::Starts::bytes(sort)));

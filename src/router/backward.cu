@@ -9,6 +9,7 @@
 #include "anabranch/cuda.h"
 #include "balance/statistics.cuh"
 #include "core/cuda/element.cuh"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "router/backward.cuh"
 #include "router/check.h"
@@ -411,6 +412,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
 using namespace anabranch;
 
 extern "C" ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   RouterBackward op;
   AB_RETURN_IF_ERROR(check_router_backward(args, &op));
   if (op.E > AB_CUDA_MAX_EXPERTS) {

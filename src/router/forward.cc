@@ -2,6 +2,7 @@
 #include "router/forward.h"
 
 #include "balance/check.h"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "core/threads.h"
 #include "router/check.h"
@@ -38,19 +39,20 @@ using namespace anabranch;
 extern "C" {
 
 ab_status ab_router_forward_workspace(const ab_router_forward_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   RouterForward op;
   AB_RETURN_IF_ERROR(check_router_forward(args, &op));
-  *bytes = Workspace(op, router_threads(exec, op.T, op.E), nullptr).size;
-  return ok();
+  return report_workspace(Workspace(op, router_threads(exec, op.T, op.E), nullptr).size, bytes);
 }
 
 ab_status ab_router_forward(const ab_router_forward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   RouterForward op;
   AB_RETURN_IF_ERROR(check_router_forward(args, &op));
   const int threads = router_threads(exec, op.T, op.E);
   AB_RETURN_IF_ERROR(check_workspace(exec, Workspace(op, threads, nullptr).size));
 
-  const Workspace workspace(op, threads, exec == nullptr ? nullptr : exec->workspace);
+  const Workspace workspace(op, threads, exec->workspace);
   const RouterForwardKernels& kernels = AB_SELECT_ISA(kRouterForward);
   parallel_for(threads, op.blocks.count(), [&](int64_t block, int thread) {
     int32_t* counts = workspace.counts == nullptr ? nullptr : workspace.counts + block * op.E;

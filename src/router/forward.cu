@@ -1,6 +1,7 @@
 // ab_cuda_router_forward: one read of the logits gives every output. Chooses and launches a variant of `route`
 // (forward.cuh), or route_wide (forward_wide.cuh) where there is none for the shape.
 #include "anabranch/cuda.h"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "router/check.h"
 #include "router/forward.cuh"
@@ -145,7 +146,8 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   RouterForward op;
   AB_RETURN_IF_ERROR(check_router_forward(args, &op));
   cuda::RouteLaunch route;
@@ -153,11 +155,12 @@ ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, c
 }
 
 ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   RouterForward op;
   AB_RETURN_IF_ERROR(check_router_forward(args, &op));
   cuda::RouteLaunch route;
   size_t bytes = 0;
-  AB_RETURN_IF_ERROR(cuda::prepare(op, exec == nullptr ? nullptr : exec->workspace, &route, &bytes));
+  AB_RETURN_IF_ERROR(cuda::prepare(op, exec->workspace, &route, &bytes));
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
   const cuda::Launch shape{route.call.tiles.count(), route.warps * cuda::kWarp,

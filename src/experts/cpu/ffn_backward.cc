@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "anabranch/experts.h"
+#include "core/entry.h"
 #include "core/threads.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
@@ -35,8 +36,7 @@ struct Backward {
   bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
 
   Matrix row_buffer(bool wanted, int64_t columns) {
-    const int64_t bytes = wanted ? s.R * columns * dtype_size(args.x->dtype) : 0;
-    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype, columns, nullptr};
+    return {workspace.take_rows(wanted ? s.R : 0, columns, args.x->dtype), args.x->dtype, columns, nullptr};
   }
 
   int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
@@ -140,18 +140,19 @@ extern "C" {
 
 ab_status ab_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec* exec,
                                            size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = Backward(*args, s, exec, nullptr).workspace.size();
-  return ok();
+  return report_workspace(Backward(*args, s, exec, nullptr).workspace.size(), bytes);
 }
 
 ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   Backward op(*args, s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
-  op.rows.fill(args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
+  op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
   if (args->h != nullptr) op.hidden();
   op.weights();
   op.inputs();

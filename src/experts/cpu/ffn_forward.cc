@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "anabranch/experts.h"
+#include "core/entry.h"
 #include "core/threads.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
@@ -29,8 +30,7 @@ struct Forward {
                  std::max(std::min(s.D, kTileColumns), s.P * std::min(s.F, kTileColumns))) {}
 
   Matrix row_buffer(int64_t columns) {
-    const int64_t bytes = s.R * columns * dtype_size(args.x->dtype);
-    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype, columns, nullptr};
+    return {workspace.take_rows(s.R, columns, args.x->dtype), args.x->dtype, columns, nullptr};
   }
 
   // h = x W_in + b_in;  a = act(h_gate) h_up, times the row's weight where it comes early.
@@ -98,18 +98,19 @@ using namespace anabranch;
 extern "C" {
 
 ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = Forward(*args, s, exec, nullptr).workspace.size();
-  return ok();
+  return report_workspace(Forward(*args, s, exec, nullptr).workspace.size(), bytes);
 }
 
 ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   Forward op(*args, s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
-  op.rows.fill(args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
+  op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
   op.up();
   op.down();
   return op.products.status();

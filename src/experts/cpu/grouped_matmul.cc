@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "anabranch/experts.h"
+#include "core/entry.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
 
@@ -24,8 +25,7 @@ template <class Args>
 ab_status workspace_of(const Args* args, const ab_exec* exec, size_t* bytes) {
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = GroupedMatmul(s, exec, nullptr).workspace.size();
-  return ok();
+  return report_workspace(GroupedMatmul(s, exec, nullptr).workspace.size(), bytes);
 }
 
 }  // namespace
@@ -36,15 +36,17 @@ using namespace anabranch;
 extern "C" {
 
 ab_status ab_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   return workspace_of(args, exec, bytes);
 }
 
 ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmul op(s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
-  op.rows.fill(args->group_sizes, nullptr, nullptr, 0, 0);
+  op.rows.fill(op.threads, args->group_sizes, nullptr, nullptr, 0, 0);
   multiply_grouped_rows(
       op.products, op.threads, op.rows,
       {matrix_of(args->x, 0, s.D), {args->w, args->transpose_w != 0}, matrix_of(args->y, 0, s.N), s.N, s.D});
@@ -52,15 +54,17 @@ ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* e
 }
 
 ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   return workspace_of(args, exec, bytes);
 }
 
 ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmul op(s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
-  op.rows.fill(args->group_sizes, nullptr, nullptr, 0, 0);
+  op.rows.fill(op.threads, args->group_sizes, nullptr, nullptr, 0, 0);
   weight_gradient(op.products, op.threads, op.rows, matrix_of(args->x, 0, s.D), s.D, matrix_of(args->d_y, 0, s.N), s.N,
                   args->accumulate != 0, args->d_w);
   return op.products.status();

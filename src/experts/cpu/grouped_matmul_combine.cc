@@ -2,6 +2,7 @@
 
 #include "anabranch/dispatch.h"
 #include "anabranch/experts.h"
+#include "core/entry.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
 
@@ -26,12 +27,8 @@ struct GroupedMatmulCombine {
         workspace(memory),
         rows(workspace, s.R, s.E, true, is_early()),
         products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)),
-        y{workspace.take_bytes(static_cast<size_t>(s.R * s.N * dtype_size(args.x->dtype))),
-          args.x->dtype,
-          2,
-          {s.R, s.N},
-          nullptr},
-        for_sum(exec == nullptr ? ab_exec{} : *exec) {}
+        y{workspace.take_rows(s.R, s.N, args.x->dtype), args.x->dtype, 2, {s.R, s.N}, nullptr},
+        for_sum(*exec) {}
 
   bool is_early() const { return args.weight_early != 0; }
 
@@ -41,6 +38,8 @@ struct GroupedMatmulCombine {
 
   // The sum's workspace is the rest of this one.
   ab_status take_workspace_of_sum() {
+    size_t bytes_before = 0;
+    AB_RETURN_IF_ERROR(report_workspace(workspace.size(), &bytes_before));  // [R, N] can be a tensor
     const void* rows_memory = y.data;
     if (rows_memory == nullptr) y.data = this;  // no memory yet: the question needs none
     const ab_combine_args combine = sum();
@@ -51,7 +50,7 @@ struct GroupedMatmulCombine {
   }
 
   ab_status run() {
-    rows.fill(args.group_sizes, args.slot_of_row, is_early() ? args.weights : nullptr, s.T, s.K);
+    rows.fill(threads, args.group_sizes, args.slot_of_row, is_early() ? args.weights : nullptr, s.T, s.K);
     multiply_grouped_rows(products, threads, rows,
                           {matrix_of(args.x, 0, s.D),
                            {args.w, args.transpose_w != 0},
@@ -76,15 +75,16 @@ extern "C" {
 
 ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args, const ab_exec* exec,
                                               size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmulCombine op(*args, s, exec, nullptr);
   AB_RETURN_IF_ERROR(op.take_workspace_of_sum());
-  *bytes = op.workspace.size();
-  return ok();
+  return report_workspace(op.workspace.size(), bytes);
 }
 
 ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmulCombine op(*args, s, exec, exec);

@@ -16,21 +16,25 @@ GroupedRows::GroupedRows(Workspace& workspace, int64_t num_rows, int64_t num_exp
   tiles = workspace.take<RowTile>(max_row_tiles(R, E));
 }
 
-void GroupedRows::fill(const ab_tensor* group_sizes, const ab_tensor* slot_of_row, const ab_tensor* weights, int64_t T,
-                       int64_t K) {
+void GroupedRows::fill(int threads, const ab_tensor* group_sizes, const ab_tensor* slot_of_row,
+                       const ab_tensor* weights, int64_t T, int64_t K) {
+  constexpr int64_t kRowsOfTask = 1 << 14;
   const int32_t* slots = data<const int32_t>(slot_of_row);
-  for (int64_t r = 0; slots != nullptr && r < R; ++r) {
-    const bool real = slots[r] >= 0 && slots[r] < T * K;
-    tokens[r] = real ? static_cast<int32_t>(slots[r] / K) : -1;
-  }
-  if (weights != nullptr) {
+  parallel_for(threads, (R + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
+    const int64_t begin = task * kRowsOfTask;
+    const int64_t end = std::min(begin + kRowsOfTask, R);
+    for (int64_t r = begin; slots != nullptr && r < end; ++r) {
+      const bool real = slots[r] >= 0 && slots[r] < T * K;
+      tokens[r] = real ? static_cast<int32_t>(slots[r] / K) : -1;
+    }
+    if (weights == nullptr) return;
     with_float_type(weights->dtype, [&]<class T_>(T_) {
       const T_* w = data<const T_>(weights);
-      for (int64_t r = 0; r < R; ++r) {
+      for (int64_t r = begin; r < end; ++r) {
         scale[r] = slots == nullptr ? to_float(w[r]) : tokens[r] < 0 ? 0.0f : to_float(w[slots[r]]);
       }
     });
-  }
+  });
   clip_groups(data<const int32_t>(group_sizes), tokens, R, E, groups);
   num_tiles = cut_tiles(groups, R, E, tiles);
 }

@@ -24,7 +24,8 @@ struct GroupedRows {
   GroupedRows(Workspace& workspace, int64_t num_rows, int64_t num_experts, bool by_slot, bool weighted);
 
   // Reads the device's data. With slot_of_row: row r is token slot / K if 0 <= slot < T K.
-  void fill(const ab_tensor* group_sizes, const ab_tensor* slot_of_row, const ab_tensor* weights, int64_t T, int64_t K);
+  void fill(int threads, const ab_tensor* group_sizes, const ab_tensor* slot_of_row, const ab_tensor* weights,
+            int64_t T, int64_t K);
 };
 
 // Threads for an operation of so many multiply-adds: small ones are faster on one.

@@ -4,6 +4,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/device.h"
 #include "core/cuda/launch.h"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
@@ -37,8 +38,7 @@ struct Backward {
   bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
 
   Floats row_buffer(bool wanted, int64_t columns) {
-    const int64_t bytes = wanted ? s.R * columns * dtype_size(args.x->dtype) : 0;
-    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype};
+    return {workspace.take_rows(wanted ? s.R : 0, columns, args.x->dtype), args.x->dtype};
   }
 
   size_t scratch_bytes() const {
@@ -175,15 +175,16 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec*,
+ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec* exec,
                                                 size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = cuda::Backward(*args, s, nullptr).workspace.size();
-  return ok();
+  return report_workspace(cuda::Backward(*args, s, nullptr).workspace.size(), bytes);
 }
 
 ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   const cuda::Backward op(*args, s, exec);

@@ -2,6 +2,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/device.h"
 #include "core/cuda/launch.h"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
@@ -25,10 +26,7 @@ struct Forward {
         workspace(memory),
         a(args.a != nullptr ? Floats(args.a) : row_buffer(s.F)) {}
 
-  Floats row_buffer(int64_t columns) {
-    const int64_t bytes = s.R * columns * dtype_size(args.x->dtype);
-    return {workspace.take_bytes(static_cast<size_t>(bytes)), args.x->dtype};
-  }
+  Floats row_buffer(int64_t columns) { return {workspace.take_rows(s.R, columns, args.x->dtype), args.x->dtype}; }
 
   Up up() const {
     Up up;
@@ -70,14 +68,16 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec* exec,
+                                               size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = cuda::Forward(*args, s, nullptr).workspace.size();
-  return ok();
+  return report_workspace(cuda::Forward(*args, s, nullptr).workspace.size(), bytes);
 }
 
 ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   const cuda::Forward op(*args, s, exec);

@@ -2,6 +2,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/device.h"
 #include "core/cuda/launch.h"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "experts/check.h"
 #include "experts/cuda/rows_product.h"
@@ -46,14 +47,15 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = 0;
-  return ok();
+  return report_workspace(0, bytes);
 }
 
 ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   int multiprocessors = 0;
@@ -61,14 +63,16 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   return cuda::compute_rows_product(cuda::rows_product(*args, s), multiprocessors, cuda::stream_of(exec));
 }
 
-ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec*, size_t* bytes) {
+ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,
+                                              size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = cuda::workspace_of(cuda::weight_gradient(*args, s));
-  return ok();
+  return report_workspace(cuda::workspace_of(cuda::weight_gradient(*args, s)), bytes);
 }
 
 ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   const cuda::WeightGradient gradient = cuda::weight_gradient(*args, s);

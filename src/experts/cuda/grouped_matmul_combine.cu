@@ -6,6 +6,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/device.h"
 #include "core/cuda/launch.h"
+#include "core/entry.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "dispatch/combine.h"
@@ -72,7 +73,7 @@ int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
   Workspace workspace;
-  workspace.take_bytes(static_cast<size_t>(s.R * chunk_of(args, s) * dtype_size(args.x->dtype)));
+  workspace.take_rows(s.R, chunk_of(args, s), args.x->dtype);
   return workspace.size();
 }
 
@@ -97,15 +98,16 @@ using namespace anabranch;
 
 extern "C" {
 
-ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args, const ab_exec*,
+ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args, const ab_exec* exec,
                                                    size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  *bytes = cuda::buffer_bytes(*args, s);
-  return ok();
+  return report_workspace(cuda::buffer_bytes(*args, s), bytes);
 }
 
 ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   const size_t bytes = cuda::buffer_bytes(*args, s);

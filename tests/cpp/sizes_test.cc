@@ -1,0 +1,156 @@
+// Sizes that no memory has: refused by the argument's name, whatever their products would wrap to.
+#include <gtest/gtest.h>
+
+#include "anabranch/balance.h"
+#include "anabranch/router.h"
+#include "dispatch_operands.h"
+#include "experts_operands.h"
+
+namespace anabranch::testing {
+namespace {
+
+constexpr int64_t kHuge = int64_t{1} << 62;
+
+// A view without memory: right for tensors without elements alone.
+ab_tensor no_memory(int32_t dtype, std::initializer_list<int64_t> shape) {
+  ab_tensor view{nullptr, dtype, static_cast<int32_t>(shape.size()), {}, nullptr};
+  std::copy(shape.begin(), shape.end(), view.shape);
+  return view;
+}
+
+TEST(Sizes, WhoseProductWrapsAreRefused) {
+  const Tensor<int32_t> row_of_slot({2, 1}, {0, 1});
+  const Tensor<int32_t> slot_of_row({4}, {0, 1, -1, -1});
+  const ab_tensor rows = no_memory(AB_FLOAT32, {4, kHuge});  // 2^66 bytes, which wrap to none
+  const ab_tensor tokens = no_memory(AB_FLOAT32, {2, kHuge});
+  const ab_combine_args combine{sizeof(combine), &rows, row_of_slot.view(), nullptr, &tokens, nullptr};
+  EXPECT_REFUSED(call(ab_combine, ab_combine_workspace, combine), AB_INVALID_ARGUMENT,
+                 "rows: got float32 [4, 4611686018427387904], expected axes whose product makes at most 2^56 bytes");
+  const ab_dispatch_args dispatch{sizeof(dispatch), &tokens, row_of_slot.view(), slot_of_row.view(), nullptr, &rows};
+  EXPECT_REFUSED(ab_dispatch(&dispatch, nullptr), AB_INVALID_ARGUMENT, "x: got float32 [2, 4611686018427387904]");
+
+  const ab_tensor square = no_memory(AB_FLOAT32, {int64_t{1} << 32, int64_t{1} << 32});
+  const ab_tensor sum = no_memory(AB_FLOAT32, {int64_t{1} << 32});
+  const ab_score_sum_args score_sum{sizeof(score_sum), &square, &sum};
+  EXPECT_REFUSED(call(ab_score_sum, ab_score_sum_workspace, score_sum), AB_INVALID_ARGUMENT, "scores: got float32");
+
+  const Tensor<int32_t> count(std::vector<int64_t>{}, std::vector<int32_t>{1});
+  const ab_load_balance_loss_args loss{sizeof(loss), 1, 1.0f, &square, &square, count.view(), nullptr, nullptr};
+  EXPECT_REFUSED(ab_load_balance_loss(&loss, nullptr), AB_INVALID_ARGUMENT, "score_sum: got float32");
+}
+
+TEST(Sizes, OfTensorsWithoutElementsAreBoundedToo) {
+  const ab_tensor x = no_memory(AB_FLOAT32, {0, kHuge});
+  const ab_tensor w = no_memory(AB_FLOAT32, {0, kHuge, 1});
+  const ab_tensor groups = no_memory(AB_INT32, {0});
+  const ab_tensor y = no_memory(AB_FLOAT32, {0, 1});
+  const ab_grouped_matmul_args args{sizeof(args), 0, &x, &w, &groups, &y};
+  EXPECT_REFUSED(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args), AB_INVALID_ARGUMENT, "x: got float32 [0,");
+
+  // Rows and sequences of nothing, of which a loop would see no end.
+  const ab_tensor none = no_memory(AB_FLOAT32, {0, 0});
+  const ab_tensor sequences = no_memory(AB_FLOAT32, {(int64_t{1} << 61) + 1, 0});
+  for (const auto& [scores, sum] : {std::pair{&none, &sequences}, std::pair{&sequences, &none}}) {
+    const ab_score_sum_args score_sum{sizeof(score_sum), scores, sum};
+    EXPECT_REFUSED(call(ab_score_sum, ab_score_sum_workspace, score_sum), AB_INVALID_ARGUMENT,
+                   "2305843009213693953, 0]");
+  }
+  const ab_tensor tall = no_memory(AB_FLOAT32, {int64_t{1} << 50, 0});
+  const ab_tensor columns = no_memory(AB_FLOAT32, {0});
+  const ab_score_sum_args score_sum{sizeof(score_sum), &tall, &columns};
+  EXPECT_OK(call(ab_score_sum, ab_score_sum_workspace, score_sum));
+}
+
+TEST(Sizes, OfAWorkspaceDoNotWrap) {
+  const int64_t R = int64_t{1} << 24;
+  const int64_t N = int64_t{1} << 38;
+  Tensor<int32_t> slot_of_row({R});
+  const ab_tensor x = no_memory(AB_FLOAT32, {R, 0});
+  const ab_tensor w = no_memory(AB_FLOAT32, {1, 0, N});
+  const Tensor<int32_t> groups({1}, std::vector<int32_t>{0});
+  const ab_tensor row_of_slot = no_memory(AB_INT32, {0, 1});
+  const ab_tensor out = no_memory(AB_FLOAT32, {0, N});
+  ab_grouped_matmul_combine_args args{};
+  args.size = sizeof(args);
+  args.x = &x;
+  args.w = &w;
+  args.group_sizes = groups.view();
+  args.slot_of_row = slot_of_row.view();
+  args.row_of_slot = &row_of_slot;
+  args.out = &out;
+  size_t bytes = 0;
+  EXPECT_REFUSED(ab_grouped_matmul_combine_workspace(&args, nullptr, &bytes), AB_UNSUPPORTED, "workspace: got sizes");
+  alignas(64) char some[64];
+  const ab_exec exec{sizeof(exec), 1, nullptr, some, SIZE_MAX};
+  EXPECT_REFUSED(ab_grouped_matmul_combine(&args, &exec), AB_UNSUPPORTED, "workspace: got sizes");
+}
+
+TEST(Sizes, OfSlotsDoNotWrap) {
+  const int64_t T = int64_t{1} << 50;
+  const ab_tensor x = no_memory(AB_FLOAT32, {T, 0});
+  const ab_tensor w_in = no_memory(AB_FLOAT32, {0, 0, 1, 1});
+  const ab_tensor w_out = no_memory(AB_FLOAT32, {0, 1, 0});
+  const ab_tensor none = no_memory(AB_INT32, {0});
+  const ab_tensor y = no_memory(AB_FLOAT32, {0, 0});
+  ab_expert_ffn_forward_args args{};
+  args.size = sizeof(args);
+  args.topk = 1 << 20;  // 2^70 slots
+  args.x = &x;
+  args.slot_of_row = args.group_sizes = &none;
+  args.w_in = &w_in;
+  args.w_out = &w_out;
+  args.y = &y;
+  EXPECT_REFUSED(call(ab_expert_ffn_forward, ab_expert_ffn_forward_workspace, args), AB_INVALID_ARGUMENT,
+                 "slot_of_row: got 1125899906842624 x 1048576 slots, expected fewer than 2^31");
+}
+
+TEST(Sizes, OfRowsWithoutColumnsCopyNothing) {
+  const Tensor<int32_t> row_of_slot({2, 1}, {0, 1});
+  const Tensor<int32_t> slot_of_row({2}, {0, 1});
+  const ab_tensor nothing = no_memory(AB_FLOAT32, {2, 0});
+  const Tensor<float> d_weights({2, 1});
+  ab_combine_backward_args args{};
+  args.size = sizeof(args);
+  args.d_out = args.rows = args.d_rows = &nothing;
+  args.row_of_slot = row_of_slot.view();
+  args.slot_of_row = slot_of_row.view();
+  args.d_weights = d_weights.view();
+  EXPECT_OK(ab_combine_backward(&args, nullptr));
+  EXPECT_EQ(d_weights.values(), (std::vector<float>{0, 0}));
+}
+
+TEST(Sizes, OfThreadsAreThoseOfAMachine) {
+  const int64_t T = 40000;
+  const Tensor<int32_t> experts({T, 1}, indices(T, 0, 3, 1));
+  const Plan plan(T, 1, 4, T);
+  const ab_plan_args args = plan_args(&experts, nullptr, 4, 0, plan);
+  for (const int32_t threads : {1 << 30, 1 << 29, kLargest, 4097, -1, -5, kLowest}) {
+    EXPECT_REFUSED(call(ab_plan, ab_plan_workspace, args, threads), AB_INVALID_ARGUMENT,
+                   ("exec: got num_threads " + std::to_string(threads) + ", expected 0 (the default) to 4096").c_str());
+  }
+  EXPECT_OK(call(ab_plan, ab_plan_workspace, args, 4096));
+}
+
+TEST(Sizes, OfAQueryNeedAPlace) {
+  const Tensor<float> scores({2, 3}, {1, 2, 3, 4, 5, 6});
+  const Tensor<float> sum({3});
+  const ab_score_sum_args args{sizeof(args), scores.view(), sum.view()};
+  EXPECT_REFUSED(ab_score_sum_workspace(&args, nullptr, nullptr), AB_INVALID_ARGUMENT, "bytes: got NULL");
+}
+
+// Lists of experts are as long as the next power of two.
+TEST(Sizes, OfExpertsHaveAPowerOfTwoAbove) {
+  const ab_tensor logits = no_memory(AB_FLOAT32, {0, kLargest});
+  const ab_tensor experts = no_memory(AB_INT32, {0, kLargest});
+  ab_router_forward_args args{};
+  args.size = sizeof(args);
+  args.topk = kLargest;
+  args.scaling_factor = 1.0f;
+  args.logits = &logits;
+  args.experts = &experts;
+  EXPECT_REFUSED(call(ab_router_forward, ab_router_forward_workspace, args), AB_INVALID_ARGUMENT,
+                 "logits: got 2147483647 experts, expected at most 2^30");
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -55,16 +55,19 @@ struct Choice {
   int warps = kMostWarps;
 };
 
+RouteVariants variants_of(const RouterForward& op, bool by_score) {
+  if (by_score) return biased_variants();
+  return op.score_function == AB_SOFTMAX ? softmax_variants() : elementwise_variants();
+}
+
 Choice choose(const RouterForward& op, const Selection& selection, bool* always_exact) {
   const bool by_score = selection.by_score && op.wants_selection;
-  const bool is_softmax = op.score_function == AB_SOFTMAX && !by_score;
-  const RouteVariants all = is_softmax ? softmax_variants() : scored_variants();
+  const RouteVariants all = variants_of(op, by_score);
   const bool few = op.T <= TokenTiles::kFewTokens;
   const RouteVariant* variant = few ? all.few : all.many;
   const RouteVariant* const end = variant + (few ? RouteVariants::kFew : RouteVariants::kMany);
   for (; variant != end; ++variant) {
     if (variant->lanes * variant->items < op.E) continue;
-    if (!is_softmax && !by_score && variant->items > kMostItemsByLogit) continue;
     int list = 0;
     while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list] == nullptr))
       ++list;

@@ -19,12 +19,8 @@
 
 namespace anabranch::cuda {
 
-// Softmax, by which experts are selected as by the logits; or whatever else there is: elementwise scores, selected by
-// the logits too, and any scores with a bias.
-enum class Mode { softmax, scored };
-// Kernels for scores with more items a lane select by scores alone: the row a second time would take too many
-// registers.
-constexpr int kMostItemsByLogit = 32;
+// What experts are selected by and how scores are computed. biased: by scores with a bias, whatever the function.
+enum class Mode { softmax, elementwise, biased };
 
 // The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
 struct RouteVariant {
@@ -49,7 +45,8 @@ struct RouteVariants {
   RouteVariant few[kFew];
 };
 RouteVariants softmax_variants();
-RouteVariants scored_variants();
+RouteVariants elementwise_variants();
+RouteVariants biased_variants();
 
 namespace {
 
@@ -134,7 +131,7 @@ template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
 __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
   using Rows = StagedRows<kLanes, kItems>;
-  constexpr bool kScored = kMode == Mode::scored;
+  constexpr bool kBiased = kMode == Mode::biased;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kBiasStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   constexpr bool kOneLane = kLanes == 1;
@@ -143,8 +140,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const RouterForward& op = call.op;
   const auto E = static_cast<unsigned>(op.E);
   const auto K = static_cast<unsigned>(op.K);
-  const bool exact_keys = !kScored && op.logits_dtype != AB_FLOAT32;  // of 32 bits: they hold value and expert
-  const bool is_softmax = !kScored || op.score_function == AB_SOFTMAX;
+  const bool exact_keys = !kBiased && op.logits_dtype != AB_FLOAT32;  // of 32 bits: they hold value and expert
+  const bool is_softmax = kMode == Mode::softmax || (kBiased && op.score_function == AB_SOFTMAX);
   let_next_kernel_start();
   begin_block(call, shared, [](int e) { return e / kItems * kBiasStride + e % kItems; });
 
@@ -160,12 +157,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
                   SharedArray<float>(memory + call.shared.values), 0, memory + call.shared.map};
   outputs.clear_map(kTokens);
 
-  const bool by_score = kScored && (kItems > kMostItemsByLogit || call.selection.by_score);
-  const bool selects = by_score || (op.wants_selection && !op.forced);
+  const bool selects = kBiased || (op.wants_selection && !op.forced);
   const bool auxiliary = op.score_sum != nullptr || op.aux_scores != nullptr;
-  const bool groups_by_score = kGrouped && !by_score && call.selection.groups_by_score;
+  const bool groups_by_score = kGrouped && !kBiased && call.selection.groups_by_score;
   // bfloat16 words of the filter that are the logits themselves
-  const bool words_are_logits = !kOneLane && !kScored && selects && op.logits_dtype == AB_BFLOAT16;
+  const bool words_are_logits = !kOneLane && !kBiased && selects && op.logits_dtype == AB_BFLOAT16;
   // Sums of the scores of the lane's experts over its tokens, in shared memory: registers are scarce.
   const auto for_sums = [&](auto&& each) {
     const unsigned sums = memory + call.shared.sums;
@@ -224,7 +220,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         maxima = filter.maxima();
       }
     };
-    if (!kScored && selects) {
+    if (!kBiased && selects) {
       take_row([&](int i) { return z[i]; });
       if (kGrouped && !groups_by_score) group.take_all(z);
     }
@@ -246,7 +242,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         const float power = softmax.power(z[i]);  // 0 past the last expert
-        if (!kScored) z[i] = power;
+        if (kMode == Mode::softmax) z[i] = power;
         sum += power;
       }
       sum = sum_lanes<kLanes>(sum);
@@ -257,14 +253,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
 
     // From here on z are powers or scores, where those of all experts are needed; times this factor, scores.
     const float score_factor = is_softmax ? softmax.factor : 1.0f;
-    const auto take_groups = [&] {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const float s = z[i] * score_factor;
-        group.take(s == 0.0f ? -INFINITY : s);  // 0 may stand for -inf
-      }
-    };
-    if constexpr (kScored) {
+    if constexpr (kBiased) {
       // q = -inf where z is: bits of `never`, looked for only where the sum of the row tells that there may be some.
       float total = 0.0f;
 #pragma unroll
@@ -278,31 +267,33 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
       if (is_softmax) {
 #pragma unroll
         for (int i = 0; i < kItems; ++i) z[i] = softmax.power(z[i]);
-      } else if (by_score || auxiliary || groups_by_score) {
+      } else {
         score_items(op.score_function, z);
       }
       float q[kItems];
-      if (by_score) {
 #pragma unroll
-        for (int i = 0; i < kItems; i += 4) {
-          const auto b = load_shared<float4>(bias.from(lane * kBiasStride + i).address());
-          q[i] = fmaf(z[i], score_factor, b.x);
-          q[i + 1] = fmaf(z[i + 1], score_factor, b.y);
-          q[i + 2] = fmaf(z[i + 2], score_factor, b.z);
-          q[i + 3] = fmaf(z[i + 3], score_factor, b.w);
-        }
-        if (any_never) {
-#pragma unroll
-          for (int i = 0; i < kItems; ++i) q[i] = (never >> i & 1) != 0 ? -INFINITY : q[i];
-        }
-        if constexpr (kGrouped) group.take_all(q);
-      } else {
-        rows.read(first_item, q);
-        if (groups_by_score) take_groups();
+      for (int i = 0; i < kItems; i += 4) {
+        const auto b = load_shared<float4>(bias.from(lane * kBiasStride + i).address());
+        q[i] = fmaf(z[i], score_factor, b.x);
+        q[i + 1] = fmaf(z[i + 1], score_factor, b.y);
+        q[i + 2] = fmaf(z[i + 2], score_factor, b.z);
+        q[i + 3] = fmaf(z[i + 3], score_factor, b.w);
       }
-      if (selects) take_row([&](int i) { return q[i]; });
-    } else if (groups_by_score) {
-      take_groups();
+      if (any_never) {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) q[i] = (never >> i & 1) != 0 ? -INFINITY : q[i];
+      }
+      take_row([&](int i) { return q[i]; });
+      if constexpr (kGrouped) group.take_all(q);
+    } else if (auxiliary || groups_by_score) {
+      if constexpr (kMode == Mode::elementwise) score_items(op.score_function, z);
+      if (groups_by_score) {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) {
+          const float s = z[i] * score_factor;
+          group.take(s == 0.0f ? -INFINITY : s);  // 0 may stand for -inf
+        }
+      }
     }
 
     // auxiliary scores
@@ -361,7 +352,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         __syncwarp();
         const auto value_of = [&](unsigned expert) {
           const float logit = logit_of(expert);
-          if (!by_score) return logit;
+          if constexpr (!kBiased) return logit;
           const float s = is_softmax ? softmax.power(logit) : elementwise_score(op.score_function, logit);
           const float q = fmaf(s, score_factor, bias[expert / kItems * kBiasStride + expert % kItems]);
           return logit == -INFINITY ? logit : q;

@@ -2,6 +2,6 @@
 
 namespace anabranch::cuda {
 
-RouteVariants scored_variants() { return variants<Mode::scored>(); }
+RouteVariants elementwise_variants() { return variants<Mode::elementwise>(); }
 
 }  // namespace anabranch::cuda

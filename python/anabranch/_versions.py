@@ -5,8 +5,8 @@ import platform
 
 #: Series, that is the first two numbers of a version, by package. Others are not refused: they may well work.
 TESTED = {
-    "python": ("3.11", "3.12"),
-    "jax": ("0.10", "0.12"),
+    "python": ("3.11", "3.12", "3.13"),
+    "jax": ("0.10", "0.11", "0.12"),
     "flax": ("0.12",),
     "numpy": ("2.4", "2.5"),
 }
@@ -35,7 +35,7 @@ def untested(versions: dict[str, str | None]) -> list[str]:
     """What to say of packages whose series is not in the table; those that are not installed are not looked at.
 
     >>> untested({"jax": "0.9.2", "flax": None, "numpy": "2.4.6"})
-    ['jax 0.9.2 was never tested, 0.10, 0.12 were']
+    ['jax 0.9.2 was never tested, 0.10, 0.11, 0.12 were']
     """
     return [
         f"{package} {version} was never tested, {', '.join(TESTED[package])} were"

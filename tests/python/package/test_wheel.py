@@ -53,7 +53,7 @@ def test_metadata(wheel):
 def test_contents(wheel):
     """All of the Python package, the headers, the libraries; nothing else, and no more than an index takes."""
     path, file = wheel
-    names = [name for name in file.namelist() if ".dist-info/" not in name]
+    names = [name for name in file.namelist() if ".dist-info/" not in name and not name.endswith("/")]
     sources = {
         f"anabranch/{source.relative_to(ROOT / 'python/anabranch')}" for source in ROOT.glob("python/anabranch/**/*.py")
     }

@@ -6,7 +6,7 @@ JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
-.PHONY: help demo test test-cpp test-sanitizers test-python test-gpu bench-gpu lint format bench wheel clean
+.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-gpu bench-gpu lint format bench wheel clean
 
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
@@ -15,6 +15,7 @@ help:
 	@echo "                ARGS='cpp python memcheck racecheck' for some steps"
 	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
 	@echo "                ARGS='--json out.json'; both: BUILD=folder PYTHON=python3 to use what is there already"
+	@echo "make fuzz    random calls of the C interface under the sanitizers; SECONDS=3600 SEED=1 for how long and which"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
 	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"
 	@echo "make wheel   sdist and wheel in dist/, audited, and used where there is no compiler; CUDA=OFF for the CPU alone"
@@ -30,10 +31,13 @@ test:
 	$(MAKE) --no-print-directory test-cpp test-sanitizers test-python
 
 # Each build folder: configure, build, run its tests.
-define cpp_tests
+define cpp_build
 	$(BIN)/cmake -S . -B build/$(1) -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DANABRANCH_TESTS=ON \
 	  -DANABRANCH_WERROR=ON $(2)
-	$(BIN)/cmake --build build/$(1) -j $(JOBS)
+	$(BIN)/cmake --build build/$(1) -j $(JOBS) $(3)
+endef
+define cpp_tests
+	$(call cpp_build,$(1),$(2))
 	cd build/$(1) && $(3) $(abspath $(BIN)/ctest) -j $(JOBS) --output-on-failure --no-tests=error $(4)
 endef
 
@@ -41,11 +45,23 @@ endef
 test-cpp:
 	$(call cpp_tests,tests,-DCMAKE_CUDA_ARCHITECTURES=90-real)
 
+ASAN = -DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=address$(comma)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
+
 test-sanitizers:
-	$(call cpp_tests,asan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=address$(comma)undefined \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo,UBSAN_OPTIONS=print_stacktrace=1)
-	$(call cpp_tests,tsan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=thread -DANABRANCH_OPENMP=OFF \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo,,-R Thread)
+	$(call cpp_tests,asan,$(ASAN),UBSAN_OPTIONS=print_stacktrace=1)
+	$(call fuzz,1)
+	$(call cpp_tests,tsan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=thread -DANABRANCH_OPENMP=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo,,-R Thread)
+
+# The fuzzer of the C interface; with the argument for its first seed, where SEED gives none.
+SECONDS = 60
+define fuzz
+	UBSAN_OPTIONS=print_stacktrace=1 build/asan/tests/fuzz/fuzz --seconds $(SECONDS) --seed $(or $(SEED),$(1))
+endef
+
+fuzz:
+	$(SETUP) test
+	$(call cpp_build,asan,$(ASAN),--target fuzz)
+	$(call fuzz,$(shell date +%s))
 
 # The installed wheel's library; of CUDA, where the wheel has none, what test-cpp has built.
 test-python:

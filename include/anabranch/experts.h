@@ -9,7 +9,8 @@
  * Floating-point tensors named x, w, y, h and their gradients have one dtype: float32, bfloat16 or float16; cotangents
  * (d_y, d_out) and weights of rows may have any of the three. Products accumulate in float32. bfloat16 runs on
  * bfloat16 instructions where the CPU has them (AVX-512-BF16 or AMX) and is converted to float32 tile by tile
- * elsewhere; the environment variable ANABRANCH_BF16 = native | convert overrides that choice. */
+ * elsewhere; the environment variable ANABRANCH_BF16 = native | convert overrides that choice, and is an error
+ * (AB_UNSUPPORTED) of every call with bfloat16 products where it asks for what is not there. */
 #ifndef ANABRANCH_EXPERTS_H_
 #define ANABRANCH_EXPERTS_H_
 

@@ -4,6 +4,7 @@
 #include "anabranch/types.h"
 #include "core/isa.h"
 #include "core/threads.h"
+#include "experts/gemm.h"
 
 #ifdef ANABRANCH_ONEDNN
 #include <dnnl.h>
@@ -24,8 +25,16 @@ void ab_describe(char* text, size_t size) {
 #else
   const char* threading = "std::thread";
 #endif
-  std::snprintf(text, size, "version=%s\nisa=%s\nthreads=%d\nthreading=%s\nonednn=%s\ncompiler=%s\n", ab_version(),
-                anabranch::isa_name(anabranch::isa()), anabranch::default_threads(), threading, onednn, __VERSION__);
+  char bf16[256] = "native";
+  const ab_status refusal = anabranch::check_bf16_products();
+  if (refusal.code != AB_OK) {
+    std::snprintf(bf16, sizeof(bf16), "refused, %.200s", refusal.message);
+  } else if (anabranch::bf16_products() == anabranch::Bf16Products::converted) {
+    std::snprintf(bf16, sizeof(bf16), "converted");
+  }
+  std::snprintf(text, size, "version=%s\nisa=%s\nbf16=%s\nthreads=%d\nthreading=%s\nonednn=%s\ncompiler=%s\n",
+                ab_version(), anabranch::isa_name(anabranch::isa()), bf16, anabranch::default_threads(), threading,
+                onednn, __VERSION__);
 }
 
 }  // extern "C"

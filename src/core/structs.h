@@ -18,11 +18,11 @@ namespace anabranch {
 template <class Struct>
 struct StructOf;
 
-#define AB_STRUCT(type, last_field)                                                           \
-  template <>                                                                                 \
-  struct StructOf<type> {                                                                     \
-    static constexpr const char* kName = #type;                                               \
-    static constexpr size_t kOldest = offsetof(type, last_field) + sizeof(type{}.last_field); \
+#define AB_STRUCT(type, last_field)                                                                    \
+  template <>                                                                                          \
+  struct StructOf<type> {                                                                              \
+    static constexpr const char* kName = #type;                                                        \
+    static constexpr size_t kOldest = offsetof(type, last_field) + sizeof(decltype(type::last_field)); \
   }
 
 AB_STRUCT(ab_exec, workspace_size);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <span>
 
 namespace anabranch {
 namespace {
@@ -38,13 +39,19 @@ class Text {
   size_t size_ = 0;
 };
 
+// The sizes of its axes, as many as there can be.
+std::span<const int64_t> axes(const ab_tensor& tensor) {
+  return {tensor.shape, static_cast<size_t>(std::clamp(tensor.rank, 0, AB_MAX_RANK))};
+}
+
 Text shape_text(const ab_tensor& tensor) {
   Text text;
-  text.add("[");
-  for (int32_t i = 0; i < tensor.rank && i < AB_MAX_RANK; ++i) {
-    text.add("%s%lld", i > 0 ? ", " : "", static_cast<long long>(tensor.shape[i]));
+  const char* before = "[";
+  for (const int64_t size : axes(tensor)) {
+    text.add("%s%lld", before, static_cast<long long>(size));
+    before = ", ";
   }
-  text.add("]");
+  text.add(axes(tensor).empty() ? "[]" : "]");
   if (tensor.rank < 0 || tensor.rank > AB_MAX_RANK) text.add(" of rank %d", tensor.rank);
   return text;
 }
@@ -77,26 +84,26 @@ bool has_shape(const ab_tensor& tensor, std::initializer_list<Axis> shape) {
   return true;
 }
 
-// The bytes of a tensor whose shape has been checked, an axis of no element counted as 1; false: too many.
+// Whether the bytes of a tensor, an axis of no element counted as 1, are those of some memory.
 bool fits_memory(const ab_tensor& tensor) {
   int64_t bytes = dtype_size(tensor.dtype);
-  for (int32_t i = 0; i < tensor.rank; ++i) {
-    if (__builtin_mul_overflow(bytes, std::max<int64_t>(tensor.shape[i], 1), &bytes) || bytes > kMostBytes)
-      return false;
+  for (const int64_t size : axes(tensor)) {
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes) || bytes > kMostBytes) return false;
   }
   return true;
 }
 
 bool is_empty(const ab_tensor& tensor) {
-  return std::find(tensor.shape, tensor.shape + tensor.rank, 0) != tensor.shape + tensor.rank;
+  return std::ranges::any_of(axes(tensor), [](int64_t size) { return size == 0; });
 }
 
 bool is_contiguous(const ab_tensor& tensor) {
   if (tensor.strides == nullptr) return true;
+  const std::span<const int64_t> sizes = axes(tensor);
   int64_t stride = 1;
-  for (int32_t i = tensor.rank - 1; i >= 0; --i) {
-    if (tensor.shape[i] != 1 && tensor.strides[i] != stride) return false;
-    stride *= tensor.shape[i];
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (sizes[i] != 1 && tensor.strides[i] != stride) return false;
+    stride *= sizes[i];
   }
   return true;
 }

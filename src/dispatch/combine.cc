@@ -8,12 +8,16 @@
 namespace anabranch {
 namespace {
 
-// Rows and weights of one token's slots that have a row; one of it a thread.
+// Rows and weights of one token's slots that have a row; one of it a thread, in cache lines of its own: they are
+// written for every token.
 struct TokenRows {
   int32_t* index;
   float* weights;
 
-  static size_t bytes(int64_t K) { return static_cast<size_t>(K) * (sizeof(int32_t) + sizeof(float)); }
+  static size_t bytes(int64_t K) {
+    constexpr size_t kCacheLine = 64;
+    return (static_cast<size_t>(K) * (sizeof(int32_t) + sizeof(float)) + kCacheLine - 1) / kCacheLine * kCacheLine;
+  }
   TokenRows(void* workspace, int64_t K, int thread)
       : index(reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + static_cast<size_t>(thread) * bytes(K))),
         weights(reinterpret_cast<float*>(index + K)) {}

@@ -152,5 +152,16 @@ TEST(Sizes, OfExpertsHaveAPowerOfTwoAbove) {
                  "logits: got 2147483647 experts, expected at most 2^30");
 }
 
+// Threads write the rows and weights of a token at every token: in cache lines of their own.
+TEST(Sizes, OfCombineKeepThreadsApart) {
+  const Tensor<float> rows({4, 8}), out({2, 8});
+  const Tensor<int32_t> row_of_slot({2, 2});
+  const ab_combine_args args{sizeof(args), rows.view(), row_of_slot.view(), nullptr, out.view(), nullptr};
+  const ab_exec exec{sizeof(exec), 8, nullptr, nullptr, 0};
+  size_t bytes = 0;
+  EXPECT_OK(ab_combine_workspace(&args, &exec, &bytes));
+  EXPECT_EQ(bytes, 8u * 64);
+}
+
 }  // namespace
 }  // namespace anabranch::testing

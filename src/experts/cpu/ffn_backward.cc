@@ -150,6 +150,7 @@ ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const 
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(Products::check(args->x->dtype, args->x->dtype));
   Backward op(*args, s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);

@@ -1,13 +1,17 @@
 #include "experts/cpu/gemm.h"
 
-#ifdef ANABRANCH_ONEDNN
-
 #include <cstdlib>
 #include <cstring>
-#include <dnnl.hpp>
-#include <unordered_map>
 
 #include "core/isa.h"
+
+#ifdef ANABRANCH_ONEDNN
+
+#include <dnnl_debug.h>
+#include <dnnl.hpp>
+#include <exception>
+#include <new>
+#include <unordered_map>
 
 // oneDNN's threads are OpenMP's, also in a build whose own threads are not.
 extern "C" {
@@ -116,11 +120,7 @@ struct ThreadState {
   }
 };
 
-bool chooses_bf16() {
-  if (const char* wanted = std::getenv("ANABRANCH_BF16")) {
-    if (std::strcmp(wanted, "native") == 0) return true;
-    if (std::strcmp(wanted, "convert") == 0) return false;
-  }
+bool has_bf16() {
 #if defined(__x86_64__)
   const auto has = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
   const auto needed = static_cast<unsigned>(dnnl::cpu_isa::avx512_core_bf16);
@@ -132,29 +132,36 @@ bool chooses_bf16() {
 
 }  // namespace
 
-bool multiplies_bf16() {
-  static const bool native = chooses_bf16();
-  return native;
-}
-
-bool gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
+int gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
   const SingleThreaded single;
   return dnnl_sgemm(s.transpose_a ? 'T' : 'N', s.transpose_b ? 'T' : 'N', s.m, s.n, s.k, 1.0f, a, s.lda, b, s.ldb,
-                    s.accumulate ? 1.0f : 0.0f, c, s.ldc) == dnnl_success;
+                    s.accumulate ? 1.0f : 0.0f, c, s.ldc);
 }
 
-bool gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c) {
+int gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c) {
   const SingleThreaded single;
   try {
     thread_local ThreadState state;
     if (state.products.size() >= ThreadState::kMaxShapes) state.products.clear();
     Bf16Product& product = state.products.try_emplace(shape, shape).first->second;
-    if (!state.reserve(product.scratchpad_size())) return false;
+    if (!state.reserve(product.scratchpad_size())) return dnnl_out_of_memory;
     product.run(state.stream, a, b, c, state.scratchpad);
-    return true;
+    return dnnl_success;
+  } catch (const dnnl::error& failure) {
+    return failure.status;
+  } catch (const std::bad_alloc&) {
+    return dnnl_out_of_memory;
   } catch (const std::exception&) {
-    return false;
+    return dnnl_runtime_error;
   }
+}
+
+ab_status gemm_error(int failure) {
+  if (failure == dnnl_out_of_memory) {
+    return error(AB_OUT_OF_MEMORY, "oneDNN: a matrix product failed, expected memory for its packed operands");
+  }
+  return error(failure == dnnl_unimplemented ? AB_UNSUPPORTED : AB_INTERNAL, "oneDNN: a matrix product failed: %s",
+               dnnl_status2str(static_cast<dnnl_status_t>(failure)));
 }
 
 }  // namespace anabranch
@@ -164,17 +171,55 @@ bool gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c) {
 #include "experts/cpu/kernels.h"
 
 namespace anabranch {
+namespace {
 
-bool multiplies_bf16() { return false; }
+bool has_bf16() { return false; }
 
-bool gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
+}  // namespace
+
+int gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
   AB_SELECT_ISA(kExperts).multiply(s.transpose_a, s.transpose_b, s.m, s.n, s.k, a, s.lda, b, s.ldb, s.accumulate, c,
                                    s.ldc);
-  return true;
+  return 0;
 }
 
-bool gemm_bf16(const GemmShape&, const void*, const void*, void*) { return false; }
+int gemm_bf16(const GemmShape&, const void*, const void*, void*) { return 1; }  // not called: has_bf16()
+
+ab_status gemm_error(int failure) { return error(AB_INTERNAL, "matrix product: got failure %d", failure); }
 
 }  // namespace anabranch
 
 #endif
+
+namespace anabranch {
+namespace {
+
+const char* wanted_bf16() {
+  const char* wanted = std::getenv("ANABRANCH_BF16");
+  return wanted == nullptr ? "" : wanted;
+}
+
+Bf16Products choose_bf16() {
+  const char* wanted = wanted_bf16();
+  if (std::strcmp(wanted, "convert") == 0) return Bf16Products::converted;
+  if (std::strcmp(wanted, "native") == 0) return has_bf16() ? Bf16Products::native : Bf16Products::refused;
+  if (wanted[0] != '\0') return Bf16Products::refused;
+  return has_bf16() ? Bf16Products::native : Bf16Products::converted;
+}
+
+}  // namespace
+
+Bf16Products bf16_products() {
+  static const Bf16Products chosen = choose_bf16();
+  return chosen;
+}
+
+ab_status check_bf16_products() {
+  if (bf16_products() != Bf16Products::refused) return ok();
+  return error(AB_UNSUPPORTED, "ANABRANCH_BF16: got %s, expected %s", wanted_bf16(),
+               std::strcmp(wanted_bf16(), "native") == 0
+                   ? "convert or nothing, since there are no bfloat16 products here (isa, oneDNN or CPU)"
+                   : "native, convert or nothing");
+}
+
+}  // namespace anabranch

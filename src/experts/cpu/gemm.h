@@ -3,11 +3,18 @@
 
 #include <cstdint>
 
+#include "core/status.h"
+
 namespace anabranch {
 
-// Whether bfloat16 operands are multiplied as they are: oneDNN has instructions for it on this CPU, or
-// ANABRANCH_BF16=native asks for it. Otherwise they are converted to float32 first.
-bool multiplies_bf16();
+// What becomes of bfloat16 operands: multiplied as they are, where oneDNN has instructions for it on this CPU, or
+// converted to float32 first. ANABRANCH_BF16 = native or convert overrules the choice; refused where it asks for what
+// is not there, or for something else.
+enum class Bf16Products { native, converted, refused };
+Bf16Products bf16_products();
+
+// Unsupported where bfloat16 products are refused.
+ab_status check_bf16_products();
 
 // Shape of C (+)= op(A) op(B), row-major: op(A) [m, k], op(B) [k, n], C [m, n], float32 or (of bfloat16 operands, not
 // accumulated) rounded to bfloat16; lda, ldb, ldc: elements from one stored row to the next.
@@ -26,8 +33,9 @@ struct GemmShape {
   bool operator==(const GemmShape&) const = default;
 };
 
-// Both return false when oneDNN fails (no memory).
-bool gemm_f32(const GemmShape& shape, const float* a, const float* b, float* c);
-bool gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c);
+// Both return 0, or oneDNN's status where it fails, whose meaning gemm_error tells.
+int gemm_f32(const GemmShape& shape, const float* a, const float* b, float* c);
+int gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c);
+ab_status gemm_error(int failure);
 
 }  // namespace anabranch

@@ -44,6 +44,7 @@ ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* e
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(Products::check(args->x->dtype, args->w->dtype));
   GroupedMatmul op(s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, nullptr, nullptr, 0, 0);
@@ -62,6 +63,7 @@ ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_e
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(Products::check(args->x->dtype, args->d_y->dtype));
   GroupedMatmul op(s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, nullptr, nullptr, 0, 0);

@@ -87,6 +87,7 @@ ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, 
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(Products::check(args->x->dtype, args->x->dtype));
   GroupedMatmulCombine op(*args, s, exec, exec);
   AB_RETURN_IF_ERROR(op.take_workspace_of_sum());
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));

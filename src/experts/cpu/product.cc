@@ -24,7 +24,7 @@ bool aliases(const Matrix& b, bool transposed) { return !transposed && b.stride 
 
 // Whether both factors are multiplied as bfloat16, in sums of depth_of terms.
 bool as_bf16(const Matrix& a, const Matrix& b) {
-  return a.dtype == AB_BFLOAT16 && b.dtype == AB_BFLOAT16 && multiplies_bf16();
+  return a.dtype == AB_BFLOAT16 && b.dtype == AB_BFLOAT16 && bf16_products() == Bf16Products::native;
 }
 constexpr int64_t kBf16Depth = 2 * kTileDepth;
 
@@ -114,10 +114,10 @@ void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span
       shape.ldc = rhs.c.stride;
       shape.c_is_bf16 = rhs.c.dtype == AB_BFLOAT16;
       shape.accumulate = begin > 0 || rhs.adds;
-      const bool done = bf16 ? gemm_bf16(shape, a_block.data, b_block.data, rhs.c.data)
-                             : gemm_f32(shape, static_cast<const float*>(a_block.data),
-                                        static_cast<const float*>(b_block.data), static_cast<float*>(rhs.c.data));
-      if (!done) failed_.store(true, std::memory_order_relaxed);
+      const int failure = bf16 ? gemm_bf16(shape, a_block.data, b_block.data, rhs.c.data)
+                               : gemm_f32(shape, static_cast<const float*>(a_block.data),
+                                          static_cast<const float*>(b_block.data), static_cast<float*>(rhs.c.data));
+      if (failure != 0) failure_.store(failure, std::memory_order_relaxed);
     }
   }
 }
@@ -126,11 +126,13 @@ bool Products::can_write(int32_t dtype, const Matrix& a, const Matrix& b, int64_
   return dtype == AB_FLOAT32 || (dtype == AB_BFLOAT16 && as_bf16(a, b) && k <= kBf16Depth);
 }
 
+ab_status Products::check(int32_t a_dtype, int32_t b_dtype) {
+  return a_dtype == AB_BFLOAT16 && b_dtype == AB_BFLOAT16 ? check_bf16_products() : ok();
+}
+
 ab_status Products::status() const {
-  if (failed_.load(std::memory_order_relaxed)) {
-    return error(AB_OUT_OF_MEMORY, "oneDNN: a matrix product failed, expected memory for its packed operands");
-  }
-  return ok();
+  const int failure = failure_.load(std::memory_order_relaxed);
+  return failure == 0 ? ok() : gemm_error(failure);
 }
 
 }  // namespace anabranch

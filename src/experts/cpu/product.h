@@ -47,7 +47,10 @@ class Products {
   // Whether a product of k terms of a and b can be rounded to `dtype` where it is computed.
   static bool can_write(int32_t dtype, const Matrix& a, const Matrix& b, int64_t k);
 
-  // Out of memory if a product has failed.
+  // Unsupported where products of these two dtypes would need instructions that were asked for and are not there.
+  static ab_status check(int32_t a_dtype, int32_t b_dtype);
+
+  // An error if a product has failed.
   ab_status status() const;
 
  private:
@@ -59,7 +62,7 @@ class Products {
   int64_t b_bytes_;
   int64_t c_bytes_;
   char* memory_;
-  std::atomic<bool> failed_{false};
+  std::atomic<int> failure_{0};  // oneDNN's status of a product that failed
 };
 
 }  // namespace anabranch

@@ -9,14 +9,47 @@ import pytest
 
 TESTS = pathlib.Path(__file__).parent
 
+REFUSED = """
+import jax.numpy as jnp
+from anabranch.jax import grouped_matmul
 
-@pytest.mark.parametrize(("isa", "bf16"), [("baseline", "convert"), ("avx2", "convert"), ("avx512", "native")])
-def test_variant(isa, bf16):
+def multiply(dtype):
+    return grouped_matmul(jnp.ones((2, 2), dtype), jnp.ones((1, 2, 2), dtype), jnp.array([2]))
+
+assert multiply(jnp.float32).tolist() == [[2, 2], [2, 2]]
+multiply(jnp.bfloat16).block_until_ready()
+"""
+
+
+def run(isa, bf16, *arguments):
+    """Python with arguments, in a process of its own: the library reads its environment once."""
     environment = dict(os.environ, ANABRANCH_ISA=isa, ANABRANCH_BF16=bf16)
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def bf16_products(isa, bf16):
+    """How the library says that bfloat16 is multiplied on this machine."""
+    result = run(isa, bf16, "-c", "from anabranch import _library; print(_library.describe()['bf16'])")
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("isa", "bf16"), [("baseline", "convert"), ("avx2", "convert"), ("avx2", "native"), ("avx512", "native")]
+)
+def test_variant(isa, bf16):
+    """Native products are those of a machine that has them (never of AVX2); elsewhere to ask for them is an error."""
+    products = bf16_products(isa, bf16)
+    if bf16 == "native" and (isa == "avx2" or products != "native"):
+        assert products.startswith("refused, ANABRANCH_BF16: got native, expected convert or nothing"), products
+        result = run(isa, bf16, "-c", REFUSED)
+        assert result.returncode == 1, result.stderr[-4000:]
+        assert "ANABRANCH_BF16: got native, expected convert or nothing" in result.stderr, result.stderr[-4000:]
+        assert "AssertionError" not in result.stderr, result.stderr[-4000:]
+        return
+    assert products == {"convert": "converted", "native": "native"}[bf16]
     selected = "uneven_groups or large_arguments"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    result = subprocess.run(
-        [*command, str(TESTS / "test_expert_ffn.py"), "-k", selected, "-m", "not gpu"],
-        env=environment, capture_output=True, text=True, check=False,
+    result = run(
+        isa, bf16, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
+        str(TESTS / "test_expert_ffn.py"), "-k", selected, "-m", "not gpu",
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-4000:]

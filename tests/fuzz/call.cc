@@ -1,0 +1,199 @@
+#include "call.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+
+namespace anabranch::fuzz {
+namespace {
+
+int64_t element_size(int32_t dtype) {
+  switch (dtype) {
+    case AB_BOOL:
+    case AB_UINT8: return 1;
+    case AB_INT16:
+    case AB_FLOAT16:
+    case AB_BFLOAT16: return 2;
+    case AB_INT64: return 8;
+    default: return 4;
+  }
+}
+
+bool has_rank(const ab_tensor& view) { return view.rank >= 0 && view.rank <= AB_MAX_RANK; }
+
+void fill_garbage(char* to, size_t bytes, uint64_t seed) {
+  Random random(seed);
+  for (size_t i = 0; i < bytes; i += sizeof(uint64_t)) {
+    const uint64_t word = random.bits();
+    std::memcpy(to + i, &word, std::min(sizeof(word), bytes - i));
+  }
+}
+
+template <class T>
+void put(char* to, T value) {
+  std::memcpy(to, &value, sizeof(value));
+}
+
+uint16_t float16_bits(Random& random, bool special) {
+  if (special) return static_cast<uint16_t>(random.bits());
+  return static_cast<uint16_t>(random.between(0x2c00, 0x4400) | (random.chance(0.5) ? 0x8000 : 0));  // 2^-4 to 4
+}
+
+float float32_value(Random& random, bool special) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  if (special) {
+    return random.one_of({std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity, 0.0f, -0.0f, 1e-42f, -3e38f,
+                          88.0f, -88.0f, -1e4f});
+  }
+  return static_cast<float>(random.between(-4096, 4096)) / 1024.0f;
+}
+
+int64_t index_value(Random& random, int64_t limit, bool special) {
+  if (!special) return random.between(-1, std::max<int64_t>(limit, 0));
+  return random.one_of<int64_t>({INT32_MIN, INT32_MAX, -2, limit + 1, static_cast<int32_t>(random.bits())});
+}
+
+void fill_values(Random& random, const Operand& operand, std::vector<char>* content) {
+  const double specials = random.chance(0.2) ? 0.1 : 0.0;
+  const int64_t size = element_size(operand.view.dtype);
+  for (size_t i = 0; i + static_cast<size_t>(size) <= content->size(); i += static_cast<size_t>(size)) {
+    char* to = content->data() + i;
+    const bool special = specials > 0 && random.chance(specials);
+    switch (operand.view.dtype) {
+      case AB_FLOAT32: put(to, float32_value(random, special)); break;
+      case AB_BFLOAT16: {
+        const float value = float32_value(random, special);
+        std::memcpy(to, reinterpret_cast<const char*>(&value) + 2, 2);
+        break;
+      }
+      case AB_FLOAT16: put(to, float16_bits(random, special)); break;
+      case AB_INT64: put(to, index_value(random, operand.limit, special)); break;
+      case AB_INT32: put(to, static_cast<int32_t>(index_value(random, operand.limit, special))); break;
+      case AB_INT16: put(to, static_cast<int16_t>(index_value(random, operand.limit, special))); break;
+      case AB_BOOL: *to = random.chance(0.5) ? 1 : 0; break;
+      default: *to = static_cast<char>(random.bits()); break;
+    }
+  }
+}
+
+}  // namespace
+
+bool has_elements(const ab_tensor& view) {
+  return has_rank(view) && std::find(view.shape, view.shape + view.rank, 0) == view.shape + view.rank;
+}
+
+int64_t small_bytes(const ab_tensor& view) {
+  constexpr int64_t kMost = 1 << 23;
+  if (!has_rank(view)) return -1;
+  if (!has_elements(view)) return 0;
+  int64_t bytes = element_size(view.dtype);
+  for (int32_t i = 0; i < view.rank; ++i) {
+    if (view.shape[i] < 0 || view.shape[i] > kMost || bytes * view.shape[i] > kMost) return -1;
+    bytes *= view.shape[i];
+  }
+  return bytes;
+}
+
+Operand& Call::input(const char* name, const ab_tensor** field, int32_t dtype, std::vector<int64_t> shape,
+                     int64_t limit) {
+  Operand& operand = operands.emplace_back();
+  operand.name = name;
+  operand.field = field;
+  operand.limit = limit;
+  operand.view.dtype = dtype;
+  operand.view.rank = static_cast<int32_t>(shape.size());
+  std::copy(shape.begin(), shape.end(), operand.view.shape);
+  *field = &operand.view;
+  return operand;
+}
+
+Operand& Call::output(const char* name, const ab_tensor** field, int32_t dtype, std::vector<int64_t> shape) {
+  Operand& operand = input(name, field, dtype, std::move(shape));
+  operand.output = true;
+  return operand;
+}
+
+std::vector<char> Call::args() const {
+  constexpr size_t kMostOfAStruct = 4096;
+  const size_t claimed = *reinterpret_cast<const size_t*>(args_.data());
+  std::vector<char> bytes(std::clamp(claimed, sizeof(size_t), kMostOfAStruct), 0);
+  std::memcpy(bytes.data(), args_.data(), std::min(bytes.size(), args_size));
+  return bytes;
+}
+
+void Call::allocate(Random& random) {
+  for (Operand& operand : operands) {
+    if (mutated) operand.in = nullptr;  // the two may no longer go together
+    if (operand.in != nullptr) {
+      operand.view.data = operand.in->view.data;
+      continue;
+    }
+    const int64_t bytes = small_bytes(operand.view);
+    if (bytes < 0 || (bytes == 0 && random.chance(0.5))) continue;
+    operand.memory.reset(static_cast<char*>(std::malloc(static_cast<size_t>(bytes))));
+    operand.view.data = operand.memory.get();
+    operand.content.resize(static_cast<size_t>(bytes));
+    if (!operand.output || operand.is_kept()) fill_values(random, operand, &operand.content);
+  }
+}
+
+void Call::reset(uint64_t garbage) {
+  for (Operand& operand : operands) {
+    if (operand.content.empty()) continue;
+    if (operand.output && !operand.is_kept()) {
+      fill_garbage(operand.memory.get(), operand.content.size(), garbage);
+    } else {
+      std::memcpy(operand.memory.get(), operand.content.data(), operand.content.size());
+    }
+  }
+}
+
+const Operand* Call::changed_input() const {
+  for (const Operand& operand : operands) {
+    const bool taken_over = std::any_of(operands.begin(), operands.end(),
+                                        [&](const Operand& other) { return other.in == &operand && other.is_given(); });
+    if (operand.output || taken_over || operand.content.empty()) continue;
+    if (std::memcmp(operand.memory.get(), operand.content.data(), operand.content.size()) != 0) return &operand;
+  }
+  return nullptr;
+}
+
+const Operand* Call::written_output(uint64_t garbage) const {
+  std::vector<char> expected;
+  for (const Operand& operand : operands) {
+    if (!operand.output || operand.content.empty()) continue;
+    expected = operand.content;
+    if (!operand.is_kept()) fill_garbage(expected.data(), expected.size(), garbage);
+    if (std::memcmp(operand.memory.get(), expected.data(), expected.size()) != 0) return &operand;
+  }
+  return nullptr;
+}
+
+std::vector<std::vector<char>> Call::results() const {
+  std::vector<std::vector<char>> results;
+  for (const Operand& operand : operands) {
+    if (!operand.is_compared()) continue;
+    const Operand& owner = operand.in == nullptr ? operand : *operand.in;
+    results.emplace_back(owner.memory.get(), owner.memory.get() + owner.content.size());
+  }
+  return results;
+}
+
+std::string Call::text() const {
+  std::string text = operation->name;
+  for (const Operand& operand : operands) {
+    if (!operand.is_given()) continue;
+    text += "\n  " + operand.name + ": dtype " + std::to_string(operand.view.dtype) + " rank " +
+            std::to_string(operand.view.rank) + " [";
+    for (int32_t i = 0; i < operand.view.rank && i < AB_MAX_RANK; ++i) {
+      text += (i > 0 ? ", " : "") + std::to_string(operand.view.shape[i]);
+    }
+    text += std::string("]") + (operand.view.data == nullptr ? " data NULL" : "") +
+            (operand.view.strides == nullptr ? "" : " strides");
+  }
+  for (const auto& [name, value] : options) text += std::string("\n  ") + name + " " + std::to_string(*value);
+  for (const auto& [name, value] : numbers) text += std::string("\n  ") + name + " " + std::to_string(*value);
+  return text + "\n  size " + std::to_string(*reinterpret_cast<const size_t*>(args_.data()));
+}
+
+}  // namespace anabranch::fuzz

@@ -1,0 +1,103 @@
+// One call of the C interface: its struct, its tensors and their memory, exactly as large as the shapes say.
+#pragma once
+
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "anabranch/types.h"
+#include "random.h"
+
+namespace anabranch::fuzz {
+
+struct Operand {
+  std::string name;
+  const ab_tensor** field = nullptr;  // of the struct, which names it or is NULL
+  ab_tensor view{};
+  bool output = false;
+  const int32_t* skips = nullptr;  // an option that, if 1, leaves some elements to chance
+  std::function<bool()> is_read;   // of an output, as the options are: whether what stands there matters
+  int64_t limit = 0;               // indices are about [-1, limit]
+  const Operand* in = nullptr;     // the operand whose memory it shares
+  std::vector<int64_t> strides;    // where there are any
+
+  std::unique_ptr<char, void (*)(void*)> memory{nullptr, std::free};
+  std::vector<char> content;  // what an input holds, and an output that is kept
+
+  bool is_given() const { return *field == &view; }
+  bool is_compared() const { return output && is_given() && (skips == nullptr || *skips == 0); }
+  bool is_kept() const { return is_read && is_read(); }
+};
+
+struct Operation;
+
+class Call {
+ public:
+  template <class Args>
+  Args* start(const Operation& what) {
+    operation = &what;
+    args_.assign(sizeof(Args) / sizeof(uint64_t) + 1, 0);
+    args_size = sizeof(Args);
+    Args* args = reinterpret_cast<Args*>(args_.data());
+    args->size = sizeof(Args);
+    return args;
+  }
+
+  Operand& input(const char* name, const ab_tensor** field, int32_t dtype, std::vector<int64_t> shape,
+                 int64_t limit = 0);
+  Operand& output(const char* name, const ab_tensor** field, int32_t dtype, std::vector<int64_t> shape);
+
+  // The size that the struct claims.
+  size_t& size() { return *reinterpret_cast<size_t*>(args_.data()); }
+
+  // The struct in memory of the size that it claims.
+  std::vector<char> args() const;
+
+  // Memory and content for every tensor.
+  void allocate(Random& random);
+
+  // Inputs as they were, garbage in outputs.
+  void reset(uint64_t garbage);
+
+  // The first input that is no longer what it was; nullptr: none.
+  const Operand* changed_input() const;
+  // The first output that is no longer the garbage.
+  const Operand* written_output(uint64_t garbage) const;
+  // The bytes of all outputs that can be compared.
+  std::vector<std::vector<char>> results() const;
+
+  std::string text() const;
+
+  const Operation* operation = nullptr;
+  size_t args_size = 0;
+  std::deque<Operand> operands;
+  std::vector<std::pair<const char*, int32_t*>> options;
+  std::vector<std::pair<const char*, float*>> numbers;
+  bool mutated = false;
+
+ private:
+  std::vector<uint64_t> args_;
+};
+
+// The bytes of the elements that a view says it has; -1: more than 8 MiB, or no number.
+int64_t small_bytes(const ab_tensor& view);
+bool has_elements(const ab_tensor& view);
+
+struct Operation {
+  const char* name;
+  const char* args_name;
+  void (*make)(const Operation&, Random&, Call*);  // a call that must succeed
+  ab_status (*run)(const void* args, const ab_exec* exec);
+  ab_status (*query)(const void* args, const ab_exec* exec, size_t* bytes);  // or nullptr
+};
+
+// All of them: operations.cc.
+extern const std::vector<Operation> kOperations;
+
+// Breaks something, or not.
+void mutate(Random& random, Call* call);
+
+}  // namespace anabranch::fuzz

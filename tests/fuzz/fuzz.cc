@@ -1,0 +1,316 @@
+// Random calls of the C interface, right and wrong ones, for builds with AddressSanitizer and UBSan.
+//
+// What must hold of every call:
+// - nothing outside a tensor or the workspace is touched, nothing is undefined (the sanitizers), nothing hangs;
+// - a call that breaks no rule is served, and again, with other garbage in outputs and workspace and other numbers of
+//   threads, with the same bits;
+// - a call that is refused has written nothing, and its message begins with the name of an argument;
+// - the query for the workspace agrees with the call; inputs are never written.
+//
+// A case follows from its seed alone: fuzz --seed N --cases 1 repeats it.
+#include <sanitizer/asan_interface.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <string_view>
+
+#include "call.h"
+
+namespace anabranch::fuzz {
+namespace {
+
+constexpr unsigned kMostSeconds = 120;  // of one case, then it hangs
+
+uint64_t current_seed = 0;
+const Call* current_call = nullptr;
+
+void report() {
+  std::fprintf(stderr, "fuzz: seed %llu: %s\n", static_cast<unsigned long long>(current_seed),
+               current_call == nullptr ? "" : current_call->text().c_str());
+  std::fprintf(stderr, "fuzz: to repeat it: fuzz --seed %llu --cases 1\n",
+               static_cast<unsigned long long>(current_seed));
+}
+
+[[noreturn]] void fail(const char* what, const char* detail) {
+  std::fprintf(stderr, "fuzz: %s: %s\n", what, detail);
+  report();
+  std::_Exit(1);
+}
+
+struct Tally {
+  int64_t calls = 0;  // of C functions
+  int64_t served = 0;
+  int64_t refused = 0;
+};
+
+// Workspaces, one at a time, of exactly the bytes that are asked for: the rest of the memory is poisoned. It is not
+// allocated for each, which would take longer than most calls.
+void* take_workspace(size_t bytes, uint64_t garbage) {
+  constexpr size_t kMargin = 64;
+  static char* memory = nullptr;
+  static size_t size = 0;
+  if (bytes == 0) return nullptr;
+  if (bytes + 2 * kMargin > size) {
+    std::free(memory);
+    size = bytes + 2 * kMargin;
+    void* aligned = nullptr;
+    if (posix_memalign(&aligned, kMargin, size) != 0) fail("harness", "no memory for a workspace");
+    memory = static_cast<char*>(aligned);
+  }
+  ASAN_POISON_MEMORY_REGION(memory, size);
+  ASAN_UNPOISON_MEMORY_REGION(memory + kMargin, bytes);
+  std::memset(memory + kMargin, static_cast<int>(garbage & 0xff), bytes);
+  return memory + kMargin;
+}
+
+// An ab_exec in memory of the size that it claims.
+class Exec {
+ public:
+  Exec(int32_t threads, size_t bytes, uint64_t garbage)
+      : exec_{sizeof(ab_exec), threads, nullptr, take_workspace(bytes, garbage), bytes} {}
+  ab_exec& fields() { return exec_; }
+  const ab_exec* get() {
+    bytes_.assign(std::clamp(exec_.size, sizeof(size_t), size_t{4096}), 0);
+    std::memcpy(bytes_.data(), &exec_, std::min(bytes_.size(), sizeof(exec_)));
+    return reinterpret_cast<const ab_exec*>(bytes_.data());
+  }
+
+ private:
+  ab_exec exec_;
+  std::vector<char> bytes_;
+};
+
+class Case {
+ public:
+  Case(uint64_t seed, std::vector<Tally>* tallies) : random_(seed) {
+    const size_t which = random_.bits() % kOperations.size();
+    tally_ = &(*tallies)[which];
+    kOperations[which].make(kOperations[which], random_, &call_);
+    mutate(random_, &call_);
+    call_.allocate(random_);
+    args_ = call_.args();
+    current_call = &call_;
+  }
+  ~Case() { current_call = nullptr; }
+  Case(const Case&) = delete;
+  Case& operator=(const Case&) = delete;
+
+  void check() {
+    const int32_t threads = any_threads();
+    size_t needed = 0;
+    ab_status asked = query(threads, &needed);
+    if (asked.code != AB_OK) {
+      expect_refusal(asked);
+      Exec exec(threads, 0, 0);
+      const ab_status status = run(&exec, random_.bits());
+      expect_refusal(status);
+      if (status.code != asked.code) fail("the call says something else than its query", status.message);
+      return;
+    }
+    constexpr size_t kMostWorkspace = size_t{1} << 28;
+    if (needed > kMostWorkspace || random_.chance(0.1)) return check_bad_exec(threads, needed);
+    Exec exec(threads, needed, random_.bits());
+    const ab_status status = run(&exec, random_.bits());
+    if (status.code != AB_OK) return expect_refusal(status);
+    check_served(threads, needed);
+  }
+
+ private:
+  // Few as a rule: workspaces grow with them.
+  int32_t any_threads() { return static_cast<int32_t>(random_.between(0, random_.chance(0.1) ? 9 : 3)); }
+
+  ab_status query(int32_t threads, size_t* needed) {
+    if (call_.operation->query == nullptr) return {AB_OK, ""};
+    Exec exec(threads, 0, 0);
+    const ab_status status = call_.operation->query(args_.data(), exec.get(), needed);
+    ++tally_->calls;
+    return status;
+  }
+
+  // A call over garbage; where it is refused, the garbage must still be there.
+  ab_status run(Exec* exec, uint64_t garbage) {
+    call_.reset(garbage);
+    const ab_status status = call_.operation->run(args_.data(), exec->get());
+    ++tally_->calls;
+    ++(status.code == AB_OK ? tally_->served : tally_->refused);
+    if (const Operand* input = call_.changed_input()) fail("an input was written", input->name.c_str());
+    if (status.code != AB_OK) {
+      if (const Operand* output = call_.written_output(garbage)) {
+        fail("a refused call wrote an output", output->name.c_str());
+      }
+    }
+    return status;
+  }
+
+  void check_served(int32_t threads, size_t needed) {
+    for (const Operand& operand : call_.operands) {
+      if (operand.is_given() && operand.view.data == nullptr && has_elements(operand.view)) {
+        fail("a tensor without memory was taken", operand.name.c_str());
+      }
+    }
+    const auto first = call_.results();
+    const int32_t other = threads == 1 ? 2 : 1;
+    size_t other_needed = 0;
+    if (query(other, &other_needed).code != AB_OK) fail("the query depends on the number of threads", "");
+    Exec exec(other, call_.operation->query == nullptr ? needed : other_needed, random_.bits());
+    const ab_status status = run(&exec, random_.bits());
+    if (status.code != AB_OK) fail("refused the second time", status.message);
+    if (call_.results() != first) fail("the second call gave other bits", differing(first).c_str());
+  }
+
+  std::string differing(const std::vector<std::vector<char>>& first) const {
+    const auto second = call_.results();
+    size_t i = 0;
+    for (const Operand& operand : call_.operands) {
+      if (!operand.is_compared()) continue;
+      const auto [a, b] = std::mismatch(first[i].begin(), first[i].end(), second[i].begin());
+      if (a != first[i].end()) {
+        const auto byte = a - first[i].begin();
+        uint32_t words[2] = {};
+        for (int side = 0; side < 2; ++side) {
+          const std::vector<char>& bytes = side == 0 ? first[i] : second[i];
+          const size_t begin = static_cast<size_t>(byte) / sizeof(uint32_t) * sizeof(uint32_t);
+          std::memcpy(&words[side], bytes.data() + begin, std::min(sizeof(uint32_t), bytes.size() - begin));
+        }
+        char where[64];
+        std::snprintf(where, sizeof(where), ", byte %td: %08x, then %08x", byte, words[0], words[1]);
+        return operand.name + where;
+      }
+      ++i;
+    }
+    return "";
+  }
+
+  // Too little workspace, none, or one that is not aligned; a struct or a number of threads that cannot be.
+  void check_bad_exec(int32_t threads, size_t needed) {
+    Exec exec(threads, 128, 0);
+    const bool lacks = needed > 0;
+    bool wrong = true;
+    switch (random_.between(0, 5)) {
+      case 0: exec.fields().size = random_.one_of<size_t>({0, 1, 39, 4097, SIZE_MAX}); break;
+      case 1: exec.fields().num_threads = random_.one_of<int32_t>({-1, -5, 4097, 1 << 30, INT32_MAX, INT32_MIN}); break;
+      case 2:
+        exec.fields().workspace = nullptr;
+        exec.fields().workspace_size = needed;
+        wrong = lacks;
+        break;
+      case 3:
+        exec.fields().workspace = static_cast<char*>(exec.fields().workspace) + 8;
+        exec.fields().workspace_size = needed;
+        wrong = lacks;
+        break;
+      default: exec.fields().workspace_size = std::min<size_t>(needed, 128) - (lacks ? 1 : 0); wrong = lacks;
+    }
+    const ab_status status = run(&exec, random_.bits());
+    if (status.code != AB_OK) return expect_refusal(status, wrong);
+    if (wrong) fail("an ab_exec that cannot be was taken", "");
+  }
+
+  void expect_refusal(const ab_status& status, bool exec_is_wrong = false) {
+    if (!call_.mutated && !exec_is_wrong) fail("a right call was refused", status.message);
+    if (status.code != AB_INVALID_ARGUMENT && status.code != AB_UNSUPPORTED) fail("failed", status.message);
+    const std::string_view message(status.message);
+    const std::string_view name = message.substr(0, message.find(": got "));
+    if (!is_argument(name)) fail("the message names no argument", status.message);
+  }
+
+  bool is_argument(std::string_view name) const {
+    for (const char* other : {"workspace", "exec", "ab_exec", call_.operation->args_name}) {
+      if (name == other) return true;
+    }
+    const auto named = [&](const auto& pair) { return name == pair.first; };
+    return std::any_of(call_.operands.begin(), call_.operands.end(),
+                       [&](const Operand& operand) { return name == operand.name; }) ||
+           std::any_of(call_.options.begin(), call_.options.end(), named) ||
+           std::any_of(call_.numbers.begin(), call_.numbers.end(), named) || is_missing_argument(name);
+  }
+
+  // Arguments of the operation that this call was made without.
+  static bool is_missing_argument(std::string_view name) {
+    return !name.empty() &&
+           std::all_of(name.begin(), name.end(), [](char c) { return (c >= 'a' && c <= 'z') || c == '_'; });
+  }
+
+  Random random_;
+  Call call_;
+  Tally* tally_;
+  std::vector<char> args_;
+};
+
+struct Settings {
+  uint64_t seed = static_cast<uint64_t>(std::time(nullptr));
+  double seconds = 10;
+  int64_t cases = INT64_MAX;
+};
+
+Settings parse(int argc, char** argv) {
+  Settings settings;
+  bool has_seconds = false;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string_view name(argv[i]);
+    if (name == "--seed") {
+      settings.seed = std::strtoull(argv[i + 1], nullptr, 10);
+    } else if (name == "--seconds") {
+      settings.seconds = std::strtod(argv[i + 1], nullptr);
+      has_seconds = true;
+    } else if (name == "--cases") {
+      settings.cases = std::strtoll(argv[i + 1], nullptr, 10);
+      if (!has_seconds) settings.seconds = 1e9;
+    } else {
+      argc = 0;
+    }
+  }
+  if (argc % 2 == 0) {
+    std::fprintf(stderr, "usage: fuzz [--seed N] [--seconds N] [--cases N]\n");
+    std::exit(2);
+  }
+  return settings;
+}
+
+int run(const Settings& settings) {
+  std::vector<Tally> tallies(kOperations.size());
+  std::printf("fuzz: seeds from %llu on\n", static_cast<unsigned long long>(settings.seed));
+  std::fflush(stdout);
+  const auto now = [] { return std::chrono::steady_clock::now(); };
+  const auto start = now();
+  int64_t cases = 0;
+  while (cases < settings.cases && std::chrono::duration<double>(now() - start).count() < settings.seconds) {
+    current_seed = settings.seed + static_cast<uint64_t>(cases++);
+    alarm(kMostSeconds);
+    Case(current_seed, &tallies).check();
+  }
+  alarm(0);
+  Tally all;
+  std::printf("%-24s %10s %10s %10s\n", "operation", "C calls", "served", "refused");
+  for (size_t i = 0; i < tallies.size(); ++i) {
+    const Tally& tally = tallies[i];
+    std::printf("%-24s %10lld %10lld %10lld\n", kOperations[i].name, static_cast<long long>(tally.calls),
+                static_cast<long long>(tally.served), static_cast<long long>(tally.refused));
+    all.calls += tally.calls;
+    all.served += tally.served;
+    all.refused += tally.refused;
+  }
+  std::printf("%-24s %10lld %10lld %10lld\nfuzz: %lld cases, seeds %llu to %llu, no finding\n", "all",
+              static_cast<long long>(all.calls), static_cast<long long>(all.served),
+              static_cast<long long>(all.refused), static_cast<long long>(cases),
+              static_cast<unsigned long long>(settings.seed), static_cast<unsigned long long>(current_seed));
+  return 0;
+}
+
+}  // namespace
+}  // namespace anabranch::fuzz
+
+// Threads of OpenMP keep what oneDNN has compiled for them until the process ends.
+extern "C" const char* __asan_default_options() { return "detect_leaks=0"; }
+
+int main(int argc, char** argv) {
+  using namespace anabranch::fuzz;
+  __sanitizer_set_death_callback(report);
+  std::signal(SIGALRM, [](int) { fail("hangs", "a case took too long"); });
+  return run(parse(argc, argv));
+}

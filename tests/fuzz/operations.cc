@@ -1,0 +1,427 @@
+// A valid call of every operation, at random.
+#include <algorithm>
+
+#include "anabranch/balance.h"
+#include "anabranch/dispatch.h"
+#include "anabranch/experts.h"
+#include "anabranch/router.h"
+#include "call.h"
+
+namespace anabranch::fuzz {
+namespace {
+
+using Shape = std::vector<int64_t>;
+
+// Names an argument once: its name, and the field.
+#define ARGUMENT(field) #field, &args->field
+
+int32_t any_float(Random& random) { return random.one_of<int32_t>({AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}); }
+int32_t any_dtype(Random& random) { return static_cast<int32_t>(random.between(AB_BOOL, AB_FLOAT32)); }
+int64_t any_width(Random& random) { return random.one_of<int64_t>({0, 1, 3, 8, 17, 64}); }
+
+// Sizes that exist in several operations. Mostly small; sometimes such that there is work for several threads.
+struct Sizes {
+  int64_t T, E, K, R, D, F, P, B;
+
+  explicit Sizes(Random& random) {
+    const bool large = random.chance(0.02);
+    T = large ? random.between(300, 1000) : random.one_of<int64_t>({0, 1, 2, 5, 33, 140, 260});
+    E = large ? random.between(1, 8) : random.one_of<int64_t>({1, 2, 3, 4, 8, 16, 33, 65, 130});
+    K = random.between(1, T <= 40 && random.chance(0.2) ? E : std::min<int64_t>(E, 4));
+    R = random.chance(0.5) ? T * K : random.one_of<int64_t>({0, 1, 7, 16, 40, 100, 300});
+    D = large ? 256 : any_width(random);
+    F = large ? random.between(32, 64) : any_width(random);
+    P = random.between(1, 2);
+    B = T % 5 == 0 && T > 0 && random.chance(0.5) ? 5 : 1;
+  }
+  Shape statistics(Random& random) const { return B == 1 && random.chance(0.5) ? Shape{E} : Shape{B, E}; }
+};
+
+void make_router_forward(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_router_forward_args>(operation);
+  args->topk = static_cast<int32_t>(s.K);
+  args->score_function = static_cast<int32_t>(random.between(AB_SOFTMAX, AB_SQRTSOFTPLUS));
+  args->normalize = static_cast<int32_t>(random.between(0, 1));
+  args->scaling_factor = 1.0f;
+  const int32_t dtype = any_float(random);
+  call->input(ARGUMENT(logits), dtype, {s.T, s.E});
+  if (random.chance(0.3)) call->input(ARGUMENT(token_mask), AB_BOOL, {s.T});
+  const bool forced = random.chance(0.2);
+  const bool dense = !forced && random.chance(0.4);
+  const bool weighted = random.chance(0.7);
+  const bool selects = weighted || random.chance(0.7);
+  if (weighted && dense && random.chance(0.7)) {
+    call->output(ARGUMENT(probs), dtype, {s.T, s.E});
+  } else if (weighted) {
+    call->output(ARGUMENT(weights), AB_FLOAT32, {s.T, s.K});
+  }
+  const Shape statistics = s.statistics(random);
+  if (selects) {
+    if (!weighted || random.chance(0.8)) call->output(ARGUMENT(experts), AB_INT32, {s.T, s.K});
+    if (random.chance(0.6)) call->output(ARGUMENT(tokens_per_expert), AB_INT32, statistics);
+    if (forced) call->input(ARGUMENT(forced_experts), AB_INT32, {s.T, s.K}, s.E);
+    if (!forced && random.chance(0.4)) call->input(ARGUMENT(expert_bias), any_float(random), {s.E});
+    if (!forced && s.E % 2 == 0 && s.K <= s.E / 2 && random.chance(0.3)) {
+      args->num_groups = 2;
+      args->group_topk = s.K % 2 == 0 ? static_cast<int32_t>(random.between(1, 2)) : 1;
+    }
+    if (dense && random.chance(0.7)) {
+      switch (random.between(0, 2)) {
+        case 0: call->output(ARGUMENT(routing_map), AB_BOOL, {s.T, s.E}); break;
+        case 1: call->output(ARGUMENT(routing_map), AB_UINT8, {s.T, (s.E + 7) / 8}); break;
+        default:
+          call->output(ARGUMENT(routing_map), random.one_of<int32_t>({AB_INT16, AB_INT32, AB_INT64}), {s.T, s.K});
+      }
+    }
+  }
+  if (random.chance(0.5)) call->output(ARGUMENT(score_sum), AB_FLOAT32, statistics);
+  if (random.chance(0.5)) call->output(ARGUMENT(lse), AB_FLOAT32, {s.T});
+  if (dense && random.chance(0.5)) call->output(ARGUMENT(aux_scores), AB_FLOAT32, {s.T, s.E});
+  if (weighted && random.chance(0.5)) args->scaling_factor = 2.5f;
+  call->options = {{"topk", &args->topk},
+                   {"score_function", &args->score_function},
+                   {"normalize", &args->normalize},
+                   {"num_groups", &args->num_groups},
+                   {"group_topk", &args->group_topk}};
+  call->numbers = {{"scaling_factor", &args->scaling_factor}};
+}
+
+void make_router_backward(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_router_backward_args>(operation);
+  args->topk = static_cast<int32_t>(s.K);
+  args->score_function = static_cast<int32_t>(random.between(AB_SOFTMAX, AB_SQRTSOFTPLUS));
+  args->normalize = static_cast<int32_t>(random.between(0, 1));
+  args->scaling_factor = 1.0f;
+  const int32_t dtype = any_float(random);
+  call->input(ARGUMENT(logits), dtype, {s.T, s.E});
+  if (random.chance(0.3)) call->input(ARGUMENT(token_mask), AB_BOOL, {s.T});
+  const bool weighted = random.chance(0.8);
+  if (weighted) {
+    call->input(ARGUMENT(experts), AB_INT32, {s.T, s.K}, s.E);
+    if (random.chance(0.3)) {
+      call->input(ARGUMENT(d_probs), any_float(random), {s.T, s.E});
+    } else {
+      call->input(ARGUMENT(d_weights), any_float(random), {s.T, s.K});
+    }
+    if (random.chance(0.5)) args->scaling_factor = 2.5f;
+  }
+  const bool auxiliary = random.chance(0.6);
+  if (auxiliary && random.chance(0.5)) {
+    call->input(ARGUMENT(d_score_sum), any_float(random), s.statistics(random));
+  } else if (auxiliary) {
+    call->input(ARGUMENT(d_aux_scores), any_float(random), {s.T, s.E});
+  }
+  const bool by_lse = random.chance(0.5);
+  if (by_lse) call->input(ARGUMENT(d_lse), any_float(random), {s.T});
+  const bool has_softmax = args->score_function == AB_SOFTMAX && (weighted || auxiliary);
+  if ((by_lse || has_softmax) && random.chance(0.5)) call->input(ARGUMENT(lse), AB_FLOAT32, {s.T});
+  call->output(ARGUMENT(d_logits), dtype, {s.T, s.E});
+  call->options = {{"topk", &args->topk}, {"score_function", &args->score_function}, {"normalize", &args->normalize}};
+  call->numbers = {{"scaling_factor", &args->scaling_factor}};
+}
+
+void make_load_balance_loss(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_load_balance_loss_args>(operation);
+  args->topk = static_cast<int32_t>(s.K);
+  args->coeff = 0.01f;
+  const Shape statistics = s.statistics(random);
+  call->input(ARGUMENT(score_sum), AB_FLOAT32, statistics);
+  call->input(ARGUMENT(tokens_per_expert), AB_INT32, statistics, s.T);
+  call->input(ARGUMENT(num_tokens), AB_INT32, statistics.size() == 2 ? Shape{s.B} : Shape{}, s.T);
+  if (random.chance(0.8)) call->output(ARGUMENT(loss), AB_FLOAT32, {});
+  if (random.chance(0.8)) call->output(ARGUMENT(d_score_sum), AB_FLOAT32, statistics);
+  call->options = {{"topk", &args->topk}};
+  call->numbers = {{"coeff", &args->coeff}};
+}
+
+void make_score_sum(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_score_sum_args>(operation);
+  const int64_t E = random.chance(0.1) ? 0 : s.E;
+  call->input(ARGUMENT(scores), any_float(random), {s.T, E});
+  call->output(ARGUMENT(score_sum), AB_FLOAT32, random.chance(0.5) ? Shape{s.B, E} : Shape{E});
+}
+
+void make_plan(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_plan_args>(operation);
+  args->num_experts = static_cast<int32_t>(s.E);
+  args->align_size = random.one_of<int32_t>({0, 0, 1, 2, 3, 8});
+  if (random.chance(0.4)) args->num_destinations = s.E % 3 == 0 ? 3 : s.E % 2 == 0 ? 2 : 1;
+  const int64_t region = std::max<int64_t>(args->align_size, 1) * std::max<int64_t>(args->num_destinations, 1);
+  int64_t T = s.T;
+  int64_t K = s.K;
+  const bool by_map = random.chance(0.6);
+  if (by_map) {
+    K = s.E;
+    const bool bits = random.chance(0.5);
+    call->input(ARGUMENT(routing_map), bits ? AB_UINT8 : AB_BOOL, {T, bits ? (K + 7) / 8 : K});
+    if (random.chance(0.5)) call->output(ARGUMENT(row_id_map), AB_INT32, {T, 2 * s.E + 1});
+  } else {
+    if (random.chance(0.01)) T = 100000 / K;  // several blocks
+    call->input(ARGUMENT(experts), AB_INT32, {T, K}, s.E);
+  }
+  if (random.chance(0.7)) call->output(ARGUMENT(tokens_per_expert), AB_INT32, {s.E});
+  if (random.chance(0.7)) call->output(ARGUMENT(group_sizes), AB_INT32, {s.E});
+  if (random.chance(0.7)) call->output(ARGUMENT(offsets), AB_INT32, {s.E + 1});
+  if (random.chance(0.7)) call->output(ARGUMENT(row_of_slot), AB_INT32, {T, K});
+  call->output(ARGUMENT(slot_of_row), AB_INT32, {(s.R + region - 1) / region * region});
+  if (random.chance(0.7)) call->output(ARGUMENT(dropped), AB_INT32, {});
+  call->options = {{"num_experts", &args->num_experts},
+                   {"align_size", &args->align_size},
+                   {"num_destinations", &args->num_destinations}};
+}
+
+// Indices of slots and rows, which often name each other.
+void add_maps(const Sizes& s, const ab_tensor** row_of_slot, const ab_tensor** slot_of_row, Call* call) {
+  call->input("row_of_slot", row_of_slot, AB_INT32, {s.T, s.K}, s.R);
+  if (slot_of_row != nullptr) call->input("slot_of_row", slot_of_row, AB_INT32, {s.R}, s.T * s.K);
+}
+
+void make_dispatch(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_dispatch_args>(operation);
+  const bool weighted = random.chance(0.4);
+  const int32_t dtype = weighted ? any_float(random) : any_dtype(random);
+  call->input(ARGUMENT(x), dtype, {s.T, s.D});
+  add_maps(s, &args->row_of_slot, &args->slot_of_row, call);
+  if (weighted) call->input(ARGUMENT(weights), any_float(random), {s.T, s.K});
+  const bool converts = dtype >= AB_FLOAT16 && random.chance(0.4);
+  call->output(ARGUMENT(rows), converts ? any_float(random) : dtype, {s.R, s.D});
+}
+
+void make_combine(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_combine_args>(operation);
+  call->input(ARGUMENT(rows), any_float(random), {s.R, s.D});
+  add_maps(s, &args->row_of_slot, nullptr, call);
+  if (random.chance(0.5)) call->input(ARGUMENT(weights), any_float(random), {s.T, s.K});
+  const int32_t dtype = any_float(random);
+  const bool in_place = random.chance(0.2);
+  const Operand* addend = nullptr;
+  if (in_place || random.chance(0.4)) {
+    addend = &call->input(ARGUMENT(addend), in_place ? dtype : any_float(random), {s.T, s.D});
+  }
+  call->output(ARGUMENT(out), dtype, {s.T, s.D}).in = in_place ? addend : nullptr;
+}
+
+void make_combine_backward(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_combine_backward_args>(operation);
+  const bool d_weights = random.chance(0.6);
+  call->input(ARGUMENT(d_out), any_float(random), {s.T, s.D});
+  if (d_weights || random.chance(0.2)) call->input(ARGUMENT(rows), any_float(random), {s.R, s.D});
+  add_maps(s, &args->row_of_slot, &args->slot_of_row, call);
+  if (random.chance(0.6)) call->input(ARGUMENT(weights), any_float(random), {s.T, s.K});
+  if (random.chance(0.8)) call->output(ARGUMENT(d_rows), any_float(random), {s.R, s.D});
+  if (d_weights) call->output(ARGUMENT(d_weights), any_float(random), {s.T, s.K});
+}
+
+void make_sort_chunks(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_sort_chunks_args>(operation);
+  args->inverse = static_cast<int32_t>(random.between(0, 1));
+  const int64_t S = random.one_of<int64_t>({0, 1, 3, 9, 40});
+  const int32_t dtype = any_dtype(random);
+  call->input(ARGUMENT(x), dtype, {s.R, s.D});
+  call->input(ARGUMENT(split_sizes), AB_INT32, {S}, 40);
+  call->input(ARGUMENT(sorted_indices), AB_INT32, {S}, S);
+  call->output(ARGUMENT(out), dtype, {s.R, s.D});
+  if (random.chance(0.6)) call->output(ARGUMENT(row_id_map), AB_INT32, {s.R});
+  call->options = {{"inverse", &args->inverse}};
+}
+
+void make_expand_row_id_map(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_expand_row_id_map_args>(operation);
+  call->input(ARGUMENT(row_id_map), AB_INT32, {s.T, 2 * s.E + 1}, std::min(s.E, s.R));
+  if (random.chance(0.5)) call->input(ARGUMENT(pad_offsets), AB_INT32, {s.E}, 8);
+  call->output(ARGUMENT(row_of_slot), AB_INT32, {s.T, s.E});
+  call->output(ARGUMENT(slot_of_row), AB_INT32, {s.R});
+}
+
+void make_grouped_matmul(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_grouped_matmul_args>(operation);
+  args->transpose_w = static_cast<int32_t>(random.between(0, 1));
+  const int32_t dtype = any_float(random);
+  call->input(ARGUMENT(x), dtype, {s.R, s.D});
+  call->input(ARGUMENT(w), dtype, args->transpose_w == 1 ? Shape{s.E, s.F, s.D} : Shape{s.E, s.D, s.F});
+  call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
+  call->output(ARGUMENT(y), dtype, {s.R, s.F});
+  call->options = {{"transpose_w", &args->transpose_w}};
+}
+
+void make_grouped_matmul_dw(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_grouped_matmul_dw_args>(operation);
+  args->accumulate = random.chance(0.3) ? 1 : 0;
+  call->input(ARGUMENT(x), any_float(random), {s.R, s.D});
+  call->input(ARGUMENT(d_y), any_float(random), {s.R, s.F});
+  call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
+  const int32_t dtype = args->accumulate == 1 ? AB_FLOAT32 : any_float(random);
+  call->output(ARGUMENT(d_w), dtype, {s.E, s.D, s.F}).is_read = [args] { return args->accumulate == 1; };
+  call->options = {{"accumulate", &args->accumulate}};
+}
+
+void make_grouped_matmul_combine(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_grouped_matmul_combine_args>(operation);
+  args->transpose_w = static_cast<int32_t>(random.between(0, 1));
+  args->skip_rest = random.chance(0.3) ? 1 : 0;
+  const bool weighted = random.chance(0.5);
+  args->weight_early = weighted && random.chance(0.5) ? 1 : 0;
+  const int32_t dtype = any_float(random);
+  call->input(ARGUMENT(x), dtype, {s.R, s.D});
+  call->input(ARGUMENT(w), dtype, args->transpose_w == 1 ? Shape{s.E, s.F, s.D} : Shape{s.E, s.D, s.F});
+  call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
+  if (random.chance(0.4)) call->input(ARGUMENT(bias), dtype, {s.E, s.F});
+  add_maps(s, &args->row_of_slot, &args->slot_of_row, call);
+  if (weighted) call->input(ARGUMENT(weights), any_float(random), {s.T, s.K});
+  const int32_t out = any_float(random);
+  const bool in_place = random.chance(0.2);
+  const Operand* addend = nullptr;
+  if (in_place || random.chance(0.3)) {
+    addend = &call->input(ARGUMENT(addend), in_place ? out : any_float(random), {s.T, s.F});
+  }
+  Operand& result = call->output(ARGUMENT(out), out, {s.T, s.F});
+  result.in = in_place ? addend : nullptr;
+  result.skips = &args->skip_rest;  // maps at random do name the rest
+  call->options = {
+      {"transpose_w", &args->transpose_w}, {"weight_early", &args->weight_early}, {"skip_rest", &args->skip_rest}};
+}
+
+// What both directions of the feed-forward network read; returns its dtype.
+template <class Args>
+int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
+  args->activation = static_cast<int32_t>(random.between(AB_SILU, AB_RELU2));
+  const int32_t dtype = any_float(random);
+  const bool by_slot = random.chance(0.5);
+  args->topk = by_slot ? static_cast<int32_t>(s.K) : 0;
+  call->input(ARGUMENT(x), dtype, {by_slot ? s.T : s.R, s.D});
+  if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K);
+  call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
+  call->input(ARGUMENT(w_in), dtype, {s.E, s.D, s.P, s.F});
+  call->options = {{"activation", &args->activation}, {"topk", &args->topk}, {"skip_rest", &args->skip_rest}};
+  return dtype;
+}
+
+template <class Args>
+Shape slots_of(const Sizes& s, const Args* args) {
+  return args->slot_of_row != nullptr ? Shape{s.T, s.K} : Shape{s.R};
+}
+
+void make_expert_ffn_forward(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_expert_ffn_forward_args>(operation);
+  const int32_t dtype = add_network(s, random, args, call);
+  const bool first_half = random.chance(0.25);
+  const bool weighted = random.chance(0.5);
+  args->weight_early = weighted && (first_half || random.chance(0.5)) ? 1 : 0;
+  args->skip_rest = random.chance(0.2) ? 1 : 0;
+  if (random.chance(0.4)) call->input(ARGUMENT(b_in), dtype, {s.E, s.P, s.F});
+  if (!first_half) call->input(ARGUMENT(w_out), dtype, {s.E, s.F, s.D});
+  if (!first_half && random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
+  if (weighted) call->input(ARGUMENT(weights), any_float(random), slots_of(s, args));
+  if (!first_half) call->output(ARGUMENT(y), dtype, {s.R, s.D});
+  if (random.chance(0.6)) call->output(ARGUMENT(h), dtype, {s.R, s.P, s.F}).skips = &args->skip_rest;
+  if (first_half || random.chance(0.4)) {
+    call->output(ARGUMENT(a), dtype, {s.R, s.F}).skips = &args->skip_rest;
+  }
+  call->options.push_back({"weight_early", &args->weight_early});
+}
+
+void make_expert_ffn_backward(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_expert_ffn_backward_args>(operation);
+  const int32_t dtype = add_network(s, random, args, call);
+  call->input(ARGUMENT(w_out), dtype, {s.E, s.F, s.D});
+  if (random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
+  if (random.chance(0.5)) call->input(ARGUMENT(weights), any_float(random), slots_of(s, args));
+  const bool has_h = random.chance(0.75);
+  bool wants_d_w_in = random.chance(0.6);
+  const bool wants_d_w_out = random.chance(0.6);
+  const bool wants_d_b_out = random.chance(0.4);
+  bool needs_dh = false;
+  args->accumulate = (wants_d_w_in || wants_d_w_out) && random.chance(0.3) ? 1 : 0;
+  args->skip_rest = has_h && random.chance(0.2) ? 1 : 0;
+  const auto gradient = [&] { return args->accumulate == 1 || random.chance(0.3) ? int32_t{AB_FLOAT32} : dtype; };
+  if (wants_d_w_in) {
+    call->output(ARGUMENT(d_w_in), gradient(), {s.E, s.D, s.P, s.F}).is_read = [args] { return args->accumulate == 1; };
+    needs_dh = true;
+  }
+  if (random.chance(0.5)) {
+    call->output(ARGUMENT(dx_rows), dtype, {s.R, s.D});
+    needs_dh = true;
+  }
+  if (random.chance(0.4)) {
+    call->output(ARGUMENT(d_b_in), dtype, {s.E, s.P, s.F});
+    needs_dh = true;
+  }
+  if (wants_d_w_out) {
+    call->output(ARGUMENT(d_w_out), gradient(), {s.E, s.F, s.D}).is_read = [args] { return args->accumulate == 1; };
+  }
+  if (wants_d_b_out) call->output(ARGUMENT(d_b_out), dtype, {s.E, s.D});
+  if (has_h || wants_d_w_out || wants_d_b_out) {
+    call->input(ARGUMENT(d_out), any_float(random), {args->slot_of_row != nullptr ? s.T : s.R, s.D});
+  }
+  if (has_h) {
+    const Operand& h = call->input(ARGUMENT(h), dtype, {s.R, s.P, s.F});
+    if (random.chance(0.6)) {
+      Operand& dh = call->output(ARGUMENT(dh), dtype, {s.R, s.P, s.F});
+      dh.in = random.chance(0.5) ? &h : nullptr;
+      dh.skips = &args->skip_rest;
+      dh.is_read = [args] { return args->h == nullptr; };
+    }
+    if (random.chance(0.4)) {
+      Operand& weighted_a = call->output(ARGUMENT(weighted_a), dtype, {s.R, s.F});
+      weighted_a.skips = &args->skip_rest;
+      weighted_a.is_read = [args] { return args->h == nullptr; };
+    }
+    if (random.chance(0.5)) call->output(ARGUMENT(d_weights), AB_FLOAT32, slots_of(s, args));
+  } else {
+    if (needs_dh) call->input(ARGUMENT(dh), dtype, {s.R, s.P, s.F});
+    if (wants_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F});
+  }
+  call->options.push_back({"accumulate", &args->accumulate});
+}
+
+#undef ARGUMENT
+
+template <class Args, ab_status (*kRun)(const Args*, const ab_exec*)>
+ab_status run_as(const void* args, const ab_exec* exec) {
+  return kRun(static_cast<const Args*>(args), exec);
+}
+template <class Args, ab_status (*kQuery)(const Args*, const ab_exec*, size_t*)>
+ab_status query_as(const void* args, const ab_exec* exec, size_t* bytes) {
+  return kQuery(static_cast<const Args*>(args), exec, bytes);
+}
+
+#define OPERATION(name, ...) \
+  Operation { #name, "ab_" #name "_args", make_##name, run_as<ab_##name##_args, ab_##name>, __VA_ARGS__ }
+#define QUERY(name) query_as<ab_##name##_args, ab_##name##_workspace>
+
+}  // namespace
+
+const std::vector<Operation> kOperations = {
+    OPERATION(router_forward, QUERY(router_forward)),
+    OPERATION(router_backward, QUERY(router_backward)),
+    OPERATION(load_balance_loss, nullptr),
+    OPERATION(score_sum, QUERY(score_sum)),
+    OPERATION(plan, QUERY(plan)),
+    OPERATION(dispatch, nullptr),
+    OPERATION(combine, QUERY(combine)),
+    OPERATION(combine_backward, nullptr),
+    OPERATION(sort_chunks, QUERY(sort_chunks)),
+    OPERATION(expand_row_id_map, nullptr),
+    OPERATION(grouped_matmul, QUERY(grouped_matmul)),
+    OPERATION(grouped_matmul_dw, QUERY(grouped_matmul_dw)),
+    OPERATION(grouped_matmul_combine, QUERY(grouped_matmul_combine)),
+    OPERATION(expert_ffn_forward, QUERY(expert_ffn_forward)),
+    OPERATION(expert_ffn_backward, QUERY(expert_ffn_backward)),
+};
+
+}  // namespace anabranch::fuzz

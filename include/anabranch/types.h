@@ -73,7 +73,7 @@ typedef struct ab_exec {
   size_t workspace_size; /* bytes; at least what ab_OPERATION_workspace says for the same args and num_threads */
 } ab_exec;
 
-/* "0.1.0" */
+/* "0.2.0" */
 AB_API const char* ab_version(void);
 
 /* Fills `text` with "key=value" lines that describe the build and this machine (version, isa, bf16: how products of

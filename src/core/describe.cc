@@ -4,7 +4,7 @@
 #include "anabranch/types.h"
 #include "core/isa.h"
 #include "core/threads.h"
-#include "experts/gemm.h"
+#include "experts/cpu/gemm.h"
 
 #ifdef ANABRANCH_ONEDNN
 #include <dnnl.h>

@@ -10,8 +10,8 @@
 #include "anabranch/router.h"
 #include "support.h"
 
-// In place of the standard library's: memory that can run out, and is counted. Not inlined, or compilers see a pointer of
-// new go to free.
+// In place of the standard library's: memory that can run out, and is counted. Not inlined, or compilers see a pointer
+// of new go to free.
 static std::atomic<bool> out_of_memory{false};
 static std::atomic<int> allocations{0};
 

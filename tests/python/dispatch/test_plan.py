@@ -15,9 +15,10 @@ pytestmark = pytest.mark.usefixtures("platform")
 
 
 def assert_same_plan(got, want):
-    for name, ours, theirs in zip(Plan._fields, got, want, strict=True):
+    for name in (*Plan._fields, "expert_of_row"):
+        ours = getattr(got, name)
         assert ours.dtype == jnp.int32, name
-        np.testing.assert_array_equal(np.asarray(ours), theirs, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(ours), getattr(want, name), err_msg=name)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -73,8 +74,10 @@ def test_expert_of_row_is_that_of_its_slot():
     """Under jit and vmap too; -1 where there is no slot, never an expert that -1 wraps around to."""
     experts = np.stack([np.roll(Case(24, 5, 2, choice="invalid").experts(), n, axis=0) for n in range(3)])
     plans = jax.jit(jax.vmap(lambda e: plan(e, 5, align_size=4)))(experts)
-    for one, *fields in zip(experts, *plans, strict=True):
+    of_all = plans.expert_of_row
+    for one, expert_of_row, *fields in zip(experts, of_all, *plans, strict=True):
         got = Plan(*fields)
+        np.testing.assert_array_equal(got.expert_of_row, expert_of_row)
         want = np.where(got.slot_of_row >= 0, one.ravel()[got.slot_of_row], -1)
         np.testing.assert_array_equal(got.expert_of_row, want)
         assert (want == -1).any() and (want == 4).any()

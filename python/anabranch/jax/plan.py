@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
-from anabranch.jax._arrays import flat, take
+from anabranch.jax._arrays import flat
 from anabranch.jax._sharding import TokenCall, axes_of_shard
 
 
@@ -35,8 +35,19 @@ class Plan(NamedTuple):
     """int32[R]: -1 in padding and past the last group."""
     dropped: jax.Array
     """int32[]: slots that found no room in R rows, and indices outside [-1, E)."""
-    expert_of_row: jax.Array
-    """int32[R]: the expert of every row, -1 in padding and past the last group."""
+
+    @property
+    def expert_of_row(self) -> jax.Array:
+        """int32[R]: the expert of every row, -1 in padding and past the last group; computed where it is asked for."""
+        return _experts_of_rows(self.offsets, self.slot_of_row)
+
+
+@functools.partial(jnp.vectorize, signature="(n),(r)->(r)")  # plans of a vmap, too
+def _experts_of_rows(offsets: jax.Array, slot_of_row: jax.Array) -> jax.Array:
+    rows = jnp.arange(slot_of_row.shape[0], dtype=jnp.int32)
+    # Of groups that begin at one row all but the last are empty.
+    experts = jnp.searchsorted(offsets[:-1], rows, side="right").astype(jnp.int32) - 1
+    return jnp.where(slot_of_row >= 0, experts, -1)
 
 
 def num_rows_needed(num_slots: int, num_experts: int, align_size: int = 0) -> int:
@@ -67,9 +78,8 @@ class _PlanOptions:
     num_destinations: int
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _plan_whole(options: _PlanOptions, experts: jax.Array) -> Plan:
-    """The plan of what one device has; compiled as one program where the caller is not."""
+    """The plan of what one device has."""
     E, R = options.num_experts, options.num_rows
     int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     slots = flat(experts)
@@ -89,9 +99,7 @@ def _plan_whole(options: _PlanOptions, experts: jax.Array) -> Plan:
         align_size=options.align_size,
         num_destinations=options.num_destinations,
     )
-    expert_of_row = take(slots.ravel() + 1, results["slot_of_row"]) - 1
-    results["row_of_slot"] = results["row_of_slot"].reshape(experts.shape)
-    return Plan(**results, expert_of_row=expert_of_row)
+    return Plan(**results | {"row_of_slot": results["row_of_slot"].reshape(experts.shape)})
 
 
 def _layout(options: _PlanOptions, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,19 +140,13 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
     slots = index * experts.size + jnp.arange(experts.size, dtype=jnp.int32)
     is_first = index == 0
     rows = jnp.where(has_row, row_of_slot, R).ravel()
-
-    def of_rows(values: jax.Array) -> jax.Array:
-        """Values of this shard's slots by row, parts of a sum that is -1 in rows without a slot."""
-        return jnp.where(is_first, -1, 0) + jnp.zeros(R, jnp.int32).at[rows].set(values.ravel() + 1, mode="drop")
-
     return Plan(
         tokens_per_expert=counts,
         group_sizes=jnp.where(is_first, end - begin, 0),
         offsets=jnp.where(is_first, jnp.append(begin, end[-1:]), 0),
         row_of_slot=row_of_slot,
-        slot_of_row=of_rows(slots),
+        slot_of_row=jnp.where(is_first, -1, 0) + jnp.zeros(R, jnp.int32).at[rows].set(slots + 1, mode="drop"),
         dropped=own.dropped + jnp.sum((own.row_of_slot >= 0) & ~has_row, dtype=jnp.int32),
-        expert_of_row=of_rows(expert),
     )
 
 
@@ -152,7 +154,7 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
     t = experts.ndim - 1
-    return Plan(*TokenCall(_plan_shard, options, operands=(t,), results=(0, 0, 0, t, 0, 0, 0))(experts))
+    return Plan(*TokenCall(_plan_shard, options, operands=(t,), results=(0, 0, 0, t, 0, 0))(experts))
 
 
 _plan.defvjp(lambda options, experts: (_plan(options, experts), None), lambda options, _, d_plan: (None,))

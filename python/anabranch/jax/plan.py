@@ -38,14 +38,16 @@ class Plan(NamedTuple):
 
     @property
     def expert_of_row(self) -> jax.Array:
-        """int32[R]: the expert of every row, -1 in padding and past the last group. Computed where it is asked for."""
+        """int32[R]: the expert of every row, -1 in padding and past the last group; computed where it is asked for."""
+        return _experts_of_rows(self.offsets, self.slot_of_row)
 
-        def find(offsets: jax.Array, slot_of_row: jax.Array) -> jax.Array:
-            rows = jnp.arange(slot_of_row.size, dtype=jnp.int32)
-            expert = jnp.searchsorted(offsets[:-1], rows, side="right").astype(jnp.int32) - 1
-            return jnp.where(slot_of_row >= 0, expert, -1)
 
-        return jnp.vectorize(find, signature="(n),(r)->(r)")(self.offsets, self.slot_of_row)
+@functools.partial(jnp.vectorize, signature="(n),(r)->(r)")  # plans of a vmap, too
+def _experts_of_rows(offsets: jax.Array, slot_of_row: jax.Array) -> jax.Array:
+    rows = jnp.arange(slot_of_row.shape[0], dtype=jnp.int32)
+    # Of groups that begin at one row all but the last are empty.
+    experts = jnp.searchsorted(offsets[:-1], rows, side="right").astype(jnp.int32) - 1
+    return jnp.where(slot_of_row >= 0, experts, -1)
 
 
 def num_rows_needed(num_slots: int, num_experts: int, align_size: int = 0) -> int:
@@ -138,7 +140,6 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
     slots = index * experts.size + jnp.arange(experts.size, dtype=jnp.int32)
     is_first = index == 0
     rows = jnp.where(has_row, row_of_slot, R).ravel()
-
     return Plan(
         tokens_per_expert=counts,
         group_sizes=jnp.where(is_first, end - begin, 0),

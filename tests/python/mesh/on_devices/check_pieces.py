@@ -113,7 +113,7 @@ def test_pieces_of_sharded_tokens_are_those_of_one_device(axis_type, shape, spec
         output, pull_back = jax.vjp(lambda rows, w: combine(jnp.sin(rows), layout, w), rows, weights)
         plain = combine(rows, layout)
         d_rows, d_weights = pull_back(d_out)
-        return layout, rows, output, plain, d_weights, d_rows, pull(d_rows)[0]
+        return layout, rows, output, plain, d_weights, d_rows, pull(d_rows)[0], layout.expert_of_row
 
     arrays = (experts, x, weights, d_out)
     want = jax.jit(step)(*arrays)

@@ -10,18 +10,19 @@
 #include "anabranch/router.h"
 #include "support.h"
 
-// In place of the standard library's: memory that can run out, and is counted.
+// In place of the standard library's: memory that can run out, and is counted. Not inlined, or compilers see a pointer
+// of new go to free.
 static std::atomic<bool> out_of_memory{false};
 static std::atomic<int> allocations{0};
 
-void* operator new(size_t size) {
+[[gnu::noinline]] void* operator new(size_t size) {
   ++allocations;
   void* memory = out_of_memory ? nullptr : std::malloc(size == 0 ? 1 : size);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 // In place of oneDNN's: fails with this status, if it is one.
 static std::atomic<int> onednn_failure{0};

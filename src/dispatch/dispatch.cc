@@ -40,7 +40,7 @@ struct SpreadOnThreads : Spread {
   }
 
   void run(const ab_exec* exec) const {
-    if (x.D == 0 && products.data == nullptr) return;
+    if (!writes_rows() && products.data == nullptr) return;
     const Blocks tokens(maps.T, x.bytes * (1 + maps.R / std::max<int64_t>(maps.T, 1)));
     const Blocks rows(writes_rows() ? maps.R : 0, to.bytes);
     parallel_for(tokens.threads(exec), tokens.blocks() + rows.blocks(), [&](int64_t block, int) {

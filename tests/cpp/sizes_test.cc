@@ -119,6 +119,19 @@ TEST(Sizes, OfRowsWithoutColumnsCopyNothing) {
   EXPECT_EQ(d_weights.values(), (std::vector<float>{0, 0}));
 }
 
+// Of rows that nobody wants, no product of their number and width is taken.
+TEST(Sizes, OfUnwantedRowsDoNotWrap) {
+  const Tensor<int32_t> slot_of_row({300});
+  const ab_tensor row_of_slot = no_memory(AB_INT32, {0, 1});
+  const ab_tensor d_out = no_memory(AB_FLOAT32, {0, int64_t{1} << 54});
+  ab_combine_backward_args args{};
+  args.size = sizeof(args);
+  args.d_out = &d_out;
+  args.row_of_slot = &row_of_slot;
+  args.slot_of_row = slot_of_row.view();
+  EXPECT_OK(ab_combine_backward(&args, nullptr));
+}
+
 TEST(Sizes, OfThreadsAreThoseOfAMachine) {
   const int64_t T = 40000;
   const Tensor<int32_t> experts({T, 1}, indices(T, 0, 3, 1));

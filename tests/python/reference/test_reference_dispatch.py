@@ -29,18 +29,19 @@ def plan_by_loops(experts, num_experts, align_size, num_rows):
     a = max(align_size, 1)
     flat = experts.reshape(-1)
     slots = [[s for s in range(flat.size) if flat[s] == e] for e in range(num_experts)]
-    row_of_slot, slot_of_row = [-1] * flat.size, [-1] * num_rows
+    row_of_slot, slot_of_row, expert_of_row = [-1] * flat.size, [-1] * num_rows, [-1] * num_rows
     dropped = sum(e < -1 or e >= num_experts for e in flat)
     offsets, row = [0], 0
-    for mine in slots:
+    for e, mine in enumerate(slots):
         for position, slot in enumerate(mine):
             if row + position < num_rows:
-                row_of_slot[slot], slot_of_row[row + position] = row + position, slot
+                row_of_slot[slot], slot_of_row[row + position], expert_of_row[row + position] = row + position, slot, e
             else:
                 dropped += 1
         row += -(-len(mine) // a) * a
         offsets.append(min(row, num_rows))
-    return [len(mine) for mine in slots], np.diff(offsets), offsets, row_of_slot, slot_of_row, dropped
+    counts = [len(mine) for mine in slots]
+    return counts, np.diff(offsets), offsets, row_of_slot, slot_of_row, dropped, expert_of_row
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -178,7 +178,7 @@ def _aligned(size: int, step: int = 64) -> int:
 
 
 def weight_gradient_workspace(num_rows: int, num_experts: int, width: int, columns: int, *dtypes: Any) -> int:
-    """Bytes for a gradient [E, width, columns] on CUDA (src/experts/hopper/segments.cu); dtypes: of its factors.
+    """Bytes for a gradient [E, width, columns] on CUDA (src/experts/cuda/segments.cu); dtypes: of its factors.
 
     The list of the segments that sums over rows are cut into, and their partial results; nothing where the tensor
     cores' kernel can't take the factors.
@@ -196,7 +196,7 @@ def weight_gradient_workspace(num_rows: int, num_experts: int, width: int, colum
 
 
 def ffn_forward_workspace(num_rows: int, hidden: int, dtype: Any) -> int:
-    """Bytes for the activations [R, F] on CUDA (src/experts/ffn_forward.cu)."""
+    """Bytes for the activations [R, F] on CUDA (src/experts/cuda/ffn_forward.cu)."""
     return _aligned(num_rows * hidden * np.dtype(dtype).itemsize)
 
 
@@ -224,7 +224,7 @@ def grouped_matmul_combine_workspace(
 
 
 def ffn_backward_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dtype: Any) -> int:
-    """Bytes for all gradients on CUDA where dh takes over the memory of h (src/experts/ffn_backward.cu).
+    """Bytes for all gradients on CUDA where dh takes over the memory of h (src/experts/cuda/ffn_backward.cu).
 
     Args:
       num_rows: R.
@@ -244,7 +244,7 @@ def dots_workspace(num_rows: int, hidden: int) -> int:
 
 
 def matrix_gradient_workspace(num_rows: int, shape: tuple[int, int, int], dtype: Any, d_dtype: Any) -> int:
-    """Bytes for the gradient of the network's matrices, then that of their bias (src/experts/ffn_backward.cu).
+    """Bytes for the gradient of the network's matrices, then that of their bias (src/experts/cuda/ffn_backward.cu).
 
     `weight_gradient_workspace`, or what the bias takes, if that is more.
 

@@ -13,6 +13,7 @@
 #include "core/tensor.h"
 #include "router/backward.cuh"
 #include "router/check.h"
+#include "router/logit_size.cuh"
 #include "router/row.cuh"
 #include "router/staged_rows.cuh"
 
@@ -27,7 +28,7 @@ struct BackwardCall {
   bool logits_are_aligned;  // to 16 bytes
   bool gradients_are_aligned;
   // Byte offsets in shared memory; per-warp pieces are `warp` bytes apart from `first_warp` on.
-  int first_warp;  // before it: float [kLanes][kItems + 4], the cotangent of score_sum, or zeros
+  int first_warp;  // before it: float [kLanes][kItems + 4], the cotangent of score_sum
   int warp;
   int d_aux_scores;  // float [32][kItems + 4], those of the warp's tokens
   int experts;       // int32 [tokens][K]
@@ -70,14 +71,19 @@ __device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
   return load_float(cotangent.data, cotangent.dtype, i);
 }
 
-// Blocks of a multiprocessor that registers are shared out for, by the slots of a lane.
-constexpr int blocks_of(int slots) { return slots == 1 ? 3 : 2; }
+// Blocks of a multiprocessor that registers are shared out for. Without rows the more the better: as many as leave
+// enough to a thread, and find room in shared memory.
+constexpr int blocks_of(int size, int slots, bool reads_rows) {
+  if (reads_rows) return slots == 1 ? 3 : 2;
+  return slots > 1 ? 4 : size == 2 ? 8 : 5;
+}
 
-// kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
-template <bool kIsSoftmax, int kLanes, int kItems, int kSlots, bool kReadsRows>
-__global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
+// kSize: logit_size.cuh. kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
+template <bool kIsSoftmax, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
+__global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReadsRows))
     route_backward(const __grid_constant__ BackwardCall call) {
-  using Rows = StagedRows<kLanes, kItems>;
+  if constexpr (!has_logit_size<kSize>()) return;
+  using Rows = StagedRows<kLanes, kItems, kSize>;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   extern __shared__ __align__(128) char shared[];
@@ -104,11 +110,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
   const auto cotangents =
       has_aux ? own_cotangents.from(token * kLanes * kStride) : SharedArray<float>(block_memory);  // of the token
   const auto cotangent_place = [](unsigned e) { return e / kItems * kStride + e % kItems; };
-  if (kReadsRows && !has_aux) {
+  if (has_sum) {
     const int64_t row = static_cast<int64_t>(blockIdx.x / call.tiles.blocks_per_sequence) * E;
 #pragma unroll 1
     for (unsigned e = threadIdx.x; e < kLanes * kItems; e += blockDim.x) {
-      cotangents.set(cotangent_place(e), has_sum && e < E ? load(op.d_score_sum, row + e) : 0.0f);
+      cotangents.set(cotangent_place(e), e < E ? load(op.d_score_sum, row + e) : 0.0f);
     }
   }
 
@@ -276,7 +282,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
     };
     __syncwarp();  // logits of the slots have been read
     if constexpr (kReadsRows) {
-      for_cotangents([&](int i, float g) { z[i] = of_row(z[i], g); });
+      if (op.auxiliary) {
+        for_cotangents([&](int i, float g) { z[i] = of_row(z[i], g); });
+      } else {
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) z[i] = of_row(z[i], 0.0f);
+      }
       rows.write(z);
     } else {
       rows.clear();
@@ -321,7 +332,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
         const auto e = static_cast<unsigned>(expert[s]);
         float d = gradient[s];
         if constexpr (kReadsRows) {
-          d += of_row(kIsSoftmax ? softmax.power(value[s]) : value[s], cotangents[cotangent_place(e)]);
+          const float g = op.auxiliary ? cotangents[cotangent_place(e)] : 0.0f;
+          d += of_row(kIsSoftmax ? softmax.power(value[s]) : value[s], g);
         }
         rows.set(token, e, d);
       }
@@ -337,20 +349,25 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSlots))
 }
 
 struct Variant {
-  using Kernel = void (*)(BackwardCall);
   int lanes;
   int items;
-  int slots;          // of a lane
-  Kernel kernels[2];  // by whether rows are read
+  int slots;                               // of a lane
+  KernelsBySize<BackwardCall> kernels[2];  // by whether rows are read
 };
+
+template <bool kIsSoftmax, int kLanes, int kItems, int kSlots, bool kReadsRows>
+constexpr KernelsBySize<BackwardCall> by_size() {
+  return {route_backward<kIsSoftmax, 0, kLanes, kItems, kSlots, kReadsRows>,
+          route_backward<kIsSoftmax, 2, kLanes, kItems, kSlots, kReadsRows>,
+          route_backward<kIsSoftmax, 4, kLanes, kItems, kSlots, kReadsRows>};
+}
 
 template <bool kIsSoftmax, int kLanes, int kItems, int kSlots>
 constexpr Variant variant() {
   return {kLanes,
           kItems,
           kSlots,
-          {route_backward<kIsSoftmax, kLanes, kItems, kSlots, false>,
-           route_backward<kIsSoftmax, kLanes, kItems, kSlots, true>}};
+          {by_size<kIsSoftmax, kLanes, kItems, kSlots, false>(), by_size<kIsSoftmax, kLanes, kItems, kSlots, true>()}};
 }
 
 // The first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a token does
@@ -387,20 +404,23 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   *launched = variant != end;
   if (variant == end) return ok();
   const int size = static_cast<int>(dtype_size(op.logits_dtype));
-  const Variant::Kernel kernel = variant->kernels[reads_rows ? 1 : 0];
 
   const int tokens = kWarp / variant->lanes;
   const auto rounded = [](int bytes) { return (bytes + 127) / 128 * 128; };
   const bool has_aux = op.d_aux_scores.data != nullptr;
   const int stride = (variant->items + 4) * 4;
-  call.first_warp = reads_rows && !has_aux ? rounded(variant->lanes * stride) : 0;
+  call.first_warp = op.d_score_sum.data != nullptr ? rounded(variant->lanes * stride) : 0;
   call.d_aux_scores = rounded(kWarp * variant->items * size * (reads_rows ? 2 : 1));
   call.experts = call.d_aux_scores + (has_aux ? rounded(kWarp * stride) : 0);
   call.gradients = call.experts + rounded(tokens * K * 4);
   call.warp = call.gradients + rounded(tokens * K * 4);
   // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.
-  const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(variant->slots) : 8);
+  const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(size, variant->slots, true) : 8);
   call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{kWarps} * tokens, most_blocks);
+  if (call.tiles.count() == 0) return ok();
+  void (*kernel)(BackwardCall) = nullptr;
+  AB_RETURN_IF_ERROR(
+      choose_by_size("router backward", variant->kernels[reads_rows ? 1 : 0], static_cast<size_t>(size), &kernel));
   return launch(
       "router backward", kernel,
       {call.tiles.count(), kWarps * kWarp, static_cast<size_t>(call.first_warp + kWarps * call.warp), stream, true},

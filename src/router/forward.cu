@@ -44,9 +44,9 @@ SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int r
 
 constexpr int kFewWarps = 4;  // of a block, for few tokens
 
-// The kernel for a call, nullptr if route_wide is to take it.
+// The kernel for a call, none if route_wide is to take it.
 struct Choice {
-  RouteVariant::Kernel kernel = nullptr;
+  RouteVariant::Kernels kernels;
   int lanes = kWarp;
   int items = 0;
   int ranks = 0;
@@ -69,23 +69,23 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
   for (; variant != end; ++variant) {
     if (variant->lanes * variant->items < op.E) continue;
     int list = 0;
-    while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list] == nullptr))
+    while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list].of_any == nullptr))
       ++list;
     if (list == RouteVariant::kLists) continue;
-    RouteVariant::Kernel kernel = variant->kernels[list];
+    RouteVariant::Kernels kernels = variant->kernels[list];
     if (op.num_groups > 0 && op.wants_selection) {
       // Groups of whole lanes, of which the two best make the score.
-      *always_exact = variant->grouped == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
+      *always_exact = variant->grouped.of_any == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
                       op.K / op.group_topk > 2 || variant->lanes * variant->items != op.E ||
                       variant->lanes % op.num_groups != 0;
       if (!*always_exact) {
-        kernel = variant->grouped;
+        kernels = variant->grouped;
         list = RouteVariant::kGrouped;
       }
     }
     const int candidates = variant->candidates[list];
     const int ranks = candidates > 0 ? candidates : RouteVariant::list(list);
-    return {kernel, variant->lanes, variant->items, ranks, candidates, variant->blocks, few ? kFewWarps : kMostWarps};
+    return {kernels, variant->lanes, variant->items, ranks, candidates, variant->blocks, few ? kFewWarps : kMostWarps};
   }
   return {};
 }
@@ -93,7 +93,7 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
 // How a checked call is launched.
 struct RouteLaunch {
   RouteCall call{};
-  RouteVariant::Kernel kernel = nullptr;  // nullptr: route_wide
+  RouteVariant::Kernels kernels;  // none: route_wide
   int warps = kMostWarps;
 };
 
@@ -111,9 +111,9 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   const int size = static_cast<int>(dtype_size(op.logits_dtype));
   int tokens = 1;
   const Choice choice = choose(op, call.selection, &call.always_exact);
-  launch->kernel = choice.kernel;
+  launch->kernels = choice.kernels;
   launch->warps = choice.warps;
-  if (choice.kernel != nullptr) {
+  if (choice.kernels.of_any != nullptr) {
     const int stage_bytes = kWarp * choice.items * size;
     // A warp less where that lets one more block into the shared memory of a multiprocessor.
     constexpr int kSharedBytes = 227 << 10;
@@ -168,7 +168,10 @@ ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_ex
   const cudaStream_t stream = cuda::stream_of(exec);
   const cuda::Launch shape{route.call.tiles.count(), route.warps * cuda::kWarp,
                            static_cast<size_t>(route.call.shared.total), stream, true};
-  const auto kernel = route.kernel != nullptr ? route.kernel : cuda::route_wide;
+  void (*kernel)(cuda::RouteCall) = cuda::route_wide;
+  if (route.kernels.of_any != nullptr && shape.blocks > 0) {
+    AB_RETURN_IF_ERROR(cuda::choose_by_size("router forward", route.kernels, dtype_size(op.logits_dtype), &kernel));
+  }
   AB_RETURN_IF_ERROR(cuda::launch("router forward", kernel, shape, route.call));
   return cuda::add_partials(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum, stream);
 }

@@ -12,6 +12,7 @@
 #include "router/block.cuh"
 #include "router/filter.cuh"
 #include "router/group_best.cuh"
+#include "router/logit_size.cuh"
 #include "router/outputs.cuh"
 #include "router/row.cuh"
 #include "router/select.cuh"
@@ -24,17 +25,17 @@ enum class Mode { softmax, elementwise, biased };
 
 // The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
 struct RouteVariant {
-  using Kernel = void (*)(RouteCall);
+  using Kernels = KernelsBySize<RouteCall>;
   static constexpr int kLists = 4;  // 8, 16, 32, 64
   static constexpr int list(int i) { return 8 << i; }
   static constexpr int kGrouped = 0;  // the list of `grouped`
 
   int lanes;
   int items;
-  int blocks;              // of a multiprocessor, that registers allow
-  Kernel kernels[kLists];  // nullptr: none
-  int candidates[kLists];  // of a token, 0 where lanes == 1
-  Kernel grouped;          // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
+  int blocks;               // of a multiprocessor, that registers allow
+  Kernels kernels[kLists];  // nullptr: none
+  int candidates[kLists];   // of a token, 0 where lanes == 1
+  Kernels grouped;          // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
 };
 
 // By experts: for many tokens, and for so few that a warp a token does not fill the device.
@@ -82,7 +83,7 @@ __device__ __forceinline__ void sort_row(const ValueOf& q_of, const SharedArray<
 
 // Writes the dense rows of the slots that lie in registers. `full`: as many tokens as a warp takes, whose rows fill
 // their places; the chunks of 16 bytes are a lane's. All lanes of the warp come here.
-template <int kItems, int kSlots>
+template <int kItems, int kSize, int kSlots>
 __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, unsigned first, unsigned count,
                                             unsigned token, const int32_t (&expert)[kSlots],
                                             const float (&weight)[kSlots]) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, u
   }
   __syncwarp();
   if (outputs.op.probs != nullptr) {
-    if (full && outputs.element_size() == 4) {
+    if (full && (kSize == 0 ? outputs.element_size() : kSize) == 4) {
       copy_chunks_out<kItems / 4>(outputs.probs, outputs.probs_of(first));
     } else if (full) {
       copy_chunks_out<kItems / 8>(outputs.probs, outputs.probs_of(first));
@@ -127,10 +128,12 @@ __device__ __forceinline__ void write_dense(const Outputs& outputs, bool full, u
 template <int kItems>
 constexpr int kBlocks = kItems <= 16 ? 3 : 2;
 
-template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
+// kSize: logit_size.cuh.
+template <Mode kMode, int kSize, int kLanes, int kItems, int kList, bool kGrouped>
 __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
+  if constexpr (!has_logit_size<kSize>()) return;
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
-  using Rows = StagedRows<kLanes, kItems>;
+  using Rows = StagedRows<kLanes, kItems, kSize>;
   constexpr bool kBiased = kMode == Mode::biased;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kBiasStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
@@ -140,7 +143,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const RouterForward& op = call.op;
   const auto E = static_cast<unsigned>(op.E);
   const auto K = static_cast<unsigned>(op.K);
-  const bool exact_keys = !kBiased && op.logits_dtype != AB_FLOAT32;  // of 32 bits: they hold value and expert
+  const bool exact_keys =
+      !kBiased && (kSize == 0 ? op.logits_dtype != AB_FLOAT32 : kSize == 2);  // of 32 bits: they hold value and expert
   const bool is_softmax = kMode == Mode::softmax || (kBiased && op.score_function == AB_SOFTMAX);
   let_next_kernel_start();
   begin_block(call, shared, [](int e) { return e / kItems * kBiasStride + e % kItems; });
@@ -161,7 +165,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const bool auxiliary = op.score_sum != nullptr || op.aux_scores != nullptr;
   const bool groups_by_score = kGrouped && !kBiased && call.selection.groups_by_score;
   // bfloat16 words of the filter that are the logits themselves
-  const bool words_are_logits = !kOneLane && !kBiased && selects && op.logits_dtype == AB_BFLOAT16;
+  const bool words_are_logits = !kOneLane && !kBiased && kSize != 4 && selects && op.logits_dtype == AB_BFLOAT16;
   // Sums of the scores of the lane's experts over its tokens, in shared memory: registers are scarce.
   const auto for_sums = [&](auto&& each) {
     const unsigned sums = memory + call.shared.sums;
@@ -417,7 +421,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
           outputs.weights.set_if(k < K, token * K + k, weight[s]);
         }
       }
-      const bool full = rows.is_full() && call.dense_is_aligned && count == kTokens;
+      const bool full = E == kLanes * kItems && call.rows_are_aligned && call.dense_is_aligned && count == kTokens;
       if (op.probs != nullptr) {
         outputs.probs = rows.address();
         __syncwarp();  // before the logits' place is taken
@@ -430,7 +434,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
       __syncwarp();
       outputs.write_slots(first, count);
       if (op.probs != nullptr || outputs.has_map()) {
-        write_dense<kItems>(outputs, full, first, count, token, expert, weight);
+        write_dense<kItems, kSize>(outputs, full, first, count, token, expert, weight);
       }
     }
     __syncwarp();
@@ -459,11 +463,17 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   end_block(call, shared);
 }
 
+template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
+constexpr RouteVariant::Kernels by_size() {
+  return {route<kMode, 0, kLanes, kItems, kList, kGrouped>, route<kMode, 2, kLanes, kItems, kList, kGrouped>,
+          route<kMode, 4, kLanes, kItems, kList, kGrouped>};
+}
+
 template <Mode kMode, int kLanes, int kItems, int kList>
 constexpr void add_list(RouteVariant* variant) {
   int i = 0;
   while (RouteVariant::list(i) < kList) ++i;
-  variant->kernels[i] = route<kMode, kLanes, kItems, kList, false>;
+  variant->kernels[i] = by_size<kMode, kLanes, kItems, kList, false>();
   if constexpr (kLanes > 1) {
     static_assert(Filter<kLanes, kItems, kList>::kExists);
     variant->candidates[i] = Filter<kLanes, kItems, kList>::kCandidates;
@@ -472,9 +482,10 @@ constexpr void add_list(RouteVariant* variant) {
 
 template <Mode kMode, int kLanes, int kItems, bool kGrouped, int... kListLengths>
 constexpr RouteVariant variant() {
-  RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, nullptr};
+  RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, {}};
   (add_list<kMode, kLanes, kItems, kListLengths>(&v), ...);
-  if constexpr (kGrouped) v.grouped = route<kMode, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true>;
+  if constexpr (kGrouped)
+    v.grouped = by_size<kMode, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true>();
   return v;
 }
 

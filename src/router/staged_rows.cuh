@@ -32,16 +32,19 @@ __device__ __forceinline__ void for_chunks(unsigned memory, unsigned lane, const
   }
 }
 
-// Of logits of any dtype. What depends on its size is chosen at run time: kernels are compiled once for all.
-template <int kLanes, int kItems>
+// kSize: bytes of a logit; 0: either, told by its dtype at run time, so that a kernel is compiled once for all.
+template <int kLanes, int kItems, int kSize>
 class StagedRows {
  public:
   __device__ __forceinline__ StagedRows(unsigned address, unsigned E, bool aligned, int32_t dtype)
-      : address_(address), E_(E), dtype_(dtype), aligned_(aligned) {}
+      : address_(address),
+        E_(E),
+        is_wide_(dtype == AB_FLOAT32),
+        is_half_(dtype == AB_FLOAT16),
+        is_full_(aligned && E == kLanes * kItems),
+        is_vector_(aligned && E * element_size() % kChunk == 0) {}
 
   __device__ __forceinline__ unsigned address() const { return address_; }
-  // Rows fill their places and are whole chunks in global memory.
-  __device__ __forceinline__ bool is_full() const { return aligned_ && E_ == kLanes * kItems; }
   __device__ __forceinline__ unsigned element_size() const { return is_wide() ? 4 : 2; }
   // Of the rows that a warp takes at a time.
   __device__ __forceinline__ unsigned bytes() const { return kWarp * kItems * element_size(); }
@@ -49,7 +52,7 @@ class StagedRows {
   // Begins to copy `count` rows that lie one behind another; ready after wait_for_copies() and __syncwarp().
   __device__ __forceinline__ void start(const char* from, unsigned count) const {
     const unsigned lane = lane_index();
-    if (is_full() && count == kWarp / kLanes) {
+    if (is_full_ && count == kWarp / kLanes) {
       from += lane * kChunk;
       const unsigned place = address_ + (lane ^ lane / 8) * kChunk;  // of chunk `lane`; the odd rounds' places differ
       for_lane_chunks([&](unsigned i) {
@@ -66,7 +69,7 @@ class StagedRows {
     const unsigned at = element(row, expert);
     if (is_wide()) return load_shared<float>(at);
     const auto bits = load_shared<uint16_t>(at);
-    return is_half() ? to_float(Float16{bits}) : to_float(BFloat16{bits});
+    return is_half_ ? to_float(Float16{bits}) : to_float(BFloat16{bits});
   }
 
   // items[i] = expert first + i of the lane's row, first = lane % kLanes * kItems; -inf past the last expert.
@@ -83,7 +86,7 @@ class StagedRows {
       uint4 chunks[kItems / 8];
       for_chunks<kItems / 8>(address_, lane_index(),
                              [&](unsigned i, unsigned at) { chunks[i] = load_shared<uint4>(at); });
-      if (is_half()) {
+      if (is_half_) {
         unpack<Float16>(chunks, items);
       } else {
         unpack<BFloat16>(chunks, items);
@@ -103,7 +106,7 @@ class StagedRows {
       for_chunks<kItems / 4>(address_, lane_index(), [&](unsigned i, unsigned at) {
         store_shared(at, make_float4(items[4 * i], items[4 * i + 1], items[4 * i + 2], items[4 * i + 3]));
       });
-    } else if (is_half()) {
+    } else if (is_half_) {
       write_pairs<Float16>(items);
     } else {
       write_pairs<BFloat16>(items);
@@ -127,14 +130,14 @@ class StagedRows {
   }
   __device__ __forceinline__ void set(unsigned row, unsigned expert, float value) const {
     set_bits(row, expert,
-             is_wide()   ? __float_as_uint(value)
-             : is_half() ? from_float<Float16>(value).bits
-                         : from_float<BFloat16>(value).bits);
+             is_wide()  ? __float_as_uint(value)
+             : is_half_ ? from_float<Float16>(value).bits
+                        : from_float<BFloat16>(value).bits);
   }
   // Copies `count` rows out, one behind another. to_aligned: rows begin at 16 bytes there as they do here.
   __device__ __forceinline__ void copy_out(char* to, unsigned count, bool to_aligned) const {
     const unsigned lane = lane_index();
-    if (to_aligned && E_ == kLanes * kItems && count == kWarp / kLanes) {
+    if (is_full_ && to_aligned && count == kWarp / kLanes) {
       const unsigned place = address_ + (lane ^ lane / 8) * kChunk;
       const auto copy_chunks = [&](unsigned first) {
         uint4 chunks[kItems / 8];
@@ -155,7 +158,7 @@ class StagedRows {
 #pragma unroll 1
     for (unsigned row = 0; row < count; ++row) {
       char* const out = to + static_cast<size_t>(row) * E_ * size;
-      if (is_vector(to_aligned)) {
+      if (is_vector_ && to_aligned) {
 #pragma unroll 1
         for (unsigned chunk = lane; chunk < E_ * size / kChunk; chunk += kWarp) {
           *reinterpret_cast<uint4*>(out + chunk * kChunk) = load_shared<uint4>(chunk_of(row, chunk));
@@ -174,11 +177,7 @@ class StagedRows {
   }
 
  private:
-  __device__ __forceinline__ bool is_wide() const { return dtype_ == AB_FLOAT32; }
-  __device__ __forceinline__ bool is_half() const { return dtype_ == AB_FLOAT16; }
-
-  // Rows are whole chunks in global memory.
-  __device__ __forceinline__ bool is_vector(bool aligned) const { return aligned && E_ * element_size() % kChunk == 0; }
+  __device__ __forceinline__ bool is_wide() const { return kSize == 0 ? is_wide_ : kSize == 4; }
 
   // f(i) for the chunks of rows that fill their places, a warp's at a time.
   template <class F>
@@ -200,7 +199,7 @@ class StagedRows {
   }
 
   __device__ __forceinline__ void copy_row(const char* from, unsigned row) const {
-    if (is_vector(aligned_)) {
+    if (is_vector_) {
 #pragma unroll 1
       for (unsigned chunk = lane_index(); chunk < E_ * element_size() / kChunk; chunk += kWarp) {
         copy_async_16(chunk_of(row, chunk), from + chunk * kChunk);
@@ -237,8 +236,10 @@ class StagedRows {
 
   unsigned address_;  // a multiple of 128
   unsigned E_;
-  int32_t dtype_;
-  bool aligned_;  // the first row begins at 16 bytes in global memory
+  bool is_wide_;  // where kSize does not tell
+  bool is_half_;
+  bool is_full_;    // rows fill their places, and are whole chunks in global memory
+  bool is_vector_;  // rows are whole chunks in global memory
 };
 
 }  // namespace anabranch::cuda

@@ -13,38 +13,36 @@ struct Differentiate {
   HiddenGradient op;
 
   __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
-    with_activation(op.activation, [&]<int32_t kActivation>() {
 #pragma unroll
-      for (int i = 0; i < simple::kEach; ++i) {
-        const bool is_row = i < results.rows;
-        const int32_t row = results.row + i;
-        const int32_t slot = is_row && tile.expert != kNoExpert ? op.map.slot_of(row) : -1;
-        const float weight = slot < 0 ? 0.0f : op.weights[slot];
-        float dot = 0.0f;
+    for (int i = 0; i < simple::kEach; ++i) {
+      const bool is_row = i < results.rows;
+      const int32_t row = results.row + i;
+      const int32_t slot = is_row && tile.expert != kNoExpert ? op.map.slot_of(row) : -1;
+      const float weight = slot < 0 ? 0.0f : op.weights[slot];
+      float dot = 0.0f;
 #pragma unroll
-        for (int j = 0; j < simple::kEach; ++j) {
-          if (!is_row || j >= results.columns) continue;
-          const int64_t column = results.column + j;
-          if (slot < 0) {
-            write(row, column, 0.0f, 0.0f, 0.0f);
-          } else {
-            dot += differentiate<kActivation>(row, column, weight, results.sums[0][i][j]);
-          }
-        }
-        if (op.dots == nullptr) continue;
-        dot = sum_lanes<simple::kThreadsOfRow>(dot);  // all lanes are here
-        if (is_row && lane_index() % simple::kThreadsOfRow == 0) {
-          op.dots[tile.column / simple::kSide * op.s.R + row] = dot;
+      for (int j = 0; j < simple::kEach; ++j) {
+        if (!is_row || j >= results.columns) continue;
+        const int64_t column = results.column + j;
+        if (slot < 0) {
+          write(row, column, 0.0f, 0.0f, 0.0f);
+        } else {
+          dot += differentiate(row, column, weight, results.sums[0][i][j]);
         }
       }
-    });
+      if (op.dots == nullptr) continue;
+      dot = sum_lanes<simple::kThreadsOfRow>(dot);  // all lanes are here
+      if (is_row && lane_index() % simple::kThreadsOfRow == 0) {
+        op.dots[tile.column / simple::kSide * op.s.R + row] = dot;
+      }
+    }
   }
 
-  // Of one element; returns its share of <da', a>.
-  template <int32_t kActivation>
-  __device__ float differentiate(int64_t row, int64_t column, float weight, float d_a) const {
+  // Of one element; returns its share of <da', a>. Out of line, or copies of it were most of the kernel's code.
+  __device__ __noinline__ float differentiate(int64_t row, int64_t column, float weight, float d_a) const {
     const int64_t at = row * op.s.P * op.s.F + column;
-    const ActivationAt gate = activate_with_slope<kActivation>(op.h[at]);
+    ActivationAt gate{};
+    with_activation(op.activation, [&]<int32_t kActivation>() { gate = activate_with_slope<kActivation>(op.h[at]); });
     const float up = kGated ? op.h[at + op.s.F] : 1.0f;
     const float a = gate.value * up;
     write(row, column, gate.slope * up * (weight * d_a), gate.value * (weight * d_a), weight * a);

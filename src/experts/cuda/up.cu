@@ -14,37 +14,38 @@ struct Activate {
   Up up;
 
   __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
-    with_activation(up.activation, [&]<int32_t kActivation>() {
 #pragma unroll
-      for (int i = 0; i < simple::kEach; ++i) {
-        if (i >= results.rows) continue;
-        const int32_t row = results.row + i;
-        const int32_t slot = tile.expert == kNoExpert ? -1 : up.map.slot_of(row);
-        const float weight = slot < 0 ? 0.0f : up.weights[slot];
+    for (int i = 0; i < simple::kEach; ++i) {
+      if (i >= results.rows) continue;
+      const int32_t row = results.row + i;
+      const int32_t slot = tile.expert == kNoExpert ? -1 : up.map.slot_of(row);
 #pragma unroll
-        for (int j = 0; j < simple::kEach; ++j) {
-          if (j >= results.columns) continue;
-          float h[kParts] = {};
-          float a = 0.0f;
-          if (slot >= 0) {
+      for (int j = 0; j < simple::kEach; ++j) {
+        if (j >= results.columns) continue;
+        float h[kParts];
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-              h[part] = results.sums[part][i][j] + bias(tile.expert, part, results.column + j);
-            }
-            a = weight * (activate<kActivation>(h[0]) * (kParts == 2 ? h[kParts - 1] : 1.0f));
-          }
-          up.a.set(row * up.s.F + results.column + j, a);
-          if (up.h.data == nullptr) continue;
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            up.h.set((int64_t{row} * kParts + part) * up.s.F + results.column + j, h[part]);
-          }
-        }
+        for (int part = 0; part < kParts; ++part) h[part] = results.sums[part][i][j];
+        write(tile.expert, row, results.column + j, slot, h);
       }
-    });
+    }
   }
 
-  __device__ float bias(int64_t expert, int part, int32_t column) const {
+  // One element; out of line, or copies of it were most of the kernel's code.
+  __device__ __noinline__ void write(int32_t expert, int64_t row, int64_t column, int32_t slot,
+                                     float (&h)[kParts]) const {
+    float a = 0.0f;
+    for (int part = 0; part < kParts; ++part) h[part] = slot < 0 ? 0.0f : h[part] + bias(expert, part, column);
+    if (slot >= 0) {
+      with_activation(up.activation, [&]<int32_t kActivation>() {
+        a = up.weights[slot] * (activate<kActivation>(h[0]) * (kParts == 2 ? h[kParts - 1] : 1.0f));
+      });
+    }
+    up.a.set(row * up.s.F + column, a);
+    if (up.h.data == nullptr) return;
+    for (int part = 0; part < kParts; ++part) up.h.set((row * kParts + part) * up.s.F + column, h[part]);
+  }
+
+  __device__ float bias(int64_t expert, int part, int64_t column) const {
     return up.b_in.data == nullptr ? 0.0f : up.b_in[(expert * kParts + part) * up.s.F + column];
   }
 };

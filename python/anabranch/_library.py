@@ -28,6 +28,28 @@ HANDLERS = (
     "ab_xla_sort_chunks",
 )
 
+#: Bounds of the CUDA library's workspaces, in the C library (include/anabranch/cuda_workspaces.h).
+WORKSPACE_BOUNDS = (
+    "ab_cuda_expert_ffn_backward_workspace_bound",
+    "ab_cuda_expert_ffn_forward_workspace_bound",
+    "ab_cuda_grouped_matmul_combine_workspace_bound",
+    "ab_cuda_grouped_matmul_dw_workspace_bound",
+    "ab_cuda_plan_workspace_bound",
+    "ab_cuda_sort_chunks_workspace_bound",
+    "ab_cuda_statistics_workspace_bound",
+)
+
+#: ab_dtype by the name of the dtype.
+DTYPES = {
+    "bool": 1, "uint8": 2, "int16": 3, "int32": 4, "int64": 5, "float16": 6, "bfloat16": 7, "float32": 8,
+}  # fmt: skip
+
+
+class Status(ctypes.Structure):
+    """ab_status."""
+
+    _fields_ = (("code", ctypes.c_int32), ("message", ctypes.c_char * 508))
+
 
 class LibraryError(RuntimeError):
     """The C library was not found or cannot be used on this machine; the message says why."""
@@ -80,7 +102,7 @@ def load() -> ctypes.CDLL:
             library = ctypes.CDLL(str(path))
         except OSError as second:
             raise LibraryError(f"{path}: {second}") from second
-    return _with_symbols(library, ("ab_describe", *HANDLERS))
+    return _with_symbols(library, ("ab_describe", *HANDLERS, *WORKSPACE_BOUNDS))
 
 
 def on_cuda(name: str) -> str:

@@ -1,8 +1,6 @@
 // ab_cuda_plan: a stable counting sort by expert in three kernels. Blocks of slots count their experts; one scan over
 // the blocks turns counts into first rows within each expert; every block places its slots, 32 at a time in order.
 // Where slots come from a map, a fourth kernel compacts the row_id_map of each token.
-#include <algorithm>
-
 #include "anabranch/cuda.h"
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
@@ -10,27 +8,26 @@
 #include "core/entry.h"
 #include "core/tensor.h"
 #include "dispatch/plan.h"
+#include "dispatch/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kMostWarps = 8;
+constexpr int kMostWarps = SlotBlocks::kMostWarps;
 constexpr int kThreads = kMostWarps * kWarp;
-constexpr int kSlotsPerWarp = 128;
-constexpr int64_t kMostCounters = int64_t{1} << 22;  // of (block, expert)
 
 struct Plan {
   PlanCall call;
   int64_t slots = 0;
-  int64_t blocks = 0;
-  int64_t slots_per_warp = 0;  // a multiple of kSlotsPerWarp
-  int warps = 0;               // of the kernels that keep counters of each warp
-  int expert_bits = 0;         // that tell the values of expert_at() apart
+  SlotBlocks blocks;
+  int expert_bits = 0;  // that tell the values of expert_at() apart
   // workspace
   int32_t* counts = nullptr;  // [blocks, E+1] slots of (block, expert), the last: invalid; then slots in earlier blocks
   int32_t* totals = nullptr;  // [E+1]
 
-  __device__ int64_t first_slot(int64_t block, int warp) const { return (block * warps + warp) * slots_per_warp; }
+  __device__ int64_t first_slot(int64_t block, int warp) const {
+    return (block * blocks.warps + warp) * blocks.slots_per_warp;
+  }
   // The expert of a slot that is there: an index in range, -1 for none, -2 for an invalid one.
   __device__ int32_t expert_at(int64_t slot) const {
     if (slot >= slots) return -1;
@@ -41,7 +38,7 @@ struct Plan {
 };
 
 // Slots of a thread that are on their way at a time.
-constexpr int kBatch = kSlotsPerWarp / kWarp;
+constexpr int kBatch = SlotBlocks::kSlotsPerWarp / kWarp;
 
 // experts[i] = the expert of slot first + i * step.
 __device__ __forceinline__ void load_batch(const Plan& plan, int64_t first, int step, int32_t (&experts)[kBatch]) {
@@ -85,13 +82,13 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kScanColumns + lane_index() % kScanColumns;
   const int64_t part = static_cast<int>(threadIdx.x) / kScanColumns;
   int32_t before_all = 0;
-  for (int64_t first = 0; first < plan.blocks; first += kScanParts * kScanRows) {
+  for (int64_t first = 0; first < plan.blocks.count; first += kScanParts * kScanRows) {
     const int64_t begin = first + part * kScanRows;
     int32_t counts[kScanRows];
     int32_t sum = 0;
 #pragma unroll
     for (int i = 0; i < kScanRows; ++i) {
-      const bool there = begin + i < plan.blocks && column < columns;
+      const bool there = begin + i < plan.blocks.count && column < columns;
       counts[i] = there ? plan.counts[(begin + i) * columns + column] : 0;
       sum += counts[i];
     }
@@ -114,7 +111,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kScanRows; ++i) {
-      if (begin + i < plan.blocks && column < columns) plan.counts[(begin + i) * columns + column] = before;
+      if (begin + i < plan.blocks.count && column < columns) plan.counts[(begin + i) * columns + column] = before;
       before += counts[i];
     }
   }
@@ -195,8 +192,8 @@ __device__ void fill_padding(const Plan& plan, const Starts& starts) {
   const auto experts = static_cast<int>(regions.experts);
   const auto end_of_slots = [&](int e) { return regions.clip(e, starts.aligned[e] + plan.totals[e]); };
   if (regions.align > 1) {
-    const int warps = static_cast<int>(gridDim.x) * plan.warps;
-    for (int e = static_cast<int>(blockIdx.x) * plan.warps + warp_index(); e < E; e += warps) {
+    const int warps = static_cast<int>(gridDim.x) * plan.blocks.warps;
+    for (int e = static_cast<int>(blockIdx.x) * plan.blocks.warps + warp_index(); e < E; e += warps) {
       if ((e + 1) % experts == 0) continue;
       const int64_t end = regions.clip(e, starts.aligned[e + 1]);
       for (int64_t row = end_of_slots(e) + lane_index(); row < end; row += kWarp) call.maps.slot_of_row[row] = -1;
@@ -259,7 +256,7 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   __syncwarp();
   constexpr int kBatchSlots = kBatch * kWarp;
   const int64_t begin = plan.first_slot(blockIdx.x, warp_index());
-  const int64_t end = min(begin + plan.slots_per_warp, plan.slots);
+  const int64_t end = min(begin + plan.blocks.slots_per_warp, plan.slots);
   // Most of the work while the kernels before still run. A warp of one batch keeps its ranks.
   const Ranks first_ranks = rank_batch(plan, begin + lane_index(), own);
   for (int64_t first = begin + kBatchSlots; first < end; first += kBatchSlots) {
@@ -268,11 +265,11 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   wait_for_previous_kernel();
   let_next_kernel_start();
   find_starts(plan, starts);  // all warps have counted when it ends
-  const bool has_slots = blockIdx.x < plan.blocks;
+  const bool has_slots = blockIdx.x < plan.blocks.count;
   if (!has_slots) write_sizes(plan, starts);
   for (int e = static_cast<int>(threadIdx.x); has_slots && e < E; e += static_cast<int>(blockDim.x)) {
     int32_t rank = plan.counts[blockIdx.x * (call.E + 1) + e];
-    for (int warp = 0; warp < plan.warps; ++warp) {
+    for (int warp = 0; warp < plan.blocks.warps; ++warp) {
       const int32_t count = counters[warp * E + e];
       counters[warp * E + e] = rank;
       rank += count;
@@ -294,7 +291,7 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
       call.row_id_map[t * (2 * call.E + 1) + (slot - t * E)] = expert >= 0 ? starts.packed[expert] + rank : -1;
     }
   };
-  if (plan.slots_per_warp == kBatchSlots) {
+  if (plan.blocks.slots_per_warp == kBatchSlots) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int32_t expert = first_ranks.experts[i];
@@ -348,18 +345,11 @@ ab_status parse(const ab_plan_args* args, void* workspace, Plan* plan, size_t* b
                  AB_CUDA_MAX_EXPERTS);
   }
   plan->slots = plan->call.maps.T * plan->call.maps.K;
-  plan->warps = E <= 2048 ? kMostWarps : 2;
+  plan->blocks = SlotBlocks(plan->slots, E);
   while (int64_t{1} << plan->expert_bits < E + 2) ++plan->expert_bits;  // -1 and -2 have the highest values
-  const int64_t most_blocks = kMostCounters / (E + 1);
-  const int64_t warps = most_blocks * plan->warps;
-  const int64_t slots_per_warp = (plan->slots + warps - 1) / warps;
-  plan->slots_per_warp = std::max<int64_t>((slots_per_warp + kSlotsPerWarp - 1) / kSlotsPerWarp, 1) * kSlotsPerWarp;
-  const int64_t per_block = plan->slots_per_warp * plan->warps;
-  plan->blocks = plan->slots == 0 ? 1 : (plan->slots + per_block - 1) / per_block;
   plan->counts = static_cast<int32_t*>(workspace);
-  const int64_t counters = plan->blocks * (E + 1);
-  if (workspace != nullptr) plan->totals = plan->counts + counters;
-  return report_workspace(static_cast<size_t>(counters + E + 1) * sizeof(int32_t), bytes);
+  if (workspace != nullptr) plan->totals = plan->counts + plan->blocks.count * (E + 1);
+  return report_workspace(plan_bytes(plan->blocks, E), bytes);
 }
 
 }  // namespace
@@ -383,15 +373,15 @@ ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
   const size_t E = static_cast<size_t>(plan.call.E);
-  const int threads = plan.warps * cuda::kWarp;
+  const int threads = plan.blocks.warps * cuda::kWarp;
   AB_RETURN_IF_ERROR(cuda::launch("plan: count_slots", cuda::count_slots,
-                                  {plan.blocks, threads, (E + 1) * sizeof(int32_t), stream, true}, plan));
+                                  {plan.blocks.count, threads, (E + 1) * sizeof(int32_t), stream, true}, plan));
   const int64_t strips = (plan.call.E + 1 + cuda::kScanColumns - 1) / cuda::kScanColumns;
   AB_RETURN_IF_ERROR(cuda::launch("plan: scan_blocks", cuda::scan_blocks,
                                   {strips, cuda::kScanWarps * cuda::kWarp, 0, stream, true}, plan));
-  const size_t shared = E * (sizeof(int64_t) + (1 + static_cast<size_t>(plan.warps)) * sizeof(int32_t));
-  AB_RETURN_IF_ERROR(
-      cuda::launch("plan: place_slots", cuda::place_slots, {plan.blocks + 1, threads, shared, stream, true}, plan));
+  const size_t shared = E * (sizeof(int64_t) + (1 + static_cast<size_t>(plan.blocks.warps)) * sizeof(int32_t));
+  AB_RETURN_IF_ERROR(cuda::launch("plan: place_slots", cuda::place_slots,
+                                  {plan.blocks.count + 1, threads, shared, stream, true}, plan));
   if (plan.call.row_id_map == nullptr) return ok();
   const int warps = plan.call.E <= 1024 ? cuda::kMostWarps : 4;
   const int64_t blocks = (plan.call.maps.T + warps - 1) / warps;

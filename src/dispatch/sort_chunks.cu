@@ -5,6 +5,7 @@
 #include "core/entry.h"
 #include "dispatch/check.h"
 #include "dispatch/columns.cuh"
+#include "dispatch/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -17,7 +18,6 @@ struct Starts {
   int32_t* sorted;    // [S+1]
   int32_t* named_at;  // [S] the first place in the order that names the chunk; S: none
 
-  static size_t bytes(const ChunkSort& sort) { return static_cast<size_t>(3 * sort.S + 2) * sizeof(int32_t); }
   Starts(const ChunkSort& sort, void* workspace)
       : unsorted(static_cast<int32_t*>(workspace)), sorted(unsorted + sort.S + 1), named_at(sorted + sort.S + 1) {}
 
@@ -118,14 +118,14 @@ ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const a
   AB_ENTER_QUERY(args, exec, bytes);
   ChunkSort sort;
   AB_RETURN_IF_ERROR(cuda::check(args, &sort));
-  return report_workspace(cuda::Starts::bytes(sort), bytes);
+  return report_workspace(cuda::sort_chunks_bytes(sort.S), bytes);
 }
 
 ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
   ChunkSort sort;
   AB_RETURN_IF_ERROR(cuda::check(args, &sort));
-  AB_RETURN_IF_ERROR(check_workspace(exec, cuda::Starts::bytes(sort)));
+  AB_RETURN_IF_ERROR(check_workspace(exec, cuda::sort_chunks_bytes(sort.S)));
   if (sort.R == 0) return ok();
   const cuda::Starts starts(sort, exec->workspace);
   const cudaStream_t stream = cuda::stream_of(exec);

@@ -127,8 +127,14 @@ double auxiliary_terms(const Case& c, const Inputs& in, const CotangentOf& cotan
   return std::sqrt(squares);
 }
 
+// The cotangents to try, of 6: first, first + step, ...
+struct Cotangents {
+  int first = 0;
+  int step = 1;
+};
+
 // Gradients under the selection in `out`, on both backends.
-void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsigned seed) {
+void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsigned seed, Cotangents cotangents) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   const auto fill = [&](Tensor<float>& tensor) {
@@ -141,10 +147,10 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
   Tensor<float> d_lse({c.T});
   fill(d_weights);
   fill(d_score_sum);
-  fill(d_aux);
   fill(d_lse);
-  for (int64_t i = 0; i < d_probs.size(); ++i) d_probs.set(i, normal(random));
-  for (int which = 0; which < 6; ++which) {
+  for (int which = cotangents.first; which < 6; which += cotangents.step) {
+    if (which == 1) d_probs.fill_normal(seed);
+    if (which == 3) fill(d_aux);
     ab_router_backward_args args = backward_args(c, in, out);
     const bool is_softmax = c.score_function == AB_SOFTMAX;
     if (which == 0 || which == 5) args.d_weights = d_weights.view();
@@ -192,7 +198,7 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
   }
 }
 
-void check(const Case& c, unsigned seed = 1) {
+void check(const Case& c, unsigned seed = 1, Cotangents cotangents = {}) {
   SCOPED_TRACE(::testing::Message() << c);
   const Inputs in(c, seed);
   const Outputs want(c);
@@ -210,7 +216,7 @@ void check(const Case& c, unsigned seed = 1) {
   ASSERT_TRUE(same_bits(got.experts, again.experts) && same_bits(got.weights, again.weights) &&
               same_bits(got.score_sum, again.score_sum) && same_bits(got.lse, again.lse))
       << "another run gave other bits";
-  compare_gradients(c, in, got, seed);
+  compare_gradients(c, in, got, seed, cotangents);
 }
 
 class RouterCuda : public CudaTest {};
@@ -236,6 +242,8 @@ TEST_F(RouterCuda, EveryWidth) {
 }
 
 // Every width of rows that kernels are built for, with every length of the list of the best, full and not; and replays.
+// Nearly all the time goes into making random rows and comparing results, on the host. A gradient's kernel is the same
+// for a full list and for one that is not: half of the cotangents with the one, half with the other.
 void check_variants(int64_t T, unsigned seed) {
   for (const int64_t E : {8, 16, 32, 64, 128, 256, 384, 512, 1000}) {
     for (const int32_t list : {8, 16, 32, 64}) {
@@ -253,7 +261,8 @@ void check_variants(int64_t T, unsigned seed) {
             c.normalize = static_cast<int32_t>(seed / 2 % 2);
             c.form = static_cast<Form>(seed % 7);
             c.mask = seed % 5 == 0;
-            check(c, seed);
+            check(c, seed,
+                  {static_cast<int>(seed / 2 % 2), 2});  // seed % 2, which is `full`, says whether lse is given
             if (seed % 11 == 0 && !c.bias) {
               c.forced = true;
               c.form = Form::compact;  // all that a replay gives
@@ -280,7 +289,7 @@ void check_variants(int64_t T, unsigned seed) {
   }
 }
 TEST_F(RouterCuda, EveryVariantForFewTokens) { check_variants(300, 500); }
-TEST_F(RouterCuda, EveryVariantForManyTokens) { check_variants(2500, 2500); }
+TEST_F(RouterCuda, EveryVariantForManyTokens) { check_variants(2100, 2500); }
 
 TEST_F(RouterCuda, ManyExperts) {
   unsigned seed = 600;

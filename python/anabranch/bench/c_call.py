@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-DTYPES = {
-    "bool": 1, "uint8": 2, "int16": 3, "int32": 4, "int64": 5, "float16": 6, "bfloat16": 7, "float32": 8,
-}  # fmt: skip
+from anabranch._library import DTYPES, Status
 
 
 class Tensor(ctypes.Structure):
@@ -33,12 +31,6 @@ class Exec(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("workspace_size", ctypes.c_size_t),
     )
-
-
-class Status(ctypes.Structure):
-    """ab_status."""
-
-    _fields_ = (("code", ctypes.c_int32), ("message", ctypes.c_char * 508))
 
 
 def view(array: Any) -> Tensor:

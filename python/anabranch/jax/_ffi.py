@@ -6,7 +6,7 @@ wanted", so one handler serves every combination of optional tensors.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -121,8 +121,8 @@ def call(
       operands: arrays by field name; None: not given.
       results: shapes and dtypes by field name; None: not wanted.
       aliases: result name for an operand name whose buffer it may take over.
-      workspace: bytes of scratch memory for the CUDA handler, which allocates nothing itself; at least what
-        ab_cuda_..._workspace says. The CPU's handler gets none.
+      workspace: bytes of scratch memory for the CUDA handler, which allocates nothing itself (`_workspaces`). The
+        CPU's handler gets none.
       attributes: options by field name; int becomes int32, float float32.
 
     Returns:
@@ -151,109 +151,3 @@ def call(
     outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(wanted), whole, tuple(given))(*given.values())
     named = dict(zip(wanted, outputs, strict=True))
     return {name: named.get(name) for name in results}
-
-
-def statistics_workspace(num_tokens: int, num_sequences: int, num_experts: int) -> int:
-    """Bytes for the statistics of each block of tokens on CUDA (src/balance/statistics.cuh): counts and sums.
-
-    A block has at least one token, and there are at most 396 of them, or one a sequence.
-    """
-    blocks = min(max(396, num_sequences), num_tokens)
-    return 2 * (blocks * num_experts * 4 + 64) if blocks else 0
-
-
-def plan_workspace(num_slots: int, num_experts: int) -> int:
-    """Bytes for the counts of each block of slots on CUDA (src/dispatch/plan.cu)."""
-    blocks = min(num_slots // 256, 2**22 // (num_experts + 1)) + 1
-    return (blocks + 1) * (num_experts + 1) * 4
-
-
-def sort_chunks_workspace(num_chunks: int) -> int:
-    """Bytes for where every chunk begins on CUDA (src/dispatch/sort_chunks.cu)."""
-    return (3 * num_chunks + 2) * 4
-
-
-def _aligned(size: int, step: int = 64) -> int:
-    return -(-size // step) * step
-
-
-def weight_gradient_workspace(num_rows: int, num_experts: int, width: int, columns: int, *dtypes: Any) -> int:
-    """Bytes for a gradient [E, width, columns] on CUDA (src/experts/cuda/segments.cu); dtypes: of its factors.
-
-    The list of the segments that sums over rows are cut into, and their partial results; nothing where the tensor
-    cores' kernel can't take the factors.
-    """
-    sizes = (num_rows, num_experts, width, columns)
-    if any(np.dtype(dtype).itemsize != 2 for dtype in dtypes) or 0 in sizes:
-        return 0
-    rows = _aligned(num_rows)
-    share = width * columns / (128 * 256 * 132 * 4)
-    if share < 1:
-        rows = min(rows, _aligned(max(int(num_rows * share) + 1, 512)))
-    partials = 2 * num_rows // rows if rows < num_rows else 0
-    lists = 256 + _aligned((num_experts + partials) * 16, 256) + _aligned(partials // 2 * 12, 256)
-    return lists + partials * width * columns * 4
-
-
-def ffn_forward_workspace(num_rows: int, hidden: int, dtype: Any) -> int:
-    """Bytes for the activations [R, F] on CUDA (src/experts/cuda/ffn_forward.cu)."""
-    return _aligned(num_rows * hidden * np.dtype(dtype).itemsize)
-
-
-def grouped_matmul_combine_workspace(
-    num_rows: int, num_experts: int, columns: int, terms: int, dtype: Any, *, transpose_w: bool = False
-) -> int:
-    """Bytes for a chunk of the columns of rows [R, columns] on CUDA (src/experts/column_chunks.h).
-
-    Args:
-      num_rows: R.
-      num_experts: E.
-      columns: N of w.
-      terms: of each product: the columns of x.
-      dtype: of x.
-      transpose_w: w is [E, N, D].
-    """
-    tiles, rows = -(-columns // 192), float(max(num_rows, 1))
-    in_w_in = not transpose_w and num_rows <= num_experts * columns
-    w = (2.0 if in_w_in else 1.0) * num_experts * terms * columns
-    room = max(w, 2**22) / rows
-    if 2048 <= columns and room < columns:
-        chunks = min(-(-tiles // max(int(room / 192), 1)), tiles // 4)
-        columns = min(-(-tiles // chunks) * 192, columns)
-    return _aligned(num_rows * columns * np.dtype(dtype).itemsize)
-
-
-def ffn_backward_workspace(num_rows: int, w_in: Sequence[int], dtype: Any, d_dtype: Any) -> int:
-    """Bytes for all gradients on CUDA where dh takes over the memory of h (src/experts/cuda/ffn_backward.cu).
-
-    Args:
-      num_rows: R.
-      w_in: shape [E, D, P, F].
-      dtype: of x.
-      d_dtype: of the cotangent.
-    """
-    E, D, P, F = w_in
-    of_w_in = matrix_gradient_workspace(num_rows, (E, D, P * F), dtype, dtype)
-    of_w_out = matrix_gradient_workspace(num_rows, (E, F, D), dtype, d_dtype)
-    return ffn_forward_workspace(num_rows, F, dtype) + max(dots_workspace(num_rows, F), of_w_in, of_w_out)
-
-
-def dots_workspace(num_rows: int, hidden: int) -> int:
-    """Bytes for the parts of the gradients of the rows' weights on CUDA."""
-    return _aligned(-(-hidden // 64) * num_rows * 4)
-
-
-def matrix_gradient_workspace(num_rows: int, shape: tuple[int, int, int], dtype: Any, d_dtype: Any) -> int:
-    """Bytes for the gradient of the network's matrices, then that of their bias (src/experts/cuda/ffn_backward.cu).
-
-    `weight_gradient_workspace`, or what the bias takes, if that is more.
-
-    Args:
-      num_rows: R.
-      shape: of the matrices, [E, D, N].
-      dtype: of the rows that they multiply.
-      d_dtype: of the products' gradient.
-    """
-    E, _, N = shape
-    bias = (-(-num_rows // 512) + E) * N * 4
-    return _aligned(max(bias, weight_gradient_workspace(num_rows, *shape, dtype, d_dtype)))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from anabranch.jax import _ffi
+from anabranch.jax import _ffi, _workspaces
 
 # Numbered as in include/anabranch/experts.h.
 ACTIVATIONS = ("silu", "gelu", "relu", "relu2")
@@ -96,7 +96,7 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
             result: jax.ShapeDtypeStruct((R, columns), x.dtype),
             "h": jax.ShapeDtypeStruct((R, *w_in.shape[2:]), x.dtype) if keep_h else None,
         },
-        workspace=0 if result == "a" else _ffi.ffn_forward_workspace(R, w_in.shape[3], x.dtype),
+        workspace=0 if result == "a" else _workspaces.ffn_forward(R, w_in.shape[3], x.dtype),
         activation=ACTIVATIONS.index(config.activation),
         weight_early=int(config.weight_early),
         topk=config.topk,
@@ -128,7 +128,16 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
             "d_b_in": _like(operands.b_in),
             "d_b_out": _like(operands.b_out),
         },
-        _ffi.ffn_backward_workspace(h.shape[0], w_in.shape, x.dtype, d_out.dtype),
+        _workspaces.ffn_backward(
+            h.shape[0],
+            w_in.shape,
+            x.dtype,
+            d_out.dtype,
+            weighted_a=True,
+            d_weights=True,
+            d_w_out=True,
+            d_w_in=True,
+        ),
     )
     d_weights = None if weights is None else results["d_weights"].astype(weights.dtype)
     return FfnGradients(
@@ -213,7 +222,7 @@ class SlotProduct:
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
             aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
-            workspace=_ffi.grouped_matmul_combine_workspace(R, E, N, D, self.x.dtype, transpose_w=self.transpose_w),
+            workspace=_workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, transpose_w=self.transpose_w),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
             skip_rest=int(self.skip_rest),
@@ -273,10 +282,8 @@ def ffn_backward_by_slot(
       w_out_dtype: of the gradient of w_out, that of x or float32; None: not computed here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
-    (R, _, F), (E, _, D), dtype = h.shape, operands.w_out.shape, operands.x.dtype
-    first, workspace = w_out_dtype is not None, _ffi.dots_workspace(R, F)
-    if first:
-        workspace = max(workspace, _ffi.matrix_gradient_workspace(R, (E, F, D), dtype, d_out.dtype))
+    (R, P, F), (E, _, D), dtype = h.shape, operands.w_out.shape, operands.x.dtype
+    first = w_out_dtype is not None
     results = _backward(
         config,
         operands,
@@ -289,7 +296,7 @@ def ffn_backward_by_slot(
             "d_b_out": _like(operands.b_out) if first else None,
             "d_weights": _like(operands.weights, jnp.float32),
         },
-        workspace,
+        _workspaces.ffn_backward(R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=first),
         skip_rest=int(config.skip_rest),
     )
     return HiddenGradients(
@@ -312,14 +319,14 @@ def d_w_out_of(
       d_out: as for `ffn_backward_by_slot`.
       dtype: of the gradient of w_out.
     """
-    R, (E, F, D) = weighted_a.shape[0], operands.w_out.shape
+    R = weighted_a.shape[0]
     results = _backward(
         config,
         operands,
         d_out,
         {"weighted_a": weighted_a},
         {"d_w_out": _like(operands.w_out, dtype), "d_b_out": _like(operands.b_out)},
-        _ffi.matrix_gradient_workspace(R, (E, F, D), operands.x.dtype, d_out.dtype),
+        _workspaces.ffn_backward(R, operands.w_in.shape, operands.x.dtype, d_out.dtype, d_w_out=True),
     )
     return MatrixGradient(results["d_w_out"], results["d_b_out"])
 
@@ -340,13 +347,12 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotPr
 
 def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
     """The gradients of w_in, of `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
-    R, (E, D, P, F) = dh.shape[0], operands.w_in.shape
     results = _backward(
         config,
         operands,
         None,
         {"dh": dh},
         {"d_w_in": _like(operands.w_in, dtype), "d_b_in": _like(operands.b_in)},
-        _ffi.matrix_gradient_workspace(R, (E, D, P * F), operands.x.dtype, operands.x.dtype),
+        _workspaces.ffn_backward(dh.shape[0], operands.w_in.shape, operands.x.dtype, operands.x.dtype, d_w_in=True),
     )
     return MatrixGradient(results["d_w_in"], results["d_b_in"])

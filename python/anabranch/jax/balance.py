@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anabranch.jax import _check, _ffi
+from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._sharding import TokenCall
 
 _COUNTS = (*_check.INTEGERS, "float32")
@@ -165,7 +165,7 @@ def fused_moe_aux_loss(
 def _sum(_: None, scores: jax.Array) -> tuple[jax.Array]:
     T, C = scores.shape
     results = {"score_sum": jax.ShapeDtypeStruct((C,), jnp.float32)}
-    workspace = _ffi.statistics_workspace(T, 1, C)
+    workspace = _workspaces.statistics(T, 1, C)
     return (_ffi.call("ab_xla_score_sum", {"scores": scores}, results, workspace=workspace)["score_sum"],)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anabranch.jax import _check, _ffi
+from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.dispatch import ANY_DTYPE
@@ -25,7 +25,7 @@ def sort_chunks(
             "out": jax.ShapeDtypeStruct(x.shape, x.dtype),
             "row_id_map": jax.ShapeDtypeStruct(x.shape[:1], jnp.int32),
         },
-        workspace=_ffi.sort_chunks_workspace(split_sizes.size),
+        workspace=_workspaces.sort_chunks(split_sizes.size),
         inverse=int(inverse),
     )
     return results["out"], results["row_id_map"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from anabranch.jax import _check, _ffi
+from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat, take
 from anabranch.jax._sharding import TokenCall, check_whole, vary_alike
 from anabranch.jax.dispatch import gather_sum, gather_sum_backward, spread
@@ -112,7 +112,7 @@ def token_dispatch_forward(
         num_experts=E,
         align_size=align_size or 0,
         num_destinations=1,
-        workspace=_ffi.plan_workspace(T * E, E),
+        workspace=_workspaces.plan(T * E, E),
     )
     output = spread(inp, plan["row_of_slot"], plan["slot_of_row"])
     permuted_probs = None if probs is None else take(probs.ravel(), plan["slot_of_row"])
@@ -338,7 +338,7 @@ def _descending(_: None, routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
         num_experts=E,
         align_size=0,
         num_destinations=1,
-        workspace=_ffi.plan_workspace(T * E, E),
+        workspace=_workspaces.plan(T * E, E),
     )["row_id_map"]
     return row_id_map[:, E : 2 * E].reshape(routing_map.shape), row_id_map[:, 2 * E :].reshape(*leading, 1)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from anabranch.jax import _check, _ffi
+from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._ffn import ACTIVATIONS, FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.jax._sharding import check_whole, vary_alike
 
@@ -46,7 +46,7 @@ def grouped_weight_gradient(x: jax.Array, d_y: jax.Array, group_sizes: jax.Array
     E, (R, D), N = group_sizes.shape[0], x.shape, d_y.shape[1]
     operands = {"x": x, "d_y": d_y, "group_sizes": group_sizes}
     results = {"d_w": jax.ShapeDtypeStruct((E, D, N), dtype)}
-    workspace = _ffi.weight_gradient_workspace(R, E, D, N, x.dtype, d_y.dtype)
+    workspace = _workspaces.grouped_matmul_dw(R, E, D, N, x.dtype, d_y.dtype)
     return _ffi.call("ab_xla_grouped_matmul_dw", operands, results, workspace=workspace)["d_w"]
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from anabranch.jax import _check, _ffi
+from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat
 from anabranch.jax._sharding import TokenCall, axes_of_shard
 
@@ -95,7 +95,7 @@ def _plan_whole(options: _PlanOptions, experts: jax.Array) -> Plan:
             "dropped": int32(()),
         },
         num_experts=E,
-        workspace=_ffi.plan_workspace(slots.size, E),
+        workspace=_workspaces.plan(slots.size, E),
         align_size=options.align_size,
         num_destinations=options.num_destinations,
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from anabranch.jax import _check, _ffi
+from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._sharding import TokenCall, all_manual, mesh_of, vary_alike
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -133,7 +133,7 @@ def route_forward(
             "score_sum": struct(stats, jnp.float32),
             "lse": struct((T,), jnp.float32),
         },
-        workspace=_ffi.statistics_workspace(T, math.prod(sequences) if options.sequence_stats else 1, E),
+        workspace=_workspaces.statistics(T, math.prod(sequences) if options.sequence_stats else 1, E),
         num_groups=options.num_groups,
         group_topk=options.group_topk,
         **attributes(options),

@@ -12,18 +12,17 @@
 #include "experts/cuda/tiles/block_tiles.cuh"
 #include "experts/cuda/tiles/group_tile_scheduler.cuh"
 #include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kRows = 512;  // of one sum
+constexpr int kRows = kBiasRows;  // of one sum
 constexpr int kVectors = 4;
 constexpr int kColumns = kVectors * kWarp;  // of a block
 constexpr int kWarps = 8;
 constexpr int kBatch = 4;   // rows of a warp that are on their way together
 constexpr int kBlocks = 6;  // of a multiprocessor
-
-int64_t number_of_sums(const BiasGradient& g) { return (g.R + kRows - 1) / kRows + g.E; }
 
 // The warps take rows in turn, a lane every 32nd column.
 template <class T>
@@ -106,7 +105,7 @@ __global__ void __launch_bounds__(kWarp)
 
 }  // namespace
 
-size_t workspace_of(const BiasGradient& g) { return static_cast<size_t>(number_of_sums(g) * g.N) * sizeof(float); }
+size_t workspace_of(const BiasGradient& g) { return bias_gradient_bytes(g.R, g.E, g.N); }
 
 ab_status compute_bias_gradient(const BiasGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
   if (g.E * g.N == 0) return ok();

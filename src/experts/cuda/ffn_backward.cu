@@ -13,6 +13,7 @@
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/slot_gradient.h"
 #include "experts/cuda/weight_gradient.h"
+#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -42,8 +43,8 @@ struct Backward {
   }
 
   size_t scratch_bytes() const {
-    const size_t dots = static_cast<size_t>(most_dot_parts(s.F) * s.R) * sizeof(float);
-    return std::max({args.d_weights == nullptr ? 0 : dots, args.d_w_out == nullptr ? 0 : workspace_of(out_weights()),
+    return std::max({args.d_weights == nullptr ? 0 : dots_bytes(s.R, s.F),
+                     args.d_w_out == nullptr ? 0 : workspace_of(out_weights()),
                      args.d_b_out == nullptr ? 0 : workspace_of(out_bias()),
                      args.d_w_in == nullptr ? 0 : workspace_of(in_weights()),
                      args.d_b_in == nullptr ? 0 : workspace_of(in_bias())});

@@ -8,10 +8,10 @@
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
-#include "core/workspace.h"
 #include "dispatch/combine.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/rows_product.h"
+#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -72,9 +72,7 @@ int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 }
 
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  Workspace workspace;
-  workspace.take_rows(s.R, chunk_of(args, s), args.x->dtype);
-  return workspace.size();
+  return combined_rows_bytes(s.R, s.E, s.N, s.D, args.transpose_w != 0, args.x->dtype);
 }
 
 }  // namespace

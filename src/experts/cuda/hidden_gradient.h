@@ -32,9 +32,8 @@ struct HiddenGradient {
   float* dots = nullptr;    // [dot_parts(), R], or nullptr
 };
 
-// Parts of <da', a>, each over some of the columns; at most one for each 64 columns.
+// Parts of <da', a>; most_dot_parts(F) or fewer.
 int64_t dot_parts(const HiddenGradient& gradient, int multiprocessors);
-constexpr int64_t most_dot_parts(int64_t F) { return (F + 63) / 64; }
 
 ab_status compute_hidden_gradient(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
 

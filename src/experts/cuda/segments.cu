@@ -11,6 +11,8 @@
 namespace anabranch::cuda {
 namespace {
 
+static_assert(kBlockK == 64, "segments are whole k-blocks");
+
 constexpr int kMostThreads = 1024;
 constexpr int kLengths = kWarp;  // classes of segments by their length, longest first
 
@@ -137,50 +139,8 @@ __global__ void __launch_bounds__(kAddThreads)
 
 }  // namespace
 
-// A segment is about a quarter of what one of so many multiprocessors has to do, so that the longest segments first,
-// then the shorter ones, fill them evenly; and partial results are of bounded size, 132 MiB, whatever the shape.
-SegmentBounds bound_segments(int64_t R, int64_t E, int64_t D, int64_t N) {
-  constexpr double kMultiprocessors = 132;  // always the same, so that results are
-  constexpr double kTile = 128 * 256;
-  constexpr double kSegments = 4;  // a multiprocessor
-  constexpr int64_t kLeast = 512;  // rows; shorter ones cost more than they gain
-  const double share = static_cast<double>(D) * static_cast<double>(N) / (kTile * kMultiprocessors * kSegments);
-  SegmentBounds bounds{};
-  bounds.rows = round_up<int64_t>(std::max<int64_t>(R, 1), kBlockK);
-  if (share < 1) {
-    const auto rows = static_cast<int64_t>(static_cast<double>(R) * share) + 1;
-    bounds.rows = std::min(bounds.rows, round_up<int64_t>(std::max(rows, kLeast), kBlockK));
-  }
-  // A group of r rows, more than `rows`, has at most r / rows + 1 segments, less than 2 r / rows.
-  bounds.partials = bounds.rows < R ? 2 * R / bounds.rows : 0;
-  bounds.segments = E + bounds.partials;
-  return bounds;
-}
-
-namespace {
-
-// Parts of the workspace, each 256-byte aligned behind the one before.
-struct Layout {
-  size_t segments;
-  size_t splits;
-  size_t partials;
-
-  explicit Layout(const SegmentBounds& bounds) {
-    constexpr size_t kAlignment = 256;
-    segments = round_up(sizeof(SegmentCounts), kAlignment);
-    splits = segments + round_up(static_cast<size_t>(bounds.segments) * sizeof(Segment), kAlignment);
-    partials = splits + round_up(static_cast<size_t>(bounds.partials / 2) * sizeof(Split), kAlignment);
-  }
-};
-
-}  // namespace
-
-size_t size_of_segments(const SegmentBounds& bounds, int64_t D, int64_t N) {
-  return Layout(bounds).partials + static_cast<size_t>(bounds.partials) * static_cast<size_t>(D * N) * sizeof(float);
-}
-
 SegmentList place_segments(const SegmentBounds& bounds, void* workspace) {
-  const Layout layout(bounds);
+  const SegmentLayout layout(bounds);
   char* memory = static_cast<char*>(workspace);
   return {reinterpret_cast<SegmentCounts*>(memory), reinterpret_cast<Segment*>(memory + layout.segments),
           reinterpret_cast<Split*>(memory + layout.splits), reinterpret_cast<float*>(memory + layout.partials)};

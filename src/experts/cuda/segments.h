@@ -5,44 +5,13 @@
 
 #include <cuda_runtime.h>
 
-#include <cstddef>
 #include <cstdint>
 
 #include "anabranch/types.h"
 #include "experts/cuda/tiles/groups.h"
+#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
-
-// Rows [begin, end) of an expert, none for an expert without rows.
-struct alignas(16) Segment {
-  int32_t expert;
-  int32_t begin;
-  int32_t end;
-  int32_t partial;  // the partial result it gives; kWhole: it is all of the expert's rows
-};
-
-// An expert of several segments: its partial results are first, ..., first + count - 1.
-struct Split {
-  int32_t expert;
-  int32_t first;
-  int32_t count;
-};
-
-struct SegmentCounts {
-  int32_t segments;
-  int32_t splits;
-  int32_t next_tile;  // the tiles that blocks have taken, beside one each
-};
-
-// Bounds from shapes.
-struct SegmentBounds {
-  int64_t rows;      // of a segment, a multiple of 64
-  int64_t segments;  // one for each expert at least
-  int64_t partials;  // 0: no group can be so long
-};
-
-// Gradients [E, D, N] of R rows in groups.
-SegmentBounds bound_segments(int64_t R, int64_t E, int64_t D, int64_t N);
 
 // On the device, in the workspace.
 struct SegmentList {
@@ -52,8 +21,7 @@ struct SegmentList {
   float* partials;  // [partials, D, N]
 };
 
-// Bytes of the workspace; and where things are in it, from a 16-byte aligned address on.
-size_t size_of_segments(const SegmentBounds& bounds, int64_t D, int64_t N);
+// Where things are in the workspace, from a 16-byte aligned address on.
 SegmentList place_segments(const SegmentBounds& bounds, void* workspace);
 
 // Enqueues filling the list.

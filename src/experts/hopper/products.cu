@@ -98,7 +98,7 @@ int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {
   return ceil_div(g.s.F, tile == TileChoice::k128x256 ? 256 : 128);
 }
 
-size_t workspace_of(const WeightGradient& g) { return size_of_segments(bounds_of(g), g.D, g.N); }
+size_t workspace_of(const WeightGradient& g) { return weight_gradient_bytes(g.R, g.E, g.D, g.N); }
 
 ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   return (up.s.P == 2 ? launch_up<2> : launch_up<1>)(up, tile, multiprocessors, stream);

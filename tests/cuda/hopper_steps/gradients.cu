@@ -35,7 +35,7 @@ int check_segments(const char* name, const std::vector<int32_t>& sizes, int64_t 
   const auto E = static_cast<int64_t>(sizes.size());
   const SegmentBounds bounds = bound_segments(R, E, D, N);
   const DeviceArray<int32_t> device_sizes(sizes);
-  const DeviceArray<char> workspace(static_cast<int64_t>(size_of_segments(bounds, D, N)));
+  const DeviceArray<char> workspace(static_cast<int64_t>(weight_gradient_bytes(R, E, D, N)));
   const SegmentList list = place_segments(bounds, workspace.data());
   int failures = fails(
       find_segments({device_sizes.data(), static_cast<int32_t>(E), static_cast<int32_t>(R)}, bounds, list, nullptr));

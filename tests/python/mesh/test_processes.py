@@ -28,6 +28,8 @@ def run(*arguments, processes=0, devices=1, gpus=False, **variables):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     for name in ("XLA_FLAGS", *(() if gpus else ("CUDA_VISIBLE_DEVICES",))):
         environment.pop(name, None)
+    if not gpus:  # see on_devices/conftest.py
+        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     environment |= variables
     command = [sys.executable, *launcher, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -9,7 +9,7 @@ import pytest
 from anabranch import _library
 from anabranch.bench import c_call
 from anabranch.bench.cuda_call import options_of, tensors_of
-from anabranch.jax import _ffi
+from anabranch.jax import _workspaces
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_statistics(library, T, B, E):
     statistics = {"tokens_per_expert": np.empty(shape, np.int32), "score_sum": np.empty(shape, np.float32)}
     scores = np.empty((T, E), np.float32)
     values = {"topk": 1, "normalize": 1, "scaling_factor": 1.0, "logits": scores, **statistics}
-    bound = _ffi.statistics_workspace(T, B, E)
+    bound = _workspaces.statistics(T, B, E)
     assert needed(library, "ab_cuda_router_forward", values) <= bound
     values = {"scores": scores, "score_sum": statistics["score_sum"]}
     assert needed(library, "ab_cuda_score_sum", values) <= bound
@@ -50,14 +50,14 @@ def test_statistics(library, T, B, E):
 def test_plan(library, T, E):
     experts = np.empty((T, 4), np.int32)
     values = {"num_experts": E, "experts": experts, "slot_of_row": np.empty(4 * T, np.int32)}
-    assert needed(library, "ab_cuda_plan", values) <= _ffi.plan_workspace(4 * T, E)
+    assert needed(library, "ab_cuda_plan", values) == _workspaces.plan(4 * T, E)
 
 
 @pytest.mark.parametrize("S", [0, 1, 100, 5000])
 def test_sort_chunks(library, S):
     x, integers = np.empty((7, 3), np.float32), np.empty(S, np.int32)
     values = {"x": x, "split_sizes": integers, "sorted_indices": integers, "out": x}
-    assert needed(library, "ab_cuda_sort_chunks", values) <= _ffi.sort_chunks_workspace(S)
+    assert needed(library, "ab_cuda_sort_chunks", values) == _workspaces.sort_chunks(S)
 
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -90,7 +90,7 @@ def test_grouped_matmul_dw(library, R, E, D, F, dtype, other):
         "group_sizes": np.empty(E, np.int32),
         "d_w": np.empty((E, D, F), DTYPES[dtype]),
     }
-    bound = _ffi.weight_gradient_workspace(R, E, D, F, dtype, other)
+    bound = _workspaces.grouped_matmul_dw(R, E, D, F, DTYPES[dtype], DTYPES[other])
     assert needed(library, "ab_cuda_grouped_matmul_dw", values) <= bound
 
 
@@ -111,7 +111,7 @@ def ffn_values(R, E, D, F, P, dtype):
 def test_expert_ffn_forward(library, R, E, D, F, dtype):
     values = ffn_values(R, E, D, F, 2, dtype)
     values["y"] = values["x"]
-    assert needed(library, "ab_cuda_expert_ffn_forward", values) <= _ffi.ffn_forward_workspace(R, F, dtype)
+    assert needed(library, "ab_cuda_expert_ffn_forward", values) <= _workspaces.ffn_forward(R, F, DTYPES[dtype])
 
 
 @expert_shapes
@@ -137,18 +137,18 @@ def test_grouped_matmul_combine(library, R, E, D, F, transpose_w, dtype):
             "row_of_slot": np.empty((R, 1), np.int32),
             "out": np.empty((R, N), dtype),
         }
-        bound = _ffi.grouped_matmul_combine_workspace(R, E, N, terms, dtype, transpose_w=bool(transpose_w))
+        bound = _workspaces.grouped_matmul_combine(R, E, terms, N, dtype, transpose_w=bool(transpose_w))
         assert needed(library, "ab_cuda_grouped_matmul_combine", values) == bound
 
 
 def test_rows_that_are_summed_come_in_chunks_from_2048_columns_on():
-    workspace = functools.partial(_ffi.grouped_matmul_combine_workspace, dtype="bfloat16")
+    workspace = functools.partial(_workspaces.grouped_matmul_combine, dtype="bfloat16")
     for terms, transpose_w in ((256, False), (512, True)):
-        assert workspace(524288, 256, 4096, terms, transpose_w=transpose_w) == 524288 * 960 * 2
-        assert workspace(524288, 256, 1536, terms, transpose_w=transpose_w) == 524288 * 1536 * 2
-    assert workspace(262144, 128, 4096, 1024) == 262144 * 4096 * 2
+        assert workspace(524288, 256, terms, 4096, transpose_w=transpose_w) == 524288 * 960 * 2
+        assert workspace(524288, 256, terms, 1536, transpose_w=transpose_w) == 524288 * 1536 * 2
+    assert workspace(262144, 128, 1024, 4096) == 262144 * 4096 * 2
     assert workspace(131072, 32, 2880, 2880) == 131072 * 1536 * 2, "larger than w_out, where a has the room of w_in"
-    assert workspace(131072, 32, 2880, 5760, transpose_w=True) == 131072 * 2880 * 2
+    assert workspace(131072, 32, 5760, 2880, transpose_w=True) == 131072 * 2880 * 2
 
 
 @expert_shapes
@@ -168,20 +168,19 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
         "d_weights": np.empty(R, np.float32),
     }
     steps = ("h", "weighted_a", *(name for name in values if name.startswith("d")))
-    bound = _ffi.ffn_backward_workspace(R, values["w_in"].shape, dtype, d_dtype)
+    bound_of = functools.partial(_workspaces.ffn_backward, R, (E, D, P, F), DTYPES[dtype], DTYPES[d_dtype])
+    bound = bound_of(weighted_a=True, d_weights=True, d_w_out=True, d_w_in=True)
     assert needed(library, "ab_cuda_expert_ffn_backward", values) <= bound
     for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # whichever of them decides
         some = {name: value for name, value in values.items() if not name.startswith("d_") or name in (output, "d_out")}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, output
     values |= {"weighted_a": np.empty((R, F), DTYPES[dtype])}
-    of_w_in = _ffi.matrix_gradient_workspace(R, (E, D, P * F), dtype, dtype)
-    of_w_out = _ffi.matrix_gradient_workspace(R, (E, F, D), dtype, d_dtype)
     hidden = ("h", "dh", "d_out", "weighted_a", "d_weights")
     for results, bound in (
-        (hidden, _ffi.dots_workspace(R, F)),
-        ((*hidden, "d_w_out", "d_b_out"), max(_ffi.dots_workspace(R, F), of_w_out)),
-        (("weighted_a", "d_out", "d_w_out", "d_b_out"), of_w_out),
-        (("dh", "d_w_in", "d_b_in"), of_w_in),
+        (hidden, bound_of(d_weights=True)),
+        ((*hidden, "d_w_out", "d_b_out"), bound_of(d_weights=True, d_w_out=True)),
+        (("weighted_a", "d_out", "d_w_out", "d_b_out"), bound_of(d_w_out=True)),
+        (("dh", "d_w_in", "d_b_in"), bound_of(d_w_in=True)),
     ):
         some = {name: value for name, value in values.items() if name not in steps or name in results}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, results

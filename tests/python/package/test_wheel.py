@@ -51,7 +51,7 @@ def test_metadata(wheel):
 
 
 def test_contents(wheel):
-    """All of the Python package, the headers, the libraries; nothing else, and no more than an index takes."""
+    """All of the Python package, which is typed, the headers, the libraries; no more, nor more than an index takes."""
     path, file = wheel
     names = [name for name in file.namelist() if ".dist-info/" not in name and not name.endswith("/")]
     sources = {
@@ -59,7 +59,7 @@ def test_contents(wheel):
     }
     headers = {f"anabranch/include/anabranch/{header.name}" for header in ROOT.glob("include/anabranch/*.h")}
     libraries = {"anabranch/lib/libanabranch.so", "anabranch/lib/libanabranch_cuda.so"}
-    assert set(names) - libraries == sources | headers
+    assert set(names) - libraries == sources | headers | {"anabranch/py.typed"}
     assert "anabranch/lib/libanabranch.so" in names
     assert path.stat().st_size < 100e6
 

@@ -16,8 +16,9 @@ T, E, K, D, F = 64, 8, 3, 8, 16
 
 @transports
 @pytest.mark.parametrize("expert,data", [(4, 2), (8, 1)])
-@pytest.mark.parametrize("capacity_factor,align_size", [(0.5, 0), (1.0, 8), (1.3, 0)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "capacity_factor,align_size,dtype", [(0.5, 0, "float32"), (1.0, 8, "bfloat16"), (1.3, 0, "float32")]
+)
 def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
     transport, expert, data, capacity_factor, align_size, dtype
 ):

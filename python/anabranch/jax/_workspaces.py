@@ -1,0 +1,83 @@
+"""Bytes of the CUDA handlers' workspaces, while JAX traces: bounds that the CPU's library tells, by sizes alone.
+
+What they are made of stands in include/anabranch/cuda_workspaces.h; the letters are those of the tensors' axes.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from anabranch import _library
+
+_size, _flag = ctypes.c_int64, ctypes.c_int32
+
+
+def _dtype(dtype: Any) -> ctypes.c_int32:
+    return ctypes.c_int32(_library.DTYPES[np.dtype(dtype).name])
+
+
+def _bound(operation: str, *sizes: Any) -> int:
+    bound, needed = getattr(_library.load(), f"ab_cuda_{operation}_workspace_bound"), ctypes.c_size_t()
+    bound.restype = _library.Status
+    status = bound(*sizes, ctypes.byref(needed))
+    if status.code != 0:
+        raise ValueError(f"{operation}: {status.message.decode()}")
+    return needed.value
+
+
+def statistics(T: int, B: int, E: int) -> int:
+    """For the sums over each block of tokens; B: sequences whose statistics are apart."""
+    return _bound("statistics", _size(T), _size(B), _size(E))
+
+
+def plan(slots: int, E: int) -> int:
+    """For the counts of each block of slots."""
+    return _bound("plan", _size(slots), _size(E))
+
+
+def sort_chunks(S: int) -> int:
+    """For where every chunk begins."""
+    return _bound("sort_chunks", _size(S))
+
+
+def grouped_matmul_dw(R: int, E: int, D: int, N: int, x_dtype: Any, d_y_dtype: Any) -> int:
+    """For partial sums over the rows of long groups."""
+    return _bound("grouped_matmul_dw", _size(R), _size(E), _size(D), _size(N), _dtype(x_dtype), _dtype(d_y_dtype))
+
+
+def grouped_matmul_combine(R: int, E: int, D: int, N: int, dtype: Any, *, transpose_w: bool = False) -> int:
+    """For a chunk of the columns of the rows [R, N]; dtype: of x [R, D]."""
+    sizes = (_size(R), _size(E), _size(D), _size(N))
+    return _bound("grouped_matmul_combine", *sizes, _flag(transpose_w), _dtype(dtype))
+
+
+def ffn_forward(R: int, F: int, dtype: Any) -> int:
+    """For the activations [R, F]."""
+    return _bound("expert_ffn_forward", _size(R), _size(F), _dtype(dtype))
+
+
+def ffn_backward(
+    R: int,
+    w_in: Sequence[int],
+    dtype: Any,
+    d_dtype: Any,
+    *,
+    weighted_a: bool = False,
+    d_weights: bool = False,
+    d_w_out: bool = False,
+    d_w_in: bool = False,
+) -> int:
+    """For a call that has memory for dh.
+
+    Args:
+      R: rows.
+      w_in: shape [E, D, P, F].
+      dtype: of x.
+      d_dtype: of the cotangent.
+      weighted_a: whether the gradient of w_out needs w a, which has no memory of its own.
+      d_weights, d_w_out, d_w_in: whether these gradients, the matrices' with their biases', are wanted.
+    """
+    needs = weighted_a | d_weights << 1 | d_w_out << 2 | d_w_in << 3  # ab_cuda_ffn_backward_need
+    return _bound("expert_ffn_backward", *map(_size, (R, *w_in)), _dtype(dtype), _dtype(d_dtype), _flag(needs))

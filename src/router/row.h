@@ -86,6 +86,16 @@ inline bool row_is_broken(const float* x, int64_t blocks) {
              [](float a, float b) { return a + b; }) != 0.0f;
 }
 
+inline bool row_has_nan(const float* x, int64_t blocks) {
+  return reduce(
+             blocks, 0.0f,
+             [x](Floats& found, int64_t e) {
+               const Floats v = load_floats(x + e);
+               found = v == v ? found : 1.0f - Floats{};
+             },
+             [](float a, float b) { return a + b; }) != 0.0f;
+}
+
 // out[0 .. n) = the row as float32, out[n .. padded) = pad.
 inline void load_row(const void* logits, int32_t dtype, int64_t row, int64_t n, float pad, float* out) {
   with_float_type(dtype, [&]<class T>(T) {

@@ -37,60 +37,59 @@ inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* max
         top[i] = v > top[i] ? v : top[i];
       }
     }
-    __builtin_memcpy(maxima + set * kRowPad, top, sizeof(top));
+#pragma GCC unroll 4
+    for (int i = 0; i < kAccumulators; ++i) store_floats(maxima + set * kRowPad + i * kFloats, top[i]);
   }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// lanes[mask]: the lanes that are set in an 8-bit mask, ascending.
-struct LanesOfMask {
-  alignas(8) uint8_t lanes[256][8] = {};
-  constexpr LanesOfMask() {
-    for (int mask = 0; mask < 256; ++mask) {
-      int n = 0;
-      for (int lane = 0; lane < 8; ++lane) {
-        if ((mask >> lane & 1) != 0) lanes[mask][n++] = static_cast<uint8_t>(lane);
+// A bit for each of kFloats elements: whether it is not below the bound.
+[[gnu::always_inline]] inline uint64_t not_below(float bound, const float* x) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(_mm512_loadu_ps(x), _mm512_set1_ps(bound), _CMP_NLT_UQ);
+#elif defined(__AVX2__)
+  const __m256 kept = _mm256_cmp_ps(_mm256_loadu_ps(x), _mm256_set1_ps(bound), _CMP_NLT_UQ);
+  return static_cast<uint32_t>(_mm256_movemask_ps(kept));
+#else
+  uint64_t bits = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < kFloats; ++i) bits |= static_cast<uint64_t>(!(x[i] < bound)) << i;
+  return bits;
+#endif
+}
+
+// The bits of `vectors` vectors, up to 64 elements.
+[[gnu::always_inline]] inline uint64_t word_not_below(float bound, const float* x, int64_t vectors) {
+  uint64_t word = 0;
+  for (int64_t i = 0; i < vectors; ++i) word |= not_below(bound, x + i * kFloats) << i * kFloats;
+  return word;
+}
+
+// positions[0 .. n) = the elements e < count that are not below the bound, ascending, values[] = what they are; returns
+// n. Both have room for kAtOnce more, since that many are taken off a word before looking whether it holds others: the
+// usual number of them leaves the processor nothing to mispredict.
+constexpr int kAtOnce = 4;
+
+inline int64_t elements_not_below(float bound, const float* x, int64_t count, int32_t* positions, float* values) {
+  constexpr int64_t kWord = 64;
+  int64_t n = 0;
+  for (int64_t first = 0; first < count; first += kWord) {
+    const int64_t width = count - first < kWord ? count - first : kWord;
+    const uint64_t last = uint64_t{1} << (width - 1);
+    uint64_t word = width == kWord ? word_not_below(bound, x + first, kWord / kFloats)
+                                   : word_not_below(bound, x + first, (width + kFloats - 1) / kFloats);
+    word &= last | (last - 1);
+    const int64_t end = n + __builtin_popcountll(word);
+    for (; n < end; n += kAtOnce) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t e = first + __builtin_ctzll(word | last);
+        positions[n + i] = static_cast<int32_t>(e);
+        values[n + i] = x[e];
+        word &= word - 1;
       }
     }
+    n = end;
   }
-};
-constexpr LanesOfMask kLanesOfMask;
-#endif
-
-// values and positions of the elements e < count that are not below the bound, in order; returns how many. Both have
-// room for count + kRowPad.
-inline int64_t elements_from(float bound, const float* x, int64_t count, float* values, int32_t* positions) {
-  int64_t n = 0;
-#if defined(__AVX512F__)
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  for (int64_t e = 0; e < count; e += 16) {
-    const __m512 v = _mm512_loadu_ps(x + e);
-    const auto inside = static_cast<__mmask16>(count - e < 16 ? (1u << (count - e)) - 1 : 0xffffu);
-    const __mmask16 mask = _mm512_mask_cmp_ps_mask(inside, v, _mm512_set1_ps(bound), _CMP_NLT_UQ);
-    const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int32_t>(e)));
-    _mm512_storeu_ps(values + n, _mm512_maskz_compress_ps(mask, v));
-    _mm512_storeu_si512(positions + n, _mm512_maskz_compress_epi32(mask, at));
-    n += __builtin_popcount(mask);
-  }
-#elif defined(__AVX2__)
-  for (int64_t e = 0; e < count; e += 8) {
-    const __m256 v = _mm256_loadu_ps(x + e);
-    auto mask = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, _mm256_set1_ps(bound), _CMP_NLT_UQ)));
-    if (count - e < 8) mask &= (1u << (count - e)) - 1;
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kLanesOfMask.lanes[mask]));
-    const __m256i lanes = _mm256_cvtepu8_epi32(bytes);
-    const __m256i at = _mm256_add_epi32(lanes, _mm256_set1_epi32(static_cast<int32_t>(e)));
-    _mm256_storeu_ps(values + n, _mm256_permutevar8x32_ps(v, lanes));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(positions + n), at);
-    n += __builtin_popcount(mask);
-  }
-#else
-  for (int64_t e = 0; e < count; ++e) {
-    values[n] = x[e];
-    positions[n] = static_cast<int32_t>(e);
-    n += !(x[e] < bound);
-  }
-#endif
   return n;
 }
 

@@ -32,8 +32,10 @@ class Tile {
     q_ = scratch.take<float>(op.bias != nullptr || grouped ? kLanes * row : 0);
     kept_ = scratch.take<float>(grouped ? kLanes * row_blocks(count_) * kRowPad : 0);
     maxima_ = scratch.take<float>(kLanes * sets_ * kRowPad);
-    values_ = scratch.take<float>(count_ + kRowPad);
-    positions_ = scratch.take<int32_t>(count_ + kRowPad);
+    all_ = scratch.take<int32_t>(count_ + kKeysAtOnce);
+    positions_ = scratch.take<int32_t>(count_ + kKeysAtOnce);
+    values_ = scratch.take<float>(count_ + kKeysAtOnce);
+    keys_ = scratch.take<double>(kLanes * key_row_length());
     candidates_ = scratch.take<double>(most_vectors * kLanes);
     group_candidates_ = scratch.take<double>(all_groups_ * kLanes);
     kept_groups_ = scratch.take<int32_t>(op.group_topk * kLanes);
@@ -42,7 +44,9 @@ class Tile {
     experts_ = scratch.take<int32_t>(K * kLanes);
     weights_ = scratch.take<float>(K * kLanes);
     size_ = scratch.used();
-    if (memory != nullptr && bias_ != nullptr) load_row(op.bias, op.bias_dtype, 0, op.E, 0.0f, bias_);
+    if (memory == nullptr) return;
+    if (bias_ != nullptr) load_row(op.bias, op.bias_dtype, 0, op.E, 0.0f, bias_);
+    for (int64_t e = 0; e < count_; ++e) all_[e] = static_cast<int32_t>(e);
   }
 
   size_t size() const { return size_; }
@@ -78,8 +82,15 @@ class Tile {
 
   static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+  // Keys are made so many at a time, the last of them past the end.
+  static constexpr int64_t kKeysAtOnce = 8;
+
   int64_t blocks() const { return row_blocks(op_.E); }
+  int64_t key_row_length() const { return round_up(count_, larger(length_, kKeysAtOnce)); }
   bool selects() const { return op_.wants_selection && !op_.forced; }
+  // The bound comes from z itself: its parts' maxima give its maximum too.
+  bool bounded_by_logits() const { return selects() && sets_ > 0 && bias_ == nullptr && op_.num_groups == 0; }
+  float* maxima(int lane) { return maxima_ + lane * sets_ * kRowPad; }
   // Group scores add up z (normalised softmax without a bias), else s + b.
   bool groups_by_logits() const { return op_.score_function == AB_SOFTMAX && op_.normalize && bias_ == nullptr; }
 
@@ -92,9 +103,10 @@ class Tile {
     const bool is_softmax = op_.score_function == AB_SOFTMAX;
     const float* z = logits_row(op_.logits, op_.logits_dtype, t, E, z_ + lane * blocks() * kRowPad);
     float* q = q_ + lane * blocks() * kRowPad;
+    if (bounded_by_logits()) part_maxima(z, blocks(), sets_, maxima(lane));
 
     if (op_.lse != nullptr || (is_softmax && (auxiliary || by_score || (op_.wants_weights && !op_.normalize)))) {
-      softmax_.shift[lane] = row_max(z, blocks());
+      softmax_.shift[lane] = bounded_by_logits() ? row_max(maxima(lane), sets_) : row_max(z, blocks());
       softmax_.factor[lane] = softmax_row(z, blocks(), softmax_.shift[lane], s_, &softmax_.sum[lane]);
       softmax_.poison[lane] = softmax_.sum[lane] - softmax_.sum[lane];  // NaN where the sum is
     } else if (is_softmax && op_.wants_weights) {
@@ -121,13 +133,11 @@ class Tile {
 
   // q = s + b, and -inf where z = -inf.
   void key_row(const float* z, float factor, float* q) const {
-    if (bias_ == nullptr) {
-      for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = z[e] == -__builtin_inff() ? z[e] : s_[e] * factor;
-    } else {
-      for (int64_t e = 0; e < blocks() * kRowPad; ++e) {
-        q[e] = z[e] == -__builtin_inff() ? z[e] : s_[e] * factor + bias_[e];
-      }
+    for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = s_[e] * factor;
+    if (bias_ != nullptr) {
+      for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] += bias_[e];
     }
+    for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = z[e] == -__builtin_inff() ? z[e] : q[e];
   }
 
   // experts_[k][lane], best first.
@@ -157,46 +167,65 @@ class Tile {
     for (float& bound : bounds_) bound = -__builtin_inff();
     if (sets_ == 0) return;
     const int64_t parts = sets_ * kRowPad;
-    const float* maxima[kLanes];
+    const float* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      maxima[lane] = maxima_ + lane * parts;
-      part_maxima(ranks_[lane], row_blocks(count_), sets_, maxima_ + lane * parts);
+      const bool known = bounded_by_logits() && live_[lane];
+      if (!known) part_maxima(ranks_[lane], row_blocks(count_), sets_, maxima(lane));
+      rows[lane] = maxima(lane);
     }
-    lanes_of_rows(maxima, 0, parts, candidates_);
+    lanes_of_rows(rows, 0, parts, candidates_);
     top_of_lanes(length_, candidates_, parts, list_, chunk_);
     for (int lane = 0; lane < kLanes; ++lane) {
       bounds_[lane] = static_cast<float>(list_[(op_.K - 1) * static_cast<int64_t>(kLanes) + lane]);
     }
   }
 
-  // candidates_[i][lane] = the selection keys (score.h) of the lane's elements at or above its bound, filled up with
-  // "none"; returns the number of vectors.
+  // candidates_[i][lane] = the selection keys of the lane's elements at or above its bound, filled up with "none";
+  // returns the number of vectors.
   int64_t gather_candidates() {
     int64_t n[kLanes];
     int64_t most = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
-      n[lane] = live_[lane] ? elements_from(bounds_[lane], ranks_[lane], count_, values_, positions_) : 0;
+      n[lane] = live_[lane] ? write_keys(lane, keys_ + lane * key_row_length()) : 0;
       most = larger(most, n[lane]);
-      if (op_.num_groups > 0) name_experts(lane, n[lane]);
-      double* out = candidates_ + lane;
-      for (int64_t i = 0; i < n[lane]; ++i) {
-        out[i * kLanes] =
-            __builtin_bit_cast(double, selection_key(values_[i], static_cast<uint32_t>(positions_[i])));
-      }
     }
     const int64_t vectors = round_up(most, length_);
+    const double* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      for (int64_t i = n[lane]; i < vectors; ++i) candidates_[i * kLanes + lane] = 0.0;
+      double* keys = keys_ + lane * key_row_length();
+      for (int64_t i = n[lane]; i < vectors; ++i) keys[i] = 0.0;
+      rows[lane] = keys;
     }
+    lanes_of_rows(rows, 0, vectors, candidates_);
     return vectors;
   }
 
-  // Positions in the row of kept groups become experts.
-  void name_experts(int lane, int64_t n) {
-    const auto size = static_cast<int32_t>(group_size_);
-    for (int64_t i = 0; i < n; ++i) {
-      positions_[i] = kept_groups_[positions_[i] / size * kLanes + lane] * size + positions_[i] % size;
+  // The selection keys (score.h) of the lane's elements at or above its bound; returns how many.
+  int64_t write_keys(int lane, double* keys) {
+    const float* values = ranks_[lane];
+    const int32_t* experts = all_;
+    int64_t n = count_;
+    if (sets_ > 0) {
+      n = elements_not_below(bounds_[lane], values, count_, positions_, values_);
+      values = values_;
+      experts = positions_;
     }
+    if (op_.num_groups > 0) {
+      const auto size = static_cast<int32_t>(group_size_);
+      for (int64_t i = 0; i < n; ++i) {
+        positions_[i] = kept_groups_[experts[i] / size * kLanes + lane] * size + experts[i] % size;
+      }
+      experts = positions_;
+    }
+    for (int64_t first = 0; first < n; first += kKeysAtOnce) {
+      uint32_t ordered[kKeysAtOnce];
+      for (int64_t i = 0; i < kKeysAtOnce; ++i) ordered[i] = ordered_bits(values[first + i]);
+      for (int64_t i = 0; i < kKeysAtOnce; ++i) {
+        const uint64_t index = 0x7fffffffu - static_cast<uint32_t>(experts[first + i]);
+        keys[first + i] = __builtin_bit_cast(double, static_cast<uint64_t>(ordered[i]) << 31 | index);
+      }
+    }
+    return n;
   }
 
   // The group_topk best groups of each lane, by the sum of their K / group_topk best elements, become its row.
@@ -345,8 +374,10 @@ class Tile {
   float* q_;                  // [kLanes] rows of selection keys where they are not z
   float* kept_;               // [kLanes] rows of the kept groups' selection keys
   float* maxima_;             // [kLanes][sets * kRowPad]
-  float* values_;             // of a lane's elements at or above its bound,
-  int32_t* positions_;        // and their positions in the row
+  int32_t* all_;              // [count]: 0, 1, ...
+  int32_t* positions_;        // of a lane's elements at or above its bound,
+  float* values_;             // and what ranks them
+  double* keys_;              // [kLanes] rows of selection keys
   double* candidates_;        // [vectors][kLanes]
   double* group_candidates_;  // [all_groups][kLanes]
   int32_t* kept_groups_;      // [group_topk][kLanes]

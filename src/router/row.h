@@ -29,6 +29,7 @@ using Floats [[gnu::vector_size(kFloats * sizeof(float))]] = float;
   __builtin_memcpy(&v, p, sizeof(v));
   return v;
 }
+[[gnu::always_inline]] inline void store_floats(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
 // combine(accumulator, e) over e = 0, kFloats, ... of n padded elements, then over the lanes as a tree.
 template <class Step, class Combine>

@@ -218,14 +218,20 @@ template <int kBit = 0>
   }
 }
 
-// out[i][lane] = rows[lane][i] for i < count, as float64: exact, and in the same order.
-inline void lanes_of_rows(const float* const (&rows)[kLanes], int64_t first, int64_t count, double* out) {
+[[gnu::always_inline]] inline Candidates load_candidates(const double* p) { return load(p); }
+[[gnu::always_inline]] inline Candidates load_candidates(const float* p) {
+  return __builtin_convertvector(load_lanes(p), Candidates);
+}
+
+// out[i][lane] = rows[lane][i] for i < count; float32 as float64: exact, and in the same order.
+template <class T>
+inline void lanes_of_rows(const T* const (&rows)[kLanes], int64_t first, int64_t count, double* out) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     Candidates block[kLanes];
 #pragma GCC unroll 8
     for (int lane = 0; lane < kLanes; ++lane) {
-      block[lane] = __builtin_convertvector(load_lanes(rows[lane] + first + i), Candidates);
+      block[lane] = load_candidates(rows[lane] + first + i);
     }
     transpose(block);
 #pragma GCC unroll 8

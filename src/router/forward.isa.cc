@@ -33,6 +33,7 @@ class Tile {
     kept_ = scratch.take<float>(grouped ? kLanes * row_blocks(count_) * kRowPad : 0);
     maxima_ = scratch.take<float>(kLanes * sets_ * kRowPad);
     all_ = scratch.take<int32_t>(count_ + kKeysAtOnce);
+    places_ = scratch.take<int32_t>(grouped ? count_ : 0);
     positions_ = scratch.take<int32_t>(count_ + kKeysAtOnce);
     values_ = scratch.take<float>(count_ + kKeysAtOnce);
     keys_ = scratch.take<double>(kLanes * key_row_length());
@@ -46,7 +47,10 @@ class Tile {
     size_ = scratch.used();
     if (memory == nullptr) return;
     if (bias_ != nullptr) load_row(op.bias, op.bias_dtype, 0, op.E, 0.0f, bias_);
-    for (int64_t e = 0; e < count_; ++e) all_[e] = static_cast<int32_t>(e);
+    for (int64_t i = 0; i < count_; ++i) all_[i] = static_cast<int32_t>(i);
+    if (grouped) {
+      for (int64_t i = 0; i < count_; ++i) places_[i] = static_cast<int32_t>(i / group_size_);
+    }
   }
 
   size_t size() const { return size_; }
@@ -86,7 +90,7 @@ class Tile {
   static constexpr int64_t kKeysAtOnce = 8;
 
   int64_t blocks() const { return row_blocks(op_.E); }
-  int64_t key_row_length() const { return round_up(count_, larger(length_, kKeysAtOnce)); }
+  int64_t key_row_length() const { return round_up(count_, length_) + kKeysAtOnce; }
   bool selects() const { return op_.wants_selection && !op_.forced; }
   // The bound comes from z itself: its parts' maxima give its maximum too.
   bool bounded_by_logits() const { return selects() && sets_ > 0 && bias_ == nullptr && op_.num_groups == 0; }
@@ -186,26 +190,27 @@ class Tile {
     int64_t n[kLanes];
     int64_t most = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
-      n[lane] = live_[lane] ? write_keys(lane, keys_ + lane * key_row_length()) : 0;
+      n[lane] = write_keys(lane, keys_ + lane * key_row_length());
       most = larger(most, n[lane]);
     }
-    const int64_t vectors = round_up(most, length_);
+    const int64_t vectors = (most + length_ - 1) & -static_cast<int64_t>(length_);  // a power of two
     const double* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       double* keys = keys_ + lane * key_row_length();
-      for (int64_t i = n[lane]; i < vectors; ++i) keys[i] = 0.0;
+      for (int64_t i = n[lane] + kKeysAtOnce; i < vectors; ++i) keys[i] = 0.0;
       rows[lane] = keys;
     }
     lanes_of_rows(rows, 0, vectors, candidates_);
     return vectors;
   }
 
-  // The selection keys (score.h) of the lane's elements at or above its bound; returns how many.
+  // The selection keys (score.h) of the lane's elements at or above its bound, and "none" kKeysAtOnce times;
+  // returns how many.
   int64_t write_keys(int lane, double* keys) {
     const float* values = ranks_[lane];
     const int32_t* experts = all_;
-    int64_t n = count_;
-    if (sets_ > 0) {
+    int64_t n = live_[lane] ? count_ : 0;
+    if (n > 0 && sets_ > 0) {
       n = elements_not_below(bounds_[lane], values, count_, positions_, values_);
       values = values_;
       experts = positions_;
@@ -213,7 +218,8 @@ class Tile {
     if (op_.num_groups > 0) {
       const auto size = static_cast<int32_t>(group_size_);
       for (int64_t i = 0; i < n; ++i) {
-        positions_[i] = kept_groups_[experts[i] / size * kLanes + lane] * size + experts[i] % size;
+        const int32_t place = places_[experts[i]];
+        positions_[i] = experts[i] + (kept_groups_[place * kLanes + lane] - place) * size;
       }
       experts = positions_;
     }
@@ -225,6 +231,7 @@ class Tile {
         keys[first + i] = __builtin_bit_cast(double, static_cast<uint64_t>(ordered[i]) << 31 | index);
       }
     }
+    __builtin_memset(keys + n, 0, kKeysAtOnce * sizeof(double));
     return n;
   }
 
@@ -375,6 +382,7 @@ class Tile {
   float* kept_;               // [kLanes] rows of the kept groups' selection keys
   float* maxima_;             // [kLanes][sets * kRowPad]
   int32_t* all_;              // [count]: 0, 1, ...
+  int32_t* places_;           // [count]: which of the kept groups a position belongs to
   int32_t* positions_;        // of a lane's elements at or above its bound,
   float* values_;             // and what ranks them
   double* keys_;              // [kLanes] rows of selection keys

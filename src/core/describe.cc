@@ -37,8 +37,7 @@ void ab_describe(char* text, size_t size) {
     std::snprintf(bf16, sizeof(bf16), "converted");
   }
   std::snprintf(text, size, "version=%s\nisa=%s\nbf16=%s\nthreads=%d\nthreading=%s\nonednn=%s\ncompiler=%s\n",
-                ab_version(), isa, bf16, anabranch::default_threads(), threading,
-                onednn, __VERSION__);
+                ab_version(), isa, bf16, anabranch::default_threads(), threading, onednn, __VERSION__);
 }
 
 }  // extern "C"

@@ -1,7 +1,7 @@
 // Which elements of a row can be among its K largest: those at or above a bound that K elements reach. The bound is the
 // K-th of the maxima of `16 sets` interleaved parts of the row; it costs a comparison an element, and lets through
-// little more than K of them. Rows are padded with -inf; NaN is larger than everything (score.h) and always let through.
-// Internal linkage: included by *.isa.cc files.
+// little more than K of them. Rows are padded with -inf; NaN is larger than everything (score.h) and always let
+// through. Internal linkage: included by *.isa.cc files.
 #pragma once
 
 #include <cstdint>
@@ -65,12 +65,15 @@ inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* max
 }
 
 // positions[0 .. n) = the elements e < count that are not below the bound, ascending, values[] = what they are; returns
-// n. Both have room for kAtOnce more, since that many are taken off a word before looking whether it holds others: the
-// usual number of them leaves the processor nothing to mispredict.
+// n. Past k of them those that equal the bound are left out: k before them go first. Both arrays have room for kAtOnce
+// more, since that many are taken off a word before looking whether it holds others: the usual number of them leaves
+// the processor nothing to mispredict.
 constexpr int kAtOnce = 4;
 
-inline int64_t elements_not_below(float bound, const float* x, int64_t count, int32_t* positions, float* values) {
+inline int64_t elements_not_below(float bound, int64_t k, const float* x, int64_t count, int32_t* positions,
+                                  float* values) {
   constexpr int64_t kWord = 64;
+  const float next = from_ordered_bits(ordered_bits(bound) + 1);  // the least number above the bound
   int64_t n = 0;
   for (int64_t first = 0; first < count; first += kWord) {
     const int64_t width = count - first < kWord ? count - first : kWord;
@@ -89,6 +92,7 @@ inline int64_t elements_not_below(float bound, const float* x, int64_t count, in
       }
     }
     n = end;
+    if (n >= k) bound = next;
   }
   return n;
 }

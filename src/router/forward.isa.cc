@@ -211,7 +211,7 @@ class Tile {
     const int32_t* experts = all_;
     int64_t n = live_[lane] ? count_ : 0;
     if (n > 0 && sets_ > 0) {
-      n = elements_not_below(bounds_[lane], values, count_, positions_, values_);
+      n = elements_not_below(bounds_[lane], op_.K, values, count_, positions_, values_);
       values = values_;
       experts = positions_;
     }
@@ -318,9 +318,8 @@ class Tile {
     }
     if (op_.probs != nullptr) {
       with_float_type(op_.logits_dtype, [&]<class T>(T) {
-        write_dense(static_cast<T*>(op_.probs), first, n, op_.E, [&](T* row, int32_t e, int64_t slot) {
-          row[e] = from_float<T>(weights_[slot]);
-        });
+        write_dense(static_cast<T*>(op_.probs), first, n, op_.E,
+                    [&](T* row, int32_t e, int64_t slot) { row[e] = from_float<T>(weights_[slot]); });
       });
     }
     auto* bytes = static_cast<uint8_t*>(op_.routing_map);

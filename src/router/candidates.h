@@ -6,10 +6,6 @@
 
 #include <cstdint>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include "router/row.h"
 #include "router/topk.h"
 
@@ -44,15 +40,19 @@ inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* max
 
 // A bit for each of kFloats elements: whether it is not below the bound.
 [[gnu::always_inline]] inline uint64_t not_below(float bound, const float* x) {
+  const Floats v = load_floats(x);
+  const Floats least = bound - Floats{};
 #if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(_mm512_loadu_ps(x), _mm512_set1_ps(bound), _CMP_NLT_UQ);
-#elif defined(__AVX2__)
-  const __m256 kept = _mm256_cmp_ps(_mm256_loadu_ps(x), _mm256_set1_ps(bound), _CMP_NLT_UQ);
-  return static_cast<uint32_t>(_mm256_movemask_ps(kept));
+  constexpr int kNotLess = 0x15;  // true of NaN too, no exceptions
+  constexpr int kCurrentRounding = 4;
+  return static_cast<uint16_t>(__builtin_ia32_cmpps512_mask(v, least, kNotLess, 0xffff, kCurrentRounding));
+#elif defined(__AVX__)
+  return static_cast<uint32_t>(__builtin_ia32_movmskps256(__builtin_bit_cast(Floats, ~(v < least))));
+#elif defined(__SSE__)
+  return static_cast<uint32_t>(__builtin_ia32_movmskps(__builtin_bit_cast(Floats, ~(v < least))));
 #else
   uint64_t bits = 0;
-#pragma GCC unroll 4
-  for (int i = 0; i < kFloats; ++i) bits |= static_cast<uint64_t>(!(x[i] < bound)) << i;
+  for (int i = 0; i < kFloats; ++i) bits |= static_cast<uint64_t>(!(v[i] < least[i])) << i;
   return bits;
 #endif
 }

@@ -76,9 +76,9 @@ typedef struct ab_exec {
 /* "0.2.0" */
 AB_API const char* ab_version(void);
 
-/* Fills `text` with "key=value" lines that describe the build and this machine (version, isa, bf16: how products of
- * bfloat16 run, native, converted, or refused and why; threads, onednn); cuts at `size` bytes, always ends with a NUL.
- */
+/* Fills `text` with "key=value" lines that describe the build and this machine (version; isa: the instruction set, or
+ * refused and why; bf16: how products of bfloat16 run, native, converted, or refused and why; threads, onednn); cuts at
+ * `size` bytes, always ends with a NUL. */
 AB_API void ab_describe(char* text, size_t size);
 
 #ifdef __cplusplus

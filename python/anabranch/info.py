@@ -56,7 +56,14 @@ def collect() -> dict[str, str]:
     if untested:
         facts["warning"] = "; ".join(untested)
     facts |= _jax_backends()
-    settings = ("ANABRANCH_LIBRARY", "ANABRANCH_CUDA_LIBRARY", "ANABRANCH_ISA", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    settings = (
+        "ANABRANCH_LIBRARY",
+        "ANABRANCH_CUDA_LIBRARY",
+        "ANABRANCH_ISA",
+        "ANABRANCH_BF16",
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+    )
     environment = [f"{name}={os.environ[name]}" for name in settings if name in os.environ]
     facts["environment"] = ", ".join(environment) or "no setting of ours"
     return facts

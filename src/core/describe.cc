@@ -25,6 +25,10 @@ void ab_describe(char* text, size_t size) {
 #else
   const char* threading = "std::thread";
 #endif
+  char isa[256];
+  const ab_status unknown = anabranch::check_isa();
+  std::snprintf(isa, sizeof(isa), unknown.code == AB_OK ? "%s" : "refused, %.200s",
+                unknown.code == AB_OK ? anabranch::isa_name(anabranch::isa()) : unknown.message);
   char bf16[256] = "native";
   const ab_status refusal = anabranch::check_bf16_products();
   if (refusal.code != AB_OK) {
@@ -33,8 +37,7 @@ void ab_describe(char* text, size_t size) {
     std::snprintf(bf16, sizeof(bf16), "converted");
   }
   std::snprintf(text, size, "version=%s\nisa=%s\nbf16=%s\nthreads=%d\nthreading=%s\nonednn=%s\ncompiler=%s\n",
-                ab_version(), anabranch::isa_name(anabranch::isa()), bf16, anabranch::default_threads(), threading,
-                onednn, __VERSION__);
+                ab_version(), isa, bf16, anabranch::default_threads(), threading, onednn, __VERSION__);
 }
 
 }  // extern "C"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/ieee.h"
+#include "core/isa.h"
 #include "core/structs.h"
 #include "core/tensor.h"
 
@@ -13,6 +14,9 @@ template <class Args>
 class Entry {
  public:
   Entry(const Args** args, const ab_exec** exec) : status_(take_struct(*args, &args_)) {
+#ifndef ANABRANCH_CUDA
+    if (status_.code == AB_OK) status_ = check_isa();
+#endif
     if (status_.code == AB_OK) status_ = take_exec(*exec, &exec_);
     *args = &args_;
     *exec = &exec_;

@@ -1,8 +1,11 @@
 #include "core/isa.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+
+#include "core/status.h"
 
 namespace anabranch {
 namespace {
@@ -19,22 +22,31 @@ Isa best_isa() {
 #endif
 }
 
-Isa chosen_isa() {
+struct Choice {
+  Isa isa;
+  ab_status status;  // whether ANABRANCH_ISA could be understood
+};
+
+Choice choose_isa() {
   const Isa best = best_isa();
   const char* wanted = std::getenv("ANABRANCH_ISA");
-  if (wanted == nullptr) return best;
+  if (wanted == nullptr || wanted[0] == '\0') return {best, ok()};
   for (const Isa candidate : {Isa::baseline, Isa::avx2, Isa::avx512}) {
-    if (std::strcmp(wanted, isa_name(candidate)) == 0 && candidate < best) return candidate;
+    if (std::strcmp(wanted, isa_name(candidate)) == 0) return {std::min(candidate, best), ok()};
   }
-  return best;
+  return {best, error(AB_UNSUPPORTED, "ANABRANCH_ISA: got %s, expected baseline, avx2, avx512 or nothing", wanted)};
+}
+
+const Choice& choice() {
+  static const Choice chosen = choose_isa();
+  return chosen;
 }
 
 }  // namespace
 
-Isa isa() {
-  static const Isa chosen = chosen_isa();
-  return chosen;
-}
+Isa isa() { return choice().isa; }
+
+ab_status check_isa() { return choice().status; }
 
 const char* isa_name(Isa isa) {
   switch (isa) {

@@ -8,13 +8,18 @@
 //     const Kernels& kernels = AB_SELECT_ISA(kKernels);
 #pragma once
 
+#include "anabranch/types.h"
+
 namespace anabranch {
 
 enum class Isa { baseline = 0, avx2 = 1, avx512 = 2 };
 
-// The best set that this machine has, or the lower one that the environment variable ANABRANCH_ISA names
-// (baseline, avx2, avx512); read once.
+// The best set that this machine has, up to the one that the environment variable ANABRANCH_ISA names (baseline, avx2,
+// avx512); read once.
 Isa isa();
+
+// Refuses every other name there.
+ab_status check_isa();
 
 const char* isa_name(Isa isa);
 

@@ -1,5 +1,6 @@
 #include "router/forward.h"
 
+#include "router/candidates.h"
 #include "router/scratch.h"
 #include "router/slots.h"
 
@@ -14,39 +15,42 @@ class Tile {
     Scratch scratch(memory);
     const bool grouped = op.num_groups > 0;
     const int64_t K = op.K;
+    count_ = grouped ? op.group_topk * group_size_ : op.E;
+    sets_ = bound_sets(K, row_blocks(count_));
     length_ = list_length(K);
     group_length_ = grouped ? list_length(K / op.group_topk) : 1;
     kept_length_ = grouped ? list_length(op.group_topk) : 1;
-    group_vectors_ = round_up(ceil_div(group_size_, kLanes), group_length_);
+    group_vectors_ = round_up(group_size_, group_length_);
     all_groups_ = grouped ? round_up(groups_, kept_length_) : 0;
-    const int64_t vectors = grouped ? op.group_topk * group_vectors_ : group_vectors_;
-    stream_length_ = stream_length(K, vectors);
-    stream_vectors_ = round_up(vectors, stream_length_);
-    may_be_short_ = stream_length_ < length_ && stream_length_ < vectors;
-    full_vectors_ = may_be_short_ ? round_up(vectors, length_) : stream_vectors_;
-    int64_t longest = length_;
-    if (group_length_ > longest) longest = group_length_;
-    if (kept_length_ > longest) longest = kept_length_;
+    const int64_t longest = larger(larger(length_, group_length_), kept_length_);
+    const int64_t most_vectors = larger(round_up(count_, length_), larger(group_vectors_, sets_ * kRowPad));
 
     const int64_t row = blocks() * kRowPad;
     bias_ = op.bias != nullptr ? scratch.take<float>(row) : nullptr;
-    z_ = scratch.take<float>(grouped ? kLanes * row : row);
+    z_ = scratch.take<float>(kLanes * row);
     s_ = scratch.take<float>(row);
-    q_ = scratch.take<float>(row);
-    ordered_ = scratch.take<uint32_t>(row);
-    complement_ = scratch.take<uint64_t>(op.E);
-    candidates_ = scratch.take<double>((may_be_short_ ? kLanes : 1) * full_vectors_ * kLanes);
-    group_rows_ = grouped ? scratch.take<double>(kLanes * group_row()) : nullptr;
-    group_candidates_ = grouped ? scratch.take<double>(all_groups_ * kLanes) : nullptr;
-    kept_groups_ = grouped ? scratch.take<int32_t>(op.group_topk * kLanes) : nullptr;
-    lists_ = scratch.take<double>(longest * kLanes * kLanes);
+    q_ = scratch.take<float>(op.bias != nullptr || grouped ? kLanes * row : 0);
+    kept_ = scratch.take<float>(grouped ? kLanes * row_blocks(count_) * kRowPad : 0);
+    maxima_ = scratch.take<float>(kLanes * sets_ * kRowPad);
+    all_ = scratch.take<int32_t>(count_ + kKeysAtOnce);
+    places_ = scratch.take<int32_t>(grouped ? count_ : 0);
+    positions_ = scratch.take<int32_t>(count_ + kKeysAtOnce);
+    values_ = scratch.take<float>(count_ + kKeysAtOnce);
+    keys_ = scratch.take<double>(kLanes * key_row_length());
+    candidates_ = scratch.take<double>(most_vectors * kLanes);
+    group_candidates_ = scratch.take<double>(all_groups_ * kLanes);
+    kept_groups_ = scratch.take<int32_t>(op.group_topk * kLanes);
+    list_ = scratch.take<double>(longest * kLanes);
     chunk_ = scratch.take<double>(longest * kLanes);
     experts_ = scratch.take<int32_t>(K * kLanes);
     weights_ = scratch.take<float>(K * kLanes);
     size_ = scratch.used();
     if (memory == nullptr) return;
-    for (int64_t e = 0; e < op.E; ++e) complement_[e] = 0x7fffffffu - static_cast<uint64_t>(e);
     if (bias_ != nullptr) load_row(op.bias, op.bias_dtype, 0, op.E, 0.0f, bias_);
+    for (int64_t i = 0; i < count_; ++i) all_[i] = static_cast<int32_t>(i);
+    if (grouped) {
+      for (int64_t i = 0; i < count_; ++i) places_[i] = static_cast<int32_t>(i / group_size_);
+    }
   }
 
   size_t size() const { return size_; }
@@ -73,33 +77,40 @@ class Tile {
       gather_logits(op_.logits, op_.logits_dtype, op_.E, op_.K, first, experts_, weights_);
       score_slots(op_.score_function, op_.normalize, op_.K, softmax_, weights_, nullptr);
     }
-    for (int lane = 0; lane < n; ++lane) write(first + lane, lane, counts);
+    write(first, n, counts);
   }
 
  private:
   static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
   static int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+  static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+  // Keys are made so many at a time, the last of them past the end.
+  static constexpr int64_t kKeysAtOnce = 8;
+
   int64_t blocks() const { return row_blocks(op_.E); }
-  int64_t group_row() const { return groups_ * group_vectors_ * kLanes; }
-  double* list(int lane, int length) { return lists_ + static_cast<int64_t>(lane) * length * kLanes; }
-  double* candidates(int lane) { return candidates_ + (may_be_short_ ? lane : 0) * full_vectors_ * kLanes; }
-  bool selects_by_network() const { return op_.wants_selection && !op_.forced; }
+  int64_t key_row_length() const { return round_up(count_, length_) + kKeysAtOnce; }
+  bool selects() const { return op_.wants_selection && !op_.forced; }
+  // The bound comes from z itself: its parts' maxima give its maximum too.
+  bool bounded_by_logits() const { return selects() && sets_ > 0 && bias_ == nullptr && op_.num_groups == 0; }
+  float* maxima(int lane) { return maxima_ + lane * sets_ * kRowPad; }
   // Group scores add up z (normalised softmax without a bias), else s + b.
   bool groups_by_logits() const { return op_.score_function == AB_SOFTMAX && op_.normalize && bias_ == nullptr; }
 
-  // The row of token t: statistics, auxiliary scores, and the candidates of its lane.
+  // The row of token t: statistics, auxiliary scores, and what ranks its experts and groups.
   void score(int64_t t, int lane, float* score_sum) {
     const int64_t E = op_.E;
-    const bool grouped = selects_by_network() && op_.num_groups > 0;
-    const bool by_score = selects_by_network() && (bias_ != nullptr || (grouped && !groups_by_logits()));
+    const bool grouped = selects() && op_.num_groups > 0;
+    const bool by_score = selects() && (bias_ != nullptr || (grouped && !groups_by_logits()));
     const bool auxiliary = score_sum != nullptr || op_.aux_scores != nullptr;
     const bool is_softmax = op_.score_function == AB_SOFTMAX;
-    const float* z = logits_row(op_.logits, op_.logits_dtype, t, E, z_ + (grouped ? lane : 0) * blocks() * kRowPad);
-    rows_[lane] = z;
+    const float* z = logits_row(op_.logits, op_.logits_dtype, t, E, z_ + lane * blocks() * kRowPad);
+    float* q = q_ + lane * blocks() * kRowPad;
+    if (bounded_by_logits()) part_maxima(z, blocks(), sets_, maxima(lane));
 
     if (op_.lse != nullptr || (is_softmax && (auxiliary || by_score || (op_.wants_weights && !op_.normalize)))) {
-      softmax_.shift[lane] = row_max(z, blocks());
+      softmax_.shift[lane] = bounded_by_logits() ? row_max(maxima(lane), sets_) : row_max(z, blocks());
       softmax_.factor[lane] = softmax_row(z, blocks(), softmax_.shift[lane], s_, &softmax_.sum[lane]);
       softmax_.poison[lane] = softmax_.sum[lane] - softmax_.sum[lane];  // NaN where the sum is
     } else if (is_softmax && op_.wants_weights) {
@@ -118,136 +129,157 @@ class Tile {
         float* out = op_.aux_scores + t * E;
         for (int64_t e = 0; e < E; ++e) out[e] = s_[e] * factor;
       }
-      if (by_score) key_row(z, is_softmax ? factor : 1.0f);
+      if (by_score) key_row(z, is_softmax ? factor : 1.0f, q);
     }
-    if (!selects_by_network()) return;
-    const float* q = by_score ? q_ : z;
-    if (grouped) {
-      double* out = group_rows_ + lane * group_row();
-      for (int64_t group = 0; group < groups_; ++group) {
-        pack(q, group * group_size_, group_size_, group_vectors_, out + group * group_vectors_ * kLanes);
-      }
-    } else {
-      pack(q, 0, E, full_vectors_, candidates(lane));
-      stream(lane, stream_length_, stream_vectors_);
-    }
+    ranks_[lane] = bias_ != nullptr ? q : z;
+    group_ranks_[lane] = by_score ? q : z;
   }
 
   // q = s + b, and -inf where z = -inf.
-  void key_row(const float* z, float factor) {
-    for (int64_t e = 0; e < op_.E; ++e) {
-      const float bias = bias_ == nullptr ? 0.0f : bias_[e];
-      q_[e] = z[e] == -__builtin_inff() ? z[e] : s_[e] * factor + bias;
+  void key_row(const float* z, float factor, float* q) const {
+    for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = s_[e] * factor;
+    if (bias_ != nullptr) {
+      for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] += bias_[e];
     }
+    for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = z[e] == -__builtin_inff() ? z[e] : q[e];
   }
 
-  // The selection keys (score.h) of `count` experts from `first`, filled up to `vectors` vectors with "none".
-  void pack(const float* q, int64_t first, int64_t count, int64_t vectors, double* out) {
-    const uint64_t* complement = complement_ + first;
-    for (int64_t i = 0; i < count; ++i) ordered_[i] = ordered_bits(q[first + i]);
-    for (int64_t i = 0; i < count; ++i) {
-      out[i] = __builtin_bit_cast(double, static_cast<uint64_t>(ordered_[i]) << 31 | complement[i]);
-    }
-    for (int64_t i = count; i < vectors * kLanes; ++i) out[i] = 0.0;
-  }
-
-  void stream(int lane, int length, int64_t vectors) {
-    top_of_lanes(length, candidates(lane), vectors, list(lane, length_), chunk_);
-    store(last_ + lane * kLanes, load(list(lane, length_) + (length - 1) * kLanes));
-  }
-
-  void clear(int lane, int length) {
-    double* out = list(lane, length);
-    for (int64_t i = 0; i < static_cast<int64_t>(length) * kLanes; ++i) out[i] = 0.0;
-  }
-
-  // experts_[k][lane] from the candidates of every lane.
+  // experts_[k][lane], best first.
   void select() {
-    if (op_.num_groups > 0) {
-      select_groups();
-      for (int lane = 0; lane < kLanes; ++lane) {
-        if (!live_[lane]) continue;
-        gather_kept(lane);
-        stream(lane, stream_length_, stream_vectors_);
-      }
+    int some = 0;
+    while (some < kLanes && !live_[some]) ++some;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (live_[lane] || some == kLanes) continue;
+      ranks_[lane] = ranks_[some];
+      group_ranks_[lane] = group_ranks_[some];
     }
-    join(stream_length_);
-    if (may_be_short_ && stream_is_short()) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        if (live_[lane]) stream(lane, length_, full_vectors_);
-      }
-      join(length_);
+    if (some < kLanes) {
+      if (op_.num_groups > 0) select_groups();
+      find_bounds();
+      top_of_lanes(length_, candidates_, gather_candidates(), list_, chunk_);
     }
     for (int64_t k = 0; k < op_.K; ++k) {
       for (int lane = 0; lane < kLanes; ++lane) {
-        const int32_t expert = key_index(__builtin_bit_cast(uint64_t, lists_[k * kLanes + lane]));
+        const int32_t expert = key_index(__builtin_bit_cast(uint64_t, list_[k * kLanes + lane]));
         experts_[k * kLanes + lane] = live_[lane] ? expert : -1;
       }
     }
   }
 
-  void join(int from) {
+  // bounds_[lane]: what K of the lane's elements reach.
+  void find_bounds() {
+    for (float& bound : bounds_) bound = -__builtin_inff();
+    if (sets_ == 0) return;
+    const int64_t parts = sets_ * kRowPad;
+    const float* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      if (!live_[lane]) clear(lane, length_);
+      const bool known = bounded_by_logits() && live_[lane];
+      if (!known) part_maxima(ranks_[lane], row_blocks(count_), sets_, maxima(lane));
+      rows[lane] = maxima(lane);
     }
-    join_tokens(from, length_, lists_, static_cast<int64_t>(length_) * kLanes);
+    lanes_of_rows(rows, 0, parts, candidates_);
+    top_of_lanes(length_, candidates_, parts, list_, chunk_);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      bounds_[lane] = static_cast<float>(list_[(op_.K - 1) * static_cast<int64_t>(kLanes) + lane]);
+    }
   }
 
-  // Whether all of some lane's list is among its token's K best.
-  bool stream_is_short() const {
-    for (int token = 0; token < kLanes; ++token) {
-      if (!live_[token]) continue;
-      const double least = lists_[(op_.K - 1) * static_cast<int64_t>(kLanes) + token];
-      for (int lane = 0; lane < kLanes; ++lane) {
-        if (last_[token * kLanes + lane] >= least) return true;
+  // candidates_[i][lane] = the selection keys of the lane's elements at or above its bound, filled up with "none";
+  // returns the number of vectors.
+  int64_t gather_candidates() {
+    int64_t n[kLanes];
+    int64_t most = 0;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      n[lane] = write_keys(lane, keys_ + lane * key_row_length());
+      most = larger(most, n[lane]);
+    }
+    const int64_t vectors = (most + length_ - 1) & -static_cast<int64_t>(length_);  // a power of two
+    const double* rows[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      double* keys = keys_ + lane * key_row_length();
+      for (int64_t i = n[lane] + kKeysAtOnce; i < vectors; ++i) keys[i] = 0.0;
+      rows[lane] = keys;
+    }
+    lanes_of_rows(rows, 0, vectors, candidates_);
+    return vectors;
+  }
+
+  // The selection keys (score.h) of the lane's elements at or above its bound, and "none" kKeysAtOnce times;
+  // returns how many.
+  int64_t write_keys(int lane, double* keys) {
+    const float* values = ranks_[lane];
+    const int32_t* experts = all_;
+    int64_t n = live_[lane] ? count_ : 0;
+    if (n > 0 && sets_ > 0) {
+      n = elements_not_below(bounds_[lane], op_.K, values, count_, positions_, values_);
+      values = values_;
+      experts = positions_;
+    }
+    if (op_.num_groups > 0) {
+      const auto size = static_cast<int32_t>(group_size_);
+      for (int64_t i = 0; i < n; ++i) {
+        const int32_t place = places_[experts[i]];
+        positions_[i] = experts[i] + (kept_groups_[place * kLanes + lane] - place) * size;
+      }
+      experts = positions_;
+    }
+    for (int64_t first = 0; first < n; first += kKeysAtOnce) {
+      uint32_t ordered[kKeysAtOnce];
+      for (int64_t i = 0; i < kKeysAtOnce; ++i) ordered[i] = ordered_bits(values[first + i]);
+      for (int64_t i = 0; i < kKeysAtOnce; ++i) {
+        const uint64_t index = 0x7fffffffu - static_cast<uint32_t>(experts[first + i]);
+        keys[first + i] = __builtin_bit_cast(double, static_cast<uint64_t>(ordered[i]) << 31 | index);
       }
     }
-    return false;
+    __builtin_memset(keys + n, 0, kKeysAtOnce * sizeof(double));
+    return n;
   }
 
-  // kept_groups_[j][lane]: the group_topk best groups, by the sum of their K / group_topk best candidates.
+  // The group_topk best groups of each lane, by the sum of their K / group_topk best elements, become its row.
   void select_groups() {
     const int64_t per_group = op_.K / op_.group_topk;
+    for (int64_t i = group_size_ * kLanes; i < group_vectors_ * kLanes; ++i) candidates_[i] = -__builtin_inf();
     for (int64_t group = 0; group < groups_; ++group) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        if (live_[lane]) {
-          top_of_lanes(group_length_, group_rows_ + lane * group_row() + group * group_vectors_ * kLanes,
-                       group_vectors_, list(lane, group_length_), chunk_);
-        } else {
-          clear(lane, group_length_);
-        }
-      }
-      join_tokens(group_length_, group_length_, lists_, static_cast<int64_t>(group_length_) * kLanes);
+      lanes_of_rows(group_ranks_, group * group_size_, group_size_, candidates_);
+      top_of_lanes(group_length_, candidates_, group_vectors_, list_, chunk_);
       for (int lane = 0; lane < kLanes; ++lane) {
         float sum = 0.0f;
-        for (int64_t k = 0; k < per_group; ++k) {
-          sum += key_value(__builtin_bit_cast(uint64_t, lists_[k * kLanes + lane]));
-        }
+        for (int64_t k = 0; k < per_group; ++k) sum += static_cast<float>(list_[k * kLanes + lane]);
         const uint64_t key = selection_key(sum, static_cast<uint32_t>(group));
         group_candidates_[group * kLanes + lane] = __builtin_bit_cast(double, key);
       }
     }
     for (int64_t i = groups_ * kLanes; i < all_groups_ * kLanes; ++i) group_candidates_[i] = 0.0;
-    top_of_lanes(kept_length_, group_candidates_, all_groups_, lists_, chunk_);
+    for (int lane = 0; lane < kLanes; ++lane) place_broken_groups(lane);
+    top_of_lanes(kept_length_, group_candidates_, all_groups_, list_, chunk_);
     for (int64_t i = 0; i < static_cast<int64_t>(op_.group_topk) * kLanes; ++i) {
-      kept_groups_[i] = key_index(__builtin_bit_cast(uint64_t, lists_[i]));
+      kept_groups_[i] = key_index(__builtin_bit_cast(uint64_t, list_[i]));
+    }
+    for (int lane = 0; lane < kLanes; ++lane) keep_groups(lane);
+  }
+
+  // NaN, which sorting networks lose, is the largest of its group's elements, and so their sum.
+  void place_broken_groups(int lane) {
+    const float* ranks = group_ranks_[lane];
+    if (!row_has_nan(ranks, blocks())) return;
+    for (int64_t e = 0; e < op_.E; ++e) {
+      if (ranks[e] == ranks[e]) continue;
+      const int64_t group = e / group_size_;
+      const uint64_t key = selection_key(ranks[e], static_cast<uint32_t>(group));
+      group_candidates_[group * kLanes + lane] = __builtin_bit_cast(double, key);
     }
   }
 
-  // The candidates of a lane's kept groups, one group after another.
-  void gather_kept(int lane) {
-    const int64_t size = group_vectors_ * kLanes;
-    double* out = candidates(lane);
-    for (int64_t j = 0; j < op_.group_topk; ++j, out += size) {
-      const int64_t group = kept_groups_[j * kLanes + lane];
-      if (bias_ != nullptr || groups_by_logits()) {
-        __builtin_memcpy(out, group_rows_ + lane * group_row() + group * size,
-                         static_cast<size_t>(size) * sizeof(double));
-      } else {
-        pack(rows_[lane], group * group_size_, group_size_, group_vectors_, out);
-      }
+  // The lane's row of kept groups, one after another.
+  void keep_groups(int lane) {
+    const int64_t padded = row_blocks(count_) * kRowPad;
+    float* row = kept_ + lane * padded;
+    for (int64_t j = 0; j < op_.group_topk; ++j) {
+      const float* group = ranks_[lane] + kept_groups_[j * kLanes + lane] * group_size_;
+      __builtin_memcpy(row + j * group_size_, group, static_cast<size_t>(group_size_) * sizeof(float));
     }
-    for (const double* end = candidates(lane) + full_vectors_ * kLanes; out < end; ++out) *out = 0.0;
+    for (int64_t i = count_; i < padded; ++i) row[i] = -__builtin_inff();
+    ranks_[lane] = row;
   }
 
   void take_forced(int64_t first) {
@@ -271,95 +303,99 @@ class Tile {
     for (int64_t e = 0; e < op_.E; ++e) op_.aux_scores[t * op_.E + e] = 0.0f;
   }
 
-  void write(int64_t t, int lane, int32_t* counts) {
+  // The results of n tokens.
+  void write(int64_t first, int n, int32_t* counts) {
     const int64_t K = op_.K;
     for (int64_t k = 0; k < K; ++k) {
-      const int32_t e = experts_[k * kLanes + lane];
-      float& weight = weights_[k * kLanes + lane];
-      weight = e < 0 ? 0.0f : weight * op_.scaling_factor;
-      if (op_.weights != nullptr) op_.weights[t * K + k] = weight;
-      if (op_.experts != nullptr) op_.experts[t * K + k] = e;
-      if (counts != nullptr && e >= 0) ++counts[e];
+      for (int lane = 0; lane < n; ++lane) {
+        const int32_t e = experts_[k * kLanes + lane];
+        float& weight = weights_[k * kLanes + lane];
+        weight = e < 0 ? 0.0f : weight * op_.scaling_factor;
+        if (op_.weights != nullptr) op_.weights[(first + lane) * K + k] = weight;
+        if (op_.experts != nullptr) op_.experts[(first + lane) * K + k] = e;
+        if (counts != nullptr && e >= 0) ++counts[e];
+      }
     }
     if (op_.probs != nullptr) {
       with_float_type(op_.logits_dtype, [&]<class T>(T) {
-        T* row = static_cast<T*>(op_.probs) + t * op_.E;
-        __builtin_memset(row, 0, static_cast<size_t>(op_.E) * sizeof(T));
-        for (int64_t k = 0; k < K; ++k) {
-          const int32_t e = experts_[k * kLanes + lane];
-          if (e >= 0) row[e] = from_float<T>(weights_[k * kLanes + lane]);
-        }
+        write_dense(static_cast<T*>(op_.probs), first, n, op_.E,
+                    [&](T* row, int32_t e, int64_t slot) { row[e] = from_float<T>(weights_[slot]); });
       });
     }
+    auto* bytes = static_cast<uint8_t*>(op_.routing_map);
     switch (op_.map_format) {
       case MapFormat::none: return;
-      case MapFormat::bytes: return write_bytes(t, lane);
-      case MapFormat::bits: return write_bits(t, lane);
+      case MapFormat::bytes:
+        return write_dense(bytes, first, n, op_.E, [](uint8_t* row, int32_t e, int64_t) { row[e] = 1; });
+      case MapFormat::bits:
+        return write_dense(bytes, first, n, (op_.E + 7) / 8, [](uint8_t* row, int32_t e, int64_t) {
+          row[e / 8] = static_cast<uint8_t>(row[e / 8] | 1u << e % 8);
+        });
       case MapFormat::indices: break;
     }
     switch (op_.map_dtype) {
-      case AB_INT16: return write_indices<int16_t>(t, lane);
-      case AB_INT64: return write_indices<int64_t>(t, lane);
-      default: return write_indices<int32_t>(t, lane);
+      case AB_INT16: return write_indices<int16_t>(first, n);
+      case AB_INT64: return write_indices<int64_t>(first, n);
+      default: return write_indices<int32_t>(first, n);
     }
   }
 
-  void write_bytes(int64_t t, int lane) const {
-    uint8_t* row = static_cast<uint8_t*>(op_.routing_map) + t * op_.E;
-    __builtin_memset(row, 0, static_cast<size_t>(op_.E));
-    for (int64_t k = 0; k < op_.K; ++k) {
-      const int32_t e = experts_[k * kLanes + lane];
-      if (e >= 0) row[e] = 1;
-    }
-  }
-
-  void write_bits(int64_t t, int lane) const {
-    const int64_t bytes = (op_.E + 7) / 8;
-    uint8_t* row = static_cast<uint8_t*>(op_.routing_map) + t * bytes;
-    __builtin_memset(row, 0, static_cast<size_t>(bytes));
-    for (int64_t k = 0; k < op_.K; ++k) {
-      const int32_t e = experts_[k * kLanes + lane];
-      if (e >= 0) row[e / 8] = static_cast<uint8_t>(row[e / 8] | 1u << e % 8);
+  // Rows of zeros, and set(row, expert, slot) for what was selected.
+  template <class T, class Set>
+  void write_dense(T* out, int64_t first, int n, int64_t width, const Set& set) const {
+    __builtin_memset(out + first * width, 0, static_cast<size_t>(n * width) * sizeof(T));
+    for (int lane = 0; lane < n; ++lane) {
+      T* row = out + (first + lane) * width;
+      for (int64_t slot = lane; slot < op_.K * kLanes; slot += kLanes) {
+        if (experts_[slot] >= 0) set(row, experts_[slot], slot);
+      }
     }
   }
 
   template <class Index>
-  void write_indices(int64_t t, int lane) const {
-    Index* row = static_cast<Index*>(op_.routing_map) + t * op_.K;
-    for (int64_t k = 0; k < op_.K; ++k) row[k] = static_cast<Index>(experts_[k * kLanes + lane]);
+  void write_indices(int64_t first, int n) const {
+    auto* out = static_cast<Index*>(op_.routing_map);
+    for (int lane = 0; lane < n; ++lane) {
+      for (int64_t k = 0; k < op_.K; ++k) {
+        out[(first + lane) * op_.K + k] = static_cast<Index>(experts_[k * kLanes + lane]);
+      }
+    }
   }
 
   const RouterForward& op_;
   const int64_t groups_;      // 1 without groups
   const int64_t group_size_;  // experts of a group
-  int64_t group_vectors_;     // vectors of candidates of a group,
-  int64_t all_groups_;        // of all groups, a group a vector,
-  int64_t stream_vectors_;    // of a token (of its kept groups): in whole chunks of stream_length,
-  int64_t full_vectors_;      // and of length where the stream may be short
+  int64_t count_;             // experts that a token may select: all, or those of its kept groups
+  int64_t sets_;              // of parts that bound them (candidates.h)
+  int64_t group_vectors_;     // elements of a group,
+  int64_t all_groups_;        // and groups, in whole chunks of a list
   int length_;                // of the lists of the K best experts,
-  int stream_length_;         // of those that they start from,
   int group_length_;          // of a group's K / group_topk best,
   int kept_length_;           // of the group_topk best groups
-  bool may_be_short_;
   size_t size_;
 
   float* bias_;               // [E], or null
-  float* z_;                  // rows of logits, where they need conversion or padding; with groups one a lane
+  float* z_;                  // [kLanes] rows of logits, where they need conversion or padding
   float* s_;                  // a row of scores, for softmax before the division by their sum
-  float* q_;                  // a row of selection keys where they are not z
-  uint32_t* ordered_;         // a row of their ordered bits
-  uint64_t* complement_;      // [E]: the lower bits of an expert's key
-  double* candidates_;        // [full_vectors][kLanes], of each lane where the stream may be short
-  double* group_rows_;        // [kLanes][groups][group_vectors * kLanes]
+  float* q_;                  // [kLanes] rows of selection keys where they are not z
+  float* kept_;               // [kLanes] rows of the kept groups' selection keys
+  float* maxima_;             // [kLanes][sets * kRowPad]
+  int32_t* all_;              // [count]: 0, 1, ...
+  int32_t* places_;           // [count]: which of the kept groups a position belongs to
+  int32_t* positions_;        // of a lane's elements at or above its bound,
+  float* values_;             // and what ranks them
+  double* keys_;              // [kLanes] rows of selection keys
+  double* candidates_;        // [vectors][kLanes]
   double* group_candidates_;  // [all_groups][kLanes]
   int32_t* kept_groups_;      // [group_topk][kLanes]
-  double* lists_;             // a list for each lane
+  double* list_;              // [length][kLanes]
   double* chunk_;
   int32_t* experts_;  // [K][kLanes]
   float* weights_;    // [K][kLanes]
   LaneSoftmax softmax_;
-  const float* rows_[kLanes] = {};
-  double last_[kLanes * kLanes] = {};  // the last vector of each lane's list
+  const float* ranks_[kLanes] = {};        // what ranks a lane's experts,
+  const float* group_ranks_[kLanes] = {};  // and its groups
+  float bounds_[kLanes] = {};
   bool live_[kLanes] = {};
 };
 

@@ -29,6 +29,7 @@ using Floats [[gnu::vector_size(kFloats * sizeof(float))]] = float;
   __builtin_memcpy(&v, p, sizeof(v));
   return v;
 }
+[[gnu::always_inline]] inline void store_floats(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
 // combine(accumulator, e) over e = 0, kFloats, ... of n padded elements, then over the lanes as a tree.
 template <class Step, class Combine>
@@ -82,6 +83,16 @@ inline bool row_is_broken(const float* x, int64_t blocks) {
              [x](Floats& broken, int64_t e) {
                const Floats v = load_floats(x + e);
                broken = v < __builtin_inff() - Floats{} ? broken : 1.0f - Floats{};
+             },
+             [](float a, float b) { return a + b; }) != 0.0f;
+}
+
+inline bool row_has_nan(const float* x, int64_t blocks) {
+  return reduce(
+             blocks, 0.0f,
+             [x](Floats& found, int64_t e) {
+               const Floats v = load_floats(x + e);
+               found = v == v ? found : 1.0f - Floats{};
              },
              [](float a, float b) { return a + b; }) != 0.0f;
 }

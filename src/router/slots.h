@@ -12,15 +12,6 @@
 namespace anabranch {
 namespace {
 
-using LaneFloats [[gnu::vector_size(kLanes * sizeof(float))]] = float;
-
-[[gnu::always_inline]] inline LaneFloats load_lanes(const float* p) {
-  LaneFloats v;
-  __builtin_memcpy(&v, p, sizeof(v));
-  return v;
-}
-[[gnu::always_inline]] inline void store_lanes(float* p, LaneFloats v) { __builtin_memcpy(p, &v, sizeof(v)); }
-
 // What a lane's softmax over all E needs: s = exp(z - shift) * factor. `poison` is NaN where the row holds NaN or +inf,
 // else 0.
 struct LaneSoftmax {

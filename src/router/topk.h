@@ -1,14 +1,9 @@
-// Exact top-k by sorting networks, a vector of lanes at a time.
+// Exact top-k by sorting networks, a token a lane.
 //
-// Candidates are positive float64 numbers (score.h: selection_key), no two alike; 0 is "none". A list holds `length`
-// vectors; read down one lane it is sorted, largest first. The candidates of a token stream through the lanes of a list
-// of the top `length` of each lane: sort a chunk, keep max(list[i], chunk[length-1-i]), which is bitonic, and sort that
-// again. The lists of kLanes tokens are then transposed and merged in one: each of log2(kLanes) steps joins the lists
-// of two tokens lane by lane and halves the lanes of a token, until lane l holds token l's list.
-//
-// A lane rarely has more than a few of a token's top k, so lists start shorter than k and grow as they join. A lane all
-// of whose list is among the top k may have had more to give: the caller looks (stream_is_short) and falls back to
-// lists of full length. Internal linkage: included by *.isa.cc files.
+// Candidates are float64 numbers: the keys of score.h, positive and no two alike, with 0 for "none", or plain numbers
+// whose order alone matters. A list holds `length` vectors; read down one lane it is sorted, largest first. Candidates
+// stream through the lanes of a list of the top `length` of each lane: sort a chunk, keep max(list[i],
+// chunk[length-1-i]), which is bitonic, and sort that again. Internal linkage: included by *.isa.cc files.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +22,14 @@ constexpr int kLanes = 2;
 #endif
 
 using Candidates [[gnu::vector_size(kLanes * sizeof(double))]] = double;
+using LaneFloats [[gnu::vector_size(kLanes * sizeof(float))]] = float;
+
+[[gnu::always_inline]] inline LaneFloats load_lanes(const float* p) {
+  LaneFloats v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+[[gnu::always_inline]] inline void store_lanes(float* p, LaneFloats v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
 // Larger to `high`, smaller to `low`.
 [[gnu::always_inline]] inline void exchange(Candidates& high, Candidates& low) {
@@ -124,54 +127,7 @@ inline void top_of_lanes(const double* candidates, int64_t vectors, double* list
   store_list(list, top);
 }
 
-// Two lists of lanes (a: one token or group of tokens, b: another) side by side: `even` takes the lanes whose bit kBit
-// is 0, `odd` the others; b's go where the bit is 1.
-template <int kBit, size_t... Lane>
-[[gnu::always_inline]] inline void split_lanes(Candidates a, Candidates b, Candidates& even, Candidates& odd,
-                                               std::index_sequence<Lane...>) {
-  constexpr size_t kOther = size_t{1} << kBit;
-  even = __builtin_shufflevector(a, b, (Lane & kOther ? kLanes + (Lane ^ kOther) : Lane)...);
-  odd = __builtin_shufflevector(a, b, (Lane & kOther ? kLanes + Lane : Lane ^ kOther)...);
-}
-template <int kBit>
-[[gnu::always_inline]] inline void split_lanes(Candidates a, Candidates b, Candidates& even, Candidates& odd) {
-  split_lanes<kBit>(a, b, even, odd, std::make_index_sequence<kLanes>());
-}
-
-// a = the top kTo of the lists a and b of length kFrom, their lanes joined as split_lanes says; kTo is kFrom or 2
-// kFrom.
-template <int kFrom, int kTo, int kBit>
-inline void join_lists(double* a, const double* b) {
-  Candidates even[kTo];
-  Candidates odd[kFrom];
-#pragma GCC unroll 16
-  for (int i = 0; i < kFrom; ++i) split_lanes<kBit>(load(a + i * kLanes), load(b + i * kLanes), even[i], odd[i]);
-#pragma GCC unroll 16
-  for (int i = 0; i < kFrom; ++i) {
-    if constexpr (kTo == kFrom) {
-      even[i] = larger(even[i], odd[kFrom - 1 - i]);
-    } else {
-      even[kFrom + i] = odd[kFrom - 1 - i];
-    }
-  }
-  apply_network<kTo, true>(even);
-  store_list(a, even);
-}
-
-// Lists of `length` vectors up to kBlock are kept in registers. `stride` is the room of a list.
-template <int kFrom, int kLength, int kBit>
-inline void join_all(double* lists, int64_t stride) {
-  if constexpr ((1 << kBit) < kLanes) {
-    constexpr int kStep = 1 << kBit;
-    constexpr int kTo = kFrom < kLength ? 2 * kFrom : kLength;
-    for (int t = 0; t < kLanes; t += 2 * kStep) {
-      join_lists<kFrom, kTo, kBit>(lists + t * stride, lists + (t + kStep) * stride);
-    }
-    join_all<kTo, kLength, kBit + 1>(lists, stride);
-  }
-}
-
-// Longer lists are sorted in memory, blocks of kBlock in registers.
+// Lists up to kBlock are kept in registers, longer ones are sorted in memory, blocks of kBlock in registers.
 constexpr int kBlock = 16;
 
 template <bool kBitonic>
@@ -223,50 +179,11 @@ inline void top_of_lanes_long(int length, const double* candidates, int64_t vect
   }
 }
 
-template <int kBit>
-inline void join_all_long(int from, int length, double* lists, int64_t stride) {
-  if constexpr ((1 << kBit) < kLanes) {
-    constexpr int kStep = 1 << kBit;
-    const bool grows = from < length;
-    for (int t = 0; t < kLanes; t += 2 * kStep) {
-      double* a = lists + t * stride;
-      double* b = lists + (t + kStep) * stride;
-      for (int i = 0; i < from; ++i) {
-        Candidates even;
-        Candidates odd;
-        split_lanes<kBit>(load(a + i * kLanes), load(b + i * kLanes), even, odd);
-        store(a + i * kLanes, even);
-        store(b + i * kLanes, odd);
-      }
-      if (grows) {
-        __builtin_memcpy(a + from * kLanes, b, static_cast<size_t>(from) * kLanes * sizeof(double));
-        merge_halves(a, 2 * from);
-      } else {
-        for (int i = 0; i < from; ++i) {
-          store(a + i * kLanes, larger(load(a + i * kLanes), load(b + (from - 1 - i) * kLanes)));
-        }
-        sort_bitonic(a, from);
-      }
-    }
-    join_all_long<kBit + 1>(grows ? 2 * from : from, length, lists, stride);
-  }
-}
-
 // The length of a list that holds a top k.
 inline int list_length(int64_t k) {
   int length = 1;
   while (length < k) length *= 2;
   return length;
-}
-
-// The length to start with for the top k of `count` vectors: rarely short, and never where it holds all candidates.
-inline int stream_length(int64_t k, int64_t count) {
-  const int likely = list_length(2 * k / kLanes + 6);
-  const int all = list_length(count);
-  const int full = list_length(k);
-  const int enough = likely < all ? likely : all;
-  // Lists past kBlock start with at least one block.
-  return enough >= full ? full : full > kBlock && enough < kBlock ? kBlock : enough;
 }
 
 // list[length * kLanes] = the top `length` of each lane of `vectors` vectors of candidates, a multiple of `length`;
@@ -282,26 +199,46 @@ inline void top_of_lanes(int length, const double* candidates, int64_t vectors, 
   }
 }
 
-template <int kLength>
-inline void join_from(int from, double* lists, int64_t stride) {
-  switch (from) {
-    case kLength: return join_all<kLength, kLength, 0>(lists, stride);
-    case kLength / 2: return join_all<(kLength + 1) / 2, kLength, 0>(lists, stride);
-    case kLength / 4: return join_all<(kLength + 3) / 4, kLength, 0>(lists, stride);
-    default: return join_all<(kLength + 7) / 8, kLength, 0>(lists, stride);
+// Rows and lanes change places: a step for each bit of a lane's number.
+template <int kBit, size_t... Lane>
+[[gnu::always_inline]] inline void swap_bit(Candidates& a, Candidates& b, std::index_sequence<Lane...>) {
+  constexpr size_t kOther = size_t{1} << kBit;
+  const Candidates even = __builtin_shufflevector(a, b, (Lane & kOther ? kLanes + (Lane ^ kOther) : Lane)...);
+  b = __builtin_shufflevector(a, b, (Lane & kOther ? kLanes + Lane : Lane ^ kOther)...);
+  a = even;
+}
+template <int kBit = 0>
+[[gnu::always_inline]] inline void transpose(Candidates (&rows)[kLanes]) {
+  if constexpr ((1 << kBit) < kLanes) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes; ++i) {
+      if ((i >> kBit & 1) == 0) swap_bit<kBit>(rows[i], rows[i + (1 << kBit)], std::make_index_sequence<kLanes>());
+    }
+    transpose<kBit + 1>(rows);
   }
 }
 
-// Joins the lists of kLanes tokens, of length `from`, into the first, of length `length`: lane l is then token l's
-// list.
-inline void join_tokens(int from, int length, double* lists, int64_t stride) {
-  switch (length) {
-    case 1: return join_all<1, 1, 0>(lists, stride);
-    case 2: return join_from<2>(from, lists, stride);
-    case 4: return join_from<4>(from, lists, stride);
-    case 8: return join_from<8>(from, lists, stride);
-    case 16: return join_from<16>(from, lists, stride);
-    default: return join_all_long<0>(from, length, lists, stride);
+[[gnu::always_inline]] inline Candidates load_candidates(const double* p) { return load(p); }
+[[gnu::always_inline]] inline Candidates load_candidates(const float* p) {
+  return __builtin_convertvector(load_lanes(p), Candidates);
+}
+
+// out[i][lane] = rows[lane][i] for i < count; float32 as float64: exact, and in the same order.
+template <class T>
+inline void lanes_of_rows(const T* const (&rows)[kLanes], int64_t first, int64_t count, double* out) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Candidates block[kLanes];
+#pragma GCC unroll 8
+    for (int lane = 0; lane < kLanes; ++lane) {
+      block[lane] = load_candidates(rows[lane] + first + i);
+    }
+    transpose(block);
+#pragma GCC unroll 8
+    for (int j = 0; j < kLanes; ++j) store(out + (i + j) * kLanes, block[j]);
+  }
+  for (; i < count; ++i) {
+    for (int lane = 0; lane < kLanes; ++lane) out[i * kLanes + lane] = static_cast<double>(rows[lane][first + i]);
   }
 }
 

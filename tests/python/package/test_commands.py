@@ -111,6 +111,21 @@ def test_a_lower_instruction_set_can_be_asked_for(isa):
     assert facts["library isa"] in (isa, "baseline")
 
 
+def test_an_unknown_instruction_set_is_an_error_that_says_so():
+    why = "ANABRANCH_ISA: got avx3, expected baseline, avx2, avx512 or nothing"
+    facts = json.loads(_run("info", "--json", ANABRANCH_ISA="avx3", ANABRANCH_BF16="convert").stdout)
+    assert facts["library isa"] == f"refused, {why}"
+    assert {"ANABRANCH_ISA=avx3", "ANABRANCH_BF16=convert"} <= set(facts["environment"].split(", "))
+
+    program = "import anabranch.jax, numpy; print(anabranch.jax.route(numpy.ones((2, 3), 'float32'), 1).experts[0])"
+    environment = os.environ | {"ANABRANCH_ISA": "avx3", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert why in result.stderr
+
+
 def test_bench_prints_a_table_and_json(tmp_path):
     file = tmp_path / "rows.json"
     result = _run("bench", "router", "--quick", "--dtype", "float32", "--json", str(file))

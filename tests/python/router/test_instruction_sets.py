@@ -47,6 +47,9 @@ def inputs(tmp_path_factory):
     for i, (E, K, _, _) in enumerate(SHAPES):
         arrays[f"z{i}"] = 2 * rng.standard_normal((300, E)).astype(np.float32)
         arrays[f"z{i}"][5] = 1.0
+        arrays[f"z{i}"][6] = rng.integers(0, 3, E)
+        arrays[f"z{i}"][7, E // 2 :] = -np.inf
+        arrays[f"z{i}"][8].sort()
         arrays[f"w{i}"] = rng.standard_normal((300, K)).astype(np.float32)
         arrays[f"s{i}"] = rng.standard_normal(E).astype(np.float32)
         arrays[f"l{i}"] = rng.standard_normal(300).astype(np.float32)

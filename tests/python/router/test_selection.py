@@ -44,13 +44,38 @@ def test_ties_go_to_the_lower_expert(E, K):
     np.testing.assert_array_equal(route(np.zeros_like(z), K).experts, np.broadcast_to(np.arange(K), (67, K)))
 
 
-@pytest.mark.parametrize("stride", [2, 4, 8, 16])
+@pytest.mark.parametrize("stride", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("E, K", [(512, 10), (512, 32), (2304, 36), (2304, 64)])
-def test_the_best_may_all_stand_in_one_lane(E, K, stride):
-    # Short lists of candidates miss some of the best, and have to notice.
+def test_the_best_may_all_stand_in_one_part_of_a_row(E, K, stride):
+    # A bound from the parts' maxima is then far below the best, and lets most of the row through.
     z = np.random.default_rng(1).standard_normal((40, E)).astype(np.float32)
     z[::2, 3::stride] += 10
     np.testing.assert_array_equal(route(z, K).experts, reference.select(z, K))
+
+
+@pytest.mark.parametrize("E, K", [(17, 3), (33, 8), (64, 8), (65, 8), (130, 33), (200, 12), (512, 32), (1000, 70)])
+def test_selection_is_exact_whatever_the_bound_lets_through(E, K):
+    rng = np.random.default_rng(3)
+    z = rng.standard_normal((12, E)).astype(np.float32)
+    z[0] = np.sort(z[0])
+    z[1] = np.sort(z[1])[::-1]
+    z[2, rng.permutation(E)[: K // 2]] = NAN  # fewer than K of them, and K or more
+    z[3, rng.permutation(E)[: K + 1]] = NAN
+    z[4, rng.permutation(E)[: E - K + 1]] = -INF  # fewer than K finite, and K
+    z[5, rng.permutation(E)[: E - K]] = -INF
+    z[6, rng.permutation(E)[:K]] = INF
+    z[7] = NAN
+    z[8, :-1] = z[8, 0]
+    z[9, rng.permutation(E)[:2]] = [NAN, -INF]
+    z[10, E - K :] += 100
+    np.testing.assert_array_equal(route(z, K).experts, reference.select(z, K))
+    bias = rng.standard_normal(E).astype(np.float32)
+    sigmoid = route(np.where(np.isfinite(z), np.round(z), z), K, score_function="sigmoid", expert_bias=np.sign(bias))
+    keys = 1 / (1 + np.exp(-np.round(z).astype(np.float64))) + np.sign(bias)
+    finite = np.isfinite(z).all(axis=1)
+    np.testing.assert_array_equal(
+        sigmoid.experts[finite], reference.select(keys.astype(np.float32), K)[finite], err_msg="sigmoid with a bias"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -51,9 +51,9 @@ class Tile {
     if (op_.softmax_rows) {
       const float* z = logits_row(op_.logits, op_.logits_dtype, t, op_.E, z_);
       const float shift = known ? op_.lse[t] : row_max(z, blocks());
-      float sum;
+      const float sum = softmax_row(z, blocks(), shift, softmax_row_of(lane));
       softmax_.shift[lane] = shift;
-      softmax_.factor[lane] = softmax_row(z, blocks(), shift, softmax_row_of(lane), &sum);
+      softmax_.factor[lane] = 1.0f / sum;
       softmax_.poison[lane] = sum - sum;  // NaN where sum is
     } else if (is_softmax_ && op_.weighted && known) {
       softmax_.poison[lane] = op_.lse[t] - op_.lse[t];

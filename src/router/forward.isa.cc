@@ -59,6 +59,9 @@ class Tile {
   void route(int64_t first, int n, int32_t* counts, float* score_sum) {
     for (int lane = 0; lane < n; ++lane) {
       live_[lane] = op_.token_mask == nullptr || op_.token_mask[first + lane] != 0;
+      if (live_[lane]) read(first + lane, lane, score_sum);
+    }
+    for (int lane = 0; lane < n; ++lane) {
       if (live_[lane]) {
         score(first + lane, lane, score_sum);
       } else {
@@ -98,20 +101,41 @@ class Tile {
   // Group scores add up z (normalised softmax without a bias), else s + b.
   bool groups_by_logits() const { return op_.score_function == AB_SOFTMAX && op_.normalize && bias_ == nullptr; }
 
+  bool wants_auxiliary(const float* score_sum) const { return score_sum != nullptr || op_.aux_scores != nullptr; }
+  // Scores rank experts or groups.
+  bool ranks_by_score() const { return selects() && (bias_ != nullptr || (op_.num_groups > 0 && !groups_by_logits())); }
+
+  // Powers of all logits are summed: softmax of the row, or its lse.
+  bool wants_softmax(const float* score_sum) const {
+    return op_.lse != nullptr || (op_.score_function == AB_SOFTMAX && (wants_auxiliary(score_sum) || ranks_by_score() ||
+                                                                       (op_.wants_weights && !op_.normalize)));
+  }
+
+  // The row of token t, its maximum and its parts'. A pass of its own: the next row's maximum need not wait for this
+  // row's sum of powers, which waits for its own.
+  void read(int64_t t, int lane, const float* score_sum) {
+    const float* z = logits_row(op_.logits, op_.logits_dtype, t, op_.E, z_ + lane * blocks() * kRowPad);
+    rows_[lane] = z;
+    if (bounded_by_logits()) part_maxima(z, blocks(), sets_, maxima(lane));
+    if (wants_softmax(score_sum)) {
+      softmax_.shift[lane] = bounded_by_logits() ? row_max(maxima(lane), sets_) : row_max(z, blocks());
+    }
+  }
+
   // The row of token t: statistics, auxiliary scores, and what ranks its experts and groups.
   void score(int64_t t, int lane, float* score_sum) {
     const int64_t E = op_.E;
-    const bool grouped = selects() && op_.num_groups > 0;
-    const bool by_score = selects() && (bias_ != nullptr || (grouped && !groups_by_logits()));
-    const bool auxiliary = score_sum != nullptr || op_.aux_scores != nullptr;
+    const bool by_score = ranks_by_score();
+    const bool auxiliary = wants_auxiliary(score_sum);
     const bool is_softmax = op_.score_function == AB_SOFTMAX;
-    const float* z = logits_row(op_.logits, op_.logits_dtype, t, E, z_ + lane * blocks() * kRowPad);
+    const float* z = rows_[lane];
     float* q = q_ + lane * blocks() * kRowPad;
-    if (bounded_by_logits()) part_maxima(z, blocks(), sets_, maxima(lane));
 
-    if (op_.lse != nullptr || (is_softmax && (auxiliary || by_score || (op_.wants_weights && !op_.normalize)))) {
-      softmax_.shift[lane] = bounded_by_logits() ? row_max(maxima(lane), sets_) : row_max(z, blocks());
-      softmax_.factor[lane] = softmax_row(z, blocks(), softmax_.shift[lane], s_, &softmax_.sum[lane]);
+    if (wants_softmax(score_sum)) {
+      const bool keeps_powers = is_softmax && (auxiliary || by_score);
+      softmax_.sum[lane] = keeps_powers ? softmax_row(z, blocks(), softmax_.shift[lane], s_)
+                                        : softmax_sum(z, blocks(), softmax_.shift[lane]);
+      softmax_.factor[lane] = 1.0f / softmax_.sum[lane];
       softmax_.poison[lane] = softmax_.sum[lane] - softmax_.sum[lane];  // NaN where the sum is
     } else if (is_softmax && op_.wants_weights) {
       softmax_.poison[lane] = row_is_broken(z, blocks()) ? __builtin_nanf("") : 0.0f;
@@ -393,6 +417,7 @@ class Tile {
   int32_t* experts_;  // [K][kLanes]
   float* weights_;    // [K][kLanes]
   LaneSoftmax softmax_;
+  const float* rows_[kLanes] = {};         // of logits
   const float* ranks_[kLanes] = {};        // what ranks a lane's experts,
   const float* group_ranks_[kLanes] = {};  // and its groups
   float bounds_[kLanes] = {};

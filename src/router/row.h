@@ -133,11 +133,22 @@ inline void score_row(int32_t score_function, const float* z, int64_t count, flo
   }
 }
 
-// softmax of the row z up to a factor: e[i] = exp(z[i] - shift), and the factor 1 / sum e. Padding (z = -inf) gives 0.
-inline float softmax_row(const float* z, int64_t blocks, float shift, float* e, float* sum) {
+// softmax of the row z up to a factor: e[i] = exp(z[i] - shift); returns their sum. Padding (z = -inf) gives 0.
+inline float softmax_row(const float* z, int64_t blocks, float shift, float* e) {
   for (int64_t i = 0; i < blocks * kRowPad; ++i) e[i] = exp_flushed_f32(z[i] - shift);
-  *sum = row_sum(e, blocks);
-  return 1.0f / *sum;
+  return row_sum(e, blocks);
+}
+
+// That sum alone, to the last bit.
+inline float softmax_sum(const float* z, int64_t blocks, float shift) {
+  return reduce(
+      blocks, 0.0f,
+      [z, shift](Floats& sum, int64_t first) {
+        float e[kFloats];
+        for (int i = 0; i < kFloats; ++i) e[i] = exp_flushed_f32(z[first + i] - shift);
+        sum += load_floats(e);
+      },
+      [](float a, float b) { return a + b; });
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ if(ANABRANCH_CUDA STREQUAL "AUTO" AND NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFIN
   execute_process(COMMAND nvidia-smi -L OUTPUT_VARIABLE gpus ERROR_QUIET)
   if(NOT gpus MATCHES "^GPU ")
     set(ANABRANCH_CUDA_SUMMARY
-        "none, no GPU was found; for every GPU: pip install . -C cmake.define.ANABRANCH_CUDA=ON")
+        "none, no GPU was found; for every GPU: pip install . --config-settings=cmake.define.ANABRANCH_CUDA=ON")
     return()
   endif()
   set(CMAKE_CUDA_ARCHITECTURES native)

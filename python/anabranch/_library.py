@@ -66,7 +66,10 @@ def _find(name: str, variable: str) -> pathlib.Path:
             return path
     message = f"{name}: not found in " + ", ".join(map(str, candidates))
     if not override and name == "libanabranch_cuda.so":
-        message += "; this build is for the CPU alone, with CUDA: pip install . -C cmake.define.ANABRANCH_CUDA=ON"
+        message += (
+            "; this build is for the CPU alone, with CUDA: pip install . "
+            "--config-settings=cmake.define.ANABRANCH_CUDA=ON"
+        )
     raise LibraryError(message)
 
 

@@ -20,8 +20,9 @@
 
 namespace anabranch::cuda {
 
-// What experts are selected by and how scores are computed. biased: by scores with a bias, whatever the function.
-enum class Mode { softmax, elementwise, biased };
+// What experts are selected by and how scores are computed: by logits, which softmax or another function makes scores
+// of (unbiased: either), or by scores with a bias, whatever the function.
+enum class Mode { softmax, elementwise, unbiased, biased };
 
 // The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
 struct RouteVariant {
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const auto K = static_cast<unsigned>(op.K);
   const bool exact_keys =
       !kBiased && (kSize == 0 ? op.logits_dtype != AB_FLOAT32 : kSize == 2);  // of 32 bits: they hold value and expert
-  const bool is_softmax = kMode == Mode::softmax || (kBiased && op.score_function == AB_SOFTMAX);
+  const bool is_softmax = kMode == Mode::softmax || (kMode != Mode::elementwise && op.score_function == AB_SOFTMAX);
   let_next_kernel_start();
   begin_block(call, shared, [](int e) { return e / kItems * kBiasStride + e % kItems; });
 
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         const float power = softmax.power(z[i]);  // 0 past the last expert
-        if (kMode == Mode::softmax) z[i] = power;
+        if (!kBiased && is_softmax) z[i] = power;
         sum += power;
       }
       sum = sum_lanes<kLanes>(sum);
@@ -290,7 +291,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
       take_row([&](int i) { return q[i]; });
       if constexpr (kGrouped) group.take_all(q);
     } else if (auxiliary || groups_by_score) {
-      if constexpr (kMode == Mode::elementwise) score_items(op.score_function, z);
+      if constexpr (kMode != Mode::softmax) {
+        if (!is_softmax) score_items(op.score_function, z);
+      }
       if (groups_by_score) {
 #pragma unroll
         for (int i = 0; i < kItems; ++i) {
@@ -465,7 +468,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
 
 template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
 constexpr RouteVariant::Kernels by_size() {
-  return {route<kMode, 0, kLanes, kItems, kList, kGrouped>, route<kMode, 2, kLanes, kItems, kList, kGrouped>,
+  constexpr Mode kAny = kMode == Mode::biased ? kMode : Mode::unbiased;
+  return {route<kAny, 0, kLanes, kItems, kList, kGrouped>, route<kMode, 2, kLanes, kItems, kList, kGrouped>,
           route<kMode, 4, kLanes, kItems, kList, kGrouped>};
 }
 

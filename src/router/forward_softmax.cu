@@ -1,7 +1,0 @@
-#include "router/forward.cuh"
-
-namespace anabranch::cuda {
-
-RouteVariants softmax_variants() { return variants<Mode::softmax>(); }
-
-}  // namespace anabranch::cuda

@@ -82,7 +82,7 @@ constexpr int blocks_of(int size, int slots, bool reads_rows) {
 template <bool kIsSoftmax, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
 __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReadsRows))
     route_backward(const __grid_constant__ BackwardCall call) {
-  if constexpr (!has_logit_size<kSize>()) return;
+  if constexpr (!has_logit_size<kSize>()) return fail_without_code();
   using Rows = StagedRows<kLanes, kItems, kSize>;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks

@@ -132,7 +132,7 @@ constexpr int kBlocks = kItems <= 16 ? 3 : 2;
 // kSize: logit_size.cuh.
 template <Mode kMode, int kSize, int kLanes, int kItems, int kList, bool kGrouped>
 __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
-  if constexpr (!has_logit_size<kSize>()) return;
+  if constexpr (!has_logit_size<kSize>()) return fail_without_code();
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
   using Rows = StagedRows<kLanes, kItems, kSize>;
   constexpr bool kBiased = kMode == Mode::biased;

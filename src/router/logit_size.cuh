@@ -8,7 +8,7 @@
 
 namespace anabranch::cuda {
 
-// kSize: 2, 4, or 0: any. Whether the device that is compiled for uses such an instance; in all others it is empty.
+// kSize: 2, 4, or 0: any. Whether the device that is compiled for uses such an instance; all others have no code.
 template <int kSize>
 __device__ constexpr bool has_logit_size() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -17,6 +17,9 @@ __device__ constexpr bool has_logit_size() {
   return kSize != 0;
 #endif
 }
+
+// What an instance without code does: a launch of it must not look as if it had done its work.
+__device__ __forceinline__ void fail_without_code() { __trap(); }
 
 template <class Call>
 struct KernelsBySize {

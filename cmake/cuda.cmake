@@ -1,4 +1,5 @@
-# libanabranch_cuda.so: the *.cu files, with the checks and handlers that both libraries share.
+# libanabranch_cuda.so: the *.cu files, what of its host code needs no CUDA compiler, and the checks and handlers that both
+# libraries have.
 set(ANABRANCH_CUDA_SUMMARY "off")
 if(ANABRANCH_CUDA STREQUAL "OFF" OR ANABRANCH_SANITIZE)
   return()
@@ -46,9 +47,8 @@ list(FILTER ANABRANCH_HOPPER_SOURCES INCLUDE REGEX "/hopper/[^/]*$")
 list(REMOVE_ITEM ANABRANCH_CUDA_SOURCES ${ANABRANCH_HOPPER_SOURCES})
 include(cmake/hopper.cmake)
 list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
-file(GLOB_RECURSE ANABRANCH_SHARED_SOURCES CONFIGURE_DEPENDS src/check.cc src/*_check.cc)
-list(APPEND ANABRANCH_SHARED_SOURCES src/core/status.cc src/core/structs.cc src/core/tensor.cc
-     src/dispatch/maps.cc)
+file(GLOB_RECURSE ANABRANCH_CUDA_HOST_SOURCES CONFIGURE_DEPENDS src/*.cc)
+list(FILTER ANABRANCH_CUDA_HOST_SOURCES INCLUDE REGEX "/cuda/[^/]*$")
 
 # What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
 # them: not in Release.
@@ -64,8 +64,8 @@ target_compile_options(anabranch_hopper PRIVATE ${ANABRANCH_CUDA_OPTIONS} -Xptxa
                                                 -Xptxas=-warn-lmem-usage)
 target_compile_definitions(anabranch_hopper PRIVATE ANABRANCH_CUDA_WAIT_LIMIT=${ANABRANCH_CUDA_WAIT_LIMIT})
 
-add_library(anabranch_cuda SHARED ${ANABRANCH_CUDA_SOURCES} $<TARGET_OBJECTS:anabranch_hopper>
-                                  ${ANABRANCH_SHARED_SOURCES})
+add_library(anabranch_cuda SHARED ${ANABRANCH_CUDA_SOURCES} ${ANABRANCH_CUDA_HOST_SOURCES}
+                                  $<TARGET_OBJECTS:anabranch_hopper> $<TARGET_OBJECTS:anabranch_common>)
 target_include_directories(anabranch_cuda PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
                                                  $<INSTALL_INTERFACE:include>
                                           PRIVATE src)

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/threads.h"
-
 namespace anabranch {
 namespace {
 

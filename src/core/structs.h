@@ -13,6 +13,9 @@
 
 namespace anabranch {
 
+// Products with a number of threads stay far from the end of int.
+constexpr int kMostThreads = 4096;
+
 // A struct's name, and its size in version 0.1.0, up to the field that was its last then. Fields that came later stand
 // behind it, and 0 means that they are not given.
 template <class Struct>

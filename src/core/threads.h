@@ -15,11 +15,9 @@
 
 #include "anabranch/types.h"
 #include "core/ieee.h"
+#include "core/structs.h"
 
 namespace anabranch {
-
-// Products with a number of threads stay far from the end of int.
-constexpr int kMostThreads = 4096;
 
 // Whether this process was forked off one that had loaded the library. Threads do not follow into a child, and OpenMP
 // waits forever there for those of its pool.

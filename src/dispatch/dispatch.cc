@@ -3,6 +3,7 @@
 
 #include "anabranch/dispatch.h"
 #include "core/entry.h"
+#include "dispatch/blocks.h"
 #include "dispatch/check.h"
 #include "dispatch/rows.h"
 

@@ -1,12 +1,10 @@
-// The two maps between slots and rows, and how much work a thread gets.
+// The two maps between slots and rows.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/inline.h"
 #include "core/tensor.h"
-#include "core/threads.h"
 
 namespace anabranch {
 
@@ -38,26 +36,5 @@ ab_status check_slot_of_row(const ab_tensor* slot_of_row, Maps* maps);
 // T*K < 2^31 and R < 2^31: indices are int32.
 ab_status check_num_slots(const char* name, int64_t T, int64_t K);
 ab_status check_num_rows(const char* name, int64_t R);
-
-// A loop over `count` items that move `bytes_per_item` each, in blocks that are worth a hand-over between threads.
-struct Blocks {
-  static constexpr int64_t kBytes = 1 << 17;
-  // Some 200 us of copying: less is not worth waking another thread, which may take as long.
-  static constexpr int64_t kSerialBytes = 1 << 21;
-
-  int64_t count;
-  int64_t bytes;  // of all items
-  int64_t size;
-
-  Blocks(int64_t items, int64_t bytes_per_item)
-      : count(items),
-        bytes(items * bytes_per_item),
-        size(std::clamp<int64_t>(kBytes / std::max<int64_t>(bytes_per_item, 1), 1, 1 << 14)) {}
-
-  int threads(const ab_exec* exec) const { return bytes < kSerialBytes ? 1 : num_threads(exec); }
-  int64_t blocks() const { return (count + size - 1) / size; }
-  int64_t begin(int64_t block) const { return block * size; }
-  int64_t end(int64_t block) const { return std::min(count, (block + 1) * size); }
-};
 
 }  // namespace anabranch

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/entry.h"
+#include "core/threads.h"
 #include "dispatch/plan.h"
 
 namespace anabranch {

@@ -4,7 +4,6 @@
 // token, kItems neighbouring experts each. What every expert gets (softmax terms, auxiliary scores) is computed from
 // the logits in registers and takes their place in shared memory; a slot's lane computes all that its expert gets and
 // puts it there. Where only selected experts get a gradient, rows are zeros and no row of logits is read.
-#include <iterator>
 
 #include "anabranch/cuda.h"
 #include "balance/statistics.cuh"
@@ -22,6 +21,9 @@ namespace {
 
 constexpr int kWarps = 8;  // of a block
 
+// Which score functions a kernel is for: softmax, the others, or any of them, which it asks at run time.
+enum class Scores { softmax, elementwise, any };
+
 struct BackwardCall {
   RouterBackward op;
   TokenTiles tiles;
@@ -38,24 +40,26 @@ struct BackwardCall {
 // Cotangents of the weights of a token's slots, in kLanes lanes, become those of their logits, as far as they come
 // through the selected experts alone (semantics: router backward). value: z of each slot, -inf for expert -1.
 // Returns sum_R g s for raw softmax, which every expert's gradient needs; else 0.
-template <bool kIsSoftmax, int kLanes, int kSlots>
-__device__ __forceinline__ float slot_gradients(int32_t score_function, bool normalize, const RowSoftmax& softmax,
-                                                float poison, const int32_t (&expert)[kSlots],
-                                                const float (&value)[kSlots], float (&gradient)[kSlots]) {
+template <int kLanes, int kSlots>
+__device__ __forceinline__ float slot_gradients(bool is_softmax, int32_t score_function, bool normalize,
+                                                const RowSoftmax& softmax, float poison,
+                                                const int32_t (&expert)[kSlots], const float (&value)[kSlots],
+                                                float (&gradient)[kSlots]) {
   float weight[kSlots];
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) weight[s] = value[s];
-  constexpr int kScore = kIsSoftmax ? AB_SOFTMAX : AB_SIGMOID;
-  const float inverse = weigh_slots<kScore, kLanes>(score_function, normalize, softmax, poison, expert, weight);
+  const float inverse =
+      is_softmax ? weigh_slots<AB_SOFTMAX, kLanes>(score_function, normalize, softmax, poison, expert, weight)
+                 : weigh_slots<AB_SIGMOID, kLanes>(score_function, normalize, softmax, poison, expert, weight);
   float dot = 0.0f;
-  if (kIsSoftmax || normalize) {
+  if (is_softmax || normalize) {
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) dot = fmaf(gradient[s], weight[s], dot);
     dot = sum_lanes<kLanes>(dot);
   }
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
-    if (kIsSoftmax) {
+    if (is_softmax) {
       // normalised: dz_k = p_k (g_k - sum_R g p).  raw: dz_e = s_e ([e in R] g_e - sum_R g s).
       gradient[s] = weight[s] * (gradient[s] - (normalize ? dot : 0.0f));
     } else {
@@ -64,7 +68,7 @@ __device__ __forceinline__ float slot_gradients(int32_t score_function, bool nor
       gradient[s] = expert[s] < 0 ? 0.0f : ds * elementwise_slope(score_function, value[s]);
     }
   }
-  return kIsSoftmax && !normalize ? dot : 0.0f;
+  return is_softmax && !normalize ? dot : 0.0f;
 }
 
 __device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
@@ -79,7 +83,7 @@ constexpr int blocks_of(int size, int slots, bool reads_rows) {
 }
 
 // kSize: logit_size.cuh. kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
-template <bool kIsSoftmax, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
+template <Scores kScores, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
 __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReadsRows))
     route_backward(const __grid_constant__ BackwardCall call) {
   if constexpr (!has_logit_size<kSize>()) return fail_without_code();
@@ -90,6 +94,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReads
   const RouterBackward& op = call.op;
   const auto E = static_cast<unsigned>(op.E);
   const auto K = static_cast<unsigned>(op.K);
+  const bool is_softmax = kScores == Scores::softmax || (kScores == Scores::any && op.score_function == AB_SOFTMAX);
   const unsigned lane = threadIdx.x % kLanes;
   const unsigned token = threadIdx.x % kWarp / kLanes;
   const unsigned first_item = lane * kItems;
@@ -223,7 +228,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReads
         const float logit = rows.logit(token, static_cast<unsigned>(max(expert[s], 0)));
         value[s] = expert[s] < 0 ? -INFINITY : logit;
       }
-      if (op.softmax_rows || (kIsSoftmax && op.lse == nullptr)) {
+      if (op.softmax_rows || (is_softmax && op.lse == nullptr)) {
         softmax.shift = lse * kLog2E;
         if (op.lse == nullptr) {
           float top = z[0];
@@ -236,14 +241,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReads
         for (int i = 0; i < kItems; ++i) {
           const float power = softmax.power(z[i]);
           sum += power;
-          if (kIsSoftmax) z[i] = power;  // from here on z are powers
+          if (is_softmax) z[i] = power;  // from here on z are powers
         }
         sum = sum_lanes<kLanes>(sum);
         softmax.factor = reciprocal(sum);
         poison = sum - sum;
       }
       if (op.auxiliary) {
-        if constexpr (kIsSoftmax) {
+        if (is_softmax) {
           for_cotangents([&](int i, float g) { dot = fmaf(z[i], g, dot); });
           dot = sum_lanes<kLanes>(dot) * softmax.factor;
         } else {
@@ -264,15 +269,15 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReads
 #pragma unroll
       for (unsigned s = 0; s < kSlots; ++s) gradient[s] *= op.scaling_factor;
       raw =
-          slot_gradients<kIsSoftmax, kLanes>(op.score_function, op.normalize, softmax, poison, expert, value, gradient);
+          slot_gradients<kLanes>(is_softmax, op.score_function, op.normalize, softmax, poison, expert, value, gradient);
     }
 
     // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
     // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
-    const float shift = (d_lse - raw - (kIsSoftmax ? dot : 0.0f)) * softmax.factor;
+    const float shift = (d_lse - raw - (is_softmax ? dot : 0.0f)) * softmax.factor;
     const auto of_row = [&](float z_or_power, float g) {
       float d = 0.0f;
-      if (kIsSoftmax) {
+      if (is_softmax) {
         if (op.softmax_rows) d = z_or_power * fmaf(g, softmax.factor, shift);
       } else {
         if (op.softmax_rows) d = softmax.power(z_or_power) * shift;
@@ -333,7 +338,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReads
         float d = gradient[s];
         if constexpr (kReadsRows) {
           const float g = op.auxiliary ? cotangents[cotangent_place(e)] : 0.0f;
-          d += of_row(kIsSoftmax ? softmax.power(value[s]) : value[s], g);
+          d += of_row(is_softmax ? softmax.power(value[s]) : value[s], g);
         }
         rows.set(token, e, d);
       }
@@ -355,32 +360,34 @@ struct Variant {
   KernelsBySize<BackwardCall> kernels[2];  // by whether rows are read
 };
 
-template <bool kIsSoftmax, int kLanes, int kItems, int kSlots, bool kReadsRows>
+template <Scores kScores, int kLanes, int kItems, int kSlots, bool kReadsRows>
 constexpr KernelsBySize<BackwardCall> by_size() {
-  return {route_backward<kIsSoftmax, 0, kLanes, kItems, kSlots, kReadsRows>,
-          route_backward<kIsSoftmax, 2, kLanes, kItems, kSlots, kReadsRows>,
-          route_backward<kIsSoftmax, 4, kLanes, kItems, kSlots, kReadsRows>};
+  return {route_backward<Scores::any, 0, kLanes, kItems, kSlots, kReadsRows>,
+          route_backward<kScores, 2, kLanes, kItems, kSlots, kReadsRows>,
+          route_backward<kScores, 4, kLanes, kItems, kSlots, kReadsRows>};
 }
 
-template <bool kIsSoftmax, int kLanes, int kItems, int kSlots>
+// Where no rows are read, whether it is softmax is asked at run time, which costs 1%; a lane that works alone, 12%.
+template <Scores kScores, int kLanes, int kItems, int kSlots>
 constexpr Variant variant() {
+  constexpr Scores kOfSlots = kLanes == 1 ? kScores : Scores::any;
   return {kLanes,
           kItems,
           kSlots,
-          {by_size<kIsSoftmax, kLanes, kItems, kSlots, false>(), by_size<kIsSoftmax, kLanes, kItems, kSlots, true>()}};
+          {by_size<kOfSlots, kLanes, kItems, kSlots, false>(), by_size<kScores, kLanes, kItems, kSlots, true>()}};
 }
 
 // The first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a token does
 // not fill the device.
-template <bool kIsSoftmax>
-constexpr Variant kFewTokens[] = {variant<kIsSoftmax, 32, 8, 1>(), variant<kIsSoftmax, 32, 32, 1>(),
-                                  variant<kIsSoftmax, 32, 32, 2>()};
-template <bool kIsSoftmax>
-constexpr Variant kVariants[] = {variant<kIsSoftmax, 1, 8, 2>(),   variant<kIsSoftmax, 2, 32, 4>(),
-                                 variant<kIsSoftmax, 4, 32, 2>(),  variant<kIsSoftmax, 8, 32, 1>(),
-                                 variant<kIsSoftmax, 8, 32, 4>(),  variant<kIsSoftmax, 16, 24, 1>(),
-                                 variant<kIsSoftmax, 16, 32, 1>(), variant<kIsSoftmax, 16, 32, 2>(),
-                                 variant<kIsSoftmax, 32, 32, 1>(), variant<kIsSoftmax, 32, 32, 2>()};
+template <Scores kScores>
+constexpr Variant kFewTokens[] = {variant<kScores, 32, 8, 1>(), variant<kScores, 32, 32, 1>(),
+                                  variant<kScores, 32, 32, 2>()};
+template <Scores kScores>
+constexpr Variant kVariants[] = {variant<kScores, 1, 8, 2>(),   variant<kScores, 2, 32, 4>(),
+                                 variant<kScores, 4, 32, 2>(),  variant<kScores, 8, 32, 1>(),
+                                 variant<kScores, 8, 32, 4>(),  variant<kScores, 16, 24, 1>(),
+                                 variant<kScores, 16, 32, 1>(), variant<kScores, 16, 32, 2>(),
+                                 variant<kScores, 32, 32, 1>(), variant<kScores, 32, 32, 2>()};
 
 }  // namespace
 
@@ -393,16 +400,19 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   // Softmax over the selected logits still has to tell whether the row is broken, from lse or from the row.
   const bool reads_rows = op.softmax_rows || op.auxiliary || (is_softmax && op.weighted && op.lse == nullptr);
 
-  const Variant* variant = is_softmax ? std::begin(kVariants<true>) : std::begin(kVariants<false>);
-  const Variant* end = is_softmax ? std::end(kVariants<true>) : std::end(kVariants<false>);
-  if (op.T <= TokenTiles::kFewTokens) {
-    variant = is_softmax ? std::begin(kFewTokens<true>) : std::begin(kFewTokens<false>);
-    end = is_softmax ? std::end(kFewTokens<true>) : std::end(kFewTokens<false>);
-  }
   const int K = op.weighted ? op.K : 0;
-  while (variant != end && (variant->lanes * variant->items < op.E || variant->lanes * variant->slots < K)) ++variant;
-  *launched = variant != end;
-  if (variant == end) return ok();
+  const auto find = [&](const auto& variants) -> const Variant* {
+    for (const Variant& v : variants) {
+      if (v.lanes * v.items >= op.E && v.lanes * v.slots >= K) return &v;
+    }
+    return nullptr;
+  };
+  const bool few = op.T <= TokenTiles::kFewTokens;
+  const Variant* const variant =
+      is_softmax ? (few ? find(kFewTokens<Scores::softmax>) : find(kVariants<Scores::softmax>))
+                 : (few ? find(kFewTokens<Scores::elementwise>) : find(kVariants<Scores::elementwise>));
+  *launched = variant != nullptr;
+  if (variant == nullptr) return ok();
   const int size = static_cast<int>(dtype_size(op.logits_dtype));
 
   const int tokens = kWarp / variant->lanes;

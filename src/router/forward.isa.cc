@@ -3,11 +3,13 @@
 #include "router/candidates.h"
 #include "router/scratch.h"
 #include "router/slots.h"
+#include "router/topk.h"
 
 namespace anabranch::AB_ISA {
 namespace {
 
-// kLanes tokens go together: their rows are read one by one, then selection and weights are done a token a lane.
+// kLanes tokens go together: their rows are read one by one, then selection and weights are done a token a lane, keys
+// of float64 for kKeyLanes tokens at a time.
 class Tile {
  public:
   Tile(const RouterForward& op, void* memory)
@@ -23,7 +25,7 @@ class Tile {
     group_vectors_ = round_up(group_size_, group_length_);
     all_groups_ = grouped ? round_up(groups_, kept_length_) : 0;
     const int64_t longest = larger(larger(length_, group_length_), kept_length_);
-    const int64_t most_vectors = larger(round_up(count_, length_), larger(group_vectors_, sets_ * kRowPad));
+    const int64_t most_numbers = larger(grouped ? group_vectors_ : 0, sets_ * kRowPad);
 
     const int64_t row = blocks() * kRowPad;
     bias_ = op.bias != nullptr ? scratch.take<float>(row) : nullptr;
@@ -36,12 +38,15 @@ class Tile {
     places_ = scratch.take<int32_t>(grouped ? count_ : 0);
     positions_ = scratch.take<int32_t>(count_ + kKeysAtOnce);
     values_ = scratch.take<float>(count_ + kKeysAtOnce);
-    keys_ = scratch.take<double>(kLanes * key_row_length());
-    candidates_ = scratch.take<double>(most_vectors * kLanes);
-    group_candidates_ = scratch.take<double>(all_groups_ * kLanes);
+    keys_ = scratch.take<double>(kKeyLanes * key_row_length());
+    key_lanes_ = scratch.take<double>(round_up(count_, length_) * kKeyLanes);
+    key_list_ = scratch.take<double>(longest * kKeyLanes);
+    key_chunk_ = scratch.take<double>(longest * kKeyLanes);
+    number_lanes_ = scratch.take<float>(most_numbers * kLanes);
+    number_list_ = scratch.take<float>(longest * kLanes);
+    number_chunk_ = scratch.take<float>(longest * kLanes);
+    group_keys_ = scratch.take<double>(all_groups_ * kLanes);
     kept_groups_ = scratch.take<int32_t>(op.group_topk * kLanes);
-    list_ = scratch.take<double>(longest * kLanes);
-    chunk_ = scratch.take<double>(longest * kLanes);
     experts_ = scratch.take<int32_t>(K * kLanes);
     weights_ = scratch.take<float>(K * kLanes);
     size_ = scratch.used();
@@ -89,6 +94,8 @@ class Tile {
 
   static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+  static constexpr int kKeyLanes = kWidth<double>;
+  static_assert(kLanes % kKeyLanes == 0 && kWidth<float> == kLanes);
   // Keys are made so many at a time, the last of them past the end.
   static constexpr int64_t kKeysAtOnce = 8;
 
@@ -180,11 +187,19 @@ class Tile {
     if (some < kLanes) {
       if (op_.num_groups > 0) select_groups();
       find_bounds();
-      top_of_lanes(length_, candidates_, gather_candidates(), list_, chunk_);
     }
+    for (int lane = 0; lane < kLanes; lane += kKeyLanes) select_by_keys(lane);
+  }
+
+  // Of kKeyLanes lanes.
+  void select_by_keys(int first_lane) {
+    bool some = false;
+    for (int lane = first_lane; lane < first_lane + kKeyLanes; ++lane) some |= live_[lane];
+    if (some) top_of_lanes(length_, key_lanes_, gather_keys(first_lane), key_list_, key_chunk_);
     for (int64_t k = 0; k < op_.K; ++k) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const int32_t expert = key_index(__builtin_bit_cast(uint64_t, list_[k * kLanes + lane]));
+      for (int i = 0; i < kKeyLanes; ++i) {
+        const int lane = first_lane + i;
+        const int32_t expert = key_index(__builtin_bit_cast(uint64_t, key_list_[k * kKeyLanes + i]));
         experts_[k * kLanes + lane] = live_[lane] ? expert : -1;
       }
     }
@@ -201,30 +216,28 @@ class Tile {
       if (!known) part_maxima(ranks_[lane], row_blocks(count_), sets_, maxima(lane));
       rows[lane] = maxima(lane);
     }
-    lanes_of_rows(rows, 0, parts, candidates_);
-    top_of_lanes(length_, candidates_, parts, list_, chunk_);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      bounds_[lane] = static_cast<float>(list_[(op_.K - 1) * static_cast<int64_t>(kLanes) + lane]);
-    }
+    lanes_of_rows(rows, 0, parts, number_lanes_);
+    top_of_lanes(length_, number_lanes_, parts, number_list_, number_chunk_);
+    __builtin_memcpy(bounds_, number_list_ + (op_.K - 1) * static_cast<int64_t>(kLanes), sizeof(bounds_));
   }
 
-  // candidates_[i][lane] = the selection keys of the lane's elements at or above its bound, filled up with "none";
-  // returns the number of vectors.
-  int64_t gather_candidates() {
-    int64_t n[kLanes];
+  // key_lanes_[i][lane] = the selection keys of the lane's elements at or above its bound, filled up with "none", of
+  // kKeyLanes lanes; returns the number of vectors.
+  int64_t gather_keys(int first_lane) {
+    int64_t n[kKeyLanes];
     int64_t most = 0;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      n[lane] = write_keys(lane, keys_ + lane * key_row_length());
-      most = larger(most, n[lane]);
+    for (int i = 0; i < kKeyLanes; ++i) {
+      n[i] = write_keys(first_lane + i, keys_ + i * key_row_length());
+      most = larger(most, n[i]);
     }
     const int64_t vectors = (most + length_ - 1) & -static_cast<int64_t>(length_);  // a power of two
-    const double* rows[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      double* keys = keys_ + lane * key_row_length();
-      for (int64_t i = n[lane] + kKeysAtOnce; i < vectors; ++i) keys[i] = 0.0;
-      rows[lane] = keys;
+    const double* rows[kKeyLanes];
+    for (int i = 0; i < kKeyLanes; ++i) {
+      double* keys = keys_ + i * key_row_length();
+      for (int64_t j = n[i] + kKeysAtOnce; j < vectors; ++j) keys[j] = 0.0;
+      rows[i] = keys;
     }
-    lanes_of_rows(rows, 0, vectors, candidates_);
+    lanes_of_rows(rows, 0, vectors, key_lanes_);
     return vectors;
   }
 
@@ -262,24 +275,32 @@ class Tile {
   // The group_topk best groups of each lane, by the sum of their K / group_topk best elements, become its row.
   void select_groups() {
     const int64_t per_group = op_.K / op_.group_topk;
-    for (int64_t i = group_size_ * kLanes; i < group_vectors_ * kLanes; ++i) candidates_[i] = -__builtin_inf();
+    for (int64_t i = group_size_ * kLanes; i < group_vectors_ * kLanes; ++i) number_lanes_[i] = -__builtin_inff();
+    for (int64_t i = 0; i < all_groups_ * kLanes; ++i) group_keys_[i] = 0.0;
     for (int64_t group = 0; group < groups_; ++group) {
-      lanes_of_rows(group_ranks_, group * group_size_, group_size_, candidates_);
-      top_of_lanes(group_length_, candidates_, group_vectors_, list_, chunk_);
+      lanes_of_rows(group_ranks_, group * group_size_, group_size_, number_lanes_);
+      top_of_lanes(group_length_, number_lanes_, group_vectors_, number_list_, number_chunk_);
       for (int lane = 0; lane < kLanes; ++lane) {
         float sum = 0.0f;
-        for (int64_t k = 0; k < per_group; ++k) sum += static_cast<float>(list_[k * kLanes + lane]);
-        const uint64_t key = selection_key(sum, static_cast<uint32_t>(group));
-        group_candidates_[group * kLanes + lane] = __builtin_bit_cast(double, key);
+        for (int64_t k = 0; k < per_group; ++k) sum += number_list_[k * kLanes + lane];
+        group_key(group, lane) = __builtin_bit_cast(double, selection_key(sum, static_cast<uint32_t>(group)));
       }
     }
-    for (int64_t i = groups_ * kLanes; i < all_groups_ * kLanes; ++i) group_candidates_[i] = 0.0;
     for (int lane = 0; lane < kLanes; ++lane) place_broken_groups(lane);
-    top_of_lanes(kept_length_, group_candidates_, all_groups_, list_, chunk_);
-    for (int64_t i = 0; i < static_cast<int64_t>(op_.group_topk) * kLanes; ++i) {
-      kept_groups_[i] = key_index(__builtin_bit_cast(uint64_t, list_[i]));
+    for (int first_lane = 0; first_lane < kLanes; first_lane += kKeyLanes) {
+      top_of_lanes(kept_length_, &group_key(0, first_lane), all_groups_, key_list_, key_chunk_);
+      for (int64_t j = 0; j < op_.group_topk; ++j) {
+        for (int i = 0; i < kKeyLanes; ++i) {
+          kept_groups_[j * kLanes + first_lane + i] =
+              key_index(__builtin_bit_cast(uint64_t, key_list_[j * kKeyLanes + i]));
+        }
+      }
     }
     for (int lane = 0; lane < kLanes; ++lane) keep_groups(lane);
+  }
+
+  double& group_key(int64_t group, int lane) {
+    return group_keys_[(lane / kKeyLanes * all_groups_ + group) * kKeyLanes + lane % kKeyLanes];
   }
 
   // NaN, which sorting networks lose, is the largest of its group's elements, and so their sum.
@@ -290,7 +311,7 @@ class Tile {
       if (ranks[e] == ranks[e]) continue;
       const int64_t group = e / group_size_;
       const uint64_t key = selection_key(ranks[e], static_cast<uint32_t>(group));
-      group_candidates_[group * kLanes + lane] = __builtin_bit_cast(double, key);
+      group_key(group, lane) = __builtin_bit_cast(double, key);
     }
   }
 
@@ -398,24 +419,27 @@ class Tile {
   int kept_length_;           // of the group_topk best groups
   size_t size_;
 
-  float* bias_;               // [E], or null
-  float* z_;                  // [kLanes] rows of logits, where they need conversion or padding
-  float* s_;                  // a row of scores, for softmax before the division by their sum
-  float* q_;                  // [kLanes] rows of selection keys where they are not z
-  float* kept_;               // [kLanes] rows of the kept groups' selection keys
-  float* maxima_;             // [kLanes][sets * kRowPad]
-  int32_t* all_;              // [count]: 0, 1, ...
-  int32_t* places_;           // [count]: which of the kept groups a position belongs to
-  int32_t* positions_;        // of a lane's elements at or above its bound,
-  float* values_;             // and what ranks them
-  double* keys_;              // [kLanes] rows of selection keys
-  double* candidates_;        // [vectors][kLanes]
-  double* group_candidates_;  // [all_groups][kLanes]
-  int32_t* kept_groups_;      // [group_topk][kLanes]
-  double* list_;              // [length][kLanes]
-  double* chunk_;
-  int32_t* experts_;  // [K][kLanes]
-  float* weights_;    // [K][kLanes]
+  float* bias_;         // [E], or null
+  float* z_;            // [kLanes] rows of logits, where they need conversion or padding
+  float* s_;            // a row of scores, for softmax before the division by their sum
+  float* q_;            // [kLanes] rows of selection keys where they are not z
+  float* kept_;         // [kLanes] rows of the kept groups' selection keys
+  float* maxima_;       // [kLanes][sets * kRowPad]
+  int32_t* all_;        // [count]: 0, 1, ...
+  int32_t* places_;     // [count]: which of the kept groups a position belongs to
+  int32_t* positions_;  // of a lane's elements at or above its bound,
+  float* values_;       // and what ranks them
+  double* keys_;        // [kKeyLanes] rows of selection keys,
+  double* key_lanes_;   // [vectors][kKeyLanes],
+  double* key_list_;    // [length][kKeyLanes]
+  double* key_chunk_;
+  float* number_lanes_;  // [vectors][kLanes] of what no key is made of,
+  float* number_list_;   // [length][kLanes]
+  float* number_chunk_;
+  double* group_keys_;    // [kLanes / kKeyLanes][all_groups][kKeyLanes]
+  int32_t* kept_groups_;  // [group_topk][kLanes]
+  int32_t* experts_;      // [K][kLanes]
+  float* weights_;        // [K][kLanes]
   LaneSoftmax softmax_;
   const float* rows_[kLanes] = {};         // of logits
   const float* ranks_[kLanes] = {};        // what ranks a lane's experts,

@@ -1,7 +1,7 @@
 // Exact top-k by sorting networks, a token a lane.
 //
-// Candidates are float64 numbers: the keys of score.h, positive and no two alike, with 0 for "none", or plain numbers
-// whose order alone matters. A list holds `length` vectors; read down one lane it is sorted, largest first. Candidates
+// Candidates are numbers: float64, the keys of score.h, positive and no two alike, with 0 for "none"; or float32, whose
+// order alone matters. A list holds `length` vectors; read down one lane it is sorted, largest first. Candidates
 // stream through the lanes of a list of the top `length` of each lane: sort a chunk, keep max(list[i],
 // chunk[length-1-i]), which is bitonic, and sort that again. Internal linkage: included by *.isa.cc files.
 #pragma once
@@ -13,16 +13,20 @@
 namespace anabranch {
 namespace {
 
-#if defined(__AVX512F__)
+// Tokens that go together, a lane each of a vector of float32; of a vector of float64 all of them or half.
+#if defined(__AVX__)
 constexpr int kLanes = 8;
-#elif defined(__AVX__)
-constexpr int kLanes = 4;
 #else
-constexpr int kLanes = 2;
+constexpr int kLanes = 4;
+#endif
+#if defined(__AVX512F__)
+constexpr int kDoubles = kLanes;
+#else
+constexpr int kDoubles = kLanes / 2;
 #endif
 
-using Candidates [[gnu::vector_size(kLanes * sizeof(double))]] = double;
 using LaneFloats [[gnu::vector_size(kLanes * sizeof(float))]] = float;
+using LaneDoubles [[gnu::vector_size(kDoubles * sizeof(double))]] = double;
 
 [[gnu::always_inline]] inline LaneFloats load_lanes(const float* p) {
   LaneFloats v;
@@ -31,15 +35,33 @@ using LaneFloats [[gnu::vector_size(kLanes * sizeof(float))]] = float;
 }
 [[gnu::always_inline]] inline void store_lanes(float* p, LaneFloats v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
+// A vector of candidates of type T, and how many lanes it has.
+template <class T>
+struct OfLanes {
+  using Vector = LaneFloats;
+};
+template <>
+struct OfLanes<double> {
+  using Vector = LaneDoubles;
+};
+template <class T>
+using Candidates = typename OfLanes<T>::Vector;
+template <class T>
+constexpr int kWidth = static_cast<int>(sizeof(Candidates<T>) / sizeof(T));
+
 // Larger to `high`, smaller to `low`.
-[[gnu::always_inline]] inline void exchange(Candidates& high, Candidates& low) {
-  const Candidates a = high;
-  const Candidates b = low;
+template <class Vector>
+[[gnu::always_inline]] inline void exchange(Vector& high, Vector& low) {
+  const Vector a = high;
+  const Vector b = low;
   high = a > b ? a : b;
   low = a < b ? a : b;
 }
 
-[[gnu::always_inline]] inline Candidates larger(Candidates a, Candidates b) { return a > b ? a : b; }
+template <class Vector>
+[[gnu::always_inline]] inline Vector larger(Vector a, Vector b) {
+  return a > b ? a : b;
+}
 
 // Batcher's odd-even merge sort of n = 2^m elements: calls exchange(i, j) for every comparator, i < j.
 template <class Exchange>
@@ -84,45 +106,49 @@ constexpr Network<kSize> make_network() {
   return network;
 }
 
-template <int kSize, bool kBitonic>
-[[gnu::always_inline]] inline void apply_network(Candidates (&list)[kSize]) {
+template <bool kBitonic, class Vector, int kSize>
+[[gnu::always_inline]] inline void apply_network(Vector (&list)[kSize]) {
   static constexpr Network<kSize> kNetwork = make_network<kSize, kBitonic>();
   [&]<size_t... I>(std::index_sequence<I...>) __attribute__((always_inline)) {
     (exchange(list[kNetwork.pairs[I].high], list[kNetwork.pairs[I].low]), ...);
   }(std::make_index_sequence<static_cast<size_t>(kNetwork.count)>());
 }
 
-[[gnu::always_inline]] inline Candidates load(const double* p) {
-  Candidates v;
+template <class T>
+[[gnu::always_inline]] inline Candidates<T> load(const T* p) {
+  Candidates<T> v;
   __builtin_memcpy(&v, p, sizeof(v));
   return v;
 }
-[[gnu::always_inline]] inline void store(double* p, Candidates v) { __builtin_memcpy(p, &v, sizeof(v)); }
-
-template <int kLength>
-[[gnu::always_inline]] inline void load_list(const double* p, Candidates (&list)[kLength]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLength; ++i) list[i] = load(p + i * kLanes);
+template <class T>
+[[gnu::always_inline]] inline void store(T* p, Candidates<T> v) {
+  __builtin_memcpy(p, &v, sizeof(v));
 }
-template <int kLength>
-[[gnu::always_inline]] inline void store_list(double* p, const Candidates (&list)[kLength]) {
+
+template <int kLength, class T>
+[[gnu::always_inline]] inline void load_list(const T* p, Candidates<T> (&list)[kLength]) {
 #pragma GCC unroll 16
-  for (int i = 0; i < kLength; ++i) store(p + i * kLanes, list[i]);
+  for (int i = 0; i < kLength; ++i) list[i] = load(p + i * kWidth<T>);
+}
+template <int kLength, class T>
+[[gnu::always_inline]] inline void store_list(T* p, const Candidates<T> (&list)[kLength]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLength; ++i) store(p + i * kWidth<T>, list[i]);
 }
 
 // list = the top kLength of each lane of `vectors` vectors, a multiple of kLength.
-template <int kLength>
-inline void top_of_lanes(const double* candidates, int64_t vectors, double* list) {
-  Candidates top[kLength];
+template <int kLength, class T>
+inline void top_of_lanes(const T* candidates, int64_t vectors, T* list) {
+  Candidates<T> top[kLength];
   load_list(candidates, top);
-  apply_network<kLength, false>(top);
+  apply_network<false>(top);
   for (int64_t first = kLength; first < vectors; first += kLength) {
-    Candidates chunk[kLength];
-    load_list(candidates + first * kLanes, chunk);
-    apply_network<kLength, false>(chunk);
+    Candidates<T> chunk[kLength];
+    load_list(candidates + first * kWidth<T>, chunk);
+    apply_network<false>(chunk);
 #pragma GCC unroll 16
     for (int i = 0; i < kLength; ++i) top[i] = larger(top[i], chunk[kLength - 1 - i]);
-    apply_network<kLength, true>(top);
+    apply_network<true>(top);
   }
   store_list(list, top);
 }
@@ -130,50 +156,57 @@ inline void top_of_lanes(const double* candidates, int64_t vectors, double* list
 // Lists up to kBlock are kept in registers, longer ones are sorted in memory, blocks of kBlock in registers.
 constexpr int kBlock = 16;
 
-template <bool kBitonic>
-[[gnu::noinline]] void sort_block(double* memory) {
-  Candidates block[kBlock];
+template <bool kBitonic, class T>
+[[gnu::noinline]] void sort_block(T* memory) {
+  Candidates<T> block[kBlock];
   load_list(memory, block);
-  apply_network<kBlock, kBitonic>(block);
+  apply_network<kBitonic>(block);
   store_list(memory, block);
 }
 
-inline void exchange_in_memory(double* high, double* low) {
-  Candidates a = load(high);
-  Candidates b = load(low);
+template <class T>
+inline void exchange_in_memory(T* high, T* low) {
+  Candidates<T> a = load(high);
+  Candidates<T> b = load(low);
   exchange(a, b);
   store(high, a);
   store(low, b);
 }
 
 // Sorts a bitonic sequence of `length` vectors.
-inline void sort_bitonic(double* memory, int length) {
+template <class T>
+inline void sort_bitonic(T* memory, int length) {
+  constexpr int W = kWidth<T>;
   for (int half = length / 2; half >= kBlock; half /= 2) {
     for (int begin = 0; begin < length; begin += 2 * half) {
-      for (int i = begin; i < begin + half; ++i) exchange_in_memory(memory + i * kLanes, memory + (i + half) * kLanes);
+      for (int i = begin; i < begin + half; ++i) exchange_in_memory(memory + i * W, memory + (i + half) * W);
     }
   }
-  for (int begin = 0; begin < length; begin += kBlock) sort_block<true>(memory + begin * kLanes);
+  for (int begin = 0; begin < length; begin += kBlock) sort_block<true>(memory + begin * W);
 }
 
 // Merges two sorted halves: the larger of half[i] and the other half's i-th from its end are the upper half.
-inline void merge_halves(double* memory, int length) {
-  for (int i = 0; i < length / 2; ++i) exchange_in_memory(memory + i * kLanes, memory + (length - 1 - i) * kLanes);
+template <class T>
+inline void merge_halves(T* memory, int length) {
+  constexpr int W = kWidth<T>;
+  for (int i = 0; i < length / 2; ++i) exchange_in_memory(memory + i * W, memory + (length - 1 - i) * W);
   sort_bitonic(memory, length / 2);
-  sort_bitonic(memory + length / 2 * kLanes, length / 2);
+  sort_bitonic(memory + length / 2 * W, length / 2);
 }
 
-inline void top_of_lanes_long(int length, const double* candidates, int64_t vectors, double* list, double* chunk) {
+template <class T>
+inline void top_of_lanes_long(int length, const T* candidates, int64_t vectors, T* list, T* chunk) {
+  constexpr int W = kWidth<T>;
   for (int64_t first = 0; first < vectors; first += length) {
-    double* to = first == 0 ? list : chunk;
-    __builtin_memcpy(to, candidates + first * kLanes, static_cast<size_t>(length) * kLanes * sizeof(double));
-    for (int begin = 0; begin < length; begin += kBlock) sort_block<false>(to + begin * kLanes);
+    T* to = first == 0 ? list : chunk;
+    __builtin_memcpy(to, candidates + first * W, static_cast<size_t>(length) * W * sizeof(T));
+    for (int begin = 0; begin < length; begin += kBlock) sort_block<false>(to + begin * W);
     for (int size = 2 * kBlock; size <= length; size *= 2) {
-      for (int begin = 0; begin < length; begin += size) merge_halves(to + begin * kLanes, size);
+      for (int begin = 0; begin < length; begin += size) merge_halves(to + begin * W, size);
     }
     if (first == 0) continue;
     for (int i = 0; i < length; ++i) {
-      store(list + i * kLanes, larger(load(list + i * kLanes), load(chunk + (length - 1 - i) * kLanes)));
+      store(list + i * W, larger(load(list + i * W), load(chunk + (length - 1 - i) * W)));
     }
     sort_bitonic(list, length);
   }
@@ -186,9 +219,10 @@ inline int list_length(int64_t k) {
   return length;
 }
 
-// list[length * kLanes] = the top `length` of each lane of `vectors` vectors of candidates, a multiple of `length`;
+// list[length][kWidth] = the top `length` of each lane of `vectors` vectors of candidates, a multiple of `length`;
 // chunk: scratch, as large as the list.
-inline void top_of_lanes(int length, const double* candidates, int64_t vectors, double* list, double* chunk) {
+template <class T>
+inline void top_of_lanes(int length, const T* candidates, int64_t vectors, T* list, T* chunk) {
   switch (length) {
     case 1: return top_of_lanes<1>(candidates, vectors, list);
     case 2: return top_of_lanes<2>(candidates, vectors, list);
@@ -200,45 +234,42 @@ inline void top_of_lanes(int length, const double* candidates, int64_t vectors, 
 }
 
 // Rows and lanes change places: a step for each bit of a lane's number.
-template <int kBit, size_t... Lane>
-[[gnu::always_inline]] inline void swap_bit(Candidates& a, Candidates& b, std::index_sequence<Lane...>) {
+template <int kBit, class Vector, size_t... Lane>
+[[gnu::always_inline]] inline void swap_bit(Vector& a, Vector& b, std::index_sequence<Lane...>) {
+  constexpr size_t kSize = sizeof...(Lane);
   constexpr size_t kOther = size_t{1} << kBit;
-  const Candidates even = __builtin_shufflevector(a, b, (Lane & kOther ? kLanes + (Lane ^ kOther) : Lane)...);
-  b = __builtin_shufflevector(a, b, (Lane & kOther ? kLanes + Lane : Lane ^ kOther)...);
+  const Vector even = __builtin_shufflevector(a, b, (Lane & kOther ? kSize + (Lane ^ kOther) : Lane)...);
+  b = __builtin_shufflevector(a, b, (Lane & kOther ? kSize + Lane : Lane ^ kOther)...);
   a = even;
 }
-template <int kBit = 0>
-[[gnu::always_inline]] inline void transpose(Candidates (&rows)[kLanes]) {
-  if constexpr ((1 << kBit) < kLanes) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kLanes; ++i) {
-      if ((i >> kBit & 1) == 0) swap_bit<kBit>(rows[i], rows[i + (1 << kBit)], std::make_index_sequence<kLanes>());
+template <int kBit = 0, class Vector, int kSize>
+[[gnu::always_inline]] inline void transpose(Vector (&rows)[kSize]) {
+  if constexpr ((1 << kBit) < kSize) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kSize; ++i) {
+      if ((i >> kBit & 1) == 0) {
+        swap_bit<kBit>(rows[i], rows[i + (1 << kBit)], std::make_index_sequence<static_cast<size_t>(kSize)>());
+      }
     }
     transpose<kBit + 1>(rows);
   }
 }
 
-[[gnu::always_inline]] inline Candidates load_candidates(const double* p) { return load(p); }
-[[gnu::always_inline]] inline Candidates load_candidates(const float* p) {
-  return __builtin_convertvector(load_lanes(p), Candidates);
-}
-
-// out[i][lane] = rows[lane][i] for i < count; float32 as float64: exact, and in the same order.
+// out[i][lane] = rows[lane][first + i] for i < count; `rows`: kWidth.
 template <class T>
-inline void lanes_of_rows(const T* const (&rows)[kLanes], int64_t first, int64_t count, double* out) {
+inline void lanes_of_rows(const T* const* rows, int64_t first, int64_t count, T* out) {
+  constexpr int W = kWidth<T>;
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    Candidates block[kLanes];
-#pragma GCC unroll 8
-    for (int lane = 0; lane < kLanes; ++lane) {
-      block[lane] = load_candidates(rows[lane] + first + i);
-    }
+  for (; i + W <= count; i += W) {
+    Candidates<T> block[W];
+#pragma GCC unroll 16
+    for (int lane = 0; lane < W; ++lane) block[lane] = load(rows[lane] + first + i);
     transpose(block);
-#pragma GCC unroll 8
-    for (int j = 0; j < kLanes; ++j) store(out + (i + j) * kLanes, block[j]);
+#pragma GCC unroll 16
+    for (int j = 0; j < W; ++j) store(out + (i + j) * W, block[j]);
   }
   for (; i < count; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) out[i * kLanes + lane] = static_cast<double>(rows[lane][first + i]);
+    for (int lane = 0; lane < W; ++lane) out[i * W + lane] = rows[lane][first + i];
   }
 }
 

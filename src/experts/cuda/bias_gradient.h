@@ -17,7 +17,7 @@ struct BiasGradient {
   RowMap map;
   bool gathers = false;                  // m's rows stand where the map says, without padding
   Floats m;                              // [R, N], or gathered rows of N
-  Floats weights;                        // of slots, or none: 1
+  Floats weights{};                      // of slots, or none: 1
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Floats d_bias;                         // [E, N]
   int64_t R = 0;

@@ -23,7 +23,7 @@ struct RowsProduct {
   void* y = nullptr;                     // [R, N]
   const void* bias = nullptr;            // [E, N] or its window, or nullptr
   RowMap map;                            // which rows are padding
-  Floats weights;                        // of slots, or none: 1
+  Floats weights{};                      // of slots, or none: 1
   bool weight_early = false;
   int32_t dtype = 0;  // of all but the weights
   int64_t R = 0;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 
 namespace anabranch::cuda::hopper {
 
@@ -46,7 +45,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // `can`: whether kernels are built for a shape.
 template <class Tiles, class Can>
 TileModel choose_tile(const Tiles& tiles, double k, int multiprocessors, double cache_bytes, const Can& can) {
-  return *std::min_element(std::begin(kTileModels), std::end(kTileModels), [&](const auto& a, const auto& b) {
+  return *std::ranges::min_element(kTileModels, [&](const auto& a, const auto& b) {
     if (can(a) != can(b)) return can(a);
     const auto cycles = [&](const TileModel& tile) {
       return cycles_of(tile, tiles(tile), k, multiprocessors, cache_bytes);

@@ -230,7 +230,7 @@ class Tile {
       n[i] = write_keys(first_lane + i, keys_ + i * key_row_length());
       most = larger(most, n[i]);
     }
-    const int64_t vectors = (most + length_ - 1) & -static_cast<int64_t>(length_);  // a power of two
+    const int64_t vectors = whole_chunks(most, length_);
     const double* rows[kKeyLanes];
     for (int i = 0; i < kKeyLanes; ++i) {
       double* keys = keys_ + i * key_row_length();

@@ -194,22 +194,33 @@ inline void merge_halves(T* memory, int length) {
   sort_bitonic(memory + length / 2 * W, length / 2);
 }
 
+// The last chunk may be shorter (whole_chunks).
 template <class T>
 inline void top_of_lanes_long(int length, const T* candidates, int64_t vectors, T* list, T* chunk) {
   constexpr int W = kWidth<T>;
   for (int64_t first = 0; first < vectors; first += length) {
+    const int n = vectors - first < length ? static_cast<int>(vectors - first) : length;
     T* to = first == 0 ? list : chunk;
-    __builtin_memcpy(to, candidates + first * W, static_cast<size_t>(length) * W * sizeof(T));
-    for (int begin = 0; begin < length; begin += kBlock) sort_block<false>(to + begin * W);
-    for (int size = 2 * kBlock; size <= length; size *= 2) {
-      for (int begin = 0; begin < length; begin += size) merge_halves(to + begin * W, size);
+    __builtin_memcpy(to, candidates + first * W, static_cast<size_t>(n) * W * sizeof(T));
+    for (int begin = 0; begin < n; begin += kBlock) sort_block<false>(to + begin * W);
+    for (int size = 2 * kBlock; size <= n; size *= 2) {
+      for (int begin = 0; begin < n; begin += size) merge_halves(to + begin * W, size);
     }
     if (first == 0) continue;
-    for (int i = 0; i < length; ++i) {
-      store(list + i * W, larger(load(list + i * W), load(chunk + (length - 1 - i) * W)));
-    }
+    T* const last = list + (length - n) * W;
+    for (int i = 0; i < n; ++i) store(last + i * W, larger(load(last + i * W), load(chunk + (n - 1 - i) * W)));
     sort_bitonic(list, length);
   }
+}
+
+// Vectors that `count` candidates are filled up to for a list: whole chunks of its length, of which the last may be a
+// smaller power of two from kBlock on, but not the only one.
+inline int64_t whole_chunks(int64_t count, int length) {
+  const int64_t rest = count & (length - 1);  // a power of two
+  if (rest == 0 && count > 0) return count;
+  int64_t last = count < length || length < kBlock ? length : kBlock;
+  while (last < rest) last *= 2;
+  return count - rest + last;
 }
 
 // The length of a list that holds a top k.
@@ -219,7 +230,7 @@ inline int list_length(int64_t k) {
   return length;
 }
 
-// list[length][kWidth] = the top `length` of each lane of `vectors` vectors of candidates, a multiple of `length`;
+// list[length][kWidth] = the top `length` of each lane of `vectors` vectors of candidates (whole_chunks);
 // chunk: scratch, as large as the list.
 template <class T>
 inline void top_of_lanes(int length, const T* candidates, int64_t vectors, T* list, T* chunk) {

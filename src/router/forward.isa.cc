@@ -168,11 +168,14 @@ class Tile {
 
   // q = s + b, and -inf where z = -inf.
   void key_row(const float* z, float factor, float* q) const {
-    for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = s_[e] * factor;
+    const auto write = [&](const auto& key_of) {
+      for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = z[e] == -__builtin_inff() ? z[e] : key_of(e);
+    };
     if (bias_ != nullptr) {
-      for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] += bias_[e];
+      write([s = s_, b = bias_, factor](int64_t e) { return s[e] * factor + b[e]; });
+    } else {
+      write([s = s_, factor](int64_t e) { return s[e] * factor; });
     }
-    for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = z[e] == -__builtin_inff() ? z[e] : q[e];
   }
 
   // experts_[k][lane], best first.

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check
-from anabranch.jax._ffn import ACTIVATIONS, FfnConfig
+from anabranch.jax._ffn import FfnConfig
 from anabranch.jax._layer import (
     LayerConfig,
     LayerOutput,
@@ -28,7 +29,7 @@ from anabranch.jax._layer import (
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
 from anabranch.jax.balance import load_balance_loss, mean_of_squares
-from anabranch.jax.experts import activate
+from anabranch.jax.experts import activate, activate_gated
 from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
 from anabranch.jax.router import router_operands, router_options
 
@@ -95,6 +96,7 @@ FLOATS = ("float32", "bfloat16")
 
 def layer_config(
     num_experts: int,
+    parts: int,
     *,
     topk: int,
     score_function: str = "softmax",
@@ -102,14 +104,14 @@ def layer_config(
     num_groups: int | None = None,
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     weight_early: bool = False,
     aux_loss_coeff: float = 0.0,
     z_loss_coeff: float = 0.0,
     align_size: int = 0,
     parallel: Parallel | None = None,
 ) -> LayerConfig:
-    """Checks those arguments of `moe` that are options; the layers do it when they are made."""
+    """Checks those arguments of `moe` that are options; the layers do it when they are made. parts: P of w_in."""
     options = router_options(
         num_experts,
         topk,
@@ -124,7 +126,7 @@ def layer_config(
     return LayerConfig(
         router=options,
         ffn=FfnConfig(
-            activation=_check.choice("activation", activation, ACTIVATIONS),
+            activation=as_activation(activation, parts),
             weight_early=_check.boolean("weight_early", weight_early),
             topk=options.topk,
             # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
@@ -149,7 +151,7 @@ def moe(
     num_groups: int | None = None,
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
     weight_early: bool = False,
@@ -163,7 +165,7 @@ def moe(
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
         logits = x gate;  (w, e) = top-K routing of the logits
-        output[t] = sum_k w[t, k] * (act(x[t] W_gate[e]) * (x[t] W_up[e]) W_out[e]),   e = e[t, k]
+        output[t] = sum_k w[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = e[t, k]
 
     Args:
       x: [..., D] float32 or bfloat16.
@@ -177,7 +179,8 @@ def moe(
       expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
       num_groups, group_topk: choose `group_topk` of `num_groups` contiguous expert groups first.
       scaling_factor: finite number that multiplies the weights.
-      activation: "silu", "gelu" (tanh form), "relu" or "relu2".
+      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" or
+        "linear", for act(h_gate) h_up, or an `Activation` of two inputs and with parameters.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       weight_early: weights multiply before W_out instead of at the combine; same result.
       aux_loss_coeff: coefficient of the load-balance loss coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
@@ -227,6 +230,7 @@ def moe(
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F]")
     config = layer_config(
         E,
+        P,
         topk=topk,
         score_function=score_function,
         normalize=normalize,
@@ -289,8 +293,8 @@ def _losses(
     return aux, z, counts
 
 
-def shared_expert(x: jax.Array, w_in: jax.Array, w_out: jax.Array, activation: str) -> jax.Array:
-    """A dense expert that every token passes through: act(x W_gate) * (x W_up) W_out, or act(x W_in) W_out.
+def shared_expert(x: jax.Array, w_in: jax.Array, w_out: jax.Array, activation: str | Activation) -> jax.Array:
+    """A dense expert that every token passes through: phi(x W_gate, x W_up) W_out, or act(x W_in) W_out.
 
     Args:
       x: [..., D]; w_in: [D, 2 or 1, S]; w_out: [S, D], all of one dtype.
@@ -302,7 +306,7 @@ def shared_expert(x: jax.Array, w_in: jax.Array, w_out: jax.Array, activation: s
     D, parts, S = w_in.shape
     h = jnp.matmul(x, w_in.reshape(D, parts * S), preferred_element_type=jnp.float32)
     h = h.reshape(*x.shape[:-1], parts, S)
-    a = activate(h[..., 0, :], activation)
-    if parts == 2:
-        a = a * h[..., 1, :]
+    act = as_activation(activation, parts)
+    gate, up = h[..., 0, :], h[..., parts - 1, :]
+    a = activate_gated(gate, up, act) if parts == 2 else activate(gate, act.name)
     return jnp.matmul(a.astype(x.dtype), w_out, preferred_element_type=jnp.float32).astype(x.dtype)

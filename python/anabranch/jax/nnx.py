@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from anabranch.activation import Activation
 from anabranch.jax import _check
 from anabranch.jax._initializers import (
     Initializer,
@@ -59,8 +60,8 @@ class MoE(nnx.Module):
       use_expert_bias: keep a selection bias, moved by `update_expert_bias`.
       num_groups, group_topk: choose `group_topk` of `num_groups` expert groups first; None: no groups.
       scaling_factor: multiplies the weights.
-      activation: "silu", "gelu" (tanh form), "relu" or "relu2".
-      gated: act(x W_gate) * (x W_up); False: act(x W_up).
+      activation: a name or an `Activation`, as in `moe`.
+      gated: phi(x W_gate, x W_up), of a plain name act(x W_gate) * (x W_up); False: act(x W_up).
       use_bias: biases b_in and b_out.
       shared_features: width S of a dense expert that every token passes through; 0: none.
       weight_early: weights multiply before W_out instead of at the combine; the result is the same.
@@ -101,7 +102,7 @@ class MoE(nnx.Module):
         num_groups: int | None = None,
         group_topk: int | None = None,
         scaling_factor: float = 1.0,
-        activation: str = "silu",
+        activation: str | Activation = "silu",
         gated: bool = True,
         use_bias: bool = False,
         shared_features: int = 0,
@@ -141,7 +142,7 @@ class MoE(nnx.Module):
             align_size=align_size,
             parallel=parallel,
         )
-        layer_config(E, **options)
+        layer_config(E, parts, **options)
         self.in_features = D
         self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, FLOATS))
         self.activation = activation

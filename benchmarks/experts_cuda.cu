@@ -250,6 +250,7 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
   ab_grouped_matmul_combine_args args{};
   args.size = sizeof(args);
   args.transpose_w = named.transposed ? 1 : 0;
+  args.backward = args.transpose_w;
   args.x = &views[0];
   args.w = &views[1];
   args.group_sizes = &views[2];

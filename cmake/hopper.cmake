@@ -8,12 +8,16 @@ function(anabranch_hopper_instance name header template operands)
   set(ANABRANCH_HOPPER_INSTANCES ${ANABRANCH_HOPPER_INSTANCES} ${file} PARENT_SCOPE)
 endfunction()
 
-foreach(parts 1 2)
-  anabranch_hopper_instance(up_${parts} up launch_up<${parts}> "const Up&, TileChoice")
-  anabranch_hopper_instance(hidden_gradient_${parts} hidden_gradient launch_hidden_gradient<${parts}>
-                            "const HiddenGradient&, TileChoice")
+foreach(columns plain gated interleaved)
+  foreach(major mn k)
+    set(arguments "HiddenColumns::${columns}, Major::${major}")
+    anabranch_hopper_instance(up_${columns}_${major} up "launch_up<${arguments}>" "const Up&, TileChoice")
+    anabranch_hopper_instance(hidden_gradient_${columns}_${major} hidden_gradient
+                              "launch_hidden_gradient<${arguments}>" "const HiddenGradient&, TileChoice")
+  endforeach()
 endforeach()
-foreach(arguments "Major::mn, RowsEpilogue" "Major::k, RowsEpilogue" "Major::mn, ScaleBiasEpilogue")
+foreach(arguments "Major::mn, RowsEpilogue" "Major::k, RowsEpilogue" "Major::mn, ScaleBiasEpilogue"
+                  "Major::k, ScaleBiasEpilogue")
   string(MAKE_C_IDENTIFIER "${arguments}" name)
   anabranch_hopper_instance(rows_product_${name} rows_product "launch_rows_product<${arguments}>"
                             "const RowsProduct&, TileChoice")

@@ -27,7 +27,7 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E,
 
 /* Exact. dtype: of x. */
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N,
-                                                                int32_t transpose_w, int32_t dtype, size_t* bytes);
+                                                                int32_t backward, int32_t dtype, size_t* bytes);
 
 /* For a call without a; one that wants a needs none. dtype: of x. */
 AB_API ab_status ab_cuda_expert_ffn_forward_workspace_bound(int64_t R, int64_t F, int32_t dtype, size_t* bytes);

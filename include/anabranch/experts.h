@@ -82,7 +82,8 @@ AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args*
  * and no zeros are written for them; where it does, out has any value there.
  * Sums are float32, slots in ascending order, then the addend, and are rounded once, to the dtype of out. out may be
  * the addend itself, of the same address and dtype; otherwise the two may not overlap. Workspace: [R, N] of the dtype
- * of x, and some MiB a thread. */
+ * of x, and some MiB a thread; on a GPU as many columns of it as fit where gradients of weights will stand: a network's
+ * backward pass has room for one of the size of w, its forward pass for both. */
 typedef struct ab_grouped_matmul_combine_args {
   size_t size;
   int32_t transpose_w;
@@ -97,6 +98,7 @@ typedef struct ab_grouped_matmul_combine_args {
   const ab_tensor* weights;     /* [T, K] float, or NULL: ones */
   const ab_tensor* addend;      /* [T, N] float, or NULL: zeros */
   const ab_tensor* out;         /* [T, N] float */
+  int32_t backward;             /* 1: rows are gradients; for the size of the workspace alone, see above */
 } ab_grouped_matmul_combine_args;
 
 AB_API ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);

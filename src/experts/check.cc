@@ -162,6 +162,7 @@ ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
   s->T = maps.T;
   s->K = maps.K;
   AB_RETURN_IF_ERROR(check_optional("weights", args->weights, kFloats, {{"T", s->T}, {"K", s->K}}));
+  AB_RETURN_IF_ERROR(check_flag("backward", args->backward));
   AB_RETURN_IF_ERROR(check_optional("addend", args->addend, kFloats, {{"T", s->T}, {"N", s->N}}));
   return check_tensor("out", args->out, kFloats, {{"T", s->T}, {"N", s->N}});
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "anabranch/experts.h"
+#include "core/inline.h"
 #include "core/tensor.h"
 
 namespace anabranch {
@@ -39,6 +40,11 @@ struct FfnSizes {
   WeightLayout layout;
 
   int64_t slots() const { return T * K; }
+
+  // Where a column of a part stands among the P F of a hidden row.
+  AB_INLINE int64_t hidden_column(int64_t part, int64_t column) const {
+    return layout.interleaved ? column * P + part : part * F + column;
+  }
 };
 
 ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* sizes);

@@ -6,20 +6,20 @@
 
 namespace anabranch {
 
-// Columns of a chunk of rows [R, N], which are rows [R, D] times weights [E, D, N]; transposed: stored as [E, N, D].
+// Columns of a chunk of rows [R, N], which are rows [R, D] times weights [E, D, N]; backward: they are gradients.
 //
 // The product reads its rows again for every chunk, so chunks are few. But the buffer of rows adds to the peak of the
-// memory, unless it stands where something else will: in the layer's backward pass dh W_in^T, which takes the weights
-// transposed, comes before the gradient of W_in, so rows may be as large as W_in. In the forward pass there will be
+// memory, unless it stands where something else will: in the layer's backward pass dh W_in^T comes before the gradient
+// of W_in, so rows may be as large as W_in. In the forward pass there will be
 // both gradients, of W_out and, where experts are gated, of W_in, which is twice as large; where `a`, [R, D],
 // stands in the first, rows may take the second, else the other way round. Chunks are whole tiles, all alike but the
 // last, which may be narrow.
-inline int64_t chunk_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool transposed) {
+inline int64_t chunk_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool backward) {
   constexpr int64_t kTileColumns = 192;               // of the tiles that such products take, if nothing is left over
   constexpr int64_t kFewestTiles = 4;                 // of a chunk, in the mean
   constexpr int64_t kFewestColumns = 2048;            // of rows that are cut: of fewer, a chunk more costs too much
   constexpr int64_t kSmallBuffer = int64_t{1} << 22;  // elements: not worth cutting, since launches count, not memory
-  const bool in_w_in = !transposed && R <= E * N;
+  const bool in_w_in = !backward && R <= E * N;
   const double w = (in_w_in ? 2.0 : 1.0) * static_cast<double>(E) * static_cast<double>(D) * static_cast<double>(N);
   const double room = std::max(w, static_cast<double>(kSmallBuffer)) / static_cast<double>(std::max<int64_t>(R, 1));
   if (N < kFewestColumns || room >= static_cast<double>(N)) return N;

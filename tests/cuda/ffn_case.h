@@ -31,16 +31,53 @@ struct FfnCase {
   int32_t d_out = 0;  // dtype; 0: that of x
   int32_t weights = AB_FLOAT32;
   bool accumulate = false;  // gradients of weights, which are float32 then
+  int layout = 0;           // of LAYOUTS
 
   int64_t E() const { return static_cast<int64_t>(sizes.size()); }
   bool by_slot() const { return K > 0; }
+};
+
+// The axes of W_in [E, D, P, F] and W_out [E, F, D] as they stand in memory, the outermost first.
+struct Layout {
+  std::vector<int> in;
+  std::vector<int> out;
+
+  // Of b_in [E, P, F] and h [R, P, F].
+  std::vector<int> hidden() const {
+    const bool interleaved = std::find(in.begin(), in.end(), 3) < std::find(in.begin(), in.end(), 2);
+    return interleaved ? std::vector<int>{0, 2, 1} : std::vector<int>{0, 1, 2};
+  }
+};
+inline const std::vector<Layout> kLayouts = {
+    {{0, 1, 2, 3}, {0, 1, 2}}, {{0, 2, 3, 1}, {0, 2, 1}}, {{0, 1, 3, 2}, {0, 1, 2}}, {{0, 3, 2, 1}, {0, 2, 1}},
+    {{0, 2, 3, 1}, {0, 1, 2}}, {{0, 1, 3, 2}, {0, 2, 1}}, {{0, 3, 2, 1}, {0, 1, 2}}, {{0, 1, 2, 3}, {0, 2, 1}},
+};
+
+// A view of a row-major tensor's memory whose axes stand there in another order.
+class Ordered {
+ public:
+  Ordered(const ab_tensor* tensor, const std::vector<int>& order) : view_(*tensor) {
+    int64_t stride = 1;
+    for (size_t i = order.size(); i-- > 0;) {
+      strides_[order[i]] = stride;
+      stride *= view_.shape[order[i]];
+    }
+    view_.strides = strides_;
+  }
+  Ordered(const Ordered&) = delete;
+  Ordered& operator=(const Ordered&) = delete;
+  const ab_tensor* view() const { return &view_; }
+
+ private:
+  ab_tensor view_;
+  int64_t strides_[AB_MAX_RANK] = {};
 };
 
 inline std::ostream& operator<<(std::ostream& out, const FfnCase& c) {
   return out << "R " << c.R << " E " << c.E() << " D " << c.D << " P " << c.P << " F " << c.F << " T " << c.T << " K "
              << c.K << " dtype " << c.dtype << " activation " << c.activation << " weighting "
              << static_cast<int>(c.weighting) << (c.biases ? " biases" : "") << " d_out " << c.d_out << " weights "
-             << c.weights << (c.accumulate ? " accumulated" : "");
+             << c.weights << (c.accumulate ? " accumulated" : "") << " layout " << c.layout;
 }
 
 // The parameters of an activation that has them: h reaches the limit and passes it.
@@ -60,6 +97,8 @@ struct Network {
   FloatTensor x, w_in, b_in, w_out, b_out, weights, kept_h, d_out;
   // results
   FloatTensor y, h, dh, dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights;
+  // those whose layout is the case's
+  Ordered w_in_view, b_in_view, w_out_view, kept_h_view, h_view, dh_view, d_w_in_view, d_b_in_view, d_w_out_view;
 
   explicit Network(const FfnCase& shape, unsigned seed = 1)
       : c(shape),
@@ -82,7 +121,16 @@ struct Network {
         d_b_in({c.E(), c.P, c.F}, c.dtype),
         d_w_out({c.E(), c.F, c.D}, c.accumulate ? AB_FLOAT32 : c.dtype),
         d_b_out({c.E(), c.D}, c.dtype),
-        d_weights(slot_shape(), AB_FLOAT32) {
+        d_weights(slot_shape(), AB_FLOAT32),
+        w_in_view(w_in.view(), layout().in),
+        b_in_view(b_in.view(), layout().hidden()),
+        w_out_view(w_out.view(), layout().out),
+        kept_h_view(kept_h.view(), layout().hidden()),
+        h_view(h.view(), layout().hidden()),
+        dh_view(dh.view(), layout().hidden()),
+        d_w_in_view(d_w_in.view(), layout().in),
+        d_b_in_view(d_b_in.view(), layout().hidden()),
+        d_w_out_view(d_w_out.view(), layout().out) {
     place_slots(seed);
     for (FloatTensor* tensor : {&x, &b_in, &b_out, &weights, &kept_h, &d_out}) tensor->fill_uniform(++seed);
     fill_scaled(w_in, std::sqrt(3.0f / static_cast<float>(c.D + 1)), ++seed);
@@ -100,6 +148,8 @@ struct Network {
     return slots[r] >= 0 && slots[r] < c.T * c.K ? slots[r] : -1;
   }
 
+  const Layout& layout() const { return kLayouts[static_cast<size_t>(c.layout)]; }
+
   ForwardArgs forward_args() const {
     const bool weighted = c.weighting != Weighting::none;
     return {sizeof(ForwardArgs),
@@ -110,13 +160,13 @@ struct Network {
             x.view(),
             c.by_slot() ? slots.view() : nullptr,
             sizes.view(),
-            w_in.view(),
-            c.biases ? b_in.view() : nullptr,
-            w_out.view(),
+            w_in_view.view(),
+            c.biases ? b_in_view.view() : nullptr,
+            w_out_view.view(),
             c.biases ? b_out.view() : nullptr,
             weighted ? weights.view() : nullptr,
             y.view(),
-            h.view(),
+            h_view.view(),
             nullptr,
             alpha_of(c.activation),
             limit_of(c.activation)};
@@ -131,17 +181,17 @@ struct Network {
             x.view(),
             c.by_slot() ? slots.view() : nullptr,
             sizes.view(),
-            w_in.view(),
-            w_out.view(),
+            w_in_view.view(),
+            w_out_view.view(),
             c.biases ? b_out.view() : nullptr,
             c.weighting != Weighting::none ? weights.view() : nullptr,
-            kept_h.view(),
+            kept_h_view.view(),
             d_out.view(),
-            dh.view(),
+            dh_view.view(),
             dx_rows.view(),
-            d_w_in.view(),
-            d_b_in.view(),
-            d_w_out.view(),
+            d_w_in_view.view(),
+            d_b_in_view.view(),
+            d_w_out_view.view(),
             d_b_out.view(),
             d_weights.view(),
             nullptr,

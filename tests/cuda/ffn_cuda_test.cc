@@ -51,6 +51,48 @@ TEST_F(FfnCuda, EveryOptionIsTheCpus) {
   }
 }
 
+TEST_F(FfnCuda, WeightsLieInAnyLayout) {
+  unsigned seed = 1000;
+  for (int layout = 1; layout < static_cast<int>(kLayouts.size()); ++layout) {
+    for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+      for (const int64_t P : {1, 2}) {
+        for (const bool by_slot : {true, false}) {
+          for (const bool aligned : {true, false}) {
+            FfnCase c{kGroups, 150, aligned ? 64 : 13, aligned ? 72 : 7, P};
+            if (by_slot) {
+              c.T = 61;
+              c.K = 3;
+            }
+            c.dtype = dtype;
+            c.layout = layout;
+            c.activation = static_cast<int32_t>(seed % (P == 2 ? AB_SITU + 1 : AB_SWIGLU_CLAMPED));
+            c.weighting = seed % 2 == 0 ? Weighting::late : Weighting::early;
+            c.biases = seed % 3 != 0;
+            c.accumulate = seed % 5 == 0;
+            check(c, ++seed);
+            if (HasFatalFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Tiles of 256 columns, several of them, and longer sums.
+TEST_F(FfnCuda, WeightsOfSeveralTilesLieInAnyLayout) {
+  for (int layout = 1; layout < static_cast<int>(kLayouts.size()); ++layout) {
+    for (const int64_t P : {1, 2}) {
+      FfnCase c{{0, 400, 130, 0, 700, 64}, 1300, 520, 328, P};
+      c.T = 650;
+      c.K = 2;
+      c.layout = layout;
+      c.activation = P == 2 ? AB_SWIGLU_OAI : AB_GELU;
+      check(c, static_cast<unsigned>(2000 + layout));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST_F(FfnCuda, CotangentsAndWeightsHaveAnyDtype) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (const int32_t d_out : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {

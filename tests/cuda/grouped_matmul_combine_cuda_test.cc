@@ -68,6 +68,7 @@ struct Summed {
   Args dgrad() const {
     Args args = common();
     args.transpose_w = 1;
+    args.backward = 1;
     args.x = &dh;
     args.w = &w_in;
     return args;

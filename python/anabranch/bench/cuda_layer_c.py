@@ -81,6 +81,7 @@ def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
     add_up = cuda_call(
         "ab_cuda_grouped_matmul_combine",
         transpose_w=1,
+        backward=1,
         x=h.reshape(R, 2 * F),  # dh by then
         w=w_in.reshape(E, D, 2 * F),
         **layout,

@@ -225,6 +225,8 @@ class SlotProduct:
     transpose_w: bool = False
     skip_rest: bool = False
     """See FfnConfig."""
+    backward: bool = False
+    """The rows are gradients: how much memory they may take follows from it."""
 
     def sum(
         self, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any, addend: jax.Array | None = None
@@ -250,10 +252,11 @@ class SlotProduct:
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
             aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
-            workspace=_workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, transpose_w=self.transpose_w),
+            workspace=_workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
             skip_rest=int(self.skip_rest),
+            backward=int(self.backward),
         )
         out: jax.Array = results["out"]
         return out
@@ -373,6 +376,7 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotPr
         operands.slot_of_row,
         transpose_w=transposed,
         skip_rest=config.skip_rest,
+        backward=True,
     )
 
 

@@ -47,10 +47,10 @@ def grouped_matmul_dw(R: int, E: int, D: int, N: int, x_dtype: Any, d_y_dtype: A
     return _bound("grouped_matmul_dw", _size(R), _size(E), _size(D), _size(N), _dtype(x_dtype), _dtype(d_y_dtype))
 
 
-def grouped_matmul_combine(R: int, E: int, D: int, N: int, dtype: Any, *, transpose_w: bool = False) -> int:
-    """For a chunk of the columns of the rows [R, N]; dtype: of x [R, D]."""
+def grouped_matmul_combine(R: int, E: int, D: int, N: int, dtype: Any, *, backward: bool = False) -> int:
+    """For a chunk of the columns of the rows [R, N]; dtype: of x [R, D]; backward: they are gradients."""
     sizes = (_size(R), _size(E), _size(D), _size(N))
-    return _bound("grouped_matmul_combine", *sizes, _flag(transpose_w), _dtype(dtype))
+    return _bound("grouped_matmul_combine", *sizes, _flag(backward), _dtype(dtype))
 
 
 def ffn_forward(R: int, F: int, dtype: Any) -> int:

@@ -1,5 +1,6 @@
 // ab_cuda_expert_ffn_backward: the hidden rows' gradients, then all that follows from them.
 #include <algorithm>
+#include <utility>
 
 #include "anabranch/cuda.h"
 #include "core/cuda/device.h"
@@ -84,32 +85,43 @@ struct Backward {
 
   // dW_out = (w a)^T d_y
   WeightGradient out_weights() const {
-    return {.map = map,
-            .x = weighted_a,
-            .d_y = Floats(args.d_out),
-            .gathers_d_y = true,
-            .group_sizes = group_sizes(),
-            .d_w = Floats(args.d_w_out),
-            .accumulates = args.accumulate != 0,
-            .R = s.R,
-            .E = s.E,
-            .D = s.F,
-            .N = s.D};
+    WeightGradient gradient =
+        product_of({.rows = weighted_a, .columns = s.F}, {.rows = Floats(args.d_out), .columns = s.D, .gathered = true},
+                   s.layout.out_transposed);
+    gradient.d_w = Floats(args.d_w_out);
+    return gradient;
   }
 
   // dW_in = x^T dh
   WeightGradient in_weights() const {
-    return {.map = map,
-            .x = Floats(args.x),
-            .gathers_x = true,
-            .d_y = dh,
-            .group_sizes = group_sizes(),
-            .d_w = Floats(args.d_w_in),
-            .accumulates = args.accumulate != 0,
-            .R = s.R,
-            .E = s.E,
-            .D = s.D,
-            .N = s.P * s.F};
+    WeightGradient gradient = product_of({.rows = Floats(args.x), .columns = s.D, .gathered = true},
+                                         {.rows = dh, .columns = s.P * s.F}, s.layout.in_transposed);
+    gradient.d_w = Floats(args.d_w_in);
+    return gradient;
+  }
+
+  // A factor of a gradient.
+  struct Factor {
+    Floats rows;
+    int64_t columns;
+    bool gathered = false;
+  };
+  // a^T b, or its transpose.
+  WeightGradient product_of(Factor a, Factor b, bool transposed) const {
+    if (transposed) std::swap(a, b);
+    WeightGradient gradient;
+    gradient.map = map;
+    gradient.x = a.rows;
+    gradient.gathers_x = a.gathered;
+    gradient.d_y = b.rows;
+    gradient.gathers_d_y = b.gathered;
+    gradient.group_sizes = group_sizes();
+    gradient.accumulates = args.accumulate != 0;
+    gradient.R = s.R;
+    gradient.E = s.E;
+    gradient.D = a.columns;
+    gradient.N = b.columns;
+    return gradient;
   }
 
   // db_out = sum w d_y
@@ -140,7 +152,7 @@ struct Backward {
   RowsProduct inputs() const {
     return {.x = dh.data,
             .w = args.w_in->data,
-            .transposed = true,
+            .transposed = !s.layout.in_transposed,
             .group_sizes = group_sizes(),
             .y = args.dx_rows->data,
             .map = map,
@@ -188,9 +200,6 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  if (s.layout.in_transposed || s.layout.interleaved || s.layout.out_transposed) {
-    return error(AB_UNSUPPORTED, "w_in, w_out: got other layouts than row-major, expected those on CUDA");
-  }
   const cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   int multiprocessors = 0;

@@ -47,6 +47,7 @@ struct Forward {
   RowsProduct down() const {
     return {.x = a.data,
             .w = args.w_out->data,
+            .transposed = s.layout.out_transposed,
             .group_sizes = data<const int32_t>(args.group_sizes),
             .y = args.y->data,
             .bias = data<const void>(args.b_out),
@@ -80,9 +81,6 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  if (s.layout.in_transposed || s.layout.interleaved || s.layout.out_transposed) {
-    return error(AB_UNSUPPORTED, "w_in, w_out: got other layouts than row-major, expected those on CUDA");
-  }
   const cuda::Forward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   int multiprocessors = 0;

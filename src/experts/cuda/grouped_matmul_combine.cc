@@ -68,11 +68,11 @@ GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 }
 
 int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  return chunk_columns(s.R, s.E, s.N, s.D, args.transpose_w != 0);
+  return chunk_columns(s.R, s.E, s.N, s.D, args.backward != 0);
 }
 
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  return combined_rows_bytes(s.R, s.E, s.N, s.D, args.transpose_w != 0, args.x->dtype);
+  return combined_rows_bytes(s.R, s.E, s.N, s.D, args.backward != 0, args.x->dtype);
 }
 
 }  // namespace

@@ -39,19 +39,20 @@ struct Differentiate {
 
   // Of one element; returns its share of <da', a>. Out of line, or copies of it were most of the kernel's code.
   __device__ __noinline__ float differentiate(int64_t row, int64_t column, float weight, float d_a) const {
-    const int64_t at = row * op.s.P * op.s.F + column;
-    const float up = kGated ? op.h[at + op.s.F] : 1.0f;
+    const int64_t at = row * op.s.P * op.s.F;
+    const float gate = op.h[at + op.s.hidden_column(0, column)];
+    const float up = kGated ? op.h[at + op.s.hidden_column(1, column)] : 1.0f;
     ActivationAt a{};
     with_formula(op.activation,
-                 [&]<Formula kFormula>() { a = activate_with_slopes<kFormula>(op.activation, op.h[at], up); });
+                 [&]<Formula kFormula>() { a = activate_with_slopes<kFormula>(op.activation, gate, up); });
     write(row, column, a.by_gate * (weight * d_a), a.by_up * (weight * d_a), weight * a.value);
     return d_a * a.value;
   }
 
   __device__ void write(int64_t row, int64_t column, float d_gate, float d_up, float weighted_a) const {
-    const int64_t at = row * op.s.P * op.s.F + column;
-    if (op.dh.data != nullptr) op.dh.set(at, d_gate);
-    if (kGated && op.dh.data != nullptr) op.dh.set(at + op.s.F, d_up);
+    const int64_t at = row * op.s.P * op.s.F;
+    if (op.dh.data != nullptr) op.dh.set(at + op.s.hidden_column(0, column), d_gate);
+    if (kGated && op.dh.data != nullptr) op.dh.set(at + op.s.hidden_column(1, column), d_up);
     if (op.weighted_a.data != nullptr) op.weighted_a.set(row * op.s.F + column, weighted_a);
   }
 };
@@ -72,7 +73,8 @@ ab_status compute_hidden_gradient(const HiddenGradient& op, int multiprocessors,
   }
   SimpleProduct product;
   product.a = {op.d_y.data, op.d_y.dtype, 0, s.D, 1, op.map.slots != nullptr};
-  product.b = {op.w_out.data, op.w_out.dtype, s.F * s.D, 1, s.D};
+  const bool transposed = s.layout.out_transposed;
+  product.b = {op.w_out.data, op.w_out.dtype, s.F * s.D, transposed ? s.F : 1, transposed ? 1 : s.D};
   product.map = op.map;
   product.group_sizes = op.group_sizes;
   product.R = s.R;

@@ -25,7 +25,7 @@ struct HiddenGradient {
   Activation activation;
   bool skips_rest = false;  // rows past the groups need not be written
   Floats d_y;               // gathered rows of D
-  Floats w_out;             // [E, F, D]
+  Floats w_out;             // [E, F, D], in the layout of `s`, as h and dh
   Floats weights;           // of slots, or none: 1
   Floats h;                 // [R, P, F]
   Floats dh;                // [R, P, F], or none; may be the memory of h

@@ -6,7 +6,7 @@
 //
 // What becomes of the results is an Epilogue:
 //
-//   kParts                    1, or 2: the columns of b [k, 2 * columns] give a result each, left and right
+//   kParts                    1, or 2: both parts of b's columns give a result each
 //   (tile, results)           called by all threads of the block, with what each has computed
 #pragma once
 
@@ -43,14 +43,15 @@ struct Results {
 
 using Block = float[kDepth][kSide + kPad];
 
-__device__ inline float load(const Strided& m, const RowMap& map, int64_t matrix, int32_t row, int64_t column) {
+__device__ inline float load(const Strided& m, const RowMap& map, int64_t matrix, int32_t row, int64_t column,
+                             int part = 0) {
   int64_t source = row;
   if (m.gathered) {
     const int32_t slot = map.slot_of(row);
     if (slot < 0) return 0.0f;
     source = map.source_of(slot);
   }
-  return Floats(m.data, m.dtype)[matrix * m.matrix + source * m.row_step + column * m.column_step];
+  return Floats(m.data, m.dtype)[matrix * m.matrix + source * m.row_step + column * m.column_step + part * m.part_step];
 }
 
 // The k-block from `begin` on of so many rows or columns, `sides`, zeros outside. element(i, k): of row or column i.
@@ -84,7 +85,7 @@ __device__ void sum_tile(const SimpleProduct& p, const Tile& tile, Block& a, Blo
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       fill(b[part], p.b.row_step == 1, columns, begin, tile.end_k,
-           [&](int i, int k) { return load(p.b, p.map, tile.expert, k, part * p.columns + tile.column + i); });
+           [&](int i, int k) { return load(p.b, p.map, tile.expert, k, tile.column + i, part); });
     }
     __syncthreads();
     // A sum of few products first: errors grow with the number of such sums, not with that of products.

@@ -12,7 +12,7 @@
 namespace anabranch::cuda {
 
 // Matrices of any float dtype; element (row, column) of matrix i stands at i * matrix + row * row_step + column *
-// column_step.
+// column_step, of a second part of columns part_step further on.
 struct Strided {
   void* data = nullptr;
   int32_t dtype = 0;
@@ -20,6 +20,7 @@ struct Strided {
   int64_t row_step = 0;
   int64_t column_step = 0;
   bool gathered = false;  // row r stands where the product's map says; zeros where it is padding
+  int64_t part_step = 0;
 };
 
 struct SimpleProduct {

@@ -41,11 +41,13 @@ struct Activate {
     }
     up.a.set(row * up.s.F + column, a);
     if (up.h.data == nullptr) return;
-    for (int part = 0; part < kParts; ++part) up.h.set((row * kParts + part) * up.s.F + column, h[part]);
+    for (int part = 0; part < kParts; ++part) {
+      up.h.set(row * kParts * up.s.F + up.s.hidden_column(part, column), h[part]);
+    }
   }
 
   __device__ float bias(int64_t expert, int part, int64_t column) const {
-    return up.b_in.data == nullptr ? 0.0f : up.b_in[(expert * kParts + part) * up.s.F + column];
+    return up.b_in.data == nullptr ? 0.0f : up.b_in[expert * kParts * up.s.F + up.s.hidden_column(part, column)];
   }
 };
 
@@ -59,7 +61,10 @@ ab_status compute_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   }
   SimpleProduct product;
   product.a = {up.x.data, up.x.dtype, 0, s.D, 1, up.map.slots != nullptr};
-  product.b = {up.w_in.data, up.w_in.dtype, s.D * s.P * s.F, s.P * s.F, 1};
+  const int64_t step = s.layout.in_transposed ? s.D : 1;  // from one of the P F columns to the next
+  product.b = {up.w_in.data, up.w_in.dtype, s.D * s.P * s.F, s.layout.in_transposed ? 1 : s.P * s.F,
+               s.hidden_column(0, 1) * step};
+  product.b.part_step = s.hidden_column(1, 0) * step;
   product.map = up.map;
   product.group_sizes = up.group_sizes;
   product.R = s.R;

@@ -20,7 +20,7 @@ struct Up {
   Activation activation;
   bool skips_rest = false;  // rows past the groups need not be written
   Floats x;                 // gathered rows of D
-  Floats w_in;              // [E, D, P, F]
+  Floats w_in;              // [E, D, P, F], in the layout of `s`, as b_in and h
   Floats b_in;              // [E, P, F], or none
   Floats weights;           // of slots, or none: 1, also where weights come late
   Floats h;                 // [R, P, F], or none: not wanted

@@ -18,8 +18,8 @@ inline size_t rows_bytes(int64_t R, int64_t columns, int32_t dtype) {
 }
 
 // A chunk of the columns of rows [R, N], which are summed by token.
-inline size_t combined_rows_bytes(int64_t R, int64_t E, int64_t N, int64_t D, bool transposed, int32_t dtype) {
-  return rows_bytes(R, chunk_columns(R, E, N, D, transposed), dtype);
+inline size_t combined_rows_bytes(int64_t R, int64_t E, int64_t N, int64_t D, bool backward, int32_t dtype) {
+  return rows_bytes(R, chunk_columns(R, E, N, D, backward), dtype);
 }
 
 // Parts of <da', a>, each over some of the columns: one for each 64 columns at most.

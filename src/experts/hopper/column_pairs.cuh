@@ -1,8 +1,8 @@
-// Work on the accumulators of 8 neighbouring columns in a loop that stays one.
+// Work on the accumulators of 8 neighbouring columns, two at a time.
 //
 // Accumulators stand in registers, which no index finds at run time, so loops over them are unrolled. Of formulas of
-// many instructions that would be most of the kernel's code and of the time to compile it. Here the words that a step
-// works on are always the first ones, and the others move up by one place each time.
+// many instructions that would be most of the kernel's code and of the time to compile it: their loop stays one. The
+// words that a step works on are always the first ones there, and the others move up by one place each time.
 #pragma once
 
 #include <cstdint>
@@ -13,30 +13,41 @@ constexpr int kPairs = 4;
 
 // step(in, out) for each pair of columns; in: its words of each row of `in`, which is lost; out: its words of each row
 // of `out`.
-template <int kIn, int kOut, class Step>
+template <bool kStaysLoop, int kIn, int kOut, class Step>
 __device__ __forceinline__ void for_column_pairs(uint32_t (&in)[kIn][kPairs], uint32_t (&out)[kOut][kPairs],
                                                  const Step& step) {
-  const auto move_up = [](uint32_t (&words)[kPairs], uint32_t last) {
+  uint32_t first[kIn];
+  uint32_t result[kOut];
+  if constexpr (!kStaysLoop) {
 #pragma unroll
-    for (int i = 0; i < kPairs - 1; ++i) words[i] = words[i + 1];
-    words[kPairs - 1] = last;
-  };
+    for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
-  for (int row = 0; row < kOut; ++row) {
+      for (int row = 0; row < kIn; ++row) first[row] = in[row][pair];
+      step(first, result);
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) out[row][i] = 0;
-  }
+      for (int row = 0; row < kOut; ++row) out[row][pair] = result[row];
+    }
+  } else {
+    const auto move_up = [](uint32_t (&words)[kPairs], uint32_t last) {
+#pragma unroll
+      for (int i = 0; i < kPairs - 1; ++i) words[i] = words[i + 1];
+      words[kPairs - 1] = last;
+    };
+#pragma unroll
+    for (int row = 0; row < kOut; ++row) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) out[row][i] = 0;
+    }
 #pragma unroll 1
-  for (int pair = 0; pair < kPairs; ++pair) {
-    uint32_t first[kIn];
-    uint32_t result[kOut];
+    for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
-    for (int row = 0; row < kIn; ++row) first[row] = in[row][0];
-    step(first, result);
+      for (int row = 0; row < kIn; ++row) first[row] = in[row][0];
+      step(first, result);
 #pragma unroll
-    for (int row = 0; row < kIn; ++row) move_up(in[row], 0);
+      for (int row = 0; row < kIn; ++row) move_up(in[row], 0);
 #pragma unroll
-    for (int row = 0; row < kOut; ++row) move_up(out[row], result[row]);
+      for (int row = 0; row < kOut; ++row) move_up(out[row], result[row]);
+    }
   }
 }
 

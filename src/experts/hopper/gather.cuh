@@ -13,15 +13,17 @@ namespace anabranch::cuda::hopper {
 constexpr int kRowChunks = kSwizzleBytes / 16;  // of a row of a panel
 
 // Rows that stand elsewhere: row r is row slots[r] / slots_per_row of a matrix of so many rows, and zero where that is
-// none of them. Places in the matrix are counted in chunks of 16 bytes.
+// none of them; without slots row r itself. Places in the matrix are counted in chunks of 16 bytes.
 struct GatherSource {
   const char* source;
-  const int32_t* slots;  // [R]
+  const int32_t* slots;  // [R], or nullptr
   Divisor slots_per_row;
   int32_t source_rows;
   int32_t row_chunks;  // of all rows together fewer than 2^32 - 1
 
   static constexpr uint32_t kNowhere = 0xffffffffu;
+
+  __device__ int32_t slot_of(int32_t row) const { return slots == nullptr ? row : slots[row]; }
 
   // The first chunk of a slot's row.
   __device__ uint32_t place_of(int32_t slot) const {
@@ -52,7 +54,7 @@ class RowGather {
   __device__ RowGather(const GatherSource& from, const Tile& tile)
       : from_(from), chunk_(lane_index() % kRowChunks), first_(swizzled(first_row() + row_of(0), chunk_)) {
     const int32_t row = tile.row + first_row() + lane_index();
-    const uint32_t place = row < tile.end_row ? from.place_of(from.slots[row]) : GatherSource::kNowhere;
+    const uint32_t place = row < tile.end_row ? from.place_of(from.slot_of(row)) : GatherSource::kNowhere;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) places_[i] = __shfl_sync(kAllLanes, place, row_of(i));
   }

@@ -1,6 +1,8 @@
 // Launches the gradient of the hidden rows, d_y W_out^T with the activation's derivative in its epilogue.
 #pragma once
 
+#include <type_traits>
+
 #include "experts/cuda/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/hidden_gradient_epilogue.cuh"
 #include "experts/hopper/launch_product.cuh"
@@ -9,15 +11,27 @@
 
 namespace anabranch::cuda::hopper {
 
-template <class Shape, class Element, class OperandA, int kParts>
+template <Major kMajor>
+using HiddenGradientWeights = std::conditional_t<kMajor == Major::k, ShuffledWeightOperand, WeightOperand<Major::mn>>;
+
+inline ab_status prepare_hidden_gradient_weights(const HiddenGradient& g, ShuffledWeightOperand* weights) {
+  const FfnSizes& s = g.s;
+  return make_shuffled_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.F, s.D, kPanel, &weights->map);
+}
+inline ab_status prepare_hidden_gradient_weights(const HiddenGradient& g, WeightOperand<Major::mn>* weights) {
+  const FfnSizes& s = g.s;
+  return make_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.D, s.F, kPanel, kPanel, &weights->map);
+}
+
+template <class Shape, class Element, class OperandA, HiddenColumns kHidden, Major kMajor>
 ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
-  Product<Shape, Element, OperandA, ShuffledWeightOperand, RowTiles,
-          RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, HiddenGradientEpilogue<Element, kParts>>
+  Product<Shape, Element, OperandA, HiddenGradientWeights<kMajor>, RowTiles,
+          RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>,
+          HiddenGradientEpilogue<Element, kHidden, kMajor == Major::k>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(
-      make_shuffled_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.F, s.D, kPanel, &product.b.map));
+  AB_RETURN_IF_ERROR(prepare_hidden_gradient_weights(g, &product.b));
   auto& out = product.epilogue;
   out.h = static_cast<const Element*>(g.h.data);
   out.dh = static_cast<Element*>(g.dh.data);
@@ -33,16 +47,22 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
   return launch_product("hidden gradient", product, tiles, multiprocessors, stream);
 }
 
-template <int kParts>
+// For other layouts than ours kernels always gather; of rows that stand in their order, in that.
+template <HiddenColumns kHidden, Major kMajor>
 ab_status launch_hidden_gradient(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+  constexpr bool kIsOurs = kHidden != HiddenColumns::interleaved && kMajor == Major::k;
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
-               ? launch_hidden_gradient<InPairs<Tile128x256>, Element, OperandA, kParts>(g, multiprocessors, stream)
-               : launch_hidden_gradient<InPairs<Tile128x128>, Element, OperandA, kParts>(g, multiprocessors, stream);
+               ? launch_hidden_gradient<InPairs<Tile128x256>, Element, OperandA, kHidden, kMajor>(g, multiprocessors,
+                                                                                                  stream)
+               : launch_hidden_gradient<InPairs<Tile128x128>, Element, OperandA, kHidden, kMajor>(g, multiprocessors,
+                                                                                                  stream);
   };
   const auto with_element = [&]<class Element>(Element) {
-    return g.map.slots == nullptr ? with_operand.template operator()<RowOperand, Element>()
-                                  : with_operand.template operator()<GatheredRowOperand, Element>();
+    if constexpr (kIsOurs) {
+      if (g.map.slots == nullptr) return with_operand.template operator()<RowOperand, Element>();
+    }
+    return with_operand.template operator()<GatheredRowOperand, Element>();
   };
   return g.h.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }

@@ -2,9 +2,10 @@
 //
 //     a = phi(h_gate, h_up), or act(h) of ungated experts;   w a;   dh = phi'(h) w da';   dots = <da', a>
 //
-// The columns of W_out come shuffled (ShuffledWeightOperand), so that of every 32 columns of the tile, a block, a lane
-// holds 8 neighbours of 2 rows: it reads and writes whole 16-byte chunks of its own. A lane's chunks of h come through
-// shared memory, in the place of the subtiles, two blocks ahead of the one it works on:
+// Of every 32 columns of the tile, a block, a lane has 8 neighbours of 2 rows: it reads and writes whole 16-byte chunks
+// of its own. For that the columns of W_out come shuffled (ShuffledWeightOperand), or, if they can't, the lanes
+// exchange their accumulators. A lane's chunks of h come through shared memory, in the place of the subtiles, two
+// blocks ahead of the one it works on:
 //
 //   [kPrefetchedBlocks][2 rows][kParts][32 lanes] of 16 bytes for each warp
 #pragma once
@@ -14,15 +15,20 @@
 #include "core/cuda/vector.cuh"
 #include "experts/activation.h"
 #include "experts/hopper/column_pairs.cuh"
+#include "experts/hopper/hidden_columns.h"
+#include "experts/hopper/quads.cuh"
 #include "experts/hopper/row_weights.cuh"
 #include "experts/hopper/subtile_writer.cuh"
 
 namespace anabranch::cuda::hopper {
 
-// kParts 2: gated.
-template <class Element, int kParts>
+// kShuffled: the columns of W_out are.
+template <class Element, HiddenColumns kHidden, bool kShuffled>
 struct HiddenGradientEpilogue {
-  const Element* h;     // [R, kParts, F]
+  static constexpr int kParts = parts_of(kHidden);
+  static constexpr bool kInterleaved = kHidden == HiddenColumns::interleaved;
+
+  const Element* h;     // [R, kParts, F], or [R, F, 2]
   Element* dh;          // the same, may be h itself; or nullptr
   Element* weighted_a;  // [R, F], or nullptr
   float* dots;          // [columns of tiles, R]: each tile's part; or nullptr
@@ -32,7 +38,7 @@ struct HiddenGradientEpilogue {
   Activation activation;
 
   template <class Shape>
-  static constexpr bool kTakesRegisters = false;
+  static constexpr bool kTakesRegisters = !kShuffled && Shape::kTilesInFlight == 2;
 
   __device__ void prefetch_maps() const {}
 
@@ -67,9 +73,10 @@ struct HiddenGradientEpilogue {
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int panel,
                         const float (&acc)[Shape::kColumns / 2], const Prefetched<Shape>& prefetched) const {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1);
+    if constexpr (!kShuffled) row = __shfl_sync(kAllLanes, row, 0);  // known to be the warp's, it takes no registers
     if (tile.row + row < tile.end_row) {
       with_common_formula(activation, [&]<Formula kFormula>() {
-        write_activated<Shape, kFormula>(writer, tile, row, acc, prefetched.rows[panel]);
+        write_differentiated<Shape, kFormula>(writer, tile, row, acc, prefetched.rows[panel]);
       });
     }
     wait_for_copies<0>();
@@ -86,10 +93,10 @@ struct HiddenGradientEpilogue {
     for (int column = 0; column < Shape::kColumns; column += kBlock) {
       for (int half = 0; half < 2; ++half) {
         const bool there = places.reach(half, column);
-        for (int part = 0; part < kParts; ++part) {
-          Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h(*this, half, part) + column);
+        for (int chunk = 0; chunk < kParts; ++chunk) {
+          Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h(half, chunk, column));
         }
-        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a(*this, half) + column);
+        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a(half, column));
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});
@@ -103,33 +110,44 @@ struct HiddenGradientEpilogue {
   static constexpr int kBlockBytes = 2 * 2 * kWarp * 16;
   static_assert(kPrefetchedBlocks * kBlockBytes <= kSubtileBuffers * kSubtileBytes);
 
-  // h of a block.
+  // h of a block: of gate and up a chunk each, or of the first and of the last 4 columns.
   struct Hidden {
     Eight h[2][kParts];  // rows i / 4 and i / 4 + 8
+
+    // Of two columns the gates and the ups, or gate and up of one and of the other.
+    __device__ __forceinline__ uint32_t word(int half, int i, int pair) const {
+      return kInterleaved ? h[half][pair / 2].word(pair % 2 * 2 + i) : h[half][i].word(pair);
+    }
   };
 
   // Where a lane's first columns stand, of each of its two rows.
   struct Places {
-    int64_t first;            // of the upper row in [R, F]
+    const HiddenGradientEpilogue& out;
+    int64_t first;            // element of the upper row in [R, F]
     int32_t column;           // of the lane's first one
     int32_t columns_left[2];  // none for a row that is not the expert's
 
-    __device__ Places(const HiddenGradientEpilogue& out, const Tile& tile, int row)
-        : first(int64_t{row_of(tile, row, 0)} * out.columns), column(tile.column + lane_index() % 4 * 8) {
+    __device__ Places(const HiddenGradientEpilogue& epilogue, const Tile& tile, int row)
+        : out(epilogue),
+          first(int64_t{row_of(tile, row, 0)} * epilogue.columns),
+          column(tile.column + lane_index() % 4 * 8) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         columns_left[half] = row_of(tile, row, half) < tile.end_row ? out.columns - column : 0;
       }
     }
 
+    // Whether there are columns so many on.
     __device__ bool reach(int half, int after) const { return after < columns_left[half]; }
 
-    // Elements of [R, F], and of a part of [R, kParts, F].
-    __device__ int64_t of_a(const HiddenGradientEpilogue& out, int half) const {
-      return first + half * 8 * int64_t{out.columns} + column;
+    // Elements of [R, F], and of a chunk of h.
+    __device__ int64_t of_a(int half, int after) const {
+      return first + half * 8 * int64_t{out.columns} + column + after;
     }
-    __device__ int64_t of_h(const HiddenGradientEpilogue& out, int half, int part) const {
-      return kParts * first + (half * 8 * kParts + part) * int64_t{out.columns} + column;
+    __device__ int64_t of_h(int half, int chunk, int after) const {
+      const int64_t row = kParts * (first + half * 8 * int64_t{out.columns});
+      if constexpr (kInterleaved) return row + 2 * (column + after) + chunk * 8;
+      return row + chunk * int64_t{out.columns} + column + after;
     }
 
     // Places are found anew from here on: kept, all of them would take more registers than there are.
@@ -141,9 +159,9 @@ struct HiddenGradientEpilogue {
   }
 
   // A lane's chunk in its warp's memory.
-  static __device__ __forceinline__ uint32_t chunk_of(const SubtileWriter& writer, int block, int half, int part) {
-    return writer.subtiles() +
-           (block % kPrefetchedBlocks * kBlockBytes + ((half * kParts + part) * kWarp + lane_index()) * 16);
+  static __device__ __forceinline__ uint32_t chunk_of(const SubtileWriter& writer, int block, int half, int chunk) {
+    const uint32_t first = writer.subtiles() + static_cast<uint32_t>(lane_index()) * 16;  // the rest is constant
+    return first + block % kPrefetchedBlocks * kBlockBytes + (half * kParts + chunk) * kWarp * 16;
   }
 
   __device__ void begin_panel(const SubtileWriter& writer, const Tile& tile, int row) const {
@@ -158,17 +176,18 @@ struct HiddenGradientEpilogue {
     for (int half = 0; half < 2; ++half) {
       const bool there = places.reach(half, block * kBlock);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const Element* from = h + (there ? places.of_h(*this, half, part) + block * kBlock : 0);
-        copy_async_16(chunk_of(writer, block, half, part), from, there ? 16 : 0);
+      for (int chunk = 0; chunk < kParts; ++chunk) {
+        const Element* from = h + (there ? places.of_h(half, chunk, block * kBlock) : 0);
+        copy_async_16(chunk_of(writer, block, half, chunk), from, there ? 16 : 0);
       }
     }
     end_copy_group();
   }
 
   template <class Shape, Formula kFormula>
-  __device__ __forceinline__ void write_activated(const SubtileWriter& writer, const Tile& tile, int row,
-                                                  const float (&acc)[Shape::kColumns / 2], const RowPair& rows) const {
+  __device__ __forceinline__ void write_differentiated(const SubtileWriter& writer, const Tile& tile, int row,
+                                                       const float (&acc)[Shape::kColumns / 2],
+                                                       const RowPair& rows) const {
     Places places(*this, tile, row);
     float dot[2] = {0.0f, 0.0f};
     constexpr int kBlocks = Shape::kColumns / kBlock;
@@ -184,77 +203,71 @@ struct HiddenGradientEpilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          now.h[half][part].bytes = load_shared<uint4>(chunk_of(writer, block, half, part));
+        for (int chunk = 0; chunk < kParts; ++chunk) {
+          now.h[half][chunk].bytes = load_shared<uint4>(chunk_of(writer, block, half, chunk));
         }
       }
       if (block + kPrefetchedBlocks < kBlocks) read(writer, places, block + kPrefetchedBlocks);
+      float da[kBlock / 2];
+#pragma unroll
+      for (int i = 0; i < kBlock / 2; ++i) da[i] = acc[block * kBlock / 2 + i];
+      if constexpr (!kShuffled) take_neighbours(da);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (places.reach(half, block * kBlock)) {
-          write_eight<kFormula>(places, half, block * kBlock, acc + block * kBlock / 2 + half * 2, now, rows,
-                                dot[half]);
+          write_eight<kFormula>(places, half, block * kBlock, da + half * 2, now, rows, dot[half]);
         }
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
   }
 
-  // acc: 4 neighbouring pairs of columns, 4 apart.
+  // Of 8 columns of a row. acc: 4 neighbouring pairs of columns, 4 apart.
   template <Formula kFormula>
   __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
                                               const Hidden& now, const RowPair& rows, float& dot) const {
     const float weight = rows.weight[half];
-    Eight d[kParts];
-    Eight weighted;
-    if constexpr (kFormula == Formula::any) {
-      uint32_t in[2 + kParts][kPairs];  // da' of the first columns and of the second ones, h
-      uint32_t out[kParts + 1][kPairs];
+    uint32_t in[2 + kParts][kPairs];   // da' of the first columns and of the second ones, h
+    uint32_t out[kParts + 1][kPairs];  // dh, w a
 #pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        in[0][pair] = bits_of(acc[pair * 4]);
-        in[1][pair] = bits_of(acc[pair * 4 + 1]);
+    for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) in[2 + part][pair] = now.h[half][part].word(pair);
-      }
-      for_column_pairs(in, out, [&](const uint32_t (&of)[2 + kParts], uint32_t (&result)[kParts + 1]) {
-        float values[kParts + 1][2];
+      for (int i = 0; i < 2; ++i) in[i][pair] = bits_of(acc[pair * 4 + i]);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const auto element = [i](uint32_t pair) {
-            return i == 0 ? low_half<Element>(pair) : high_half<Element>(pair);
-          };
-          const float up = kParts == 2 ? element(of[1 + kParts]) : 1.0f;
-          const Differentiated at = differentiate<kFormula>(float_from_bits(of[i]), weight, element(of[2]), up, dot);
-          values[0][i] = at.d_gate;
-          values[kParts - 1][i] = kParts == 2 ? at.d_up : at.d_gate;
-          values[kParts][i] = at.weighted_a;
-        }
-#pragma unroll
-        for (int i = 0; i < kParts + 1; ++i) result[i] = pack<Element>(values[i][0], values[i][1]);
-      });
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) d[part] = Eight::of_words(out[part]);
-      weighted = Eight::of_words(out[kParts]);
-    } else {
-      float values[kParts + 1][8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float up = kParts == 2 ? now.h[half][kParts - 1][i] : 1.0f;
-        const Differentiated at = differentiate<kFormula>(acc[i / 2 * 4 + i % 2], weight, now.h[half][0][i], up, dot);
-        values[0][i] = at.d_gate;
-        if constexpr (kParts == 2) values[1][i] = at.d_up;
-        values[kParts][i] = at.weighted_a;
-      }
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) d[part] = Eight::from(values[part]);
-      weighted = Eight::from(values[kParts]);
+      for (int i = 0; i < kParts; ++i) in[2 + i][pair] = now.word(half, i, pair);
     }
+    for_column_pairs<kFormula == Formula::any>(
+        in, out, [&](const uint32_t (&of)[2 + kParts], uint32_t (&result)[kParts + 1]) {
+          Differentiated at[2];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      d[part].or_zeros(rows.real[half]).store_if(dh != nullptr, dh + places.of_h(*this, half, part) + column);
+          for (int i = 0; i < 2; ++i) {
+            const float gate = kInterleaved ? half_of(of[2 + i], 0) : half_of(of[2], i);
+            const float up = kInterleaved ? half_of(of[2 + i], 1) : kParts == 2 ? half_of(of[1 + kParts], i) : 1.0f;
+            at[i] = differentiate<kFormula>(float_from_bits(of[i]), weight, gate, up, dot);
+          }
+          if constexpr (kInterleaved) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) result[i] = pack<Element>(at[i].d_gate, at[i].d_up);
+          } else {
+            result[0] = pack<Element>(at[0].d_gate, at[1].d_gate);
+            if constexpr (kParts == 2) result[1] = pack<Element>(at[0].d_up, at[1].d_up);
+          }
+          result[kParts] = pack<Element>(at[0].weighted_a, at[1].weighted_a);
+        });
+#pragma unroll
+    for (int chunk = 0; chunk < kParts; ++chunk) {
+      uint32_t words[kPairs];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) words[i] = kInterleaved ? out[i % 2][chunk * 2 + i / 2] : out[chunk][i];
+      Eight::of_words(words).or_zeros(rows.real[half]).store_if(dh != nullptr, dh + places.of_h(half, chunk, column));
     }
-    weighted.or_zeros(rows.real[half]).store_if(weighted_a != nullptr, weighted_a + places.of_a(*this, half) + column);
+    Eight::of_words(out[kParts])
+        .or_zeros(rows.real[half])
+        .store_if(weighted_a != nullptr, weighted_a + places.of_a(half, column));
+  }
+
+  static __device__ __forceinline__ float half_of(uint32_t word, int i) {
+    return i == 0 ? low_half<Element>(word) : high_half<Element>(word);
   }
 
   // Of one column.

@@ -45,6 +45,7 @@ struct alignas(1024) SharedMemory {
   OperandRing<Shape> ring;
   alignas(1024) char subtiles[Shape::kConsumers * 4][kSubtileBuffers * kSubtileBytes];
   TileQueue queue;
+  int32_t next_tile[Shape::kConsumers * 4];  // of each consumer warp: accumulators and epilogues take all registers
 };
 
 template <class P>
@@ -121,7 +122,10 @@ class GroupedProduct {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
     const int warp = warp_index() - kWarpgroup / kWarp;  // of the consumers
     SubtileWriter writer(shared_.subtiles[warp]);
-    for (int n = first_tile;; n += Shape::kTilesInFlight) {
+    volatile int32_t& next_tile = shared_.next_tile[warp];
+    next_tile = first_tile;
+    for (;;) {
+      const int n = next_tile;
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
       const int thread = thread_index_anew();
@@ -144,6 +148,10 @@ class GroupedProduct {
           p_.epilogue.template write_zeros<Shape>(writer, tile, row);
         }
       }
+      const int done = next_tile;
+      __syncwarp();
+      if (lane_index() == 0) next_tile = done + Shape::kTilesInFlight;
+      __syncwarp();
     }
     writer.finish();
   }

@@ -4,15 +4,17 @@
 
 #include "core/cuda/wgmma.cuh"
 #include "experts/cuda/segments.h"
+#include "experts/hopper/hidden_columns.h"
 #include "experts/hopper/products.h"
 
 namespace anabranch::cuda::hopper {
 
-// kParts 2: gated experts.
-template <int kParts>
+// kMajorB: how weights are stored, as W_in [E, D, columns] or transposed, W_out [E, F, D], which these products take
+// transposed, or [E, D, F].
+template <HiddenColumns kColumns, Major kMajorB>
 ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
 
-template <int kParts>
+template <HiddenColumns kColumns, Major kMajorB>
 ab_status launch_hidden_gradient(const HiddenGradient& gradient, TileChoice tile, int multiprocessors,
                                  cudaStream_t stream);
 

@@ -39,13 +39,13 @@ struct RowOperand : LoadedByTma {
   }
 };
 
-// B of a product over rows: one expert's weights.
-template <Major kMajor_>
+// B of a product over rows: one expert's weights, kScale of whose columns there are for each of the tile's.
+template <Major kMajor_, int kScale = 1>
 struct WeightOperand;
 
 // As stored, [E, D, N].
-template <>
-struct WeightOperand<Major::mn> : LoadedByTma {
+template <int kScale>
+struct WeightOperand<Major::mn, kScale> : LoadedByTma {
   static constexpr Major kMajor = Major::mn;
   CUtensorMap map;  // matrices, boxes [64][64]
 
@@ -57,14 +57,15 @@ struct WeightOperand<Major::mn> : LoadedByTma {
 #pragma unroll 1  // the producer has few registers
     for (int panel = multicast.first; panel < kColumns / kPanel; panel += multicast.count) {
       load_box(map, to + panel * kPanelBytes, barrier,
-               MatrixCoordinates{tile.column + panel * kPanel, tile.k + k_block * kBlockK, tile.expert}, multicast);
+               MatrixCoordinates{kScale * tile.column + panel * kPanel, tile.k + k_block * kBlockK, tile.expert},
+               multicast);
     }
   }
 };
 
 // Stored transposed, [E, N, D].
-template <>
-struct WeightOperand<Major::k> : LoadedByTma {
+template <int kScale>
+struct WeightOperand<Major::k, kScale> : LoadedByTma {
   static constexpr Major kMajor = Major::k;
   CUtensorMap map;  // matrices, boxes [kColumns / kBlocks][64]
 
@@ -77,14 +78,19 @@ struct WeightOperand<Major::k> : LoadedByTma {
 #pragma unroll 1  // the producer has few registers
     for (int box = multicast.first; box < kBlocks; box += multicast.count) {
       load_box(map, to + box * kBoxColumns * kSwizzleBytes, barrier,
-               MatrixCoordinates{tile.k + k_block * kBlockK, tile.column + box * kBoxColumns, tile.expert}, multicast);
+               MatrixCoordinates{tile.k + k_block * kBlockK, kScale * tile.column + box * kBoxColumns, tile.expert},
+               multicast);
     }
   }
 };
 
-// The weights of gate and up as stored, [E, D, 2, F]: half of the columns are the gate's, the others belong to the same
-// columns of up.
-struct GatedWeightOperand : LoadedByTma {
+// The weights of gate and up: half of the columns are the gate's, the others belong to the same columns of up.
+template <Major kMajor_>
+struct GatedWeightOperand;
+
+// As stored, [E, D, 2, F].
+template <>
+struct GatedWeightOperand<Major::mn> : LoadedByTma {
   static constexpr Major kMajor = Major::mn;
   CUtensorMap gate;  // matrices, boxes [64][64]
   CUtensorMap up;
@@ -104,6 +110,29 @@ struct GatedWeightOperand : LoadedByTma {
       load_box(panel < kPanels ? gate : up, to + panel * kPanelBytes, barrier,
                MatrixCoordinates{tile.column + half_panel * kPanel, tile.k + k_block * kBlockK, tile.expert},
                multicast);
+    }
+  }
+};
+
+// Stored transposed, [E, 2, F, D].
+template <>
+struct GatedWeightOperand<Major::k> : LoadedByTma {
+  static constexpr Major kMajor = Major::k;
+  CUtensorMap gate;  // matrices, boxes [kColumns / 2][64]
+  CUtensorMap up;
+
+  __device__ void prefetch_maps() const {
+    prefetch_map(gate);
+    prefetch_map(up);
+  }
+
+  template <int kColumns, class AnyMulticast>
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block,
+                       const AnyMulticast& multicast) const {
+#pragma unroll 1  // the producer has few registers
+    for (int part = multicast.first; part < 2; part += multicast.count) {
+      load_box(part == 0 ? gate : up, to + part * (kColumns / 2) * kSwizzleBytes, barrier,
+               MatrixCoordinates{tile.k + k_block * kBlockK, tile.column, tile.expert}, multicast);
     }
   }
 };

@@ -39,6 +39,15 @@ bool supports_fused(const FfnSizes& s, const RowMap& map, const Floats& rows, st
          fits_gather(map, s.D) && std::all_of(hidden.begin(), hidden.end(), fits);
 }
 
+template <class F>
+ab_status with_hidden_columns(const FfnSizes& s, const F& f) {
+  switch (hidden_columns_of(s)) {
+    case HiddenColumns::plain: return f.template operator()<HiddenColumns::plain>();
+    case HiddenColumns::gated: return f.template operator()<HiddenColumns::gated>();
+    default: return f.template operator()<HiddenColumns::interleaved>();
+  }
+}
+
 SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
 
 bool gathers_x(const WeightGradient& g) { return g.gathers_x && g.map.slots != nullptr; }
@@ -46,11 +55,15 @@ bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.slots 
 
 }  // namespace
 
-bool supports(const Up& up) { return supports_fused(up.s, up.map, up.x, {up.w_in, up.b_in, up.h, up.a}); }
+bool supports(const Up& up) {
+  const FfnSizes& s = up.s;
+  return supports_fused(s, up.map, up.x, {up.b_in, up.h, up.a}) &&
+         fits_tensor_map(up.w_in.data, up.w_in.dtype, s.layout.in_transposed ? s.D : s.F);
+}
 
 bool supports(const HiddenGradient& g) {
   return g.d_y.dtype == g.h.dtype && supports_fused(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a}) &&
-         fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.D);
+         fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.layout.out_transposed ? g.s.F : g.s.D);
 }
 
 bool supports(const RowsProduct& p) {
@@ -59,7 +72,7 @@ bool supports(const RowsProduct& p) {
   return is_16_bit(p.dtype) && are_counted({p.R, p.E, p.D, p.N}) &&
          tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns) && fits(p.x, p.D) &&
          fits(p.w, p.transposed ? p.D : p.stored_columns()) && fits(p.y, p.N) && fits(p.y, p.stored_columns()) &&
-         (p.bias == nullptr || fits(p.bias, p.N)) && !(p.transposed && p.has_epilogue());
+         (p.bias == nullptr || fits(p.bias, p.N));
 }
 
 bool supports(const WeightGradient& g, Alignment alignment) {
@@ -101,18 +114,30 @@ int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {
 size_t workspace_of(const WeightGradient& g) { return weight_gradient_bytes(g.R, g.E, g.D, g.N); }
 
 ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  return (up.s.P == 2 ? launch_up<2> : launch_up<1>)(up, tile, multiprocessors, stream);
+  const bool transposed = up.s.layout.in_transposed;
+  const auto with_columns = [&]<HiddenColumns kColumns>() {
+    return (transposed ? launch_up<kColumns, Major::k> : launch_up<kColumns, Major::mn>)(up, tile, multiprocessors,
+                                                                                         stream);
+  };
+  return with_hidden_columns(up.s, with_columns);
 }
 
 ab_status multiply(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  const auto launch = p.transposed       ? launch_rows_product<Major::k, RowsEpilogue>
-                      : p.has_epilogue() ? launch_rows_product<Major::mn, ScaleBiasEpilogue>
-                                         : launch_rows_product<Major::mn, RowsEpilogue>;
-  return launch(p, tile, multiprocessors, stream);
+  const auto with_epilogue = [&]<template <class> class Epilogue>() {
+    return (p.transposed ? launch_rows_product<Major::k, Epilogue>
+                         : launch_rows_product<Major::mn, Epilogue>)(p, tile, multiprocessors, stream);
+  };
+  return p.has_epilogue() ? with_epilogue.template operator()<ScaleBiasEpilogue>()
+                          : with_epilogue.template operator()<RowsEpilogue>();
 }
 
 ab_status multiply(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  return (g.s.P == 2 ? launch_hidden_gradient<2> : launch_hidden_gradient<1>)(g, tile, multiprocessors, stream);
+  const bool as_stored = g.s.layout.out_transposed;
+  const auto with_columns = [&]<HiddenColumns kColumns>() {
+    return (as_stored ? launch_hidden_gradient<kColumns, Major::mn>
+                      : launch_hidden_gradient<kColumns, Major::k>)(g, tile, multiprocessors, stream);
+  };
+  return with_hidden_columns(g.s, with_columns);
 }
 
 ab_status multiply(const WeightGradient& g, TileChoice tile, void* workspace, int multiprocessors,

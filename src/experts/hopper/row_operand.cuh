@@ -33,10 +33,10 @@ ab_status prepare_rows(const char*, const Floats& matrix, const RowMap& map, int
   return ok();
 }
 
-// What rows of 16-bit elements must be to be gathered, if they are: places are counted in chunks of 16 bytes.
+// What rows of 16-bit elements must be to be gathered: places are counted in chunks of 16 bytes.
 inline bool fits_gather(const RowMap& map, int64_t columns) {
   constexpr int64_t kMostChunks = int64_t{GatherSource::kNowhere};
-  return map.slots == nullptr || map.sources() <= kMostChunks / std::max<int64_t>(columns / 8, 1);
+  return map.sources() <= kMostChunks / std::max<int64_t>(columns / 8, 1);
 }
 
 }  // namespace anabranch::cuda::hopper

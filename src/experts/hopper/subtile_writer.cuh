@@ -63,6 +63,15 @@ class SubtileWriter {
     send(to, subtile, tile, row, column);
   }
 
+  // The same of 16-bit elements that are packed already, two by two as acc has them.
+  template <class Destination>
+  __device__ __forceinline__ void write_packed_subtile(const Destination& to, const Tile& tile, int row, int column,
+                                                       const uint32_t (&words)[kSwizzleBytes / 8]) {
+    const uint32_t subtile = next_subtile();
+    fill_packed(subtile, [&](int word) { return words[word]; });
+    send(to, subtile, tile, row, column);
+  }
+
   // Zeros in the place of write().
   template <int kColumns, class Destination>
   __device__ void write_zeros(const Destination& to, const Tile& tile, int row) {
@@ -93,19 +102,24 @@ class SubtileWriter {
     return subtile;
   }
 
+  // word(i): elements 2 i and 2 i + 1 of a lane's.
+  template <class WordAt>
+  __device__ __forceinline__ void fill_packed(uint32_t subtile, const WordAt& word) {
+    // Of four 8x8 matrices at a time, the second stands below the first and the other two to their right.
+    const uint32_t place = subtile + swizzled(lane_index() % 16, lane_index() / 16);
+#pragma unroll
+    for (int chunk = 0; chunk < kSwizzleBytes / 16; chunk += 2) {
+      const int first = chunk * 2;
+      store_matrices(chunks_on(place, chunk), word(first), word(first + 1), word(first + 2), word(first + 3));
+    }
+  }
+
   template <class Out>
   __device__ __forceinline__ void fill(uint32_t subtile, const float* acc) {
-    const int lane = lane_index();
     if constexpr (sizeof(Out) == 2) {
-      // Of four 8x8 matrices at a time, the second stands below the first and the other two to their right.
-      const uint32_t place = subtile + swizzled(lane % 16, lane / 16);
-#pragma unroll
-      for (int chunk = 0; chunk < kSwizzleBytes / 16; chunk += 2) {
-        const float* values = acc + chunk * 4;
-        store_matrices(chunks_on(place, chunk), pack<Out>(values[0], values[1]), pack<Out>(values[2], values[3]),
-                       pack<Out>(values[4], values[5]), pack<Out>(values[6], values[7]));
-      }
+      fill_packed(subtile, [acc](int word) { return pack<Out>(acc[2 * word], acc[2 * word + 1]); });
     } else {
+      const int lane = lane_index();
       const uint32_t place = subtile + swizzled(lane / 4, lane % 4 / 2) + lane % 2 * 8;
 #pragma unroll
       for (int eight = 0; eight < kSubtileColumns<Out> / 8; ++eight) {

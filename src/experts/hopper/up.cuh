@@ -11,41 +11,53 @@
 
 namespace anabranch::cuda::hopper {
 
-template <int kParts>
-using UpWeights = std::conditional_t<kParts == 2, GatedWeightOperand, WeightOperand<Major::mn>>;
+template <HiddenColumns kColumns, Major kMajor>
+using UpWeights = std::conditional_t<kColumns == HiddenColumns::gated, GatedWeightOperand<kMajor>,
+                                     WeightOperand<kMajor, parts_of(kColumns)>>;
 
-inline ab_status prepare_up_weights(const Up& up, GatedWeightOperand* weights) {
+// The matrices of one part, or all P F columns, from `column` on: boxes of 64 columns as they are stored, or of so many
+// that are stored as rows.
+template <Major kMajor, class Shape>
+ab_status make_up_map(const Up& up, int64_t column, int64_t columns, int box_columns, CUtensorMap* map) {
   const FfnSizes& s = up.s;
-  const auto make_map = [&](int64_t part, CUtensorMap* map) {
-    const char* data = static_cast<const char*>(up.w_in.data) + part * s.F * 2;
-    return make_matrices_map("w_in", data, up.w_in.dtype, s.E, s.D, s.F, kPanel, kPanel, map, 2 * s.F);
-  };
-  AB_RETURN_IF_ERROR(make_map(0, &weights->gate));
-  return make_map(1, &weights->up);
-}
-inline ab_status prepare_up_weights(const Up& up, WeightOperand<Major::mn>* weights) {
-  const FfnSizes& s = up.s;
-  return make_matrices_map("w_in", up.w_in.data, up.w_in.dtype, s.E, s.D, s.F, kPanel, kPanel, &weights->map);
+  const int64_t of_expert = s.P * s.F;
+  const char* data = static_cast<const char*>(up.w_in.data) + column * (kMajor == Major::k ? s.D : 1) * 2;
+  return kMajor == Major::k
+             ? make_matrices_map("w_in", data, up.w_in.dtype, s.E, columns, s.D, kPanel, box_columns, map, s.D,
+                                 of_expert)
+             : make_matrices_map("w_in", data, up.w_in.dtype, s.E, s.D, columns, kPanel, kPanel, map, of_expert);
 }
 
-template <class Shape, class Element, class OperandA, int kParts>
+template <class Shape, Major kMajor>
+ab_status prepare_up_weights(const Up& up, GatedWeightOperand<kMajor>* weights) {
+  const int64_t F = up.s.F;
+  AB_RETURN_IF_ERROR((make_up_map<kMajor, Shape>(up, 0, F, Shape::kColumns / 2, &weights->gate)));
+  return make_up_map<kMajor, Shape>(up, F, F, Shape::kColumns / 2, &weights->up);
+}
+template <class Shape, Major kMajor, int kScale>
+ab_status prepare_up_weights(const Up& up, WeightOperand<kMajor, kScale>* weights) {
+  return make_up_map<kMajor, Shape>(up, 0, up.s.P * up.s.F, Shape::kColumns / Shape::kBlocks, &weights->map);
+}
+
+template <class Shape, class Element, class OperandA, HiddenColumns kHidden, Major kMajor>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
+  constexpr int kParts = parts_of(kHidden);
   constexpr int kWidth = Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
-  Product<Shape, Element, OperandA, UpWeights<kParts>, RowTiles, RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks>,
-          UpEpilogue<Element, kParts>>
+  Product<Shape, Element, OperandA, UpWeights<kHidden, kMajor>, RowTiles,
+          RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks>, UpEpilogue<Element, kHidden>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", up.x, up.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_up_weights(up, &product.b));
-  const auto make_map = [&](const char* name, void* data, int64_t stride, CUtensorMap* map) {
-    return make_row_window_map(name, data, up.x.dtype, s.F, kSubtileColumns<Element>, kSubtileRows, map, stride);
+  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, &product.b));
+  const auto make_map = [&](const char* name, void* data, int64_t columns, int64_t stride, CUtensorMap* map) {
+    return make_row_window_map(name, data, up.x.dtype, columns, kSubtileColumns<Element>, kSubtileRows, map, stride);
   };
   auto& out = product.epilogue;
-  AB_RETURN_IF_ERROR(make_map("a", up.a.data, s.F, &out.a));
-  for (int part = 0; part < kParts; ++part) {
+  AB_RETURN_IF_ERROR(make_map("a", up.a.data, s.F, s.F, &out.a));
+  for (int64_t i = 0; i < out.kHiddenMaps; ++i) {
     // Without h some memory, for the map.
-    void* h = up.h.data == nullptr ? up.a.data : static_cast<char*>(up.h.data) + part * s.F * 2;
-    AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F, &out.h[part]));
+    void* h = up.h.data == nullptr ? up.a.data : static_cast<char*>(up.h.data) + i * s.F * 2;
+    AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F / out.kHiddenMaps, kParts * s.F, &out.h[i]));
   }
   out.b_in = static_cast<const Element*>(up.b_in.data);
   out.weights = RowWeights(up.map, up.weights);
@@ -58,16 +70,20 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   return launch_product("up product", product, tiles, multiprocessors, stream);
 }
 
-template <int kParts>
+// For other layouts than ours kernels always gather; of rows that stand in their order, in that.
+template <HiddenColumns kHidden, Major kMajor>
 ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+  constexpr bool kIsOurs = kHidden != HiddenColumns::interleaved && kMajor == Major::mn;
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
-               ? launch_up<InPairs<Tile128x256>, Element, OperandA, kParts>(up, multiprocessors, stream)
-               : launch_up<InPairs<Tile128x128>, Element, OperandA, kParts>(up, multiprocessors, stream);
+               ? launch_up<InPairs<Tile128x256>, Element, OperandA, kHidden, kMajor>(up, multiprocessors, stream)
+               : launch_up<InPairs<Tile128x128>, Element, OperandA, kHidden, kMajor>(up, multiprocessors, stream);
   };
   const auto with_element = [&]<class Element>(Element) {
-    return up.map.slots == nullptr ? with_operand.template operator()<RowOperand, Element>()
-                                   : with_operand.template operator()<GatheredRowOperand, Element>();
+    if constexpr (kIsOurs) {
+      if (up.map.slots == nullptr) return with_operand.template operator()<RowOperand, Element>();
+    }
+    return with_operand.template operator()<GatheredRowOperand, Element>();
   };
   return up.x.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }

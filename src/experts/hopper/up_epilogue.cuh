@@ -4,17 +4,23 @@
 
 #include "experts/activation.h"
 #include "experts/hopper/column_pairs.cuh"
+#include "experts/hopper/hidden_columns.h"
+#include "experts/hopper/quads.cuh"
 #include "experts/hopper/row_weights.cuh"
 #include "experts/hopper/subtile_values.cuh"
 
 namespace anabranch::cuda::hopper {
 
-// kParts 2: the first half of a tile's columns are the gate's (GatedWeightOperand). Columns count those of `a`.
-template <class Element, int kParts>
+// Gate and up side by side: the first half of a tile's columns are the gate's (GatedWeightOperand). `columns`, and a
+// tile's, are those of `a`.
+template <class Element, HiddenColumns kHidden>
 struct UpEpilogue : PrefetchesNothing {
-  CUtensorMap h[kParts];  // row windows of [R, F] each, boxes of a subtile
+  static constexpr int kParts = parts_of(kHidden);
+  static constexpr int kHiddenMaps = kHidden == HiddenColumns::gated ? 2 : 1;
+
+  CUtensorMap h[kHiddenMaps];  // row windows of [R, F] each, or of [R, 2 F], boxes of a subtile
   CUtensorMap a;
-  const Element* b_in;  // [E, kParts, F], or nullptr
+  const Element* b_in;  // [E, kParts, F], or [E, F, 2], or nullptr
   RowWeights weights;   // early ones
   int32_t columns;      // F
   Activation activation;
@@ -40,20 +46,27 @@ struct UpEpilogue : PrefetchesNothing {
     for (int column = 0; column < kWidth; column += kSubtileColumns<Element>) {
       const int32_t left = columns - tile.column - column;
       if (left <= 0) return;
-      const float* parts[kParts];
+      if constexpr (kHidden == HiddenColumns::interleaved) {
+        uint32_t a_words[Values::kCount / 2];
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) parts[part] = acc + (part * kWidth + column) / 2;
-      float a_subtile[Values::kCount];
-      if (b_in == nullptr && all_real) {
-        write_hidden(writer, tile, row, column, parts, a_subtile);
+        for (int half = 0; half < 2; ++half) {
+          write_pairs(writer, tile, row, 2 * column + half * kSubtileColumns<Element>, acc, rows, all_real,
+                      a_words + half * (Values::kCount / 4));
+        }
+        writer.write_packed_subtile(Destination{a, columns}, tile, row, column, a_words);
       } else {
-        write_finished(writer, tile, row, column, left, parts, rows, all_real, a_subtile);
-      }
-      if (weights.weights != nullptr) {
+        const float* parts[kParts];
 #pragma unroll
-        for (int i = 0; i < Values::kCount; ++i) a_subtile[i] *= rows.weight[i / 2 % 2];
+        for (int part = 0; part < kParts; ++part) parts[part] = acc + (part * kWidth + column) / 2;
+        float a_subtile[Values::kCount];
+        if (b_in == nullptr && all_real) {
+          write_hidden(writer, tile, row, column, parts, a_subtile);
+        } else {
+          write_finished(writer, tile, row, column, left, parts, rows, all_real, a_subtile);
+        }
+        weight(a_subtile, rows);
+        writer.write_subtile(Destination{a, columns}, tile, row, column, a_subtile);
       }
-      writer.write_subtile(Destination{a, columns}, tile, row, column, a_subtile);
     }
   }
 
@@ -62,11 +75,15 @@ struct UpEpilogue : PrefetchesNothing {
     writer.write_zeros<Shape::kColumns / kParts>(Destination{a, columns}, tile, row);
     if (!keeps_h) return;
 #pragma unroll
-    for (const CUtensorMap& map : h) writer.write_zeros<Shape::kColumns / kParts>(Destination{map, columns}, tile, row);
+    for (const CUtensorMap& map : h) {
+      writer.write_zeros<Shape::kColumns / kHiddenMaps>(Destination{map, kHiddenScale * columns}, hidden_tile(tile),
+                                                        row);
+    }
   }
 
  private:
   using Values = SubtileValues<Element>;
+  static constexpr int kHiddenScale = kParts / kHiddenMaps;  // columns of a map of h for each of `a`
 
   struct Destination {
     using Out = Element;
@@ -76,6 +93,19 @@ struct UpEpilogue : PrefetchesNothing {
       store_box(map, subtile, WindowCoordinates{tile.column + column, tile.row + row, tile.end_row});
     }
   };
+
+  // The tile in columns of a map of h.
+  static __device__ Tile hidden_tile(Tile tile) {
+    tile.column *= kHiddenScale;
+    return tile;
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void weight(float (&values)[kCount], const RowPair& rows) const {
+    if (weights.weights == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] *= rows.weight[i / 2 % 2];
+  }
 
   // Writes a subtile of h, if it is kept, and finds a; h: of gate and up.
   __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
@@ -87,38 +117,7 @@ struct UpEpilogue : PrefetchesNothing {
         writer.write_subtile(Destination{h[part], columns}, tile, row, column, hidden[part]);
       }
     }
-    with_common_formula(activation, [&]<Formula kFormula>() {
-      if constexpr (kFormula == Formula::any) {
-#pragma unroll
-        for (int i = 0; i < Values::kCount; i += 2 * kPairs) activate_eight(hidden, i, result);
-      } else {
-#pragma unroll
-        for (int i = 0; i < Values::kCount; ++i) {
-          result[i] = activate<kFormula>(activation, hidden[0][i], kParts == 2 ? hidden[kParts - 1][i] : 1.0f);
-        }
-      }
-    });
-  }
-
-  // From column `begin` of the subtile on.
-  __device__ __forceinline__ void activate_eight(const float* const (&hidden)[kParts], int begin,
-                                                 float (&result)[Values::kCount]) const {
-    uint32_t in[2 * kParts][kPairs];
-    uint32_t out[2][kPairs];
-#pragma unroll
-    for (int i = 0; i < 2 * kPairs; ++i) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) in[2 * part + i % 2][i / 2] = bits_of(hidden[part][begin + i]);
-    }
-    for_column_pairs(in, out, [&](const uint32_t (&of)[2 * kParts], uint32_t (&a)[2]) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float up = kParts == 2 ? float_from_bits(of[2 * kParts - 2 + i]) : 1.0f;
-        a[i] = bits_of(activate<Formula::any>(activation, float_from_bits(of[i]), up));
-      }
-    });
-#pragma unroll
-    for (int i = 0; i < 2 * kPairs; ++i) result[begin + i] = float_from_bits(out[i % 2][i / 2]);
+    activate_columns(hidden[0], hidden[kParts - 1], result);
   }
 
   // The same of accumulators that lack the bias, or have padding among their rows.
@@ -141,6 +140,77 @@ struct UpEpilogue : PrefetchesNothing {
     const int64_t end = (static_cast<int64_t>(tile.expert) * kParts + part + 1) * columns;
     if (b_in != nullptr) values.add_bias(b_in + (end - left), left);
     if (!all_real) values.clear_padding(rows);
+  }
+
+  // The same of a subtile of alternating columns, `column` counted as those: every pair of a lane's is a gate and an
+  // up. words: of half a subtile of `a`.
+  __device__ __forceinline__ void write_pairs(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                              const float* acc, const RowPair& rows, bool all_real,
+                                              uint32_t* words) const {
+    constexpr int kCount = Values::kCount / 2;
+    const Tile of_h = hidden_tile(tile);
+    const int32_t left = 2 * columns - of_h.column - column;
+    Values pairs(acc + column / 2);
+    if (b_in != nullptr && left > 0) {
+      pairs.add_bias(b_in + (2 * (static_cast<int64_t>(tile.expert) + 1) * columns - left), left);
+    }
+    if (!all_real) pairs.clear_padding(rows);
+    if (keeps_h && left > 0) writer.write_subtile(Destination{h[0], 2 * columns}, of_h, row, column, pairs.values);
+    // Of rows i / 4 and i / 4 + 8 in turn, in every 8 of the alternating columns one.
+    float gate[kCount];
+    float up[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      gate[i] = pairs.values[2 * i];
+      up[i] = pairs.values[2 * i + 1];
+    }
+    float result[kCount];
+    activate_columns(gate, up, result);
+    if (weights.weights != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) result[i] *= rows.weight[i % 2];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        words[i / 2 + half] = gather_pair(pack<Element>(result[i + half], result[i + 2 + half]));
+      }
+    }
+  }
+
+  // a of as many columns of gate and up.
+  template <int kCount>
+  __device__ __forceinline__ void activate_columns(const float* gate, const float* up, float (&result)[kCount]) const {
+    with_common_formula(activation, [&]<Formula kFormula>() {
+      if constexpr (kFormula == Formula::any) {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 2 * kPairs) activate_eight(gate + i, up + i, result + i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          result[i] = activate<kFormula>(activation, gate[i], kParts == 2 ? up[i] : 1.0f);
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ void activate_eight(const float* gate, const float* up, float* result) const {
+    uint32_t in[4][kPairs];
+    uint32_t out[2][kPairs];
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      in[i % 2][i / 2] = bits_of(gate[i]);
+      in[2 + i % 2][i / 2] = bits_of(kParts == 2 ? up[i] : 1.0f);
+    }
+    for_column_pairs<true>(in, out, [&](const uint32_t (&of)[4], uint32_t (&of_a)[2]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        of_a[i] = bits_of(activate<Formula::any>(activation, float_from_bits(of[i]), float_from_bits(of[2 + i])));
+      }
+    });
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) result[i] = float_from_bits(out[i % 2][i / 2]);
   }
 };
 

@@ -27,6 +27,7 @@ struct Options {
   bool weighted = true;
   bool biased = true;
   bool in_place = false;  // dh takes the place of h
+  WeightLayout layout = {};
 };
 
 constexpr int64_t kTopk = 3;
@@ -90,6 +91,7 @@ struct Layer {
     op.s.D = shape.D;
     op.s.P = options.P;
     op.s.F = shape.F;
+    op.s.layout = options.layout;
     op.map = map();
     op.group_sizes = sizes.data();
     op.weights = row_weights();
@@ -233,19 +235,21 @@ __global__ void reference_up(Up p, int32_t activation, Value* h, Value* a) {
   for (int part = 0; part < 2; ++part) {
     if (part >= s.P || !real) continue;
     const auto* x = static_cast<const Element*>(p.x.data) + row.source * s.D;
-    const auto* w = static_cast<const Element*>(p.w_in.data) + row.expert * s.D * s.P * s.F + part * s.F + f;
+    const auto* w = static_cast<const Element*>(p.w_in.data) + row.expert * s.D * s.P * s.F;
+    const int64_t column = s.hidden_column(part, f);
     for (int64_t d = 0; d < s.D; ++d) {
-      const double term = static_cast<double>(to_float(x[d])) * to_float(w[d * s.P * s.F]);
+      const int64_t at = s.layout.in_transposed ? column * s.D + d : d * s.P * s.F + column;
+      const double term = static_cast<double>(to_float(x[d])) * to_float(w[at]);
       parts[part].value += term;
       parts[part].scale += fabs(term);
     }
     if (p.b_in.data != nullptr) {
-      parts[part].value += to_float(static_cast<const Element*>(p.b_in.data)[(row.expert * s.P + part) * s.F + f]);
+      parts[part].value += to_float(static_cast<const Element*>(p.b_in.data)[row.expert * s.P * s.F + column]);
       parts[part].scale += 1;
     }
   }
-  h[r * s.P * s.F + f] = parts[0];
-  if (s.P == 2) h[(r * s.P + 1) * s.F + f] = parts[1];
+  h[r * s.P * s.F + s.hidden_column(0, f)] = parts[0];
+  if (s.P == 2) h[r * s.P * s.F + s.hidden_column(1, f)] = parts[1];
   const double gate = parts[0].value;
   const double up = s.P == 2 ? parts[1].value : 1;
   const Surface at = surface(activation, gate, up);
@@ -269,21 +273,24 @@ __global__ void reference_gradient(HiddenGradient p, int32_t activation, const u
   const bool real = row.expert < s.E && row.source >= 0;
   if (real) {
     const auto* d_y = static_cast<const Element*>(p.d_y.data) + row.source * s.D;
-    const auto* w = static_cast<const Element*>(p.w_out.data) + (row.expert * s.F + f) * s.D;
+    const auto* w = static_cast<const Element*>(p.w_out.data) + row.expert * s.F * s.D;
     for (int64_t d = 0; d < s.D; ++d) {
-      const double term = static_cast<double>(to_float(d_y[d])) * to_float(w[d]);
+      const double term =
+          static_cast<double>(to_float(d_y[d])) * to_float(w[s.layout.out_transposed ? d * s.F + f : f * s.D + d]);
       da.value += term;
       da.scale += fabs(term);
     }
   }
-  const double gate_h = to_float(Element{h[r * s.P * s.F + f]});
-  const double up = s.P == 2 ? to_float(Element{h[(r * s.P + 1) * s.F + f]}) : 1;
+  const int64_t gate_at = r * s.P * s.F + s.hidden_column(0, f);
+  const int64_t up_at = r * s.P * s.F + s.hidden_column(1, f);
+  const double gate_h = to_float(Element{h[gate_at]});
+  const double up = s.P == 2 ? to_float(Element{h[up_at]}) : 1;
   const Surface at = surface(activation, gate_h, up);
   const double w = real ? row.weight : 0;
   const double near = 2 + fabs(gate_h);  // of a slope
   const double size = fabs(up) + 1;      // of what a slope is multiplied with
-  dh[r * s.P * s.F + f] = {w * da.value * at.by_gate, fabs(w) * size * da.scale * near};
-  if (s.P == 2) dh[(r * s.P + 1) * s.F + f] = {w * da.value * at.by_up, fabs(w * at.by_up) * da.scale};
+  dh[gate_at] = {w * da.value * at.by_gate, fabs(w) * size * da.scale * near};
+  if (s.P == 2) dh[up_at] = {w * da.value * at.by_up, fabs(w * at.by_up) * da.scale};
   a[i] = {w * at.value, fabs(w) * (fabs(at.value) + 0.1 * size)};
   dots[i] = {real ? da.value * at.value : 0, real ? fabs(at.value) * da.scale : 0};
 }
@@ -391,8 +398,11 @@ int check_all(const Check& check) {
   unsigned seed = 100;
   for (const Case& c : cases) {
     for (const TileChoice tile : {TileChoice::k128x256, TileChoice::k128x128}) {
-      for (int variant = 0; variant < 10; ++variant) {
+      for (int variant = 0; variant < 24; ++variant) {
         Options options;
+        options.layout.in_transposed = variant >= 10 && variant % 2 == 0;
+        options.layout.out_transposed = variant >= 10 && variant / 2 % 2 == 0;
+        options.layout.interleaved = variant >= 10 && variant % 3 != 2 && variant / 4 % 2 == 1;
         options.P = variant % 3 == 2 ? 1 : 2;
         options.activation = static_cast<int32_t>(seed / 10 % (options.P == 2 ? AB_SITU + 1 : AB_SWIGLU_CLAMPED));
         options.gathers = variant % 2 == 0;

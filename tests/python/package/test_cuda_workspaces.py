@@ -124,12 +124,14 @@ def test_the_first_half_alone_needs_none(library, R, E, D, F, dtype):
 
 @expert_shapes
 @pytest.mark.parametrize("transpose_w", [0, 1])
+@pytest.mark.parametrize("backward", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grouped_matmul_combine(library, R, E, D, F, transpose_w, dtype):
+def test_grouped_matmul_combine(library, R, E, D, F, backward, transpose_w, dtype):
     dtype = DTYPES[dtype]
     for terms, N in ((F, D), (D, F)):
         values = {
             "transpose_w": transpose_w,
+            "backward": backward,
             "x": np.empty((R, terms), dtype),
             "w": np.empty((E, N, terms) if transpose_w else (E, terms, N), dtype),
             "group_sizes": np.empty(E, np.int32),
@@ -137,15 +139,15 @@ def test_grouped_matmul_combine(library, R, E, D, F, transpose_w, dtype):
             "row_of_slot": np.empty((R, 1), np.int32),
             "out": np.empty((R, N), dtype),
         }
-        bound = _workspaces.grouped_matmul_combine(R, E, terms, N, dtype, transpose_w=bool(transpose_w))
+        bound = _workspaces.grouped_matmul_combine(R, E, terms, N, dtype, backward=bool(backward))
         assert needed(library, "ab_cuda_grouped_matmul_combine", values) == bound
 
 
 def test_rows_that_are_summed_come_in_chunks_from_2048_columns_on():
     workspace = functools.partial(_workspaces.grouped_matmul_combine, dtype="bfloat16")
-    for terms, transpose_w in ((256, False), (512, True)):
-        assert workspace(524288, 256, terms, 4096, transpose_w=transpose_w) == 524288 * 960 * 2
-        assert workspace(524288, 256, terms, 1536, transpose_w=transpose_w) == 524288 * 1536 * 2
+    for terms, backward in ((256, False), (512, True)):
+        assert workspace(524288, 256, terms, 4096, backward=backward) == 524288 * 960 * 2
+        assert workspace(524288, 256, terms, 1536, backward=backward) == 524288 * 1536 * 2
     assert workspace(262144, 128, 1024, 4096) == 262144 * 4096 * 2
     assert workspace(131072, 32, 2880, 2880) == 131072 * 1536 * 2, "larger than w_out, where a has the room of w_in"
     assert workspace(131072, 32, 5760, 2880, transpose_w=True) == 131072 * 2880 * 2

@@ -19,6 +19,7 @@ from anabranch.jax.ragged_exchange import (
     local_permute_after_a2a,
     local_unpermute_before_a2a,
 )
+from anabranch.jax.routed_experts import RoutedExpertsOutput, routed_experts
 from anabranch.jax.router import Routing, route
 from anabranch.jax.router_te import (
     RoutingMapFormat,
@@ -31,6 +32,7 @@ __all__ = [
     "MoEOutput",
     "Parallel",
     "Plan",
+    "RoutedExpertsOutput",
     "Routing",
     "RoutingMapFormat",
     "ScoreFunction",
@@ -50,6 +52,7 @@ __all__ = [
     "moe",
     "plan",
     "route",
+    "routed_experts",
     "routing_map_to_selected_experts",
     "sort_chunks_by_index",
     "token_combine",

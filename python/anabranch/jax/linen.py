@@ -15,7 +15,8 @@ from anabranch.jax._initializers import (
     default_out_init,
     initializer,
 )
-from anabranch.jax.moe import FLOATS, layer_config, moe
+from anabranch.jax._mixture import FLOATS
+from anabranch.jax.moe import layer_config, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.router_te import normalizes, score_function_name
 

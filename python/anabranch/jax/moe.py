@@ -1,35 +1,30 @@
 """The whole Mixture-of-Experts layer: one differentiable function from x to the output.
 
-`moe` checks its arguments, runs the layer's rules (`_layer`, `_placed_layer`) as one `jax.custom_vjp`, and computes the
-losses from the sums that these return.
+`moe` checks its arguments, runs the layer's rules (`_mixture`), and computes the losses from the sums that
+these return.
 """
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check
-from anabranch.jax._ffn import ACTIVATIONS, FfnConfig
-from anabranch.jax._layer import (
-    LayerConfig,
-    LayerOutput,
-    Operands,
-    Residuals,
-    backward,
-    forward,
-    round_weights,
-    sharded_backward,
-    sharded_forward,
-    weight_dtypes,
+from anabranch.jax._mixture import (
+    FLOATS,
+    axes_of_sums,
+    check_align_size,
+    check_parallel,
+    experts_operands,
+    mixture,
+    network_config,
 )
-from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
-from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
+from anabranch.jax._operands import LayerConfig, LayerOutput, Operands
+from anabranch.jax._sharding import Axes
 from anabranch.jax.balance import load_balance_loss, mean_of_squares
 from anabranch.jax.experts import activate
-from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
+from anabranch.jax.parallel import Parallel
 from anabranch.jax.router import router_operands, router_options
 
 
@@ -44,6 +39,8 @@ class MoEOutput(NamedTuple):
       dropped: int32 scalar, slots that found no row.
       dropped_by_source: int32 [S], the same by the device that the tokens came from, for the S shards of the tokens
         over (*data_axes, expert_axis) of `parallel`; else S = 1.
+      experts: int32 [..., K], the selection, the best first; -1: no expert. As `forced_experts` it is replayed.
+      weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient goes to the gate and x.
     """
 
     output: jax.Array
@@ -52,45 +49,8 @@ class MoEOutput(NamedTuple):
     tokens_per_expert: jax.Array
     dropped: jax.Array
     dropped_by_source: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moe(config: LayerConfig, placement: Placement | None, operands: Operands) -> LayerOutput:
-    return _forward(config, placement, operands, keep=False)[0]
-
-
-def _forward(
-    config: LayerConfig, placement: Placement | None, operands: Operands, *, keep: bool
-) -> tuple[LayerOutput, Any]:
-    if placement is not None:
-        return placed_forward(config, placement, operands, keep=keep)
-    if runs_as_it_is(operands.x):
-        return forward(config, round_weights(operands), keep_h=keep)
-    return sharded_forward(config, operands, keep_h=keep)
-
-
-def _moe_fwd(
-    config: LayerConfig, placement: Placement | None, operands: Operands
-) -> tuple[LayerOutput, tuple[Operands, Any]]:
-    result, kept = _forward(config, placement, operands, keep=True)
-    return result, (operands, kept)
-
-
-def _moe_bwd(
-    config: LayerConfig, placement: Placement | None, residuals: tuple[Operands, Any], cotangents: LayerOutput
-) -> tuple[Operands]:
-    operands, kept = residuals
-    if placement is not None:
-        return (placed_backward(config, placement, operands, kept, cotangents),)
-    if isinstance(kept, Residuals):
-        return (backward(config, round_weights(operands), kept, cotangents, weight_dtypes(operands)),)
-    return (sharded_backward(config, operands, kept, cotangents),)
-
-
-_moe.defvjp(_moe_fwd, _moe_bwd)
-
-FLOATS = ("float32", "bfloat16")
-"""Dtypes that the layer computes in."""
+    experts: jax.Array
+    weights: jax.Array
 
 
 def layer_config(
@@ -119,20 +79,13 @@ def layer_config(
         group_topk=group_topk,
         scaling_factor=scaling_factor,
     )
-    if parallel is not None and not isinstance(parallel, Parallel):
-        raise TypeError(f"parallel: got {_check.describe(parallel)}, expected a Parallel")
+    check_parallel(parallel)
     return LayerConfig(
         router=options,
-        ffn=FfnConfig(
-            activation=_check.choice("activation", activation, ACTIVATIONS),
-            weight_early=_check.boolean("weight_early", weight_early),
-            topk=options.topk,
-            # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
-            skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
-        ),
+        ffn=network_config(activation, options.topk, weight_early),
         aux_loss=_check.number("aux_loss_coeff", aux_loss_coeff) != 0,
         z_loss=_check.number("z_loss_coeff", z_loss_coeff) != 0,
-        align_size=_check.integer("align_size", align_size, 0, _check.INDEX_LIMIT - 1),
+        align_size=check_align_size(align_size),
     )
 
 
@@ -189,8 +142,8 @@ def moe(
         in any way, and every device has all experts; then rows are not padded.
 
     Returns:
-      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source). Losses and counts are those
-      of all tokens, on however many devices; inside a jax.shard_map those of the shard, or with
+      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights). Losses and
+      counts are those of all tokens, on however many devices; inside a jax.shard_map those of the shard, or with
       `parallel=Parallel(data_axes=...)` of all shards along these axes.
 
     Raises:
@@ -217,14 +170,9 @@ def moe(
     """
     x = _check.array("x", x, FLOATS, (..., "D"))
     *leading, D = x.shape
-    dtype = (str(x.dtype),)
-    gate = _check.array("gate", gate, _check.FLOATS, (("D", D), "E"))
-    E = gate.shape[1]
-    of_weights = tuple(dict.fromkeys((*dtype, "float32")))
-    w_in = _check.array("w_in", w_in, of_weights, (("E", E), ("D", D), "2 or 1", "F"))
-    P, F = w_in.shape[2:]
-    if P not in (1, 2):
-        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F]")
+    of_experts = experts_operands(x, w_in, w_out, b_in, b_out)
+    E = of_experts["w_in"].shape[0]
+    gate = _check.array("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(
         E,
         topk=topk,
@@ -240,31 +188,25 @@ def moe(
         align_size=align_size,
         parallel=parallel,
     )
-    options = config.router
+    assert config.router is not None
     expert_bias, token_mask, forced_experts = router_operands(
-        options, E, tuple(leading), expert_bias, token_mask, forced_experts
+        config.router, E, tuple(leading), expert_bias, token_mask, forced_experts
     )
     operands = Operands(
         x=x,
         gate=gate,
-        w_in=w_in,
-        w_out=_check.array("w_out", w_out, of_weights, (("E", E), ("F", F), ("D", D))),
-        b_in=_check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
-        b_out=_check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
         expert_bias=expert_bias,
         token_mask=token_mask,
         forced_experts=forced_experts,
+        **of_experts,
     )
-    placement, shards = None, None
-    if parallel is not None and all_manual(mesh_of(x)):
-        shards = shards_of_this_device(parallel)
-    elif parallel is not None:
-        placement = place(parallel, operands._asdict(), options.topk, config.align_size)
-        operands = divide(placement, operands)
-    result = _moe(config, placement, Operands(*vary_alike(*operands)))
+    shards = axes_of_sums(parallel, x)
+    result = mixture(config, operands, parallel)
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
-    aux, z, counts = _losses(options.topk, coefficients, result, token_mask, math.prod(leading), shards)
-    return MoEOutput(result.output, aux, z, counts, jnp.sum(result.dropped, dtype=jnp.int32), result.dropped)
+    aux, z, counts = _losses(topk, coefficients, result, token_mask, math.prod(leading), shards)
+    assert result.experts is not None and result.weights is not None
+    dropped = jnp.sum(result.dropped, dtype=jnp.int32)
+    return MoEOutput(result.output, aux, z, counts, dropped, result.dropped, result.experts, result.weights)
 
 
 def _losses(
@@ -273,11 +215,12 @@ def _losses(
     result: LayerOutput,
     token_mask: jax.Array | None,
     num_tokens: int,
-    shards: Axes | None,
+    shards: Axes,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(aux_loss, z_loss, tokens_per_expert) of the sums; `shards`: mesh axes over which the sums are still parts."""
     tokens = jnp.float32(num_tokens) if token_mask is None else jnp.sum(token_mask, dtype=jnp.float32)
     score_sum, squares, counts = result.score_sum, result.lse_squares, result.tokens_per_expert
+    assert score_sum is not None and squares is not None
     if shards:
         score_sum, squares, counts, tokens = jax.lax.psum((score_sum, squares, counts, tokens), shards)
     aux = z = jnp.zeros((), jnp.float32)

@@ -15,7 +15,8 @@ from anabranch.jax._initializers import (
     default_out_init,
     initializer,
 )
-from anabranch.jax.moe import FLOATS, MoEOutput, layer_config, moe, shared_expert
+from anabranch.jax._mixture import FLOATS
+from anabranch.jax.moe import MoEOutput, layer_config, moe, shared_expert
 from anabranch.jax.parallel import Parallel
 
 

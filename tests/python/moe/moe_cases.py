@@ -88,7 +88,7 @@ def gate_terms(arrays, options, gradients):
 
 
 def run_layer(arrays, *, seed=1, put=None, **options):
-    """Result and gradients of one random cotangent, which comes third: output, losses and all gradients of one run.
+    """Result and gradients of one random cotangent, which comes third: of the output, the losses and the weights.
 
     put: where an array goes, by its argument's name ("output" for the cotangent): (name, array) -> array.
     """
@@ -109,11 +109,14 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     result, pull = jax.vjp(lambda present: layer(present, given), present)
     d_output = rng.standard_normal(result.output.shape).astype(result.output.dtype)
     d_aux, d_z = np.float32(rng.standard_normal()), np.float32(rng.standard_normal())
-    zeros = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), result[3:])
-    (gradients,) = pull(type(result)(put("output", d_output), jnp.asarray(d_aux), jnp.asarray(d_z), *zeros))
+    d_weights = rng.standard_normal(result.weights.shape).astype(np.float32)
+    integers = ("tokens_per_expert", "dropped", "dropped_by_source", "experts")
+    zeros = {name: np.zeros(getattr(result, name).shape, jax.dtypes.float0) for name in integers}
+    of_tokens = {"output": put("output", d_output), "weights": put("output", d_weights)}
+    (gradients,) = pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **of_tokens, **zeros))
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
-    return result, gradients, (d_output, d_aux, d_z)
+    return result, gradients, (d_output, d_aux, d_z, d_weights)
 
 
 def wanted_layer(arrays, cotangents, *, kept=None, **options):
@@ -141,6 +144,8 @@ def assert_layer(result, gradients, wanted, dtype, *, tiny=False):
     assert_close(result.aux_loss, wanted.aux_loss, BOUND["float32"], "aux_loss")
     assert_close(result.z_loss, wanted.z_loss, BOUND["float32"], "z_loss")
     np.testing.assert_array_equal(result.tokens_per_expert, wanted.tokens_per_expert)
+    np.testing.assert_array_equal(result.experts, wanted.experts)
+    assert_close(result.weights, wanted.weights, BOUND["float32"] if dtype == "float32" else 1e-5, "weights")
     assert int(result.dropped) == int(wanted.dropped)
     for name in gradients:
         got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]

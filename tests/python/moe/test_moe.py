@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import check_layer, operands
 
-from anabranch.jax import _layer, moe
+from anabranch.jax import _products, moe
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -400,7 +400,7 @@ def test_products_of_halves_have_16_bits_of_both_factors():
     a, b = rng.standard_normal((60, 40)), rng.standard_normal((30, 40)) + 100.0
     a -= a.mean(1, keepdims=True)
     a, b = a.astype(np.float32), b.astype(np.float32)
-    got = np.asarray(_layer._product_of_halves(jnp.asarray(a), jnp.asarray(b), contract=(1, 1)), np.float64)
+    got = np.asarray(_products._product_of_halves(jnp.asarray(a), jnp.asarray(b), contract=(1, 1)), np.float64)
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     error = np.abs(got - wide_a @ wide_b.T)
     terms = np.abs(wide_a) @ np.abs(wide_b).T

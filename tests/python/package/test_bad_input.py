@@ -100,6 +100,7 @@ CALLS = {
     ab.moe: dict(x=floats(T, D), gate=floats(D, E), **MATRICES, **ROUTING),
     ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
     ab.route: dict(logits=floats(T, E), **ROUTING),
+    ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),
     ab.routing_map_to_selected_experts: dict(sparse_probs=floats(T, E), routing_map=MAP, topk=K),
     ab.sort_chunks_by_index: dict(
         inp=floats(R, D), split_sizes=np.array([1, 2, 3]), sorted_indices=np.array([2, 0, 1])

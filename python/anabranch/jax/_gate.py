@@ -26,6 +26,8 @@ def select(config: LayerConfig, operands: Operands) -> tuple[Selection, Sums, Ga
         return Selection(operands.experts, operands.weights), Sums(None, None, None), GateResiduals(None, None)
     assert operands.gate is not None
     logits = matmul(operands.x, operands.gate, (1, 0))
+    if operands.gate_bias is not None:
+        logits = logits + operands.gate_bias.astype(jnp.float32)
     routing, _ = route_forward(
         config.router, logits, operands.expert_bias, operands.token_mask, operands.forced_experts
     )
@@ -42,6 +44,8 @@ class GateGradients(NamedTuple):
     """[T, D] float32, or bfloat16 where x and the gate are: the part that came through the logits."""
     gate: jax.Array | None
     """[D, E] float32."""
+    bias: jax.Array | None
+    """[E] float32, of the gate's bias; None: it has none."""
     weights: jax.Array | None
     """[T, K]: of weights that were given; then there is nothing else."""
 
@@ -61,7 +65,7 @@ def select_backward(
     cancels nearly all of what it multiplies.
     """
     if config.router is None:
-        return GateGradients(None, None, d_weights)
+        return GateGradients(None, None, None, d_weights)
     x, gate, mask = operands.x, operands.gate, operands.token_mask
     assert gate is not None and kept.logits is not None and kept.lse is not None
     assert d_sums.score_sum is not None and d_sums.lse_squares is not None
@@ -72,10 +76,11 @@ def select_backward(
         d_sums.score_sum if config.aux_loss else None,
         2 * d_sums.lse_squares * kept.lse if config.z_loss else None,
     )
+    bias = None if operands.gate_bias is None else jnp.sum(d_logits, axis=0)  # of a masked token it is 0
     if mask is not None:  # a masked token counts nowhere, whatever it holds: 0 * NaN would be NaN
         x = jnp.where(mask[:, None], x, 0)
     if x.dtype == gate.dtype == jnp.bfloat16:
         d_x = bfloat16_matmul(d_logits, gate, (1, 1), jnp.bfloat16)
-        return GateGradients(d_x, bfloat16_matmul(x, d_logits, (0, 0), jnp.float32), None)
+        return GateGradients(d_x, bfloat16_matmul(x, d_logits, (0, 0), jnp.float32), bias, None)
     product = halves_matmul if x.dtype.itemsize == 2 and gate.dtype == jnp.float32 else matmul
-    return GateGradients(product(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0)), None)
+    return GateGradients(product(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0)), bias, None)

@@ -87,19 +87,21 @@ def backward(
     return gradients(
         {
             "x": d_x.reshape(given.x.shape),
-            "gate": None if given.gate is None else _like(given.gate, selected.gate),
+            "gate": _like(given.gate, selected.gate),
+            "gate_bias": _like(given.gate_bias, selected.bias),
             "w_in": up.w,
             "w_out": down.w,
             "b_in": up.b,
             "b_out": down.b,
-            "weights": None if given.weights is None else _like(given.weights, selected.weights),
+            "weights": _like(given.weights, selected.weights),
         }
     )
 
 
-def _like(operand: jax.Array, gradient: jax.Array | None) -> jax.Array:
-    """A gradient of flat tokens, in the shape and dtype of its operand."""
-    assert gradient is not None
+def _like(operand: jax.Array | None, gradient: jax.Array | None) -> jax.Array | None:
+    """A gradient of flat tokens, in the shape and dtype of its operand; None where there is no such operand."""
+    if operand is None or gradient is None:
+        return None
     return gradient.reshape(operand.shape).astype(operand.dtype)
 
 

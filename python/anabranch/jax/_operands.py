@@ -28,6 +28,7 @@ class Operands(NamedTuple):
 
     x: jax.Array
     gate: jax.Array | None
+    gate_bias: jax.Array | None
     w_in: jax.Array
     w_out: jax.Array
     b_in: jax.Array | None
@@ -44,7 +45,7 @@ class Operands(NamedTuple):
 #: Operands with the leading dimensions of x.
 TOKENS = ("x", "token_mask", "forced_experts", "experts", "weights")
 #: Operands that have gradients.
-DIFFERENTIABLE = ("x", "gate", "w_in", "w_out", "b_in", "b_out", "weights")
+DIFFERENTIABLE = ("x", "gate", "gate_bias", "w_in", "w_out", "b_in", "b_out", "weights")
 
 
 class Selection(NamedTuple):

@@ -104,7 +104,7 @@ def _gathered(placement: Placement, operands: Operands) -> Operands:
 
 def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
     """The gradient of a parameter, summed over the devices that have the same part of it."""
-    axes = placement.token_axes if name == "gate" else tuple(placement.parallel.data_axes)
+    axes = placement.token_axes if name in ("gate", "gate_bias") else tuple(placement.parallel.data_axes)
     if placement.parallel.fsdp_axes and name in _FSDP_DIMENSION:
         dimension = _FSDP_DIMENSION[name]
         gradient = jax.lax.psum_scatter(gradient, placement.parallel.fsdp_axes, scatter_dimension=dimension, tiled=True)
@@ -213,7 +213,14 @@ def _backward(
     w_in_dtype, w_out_dtype = weight_dtypes(whole)
     up = d_w_in_of(options, ffn, hidden.dh, w_in_dtype)
     down = d_w_out_of(options, ffn, hidden.weighted_a, d_rows, w_out_dtype)
-    parameters = {"gate": selected.gate, "w_in": up.w, "w_out": down.w, "b_in": up.b, "b_out": down.b}
+    parameters = {
+        "gate": selected.gate,
+        "gate_bias": selected.bias,
+        "w_in": up.w,
+        "w_out": down.w,
+        "b_in": up.b,
+        "b_out": down.b,
+    }
     found = {
         name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
         for name, gradient in parameters.items()

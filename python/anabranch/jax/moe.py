@@ -102,6 +102,7 @@ def moe(
     num_groups: int | None = None,
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
+    gate_bias: jax.Array | None = None,
     activation: str = "silu",
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
@@ -115,7 +116,7 @@ def moe(
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
-        logits = x gate;  (w, e) = top-K routing of the logits
+        logits = x gate + gate_bias;  (w, e) = top-K routing of the logits
         output[t] = sum_k w[t, k] * (act(x[t] W_gate[e]) * (x[t] W_up[e]) W_out[e]),   e = e[t, k]
 
     Args:
@@ -130,6 +131,7 @@ def moe(
       expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
       num_groups, group_topk: choose `group_topk` of `num_groups` contiguous expert groups first.
       scaling_factor: finite number that multiplies the weights.
+      gate_bias: [E] float, added to the logits; None: 0.
       activation: "silu", "gelu" (tanh form), "relu" or "relu2".
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       weight_early: weights multiply before W_out instead of at the combine; same result.
@@ -150,7 +152,8 @@ def moe(
       TypeError: an argument has the wrong type or dtype.
       ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
 
-    Gradients: of x, gate, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
+    Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
+    float32.
     Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
     gate keeps more of it.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
@@ -195,6 +198,7 @@ def moe(
     operands = Operands(
         x=x,
         gate=gate,
+        gate_bias=_check.optional_array("gate_bias", gate_bias, _check.FLOATS, (("E", E),)),
         expert_bias=expert_bias,
         token_mask=token_mask,
         forced_experts=forced_experts,

@@ -90,6 +90,7 @@ class Parallel:
         return {
             "x": PartitionSpec(entry_of(self.token_axes)),
             "gate": PartitionSpec(fsdp, None),
+            "gate_bias": PartitionSpec(None),
             "w_in": PartitionSpec(ep, fsdp, None, tp),
             "w_out": PartitionSpec(ep, tp, fsdp),
             "b_in": PartitionSpec(ep, None, tp),

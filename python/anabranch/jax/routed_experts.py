@@ -108,7 +108,9 @@ def routed_experts(
         align_size=check_align_size(align_size),
     )
     shards = axes_of_sums(parallel, x)
-    operands = Operands(x=x, gate=None, experts=experts, weights=weights.astype(jnp.float32), **of_experts)
+    operands = Operands(
+        x=x, gate=None, gate_bias=None, experts=experts, weights=weights.astype(jnp.float32), **of_experts
+    )
     result = mixture(config, operands, parallel)
     counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert
     return RoutedExpertsOutput(result.output, counts, jnp.sum(result.dropped, dtype=jnp.int32))

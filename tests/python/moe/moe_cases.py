@@ -15,12 +15,11 @@ from oracle import assert_close, assert_close_per_expert
 # independent errors sqrt(5)), plus the bfloat16 operands' own float32 products; per expert twice that, since a small
 # expert averages over few rows.
 BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9}
-GRADIENTS = ("x", "gate", "w_in", "w_out", "b_in", "b_out")
-EXPERT_AXIS = {"gate": 1, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
+EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
 
 
 def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, skew=1.0, cold=0):
-    """x, gate, w_in, w_out, b_in, b_out as numpy arrays of `dtype` (gate: float32).
+    """x, gate, gate_bias, w_in, w_out, b_in, b_out as numpy arrays of `dtype` (gate and its bias: float32).
 
     The last `cold` experts get no token; skew > 1 makes few experts take most tokens.
     """
@@ -38,6 +37,7 @@ def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, ske
     arrays = {
         "x": x,
         "gate": gate,
+        "gate_bias": np.float32(0.3) * rng.standard_normal(E).astype(np.float32) if bias else None,
         "w_in": normal(E, D, parts, F, scale=D**-0.5),
         "w_out": normal(E, F, D, scale=F**-0.5),
         "b_in": normal(E, parts, F) if bias else None,
@@ -60,14 +60,17 @@ ROUTING = (
 
 def selected(arrays, options):
     """The experts that the layer selects: those that route() selects from the layer's own logits."""
-    dot = jax.jit(lambda x, g: jnp.dot(x.astype(jnp.float32), g.astype(jnp.float32), precision="highest"))
-    logits = dot(arrays["x"], arrays["gate"])
+    dot = jax.jit(lambda x, g, b: jnp.dot(x.astype(jnp.float32), g.astype(jnp.float32), precision="highest") + b)
+    bias = arrays.get("gate_bias")
+    logits = dot(arrays["x"], arrays["gate"], np.float32(0) if bias is None else bias.astype(np.float32))
     chosen = {name: options[name] for name in ROUTING if name in options}
     return np.asarray(route(logits, options["topk"], **chosen).experts)
 
 
 def gate_terms(arrays, options, gradients):
-    """The sizes of what cancels in the gradient of the gate [D, E]: |x|^T of w_e (|g_e| + sum_k w_k |g_k|) a token.
+    """The sizes of what cancels in the gradients of the gate [D, E] and its bias [E], by their names.
+
+    For the gate |x|^T of w_e (|g_e| + sum_k w_k |g_k|) a token, for its bias the sum of these.
 
     Where the weights' cotangents g of a token are nearly equal, normalised weights leave nothing but their rounding. At
     least what the gradient itself is made of.
@@ -75,7 +78,7 @@ def gate_terms(arrays, options, gradients):
     x = arrays["x"].astype(np.float64)
     if options.get("token_mask") is not None:  # what a masked token holds is nothing to it
         x = np.where(np.asarray(options["token_mask"])[:, None], x, 0.0)
-    logits = x @ arrays["gate"]
+    logits = x @ arrays["gate"] + (0 if arrays.get("gate_bias") is None else arrays["gate_bias"])
     experts = options.get("experts", options.get("forced_experts"))
     names = [name for name in ROUTING if name in options and name != "forced_experts"]
     routing = reference_route(logits, options["topk"], experts=experts, **{name: options[name] for name in names})
@@ -84,7 +87,8 @@ def gate_terms(arrays, options, gradients):
     d_logits = np.zeros(logits.shape)
     token, slot = np.nonzero(routing.experts >= 0)
     np.add.at(d_logits, (token, routing.experts[token, slot]), terms[token, slot])
-    return np.maximum(np.abs(x).T @ d_logits, np.abs(gradients["gate"]))
+    sizes = {"gate": np.abs(x).T @ d_logits, "gate_bias": d_logits.sum(0)}
+    return {name: np.maximum(a, np.abs(gradients[name])) for name, a in sizes.items() if gradients[name] is not None}
 
 
 def run_layer(arrays, *, seed=1, put=None, **options):
@@ -103,7 +107,7 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     # `given` is an argument: programs of several processes can't close over arrays that are on all of them.
     @jax.jit
     def layer(present, given):
-        rest = {name: present[name] for name in ("b_in", "b_out") if name in present}
+        rest = {name: present[name] for name in ("gate_bias", "b_in", "b_out") if name in present}
         return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **given, **settings)
 
     result, pull = jax.vjp(lambda present: layer(present, given), present)
@@ -126,6 +130,7 @@ def wanted_layer(arrays, cotangents, *, kept=None, **options):
     settings = {
         **settings,
         "kept": kept,
+        "gate_bias": arrays.get("gate_bias"),
         "b_in": arrays["b_in"],
         "b_out": arrays["b_out"],
         "experts": selected(arrays, options),
@@ -149,7 +154,7 @@ def assert_layer(result, gradients, wanted, dtype, *, tiny=False):
     assert int(result.dropped) == int(wanted.dropped)
     for name in gradients:
         got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]
-        terms = terms_of_gate if name == "gate" else None
+        terms = terms_of_gate.get(name)
         if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else bound * np.linalg.norm(terms)):
             continue
         assert_close(got, want, bound, f"d_{name}")

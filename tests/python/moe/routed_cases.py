@@ -19,7 +19,7 @@ def routed_operands(T, E, K, D, F, *, wrong=False, weights_dtype="float32", seed
     some are exactly 0.
     """
     arrays = operands(T, E, K, D, F, seed=seed, **options)
-    del arrays["gate"]
+    del arrays["gate"], arrays["gate_bias"]
     rng = np.random.default_rng(seed + 100)
     experts = rng.integers(-1, E, (T, K)).astype(np.int32)
     if wrong:

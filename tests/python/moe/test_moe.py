@@ -39,7 +39,8 @@ def test_score_functions(score_function, normalize, dtype):
 @pytest.mark.parametrize("normalize", [True, False])
 def test_dtypes_of_the_gate(normalize, gate_dtype):
     arrays = operands(331, 8, 3, 72, 40, dtype="bfloat16", bias=True)
-    arrays["gate"] = arrays["gate"].astype(gate_dtype)
+    for name in ("gate", "gate_bias"):
+        arrays[name] = arrays[name].astype(gate_dtype)
     check_layer(arrays, topk=3, normalize=normalize, aux_loss_coeff=0.3, z_loss_coeff=0.1)
 
 
@@ -338,6 +339,8 @@ BAD = [
     ("x", dict(x=np.float32(1.0)), ValueError),
     ("gate", dict(gate=np.zeros((7, 4), np.float32)), ValueError),
     ("gate", dict(gate=np.zeros((8, 4), np.int32)), TypeError),
+    ("gate_bias", dict(gate_bias=np.zeros(5, np.float32)), ValueError),
+    ("gate_bias", dict(gate_bias=np.zeros(4, np.int32)), TypeError),
     ("w_in", dict(w_in=np.zeros((4, 8, 3, 6), np.float32)), ValueError),
     ("w_in", dict(w_in=np.zeros((4, 8, 12), np.float32)), ValueError),
     ("w_in", dict(w_in=np.zeros((4, 8, 2, 6), np.float16)), TypeError),

@@ -97,7 +97,7 @@ CALLS = {
     ),
     ab.local_permute_after_a2a: dict(x_recv=floats(R, D), **RAGGED),
     ab.local_unpermute_before_a2a: dict(expert_outputs=floats(R, D), state=ARRIVED[2]),
-    ab.moe: dict(x=floats(T, D), gate=floats(D, E), **MATRICES, **ROUTING),
+    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), **MATRICES, **ROUTING),
     ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
     ab.route: dict(logits=floats(T, E), **ROUTING),
     ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),

@@ -45,9 +45,9 @@ def test_moe_is_the_router_and_this_with_drops(transport):
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, capacity_factor=0.7)
     arrays = operands(64, 8, 3, 16, 24, dtype="bfloat16", bias=True, skew=3.0, cold=1)
     given = {name: placed(mesh, parallel)(name, array) for name, array in arrays.items()}
-    gate = given.pop("gate")
+    gate = {name: given.pop(name) for name in ("gate", "gate_bias")}
     with jax.set_mesh(mesh):
-        want = jax.jit(lambda gate, given: moe(gate=gate, **given, topk=3, parallel=parallel))(gate, given)
+        want = jax.jit(lambda gate, given: moe(**gate, **given, topk=3, parallel=parallel))(gate, given)
         chosen = {"experts": want.experts, "weights": want.weights}
         got = jax.jit(lambda given, chosen: routed_experts(**given, **chosen, parallel=parallel))(given, chosen)
     assert int(want.dropped) > 10

@@ -27,6 +27,7 @@ from anabranch.jax.router_te import (
     fused_compute_score_for_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from anabranch.jax.shared_expert import shared_expert
 
 __all__ = [
     "MoEOutput",
@@ -54,6 +55,7 @@ __all__ = [
     "route",
     "routed_experts",
     "routing_map_to_selected_experts",
+    "shared_expert",
     "sort_chunks_by_index",
     "token_combine",
     "token_dispatch",

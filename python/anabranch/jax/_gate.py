@@ -19,13 +19,20 @@ class GateResiduals(NamedTuple):
     """float32 [T]."""
 
 
+def _logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """x gate, float32 [T, E]."""
+    if x.dtype == jnp.float16 and gate.dtype != jnp.float16:
+        return halves_matmul(x.astype(jnp.float32), gate.astype(jnp.float32), (1, 0))
+    return matmul(x, gate, (1, 0))
+
+
 def select(config: LayerConfig, operands: Operands) -> tuple[Selection, Sums, GateResiduals]:
     """The experts and weights of x [T, D]: those that the operands give, or the router's."""
     if config.router is None:
         assert operands.experts is not None and operands.weights is not None
         return Selection(operands.experts, operands.weights), Sums(None, None, None), GateResiduals(None, None)
     assert operands.gate is not None
-    logits = matmul(operands.x, operands.gate, (1, 0))
+    logits = _logits(operands.x, operands.gate)
     if operands.gate_bias is not None:
         logits = logits + operands.gate_bias.astype(jnp.float32)
     routing, _ = route_forward(
@@ -62,7 +69,8 @@ def select_backward(
 
     Where x and the gate are bfloat16, the gradient of the logits is rounded to bfloat16 before it multiplies on a GPU,
     and so is the part of x. Else both products have at least 16 bits of it: a gate whose columns have much in common
-    cancels nearly all of what it multiplies.
+    cancels nearly all of what it multiplies. Float16 ends at 65504 and at 6e-8, so nothing here is rounded to it: x and
+    the gate are taken as float32, of which two bfloat16 factors hold all that float16 has.
     """
     if config.router is None:
         return GateGradients(None, None, None, d_weights)
@@ -82,5 +90,9 @@ def select_backward(
     if x.dtype == gate.dtype == jnp.bfloat16:
         d_x = bfloat16_matmul(d_logits, gate, (1, 1), jnp.bfloat16)
         return GateGradients(d_x, bfloat16_matmul(x, d_logits, (0, 0), jnp.float32), bias, None)
+    if x.dtype == jnp.float16:
+        x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
+        d_x = halves_matmul(d_logits, gate, (1, 1))
+        return GateGradients(d_x, halves_matmul(x, d_logits, (0, 0)), bias, None)
     product = halves_matmul if x.dtype.itemsize == 2 and gate.dtype == jnp.float32 else matmul
     return GateGradients(product(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0)), bias, None)

@@ -21,9 +21,6 @@ from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
 from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
 
-FLOATS = ("float32", "bfloat16")
-"""Dtypes that the layer computes in."""
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mixture(config: LayerConfig, placement: Placement | None, operands: Operands) -> LayerOutput:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check
 from anabranch.jax._mixture import (
-    FLOATS,
     axes_of_sums,
     check_align_size,
     check_parallel,
@@ -23,7 +22,6 @@ from anabranch.jax._mixture import (
 from anabranch.jax._operands import LayerConfig, LayerOutput, Operands
 from anabranch.jax._sharding import Axes
 from anabranch.jax.balance import load_balance_loss, mean_of_squares
-from anabranch.jax.experts import activate
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.router import router_operands, router_options
 
@@ -120,10 +118,10 @@ def moe(
         output[t] = sum_k w[t, k] * (act(x[t] W_gate[e]) * (x[t] W_up[e]) W_out[e]),   e = e[t, k]
 
     Args:
-      x: [..., D] float32 or bfloat16.
+      x: [..., D] float32, bfloat16 or float16.
       gate: [D, E] float; the product with x accumulates and stays in float32.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
-      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a bfloat16 layer are rounded to bfloat16 where they
+      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a 16-bit layer are rounded to its dtype where they
         multiply; their gradients are the float32 sums, not rounded.
       topk: K, 1 <= K <= E.
       score_function: "softmax", "sigmoid" or "sqrtsoftplus".
@@ -155,7 +153,7 @@ def moe(
     Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
     float32.
     Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
-    gate keeps more of it.
+    gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
     `jax.export` needs the custom calls listed in docs/jax.md allowed.
 
@@ -171,7 +169,7 @@ def moe(
       >>> moe(x, gate, w_in, w_out, topk=2).output.shape
       (6, 8)
     """
-    x = _check.array("x", x, FLOATS, (..., "D"))
+    x = _check.array("x", x, _check.FLOATS, (..., "D"))
     *leading, D = x.shape
     of_experts = experts_operands(x, w_in, w_out, b_in, b_out)
     E = of_experts["w_in"].shape[0]
@@ -234,22 +232,3 @@ def _losses(
     if z_coeff:
         z = mean_of_squares(squares, z_coeff, tokens)
     return aux, z, counts
-
-
-def shared_expert(x: jax.Array, w_in: jax.Array, w_out: jax.Array, activation: str) -> jax.Array:
-    """A dense expert that every token passes through: act(x W_gate) * (x W_up) W_out, or act(x W_in) W_out.
-
-    Args:
-      x: [..., D]; w_in: [D, 2 or 1, S]; w_out: [S, D], all of one dtype.
-      activation: as in `moe`.
-
-    Returns:
-      [..., D], dtype of x. Differentiable by JAX itself; products accumulate in float32.
-    """
-    D, parts, S = w_in.shape
-    h = jnp.matmul(x, w_in.reshape(D, parts * S), preferred_element_type=jnp.float32)
-    h = h.reshape(*x.shape[:-1], parts, S)
-    a = activate(h[..., 0, :], activation)
-    if parts == 2:
-        a = a * h[..., 1, :]
-    return jnp.matmul(a.astype(x.dtype), w_out, preferred_element_type=jnp.float32).astype(x.dtype)

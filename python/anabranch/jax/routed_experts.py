@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check
 from anabranch.jax._mixture import (
-    FLOATS,
     axes_of_sums,
     check_align_size,
     check_parallel,
@@ -57,7 +56,7 @@ def routed_experts(
     something else than the experts do. Fusion, memory, parallelism and drops are the same.
 
     Args:
-      x: [..., D] float32 or bfloat16.
+      x: [..., D] float32, bfloat16 or float16.
       experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert; one may be repeated.
       weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
@@ -92,7 +91,7 @@ def routed_experts(
       >>> result.output[:, 0].tolist(), result.tokens_per_expert.tolist()
       ([-16.0, 128.0], [1, 2])
     """
-    x = _check.array("x", x, FLOATS, (..., "D"))
+    x = _check.array("x", x, _check.FLOATS, (..., "D"))
     *leading, _ = x.shape
     of_experts = experts_operands(x, w_in, w_out, b_in, b_out)
     experts = _check.indices("experts", experts, (*leading, "K"))

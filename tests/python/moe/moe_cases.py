@@ -13,8 +13,9 @@ from oracle import assert_close, assert_close_per_expert
 # Float32: 2e-6 times 4, for products over D and F of at most a few hundred terms and the sums behind them.
 # Bfloat16: unit roundoff 2^-9 for each of the roundings on the way (h, a, y or dh, the result: at most 5 in a row, as
 # independent errors sqrt(5)), plus the bfloat16 operands' own float32 products; per expert twice that, since a small
-# expert averages over few rows.
-BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9}
+# expert averages over few rows. Float16 the same with its 2^-12.
+BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9, "float16": 5 * 2.0**-12}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
 
 
@@ -26,7 +27,7 @@ def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, ske
     rng = np.random.default_rng(seed)
 
     def normal(*shape, scale=1.0):
-        return (scale * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+        return (scale * rng.standard_normal(shape)).astype(DTYPES[dtype])
 
     x = normal(T, D)
     gate = rng.standard_normal((D, E)).astype(np.float32) * np.float32(skew / np.sqrt(D))
@@ -155,11 +156,12 @@ def assert_layer(result, gradients, wanted, dtype, *, tiny=False):
     for name in gradients:
         got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]
         terms = terms_of_gate.get(name)
-        if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else bound * np.linalg.norm(terms)):
+        of_dtype = max(bound, BOUND[str(gradients[name].dtype)])  # a gate may have fewer digits than x
+        if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else of_dtype * np.linalg.norm(terms)):
             continue
-        assert_close(got, want, bound, f"d_{name}")
+        assert_close(got, want, of_dtype, f"d_{name}")
         if not tiny and name in EXPERT_AXIS:
-            assert_close_per_expert(got, want, 4 * bound, f"d_{name}", EXPERT_AXIS[name], terms)
+            assert_close_per_expert(got, want, 4 * of_dtype, f"d_{name}", EXPERT_AXIS[name], terms)
 
 
 def check_layer(arrays, *, tiny=False, kept=None, **options):

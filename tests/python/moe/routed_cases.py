@@ -69,7 +69,7 @@ def check_routed(arrays, *, kept=None, tiny=False, **options):
         got, want = np.asarray(gradient, np.float64), wanted_gradients[name]
         if tiny and np.linalg.norm(got - want) <= 1e-6:
             continue
-        of_dtype = max(bound, BOUND.get(str(gradient.dtype), 2.0**-11))
+        of_dtype = max(bound, BOUND[str(gradient.dtype)])
         assert_close(got, want, of_dtype, f"d_{name}")
         if name == "weights":  # of what is no expert, and of what found no room
             none = (arrays["experts"] < 0) | (arrays["experts"] >= len(arrays["w_in"]))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("platform")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("score_function", SCORES)
 def test_score_functions(score_function, normalize, dtype):
@@ -36,9 +36,9 @@ def test_score_functions(score_function, normalize, dtype):
 
 
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_dtypes_of_the_gate(normalize, gate_dtype):
-    arrays = operands(331, 8, 3, 72, 40, dtype="bfloat16", bias=True)
+@pytest.mark.parametrize("normalize,dtype", [(True, "bfloat16"), (False, "bfloat16"), (True, "float16")])
+def test_dtypes_of_the_gate(normalize, dtype, gate_dtype):
+    arrays = operands(331, 8, 3, 72, 40, dtype=dtype, bias=True)
     for name in ("gate", "gate_bias"):
         arrays[name] = arrays[name].astype(gate_dtype)
     check_layer(arrays, topk=3, normalize=normalize, aux_loss_coeff=0.3, z_loss_coeff=0.1)
@@ -57,6 +57,26 @@ def test_a_float16_gate_of_a_float32_layer_multiplies_in_float32():
     d_output = np.float32(1e-7) * np.random.default_rng(2).standard_normal(want.shape).astype(np.float32)
     for row in (slice(0, 5), slice(6, None)):
         assert_close(pull(d_output)[0][row], np.asarray(want_pull(d_output)[0][row]), 1e-5, "d_x")
+
+
+def test_nothing_of_the_gate_is_rounded_to_float16():
+    """Neither logits and their gradients, large or small, nor sums over tokens."""
+    arrays = operands(331, 8, 3, 72, 40, dtype="float16", skew=2e4)
+    assert np.abs(arrays["x"].astype(np.float32) @ arrays["gate"]).max() > 65504
+    arrays["gate"] = arrays["gate"].astype(np.float16)
+    arrays["w_out"] = arrays["w_out"] * np.float16(1e-3)
+    check_layer(arrays, topk=3, score_function="sqrtsoftplus", normalize=False)
+    small = operands(331, 8, 3, 72, 40, dtype="float16")
+    small["gate"], small["w_out"] = small["gate"].astype(np.float16), np.zeros_like(small["w_out"])
+    main = [jnp.asarray(small[name]) for name in ("gate", "x", "w_in", "w_out")]
+
+    def loss(gate, x, *weights):
+        return moe(x, gate, *weights, topk=3, aux_loss_coeff=1e-3).aux_loss  # d_logits of some 1e-8
+
+    got = jax.grad(loss)(main[0].astype(jnp.float32), *main[1:])
+    exact = jax.grad(loss)(*(array.astype(jnp.float32) for array in main))
+    assert 0 < float(jnp.abs(got).max()) < 6e-4
+    assert_close(got, np.asarray(exact), 1e-4, "d_gate")
 
 
 def test_what_the_columns_of_a_float32_gate_have_in_common_cancels():

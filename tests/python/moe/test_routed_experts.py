@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("platform")
 
 
 @pytest.mark.parametrize("weight_early", [False, True])
-@pytest.mark.parametrize("dtype,weights_dtype", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16",) * 2])
+@pytest.mark.parametrize("dtype,weights_dtype", [("float32", "float32"), ("bfloat16",) * 2, ("float16", "float32")])
 def test_repeats_holes_and_wrong_indices(dtype, weights_dtype, weight_early):
     arrays = routed_operands(53, 7, 3, 24, 40, dtype=dtype, weights_dtype=weights_dtype, bias=True, wrong=True)
     check_routed(arrays, weight_early=weight_early, align_size=8)

@@ -102,6 +102,9 @@ CALLS = {
     ab.route: dict(logits=floats(T, E), **ROUTING),
     ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),
     ab.routing_map_to_selected_experts: dict(sparse_probs=floats(T, E), routing_map=MAP, topk=K),
+    ab.shared_expert: dict(
+        x=floats(T, D), w_in=floats(D, 2, F), w_out=floats(F, D), w_gate=floats(D, 1), token_mask=MASK
+    ),
     ab.sort_chunks_by_index: dict(
         inp=floats(R, D), split_sizes=np.array([1, 2, 3]), sorted_indices=np.array([2, 0, 1])
     ),

@@ -24,7 +24,7 @@ def test_tokens_in_shards(axis_type, dtype):
 
 
 @transports
-@pytest.mark.parametrize("capacity_factor,align_size,dtype", [(None, 8, "bfloat16"), (0.8, 0, "float32")])
+@pytest.mark.parametrize("capacity_factor,align_size,dtype", [(None, 8, "float16"), (0.8, 0, "float32")])
 def test_every_kind_of_parallelism_with_and_without_drops(axis_type, transport, capacity_factor, align_size, dtype):
     mesh = mesh_of(axis_type, data=2, expert=2, tensor=2)
     parallel = Parallel(**EVERY_AXIS, transport=transport, capacity_factor=capacity_factor)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anabranch.jax._names import named_logits, named_routing
 from anabranch.jax._operands import LayerConfig, Operands, Selection, Sums
 from anabranch.jax._products import bfloat16_matmul, halves_matmul, matmul
 from anabranch.jax.router import RouterResiduals, route_backward, route_forward
@@ -35,9 +36,11 @@ def select(config: LayerConfig, operands: Operands) -> tuple[Selection, Sums, Ga
     logits = _logits(operands.x, operands.gate)
     if operands.gate_bias is not None:
         logits = logits + operands.gate_bias.astype(jnp.float32)
+    logits = named_logits(logits)
     routing, _ = route_forward(
         config.router, logits, operands.expert_bias, operands.token_mask, operands.forced_experts
     )
+    routing = named_routing(routing)
     # A masked token has lse 0.
     squares = jnp.sum(jnp.square(routing.lse)) if config.z_loss else jnp.zeros((), jnp.float32)
     sums = Sums(routing.score_sum, squares, routing.tokens_per_expert)

@@ -14,6 +14,7 @@ import jax
 from anabranch.jax._arrays import flat
 from anabranch.jax._ffn import d_rows_of, d_w_in_of, ffn_backward_by_slot, ffn_forward_by_slot
 from anabranch.jax._gate import GateResiduals, select, select_backward
+from anabranch.jax._names import named_h, named_logits, named_routing
 from anabranch.jax._operands import (
     DIFFERENTIABLE,
     TOKEN_RESULTS,
@@ -49,9 +50,10 @@ def forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[L
     """The forward rule on what one device has; `keep_h`: a gradient is wanted."""
     leading, operands = operands.x.shape[:-1], flat_tokens(operands)
     selection, sums, gate = select(config, operands)
-    layout = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
+    layout = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
     y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, layout, early), keep_h=keep_h)
+    h = named_h(h)
     output = y.sum(layout.row_of_slot, late, operands.x.dtype)
     sums = sums._replace(tokens_per_expert=layout.tokens_per_expert)  # the router's own, where there is one
     result = layer_output(config, leading, output, selection, sums, layout.dropped[None])
@@ -172,6 +174,9 @@ def sharded_forward(config: LayerConfig, operands: Operands, *, keep_h: bool) ->
     static = _Static(_unaligned(config), keep_h, weight_dtypes(operands))
     call = TokenCall(_shard_forward, static, _tokens(t, Operands._fields, TOKENS), results)
     found = dict(zip((*names, *kept), call(*round_weights(operands)), strict=True))
+    # What is inside of a call has no names outside.
+    naming = {"h": named_h, "logits": named_logits, "output": lambda output: output}
+    found = {name: naming.get(name, named_routing)(array) for name, array in found.items()}
     result = LayerOutput(**{name: found.get(name) for name in LayerOutput._fields})  # type: ignore[arg-type]
     result = result._replace(dropped=result.dropped[None])
     return result, _Kept(*map(found.get, _Kept._fields)) if keep_h else None  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import jax
 from anabranch.jax import _check
 from anabranch.jax._ffn import ACTIVATIONS, FfnConfig
 from anabranch.jax._layer import Residuals, backward, forward, sharded_backward, sharded_forward
+from anabranch.jax._names import named_x
 from anabranch.jax._operands import (
     Cotangents,
     LayerConfig,
@@ -40,6 +41,7 @@ def _forward(
 def _mixture_forward(
     config: LayerConfig, placement: Placement | None, operands: Operands
 ) -> tuple[LayerOutput, tuple[Operands, Selection, Any]]:
+    operands = operands._replace(x=named_x(operands.x))
     result, kept = _forward(config, placement, operands, keep=True)
     source = operands if config.router is None else result
     assert source.experts is not None and source.weights is not None

@@ -25,6 +25,7 @@ from anabranch.jax._ffn import (
     ffn_forward_by_slot,
 )
 from anabranch.jax._gate import GateResiduals, select, select_backward
+from anabranch.jax._names import named_h, named_routing
 from anabranch.jax._operands import (
     DIFFERENTIABLE,
     TOKEN_RESULTS,
@@ -167,12 +168,13 @@ def _forward(
         sums = sums._replace(tokens_per_expert=counts)
     experts, dropped = keep_within(placement.bounds, experts)
     chosen = transport(placement.transport, placement.bounds)
-    route = chosen.plan(experts)
+    route = named_routing(chosen.plan(experts))
     early = chosen.send_weights(route, selection.weights) if config.ffn.weight_early else None
     late = None if config.ffn.weight_early else selection.weights
     arrived = chosen.send(route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, early)
     y, h = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, keep_h=keep)
+    h = named_h(h)
     output = _collected(placement, chosen, route, y, late, dtype)
     if placement.token_axes:
         sums = jax.lax.psum(sums, placement.token_axes)

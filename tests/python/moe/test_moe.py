@@ -297,6 +297,37 @@ def test_remat_and_scan_give_the_same_bits():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-5), got, want)
 
 
+@pytest.mark.parametrize(
+    "names,calls",
+    [
+        ((), {"router_forward": 2, "plan": 2, "expert_ffn_forward": 2}),
+        (("moe_h",), {"router_forward": 2, "plan": 2, "expert_ffn_forward": 1}),
+        (("moe_h", "moe_logits"), {"router_forward": 2, "plan": 2, "expert_ffn_forward": 1}),
+        (("moe_routing",), {"router_forward": 1, "plan": 1, "expert_ffn_forward": 2}),
+        (("moe_h", "moe_logits", "moe_routing"), {"router_forward": 1, "plan": 1, "expert_ffn_forward": 1}),
+    ],
+)
+def test_policies_of_remat_know_what_is_kept_by_name(names, calls):
+    """What is saved is not computed again, and the gradients are the same bits."""
+    x, *weights = _arguments(T=40)
+
+    def layer(x, *weights):
+        return moe(jnp.sin(x), *weights, topk=2, z_loss_coeff=0.1)
+
+    def gradients(layer):
+        def loss(x, *weights):
+            result = layer(x, *weights)
+            return jnp.sum(jnp.sin(result.output)) + result.z_loss + jnp.sum(jnp.cos(result.weights))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    rematted = gradients(jax.checkpoint(layer, policy=policy))
+    text = rematted.lower(x, *weights).as_text()  # before XLA, which may find on a CPU that both are the same
+    assert {name: text.count(f"@ab_xla_{name}(") for name in calls} == calls
+    _assert_same(rematted(x, *weights), gradients(layer)(x, *weights))
+
+
 def test_donated_buffers():
     x, *weights = _arguments()
     want = moe(x, *weights, topk=2).output

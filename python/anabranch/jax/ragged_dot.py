@@ -9,6 +9,17 @@ from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.experts import grouped_matmul_rule, grouped_rows
 
 
+def _is_precision(value: Any) -> bool:
+    """Whether it is None, a jax.lax.Precision or the name of one."""
+    if isinstance(value, str):
+        try:
+            jax.lax.Precision(value)
+        except ValueError:
+            return False
+        return True
+    return value is None or isinstance(value, jax.lax.Precision)
+
+
 def check_product(dtype: Any, precision: Any, preferred_element_type: Any, group_offset: Any) -> None:
     """Refuses what asks for another product than one of factors as they are, summed in float32, rounded once.
 
@@ -18,14 +29,11 @@ def check_product(dtype: Any, precision: Any, preferred_element_type: Any, group
       preferred_element_type: None or that dtype.
       group_offset: None.
     """
-    for wanted in precision if isinstance(precision, (tuple, list)) else (precision,):
-        try:
-            wanted is None or jax.lax.Precision(wanted)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"precision: got {_check.shown(precision)}, expected None or a jax.lax.Precision: factors multiply as "
-                "they are and accumulate in float32"
-            ) from None
+    if not all(map(_is_precision, precision if isinstance(precision, (tuple, list)) else (precision,))):
+        raise ValueError(
+            f"precision: got {_check.shown(precision)}, expected None or a jax.lax.Precision: factors multiply as they "
+            "are and accumulate in float32"
+        )
     if preferred_element_type is not None:
         name = _check.dtype("preferred_element_type", preferred_element_type, (*_check.FLOATS, "float64"))
         if name != str(dtype):

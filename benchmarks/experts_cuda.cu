@@ -323,7 +323,6 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
       op.s = {R / options.topk, options.topk, R, shape.E, width(shape), 2, half(shape)};
       op.map = map;
       op.group_sizes = sizes.integers();
-      op.activation = AB_SILU;
     };
     if (named.kind == Kind::up) {
       cuda::Up op;

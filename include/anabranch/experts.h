@@ -10,7 +10,12 @@
  * (d_y, d_out) and weights of rows may have any of the three. Products accumulate in float32. bfloat16 runs on
  * bfloat16 instructions where the CPU has them (AVX-512-BF16 or AMX) and is converted to float32 tile by tile
  * elsewhere; the environment variable ANABRANCH_BF16 = native | convert overrides that choice, and is an error
- * (AB_UNSUPPORTED) of every call with bfloat16 products where it asks for what is not there. */
+ * (AB_UNSUPPORTED) of every call with bfloat16 products where it asks for what is not there.
+ *
+ * The weights of the feed-forward network may lie in memory in other orders than row-major, which strides tell: W_in
+ * [E, D, P, F] as (E, D, P, F), (E, P, F, D), the way of PyTorch's Linear, (E, D, F, P), gate and up interleaved, or
+ * (E, F, P, D), both; W_out [E, F, D] as that or as (E, D, F). Gradients lie as their weights do. With interleaved gate
+ * and up, b_in, h, dh and d_b_in have F before P in memory too. Nothing is copied or transposed. */
 #ifndef ANABRANCH_EXPERTS_H_
 #define ANABRANCH_EXPERTS_H_
 
@@ -20,11 +25,21 @@
 extern "C" {
 #endif
 
+/* act(h) of a hidden column; gated, the gate's, times that of up. The last four are of two inputs, gate g and up u, and
+ * for gated experts alone: g' = min(g, limit), u' = clamp(u, -limit, limit), whose slopes are 1 up to the limit and at
+ * it. Their parameters are activation_alpha and activation_limit, finite and above 0, and 0 where they have none. */
 typedef enum ab_activation {
-  AB_SILU = 0,  /* h / (1 + exp(-h)) */
-  AB_GELU = 1,  /* h/2 (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3))) */
-  AB_RELU = 2,  /* max(h, 0), slope 0 at 0 */
-  AB_RELU2 = 3, /* max(h, 0)^2 */
+  AB_SILU = 0,              /* h / (1 + exp(-h)) */
+  AB_GELU = 1,              /* h/2 (1 + tanh(sqrt(2/pi) (h + 0.044715 h^3))) */
+  AB_RELU = 2,              /* max(h, 0), slope 0 at 0 */
+  AB_RELU2 = 3,             /* max(h, 0)^2 */
+  AB_GELU_ERF = 4,          /* h/2 (1 + erf(h / sqrt(2))) */
+  AB_QUICK_GELU = 5,        /* h / (1 + exp(-1.702 h)) */
+  AB_LINEAR = 6,            /* h */
+  AB_SWIGLU_CLAMPED = 7,    /* silu(g') u' */
+  AB_SWIGLU_OAI = 8,        /* g' / (1 + exp(-alpha g')) (u' + 1) */
+  AB_SWIGLU_THEN_CLAMP = 9, /* min(silu(g), limit) u' */
+  AB_SITU = 10              /* alpha tanh(g / alpha) / (1 + exp(-g)) limit tanh(u / limit) */
 } ab_activation;
 
 /* y = x w[e] on the rows of expert e; with transpose_w, y = x w[e]^T. */
@@ -88,7 +103,7 @@ AB_API ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args*
 AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args, const ab_exec* exec,
                                                      size_t* bytes);
 
-/* h = x W_in[e] + b_in[e];  a = act(h_gate) h_up, or act(h) ungated;  y = a W_out[e] + b_out[e].
+/* h = x W_in[e] + b_in[e];  a = phi(h_gate, h_up), or act(h) ungated;  y = a W_out[e] + b_out[e].
  *
  * With slot_of_row, x holds tokens: row r reads token slot_of_row[r] / K; a row whose entry lies outside [0, T K) is
  * padding, zero in y and h. Without it, x holds the rows themselves. Weights multiply y, or with weight_early a and
@@ -116,6 +131,9 @@ typedef struct ab_expert_ffn_forward_args {
   const ab_tensor* y; /* [R, D]; may be NULL where a is given */
   const ab_tensor* h; /* [R, P, F], or NULL: kept for the backward pass */
   const ab_tensor* a; /* [R, F], or NULL; zero in padding */
+  /* of activations that have them, see ab_activation */
+  float activation_alpha;
+  float activation_limit;
 } ab_expert_ffn_forward_args;
 
 AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
@@ -124,7 +142,7 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
 
 /* With d_y = d_out of the row's token, unweighted, and w the row's weight (1 without weights):
  *
- *     da' = d_y W_out[e]^T;  d_w = <da', a> + <d_y, b_out[e]>;  da = w da';  dh = act'(h) da;
+ *     da' = d_y W_out[e]^T;  d_w = <da', a> + <d_y, b_out[e]>;  da = w da';  dh = phi'(h) da;
  *     dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh;  dx = dh W_in^T.
  *
  * The same for early and late weights. Memory: dh may be the very buffer of h, which it then takes over. The workspace
@@ -165,6 +183,9 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* d_b_out;    /* [E, D] */
   const ab_tensor* d_weights;  /* float32 [T, K] with slot_of_row (0 for a slot without a row), else [R] */
   const ab_tensor* weighted_a; /* [R, F]: w a, which d_w_out needs; zero in padding */
+  /* as in the forward pass */
+  float activation_alpha;
+  float activation_limit;
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

@@ -1,6 +1,7 @@
-// exp, log and log1p in float32 without branches or tables, so that a loop over them becomes vector code on every
+// exp, log, log1p and tanh in float32 without branches or tables, so that a loop over them becomes vector code on every
 // instruction set. Machines with a fused multiply-add (AVX2 and AVX-512 alike, not baseline x86-64) give the same bits.
-// Measured error: exp and log at most 1.01 ulp, log1p 1.6 ulp. Internal linkage: included by *.isa.cc files.
+// Measured error: exp and log at most 1.01 ulp, log1p 1.6 ulp, tanh 2 ulp. Internal linkage: included by *.isa.cc
+// files.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +39,10 @@ AB_INLINE float square_root(float x) {
   return __builtin_sqrtf(x);
 #endif
 }
+
+// The smaller and the larger of x and a bound; NaN stays NaN.
+AB_INLINE float at_most(float x, float bound) { return x > bound ? bound : x; }
+AB_INLINE float at_least(float x, float bound) { return x < bound ? bound : x; }
 
 constexpr float kLog2E = 0x1.715476p0f;
 
@@ -95,6 +100,25 @@ AB_INLINE float exp_flushed_f32(float x) {
   const uint32_t biased = __builtin_bit_cast(uint32_t, a.shifted) - (kExponentZero - 127u);  // 0 gives 2^n = 0
   return exp_near_zero(a.r) * __builtin_bit_cast(float, biased << 23);
 #endif
+}
+
+// tanh(x) and 1 - tanh(x)^2, both with a small relative error for every x. NaN stays NaN.
+struct TanhAt {
+  float value, slope;
+};
+AB_INLINE TanhAt tanh_f32(float x) {
+  const float size = __builtin_fabsf(x);
+  const float e = exp_flushed_f32(-2.0f * size);
+  const float r = reciprocal(1.0f + e);
+  const float large = (1.0f - e) * r;
+  // x + x^3 P(x^2) with P minimax to 5e-9, where 1 - e would cancel.
+  const float s = x * x;
+  float p = multiply_add(s, -0x1.75e1ccp-8f, 0x1.52269ap-6f);
+  p = multiply_add(s, p, -0x1.b83c5ap-5f);
+  p = multiply_add(s, p, 0x1.110726p-3f);
+  p = multiply_add(s, p, -0x1.555532p-2f);
+  const float small = multiply_add(x * s, p, x);
+  return {size < 0.625f ? small : __builtin_copysignf(large, x), 4.0f * e * r * r};
 }
 
 // log(1 + y) for sqrt(1/2) - 1 <= y <= sqrt(2) - 1: y - y^2/2 + y^3 Q(y) with Q minimax to 6e-9.

@@ -97,15 +97,57 @@ bool is_empty(const ab_tensor& tensor) {
   return std::ranges::any_of(axes(tensor), [](int64_t size) { return size == 0; });
 }
 
-bool is_contiguous(const ab_tensor& tensor) {
-  if (tensor.strides == nullptr) return true;
-  const std::span<const int64_t> sizes = axes(tensor);
+// Strides of a row-major tensor where none are given.
+int64_t stride_of(const ab_tensor& tensor, int32_t axis) {
+  if (tensor.strides != nullptr) return tensor.strides[axis];
   int64_t stride = 1;
-  for (size_t i = sizes.size(); i-- > 0;) {
-    if (sizes[i] != 1 && tensor.strides[i] != stride) return false;
-    stride *= sizes[i];
+  for (int32_t i = axis + 1; i < tensor.rank; ++i) stride *= tensor.shape[i];
+  return stride;
+}
+
+// order(i): the axis that stands i-th in memory.
+template <class AxisAt>
+bool is_in_order(const ab_tensor& tensor, const AxisAt& axis_at) {
+  int64_t stride = 1;
+  for (int32_t i = tensor.rank; i-- > 0;) {
+    const int32_t axis = axis_at(i);
+    if (tensor.shape[axis] != 1 && stride_of(tensor, axis) != stride) return false;
+    stride *= tensor.shape[axis];
   }
   return true;
+}
+
+Text order_text(std::initializer_list<Axis> shape, std::span<const Order> orders) {
+  Text text;
+  for (size_t i = 0; i < orders.size(); ++i) {
+    const char* before = i == 0 ? "(" : i + 1 < orders.size() ? ", (" : " or (";
+    for (size_t axis = 0; axis < shape.size(); ++axis) {
+      text.add("%s%s", before, shape.begin()[orders[i].axes[axis]].name);
+      before = ", ";
+    }
+    text.add(")");
+  }
+  return text;
+}
+
+// All but how it lies in memory.
+ab_status check_view(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
+  if (tensor == nullptr) return AB_INVALID("%s: got NULL, expected %s", name, expected_text(dtypes, shape).chars());
+  const bool known = tensor->dtype >= AB_BOOL && tensor->dtype <= AB_FLOAT32;
+  if (!known || (dtypes & (1u << tensor->dtype)) == 0 || !has_shape(*tensor, shape)) {
+    return AB_INVALID("%s: got %s (%d) %s, expected %s", name, dtype_name(tensor->dtype), tensor->dtype,
+                      shape_text(*tensor).chars(), expected_text(dtypes, shape).chars());
+  }
+  if (!fits_memory(*tensor)) {
+    return AB_INVALID("%s: got %s %s, expected axes whose product makes at most 2^56 bytes", name,
+                      dtype_name(tensor->dtype), shape_text(*tensor).chars());
+  }
+  return ok();
+}
+
+ab_status check_memory(const char* name, const ab_tensor& tensor) {
+  if (tensor.data != nullptr || is_empty(tensor)) return ok();
+  return AB_INVALID("%s: got data NULL, expected memory for %s", name, shape_text(tensor).chars());
 }
 
 }  // namespace
@@ -125,24 +167,23 @@ int64_t dtype_size(int32_t dtype) {
 }
 
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
-  if (tensor == nullptr) return AB_INVALID("%s: got NULL, expected %s", name, expected_text(dtypes, shape).chars());
-  const bool known = tensor->dtype >= AB_BOOL && tensor->dtype <= AB_FLOAT32;
-  if (!known || (dtypes & (1u << tensor->dtype)) == 0 || !has_shape(*tensor, shape)) {
-    return AB_INVALID("%s: got %s (%d) %s, expected %s", name, dtype_name(tensor->dtype), tensor->dtype,
-                      shape_text(*tensor).chars(), expected_text(dtypes, shape).chars());
-  }
-  if (!fits_memory(*tensor)) {
-    return AB_INVALID("%s: got %s %s, expected axes whose product makes at most 2^56 bytes", name,
-                      dtype_name(tensor->dtype), shape_text(*tensor).chars());
-  }
-  if (!is_contiguous(*tensor)) {
+  AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
+  if (!is_in_order(*tensor, [](int32_t i) { return i; })) {
     return AB_INVALID("%s: got strides that are not contiguous, expected row-major %s", name,
                       shape_text(*tensor).chars());
   }
-  if (tensor->data == nullptr && !is_empty(*tensor)) {
-    return AB_INVALID("%s: got data NULL, expected memory for %s", name, shape_text(*tensor).chars());
+  return check_memory(name, *tensor);
+}
+
+ab_status check_ordered(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape,
+                        std::span<const Order> orders, size_t* found) {
+  AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
+  for (*found = 0; *found < orders.size(); ++*found) {
+    const Order& order = orders[*found];
+    if (is_in_order(*tensor, [&](int32_t i) { return order.axes[i]; })) return check_memory(name, *tensor);
   }
-  return ok();
+  return AB_INVALID("%s: got strides of another order, expected %s in memory as %s", name, shape_text(*tensor).chars(),
+                    order_text(shape, orders).chars());
 }
 
 ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 
 #include "anabranch/types.h"
 #include "core/status.h"
@@ -35,6 +36,16 @@ constexpr int64_t kMostBytes = int64_t{1} << 56;
 // one tensor always fits int64, also of a tensor that needs no memory.
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
+
+// The axes of a tensor as they stand in memory, without gaps, the outermost first.
+struct Order {
+  int8_t axes[AB_MAX_RANK];
+};
+
+// check_tensor() of one that may lie in any of some orders, *found being the first that fits: axes of one element stand
+// anywhere.
+ab_status check_ordered(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape,
+                        std::span<const Order> orders, size_t* found);
 
 // The workspace that exec brings against what is needed.
 ab_status check_workspace(const ab_exec* exec, size_t needed);

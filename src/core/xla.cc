@@ -50,6 +50,28 @@ std::string_view take_name(std::string_view& names) {
   return name;
 }
 
+// Lets the axes of `view` stand as `name`'s entry of "NAME:ORDER,..." says; false: the order is none.
+bool reorder(std::string_view orders, std::string_view name, View* view) {
+  while (!orders.empty()) {
+    const std::string_view entry = take_name(orders);
+    const size_t colon = entry.find(':');
+    if (entry.substr(0, colon) != name || colon == std::string_view::npos) continue;
+    const std::string_view order = entry.substr(colon + 1);
+    const ab_tensor stored = view->tensor;
+    if (order.size() != static_cast<size_t>(stored.rank)) return false;
+    for (size_t i = 0; i < order.size(); ++i) {
+      const int axis = order[i] - '0';
+      if (axis < 0 || axis >= stored.rank) return false;
+      view->tensor.shape[i] = stored.shape[axis];
+      view->strides[i] = 1;
+      for (int32_t inner = axis + 1; inner < stored.rank; ++inner) view->strides[i] *= stored.shape[inner];
+    }
+    view->tensor.strides = view->strides;
+    return true;
+  }
+  return true;
+}
+
 template <class T>
 T& member(void* args, size_t offset) {
   return *reinterpret_cast<T*>(static_cast<char*>(args) + offset);
@@ -68,8 +90,7 @@ ffi::Error to_error(const ab_status& status) {
 }
 
 ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers],
-                  ab_tensor* workspace) {
+                  const ffi::Dictionary& attributes, void* args, View (&views)[kMaxBuffers], ab_tensor* workspace) {
   const auto operand_names = attributes.get<std::string_view>("operands");
   const auto result_names = attributes.get<std::string_view>("results");
   if (!operand_names.has_value() || !result_names.has_value()) {
@@ -77,12 +98,15 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
   }
   if (operands.size() + results.size() > kMaxBuffers) return invalid("anabranch: the call has too many buffers");
 
+  const auto given_orders = attributes.get<std::string_view>("orders");
+  const std::string_view orders = given_orders.has_value() ? *given_orders : std::string_view();
   int used = 0;
   const auto place = [&](std::string_view name, const ab_tensor& view) -> bool {
     const Field* field = find(fields, name);
     if (field == nullptr || field->kind != FieldKind::tensor || view.rank > AB_MAX_RANK) return false;
-    views[used] = view;
-    member<const ab_tensor*>(args, field->offset) = &views[used++];
+    views[used].tensor = view;
+    if (!reorder(orders, name, &views[used])) return false;
+    member<const ab_tensor*>(args, field->offset) = &views[used++].tensor;
     return true;
   };
   std::string_view names = *operand_names;

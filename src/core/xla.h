@@ -2,7 +2,9 @@
 //
 // An operation lists the fields of its args struct once, by name. A call from XLA brings its buffers as variadic
 // operands and results, with two attributes that name them ("operands" and "results", comma-separated), so that any
-// optional tensor may be absent; every option is an attribute of the field's name.
+// optional tensor may be absent; every option is an attribute of the field's name. A buffer whose axes stand in another
+// order than the operation's has an entry in the attribute "orders", if there is one: "w_in:0312" where axis i of the
+// operation's W_in is axis 0, 3, 1, 2 of the buffer.
 #pragma once
 
 #include <cstddef>
@@ -41,10 +43,16 @@ struct Field {
 
 constexpr int kMaxBuffers = 24;
 
+// A tensor view with room for its strides.
+struct View {
+  ab_tensor tensor;
+  int64_t strides[AB_MAX_RANK];
+};
+
 // Fills the fields of `args` (a zeroed args struct) from one call; `views` gives the tensors room to live. The result
 // named "workspace", if there is one, goes to *workspace.
 ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                  const ffi::Dictionary& attributes, void* args, ab_tensor (&views)[kMaxBuffers], ab_tensor* workspace);
+                  const ffi::Dictionary& attributes, void* args, View (&views)[kMaxBuffers], ab_tensor* workspace);
 
 ffi::Error to_error(const ab_status& status);
 
@@ -58,7 +66,7 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
                const ffi::Dictionary& attributes) {
   Args args{};
   args.size = sizeof(Args);
-  ab_tensor views[kMaxBuffers];
+  View views[kMaxBuffers];
   ab_tensor workspace{};
   if (ffi::Error error = decode(fields, operands, results, attributes, &args, views, &workspace); error.failure()) {
     return error;
@@ -103,7 +111,7 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
                const ffi::Dictionary& attributes) {
   Args args{};
   args.size = sizeof(Args);
-  ab_tensor views[kMaxBuffers];
+  View views[kMaxBuffers];
   ab_tensor unused{};  // a workspace for other platforms
   if (ffi::Error error = decode(fields, operands, results, attributes, &args, views, &unused); error.failure()) {
     return error;

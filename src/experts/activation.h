@@ -1,5 +1,9 @@
-// The activations and their slopes, in float32. One definition for every backend. Internal linkage: included by
-// *.isa.cc files.
+// The activations: their values and partial derivatives, in float32. One definition for every backend.
+//
+// An activation is phi(g, u) of a gate g and an up u; that of an ungated expert is phi(h, 1). Those of the C interface
+// are few formulas with parameters: quick_gelu is a silu with a steeper sigmoid, swiglu_clamped one with limits. A new
+// one is an enumerator in anabranch/experts.h, a line in activation_of() and, unless a formula fits it, a formula here.
+// Functions have internal linkage: included by *.isa.cc files.
 #pragma once
 
 #include "anabranch/experts.h"
@@ -7,11 +11,60 @@
 #include "core/math.h"
 
 namespace anabranch {
+
+enum class Formula : int32_t {
+  silu,               // g sigmoid(g) u
+  gelu,               // g sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)) u, the tanh form
+  gelu_erf,           // g Phi(g) u, Phi the normal distribution
+  power,              // max(g, floor) u, or its square; the slope at the floor is a parameter
+  swiglu,             // g' sigmoid(alpha g') (u' + offset), g' = min(g, limit), u' = clamp(u, -limit, limit)
+  swiglu_then_clamp,  // min(g sigmoid(g), limit) u'
+  situ,               // alpha tanh(g/alpha) sigmoid(g) limit tanh(u/limit)
+  any                 // as template argument: found at run time
+};
+
+// What a kernel knows of an activation. Slopes at a limit are those inside, past it 0.
+struct Activation {
+  Formula formula = Formula::silu;
+  float alpha = 1.0f;
+  float limit = __builtin_inff();
+  float inverse_alpha = 1.0f;  // of situ, as inverse_limit
+  float inverse_limit = 0.0f;
+  float offset = 0.0f;
+  float floor = 0.0f;  // of power, as what follows
+  float slope_at_floor = 0.0f;
+  bool squared = false;
+};
+
 namespace {
 
+// Of arguments that have been checked; alpha and limit only where the activation has them.
+inline Activation activation_of(int32_t kind, float alpha, float limit) {
+  switch (kind) {
+    case AB_GELU: return {.formula = Formula::gelu};
+    case AB_GELU_ERF: return {.formula = Formula::gelu_erf};
+    case AB_QUICK_GELU: return {.formula = Formula::swiglu, .alpha = 1.702f};
+    case AB_RELU: return {.formula = Formula::power};
+    case AB_RELU2: return {.formula = Formula::power, .squared = true};
+    case AB_LINEAR: return {.formula = Formula::power, .floor = -__builtin_inff(), .slope_at_floor = 1.0f};
+    case AB_SWIGLU_CLAMPED: return {.formula = Formula::swiglu, .limit = limit};
+    case AB_SWIGLU_OAI: return {.formula = Formula::swiglu, .alpha = alpha, .limit = limit, .offset = 1.0f};
+    case AB_SWIGLU_THEN_CLAMP: return {.formula = Formula::swiglu_then_clamp, .limit = limit};
+    case AB_SITU:
+      return {.formula = Formula::situ,
+              .alpha = alpha,
+              .limit = limit,
+              .inverse_alpha = 1.0f / alpha,
+              .inverse_limit = 1.0f / limit};
+    default: return {.formula = Formula::silu};
+  }
+}
+
+// phi and its derivatives.
 struct ActivationAt {
   float value;
-  float slope;
+  float by_gate;
+  float by_up;
 };
 
 AB_INLINE float sigmoid(float x) {
@@ -32,50 +85,162 @@ AB_INLINE float times_sigmoid(float h, float x) {
 #endif
 }
 
-// max(h, 0); NaN stays NaN.
-AB_INLINE float relu(float h) { return h <= 0.0f ? 0.0f : h; }
-
-// gelu(h) = h/2 (1 + tanh(u)) = h sigmoid(2u), 2u = kGeluScale (h + kGeluCubic h^3).
+// gelu(h) = h/2 (1 + tanh(v)) = h sigmoid(2v), 2v = kGeluScale (h + kGeluCubic h^3).
 constexpr float kGeluScale = 1.5957691216f;  // 2 sqrt(2/pi)
 constexpr float kGeluCubic = 0.044715f;
 
 AB_INLINE float gelu_argument(float h) { return kGeluScale * (h + kGeluCubic * h * h * h); }
 
-template <int32_t kActivation>
-AB_INLINE float activate(float h) {
-  if constexpr (kActivation == AB_SILU) return times_sigmoid(h, h);
-  if constexpr (kActivation == AB_GELU) return times_sigmoid(h, gelu_argument(h));
-  if constexpr (kActivation == AB_RELU) return relu(h);
-  if constexpr (kActivation == AB_RELU2) return relu(h) * relu(h);
+// Phi(x) and its derivative, the density exp(-x^2/2) / sqrt(2 pi).
+struct NormalAt {
+  float value;
+  float slope;
+};
+AB_INLINE NormalAt normal_distribution(float x) {
+  // exp(-x^2/2), the rounding error of the square made good: the exponent's absolute error is the result's relative
+  // one.
+  const float square = x * x;
+  const float error = multiply_add(x, x, -square);
+#if defined(__CUDA_ARCH__)
+  const float exponent = -0.5f * kLog2E * square;
+  const float lost = multiply_add(-0.5f * kLog2E, square, -exponent) - 0.5f * kLog2E * error - 0x1.4ae0cp-27f * square;
+  const float e = exp2_flushed_f32(exponent) * multiply_add(0.69314718f, lost, 1.0f);
+#else
+  const float e = exp_flushed_f32(-0.5f * square) * (1.0f - 0.5f * error);
+#endif
+  // Phi(-y) exp(y^2/2) for y >= 0 as a polynomial of t = 1 / (1 + 0.35 y), minimax to 3.2e-8, relatively.
+  const float t = reciprocal(multiply_add(0.35f, __builtin_fabsf(x), 1.0f));
+  float p = multiply_add(t, -0x1.ddb9p-6f, 0x1.26f9aap-3f);
+  p = multiply_add(t, p, -0x1.05faa4p-2f);
+  p = multiply_add(t, p, 0x1.46495cp-3f);
+  p = multiply_add(t, p, -0x1.7c4f6ap-6f);
+  p = multiply_add(t, p, 0x1.b057ccp-4f);
+  p = multiply_add(t, p, 0x1.eac9bcp-4f);
+  p = multiply_add(t, p, 0x1.1e70c4p-3f);
+  p = multiply_add(t, p, 0x1.1df1c6p-3f);
+  const bool vanishes = square > 170.0f;  // below the normal numbers
+  const float tail = vanishes ? 0.0f : p * t * e;
+  return {x < 0.0f ? tail : 1.0f - tail, vanishes ? 0.0f : 0.3989422804f * e};
 }
 
-// The slope of g = h s(v(h)), s the sigmoid: s + g (1 - s) v'.
-template <int32_t kActivation>
-AB_INLINE ActivationAt activate_with_slope(float h) {
-  if constexpr (kActivation == AB_SILU) {
-    const float s = sigmoid(h);
-    const float g = h * s;
-    return {g, s + multiply_add(-g, s, g)};
+AB_INLINE float limited(float u, float limit) { return at_least(at_most(u, limit), -limit); }
+AB_INLINE bool is_past(float x, float limit) { return __builtin_fabsf(x) > limit; }
+
+template <Formula kFormula>
+AB_INLINE float activate(const Activation& a, float g, float u) {
+  if constexpr (kFormula == Formula::silu) return times_sigmoid(g, g) * u;
+  if constexpr (kFormula == Formula::gelu) return times_sigmoid(g, gelu_argument(g)) * u;
+  if constexpr (kFormula == Formula::gelu_erf) return g * normal_distribution(g).value * u;
+  if constexpr (kFormula == Formula::power) {
+    const float base = at_least(g, a.floor);
+    return (a.squared ? base * base : base) * u;
   }
-  if constexpr (kActivation == AB_GELU) {
-    const float s = sigmoid(gelu_argument(h));
-    const float v_slope = kGeluScale * (1.0f + 3.0f * kGeluCubic * h * h);
-    const float g = h * s;
-    const float slope = multiply_add(multiply_add(-g, s, g), v_slope, s);
-    return {g, __builtin_fabsf(h) > 16.0f ? s : slope};  // there s is 0 or 1 to the last bit, and h^3 may overflow
+  if constexpr (kFormula == Formula::swiglu) {
+    const float inside = at_most(g, a.limit);
+    return times_sigmoid(inside, a.alpha * inside) * (limited(u, a.limit) + a.offset);
   }
-  if constexpr (kActivation == AB_RELU) return {relu(h), h > 0.0f ? 1.0f : relu(h)};
-  if constexpr (kActivation == AB_RELU2) return {relu(h) * relu(h), 2.0f * relu(h)};
+  if constexpr (kFormula == Formula::swiglu_then_clamp) {
+    return at_most(times_sigmoid(g, g), a.limit) * limited(u, a.limit);
+  }
+  if constexpr (kFormula == Formula::situ) {
+    return times_sigmoid(a.alpha * tanh_f32(g * a.inverse_alpha).value, g) *
+           (a.limit * tanh_f32(u * a.inverse_limit).value);
+  }
 }
 
-// Calls f.template operator()<activation>() with an activation that has been checked.
+// The slope of v = h s(x(h)), s the sigmoid: s + v (1 - s) x'.
+template <Formula kFormula>
+AB_INLINE ActivationAt activate_with_slopes(const Activation& a, float g, float u) {
+  if constexpr (kFormula == Formula::silu) {
+    const float s = sigmoid(g);
+    const float v = g * s;
+    return {v * u, (s + multiply_add(-v, s, v)) * u, v};
+  }
+  if constexpr (kFormula == Formula::gelu) {
+    const float s = sigmoid(gelu_argument(g));
+    const float x_slope = kGeluScale * (1.0f + 3.0f * kGeluCubic * g * g);
+    const float v = g * s;
+    const float slope = multiply_add(multiply_add(-v, s, v), x_slope, s);
+    // Past 16 s is 0 or 1 to the last bit, and g^3 may overflow.
+    return {v * u, (__builtin_fabsf(g) > 16.0f ? s : slope) * u, v};
+  }
+  if constexpr (kFormula == Formula::gelu_erf) {
+    const NormalAt normal = normal_distribution(g);
+    const float v = g * normal.value;
+    return {v * u, multiply_add(g, normal.slope, normal.value) * u, v};
+  }
+  if constexpr (kFormula == Formula::power) {
+    const float base = at_least(g, a.floor);
+    const float slope = g > a.floor ? 1.0f : base == a.floor ? a.slope_at_floor : base;  // the last: NaN
+    const float v = a.squared ? base * base : base;
+    return {v * u, (a.squared ? 2.0f * base : slope) * u, v};
+  }
+  if constexpr (kFormula == Formula::swiglu) {
+    const float inside = at_most(g, a.limit);
+    const float s = sigmoid(a.alpha * inside);
+    const float v = inside * s;
+    const float slope = multiply_add(a.alpha, multiply_add(-v, s, v), s);
+    const float up = limited(u, a.limit) + a.offset;
+    return {v * up, g > a.limit ? 0.0f : slope * up, is_past(u, a.limit) ? 0.0f : v};
+  }
+  if constexpr (kFormula == Formula::swiglu_then_clamp) {
+    const float s = sigmoid(g);
+    const float v = g * s;
+    const float up = limited(u, a.limit);
+    const float inside = at_most(v, a.limit);
+    return {inside * up, v > a.limit ? 0.0f : (s + multiply_add(-v, s, v)) * up, is_past(u, a.limit) ? 0.0f : inside};
+  }
+  if constexpr (kFormula == Formula::situ) {
+    const float s = sigmoid(g);
+    const TanhAt gate = tanh_f32(g * a.inverse_alpha);
+    const TanhAt up = tanh_f32(u * a.inverse_limit);
+    const float v = a.alpha * gate.value * s;
+    const float limited_up = a.limit * up.value;
+    return {v * limited_up, multiply_add(gate.slope, s, multiply_add(-v, s, v)) * limited_up, v * up.slope};
+  }
+}
+
+// Calls f.template operator()<formula>() with that of an activation.
 template <class F>
-AB_INLINE void with_activation(int32_t activation, F&& f) {
-  switch (activation) {
-    case AB_GELU: return f.template operator()<AB_GELU>();
-    case AB_RELU: return f.template operator()<AB_RELU>();
-    case AB_RELU2: return f.template operator()<AB_RELU2>();
-    default: return f.template operator()<AB_SILU>();
+AB_INLINE void with_formula(const Activation& activation, F&& f) {
+  switch (activation.formula) {
+    case Formula::gelu: return f.template operator()<Formula::gelu>();
+    case Formula::gelu_erf: return f.template operator()<Formula::gelu_erf>();
+    case Formula::power: return f.template operator()<Formula::power>();
+    case Formula::swiglu: return f.template operator()<Formula::swiglu>();
+    case Formula::swiglu_then_clamp: return f.template operator()<Formula::swiglu_then_clamp>();
+    case Formula::situ: return f.template operator()<Formula::situ>();
+    default: return f.template operator()<Formula::silu>();
+  }
+}
+
+// The same for kernels in which every formula costs code: those that few models have share Formula::any.
+template <class F>
+AB_INLINE void with_common_formula(const Activation& activation, F&& f) {
+  switch (activation.formula) {
+    case Formula::silu: return f.template operator()<Formula::silu>();
+    case Formula::gelu: return f.template operator()<Formula::gelu>();
+    case Formula::power: return f.template operator()<Formula::power>();
+    case Formula::swiglu: return f.template operator()<Formula::swiglu>();
+    default: return f.template operator()<Formula::any>();
+  }
+}
+
+// Of the formulas that share Formula::any.
+template <>
+AB_INLINE float activate<Formula::any>(const Activation& a, float g, float u) {
+  switch (a.formula) {
+    case Formula::gelu_erf: return activate<Formula::gelu_erf>(a, g, u);
+    case Formula::swiglu_then_clamp: return activate<Formula::swiglu_then_clamp>(a, g, u);
+    default: return activate<Formula::situ>(a, g, u);
+  }
+}
+template <>
+AB_INLINE ActivationAt activate_with_slopes<Formula::any>(const Activation& a, float g, float u) {
+  switch (a.formula) {
+    case Formula::gelu_erf: return activate_with_slopes<Formula::gelu_erf>(a, g, u);
+    case Formula::swiglu_then_clamp: return activate_with_slopes<Formula::swiglu_then_clamp>(a, g, u);
+    default: return activate_with_slopes<Formula::situ>(a, g, u);
   }
 }
 

@@ -1,5 +1,7 @@
 #include "experts/check.h"
 
+#include <cmath>
+
 #include "dispatch/maps.h"
 
 namespace anabranch {
@@ -45,12 +47,60 @@ ab_status check_product(const Args* args, GroupedSizes* s) {
   return ok();
 }
 
+// The layouts of W_in [E, D, P, F] and W_out [E, F, D], in the order of preference.
+enum InOrder : size_t { kDpf, kPfd, kDfp, kFpd };
+enum OutOrder : size_t { kFd, kDf };
+constexpr Order kInOrders[] = {{{0, 1, 2, 3}}, {{0, 2, 3, 1}}, {{0, 1, 3, 2}}, {{0, 3, 2, 1}}};
+constexpr Order kOutOrders[] = {{{0, 1, 2}}, {{0, 2, 1}}};
+
+// A gradient lies as its weight does.
+ab_status check_gradient_of_in(const ab_tensor* tensor, Dtypes dtypes, const FfnSizes& s) {
+  if (tensor == nullptr) return ok();
+  const size_t order =
+      s.layout.interleaved ? (s.layout.in_transposed ? kFpd : kDfp) : (s.layout.in_transposed ? kPfd : kDpf);
+  size_t found = 0;
+  return check_ordered("d_w_in", tensor, dtypes, {{"E", s.E}, {"D", s.D}, {"P", s.P}, {"F", s.F}},
+                       {&kInOrders[order], 1}, &found);
+}
+ab_status check_gradient_of_out(const ab_tensor* tensor, Dtypes dtypes, const FfnSizes& s) {
+  if (tensor == nullptr) return ok();
+  size_t found = 0;
+  return check_ordered("d_w_out", tensor, dtypes, {{"E", s.E}, {"F", s.F}, {"D", s.D}},
+                       {&kOutOrders[s.layout.out_transposed ? kDf : kFd], 1}, &found);
+}
+
+// b_in [E, P, F] and h [R, P, F], or what is like them: P and F in the order that W_in has them in.
+ab_status check_hidden(const char* name, const ab_tensor* tensor, Dtypes dtypes, Axis rows, const FfnSizes& s) {
+  constexpr Order kSideBySide{{0, 1, 2}};
+  constexpr Order kInterleaved{{0, 2, 1}};
+  if (tensor == nullptr) return ok();
+  size_t found = 0;
+  return check_ordered(name, tensor, dtypes, {rows, {"P", s.P}, {"F", s.F}},
+                       {s.layout.interleaved ? &kInterleaved : &kSideBySide, 1}, &found);
+}
+
+// A number above 0 where an activation has such a parameter, else 0, exactly.
+ab_status check_parameter(const char* name, float value, bool has) {
+  if (has ? std::isfinite(value) && value > 0.0f : value == 0.0f) return ok();
+  return AB_INVALID("%s: got %g, expected %s", name, static_cast<double>(value),
+                    has ? "a finite number above 0" : "0: the activation has no such parameter");
+}
+
+template <class Args>
+ab_status check_activation(const Args* args) {
+  const int32_t kind = args->activation;
+  if (kind < AB_SILU || kind > AB_SITU) {
+    return AB_INVALID("activation: got %d, expected %d to %d, an ab_activation", kind, AB_SILU, AB_SITU);
+  }
+  AB_RETURN_IF_ERROR(
+      check_parameter("activation_alpha", args->activation_alpha, kind == AB_SWIGLU_OAI || kind == AB_SITU));
+  return check_parameter("activation_limit", args->activation_limit, kind >= AB_SWIGLU_CLAMPED);
+}
+
 // What forward and backward have in common; has_down: both products are part of it, not the first alone.
 template <class Args>
 ab_status check_common(const Args* args, bool has_down, FfnSizes* s) {
-  if (args->activation < AB_SILU || args->activation > AB_RELU2) {
-    return AB_INVALID("activation: got %d, expected 0 (silu), 1 (gelu), 2 (relu) or 3 (relu2)", args->activation);
-  }
+  AB_RETURN_IF_ERROR(check_activation(args));
   AB_RETURN_IF_ERROR(check_flag("skip_rest", args->skip_rest));
   const bool by_slot = args->slot_of_row != nullptr;
   if (by_slot ? args->topk < 1 : args->topk != 0) {
@@ -67,14 +117,24 @@ ab_status check_common(const Args* args, bool has_down, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_num_rows(by_slot ? "slot_of_row" : "x", s->R));
   if (by_slot) AB_RETURN_IF_ERROR(check_num_slots("slot_of_row", s->T, s->K));
   const Dtypes dtype = dtype_of(args->x);
-  AB_RETURN_IF_ERROR(check_tensor("w_in", args->w_in, dtype, {{"E", s->E}, {"D", s->D}, {"2 or 1"}, {"F"}}));
+  size_t order = 0;
+  AB_RETURN_IF_ERROR(
+      check_ordered("w_in", args->w_in, dtype, {{"E", s->E}, {"D", s->D}, {"2 or 1"}, {"F"}}, kInOrders, &order));
+  s->layout.in_transposed = order == kPfd || order == kFpd;
+  s->layout.interleaved = (order == kDfp || order == kFpd) && axis(args->w_in, 2) > 1;
   s->P = axis(args->w_in, 2);
   s->F = axis(args->w_in, 3);
   if (s->P != 1 && s->P != 2) {
     return AB_INVALID("w_in: got %lld parts, expected 2 (gate, up) or 1", static_cast<long long>(s->P));
   }
+  if (s->P == 1 && args->activation >= AB_SWIGLU_CLAMPED) {
+    return AB_INVALID("activation: got %d, one of two inputs, expected one of one input where w_in has 1 part",
+                      args->activation);
+  }
   if (has_down) {
-    AB_RETURN_IF_ERROR(check_tensor("w_out", args->w_out, dtype, {{"E", s->E}, {"F", s->F}, {"D", s->D}}));
+    AB_RETURN_IF_ERROR(
+        check_ordered("w_out", args->w_out, dtype, {{"E", s->E}, {"F", s->F}, {"D", s->D}}, kOutOrders, &order));
+    s->layout.out_transposed = order == kDf;
     AB_RETURN_IF_ERROR(check_optional("b_out", args->b_out, dtype, {{"E", s->E}, {"D", s->D}}));
   } else {
     AB_RETURN_IF_ERROR(check_unused("w_out", args->w_out, "without y"));
@@ -128,10 +188,10 @@ ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
     AB_RETURN_IF_ERROR(check_unused("weights", args->weights, "without y, or weight_early"));
   }
   const Dtypes dtype = dtype_of(args->x);
-  AB_RETURN_IF_ERROR(check_optional("b_in", args->b_in, dtype, {{"E", s->E}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_hidden("b_in", args->b_in, dtype, {"E", s->E}, *s));
   if (has_down) AB_RETURN_IF_ERROR(check_tensor("y", args->y, dtype, {{"R", s->R}, {"D", s->D}}));
   AB_RETURN_IF_ERROR(check_optional("a", args->a, dtype, {{"R", s->R}, {"F", s->F}}));
-  return check_optional("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}});
+  return check_hidden("h", args->h, dtype, {"R", s->R}, *s);
 }
 
 ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
@@ -142,7 +202,7 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   }
   const Dtypes dtype = dtype_of(args->x);
   const Dtypes gradients = args->accumulate != 0 ? kFloat32 : dtype | kFloat32;
-  AB_RETURN_IF_ERROR(check_optional("h", args->h, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_hidden("h", args->h, dtype, {"R", s->R}, *s));
   if (args->h == nullptr) {
     const bool needs_dh = args->dx_rows != nullptr || args->d_w_in != nullptr || args->d_b_in != nullptr;
     if ((needs_dh && args->dh == nullptr) || (args->d_w_out != nullptr && args->weighted_a == nullptr)) {
@@ -168,13 +228,12 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   } else {
     AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"R", s->R}}));
   }
-  AB_RETURN_IF_ERROR(check_optional("dh", args->dh, dtype, {{"R", s->R}, {"P", s->P}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_hidden("dh", args->dh, dtype, {"R", s->R}, *s));
   AB_RETURN_IF_ERROR(check_optional("weighted_a", args->weighted_a, dtype, {{"R", s->R}, {"F", s->F}}));
   AB_RETURN_IF_ERROR(check_optional("dx_rows", args->dx_rows, dtype, {{"R", s->R}, {"D", s->D}}));
-  AB_RETURN_IF_ERROR(
-      check_optional("d_w_in", args->d_w_in, gradients, {{"E", s->E}, {"D", s->D}, {"P", s->P}, {"F", s->F}}));
-  AB_RETURN_IF_ERROR(check_optional("d_b_in", args->d_b_in, dtype, {{"E", s->E}, {"P", s->P}, {"F", s->F}}));
-  AB_RETURN_IF_ERROR(check_optional("d_w_out", args->d_w_out, gradients, {{"E", s->E}, {"F", s->F}, {"D", s->D}}));
+  AB_RETURN_IF_ERROR(check_gradient_of_in(args->d_w_in, gradients, *s));
+  AB_RETURN_IF_ERROR(check_hidden("d_b_in", args->d_b_in, dtype, {"E", s->E}, *s));
+  AB_RETURN_IF_ERROR(check_gradient_of_out(args->d_w_out, gradients, *s));
   return check_optional("d_b_out", args->d_b_out, dtype, {{"E", s->E}, {"D", s->D}});
 }
 

@@ -20,6 +20,13 @@ struct CombinedSizes : GroupedSizes {
   int64_t K = 0;
 };
 
+// How the weights of a feed-forward network lie in memory, by the layouts of experts.h.
+struct WeightLayout {
+  bool in_transposed = false;   // W_in's columns stand in rows of D: (P, F, D) or (F, P, D)
+  bool interleaved = false;     // columns of gate and up alternate, in W_in, b_in and h
+  bool out_transposed = false;  // W_out is (D, F)
+};
+
 // Sizes of a feed-forward network; T and K are 0 when x holds rows.
 struct FfnSizes {
   int64_t T = 0;
@@ -29,6 +36,7 @@ struct FfnSizes {
   int64_t D = 0;
   int64_t P = 0;
   int64_t F = 0;
+  WeightLayout layout;
 
   int64_t slots() const { return T * K; }
 };

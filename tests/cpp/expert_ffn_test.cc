@@ -277,8 +277,24 @@ TEST(ExpertFfn, RefusesWhatDoesNotFit) {
   const Tensor<uint16_t> bf16({2, 3, 2, 4});
   const Floats three_parts({2, 3, 3, 4});
   refused([](auto& args) { args.size = 1; }, "_args: got size 1, expected");
-  refused([](auto& args) { args.activation = 4; }, "activation: got 4, expected 0 (silu)");
-  refused([](auto& args) { args.activation = -1; }, "activation: got -1, expected 0 (silu)");
+  refused([](auto& args) { args.activation = 11; }, "activation: got 11, expected 0 to 10, an ab_activation");
+  refused([](auto& args) { args.activation = -1; }, "activation: got -1, expected 0 to 10, an ab_activation");
+  refused([](auto& args) { args.activation_alpha = 1.0f; },
+          "activation_alpha: got 1, expected 0: the activation has no such parameter");
+  refused([](auto& args) { args.activation_limit = 1.0f; },
+          "activation_limit: got 1, expected 0: the activation has no such parameter");
+  for (const float limit : {0.0f, -1.0f, INFINITY, NAN}) {
+    const auto change = [limit](auto& args) {
+      args.activation = AB_SWIGLU_CLAMPED;
+      args.activation_limit = limit;
+    };
+    refused(change, "expected a finite number above 0");
+  }
+  const auto without_alpha = [](auto& args) {
+    args.activation = AB_SWIGLU_OAI;
+    args.activation_limit = 7.0f;
+  };
+  refused(without_alpha, "activation_alpha: got 0, expected a finite number above 0");
   refused([](auto& args) { args.topk = 0; }, "topk: got 0, expected at least 1");
   refused([](auto& args) { args.slot_of_row = nullptr; }, "topk: got 2, expected 0 without slot_of_row");
   refused([](auto& args) { args.x = nullptr; }, "x: got NULL, expected");

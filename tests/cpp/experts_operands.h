@@ -83,6 +83,8 @@ struct Network {
   Tensor<T_> y, h, dh, dx_rows, d_w_in, d_b_in, d_w_out, d_b_out;
   Floats d_weights;
   int32_t activation = AB_SILU;
+  float alpha = 0.0f;
+  float limit = 0.0f;
   int32_t early = 0;
 
   static Tensor<T_> values(const std::vector<int64_t>& shape, uint32_t seed) {
@@ -137,7 +139,9 @@ struct Network {
             weights.view(),
             y.view(),
             h.view(),
-            nullptr};
+            nullptr,
+            alpha,
+            limit};
   }
   ab_expert_ffn_backward_args backward_args() const {
     return {sizeof(ab_expert_ffn_backward_args),
@@ -161,7 +165,9 @@ struct Network {
             d_w_out.view(),
             d_b_out.view(),
             d_weights.view(),
-            nullptr};
+            nullptr,
+            alpha,
+            limit};
   }
   ab_status forward(int threads = 0) const {
     return call(ab_expert_ffn_forward, ab_expert_ffn_forward_workspace, forward_args(), threads);

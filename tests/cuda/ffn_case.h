@@ -43,6 +43,12 @@ inline std::ostream& operator<<(std::ostream& out, const FfnCase& c) {
              << c.weights << (c.accumulate ? " accumulated" : "");
 }
 
+// The parameters of an activation that has them: h reaches the limit and passes it.
+inline float alpha_of(int32_t activation) {
+  return activation == AB_SWIGLU_OAI || activation == AB_SITU ? 1.25f : 0.0f;
+}
+inline float limit_of(int32_t activation) { return activation >= AB_SWIGLU_CLAMPED ? 0.5f : 0.0f; }
+
 struct Network {
   using ForwardArgs = ab_expert_ffn_forward_args;
   using BackwardArgs = ab_expert_ffn_backward_args;
@@ -111,7 +117,9 @@ struct Network {
             weighted ? weights.view() : nullptr,
             y.view(),
             h.view(),
-            nullptr};
+            nullptr,
+            alpha_of(c.activation),
+            limit_of(c.activation)};
   }
   // From kept_h, so that both sides begin with the same.
   BackwardArgs backward_args() const {
@@ -136,7 +144,9 @@ struct Network {
             d_w_out.view(),
             d_b_out.view(),
             d_weights.view(),
-            nullptr};
+            nullptr,
+            alpha_of(c.activation),
+            limit_of(c.activation)};
   }
 
   void on_cpu() const {

@@ -28,7 +28,7 @@ TEST_F(FfnCuda, EveryOptionIsTheCpus) {
   unsigned seed = 0;
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (const int64_t P : {1, 2}) {
-      for (const int32_t activation : {AB_SILU, AB_GELU, AB_RELU, AB_RELU2}) {
+      for (int32_t activation = AB_SILU; activation < (P == 2 ? AB_SITU + 1 : AB_SWIGLU_CLAMPED); ++activation) {
         for (const Weighting weighting : {Weighting::none, Weighting::late, Weighting::early}) {
           for (const bool biases : {false, true}) {
             const bool by_slot = ++seed % 3 != 0;
@@ -478,10 +478,10 @@ TEST(FfnWithoutCuda, BadArgumentsAreRefused) {
   size_t bytes = 0;
   ab_expert_ffn_forward_args forward = net.forward_args();
   EXPECT_REFUSED(ab_cuda_expert_ffn_forward(&forward, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
-  forward.activation = 4;
-  EXPECT_REFUSED(ab_cuda_expert_ffn_forward(&forward, nullptr), AB_INVALID_ARGUMENT, "activation: got 4, expected");
+  forward.activation = 11;
+  EXPECT_REFUSED(ab_cuda_expert_ffn_forward(&forward, nullptr), AB_INVALID_ARGUMENT, "activation: got 11, expected");
   EXPECT_REFUSED(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes), AB_INVALID_ARGUMENT,
-                 "activation: got 4");
+                 "activation: got 11");
   ab_expert_ffn_backward_args backward = net.backward_args();
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
   const FloatTensor odd({1, 1}, AB_BFLOAT16);

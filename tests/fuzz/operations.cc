@@ -297,7 +297,9 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
 // What both directions of the feed-forward network read; returns its dtype.
 template <class Args>
 int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
-  args->activation = static_cast<int32_t>(random.between(AB_SILU, AB_RELU2));
+  args->activation = static_cast<int32_t>(random.between(AB_SILU, s.P == 2 ? AB_SITU : AB_LINEAR));
+  if (args->activation == AB_SWIGLU_OAI || args->activation == AB_SITU) args->activation_alpha = 1.25f;
+  if (args->activation >= AB_SWIGLU_CLAMPED) args->activation_limit = 0.5f;
   const int32_t dtype = any_float(random);
   const bool by_slot = random.chance(0.5);
   args->topk = by_slot ? static_cast<int32_t>(s.K) : 0;

@@ -3,6 +3,7 @@
 import contextlib
 
 from anabranch._library import LibraryError
+from anabranch.activation import Activation
 from anabranch.jax import _ffi
 from anabranch.jax._ffi import custom_calls
 from anabranch.jax.balance import fused_moe_aux_loss, load_balance_loss, z_loss
@@ -33,6 +34,7 @@ from anabranch.jax.router_te import (
 from anabranch.jax.shared_expert import shared_expert
 
 __all__ = [
+    "Activation",
     "MoEOutput",
     "Parallel",
     "Plan",

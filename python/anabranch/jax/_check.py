@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anabranch._text import shown, typed
+
 FLOATS = ("float32", "bfloat16", "float16")
 INDICES = ("int16", "int32", "int64")
 INTEGERS = (*INDICES, "int8", "uint8", "uint16", "uint32", "uint64")
@@ -27,22 +29,13 @@ _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float3
 Axis = Any
 
 
-def shown(value: Any) -> str:
-    """repr(value), cut where it is long; its type where it has none."""
-    try:
-        text = repr(value)
-    except Exception:  # whatever a caller's class raises
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
 def describe(value: Any) -> str:
     """Dtype and shape of an array, else type and value: the X of "got X"."""
     if isinstance(value, np.ma.MaskedArray):
         return f"a masked array {value.dtype}{list(value.shape)}"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return f"{value.dtype}{list(value.shape)}"
-    return f"{type(value).__name__} {shown(value)}"
+    return typed(value)
 
 
 def _axis_text(axis: Axis) -> str:

@@ -70,6 +70,7 @@ class _Call:
     results: tuple[tuple[str, tuple[int, ...], str], ...]
     aliases: tuple[tuple[int, int], ...]
     workspace: int
+    orders: str
     attributes: tuple[tuple[str, int | float], ...]
 
 
@@ -100,6 +101,7 @@ def _run(static: _Call, *arrays: jax.Array, workspace: int) -> tuple[jax.Array, 
         *arrays,
         operands=",".join(static.operands),
         results=",".join(name for name, *_ in results),
+        **({"orders": static.orders} if static.orders else {}),
         **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in static.attributes},
     )
     return tuple(outputs[: len(static.results)])
@@ -112,6 +114,7 @@ def call(
     *,
     aliases: Mapping[str, str] | None = None,
     workspace: int = 0,
+    orders: Mapping[str, str] | None = None,
     **attributes: int | float,
 ) -> dict[str, Any]:
     """Calls the handler `target`, on arrays that one device has whole.
@@ -123,6 +126,8 @@ def call(
       aliases: result name for an operand name whose buffer it may take over.
       workspace: bytes of scratch memory for the CUDA handler, which allocates nothing itself (`_workspaces`). The
         CPU's handler gets none.
+      orders: by field name, of arrays whose axes stand in another order than the C function's: "0312" where its axes
+        are the array's axes 0, 3, 1, 2.
       attributes: options by field name; int becomes int32, float float32.
 
     Returns:
@@ -141,6 +146,7 @@ def call(
         results=tuple((name, tuple(r.shape), np.dtype(r.dtype).name) for name, r in wanted.items()),
         aliases=tuple((order.index(a), names.index(b)) for a, b in (aliases or {}).items()),
         workspace=workspace,
+        orders=",".join(f"{name}:{order}" for name, order in (orders or {}).items() if name in given or name in wanted),
         attributes=tuple(attributes.items()),
     )
     name = target.removeprefix("ab_xla_")

@@ -10,27 +10,48 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anabranch import layouts
+from anabranch.activation import Activation
 from anabranch.jax import _ffi, _workspaces
 
-# Numbered as in include/anabranch/experts.h.
-ACTIVATIONS = ("silu", "gelu", "relu", "relu2")
+SILU = Activation("silu")
 
 
 @dataclasses.dataclass(frozen=True)
 class FfnConfig:
     """Options of the feed-forward network."""
 
-    activation: str = "silu"
+    activation: Activation = SILU
     weight_early: bool = False
     """Weights multiply before W_out instead of after it."""
     topk: int = 0
     """K when x holds tokens and slot_of_row tells which a row reads; 0 when x holds rows."""
     skip_rest: bool = False
     """Rows that no slot has may hold anything in what the rules by slot return: nobody reads them."""
+    w_in_layout: str = "dpf"
+    w_out_layout: str = "fd"
+    """Of `anabranch.layouts`: the order of the axes of w_in and w_out behind E, and of P and F in b_in and h."""
+
+    def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
+        """(E, D, P, F) of w_in."""
+        of = layouts.by_letter(self.w_in_layout, w_in.shape)
+        return w_in.shape[0], of["d"], of["p"], of["f"]
+
+    def hidden_shape(self, rows: int, P: int, F: int) -> tuple[int, int, int]:
+        """Of h."""
+        return (rows, *layouts.axes(layouts.hidden(self.w_in_layout), p=P, f=F))
+
+    def orders(self) -> dict[str, str]:
+        """Of all arrays that are not in our own layouts, for `_ffi.call`."""
+        w_in, w_out = layouts.order(self.w_in_layout, "dpf"), layouts.order(self.w_out_layout, "fd")
+        h = layouts.order(layouts.hidden(self.w_in_layout), "pf")
+        every = {name: w_in for name in ("w_in", "d_w_in")} | {name: w_out for name in ("w_out", "d_w_out")}
+        every |= {name: h for name in ("h", "dh", "b_in", "d_b_in")}
+        return {name: order for name, order in every.items() if list(order) != sorted(order)}
 
 
 class FfnOperands(NamedTuple):
-    """What the forward rule reads and, with h, the backward rule again."""
+    """What the forward rule reads and, with h, the backward rule again. Shapes are those of our own layouts."""
 
     x: jax.Array
     """[T, D] with slot_of_row, else [R, D]."""
@@ -89,15 +110,19 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
     """The result, y or a, of so many columns, and h."""
     x, w_in, slots = operands["x"], operands["w_in"], operands["slot_of_row"]
     R = x.shape[0] if slots is None else slots.shape[0]
+    _, _, P, F = config.sizes(w_in)
     return _ffi.call(
         "ab_xla_expert_ffn_forward",
         operands,
         {
             result: jax.ShapeDtypeStruct((R, columns), x.dtype),
-            "h": jax.ShapeDtypeStruct((R, *w_in.shape[2:]), x.dtype) if keep_h else None,
+            "h": jax.ShapeDtypeStruct(config.hidden_shape(R, P, F), x.dtype) if keep_h else None,
         },
-        workspace=0 if result == "a" else _workspaces.ffn_forward(R, w_in.shape[3], x.dtype),
-        activation=ACTIVATIONS.index(config.activation),
+        workspace=0 if result == "a" else _workspaces.ffn_forward(R, F, x.dtype),
+        orders=config.orders(),
+        activation=config.activation.number,
+        activation_alpha=config.activation.alpha,
+        activation_limit=config.activation.limit,
         weight_early=int(config.weight_early),
         topk=config.topk,
         skip_rest=int(config.skip_rest and result == "a"),
@@ -130,7 +155,7 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
         },
         _workspaces.ffn_backward(
             h.shape[0],
-            w_in.shape,
+            config.sizes(w_in),
             x.dtype,
             d_out.dtype,
             weighted_a=True,
@@ -166,7 +191,10 @@ def _backward(
         results,
         aliases={"h": "dh"} if "h" in hidden else None,
         workspace=workspace,
-        activation=ACTIVATIONS.index(config.activation),
+        orders=config.orders(),
+        activation=config.activation.number,
+        activation_alpha=config.activation.alpha,
+        activation_limit=config.activation.limit,
         topk=config.topk,
         skip_rest=skip_rest,
     )
@@ -253,7 +281,8 @@ def ffn_forward_by_slot(
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     first_half = operands._asdict() | {"w_out": None, "b_out": None}
-    results = _forward(config, first_half, "a", operands.w_in.shape[3], keep_h=keep_h)
+    F = config.sizes(operands.w_in)[3]
+    results = _forward(config, first_half, "a", F, keep_h=keep_h)
     y = SlotProduct(
         results["a"],
         operands.w_out,
@@ -261,6 +290,7 @@ def ffn_forward_by_slot(
         operands.slot_of_row,
         operands.b_out,
         operands.weights,
+        transpose_w=config.w_out_layout == "df",
         skip_rest=config.skip_rest,
     )
     return y, results["h"]
@@ -282,7 +312,7 @@ def ffn_backward_by_slot(
       w_out_dtype: of the gradient of w_out, that of x or float32; None: not computed here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
-    (R, P, F), (E, _, D), dtype = h.shape, operands.w_out.shape, operands.x.dtype
+    R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
     first = w_out_dtype is not None
     results = _backward(
         config,
@@ -326,7 +356,7 @@ def d_w_out_of(
         d_out,
         {"weighted_a": weighted_a},
         {"d_w_out": _like(operands.w_out, dtype), "d_b_out": _like(operands.b_out)},
-        _workspaces.ffn_backward(R, operands.w_in.shape, operands.x.dtype, d_out.dtype, d_w_out=True),
+        _workspaces.ffn_backward(R, config.sizes(operands.w_in), operands.x.dtype, d_out.dtype, d_w_out=True),
     )
     return MatrixGradient(results["d_w_out"], results["d_b_out"])
 
@@ -334,13 +364,14 @@ def d_w_out_of(
 def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotProduct:
     """The gradient of the rows that were read, [R, D], from dh [R, P, F] of `ffn_backward_by_slot`."""
     assert operands.slot_of_row is not None and operands.group_sizes is not None
-    R, P, F = dh.shape
+    E, D, P, F = config.sizes(operands.w_in)
+    transposed = config.w_in_layout.startswith("d")  # our own is what the forward pass multiplies with as it is
     return SlotProduct(
-        dh.reshape(R, P * F),
-        operands.w_in.reshape(*operands.w_in.shape[:2], P * F),
+        dh.reshape(dh.shape[0], P * F),
+        operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D)),
         operands.group_sizes,
         operands.slot_of_row,
-        transpose_w=True,
+        transpose_w=transposed,
         skip_rest=config.skip_rest,
     )
 
@@ -353,6 +384,8 @@ def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: An
         None,
         {"dh": dh},
         {"d_w_in": _like(operands.w_in, dtype), "d_b_in": _like(operands.b_in)},
-        _workspaces.ffn_backward(dh.shape[0], operands.w_in.shape, operands.x.dtype, operands.x.dtype, d_w_in=True),
+        _workspaces.ffn_backward(
+            dh.shape[0], config.sizes(operands.w_in), operands.x.dtype, operands.x.dtype, d_w_in=True
+        ),
     )
     return MatrixGradient(results["d_w_in"], results["d_b_in"])

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
+from anabranch.activation import as_activation
 from anabranch.jax import _check
-from anabranch.jax._ffn import ACTIVATIONS, FfnConfig
+from anabranch.jax._ffn import FfnConfig
 from anabranch.jax._layer import Residuals, backward, forward, sharded_backward, sharded_forward
 from anabranch.jax._names import named_x
 from anabranch.jax._operands import (
@@ -66,10 +67,10 @@ def _mixture_backward(
 _mixture.defvjp(_mixture_forward, _mixture_backward)
 
 
-def network_config(activation: Any, topk: int, weight_early: Any) -> FfnConfig:
-    """Checks the options of the experts."""
+def network_config(activation: Any, parts: int, topk: int, weight_early: Any) -> FfnConfig:
+    """Checks the options of the experts; parts: P of w_in."""
     return FfnConfig(
-        activation=_check.choice("activation", activation, ACTIVATIONS),
+        activation=as_activation(activation, parts),
         weight_early=_check.boolean("weight_early", weight_early),
         topk=topk,
         # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.

@@ -5,23 +5,57 @@ for a gated expert, 1 for an ungated one.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from anabranch import layouts
+from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check, _ffi, _workspaces
-from anabranch.jax._ffn import ACTIVATIONS, FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.jax._sharding import check_whole, vary_alike
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
-    """act(h) elementwise, for dense layers: one of ACTIVATIONS. Differentiable by JAX itself."""
-    if activation == "silu":
-        return jax.nn.silu(h)
-    if activation == "gelu":
-        return jax.nn.gelu(h, approximate=True)
-    relu = jax.nn.relu(h)
-    return relu * relu if activation == "relu2" else relu
+    """act(h) elementwise of a plain activation, for dense layers. Differentiable by JAX itself."""
+    if activation in ("gelu", "gelu_erf"):
+        return jax.nn.gelu(h, approximate=activation == "gelu")
+    if activation == "quick_gelu":
+        return h * jax.nn.sigmoid(1.702 * h)
+    if activation in ("relu", "relu2"):
+        relu = jax.nn.relu(h)
+        return relu * relu if activation == "relu2" else relu
+    return jax.nn.silu(h) if activation == "silu" else h
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _at_most(limit: float, symmetric: bool, x: jax.Array) -> jax.Array:
+    """min(x, limit), clamp(x, -limit, limit) if symmetric; the gradient passes at a limit, where JAX would halve it."""
+    return jnp.clip(x, -limit if symmetric else None, limit)
+
+
+@_at_most.defjvp
+def _at_most_jvp(limit: float, symmetric: bool, primals: Any, tangents: Any) -> Any:
+    (x,), (d_x,) = primals, tangents
+    past = (jnp.abs(x) if symmetric else x) > limit
+    return _at_most(limit, symmetric, x), jnp.where(past, jnp.zeros_like(d_x), d_x)
+
+
+def activate_gated(g: jax.Array, u: jax.Array, activation: Activation) -> jax.Array:
+    """phi(g, u) elementwise, for dense layers. Differentiable by JAX itself."""
+    alpha, limit = activation.alpha, activation.limit
+    if activation.name == "swiglu_clamped":
+        return jax.nn.silu(_at_most(limit, False, g)) * _at_most(limit, True, u)
+    if activation.name == "swiglu_oai":
+        inside = _at_most(limit, False, g)
+        return inside * jax.nn.sigmoid(alpha * inside) * (_at_most(limit, True, u) + 1)
+    if activation.name == "swiglu_then_clamp":
+        return _at_most(limit, False, jax.nn.silu(g)) * _at_most(limit, True, u)
+    if activation.name == "situ":
+        return alpha * jnp.tanh(g / alpha) * jax.nn.sigmoid(g) * (limit * jnp.tanh(u / limit))
+    return activate(g, activation.name) * u
 
 
 def grouped_rows(name: str, value: Any) -> jax.Array:
@@ -30,6 +64,29 @@ def grouped_rows(name: str, value: Any) -> jax.Array:
     if rows.shape[0] >= _check.INDEX_LIMIT:
         raise ValueError(f"{name}: got {_check.describe(rows)}, expected fewer than 2^31 rows")
     return rows
+
+
+def check_w_in(w_in: Any, layout: str, dtypes: Sequence[str], E: int, D: int) -> tuple[jax.Array, int, int]:
+    """(w_in, P, F) of the arguments w_in and w_in_layout."""
+    layout = _check.choice("w_in_layout", layout, layouts.IN_LAYOUTS)
+    w_in = _check.array("w_in", w_in, dtypes, (("E", E), *layouts.axes(layout, d=("D", D), p="2 or 1", f="F")))
+    sizes = layouts.by_letter(layout, w_in.shape)
+    if sizes["p"] not in (1, 2):
+        gated, plain = (", ".join(layouts.axes(layout, d="D", p=p, f="F")) for p in "21")
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, {gated}] (gate, up) or [E, {plain}]")
+    return w_in, sizes["p"], sizes["f"]
+
+
+def check_w_out(w_out: Any, layout: str, dtypes: Sequence[str], E: int, D: int, F: int) -> jax.Array:
+    """The argument w_out, in w_out_layout."""
+    layout = _check.choice("w_out_layout", layout, layouts.OUT_LAYOUTS)
+    return _check.array("w_out", w_out, dtypes, (("E", E), *layouts.axes(layout, d=("D", D), f=("F", F))))
+
+
+def check_b_in(b_in: Any, in_layout: str, dtypes: Sequence[str], E: int, P: int, F: int) -> jax.Array | None:
+    """The argument b_in, which goes with w_in."""
+    order = layouts.axes(layouts.hidden(in_layout), p=("P", P), f=("F", F))
+    return _check.optional_array("b_in", b_in, dtypes, (("E", E), *order))
 
 
 # ---------------------------------------------------------------- grouped matmul
@@ -143,15 +200,17 @@ def expert_ffn(
     w_out: Any,
     group_sizes: Any,
     *,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     b_in: Any = None,
     b_out: Any = None,
     weights: Any = None,
     weight_early: bool = False,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
 ) -> jax.Array:
     """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
 
-    h = x W_in[e] + b_in[e]; gated (P = 2): a = act(h_gate) h_up, ungated (P = 1): a = act(h).
+    h = x W_in[e] + b_in[e]; gated (P = 2): a = phi(h_gate, h_up), ungated (P = 1): a = act(h).
 
     Args:
       rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
@@ -159,11 +218,16 @@ def expert_ffn(
       w_out: [E, F, D].
       group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
-      activation: "silu", "gelu" (tanh form), "relu" or "relu2" (relu squared).
+      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" (squared)
+        or "linear", which stands for act(h_gate) h_up, or an `Activation`, of two inputs and with parameters.
       b_in: [E, 2 or 1, F], or None.
       b_out: [E, D], or None.
       weights: w, float [R]; None: 1.
       weight_early: multiply a and b_out by w instead of y; the same result up to rounding.
+      w_in_layout: the axes of w_in behind E: "dpf", [E, D, P, F]; "pfd", [E, P, F, D], as PyTorch's Linear has it;
+        "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
+        transposed.
+      w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
@@ -182,23 +246,20 @@ def expert_ffn(
     rows = grouped_rows("rows", rows)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
     (R, D), E, dtype = rows.shape, sizes.shape[0], (str(rows.dtype),)
-    w_in = _check.array("w_in", w_in, dtype, (("E", E), ("D", D), "2 or 1", "F"))
-    P, F = w_in.shape[2:]
-    if P not in (1, 2):
-        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F]")
+    w_in, P, F = check_w_in(w_in, w_in_layout, dtype, E, D)
     operands = FfnOperands(
         x=rows,
         slot_of_row=None,
         group_sizes=sizes,
         w_in=w_in,
-        w_out=_check.array("w_out", w_out, dtype, (("E", E), ("F", F), ("D", D))),
-        b_in=_check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
+        w_out=check_w_out(w_out, w_out_layout, dtype, E, D, F),
+        b_in=check_b_in(b_in, w_in_layout, dtype, E, P, F),
         b_out=_check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
         weights=_check.optional_array("weights", weights, _check.FLOATS, (("R", R),)),
     )
     early = _check.boolean("weight_early", weight_early)
     if early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    config = FfnConfig(_check.choice("activation", activation, ACTIVATIONS), early)
+    config = FfnConfig(as_activation(activation, P), early, w_in_layout=w_in_layout, w_out_layout=w_out_layout)
     check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands._asdict().items() if n != "x"})
     return _expert_ffn(config, FfnOperands(*vary_alike(*operands)))

@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check
-from anabranch.jax._ffn import ACTIVATIONS
 from anabranch.jax._initializers import (
     Initializer,
     default_gate_init,
@@ -24,12 +24,6 @@ from anabranch.jax.shared_expert import shared_expert
 Axes = tuple[str | None, ...]
 
 
-def _activation(activation_type: Any) -> str:
-    """The name that `moe` takes."""
-    name = _check.choice("activation_type", activation_type, (*ACTIVATIONS, "swish"))
-    return "silu" if name == "swish" else name
-
-
 def _check_axes(name: str, axes: Any, size: int | None) -> None:
     """Logical axes of an array: as many names, or () for none; a size of None: any number."""
     given = isinstance(axes, (tuple, list)) and all(axis is None or isinstance(axis, str) for axis in axes)
@@ -40,7 +34,7 @@ def _check_axes(name: str, axes: Any, size: int | None) -> None:
 
 
 class MoEBlock(nn.Module):
-    """A Mixture-of-Experts block, gated: sum over the chosen experts of weight * (act(x W_0) * (x W_1)) W_out.
+    """A Mixture-of-Experts block, gated: sum over the chosen experts of weight * phi(x W_0, x W_1) W_out.
 
     Parameters: `gate_kernel` [D, E], `wi` [E, D, 2, F] (W_0 and W_1 side by side: `jnp.stack([wi_0, wi_1], axis=2)` of
     a checkpoint that keeps them apart), `wo` [E, F, D], with `use_ffn_bias` also `wi_bias` [E, 2, F] (`jnp.stack(
@@ -52,7 +46,7 @@ class MoEBlock(nn.Module):
       num_experts: E.
       num_experts_per_tok: K.
       intermediate_size: F.
-      activation_type: "silu" (also "swish"), "gelu", "relu" or "relu2".
+      activation_type: a name or an `Activation`, as `activation` of `moe`.
       score_function: "softmax", "sigmoid" or "sqrtsoftplus", or a ScoreFunction.
       use_pre_softmax: weights are the softmax over all experts, not over the chosen ones; other scores take no notice.
       num_groups, group_topk: group-limited routing; None, 0 or -1: none.
@@ -94,7 +88,7 @@ class MoEBlock(nn.Module):
     num_experts: int = 8
     num_experts_per_tok: int = 2
     intermediate_size: int = 2048
-    activation_type: str = "silu"
+    activation_type: str | Activation = "silu"
     score_function: Any = "softmax"
     use_pre_softmax: bool = False
     num_groups: int | None = None
@@ -181,14 +175,14 @@ class MoEBlock(nn.Module):
             num_groups=self.num_groups,
             group_topk=self.group_topk,
             scaling_factor=self.scaling_factor,
-            activation=_activation(self.activation_type),
+            activation=as_activation(self.activation_type, 2, "activation_type"),
             weight_early=_check.boolean("apply_topk_weights_early", self.apply_topk_weights_early),
             aux_loss_coeff=self.aux_loss_coeff,
             z_loss_coeff=self.z_loss_coeff,
             align_size=self.align_size,
             parallel=self.parallel,
         )
-        layer_config(E, **options)
+        layer_config(E, 2, **options)
         return options
 
     def _parameter(self, name: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
@@ -222,8 +216,7 @@ class MoEBlock(nn.Module):
             gate_init = self._initializer("kernel_init", default_gate_init)
             gate_axes = self.gate_kernel_axes and (self.gate_kernel_axes[0], None)
             gate = self._parameter("shared_gate_kernel", gate_init, gate_axes, (D, 1))
-        activation = _activation(self.activation_type)
-        return shared_expert(x, w_in, w_out, activation=activation, w_gate=gate, token_mask=token_mask)
+        return shared_expert(x, w_in, w_out, activation=self.activation_type, w_gate=gate, token_mask=token_mask)
 
     @nn.compact
     def __call__(

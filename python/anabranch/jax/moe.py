@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anabranch.activation import Activation
 from anabranch.jax import _check
 from anabranch.jax._mixture import (
     axes_of_sums,
@@ -53,6 +54,7 @@ class MoEOutput(NamedTuple):
 
 def layer_config(
     num_experts: int,
+    parts: int,
     *,
     topk: int,
     score_function: str = "softmax",
@@ -60,14 +62,14 @@ def layer_config(
     num_groups: int | None = None,
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     weight_early: bool = False,
     aux_loss_coeff: float = 0.0,
     z_loss_coeff: float = 0.0,
     align_size: int = 0,
     parallel: Parallel | None = None,
 ) -> LayerConfig:
-    """Checks those arguments of `moe` that are options; the layers do it when they are made."""
+    """Checks those arguments of `moe` that are options; the layers do it when they are made. parts: P of w_in."""
     options = router_options(
         num_experts,
         topk,
@@ -80,7 +82,7 @@ def layer_config(
     check_parallel(parallel)
     return LayerConfig(
         router=options,
-        ffn=network_config(activation, options.topk, weight_early),
+        ffn=network_config(activation, parts, options.topk, weight_early),
         aux_loss=_check.number("aux_loss_coeff", aux_loss_coeff) != 0,
         z_loss=_check.number("z_loss_coeff", z_loss_coeff) != 0,
         align_size=check_align_size(align_size),
@@ -101,7 +103,7 @@ def moe(
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
     gate_bias: jax.Array | None = None,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
     weight_early: bool = False,
@@ -115,7 +117,7 @@ def moe(
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
         logits = x gate + gate_bias;  (w, e) = top-K routing of the logits
-        output[t] = sum_k w[t, k] * (act(x[t] W_gate[e]) * (x[t] W_up[e]) W_out[e]),   e = e[t, k]
+        output[t] = sum_k w[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = e[t, k]
 
     Args:
       x: [..., D] float32, bfloat16 or float16.
@@ -130,7 +132,8 @@ def moe(
       num_groups, group_topk: choose `group_topk` of `num_groups` contiguous expert groups first.
       scaling_factor: finite number that multiplies the weights.
       gate_bias: [E] float, added to the logits; None: 0.
-      activation: "silu", "gelu" (tanh form), "relu" or "relu2".
+      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" or
+        "linear", for act(h_gate) h_up, or an `Activation` of two inputs and with parameters.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       weight_early: weights multiply before W_out instead of at the combine; same result.
       aux_loss_coeff: coefficient of the load-balance loss coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
@@ -176,6 +179,7 @@ def moe(
     gate = _check.array("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(
         E,
+        of_experts["w_in"].shape[2],
         topk=topk,
         score_function=score_function,
         normalize=normalize,

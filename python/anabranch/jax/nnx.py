@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from anabranch.activation import Activation
 from anabranch.jax import _check
 from anabranch.jax._initializers import (
     Initializer,
@@ -62,8 +63,8 @@ class MoE(nnx.Module):
       num_groups, group_topk: choose `group_topk` of `num_groups` expert groups first; None: no groups.
       scaling_factor: multiplies the weights.
       use_gate_bias: a bias of the router's logits, a parameter.
-      activation: "silu", "gelu" (tanh form), "relu" or "relu2".
-      gated: act(x W_gate) * (x W_up); False: act(x W_up).
+      activation: a name or an `Activation`, as in `moe`.
+      gated: phi(x W_gate, x W_up), of a plain name act(x W_gate) * (x W_up); False: act(x W_up).
       use_bias: biases b_in and b_out.
       shared_features: width S of a dense expert that every token passes through; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate>).
@@ -106,7 +107,7 @@ class MoE(nnx.Module):
         group_topk: int | None = None,
         scaling_factor: float = 1.0,
         use_gate_bias: bool = False,
-        activation: str = "silu",
+        activation: str | Activation = "silu",
         gated: bool = True,
         use_bias: bool = False,
         shared_features: int = 0,
@@ -150,7 +151,7 @@ class MoE(nnx.Module):
             align_size=align_size,
             parallel=parallel,
         )
-        layer_config(E, **options)
+        layer_config(E, parts, **options)
         self.in_features = D
         self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, _check.FLOATS))
         self.activation = activation

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anabranch.activation import Activation
 from anabranch.jax import _check
 from anabranch.jax._mixture import (
     axes_of_sums,
@@ -41,7 +42,7 @@ def routed_experts(
     w_in: jax.Array,
     w_out: jax.Array,
     *,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
     weight_early: bool = False,
@@ -50,7 +51,7 @@ def routed_experts(
 ) -> RoutedExpertsOutput:
     """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
 
-        output[t] = sum_k weights[t, k] * (act(x[t] W_gate[e]) * (x[t] W_up[e]) W_out[e]),   e = experts[t, k]
+        output[t] = sum_k weights[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = experts[t, k]
 
     This is `moe` after its router, for a selection and weights from anywhere: a router of your own, or one that reads
     something else than the experts do. Fusion, memory, parallelism and drops are the same.
@@ -61,7 +62,7 @@ def routed_experts(
       weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
-      activation: "silu", "gelu" (tanh form), "relu" or "relu2".
+      activation: a name or an `Activation`, as in `moe`.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       weight_early: weights multiply before W_out instead of at the combine; same result.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
@@ -103,7 +104,7 @@ def routed_experts(
     check_parallel(parallel)
     config = LayerConfig(
         router=None,
-        ffn=network_config(activation, K, weight_early),
+        ffn=network_config(activation, of_experts["w_in"].shape[2], K, weight_early),
         align_size=check_align_size(align_size),
     )
     shards = axes_of_sums(parallel, x)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check
-from anabranch.jax._ffn import ACTIVATIONS
-from anabranch.jax.experts import activate
+from anabranch.jax.experts import activate, activate_gated
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -19,13 +19,13 @@ def shared_expert(
     w_in: jax.Array,
     w_out: jax.Array,
     *,
-    activation: str = "silu",
+    activation: str | Activation = "silu",
     w_gate: jax.Array | None = None,
     token_mask: jax.Array | None = None,
 ) -> jax.Array:
     """A dense expert for every token; add its output to that of `moe`.
 
-        output = sigmoid(<x, w_gate>) * (act(x W_gate) * (x W_up)) W_out        (ungated: act(x W_in) W_out)
+        output = sigmoid(<x, w_gate>) * phi(x W_gate, x W_up) W_out        (ungated: act(x W_in) W_out)
 
     Args:
       x: [..., D] float32, bfloat16 or float16.
@@ -61,16 +61,14 @@ def shared_expert(
     if P not in (1, 2):
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [D, 2, S] (gate, up) or [D, 1, S]")
     w_out = _check.array("w_out", w_out, dtype, (("S", S), ("D", D)))
-    activation = _check.choice("activation", activation, ACTIVATIONS)
+    act = as_activation(activation, P)
     column = getattr(w_gate, "ndim", 1) == 2
     w_gate = _check.optional_array("w_gate", w_gate, _check.FLOATS, (("D", D), ("1", 1)) if column else (("D", D),))
     mask = _check.optional_array("token_mask", token_mask, _check.BOOL, x.shape[:-1])
     if mask is not None:  # in x, too: 0 * NaN in the gradients of the weights would be NaN
         x = jnp.where(mask[..., None], x, 0)
     h = _product(x, w_in.reshape(D, P * S)).reshape(*x.shape[:-1], P, S)
-    a = activate(h[..., 0, :], activation)
-    if P == 2:
-        a = a * h[..., 1, :]
+    a = activate_gated(h[..., 0, :], h[..., 1, :], act) if P == 2 else activate(h[..., 0, :], act.name)
     output = _product(a.astype(x.dtype), w_out)
     if w_gate is not None:
         logits = jnp.sum(x.astype(jnp.float32) * w_gate.reshape(D).astype(jnp.float32), axis=-1, keepdims=True)

@@ -3,14 +3,18 @@
 `docs/semantics.md`, section 6, as code. Rows of one expert stand together, `group_sizes` rows each.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
+
+from anabranch.activation import PLAIN, as_activation
 
 from .scores import as_float64
 
 GELU_SCALE = np.sqrt(2 / np.pi)
 GELU_CUBIC = 0.044715  # gelu(h) = h/2 (1 + tanh(GELU_SCALE (h + GELU_CUBIC h^3)))
+QUICK_GELU_SCALE = 1.702  # quick_gelu(h) = h sigmoid(QUICK_GELU_SCALE h)
 
 
 class ExpertGradients(NamedTuple):
@@ -80,47 +84,108 @@ def _gelu_tanh(h):
     return np.tanh(GELU_SCALE * (h + GELU_CUBIC * h**3))
 
 
+def _normal(h):
+    """Phi(h), the normal distribution."""
+    return np.vectorize(math.erfc, otypes=[float])(-h / np.sqrt(2)) / 2
+
+
 def activation(h, name):
-    """act(h): "silu" h sigmoid(h), "gelu" (tanh form), "relu", "relu2" relu(h)^2. float64, h's shape."""
+    """act(h) of a plain activation (`anabranch.activation.PLAIN`). float64, h's shape."""
     h = as_float64(h, "h")
-    if name == "silu":
+    if name in ("silu", "swish"):
         return h * _sigmoid(h)
     if name == "gelu":
         return h / 2 * (1 + _gelu_tanh(h))
+    if name == "gelu_erf":
+        return h * _normal(h)
+    if name == "quick_gelu":
+        return h * _sigmoid(QUICK_GELU_SCALE * h)
     if name == "relu":
         return np.maximum(h, 0)
     if name == "relu2":
         return np.maximum(h, 0) ** 2
-    raise ValueError(f"activation: got {name!r}, expected 'silu', 'gelu', 'relu' or 'relu2'")
+    if name == "linear":
+        return h.copy()
+    raise ValueError(f"activation: got {name!r}, expected one of {', '.join(map(repr, PLAIN))}")
 
 
 def activation_gradient(h, name):
     """act'(h); relu'(0) = 0. float64, h's shape."""
     h = as_float64(h, "h")
-    if name == "silu":
+    if name in ("silu", "swish"):
         s = _sigmoid(h)
         return s * (1 + h * (1 - s))
     if name == "gelu":
         t = _gelu_tanh(h)
         return (1 + t) / 2 + h / 2 * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * h**2)
+    if name == "gelu_erf":
+        return _normal(h) + h * np.exp(-(h**2) / 2) / np.sqrt(2 * np.pi)
+    if name == "quick_gelu":
+        s = _sigmoid(QUICK_GELU_SCALE * h)
+        return s * (1 + QUICK_GELU_SCALE * h * (1 - s))
     if name == "relu":
         return np.where(h > 0, 1.0, np.where(np.isnan(h), h, 0.0))
     if name == "relu2":
         return 2 * np.maximum(h, 0)
-    raise ValueError(f"activation: got {name!r}, expected 'silu', 'gelu', 'relu' or 'relu2'")
+    if name == "linear":
+        return np.ones_like(h)
+    raise ValueError(f"activation: got {name!r}, expected one of {', '.join(map(repr, PLAIN))}")
 
 
-def _hidden(h, name):
-    """a from h [R, 2 or 1, F]: act(gate) * up, or act(h)."""
-    return activation(h[:, 0], name) * (h[:, 1] if h.shape[1] == 2 else 1.0)
+def gated_activation(g, u, act):
+    """phi(g, u) of a gate and an up; act: a name or an `Activation`. float64, g's shape."""
+    g, u, act = as_float64(g, "g"), as_float64(u, "u"), as_activation(act)
+    inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
+    if act.name == "swiglu_clamped":
+        return activation(inside, "silu") * clamped
+    if act.name == "swiglu_oai":
+        return inside * _sigmoid(act.alpha * inside) * (clamped + 1)
+    if act.name == "swiglu_then_clamp":
+        return np.minimum(activation(g, "silu"), act.limit) * clamped
+    if act.name == "situ":
+        return act.alpha * np.tanh(g / act.alpha) * _sigmoid(g) * act.limit * np.tanh(u / act.limit)
+    return activation(g, act.name) * u
 
 
-def _hidden_backward(d_a, h, name):
+def gated_activation_gradients(g, u, act):
+    """(dphi/dg, dphi/du) of `gated_activation`: at a limit those of the inside, past it 0. float64, g's shape each."""
+    g, u, act = as_float64(g, "g"), as_float64(u, "u"), as_activation(act)
+    inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
+    g_passes = np.where(g > act.limit, 0.0, 1.0)
+    u_passes = np.where(np.abs(u) > act.limit, 0.0, 1.0)
+    if act.name == "swiglu_clamped":
+        return (
+            activation_gradient(inside, "silu") * clamped * g_passes,
+            activation(inside, "silu") * u_passes,
+        )
+    if act.name == "swiglu_oai":
+        s = _sigmoid(act.alpha * inside)
+        slope = s * (1 + act.alpha * inside * (1 - s))
+        return slope * (clamped + 1) * g_passes, inside * s * u_passes
+    if act.name == "swiglu_then_clamp":
+        value = activation(g, "silu")
+        passes = np.where(value > act.limit, 0.0, 1.0)
+        return activation_gradient(g, "silu") * clamped * passes, np.minimum(value, act.limit) * u_passes
+    if act.name == "situ":
+        s, t, v = _sigmoid(g), np.tanh(g / act.alpha), np.tanh(u / act.limit)
+        by_gate = s / np.cosh(g / act.alpha) ** 2 + act.alpha * t * s * (1 - s)
+        return by_gate * act.limit * v, act.alpha * t * s / np.cosh(u / act.limit) ** 2
+    return activation_gradient(g, act.name) * u, activation(g, act.name)
+
+
+def hidden(h, act):
+    """a from h [R, 2 or 1, F]: phi(gate, up), or act(h)."""
+    act = as_activation(act, h.shape[1])
+    return gated_activation(h[:, 0], h[:, 1], act) if h.shape[1] == 2 else activation(h[:, 0], act.name)
+
+
+def hidden_backward(d_a, h, act):
     """dh [R, 2 or 1, F] from da [R, F]."""
-    d_gate = activation_gradient(h[:, 0], name) * d_a
+    act = as_activation(act, h.shape[1])
     if h.shape[1] == 1:
-        return d_gate[:, None]
-    return np.stack([d_gate * h[:, 1], activation(h[:, 0], name) * d_a], axis=1)
+        return (activation_gradient(h[:, 0], act.name) * d_a)[:, None]
+    by_gate, by_up = gated_activation_gradients(h[:, 0], h[:, 1], act)
+    return np.stack([by_gate * d_a, by_up * d_a], axis=1)
 
 
 # ---------------------------------------------------------------- feed-forward network
@@ -156,11 +221,11 @@ def expert_ffn(
     weight_early=False,
     slot_of_row=None,
 ):
-    """y = w (a W_out[e] + b_out[e]) on the rows of expert e, a = act(gate) * up of h = x W_in[e] + b_in[e].
+    """y = w (a W_out[e] + b_out[e]) on the rows of expert e, a = phi(gate, up) of h = x W_in[e] + b_in[e].
 
     Args:
       rows: [R, D]. w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]. w_out: [E, F, D].
-      group_sizes: int[E]. activation: see `activation`. b_in: [E, 2 or 1, F]. b_out: [E, D].
+      group_sizes: int[E]. activation: a name or an `Activation`. b_in: [E, 2 or 1, F]. b_out: [E, D].
       row_weights: w [R]; 1 by default.
       weight_early: multiply a instead of y by w; the same result up to rounding.
       slot_of_row: int[R]; rows with -1 are padding, zero in the result, biases or not.
@@ -171,7 +236,7 @@ def expert_ffn(
     real = _real_rows(len(rows), group_sizes, slot_of_row)
     rows = np.where(real, as_float64(rows, "rows"), 0.0)
     w = 1.0 if row_weights is None else as_float64(row_weights, "row_weights")[:, None]
-    a = _hidden(_up(rows, w_in, b_in, group_sizes), activation)
+    a = hidden(_up(rows, w_in, b_in, group_sizes), activation)
     bias = 0.0 if b_out is None else _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))
     if weight_early:
         y = grouped_matmul(w * a, w_out, group_sizes) + w * bias
@@ -192,11 +257,14 @@ def expert_ffn_backward(
     b_out=None,
     row_weights=None,
     slot_of_row=None,
+    kept_dtype=None,
 ):
     """Gradients of `expert_ffn`, the same early and late: d_y [R, D] is d_out of the row's token.
 
-    da' = d_y W_out^T;  d_w = <da', a> + <d_y, b_out>;  da = w da';  dh = act'(h) da;
+    da' = d_y W_out^T;  d_w = <da', a> + <d_y, b_out>;  da = w da';  dh = phi'(h) da;
     dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh;  dx = dh W_in^T.
+
+    kept_dtype: h is rounded to it, as a forward pass does that keeps it; slopes that jump at a limit ask for it.
 
     Returns: `ExpertGradients`. An expert without rows gets exactly zero.
     """
@@ -208,14 +276,16 @@ def expert_ffn_backward(
     if row_weights is not None:
         w = np.where(real, as_float64(row_weights, "row_weights")[:, None], 0.0)
     h = _up(rows, w_in, b_in, group_sizes)
-    a = _hidden(h, activation)
+    if kept_dtype is not None:
+        h = h.astype(kept_dtype).astype(np.float64)
+    a = hidden(h, activation)
 
     d_weighted_a, d_w_out = grouped_matmul_backward(d_y, w * a, w_out, group_sizes)
     d_row_weights = (d_weighted_a * a).sum(-1)
     if b_out is not None:
         d_row_weights += (d_y * _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))).sum(-1)
     flat_w_in = w_in.reshape(*w_in.shape[:2], -1)
-    d_h = _hidden_backward(w * d_weighted_a, h, activation).reshape(len(rows), flat_w_in.shape[2])
+    d_h = hidden_backward(w * d_weighted_a, h, activation).reshape(len(rows), flat_w_in.shape[2])
     d_rows, d_w_in = grouped_matmul_backward(d_h, rows, flat_w_in, group_sizes)
     return ExpertGradients(
         d_rows,

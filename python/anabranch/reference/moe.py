@@ -7,8 +7,7 @@ import numpy as np
 
 from .balance import load_balance_loss, load_balance_loss_backward, z_loss, z_loss_backward
 from .dispatch import combine, dispatch, dispatch_backward, plan
-from .experts import activation as act
-from .experts import activation_gradient, expert_ffn, expert_ffn_backward
+from .experts import expert_ffn, expert_ffn_backward, hidden, hidden_backward
 from .router import Routing, route, route_backward
 from .scores import as_float64
 
@@ -292,7 +291,7 @@ def _shared(x, w_in, w_out, w_gate, activation):
     """(x [T, D], h [T, P, S], a [T, S], y [T, D], g [T, 1]) of `shared_expert`, which is g y."""
     x, w_in, w_out = as_float64(_flat(x), "x"), as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
     h = np.einsum("td,dps->tps", x, w_in)
-    a = act(h[:, 0], activation) * (h[:, 1] if h.shape[1] == 2 else 1.0)
+    a = hidden(h, activation)
     g = np.ones((len(x), 1))
     if w_gate is not None:
         g = _sigmoid(x @ as_float64(w_gate, "w_gate").reshape(-1, 1))
@@ -312,9 +311,7 @@ def shared_expert_backward(x, w_in, w_out, d_output, *, w_gate=None, activation=
     """Gradients of `shared_expert`: dict of x, w_in, w_out, w_gate (None where not given); float64."""
     flat_x, h, a, y, g = _shared(x, w_in, w_out, w_gate, activation)
     d_out = as_float64(_flat(d_output), "d_output")
-    d_a = (g * d_out) @ as_float64(w_out, "w_out").T
-    d_act = d_a * (h[:, 1] if h.shape[1] == 2 else 1.0) * activation_gradient(h[:, 0], activation)
-    d_h = np.stack([d_act, d_a * act(h[:, 0], activation)], 1) if h.shape[1] == 2 else d_act[:, None]
+    d_h = hidden_backward((g * d_out) @ as_float64(w_out, "w_out").T, h, activation)
     d_x = np.einsum("tps,dps->td", d_h, as_float64(w_in, "w_in"))
     d_w_gate = None
     if w_gate is not None:

@@ -84,6 +84,20 @@ struct Vector {
     return result;
   }
 
+  // Words of two elements of 16 bits.
+  __device__ __forceinline__ uint32_t word(int i) const {
+    static_assert(sizeof(T) == 2 && sizeof(Bytes) >= 8);
+    Bytes all = bytes;
+    return part(all, i);
+  }
+  __device__ __forceinline__ static Vector of_words(const uint32_t (&words)[N / 2]) {
+    static_assert(sizeof(T) == 2 && sizeof(Bytes) >= 8);
+    Vector result;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) part(result.bytes, i) = words[i];
+    return result;
+  }
+
   // These, or if not, zeros.
   __device__ __forceinline__ Vector or_zeros(bool these) const {
     static_assert(sizeof(Bytes) >= 8);

@@ -12,6 +12,8 @@ namespace {
 struct Backward {
   const ab_expert_ffn_backward_args& args;
   FfnSizes s;
+  Activation activation;
+  HiddenParts parts;
   int threads;
   Workspace workspace;
   GroupedRows rows;
@@ -24,6 +26,8 @@ struct Backward {
            const ab_exec* memory)
       : args(arguments),
         s(sizes),
+        activation(activation_of(args.activation, args.activation_alpha, args.activation_limit)),
+        parts{{s.P == 2, s.layout.interleaved}, s.F},
         threads(threads_for(exec, s.R, 2 * (s.P + 1) * s.D * s.F)),
         workspace(memory),
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
@@ -41,39 +45,39 @@ struct Backward {
 
   int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
 
-  // da' = d_y W_out^T;  dh = act'(h) w da';  w a and <da', a> on the way.
+  // da' = d_y W_out^T;  dh = phi'(h) w da';  w a and <da', a> on the way.
   void hidden() {
-    const ColumnParts parts(s.F, rows.num_tiles);
-    if (dots != nullptr && parts.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
-    parallel_for(threads, rows.num_tiles * parts.count(), [&](int64_t task, int thread) {
-      const RowTile& tile = rows.tiles[task / parts.count()];
-      const int64_t part = task % parts.count();
+    const ColumnParts pieces(s.F, rows.num_tiles);
+    if (dots != nullptr && pieces.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
+    parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
+      const RowTile& tile = rows.tiles[task / pieces.count()];
+      const int64_t part = task % pieces.count();
       float* dot = dots == nullptr ? nullptr : dots + part * s.R + tile.begin;
       if (dot != nullptr) std::fill_n(dot, tile.rows, 0.0f);
-      const int64_t end = parts.end(part);
-      for (int64_t begin = parts.begin(part); begin < end; begin += kTileColumns) {
+      const int64_t end = pieces.end(part);
+      for (int64_t begin = pieces.begin(part); begin < end; begin += kTileColumns) {
         hidden_tile(tile, begin, std::min(kTileColumns, end - begin), dot, thread);
       }
     });
-    if (args.d_weights != nullptr) write_d_weights(parts.count());
+    if (args.d_weights != nullptr) write_d_weights(pieces.count());
   }
 
   void hidden_tile(const RowTile& tile, int64_t begin, int64_t n, float* dot, int thread) {
-    const Matrix d_parts[2] = {at(dh, tile.begin, begin), at(dh, tile.begin, (s.P - 1) * s.F + begin)};
     if (tile.expert < 0) {
-      for (const Matrix& part : {d_parts[0], d_parts[1], at(weighted_a, tile.begin, begin)}) {
-        if (part.data != nullptr) clear_rows(part, tile.rows, n);
-      }
+      parts.clear(dh, tile.begin, begin, tile.rows, n);
+      if (weighted_a.data != nullptr) clear_rows(at(weighted_a, tile.begin, begin), tile.rows, n);
       return;
     }
     float* c = products.tile(thread);
-    const Matrix w = matrix_of(args.w_out, tile.expert * s.F * s.D, s.D);
-    const RightHandSide rhs{at(w, begin, 0), {c, AB_FLOAT32, n, nullptr}};
-    products.multiply(thread, at(d_y(), tile.begin, 0), false, {&rhs, 1}, true, tile.rows, n, s.D);
+    const bool as_stored = s.layout.out_transposed;  // (D, F): the transposed matrix
+    const Matrix w = matrix_of(args.w_out, tile.expert * s.F * s.D, as_stored ? s.F : s.D);
+    const RightHandSide rhs{as_stored ? at(w, 0, begin) : at(w, begin, 0), {c, AB_FLOAT32, n, nullptr}};
+    products.multiply(thread, at(d_y(), tile.begin, 0), false, {&rhs, 1}, !as_stored, tile.rows, n, s.D);
     const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
-    const Matrix h[2] = {at(kept, tile.begin, begin), at(kept, tile.begin, (s.P - 1) * s.F + begin)};
+    const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
+    const Matrix d_parts[2] = {parts.gate(dh, tile.begin, begin), parts.up(dh, tile.begin, begin)};
     const int32_t* tokens = rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;
-    products.kernels().hidden_backward(args.activation, s.P == 2, {c, n, tile.rows, n, tokens},
+    products.kernels().hidden_backward(activation, parts.order, {c, n, tile.rows, n, tokens},
                                        rows.scale == nullptr ? nullptr : rows.scale + tile.begin, h, d_parts,
                                        at(weighted_a, tile.begin, begin), dot);
   }
@@ -111,20 +115,30 @@ struct Backward {
   // dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh.
   void weights() {
     const Matrix x = matrix_of(args.x, 0, s.D, rows.tokens);
-    const bool adds = args.accumulate != 0;
     if (args.d_w_out != nullptr) {
-      weight_gradient(products, threads, rows, weighted_a, s.F, d_y(), s.D, adds, args.d_w_out);
+      gradient_of_matrix(s.layout.out_transposed, weighted_a, s.F, d_y(), s.D, args.d_w_out);
     }
     if (args.d_b_out != nullptr) bias_gradient(products, threads, rows, d_y(), s.D, rows.scale, args.d_b_out);
-    if (args.d_w_in != nullptr) weight_gradient(products, threads, rows, x, s.D, dh, s.P * s.F, adds, args.d_w_in);
+    if (args.d_w_in != nullptr) gradient_of_matrix(s.layout.in_transposed, x, s.D, dh, s.P * s.F, args.d_w_in);
     if (args.d_b_in != nullptr) bias_gradient(products, threads, rows, dh, s.P * s.F, nullptr, args.d_b_in);
+  }
+
+  // a^T b [M, N] of each expert, or its transpose [N, M].
+  void gradient_of_matrix(bool transposed, const Matrix& a, int64_t M, const Matrix& b, int64_t N,
+                          const ab_tensor* to) {
+    const bool adds = args.accumulate != 0;
+    if (transposed) {
+      weight_gradient(products, threads, rows, b, N, a, M, adds, to);
+    } else {
+      weight_gradient(products, threads, rows, a, M, b, N, adds, to);
+    }
   }
 
   // dx = dh W_in^T.
   void inputs() {
     if (args.dx_rows == nullptr) return;
     multiply_grouped_rows(products, threads, rows,
-                          {dh, {args.w_in, true}, matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
+                          {dh, {args.w_in, !s.layout.in_transposed}, matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
   }
 
   // d_out of each row's token.

@@ -12,6 +12,8 @@ namespace {
 struct Forward {
   const ab_expert_ffn_forward_args& args;
   FfnSizes s;
+  Activation activation;
+  HiddenParts parts;
   int threads;
   Workspace workspace;
   GroupedRows rows;
@@ -22,6 +24,8 @@ struct Forward {
           const ab_exec* memory)
       : args(arguments),
         s(sizes),
+        activation(activation_of(args.activation, args.activation_alpha, args.activation_limit)),
+        parts{{s.P == 2, s.layout.interleaved}, s.F},
         threads(threads_for(exec, s.R, (s.P + 1) * s.D * s.F)),
         workspace(memory),
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
@@ -33,43 +37,48 @@ struct Forward {
     return {workspace.take_rows(s.R, columns, args.x->dtype), args.x->dtype, columns, nullptr};
   }
 
-  // h = x W_in + b_in;  a = act(h_gate) h_up, times the row's weight where it comes early.
+  // h = x W_in + b_in;  a = phi(h_gate, h_up), times the row's weight where it comes early.
   void up() {
-    const ColumnParts parts(s.F, rows.num_tiles);
-    parallel_for(threads, rows.num_tiles * parts.count(), [&](int64_t task, int thread) {
-      const RowTile& tile = rows.tiles[task / parts.count()];
-      const int64_t part = task % parts.count();
-      const int64_t end = parts.end(part);
-      for (int64_t begin = parts.begin(part); begin < end; begin += kTileColumns) {
+    const ColumnParts pieces(s.F, rows.num_tiles);
+    parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
+      const RowTile& tile = rows.tiles[task / pieces.count()];
+      const int64_t part = task % pieces.count();
+      const int64_t end = pieces.end(part);
+      for (int64_t begin = pieces.begin(part); begin < end; begin += kTileColumns) {
         up_tile(tile, begin, std::min(kTileColumns, end - begin), thread);
       }
     });
   }
 
-  // Columns begin..begin+n of gate and up stand side by side in the tile.
+  // Columns begin..begin+n of gate and up, in the tile as hidden rows have them: side by side, or alternating.
   void up_tile(const RowTile& tile, int64_t begin, int64_t n, int thread) {
-    const Matrix h[2] = {h_part(0, tile.begin, begin), h_part(s.P - 1, tile.begin, begin)};
+    const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
+    const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
     if (tile.expert < 0) {
-      for (const Matrix& part : {h[0], h[1], at(a, tile.begin, begin)}) {
-        if (part.data != nullptr) clear_rows(part, tile.rows, n);
-      }
+      parts.clear(kept, tile.begin, begin, tile.rows, n);
+      clear_rows(at(a, tile.begin, begin), tile.rows, n);
       return;
     }
     float* c = products.tile(thread);
-    const Matrix w = matrix_of(args.w_in, tile.expert * s.D * s.P * s.F, s.P * s.F);
     const int64_t width = s.P * n;
-    const RightHandSide rhs[2] = {{at(w, 0, begin), {c, AB_FLOAT32, width, nullptr}},
-                                  {at(w, 0, s.F + begin), {c + n, AB_FLOAT32, width, nullptr}}};
-    const bool whole = n == s.F && width <= kTileColumns;  // gate and up are one matrix as they are stored
+    // Columns that stand together are one product, if it is not too wide.
+    const bool together = s.layout.interleaved || n == s.F;
+    const bool whole = s.P == 1 || (together && width <= kTileColumns);
+    const int64_t first = parts.column(begin);
+    const int64_t second = s.layout.interleaved ? first + n : s.F + begin;
+    const RightHandSide rhs[2] = {{columns_of_w_in(tile.expert, first), {c, AB_FLOAT32, width, nullptr}},
+                                  {columns_of_w_in(tile.expert, second), {c + n, AB_FLOAT32, width, nullptr}}};
     products.multiply(thread, at(matrix_of(args.x, 0, s.D, rows.tokens), tile.begin, 0), false,
-                      {rhs, whole ? 1 : static_cast<size_t>(s.P)}, false, tile.rows, whole ? width : n, s.D);
+                      {rhs, whole ? size_t{1} : 2}, s.layout.in_transposed, tile.rows, whole ? width : n, s.D);
     float memory[2 * kTileColumns];
     const float* bias = nullptr;
-    for (int64_t part = 0; part < s.P && args.b_in != nullptr; ++part) {
-      bias_row(products.kernels(), args.b_in, tile.expert * s.P + part, s.F, begin, n, memory + part * n);
+    if (args.b_in != nullptr) {
+      const int64_t of_expert = s.P * s.F;
+      bias_row(products.kernels(), args.b_in, tile.expert, of_expert, first, n, memory);
+      if (s.P == 2) bias_row(products.kernels(), args.b_in, tile.expert, of_expert, second, n, memory + n);
       bias = memory;
     }
-    products.kernels().hidden(args.activation, s.P == 2, {c, width, tile.rows, n, tokens_of(tile)}, bias,
+    products.kernels().hidden(activation, parts.order, {c, width, tile.rows, n, tokens_of(tile)}, bias,
                               args.weight_early != 0 ? scale_of(tile) : nullptr, h, at(a, tile.begin, begin));
   }
 
@@ -77,12 +86,15 @@ struct Forward {
   void down() {
     if (args.y == nullptr) return;
     const float* late = args.weight_early != 0 ? nullptr : rows.scale;
-    multiply_grouped_rows(products, threads, rows,
-                          {a, {args.w_out, false}, matrix_of(args.y, 0, s.D), s.D, s.F, late, args.b_out, rows.scale});
+    multiply_grouped_rows(
+        products, threads, rows,
+        {a, {args.w_out, s.layout.out_transposed}, matrix_of(args.y, 0, s.D), s.D, s.F, late, args.b_out, rows.scale});
   }
 
-  Matrix h_part(int64_t part, int64_t row, int64_t column) const {
-    return at(matrix_of(args.h, part * s.F, s.P * s.F), row, column);
+  // The matrix of an expert from one of its P F columns on, [D, columns], or transposed as it is stored.
+  Matrix columns_of_w_in(int64_t expert, int64_t column) const {
+    const Matrix w = matrix_of(args.w_in, expert * s.D * s.P * s.F, s.layout.in_transposed ? s.D : s.P * s.F);
+    return s.layout.in_transposed ? at(w, column, 0) : at(w, 0, column);
   }
   const int32_t* tokens_of(const RowTile& tile) const {
     return rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;

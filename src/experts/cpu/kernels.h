@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/isa.h"
+#include "experts/activation.h"
 
 namespace anabranch {
 
@@ -25,6 +26,14 @@ struct ResultTile {
   const int32_t* tokens;
 };
 
+// The columns of gate and up in hidden rows: all of the gate's first, or alternating.
+struct HiddenColumns {
+  bool gated;
+  bool interleaved;
+
+  int64_t step() const { return interleaved ? 2 : 1; }  // from a column of a part to the next
+};
+
 struct ExpertKernels {
   // to[i, :] = float32 of row i of `from`, for i < rows; zero for rows <= i < padded_rows.
   void (*load)(const Matrix& from, int64_t rows, int64_t padded_rows, int64_t columns, float* to);
@@ -34,17 +43,20 @@ struct ExpertKernels {
   void (*store)(const ResultTile& tile, const float* scale, const float* bias, const float* bias_scale,
                 const Matrix& y);
 
-  // tile holds h, or gate and up side by side, `columns` each. bias as wide as the tile, or nullptr.
-  //   h += bias;  a = scale act(h_gate) h_up;  zero in padding.
-  // h[0], h[1]: where gate and up are kept, data nullptr: nowhere.
-  void (*hidden)(int32_t activation, bool gated, const ResultTile& tile, const float* bias, const float* scale,
-                 const Matrix (&h)[2], const Matrix& a);
+  // tile holds h, of gated experts `columns` of gate and of up, as hidden rows do. bias as wide as the tile, or
+  // nullptr.
+  //   h += bias;  a = scale phi(h_gate, h_up);  zero in padding.
+  // h[0], h[1]: the first columns of gate and up where they are kept, data nullptr: nowhere.
+  void (*hidden)(const Activation& activation, const HiddenColumns& order, const ResultTile& tile, const float* bias,
+                 const float* scale, const Matrix (&h)[2], const Matrix& a);
 
-  // tile holds da'; h[0] and h[1] gate and up, replaced in dh[0], dh[1] (which may be the same memory).
-  //   dot += <da', a>;  dh = act'(h) scale da';  weighted_a = scale a;  zero in padding.
+  // tile holds da'; h[0] and h[1] from the first columns of gate and up on, replaced in dh[0], dh[1] (which may be the
+  // same memory).
+  //   dot += <da', a>;  dh = phi'(h) scale da';  weighted_a = scale a;  zero in padding.
   // dot [rows], or nullptr; weighted_a.data, dh[0].data: nullptr: not wanted.
-  void (*hidden_backward)(int32_t activation, bool gated, const ResultTile& tile, const float* scale,
-                          const Matrix (&h)[2], const Matrix (&dh)[2], const Matrix& weighted_a, float* dot);
+  void (*hidden_backward)(const Activation& activation, const HiddenColumns& order, const ResultTile& tile,
+                          const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2], const Matrix& weighted_a,
+                          float* dot);
 
   // dot[i] += <row i of m, vector>, vector float32[columns].
   void (*row_dots)(const Matrix& m, int64_t rows, int64_t columns, const float* vector, float* dot);

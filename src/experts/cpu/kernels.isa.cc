@@ -67,65 +67,106 @@ void store(const ResultTile& tile, const float* scale, const float* bias, const 
   });
 }
 
-// The activations of a chunk, times `up` if gated, and their slopes. Functions of their own: the rows around them are
-// compiled for every dtype, these once.
-using Activate = void (*)(const float* gate, const float* up, int64_t count, float* product);
-using ActivateWithSlope = void (*)(const float* gate, int64_t count, float* value, float* slope);
+// The activations of a chunk, and their derivatives. up: not read where experts are ungated. Functions of their own:
+// the rows around them are compiled for every dtype, these once.
+using Activate = void (*)(const Activation& activation, const float* gate, const float* up, int64_t count,
+                          float* value);
+struct Slopes {
+  float value[kChunk];
+  float by_gate[kChunk];
+  float by_up[kChunk];
+};
+using ActivateWithSlopes = void (*)(const Activation& activation, const float* gate, const float* up, int64_t count,
+                                    Slopes& slopes);
 
-template <int32_t kActivation, bool kGated>
-void activate_chunk(const float* __restrict gate, const float* __restrict up, int64_t count,
-                    float* __restrict product) {
-  for (int64_t j = 0; j < count; ++j) product[j] = activate<kActivation>(gate[j]) * (kGated ? up[j] : 1.0f);
+template <Formula kFormula, bool kGated>
+void activate_chunk(const Activation& activation, const float* __restrict gate, const float* __restrict up,
+                    int64_t count, float* __restrict value) {
+  const Activation a = activation;
+  for (int64_t j = 0; j < count; ++j) value[j] = activate<kFormula>(a, gate[j], kGated ? up[j] : 1.0f);
 }
 
-template <int32_t kActivation>
-void activate_chunk_with_slope(const float* __restrict gate, int64_t count, float* __restrict value,
-                               float* __restrict slope) {
+template <Formula kFormula, bool kGated>
+void activate_chunk_with_slopes(const Activation& activation, const float* __restrict gate, const float* __restrict up,
+                                int64_t count, Slopes& __restrict slopes) {
+  const Activation a = activation;
   for (int64_t j = 0; j < count; ++j) {
-    const ActivationAt at = activate_with_slope<kActivation>(gate[j]);
-    value[j] = at.value;
-    slope[j] = at.slope;
+    const ActivationAt at = activate_with_slopes<kFormula>(a, gate[j], kGated ? up[j] : 1.0f);
+    slopes.value[j] = at.value;
+    slopes.by_gate[j] = at.by_gate;
+    slopes.by_up[j] = at.by_up;
   }
 }
 
-Activate activate_of(int32_t activation, bool gated) {
+Activate activate_of(const Activation& activation, bool gated) {
   Activate result = nullptr;
-  with_activation(activation, [&]<int32_t kActivation>() {
-    result = gated ? activate_chunk<kActivation, true> : activate_chunk<kActivation, false>;
+  with_formula(activation, [&]<Formula kFormula>() {
+    result = gated ? activate_chunk<kFormula, true> : activate_chunk<kFormula, false>;
   });
   return result;
 }
 
-ActivateWithSlope activate_with_slope_of(int32_t activation) {
-  ActivateWithSlope result = nullptr;
-  with_activation(activation, [&]<int32_t kActivation>() { result = activate_chunk_with_slope<kActivation>; });
+ActivateWithSlopes activate_with_slopes_of(const Activation& activation, bool gated) {
+  ActivateWithSlopes result = nullptr;
+  with_formula(activation, [&]<Formula kFormula>() {
+    result = gated ? activate_chunk_with_slopes<kFormula, true> : activate_chunk_with_slopes<kFormula, false>;
+  });
   return result;
 }
 
+// Every step-th element, as float32 and back.
 template <class T>
-void hidden_row(Activate activate, bool gated, const float* tile, const float* bias, float w, int64_t columns,
-                T* h_gate, T* h_up, T* a) {
+void load_columns(const T* from, int64_t step, int64_t count, float* to) {
+  if (step == 1) {
+    for (int64_t j = 0; j < count; ++j) to[j] = to_float(from[j]);
+  } else {
+    for (int64_t j = 0; j < count; ++j) to[j] = to_float(from[j * step]);
+  }
+}
+template <class T, class Value>
+void store_columns(T* to, int64_t step, int64_t count, const Value& value) {
+  if (step == 1) {
+    for (int64_t j = 0; j < count; ++j) to[j] = from_float<T>(value(j));
+  } else {
+    for (int64_t j = 0; j < count; ++j) to[j * step] = from_float<T>(value(j));
+  }
+}
+
+// From columns of the tile, plus those of the bias.
+void load_hidden(const float* tile, const float* bias, int64_t step, int64_t count, float* to) {
+  load_columns(tile, step, count, to);
+  for (int64_t j = 0; bias != nullptr && j < count; ++j) to[j] += bias[j * step];
+}
+
+template <class T>
+void hidden_row(const Activation& activation, Activate activate, const HiddenColumns& order, const float* tile,
+                const float* bias, float w, int64_t columns, T* h_gate, T* h_up, T* a) {
+  const int64_t step = order.step();
+  const int64_t up_begin = order.interleaved ? 1 : columns;
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
     const int64_t count = least(kChunk, columns - begin);
     float gate[kChunk];
     float up[kChunk];
     float product[kChunk];
-    const float* gate_tile = tile + begin;
-    const float* up_tile = tile + columns + begin;
-    for (int64_t j = 0; j < count; ++j) gate[j] = gate_tile[j] + (bias == nullptr ? 0.0f : bias[begin + j]);
-    for (int64_t j = 0; gated && j < count; ++j) {
-      up[j] = up_tile[j] + (bias == nullptr ? 0.0f : bias[columns + begin + j]);
-    }
-    activate(gate, up, count, product);
+    const int64_t at = begin * step;
+    load_hidden(tile + at, bias == nullptr ? nullptr : bias + at, step, count, gate);
+    if (order.gated)
+      load_hidden(tile + up_begin + at, bias == nullptr ? nullptr : bias + up_begin + at, step, count, up);
+    activate(activation, gate, up, count, product);
     for (int64_t j = 0; j < count; ++j) a[begin + j] = from_float<T>(w * product[j]);
-    for (int64_t j = 0; h_gate != nullptr && j < count; ++j) h_gate[begin + j] = from_float<T>(gate[j]);
-    for (int64_t j = 0; gated && h_up != nullptr && j < count; ++j) h_up[begin + j] = from_float<T>(up[j]);
+    if (h_gate != nullptr) store_columns(h_gate + at, step, count, [&](int64_t j) { return gate[j]; });
+    if (order.gated && h_up != nullptr) store_columns(h_up + at, step, count, [&](int64_t j) { return up[j]; });
   }
 }
 
-void hidden(int32_t activation, bool gated, const ResultTile& tile, const float* bias, const float* scale,
-            const Matrix (&h)[2], const Matrix& a) {
-  const Activate activate = activate_of(activation, gated);
+template <class T>
+void clear_columns(T* to, int64_t step, int64_t count) {
+  store_columns(to, step, count, [](int64_t) { return 0.0f; });
+}
+
+void hidden(const Activation& activation, const HiddenColumns& order, const ResultTile& tile, const float* bias,
+            const float* scale, const Matrix (&h)[2], const Matrix& a) {
+  const Activate activate = activate_of(activation, order.gated);
   with_float_type(a.dtype, [&]<class T>(T) {
     for (int64_t i = 0; i < tile.rows; ++i) {
       T* h_gate = h[0].data == nullptr ? nullptr : row_of<T>(h[0], i);
@@ -133,16 +174,16 @@ void hidden(int32_t activation, bool gated, const ResultTile& tile, const float*
       T* to = row_of<T>(a, i);
       if (i + 1 < tile.rows) {
         prefetch(row_of<const T>(a, i + 1), tile.columns);
-        if (h_gate != nullptr) prefetch(row_of<const T>(h[0], i + 1), tile.columns);
-        if (h_up != nullptr) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
+        if (h_gate != nullptr) prefetch(row_of<const T>(h[0], i + 1), order.step() * tile.columns);
+        if (h_up != nullptr && !order.interleaved) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
       }
       if (is_padding(tile, i)) {
         fill_zero(to, tile.columns);
-        if (h_gate != nullptr) fill_zero(h_gate, tile.columns);
-        if (h_up != nullptr) fill_zero(h_up, tile.columns);
+        if (h_gate != nullptr) clear_columns(h_gate, order.step(), tile.columns);
+        if (h_up != nullptr) clear_columns(h_up, order.step(), tile.columns);
       } else {
-        hidden_row(activate, gated, tile.data + i * tile.stride, bias, scale == nullptr ? 1.0f : scale[i], tile.columns,
-                   h_gate, h_up, to);
+        hidden_row(activation, activate, order, tile.data + i * tile.stride, bias, scale == nullptr ? 1.0f : scale[i],
+                   tile.columns, h_gate, h_up, to);
       }
     }
   });
@@ -166,55 +207,54 @@ void add_products(const float* x, const float* y, int64_t count, float (&lanes)[
 
 // Reads a chunk of h before it writes dh, which may be the same memory. Returns <da', a>.
 template <class T>
-float hidden_backward_row(ActivateWithSlope activate, bool gated, const float* d_a, float w, int64_t columns,
-                          const T* h_gate, const T* h_up, T* d_gate, T* d_up, T* weighted_a) {
+float hidden_backward_row(const Activation& activation, ActivateWithSlopes activate, const HiddenColumns& order,
+                          const float* d_a, float w, int64_t columns, const T* h_gate, const T* h_up, T* d_gate,
+                          T* d_up, T* weighted_a) {
+  const int64_t step = order.step();
   float lanes[kLanes] = {};
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
     const int64_t count = least(kChunk, columns - begin);
     float gate[kChunk];
     float up[kChunk];
-    float value[kChunk];
-    float slope[kChunk];
-    float a[kChunk];
+    Slopes a;
     const float* d = d_a + begin;
-    for (int64_t j = 0; j < count; ++j) gate[j] = to_float(h_gate[begin + j]);
-    for (int64_t j = 0; gated && j < count; ++j) up[j] = to_float(h_up[begin + j]);
-    activate(gate, count, value, slope);
-    for (int64_t j = 0; j < count; ++j) a[j] = gated ? value[j] * up[j] : value[j];
-    add_products(d, a, count, lanes);
-    for (int64_t j = 0; weighted_a != nullptr && j < count; ++j) weighted_a[begin + j] = from_float<T>(w * a[j]);
+    const int64_t at = begin * step;
+    load_columns(h_gate + at, step, count, gate);
+    if (order.gated) load_columns(h_up + at, step, count, up);
+    activate(activation, gate, up, count, a);
+    add_products(d, a.value, count, lanes);
+    for (int64_t j = 0; weighted_a != nullptr && j < count; ++j) weighted_a[begin + j] = from_float<T>(w * a.value[j]);
     if (d_gate == nullptr) continue;
-    for (int64_t j = 0; j < count; ++j) {
-      d_gate[begin + j] = from_float<T>((gated ? slope[j] * up[j] : slope[j]) * (w * d[j]));
-    }
-    for (int64_t j = 0; gated && j < count; ++j) d_up[begin + j] = from_float<T>(value[j] * (w * d[j]));
+    store_columns(d_gate + at, step, count, [&](int64_t j) { return a.by_gate[j] * (w * d[j]); });
+    if (order.gated) store_columns(d_up + at, step, count, [&](int64_t j) { return a.by_up[j] * (w * d[j]); });
   }
   return sum_lanes(lanes);
 }
 
-void hidden_backward(int32_t activation, bool gated, const ResultTile& tile, const float* scale, const Matrix (&h)[2],
-                     const Matrix (&dh)[2], const Matrix& weighted_a, float* dot) {
-  const ActivateWithSlope activate = activate_with_slope_of(activation);
+void hidden_backward(const Activation& activation, const HiddenColumns& order, const ResultTile& tile,
+                     const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2], const Matrix& weighted_a,
+                     float* dot) {
+  const ActivateWithSlopes activate = activate_with_slopes_of(activation, order.gated);
   with_float_type(h[0].dtype, [&]<class T>(T) {
     for (int64_t i = 0; i < tile.rows; ++i) {
       T* d_gate = dh[0].data == nullptr ? nullptr : row_of<T>(dh[0], i);
       T* d_up = dh[1].data == nullptr ? nullptr : row_of<T>(dh[1], i);
       T* a = weighted_a.data == nullptr ? nullptr : row_of<T>(weighted_a, i);
       if (i + 1 < tile.rows) {
-        prefetch(row_of<const T>(h[0], i + 1), tile.columns);
-        if (gated) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
+        prefetch(row_of<const T>(h[0], i + 1), order.step() * tile.columns);
+        if (order.gated && !order.interleaved) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
         if (a != nullptr) prefetch(row_of<const T>(weighted_a, i + 1), tile.columns);
       }
       if (is_padding(tile, i)) {
-        if (d_gate != nullptr) fill_zero(d_gate, tile.columns);
-        if (d_up != nullptr) fill_zero(d_up, tile.columns);
+        if (d_gate != nullptr) clear_columns(d_gate, order.step(), tile.columns);
+        if (d_up != nullptr) clear_columns(d_up, order.step(), tile.columns);
         if (a != nullptr) fill_zero(a, tile.columns);
         continue;
       }
-      const T* h_up = gated ? row_of<const T>(h[1], i) : nullptr;
-      const float product =
-          hidden_backward_row(activate, gated, tile.data + i * tile.stride, scale == nullptr ? 1.0f : scale[i],
-                              tile.columns, row_of<const T>(h[0], i), h_up, d_gate, d_up, a);
+      const T* h_up = order.gated ? row_of<const T>(h[1], i) : nullptr;
+      const float product = hidden_backward_row(activation, activate, order, tile.data + i * tile.stride,
+                                                scale == nullptr ? 1.0f : scale[i], tile.columns,
+                                                row_of<const T>(h[0], i), h_up, d_gate, d_up, a);
       if (dot != nullptr) dot[i] += product;
     }
   });

@@ -85,6 +85,12 @@ void multiply_grouped_rows(Products& products, int threads, const GroupedRows& r
   });
 }
 
+void HiddenParts::clear(const Matrix& rows, int64_t row, int64_t begin, int64_t num_rows, int64_t columns) const {
+  if (rows.data == nullptr) return;
+  clear_rows(gate(rows, row, begin), num_rows, columns * order.step());
+  if (order.gated && !order.interleaved) clear_rows(up(rows, row, begin), num_rows, columns);
+}
+
 void weight_gradient(Products& products, int threads, const GroupedRows& rows, const Matrix& a, int64_t M,
                      const Matrix& b, int64_t N, bool adds, const ab_tensor* d_w) {
   const int64_t strips = (M + kTileRows - 1) / kTileRows;

@@ -59,6 +59,20 @@ void weight_gradient(Products& products, int threads, const GroupedRows& rows, c
 void bias_gradient(Products& products, int threads, const GroupedRows& rows, const Matrix& m, int64_t N,
                    const float* scale, const ab_tensor* d_bias);
 
+// Columns `begin` on of gate and up, or of the hidden columns alone, in rows of hidden columns from `row` on.
+struct HiddenParts {
+  HiddenColumns order;
+  int64_t F;
+
+  int64_t up_begin() const { return !order.gated ? 0 : order.interleaved ? 1 : F; }
+  int64_t column(int64_t begin) const { return begin * order.step(); }
+  Matrix gate(const Matrix& rows, int64_t row, int64_t begin) const { return at(rows, row, column(begin)); }
+  Matrix up(const Matrix& rows, int64_t row, int64_t begin) const { return at(rows, row, up_begin() + column(begin)); }
+
+  // As many columns of each part become zero.
+  void clear(const Matrix& rows, int64_t row, int64_t begin, int64_t num_rows, int64_t columns) const;
+};
+
 // The first `columns` elements of `rows` rows become zero.
 void clear_rows(const Matrix& m, int64_t rows, int64_t columns);
 

@@ -57,7 +57,7 @@ struct Backward {
     hidden.s = s;
     hidden.map = map;
     hidden.group_sizes = group_sizes();
-    hidden.activation = args.activation;
+    hidden.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
     hidden.skips_rest = args.skip_rest != 0;
     hidden.d_y = Floats(args.d_out);
     hidden.w_out = Floats(args.w_out);
@@ -188,6 +188,9 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  if (s.layout.in_transposed || s.layout.interleaved || s.layout.out_transposed) {
+    return error(AB_UNSUPPORTED, "w_in, w_out: got other layouts than row-major, expected those on CUDA");
+  }
   const cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   int multiprocessors = 0;

@@ -33,7 +33,7 @@ struct Forward {
     up.s = s;
     up.map = map;
     up.group_sizes = data<const int32_t>(args.group_sizes);
-    up.activation = args.activation;
+    up.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
     up.skips_rest = args.skip_rest != 0;
     up.x = Floats(args.x);
     up.w_in = Floats(args.w_in);
@@ -80,6 +80,9 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  if (s.layout.in_transposed || s.layout.interleaved || s.layout.out_transposed) {
+    return error(AB_UNSUPPORTED, "w_in, w_out: got other layouts than row-major, expected those on CUDA");
+  }
   const cuda::Forward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   int multiprocessors = 0;

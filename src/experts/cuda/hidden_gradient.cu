@@ -1,6 +1,5 @@
 #include "experts/cuda/hidden_gradient.h"
 
-#include "experts/activation.h"
 #include "experts/cuda/simple_product.cuh"
 #include "experts/hopper/products.h"
 
@@ -41,12 +40,12 @@ struct Differentiate {
   // Of one element; returns its share of <da', a>. Out of line, or copies of it were most of the kernel's code.
   __device__ __noinline__ float differentiate(int64_t row, int64_t column, float weight, float d_a) const {
     const int64_t at = row * op.s.P * op.s.F + column;
-    ActivationAt gate{};
-    with_activation(op.activation, [&]<int32_t kActivation>() { gate = activate_with_slope<kActivation>(op.h[at]); });
     const float up = kGated ? op.h[at + op.s.F] : 1.0f;
-    const float a = gate.value * up;
-    write(row, column, gate.slope * up * (weight * d_a), gate.value * (weight * d_a), weight * a);
-    return d_a * a;
+    ActivationAt a{};
+    with_formula(op.activation,
+                 [&]<Formula kFormula>() { a = activate_with_slopes<kFormula>(op.activation, op.h[at], up); });
+    write(row, column, a.by_gate * (weight * d_a), a.by_up * (weight * d_a), weight * a.value);
+    return d_a * a.value;
   }
 
   __device__ void write(int64_t row, int64_t column, float d_gate, float d_up, float weighted_a) const {

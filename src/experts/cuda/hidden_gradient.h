@@ -7,6 +7,7 @@
 
 #include "anabranch/types.h"
 #include "core/floats.h"
+#include "experts/activation.h"
 #include "experts/check.h"
 #include "experts/cuda/row_map.h"
 
@@ -14,14 +15,14 @@ namespace anabranch::cuda {
 
 // With w the row's weight and `a` recomputed from h:
 //
-//     da' = d_y W_out[e]^T;  dh = act'(h) w da';  weighted_a = w a;  <da', a> = the sum of dots[:, r].
+//     da' = d_y W_out[e]^T;  dh = phi'(h) w da';  weighted_a = w a;  <da', a> = the sum of dots[:, r].
 //
 // Padding is zero, and so is everything past the groups.
 struct HiddenGradient {
   FfnSizes s;
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
-  int32_t activation = 0;
+  Activation activation;
   bool skips_rest = false;  // rows past the groups need not be written
   Floats d_y;               // gathered rows of D
   Floats w_out;             // [E, F, D]

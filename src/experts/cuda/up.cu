@@ -1,6 +1,5 @@
 #include "experts/cuda/up.h"
 
-#include "experts/activation.h"
 #include "experts/cuda/simple_product.cuh"
 #include "experts/hopper/products.h"
 
@@ -36,8 +35,8 @@ struct Activate {
     float a = 0.0f;
     for (int part = 0; part < kParts; ++part) h[part] = slot < 0 ? 0.0f : h[part] + bias(expert, part, column);
     if (slot >= 0) {
-      with_activation(up.activation, [&]<int32_t kActivation>() {
-        a = up.weights[slot] * (activate<kActivation>(h[0]) * (kParts == 2 ? h[kParts - 1] : 1.0f));
+      with_formula(up.activation, [&]<Formula kFormula>() {
+        a = up.weights[slot] * activate<kFormula>(up.activation, h[0], kParts == 2 ? h[kParts - 1] : 1.0f);
       });
     }
     up.a.set(row * up.s.F + column, a);

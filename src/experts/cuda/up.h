@@ -5,18 +5,19 @@
 
 #include "anabranch/types.h"
 #include "core/floats.h"
+#include "experts/activation.h"
 #include "experts/check.h"
 #include "experts/cuda/row_map.h"
 
 namespace anabranch::cuda {
 
-// h = x W_in[e] + b_in[e];  a = act(h_gate) h_up, or act(h) ungated, times the row's weight where it comes early. The
+// h = x W_in[e] + b_in[e];  a = phi(h_gate, h_up), or act(h) ungated, times the row's weight where it comes early. The
 // activation sees h before it is rounded. Padding is zero, and rows past the groups.
 struct Up {
   FfnSizes s;
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
-  int32_t activation = 0;
+  Activation activation;
   bool skips_rest = false;  // rows past the groups need not be written
   Floats x;                 // gathered rows of D
   Floats w_in;              // [E, D, P, F]

@@ -1,6 +1,6 @@
 // The epilogue of the product da' = d_y W_out^T: reads h and writes, with w the row's weight,
 //
-//     a = act(h_gate) h_up, or act(h) of ungated experts;   w a;   dh = act'(h) w da';   dots = <da', a>
+//     a = phi(h_gate, h_up), or act(h) of ungated experts;   w a;   dh = phi'(h) w da';   dots = <da', a>
 //
 // The columns of W_out come shuffled (ShuffledWeightOperand), so that of every 32 columns of the tile, a block, a lane
 // holds 8 neighbours of 2 rows: it reads and writes whole 16-byte chunks of its own. A lane's chunks of h come through
@@ -13,6 +13,7 @@
 #include "core/cuda/shared.cuh"
 #include "core/cuda/vector.cuh"
 #include "experts/activation.h"
+#include "experts/hopper/column_pairs.cuh"
 #include "experts/hopper/row_weights.cuh"
 #include "experts/hopper/subtile_writer.cuh"
 
@@ -28,7 +29,7 @@ struct HiddenGradientEpilogue {
   RowWeights weights;
   int32_t columns;  // F
   int32_t R;
-  int32_t activation;
+  Activation activation;
 
   template <class Shape>
   static constexpr bool kTakesRegisters = false;
@@ -67,8 +68,8 @@ struct HiddenGradientEpilogue {
                         const float (&acc)[Shape::kColumns / 2], const Prefetched<Shape>& prefetched) const {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1);
     if (tile.row + row < tile.end_row) {
-      with_activation(activation, [&]<int32_t kActivation>() {
-        write_activated<Shape, kActivation>(writer, tile, row, acc, prefetched.rows[panel]);
+      with_common_formula(activation, [&]<Formula kFormula>() {
+        write_activated<Shape, kFormula>(writer, tile, row, acc, prefetched.rows[panel]);
       });
     }
     wait_for_copies<0>();
@@ -86,9 +87,9 @@ struct HiddenGradientEpilogue {
       for (int half = 0; half < 2; ++half) {
         const bool there = places.reach(half, column);
         for (int part = 0; part < kParts; ++part) {
-          Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h[half] + part * columns + column);
+          Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h(*this, half, part) + column);
         }
-        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a[half] + column);
+        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a(*this, half) + column);
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});
@@ -109,22 +110,30 @@ struct HiddenGradientEpilogue {
 
   // Where a lane's first columns stand, of each of its two rows.
   struct Places {
-    int64_t of_h[2];  // elements of h and dh
-    int64_t of_a[2];
+    int64_t first;            // of the upper row in [R, F]
+    int32_t column;           // of the lane's first one
     int32_t columns_left[2];  // none for a row that is not the expert's
 
-    __device__ Places(const HiddenGradientEpilogue& out, const Tile& tile, int row) {
-      const int32_t column = tile.column + lane_index() % 4 * 8;
+    __device__ Places(const HiddenGradientEpilogue& out, const Tile& tile, int row)
+        : first(int64_t{row_of(tile, row, 0)} * out.columns), column(tile.column + lane_index() % 4 * 8) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int32_t at = row_of(tile, row, half);
-        of_a[half] = static_cast<int64_t>(at) * out.columns + column;
-        of_h[half] = static_cast<int64_t>(at) * kParts * out.columns + column;
-        columns_left[half] = at < tile.end_row ? out.columns - column : 0;
+        columns_left[half] = row_of(tile, row, half) < tile.end_row ? out.columns - column : 0;
       }
     }
 
-    __device__ bool reach(int half, int column) const { return column < columns_left[half]; }
+    __device__ bool reach(int half, int after) const { return after < columns_left[half]; }
+
+    // Elements of [R, F], and of a part of [R, kParts, F].
+    __device__ int64_t of_a(const HiddenGradientEpilogue& out, int half) const {
+      return first + half * 8 * int64_t{out.columns} + column;
+    }
+    __device__ int64_t of_h(const HiddenGradientEpilogue& out, int half, int part) const {
+      return kParts * first + (half * 8 * kParts + part) * int64_t{out.columns} + column;
+    }
+
+    // Places are found anew from here on: kept, all of them would take more registers than there are.
+    __device__ __forceinline__ void forget() { asm volatile("" : "+l"(first)); }
   };
 
   static __device__ int32_t row_of(const Tile& tile, int row, int half) {
@@ -150,21 +159,22 @@ struct HiddenGradientEpilogue {
       const bool there = places.reach(half, block * kBlock);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        const Element* from = h + (there ? places.of_h[half] + part * columns + block * kBlock : 0);
+        const Element* from = h + (there ? places.of_h(*this, half, part) + block * kBlock : 0);
         copy_async_16(chunk_of(writer, block, half, part), from, there ? 16 : 0);
       }
     }
     end_copy_group();
   }
 
-  template <class Shape, int32_t kActivation>
+  template <class Shape, Formula kFormula>
   __device__ __forceinline__ void write_activated(const SubtileWriter& writer, const Tile& tile, int row,
                                                   const float (&acc)[Shape::kColumns / 2], const RowPair& rows) const {
-    const Places places(*this, tile, row);
+    Places places(*this, tile, row);
     float dot[2] = {0.0f, 0.0f};
     constexpr int kBlocks = Shape::kColumns / kBlock;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
+      places.forget();
       if (block < kBlocks - 1) {
         wait_for_copies<kPrefetchedBlocks - 1>();
       } else {
@@ -182,8 +192,8 @@ struct HiddenGradientEpilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (places.reach(half, block * kBlock)) {
-          write_eight<kActivation>(places, half, block * kBlock, acc + block * kBlock / 2 + half * 2, now, rows,
-                                   dot[half]);
+          write_eight<kFormula>(places, half, block * kBlock, acc + block * kBlock / 2 + half * 2, now, rows,
+                                dot[half]);
         }
       }
     }
@@ -191,33 +201,75 @@ struct HiddenGradientEpilogue {
   }
 
   // acc: 4 neighbouring pairs of columns, 4 apart.
-  template <int32_t kActivation>
+  template <Formula kFormula>
   __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
                                               const Hidden& now, const RowPair& rows, float& dot) const {
-    float d[kParts][8];
-    float a[8];
+    const float weight = rows.weight[half];
+    Eight d[kParts];
+    Eight weighted;
+    if constexpr (kFormula == Formula::any) {
+      uint32_t in[2 + kParts][kPairs];  // da' of the first columns and of the second ones, h
+      uint32_t out[kParts + 1][kPairs];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float da = acc[i / 2 * 4 + i % 2];  // before the weight
-      const float weighted = da * rows.weight[half];
-      const ActivationAt gate = activate_with_slope<kActivation>(now.h[half][0][i]);
-      a[i] = gate.value;
-      d[0][i] = weighted * gate.slope;
-      if constexpr (kParts == 2) {
-        const float up = now.h[half][1][i];
-        a[i] *= up;
-        d[0][i] *= up;
-        d[1][i] = weighted * gate.value;
+      for (int pair = 0; pair < kPairs; ++pair) {
+        in[0][pair] = bits_of(acc[pair * 4]);
+        in[1][pair] = bits_of(acc[pair * 4 + 1]);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) in[2 + part][pair] = now.h[half][part].word(pair);
       }
-      dot = fmaf(da, a[i], dot);
-      a[i] *= rows.weight[half];
+      for_column_pairs(in, out, [&](const uint32_t (&of)[2 + kParts], uint32_t (&result)[kParts + 1]) {
+        float values[kParts + 1][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const auto element = [i](uint32_t pair) {
+            return i == 0 ? low_half<Element>(pair) : high_half<Element>(pair);
+          };
+          const float up = kParts == 2 ? element(of[1 + kParts]) : 1.0f;
+          const Differentiated at = differentiate<kFormula>(float_from_bits(of[i]), weight, element(of[2]), up, dot);
+          values[0][i] = at.d_gate;
+          values[kParts - 1][i] = kParts == 2 ? at.d_up : at.d_gate;
+          values[kParts][i] = at.weighted_a;
+        }
+#pragma unroll
+        for (int i = 0; i < kParts + 1; ++i) result[i] = pack<Element>(values[i][0], values[i][1]);
+      });
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) d[part] = Eight::of_words(out[part]);
+      weighted = Eight::of_words(out[kParts]);
+    } else {
+      float values[kParts + 1][8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float up = kParts == 2 ? now.h[half][kParts - 1][i] : 1.0f;
+        const Differentiated at = differentiate<kFormula>(acc[i / 2 * 4 + i % 2], weight, now.h[half][0][i], up, dot);
+        values[0][i] = at.d_gate;
+        if constexpr (kParts == 2) values[1][i] = at.d_up;
+        values[kParts][i] = at.weighted_a;
+      }
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) d[part] = Eight::from(values[part]);
+      weighted = Eight::from(values[kParts]);
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const Eight words = Eight::from(d[part]).or_zeros(rows.real[half]);
-      words.store_if(dh != nullptr, dh + places.of_h[half] + part * columns + column);
+      d[part].or_zeros(rows.real[half]).store_if(dh != nullptr, dh + places.of_h(*this, half, part) + column);
     }
-    Eight::from(a).or_zeros(rows.real[half]).store_if(weighted_a != nullptr, weighted_a + places.of_a[half] + column);
+    weighted.or_zeros(rows.real[half]).store_if(weighted_a != nullptr, weighted_a + places.of_a(*this, half) + column);
+  }
+
+  // Of one column.
+  struct Differentiated {
+    float d_gate;
+    float d_up;
+    float weighted_a;
+  };
+  template <Formula kFormula>
+  __device__ __forceinline__ Differentiated differentiate(float da, float weight, float gate, float up,
+                                                          float& dot) const {
+    const ActivationAt at = activate_with_slopes<kFormula>(activation, gate, up);
+    const float weighted = da * weight;
+    dot = fmaf(da, at.value, dot);
+    return {weighted * at.by_gate, weighted * at.by_up, weight * at.value};
   }
 
   // Of the columns of this tile.

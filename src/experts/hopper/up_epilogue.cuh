@@ -1,8 +1,9 @@
-// The epilogue of the up product: h = acc + b_in,  a = act(h_gate) h_up, or act(h) of ungated experts, times the row's
+// The epilogue of the up product: h = acc + b_in,  a = phi(h_gate, h_up), or act(h) of ungated experts, times the row's
 // weight where it comes early.
 #pragma once
 
 #include "experts/activation.h"
+#include "experts/hopper/column_pairs.cuh"
 #include "experts/hopper/row_weights.cuh"
 #include "experts/hopper/subtile_values.cuh"
 
@@ -16,7 +17,7 @@ struct UpEpilogue : PrefetchesNothing {
   const Element* b_in;  // [E, kParts, F], or nullptr
   RowWeights weights;   // early ones
   int32_t columns;      // F
-  int32_t activation;
+  Activation activation;
   bool keeps_h;
 
   __device__ void prefetch_maps() const {
@@ -86,13 +87,38 @@ struct UpEpilogue : PrefetchesNothing {
         writer.write_subtile(Destination{h[part], columns}, tile, row, column, hidden[part]);
       }
     }
-    with_activation(activation, [&]<int32_t kActivation>() {
+    with_common_formula(activation, [&]<Formula kFormula>() {
+      if constexpr (kFormula == Formula::any) {
 #pragma unroll
-      for (int i = 0; i < Values::kCount; ++i) {
-        result[i] = activate<kActivation>(hidden[0][i]);
-        if constexpr (kParts == 2) result[i] *= hidden[1][i];
+        for (int i = 0; i < Values::kCount; i += 2 * kPairs) activate_eight(hidden, i, result);
+      } else {
+#pragma unroll
+        for (int i = 0; i < Values::kCount; ++i) {
+          result[i] = activate<kFormula>(activation, hidden[0][i], kParts == 2 ? hidden[kParts - 1][i] : 1.0f);
+        }
       }
     });
+  }
+
+  // From column `begin` of the subtile on.
+  __device__ __forceinline__ void activate_eight(const float* const (&hidden)[kParts], int begin,
+                                                 float (&result)[Values::kCount]) const {
+    uint32_t in[2 * kParts][kPairs];
+    uint32_t out[2][kPairs];
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) in[2 * part + i % 2][i / 2] = bits_of(hidden[part][begin + i]);
+    }
+    for_column_pairs(in, out, [&](const uint32_t (&of)[2 * kParts], uint32_t (&a)[2]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float up = kParts == 2 ? float_from_bits(of[2 * kParts - 2 + i]) : 1.0f;
+        a[i] = bits_of(activate<Formula::any>(activation, float_from_bits(of[i]), up));
+      }
+    });
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) result[begin + i] = float_from_bits(out[i % 2][i / 2]);
   }
 
   // The same of accumulators that lack the bias, or have padding among their rows.

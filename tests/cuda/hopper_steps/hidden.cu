@@ -30,6 +30,8 @@ struct Options {
 };
 
 constexpr int64_t kTopk = 3;
+constexpr float kAlpha = 1.25f;  // of activations that have them: h reaches the limit and passes it
+constexpr float kLimit = 0.5f;
 
 // Slots in a random order; some rows are padding.
 std::vector<int32_t> slots_of_rows(int64_t R, unsigned seed) {
@@ -91,7 +93,7 @@ struct Layer {
     op.map = map();
     op.group_sizes = sizes.data();
     op.weights = row_weights();
-    op.activation = options.activation;
+    op.activation = activation_of(options.activation, kAlpha, kLimit);
   }
   Up up() const {
     Up op;
@@ -155,21 +157,59 @@ __device__ RowOf row_of(const int32_t* sizes, int64_t E, const RowMap& map, cons
   return row;
 }
 
-struct Curve {
+// phi(g, u), and its derivatives.
+struct Surface {
   double value;
-  double slope;
+  double by_gate;
+  double by_up;
 };
-__device__ Curve curve(int32_t activation, double h) {
-  const double s = 1 / (1 + exp(-h));
+__device__ Surface glu(double value, double slope, double u) { return {value * u, slope * u, value}; }
+__device__ Surface surface(int32_t activation, double g, double u) {
+  constexpr double kPi = 3.14159265358979323846;
+  const double limit = kLimit;
+  const double inside = fmin(g, limit);
+  const double clamped = fmin(fmax(u, -limit), limit);
+  const double g_passes = g > limit ? 0 : 1;
+  const double u_passes = fabs(u) > limit ? 0 : 1;
+  const auto sigmoid = [](double x) { return 1 / (1 + exp(-x)); };
+  const auto swish_slope = [&](double h, double alpha) {
+    return sigmoid(alpha * h) * (1 + alpha * h * (1 - sigmoid(alpha * h)));
+  };
   switch (activation) {
-    case AB_SILU: return {h * s, s + h * s * (1 - s)};
+    case AB_SILU: return glu(g * sigmoid(g), swish_slope(g, 1), u);
     case AB_GELU: {
-      const double c = sqrt(2 / 3.14159265358979323846);
-      const double t = tanh(c * (h + 0.044715 * h * h * h));
-      return {h / 2 * (1 + t), (1 + t) / 2 + h / 2 * (1 - t * t) * c * (1 + 3 * 0.044715 * h * h)};
+      const double c = sqrt(2 / kPi);
+      const double t = tanh(c * (g + 0.044715 * g * g * g));
+      return glu(g / 2 * (1 + t), (1 + t) / 2 + g / 2 * (1 - t * t) * c * (1 + 3 * 0.044715 * g * g), u);
     }
-    case AB_RELU: return {fmax(h, 0.0), h > 0 ? 1.0 : 0.0};
-    default: return {fmax(h, 0.0) * fmax(h, 0.0), 2 * fmax(h, 0.0)};
+    case AB_RELU: return glu(fmax(g, 0.0), g > 0 ? 1.0 : 0.0, u);
+    case AB_RELU2: return glu(fmax(g, 0.0) * fmax(g, 0.0), 2 * fmax(g, 0.0), u);
+    case AB_GELU_ERF: {
+      const double normal = erfc(-g / sqrt(2.0)) / 2;
+      return glu(g * normal, normal + g * exp(-g * g / 2) / sqrt(2 * kPi), u);
+    }
+    case AB_QUICK_GELU: return glu(g * sigmoid(1.702 * g), swish_slope(g, 1.702), u);
+    case AB_LINEAR: return glu(g, 1, u);
+    case AB_SWIGLU_CLAMPED: {
+      const double value = inside * sigmoid(inside);
+      return {value * clamped, swish_slope(inside, 1) * clamped * g_passes, value * u_passes};
+    }
+    case AB_SWIGLU_OAI: {
+      const double value = inside * sigmoid(kAlpha * inside);
+      return {value * (clamped + 1), swish_slope(inside, kAlpha) * (clamped + 1) * g_passes, value * u_passes};
+    }
+    case AB_SWIGLU_THEN_CLAMP: {
+      const double value = g * sigmoid(g);
+      const double slope = value > limit ? 0 : swish_slope(g, 1);
+      return {fmin(value, limit) * clamped, slope * clamped, fmin(value, limit) * u_passes};
+    }
+    default: {
+      const double t = tanh(g / kAlpha);
+      const double v = tanh(u / limit);
+      const double s = sigmoid(g);
+      const double slope = (1 - t * t) * s + kAlpha * t * s * (1 - s);
+      return {kAlpha * t * s * limit * v, slope * limit * v, kAlpha * t * s * (1 - v * v)};
+    }
   }
 }
 
@@ -180,7 +220,7 @@ struct Value {
 
 // h [R, P, F] and a [R, F]; a thread a column of a row.
 template <class Element>
-__global__ void reference_up(Up p, Value* h, Value* a) {
+__global__ void reference_up(Up p, int32_t activation, Value* h, Value* a) {
   const FfnSizes& s = p.s;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= s.R * s.F) return;
@@ -206,16 +246,19 @@ __global__ void reference_up(Up p, Value* h, Value* a) {
   }
   h[r * s.P * s.F + f] = parts[0];
   if (s.P == 2) h[(r * s.P + 1) * s.F + f] = parts[1];
-  const Curve gate = curve(p.activation, parts[0].value);
+  const double gate = parts[0].value;
   const double up = s.P == 2 ? parts[1].value : 1;
-  a[i] = {row.weight * gate.value * up,
-          fabs(row.weight) * (fabs(gate.value) * parts[1].scale +
-                              (1.2 + 2 * fabs(parts[0].value)) * fabs(up) * (parts[0].scale + fabs(parts[0].value)))};
+  const Surface at = surface(activation, gate, up);
+  // Bounds of the slopes, also on the other side of a limit.
+  const double by_up = fabs(at.by_up) + fabs(gate) + (s.P == 2 ? 1 : 0);
+  const double by_gate = (1.2 + 2 * fabs(gate)) * (fabs(up) + 1);
+  a[i] = {row.weight * at.value, fabs(row.weight) * (by_up * parts[1].scale + by_gate * (parts[0].scale + fabs(gate)))};
   if (!real) a[i] = {0, 0};
 }
 
 template <class Element>
-__global__ void reference_gradient(HiddenGradient p, const uint16_t* h, Value* dh, Value* a, Value* dots) {
+__global__ void reference_gradient(HiddenGradient p, int32_t activation, const uint16_t* h, Value* dh, Value* a,
+                                   Value* dots) {
   const FfnSizes& s = p.s;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= s.R * s.F) return;
@@ -234,14 +277,15 @@ __global__ void reference_gradient(HiddenGradient p, const uint16_t* h, Value* d
     }
   }
   const double gate_h = to_float(Element{h[r * s.P * s.F + f]});
-  const Curve gate = curve(p.activation, gate_h);
   const double up = s.P == 2 ? to_float(Element{h[(r * s.P + 1) * s.F + f]}) : 1;
+  const Surface at = surface(activation, gate_h, up);
   const double w = real ? row.weight : 0;
   const double near = 2 + fabs(gate_h);  // of a slope
-  dh[r * s.P * s.F + f] = {w * da.value * gate.slope * up, fabs(w * up) * da.scale * near};
-  if (s.P == 2) dh[(r * s.P + 1) * s.F + f] = {w * da.value * gate.value, fabs(w * gate.value) * da.scale};
-  a[i] = {w * gate.value * up, fabs(w * up) * (fabs(gate.value) + 0.1)};
-  dots[i] = {real ? da.value * gate.value * up : 0, real ? fabs(gate.value * up) * da.scale : 0};
+  const double size = fabs(up) + 1;      // of what a slope is multiplied with
+  dh[r * s.P * s.F + f] = {w * da.value * at.by_gate, fabs(w) * size * da.scale * near};
+  if (s.P == 2) dh[(r * s.P + 1) * s.F + f] = {w * da.value * at.by_up, fabs(w * at.by_up) * da.scale};
+  a[i] = {w * at.value, fabs(w) * (fabs(at.value) + 0.1 * size)};
+  dots[i] = {real ? da.value * at.value : 0, real ? fabs(at.value) * da.scale : 0};
 }
 
 template <class Element>
@@ -275,7 +319,8 @@ int check_up(const Case& c, const Options& options, TileChoice tile, unsigned se
   int failures = fails(hopper::multiply(op, tile, multiprocessors(), nullptr));
   const DeviceArray<Value> h(c.R * options.P * c.F);
   const DeviceArray<Value> a(c.R * c.F);
-  reference_up<Element><<<static_cast<unsigned>((c.R * c.F + 255) / 256), 256>>>(op, h.data(), a.data());
+  reference_up<Element>
+      <<<static_cast<unsigned>((c.R * c.F + 255) / 256), 256>>>(op, options.activation, h.data(), a.data());
   STEP_CUDA(cudaGetLastError());
   failures += compare<Element>("h", layer.h_out.fetch(&failures), h.fetch(&failures), options.P * c.F, c.R);
   failures += compare<Element>("a", layer.a.fetch(&failures), a.fetch(&failures), c.F, rows_of_groups(c));
@@ -309,8 +354,8 @@ int check_gradient(const Case& c, const Options& options, TileChoice tile, unsig
   const DeviceArray<Value> dh(c.R * options.P * c.F);
   const DeviceArray<Value> a(c.R * c.F);
   const DeviceArray<Value> dots(c.R * c.F);
-  reference_gradient<Element>
-      <<<static_cast<unsigned>((c.R * c.F + 255) / 256), 256>>>(op, layer.h.data(), dh.data(), a.data(), dots.data());
+  reference_gradient<Element><<<static_cast<unsigned>((c.R * c.F + 255) / 256), 256>>>(
+      op, options.activation, layer.h.data(), dh.data(), a.data(), dots.data());
   STEP_CUDA(cudaGetLastError());
   failures += compare<Element>("dh", layer.h_out.fetch(&failures), dh.fetch(&failures), options.P * c.F, c.R);
   failures += compare<Element>("w a", layer.a.fetch(&failures), a.fetch(&failures), c.F, rows_of_groups(c));
@@ -349,7 +394,7 @@ int check_all(const Check& check) {
       for (int variant = 0; variant < 10; ++variant) {
         Options options;
         options.P = variant % 3 == 2 ? 1 : 2;
-        options.activation = variant % 4;
+        options.activation = static_cast<int32_t>(seed / 10 % (options.P == 2 ? AB_SITU + 1 : AB_SWIGLU_CLAMPED));
         options.gathers = variant % 2 == 0;
         options.weighted = variant % 5 != 1;
         options.biased = variant % 3 != 1;

@@ -24,12 +24,28 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from anabranch.activation import PLAIN, Activation, as_activation
 from anabranch.reference import experts as reference
 from oracle import assert_close, assert_close_per_expert
 
 FLOAT32 = 2e-6
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 ROUNDINGS = {"y": 2, "rows": 5, "w_in": 5, "b_in": 5, "w_out": 5, "b_out": 1, "weights": 3}
+
+
+# Of a size that hidden columns reach and pass.
+ACTIVATIONS = (
+    *map(Activation.glu, PLAIN),
+    Activation.swiglu_clamped(limit=0.8),
+    Activation.swiglu_oai(alpha=1.702, limit=0.9),
+    Activation.swiglu_then_clamp(limit=0.6),
+    Activation.situ(a=0.7, b=1.1),
+)
+
+
+def parts_of(activation):
+    """The P that experts with it can have."""
+    return (2,) if activation.gated_only else (1, 2)
 
 
 def bound(dtype, name):
@@ -93,7 +109,9 @@ def oracle(net, activation, slot_of_row=None):
         slot_of_row=slot_of_row,
     )
     y = reference.expert_ffn(net.rows, net.w_in, net.w_out, **given)
-    gradients = reference.expert_ffn_backward(net.d_y, net.rows, net.w_in, net.w_out, **given)
+    # Where slopes jump, what is rounded to the other side of a limit has another one.
+    kept = net.rows.dtype if as_activation(activation).limit else None
+    gradients = reference.expert_ffn_backward(net.d_y, net.rows, net.w_in, net.w_out, **given, kept_dtype=kept)
     return y, named(gradients)
 
 
@@ -111,7 +129,7 @@ def weight_gradient_scale(net, activation):
     h = reference.grouped_matmul(rows, w_in.reshape(E, D, P * F), net.group_sizes).reshape(-1, P, F)[:used]
     if net.b_in is not None:
         h = h + np.asarray(net.b_in, np.float64)[expert]
-    a = reference.activation(h[:, 0], activation) * (h[:, 1] if P == 2 else 1.0)
+    a = reference.gated_activation(h[:, 0], h[:, 1] if P == 2 else np.ones_like(h[:, 0]), activation)
     d_y = np.asarray(net.d_y, np.float64)
     terms = [reference.grouped_matmul(d_y, w_out.swapaxes(1, 2), net.group_sizes)[:used] * a]
     if net.b_out is not None:

@@ -6,38 +6,61 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import assert_matches_oracle, network, oracle, random_sizes, weight_gradient_scale
+from expert_cases import (
+    ACTIVATIONS,
+    assert_matches_oracle,
+    network,
+    oracle,
+    parts_of,
+    random_sizes,
+    weight_gradient_scale,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch import layouts
+from anabranch.activation import PLAIN, Activation
 from anabranch.jax import expert_ffn
-from anabranch.jax._ffn import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("platform")
 
 
-def run(net, activation="silu", weight_early=False):
-    """(y, gradients by name) of expert_ffn."""
+def run(net, activation="silu", weight_early=False, w_in_layout="dpf", w_out_layout="fd"):
+    """(y, gradients by name) of expert_ffn, whose weights and their gradients are in these layouts."""
+    orders = {
+        "w_in": layouts.order(w_in_layout, "dpf"),
+        "w_out": layouts.order(w_out_layout, "fd"),
+        "b_in": layouts.order(layouts.hidden(w_in_layout), "pf"),
+    }
+
+    def stored(name, array):
+        return array.transpose(np.argsort([int(axis) for axis in orders[name]])) if name in orders else array
+
+    def ours(name, array):
+        return array.transpose([int(axis) for axis in orders[name]]) if name in orders else array
 
     def ffn(arrays):
         return expert_ffn(
             **arrays,
+            w_in_layout=w_in_layout,
+            w_out_layout=w_out_layout,
             group_sizes=jnp.asarray(net.group_sizes),
             activation=activation,
             weight_early=weight_early and net.weights is not None,
         )
 
-    y, pull = jax.vjp(jax.jit(ffn), net.arrays)
-    return y, pull(net.d_y)[0]
+    y, pull = jax.vjp(jax.jit(ffn), {name: stored(name, array) for name, array in net.arrays.items()})
+    return y, {name: ours(name, array) for name, array in pull(net.d_y)[0].items()}
 
 
-def check(net, activation="silu", weight_early=False):
-    assert_matches_oracle(net, activation, *run(net, activation, weight_early))
+def check(net, activation="silu", weight_early=False, **layouts):
+    assert_matches_oracle(net, activation, *run(net, activation, weight_early, **layouts))
 
 
 @pytest.mark.parametrize("weight_early", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "parts"), [(a, P) for a in ACTIVATIONS for P in parts_of(a)], ids=lambda v: getattr(v, "name", v)
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_activations_gating_and_weighting(dtype, activation, parts, weight_early):
     rng = np.random.default_rng(1)
@@ -61,6 +84,29 @@ def test_activations_gating_and_weighting(dtype, activation, parts, weight_early
 def test_shapes(sizes, width, hidden, dtype):
     rng = np.random.default_rng(2)
     check(network(rng, sizes, width, 2, hidden, dtype=dtype, spare=2), "gelu")
+
+
+LAYOUTS = [(w_in, w_out) for w_in in layouts.IN_LAYOUTS for w_out in layouts.OUT_LAYOUTS]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("sizes", "width", "parts", "hidden", "weight_early"),
+    [
+        ([70, 0, 41, 90], 33, 2, 47, False),  # odd widths
+        ([70, 0, 41, 130], 72, 2, 48, True),
+        ([70, 0, 41, 130], 40, 1, 56, False),
+        ([300, 0, 1, 513], 40, 2, 530, False),  # hidden wider than a tile
+        ([140, 16], 1032, 2, 256, True),  # width of several blocks, hidden as wide as a tile
+        ([5, 2], 3, 2, 1, False),
+        ([5, 2], 1, 2, 3, False),
+    ],
+)
+@pytest.mark.parametrize(("w_in_layout", "w_out_layout"), LAYOUTS[1:])
+def test_layouts_of_weights(w_in_layout, w_out_layout, sizes, width, parts, hidden, weight_early, dtype):
+    net = network(np.random.default_rng(14), sizes, width, parts, hidden, dtype=dtype, spare=3)
+    activation = Activation.swiglu_oai(limit=0.9) if parts == 2 else "gelu"
+    check(net, activation, weight_early, w_in_layout=w_in_layout, w_out_layout=w_out_layout)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -113,7 +159,7 @@ def test_sizes_are_clipped_to_the_rows(sizes):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_arguments_of_the_activation_stay_exact(dtype):
-    for activation in ACTIVATIONS:
+    for activation in PLAIN:
         values = np.array([-3e4, -300, -100, -88, -20, -16.5, -1e-3, -0.0, 0.0, 1e-30, 1e-3, 16.5, 20, 100, 300])
         net = network(np.random.default_rng(8), [len(values)], 1, 1, 1, dtype=dtype, biases=False, weights=None)
         net.rows = jnp.asarray(values[:, None], dtype)
@@ -125,6 +171,57 @@ def test_large_arguments_of_the_activation_stay_exact(dtype):
         scale = 2.0**-7 if dtype == "bfloat16" else 4e-6
         np.testing.assert_allclose(np.asarray(y, np.float64), want_y, rtol=scale, atol=1e-37)
         np.testing.assert_allclose(np.asarray(gradients["rows"], np.float64), want["rows"], rtol=scale, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation.glu("gelu_erf"),
+        Activation.swiglu_clamped(limit=2.0),
+        Activation.swiglu_oai(limit=2.0),
+        Activation.swiglu_then_clamp(limit=2.0),
+        Activation.situ(a=0.5, b=2.0),
+    ],
+    ids=lambda a: a.name,
+)
+def test_every_pair_of_gate_and_up_far_from_and_at_the_limits(activation, dtype):
+    step = 2.0**-8 if dtype == "bfloat16" else 2.0**-10
+    edge = [-2 - 4 * step, -2.0, -2 + 4 * step, 2 - 4 * step, 2.0, 2 + 4 * step]
+    values = np.array([-60, -12, -6, *edge, -1, -1e-3, 0, 1e-3, 0.5, 6, 12, 60])
+    gate, up = (axis.ravel() for axis in np.meshgrid(values, values))
+    net = network(np.random.default_rng(11), [len(gate)], 2, 2, 1, dtype=dtype, biases=False, weights=None)
+    net.rows = jnp.asarray(np.stack([gate, up], axis=1), dtype)
+    net.w_in, net.w_out = jnp.eye(2, dtype=dtype).reshape(1, 2, 2, 1), jnp.ones((1, 1, 2), dtype)
+    net.d_y = jnp.asarray(np.tile([1.0, 0.5], (len(gate), 1)), dtype)
+    y, gradients = run(net, activation)
+    want_y, want = oracle(net, activation)
+    scale = {"float32": 4e-6, "bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
+    tiny = 1e-37 if dtype != "float16" else 2.0**-24
+    np.testing.assert_allclose(np.asarray(y, np.float64), want_y, rtol=scale, atol=tiny)
+    # A slope is a sum of terms of the size of the other input.
+    terms = 2e-6 * (1 + np.abs(np.stack([up, gate], axis=1)))
+    got = np.asarray(gradients["rows"], np.float64)
+    assert (np.abs(got - want["rows"]) <= scale * np.abs(want["rows"]) + terms).all()
+
+
+@pytest.mark.parametrize(
+    "activation", [Activation.swiglu_clamped(2.0), Activation.swiglu_oai(), Activation.situ()], ids=lambda a: a.name
+)
+def test_two_inputs_need_gated_experts(activation):
+    net = network(np.random.default_rng(12), [3], 4, 1, 5)
+    with pytest.raises(ValueError, match=f"activation: got {activation.name}, of two inputs"):
+        run(net, activation)
+
+
+def test_names_stand_for_activations():
+    net = network(np.random.default_rng(13), [4, 2], 6, 2, 5)
+    for name, activation in {
+        "swish": Activation.glu("silu"),
+        "swiglu_oai": Activation.swiglu_oai(1.702, 7.0),
+        "situ": Activation.situ(4.0, 25.0),
+    }.items():
+        np.testing.assert_array_equal(np.asarray(run(net, name)[0]), np.asarray(run(net, activation)[0]))
 
 
 def test_not_a_number_stays_with_its_row_and_its_expert():
@@ -155,19 +252,20 @@ def test_same_bits_on_every_run():
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=9),
     spare=st.integers(0, 5),
     width=st.integers(8, 40),
-    parts=st.integers(1, 2),
     hidden=st.integers(8, 40),
-    activation=st.sampled_from(ACTIVATIONS),
+    activation=st.sampled_from([(a, P) for a in ACTIVATIONS for P in parts_of(a)]),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     biases=st.booleans(),
     weights=st.sampled_from([None, "float32", "bfloat16"]),
     weight_early=st.booleans(),
+    layout=st.sampled_from(LAYOUTS),
 )
-def test_any_network(seed, sizes, spare, width, parts, hidden, activation, dtype, biases, weights, weight_early):
+def test_any_network(seed, sizes, spare, width, hidden, activation, dtype, biases, weights, weight_early, layout):
+    activation, parts = activation
     rng = np.random.default_rng(seed)
     net = network(rng, sizes, width, parts, hidden, dtype=dtype, spare=spare, biases=biases, weights=weights)
     # Single values may cancel: absolute errors, in units of the tensor's largest value.
-    y, gradients = run(net, activation, weight_early)
+    y, gradients = run(net, activation, weight_early, *layout)
     want_y, want = oracle(net, activation)
     units = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
     for name, got, expected in [("y", y, want_y), *((name, gradients[name], want[name]) for name in want)]:

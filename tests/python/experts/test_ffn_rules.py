@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from expert_cases import Network, assert_matches_oracle, network, random_array
 
+from anabranch.activation import Activation
 from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.reference import dispatch
 
@@ -31,7 +32,7 @@ def check(rng, plan, num_tokens, num_experts, topk, *, dtype="float32", d_dtype=
     operands = FfnOperands(
         x, jnp.asarray(slots), jnp.asarray(plan.group_sizes), net.w_in, net.w_out, net.b_in, net.b_out, weights
     )
-    config = FfnConfig("gelu", weight_early=weight_early, topk=topk)
+    config = FfnConfig(Activation("gelu"), weight_early=weight_early, topk=topk)
 
     @jax.jit
     def both(operands, d_out):

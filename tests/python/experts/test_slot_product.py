@@ -54,7 +54,7 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
         net.b_out if biases else None,
         weights,
     )
-    config = FfnConfig("silu", weight_early=weight_early, topk=K, skip_rest=True)
+    config = FfnConfig(weight_early=weight_early, topk=K, skip_rest=True)
     forward = operands if weight_early else operands._replace(weights=None)
     late = None if weight_early else weights
     d_out = random_array(rng, (T, D), dtype)
@@ -87,7 +87,7 @@ def test_the_sums_are_batched():
     rng = np.random.default_rng(5)
     plan = dispatch.plan(np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32), E, 0, None)
     net = network(rng, plan.group_sizes, D, 2, F, dtype="float32", weights=None)
-    config = FfnConfig("silu", topk=K)
+    config = FfnConfig(topk=K)
 
     def out(x):
         operands = FfnOperands(

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from moe_cases import operands
 from routed_cases import POSITIONAL, check_routed, routed_operands
 
-from anabranch.jax import moe, route, routed_experts
+from anabranch.activation import PLAIN
+from anabranch.jax import Activation, moe, route, routed_experts
 from anabranch.jax._products import matmul
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -41,7 +42,7 @@ def test_ungated_experts_and_one_without_tokens():
     D=st.integers(1, 9),
     F=st.integers(1, 9),
     parts=st.sampled_from([1, 2]),
-    activation=st.sampled_from(["silu", "gelu", "relu", "relu2"]),
+    activation=st.sampled_from([*PLAIN, Activation.swiglu_oai(limit=0.7), Activation.situ()]),
     bias=st.booleans(),
     weight_early=st.booleans(),
     align_size=st.sampled_from([0, 1, 4]),
@@ -49,6 +50,7 @@ def test_ungated_experts_and_one_without_tokens():
     seed=st.integers(0, 2**16),
 )
 def test_any_combination(T, E, K, D, F, parts, activation, bias, weight_early, align_size, wrong, seed):
+    parts = 2 if isinstance(activation, Activation) else parts
     arrays = routed_operands(T, E, K, D, F, parts=parts, bias=bias, wrong=wrong, seed=seed)
     check_routed(
         arrays, tiny=True, seed=seed + 1, activation=activation, weight_early=weight_early, align_size=align_size

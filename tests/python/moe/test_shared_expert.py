@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from moe_cases import BOUND
 
-from anabranch.jax import shared_expert
+from anabranch.jax import Activation, shared_expert
 from anabranch.reference import moe as reference
 from oracle import assert_close
 
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.usefixtures("platform")
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("gate", [None, (24,), (24, 1)], ids=str)
-@pytest.mark.parametrize("parts,activation", [(2, "silu"), (1, "relu2")])
+@pytest.mark.parametrize(
+    "parts,activation", [(2, "silu"), (1, "relu2"), (2, Activation.swiglu_oai(limit=0.5))], ids=str
+)
 def test_output_and_gradients(parts, activation, gate, dtype):
     rng = np.random.default_rng(0)
     shapes = {"x": (3, 7, 24), "w_in": (24, parts, 40), "w_out": (40, 24)} | ({"w_gate": gate} if gate else {})

@@ -1,17 +1,21 @@
 """Grouped matmul, activations and the feed-forward network: section 6 against loops and differences."""
 
+import functools
 import math
 
 import numpy as np
 import pytest
 from differences import check_gradient
 
+from anabranch.activation import PLAIN, Activation
 from anabranch.reference.dispatch import plan
 from anabranch.reference.experts import (
     activation,
     activation_gradient,
     expert_ffn,
     expert_ffn_backward,
+    gated_activation,
+    gated_activation_gradients,
     grouped_matmul,
     grouped_matmul_backward,
 )
@@ -19,7 +23,12 @@ from anabranch.reference.experts import (
 E, D, F = 4, 3, 5
 SIZES = np.array([2, 0, 3, 1])  # an expert without rows
 R = 8  # two rows past the groups
-ACTIVATIONS = ["silu", "gelu", "relu", "relu2"]
+TWO_INPUTS = [
+    Activation.swiglu_clamped(limit=0.9),
+    Activation.swiglu_oai(alpha=1.702, limit=0.8),
+    Activation.swiglu_then_clamp(limit=0.7),
+    Activation.situ(a=0.6, b=1.3),
+]
 
 
 def expert_of_row(row):
@@ -78,9 +87,52 @@ def test_activation_values(h):
     assert math.isclose(activation(at, "gelu")[0], 0.5 * h * (1 + tanh), rel_tol=1e-12)
     assert activation(at, "relu")[0] == max(h, 0)
     assert activation(at, "relu2")[0] == max(h, 0) ** 2
+    assert math.isclose(activation(at, "gelu_erf")[0], h / 2 * math.erfc(-h / math.sqrt(2)), rel_tol=1e-13)
+    assert math.isclose(activation(at, "quick_gelu")[0], h / (1 + math.exp(-1.702 * h)), rel_tol=1e-13)
+    assert activation(at, "linear")[0] == h
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("g", [-30.0, -1.5, -0.2, 0.3, 1.0, 1.5, 30.0])
+@pytest.mark.parametrize("u", [-30.0, -1.0, 0.0, 0.4, 1.0, 30.0])
+def test_values_of_two_inputs(g, u):
+    def silu(x, alpha=1.0):
+        return x / (1 + math.exp(-alpha * x))
+
+    def value(act):
+        return gated_activation(np.array([g]), np.array([u]), act)[0]
+
+    clamped = min(max(u, -1), 1)
+    close = functools.partial(math.isclose, rel_tol=1e-13, abs_tol=1e-300)
+    assert close(value("silu"), silu(g) * u)
+    assert close(value(Activation.swiglu_clamped(1)), silu(min(g, 1)) * clamped)
+    assert close(value(Activation.swiglu_oai(1.7, 1)), silu(min(g, 1), 1.7) * (clamped + 1))
+    assert close(value(Activation.swiglu_then_clamp(1)), min(silu(g), 1) * clamped)
+    assert close(value(Activation.situ(4, 25)), 4 * math.tanh(g / 4) / (1 + math.exp(-g)) * 25 * math.tanh(u / 25))
+
+
+@pytest.mark.parametrize("act", [*map(Activation.glu, PLAIN), *TWO_INPUTS], ids=lambda a: a.name)
+def test_gradients_of_two_inputs(act):
+    rng = np.random.default_rng(7)
+    g, u, weights = rng.normal(size=(3, 60)) * np.array([[1.5], [1.5], [1.0]])
+    by_gate, by_up = gated_activation_gradients(g, u, act)
+    check_gradient(lambda v: (weights * gated_activation(v, u, act)).sum(), g, weights * by_gate, "g", 1e-7)
+    check_gradient(lambda v: (weights * gated_activation(g, v, act)).sum(), u, weights * by_up, "u", 1e-7)
+
+
+def test_a_gradient_passes_at_a_limit_and_not_past_it():
+    at, past = np.array([2.0]), np.nextafter(np.array([2.0]), 3)
+    for act in (Activation.swiglu_clamped(2), Activation.swiglu_oai(limit=2)):
+        by_gate, by_up = gated_activation_gradients(at, at, act)
+        assert by_gate[0] > 0.5 and by_up[0] > 0.5
+        for g, u, which in ((past, at, 0), (at, past, 1), (at, -past, 1)):
+            assert gated_activation_gradients(g, u, act)[which][0] == 0
+    limit = activation(at, "silu")[0]
+    act = Activation.swiglu_then_clamp(limit)
+    assert gated_activation_gradients(at, at / 8, act)[0][0] > 0.1
+    assert gated_activation_gradients(past, at / 8, act)[0][0] == 0
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_activation_gradient(name):
     h = np.array([-3.0, -1.0, -0.2, 0.4, 1.5, 5.0])
     check_gradient(lambda v: activation(v, name).sum(), h, activation_gradient(h, name), name)
@@ -92,7 +144,7 @@ def test_gradient_of_relu_at_zero_is_zero():
     np.testing.assert_array_equal(activation_gradient(zero, "relu2"), [0, 0])
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", [name for name in PLAIN if name != "linear"])
 def test_nan_stays(name):
     assert np.isnan(activation(np.array([np.nan]), name)).all()
     assert np.isnan(activation_gradient(np.array([np.nan]), name)).all()
@@ -127,8 +179,11 @@ def run(operands, **options):
     return expert_ffn(**operands, group_sizes=SIZES, **options)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("name", "gated"),
+    [*((name, gated) for name in PLAIN for gated in (True, False)), *((act, True) for act in TWO_INPUTS)],
+    ids=lambda v: getattr(v, "name", v),
+)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_forward_agrees_with_a_loop_over_rows(name, gated, biased, weighted):
@@ -138,14 +193,17 @@ def test_forward_agrees_with_a_loop_over_rows(name, gated, biased, weighted):
         for r in range(6):
             e = expert_of_row(r)
             h = np.einsum("d,dpf->pf", o["rows"][r], o["w_in"][e]) + (o["b_in"][e] if biased else 0)
-            a = activation(h[0], name) * (h[1] if gated else 1)
+            a = gated_activation(h[0], h[1], name) if gated else activation(h[0], name)
             want = a @ o["w_out"][e] + (o["b_out"][e] if biased else 0)
             np.testing.assert_allclose(y[r], want * (o["row_weights"][r] if weighted else 1), atol=1e-13)
         np.testing.assert_array_equal(y[6:], 0)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    ("name", "gated"),
+    [*((name, gated) for name in PLAIN for gated in (True, False)), *((act, True) for act in TWO_INPUTS)],
+    ids=lambda v: getattr(v, "name", v),
+)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_gradients(name, gated, biased, weighted):

@@ -1,0 +1,149 @@
+"""The activations of the experts by name, with their parameters; numpy and frameworks stay outside.
+
+An activation is phi(g, u) of a gate g and an up u; a plain one is a function of one input, act(g) u of a gated expert
+and act(h) of an ungated one.
+"""
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+from anabranch._text import shown, typed
+
+#: Numbered as `ab_activation` in include/anabranch/experts.h.
+NAMES = (
+    "silu",
+    "gelu",
+    "relu",
+    "relu2",
+    "gelu_erf",
+    "quick_gelu",
+    "linear",
+    "swiglu_clamped",
+    "swiglu_oai",
+    "swiglu_then_clamp",
+    "situ",
+)
+PLAIN = NAMES[:7]
+"""Those of one input."""
+
+_ALIASES = {"swish": "silu"}
+_DEFAULTS = {"swiglu_oai": (1.702, 7.0), "situ": (4.0, 25.0)}
+"""(alpha, limit) of those that a name alone stands for, though they have parameters."""
+_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The smallest and the largest normal number."""
+
+
+def _parameter(name: str, value: Any) -> float:
+    expected = f"a finite number above 0 that float32 holds, in [{_FLOAT32[0]:.4g}, {_FLOAT32[1]:.4g}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: got {typed(value)}, expected {expected}")
+    try:
+        held = float(value)
+    except OverflowError:
+        held = math.inf
+    if not _FLOAT32[0] <= held <= _FLOAT32[1]:
+        raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An activation with its parameters: what `activation=` takes beside a name.
+
+    Made by `glu`, `swiglu_clamped`, `swiglu_oai`, `swiglu_then_clamp` and `situ`. With g' = min(g, limit) and
+    u' = clamp(u, -limit, limit), whose gradient passes up to the limit and at it, and is 0 past it.
+
+    Attributes:
+      name: one of `NAMES`.
+      alpha, limit: the parameters, finite and above 0; 0 where there are none. Those of `situ` are its a and b.
+
+    Raises:
+      TypeError: a parameter is no number.
+      ValueError: an unknown name, or a parameter out of range.
+
+    >>> Activation.swiglu_oai()
+    Activation(name='swiglu_oai', alpha=1.702, limit=7.0)
+    """
+
+    name: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or self.name not in NAMES:
+            raise ValueError(f"name: got {shown(self.name)}, expected one of {', '.join(map(repr, NAMES))}")
+        has = {"alpha": self.name in _DEFAULTS, "limit": self.name not in PLAIN}
+        for parameter in ("alpha", "limit"):
+            value = getattr(self, parameter)
+            if has[parameter]:
+                object.__setattr__(self, parameter, _parameter(parameter, value))
+            elif isinstance(value, bool) or not isinstance(value, numbers.Real) or value != 0:
+                raise ValueError(f"{parameter}: got {shown(value)}, expected 0: {self.name} has no such parameter")
+
+    @classmethod
+    def glu(cls, act: str) -> "Activation":
+        """act(g) u, or act(h) of an ungated expert; `act`: a plain name. What the name alone stands for."""
+        name = _ALIASES.get(act, act) if isinstance(act, str) else act
+        if name not in PLAIN:
+            raise ValueError(f"act: got {shown(act)}, expected one of {', '.join(map(repr, (*PLAIN, *_ALIASES)))}")
+        return cls(name)
+
+    @classmethod
+    def swiglu_clamped(cls, limit: float) -> "Activation":
+        """silu(g') u', as DeepSeek-V4 and GLM-5 have it (limit 10)."""
+        return cls("swiglu_clamped", limit=limit)
+
+    @classmethod
+    def swiglu_oai(cls, alpha: float = 1.702, limit: float = 7.0) -> "Activation":
+        """g' sigmoid(alpha g') (u' + 1), as gpt-oss and MiniMax-M3 have it."""
+        return cls("swiglu_oai", alpha, limit)
+
+    @classmethod
+    def swiglu_then_clamp(cls, limit: float) -> "Activation":
+        """min(silu(g), limit) u', as Step-3.7 has it."""
+        return cls("swiglu_then_clamp", limit=limit)
+
+    @classmethod
+    def situ(cls, a: float = 4.0, b: float = 25.0) -> "Activation":
+        """a tanh(g/a) sigmoid(g) b tanh(u/b), as Kimi-K3 has it."""
+        return cls("situ", _parameter("a", a), _parameter("b", b))
+
+    @property
+    def number(self) -> int:
+        """Its `ab_activation`."""
+        return NAMES.index(self.name)
+
+    @property
+    def gated_only(self) -> bool:
+        """Whether it has two inputs, so that an ungated expert can't have it."""
+        return self.name not in PLAIN
+
+
+def as_activation(value: Any, parts: int | None = None, argument: str = "activation") -> Activation:
+    """The activation that an argument stands for: an `Activation`, or a name.
+
+    Args:
+      value: a plain name, "swish" for "silu", "swiglu_oai" or "situ" with the parameters of their models, or an object.
+      parts: P of the experts, 2 or 1; None: not known yet.
+      argument: its name, for messages.
+
+    Raises:
+      TypeError: neither a name nor an `Activation`.
+      ValueError: an unknown name, one that needs parameters, or one of two inputs for ungated experts.
+    """
+    if isinstance(value, str):
+        name = _ALIASES.get(value, value)
+        if name not in PLAIN and name not in _DEFAULTS:
+            names = ", ".join(map(repr, (*PLAIN, *_ALIASES, *_DEFAULTS)))
+            raise ValueError(f"{argument}: got {shown(value)}, expected one of {names}, or an Activation")
+        value = Activation(name, *_DEFAULTS.get(name, ()))
+    if not isinstance(value, Activation):
+        raise TypeError(f"{argument}: got {typed(value)}, expected a name or an Activation")
+    if parts == 1 and value.gated_only:
+        raise ValueError(
+            f"{argument}: got {value.name}, of two inputs, expected one of {', '.join(map(repr, PLAIN))}: the experts "
+            "have one part"
+        )
+    return value

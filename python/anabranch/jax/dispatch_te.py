@@ -101,17 +101,16 @@ def _this_shard(name: str, tokens: jax.Array) -> _Shard:
     return _Shard(jax.lax.axis_index(axes), jax.lax.psum(1, axes)) if axes else _Shard(0, 1)
 
 
-def _shifted(row_id_map: jax.Array, by: Any) -> jax.Array:
-    """The map with `by` added to its rows: one number, or [T, E], one for each row."""
+def _places(row_id_map: jax.Array, pad_offsets: jax.Array | None) -> jax.Array:
+    """The rows of the map, padding included [T, E]."""
     E = row_id_map.shape[1] // 2
-    return row_id_map.at[:, :E].add(jnp.asarray(by, jnp.int32))
+    rows, experts = row_id_map[:, :E], row_id_map[:, E : 2 * E]
+    return rows if pad_offsets is None else rows + take(pad_offsets, experts)
 
 
-def _padding(row_id_map: jax.Array, pad_offsets: jax.Array | None) -> jax.Array:
-    """The padding before each row of the map [T, E]."""
-    E = row_id_map.shape[1] // 2
-    experts = row_id_map[:, E : 2 * E]
-    return jnp.zeros(experts.shape, jnp.int32) if pad_offsets is None else take(pad_offsets, experts)
+def _with_places(row_id_map: jax.Array, places: jax.Array) -> jax.Array:
+    """The map with other rows."""
+    return row_id_map.at[:, : places.shape[1]].set(places)
 
 
 _WHOLE = "{name}: got {{got}}, expected whole pad_offsets"
@@ -161,12 +160,13 @@ def _dispatch_shard(
         inp, routing_map, probs, rows // (options.align_size or 1) * (options.align_size or 1), options.align_size
     )
     if shard.shards > 1:
-        behind = rows - result.output.shape[0]
-        padding = _padding(result.row_id_map, result.pad_offsets)
+        own, behind = _places(result.row_id_map, result.pad_offsets), rows - result.output.shape[0]
+        # What found no row here has none anywhere: not the next shard's.
+        places = jnp.where(own < result.output.shape[0], shard.index * rows + own, options.num_rows)
         result = TokenDispatch(
             output=jnp.pad(result.output, ((0, behind), (0, 0))),
             permuted_probs=None if result.permuted_probs is None else jnp.pad(result.permuted_probs, (0, behind)),
-            row_id_map=_shifted(result.row_id_map, shard.index * rows + padding),
+            row_id_map=_with_places(result.row_id_map, places),
             pad_offsets=None if result.pad_offsets is None else jnp.zeros_like(result.pad_offsets),
             tokens_per_expert=result.tokens_per_expert,
         )
@@ -247,7 +247,9 @@ def _dispatch_backward_shard(
 def _own_rows(row_id_map: jax.Array, num_rows: int) -> jax.Array:
     """The map of a shard with its rows as they stand on the shard, which has so many."""
     shard = _this_shard("row_id_map", row_id_map)
-    return row_id_map if shard.shards == 1 else _shifted(row_id_map, -shard.index * num_rows)
+    if shard.shards == 1:
+        return row_id_map
+    return _with_places(row_id_map, _places(row_id_map, None) - shard.index * num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -364,9 +366,9 @@ def _combine_shard(
     row_of_slot, _ = _expand(own, pad_offsets, inp.shape[0])
     out = gather_sum(inp, row_of_slot, merging_probs, inp.dtype)
     if inp.shape[0] < num_rows:
-        E = row_id_map.shape[1] // 2
-        place = row_id_map[:, :E] + _padding(row_id_map, pad_offsets)
-        somewhere = (place >= 0) & (place < num_rows) & (jnp.arange(E) < row_id_map[:, 2 * E :])
+        places = _places(row_id_map, pad_offsets)
+        there = jnp.arange(places.shape[1]) < row_id_map[:, -1:]
+        somewhere = (places >= 0) & (places < num_rows) & there
         foreign = jnp.sum(somewhere, axis=1) > jnp.sum(row_of_slot >= 0, axis=1)
         out = jnp.where(foreign[:, None], jnp.nan, out)
     return (out,)

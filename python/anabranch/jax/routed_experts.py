@@ -67,6 +67,7 @@ def routed_experts(
       weight_early: weights multiply before W_out instead of at the combine; same result.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights go as x does.
+        Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;

@@ -93,6 +93,28 @@ def test_there_and_back(axis_type, shards, axes, align):
         assert_no_traffic_of_tokens(step, arrays, E)
 
 
+@pytest.mark.parametrize("align", [None, 4])
+def test_rows_that_do_not_suffice(axis_type, align):
+    """What finds no row on its shard has none: it is not taken for one of the next shard's."""
+    mesh, n = mesh_of(axis_type, a=8), 160 if align is None else 164  # of 256 slots
+    arrays = [put(mesh, array, "a") for array in (X, MAP, MERGING)]
+
+    def round_trip(x, routed, merging):
+        result = token_dispatch(x, routed, n, align_size=align)
+        return result.output, token_combine(result.output, result.row_id_map, merging, result.pad_offsets)
+
+    def alone(x, routed, merging, rows):
+        result = token_dispatch(x, routed, rows if align is None else rows - E * (align - 1), align_size=align)
+        return token_combine(result.output, result.row_id_map, merging, result.pad_offsets)
+
+    output, combined = map(np.asarray, jax.jit(round_trip)(*arrays))
+    rows = output.shape[0] // 8 if align is None else output.shape[0] // 8 // align * align
+    shards = [np.split(array, 8) for array in (X, MAP, MERGING)]
+    want = np.concatenate([alone(*shard, rows) for shard in zip(*shards, strict=True)])
+    np.testing.assert_array_equal(combined, want)
+    assert (combined == 0).all(axis=1).any() and not np.isnan(combined).any()
+
+
 def test_leading_dimensions(axis_type):
     mesh = mesh_of(axis_type, a=8)
     arrays = [put(mesh, array.reshape(16, 8, -1), "a") for array in (X, MAP, MERGING)]

@@ -19,8 +19,7 @@ from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 
 CAPTION = "GFLOP/s (6 T K D F forward, 12 T K D F backward); share: of oneDNN's large product in this run"
 
-# T, E, K, D, F; the last is a layer of Qwen3-30B's experts.
-SHAPES = [(1024, 8, 2, 512, 1024), (2048, 64, 8, 512, 256), (2048, 128, 8, 512, 256), (64, 128, 8, 2048, 768)]
+SHAPES = [(1024, 8, 2, 512, 1024), (2048, 64, 8, 512, 256), (2048, 128, 8, 512, 256)]  # T, E, K, D, F
 
 Calls = tuple[Callable[[], Any], Callable[[], Any]]  # forward; forward and backward
 

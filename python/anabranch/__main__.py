@@ -81,10 +81,11 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
     )
     cuda.add_argument(
         "--by",
-        choices=["c", "jax", "torch", "xla"],
+        choices=["c", "jax", "ragged-dot", "torch", "xla"],
         action="append",
         help="router, plan, layer: what to time: ours through C or through JAX, torch eager, XLA's jit "
-        "of plain JAX; mesh: ours through JAX, XLA's collectives, NCCL through torch",
+        "of plain JAX; layer: that with our ragged_dot, too; mesh: ours through JAX, XLA's collectives, NCCL through "
+        "torch",
     )
     cuda.add_argument(
         "--transport", choices=["ring", "all_to_all", "ragged"], action="append", help="mesh: default: all of them"

@@ -15,14 +15,15 @@ from anabranch.bench.selection import check_dtypes, implementations, sized
 CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random
 operands; backward: of x, gate, w_in and w_out, the difference between forward and backward, and forward. TFLOP/s: of
 6 T K D F forward, 12 T K D F backward. jax: ours, moe() under jit; c: the same C functions in CUDA graphs, with the
-gate's products by torch; xla: lax.top_k, argsort, ragged_dot, segment_sum under jit; torch: topk, sort, grouped_mm,
+gate's products by torch; xla: lax.top_k, argsort, ragged_dot, segment_sum under jit; ragged-dot: the
+same with our ragged_dot; torch: topk, sort, grouped_mm,
 index_add, eager operations in CUDA graphs. Each in a process of its own, in
 which product, bfloat16 8192^3 by cuBLAS, is timed right before and after; share: of their mean. Medians of 20 batches
 of calls with the queue full; *: the host's launches are the limit. routing: uniform, by the random gate; zipf, K
 distinct experts with shares 1 / (1 + e) given; largest load: over the mean. needed: weights, x, their gradients, the
 output, its cotangent and h; total: arguments + outputs - aliased + temporaries, as XLA plans; peak: by the device"""
 
-BY = ("jax", "c", "xla", "torch")
+BY = ("jax", "c", "ragged-dot", "xla", "torch")
 ROUTINGS = ("uniform", "zipf")
 DTYPES = ("bfloat16",)
 

@@ -14,6 +14,7 @@ from anabranch import _library
 from anabranch.bench import c_call
 from anabranch.bench.ceiling import matmul_flops
 from anabranch.bench.measure import Timing, interleaved
+from anabranch.jax import ragged_dot
 from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 
 CAPTION = "GFLOP/s (6 T K D F forward, 12 T K D F backward); share: of oneDNN's large product in this run"
@@ -124,16 +125,16 @@ def jax_calls(p: Problem, topk: int) -> Calls:
     return _jitted(forward, both, arrays)
 
 
-def ragged_dot_calls(p: Problem, topk: int) -> Calls:
-    """What a JAX user writes without this library."""
+def ragged_dot_calls(p: Problem, topk: int, product: Callable[..., jax.Array]) -> Calls:
+    """What a JAX user writes without this library, or with one import of it."""
     E, D, _, F = p.w_in.shape
     token = p.slot_of_row // topk
     x, w_in, w_out = jnp.asarray(p.x), jnp.asarray(p.w_in), jnp.asarray(p.w_out)
     d_y = jnp.asarray(p.d_out)[token]
 
     def network(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-        h = jax.lax.ragged_dot(x[token], w_in.reshape(E, D, 2 * F), p.group_sizes)
-        return jax.lax.ragged_dot(jax.nn.silu(h[:, :F]) * h[:, F:], w_out, p.group_sizes)
+        h = product(x[token], w_in.reshape(E, D, 2 * F), p.group_sizes)
+        return product(jax.nn.silu(h[:, :F]) * h[:, F:], w_out, p.group_sizes)
 
     def both(x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> Any:
         y, pull = jax.vjp(network, x, w_in, w_out)
@@ -191,7 +192,11 @@ def rows(*, dtypes: list[str], quick: bool) -> Iterator[dict[str, Any]]:
         flops = {"forward": 6.0 * T * K * D * F, "both": 18.0 * T * K * D * F}
         for dtype in dtypes:
             p = problem(shape, dtype)
-            calls = {"anabranch C": c_calls(p, K), "anabranch JAX": jax_calls(p, K)}
+            calls = {
+                "anabranch C": c_calls(p, K),
+                "anabranch JAX": jax_calls(p, K),
+                "anabranch ragged_dot": ragged_dot_calls(p, K, ragged_dot),
+            }
             if (torch := torch_calls(p, K)) is not None:
                 calls["torch eager"] = torch
             before = matmul_flops(dtype)
@@ -200,7 +205,7 @@ def rows(*, dtypes: list[str], quick: bool) -> Iterator[dict[str, Any]]:
             timings = interleaved(functions, seconds=0.3 if quick else 1.5, repeats=3 if quick else 7)
             known = [rate for rate in (before, matmul_flops(dtype)) if rate is not None]
             ceiling = max(known) if known else None
-            forward, both = ragged_dot_calls(p, K)
+            forward, both = ragged_dot_calls(p, K, jax.lax.ragged_dot)
             timings |= {("xla ragged_dot", "forward"): _once(forward), ("xla ragged_dot", "both"): _once(both)}
             for name in (*calls, "xla ragged_dot"):
                 row: dict[str, Any] = {"T,E,K,D,F": ",".join(map(str, shape)), "dtype": dtype, "by": name}

@@ -245,6 +245,9 @@ def choose_by(by: Sequence[str] | None) -> list[str]:
     Raises:
       BenchError: something that was asked for is lacking.
     """
+    for name in by or ():
+        if name not in BY:
+            raise BenchError(f"--by: got {name}, expected {', '.join(BY)}")
     torch_with_gpu()
     if by is None:
         try:

@@ -9,17 +9,21 @@ from anabranch.jax._ffi import custom_calls
 from anabranch.jax.balance import fused_moe_aux_loss, load_balance_loss, z_loss
 from anabranch.jax.chunk_sort import sort_chunks_by_index
 from anabranch.jax.dispatch import combine, dispatch
+from anabranch.jax.dispatch_pure_jax import PureJaxPermState, pure_jax_token_combine, pure_jax_token_dispatch
 from anabranch.jax.dispatch_te import routing_map_to_selected_experts, token_combine, token_dispatch
 from anabranch.jax.experts import expert_ffn, grouped_matmul
+from anabranch.jax.grouped_dense import grouped_dense
 from anabranch.jax.moe import MoEOutput, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.plan import Plan, plan
+from anabranch.jax.ragged_dot import ragged_dot
 from anabranch.jax.ragged_exchange import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
     local_permute_after_a2a,
     local_unpermute_before_a2a,
 )
+from anabranch.jax.routed_experts import RoutedExpertsOutput, routed_experts
 from anabranch.jax.router import Routing, route
 from anabranch.jax.router_te import (
     RoutingMapFormat,
@@ -27,12 +31,15 @@ from anabranch.jax.router_te import (
     fused_compute_score_for_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from anabranch.jax.shared_expert import shared_expert
 
 __all__ = [
     "Activation",
     "MoEOutput",
     "Parallel",
     "Plan",
+    "PureJaxPermState",
+    "RoutedExpertsOutput",
     "Routing",
     "RoutingMapFormat",
     "ScoreFunction",
@@ -45,14 +52,20 @@ __all__ = [
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
+    "grouped_dense",
     "grouped_matmul",
     "load_balance_loss",
     "local_permute_after_a2a",
     "local_unpermute_before_a2a",
     "moe",
     "plan",
+    "pure_jax_token_combine",
+    "pure_jax_token_dispatch",
+    "ragged_dot",
     "route",
+    "routed_experts",
     "routing_map_to_selected_experts",
+    "shared_expert",
     "sort_chunks_by_index",
     "token_combine",
     "token_dispatch",

@@ -14,6 +14,7 @@ _fan_in = jax.nn.initializers.variance_scaling
 #: Fan-in of one expert: the expert axis is a batch of matrices, not part of the fan.
 default_gate_init = _fan_in(1.0, "fan_in", "truncated_normal")
 default_in_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
+default_shared_in_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2))
 default_out_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
 
 

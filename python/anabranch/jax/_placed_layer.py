@@ -24,56 +24,58 @@ from anabranch.jax._ffn import (
     ffn_backward_by_slot,
     ffn_forward_by_slot,
 )
-from anabranch.jax._layer import (
+from anabranch.jax._gate import GateResiduals, select, select_backward
+from anabranch.jax._names import named_h, named_routing
+from anabranch.jax._operands import (
+    DIFFERENTIABLE,
+    TOKEN_RESULTS,
+    TOKENS,
+    Cotangents,
     LayerConfig,
     LayerOutput,
     Operands,
+    Selection,
     ffn_operands,
+    flat_selection,
     flat_tokens,
-    lse_squares,
+    gradients,
+    layer_output,
+    output_names,
     round_weights,
-    route_tokens,
-    routing_backward,
     weight_dtypes,
 )
 from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.exchange import Transport, keep_within, transport
 from anabranch.jax.parallel import Placement
-from anabranch.jax.router import Routing
+from anabranch.jax.plan import plan
 
 #: What the forward rule keeps, by name: arrays whose first dimension is divided over the token axes.
 Kept = dict[str, Any]
 
 #: The dimension of each operand that is divided over the FSDP axes, D.
 _FSDP_DIMENSION = {"gate": 0, "w_in": 1, "w_out": 2, "b_out": 1}
-_PARAMETERS = ("gate", "w_in", "w_out", "b_in", "b_out")
-_DIFFERENTIABLE = ("x", *_PARAMETERS)
 
 
 def operand_specs(placement: Placement) -> dict[str, PartitionSpec]:
     """How every operand is divided, by its name."""
-    tokens = tuple(map(entry_of, placement.tokens))
-    return {
-        **placement.parallel.specs(),
-        "x": PartitionSpec(*tokens, None),
-        "token_mask": PartitionSpec(*tokens),
-        "forced_experts": PartitionSpec(*tokens, None),
-    }
+    of_tokens = _token_spec(placement)
+    return {**placement.parallel.specs(), **dict.fromkeys(TOKENS, of_tokens)}
+
+
+def _token_spec(placement: Placement) -> PartitionSpec:
+    """Of an array with the leading dimensions of x."""
+    return PartitionSpec(*map(entry_of, placement.tokens))
 
 
 def _output_specs(placement: Placement) -> dict[str, PartitionSpec]:
-    whole = PartitionSpec()
-    return {
-        "output": operand_specs(placement)["x"],
-        "score_sum": whole,
-        "lse_squares": whole,
-        "tokens_per_expert": whole,
-        "dropped": PartitionSpec(entry_of(placement.token_axes)),
-    }
+    whole = dict.fromkeys(LayerOutput._fields, PartitionSpec())
+    dropped = {"dropped": PartitionSpec(entry_of(placement.token_axes))}
+    return whole | dict.fromkeys(TOKEN_RESULTS, _token_spec(placement)) | dropped
 
 
-def _given(operands: Operands) -> dict[str, jax.Array]:
-    return {name: array for name, array in operands._asdict().items() if array is not None}
+def _given(arrays: Any) -> dict[str, jax.Array]:
+    """The fields of a NamedTuple of arrays that are not None."""
+    return {name: array for name, array in arrays._asdict().items() if array is not None}
 
 
 def _specs_of(placement: Placement, operands: Operands) -> dict[str, PartitionSpec]:
@@ -103,7 +105,7 @@ def _gathered(placement: Placement, operands: Operands) -> Operands:
 
 def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
     """The gradient of a parameter, summed over the devices that have the same part of it."""
-    axes = placement.token_axes if name == "gate" else tuple(placement.parallel.data_axes)
+    axes = placement.token_axes if name in ("gate", "gate_bias") else tuple(placement.parallel.data_axes)
     if placement.parallel.fsdp_axes and name in _FSDP_DIMENSION:
         dimension = _FSDP_DIMENSION[name]
         gradient = jax.lax.psum_scatter(gradient, placement.parallel.fsdp_axes, scatter_dimension=dimension, tiled=True)
@@ -146,73 +148,89 @@ def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:
     return dataclasses.replace(config.ffn, topk=chosen.topk)
 
 
+def _without_wrong(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Experts that were given, as a router's are: (-1 for what is none; their counts [E]; how many were wrong)."""
+    none = (experts < 0) | (experts >= num_experts)
+    wrong = jnp.sum(none & (experts != -1), dtype=jnp.int32)
+    return jnp.where(none, -1, experts), plan(experts, num_experts, num_rows=0).tokens_per_expert, wrong
+
+
 def _forward(
     config: LayerConfig, placement: Placement, keep: bool, given: dict[str, jax.Array]
 ) -> tuple[dict[str, jax.Array], Kept]:
     whole = _operands(given)
-    shape, dtype = whole.x.shape, whole.x.dtype
+    leading, dtype = whole.x.shape[:-1], whole.x.dtype
     operands = flat_tokens(_gathered(placement, whole))
-    routing, logits = route_tokens(config, operands)
-    experts, dropped = keep_within(placement.bounds, routing.experts)
+    selection, sums, gate = select(config, operands)
+    experts, wrong = selection.experts, jnp.zeros((), jnp.int32)
+    if config.router is None:
+        experts, counts, wrong = _without_wrong(experts, placement.bounds.experts)
+        sums = sums._replace(tokens_per_expert=counts)
+    experts, dropped = keep_within(placement.bounds, experts)
     chosen = transport(placement.transport, placement.bounds)
-    route = chosen.plan(experts)
-    early = chosen.send_weights(route, routing.weights) if config.ffn.weight_early else None
-    late = None if config.ffn.weight_early else routing.weights
+    route = named_routing(chosen.plan(experts))
+    early = chosen.send_weights(route, selection.weights) if config.ffn.weight_early else None
+    late = None if config.ffn.weight_early else selection.weights
     arrived = chosen.send(route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, early)
     y, h = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, keep_h=keep)
-    output = _collected(placement, chosen, route, y, late, dtype).reshape(shape)
-    sums = (routing.score_sum, lse_squares(config, routing), routing.tokens_per_expert)
+    h = named_h(h)
+    output = _collected(placement, chosen, route, y, late, dtype)
     if placement.token_axes:
         sums = jax.lax.psum(sums, placement.token_axes)
-    result = LayerOutput(output, *sums, dropped[None])._asdict()
+    result = _given(layer_output(config, leading, output, selection, sums, (wrong + dropped)[None]))
     if not keep:
         return result, {}
-    kept = {"weights": routing.weights, "experts": routing.experts, "lse": routing.lse, "logits": logits, "h": h}
-    return result, kept | {f"route.{name}": array for name, array in route._asdict().items()}
+    return result, _given(gate) | {"h": h} | {f"route.{name}": array for name, array in route._asdict().items()}
 
 
 def _backward(
     config: LayerConfig,
     placement: Placement,
     given: dict[str, jax.Array],
+    selection: Selection,
     kept: Kept,
-    cotangents: dict[str, jax.Array],
+    cotangents: Cotangents,
 ) -> dict[str, jax.Array]:
     # Without it XLA would see that the forward pass gathers and sends the same, and keep that until now.
     given, cotangents = jax.lax.optimization_barrier((given, cotangents))
     whole = _operands(given)
-    operands = flat_tokens(_gathered(placement, whole))
+    operands, selection = flat_tokens(_gathered(placement, whole)), flat_selection(selection)
     chosen = transport(placement.transport, placement.bounds)
     route = chosen.route(**{name[6:]: array for name, array in kept.items() if name.startswith("route.")})
-    nothing = jnp.zeros(0, jnp.int32)
-    routing = Routing(kept["weights"], kept["experts"], nothing, nothing, kept["lse"])
     # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs,
     # and what came back from them in the forward pass need not be kept.
     ffn = _ffn_operands(
-        placement, operands, route, chosen.send(route, operands.x), chosen.send_weights(route, routing.weights)
+        placement, operands, route, chosen.send(route, operands.x), chosen.send_weights(route, selection.weights)
     )
-    d_rows = chosen.send(route, flat(cotangents["output"]))
+    d_rows = chosen.send(route, flat(cotangents.output))
     options = _ffn_config(config, chosen)
     hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows)
-    d_weights = _sum_of_parts(placement, chosen.collect_weights(route, hidden.weights))
-    sums = LayerOutput(nothing, cotangents["score_sum"], cotangents["lse_squares"], nothing, nothing)
-    through_logits = routing_backward(config, operands, routing, kept["logits"], d_weights, sums)
+    d_weights = cotangents.of_weights(_sum_of_parts(placement, chosen.collect_weights(route, hidden.weights)))
+    gate = GateResiduals(kept.get("logits"), kept.get("lse"))
+    selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
     rows = d_rows_of(options, ffn, hidden.dh)
-    d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, through_logits.x)
+    d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, selected.x)
     # Left until here, so that XLA can compute them while d_x travels.
     w_in_dtype, w_out_dtype = weight_dtypes(whole)
     up = d_w_in_of(options, ffn, hidden.dh, w_in_dtype)
     down = d_w_out_of(options, ffn, hidden.weighted_a, d_rows, w_out_dtype)
-    gradients = {"gate": through_logits.gate, "w_in": up.w, "w_out": down.w, "b_in": up.b, "b_out": down.b}
-    return {
-        "x": d_x.reshape(whole.x.shape),
-        **{
-            name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
-            for name, gradient in gradients.items()
-            if gradient is not None
-        },
+    parameters = {
+        "gate": selected.gate,
+        "gate_bias": selected.bias,
+        "w_in": up.w,
+        "w_out": down.w,
+        "b_in": up.b,
+        "b_out": down.b,
     }
+    found = {
+        name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
+        for name, gradient in parameters.items()
+        if gradient is not None
+    }
+    if whole.weights is not None and selected.weights is not None:
+        found["weights"] = selected.weights.reshape(whole.weights.shape)
+    return found | {"x": d_x.reshape(whole.x.shape)}
 
 
 # ---------------------------------------------------------------- around it, the mesh
@@ -261,30 +279,42 @@ def placed_forward(
     config: LayerConfig, placement: Placement, operands: Operands, *, keep: bool
 ) -> tuple[LayerOutput, Kept]:
     """The forward rule, and with `keep` what `placed_backward` needs of it."""
-    given = _given(operands)
-    names = ("weights", "experts", "lse", "logits", "h", *_route_names(placement)) if keep else ()
-    out_specs = (_output_specs(placement), _kept_specs(placement, names))
+    given, output_specs = _given(operands), _output_specs(placement)
+    of_gate = () if config.router is None else GateResiduals._fields
+    names = (*of_gate, "h", *_route_names(placement)) if keep else ()
+    out_specs = ({name: output_specs[name] for name in output_names(config)}, _kept_specs(placement, names))
     rule = functools.partial(_forward, config, placement, keep)
     result, kept = _on_mesh(placement, rule, (_specs_of(placement, operands),), out_specs, given)
-    return LayerOutput(**result), kept
+    return LayerOutput(**{name: result.get(name) for name in LayerOutput._fields}), kept
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def placed_backward(
-    config: LayerConfig, placement: Placement, operands: Operands, kept: Kept, cotangents: LayerOutput
+    config: LayerConfig,
+    placement: Placement,
+    operands: Operands,
+    selection: Selection,
+    kept: Kept,
+    cotangents: Cotangents,
 ) -> Operands:
     """The backward rule: gradients of the float operands, divided like them; None for the others."""
-    given = _given(operands)
-    specs = _specs_of(placement, operands)
-    incoming = {name: _output_specs(placement)[name] for name in ("output", "score_sum", "lse_squares")}
+    given, of_tokens = _given(operands), _token_spec(placement)
+    specs, output_specs = _specs_of(placement, operands), _output_specs(placement)
+    incoming = {name: output_specs[name] for name in _given(cotangents)}
     arriving = {name: _resharded(placement, getattr(cotangents, name), spec) for name, spec in incoming.items()}
-    gradients = _on_mesh(
+
+    def rule(given: Any, selection: Any, kept: Kept, arriving: Any) -> dict[str, jax.Array]:
+        every = Cotangents(**{name: arriving.get(name) for name in Cotangents._fields})  # type: ignore[arg-type]
+        return _backward(config, placement, given, selection, kept, every)
+
+    found = _on_mesh(
         placement,
-        functools.partial(_backward, config, placement),
-        (specs, _kept_specs(placement, kept), incoming),
-        {name: spec for name, spec in specs.items() if name in _DIFFERENTIABLE},
+        rule,
+        (specs, Selection(of_tokens, of_tokens), _kept_specs(placement, kept), incoming),  # type: ignore[arg-type]
+        {name: spec for name, spec in specs.items() if name in DIFFERENTIABLE},
         given,
+        selection,
         kept,
         arriving,
     )
-    return _operands(gradients)
+    return gradients(found)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
@@ -41,6 +41,7 @@ class TokenCall:
       operands: the leading dimensions of every operand that are token dimensions; the first operand has all of them
         and says how they are sharded.
       results: the same of every result; one with fewer than the first operand is summed over the shards of the rest.
+        A token dimension may be one of rows instead, of another size: the shards' rows one behind the other.
       whole: what to say when an operand without token dimensions comes sharded; empty: it is gathered where axes are
         automatic.
       names: of the operands, for that; empty: they have none.
@@ -182,6 +183,18 @@ def vary_like(results: Any, operands: Any) -> Any:
     return jax.tree.map(vary, results) if everywhere else results
 
 
+def check_alike(**arrays: jax.Array | None) -> None:
+    """Refuses arrays whose types say that their first dimensions are divided otherwise than that of the first."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    (first, leader), *others = given.items()
+    for name, array in others:
+        if spec_of(array)[:1] != spec_of(leader)[:1]:
+            raise ValueError(
+                f"{name}: got {array.dtype}{list(array.shape)} sharded as {jax.typeof(array).sharding.spec}, expected "
+                f"its first dimension as that of {first}, {jax.typeof(leader).sharding.spec}"
+            )
+
+
 def check_whole(function: str, **arrays: jax.Array | None) -> None:
     """Refuses arrays that are divided over devices, by name, for an operation that counts rows over all tokens.
 
@@ -307,12 +320,13 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
                 if not kept and not operand.sharding.is_fully_replicated:
                     raise ValueError(call.whole.format(got=f"{name}{operand.dtype}{list(operand.shape)} sharded"))
         axes = _token_axes(operands[0].sharding, call.operands[0])
-        for size, names in zip(operands[0].shape, axes, strict=False):
-            if size % _size(mesh, names):
-                raise ValueError(
-                    f"sharding: got {operands[0].dtype}{list(operands[0].shape)} in {_size(mesh, names)} shards, "
-                    f"expected a divisor of {size}"
-                )
+        for operand, kept in zip(operands, call.operands, strict=True):
+            for size, names in zip(operand.shape[:kept], axes, strict=False):
+                if size % _size(mesh, names):
+                    raise ValueError(
+                        f"sharding: got {operand.dtype}{list(operand.shape)} in {_size(mesh, names)} shards, "
+                        f"expected a divisor of {size}"
+                    )
         place = functools.partial(NamedSharding, mesh)
         arguments = tuple(map(place, call.specs(axes, call.operands)))
         return (
@@ -327,7 +341,7 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
         return tuple(map(functools.partial(NamedSharding, mesh), call.specs(axes, call.results)))
 
     def rule(mesh: Mesh, operand_types: Any, result_types: Any) -> SdyShardingRule:
-        return _shardy_rule(call, [t.rank for t in operand_types], [t.rank for t in result_types])
+        return _shardy_rule(call, [tuple(t.shape) for t in operand_types], [tuple(t.shape) for t in result_types])
 
     partitioned.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
     function = custom_vmap(lambda *arrays: tuple(partitioned(*arrays)))
@@ -358,16 +372,32 @@ def _token_axes(sharding: Any, tokens: int) -> tuple[Axes, ...]:
     return tuple(axes_of(spec[i]) if i < len(spec) else () for i in range(tokens))
 
 
-def _shardy_rule(call: _Bound, operands: Sequence[int], results: Sequence[int]) -> SdyShardingRule:
-    """The rule: token dimensions go together, every other dimension is one of its own and has to be whole."""
-    tokens = [f"t{i}" for i in range(call.operands[0])]
+def _shardy_rule(
+    call: _Bound, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
+) -> SdyShardingRule:
+    """The rule of these shapes: token dimensions go together, every other dimension is one of its own and has to be
+    whole. Rows go with tokens where there are so many for each; else Shardy does not know that they do.
+    """
+    tokens = operands[0][: call.operands[0]]
     others: list[str] = []
+    rows_of_token: dict[str, Any] = {}
 
-    def factors(rank: int, kept: int) -> ArrayMapping:
-        own = [f"x{len(others) + i}" for i in range(rank - kept)]
-        others.extend(own)
-        return ArrayMapping(*tokens[:kept], *own)
+    def own() -> str:
+        others.append(f"x{len(others)}")
+        return others[-1]
+
+    def of_tokens(i: int, size: int) -> str | CompoundFactor:
+        if size == tokens[i]:
+            return f"t{i}"
+        if not tokens[i] or size % tokens[i] or not size:
+            return own()
+        name = f"r{len(rows_of_token)}"
+        rows_of_token[name] = size // tokens[i]
+        return CompoundFactor(f"t{i}", name)
+
+    def factors(shape: tuple[int, ...], kept: int) -> ArrayMapping:
+        return ArrayMapping(*(of_tokens(i, n) if i < kept else own() for i, n in enumerate(shape)))
 
     left = tuple(map(factors, operands, call.operands))
     right = tuple(map(factors, results, call.results))
-    return SdyShardingRule(left, right, need_replication_factors=tuple(others))
+    return SdyShardingRule(left, right, need_replication_factors=tuple(others), **rows_of_token)

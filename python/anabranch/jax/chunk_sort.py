@@ -60,7 +60,7 @@ def _sort_chunks_bwd(
 _sort_chunks.defvjp(_sort_chunks_fwd, _sort_chunks_bwd)
 
 
-def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tuple[jax.Array, jax.Array]:
+def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any, probs: Any = None) -> tuple[jax.Array, ...]:
     """Puts chunks of rows in another order: chunk i of the output is chunk sorted_indices[i] of the input.
 
     Args:
@@ -68,13 +68,15 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
         int16, int32, int64.
       split_sizes: int16, int32 or int64 [S], the rows of every chunk. Rows past their sum stay where they are.
       sorted_indices: int16, int32 or int64 [S], a permutation of 0 ... S-1.
+      probs: float32, bfloat16 or float16, R numbers that go with the rows; None: none.
 
     Returns:
-      (output [R, D], dtype of inp; row_id_map int32[R]: the place of every input row in the output).
+      (output [R, D], dtype of inp; row_id_map int32[R]: the place of every input row in the output), and with probs
+      third these [R], in the order of the output.
       The output is a permutation of the input whatever the integers hold: a negative size counts as 0, sizes are
       clipped to R, an index out of range or repeated is skipped, chunks that are not named follow in their order.
 
-    Gradient: every row's cotangent is taken back from where the row went.
+    Gradient: every row's cotangent is taken back from where the row went, and so is that of each of the probs.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -86,7 +88,16 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
     >>> rows.ravel().tolist(), row_id_map.tolist()
     ([1.0, 2.0, 0.0], [2, 0, 1])
     """
-    return sort_by_index("sort_chunks_by_index", {"inp": inp}, split_sizes, sorted_indices)
+    output, row_id_map = sort_by_index("sort_chunks_by_index", {"inp": inp}, split_sizes, sorted_indices)
+    if probs is None:
+        return output, row_id_map
+    probs = _check.array("probs", probs, _check.FLOATS, (...,))
+    R = row_id_map.shape[0]
+    if probs.size != R or probs.ndim < 1:
+        raise ValueError(f"probs: got {_check.describe(probs)}, expected {R} numbers, one for each row")
+    columns = {"probs": probs.reshape(R, 1)}
+    sorted_probs, _ = sort_by_index("sort_chunks_by_index", columns, split_sizes, sorted_indices)
+    return output, row_id_map, sorted_probs[:, 0]
 
 
 def sort_by_index(

@@ -2,6 +2,9 @@
 
 A routing map [T, E] says which experts a token goes to, any number of them. Sizes: T tokens, E experts, D width,
 R rows. Leading dimensions of tokens are flattened: results are [R, D] and [T, D].
+
+Where tokens are sharded, each of S shards dispatches its own to R / S rows, and combines what it dispatched; these rows
+stand one shard behind the other.
 """
 
 import dataclasses
@@ -14,8 +17,8 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat, take
-from anabranch.jax._sharding import TokenCall, check_whole, vary_alike
-from anabranch.jax.dispatch import gather_sum, gather_sum_backward, spread
+from anabranch.jax._sharding import TokenCall, axes_of_shard, check_alike, vary_alike
+from anabranch.jax.dispatch import CombineGradients, gather_sum, gather_sum_backward, spread
 from anabranch.jax.plan import check_num_rows, check_num_slots
 
 # Not uint8, as which a map of bits comes.
@@ -83,6 +86,36 @@ def _expand(row_id_map: jax.Array, pad_offsets: jax.Array | None, num_rows: int)
     )
 
 
+# ---------------------------------------------------------------- shards of tokens
+
+
+class _Shard(NamedTuple):
+    """Which of the shards of the tokens this is, and of how many; of none: 0 of 1."""
+
+    index: Any
+    shards: int
+
+
+def _this_shard(name: str, tokens: jax.Array) -> _Shard:
+    axes = axes_of_shard(name, tokens.shape[:1])
+    return _Shard(jax.lax.axis_index(axes), jax.lax.psum(1, axes)) if axes else _Shard(0, 1)
+
+
+def _places(row_id_map: jax.Array, pad_offsets: jax.Array | None) -> jax.Array:
+    """The rows of the map, padding included [T, E]."""
+    E = row_id_map.shape[1] // 2
+    rows, experts = row_id_map[:, :E], row_id_map[:, E : 2 * E]
+    return rows if pad_offsets is None else rows + take(pad_offsets, experts)
+
+
+def _with_places(row_id_map: jax.Array, places: jax.Array) -> jax.Array:
+    """The map with other rows."""
+    return row_id_map.at[:, : places.shape[1]].set(places)
+
+
+_WHOLE = "{name}: got {{got}}, expected whole pad_offsets"
+
+
 # ---------------------------------------------------------------- token_dispatch
 
 
@@ -98,6 +131,52 @@ def token_dispatch_forward(
     inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None, num_rows: int, align_size: int | None
 ) -> TokenDispatch:
     """`token_dispatch` on inp [T, D], a bool map [T, E] and probs [T, E], with R given."""
+    options = _DispatchOptions(num_rows, align_size, str(inp.dtype), None if probs is None else str(probs.dtype))
+    names = [name for name in TokenDispatch._fields if _has(options, name)]
+    kept = tuple(0 if name in ("pad_offsets", "tokens_per_expert") else 1 for name in names)
+    call = TokenCall(_dispatch_shard, options, (1, 1, 1), kept)
+    results = dict(zip(names, call(inp, routing_map, probs), strict=True))
+    return TokenDispatch(**{name: results.get(name) for name in TokenDispatch._fields})  # type: ignore[arg-type]
+
+
+def _has(options: _DispatchOptions, name: str) -> bool:
+    """Whether there is a result of that name."""
+    absent = {"permuted_probs": options.probs_dtype is None, "pad_offsets": options.align_size is None}
+    return not absent.get(name, False)
+
+
+def _dispatch_shard(
+    options: _DispatchOptions, inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """The results of a shard; its rows by their places in the whole result, padding included."""
+    shard = _this_shard("inp", inp)
+    rows, left = divmod(options.num_rows, shard.shards)
+    if left:
+        raise ValueError(
+            f"num_out_tokens: got one that makes {options.num_rows} rows, expected a multiple of the {shard.shards} "
+            "shards of the tokens"
+        )
+    result = _dispatch_whole(
+        inp, routing_map, probs, rows // (options.align_size or 1) * (options.align_size or 1), options.align_size
+    )
+    if shard.shards > 1:
+        own, behind = _places(result.row_id_map, result.pad_offsets), rows - result.output.shape[0]
+        # What found no row here has none anywhere: not the next shard's.
+        places = jnp.where(own < result.output.shape[0], shard.index * rows + own, options.num_rows)
+        result = TokenDispatch(
+            output=jnp.pad(result.output, ((0, behind), (0, 0))),
+            permuted_probs=None if result.permuted_probs is None else jnp.pad(result.permuted_probs, (0, behind)),
+            row_id_map=_with_places(result.row_id_map, places),
+            pad_offsets=None if result.pad_offsets is None else jnp.zeros_like(result.pad_offsets),
+            tokens_per_expert=result.tokens_per_expert,
+        )
+    return tuple(array for array in result if array is not None)
+
+
+def _dispatch_whole(
+    inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None, num_rows: int, align_size: int | None
+) -> TokenDispatch:
+    """The results of what one device has."""
     T, E = routing_map.shape
     int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     plan = _ffi.call(
@@ -142,11 +221,35 @@ def token_dispatch_backward(
     probs_dtype: Any,
 ) -> TokenDispatchGradients:
     """d_inp[t] = the sum of the token's d_output rows; d_probs[t, e] = d_permuted_probs[row], also where prob is 0."""
-    row_of_slot, _ = _expand(row_id_map, pad_offsets, d_output.shape[0])
+    results = (1,) if d_permuted_probs is None else (1, 1)
+    whole = _WHOLE.format(name="token_dispatch backward")
+    call = TokenCall(_dispatch_backward_shard, (str(dtype), str(probs_dtype)), (1, 1, 1, 0), results, whole)
+    d_inp, *d_probs = call(row_id_map, d_output, d_permuted_probs, pad_offsets)
+    return TokenDispatchGradients(d_inp, d_probs[0] if d_probs else None)
+
+
+def _dispatch_backward_shard(
+    dtypes: tuple[str, str],
+    row_id_map: jax.Array,
+    d_output: jax.Array,
+    d_permuted_probs: jax.Array | None,
+    pad_offsets: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    dtype, probs_dtype = dtypes
+    own = _own_rows(row_id_map, d_output.shape[0])
+    row_of_slot, _ = _expand(own, pad_offsets, d_output.shape[0])
     d_inp = gather_sum(d_output, row_of_slot, None, dtype)
     if d_permuted_probs is None:
-        return TokenDispatchGradients(d_inp, None)
-    return TokenDispatchGradients(d_inp, take(d_permuted_probs.astype(probs_dtype), row_of_slot))
+        return (d_inp,)
+    return d_inp, take(d_permuted_probs.astype(probs_dtype), row_of_slot)
+
+
+def _own_rows(row_id_map: jax.Array, num_rows: int) -> jax.Array:
+    """The map of a shard with its rows as they stand on the shard, which has so many."""
+    shard = _this_shard("row_id_map", row_id_map)
+    if shard.shards == 1:
+        return row_id_map
+    return _with_places(row_id_map, _places(row_id_map, None) - shard.index * num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -187,6 +290,10 @@ def token_dispatch(
       align_size: a >= 1: every expert's rows are padded to a multiple of a, and R = floor((n + E (a-1)) / a) a.
         None: no padding, R = n.
 
+    Sharded tokens: as there, each of S shards has R / S rows for its own tokens, laid out as by itself; nothing crosses
+    between devices but the sum of tokens_per_expert. The row_id_map holds places in the whole output; with align_size
+    padding is in it already, and pad_offsets are 0. Inside a jax.shard_map: the results of the shard by itself.
+
     Returns:
       (output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert), a `TokenDispatch`.
 
@@ -195,7 +302,7 @@ def token_dispatch(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, a size is out of range, or an array is sharded.
+      ValueError: shapes do not fit, a size is out of range, or R does not divide into the shards of the tokens.
 
     Source: the function of this name in transformer_engine.jax.permutation.
 
@@ -217,7 +324,7 @@ def token_dispatch(
             )
         num_rows = padded
     probs = _check_probs("probs", probs, T, E)
-    check_whole("token_dispatch", inp=inp, routing_map=routing_map, probs=probs)
+    check_alike(inp=inp, routing_map=routing_map, probs=probs)
     options = _DispatchOptions(num_rows, align_size, str(inp.dtype), None if probs is None else str(probs.dtype))
     operands = vary_alike(flat(inp), flat(routing_map) != 0, None if probs is None else flat(probs))
     return _token_dispatch(options, *operands)
@@ -243,8 +350,55 @@ def token_combine_forward(
     inp: jax.Array, row_id_map: jax.Array, merging_probs: jax.Array | None, pad_offsets: jax.Array | None
 ) -> jax.Array:
     """`token_combine` on inp [R, D] and merging_probs [T, E]."""
-    row_of_slot, _ = _expand(row_id_map, pad_offsets, inp.shape[0])
-    return gather_sum(inp, row_of_slot, merging_probs, inp.dtype)
+    call = TokenCall(_combine_shard, inp.shape[0], (1, 1, 1, 0), (1,), _WHOLE.format(name="token_combine"))
+    return call(row_id_map, inp, merging_probs, pad_offsets)[0]
+
+
+def _combine_shard(
+    num_rows: int,
+    row_id_map: jax.Array,
+    inp: jax.Array,
+    merging_probs: jax.Array | None,
+    pad_offsets: jax.Array | None,
+) -> tuple[jax.Array]:
+    """Of num_rows rows in all; a token that has rows on another shard is NaN."""
+    own = _own_rows(row_id_map, inp.shape[0])
+    row_of_slot, _ = _expand(own, pad_offsets, inp.shape[0])
+    out = gather_sum(inp, row_of_slot, merging_probs, inp.dtype)
+    if inp.shape[0] < num_rows:
+        places = _places(row_id_map, pad_offsets)
+        there = jnp.arange(places.shape[1]) < row_id_map[:, -1:]
+        somewhere = (places >= 0) & (places < num_rows) & there
+        foreign = jnp.sum(somewhere, axis=1) > jnp.sum(row_of_slot >= 0, axis=1)
+        out = jnp.where(foreign[:, None], jnp.nan, out)
+    return (out,)
+
+
+def token_combine_backward(
+    d_out: jax.Array, dtype: str, num_rows: int, residuals: "_CombineResiduals"
+) -> CombineGradients:
+    """d_rows[row] = merging_probs[t, e] d_out[t] and d_merging_probs[t, e] = <d_out[t], inp[row]>."""
+    inp, row_id_map, merging_probs, pad_offsets = residuals
+    results = (1,) if merging_probs is None else (1, 1)
+    whole = _WHOLE.format(name="token_combine backward")
+    call = TokenCall(_combine_backward_shard, (dtype, num_rows), (1, 1, 1, 1, 0), results, whole)
+    d_rows, *d_weights = call(row_id_map, d_out, inp, merging_probs, pad_offsets)
+    return CombineGradients(d_rows, d_weights[0] if d_weights else None)
+
+
+def _combine_backward_shard(
+    static: tuple[str, int],
+    row_id_map: jax.Array,
+    d_out: jax.Array,
+    inp: jax.Array | None,
+    merging_probs: jax.Array | None,
+    pad_offsets: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    dtype, num_rows = static
+    rows = num_rows // _this_shard("row_id_map", row_id_map).shards
+    maps = _expand(_own_rows(row_id_map, rows), pad_offsets, rows)
+    gradients = gather_sum_backward(d_out, inp, *maps, merging_probs, dtype)
+    return tuple(gradient for gradient in gradients if gradient is not None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -273,8 +427,7 @@ def _token_combine_fwd(
 def _token_combine_bwd(
     options: _CombineOptions, residuals: _CombineResiduals, d_out: jax.Array
 ) -> tuple[jax.Array, None, jax.Array | None, None]:
-    maps = _expand(residuals.row_id_map, residuals.pad_offsets, options.num_rows)
-    gradients = gather_sum_backward(d_out, residuals.inp, *maps, residuals.merging_probs, options.dtype)
+    gradients = token_combine_backward(d_out, options.dtype, options.num_rows, residuals)
     return gradients.rows, None, gradients.weights, None
 
 
@@ -293,12 +446,15 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
     Returns:
       [T, D], dtype of inp, added in float32 by ascending expert.
 
+    Sharded tokens: each shard combines the rows that it dispatched, inp and row_id_map sharded as they came. A token
+    whose rows are on another shard, since map and rows were divided later, is NaN.
+
     Gradient: in inp merging_probs[t, e] d_out[t], zero in padding; in merging_probs <d_out[t], inp[row]>, also where a
     probability is 0, and 0 where there is no row.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or an array is sharded.
+      ValueError: shapes do not fit, or arrays are sharded otherwise than they came from `token_dispatch`.
 
     Source: the function of this name in transformer_engine.jax.permutation.
 
@@ -316,7 +472,7 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
     check_num_slots("row_id_map", T, E)
     merging_probs = _check_probs("merging_probs", merging_probs, T, E)
     pad_offsets = _check.optional_array("pad_offsets", pad_offsets, ("int32",), (("E", E),))
-    check_whole("token_combine", inp=inp, row_id_map=row_id_map, merging_probs=merging_probs, pad_offsets=pad_offsets)
+    check_alike(row_id_map=row_id_map, inp=inp, merging_probs=None if merging_probs is None else flat(merging_probs))
     options = _CombineOptions(inp.shape[0], str(inp.dtype))
     merging_probs = None if merging_probs is None else flat(merging_probs)
     return _token_combine(options, *vary_alike(inp, row_id_map, merging_probs, pad_offsets))

@@ -58,7 +58,8 @@ def activate_gated(g: jax.Array, u: jax.Array, activation: Activation) -> jax.Ar
     return activate(g, activation.name) * u
 
 
-def _rows(name: str, value: Any) -> jax.Array:
+def grouped_rows(name: str, value: Any) -> jax.Array:
+    """Checks rows [R, D] of groups."""
     rows = _check.array(name, value, _check.FLOATS, ("R", "D"))
     if rows.shape[0] >= _check.INDEX_LIMIT:
         raise ValueError(f"{name}: got {_check.describe(rows)}, expected fewer than 2^31 rows")
@@ -108,7 +109,8 @@ def grouped_weight_gradient(x: jax.Array, d_y: jax.Array, group_sizes: jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_matmul(transpose_w: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul_rule(transpose_w: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` on checked arrays, with its gradient."""
     return grouped_product(x, w, group_sizes, transpose_w=transpose_w)
 
 
@@ -123,7 +125,7 @@ def _grouped_matmul_backward(transpose_w: bool, residuals: Any, d_y: jax.Array) 
     return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype), None
 
 
-_grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
+grouped_matmul_rule.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
 
 def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = False) -> jax.Array:
@@ -150,13 +152,13 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
     >>> grouped_matmul(jnp.ones((3, 2)), w, jnp.array([1, 2])).ravel().tolist()
     [2.0, 5.0, 5.0]
     """
-    x = _rows("x", x)
+    x = grouped_rows("x", x)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     check_whole("grouped_matmul", x=x, w=w, group_sizes=sizes)
-    return _grouped_matmul(transpose_w, *vary_alike(x, w, sizes))
+    return grouped_matmul_rule(transpose_w, *vary_alike(x, w, sizes))
 
 
 # ---------------------------------------------------------------- feed-forward network
@@ -241,7 +243,7 @@ def expert_ffn(
     >>> expert_ffn(jnp.ones((2, 1)), w_in, w_out, jnp.array([1]), activation="relu").tolist()
     [[3.0], [0.0]]
     """
-    rows = _rows("rows", rows)
+    rows = grouped_rows("rows", rows)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
     (R, D), E, dtype = rows.shape, sizes.shape[0], (str(rows.dtype),)
     w_in, P, F = check_w_in(w_in, w_in_layout, dtype, E, D)

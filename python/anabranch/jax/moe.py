@@ -1,36 +1,29 @@
 """The whole Mixture-of-Experts layer: one differentiable function from x to the output.
 
-`moe` checks its arguments, runs the layer's rules (`_layer`, `_placed_layer`) as one `jax.custom_vjp`, and computes the
-losses from the sums that these return.
+`moe` checks its arguments, runs the layer's rules (`_mixture`), and computes the losses from the sums that
+these return.
 """
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from anabranch.activation import Activation, as_activation
+from anabranch.activation import Activation
 from anabranch.jax import _check
-from anabranch.jax._ffn import FfnConfig
-from anabranch.jax._layer import (
-    LayerConfig,
-    LayerOutput,
-    Operands,
-    Residuals,
-    backward,
-    forward,
-    round_weights,
-    sharded_backward,
-    sharded_forward,
-    weight_dtypes,
+from anabranch.jax._mixture import (
+    axes_of_sums,
+    check_align_size,
+    check_parallel,
+    experts_operands,
+    mixture,
+    network_config,
 )
-from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
-from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
+from anabranch.jax._operands import LayerConfig, LayerOutput, Operands
+from anabranch.jax._sharding import Axes
 from anabranch.jax.balance import load_balance_loss, mean_of_squares
-from anabranch.jax.experts import activate, activate_gated
-from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
+from anabranch.jax.parallel import Parallel
 from anabranch.jax.router import router_operands, router_options
 
 
@@ -45,6 +38,8 @@ class MoEOutput(NamedTuple):
       dropped: int32 scalar, slots that found no row.
       dropped_by_source: int32 [S], the same by the device that the tokens came from, for the S shards of the tokens
         over (*data_axes, expert_axis) of `parallel`; else S = 1.
+      experts: int32 [..., K], the selection, the best first; -1: no expert. As `forced_experts` it is replayed.
+      weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient goes to the gate and x.
     """
 
     output: jax.Array
@@ -53,45 +48,8 @@ class MoEOutput(NamedTuple):
     tokens_per_expert: jax.Array
     dropped: jax.Array
     dropped_by_source: jax.Array
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moe(config: LayerConfig, placement: Placement | None, operands: Operands) -> LayerOutput:
-    return _forward(config, placement, operands, keep=False)[0]
-
-
-def _forward(
-    config: LayerConfig, placement: Placement | None, operands: Operands, *, keep: bool
-) -> tuple[LayerOutput, Any]:
-    if placement is not None:
-        return placed_forward(config, placement, operands, keep=keep)
-    if runs_as_it_is(operands.x):
-        return forward(config, round_weights(operands), keep_h=keep)
-    return sharded_forward(config, operands, keep_h=keep)
-
-
-def _moe_fwd(
-    config: LayerConfig, placement: Placement | None, operands: Operands
-) -> tuple[LayerOutput, tuple[Operands, Any]]:
-    result, kept = _forward(config, placement, operands, keep=True)
-    return result, (operands, kept)
-
-
-def _moe_bwd(
-    config: LayerConfig, placement: Placement | None, residuals: tuple[Operands, Any], cotangents: LayerOutput
-) -> tuple[Operands]:
-    operands, kept = residuals
-    if placement is not None:
-        return (placed_backward(config, placement, operands, kept, cotangents),)
-    if isinstance(kept, Residuals):
-        return (backward(config, round_weights(operands), kept, cotangents, weight_dtypes(operands)),)
-    return (sharded_backward(config, operands, kept, cotangents),)
-
-
-_moe.defvjp(_moe_fwd, _moe_bwd)
-
-FLOATS = ("float32", "bfloat16")
-"""Dtypes that the layer computes in."""
+    experts: jax.Array
+    weights: jax.Array
 
 
 def layer_config(
@@ -121,20 +79,13 @@ def layer_config(
         group_topk=group_topk,
         scaling_factor=scaling_factor,
     )
-    if parallel is not None and not isinstance(parallel, Parallel):
-        raise TypeError(f"parallel: got {_check.describe(parallel)}, expected a Parallel")
+    check_parallel(parallel)
     return LayerConfig(
         router=options,
-        ffn=FfnConfig(
-            activation=as_activation(activation, parts),
-            weight_early=_check.boolean("weight_early", weight_early),
-            topk=options.topk,
-            # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
-            skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
-        ),
+        ffn=network_config(activation, parts, options.topk, weight_early),
         aux_loss=_check.number("aux_loss_coeff", aux_loss_coeff) != 0,
         z_loss=_check.number("z_loss_coeff", z_loss_coeff) != 0,
-        align_size=_check.integer("align_size", align_size, 0, _check.INDEX_LIMIT - 1),
+        align_size=check_align_size(align_size),
     )
 
 
@@ -151,6 +102,7 @@ def moe(
     num_groups: int | None = None,
     group_topk: int | None = None,
     scaling_factor: float = 1.0,
+    gate_bias: jax.Array | None = None,
     activation: str | Activation = "silu",
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
@@ -164,14 +116,14 @@ def moe(
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
-        logits = x gate;  (w, e) = top-K routing of the logits
+        logits = x gate + gate_bias;  (w, e) = top-K routing of the logits
         output[t] = sum_k w[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = e[t, k]
 
     Args:
-      x: [..., D] float32 or bfloat16.
+      x: [..., D] float32, bfloat16 or float16.
       gate: [D, E] float; the product with x accumulates and stays in float32.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
-      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a bfloat16 layer are rounded to bfloat16 where they
+      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a 16-bit layer are rounded to its dtype where they
         multiply; their gradients are the float32 sums, not rounded.
       topk: K, 1 <= K <= E.
       score_function: "softmax", "sigmoid" or "sqrtsoftplus".
@@ -179,6 +131,7 @@ def moe(
       expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
       num_groups, group_topk: choose `group_topk` of `num_groups` contiguous expert groups first.
       scaling_factor: finite number that multiplies the weights.
+      gate_bias: [E] float, added to the logits; None: 0.
       activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" or
         "linear", for act(h_gate) h_up, or an `Activation` of two inputs and with parameters.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
@@ -192,17 +145,18 @@ def moe(
         in any way, and every device has all experts; then rows are not padded.
 
     Returns:
-      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source). Losses and counts are those
-      of all tokens, on however many devices; inside a jax.shard_map those of the shard, or with
+      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights). Losses and
+      counts are those of all tokens, on however many devices; inside a jax.shard_map those of the shard, or with
       `parallel=Parallel(data_axes=...)` of all shards along these axes.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
 
-    Gradients: of x, gate, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
+    Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
+    float32.
     Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
-    gate keeps more of it.
+    gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
     `jax.export` needs the custom calls listed in docs/jax.md allowed.
 
@@ -218,19 +172,14 @@ def moe(
       >>> moe(x, gate, w_in, w_out, topk=2).output.shape
       (6, 8)
     """
-    x = _check.array("x", x, FLOATS, (..., "D"))
+    x = _check.array("x", x, _check.FLOATS, (..., "D"))
     *leading, D = x.shape
-    dtype = (str(x.dtype),)
-    gate = _check.array("gate", gate, _check.FLOATS, (("D", D), "E"))
-    E = gate.shape[1]
-    of_weights = tuple(dict.fromkeys((*dtype, "float32")))
-    w_in = _check.array("w_in", w_in, of_weights, (("E", E), ("D", D), "2 or 1", "F"))
-    P, F = w_in.shape[2:]
-    if P not in (1, 2):
-        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F]")
+    of_experts = experts_operands(x, w_in, w_out, b_in, b_out)
+    E = of_experts["w_in"].shape[0]
+    gate = _check.array("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(
         E,
-        P,
+        of_experts["w_in"].shape[2],
         topk=topk,
         score_function=score_function,
         normalize=normalize,
@@ -244,31 +193,26 @@ def moe(
         align_size=align_size,
         parallel=parallel,
     )
-    options = config.router
+    assert config.router is not None
     expert_bias, token_mask, forced_experts = router_operands(
-        options, E, tuple(leading), expert_bias, token_mask, forced_experts
+        config.router, E, tuple(leading), expert_bias, token_mask, forced_experts
     )
     operands = Operands(
         x=x,
         gate=gate,
-        w_in=w_in,
-        w_out=_check.array("w_out", w_out, of_weights, (("E", E), ("F", F), ("D", D))),
-        b_in=_check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
-        b_out=_check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
+        gate_bias=_check.optional_array("gate_bias", gate_bias, _check.FLOATS, (("E", E),)),
         expert_bias=expert_bias,
         token_mask=token_mask,
         forced_experts=forced_experts,
+        **of_experts,
     )
-    placement, shards = None, None
-    if parallel is not None and all_manual(mesh_of(x)):
-        shards = shards_of_this_device(parallel)
-    elif parallel is not None:
-        placement = place(parallel, operands._asdict(), options.topk, config.align_size)
-        operands = divide(placement, operands)
-    result = _moe(config, placement, Operands(*vary_alike(*operands)))
+    shards = axes_of_sums(parallel, x)
+    result = mixture(config, operands, parallel)
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
-    aux, z, counts = _losses(options.topk, coefficients, result, token_mask, math.prod(leading), shards)
-    return MoEOutput(result.output, aux, z, counts, jnp.sum(result.dropped, dtype=jnp.int32), result.dropped)
+    aux, z, counts = _losses(topk, coefficients, result, token_mask, math.prod(leading), shards)
+    assert result.experts is not None and result.weights is not None
+    dropped = jnp.sum(result.dropped, dtype=jnp.int32)
+    return MoEOutput(result.output, aux, z, counts, dropped, result.dropped, result.experts, result.weights)
 
 
 def _losses(
@@ -277,11 +221,12 @@ def _losses(
     result: LayerOutput,
     token_mask: jax.Array | None,
     num_tokens: int,
-    shards: Axes | None,
+    shards: Axes,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(aux_loss, z_loss, tokens_per_expert) of the sums; `shards`: mesh axes over which the sums are still parts."""
     tokens = jnp.float32(num_tokens) if token_mask is None else jnp.sum(token_mask, dtype=jnp.float32)
     score_sum, squares, counts = result.score_sum, result.lse_squares, result.tokens_per_expert
+    assert score_sum is not None and squares is not None
     if shards:
         score_sum, squares, counts, tokens = jax.lax.psum((score_sum, squares, counts, tokens), shards)
     aux = z = jnp.zeros((), jnp.float32)
@@ -291,22 +236,3 @@ def _losses(
     if z_coeff:
         z = mean_of_squares(squares, z_coeff, tokens)
     return aux, z, counts
-
-
-def shared_expert(x: jax.Array, w_in: jax.Array, w_out: jax.Array, activation: str | Activation) -> jax.Array:
-    """A dense expert that every token passes through: phi(x W_gate, x W_up) W_out, or act(x W_in) W_out.
-
-    Args:
-      x: [..., D]; w_in: [D, 2 or 1, S]; w_out: [S, D], all of one dtype.
-      activation: as in `moe`.
-
-    Returns:
-      [..., D], dtype of x. Differentiable by JAX itself; products accumulate in float32.
-    """
-    D, parts, S = w_in.shape
-    h = jnp.matmul(x, w_in.reshape(D, parts * S), preferred_element_type=jnp.float32)
-    h = h.reshape(*x.shape[:-1], parts, S)
-    act = as_activation(activation, parts)
-    gate, up = h[..., 0, :], h[..., parts - 1, :]
-    a = activate_gated(gate, up, act) if parts == 2 else activate(gate, act.name)
-    return jnp.matmul(a.astype(x.dtype), w_out, preferred_element_type=jnp.float32).astype(x.dtype)

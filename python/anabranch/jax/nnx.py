@@ -16,8 +16,9 @@ from anabranch.jax._initializers import (
     default_out_init,
     initializer,
 )
-from anabranch.jax.moe import FLOATS, MoEOutput, layer_config, moe, shared_expert
+from anabranch.jax.moe import MoEOutput, layer_config, moe
 from anabranch.jax.parallel import Parallel
+from anabranch.jax.shared_expert import shared_expert
 
 
 class RouterState(nnx.Variable):
@@ -46,8 +47,9 @@ class MoE(nnx.Module):
     """A Mixture-of-Experts feed-forward layer.
 
     Parameters (`nnx.Param`): `gate` [D, E], `w_in` [E, D, 2, F] (gate and up columns; [E, D, 1, F] where not gated),
-    `w_out` [E, F, D], with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out` [E, D], with `shared_features` S > 0 also
-    `shared_in` [D, 2 or 1, S] and `shared_out` [S, D]. State (`RouterState`): `expert_bias` float32 [E] with
+    `w_out` [E, F, D], with `use_gate_bias` also `gate_bias` [E], with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out`
+    [E, D], with `shared_features` S > 0 also `shared_in` [D, 2 or 1, S] and `shared_out` [S, D], with `shared_gate`
+    also `shared_gate` [D, 1]. State (`RouterState`): `expert_bias` float32 [E] with
     `use_expert_bias`.
 
     Args:
@@ -60,17 +62,19 @@ class MoE(nnx.Module):
       use_expert_bias: keep a selection bias, moved by `update_expert_bias`.
       num_groups, group_topk: choose `group_topk` of `num_groups` expert groups first; None: no groups.
       scaling_factor: multiplies the weights.
+      use_gate_bias: a bias of the router's logits, a parameter.
       activation: a name or an `Activation`, as in `moe`.
       gated: phi(x W_gate, x W_up), of a plain name act(x W_gate) * (x W_up); False: act(x W_up).
       use_bias: biases b_in and b_out.
       shared_features: width S of a dense expert that every token passes through; 0: none.
+      shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate>).
       weight_early: weights multiply before W_out instead of at the combine; the result is the same.
       aux_loss_coeff, z_loss_coeff: coefficients of the losses that the call returns; 0: none.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
       parallel: how the layer is spread over a mesh. Parameters then carry their sharding (`out_sharding`): made under
         jax.set_mesh, or with a `Parallel` that has a mesh, they are created in shards. A shared expert is whole on
         every device.
-      dtype: dtype of the computation, float32 or bfloat16; None: that of the input.
+      dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
       param_dtype: dtype of the parameters.
       kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
         1 / fan-in, the expert axis left out of the fan.
@@ -102,10 +106,12 @@ class MoE(nnx.Module):
         num_groups: int | None = None,
         group_topk: int | None = None,
         scaling_factor: float = 1.0,
+        use_gate_bias: bool = False,
         activation: str | Activation = "silu",
         gated: bool = True,
         use_bias: bool = False,
         shared_features: int = 0,
+        shared_gate: bool = False,
         weight_early: bool = False,
         aux_loss_coeff: float = 0.0,
         z_loss_coeff: float = 0.0,
@@ -124,6 +130,9 @@ class MoE(nnx.Module):
         parts = 2 if _check.boolean("gated", gated) else 1
         use_bias = _check.boolean("use_bias", use_bias)
         use_expert_bias = _check.boolean("use_expert_bias", use_expert_bias)
+        use_gate_bias = _check.boolean("use_gate_bias", use_gate_bias)
+        if _check.boolean("shared_gate", shared_gate) and not S:
+            raise ValueError("shared_gate: got True without a shared expert, expected shared_features > 0")
         param_dtype = jnp.dtype(_check.dtype("param_dtype", param_dtype, _check.FLOATS))
         gate_init = initializer("kernel_init", kernel_init, default_gate_init)
         in_init = initializer("kernel_init", kernel_init, default_in_init)
@@ -144,7 +153,7 @@ class MoE(nnx.Module):
         )
         layer_config(E, parts, **options)
         self.in_features = D
-        self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, FLOATS))
+        self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, _check.FLOATS))
         self.activation = activation
         self.options = options
         key = _params_stream(rngs)
@@ -163,11 +172,13 @@ class MoE(nnx.Module):
         self.gate = parameter("gate", gate_init(key(), (D, E), param_dtype))
         self.w_in = parameter("w_in", in_init(key(), (E, D, parts, F), param_dtype))
         self.w_out = parameter("w_out", out_init(key(), (E, F, D), param_dtype))
+        self.gate_bias = parameter("gate_bias", jnp.zeros((E,), param_dtype)) if use_gate_bias else None
         self.b_in = parameter("b_in", jnp.zeros((E, parts, F), param_dtype)) if use_bias else None
         self.b_out = parameter("b_out", jnp.zeros((E, D), param_dtype)) if use_bias else None
         self.expert_bias = RouterState(jnp.zeros((E,), jnp.float32)) if use_expert_bias else None
         self.shared_in = nnx.Param(in_init(key(), (1, D, parts, S), param_dtype)[0]) if S else None
         self.shared_out = nnx.Param(out_init(key(), (1, S, D), param_dtype)[0]) if S else None
+        self.shared_gate = nnx.Param(gate_init(key(), (D, 1), param_dtype)) if shared_gate else None
 
     def __call__(
         self,
@@ -179,7 +190,7 @@ class MoE(nnx.Module):
         """Applies the layer.
 
         Args:
-          x: [..., D] float32 or bfloat16.
+          x: [..., D] float32, bfloat16 or float16.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
 
@@ -201,6 +212,7 @@ class MoE(nnx.Module):
             self.gate[...],
             weights(self.w_in),
             weights(self.w_out),
+            gate_bias=None if self.gate_bias is None else self.gate_bias[...],
             b_in=value(self.b_in),
             b_out=value(self.b_out),
             expert_bias=None if self.expert_bias is None else self.expert_bias[...],
@@ -210,9 +222,14 @@ class MoE(nnx.Module):
         )
         if self.shared_in is None:
             return result
-        shared = shared_expert(x, value(self.shared_in), value(self.shared_out), self.activation)
-        if token_mask is not None:
-            shared = jnp.where(token_mask[..., None], shared, 0)
+        shared = shared_expert(
+            x,
+            value(self.shared_in),
+            value(self.shared_out),
+            activation=self.activation,
+            w_gate=None if self.shared_gate is None else self.shared_gate[...],
+            token_mask=token_mask,
+        )
         return result._replace(output=result.output + shared)
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float = 1e-3) -> None:

@@ -90,6 +90,7 @@ class Parallel:
         return {
             "x": PartitionSpec(entry_of(self.token_axes)),
             "gate": PartitionSpec(fsdp, None),
+            "gate_bias": PartitionSpec(None),
             "w_in": PartitionSpec(ep, fsdp, None, tp),
             "w_out": PartitionSpec(ep, tp, fsdp),
             "b_in": PartitionSpec(ep, None, tp),
@@ -139,7 +140,7 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
       ValueError: an axis that the mesh does not have or that is manual already, a dimension that can't be divided, or
         an explicit sharding of an operand that is another one.
     """
-    x, num_experts = arrays["x"], arrays["gate"].shape[1]
+    x, num_experts = arrays["x"], arrays["w_in"].shape[0]
     mesh = _mesh(parallel, x)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
@@ -169,6 +170,7 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
     T = math.prod(x.shape[:-1]) // size(*parallel.token_axes)
     ranks = size(ep) if ep else 1
     factor = parallel.capacity_factor
+    selected = arrays["forced_experts"] is not None or arrays["experts"] is not None
     bounds = Bounds(
         axis=ep,
         ranks=ranks,
@@ -176,8 +178,8 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
         align_size=align_size,
         tokens=T,
         topk=topk,
-        # Forced experts may repeat.
-        slots_per_token=topk if arrays["forced_experts"] is not None else min(topk, num_experts // ranks),
+        # Experts that are given may repeat.
+        slots_per_token=topk if selected else min(topk, num_experts // ranks),
         capacity=None if factor is None else math.ceil(factor * T * topk),
     )
     transport = "ring" if ep is None else parallel.transport

@@ -173,13 +173,13 @@ def gated_activation_gradients(g, u, act):
     return activation_gradient(g, act.name) * u, activation(g, act.name)
 
 
-def _hidden(h, act):
+def hidden(h, act):
     """a from h [R, 2 or 1, F]: phi(gate, up), or act(h)."""
     act = as_activation(act, h.shape[1])
     return gated_activation(h[:, 0], h[:, 1], act) if h.shape[1] == 2 else activation(h[:, 0], act.name)
 
 
-def _hidden_backward(d_a, h, act):
+def hidden_backward(d_a, h, act):
     """dh [R, 2 or 1, F] from da [R, F]."""
     act = as_activation(act, h.shape[1])
     if h.shape[1] == 1:
@@ -236,7 +236,7 @@ def expert_ffn(
     real = _real_rows(len(rows), group_sizes, slot_of_row)
     rows = np.where(real, as_float64(rows, "rows"), 0.0)
     w = 1.0 if row_weights is None else as_float64(row_weights, "row_weights")[:, None]
-    a = _hidden(_up(rows, w_in, b_in, group_sizes), activation)
+    a = hidden(_up(rows, w_in, b_in, group_sizes), activation)
     bias = 0.0 if b_out is None else _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))
     if weight_early:
         y = grouped_matmul(w * a, w_out, group_sizes) + w * bias
@@ -278,14 +278,14 @@ def expert_ffn_backward(
     h = _up(rows, w_in, b_in, group_sizes)
     if kept_dtype is not None:
         h = h.astype(kept_dtype).astype(np.float64)
-    a = _hidden(h, activation)
+    a = hidden(h, activation)
 
     d_weighted_a, d_w_out = grouped_matmul_backward(d_y, w * a, w_out, group_sizes)
     d_row_weights = (d_weighted_a * a).sum(-1)
     if b_out is not None:
         d_row_weights += (d_y * _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))).sum(-1)
     flat_w_in = w_in.reshape(*w_in.shape[:2], -1)
-    d_h = _hidden_backward(w * d_weighted_a, h, activation).reshape(len(rows), flat_w_in.shape[2])
+    d_h = hidden_backward(w * d_weighted_a, h, activation).reshape(len(rows), flat_w_in.shape[2])
     d_rows, d_w_in = grouped_matmul_backward(d_h, rows, flat_w_in, group_sizes)
     return ExpertGradients(
         d_rows,

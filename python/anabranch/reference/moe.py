@@ -6,18 +6,32 @@ from typing import NamedTuple
 import numpy as np
 
 from .balance import load_balance_loss, load_balance_loss_backward, z_loss, z_loss_backward
-from .dispatch import Plan, combine, dispatch, dispatch_backward, plan
-from .experts import expert_ffn, expert_ffn_backward
+from .dispatch import combine, dispatch, dispatch_backward, plan
+from .experts import expert_ffn, expert_ffn_backward, hidden, hidden_backward
 from .router import Routing, route, route_backward
 from .scores import as_float64
 
 
 class MoEOutput(NamedTuple):
-    """output float64[..., D], aux_loss and z_loss float64, tokens_per_expert int32[E], dropped int32."""
+    """What `moe` returns.
+
+    output float64[..., D], aux_loss and z_loss float64, tokens_per_expert int32[E], dropped int32, experts
+    int32[..., K], weights float64[..., K].
+    """
 
     output: np.ndarray
     aux_loss: np.ndarray
     z_loss: np.ndarray
+    tokens_per_expert: np.ndarray
+    dropped: np.int32
+    experts: np.ndarray
+    weights: np.ndarray
+
+
+class RoutedExpertsOutput(NamedTuple):
+    """output float64[..., D], tokens_per_expert int32[E], dropped int32."""
+
+    output: np.ndarray
     tokens_per_expert: np.ndarray
     dropped: np.int32
 
@@ -27,10 +41,9 @@ class MoEOptions:
     """The options of `moe` and `moe_backward`.
 
     topk to forced_experts and experts: as in `router.route`, per token with x's leading dimensions.
-    activation, b_in, b_out, weight_early: as in `experts.expert_ffn`.
+    gate_bias: [E], added to the logits.
+    activation, b_in, b_out, weight_early, align_size, kept: as in `routed_experts`.
     aux_loss_coeff, z_loss_coeff: of the losses in `balance`; a loss whose coefficient is 0 is 0.
-    align_size: as in `dispatch.plan`.
-    kept: bool with the shape of the experts; False: the slot found no room (`capacity.kept_slots`). None: all did.
     """
 
     topk: int
@@ -40,6 +53,7 @@ class MoEOptions:
     num_groups: int | None = None
     group_topk: int | None = None
     scaling_factor: float = 1.0
+    gate_bias: np.ndarray | None = None
     activation: str = "silu"
     b_in: np.ndarray | None = None
     b_out: np.ndarray | None = None
@@ -71,35 +85,28 @@ class MoEOptions:
             "experts": per_token(self.experts, self.topk),
         }
 
-
-class _Routed(NamedTuple):
-    """Both directions start from this."""
-
-    x: np.ndarray  # [T, D]
-    logits: np.ndarray  # [T, E]
-    routing: Routing
-    plan: Plan
-    rows: np.ndarray  # [R, D]
-    num_tokens: int  # unmasked
+    def network(self):
+        """The keyword arguments of `routed_experts`."""
+        names = ("activation", "b_in", "b_out", "weight_early", "align_size", "kept")
+        return {name: getattr(self, name) for name in names}
 
 
-def _route_and_dispatch(x, gate, options):
-    x, gate = as_float64(x, "x"), as_float64(gate, "gate")
-    x = x.reshape(-1, x.shape[-1])
-    num_tokens = x.shape[0]
-    if options.token_mask is not None:
-        mask = np.reshape(options.token_mask, -1)
-        num_tokens = int(mask.sum())
-        # a masked token counts nowhere: not in d_gate = x^T d_logits either, where 0 * NaN is NaN
-        x = np.where(mask[:, None], x, 0.0)
-    logits = x @ gate
-    routing = route(logits, **options.routing())
-    experts = routing.experts
-    if options.kept is not None:
-        experts = np.where(np.reshape(options.kept, experts.shape), experts, -1)
-    layout = plan(experts, gate.shape[1], options.align_size)
-    layout = layout._replace(dropped=layout.dropped + np.int32((experts != routing.experts).sum()))
-    return _Routed(x, logits, routing, layout, dispatch(x, layout), num_tokens)
+# ---------------------------------------------------------------- after the router
+
+
+def _flat(array):
+    return np.reshape(array, (-1, np.shape(array)[-1]))
+
+
+def _layout(experts, num_experts, align_size, kept):
+    """The plan of experts [T, K] without the slots that found no room; these are dropped, too."""
+    has_room = np.ones(experts.shape, bool) if kept is None else np.reshape(kept, experts.shape)
+    whole = plan(experts, num_experts, align_size)
+    layout = plan(np.where(has_room, experts, -1), num_experts, align_size)
+    valid = (experts >= 0) & (experts < num_experts)
+    return layout._replace(
+        tokens_per_expert=whole.tokens_per_expert, dropped=whole.dropped + np.int32((valid & ~has_room).sum())
+    )
 
 
 def _row_weights(layout, weights):
@@ -108,8 +115,123 @@ def _row_weights(layout, weights):
     return np.where(slot >= 0, weights.reshape(-1)[np.maximum(slot, 0)], 0.0) if slot.size else np.zeros(0)
 
 
+def routed_experts(
+    x,
+    experts,
+    weights,
+    w_in,
+    w_out,
+    *,
+    activation="silu",
+    b_in=None,
+    b_out=None,
+    weight_early=False,
+    align_size=0,
+    kept=None,
+):
+    """out[t] = sum_k weights[t, k] expert_e(x[t]), e = experts[t, k].
+
+    Args:
+      x: [..., D]. experts: int[..., K]; an index outside [0, E) is no expert. weights: [..., K], any real numbers.
+      w_in: [E, D, 2 or 1, F]. w_out: [E, F, D].
+      activation, b_in, b_out, weight_early: as in `experts.expert_ffn`.
+      align_size: as in `dispatch.plan`.
+      kept: bool with the shape of the experts; False: the slot found no room (`capacity.kept_slots`). None: all did.
+
+    Returns: `RoutedExpertsOutput`; dropped counts what is no expert but -1, and what found no room.
+    """
+    weights = as_float64(_flat(weights), "weights")
+    layout = _layout(_flat(experts), len(w_in), align_size, kept)
+    y = expert_ffn(
+        dispatch(as_float64(_flat(x), "x"), layout),
+        w_in,
+        w_out,
+        layout.group_sizes,
+        activation=activation,
+        b_in=b_in,
+        b_out=b_out,
+        row_weights=_row_weights(layout, weights) if weight_early else None,
+        weight_early=weight_early,
+        slot_of_row=layout.slot_of_row,
+    )
+    output = combine(y, layout, None if weight_early else weights)
+    return RoutedExpertsOutput(output.reshape(np.shape(x)), layout.tokens_per_expert, layout.dropped)
+
+
+def routed_experts_backward(
+    x,
+    experts,
+    weights,
+    w_in,
+    w_out,
+    d_output,
+    *,
+    activation="silu",
+    b_in=None,
+    b_out=None,
+    weight_early=False,
+    align_size=0,
+    kept=None,
+):
+    """Gradients of `routed_experts` from the cotangent of its output; the same early and late.
+
+    Returns: dict of x, weights, w_in, w_out, b_in, b_out (None where not given); float64.
+    """
+    shape, weights = np.shape(weights), as_float64(_flat(weights), "weights")
+    layout = _layout(_flat(experts), len(w_in), align_size, kept)
+    grads = expert_ffn_backward(
+        dispatch(as_float64(_flat(d_output), "d_output"), layout),
+        dispatch(as_float64(_flat(x), "x"), layout),
+        w_in,
+        w_out,
+        layout.group_sizes,
+        activation=activation,
+        b_in=b_in,
+        b_out=b_out,
+        row_weights=_row_weights(layout, weights),
+        slot_of_row=layout.slot_of_row,
+    )
+    row = layout.row_of_slot
+    d_weights = np.zeros(row.shape)
+    d_weights[row >= 0] = grads.d_row_weights[row[row >= 0]]
+    return {
+        "x": dispatch_backward(grads.d_rows, layout).reshape(np.shape(x)),
+        "weights": d_weights.reshape(shape),
+        "w_in": grads.d_w_in,
+        "w_out": grads.d_w_out,
+        "b_in": grads.d_b_in,
+        "b_out": grads.d_b_out,
+    }
+
+
+# ---------------------------------------------------------------- from x
+
+
+class _Routed(NamedTuple):
+    """Both directions start from this."""
+
+    x: np.ndarray  # [T, D]
+    logits: np.ndarray  # [T, E]
+    routing: Routing
+    num_tokens: int  # unmasked
+
+
+def _route(x, gate, options):
+    x, gate = as_float64(_flat(x), "x"), as_float64(gate, "gate")
+    num_tokens = x.shape[0]
+    if options.token_mask is not None:
+        mask = np.reshape(options.token_mask, -1)
+        num_tokens = int(mask.sum())
+        # a masked token counts nowhere: not in d_gate = x^T d_logits either, where 0 * NaN is NaN
+        x = np.where(mask[:, None], x, 0.0)
+    logits = x @ gate
+    if options.gate_bias is not None:
+        logits = logits + as_float64(options.gate_bias, "gate_bias")
+    return _Routed(x, logits, route(logits, **options.routing()), num_tokens)
+
+
 def moe(x, gate, w_in, w_out, **options):
-    """out[t] = sum_k w[t, k] expert_e(x[t]) over the K experts e that the logits x gate select.
+    """out[t] = sum_k w[t, k] expert_e(x[t]) over the K experts e that the logits x gate + gate_bias select.
 
     Args:
       x: [..., D]. gate: [D, E]. w_in: [E, D, 2 or 1, F]. w_out: [E, F, D].
@@ -118,70 +240,87 @@ def moe(x, gate, w_in, w_out, **options):
     Returns: `MoEOutput`.
     """
     o = MoEOptions(**options)
-    routed = _route_and_dispatch(x, gate, o)
-    routing, layout = routed.routing, routed.plan
-    y = expert_ffn(
-        routed.rows,
-        w_in,
-        w_out,
-        layout.group_sizes,
-        activation=o.activation,
-        b_in=o.b_in,
-        b_out=o.b_out,
-        row_weights=_row_weights(layout, routing.weights) if o.weight_early else None,
-        weight_early=o.weight_early,
-        slot_of_row=layout.slot_of_row,
-    )
-    output = combine(y, layout, None if o.weight_early else routing.weights)
-    counts, n = routing.tokens_per_expert, routed.num_tokens
+    flat_x, _, routing, n = _route(x, gate, o)
+    result = routed_experts(flat_x, routing.experts, routing.weights, w_in, w_out, **o.network())
+    counts = routing.tokens_per_expert
     aux = z = np.float64(0.0)
     if o.aux_loss_coeff:
         aux = load_balance_loss(routing.score_sum, counts, o.topk, o.aux_loss_coeff, n)
     if o.z_loss_coeff:
         z = z_loss(routing.lse, o.z_loss_coeff, n)
-    return MoEOutput(output.reshape(np.shape(x)), aux, z, counts, layout.dropped)
+    slots = (*np.shape(x)[:-1], o.topk)
+    experts, weights = routing.experts.reshape(slots), routing.weights.reshape(slots)
+    return MoEOutput(result.output.reshape(np.shape(x)), aux, z, counts, result.dropped, experts, weights)
 
 
-def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, **options):
-    """Gradients of `moe` from the cotangents of its output and its two losses.
+def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, d_weights=0.0, **options):
+    """Gradients of `moe` from the cotangents of its output, its two losses and its weights.
 
-    Returns: dict of x, gate, w_in, w_out, b_in, b_out (None where not given) and, on the way to the gate, of the
-    routing's weights [T, K]; float64.
+    Returns: dict of x, gate, gate_bias, w_in, w_out, b_in, b_out (None where not given) and, on the way to the gate, of
+    the routing's weights [T, K] as `d_weights` has them and the experts give them; float64.
     """
     o = MoEOptions(**options)
-    routed = _route_and_dispatch(x, gate, o)
-    routing, layout = routed.routing, routed.plan
-    d_out = as_float64(d_output, "d_output").reshape(routed.x.shape)
-    grads = expert_ffn_backward(
-        dispatch(d_out, layout),
-        routed.rows,
-        w_in,
-        w_out,
-        layout.group_sizes,
-        activation=o.activation,
-        b_in=o.b_in,
-        b_out=o.b_out,
-        row_weights=_row_weights(layout, routing.weights),
-        slot_of_row=layout.slot_of_row,
+    flat_x, logits, routing, n = _route(x, gate, o)
+    grads = routed_experts_backward(
+        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **o.network()
     )
-    row = layout.row_of_slot
-    d_weights = np.zeros(row.shape)
-    d_weights[row >= 0] = grads.d_row_weights[row[row >= 0]]
-
-    counts, n = routing.tokens_per_expert, routed.num_tokens
+    of_weights = grads["weights"] + np.reshape(np.broadcast_to(d_weights, (*np.shape(x)[:-1], o.topk)), (-1, o.topk))
+    counts = routing.tokens_per_expert
     d_score_sum = d_lse = None
     if o.aux_loss_coeff:
         d_score_sum = load_balance_loss_backward(routing.score_sum, counts, o.topk, o.aux_loss_coeff, n, d_aux_loss)
     if o.z_loss_coeff:
         d_lse = z_loss_backward(routing.lse, o.z_loss_coeff, n, d_z_loss)
-    d_logits = route_backward(routed.logits, d_weights=d_weights, d_score_sum=d_score_sum, d_lse=d_lse, **o.routing())
-    d_x = dispatch_backward(grads.d_rows, layout) + d_logits @ as_float64(gate, "gate").T
+    d_logits = route_backward(logits, d_weights=of_weights, d_score_sum=d_score_sum, d_lse=d_lse, **o.routing())
+    return grads | {
+        "x": (grads["x"] + d_logits @ as_float64(gate, "gate").T).reshape(np.shape(x)),
+        "gate": flat_x.T @ d_logits,
+        "gate_bias": None if o.gate_bias is None else d_logits.sum(axis=0),
+        "weights": of_weights,
+    }
+
+
+# ---------------------------------------------------------------- shared expert
+
+
+def _sigmoid(z):
+    return np.exp(-np.logaddexp(0.0, -z))
+
+
+def _shared(x, w_in, w_out, w_gate, activation):
+    """(x [T, D], h [T, P, S], a [T, S], y [T, D], g [T, 1]) of `shared_expert`, which is g y."""
+    x, w_in, w_out = as_float64(_flat(x), "x"), as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
+    h = np.einsum("td,dps->tps", x, w_in)
+    a = hidden(h, activation)
+    g = np.ones((len(x), 1))
+    if w_gate is not None:
+        g = _sigmoid(x @ as_float64(w_gate, "w_gate").reshape(-1, 1))
+    return x, h, a, a @ w_out, g
+
+
+def shared_expert(x, w_in, w_out, *, w_gate=None, activation="silu"):
+    """A dense expert for every token: sigmoid(<x, w_gate>) (a W_out), a as in `experts.expert_ffn`.
+
+    Args: x [..., D], w_in [D, 2 or 1, S], w_out [S, D], w_gate [D] or [D, 1]; None: no factor. Returns: [..., D].
+    """
+    *_, y, g = _shared(x, w_in, w_out, w_gate, activation)
+    return (g * y).reshape(np.shape(x))
+
+
+def shared_expert_backward(x, w_in, w_out, d_output, *, w_gate=None, activation="silu"):
+    """Gradients of `shared_expert`: dict of x, w_in, w_out, w_gate (None where not given); float64."""
+    flat_x, h, a, y, g = _shared(x, w_in, w_out, w_gate, activation)
+    d_out = as_float64(_flat(d_output), "d_output")
+    d_h = hidden_backward((g * d_out) @ as_float64(w_out, "w_out").T, h, activation)
+    d_x = np.einsum("tps,dps->td", d_h, as_float64(w_in, "w_in"))
+    d_w_gate = None
+    if w_gate is not None:
+        d_z = (d_out * y).sum(-1, keepdims=True) * g * (1 - g)
+        d_x += d_z * as_float64(w_gate, "w_gate").reshape(1, -1)
+        d_w_gate = (flat_x.T @ d_z).reshape(np.shape(w_gate))
     return {
         "x": d_x.reshape(np.shape(x)),
-        "gate": routed.x.T @ d_logits,
-        "w_in": grads.d_w_in,
-        "w_out": grads.d_w_out,
-        "b_in": grads.d_b_in,
-        "b_out": grads.d_b_out,
-        "weights": d_weights,
+        "w_in": np.einsum("td,tps->dps", flat_x, d_h),
+        "w_out": a.T @ (g * d_out),
+        "w_gate": d_w_gate,
     }

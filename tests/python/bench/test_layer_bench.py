@@ -110,7 +110,7 @@ def measured_on_cpu(by="jax", **options):
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("by", ["jax", "xla"])
+@pytest.mark.parametrize("by", ["jax", "ragged-dot", "xla"])
 def test_a_layer_is_measured_through_jax(by, tmp_path):
     measured = measured_on_cpu(by, trace=str(tmp_path / "trace"))
     for timing in (measured.forward, measured.both):
@@ -353,7 +353,7 @@ def test_the_layer_is_measured_on_a_gpu(tmp_path):
     rows = json.loads(file.read_text())["rows"]["layer"]
     by = [row["by"] for row in rows]
     with_torch = torch.cuda.is_available()
-    assert by == ["jax", *["c"] * with_torch, "xla", *["torch"] * with_torch] * 2
+    assert by == ["jax", *["c"] * with_torch, "ragged-dot", "xla", *["torch"] * with_torch] * 2
     for row in rows:
         assert row["note"] == "" and row["forward ms"] > 0 and row["both ms"] > row["forward ms"], row
         assert row["by"] in ("c", "torch") or row["peak GiB"] > 0

@@ -37,6 +37,21 @@ def test_chunk_sort_is_the_oracles(data):
     assert_close(d_inp, reference.sort_chunks_by_index_backward(d, sizes, order), 0.0, "d_inp")
 
 
+def test_probs_go_with_their_chunks():
+    rng = np.random.default_rng(0)
+    inp, probs, d = normal(rng, (3, 4, 5)), normal(rng, (3, 4)), normal(rng, (12,))
+    sizes, order = np.array([3, 2, 5]), np.array([2, 0, 1])  # two rows are left over
+    plain = sort_chunks_by_index(inp, sizes, order)
+    (output, row_id_map, moved), pull = jax.vjp(lambda p: sort_chunks_by_index(inp, sizes, order, p), probs)
+    jax.tree.map(np.testing.assert_array_equal, (output, row_id_map), plain)
+    np.testing.assert_array_equal(np.asarray(moved)[np.asarray(row_id_map)], probs.ravel())
+    zeros = (np.zeros_like(output), np.zeros(row_id_map.shape, jax.dtypes.float0), d)
+    np.testing.assert_array_equal(pull(zeros)[0].ravel(), d[np.asarray(row_id_map)])
+    for wrong, error in ((probs[:2], ValueError), (probs.astype(np.int32), TypeError)):
+        with pytest.raises(error, match=r"^probs: got"):
+            sort_chunks_by_index(inp, sizes, order, wrong)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])
 def test_chunk_sort_moves_every_dtype_and_flattens(dtype):
     inp = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, 5, 3)), dtype)

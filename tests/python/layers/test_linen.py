@@ -1,4 +1,4 @@
-"""The Linen block: TransformerEngine's attribute names over the same function."""
+"""The Linen block: TransformerEngine's attributes and some more over the same function."""
 
 import flax.linen as nn
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from anabranch.jax import ScoreFunction, moe
+from anabranch.jax import ScoreFunction, moe, shared_expert
 from anabranch.jax.linen import MoEBlock
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -63,6 +63,73 @@ def test_expert_bias_is_no_parameter():
     assert variables["router_state"]["expert_bias"].shape == (6,)
 
 
+def test_what_the_block_sows_moves_an_expert_bias_and_shows_drops():
+    x = _x(64, 12)
+    block, variables, _ = _apply(x, use_expert_routing_bias=True, score_function="sigmoid")
+    _, sown = block.apply(variables, x, mutable=["intermediates"])
+    (counts,), (dropped,) = (sown["intermediates"][name] for name in ("tokens_per_expert", "dropped"))
+    assert int(counts.sum()) == 2 * 64 and int(dropped) == 0
+    bias = variables["router_state"]["expert_bias"] + 10.0 * jnp.sign(counts.mean() - counts)
+    _, sown = block.apply({**variables, "router_state": {"expert_bias": bias}}, x, mutable=["intermediates"])
+    (moved,) = sown["intermediates"]["tokens_per_expert"]
+    assert (np.asarray(moved - counts) * np.sign(np.asarray(counts.mean() - counts)) >= 0).all() and (
+        moved != counts
+    ).any()
+
+
+def test_both_losses_are_returned_together_and_sown_apart():
+    x, mask = _x(2, 5, 12), jnp.ones([2, 5], bool).at[1, 3].set(False)
+    block, variables, _ = _apply(x, aux_loss_coeff=0.5, z_loss_coeff=0.25)
+    (_, loss), sown = block.apply(variables, x, token_mask=mask, mutable=["intermediates"])
+    p = variables["params"]
+    want = moe(x, p["gate_kernel"], p["wi"], p["wo"], topk=2, aux_loss_coeff=0.5, z_loss_coeff=0.25, token_mask=mask)
+    np.testing.assert_array_equal(loss, want.aux_loss + want.z_loss)
+    for name in ("aux_loss", "z_loss", "tokens_per_expert", "experts"):
+        np.testing.assert_array_equal(sown["intermediates"][name][0], getattr(want, name))
+    # Replay of what was sown.
+    experts = sown["intermediates"]["experts"][0]
+    again, _ = block.apply(variables, x, forced_experts=experts)
+    np.testing.assert_array_equal(again, block.apply(variables, x, token_mask=mask)[0])
+
+
+def test_the_shared_expert_with_its_gate_and_a_bias_of_the_gate():
+    x = _x(2, 5, 12)
+    mask = jnp.ones([2, 5], bool).at[1, 3].set(False)
+    options = dict(use_gate_bias=True, shared_features=8, shared_gate=True, apply_topk_weights_early=True)
+    block, variables, _ = _apply(x, **options)
+    p = variables["params"] | {"gate_bias": _x(6, seed=5)}
+    output, _ = block.apply({"params": p}, x.at[1, 3].set(jnp.nan), token_mask=mask)
+    routed = moe(
+        x, p["gate_kernel"], p["wi"], p["wo"], topk=2, gate_bias=p["gate_bias"], token_mask=mask, weight_early=True
+    )
+    shared = shared_expert(x, p["shared_wi"], p["shared_wo"], w_gate=p["shared_gate_kernel"], token_mask=mask)
+    np.testing.assert_array_equal(output, routed.output + shared)
+    assert not output[1, 3].any() and p["shared_gate_kernel"].shape == (12, 1)
+
+
+def test_float16():
+    x = _x(2, 5, 12)
+    _, variables, (output, _) = _apply(x, dtype=jnp.float16, use_ffn_bias=True)
+    assert output.dtype == jnp.float16 and variables["params"]["wi_bias"].dtype == jnp.float16
+
+
+def test_input_axes_constrain_the_inputs(monkeypatch):
+    """By Flax's own function, which does nothing on a CPU."""
+    x, seen = _x(2, 5, 12), []
+
+    def constrain(array, axes):
+        seen.append((array.shape, axes))
+        return 2 * array
+
+    monkeypatch.setattr(nn, "with_logical_constraint", constrain)
+    axes = ("batch", None, "embed")
+    block, variables, (output, _) = _apply(x, input_axes=axes)
+    assert set(seen) == {((2, 5, 12), axes)}
+    np.testing.assert_array_equal(output, MoEBlock(**OPTIONS).apply(variables, 2 * x)[0])
+    with pytest.raises(ValueError, match=r"input_axes: got tuple .* expected the names of 2 axes"):
+        block.apply(variables, _x(4, 12))
+
+
 def test_logical_axes_of_the_kernels():
     block = MoEBlock(**OPTIONS, gate_kernel_axes=("embed", None), use_bias=True)
     boxed = jax.eval_shape(block.init, jax.random.key(0), _x(4, 12))["params"]
@@ -94,7 +161,20 @@ def test_gradients_flow_to_every_parameter():
         (dict(num_experts_per_tok=9), "num_experts_per_tok: got 9"),
         (dict(num_experts=0), "num_experts: got 0"),
         (dict(intermediate_size=0), "intermediate_size: got 0"),
-        (dict(dtype=jnp.float16), "dtype: got float16, expected float32 or bfloat16"),
+        (dict(dtype=jnp.float64), "dtype: got float64, expected float32 or bfloat16 or float16"),
+        (dict(use_expert_routing_bias=True), "use_expert_routing_bias: got True with softmax"),
+        (dict(input_axes=("batch", 3)), "input_axes: got tuple"),
+        (
+            dict(data_parallelism_axes=("data",)),
+            r"data_parallelism_axes: got \('data',\), expected \(\) or the data_axes",
+        ),
+        (dict(data_parallelism_axes="data"), "data_parallelism_axes: got str 'data'"),
+        (dict(recv_capacity_per_rank=64), "recv_capacity_per_rank: got int 64, expected None; Parallel"),
+        (dict(quantization_recipe="fp8"), "quantization_recipe: got str 'fp8', expected None"),
+        (dict(apply_topk_weights_early=1), "apply_topk_weights_early: got int 1"),
+        (dict(z_loss_coeff=float("nan")), "z_loss_coeff: got nan"),
+        (dict(shared_features=-1), "shared_features: got -1"),
+        (dict(shared_gate=True), "shared_gate: got True without a shared expert"),
         (dict(gate_kernel_axes=3), "gate_kernel_axes: got int 3"),
         (dict(wi_kernel_axes=("exp",)), "wi_kernel_axes: got tuple"),
         (dict(wo_kernel_axes=("exp", "mlp")), "wo_kernel_axes: got tuple"),

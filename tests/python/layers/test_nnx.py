@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from anabranch.jax import moe
+from anabranch.jax import moe, shared_expert
 from anabranch.jax.nnx import MoE, RouterState
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -71,9 +71,31 @@ def test_shared_expert_adds_a_dense_one():
     np.testing.assert_array_equal(layer(x, token_mask=mask).output[2], 0.0)
 
 
-def test_dtype_is_that_of_the_computation():
-    layer = _layer(dtype=jnp.bfloat16, use_bias=True, shared_features=8)
-    assert layer(_x(4, 12)).output.dtype == jnp.bfloat16
+def test_the_gate_of_the_shared_expert_and_the_bias_of_the_router():
+    layer, x = _layer(shared_features=16, shared_gate=True, use_gate_bias=True), _x(7, 12)
+    layer.gate_bias[...] = _x(6, seed=9)
+    weights = (layer.gate[...], layer.w_in[...], layer.w_out[...])
+    routed = moe(x, *weights, topk=2, gate_bias=layer.gate_bias[...]).output
+    shared = shared_expert(x, layer.shared_in[...], layer.shared_out[...], w_gate=layer.shared_gate[...])
+    np.testing.assert_array_equal(layer(x).output, routed + shared)
+    gradients = nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(x).output)))(layer)
+    assert gradients["shared_gate"][...].any() and gradients["gate_bias"][...].any()
+
+
+def test_a_masked_token_may_hold_nan():
+    layer, mask = _layer(shared_features=8, shared_gate=True, use_gate_bias=True), jnp.arange(7) != 2
+
+    def gradients(x):
+        return nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(x, token_mask=mask).output)))(layer)
+
+    x = _x(7, 12)
+    jax.tree.map(np.testing.assert_array_equal, gradients(x.at[2].set(jnp.nan)), gradients(x.at[2].set(0)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dtype_is_that_of_the_computation(dtype):
+    layer = _layer(dtype=dtype, use_bias=True, shared_features=8)
+    assert layer(_x(4, 12)).output.dtype == dtype
     assert layer.w_in[...].dtype == jnp.float32
 
 
@@ -138,8 +160,9 @@ def test_update_expert_bias_refuses_what_does_not_fit():
         (dict(rngs=nnx.Rngs(dropout=0)), "rngs: got the streams"),
         (dict(use_bias="yes"), "use_bias: got str 'yes'"),
         (dict(use_expert_bias=1), "use_expert_bias: got int 1"),
-        (dict(dtype="float64"), "dtype: got float64, expected float32 or bfloat16"),
-        (dict(dtype=jnp.float16), "dtype: got float16"),
+        (dict(dtype="float64"), "dtype: got float64, expected float32 or bfloat16 or float16"),
+        (dict(shared_gate=True), "shared_gate: got True without a shared expert"),
+        (dict(use_gate_bias=None), "use_gate_bias: got NoneType None"),
         (dict(dtype="nope"), "dtype: got 'nope'"),
         (dict(param_dtype=jnp.int32), "param_dtype: got int32"),
         (dict(kernel_init=3), "kernel_init: got int 3"),

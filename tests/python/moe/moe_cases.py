@@ -13,21 +13,21 @@ from oracle import assert_close, assert_close_per_expert
 # Float32: 2e-6 times 4, for products over D and F of at most a few hundred terms and the sums behind them.
 # Bfloat16: unit roundoff 2^-9 for each of the roundings on the way (h, a, y or dh, the result: at most 5 in a row, as
 # independent errors sqrt(5)), plus the bfloat16 operands' own float32 products; per expert twice that, since a small
-# expert averages over few rows.
-BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9}
-GRADIENTS = ("x", "gate", "w_in", "w_out", "b_in", "b_out")
-EXPERT_AXIS = {"gate": 1, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
+# expert averages over few rows. Float16 the same with its 2^-12.
+BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9, "float16": 5 * 2.0**-12}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
 
 
 def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, skew=1.0, cold=0):
-    """x, gate, w_in, w_out, b_in, b_out as numpy arrays of `dtype` (gate: float32).
+    """x, gate, gate_bias, w_in, w_out, b_in, b_out as numpy arrays of `dtype` (gate and its bias: float32).
 
     The last `cold` experts get no token; skew > 1 makes few experts take most tokens.
     """
     rng = np.random.default_rng(seed)
 
     def normal(*shape, scale=1.0):
-        return (scale * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+        return (scale * rng.standard_normal(shape)).astype(DTYPES[dtype])
 
     x = normal(T, D)
     gate = rng.standard_normal((D, E)).astype(np.float32) * np.float32(skew / np.sqrt(D))
@@ -38,6 +38,7 @@ def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, ske
     arrays = {
         "x": x,
         "gate": gate,
+        "gate_bias": np.float32(0.3) * rng.standard_normal(E).astype(np.float32) if bias else None,
         "w_in": normal(E, D, parts, F, scale=D**-0.5),
         "w_out": normal(E, F, D, scale=F**-0.5),
         "b_in": normal(E, parts, F) if bias else None,
@@ -60,14 +61,17 @@ ROUTING = (
 
 def selected(arrays, options):
     """The experts that the layer selects: those that route() selects from the layer's own logits."""
-    dot = jax.jit(lambda x, g: jnp.dot(x.astype(jnp.float32), g.astype(jnp.float32), precision="highest"))
-    logits = dot(arrays["x"], arrays["gate"])
+    dot = jax.jit(lambda x, g, b: jnp.dot(x.astype(jnp.float32), g.astype(jnp.float32), precision="highest") + b)
+    bias = arrays.get("gate_bias")
+    logits = dot(arrays["x"], arrays["gate"], np.float32(0) if bias is None else bias.astype(np.float32))
     chosen = {name: options[name] for name in ROUTING if name in options}
     return np.asarray(route(logits, options["topk"], **chosen).experts)
 
 
 def gate_terms(arrays, options, gradients):
-    """The sizes of what cancels in the gradient of the gate [D, E]: |x|^T of w_e (|g_e| + sum_k w_k |g_k|) a token.
+    """The sizes of what cancels in the gradients of the gate [D, E] and its bias [E], by their names.
+
+    For the gate |x|^T of w_e (|g_e| + sum_k w_k |g_k|) a token, for its bias the sum of these.
 
     Where the weights' cotangents g of a token are nearly equal, normalised weights leave nothing but their rounding. At
     least what the gradient itself is made of.
@@ -75,7 +79,7 @@ def gate_terms(arrays, options, gradients):
     x = arrays["x"].astype(np.float64)
     if options.get("token_mask") is not None:  # what a masked token holds is nothing to it
         x = np.where(np.asarray(options["token_mask"])[:, None], x, 0.0)
-    logits = x @ arrays["gate"]
+    logits = x @ arrays["gate"] + (0 if arrays.get("gate_bias") is None else arrays["gate_bias"])
     experts = options.get("experts", options.get("forced_experts"))
     names = [name for name in ROUTING if name in options and name != "forced_experts"]
     routing = reference_route(logits, options["topk"], experts=experts, **{name: options[name] for name in names})
@@ -84,11 +88,12 @@ def gate_terms(arrays, options, gradients):
     d_logits = np.zeros(logits.shape)
     token, slot = np.nonzero(routing.experts >= 0)
     np.add.at(d_logits, (token, routing.experts[token, slot]), terms[token, slot])
-    return np.maximum(np.abs(x).T @ d_logits, np.abs(gradients["gate"]))
+    sizes = {"gate": np.abs(x).T @ d_logits, "gate_bias": d_logits.sum(0)}
+    return {name: np.maximum(a, np.abs(gradients[name])) for name, a in sizes.items() if gradients[name] is not None}
 
 
 def run_layer(arrays, *, seed=1, put=None, **options):
-    """Result and gradients of one random cotangent, which comes third: output, losses and all gradients of one run.
+    """Result and gradients of one random cotangent, which comes third: of the output, the losses and the weights.
 
     put: where an array goes, by its argument's name ("output" for the cotangent): (name, array) -> array.
     """
@@ -103,17 +108,20 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     # `given` is an argument: programs of several processes can't close over arrays that are on all of them.
     @jax.jit
     def layer(present, given):
-        rest = {name: present[name] for name in ("b_in", "b_out") if name in present}
+        rest = {name: present[name] for name in ("gate_bias", "b_in", "b_out") if name in present}
         return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **given, **settings)
 
     result, pull = jax.vjp(lambda present: layer(present, given), present)
     d_output = rng.standard_normal(result.output.shape).astype(result.output.dtype)
     d_aux, d_z = np.float32(rng.standard_normal()), np.float32(rng.standard_normal())
-    zeros = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), result[3:])
-    (gradients,) = pull(type(result)(put("output", d_output), jnp.asarray(d_aux), jnp.asarray(d_z), *zeros))
+    d_weights = rng.standard_normal(result.weights.shape).astype(np.float32)
+    integers = ("tokens_per_expert", "dropped", "dropped_by_source", "experts")
+    zeros = {name: np.zeros(getattr(result, name).shape, jax.dtypes.float0) for name in integers}
+    of_tokens = {"output": put("output", d_output), "weights": put("output", d_weights)}
+    (gradients,) = pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **of_tokens, **zeros))
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
-    return result, gradients, (d_output, d_aux, d_z)
+    return result, gradients, (d_output, d_aux, d_z, d_weights)
 
 
 def wanted_layer(arrays, cotangents, *, kept=None, **options):
@@ -123,6 +131,7 @@ def wanted_layer(arrays, cotangents, *, kept=None, **options):
     settings = {
         **settings,
         "kept": kept,
+        "gate_bias": arrays.get("gate_bias"),
         "b_in": arrays["b_in"],
         "b_out": arrays["b_out"],
         "experts": selected(arrays, options),
@@ -141,15 +150,18 @@ def assert_layer(result, gradients, wanted, dtype, *, tiny=False):
     assert_close(result.aux_loss, wanted.aux_loss, BOUND["float32"], "aux_loss")
     assert_close(result.z_loss, wanted.z_loss, BOUND["float32"], "z_loss")
     np.testing.assert_array_equal(result.tokens_per_expert, wanted.tokens_per_expert)
+    np.testing.assert_array_equal(result.experts, wanted.experts)
+    assert_close(result.weights, wanted.weights, BOUND["float32"] if dtype == "float32" else 1e-5, "weights")
     assert int(result.dropped) == int(wanted.dropped)
     for name in gradients:
         got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]
-        terms = terms_of_gate if name == "gate" else None
-        if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else bound * np.linalg.norm(terms)):
+        terms = terms_of_gate.get(name)
+        of_dtype = max(bound, BOUND[str(gradients[name].dtype)])  # a gate may have fewer digits than x
+        if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else of_dtype * np.linalg.norm(terms)):
             continue
-        assert_close(got, want, bound, f"d_{name}")
+        assert_close(got, want, of_dtype, f"d_{name}")
         if not tiny and name in EXPERT_AXIS:
-            assert_close_per_expert(got, want, 4 * bound, f"d_{name}", EXPERT_AXIS[name], terms)
+            assert_close_per_expert(got, want, 4 * of_dtype, f"d_{name}", EXPERT_AXIS[name], terms)
 
 
 def check_layer(arrays, *, tiny=False, kept=None, **options):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import check_layer, operands
 
-from anabranch.jax import _layer, moe
+from anabranch.jax import _products, moe
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("platform")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("score_function", SCORES)
 def test_score_functions(score_function, normalize, dtype):
@@ -36,10 +36,11 @@ def test_score_functions(score_function, normalize, dtype):
 
 
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("normalize", [True, False])
-def test_dtypes_of_the_gate(normalize, gate_dtype):
-    arrays = operands(331, 8, 3, 72, 40, dtype="bfloat16", bias=True)
-    arrays["gate"] = arrays["gate"].astype(gate_dtype)
+@pytest.mark.parametrize("normalize,dtype", [(True, "bfloat16"), (False, "bfloat16"), (True, "float16")])
+def test_dtypes_of_the_gate(normalize, dtype, gate_dtype):
+    arrays = operands(331, 8, 3, 72, 40, dtype=dtype, bias=True)
+    for name in ("gate", "gate_bias"):
+        arrays[name] = arrays[name].astype(gate_dtype)
     check_layer(arrays, topk=3, normalize=normalize, aux_loss_coeff=0.3, z_loss_coeff=0.1)
 
 
@@ -56,6 +57,26 @@ def test_a_float16_gate_of_a_float32_layer_multiplies_in_float32():
     d_output = np.float32(1e-7) * np.random.default_rng(2).standard_normal(want.shape).astype(np.float32)
     for row in (slice(0, 5), slice(6, None)):
         assert_close(pull(d_output)[0][row], np.asarray(want_pull(d_output)[0][row]), 1e-5, "d_x")
+
+
+def test_nothing_of_the_gate_is_rounded_to_float16():
+    """Neither logits and their gradients, large or small, nor sums over tokens."""
+    arrays = operands(331, 8, 3, 72, 40, dtype="float16", skew=2e4)
+    assert np.abs(arrays["x"].astype(np.float32) @ arrays["gate"]).max() > 65504
+    arrays["gate"] = arrays["gate"].astype(np.float16)
+    arrays["w_out"] = arrays["w_out"] * np.float16(1e-3)
+    check_layer(arrays, topk=3, score_function="sqrtsoftplus", normalize=False)
+    small = operands(331, 8, 3, 72, 40, dtype="float16")
+    small["gate"], small["w_out"] = small["gate"].astype(np.float16), np.zeros_like(small["w_out"])
+    main = [jnp.asarray(small[name]) for name in ("gate", "x", "w_in", "w_out")]
+
+    def loss(gate, x, *weights):
+        return moe(x, gate, *weights, topk=3, aux_loss_coeff=1e-3).aux_loss  # d_logits of some 1e-8
+
+    got = jax.grad(loss)(main[0].astype(jnp.float32), *main[1:])
+    exact = jax.grad(loss)(*(array.astype(jnp.float32) for array in main))
+    assert 0 < float(jnp.abs(got).max()) < 6e-4
+    assert_close(got, np.asarray(exact), 1e-4, "d_gate")
 
 
 def test_what_the_columns_of_a_float32_gate_have_in_common_cancels():
@@ -276,6 +297,37 @@ def test_remat_and_scan_give_the_same_bits():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-5), got, want)
 
 
+@pytest.mark.parametrize(
+    "names,calls",
+    [
+        ((), {"router_forward": 2, "plan": 2, "expert_ffn_forward": 2}),
+        (("moe_h",), {"router_forward": 2, "plan": 2, "expert_ffn_forward": 1}),
+        (("moe_h", "moe_logits"), {"router_forward": 2, "plan": 2, "expert_ffn_forward": 1}),
+        (("moe_routing",), {"router_forward": 1, "plan": 1, "expert_ffn_forward": 2}),
+        (("moe_h", "moe_logits", "moe_routing"), {"router_forward": 1, "plan": 1, "expert_ffn_forward": 1}),
+    ],
+)
+def test_policies_of_remat_know_what_is_kept_by_name(names, calls):
+    """What is saved is not computed again, and the gradients are the same bits."""
+    x, *weights = _arguments(T=40)
+
+    def layer(x, *weights):
+        return moe(jnp.sin(x), *weights, topk=2, z_loss_coeff=0.1)
+
+    def gradients(layer):
+        def loss(x, *weights):
+            result = layer(x, *weights)
+            return jnp.sum(jnp.sin(result.output)) + result.z_loss + jnp.sum(jnp.cos(result.weights))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))
+
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    rematted = gradients(jax.checkpoint(layer, policy=policy))
+    text = rematted.lower(x, *weights).as_text()  # before XLA, which may find on a CPU that both are the same
+    assert {name: text.count(f"@ab_xla_{name}(") for name in calls} == calls
+    _assert_same(rematted(x, *weights), gradients(layer)(x, *weights))
+
+
 def test_donated_buffers():
     x, *weights = _arguments()
     want = moe(x, *weights, topk=2).output
@@ -338,6 +390,8 @@ BAD = [
     ("x", dict(x=np.float32(1.0)), ValueError),
     ("gate", dict(gate=np.zeros((7, 4), np.float32)), ValueError),
     ("gate", dict(gate=np.zeros((8, 4), np.int32)), TypeError),
+    ("gate_bias", dict(gate_bias=np.zeros(5, np.float32)), ValueError),
+    ("gate_bias", dict(gate_bias=np.zeros(4, np.int32)), TypeError),
     ("w_in", dict(w_in=np.zeros((4, 8, 3, 6), np.float32)), ValueError),
     ("w_in", dict(w_in=np.zeros((4, 8, 12), np.float32)), ValueError),
     ("w_in", dict(w_in=np.zeros((4, 8, 2, 6), np.float16)), TypeError),
@@ -400,7 +454,7 @@ def test_products_of_halves_have_16_bits_of_both_factors():
     a, b = rng.standard_normal((60, 40)), rng.standard_normal((30, 40)) + 100.0
     a -= a.mean(1, keepdims=True)
     a, b = a.astype(np.float32), b.astype(np.float32)
-    got = np.asarray(_layer._product_of_halves(jnp.asarray(a), jnp.asarray(b), contract=(1, 1)), np.float64)
+    got = np.asarray(_products._product_of_halves(jnp.asarray(a), jnp.asarray(b), contract=(1, 1)), np.float64)
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     error = np.abs(got - wide_a @ wide_b.T)
     terms = np.abs(wide_a) @ np.abs(wide_b).T

@@ -33,6 +33,7 @@ EXPERTS = np.arange(T * K, dtype=np.int32).reshape(T, K) % E
 PLAN = ab.plan(EXPERTS, E)
 MASK, MAP = np.ones(T, bool), np.ones((T, E), bool)
 DISPATCHED = ab.token_dispatch(floats(T, D), MAP, T * E, align_size=4)
+PURE = ab.pure_jax_token_dispatch(floats(T, D), EXPERTS, E, K, 4)
 ARRIVED = ab.local_permute_after_a2a(floats(R, D), np.ones((P, E), np.int32), 0, P)
 RAGGED = dict(all_shards_tokens_per_expert=np.ones((P, E), np.int32), shard_id=0, num_expert_shards=P)
 ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
@@ -91,18 +92,42 @@ CALLS = {
     ),
     ab.fused_topk_with_score_function: dict(logits=floats(T, E))
     | {n: v for n, v in ROUTING.items() if n != "token_mask"},
+    ab.grouped_dense: dict(
+        x=floats(R, D), kernel=floats(E, D, F), group_sizes=np.ones(E, np.int32), bias=floats(E, F), precision="highest"
+    ),
     ab.grouped_matmul: dict(x=floats(R, D), w=floats(E, D, F), group_sizes=np.ones(E, np.int32)),
     ab.load_balance_loss: dict(
         score_sum=floats(E), tokens_per_expert=np.ones(E, np.int32), topk=K, coeff=0.1, num_tokens=T
     ),
     ab.local_permute_after_a2a: dict(x_recv=floats(R, D), **RAGGED),
     ab.local_unpermute_before_a2a: dict(expert_outputs=floats(R, D), state=ARRIVED[2]),
-    ab.moe: dict(x=floats(T, D), gate=floats(D, E), **MATRICES, **ROUTING),
+    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), **MATRICES, **ROUTING),
     ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
+    ab.pure_jax_token_combine: dict(
+        expert_outputs=floats(*PURE[0].shape),
+        perm_state=PURE[1],
+        routing_weights=floats(T, K),
+        num_experts_per_tok=K,
+        batch_size=2,
+        sequence_length=T // 2,
+    ),
+    ab.pure_jax_token_dispatch: dict(
+        inputs=floats(T, D),
+        selected_experts=EXPERTS,
+        num_experts=E,
+        num_experts_per_tok=K,
+        align_size=4,
+        roll_to_expert_id=1,
+    ),
+    ab.ragged_dot: dict(lhs=floats(R, D), rhs=floats(E, D, F), group_sizes=np.ones(E, np.int32)),
     ab.route: dict(logits=floats(T, E), **ROUTING),
+    ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),
     ab.routing_map_to_selected_experts: dict(sparse_probs=floats(T, E), routing_map=MAP, topk=K),
+    ab.shared_expert: dict(
+        x=floats(T, D), w_in=floats(D, 2, F), w_out=floats(F, D), w_gate=floats(D, 1), token_mask=MASK
+    ),
     ab.sort_chunks_by_index: dict(
-        inp=floats(R, D), split_sizes=np.array([1, 2, 3]), sorted_indices=np.array([2, 0, 1])
+        inp=floats(R, D), split_sizes=np.array([1, 2, 3]), sorted_indices=np.array([2, 0, 1]), probs=floats(R)
     ),
     ab.token_combine: dict(
         inp=floats(*DISPATCHED.output.shape),

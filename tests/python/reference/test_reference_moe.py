@@ -6,7 +6,14 @@ from differences import check_gradient
 
 from anabranch.reference.balance import load_balance_loss, z_loss
 from anabranch.reference.experts import activation
-from anabranch.reference.moe import moe, moe_backward
+from anabranch.reference.moe import (
+    moe,
+    moe_backward,
+    routed_experts,
+    routed_experts_backward,
+    shared_expert,
+    shared_expert_backward,
+)
 from anabranch.reference.router import route
 
 T, E, D, F = 6, 4, 3, 5
@@ -122,9 +129,87 @@ def test_masked_tokens_leave_no_trace_whatever_they_hold():
     grads = moe_backward(*operands, d_output, d_aux, d_z, token_mask=MASK, **options)
     expected = moe_backward(kept["x"], *operands[1:], d_output[MASK], d_aux, d_z, **options)
     np.testing.assert_array_equal(grads["x"][~MASK], 0)
-    for key in grads:
+    for key in grads.keys() - {"gate_bias"}:
         got = grads[key][MASK] if key in ("x", "weights") else grads[key]
         np.testing.assert_allclose(got, expected[key], atol=1e-12)
+
+
+def test_gradients_of_the_bias_of_the_gate_and_from_the_weights():
+    layer, cotangents = random_layer(7)
+    rng = np.random.default_rng(8)
+    layer["gate_bias"], d_weights = rng.normal(size=E), rng.normal(size=(T, 2))
+    options = {"topk": 2, "score_function": "sigmoid", "token_mask": MASK} | LOSSES
+    experts = route(layer["x"] @ layer["gate"] + layer["gate_bias"], 2, score_function="sigmoid").experts
+    options["experts"] = np.where(MASK[:, None], experts, -1)
+    operands = [layer[key] for key in ("x", "gate", "w_in", "w_out")]
+    biases = {key: layer[key] for key in ("gate_bias", "b_in", "b_out")}
+    grads = moe_backward(*operands, *cotangents, d_weights, **biases, **options)
+    d_output, d_aux, d_z = cotangents
+
+    def loss(key, value):
+        out = moe(**layer | {key: value}, **options)
+        return (d_output * out.output).sum() + d_aux * out.aux_loss + d_z * out.z_loss + (d_weights * out.weights).sum()
+
+    for key, value in layer.items():
+        check_gradient(lambda v, key=key: loss(key, v), value, grads[key], f"d_{key}", 1e-7)
+
+
+# Repeats, holes, a wrong index either way, and a token without experts.
+GIVEN = np.array([[0, 0, 1], [-1, 2, 1], [-1, -1, -1], [9, 0, 1], [1, 3, 0], [0, 2, -4]])
+
+
+@pytest.mark.parametrize("early, align_size, bounded", [(False, 0, False), (True, 4, True)])
+@pytest.mark.parametrize("gated, biased", [(True, True), (False, False)])
+def test_after_the_router(gated, biased, early, align_size, bounded):
+    layer, (d_output, *_) = random_layer(9, gated, biased)
+    del layer["gate"]
+    rng = np.random.default_rng(10)
+    layer["weights"] = rng.normal(size=GIVEN.shape)
+    layer["weights"][0, 1] = 0.0
+    kept = rng.random(GIVEN.shape) < 0.8 if bounded else None
+    options = {"experts": GIVEN, "weight_early": early, "align_size": align_size, "kept": kept}
+
+    def loss(key, value):
+        return (d_output * routed_experts(**layer | {key: value}, **options).output).sum()
+
+    grads = routed_experts_backward(**layer, **options, d_output=d_output)
+    for key, value in layer.items():
+        check_gradient(lambda v, key=key: loss(key, v), value, grads[key], f"d_{key}", 1e-7)
+    out = routed_experts(**layer, **options)
+    valid = (GIVEN >= 0) & (GIVEN < E)
+    np.testing.assert_array_equal(out.tokens_per_expert, np.bincount(GIVEN[valid], minlength=E))
+    lost = (GIVEN >= E) | (GIVEN < -1)
+    assert out.dropped == (lost | valid & ~(valid if kept is None else kept)).sum()
+    holds = valid if kept is None else valid & kept
+    want = np.zeros((T, D))
+    for t, k in zip(*np.nonzero(holds), strict=True):
+        e = GIVEN[t, k]
+        h = np.einsum("d,dpf->pf", layer["x"][t], layer["w_in"][e]) + (layer["b_in"][e] if biased else 0)
+        a = activation(h[0], "silu") * (h[1] if gated else 1)
+        want[t] += layer["weights"][t, k] * (a @ layer["w_out"][e] + (layer["b_out"][e] if biased else 0))
+    np.testing.assert_allclose(out.output, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("gate_shape", [None, (D,), (D, 1)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_shared_expert(parts, gate_shape):
+    rng = np.random.default_rng(11)
+    layer = {"x": rng.normal(size=(T, D)), "w_in": rng.normal(size=(D, parts, F)), "w_out": rng.normal(size=(F, D))}
+    if gate_shape:
+        layer["w_gate"] = rng.normal(size=gate_shape)
+    d_output = rng.normal(size=(T, D))
+    h = np.einsum("td,dpf->ptf", layer["x"], layer["w_in"])
+    want = (activation(h[0], "silu") * (h[1] if parts == 2 else 1)) @ layer["w_out"]
+    if gate_shape:
+        want = want / (1 + np.exp(-layer["x"] @ layer["w_gate"].reshape(D, 1)))
+    np.testing.assert_allclose(shared_expert(**layer), want, atol=1e-12)
+    grads = shared_expert_backward(**layer, d_output=d_output)
+    for key, value in layer.items():
+
+        def loss(v, key=key):
+            return (d_output * shared_expert(**layer | {key: v})).sum()
+
+        check_gradient(loss, value, grads[key], f"d_{key}", 1e-7)
 
 
 def test_leading_dimensions_are_kept():
@@ -147,7 +232,7 @@ def test_no_tokens():
         **layer, **LOSSES,
     )  # fmt: skip
     for key, gradient in grads.items():
-        assert (gradient == 0).all(), key
+        assert gradient is None if key == "gate_bias" else (gradient == 0).all(), key
 
 
 def test_expert_without_tokens_gets_gradients_of_exactly_zero():

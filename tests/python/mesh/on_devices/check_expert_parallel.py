@@ -36,10 +36,11 @@ def test_meshes(transport, expert, data, dtype):
 
 
 @transports
-def test_explicit_axes_and_bfloat16(transport):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_explicit_axes_and_16_bits(transport, dtype):
     mesh = mesh_of(AxisType.Explicit, data=2, expert=4)
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport)
-    arrays = operands(64, 8, 2, 24, 32, dtype="bfloat16", bias=True, skew=2.0, cold=1)
+    arrays = operands(64, 8, 2, 24, 32, dtype=dtype, bias=True, skew=2.0, cold=1)
     check(mesh, parallel, arrays, topk=2, aux_loss_coeff=0.3, align_size=128)
 
 

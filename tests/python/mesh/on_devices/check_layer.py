@@ -102,7 +102,7 @@ def test_inside_a_shard_map_losses_are_global(axis_type, masked):
             dropped_by_source=jax.lax.psum(result.dropped_by_source, ("a", "b")),
         )
 
-    out_specs = type(_layer(*_arguments()))(tokens, *[whole] * 5)
+    out_specs = type(_layer(*_arguments()))(tokens, *[whole] * 5, tokens, tokens)
     on_shards = jax.shard_map(shards, mesh=mesh, in_specs=(tokens, tokens, whole, whole, whole), out_specs=out_specs)
     x, *weights = _arguments()
     arrays = [put(mesh, mask, ("a", "b")), put(mesh, x, ("a", "b")), *(put(mesh, w) for w in weights)]

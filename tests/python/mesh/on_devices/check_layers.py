@@ -19,7 +19,15 @@ from anabranch.jax.nnx import MoE
 
 D, F, E, K = 16, 24, 8, 2
 X = np.random.default_rng(0).standard_normal((16, 4, D)).astype(np.float32)
-OPTIONS = dict(use_bias=True, shared_features=8, aux_loss_coeff=0.1, score_function="sigmoid", use_expert_bias=True)
+OPTIONS = dict(
+    use_bias=True,
+    use_gate_bias=True,
+    shared_features=8,
+    shared_gate=True,
+    aux_loss_coeff=0.1,
+    score_function="sigmoid",
+    use_expert_bias=True,
+)
 PARALLEL = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", tensor_axis="tensor")
 
 

@@ -149,8 +149,6 @@ def test_positions_of_several_sequences_are_refused(axis_type):
         jax.jit(lambda e: plan(e, E))(put(mesh, experts, None, "a"))
 
 
-ROUTED = (np.arange(T * E).reshape(T, E) % 3) == 0
-DISPATCHED = token_dispatch(X, ROUTED, int(ROUTED.sum()))
 #: Public function: its argument, the call, the array, and what XLA's error begins with where axes are automatic.
 CALLS = {
     "combine": ("rows", lambda rows: combine(rows, plan(EXPERTS, E)), normal(T * K, D), "combine: got "),
@@ -171,18 +169,6 @@ CALLS = {
         lambda x: sort_chunks_by_index(x, np.array([8, 8]), np.array([1, 0]))[0],
         X,
         "sort_chunks: got x ",
-    ),
-    "token_dispatch": (
-        "routing_map",
-        lambda routed: token_dispatch(X, routed, int(ROUTED.sum())).output,
-        ROUTED,
-        "plan: got routing_map ",
-    ),
-    "token_combine": (
-        "row_id_map",
-        lambda ids: token_combine(DISPATCHED.output, ids),
-        np.asarray(DISPATCHED.row_id_map),
-        "expand_row_id_map: got row_id_map ",
     ),
 }
 

@@ -219,3 +219,31 @@ def test_traffic_is_what_the_program_sends(capacity_factor):
         parts = {"all-gather": 1 / P, "all-to-all": 1}
         wide = [size * parts[name] for name, size in found if name in parts and size * parts[name] >= T * D]
         assert 4 * (P - 1) * sum(wide) == expected[transport] * D, found
+
+
+@pytest.mark.parametrize("parallel", [None, Parallel(expert_axis="expert", data_axes="data")], ids=["shards", "mesh"])
+def test_policies_of_remat_know_what_is_kept_by_name(parallel, capsys):
+    """With x in shards and on a mesh; gradients are the same."""
+    mesh, arguments = mesh_of(data=2, expert=4), _arguments()
+    tokens = {"x": [("data", "expert")]}
+    on_mesh = {name: put(mesh, array, *tokens.get(name, [])) for name, array in arguments.items()}
+
+    def loss(arguments):
+        return jnp.sum(jnp.sin(moe(**arguments, topk=2, parallel=parallel).output))
+
+    def saved(*names):
+        """Types of what is saved beside the arguments, and the gradients."""
+        rematted = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*names))
+        jax.ad_checkpoint.print_saved_residuals(rematted, on_mesh)
+        lines = capsys.readouterr().out.splitlines()
+        assert_trees_close(jax.jit(jax.grad(rematted))(on_mesh), want, rtol=1e-6, atol=1e-6)
+        return [line.split()[0] for line in lines if "from the argument" not in line]
+
+    with jax.set_mesh(mesh):
+        want = jax.jit(jax.grad(loss))(on_mesh)
+        (h,) = saved("moe_h")
+        assert h.endswith(",2,24]")
+        assert saved("moe_logits") == ["f32[64,8]"]
+        every = saved("moe_h", "moe_logits", "moe_routing")
+        assert {h, "f32[64,8]"} < set(every) and len(every) > 3
+        assert saved() == []

@@ -62,7 +62,7 @@ def assert_trees_close(got, want, rtol=2e-6, atol=2e-6):
 def placed(mesh, parallel):
     """Puts an array where `parallel` wants it."""
     specs = parallel.specs()
-    tokens = dict.fromkeys(("output", "token_mask", "forced_experts"), "x")
+    tokens = dict.fromkeys(("output", "token_mask", "forced_experts", "experts", "weights"), "x")
     return lambda name, array: put(mesh, array, *specs[tokens.get(name, name)])
 
 
@@ -73,5 +73,5 @@ def kept_and_dropped(arrays, options, parallel, expert, data):
         experts = selected(arrays, options)
     groups = experts.reshape(data, expert, -1, experts.shape[-1])
     capacity = math.ceil(parallel.capacity_factor * groups.shape[2] * experts.shape[-1])
-    kept = np.stack([kept_slots(group, arrays["gate"].shape[1], capacity) for group in groups])
+    kept = np.stack([kept_slots(group, len(arrays["w_in"]), capacity) for group in groups])
     return kept.reshape(experts.shape), (~kept).sum((-1, -2)).ravel()

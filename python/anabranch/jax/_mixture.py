@@ -1,0 +1,119 @@
+"""The layer as one differentiable function, wherever its arrays are: on one device, in shards, on a mesh."""
+
+import functools
+from typing import Any
+
+import jax
+
+from anabranch.activation import as_activation
+from anabranch.jax import _check
+from anabranch.jax._ffn import FfnConfig
+from anabranch.jax._layer import Residuals, backward, forward, sharded_backward, sharded_forward
+from anabranch.jax._names import named_x
+from anabranch.jax._operands import (
+    Cotangents,
+    LayerConfig,
+    LayerOutput,
+    Operands,
+    Selection,
+    round_weights,
+    weight_dtypes,
+)
+from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
+from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
+from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mixture(config: LayerConfig, placement: Placement | None, operands: Operands) -> LayerOutput:
+    return _forward(config, placement, operands, keep=False)[0]
+
+
+def _forward(
+    config: LayerConfig, placement: Placement | None, operands: Operands, *, keep: bool
+) -> tuple[LayerOutput, Any]:
+    if placement is not None:
+        return placed_forward(config, placement, operands, keep=keep)
+    if runs_as_it_is(operands.x):
+        return forward(config, round_weights(operands), keep_h=keep)
+    return sharded_forward(config, operands, keep_h=keep)
+
+
+def _mixture_forward(
+    config: LayerConfig, placement: Placement | None, operands: Operands
+) -> tuple[LayerOutput, tuple[Operands, Selection, Any]]:
+    operands = operands._replace(x=named_x(operands.x))
+    result, kept = _forward(config, placement, operands, keep=True)
+    source = operands if config.router is None else result
+    assert source.experts is not None and source.weights is not None
+    return result, (operands, Selection(source.experts, source.weights), kept)
+
+
+def _mixture_backward(
+    config: LayerConfig,
+    placement: Placement | None,
+    residuals: tuple[Operands, Selection, Any],
+    d_result: LayerOutput,
+) -> tuple[Operands]:
+    operands, selection, kept = residuals
+    d = Cotangents(d_result.output, d_result.weights, d_result.score_sum, d_result.lse_squares)
+    if placement is not None:
+        return (placed_backward(config, placement, operands, selection, kept, d),)
+    if isinstance(kept, Residuals):
+        return (backward(config, round_weights(operands), selection, kept, d, weight_dtypes(operands)),)
+    return (sharded_backward(config, operands, selection, kept, d),)
+
+
+_mixture.defvjp(_mixture_forward, _mixture_backward)
+
+
+def network_config(activation: Any, parts: int, topk: int, weight_early: Any) -> FfnConfig:
+    """Checks the options of the experts; parts: P of w_in."""
+    return FfnConfig(
+        activation=as_activation(activation, parts),
+        weight_early=_check.boolean("weight_early", weight_early),
+        topk=topk,
+        # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
+        skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
+    )
+
+
+def check_parallel(parallel: Any) -> None:
+    """Refuses what is not a Parallel, nor None."""
+    if parallel is not None and not isinstance(parallel, Parallel):
+        raise TypeError(f"parallel: got {_check.describe(parallel)}, expected a Parallel")
+
+
+def check_align_size(align_size: Any) -> int:
+    """Returns a multiple for the rows of an expert; 0: none."""
+    return _check.integer("align_size", align_size, 0, _check.INDEX_LIMIT - 1)
+
+
+def experts_operands(x: jax.Array, w_in: Any, w_out: Any, b_in: Any, b_out: Any) -> dict[str, Any]:
+    """Checks the arrays of the experts beside x [..., D], by their names in `Operands`."""
+    D, dtype = x.shape[-1], (str(x.dtype),)
+    of_weights = tuple(dict.fromkeys((*dtype, "float32")))
+    w_in = _check.array("w_in", w_in, of_weights, ("E", ("D", D), "2 or 1", "F"))
+    E, _, P, F = w_in.shape
+    if P not in (1, 2) or E < 1:
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F], E >= 1")
+    return {
+        "w_in": w_in,
+        "w_out": _check.array("w_out", w_out, of_weights, (("E", E), ("F", F), ("D", D))),
+        "b_in": _check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
+        "b_out": _check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
+    }
+
+
+def mixture(config: LayerConfig, operands: Operands, parallel: Parallel | None) -> LayerOutput:
+    """The layer on checked operands. Inside a jax.shard_map over the whole mesh, results are those of the shard."""
+    placement = None
+    if parallel is not None and not all_manual(mesh_of(operands.x)):
+        placement = place(parallel, operands._asdict(), config.ffn.topk, config.align_size)
+        operands = divide(placement, operands)
+    return _mixture(config, placement, Operands(*vary_alike(*operands)))
+
+
+def axes_of_sums(parallel: Parallel | None, x: jax.Array) -> Axes:
+    """The mesh axes over which the sums of `mixture` are still parts, as `parallel` wants them added up."""
+    return shards_of_this_device(parallel) if parallel is not None and all_manual(mesh_of(x)) else ()

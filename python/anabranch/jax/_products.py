@@ -1,0 +1,96 @@
+"""Products of matrices of two dtypes, or with few bits, for the gate: what a CPU and what a GPU does."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Float32 product of two matrices over one axis of each, summed in float32.
+
+    Equal dtypes as they are; the CPU makes two of float16 float32, of which it has faster products. Of float32 and
+    bfloat16, the CPU makes both float32; elsewhere float32 has no fast products, and the float32 factor goes as a sum
+    of two bfloat16 ones, which hold 16 of its 24 bits. Others become float32.
+    """
+    in_float32 = functools.partial(_product_in_float32, contract=contract)
+    dtypes = {str(a.dtype), str(b.dtype)}
+    if dtypes == {"float16"}:
+        elsewhere = functools.partial(_product, contract=contract)
+    elif dtypes == {"float32", "bfloat16"}:
+        elsewhere = functools.partial(_product_in_halves, contract=contract)
+    else:
+        return _product(a, b, contract) if len(dtypes) == 1 else in_float32(a, b)
+    product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=elsewhere)
+    return product
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], result: Any) -> jax.Array:
+    """Product of two matrices over one axis of each, summed in float32, of dtype `result`.
+
+    Both factors are rounded to bfloat16 before they multiply; the CPU, for which that is no faster, makes them float32.
+    """
+
+    def in_float32(a: jax.Array, b: jax.Array) -> jax.Array:
+        return _product_in_float32(a, b, contract=contract).astype(result)
+
+    def rounded(a: jax.Array, b: jax.Array) -> jax.Array:
+        return _product(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), contract, result)
+
+    product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=rounded)
+    return product
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def halves_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Product of two float32 matrices over one axis of each, with 16 bits of both factors.
+
+    On a GPU the sum of three products of bfloat16, which the tensor cores have; what is not finite becomes NaN there.
+    The CPU takes them as they are.
+    """
+    in_float32 = functools.partial(_product_in_float32, contract=contract)
+    in_halves = functools.partial(_product_of_halves, contract=contract)
+    product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=in_halves)
+    return product
+
+
+def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], result: Any = jnp.float32) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=result)
+
+
+def _product_in_float32(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    return _product(a.astype(jnp.float32), b.astype(jnp.float32), contract)
+
+
+def _halves(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two bfloat16 arrays whose sum is the float32 array to 16 bits."""
+    high = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # XLA would leave out conversions there
+    low = jnp.where(jnp.isfinite(high), a - high, 0)
+    return high.astype(jnp.bfloat16), low.astype(jnp.bfloat16)
+
+
+def _product_of_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    left = jnp.concatenate([a_high, a_low, a_high], axis=contract[0])  # the product of both low halves is left out
+    return _product(left, jnp.concatenate([b_high, b_high, b_low], axis=contract[1]), contract)
+
+
+def _product_in_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
+    left = a.dtype == jnp.float32  # the factor that is high + low; both stand side by side in one product
+    wide, other = (a, b) if left else (b, a)
+    terms, other_terms = contract if left else contract[::-1]
+
+    def product(axis: int, other: jax.Array) -> jax.Array:
+        both = jnp.concatenate(_halves(wide), axis=axis)
+        return _product(both, other, contract) if left else _product(other, both, contract)
+
+    kept = wide.shape[1 - terms]
+    if other.size <= kept * other.shape[1 - other_terms]:  # smaller than the result: twice as many terms
+        return product(terms, jnp.concatenate([other, other], axis=other_terms))
+    result = product(1 - terms, other)
+    return result[:kept] + result[kept:] if left else result[:, :kept] + result[:, kept:]

@@ -1,0 +1,126 @@
+"""A dense layer for each group of rows, under TransformerEngine's name and arguments."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax import _check
+from anabranch.jax._ffn import SlotProduct
+from anabranch.jax._sharding import check_whole, vary_alike
+from anabranch.jax.experts import grouped_product, grouped_rows, grouped_weight_gradient
+from anabranch.jax.ragged_dot import check_product
+
+
+def _forward(
+    transpose: bool, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    if bias is None:
+        return grouped_product(x, kernel, group_sizes, transpose_w=transpose)
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # each of them a token of its own
+    product = SlotProduct(x, kernel, group_sizes, rows, bias, transpose_w=transpose)
+    return product.sum(rows[:, None], None, x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_dense(
+    transpose: bool, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    return _forward(transpose, x, kernel, group_sizes, bias)
+
+
+def _grouped_dense_forward(transpose: bool, *operands: Any) -> tuple[jax.Array, Any]:
+    return _forward(transpose, *operands), operands
+
+
+def _grouped_dense_backward(transpose: bool, operands: Any, d_y: jax.Array) -> tuple[Any, ...]:
+    x, kernel, group_sizes, bias = operands
+    d_x = grouped_product(d_y, kernel, group_sizes, transpose_w=not transpose)
+    left, right = (d_y, x) if transpose else (x, d_y)
+    d_kernel = grouped_weight_gradient(left, right, group_sizes, kernel.dtype)
+    if bias is None:
+        return d_x, d_kernel, None, None
+    ones = jnp.ones((x.shape[0], 1), x.dtype)  # the sum over the rows of every group
+    return d_x, d_kernel, None, grouped_weight_gradient(ones, d_y, group_sizes, bias.dtype)[:, 0]
+
+
+_grouped_dense.defvjp(_grouped_dense_forward, _grouped_dense_backward)
+
+
+def _transposes(contracting_dims: Any) -> bool:
+    """Whether the kernel lies transposed."""
+    try:
+        dims = tuple(tuple(int(d) for d in side) for side in contracting_dims)
+    except (TypeError, ValueError):
+        dims = ()
+    if dims not in (((1,), (1,)), ((1,), (2,))):
+        raise ValueError(
+            f"contracting_dims: got {_check.shown(contracting_dims)}, expected ((1,), (1,)) for a kernel [G, K, N], or "
+            "((1,), (2,)) for one [G, N, K]"
+        )
+    return dims[1] == (2,)
+
+
+def grouped_dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    group_sizes: jax.Array,
+    contracting_dims: Any = ((1,), (1,)),
+    bias: jax.Array | None = None,
+    kernel_amax: None = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: None = None,
+    quantizer_set: None = None,
+    kernel_fsdp_info: Any = (None, -1),
+) -> jax.Array:
+    """The rows of group g times kernel[g], plus bias[g].
+
+    Args:
+      x: float32, bfloat16 or float16 [M, K]; rows of one group stand together, group 0 first.
+      kernel: [G, K, N]; dtype of x.
+      group_sizes: int16, int32 or int64 [G], on the device.
+      contracting_dims: ((1,), (1,)), or ((1,), (2,)) for a kernel [G, N, K], which is used as it is stored.
+      bias: [G, N], dtype of x, or None.
+      precision, preferred_element_type, group_offset: as in `ragged_dot`.
+      kernel_amax, quantizer_set: None; there is no quantisation here.
+      kernel_fsdp_info: (None, -1); arrays are whole, or a jax.shard_map's.
+
+    Returns:
+      [M, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero, bias or not.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, an option asks for what is not done, or an array is sharded.
+
+    Gradient: of x, kernel and bias, in their dtypes; zero for a group without rows.
+
+    Source: the function of this name in transformer_engine.jax.dense.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from anabranch.jax import grouped_dense
+      >>> kernel, bias = jnp.ones((2, 3, 1)), jnp.array([[0.0], [10.0]])
+      >>> grouped_dense(jnp.ones((4, 3)), kernel, jnp.array([1, 2]), bias=bias).ravel().tolist()
+      [3.0, 13.0, 13.0, 0.0]
+    """
+    x = grouped_rows("x", x)
+    sizes = _check.indices("group_sizes", group_sizes, ("G",))
+    (_, K), G, dtype = x.shape, sizes.shape[0], (str(x.dtype),)
+    transpose = _transposes(contracting_dims)
+    shape = (("G", G), "N", ("K", K)) if transpose else (("G", G), ("K", K), "N")
+    kernel = _check.array("kernel", kernel, dtype, shape)
+    N = kernel.shape[1 if transpose else 2]
+    bias = _check.optional_array("bias", bias, dtype, (("G", G), ("N", N)))
+    check_product(x.dtype, precision, preferred_element_type, group_offset)
+    for name, value in (("kernel_amax", kernel_amax), ("quantizer_set", quantizer_set)):
+        if value is not None:
+            raise ValueError(f"{name}: got {_check.describe(value)}, expected None: there is no quantisation here")
+    if not isinstance(kernel_fsdp_info, (tuple, list)) or tuple(kernel_fsdp_info) != (None, -1):
+        raise ValueError(
+            f"kernel_fsdp_info: got {_check.shown(kernel_fsdp_info)}, expected (None, -1): gather the kernel, or use "
+            "moe(..., parallel=...)"
+        )
+    check_whole("grouped_dense", x=x, kernel=kernel, group_sizes=sizes, bias=bias)
+    return _grouped_dense(transpose, *vary_alike(x, kernel, sizes, bias))

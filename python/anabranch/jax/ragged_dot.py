@@ -1,0 +1,97 @@
+"""`jax.lax.ragged_dot` by this library's grouped product: the same call and the same gradients."""
+
+from typing import Any
+
+import jax
+
+from anabranch.jax import _check
+from anabranch.jax._sharding import check_whole, vary_alike
+from anabranch.jax.experts import grouped_matmul_rule, grouped_rows
+
+
+def _is_precision(value: Any) -> bool:
+    """Whether it is None, a jax.lax.Precision or the name of one."""
+    if isinstance(value, str):
+        try:
+            jax.lax.Precision(value)
+        except ValueError:
+            return False
+        return True
+    return value is None or isinstance(value, jax.lax.Precision)
+
+
+def check_product(dtype: Any, precision: Any, preferred_element_type: Any, group_offset: Any) -> None:
+    """Refuses what asks for another product than one of factors as they are, summed in float32, rounded once.
+
+    Args:
+      dtype: of both factors.
+      precision: None, a jax.lax.Precision, its name, or a pair of them: all of them are kept.
+      preferred_element_type: None or that dtype.
+      group_offset: None.
+    """
+    if not all(map(_is_precision, precision if isinstance(precision, (tuple, list)) else (precision,))):
+        raise ValueError(
+            f"precision: got {_check.shown(precision)}, expected None or a jax.lax.Precision: factors multiply as they "
+            "are and accumulate in float32"
+        )
+    if preferred_element_type is not None:
+        name = _check.dtype("preferred_element_type", preferred_element_type, (*_check.FLOATS, "float64"))
+        if name != str(dtype):
+            raise ValueError(
+                f"preferred_element_type: got {name}, expected {dtype}, that of the factors, or None; products "
+                "accumulate in float32 and are rounded once"
+            )
+    if group_offset is not None:
+        raise ValueError(
+            f"group_offset: got {_check.describe(group_offset)}, expected None: all groups are computed, as JAX's own "
+            "ragged_dot does; slice group_sizes and the rows"
+        )
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: None = None,
+    out_sharding: None = None,
+) -> jax.Array:
+    """Drop-in for `jax.lax.ragged_dot`: the rows of group g times rhs[g].
+
+    Args:
+      lhs: float32, bfloat16 or float16 [m, k]; rows of one group stand together, group 0 first.
+      rhs: [g, k, n]; dtype of lhs.
+      group_sizes: int16, int32 or int64 [g], on the device.
+      precision: None, or a jax.lax.Precision or its name: all mean the same here, factors multiply as they are and
+        accumulate in float32. Algorithms that round factors are refused.
+      preferred_element_type: None, or the dtype of lhs.
+      group_offset: None; JAX's own has no implementation of another either.
+      out_sharding: None; arrays are whole, or a jax.shard_map's.
+
+    Returns:
+      [m, n] of lhs' dtype. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, an option asks for what is not done, or an array is sharded.
+
+    Gradient: of lhs and rhs in their dtypes; that of rhs[g] is zero for a group without rows.
+
+    Source: `grouped_matmul`, of which this is another name with JAX's arguments.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from anabranch.jax import ragged_dot
+      >>> rhs = jnp.array([[[1.0], [1.0]], [[2.0], [3.0]]])
+      >>> ragged_dot(jnp.ones((3, 2)), rhs, jnp.array([1, 2])).ravel().tolist()
+      [2.0, 5.0, 5.0]
+    """
+    lhs = grouped_rows("lhs", lhs)
+    sizes = _check.indices("group_sizes", group_sizes, ("g",))
+    rhs = _check.array("rhs", rhs, (str(lhs.dtype),), (("g", sizes.shape[0]), ("k", lhs.shape[1]), "n"))
+    check_product(lhs.dtype, precision, preferred_element_type, group_offset)
+    if out_sharding is not None:
+        raise ValueError(f"out_sharding: got {_check.shown(out_sharding)}, expected None; see jax.shard_map")
+    check_whole("ragged_dot", lhs=lhs, rhs=rhs, group_sizes=sizes)
+    return grouped_matmul_rule(False, *vary_alike(lhs, rhs, sizes))

@@ -1,43 +1,78 @@
-"""How the weights of the experts lie in memory: which axes an array has, in which order.
+"""How the weights of the experts lie in memory: which axes their arrays have, in which order.
 
-Letters: D model width, F expert width, P parts of w_in, 2 (gate, up) or 1. Our own are "dpf" and "fd"; "pfd" and "df"
-are those of PyTorch's Linear, which most checkpoints have; "dfp" and "fpd" have gate and up interleaved.
+Letters: E experts, D model width, F expert width, P parts of w_in, 2 (gate, up) or 1; R rows. Our own layouts are "dpf"
+and "fd"; "pfd" and "df" are those of PyTorch's Linear, which most checkpoints have; "dfp" and "fpd" have gate and up
+interleaved.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 IN_LAYOUTS = ("dpf", "pfd", "dfp", "fpd")
 OUT_LAYOUTS = ("fd", "df")
 
 
-def axes(layout: str, **sizes: Any) -> tuple[Any, ...]:
-    """What belongs to each letter of a layout, in its order.
+class Layouts(NamedTuple):
+    """The orders of the axes of w_in and of w_out behind E."""
 
-    >>> axes("pfd", d=16, p=2, f=32)
-    (2, 32, 16)
-    """
-    return tuple(sizes[letter] for letter in layout)
+    w_in: str = "dpf"
+    w_out: str = "fd"
+
+    @property
+    def hidden(self) -> str:
+        """The order of P and F in b_in and h: that in w_in.
+
+        >>> Layouts("dfp").hidden
+        'fp'
+        """
+        return self.w_in.replace("d", "")
+
+    def letters(self, name: str) -> str:
+        """The axes of an array by its name in the C interface, "d_w_in" as "w_in"; "" for those without layouts.
+
+        >>> Layouts("pfd").letters("d_w_in"), Layouts("dfp").letters("h")
+        ('epfd', 'rfp')
+        """
+        name = name.removeprefix("d_")
+        if name in ("w_in", "w_out"):
+            return "e" + getattr(self, name)
+        return {"b_in": "e", "h": "r", "dh": "r"}[name] + self.hidden if name in ("b_in", "h", "dh") else ""
+
+    def shape(self, name: str, **sizes: Any) -> tuple[Any, ...]:
+        """What belongs to each axis of an array, its size for instance.
+
+        >>> Layouts("pfd").shape("w_in", e=4, d=16, p=2, f=32)
+        (4, 2, 32, 16)
+        """
+        return tuple(sizes[letter] for letter in self.letters(name))
+
+    def sizes(self, name: str, shape: Sequence[int]) -> dict[str, int]:
+        """The sizes of an array by their letters.
+
+        >>> Layouts("pfd").sizes("w_in", (4, 2, 32, 16))["d"]
+        16
+        """
+        return dict(zip(self.letters(name), shape, strict=True))
+
+    def axis(self, name: str, letter: str) -> int:
+        """Which axis of an array has a letter.
+
+        >>> Layouts(w_out="df").axis("w_out", "f")
+        2
+        """
+        return self.letters(name).index(letter)
+
+    def order(self, name: str) -> tuple[int, ...]:
+        """Where the axes of our own layout stand in an array.
+
+        >>> Layouts("pfd").order("w_in")
+        (0, 3, 1, 2)
+        """
+        return tuple(self.letters(name).index(letter) for letter in OURS.letters(name))
+
+    def from_ours(self, name: str) -> tuple[int, ...]:
+        """The axes of an array in our own layout, in the order that they have here: for a transpose."""
+        return tuple(OURS.letters(name).index(letter) for letter in self.letters(name))
 
 
-def order(layout: str, own: str, leading: int = 1) -> str:
-    """Where the axes of our own layout stand in an array of `layout`, behind leading ones: the digits of `_ffi.call`.
-
-    >>> order("pfd", "dpf")
-    '0312'
-    """
-    return "".join(map(str, (*range(leading), *(leading + layout.index(letter) for letter in own))))
-
-
-def hidden(in_layout: str) -> str:
-    """The order of P and F in b_in and h: that in w_in.
-
-    >>> hidden("dpf"), hidden("dfp")
-    ('pf', 'fp')
-    """
-    return in_layout.replace("d", "")
-
-
-def by_letter(layout: str, shape: Sequence[Any]) -> dict[str, Any]:
-    """The last sizes of a shape by their letters."""
-    return dict(zip(layout, shape[len(shape) - len(layout) :], strict=True))
+OURS = Layouts()

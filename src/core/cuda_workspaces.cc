@@ -78,8 +78,8 @@ ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E, int64_
                       [&] { return cuda::weight_gradient_bound(R, E, D, N, x_dtype, d_y_dtype); });
 }
 
-ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N,
-                                                         int32_t backward, int32_t dtype, size_t* bytes) {
+ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t backward,
+                                                         int32_t dtype, size_t* bytes) {
   AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
   return cuda::answer({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes,
                       [&] { return cuda::combined_rows_bytes(R, E, N, D, backward != 0, dtype); });

@@ -21,12 +21,13 @@ constexpr Field kGroupedMatmulDwFields[] = {
 };
 
 constexpr Field kGroupedMatmulCombineFields[] = {
-    AB_INT32(ab_grouped_matmul_combine_args, transpose_w), AB_INT32(ab_grouped_matmul_combine_args, backward),  AB_INT32(ab_grouped_matmul_combine_args, weight_early),
-    AB_INT32(ab_grouped_matmul_combine_args, skip_rest),    AB_TENSOR(ab_grouped_matmul_combine_args, x),
-    AB_TENSOR(ab_grouped_matmul_combine_args, w),           AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes),
-    AB_TENSOR(ab_grouped_matmul_combine_args, bias),        AB_TENSOR(ab_grouped_matmul_combine_args, slot_of_row),
-    AB_TENSOR(ab_grouped_matmul_combine_args, row_of_slot), AB_TENSOR(ab_grouped_matmul_combine_args, weights),
-    AB_TENSOR(ab_grouped_matmul_combine_args, addend),      AB_TENSOR(ab_grouped_matmul_combine_args, out),
+    AB_INT32(ab_grouped_matmul_combine_args, transpose_w),  AB_INT32(ab_grouped_matmul_combine_args, backward),
+    AB_INT32(ab_grouped_matmul_combine_args, weight_early), AB_INT32(ab_grouped_matmul_combine_args, skip_rest),
+    AB_TENSOR(ab_grouped_matmul_combine_args, x),           AB_TENSOR(ab_grouped_matmul_combine_args, w),
+    AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes), AB_TENSOR(ab_grouped_matmul_combine_args, bias),
+    AB_TENSOR(ab_grouped_matmul_combine_args, slot_of_row), AB_TENSOR(ab_grouped_matmul_combine_args, row_of_slot),
+    AB_TENSOR(ab_grouped_matmul_combine_args, weights),     AB_TENSOR(ab_grouped_matmul_combine_args, addend),
+    AB_TENSOR(ab_grouped_matmul_combine_args, out),
 };
 
 constexpr Field kFfnForwardFields[] = {

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from anabranch import layouts
 from anabranch.activation import Activation
 from anabranch.jax import _ffi, _workspaces
+from anabranch.layouts import OURS, Layouts
 
 SILU = Activation("silu")
 
@@ -28,26 +28,19 @@ class FfnConfig:
     """K when x holds tokens and slot_of_row tells which a row reads; 0 when x holds rows."""
     skip_rest: bool = False
     """Rows that no slot has may hold anything in what the rules by slot return: nobody reads them."""
-    w_in_layout: str = "dpf"
-    w_out_layout: str = "fd"
-    """Of `anabranch.layouts`: the order of the axes of w_in and w_out behind E, and of P and F in b_in and h."""
+    layouts: Layouts = OURS
+    """Of w_in and w_out, and so of b_in and h."""
 
     def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
         """(E, D, P, F) of w_in."""
-        of = layouts.by_letter(self.w_in_layout, w_in.shape)
-        return w_in.shape[0], of["d"], of["p"], of["f"]
-
-    def hidden_shape(self, rows: int, P: int, F: int) -> tuple[int, int, int]:
-        """Of h."""
-        return (rows, *layouts.axes(layouts.hidden(self.w_in_layout), p=P, f=F))
+        of = self.layouts.sizes("w_in", w_in.shape)
+        return of["e"], of["d"], of["p"], of["f"]
 
     def orders(self) -> dict[str, str]:
         """Of all arrays that are not in our own layouts, for `_ffi.call`."""
-        w_in, w_out = layouts.order(self.w_in_layout, "dpf"), layouts.order(self.w_out_layout, "fd")
-        h = layouts.order(layouts.hidden(self.w_in_layout), "pf")
-        every = {name: w_in for name in ("w_in", "d_w_in")} | {name: w_out for name in ("w_out", "d_w_out")}
-        every |= {name: h for name in ("h", "dh", "b_in", "d_b_in")}
-        return {name: order for name, order in every.items() if list(order) != sorted(order)}
+        names = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
+        orders = {name: "".join(map(str, self.layouts.order(name))) for name in names}
+        return {name: order for name, order in orders.items() if list(order) != sorted(order)}
 
 
 class FfnOperands(NamedTuple):
@@ -116,7 +109,7 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
         operands,
         {
             result: jax.ShapeDtypeStruct((R, columns), x.dtype),
-            "h": jax.ShapeDtypeStruct(config.hidden_shape(R, P, F), x.dtype) if keep_h else None,
+            "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if keep_h else None,
         },
         workspace=0 if result == "a" else _workspaces.ffn_forward(R, F, x.dtype),
         orders=config.orders(),
@@ -293,7 +286,7 @@ def ffn_forward_by_slot(
         operands.slot_of_row,
         operands.b_out,
         operands.weights,
-        transpose_w=config.w_out_layout == "df",
+        transpose_w=config.layouts.w_out == "df",
         skip_rest=config.skip_rest,
     )
     return y, results["h"]
@@ -368,7 +361,7 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotPr
     """The gradient of the rows that were read, [R, D], from dh [R, P, F] of `ffn_backward_by_slot`."""
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     E, D, P, F = config.sizes(operands.w_in)
-    transposed = config.w_in_layout.startswith("d")  # our own is what the forward pass multiplies with as it is
+    transposed = config.layouts.w_in.startswith("d")  # our own is what the forward pass multiplies with as it is
     return SlotProduct(
         dh.reshape(dh.shape[0], P * F),
         operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D)),

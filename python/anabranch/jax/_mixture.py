@@ -21,7 +21,9 @@ from anabranch.jax._operands import (
 )
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
+from anabranch.jax.experts import experts_arrays
 from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
+from anabranch.layouts import Layouts
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -67,12 +69,13 @@ def _mixture_backward(
 _mixture.defvjp(_mixture_forward, _mixture_backward)
 
 
-def network_config(activation: Any, parts: int, topk: int, weight_early: Any) -> FfnConfig:
+def network_config(activation: Any, parts: int, topk: int, weight_early: Any, layouts: Layouts) -> FfnConfig:
     """Checks the options of the experts; parts: P of w_in."""
     return FfnConfig(
         activation=as_activation(activation, parts),
         weight_early=_check.boolean("weight_early", weight_early),
         topk=topk,
+        layouts=layouts,
         # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
         skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
     )
@@ -89,27 +92,21 @@ def check_align_size(align_size: Any) -> int:
     return _check.integer("align_size", align_size, 0, _check.INDEX_LIMIT - 1)
 
 
-def experts_operands(x: jax.Array, w_in: Any, w_out: Any, b_in: Any, b_out: Any) -> dict[str, Any]:
-    """Checks the arrays of the experts beside x [..., D], by their names in `Operands`."""
-    D, dtype = x.shape[-1], (str(x.dtype),)
-    of_weights = tuple(dict.fromkeys((*dtype, "float32")))
-    w_in = _check.array("w_in", w_in, of_weights, ("E", ("D", D), "2 or 1", "F"))
-    E, _, P, F = w_in.shape
-    if P not in (1, 2) or E < 1:
-        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, D, 2, F] (gate, up) or [E, D, 1, F], E >= 1")
-    return {
-        "w_in": w_in,
-        "w_out": _check.array("w_out", w_out, of_weights, (("E", E), ("F", F), ("D", D))),
-        "b_in": _check.optional_array("b_in", b_in, dtype, (("E", E), ("P", P), ("F", F))),
-        "b_out": _check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
-    }
+def experts_operands(
+    layouts: Layouts, x: jax.Array, w_in: Any, w_out: Any, b_in: Any, b_out: Any
+) -> tuple[dict[str, Any], int, int]:
+    """`experts_arrays` of a layer, whose matrices may be float32."""
+    arrays, E, P = experts_arrays(layouts, x, tuple(dict.fromkeys((str(x.dtype), "float32"))), w_in, w_out, b_in, b_out)
+    if E < 1:
+        raise ValueError(f"w_in: got {_check.describe(arrays['w_in'])}, expected at least one expert")
+    return arrays, E, P
 
 
 def mixture(config: LayerConfig, operands: Operands, parallel: Parallel | None) -> LayerOutput:
     """The layer on checked operands. Inside a jax.shard_map over the whole mesh, results are those of the shard."""
     placement = None
     if parallel is not None and not all_manual(mesh_of(operands.x)):
-        placement = place(parallel, operands._asdict(), config.ffn.topk, config.align_size)
+        placement = place(parallel, operands._asdict(), config.ffn.topk, config.align_size, config.ffn.layouts)
         operands = divide(placement, operands)
     return _mixture(config, placement, Operands(*vary_alike(*operands)))
 

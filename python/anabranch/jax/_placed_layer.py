@@ -52,14 +52,17 @@ from anabranch.jax.plan import plan
 #: What the forward rule keeps, by name: arrays whose first dimension is divided over the token axes.
 Kept = dict[str, Any]
 
-#: The dimension of each operand that is divided over the FSDP axes, D.
-_FSDP_DIMENSION = {"gate": 0, "w_in": 1, "w_out": 2, "b_out": 1}
+
+def _fsdp_dimensions(placement: Placement) -> dict[str, int]:
+    """The dimension of each operand that is divided over the FSDP axes, D."""
+    of_layouts = {name: placement.layouts.axis(name, "d") for name in ("w_in", "w_out")}
+    return {"gate": 0, "b_out": 1} | of_layouts
 
 
 def operand_specs(placement: Placement) -> dict[str, PartitionSpec]:
     """How every operand is divided, by its name."""
     of_tokens = _token_spec(placement)
-    return {**placement.parallel.specs(), **dict.fromkeys(TOKENS, of_tokens)}
+    return {**placement.parallel.specs(*placement.layouts), **dict.fromkeys(TOKENS, of_tokens)}
 
 
 def _token_spec(placement: Placement) -> PartitionSpec:
@@ -97,7 +100,7 @@ def _gathered(placement: Placement, operands: Operands) -> Operands:
         return operands
     whole = {
         name: jax.lax.all_gather(array, placement.parallel.fsdp_axes, axis=dimension, tiled=True)
-        for name, dimension in _FSDP_DIMENSION.items()
+        for name, dimension in _fsdp_dimensions(placement).items()
         if (array := getattr(operands, name)) is not None
     }
     return operands._replace(**whole)
@@ -106,8 +109,8 @@ def _gathered(placement: Placement, operands: Operands) -> Operands:
 def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
     """The gradient of a parameter, summed over the devices that have the same part of it."""
     axes = placement.token_axes if name in ("gate", "gate_bias") else tuple(placement.parallel.data_axes)
-    if placement.parallel.fsdp_axes and name in _FSDP_DIMENSION:
-        dimension = _FSDP_DIMENSION[name]
+    dimension = _fsdp_dimensions(placement).get(name)
+    if placement.parallel.fsdp_axes and dimension is not None:
         gradient = jax.lax.psum_scatter(gradient, placement.parallel.fsdp_axes, scatter_dimension=dimension, tiled=True)
         axes = tuple(axis for axis in axes if axis not in placement.parallel.fsdp_axes)
     return jax.lax.psum(gradient, axes) if axes else gradient
@@ -256,7 +259,7 @@ def _route_names(placement: Placement) -> tuple[str, ...]:
 
 def _kept_specs(placement: Placement, names: Any) -> dict[str, PartitionSpec]:
     tokens = entry_of(placement.token_axes)
-    h = PartitionSpec(tokens, None, placement.parallel.tensor_axis)
+    h = PartitionSpec(*placement.layouts.shape("h", r=tokens, p=None, f=placement.parallel.tensor_axis))
     return {name: h if name == "h" else PartitionSpec(tokens) for name in names}
 
 

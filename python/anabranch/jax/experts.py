@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from anabranch import layouts
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.jax._sharding import check_whole, vary_alike
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
@@ -66,27 +66,39 @@ def grouped_rows(name: str, value: Any) -> jax.Array:
     return rows
 
 
-def check_w_in(w_in: Any, layout: str, dtypes: Sequence[str], E: int, D: int) -> tuple[jax.Array, int, int]:
-    """(w_in, P, F) of the arguments w_in and w_in_layout."""
-    layout = _check.choice("w_in_layout", layout, layouts.IN_LAYOUTS)
-    w_in = _check.array("w_in", w_in, dtypes, (("E", E), *layouts.axes(layout, d=("D", D), p="2 or 1", f="F")))
-    sizes = layouts.by_letter(layout, w_in.shape)
+def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
+    """The arguments w_in_layout and w_out_layout."""
+    return Layouts(
+        _check.choice("w_in_layout", w_in_layout, IN_LAYOUTS), _check.choice("w_out_layout", w_out_layout, OUT_LAYOUTS)
+    )
+
+
+def experts_arrays(
+    layouts: Layouts,
+    x: jax.Array,
+    weight_dtypes: Sequence[str],
+    w_in: Any,
+    w_out: Any,
+    b_in: Any,
+    b_out: Any,
+    num_experts: int | None = None,
+) -> tuple[dict[str, Any], int, int]:
+    """Checks the experts' arrays beside x [..., D]: (these by the names of the arguments, E, P)."""
+    experts = "E" if num_experts is None else ("E", num_experts)
+    D, dtype = ("D", x.shape[-1]), (str(x.dtype),)
+    w_in = _check.array("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
+    sizes = layouts.sizes("w_in", w_in.shape)
     if sizes["p"] not in (1, 2):
-        gated, plain = (", ".join(layouts.axes(layout, d="D", p=p, f="F")) for p in "21")
-        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [E, {gated}] (gate, up) or [E, {plain}]")
-    return w_in, sizes["p"], sizes["f"]
-
-
-def check_w_out(w_out: Any, layout: str, dtypes: Sequence[str], E: int, D: int, F: int) -> jax.Array:
-    """The argument w_out, in w_out_layout."""
-    layout = _check.choice("w_out_layout", layout, layouts.OUT_LAYOUTS)
-    return _check.array("w_out", w_out, dtypes, (("E", E), *layouts.axes(layout, d=("D", D), f=("F", F))))
-
-
-def check_b_in(b_in: Any, in_layout: str, dtypes: Sequence[str], E: int, P: int, F: int) -> jax.Array | None:
-    """The argument b_in, which goes with w_in."""
-    order = layouts.axes(layouts.hidden(in_layout), p=("P", P), f=("F", F))
-    return _check.optional_array("b_in", b_in, dtypes, (("E", E), *order))
+        gated, plain = (", ".join(layouts.shape("w_in", e="E", d="D", p=p, f="F")) for p in "21")
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
+    E, P, F = (("E", sizes["e"]), ("P", sizes["p"]), ("F", sizes["f"]))
+    arrays = {
+        "w_in": w_in,
+        "w_out": _check.array("w_out", w_out, weight_dtypes, layouts.shape("w_out", e=E, f=F, d=D)),
+        "b_in": _check.optional_array("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F)),
+        "b_out": _check.optional_array("b_out", b_out, dtype, (E, D)),
+    }
+    return arrays, sizes["e"], sizes["p"]
 
 
 # ---------------------------------------------------------------- grouped matmul
@@ -245,21 +257,19 @@ def expert_ffn(
     """
     rows = grouped_rows("rows", rows)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
-    (R, D), E, dtype = rows.shape, sizes.shape[0], (str(rows.dtype),)
-    w_in, P, F = check_w_in(w_in, w_in_layout, dtype, E, D)
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    given = w_in, w_out, b_in, b_out
+    arrays, _, P = experts_arrays(layouts, rows, (str(rows.dtype),), *given, num_experts=sizes.shape[0])
     operands = FfnOperands(
         x=rows,
         slot_of_row=None,
         group_sizes=sizes,
-        w_in=w_in,
-        w_out=check_w_out(w_out, w_out_layout, dtype, E, D, F),
-        b_in=check_b_in(b_in, w_in_layout, dtype, E, P, F),
-        b_out=_check.optional_array("b_out", b_out, dtype, (("E", E), ("D", D))),
-        weights=_check.optional_array("weights", weights, _check.FLOATS, (("R", R),)),
+        weights=_check.optional_array("weights", weights, _check.FLOATS, (("R", rows.shape[0]),)),
+        **arrays,
     )
     early = _check.boolean("weight_early", weight_early)
     if early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    config = FfnConfig(as_activation(activation, P), early, w_in_layout=w_in_layout, w_out_layout=w_out_layout)
+    config = FfnConfig(as_activation(activation, P), early, layouts=layouts)
     check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands._asdict().items() if n != "x"})
     return _expert_ffn(config, FfnOperands(*vary_alike(*operands)))

@@ -20,6 +20,7 @@ from anabranch.jax.moe import layer_config, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.router_te import normalizes, score_function_name
 from anabranch.jax.shared_expert import shared_expert
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 
 Axes = tuple[str | None, ...]
 
@@ -70,6 +71,7 @@ class MoEBlock(nn.Module):
       use_gate_bias: a bias of the router's logits, a parameter.
       shared_features: width S of a dense expert that every token passes through; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate_kernel>).
+      wi_layout, wo_layout: the axes of `wi`, `wi_bias` and `wo`, as `w_in_layout` and `w_out_layout` of `moe`.
 
     Raises:
       TypeError, ValueError: when it is made, an attribute is wrong; the message names it.
@@ -119,6 +121,8 @@ class MoEBlock(nn.Module):
     use_gate_bias: bool = False
     shared_features: int = 0
     shared_gate: bool = False
+    wi_layout: str = "dpf"
+    wo_layout: str = "fd"
 
     def __post_init__(self) -> None:
         """Checks the attributes."""
@@ -181,6 +185,8 @@ class MoEBlock(nn.Module):
             z_loss_coeff=self.z_loss_coeff,
             align_size=self.align_size,
             parallel=self.parallel,
+            w_in_layout=_check.choice("wi_layout", self.wi_layout, IN_LAYOUTS),
+            w_out_layout=_check.choice("wo_layout", self.wo_layout, OUT_LAYOUTS),
         )
         layer_config(E, 2, **options)
         return options
@@ -189,6 +195,26 @@ class MoEBlock(nn.Module):
         partitioned = nn.with_logical_partitioning(init, axes) if axes else init
         value: jax.Array = self.param(name, partitioned, shape, self.dtype)  # type: ignore[assignment]
         return value
+
+    def _of_experts(self, name: str, argument: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+        """The parameter of an argument of `moe`, in its layout; axes and shape in our own."""
+        order = Layouts(self.wi_layout, self.wo_layout).from_ours(argument)
+        if list(order) == sorted(order):
+            return self._parameter(name, init, axes, shape)
+
+        def in_layout(key: jax.Array, _: tuple[int, ...], dtype: Any) -> jax.Array:
+            value = init(key, shape, dtype)
+            if not isinstance(value, jax.Array):  # a box, which names axes of our own layout
+                raise ValueError(
+                    f"{name}: got an initialiser that says how its value is sharded, expected the axes' names in "
+                    "wi_kernel_axes and wo_kernel_axes where wi_layout or wo_layout is another one than ours"
+                )
+            return value.transpose(order)
+
+        def ordered(of_axes: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(of_axes[axis] for axis in order) if of_axes else ()
+
+        return self._parameter(name, in_layout, ordered(axes), ordered(shape))
 
     def _initializer(self, name: str, default: Initializer | None = None) -> Initializer:
         return initializer(name, getattr(self, name), default)
@@ -257,9 +283,9 @@ class MoEBlock(nn.Module):
         result = moe(
             inputs,
             self._parameter("gate_kernel", gate_init, self.gate_kernel_axes, (D, E)),
-            self._parameter("wi", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
-            self._parameter("wo", out_init, self.wo_kernel_axes, (E, F, D)),
-            b_in=self._parameter("wi_bias", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
+            self._of_experts("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
+            self._of_experts("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
+            b_in=self._of_experts("wi_bias", "b_in", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
             b_out=self._parameter("wo_bias", bias_init, out_bias_axes, (E, D)) if use_bias else None,
             gate_bias=self._parameter("gate_bias", bias_init, (), (E,)) if self.use_gate_bias else None,
             expert_bias=self._expert_bias(),

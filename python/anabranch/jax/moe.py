@@ -23,6 +23,7 @@ from anabranch.jax._mixture import (
 from anabranch.jax._operands import LayerConfig, LayerOutput, Operands
 from anabranch.jax._sharding import Axes
 from anabranch.jax.balance import load_balance_loss, mean_of_squares
+from anabranch.jax.experts import check_layouts
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.router import router_operands, router_options
 
@@ -68,6 +69,8 @@ def layer_config(
     z_loss_coeff: float = 0.0,
     align_size: int = 0,
     parallel: Parallel | None = None,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
 ) -> LayerConfig:
     """Checks those arguments of `moe` that are options; the layers do it when they are made. parts: P of w_in."""
     options = router_options(
@@ -82,7 +85,7 @@ def layer_config(
     check_parallel(parallel)
     return LayerConfig(
         router=options,
-        ffn=network_config(activation, parts, options.topk, weight_early),
+        ffn=network_config(activation, parts, options.topk, weight_early, check_layouts(w_in_layout, w_out_layout)),
         aux_loss=_check.number("aux_loss_coeff", aux_loss_coeff) != 0,
         z_loss=_check.number("z_loss_coeff", z_loss_coeff) != 0,
         align_size=check_align_size(align_size),
@@ -113,6 +116,8 @@ def moe(
     forced_experts: jax.Array | None = None,
     align_size: int = 0,
     parallel: Parallel | None = None,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -143,6 +148,9 @@ def moe(
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       parallel: how the layer is spread over a mesh, a `Parallel`. None: x may be sharded over its leading dimensions
         in any way, and every device has all experts; then rows are not padded.
+      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, "dpf" and "fd" as above; "pfd" and "df" as
+        PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
+        [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights). Losses and
@@ -174,12 +182,12 @@ def moe(
     """
     x = _check.array("x", x, _check.FLOATS, (..., "D"))
     *leading, D = x.shape
-    of_experts = experts_operands(x, w_in, w_out, b_in, b_out)
-    E = of_experts["w_in"].shape[0]
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    of_experts, E, parts = experts_operands(layouts, x, w_in, w_out, b_in, b_out)
     gate = _check.array("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(
         E,
-        of_experts["w_in"].shape[2],
+        parts,
         topk=topk,
         score_function=score_function,
         normalize=normalize,
@@ -192,6 +200,8 @@ def moe(
         z_loss_coeff=z_loss_coeff,
         align_size=align_size,
         parallel=parallel,
+        w_in_layout=w_in_layout,
+        w_out_layout=w_out_layout,
     )
     assert config.router is not None
     expert_bias, token_mask, forced_experts = router_operands(

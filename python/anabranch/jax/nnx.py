@@ -19,15 +19,16 @@ from anabranch.jax._initializers import (
 from anabranch.jax.moe import MoEOutput, layer_config, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.shared_expert import shared_expert
+from anabranch.layouts import OURS, Layouts
 
 
 class RouterState(nnx.Variable):
     """State of a router that no optimiser touches: the expert bias of auxiliary-loss-free load balancing."""
 
 
-def sharding(parallel: Parallel, name: str) -> PartitionSpec | NamedSharding:
+def sharding(parallel: Parallel, name: str, layouts: Layouts = OURS) -> PartitionSpec | NamedSharding:
     """How a parameter is sharded, by its name in `moe`: a spec for the mesh of the context, if there is one."""
-    spec = parallel.specs()[name]
+    spec = parallel.specs(*layouts)[name]
     if parallel.mesh is None or not jax.sharding.get_abstract_mesh().empty:
         return spec
     return NamedSharding(parallel.mesh, spec)
@@ -74,6 +75,8 @@ class MoE(nnx.Module):
       parallel: how the layer is spread over a mesh. Parameters then carry their sharding (`out_sharding`): made under
         jax.set_mesh, or with a `Parallel` that has a mesh, they are created in shards. A shared expert is whole on
         every device.
+      w_in_layout, w_out_layout: the axes of w_in, w_out and b_in, as in `moe`; the shapes above are those of "dpf" and
+        "fd". Shared experts have those always.
       dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
       param_dtype: dtype of the parameters.
       kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
@@ -117,6 +120,8 @@ class MoE(nnx.Module):
         z_loss_coeff: float = 0.0,
         align_size: int = 0,
         parallel: Parallel | None = None,
+        w_in_layout: str = "dpf",
+        w_out_layout: str = "fd",
         dtype: Any | None = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer | None = None,
@@ -150,7 +155,10 @@ class MoE(nnx.Module):
             z_loss_coeff=z_loss_coeff,
             align_size=align_size,
             parallel=parallel,
+            w_in_layout=w_in_layout,
+            w_out_layout=w_out_layout,
         )
+        layouts = Layouts(w_in_layout, w_out_layout)
         layer_config(E, parts, **options)
         self.in_features = D
         self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, _check.FLOATS))
@@ -159,10 +167,12 @@ class MoE(nnx.Module):
         key = _params_stream(rngs)
 
         def parameter(name: str, value: jax.Array) -> nnx.Param:
+            if name in ("w_in", "w_out", "b_in"):
+                value = value.transpose(layouts.from_ours(name))
             if parallel is None:
                 return nnx.Param(value)
             try:
-                return nnx.Param(value, out_sharding=sharding(parallel, name))
+                return nnx.Param(value, out_sharding=sharding(parallel, name, layouts))
             except ValueError as error:  # flax found no mesh, or one that can't hold the parameter
                 raise ValueError(
                     f"parallel: got {parallel}, which does not place {name} {_check.describe(value)}, expected one "

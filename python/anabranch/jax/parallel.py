@@ -10,6 +10,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from anabranch.jax import _check
 from anabranch.jax._sharding import Axes, axes_of_type, entry_of, mesh_of, spec_of
 from anabranch.jax.exchange import TRANSPORTS, Bounds, choose
+from anabranch.jax.experts import check_layouts
+from anabranch.layouts import Layouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +86,17 @@ class Parallel:
         expert = () if self.expert_axis is None else (self.expert_axis,)
         return (*self.data_axes, *expert)
 
-    def specs(self) -> dict[str, PartitionSpec]:
+    def specs(self, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> dict[str, PartitionSpec]:
         """How the arrays of `moe` are sharded, by the names of its arguments; x by its first dimension."""
+        layouts = check_layouts(w_in_layout, w_out_layout)
         ep, tp, fsdp = self.expert_axis, self.tensor_axis, entry_of(tuple(self.fsdp_axes))
         return {
             "x": PartitionSpec(entry_of(self.token_axes)),
             "gate": PartitionSpec(fsdp, None),
             "gate_bias": PartitionSpec(None),
-            "w_in": PartitionSpec(ep, fsdp, None, tp),
-            "w_out": PartitionSpec(ep, tp, fsdp),
-            "b_in": PartitionSpec(ep, None, tp),
+            "w_in": PartitionSpec(*layouts.shape("w_in", e=ep, d=fsdp, p=None, f=tp)),
+            "w_out": PartitionSpec(*layouts.shape("w_out", e=ep, f=tp, d=fsdp)),
+            "b_in": PartitionSpec(*layouts.shape("b_in", e=ep, p=None, f=tp)),
             "b_out": PartitionSpec(ep, fsdp),
             "expert_bias": PartitionSpec(None),
         }
@@ -110,6 +113,7 @@ class Placement:
       tokens: the axes of every leading dimension of x.
       transport: one of TRANSPORTS but "auto".
       bounds: of the transport's buffers.
+      layouts: of w_in and w_out.
     """
 
     parallel: Parallel
@@ -119,6 +123,7 @@ class Placement:
     tokens: tuple[Axes, ...]
     transport: str
     bounds: Bounds
+    layouts: Layouts
 
     @property
     def token_axes(self) -> Axes:
@@ -133,7 +138,7 @@ def _axis_names(name: str, axes: Any) -> Axes:
     return tuple(names)
 
 
-def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int) -> Placement:
+def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int, layouts: Layouts) -> Placement:
     """Checks that `arrays`, by the names of moe's arguments, can be spread as `parallel` says.
 
     Raises:
@@ -162,8 +167,8 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
         divide("x", "that dimension of tokens", number, axes)
     divide("x", "D", x.shape[-1], tuple(parallel.fsdp_axes))
     divide("w_in", "E", num_experts, (ep,) if ep else ())
-    divide("w_in", "F", arrays["w_in"].shape[-1], (tp,) if tp else ())
-    for name, spec in parallel.specs().items():
+    divide("w_in", "F", layouts.sizes("w_in", arrays["w_in"].shape)["f"], (tp,) if tp else ())
+    for name, spec in parallel.specs(*layouts).items():
         if name != "x" and arrays.get(name) is not None:
             _check_spec(name, arrays[name], spec)
 
@@ -194,6 +199,7 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
         tokens=tokens,
         transport=transport,
         bounds=bounds,
+        layouts=layouts,
     )
 
 

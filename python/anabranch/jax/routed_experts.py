@@ -17,6 +17,7 @@ from anabranch.jax._mixture import (
     network_config,
 )
 from anabranch.jax._operands import LayerConfig, Operands
+from anabranch.jax.experts import check_layouts
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.plan import check_num_slots
 
@@ -48,6 +49,8 @@ def routed_experts(
     weight_early: bool = False,
     align_size: int = 0,
     parallel: Parallel | None = None,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
 ) -> RoutedExpertsOutput:
     """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
 
@@ -68,6 +71,7 @@ def routed_experts(
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights go as x does.
         Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
+      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;
@@ -95,7 +99,8 @@ def routed_experts(
     """
     x = _check.array("x", x, _check.FLOATS, (..., "D"))
     *leading, _ = x.shape
-    of_experts = experts_operands(x, w_in, w_out, b_in, b_out)
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    of_experts, _, parts = experts_operands(layouts, x, w_in, w_out, b_in, b_out)
     experts = _check.indices("experts", experts, (*leading, "K"))
     K = experts.shape[-1]
     if K < 1:
@@ -105,7 +110,7 @@ def routed_experts(
     check_parallel(parallel)
     config = LayerConfig(
         router=None,
-        ffn=network_config(activation, of_experts["w_in"].shape[2], K, weight_early),
+        ffn=network_config(activation, parts, K, weight_early, layouts),
         align_size=check_align_size(align_size),
     )
     shards = axes_of_sums(parallel, x)

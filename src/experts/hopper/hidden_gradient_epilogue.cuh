@@ -38,7 +38,7 @@ struct HiddenGradientEpilogue {
   Activation activation;
 
   template <class Shape>
-  static constexpr bool kTakesRegisters = !kShuffled && Shape::kTilesInFlight == 2;
+  static constexpr bool kTakesRegisters = !kShuffled;
 
   __device__ void prefetch_maps() const {}
 

@@ -18,26 +18,23 @@ from expert_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch import layouts
 from anabranch.activation import PLAIN, Activation
 from anabranch.jax import expert_ffn
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 
 pytestmark = pytest.mark.usefixtures("platform")
 
 
 def run(net, activation="silu", weight_early=False, w_in_layout="dpf", w_out_layout="fd"):
     """(y, gradients by name) of expert_ffn, whose weights and their gradients are in these layouts."""
-    orders = {
-        "w_in": layouts.order(w_in_layout, "dpf"),
-        "w_out": layouts.order(w_out_layout, "fd"),
-        "b_in": layouts.order(layouts.hidden(w_in_layout), "pf"),
-    }
+    of = Layouts(w_in_layout, w_out_layout)
+    laid_out = ("w_in", "w_out", "b_in")
 
     def stored(name, array):
-        return array.transpose(np.argsort([int(axis) for axis in orders[name]])) if name in orders else array
+        return array.transpose(of.from_ours(name)) if name in laid_out else array
 
     def ours(name, array):
-        return array.transpose([int(axis) for axis in orders[name]]) if name in orders else array
+        return array.transpose(of.order(name)) if name in laid_out else array
 
     def ffn(arrays):
         return expert_ffn(
@@ -86,7 +83,7 @@ def test_shapes(sizes, width, hidden, dtype):
     check(network(rng, sizes, width, 2, hidden, dtype=dtype, spare=2), "gelu")
 
 
-LAYOUTS = [(w_in, w_out) for w_in in layouts.IN_LAYOUTS for w_out in layouts.OUT_LAYOUTS]
+LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -8,6 +8,7 @@ import pytest
 
 from anabranch.jax import ScoreFunction, moe, shared_expert
 from anabranch.jax.linen import MoEBlock
+from anabranch.layouts import Layouts
 
 pytestmark = pytest.mark.usefixtures("platform")
 
@@ -45,6 +46,33 @@ def test_the_block_is_moe_on_its_parameters(options, names):
     )
     np.testing.assert_array_equal(output, want.output)
     assert aux_loss is None
+
+
+@pytest.mark.parametrize("w_in_layout,w_out_layout", [("pfd", "df"), ("dfp", "fd"), ("fpd", "df")])
+def test_layouts(w_in_layout, w_out_layout):
+    x, layouts = _x(2, 5, 12), Layouts(w_in_layout, w_out_layout)
+    axes = dict(wi_kernel_axes=("exp", "embed", "mlp"), wo_kernel_axes=("exp", "mlp", "embed"))
+    block = MoEBlock(**OPTIONS, **axes, use_bias=True, wi_layout=w_in_layout, wo_layout=w_out_layout)
+    boxed = block.init(jax.random.key(0), x)["params"]
+    assert boxed["wi"].names == layouts.shape("w_in", e="exp", d="embed", p=None, f="mlp")
+    assert boxed["wo"].names == layouts.shape("w_out", e="exp", f="mlp", d="embed")
+    p = nn.meta.unbox(boxed)
+    ours = nn.meta.unbox(MoEBlock(**OPTIONS, use_bias=True).init(jax.random.key(0), x))["params"]
+    np.testing.assert_array_equal(p["wi"].transpose(layouts.order("w_in")), ours["wi"])
+    np.testing.assert_array_equal(p["wo"].transpose(layouts.order("w_out")), ours["wo"])
+    p["wi_bias"] = _x(*layouts.shape("b_in", e=6, p=2, f=20))
+    want = moe(
+        x,
+        p["gate_kernel"],
+        p["wi"],
+        p["wo"],
+        b_in=p["wi_bias"],
+        b_out=p["wo_bias"],
+        topk=2,
+        w_in_layout=w_in_layout,
+        w_out_layout=w_out_layout,
+    )
+    np.testing.assert_array_equal(block.apply({"params": p}, x)[0], want.output)
 
 
 def test_aux_loss_and_biases():

@@ -11,6 +11,7 @@ from flax import nnx
 
 from anabranch.jax import moe, shared_expert
 from anabranch.jax.nnx import MoE, RouterState
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 
 pytestmark = pytest.mark.usefixtures("platform")
 
@@ -30,6 +31,8 @@ def _x(*shape, seed=0):
         dict(gated=False, activation="relu2", use_bias=True, weight_early=True),
         dict(score_function="sigmoid", use_expert_bias=True, num_groups=3, group_topk=2, scaling_factor=2.0),
         dict(normalize=False, aux_loss_coeff=0.1, z_loss_coeff=0.1, align_size=8),
+        dict(w_in_layout="pfd", w_out_layout="df", activation="swiglu_oai", use_bias=True),
+        dict(w_in_layout="dfp", use_bias=True),
     ],
 )
 def test_the_layer_is_moe_on_its_parameters(options):
@@ -51,6 +54,15 @@ def test_the_layer_is_moe_on_its_parameters(options):
         **names,
     )
     jax.tree.map(np.testing.assert_array_equal, layer(x), want)
+
+
+def test_layouts_lay_out_the_same_parameters():
+    ours = _layer(use_bias=True)
+    for w_in, w_out in ((w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS):
+        layer, layouts = _layer(use_bias=True, w_in_layout=w_in, w_out_layout=w_out), Layouts(w_in, w_out)
+        for name in ("w_in", "w_out", "b_in"):
+            got = getattr(layer, name)[...].transpose(layouts.order(name))
+            np.testing.assert_array_equal(got, getattr(ours, name)[...])
 
 
 def test_parameters_start_at_the_fan_in_of_one_expert():

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from anabranch.jax import moe, route
+from anabranch.layouts import OURS, Layouts
 from anabranch.reference import moe as reference
 from anabranch.reference.router import route as reference_route
 from oracle import assert_close, assert_close_per_expert
@@ -16,6 +17,7 @@ from oracle import assert_close, assert_close_per_expert
 # expert averages over few rows. Float16 the same with its 2^-12.
 BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9, "float16": 5 * 2.0**-12}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+LAYOUT_OPTIONS = ("w_in_layout", "w_out_layout")
 EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
 
 
@@ -95,10 +97,15 @@ def gate_terms(arrays, options, gradients):
 def run_layer(arrays, *, seed=1, put=None, **options):
     """Result and gradients of one random cotangent, which comes third: of the output, the losses and the weights.
 
+    Operands and gradients are in our own layouts; the layer's are in those of its options.
+
     put: where an array goes, by its argument's name ("output" for the cotangent): (name, array) -> array.
     """
     put = put or (lambda name, array: jnp.asarray(array))
-    present = {name: put(name, array) for name, array in arrays.items() if array is not None}
+    layouts = Layouts(*(options.get(name, own) for name, own in zip(LAYOUT_OPTIONS, OURS, strict=True)))
+    laid_out = [name for name in ("w_in", "w_out", "b_in") if arrays.get(name) is not None]
+    stored = arrays | {name: arrays[name].transpose(layouts.from_ours(name)) for name in laid_out}
+    present = {name: put(name, array) for name, array in stored.items() if array is not None}
     rng = np.random.default_rng(seed)
 
     placed = ("expert_bias", "token_mask", "forced_experts")
@@ -121,13 +128,14 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     (gradients,) = pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **of_tokens, **zeros))
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
+    gradients |= {name: gradients[name].transpose(layouts.order(name)) for name in laid_out}
     return result, gradients, (d_output, d_aux, d_z, d_weights)
 
 
 def wanted_layer(arrays, cotangents, *, kept=None, **options):
     """The oracle's result, gradients and sizes of what cancels in the gate's, for the cotangents of `run_layer`."""
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
-    settings = {name: value for name, value in options.items() if name != "parallel"}
+    settings = {name: value for name, value in options.items() if name not in ("parallel", *LAYOUT_OPTIONS)}
     settings = {
         **settings,
         "kept": kept,

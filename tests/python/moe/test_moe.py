@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from moe_cases import check_layer, operands
 
 from anabranch.jax import _products, moe
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -33,6 +35,27 @@ def test_score_functions(score_function, normalize, dtype):
         aux_loss_coeff=0.3,
         z_loss_coeff=0.1,
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("w_in_layout,w_out_layout", LAYOUTS[1:])
+def test_layouts_of_weights(w_in_layout, w_out_layout, dtype):
+    arrays = operands(61, 8, 3, 24, 40, dtype=dtype, bias=True, skew=3.0, cold=2)
+    options = dict(topk=3, w_in_layout=w_in_layout, w_out_layout=w_out_layout)
+    check_layer(arrays, **options, aux_loss_coeff=0.3, align_size=8)
+    check_layer(operands(61, 8, 3, 24, 40, parts=1, dtype=dtype), **options, activation="gelu_erf", weight_early=True)
+
+
+def test_gradients_of_float32_weights_in_another_layout_are_not_rounded():
+    arrays = operands(61, 8, 3, 24, 40, dtype="bfloat16")
+
+    def put(name, array):
+        return jnp.asarray(array, jnp.float32 if name in ("w_in", "w_out") else None)
+
+    _, gradients = check_layer(arrays, topk=3, put=put, w_in_layout="pfd", w_out_layout="df")
+    for name in ("w_in", "w_out"):
+        got = np.asarray(gradients[name])
+        assert got.dtype == np.float32 and (got != got.astype(ml_dtypes.bfloat16).astype(np.float32)).any()
 
 
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16", "float16"])

@@ -12,6 +12,7 @@ import pytest
 
 from anabranch.jax import custom_calls as anabranch_custom_calls
 from anabranch.jax import expert_ffn, fused_topk_with_score_function, load_balance_loss, moe, plan, route
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 
 B, S, E, K = 4, 250, 96, 6
 T = B * S
@@ -156,6 +157,25 @@ def test_a_layer_holds_no_rows_of_its_width(platform):
         compiled = gradients.lower(*(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)).compile().as_text()
         assert "conditional(" not in compiled
         assert not re.search(rf"bf16\[{T * K},2,{F}\]\S* copy\(", compiled)
+
+
+@pytest.mark.usefixtures("platform")
+@pytest.mark.parametrize("w_in_layout", IN_LAYOUTS)
+@pytest.mark.parametrize("w_out_layout", OUT_LAYOUTS)
+def test_weights_in_any_layout_are_neither_copied_nor_transposed(w_in_layout, w_out_layout):
+    """Nor are their gradients: but for the calls, a step makes no array as large as they are."""
+    D, F = 56, 24
+    layouts = Layouts(w_in_layout, w_out_layout)
+
+    def loss(x, gate, w_in, w_out):
+        result = moe(x, gate, w_in, w_out, topk=K, w_in_layout=w_in_layout, w_out_layout=w_out_layout)
+        return jnp.sum(jnp.square(result.output))
+
+    shapes = [(B, D), (D, E), layouts.shape("w_in", e=E, d=D, p=2, f=F), layouts.shape("w_out", e=E, f=F, d=D)]
+    arrays = [jnp.zeros(shape) for shape in shapes]
+    text = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3))).lower(*arrays).compile().as_text()
+    made = [(op, kind) for kind, op in _INSTRUCTION.findall(text) if op not in _NAMES and elements(kind) >= E * D * F]
+    assert not made, made
 
 
 def device_events(directory, call):

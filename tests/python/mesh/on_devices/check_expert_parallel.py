@@ -62,6 +62,16 @@ def test_float32_weights_of_a_bfloat16_layer(transport, fsdp):
         assert got.dtype == np.float32 and (got != got.astype(ml_dtypes.bfloat16).astype(np.float32)).any()
 
 
+@pytest.mark.parametrize("layouts", [("pfd", "df"), ("dfp", "fd"), ("fpd", "df")])
+def test_layouts_of_weights_on_every_axis(axis_type, layouts):
+    mesh = mesh_of(axis_type, data=2, expert=2, tensor=2)
+    parallel = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", tensor_axis="tensor")
+    arrays = operands(32, 4, 2, 16, 24, bias=True, skew=2.0)
+    options = dict(zip(("w_in_layout", "w_out_layout"), layouts, strict=True))
+    with jax.set_mesh(mesh):
+        check_layer(arrays, put=placed(mesh, parallel, *layouts), parallel=parallel, topk=2, **options)
+
+
 @transports
 @pytest.mark.parametrize("experts,topk", [(8, 1), (8, 8), (128, 8)])
 def test_few_and_many_experts_a_rank(transport, experts, topk):

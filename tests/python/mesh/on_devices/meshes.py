@@ -59,9 +59,9 @@ def assert_trees_close(got, want, rtol=2e-6, atol=2e-6):
     jax.tree.map(compare, got, want)
 
 
-def placed(mesh, parallel):
-    """Puts an array where `parallel` wants it."""
-    specs = parallel.specs()
+def placed(mesh, parallel, *layouts):
+    """Puts an array where `parallel` wants it; layouts: of w_in and w_out."""
+    specs = parallel.specs(*layouts)
     tokens = dict.fromkeys(("output", "token_mask", "forced_experts", "experts", "weights"), "x")
     return lambda name, array: put(mesh, array, *specs[tokens.get(name, name)])
 

@@ -22,7 +22,7 @@ typedef struct ab_router_forward_args {
   int32_t score_function; /* ab_score_function */
   int32_t normalize;      /* 1: weights of a token sum to scaling_factor; 0: raw scores */
   int32_t num_groups;     /* 0: no groups; else E % num_groups == 0 */
-  int32_t group_topk;     /* groups kept for a token; K % group_topk == 0 */
+  int32_t group_topk;     /* groups kept for a token; K % group_topk == 0, unless group_score_topk is given */
   float scaling_factor;   /* finite; multiplies the weights */
   /* inputs */
   const ab_tensor* logits;         /* [T, E] float32, bfloat16 or float16 */
@@ -40,6 +40,10 @@ typedef struct ab_router_forward_args {
   const ab_tensor* probs;       /* [T, E], dtype of the logits */
   const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, or [T, K] int16 / int32 / int64 */
   const ab_tensor* aux_scores;  /* [T, E] float32 */
+  /* more options */
+  int32_t group_score_topk; /* a group's score is the sum of its so many largest scores with their bias, 1 <=
+                             * group_score_topk <= E / num_groups, and K <= group_topk E / num_groups; 0: the sum of its
+                             * K / group_topk largest, or with normalize, softmax and no bias, of so many logits */
 } ab_router_forward_args;
 
 AB_API ab_status ab_router_forward(const ab_router_forward_args* args, const ab_exec* exec);

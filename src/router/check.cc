@@ -37,17 +37,33 @@ ab_status check_options(int32_t score_function, int32_t normalize, float scaling
   return ok();
 }
 
-ab_status check_groups(int32_t num_groups, int32_t group_topk, int32_t K, int64_t E) {
-  if (num_groups == 0 && group_topk == 0) return ok();
+ab_status check_groups(int32_t num_groups, int32_t group_topk, int32_t group_score_topk, int32_t K, int64_t E) {
+  if (num_groups == 0 && group_topk == 0) {
+    if (group_score_topk == 0) return ok();
+    return AB_INVALID("group_score_topk: got %d without groups, expected 0", group_score_topk);
+  }
   if (num_groups < 1 || E % num_groups != 0) {
     return AB_INVALID("num_groups: got %d, expected a divisor of %lld experts (or 0, with group_topk 0: no groups)",
                       num_groups, static_cast<long long>(E));
   }
-  if (group_topk < 1 || group_topk > num_groups || K % group_topk != 0 || K / group_topk > E / num_groups) {
+  const int64_t size = E / num_groups;
+  if (group_score_topk != 0) {
+    if (group_score_topk < 1 || group_score_topk > size) {
+      return AB_INVALID("group_score_topk: got %d, expected 1 to the %lld experts of a group (or 0: topk / group_topk)",
+                        group_score_topk, static_cast<long long>(size));
+    }
+    if (group_topk < 1 || group_topk > num_groups || K > group_topk * size) {
+      return AB_INVALID(
+          "group_topk: got %d, expected 1 <= group_topk <= num_groups %d, and groups of %lld experts that hold topk %d",
+          group_topk, num_groups, static_cast<long long>(size), K);
+    }
+    return ok();
+  }
+  if (group_topk < 1 || group_topk > num_groups || K % group_topk != 0 || K / group_topk > size) {
     return AB_INVALID(
         "group_topk: got %d, expected 1 <= group_topk <= num_groups %d, a divisor of topk %d, and topk / group_topk at "
         "most the %lld experts of a group",
-        group_topk, num_groups, K, static_cast<long long>(E / num_groups));
+        group_topk, num_groups, K, static_cast<long long>(size));
   }
   return ok();
 }
@@ -91,7 +107,7 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   const int64_t T = args->logits->shape[0];
   const int64_t E = args->logits->shape[1];
   const int32_t K = args->topk;
-  AB_RETURN_IF_ERROR(check_groups(args->num_groups, args->group_topk, K, E));
+  AB_RETURN_IF_ERROR(check_groups(args->num_groups, args->group_topk, args->group_score_topk, K, E));
   AB_RETURN_IF_ERROR(check_optional("expert_bias", args->expert_bias, kFloats, {{"E", E}}));
   AB_RETURN_IF_ERROR(check_optional("token_mask", args->token_mask, kBool, {{"T", T}}));
   AB_RETURN_IF_ERROR(check_optional("forced_experts", args->forced_experts, kInt32, {{"T", T}, {"K", K}}));
@@ -123,6 +139,10 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   op->normalize = args->normalize != 0;
   op->num_groups = args->num_groups;
   op->group_topk = args->group_topk;
+  const bool by_rule = args->group_score_topk == 0;
+  op->group_score_topk = by_rule && args->group_topk > 0 ? K / args->group_topk : args->group_score_topk;
+  op->groups_by_logits =
+      by_rule && args->score_function == AB_SOFTMAX && args->normalize != 0 && args->expert_bias == nullptr;
   op->scaling_factor = args->scaling_factor;
   op->logits = data<const void>(args->logits);
   op->logits_dtype = args->logits->dtype;

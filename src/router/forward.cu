@@ -76,7 +76,7 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
     if (op.num_groups > 0 && op.wants_selection) {
       // Groups of whole lanes, of which the two best make the score.
       *always_exact = variant->grouped.of_any == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
-                      op.K / op.group_topk > 2 || variant->lanes * variant->items != op.E ||
+                      op.group_score_topk > 2 || variant->lanes * variant->items != op.E ||
                       variant->lanes % op.num_groups != 0;
       if (!*always_exact) {
         kernels = variant->grouped;

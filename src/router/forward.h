@@ -20,6 +20,8 @@ struct RouterForward {
   bool normalize = true;
   int32_t num_groups = 0;  // 0: no groups
   int32_t group_topk = 0;
+  int32_t group_score_topk = 0;   // how many of a group's experts make its score
+  bool groups_by_logits = false;  // their logits do; else their scores with the bias
   float scaling_factor = 1.0f;
 
   const void* logits = nullptr;

@@ -20,7 +20,7 @@ class Tile {
     count_ = grouped ? op.group_topk * group_size_ : op.E;
     sets_ = bound_sets(K, row_blocks(count_));
     length_ = list_length(K);
-    group_length_ = grouped ? list_length(K / op.group_topk) : 1;
+    group_length_ = grouped ? list_length(op.group_score_topk) : 1;
     kept_length_ = grouped ? list_length(op.group_topk) : 1;
     group_vectors_ = round_up(group_size_, group_length_);
     all_groups_ = grouped ? round_up(groups_, kept_length_) : 0;
@@ -105,12 +105,12 @@ class Tile {
   // The bound comes from z itself: its parts' maxima give its maximum too.
   bool bounded_by_logits() const { return selects() && sets_ > 0 && bias_ == nullptr && op_.num_groups == 0; }
   float* maxima(int lane) { return maxima_ + lane * sets_ * kRowPad; }
-  // Group scores add up z (normalised softmax without a bias), else s + b.
-  bool groups_by_logits() const { return op_.score_function == AB_SOFTMAX && op_.normalize && bias_ == nullptr; }
 
   bool wants_auxiliary(const float* score_sum) const { return score_sum != nullptr || op_.aux_scores != nullptr; }
   // Scores rank experts or groups.
-  bool ranks_by_score() const { return selects() && (bias_ != nullptr || (op_.num_groups > 0 && !groups_by_logits())); }
+  bool ranks_by_score() const {
+    return selects() && (bias_ != nullptr || (op_.num_groups > 0 && !op_.groups_by_logits));
+  }
 
   // Powers of all logits are summed: softmax of the row, or its lse.
   bool wants_softmax(const float* score_sum) const {
@@ -275,9 +275,8 @@ class Tile {
     return n;
   }
 
-  // The group_topk best groups of each lane, by the sum of their K / group_topk best elements, become its row.
+  // The group_topk best groups of each lane, by the sum of their group_score_topk best elements, become its row.
   void select_groups() {
-    const int64_t per_group = op_.K / op_.group_topk;
     for (int64_t i = group_size_ * kLanes; i < group_vectors_ * kLanes; ++i) number_lanes_[i] = -__builtin_inff();
     for (int64_t i = 0; i < all_groups_ * kLanes; ++i) group_keys_[i] = 0.0;
     for (int64_t group = 0; group < groups_; ++group) {
@@ -285,7 +284,7 @@ class Tile {
       top_of_lanes(group_length_, number_lanes_, group_vectors_, number_list_, number_chunk_);
       for (int lane = 0; lane < kLanes; ++lane) {
         float sum = 0.0f;
-        for (int64_t k = 0; k < per_group; ++k) sum += number_list_[k * kLanes + lane];
+        for (int64_t k = 0; k < op_.group_score_topk; ++k) sum += number_list_[k * kLanes + lane];
         group_key(group, lane) = __builtin_bit_cast(double, selection_key(sum, static_cast<uint32_t>(group)));
       }
     }
@@ -418,7 +417,7 @@ class Tile {
   int64_t group_vectors_;     // elements of a group,
   int64_t all_groups_;        // and groups, in whole chunks of a list
   int length_;                // of the lists of the K best experts,
-  int group_length_;          // of a group's K / group_topk best,
+  int group_length_;          // of a group's group_score_topk best,
   int kept_length_;           // of the group_topk best groups
   size_t size_;
 

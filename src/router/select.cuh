@@ -20,7 +20,7 @@ struct Selection {
 
 inline Selection selection_of(const RouterForward& op) {
   const bool biased = op.bias != nullptr;
-  return {biased, biased || !(op.score_function == AB_SOFTMAX && op.normalize)};
+  return {biased, !op.groups_by_logits};
 }
 
 // s + b of an expert, -inf where z is.
@@ -84,7 +84,7 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
     for (int group = 0; group < op.num_groups; ++group) {
       float sum = 0.0f;
 #pragma unroll 1
-      for (int k = 0; k < op.K / op.group_topk; ++k) {
+      for (int k = 0; k < op.group_score_topk; ++k) {
         take_largest(scratch.keys, group * group_size, (group + 1) * group_size, &value);
         sum += from_ordered_bits(value);
       }

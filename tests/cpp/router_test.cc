@@ -406,6 +406,19 @@ TEST(RouterForward, RefusesBadArguments) {
   EXPECT_REFUSED(with([](Args a) { a.num_groups = 4; }), AB_INVALID_ARGUMENT, "group_topk: got 0");
   EXPECT_REFUSED(with([](Args a) { a.num_groups = 1, a.group_topk = 2; }), AB_INVALID_ARGUMENT, "group_topk: got 2");
   EXPECT_REFUSED(with([](Args a) { a.num_groups = 8, a.group_topk = 1; }), AB_INVALID_ARGUMENT, "group_topk: got 1");
+  EXPECT_REFUSED(with([](Args a) { a.group_score_topk = 1; }), AB_INVALID_ARGUMENT,
+                 "group_score_topk: got 1 without groups");
+  const auto in_groups = [&](int32_t group_topk, int32_t group_score_topk) {
+    return with([=](Args a) { a.num_groups = 4, a.group_topk = group_topk, a.group_score_topk = group_score_topk; });
+  };
+  EXPECT_OK(in_groups(2, 1));
+  EXPECT_OK(in_groups(1, 2));
+  EXPECT_REFUSED(in_groups(2, 3), AB_INVALID_ARGUMENT, "group_score_topk: got 3, expected 1 to the 2 experts");
+  EXPECT_REFUSED(in_groups(2, -1), AB_INVALID_ARGUMENT, "group_score_topk: got -1");
+  EXPECT_REFUSED(in_groups(5, 1), AB_INVALID_ARGUMENT, "group_topk: got 5");
+  EXPECT_REFUSED(
+      with([](Args a) { a.num_groups = 8, a.group_topk = 1, a.group_score_topk = 1; }), AB_INVALID_ARGUMENT,
+      "group_topk: got 1, expected 1 <= group_topk <= num_groups 8, and groups of 1 experts that hold topk 2");
   EXPECT_REFUSED(with([&](Args a) { a.expert_bias = short_bias.view(); }), AB_INVALID_ARGUMENT, "expert_bias: got");
   EXPECT_REFUSED(with([&](Args a) { a.token_mask = long_mask.view(); }), AB_INVALID_ARGUMENT, "token_mask: got");
   EXPECT_REFUSED(with([&](Args a) { a.token_mask = counts.view(); }), AB_INVALID_ARGUMENT, "token_mask: got int32");

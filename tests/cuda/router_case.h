@@ -24,6 +24,7 @@ struct Case {
   int32_t normalize = 1;
   int32_t num_groups = 0;
   int32_t group_topk = 0;
+  int32_t group_score_topk = 0;
   bool bias = false;
   bool mask = false;
   bool forced = false;
@@ -36,9 +37,10 @@ struct Case {
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << "T " << c.T << " E " << c.E << " K " << c.K << " dtype " << c.dtype << " score " << c.score_function
-             << " normalize " << c.normalize << " groups " << c.num_groups << "/" << c.group_topk << " bias " << c.bias
-             << " mask " << c.mask << " forced " << c.forced << " specials " << c.specials << " sequences "
-             << c.sequences << " form " << static_cast<int>(c.form) << " unaligned " << c.unaligned;
+             << " normalize " << c.normalize << " groups " << c.num_groups << "/" << c.group_topk << " of "
+             << c.group_score_topk << " bias " << c.bias << " mask " << c.mask << " forced " << c.forced << " specials "
+             << c.specials << " sequences " << c.sequences << " form " << static_cast<int>(c.form) << " unaligned "
+             << c.unaligned;
 }
 
 struct Inputs {

@@ -352,6 +352,40 @@ TEST_F(RouterCuda, EveryOption) {
   }
 }
 
+TEST_F(RouterCuda, ScoresOfGroupsOfSomeExperts) {
+  unsigned seed = 800;
+  struct Grouping {
+    int64_t E;
+    int32_t K, num_groups, group_topk;
+  };
+  for (const Grouping& g : {Grouping{128, 8, 8, 4},
+                            {256, 8, 8, 4},
+                            {256, 6, 8, 3},
+                            {256, 5, 4, 3},
+                            {60, 4, 6, 2},
+                            {512, 20, 16, 7},
+                            {1200, 8, 8, 4}}) {
+    for (const int32_t score_topk : {1, 2, 3, static_cast<int32_t>(g.E / g.num_groups)}) {
+      for (const bool bias : {false, true}) {
+        for (const int64_t T : {300, 2100}) {
+          if (T > 300 && g.E > 600) continue;
+          Case c{T, g.E, g.K, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16, static_cast<int32_t>(seed / 2 % 3)};
+          c.normalize = static_cast<int32_t>(seed / 4 % 2);
+          c.num_groups = g.num_groups;
+          c.group_topk = g.group_topk;
+          c.group_score_topk = score_topk;
+          c.bias = bias;
+          c.mask = seed % 5 == 0;
+          c.specials = seed % 7 == 0 && !bias;
+          c.form = static_cast<Form>(seed % 7);
+          check(c, seed, {static_cast<int>(seed % 2), 2});
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
 TEST_F(RouterCuda, EveryTopk) {
   unsigned seed = 200;
   for (const int64_t E : {8, 64, 512, 1100}) {

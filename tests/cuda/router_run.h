@@ -16,6 +16,7 @@ ab_router_forward_args forward_args(const Case& c, const Inputs& in, const Outpu
   args.normalize = c.normalize;
   args.num_groups = c.num_groups;
   args.group_topk = c.group_topk;
+  args.group_score_topk = c.group_score_topk;
   args.scaling_factor = 1.5f;
   args.logits = in.logits.view();
   args.expert_bias = c.bias ? in.bias.view() : nullptr;

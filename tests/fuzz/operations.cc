@@ -65,6 +65,10 @@ void make_router_forward(const Operation& operation, Random& random, Call* call)
     if (!forced && s.E % 2 == 0 && s.K <= s.E / 2 && random.chance(0.3)) {
       args->num_groups = 2;
       args->group_topk = s.K % 2 == 0 ? static_cast<int32_t>(random.between(1, 2)) : 1;
+      if (random.chance(0.5)) {
+        args->group_topk = static_cast<int32_t>(random.between(1, 2));
+        args->group_score_topk = static_cast<int32_t>(random.between(1, s.E / 2));
+      }
     }
     if (dense && random.chance(0.7)) {
       switch (random.between(0, 2)) {
@@ -83,7 +87,8 @@ void make_router_forward(const Operation& operation, Random& random, Call* call)
                    {"score_function", &args->score_function},
                    {"normalize", &args->normalize},
                    {"num_groups", &args->num_groups},
-                   {"group_topk", &args->group_topk}};
+                   {"group_topk", &args->group_topk},
+                   {"group_score_topk", &args->group_score_topk}};
   call->numbers = {{"scaling_factor", &args->scaling_factor}};
 }
 

@@ -41,6 +41,7 @@ class RouterOptions:
     group_topk: int = 0
     scaling_factor: float = 1.0
     sequence_stats: bool = False
+    group_score_topk: int = 0
 
 
 class RouterResiduals(NamedTuple):
@@ -60,12 +61,13 @@ def router_options(
     normalize: bool = True,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float = 1.0,
     sequence_stats: bool = False,
 ) -> RouterOptions:
     """Checks the options of a routing over `num_experts` experts.
 
-    None, 0 and -1 mean "no groups".
+    None, 0 and -1 mean "no groups"; a group_score_topk of None, their scores add up topk / group_topk experts.
 
     Raises:
       TypeError: an option of a wrong type, a traced array for instance.
@@ -76,23 +78,39 @@ def router_options(
     normalize = _check.boolean("normalize", normalize)
     sequence_stats = _check.boolean("sequence_stats", sequence_stats)
     scaling_factor = _check.number("scaling_factor", scaling_factor)
+    grouping = _grouping(num_experts, topk, num_groups, group_topk, group_score_topk)
+    return RouterOptions(topk, score_function, normalize, *grouping[:2], scaling_factor, sequence_stats, grouping[2])
+
+
+def _grouping(
+    num_experts: int, topk: int, num_groups: int | None, group_topk: int | None, group_score_topk: int | None
+) -> tuple[int, int, int]:
+    """Groups, how many are kept, and how many scores make theirs; 0 where not used."""
     groups = 0 if num_groups is None else _check.integer("num_groups", num_groups, -1, num_experts)
     kept = 0 if group_topk is None else _check.integer("group_topk", group_topk, -1, num_experts)
     if max(groups, 0) == 0 and max(kept, 0) == 0:
-        groups = kept = 0
-    else:
-        if groups < 1 or num_experts % groups:
-            raise ValueError(
-                f"num_groups: got {num_groups}, expected a divisor of {num_experts} experts, "
-                "with group_topk (or neither)"
-            )
-        per_group = num_experts // groups
+        if group_score_topk is not None:
+            raise ValueError(f"group_score_topk: got {_check.shown(group_score_topk)} without groups, expected None")
+        return 0, 0, 0
+    if groups < 1 or num_experts % groups:
+        raise ValueError(
+            f"num_groups: got {num_groups}, expected a divisor of {num_experts} experts, with group_topk (or neither)"
+        )
+    per_group = num_experts // groups
+    if group_score_topk is None:
         if not 1 <= kept <= groups or topk % kept or topk // kept > per_group:
             raise ValueError(
                 f"group_topk: got {group_topk}, expected 1 <= group_topk <= num_groups {groups}, a divisor of "
                 f"topk {topk}, and topk / group_topk <= {per_group} experts of a group"
             )
-    return RouterOptions(topk, score_function, normalize, groups, kept, scaling_factor, sequence_stats)
+        return groups, kept, 0
+    group_score_topk = _check.integer("group_score_topk", group_score_topk, 1, per_group)
+    if not 1 <= kept <= groups or topk > kept * per_group:
+        raise ValueError(
+            f"group_topk: got {group_topk}, expected 1 <= group_topk <= num_groups {groups}, and groups that hold "
+            f"topk {topk} experts"
+        )
+    return groups, kept, group_score_topk
 
 
 def attributes(options: RouterOptions) -> dict[str, Any]:
@@ -103,6 +121,12 @@ def attributes(options: RouterOptions) -> dict[str, Any]:
         "normalize": int(options.normalize),
         "scaling_factor": float(options.scaling_factor),
     }
+
+
+def forward_attributes(options: RouterOptions) -> dict[str, Any]:
+    """The options of the forward pass, as the handler takes them."""
+    groups = {name: getattr(options, name) for name in ("num_groups", "group_topk", "group_score_topk")}
+    return groups | attributes(options)
 
 
 def route_forward(
@@ -134,9 +158,7 @@ def route_forward(
             "lse": struct((T,), jnp.float32),
         },
         workspace=_workspaces.statistics(T, math.prod(sequences) if options.sequence_stats else 1, E),
-        num_groups=options.num_groups,
-        group_topk=options.group_topk,
-        **attributes(options),
+        **forward_attributes(options),
     )
     routing = Routing(
         results["weights"].reshape(*leading, K),
@@ -192,6 +214,7 @@ def route(
     expert_bias: jax.Array | None = None,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float = 1.0,
     token_mask: jax.Array | None = None,
     forced_experts: jax.Array | None = None,
@@ -209,7 +232,9 @@ def route(
       normalize: weights of a token sum to scaling_factor (softmax: over the selected logits); else raw scores.
       expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
       num_groups, group_topk: experts in num_groups contiguous groups, of which group_topk are kept for a token, by
-        the sum of their K / group_topk best scores; both or neither.
+        the sum of their K / group_topk best scores (normalised softmax without a bias: logits); both or neither.
+      group_score_topk: how many of a group's best scores, with their bias, make the group's: 1 is DeepSeek-V2's
+        maximum, 2 DeepSeek-V3's rule as most libraries have it, whatever K / group_topk is. None: the rule above.
       scaling_factor: finite Python number; multiplies the weights.
       token_mask: bool [...], true: a real token. Others get expert -1, weight 0, and count nowhere.
       forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
@@ -240,6 +265,7 @@ def route(
         normalize=normalize,
         num_groups=num_groups,
         group_topk=group_topk,
+        group_score_topk=group_score_topk,
         scaling_factor=scaling_factor,
         sequence_stats=sequence_stats,
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from anabranch.jax import _check, _ffi
 from anabranch.jax._sharding import TokenCall, vary_alike
-from anabranch.jax.router import RouterOptions, attributes, check_slots, router_options
+from anabranch.jax.router import RouterOptions, attributes, check_slots, forward_attributes, router_options
 
 
 class ScoreFunction(enum.IntEnum):
@@ -220,9 +220,7 @@ def _dense_forward(options: _DenseOptions, logits: jax.Array, expert_bias: Any) 
             "routing_map": struct((T, options.map_shape), np.dtype(options.map_dtype)),
             "experts": None if options.auxiliary else struct((T, router.topk), jnp.int32),
         },
-        num_groups=router.num_groups,
-        group_topk=router.group_topk,
-        **attributes(router),
+        **forward_attributes(router),
     )
     return tuple(array.reshape(*leading, array.shape[-1]) for array in results.values() if array is not None)
 

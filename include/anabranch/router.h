@@ -58,7 +58,8 @@ typedef struct ab_router_backward_args {
   float scaling_factor;
   /* what the forward pass saw and chose */
   const ab_tensor* logits;     /* [T, E] */
-  const ab_tensor* experts;    /* [T, K] int32; NULL only without d_weights and d_probs */
+  const ab_tensor* experts;    /* [T, K] int16, int32 or int64, out of range: no expert; NULL without d_weights and
+                                * d_probs, or where routing_map is given */
   const ab_tensor* token_mask; /* [T] bool, or NULL */
   const ab_tensor* lse; /* [T] float32 of the forward pass, where a softmax or d_lse is in play; NULL: recomputed */
   /* cotangents, each float32, bfloat16 or float16, NULL: zero */
@@ -69,6 +70,9 @@ typedef struct ab_router_backward_args {
   const ab_tensor* d_lse;        /* [T] */
   /* output */
   const ab_tensor* d_logits; /* [T, E], dtype of the logits */
+  /* more of what the forward pass chose */
+  const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, with d_probs and in place of experts;
+                                 * past its first K experts the map of a token is not read */
 } ab_router_backward_args;
 
 AB_API ab_status ab_router_backward(const ab_router_backward_args* args, const ab_exec* exec);

@@ -73,19 +73,21 @@ ab_status refuse(const char* name, bool given, const char* reason) {
   return given ? AB_INVALID("%s: got one %s, expected none", name, reason) : ok();
 }
 
+ab_status check_bytes_or_bits(const ab_tensor* map, int64_t T, int64_t E, MapFormat* format) {
+  if (map->dtype == AB_BOOL) {
+    *format = MapFormat::bytes;
+    return check_tensor("routing_map", map, kBool, {{"T", T}, {"E", E}});
+  }
+  *format = MapFormat::bits;
+  return check_tensor("routing_map", map, dtype_bit(AB_UINT8), {{"T", T}, {"ceil(E/8)", (E + 7) / 8}});
+}
+
 ab_status check_map(const ab_tensor* map, int64_t T, int64_t E, int32_t K, MapFormat* format) {
   *format = MapFormat::none;
   if (map == nullptr) return ok();
   constexpr Dtypes kAny = kBool | dtype_bit(AB_UINT8) | kIndices;
   AB_RETURN_IF_ERROR(check_tensor("routing_map", map, kAny, {{"T", T}, {"E, ceil(E/8) or K"}}));
-  if (map->dtype == AB_BOOL) {
-    *format = MapFormat::bytes;
-    return check_tensor("routing_map", map, kBool, {{"T", T}, {"E", E}});
-  }
-  if (map->dtype == AB_UINT8) {
-    *format = MapFormat::bits;
-    return check_tensor("routing_map", map, dtype_bit(AB_UINT8), {{"T", T}, {"ceil(E/8)", (E + 7) / 8}});
-  }
+  if (map->dtype == AB_BOOL || map->dtype == AB_UINT8) return check_bytes_or_bits(map, T, E, format);
   *format = MapFormat::indices;
   AB_RETURN_IF_ERROR(check_tensor("routing_map", map, kIndices, {{"T", T}, {"K", K}}));
   if (map->dtype == AB_INT16 && E > 32768) {
@@ -191,7 +193,12 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
   const int64_t T = args->logits->shape[0];
   const int64_t E = args->logits->shape[1];
   const int32_t K = args->topk;
-  AB_RETURN_IF_ERROR(check_optional("experts", args->experts, kInt32, {{"T", T}, {"K", K}}));
+  AB_RETURN_IF_ERROR(check_optional("experts", args->experts, kIndices, {{"T", T}, {"K", K}}));
+  if (args->routing_map != nullptr) {
+    constexpr Dtypes kMaps = kBool | dtype_bit(AB_UINT8);
+    AB_RETURN_IF_ERROR(check_tensor("routing_map", args->routing_map, kMaps, {{"T", T}, {"E or ceil(E/8)"}}));
+    AB_RETURN_IF_ERROR(check_bytes_or_bits(args->routing_map, T, E, &op->selection.format));
+  }
   AB_RETURN_IF_ERROR(check_optional("token_mask", args->token_mask, kBool, {{"T", T}}));
   AB_RETURN_IF_ERROR(check_optional("lse", args->lse, kFloat32, {{"T", T}}));
   AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloats, {{"T", T}, {"K", K}}));
@@ -210,9 +217,14 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
       refuse("d_probs", args->d_probs != nullptr && args->d_weights != nullptr, "together with d_weights"));
   AB_RETURN_IF_ERROR(refuse("d_aux_scores", args->d_aux_scores != nullptr && args->d_score_sum != nullptr,
                             "together with d_score_sum"));
-  if (weighted && args->experts == nullptr) {
-    return AB_INVALID("experts: got NULL together with %s, expected int32 [T=%lld, K=%d]",
-                      args->d_weights != nullptr ? "d_weights" : "d_probs", static_cast<long long>(T), K);
+  AB_RETURN_IF_ERROR(
+      refuse("routing_map", args->routing_map != nullptr && args->experts != nullptr, "together with experts"));
+  AB_RETURN_IF_ERROR(
+      refuse("routing_map", args->routing_map != nullptr && args->d_probs == nullptr, "in a call without d_probs"));
+  if (weighted && args->experts == nullptr && args->routing_map == nullptr) {
+    return AB_INVALID("experts: got NULL together with %s, expected indices [T=%lld, K=%d]%s",
+                      args->d_weights != nullptr ? "d_weights" : "d_probs", static_cast<long long>(T), K,
+                      args->d_weights != nullptr ? "" : ", or a routing_map");
   }
   if (!weighted) {
     constexpr const char* kReason = "in a call without d_weights or d_probs";
@@ -235,7 +247,12 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
   op->scaling_factor = args->scaling_factor;
   op->logits = data<const void>(args->logits);
   op->logits_dtype = args->logits->dtype;
-  op->experts = data<const int32_t>(args->experts);
+  const ab_tensor* selection = args->routing_map != nullptr ? args->routing_map : args->experts;
+  op->selection.data = data<const void>(selection);
+  op->selection.dtype = selection == nullptr ? 0 : selection->dtype;
+  if (op->selection.format == MapFormat::indices && op->selection.dtype == AB_INT32) {
+    op->experts = data<const int32_t>(selection);
+  }
   op->token_mask = data<const uint8_t>(args->token_mask);
   op->lse = data<const float>(args->lse);
   op->d_weights = cotangent(args->d_weights);

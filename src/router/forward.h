@@ -7,10 +7,9 @@
 #include "anabranch/router.h"
 #include "balance/token_blocks.h"
 #include "core/isa.h"
+#include "router/map_format.h"
 
 namespace anabranch {
-
-enum class MapFormat { none, bytes, bits, indices };
 
 struct RouterForward {
   int64_t T = 0;

@@ -298,6 +298,69 @@ TEST(RouterBackward, GivesTheSameBitsForEveryThreadCount) {
   }
 }
 
+// The selection of the dense form in every layout that the forward pass gives.
+TEST(RouterBackward, TakesTheSelectionInEveryForm) {
+  const int64_t T = 77, E = 21, K = 4;
+  const Tensor<float> logits({T, E}, random(T * E, 1));
+  const Tensor<float> d_probs({T, E}, random(T * E, 2));
+  const Tensor<int32_t> experts({T, K});
+  const Tensor<uint8_t> bytes({T, E}, AB_BOOL), bits({T, 3});
+  const Tensor<int16_t> int16({T, K});
+  const Tensor<int64_t> int64({T, K});
+  Tensor<uint8_t> mask({T}, AB_BOOL);
+  for (int64_t t = 0; t < T; ++t) mask[t] = t % 5 != 2;
+  for (const ab_tensor* map : {bytes.view(), bits.view(), int16.view(), int64.view()}) {
+    ab_router_forward_args args = forward_args(logits, K);
+    args.token_mask = mask.view();
+    args.experts = experts.view();
+    args.routing_map = map;
+    EXPECT_OK(forward(args));
+  }
+  for (const int32_t function : {AB_SOFTMAX, AB_SIGMOID}) {
+    ab_router_backward_args args = backward_args(logits, K, {.score_function = function, .normalize = 1});
+    args.token_mask = mask.view();
+    args.d_probs = d_probs.view();
+    const auto gradient = [&](const ab_tensor* indices, const ab_tensor* map) {
+      const Tensor<float> d_logits({T, E});
+      args.experts = indices;
+      args.routing_map = map;
+      args.d_logits = d_logits.view();
+      EXPECT_OK(backward(args));
+      return d_logits.values();
+    };
+    const std::vector<float> want = gradient(experts.view(), nullptr);
+    EXPECT_EQ(gradient(int16.view(), nullptr), want);
+    EXPECT_EQ(gradient(int64.view(), nullptr), want);
+    const std::vector<float> by_bytes = gradient(nullptr, bytes.view());
+    EXPECT_EQ(gradient(nullptr, bits.view()), by_bytes);
+    expect_close(by_bytes, {want.begin(), want.end()}, "d_logits by a map");  // its experts come in another order
+  }
+}
+
+TEST(RouterBackward, ReadsAsManyExpertsOfAMapAsTopkAndNoIndexOutOfRange) {
+  const int64_t E = 6, K = 2;
+  const Tensor<float> logits({3, E}, random(3 * E, 1));
+  const Tensor<float> d_probs({3, E}, random(3 * E, 2));
+  const Tensor<uint8_t> map({3, E}, {0, 1, 0, 9, 1, 0, /**/ 0, 0, 0, 0, 0, 1, /**/ 0, 0, 0, 0, 0, 0}, AB_BOOL);
+  const Tensor<int64_t> wild({3, K}, {1, 3, (int64_t{1} << 32) + 1, 5, std::numeric_limits<int64_t>::min(), E});
+  std::vector<std::vector<float>> gradients;
+  for (const bool by_map : {false, true}) {
+    const Tensor<float> d_logits({3, E});
+    ab_router_backward_args args = backward_args(logits, K, {.score_function = AB_SIGMOID, .normalize = 0});
+    args.experts = by_map ? nullptr : wild.view();
+    args.routing_map = by_map ? map.view() : nullptr;
+    args.d_probs = d_probs.view();
+    args.d_logits = d_logits.view();
+    EXPECT_OK(backward(args));
+    gradients.push_back(d_logits.values());
+  }
+  EXPECT_EQ(gradients[0], gradients[1]);
+  for (int64_t i = 0; i < 3 * E; ++i) {
+    const bool selected = i == 1 || i == 3 || i == E + 5;
+    EXPECT_EQ(gradients[0][static_cast<size_t>(i)] != 0.0f, selected) << i;
+  }
+}
+
 // Memory is allocated at its exact size: AddressSanitizer sees every access beside it.
 TEST(Router, WritesEveryElementAndTouchesNothingElseWhateverTheIndices) {
   for (const auto& [T, E, K] : {std::array<int64_t, 3>{0, 4, 2}, {1, 3, 2}, {13, 19, 5}, {130, 40, 40}}) {
@@ -503,6 +566,22 @@ TEST(RouterBackward, RefusesBadArguments) {
                  AB_INVALID_ARGUMENT, "scaling_factor: got 3 in a call without");
   EXPECT_REFUSED(with([&](Args a) { a.score_function = AB_SIGMOID, a.lse = tokens.view(); }), AB_INVALID_ARGUMENT,
                  "lse: got one in a call without a softmax");
+  const Tensor<uint8_t> bytes({T, E}, AB_BOOL), bits({T, 1}), short_bytes({T, E - 1}, AB_BOOL);
+  EXPECT_REFUSED(with([&](Args a) { a.routing_map = bytes.view(); }), AB_INVALID_ARGUMENT,
+                 "routing_map: got one together with experts");
+  EXPECT_REFUSED(with([&](Args a) { a.experts = nullptr, a.routing_map = bytes.view(); }), AB_INVALID_ARGUMENT,
+                 "routing_map: got one in a call without d_probs");
+  const auto dense_with = [&](const ab_tensor* map) {
+    return with(
+        [&](Args a) { a.experts = nullptr, a.d_weights = nullptr, a.d_probs = dense.view(), a.routing_map = map; });
+  };
+  EXPECT_OK(dense_with(bytes.view()));
+  EXPECT_OK(dense_with(bits.view()));
+  EXPECT_REFUSED(dense_with(nullptr), AB_INVALID_ARGUMENT, "experts: got NULL together with d_probs");
+  EXPECT_REFUSED(dense_with(short_bytes.view()), AB_INVALID_ARGUMENT, "routing_map: got bool (1) [6, 7]");
+  EXPECT_REFUSED(dense_with(experts.view()), AB_INVALID_ARGUMENT, "routing_map: got int32");
+  EXPECT_REFUSED(with([&](Args a) { a.d_weights = nullptr, a.experts = nullptr, a.routing_map = bits.view(); }),
+                 AB_INVALID_ARGUMENT, "routing_map: got one in a call without d_probs");
   EXPECT_REFUSED(with([](Args a) { a.d_logits = nullptr; }), AB_INVALID_ARGUMENT, "d_logits: got NULL");
   EXPECT_REFUSED(with([&](Args a) { a.d_logits = half.view(); }), AB_INVALID_ARGUMENT, "d_logits: got bfloat16");
 }

@@ -440,6 +440,53 @@ TEST_F(RouterCuda, ReplayMasksAndSequences) {
   }
 }
 
+// Gradients of dense probabilities under one selection in every layout, some of it out of range.
+TEST_F(RouterCuda, SelectionsInEveryForm) {
+  unsigned seed = 900;
+  for (const int64_t E : {8, 40, 256, 1100}) {
+    for (const int32_t K : {1, 8, 70}) {
+      if (K > E) continue;
+      Case c{150, E, K, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16, static_cast<int32_t>(seed % 3)};
+      c.normalize = static_cast<int32_t>(seed / 3 % 2);
+      c.mask = true;
+      const Inputs in(c, seed);
+      const Outputs out(c);
+      for (const Form form : {Form::bytes, Form::bits, Form::int16, Form::int64}) {
+        c.form = form;
+        EXPECT_OK(call(ab_router_forward, ab_router_forward_workspace, forward_args(c, in, out)));
+      }
+      Tensor<int64_t> wild({c.T, c.K}, out.i64.values());
+      for (int64_t i = 3; i < wild.size(); i += 7) wild[i] = i % 2 == 0 ? (int64_t{1} << 32) + 1 : -5;
+      Tensor<uint8_t> full({c.T, c.E}, AB_BOOL);  // more experts than K
+      for (int64_t i = 0; i < full.size(); ++i) full[i] = i % 3 != 0;
+      FloatTensor d_probs({c.T, c.E}, c.dtype);
+      d_probs.fill_normal(seed);
+      for (const ab_tensor* form :
+           {out.bytes.view(), out.bits.view(), out.i16.view(), out.i64.view(), wild.view(), full.view()}) {
+        FloatTensor want({c.T, c.E}, c.dtype);
+        FloatTensor got({c.T, c.E}, c.dtype);
+        ab_router_backward_args args = backward_args(c, in, out);
+        const bool is_map = form->dtype == AB_BOOL || form->dtype == AB_UINT8;
+        args.experts = is_map ? nullptr : form;
+        args.routing_map = is_map ? form : nullptr;
+        args.d_probs = d_probs.view();
+        args.d_logits = want.view();
+        EXPECT_OK(call(ab_router_backward, ab_router_backward_workspace, args));
+        args.d_logits = got.view();
+        using Args = ab_router_backward_args;
+        run_on_copies(ab_cuda_router_backward_workspace, ab_cuda_router_backward, args, &Args::logits, &Args::experts,
+                      &Args::token_mask, &Args::d_probs, &Args::d_logits, &Args::routing_map);
+        const double error =
+            relative_error(got.size(), [&](int64_t i) { return got.get(i); }, [&](int64_t i) { return want.get(i); });
+        double largest = 0.0;
+        for (int64_t i = 0; i < want.size(); ++i) largest = std::max<double>(largest, std::abs(want.get(i)));
+        if (largest < kBound) continue;  // the weight of a single expert, but for rounding
+        ASSERT_LE(error, 2 * kBound + rounding(c.dtype)) << c << " selection of dtype " << form->dtype;
+      }
+    }
+  }
+}
+
 TEST_F(RouterCuda, NoTokens) {
   Case c{0, 64, 8};
   const Inputs in(c);

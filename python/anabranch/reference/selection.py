@@ -45,6 +45,7 @@ class Groups(NamedTuple):
     score_topk: int | None
 
     def members(self, topk):
+        """How many of a group's keys its score adds up."""
         return topk // self.kept if self.score_topk is None else self.score_topk
 
     def by_logits(self, score_function, normalize, expert_bias):

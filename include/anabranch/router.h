@@ -44,6 +44,11 @@ typedef struct ab_router_forward_args {
   int32_t group_score_topk; /* a group's score is the sum of its so many largest scores with their bias, 1 <=
                              * group_score_topk <= E / num_groups, and K <= group_topk E / num_groups; 0: the sum of its
                              * K / group_topk largest, or with normalize, softmax and no bias, of so many logits */
+  /* quantile balancing: needs expert_bias and E > K, excludes groups; both or neither */
+  const ab_tensor* qb_bin_bounds; /* [2] float32: lower < upper, in memory of the device */
+  const ab_tensor* qb_histogram;  /* [E, bins] int32, output, bins at most 2^20: how many unmasked tokens have cutoff -
+                                   * score of the expert in each of as many equal bins from lower to upper, which the
+                                   * first and the last continue; cutoff: the (K+1)-th largest score with its bias */
 } ab_router_forward_args;
 
 AB_API ab_status ab_router_forward(const ab_router_forward_args* args, const ab_exec* exec);

@@ -4,6 +4,7 @@
 
 #include "balance/check.h"
 #include "core/tensor.h"
+#include "router/quantile.h"
 
 namespace anabranch {
 namespace {
@@ -97,6 +98,29 @@ ab_status check_map(const ab_tensor* map, int64_t T, int64_t E, int32_t K, MapFo
   return ok();
 }
 
+ab_status check_quantile_balancing(const ab_router_forward_args* args, int64_t E) {
+  if (args->qb_bin_bounds == nullptr && args->qb_histogram == nullptr) return ok();
+  AB_RETURN_IF_ERROR(check_tensor("qb_bin_bounds", args->qb_bin_bounds, kFloat32, {{"2", 2}}));
+  AB_RETURN_IF_ERROR(check_tensor("qb_histogram", args->qb_histogram, kInt32, {{"E", E}, {"bins"}}));
+  const int64_t bins = args->qb_histogram->shape[1];
+  if (bins < 1 || bins > kMostBins) {
+    return AB_INVALID("qb_histogram: got %lld bins, expected 1 to %lld", static_cast<long long>(bins),
+                      static_cast<long long>(kMostBins));
+  }
+  if (E * bins > INT32_MAX) {
+    return AB_INVALID("qb_histogram: got %lld counts, expected fewer than 2^31", static_cast<long long>(E * bins));
+  }
+  if (args->expert_bias == nullptr) {
+    return AB_INVALID("expert_bias: got NULL together with qb_histogram, expected a float dtype [E=%lld]",
+                      static_cast<long long>(E));
+  }
+  if (args->topk >= E) {
+    return AB_INVALID("topk: got %d together with qb_histogram, expected fewer than the %lld experts", args->topk,
+                      static_cast<long long>(E));
+  }
+  return refuse("num_groups", args->num_groups != 0, "together with qb_histogram");
+}
+
 Cotangent cotangent(const ab_tensor* tensor) {
   return tensor == nullptr ? Cotangent{} : Cotangent{tensor->data, tensor->dtype};
 }
@@ -120,6 +144,8 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
                                     {{"T", T}, {"E", E}}));
   AB_RETURN_IF_ERROR(check_map(args->routing_map, T, E, K, &op->map_format));
   AB_RETURN_IF_ERROR(check_optional("aux_scores", args->aux_scores, kFloat32, {{"T", T}, {"E", E}}));
+
+  AB_RETURN_IF_ERROR(check_quantile_balancing(args, E));
 
   int64_t count_sequences = 1;
   int64_t sum_sequences = 1;
@@ -153,7 +179,8 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   op->token_mask = data<const uint8_t>(args->token_mask);
   op->forced_experts = data<const int32_t>(args->forced_experts);
   op->wants_weights = args->weights != nullptr || args->probs != nullptr;
-  op->wants_selection = op->wants_weights || args->experts != nullptr || counts || args->routing_map != nullptr;
+  op->wants_selection = op->wants_weights || args->experts != nullptr || counts || args->routing_map != nullptr ||
+                        args->qb_histogram != nullptr;
   op->forced = args->forced_experts != nullptr;
   op->weights = data<float>(args->weights);
   op->experts = data<int32_t>(args->experts);
@@ -165,6 +192,9 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   op->map_dtype = args->routing_map == nullptr ? 0 : args->routing_map->dtype;
   op->aux_scores = data<float>(args->aux_scores);
   op->blocks = TokenBlocks(T, counts ? count_sequences : sum_sequences);
+  op->qb_bin_bounds = data<const float>(args->qb_bin_bounds);
+  op->qb_histogram = data<int32_t>(args->qb_histogram);
+  op->qb_bins = args->qb_histogram == nullptr ? 0 : args->qb_histogram->shape[1];
 
   if (op->forced) {
     constexpr const char* kReason = "together with forced_experts";

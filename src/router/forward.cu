@@ -7,6 +7,7 @@
 #include "router/forward.cuh"
 #include "router/forward_wide.cuh"
 #include "router/outputs.cuh"
+#include "router/quantile.cuh"
 
 namespace anabranch::cuda {
 namespace {
@@ -69,7 +70,8 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
   for (; variant != end; ++variant) {
     if (variant->lanes * variant->items < op.E) continue;
     int list = 0;
-    while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list].of_any == nullptr))
+    while (list < RouteVariant::kLists &&
+           (RouteVariant::list(list) < op.ranks() || variant->kernels[list].of_any == nullptr))
       ++list;
     if (list == RouteVariant::kLists) continue;
     RouteVariant::Kernels kernels = variant->kernels[list];
@@ -139,6 +141,10 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(launch->warps) * tokens,
                           TokenTiles::kMultiprocessors * choice.blocks);
   *workspace_bytes = place_partials(call.tiles, op.E, op.tokens_per_expert, op.score_sum, workspace, &call.partials);
+  if (op.qb_histogram != nullptr) {
+    call.scales = reinterpret_cast<TokenScale*>(static_cast<char*>(workspace) + *workspace_bytes);
+    *workspace_bytes += token_scale_bytes(op.T);
+  }
   return ok();
 }
 
@@ -172,7 +178,10 @@ ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_ex
   if (route.kernels.of_any != nullptr && shape.blocks > 0) {
     AB_RETURN_IF_ERROR(cuda::choose_by_size("router forward", route.kernels, dtype_size(op.logits_dtype), &kernel));
   }
+  const bool balances = op.qb_histogram != nullptr;
+  if (balances) AB_RETURN_IF_ERROR(cuda::launch_clear_histogram(op, stream));
   AB_RETURN_IF_ERROR(cuda::launch("router forward", kernel, shape, route.call));
+  if (balances) AB_RETURN_IF_ERROR(cuda::launch_count_cutoffs(op, route.call.scales, stream));
   return cuda::add_partials(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum, stream);
 }
 

@@ -335,6 +335,13 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
     // the K best experts
     if (selects) {
       bool undecided = call.always_exact;
+      const auto value_of = [&](unsigned expert) {
+        const float logit = logit_of(expert);
+        if constexpr (!kBiased) return logit;
+        const float s = is_softmax ? softmax.power(logit) : elementwise_score(op.score_function, logit);
+        const float q = fmaf(s, score_factor, bias[expert / kItems * kBiasStride + expert % kItems]);
+        return logit == -INFINITY ? logit : q;
+      };
       if constexpr (!kOneLane) {
         undecided |= !__hbeq2(maxima.all, maxima.all);  // NaN
         bool kept = live;
@@ -357,13 +364,6 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         const unsigned candidates = F::collect(reached, first_item, lane, list);
         undecided |= candidates > F::kCandidates;
         __syncwarp();
-        const auto value_of = [&](unsigned expert) {
-          const float logit = logit_of(expert);
-          if constexpr (!kBiased) return logit;
-          const float s = is_softmax ? softmax.power(logit) : elementwise_score(op.score_function, logit);
-          const float q = fmaf(s, score_factor, bias[expert / kItems * kBiasStride + expert % kItems]);
-          return logit == -INFINITY ? logit : q;
-        };
         const unsigned listed = min(candidates, unsigned{F::kCandidates});
         if (exact_keys) {
           F::sort_exactly(list, listed, lane, value_of, selected);
@@ -383,6 +383,15 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         select_exactly(op, call.selection, first + other, its_softmax, scratch,
                        reinterpret_cast<int32_t*>(piece + call.shared.selected) + other * kRanks);
         pending &= ~((kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1u) << (other * kLanes));
+      }
+      if constexpr (kBiased && !kGrouped) {
+        if (call.scales != nullptr) {
+          __syncwarp();
+          if (present && lane == 0) {
+            const float cutoff = live ? value_of(static_cast<unsigned>(selected[K])) : NAN;
+            call.scales[t] = {cutoff, softmax.shift, softmax.factor};
+          }
+        }
       }
     } else if (op.forced) {
 #pragma unroll 1

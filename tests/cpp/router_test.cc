@@ -434,6 +434,45 @@ TEST(RouterForward, KeepsOneRowOfStatisticsASequence) {
   }
 }
 
+// Bins of powers of two and scores that float32 holds: nothing is rounded.
+TEST(RouterForward, CountsHowFarCutoffsAreAboveScores) {
+  const int64_t T = 300, E = 7, K = 3, bins = 16;
+  const Tensor<float> logits({T, E}, random(T * E, 1));
+  const Tensor<float> bias({E}, random(E, 2, 0.25f));
+  Tensor<uint8_t> mask({T}, AB_BOOL);
+  for (int64_t t = 0; t < T; ++t) mask[t] = t % 7 != 3;
+  const Tensor<float> bounds({2}, {-0.25f, 0.25f});
+  for (const int32_t function : {AB_SOFTMAX, AB_SIGMOID, AB_SQRTSOFTPLUS}) {
+    const Tensor<int32_t> histogram({E, bins});
+    ab_router_forward_args args = forward_args(logits, K, {.score_function = function});
+    args.expert_bias = bias.view();
+    args.token_mask = mask.view();
+    args.qb_bin_bounds = bounds.view();
+    args.qb_histogram = histogram.view();
+    EXPECT_OK(forward(args, 1));
+    std::vector<int32_t> want(static_cast<size_t>(E * bins));
+    for (int64_t t = 0; t < T; ++t) {
+      if (mask[t] == 0) continue;
+      const float* z = logits.values().data() + t * E;
+      const double lse = logsumexp(z, E);
+      std::vector<double> keys;
+      for (int64_t e = 0; e < E; ++e) keys.push_back(score(function, z[e], lse) + bias[e]);
+      std::sort(keys.begin(), keys.end(), std::greater<>());
+      for (int64_t e = 0; e < E; ++e) {
+        const double place = (keys[K] - score(function, z[e], lse) + 0.25) * bins / 0.5;
+        ++want[static_cast<size_t>(e * bins + std::clamp<int64_t>(static_cast<int64_t>(std::floor(place)), 0, 15))];
+      }
+    }
+    EXPECT_EQ(histogram.values(), want);
+    for (const int threads : {2, 3, 8}) {
+      const Tensor<int32_t> many({E, bins});
+      args.qb_histogram = many.view();
+      EXPECT_OK(forward(args, threads));
+      EXPECT_EQ(many.values(), want);
+    }
+  }
+}
+
 TEST(RouterForward, RefusesBadArguments) {
   const int64_t T = 6, E = 8;
   const Tensor<float> logits({T, E}, random(T * E, 1));
@@ -516,6 +555,30 @@ TEST(RouterForward, RefusesBadArguments) {
                  AB_INVALID_ARGUMENT, "expert_bias: got one in a call without an output of the selection");
   EXPECT_REFUSED(with([&](Args a) { a.weights = nullptr, a.experts = integers.view(), a.scaling_factor = 2.0f; }),
                  AB_INVALID_ARGUMENT, "scaling_factor: got 2 in a call without weights or probs");
+
+  const Tensor<float> bounds({2}), three({3});
+  const Tensor<int32_t> histogram({E, 5}), no_bins({E, 0}), few({E - 1, 5});
+  const auto balancing = [&](auto change) {
+    return with([&](Args a) {
+      a.expert_bias = bias.view(), a.qb_bin_bounds = bounds.view(), a.qb_histogram = histogram.view();
+      change(a);
+    });
+  };
+  EXPECT_OK(balancing([](Args) {}));
+  EXPECT_REFUSED(balancing([](Args a) { a.expert_bias = nullptr; }), AB_INVALID_ARGUMENT,
+                 "expert_bias: got NULL together with qb_histogram");
+  EXPECT_REFUSED(balancing([](Args a) { a.qb_bin_bounds = nullptr; }), AB_INVALID_ARGUMENT, "qb_bin_bounds: got NULL");
+  EXPECT_REFUSED(balancing([](Args a) { a.qb_histogram = nullptr; }), AB_INVALID_ARGUMENT, "qb_histogram: got NULL");
+  EXPECT_REFUSED(balancing([&](Args a) { a.qb_bin_bounds = three.view(); }), AB_INVALID_ARGUMENT,
+                 "qb_bin_bounds: got float32 (8) [3]");
+  EXPECT_REFUSED(balancing([&](Args a) { a.qb_histogram = no_bins.view(); }), AB_INVALID_ARGUMENT,
+                 "qb_histogram: got 0 bins");
+  EXPECT_REFUSED(balancing([&](Args a) { a.qb_histogram = few.view(); }), AB_INVALID_ARGUMENT,
+                 "qb_histogram: got int32 (4) [7, 5]");
+  EXPECT_REFUSED(balancing([&](Args a) { a.num_groups = 4, a.group_topk = 2; }), AB_INVALID_ARGUMENT,
+                 "num_groups: got one together with qb_histogram");
+  EXPECT_REFUSED(balancing([&](Args a) { a.topk = 8, a.weights = nullptr, a.lse = nullptr; }), AB_INVALID_ARGUMENT,
+                 "topk: got 8 together with qb_histogram, expected fewer than the 8 experts");
 
   const Tensor<float> wide({1, 32769});
   const Tensor<int16_t> narrow({1, 2});

@@ -32,6 +32,23 @@ double relative_error(int64_t size, const Got& got, const Want& want) {
 constexpr double kBound = 5e-6;
 double rounding(int32_t dtype) { return dtype == AB_FLOAT32 ? 0.0 : dtype == AB_BFLOAT16 ? 0x1p-8 : 0x1p-10; }
 
+// Both backends round what they count: few counts are in a neighbouring bin, which is how often the numbers of those
+// in the bins up to some bin differ.
+void compare_histograms(const Case& c, const Outputs& got, const Outputs& want) {
+  int64_t moved = 0;
+  int64_t counted = 0;
+  for (int64_t e = 0; e < c.E; ++e) {
+    int64_t difference = 0;
+    for (int64_t bin = 0; bin < c.qb_bins; ++bin) {
+      difference += got.histogram[e * c.qb_bins + bin] - want.histogram[e * c.qb_bins + bin];
+      counted += want.histogram[e * c.qb_bins + bin];
+      moved += std::abs(difference);
+    }
+    ASSERT_EQ(difference, 0) << "qb_histogram of expert " << e;
+  }
+  ASSERT_LE(static_cast<double>(moved), 2.0 + 1e-3 * static_cast<double>(counted)) << "qb_histogram";
+}
+
 // Selections are exact unless a bias or group scores are computed; then few tokens may differ where keys nearly tie.
 void compare(const Case& c, const Outputs& got, const Outputs& want) {
   const bool computed = c.bias || c.num_groups > 0;
@@ -44,6 +61,8 @@ void compare(const Case& c, const Outputs& got, const Outputs& want) {
     different += !same[static_cast<size_t>(t)];
   }
   ASSERT_LE(different, computed ? 1 + c.T / 50 : 0) << "experts differ";
+  compare_histograms(c, got, want);
+  if (::testing::Test::HasFatalFailure()) return;
 
   std::vector<int32_t> counts(got.counts.values().size(), 0);
   for (int64_t t = 0; t < c.T; ++t) {
@@ -213,8 +232,9 @@ void check(const Case& c, unsigned seed = 1, Cotangents cotangents = {}) {
   const auto same_bits = [](const auto& a, const auto& b) {
     return std::memcmp(a.values().data(), b.values().data(), a.values().size() * sizeof(a.values()[0])) == 0;
   };
-  ASSERT_TRUE(same_bits(got.experts, again.experts) && same_bits(got.weights, again.weights) &&
-              same_bits(got.score_sum, again.score_sum) && same_bits(got.lse, again.lse))
+  ASSERT_TRUE(same_bits(got.experts, again.experts) && got.histogram.values() == again.histogram.values() &&
+              same_bits(got.weights, again.weights) && same_bits(got.score_sum, again.score_sum) &&
+              same_bits(got.lse, again.lse))
       << "another run gave other bits";
   compare_gradients(c, in, got, seed, cotangents);
 }
@@ -436,6 +456,53 @@ TEST_F(RouterCuda, ReplayMasksAndSequences) {
         check(c, seed);
         if (HasFatalFailure()) return;
       }
+    }
+  }
+}
+
+TEST_F(RouterCuda, CutoffsOfEveryVariant) {
+  unsigned seed = 1000;
+  for (const int64_t E : {2, 8, 32, 60, 128, 256, 384, 512, 1000, 1100}) {
+    for (const int32_t list : {1, 7, 8, 9, 16, 32, 64, 100}) {
+      const auto K = static_cast<int32_t>(std::min<int64_t>(list, E - 1));
+      if (K < list && list != 100) continue;
+      for (const int64_t T : {70, 2100}) {
+        if (T == 2100 && E > 512) continue;
+        Case c{T, E, K, ++seed % 3 == 0 ? AB_FLOAT32 : seed % 3 == 1 ? AB_BFLOAT16 : AB_FLOAT16};
+        c.score_function = static_cast<int32_t>(seed / 3 % 3);
+        c.normalize = static_cast<int32_t>(seed / 2 % 2);
+        c.bias = true;
+        c.mask = seed % 4 == 0;
+        c.specials = seed % 6 == 0;
+        c.form = static_cast<Form>(seed % 7);
+        c.unaligned = seed % 5 == 0;
+        c.qb_bins = seed % 2 == 0 ? 1000 : 37;
+        check(c, seed, {6, 1});  // gradients know nothing of it
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(RouterCuda, CutoffsInBinsOfEveryNumber) {
+  unsigned seed = 1200;
+  for (const int64_t bins : {1, 2, 32, 53247, 53249, 200000}) {  // a row in shared memory, and too long for it
+    for (const int64_t T : {1, 63, 65, 3000}) {
+      Case c{T, 20, 3, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16, AB_SIGMOID};
+      c.bias = true;
+      c.qb_bins = bins;
+      // Positions of that many bins are rounded to more than a thousandth of one.
+      if (bins < 1000) {
+        check(c, seed, {6, 1});
+      } else {
+        const Inputs in(c, seed);
+        const Outputs got(c);
+        run_on_device(c, in, got);
+        int64_t counted = 0;
+        for (const int32_t count : got.histogram.values()) counted += count;
+        ASSERT_EQ(counted, T * c.E);
+      }
+      if (HasFatalFailure()) return;
     }
   }
 }

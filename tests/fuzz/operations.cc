@@ -64,8 +64,14 @@ void make_router_forward(const Operation& operation, Random& random, Call* call)
     if (!weighted || random.chance(0.8)) call->output(ARGUMENT(experts), AB_INT32, {s.T, s.K});
     if (random.chance(0.6)) call->output(ARGUMENT(tokens_per_expert), AB_INT32, statistics);
     if (forced) call->input(ARGUMENT(forced_experts), AB_INT32, {s.T, s.K}, s.E);
-    if (!forced && random.chance(0.4)) call->input(ARGUMENT(expert_bias), any_float(random), {s.E});
-    if (!forced && s.E % 2 == 0 && s.K <= s.E / 2 && random.chance(0.3)) {
+    const bool biased = !forced && random.chance(0.4);
+    if (biased) call->input(ARGUMENT(expert_bias), any_float(random), {s.E});
+    const bool balances = biased && s.K < s.E && random.chance(0.5);
+    if (balances) {
+      call->input(ARGUMENT(qb_bin_bounds), AB_FLOAT32, {2});
+      call->output(ARGUMENT(qb_histogram), AB_INT32, {s.E, random.one_of<int64_t>({1, 2, 37, 300})});
+    }
+    if (!forced && !balances && s.E % 2 == 0 && s.K <= s.E / 2 && random.chance(0.3)) {
       args->num_groups = 2;
       args->group_topk = s.K % 2 == 0 ? static_cast<int32_t>(random.between(1, 2)) : 1;
       if (random.chance(0.5)) {

@@ -13,6 +13,7 @@ from anabranch.jax.experts import expert_ffn, grouped_matmul
 from anabranch.jax.moe import MoEOutput, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.plan import Plan, plan
+from anabranch.jax.quantile import quantile_bias
 from anabranch.jax.ragged_exchange import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
@@ -49,6 +50,7 @@ __all__ = [
     "local_unpermute_before_a2a",
     "moe",
     "plan",
+    "quantile_bias",
     "route",
     "routing_map_to_selected_experts",
     "sort_chunks_by_index",

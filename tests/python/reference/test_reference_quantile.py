@@ -66,7 +66,7 @@ def test_biases_of_quantiles_balance(function):
     z = rng.normal(size=(T, E)) + 1.5 * rng.normal(size=E)
     bias = np.zeros(E)
     worst = []
-    for _ in range(6):
+    for _ in range(9):
         loads = route(z, K, score_function=function, expert_bias=bias).tokens_per_expert
         worst.append(loads.max() * E / (T * K))
         histogram = qb_histogram(z, K, -2.0, 2.0, 4000, score_function=function, expert_bias=bias)

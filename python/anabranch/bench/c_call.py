@@ -48,6 +48,7 @@ def call(
     tensors: Sequence[str],
     values: Mapping[str, Any],
     *,
+    later: Sequence[tuple[str, Any]] = (),
     has_workspace: bool = True,
     allocate: Callable[[int], Any] = lambda size: np.zeros(size, np.uint8),
     stream: Callable[[], int] | None = None,
@@ -60,6 +61,7 @@ def call(
       options: names and ctypes of the struct's options, in order.
       tensors: names of its tensors, in order.
       values: options and arrays by name; what is missing is 0 or NULL.
+      later: names and ctypes of the fields behind these, which newer versions have.
       has_workspace: whether there is a function of that name and "_workspace".
       allocate: makes a byte array of a size for the workspace.
       stream: the CUDA stream at the time of each call.
@@ -67,7 +69,7 @@ def call(
     Raises:
       RuntimeError: with the message of the status, from here or from the call.
     """
-    fields = [("size", ctypes.c_size_t), *options, *((name, ctypes.POINTER(Tensor)) for name in tensors)]
+    fields = [("size", ctypes.c_size_t), *options, *((name, ctypes.POINTER(Tensor)) for name in tensors), *later]
     struct = type("Args", (ctypes.Structure,), {"_fields_": fields})
     args = struct(size=ctypes.sizeof(struct))
     for name, value in values.items():

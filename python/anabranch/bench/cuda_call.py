@@ -45,6 +45,13 @@ FIELDS = {
         " weighted_a",
     ),
 }
+_LATER = {
+    "ab_cuda_router_forward": (
+        ("group_score_topk", ctypes.c_int32),
+        ("qb_bin_bounds", ctypes.POINTER(c_call.Tensor)),
+        ("qb_histogram", ctypes.POINTER(c_call.Tensor)),
+    )
+}
 _WITHOUT_WORKSPACE = (
     "ab_cuda_router_backward",
     "ab_cuda_load_balance_loss",
@@ -65,6 +72,11 @@ def tensors_of(function: str) -> list[str]:
     return FIELDS[function][1].split()
 
 
+def later_of(function: str) -> tuple[tuple[str, Any], ...]:
+    """Names and ctypes of the fields that came later."""
+    return _LATER.get(function, ())
+
+
 def cuda_call(function: str, **values: Any) -> Callable[[], None]:
     """A call of `function` with these options and tensors, ready to be made often."""
     torch = torch_with_gpu()
@@ -74,6 +86,7 @@ def cuda_call(function: str, **values: Any) -> Callable[[], None]:
         options_of(function),
         tensors_of(function),
         values,
+        later=later_of(function),
         has_workspace=function not in _WITHOUT_WORKSPACE,
         allocate=lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
         stream=lambda: torch.cuda.current_stream().cuda_stream,

@@ -185,8 +185,8 @@ def fused_topk_with_score_function(
         layout = math.ceil(E / 8), "uint8"
     dense = _DenseOptions(options, *layout, bool(compute_aux_scores))
     bounds = quantile_operand(options, expert_bias, qb_bin_bounds)
-    *results, counts = _dense(dense, *vary_alike(logits, expert_bias, bounds))
-    return tuple(results) if counts is None else (*results, qb_histogram + counts)
+    first, routing_map, counts = _dense(dense, *vary_alike(logits, expert_bias, bounds))
+    return (first, routing_map) if qb_histogram is None else (first, routing_map, qb_histogram + counts)
 
 
 def _qb_bins(num_experts: int, histogram: Any, bounds: Any, mode: Any) -> int | None:
@@ -281,7 +281,7 @@ def _dense_backward(options: _DenseOptions, logits: jax.Array, d_first: jax.Arra
     return (results["d_logits"].reshape(logits.shape),)
 
 
-def _dense(options: _DenseOptions, *operands: jax.Array | None) -> tuple[jax.Array | None, ...]:
+def _dense(options: _DenseOptions, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
     """(probs or auxiliary scores, routing map, counts or None) of logits, expert_bias, qb_bin_bounds."""
     return _dense_fwd(options, *operands)[0]
 

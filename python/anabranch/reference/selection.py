@@ -40,7 +40,7 @@ def best_first(keys):
 class Groups(NamedTuple):
     """G groups of which g stay, and n, how many of a group's keys its score adds up; None: K/g of them."""
 
-    count: int
+    number: int
     kept: int
     score_topk: int | None
 
@@ -101,7 +101,7 @@ def group_keys(logits, topk, score_function, normalize, expert_bias, groups):
     else:
         bias = 0.0 if expert_bias is None else as_float64(expert_bias, "expert_bias")
         keys = _biased_scores(z, score_function, bias)
-    keys = keys.reshape(*z.shape[:-1], groups.count, z.shape[-1] // groups.count)
+    keys = keys.reshape(*z.shape[:-1], groups.number, z.shape[-1] // groups.number)
     largest = np.take_along_axis(keys, best_first(keys)[..., : groups.members(topk)], axis=-1)
     with np.errstate(invalid="ignore"):
         return keys, largest.sum(axis=-1)
@@ -141,7 +141,7 @@ def select(
     else:
         _, group_scores = group_keys(z, topk, score_function, normalize, expert_bias, groups)
         kept = np.sort(best_first(group_scores)[..., : groups.kept], axis=-1)
-        experts = select_within(keys, topk, kept, groups.count)
+        experts = select_within(keys, topk, kept, groups.number)
     if token_mask is not None:
         experts = np.where(np.asarray(token_mask)[..., None], experts, -1)
     return experts.astype(np.int32)
@@ -215,7 +215,7 @@ def _row_agrees(got, z, groups, score_function, normalize, expert_bias):
     if groups is None:
         return not overtaken.any()
     kept = _kept_groups(got, z, inputs, computed, overtaken, groups, score_function, normalize, expert_bias)
-    return kept is not None and not overtaken.reshape(groups.count, -1, got.size)[kept].any()
+    return kept is not None and not overtaken.reshape(groups.number, -1, got.size)[kept].any()
 
 
 def _kept_groups(got, z, inputs, computed, overtaken, groups, score_function, normalize, expert_bias):

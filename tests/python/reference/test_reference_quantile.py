@@ -69,6 +69,6 @@ def test_biases_of_quantiles_balance(function):
     for _ in range(9):
         loads = route(z, K, score_function=function, expert_bias=bias).tokens_per_expert
         worst.append(loads.max() * E / (T * K))
-        histogram = qb_histogram(z, K, -2.0, 2.0, 4000, score_function=function, expert_bias=bias)
+        histogram = qb_histogram(z, K, -2.0, 2.0, 40000, score_function=function, expert_bias=bias)
         bias = quantile_bias(histogram, -2.0, 2.0, K)
     assert worst[0] > 3 and worst[-1] < 1.1

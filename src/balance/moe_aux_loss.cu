@@ -42,7 +42,7 @@ ab_status prepare(const ab_moe_aux_loss_args* args, void* workspace, MoeAuxLoss*
   sums->scores = op->probs;
   sums->dtype = op->probs_dtype;
   sums->E = op->C;
-  sums->sum = reinterpret_cast<float*>(memory);
+  sums->sum = memory == nullptr ? op->loss : reinterpret_cast<float*>(memory);  // in a query any address
   AB_RETURN_IF_ERROR(prepare_column_sums(op->T, 1, memory == nullptr ? nullptr : memory + own, sums, bytes));
   op->of_sums.score_sum = sums->sum;
   op->of_sums.loss = op->loss;

@@ -57,6 +57,7 @@ struct Choice {
 };
 
 RouteVariants variants_of(const RouterForward& op, bool by_score) {
+  if (op.qb_histogram != nullptr) return balanced_variants();
   if (by_score) return biased_variants();
   return op.score_function == AB_SOFTMAX ? softmax_variants() : elementwise_variants();
 }
@@ -70,8 +71,7 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
   for (; variant != end; ++variant) {
     if (variant->lanes * variant->items < op.E) continue;
     int list = 0;
-    while (list < RouteVariant::kLists &&
-           (RouteVariant::list(list) < op.ranks() || variant->kernels[list].of_any == nullptr))
+    while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list].of_any == nullptr))
       ++list;
     if (list == RouteVariant::kLists) continue;
     RouteVariant::Kernels kernels = variant->kernels[list];

@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kBiasStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   constexpr bool kOneLane = kLanes == 1;
+  constexpr unsigned kLanesOfFirst = kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1u;  // of a warp's tokens
   constexpr unsigned kRanks = kOneLane ? kList : F::kCandidates;  // of a token in `selected`
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
@@ -375,13 +376,14 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
           undecided |= F::sort_nearly(list, listed, lane, threshold, values, value_of, selected);
         }
         if constexpr (kBalanced) {
-          next_is_below = candidates <= K && !undecided;
+          next_is_below = candidates <= K;
           if (__any_sync(kAllLanes, next_is_below)) {
             below = filter.largest_of(filter.best_below(threshold), first_item, value_of);
           }
         }
       }
       unsigned pending = __ballot_sync(kAllLanes, live && undecided);
+      if constexpr (kBalanced) next_is_below &= (pending & kLanesOfFirst << (token * kLanes)) == 0;
 #pragma unroll 1
       while (pending != 0) {
         const unsigned other = (__ffs(static_cast<int>(pending)) - 1) / kLanes;
@@ -392,7 +394,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
                                        reinterpret_cast<uint32_t*>(piece + call.shared.groups)};
         select_exactly(op, call.selection, first + other, its_softmax, scratch,
                        reinterpret_cast<int32_t*>(piece + call.shared.selected) + other * kRanks);
-        pending &= ~((kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1u) << (other * kLanes));
+        pending &= ~(kLanesOfFirst << (other * kLanes));
       }
       if constexpr (kBalanced) {
         __syncwarp();

@@ -32,7 +32,7 @@ class Tile {
     bias_ = op.bias != nullptr ? scratch.take<float>(row) : nullptr;
     z_ = scratch.take<float>(kLanes * row);
     s_ = scratch.take<float>(balances() ? kLanes * row : row);
-    bins_ = scratch.take<int32_t>(balances() ? kLanes * row : 0);
+    bins_ = scratch.take<int32_t>(balances() ? kPlacedTokens * row : 0);
     q_ = scratch.take<float>(op.bias != nullptr || grouped ? kLanes * row : 0);
     kept_ = scratch.take<float>(grouped ? kLanes * row_blocks(count_) * kRowPad : 0);
     maxima_ = scratch.take<float>(kLanes * sets_ * kRowPad);
@@ -83,12 +83,33 @@ class Tile {
     } else {
       select();
     }
-    if (histogram != nullptr) count_cutoffs(histogram);
+    if (histogram != nullptr) {
+      place_cutoffs();
+      if (placed_ + kLanes > kPlacedTokens) count_bins(histogram);
+    }
     if (op_.wants_weights) {
       gather_logits(op_.logits, op_.logits_dtype, op_.E, op_.K, first, experts_, weights_);
       score_slots(op_.score_function, op_.normalize, op_.K, softmax_, weights_, nullptr);
     }
     write(first, n, counts);
+  }
+
+  // histogram[e][bin] += 1 for every expert of the tokens that were placed, but where it has no bin: some experts at a
+  // time, whose counts stay in the first-level cache.
+  void count_bins(int32_t* histogram) {
+    for (int64_t first = 0; first < op_.E; first += kRowsAtOnce) {
+      const int64_t n = op_.E - first < kRowsAtOnce ? op_.E - first : kRowsAtOnce;
+      int32_t* rows[kRowsAtOnce];
+      for (int64_t e = 0; e < kRowsAtOnce; ++e) rows[e] = histogram + (first + (e < n ? e : 0)) * op_.qb_bins;
+      for (int64_t token = 0; token < placed_; ++token) {
+        const int32_t* const places = bins_ + token * blocks() * kRowPad + first;
+#pragma GCC unroll 8
+        for (int64_t e = 0; e < kRowsAtOnce; ++e) {
+          if (places[e] >= 0 && e < n) ++rows[e][places[e]];
+        }
+      }
+    }
+    placed_ = 0;
   }
 
  private:
@@ -101,6 +122,10 @@ class Tile {
   static_assert(kLanes % kKeyLanes == 0 && kWidth<float> == kLanes);
   // Keys are made so many at a time, the last of them past the end.
   static constexpr int64_t kKeysAtOnce = 8;
+
+  // Tokens whose bins are kept, and experts that are counted together: what they count stays in the first-level cache.
+  static constexpr int64_t kPlacedTokens = 128;
+  static constexpr int64_t kRowsAtOnce = 8;
 
   int64_t blocks() const { return row_blocks(op_.E); }
   int64_t key_row_length() const { return round_up(count_, length_) + kKeysAtOnce; }
@@ -219,26 +244,17 @@ class Tile {
     }
   }
 
-  // histogram[e][bin] += 1 for every expert of every lane, but where its place is NaN: expert after expert, so that the
-  // lanes count in one row.
-  void count_cutoffs(int32_t* histogram) {
+  // Keeps the bins of the lanes' experts for count_bins.
+  void place_cutoffs() {
     const QuantileBins bins(op_.qb_bin_bounds, op_.qb_bins);
     const int64_t row = blocks() * kRowPad;
-    int lanes = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
       if (!live_[lane]) continue;
       const float* s = scores(lane);
-      int32_t* places = bins_ + lanes++ * row;
+      int32_t* places = bins_ + placed_++ * row;
       for (int64_t e = 0; e < row; ++e) {
         const float position = bins.position(cutoffs_[lane], s[e] * factors_[lane]);
         places[e] = static_cast<int32_t>(position == position ? position : -1.0f);
-      }
-    }
-    for (int64_t e = 0; e < op_.E; ++e) {
-      int32_t* const counts = histogram + e * op_.qb_bins;
-      for (int lane = 0; lane < lanes; ++lane) {
-        const int32_t place = bins_[lane * row + e];
-        if (place >= 0) ++counts[place];
       }
     }
   }
@@ -459,7 +475,7 @@ class Tile {
   float* bias_;         // [E], or null
   float* z_;            // [kLanes] rows of logits, where they need conversion or padding
   float* s_;            // scores, for softmax before the division by their sum: a row, or [kLanes] rows
-  int32_t* bins_;       // [kLanes] rows of numbers of bins
+  int32_t* bins_;       // [kPlacedTokens] rows of numbers of bins
   float* q_;            // [kLanes] rows of selection keys where they are not z
   float* kept_;         // [kLanes] rows of the kept groups' selection keys
   float* maxima_;       // [kLanes][sets * kRowPad]
@@ -484,6 +500,7 @@ class Tile {
   const float* group_ranks_[kLanes] = {};  // and its groups
   float factors_[kLanes] = {};             // of the rows of scores
   float bounds_[kLanes] = {};
+  int64_t placed_ = 0;          // tokens in bins_
   float cutoffs_[kLanes] = {};  // the best selection key that selects nothing
   bool live_[kLanes] = {};
 };
@@ -498,6 +515,7 @@ void route(const RouterForward& op, int64_t begin, int64_t end, int32_t* counts,
   for (int64_t t = begin; t < end; t += kLanes) {
     tile.route(t, static_cast<int>(end - t < kLanes ? end - t : kLanes), counts, score_sum, histogram);
   }
+  if (histogram != nullptr) tile.count_bins(histogram);
 }
 
 size_t scratch_size(const RouterForward& op) { return Tile(op, nullptr).size(); }

@@ -49,6 +49,7 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
       TypeError, ValueError: an argument is wrong; the message names it.
 
     Gradients: none.
+    Source: semantics, section 10; quantile balancing is Kimi-K3's.
 
     >>> quantile_bias(jnp.array([[0, 2, 0, 0], [0, 0, 0, 2]]), 0.0, 4.0, 1).tolist()
     [-1.0, 1.0]

@@ -52,6 +52,7 @@ class MoEOptions:
     expert_bias: np.ndarray | None = None
     num_groups: int | None = None
     group_topk: int | None = None
+    group_score_topk: int | None = None
     scaling_factor: float = 1.0
     gate_bias: np.ndarray | None = None
     activation: str = "silu"
@@ -79,6 +80,7 @@ class MoEOptions:
             "expert_bias": self.expert_bias,
             "num_groups": self.num_groups,
             "group_topk": self.group_topk,
+            "group_score_topk": self.group_score_topk,
             "scaling_factor": self.scaling_factor,
             "token_mask": per_token(self.token_mask),
             "forced_experts": per_token(self.forced_experts, self.topk),

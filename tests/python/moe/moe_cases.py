@@ -55,6 +55,7 @@ ROUTING = (
     "expert_bias",
     "num_groups",
     "group_topk",
+    "group_score_topk",
     "scaling_factor",
     "token_mask",
     "forced_experts",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import check_layer, operands
 
-from anabranch.jax import _products, moe
+from anabranch.jax import _products, moe, route
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS
 from oracle import assert_close
 
@@ -56,6 +56,29 @@ def test_gradients_of_float32_weights_in_another_layout_are_not_rounded():
     for name in ("w_in", "w_out"):
         got = np.asarray(gradients[name])
         assert got.dtype == np.float32 and (got != got.astype(ml_dtypes.bfloat16).astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("score_function", SCORES)
+def test_scores_of_groups(score_function):
+    arrays = operands(53, 12, 4, 24, 40, bias=True)
+    bias = (0.1 * np.random.default_rng(3).standard_normal(12)).astype(np.float32)
+    for group_score_topk in (1, 3):
+        groups = dict(num_groups=4, group_topk=2, group_score_topk=group_score_topk)
+        check_layer(arrays, topk=4, score_function=score_function, expert_bias=bias, **groups)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantile_balancing_counts_what_the_router_alone_counts(dtype):
+    arrays = {name: jnp.asarray(a) for name, a in operands(331, 8, 2, 24, 40, dtype=dtype).items() if a is not None}
+    mask = jnp.asarray(np.random.default_rng(4).random(331) < 0.8)
+    options = dict(topk=2, score_function="sigmoid", expert_bias=jnp.linspace(-0.2, 0.2, 8), token_mask=mask)
+    balancing = dict(qb_bin_bounds=(-1.0, 1.0), qb_bins=100)
+    plain, result = moe(**arrays, **options), moe(**arrays, **options, **balancing)
+    assert plain.qb_histogram is None and result.qb_histogram.shape == (8, 100)
+    np.testing.assert_array_equal(result.output, plain.output)
+    np.testing.assert_array_equal(result.qb_histogram.sum(1), np.full(8, mask.sum()))
+    logits = _products.matmul(arrays["x"], arrays["gate"], (1, 0))
+    np.testing.assert_array_equal(result.qb_histogram, route(logits, **options, **balancing).qb_histogram)
 
 
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16", "float16"])

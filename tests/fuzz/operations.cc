@@ -1,5 +1,7 @@
 // A valid call of every operation, at random.
 #include <algorithm>
+#include <map>
+#include <string>
 
 #include "anabranch/balance.h"
 #include "anabranch/dispatch.h"
@@ -331,8 +333,10 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
   Operand& result = call->output(ARGUMENT(out), out, {s.T, s.F});
   result.in = in_place ? addend : nullptr;
   result.skips = &args->skip_rest;  // maps at random do name the rest
-  call->options = {
-      {"transpose_w", &args->transpose_w}, {"weight_early", &args->weight_early}, {"skip_rest", &args->skip_rest}};
+  call->options = {{"transpose_w", &args->transpose_w},
+                   {"weight_early", &args->weight_early},
+                   {"skip_rest", &args->skip_rest},
+                   {"backward", &args->backward}};
 }
 
 // What both directions of the feed-forward network read; returns its dtype.
@@ -350,6 +354,28 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   call->input(ARGUMENT(w_in), dtype, {s.E, s.D, s.P, s.F});
   call->options = {{"activation", &args->activation}, {"topk", &args->topk}, {"skip_rest", &args->skip_rest}};
   return dtype;
+}
+
+// Lets the weights, and what goes with them, lie in memory in one of the layouts of experts.h.
+void lay_out(Random& random, Call* call) {
+  const Shape in = random.one_of<Shape>({{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}});
+  const Shape out = random.one_of<Shape>({{0, 1, 2}, {0, 2, 1}});
+  const bool interleaved = std::find(in.begin(), in.end(), 3) < std::find(in.begin(), in.end(), 2);
+  const Shape hidden = interleaved ? Shape{0, 2, 1} : Shape{0, 1, 2};
+  const std::map<std::string, Shape> orders = {{"w_in", in},  {"d_w_in", in}, {"w_out", out},   {"d_w_out", out},
+                                               {"h", hidden}, {"dh", hidden}, {"b_in", hidden}, {"d_b_in", hidden}};
+  for (Operand& operand : call->operands) {
+    const auto found = orders.find(operand.name);
+    if (found == orders.end()) continue;
+    const Shape& order = found->second;
+    operand.strides.assign(AB_MAX_RANK, 0);
+    int64_t stride = 1;
+    for (size_t i = order.size(); i-- > 0;) {
+      operand.strides[static_cast<size_t>(order[i])] = stride;
+      stride *= operand.view.shape[order[i]];
+    }
+    operand.view.strides = operand.strides.data();
+  }
 }
 
 template <class Args>
@@ -374,6 +400,7 @@ void make_expert_ffn_forward(const Operation& operation, Random& random, Call* c
   if (first_half || random.chance(0.4)) {
     call->output(ARGUMENT(a), dtype, {s.R, s.F}).skips = &args->skip_rest;
   }
+  if (random.chance(0.5)) lay_out(random, call);
   call->options.push_back({"weight_early", &args->weight_early});
 }
 
@@ -430,6 +457,7 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
     if (wants_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F});
   }
   call->options.push_back({"accumulate", &args->accumulate});
+  if (random.chance(0.5)) lay_out(random, call);
 }
 
 #undef ARGUMENT

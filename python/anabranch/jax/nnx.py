@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -19,7 +18,7 @@ from anabranch.jax._initializers import (
 )
 from anabranch.jax.moe import MoEOutput, layer_config, moe
 from anabranch.jax.parallel import Parallel
-from anabranch.jax.quantile import bin_bounds, quantile_bias
+from anabranch.jax.quantile import host_bounds, quantile_bias
 from anabranch.jax.shared_expert import shared_expert
 from anabranch.layouts import OURS, Layouts
 
@@ -177,7 +176,7 @@ class MoE(nnx.Module):
         self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, _check.FLOATS))
         self.activation = activation
         self.options = options
-        self.qb_bin_bounds = None if not quantile else tuple(np.asarray(bin_bounds(qb_bin_bounds)).tolist())
+        self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         key = _params_stream(rngs)
 
         def parameter(name: str, value: jax.Array) -> nnx.Param:

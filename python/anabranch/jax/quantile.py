@@ -32,6 +32,16 @@ def bin_bounds(value: Any) -> jax.Array:
     return bounds
 
 
+def host_bounds(value: Any) -> tuple[float, float]:
+    """Checks `qb_bin_bounds` where it is part of a program: a pair of numbers, lower < upper."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"qb_bin_bounds: got {_check.describe(value)}, expected (lower, upper)")
+    lower, upper = (_check.number("qb_bin_bounds", end) for end in value)
+    if not np.float32(lower) < np.float32(upper):
+        raise ValueError(f"qb_bin_bounds: got {lower}, {upper}, expected lower < upper")
+    return lower, upper
+
+
 def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float | jax.Array, topk: int) -> jax.Array:
     """The expert bias under which each expert would have been given its share of the tokens that were counted.
 

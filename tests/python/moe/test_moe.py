@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import check_layer, operands
+from moe_cases import LAYOUTS, TWO_INPUTS, check_layer, operands
 
+from anabranch.activation import PLAIN
 from anabranch.jax import _products, moe, route
-from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -141,6 +140,13 @@ def test_activations(activation, parts, weight_early):
     check_layer(arrays, topk=2, activation=activation, weight_early=weight_early)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("activation", TWO_INPUTS, ids=lambda a: a.name)
+def test_activations_of_two_inputs(activation, dtype):
+    arrays = operands(61, 8, 3, 24, 40, dtype=dtype, bias=True, skew=3.0, cold=2)
+    check_layer(arrays, topk=3, activation=activation, w_in_layout="dfp")
+
+
 @pytest.mark.parametrize("T", [0, 1, 7, 300])
 @pytest.mark.parametrize("E,K", [(1, 1), (3, 1), (3, 3), (64, 8), (130, 130)])
 def test_sizes(T, E, K):
@@ -245,14 +251,20 @@ def test_replay_with_repeats_holes_and_wrong_indices():
     weight_early=st.booleans(),
     bias=st.booleans(),
     align_size=st.sampled_from([0, 1, 3, 8]),
+    layouts=st.sampled_from(LAYOUTS),
     data=st.data(),
 )
 def test_random_combinations(
-    T, groups, per_group, D, F, parts, score_function, normalize, weight_early, bias, align_size, data
+    T, groups, per_group, D, F, parts, score_function, normalize, weight_early, bias, align_size, layouts, data
 ):
     E = groups * per_group
-    K = data.draw(st.integers(1, E), "K")
+    group_topk = data.draw(st.integers(1, groups), "group_topk")
+    K = data.draw(st.integers(1, group_topk * per_group), "K")
     seed = data.draw(st.integers(0, 2**16), "seed")
+    chosen = {"activation": data.draw(st.sampled_from(PLAIN if parts == 1 else (*PLAIN, *TWO_INPUTS)), "activation")}
+    if groups > 1:
+        score_topk = data.draw(st.integers(1, per_group), "group_score_topk")
+        chosen |= {"num_groups": groups, "group_topk": group_topk, "group_score_topk": score_topk}
     check_layer(
         operands(T, E, K, D, F, parts=parts, bias=bias, seed=seed),
         seed=seed + 1,
@@ -261,8 +273,11 @@ def test_random_combinations(
         normalize=normalize,
         weight_early=weight_early,
         align_size=align_size,
+        w_in_layout=layouts[0],
+        w_out_layout=layouts[1],
         aux_loss_coeff=0.1,
         tiny=True,
+        **chosen,
     )
 
 

@@ -1,4 +1,4 @@
-// Matrix products of Hopper's tensor cores: wgmma m64nNk16, both factors in shared memory, float32 accumulators.
+// Matrix products of Hopper's tensor cores: wgmma m64nNk16, factors in shared memory, float32 accumulators.
 //
 // A factor stands in shared memory in panels of 64 x 64 elements of 16 bits: 64 rows of 128 bytes with the 128-byte
 // swizzle, as TMA writes them. Major::k: a row holds 64 of k of one row of A (column of B). Major::mn: a row holds one
@@ -7,7 +7,9 @@
 
 #include <cstdint>
 
+#include "core/cuda/access.cuh"
 #include "core/cuda/tile_memory.cuh"
+#include "core/cuda/warp.cuh"
 #include "core/dtype.h"
 
 namespace anabranch::cuda {
@@ -77,6 +79,18 @@ __device__ __forceinline__ void copy_accumulators(float (&to)[kCount], const flo
 template <int kColumns, Major kMajorA, Major kMajorB, class Element>
 struct Wgmma;
 
+// Begins d = the first of 16 rows of b in every row of d, if the 15 others are 0: a b with ones in the first column of
+// a, which is in registers and else 0. b: Major::mn.
+template <int kColumns, class Element>
+struct WgmmaOfOnes;
+
+// In the first column of A as wgmma takes it from registers, rows i / 4 and i / 4 + 8 of a warp's 16 (two registers,
+// which are the same), columns 2 (i % 4) and the next.
+template <class Element>
+__device__ __forceinline__ uint32_t first_column_of_ones() {
+  return lane_index() % 4 == 0 ? pack<Element>(1.0f, 0.0f) : 0u;
+}
+
 // Operand numbers of the first 8 (i + 1) accumulators, and the registers behind them.
 #define AB_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define AB_R1 AB_R0 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -127,15 +141,42 @@ struct Wgmma;
             "n"(static_cast<int>(kMajorB)));                                                          \
     }                                                                                                 \
   }
+// ONES, ZEROS, B, HIGH: operand numbers.
+#define AB_WGMMA_OF_ONES(COLUMNS, ELEMENT, TYPE, LAST, ONES, ZEROS, B, HIGH)                                          \
+  template <>                                                                                                         \
+  struct WgmmaOfOnes<COLUMNS, ELEMENT> {                                                                              \
+    static __device__ __forceinline__ void begin(float (&d)[COLUMNS / 2], Descriptor b) {                             \
+      asm volatile(                                                                                                   \
+          "{\n"                                                                                                       \
+          ".reg .b64 b;\n"                                                                                            \
+          "mov.b64 b, {" B ", " HIGH                                                                                  \
+          "};\n"                                                                                                      \
+          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" AB_R##LAST "}, {" ONES ", " ONES \
+                                                                                                ", " ZEROS ", " ZEROS \
+                                                                                                "}, b, 0, 1, 1, 1;\n" \
+                                                                                                "}\n"                 \
+          : AB_D##LAST                                                                                                \
+          : "r"(first_column_of_ones<ELEMENT>()), "r"(0), "r"(b), "n"(kDescriptorHigh));                              \
+    }                                                                                                                 \
+  }
 #define AB_WGMMA(COLUMNS, LAST, ...)                         \
   AB_WGMMA_OF(COLUMNS, BFloat16, "bf16", LAST, __VA_ARGS__); \
   AB_WGMMA_OF(COLUMNS, Float16, "f16", LAST, __VA_ARGS__)
+#define AB_WGMMA_ONES(COLUMNS, LAST, ...)                         \
+  AB_WGMMA_OF_ONES(COLUMNS, BFloat16, "bf16", LAST, __VA_ARGS__); \
+  AB_WGMMA_OF_ONES(COLUMNS, Float16, "f16", LAST, __VA_ARGS__)
 
 AB_WGMMA(64, 3, "%32", "%33", "%34", "%35", "%36", "%37");
 AB_WGMMA(128, 7, "%64", "%65", "%66", "%67", "%68", "%69");
 AB_WGMMA(192, 11, "%96", "%97", "%98", "%99", "%100", "%101");
 AB_WGMMA(256, 15, "%128", "%129", "%130", "%131", "%132", "%133");
 
+AB_WGMMA_ONES(128, 7, "%64", "%65", "%66", "%67");
+AB_WGMMA_ONES(192, 11, "%96", "%97", "%98", "%99");
+AB_WGMMA_ONES(256, 15, "%128", "%129", "%130", "%131");
+
+#undef AB_WGMMA_ONES
+#undef AB_WGMMA_OF_ONES
 #undef AB_WGMMA
 #undef AB_WGMMA_OF
 #undef AB_D15

@@ -20,8 +20,8 @@ namespace {
 
 constexpr int kRows = kBiasRows;  // of one sum
 constexpr int kWarps = 8;
-constexpr int kBatch = 4;   // rows of a warp that are on their way together
-constexpr int kBlocks = 6;  // of a multiprocessor
+constexpr int kBatch = 8;   // rows of a warp that are on their way together
+constexpr int kBlocks = 3;  // of a multiprocessor
 
 // Columns of a block: a lane has kVectors vectors of kEach neighbours each.
 template <class T, int kEach>
@@ -35,35 +35,47 @@ struct Columns {
   static __device__ int of(int v) { return (v * kWarp + lane_index()) * kEach; }
 };
 
+// The rows of a sum, found before they are read.
+struct SourceRows {
+  int32_t row[kRows];  // of the matrix, or -1
+  float weight[kRows];
+
+  // By all threads of the block.
+  __device__ void find(const BiasGradient& g, const Tile& tile) {
+    const int rows = min(tile.end_row - tile.row, kRows);
+    for (int i = static_cast<int>(threadIdx.x); i < kRows; i += kWarps * kWarp) {
+      const int32_t slot = i < rows ? g.map.slot_of(tile.row + i) : -1;
+      const int32_t there = g.gathers ? g.map.source_of(max(slot, 0)) : tile.row + i;
+      row[i] = slot < 0 ? -1 : there;
+      weight[i] = slot < 0 ? 0.0f : g.weights[slot];
+    }
+  }
+};
+
 // The warps take rows in turn.
 template <class T, int kEach>
-__device__ void add_rows(const BiasGradient& g, const Tile& tile, float (&sums)[Columns<T, kEach>::kPerLane]) {
+__device__ void add_rows(const BiasGradient& g, const Tile& tile, const SourceRows& from,
+                         float (&sums)[Columns<T, kEach>::kPerLane]) {
   using Of = Columns<T, kEach>;
   const int rows = min(tile.end_row - tile.row, kRows);
-  const T* m = static_cast<const T*>(g.m.data);
+  const T* const m = static_cast<const T*>(g.m.data) + tile.column;
+#pragma unroll 1
   for (int first = warp_index(); first < rows; first += kWarps * kBatch) {
-    int32_t slots[kBatch];
     Vector<T, kEach> values[kBatch][Of::kVectors];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int row = first + i * kWarps;
-      slots[i] = row < rows ? g.map.slot_of(tile.row + row) : -1;
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int32_t row = g.gathers ? g.map.source_of(max(slots[i], 0)) : tile.row + first + i * kWarps;
-      const T* const begin = m + static_cast<int64_t>(row) * g.N + tile.column;
+      const int32_t row = from.row[(first + i * kWarps) % kRows];
+      const T* const begin = m + static_cast<int64_t>(row) * g.N;
 #pragma unroll
       for (int v = 0; v < Of::kVectors; ++v) {
-        const bool there = slots[i] >= 0 && tile.column + Of::of(v) < g.N;
+        const bool there = first + i * kWarps < rows && row >= 0 && tile.column + Of::of(v) < g.N;
         values[i][v].bytes = {};
         values[i][v].load_if(there, begin + Of::of(v));
       }
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (slots[i] < 0) continue;
-      const float weight = g.weights[slots[i]];
+      const float weight = first + i * kWarps < rows ? from.weight[(first + i * kWarps) % kRows] : 0.0f;
 #pragma unroll
       for (int j = 0; j < Of::kPerLane; ++j) sums[j] = fmaf(weight, values[i][j / kEach][j % kEach], sums[j]);
     }
@@ -71,17 +83,20 @@ __device__ void add_rows(const BiasGradient& g, const Tile& tile, float (&sums)[
 }
 
 template <class T, int kEach>
-__global__ void __launch_bounds__(kWarps* kWarp)
+__global__ void __launch_bounds__(kWarps* kWarp, kBlocks)
     sum_rows(const BiasGradient g, const RowTiles tiles, float* const partial_sums) {
   using Of = Columns<T, kEach>;
   __shared__ Tile tile;
+  __shared__ SourceRows from;
   __shared__ float shared[kWarps][Of::kCount];
   wait_for_previous_kernel();
   RowTileScheduler<kRows, Of::kCount> scheduler(tiles);
   for (int n = 0; next_of_block(scheduler, n, tile); ++n) {
     if (tile.expert == kNoExpert) continue;
+    from.find(g, tile);
+    __syncthreads();
     float sums[Of::kPerLane] = {};
-    add_rows<T, kEach>(g, tile, sums);
+    add_rows<T, kEach>(g, tile, from, sums);
 #pragma unroll
     for (int j = 0; j < Of::kPerLane; ++j) shared[warp_index()][Of::of(j / kEach) + j % kEach] = sums[j];
     __syncthreads();

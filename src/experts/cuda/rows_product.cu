@@ -55,15 +55,17 @@ SimpleProduct simple_product(const RowsProduct& p) {
 
 ab_status compute_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   if (p.R * p.N == 0) return ok();
+  bool knows_padding = p.scales() || p.weighs_bias();
   if (hopper::supports(p)) {
     AB_RETURN_IF_ERROR(hopper::multiply(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
-  } else if (p.has_epilogue()) {
+  } else if (knows_padding || p.bias != nullptr) {
     AB_RETURN_IF_ERROR(simple::launch_rows_product(simple_product(p), ScaleBias{p}, multiprocessors, stream));
+    knows_padding = true;
   } else {
     AB_RETURN_IF_ERROR(simple_rows_product(simple_product(p), {p.y, p.dtype, 0, p.N, 1}, multiprocessors, stream));
   }
-  // Epilogues know padding; a product alone multiplies its zeros by what W holds, which may be NaN.
-  if (p.has_epilogue() || p.skips_rest) return ok();
+  // A product without weights multiplies padding's zeros by what W holds, which may be NaN, and adds the bias.
+  if (knows_padding || p.skips_rest) return ok();
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 

@@ -36,8 +36,8 @@ struct RowsProduct {
   AB_INLINE int64_t stored_columns() const { return w_columns > 0 ? w_columns : N; }
   // Whether weights multiply the product itself.
   bool scales() const { return weights.data != nullptr && !weight_early; }
-  // Whether there is more to do than the product.
-  bool has_epilogue() const { return bias != nullptr || scales(); }
+  // Whether they multiply the bias alone.
+  AB_INLINE bool weighs_bias() const { return bias != nullptr && weights.data != nullptr && weight_early; }
 };
 
 // By whichever path can take it.

@@ -102,7 +102,7 @@ class GroupedProduct {
       tile.first_k_block = k_blocks;
       shared_.queue.put(n, tile);
       if (tile.expert == kNoTile) break;
-      k_blocks += tile.k_blocks;
+      k_blocks += blocks_of(p_.b, tile);
       if constexpr (kGathers) load_k_blocks(shared_.ring, p_.a, p_.b, tile, false);
     }
     for (int more = 1; more < Shape::kTilesInFlight; ++more) shared_.queue.put(n + more, {.expert = kNoTile});
@@ -178,12 +178,12 @@ class GroupedProduct {
     using Element = typename P::Element;
     const int rows = tile.end_row - tile.row - member * Shape::kWarpgroupRows;
     if (Shape::kTileWarpgroups > 1 && rows <= 0) {
-      skip_k_blocks(shared_.ring, tile);
+      skip_k_blocks(shared_.ring, tile, blocks_of(p_.b, tile));
     } else if (Shape::kWarpgroupPanels == 1 || rows <= kPanel) {
-      multiply_k_blocks<1, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc, during_last_products);
+      multiply_k_blocks<1, Element, OperandA>(shared_.ring, p_.b, n, tile, member, acc, during_last_products);
     } else {
-      multiply_k_blocks<Shape::kWarpgroupPanels, Element, OperandA, OperandB>(shared_.ring, n, tile, member, acc,
-                                                                              during_last_products);
+      multiply_k_blocks<Shape::kWarpgroupPanels, Element, OperandA>(shared_.ring, p_.b, n, tile, member, acc,
+                                                                    during_last_products);
     }
   }
 

@@ -69,6 +69,21 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
   typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
   typename OperandB::template Gather<Shape::kColumns> gather_b(b, tile);
   auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
+  if constexpr (OperandB::kTakesBias) {
+    if (blocks_of(b, tile) > tile.k_blocks) {
+      constexpr uint32_t kBiasBytes = Shape::kColumns / kPanel * kWgmmaK * kSwizzleBytes;
+      Barrier& full = ring.full[at.stage];
+      ring.empty[at.stage].wait(at.phase ^ 1u);
+      __syncwarp();
+      if (leads && lane_index() == 0) {
+        full.arrive_and_expect(kBiasBytes);
+        b.bias.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, 0,
+                                              Multicast<Shape::kBlocks>::of(tile.multicasts_b != 0));
+      }
+      if constexpr (OperandA::kGathered) full.arrive_after_copies();  // of none
+      at.advance();
+    }
+  }
 #pragma unroll 1  // the producer has few registers
   for (int k_block = 0; k_block < tile.k_blocks; ++k_block, at.advance()) {
     Barrier& full = ring.full[at.stage];
@@ -86,11 +101,12 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
   }
 }
 
-// acc = A B over the k-blocks of the block's n-th tile, for the first kUsed panels of the warpgroup's rows; `member`:
-// which part of the tile's rows the warpgroup has. Ends the main loop. during_last_products is called once, with the
-// last products on their way.
+// acc = A B, and the bias that B may have, over the k-blocks of the block's n-th tile, for the first kUsed panels of
+// the warpgroup's rows; `member`: which part of the tile's rows the warpgroup has. Ends the main loop.
+// during_last_products is called once, with the last products on their way.
 template <int kUsed, class Element, class OperandA, class OperandB, class Shape, class DuringLast>
-__device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, int n, const Tile& tile, int member,
+__device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, const OperandB& operand_b, int n,
+                                                  const Tile& tile, int member,
                                                   float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2],
                                                   const DuringLast& during_last_products) {
   using Multiply = Wgmma<Shape::kColumns, OperandA::kMajor, OperandB::kMajor, Element>;
@@ -100,7 +116,24 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, int 
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
 #pragma unroll
   for (int panel = 0; panel < kUsed; ++panel) begin_accumulators(acc[panel]);
-  for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
+  int blocks = tile.k_blocks;
+  int block = 0;
+  if constexpr (OperandB::kTakesBias) {
+    blocks += operand_b.bias_blocks;
+    if (operand_b.bias_blocks > 0) {  // which the compiler sees that it is the same for all threads
+      ring.full[at.stage].wait(at.phase);
+      fence_accumulators();
+#pragma unroll
+      for (int panel = 0; panel < kUsed; ++panel) {
+        WgmmaOfOnes<Shape::kColumns, Element>::begin(acc[panel],
+                                                     first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel);
+      }
+      commit_products();
+      block = 1;
+      at.advance();
+    }
+  }
+  for (; block < blocks; ++block) {
     ring.full[at.stage].wait(at.phase);
     if constexpr (OperandA::kGathered || OperandB::kGathered) fence_async_proxy();
     const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
@@ -111,13 +144,13 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, int 
 #pragma unroll
       for (int panel = 0; panel < kUsed; ++panel) {
         Multiply::begin(acc[panel], a + panel * kNextPanel + k * kNextK<OperandA::kMajor>,
-                        b + k * kNextK<OperandB::kMajor>, k == 0 ? k_block : 1);
+                        b + k * kNextK<OperandB::kMajor>, k == 0 ? block : 1);
       }
     }
     commit_products();
     // The k-block before is done: its stage can be filled again.
     wait_for_products<1>();
-    if (k_block > 0) ring.release(before);
+    if (block > 0) ring.release(before);
     before = at;
     at.advance();
   }
@@ -129,11 +162,11 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, int 
   for (int panel = 0; panel < kUsed; ++panel) finish_accumulators(acc[panel]);
 }
 
-// For a warpgroup none of whose rows are the expert's.
+// For a warpgroup none of whose rows are the expert's; `blocks`: of the tile.
 template <class Shape>
-__device__ __forceinline__ void skip_k_blocks(OperandRing<Shape>& ring, const Tile& tile) {
+__device__ __forceinline__ void skip_k_blocks(OperandRing<Shape>& ring, const Tile& tile, int blocks) {
   auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
-  for (int k_block = 0; k_block < tile.k_blocks; ++k_block, at.advance()) {
+  for (int block = 0; block < blocks; ++block, at.advance()) {
     ring.full[at.stage].wait(at.phase);
     __syncwarp();  // no lane may fall a phase behind
     ring.release(at);

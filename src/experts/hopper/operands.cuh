@@ -13,12 +13,14 @@ namespace anabranch::cuda::hopper {
 
 struct LoadedByTma {
   static constexpr bool kGathered = false;
+  static constexpr bool kTakesBias = false;
   template <int>
   using Gather = NoGather;
 };
 
 struct LoadedByThreads : GatherSource {
   static constexpr bool kGathered = true;
+  static constexpr bool kTakesBias = false;
 
   __device__ void prefetch_maps() const {}
 
@@ -136,6 +138,40 @@ struct GatedWeightOperand<Major::k> : LoadedByTma {
     }
   }
 };
+
+// B of a product over rows that may add a bias: the expert's, [E, 1, columns], is a k-block before those of its
+// weights, of one row and of zeros, in the same order of columns. A has ones there.
+template <class Weights>
+struct BiasOf;
+template <Major kMajor, int kScale>
+struct BiasOf<WeightOperand<kMajor, kScale>> {
+  using Operand = WeightOperand<Major::mn, kScale>;
+};
+template <Major kMajor>
+struct BiasOf<GatedWeightOperand<kMajor>> {
+  using Operand = GatedWeightOperand<Major::mn>;
+};
+
+template <class Weights>
+struct BiasedOperand : Weights {
+  static constexpr bool kTakesBias = true;
+  typename BiasOf<Weights>::Operand bias;  // boxes [kWgmmaK][64]
+  int32_t bias_blocks;                     // of a tile: 1, or 0 without a bias
+
+  __device__ void prefetch_maps() const {
+    Weights::prefetch_maps();
+    if (bias_blocks > 0) bias.prefetch_maps();
+  }
+};
+
+// k-blocks of a tile, with its bias.
+template <class OperandB>
+__device__ __forceinline__ int blocks_of(const OperandB& b, const Tile& tile) {
+  if constexpr (OperandB::kTakesBias) {
+    if (tile.k_blocks > 0) return tile.k_blocks + b.bias_blocks;
+  }
+  return tile.k_blocks;
+}
 
 // Stored transposed, [E, N, D], the columns of every 32 shuffled (make_shuffled_matrices_map).
 struct ShuffledWeightOperand : LoadedByTma {

@@ -48,6 +48,9 @@ ab_status with_hidden_columns(const FfnSizes& s, const F& f) {
   }
 }
 
+// Whether its epilogue has work to do with rows' weights.
+bool has_weights(const RowsProduct& p) { return p.scales() || p.weighs_bias(); }
+
 SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
 
 bool gathers_x(const WeightGradient& g) { return g.gathers_x && g.map.slots != nullptr; }
@@ -95,7 +98,7 @@ TileChoice choose_tile(const Up& up, int multiprocessors) {
 }
 
 TileChoice choose_tile(const RowsProduct& p, int multiprocessors) {
-  const auto choose = p.has_epilogue() ? choose_fused_tile : choose_row_tile;
+  const auto choose = has_weights(p) ? choose_fused_tile : choose_row_tile;
   return choose(p.R, p.E, p.N, p.D, multiprocessors).choice;
 }
 
@@ -127,8 +130,8 @@ ab_status multiply(const RowsProduct& p, TileChoice tile, int multiprocessors, c
     return (p.transposed ? launch_rows_product<Major::k, Epilogue>
                          : launch_rows_product<Major::mn, Epilogue>)(p, tile, multiprocessors, stream);
   };
-  return p.has_epilogue() ? with_epilogue.template operator()<ScaleBiasEpilogue>()
-                          : with_epilogue.template operator()<RowsEpilogue>();
+  return has_weights(p) ? with_epilogue.template operator()<ScaleBiasEpilogue>()
+                        : with_epilogue.template operator()<RowsEpilogue>();
 }
 
 ab_status multiply(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {

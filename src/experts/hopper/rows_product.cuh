@@ -18,7 +18,7 @@ ab_status prepare_epilogue(const RowsProduct& p, RowsEpilogue<Element>* out) {
 }
 template <class Element>
 ab_status prepare_epilogue(const RowsProduct& p, ScaleBiasEpilogue<Element>* out) {
-  out->bias = static_cast<const Element*>(p.bias);
+  out->bias = p.weighs_bias() ? static_cast<const Element*>(p.bias) : nullptr;
   out->bias_columns = p.stored_columns();
   out->weights = RowWeights(p.map, p.weights);
   out->scales_products = p.scales();
@@ -26,7 +26,7 @@ ab_status prepare_epilogue(const RowsProduct& p, ScaleBiasEpilogue<Element>* out
 }
 
 template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
-using RowsProductOf = Product<Shape, Element, OperandA, WeightOperand<kMajorB>, RowTiles,
+using RowsProductOf = Product<Shape, Element, OperandA, BiasedOperand<WeightOperand<kMajorB>>, RowTiles,
                               RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
 
 // All but factor A.
@@ -39,6 +39,11 @@ ab_status prepare_rows_product(const RowsProduct& p,
   } else {
     AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.N, p.D, kPanel, Shape::kColumns / Shape::kBlocks,
                                          &product->b.map, p.D, p.stored_columns()));
+  }
+  product->b.bias_blocks = p.bias == nullptr || p.weighs_bias() ? 0 : 1;
+  if (product->b.bias_blocks > 0) {
+    AB_RETURN_IF_ERROR(make_matrices_map("bias", p.bias, p.dtype, p.E, 1, p.N, kPanel, kWgmmaK, &product->b.bias.map,
+                                         p.stored_columns()));
   }
   AB_RETURN_IF_ERROR(prepare_epilogue(p, &product->epilogue));
   product->tiles = {groups_of(p.group_sizes, p.E, p.R), static_cast<int32_t>(p.D),

@@ -1,5 +1,5 @@
-// The epilogue of products over rows of slots: y = scale acc + weight bias, rounded once; zero in padding. The scale is
-// the row's weight, or 1 where x has it already.
+// The epilogue of products over rows of slots that have weights: y = weight acc, where the accumulators have the bias,
+// or y = acc + weight bias, where x has the weights already. Rounded once; zero in padding.
 #pragma once
 
 #include "experts/hopper/rows_epilogue.cuh"
@@ -10,10 +10,10 @@ namespace anabranch::cuda::hopper {
 template <class Out>
 struct ScaleBiasEpilogue : PrefetchesNothing {
   RowsEpilogue<Out> y;
-  const Out* bias;  // [E, bias_columns], from the first column of y on; or nullptr
+  const Out* bias;  // [E, bias_columns], from the first column of y on, where weights multiply it alone; or nullptr
   int64_t bias_columns;
   RowWeights weights;
-  bool scales_products;  // weights multiply the sums too, not the bias alone
+  bool scales_products;  // weights multiply the accumulators
 
   __device__ void prefetch_maps() const { y.prefetch_maps(); }
 
@@ -30,7 +30,7 @@ struct ScaleBiasEpilogue : PrefetchesNothing {
       SubtileValues<Out> values(acc + column / 2);
       if (scales_products) values.scale(rows);
       const int64_t end = tile.expert * bias_columns + y.columns;
-      if (bias != nullptr) values.add_bias(bias + (end - left), left, &rows);
+      if (bias != nullptr) values.add_weighted(bias + (end - left), left, rows);
       if (!all_real) values.clear_padding(rows);
       writer.write_subtile(y, tile, row, column, values.values);
     }

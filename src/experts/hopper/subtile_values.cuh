@@ -21,8 +21,8 @@ struct SubtileValues {
     for (int i = 0; i < kCount; ++i) values[i] *= rows.weight[i / 2 % 2];
   }
 
-  // Plus a bias from `bias` on, 4-byte aligned, `left` elements of it, times the rows' weights if they are given.
-  __device__ __forceinline__ void add_bias(const Out* bias, int left, const RowPair* weights = nullptr) {
+  // Plus a bias from `bias` on, 4-byte aligned, `left` elements of it, times the rows' weights.
+  __device__ __forceinline__ void add_weighted(const Out* bias, int left, const RowPair& rows) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       const int column = i * 2 + lane_index() % 4 * 2;
@@ -31,7 +31,7 @@ struct SubtileValues {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float value = j % 2 == 0 ? low_half<Out>(pair) : high_half<Out>(pair);
-        values[i + j] = weights == nullptr ? values[i + j] + value : fmaf(weights->weight[j / 2], value, values[i + j]);
+        values[i + j] = fmaf(rows.weight[j / 2], value, values[i + j]);
       }
     }
   }

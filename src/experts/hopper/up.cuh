@@ -39,16 +39,32 @@ ab_status prepare_up_weights(const Up& up, WeightOperand<kMajor, kScale>* weight
   return make_up_map<kMajor, Shape>(up, 0, up.s.P * up.s.F, Shape::kColumns / Shape::kBlocks, &weights->map);
 }
 
+// Likewise of b_in.
+inline ab_status make_bias_map(const Up& up, int64_t column, int64_t columns, CUtensorMap* map) {
+  const char* data = static_cast<const char*>(up.b_in.data) + column * 2;
+  return make_matrices_map("b_in", data, up.b_in.dtype, up.s.E, 1, columns, kPanel, kWgmmaK, map, up.s.P * up.s.F);
+}
+inline ab_status prepare_up_bias(const Up& up, GatedWeightOperand<Major::mn>* bias) {
+  AB_RETURN_IF_ERROR(make_bias_map(up, 0, up.s.F, &bias->gate));
+  return make_bias_map(up, up.s.F, up.s.F, &bias->up);
+}
+template <int kScale>
+ab_status prepare_up_bias(const Up& up, WeightOperand<Major::mn, kScale>* bias) {
+  return make_bias_map(up, 0, up.s.P * up.s.F, &bias->map);
+}
+
 template <class Shape, class Element, class OperandA, HiddenColumns kHidden, Major kMajor>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   constexpr int kParts = parts_of(kHidden);
   constexpr int kWidth = Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
-  Product<Shape, Element, OperandA, UpWeights<kHidden, kMajor>, RowTiles,
+  Product<Shape, Element, OperandA, BiasedOperand<UpWeights<kHidden, kMajor>>, RowTiles,
           RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks>, UpEpilogue<Element, kHidden>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", up.x, up.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, &product.b));
+  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<UpWeights<kHidden, kMajor>*>(&product.b)));
+  product.b.bias_blocks = up.b_in.data == nullptr ? 0 : 1;
+  if (up.b_in.data != nullptr) AB_RETURN_IF_ERROR(prepare_up_bias(up, &product.b.bias));
   const auto make_map = [&](const char* name, void* data, int64_t columns, int64_t stride, CUtensorMap* map) {
     return make_row_window_map(name, data, up.x.dtype, columns, kSubtileColumns<Element>, kSubtileRows, map, stride);
   };
@@ -59,7 +75,6 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
     void* h = up.h.data == nullptr ? up.a.data : static_cast<char*>(up.h.data) + i * s.F * 2;
     AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F / out.kHiddenMaps, kParts * s.F, &out.h[i]));
   }
-  out.b_in = static_cast<const Element*>(up.b_in.data);
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);
   out.activation = up.activation;

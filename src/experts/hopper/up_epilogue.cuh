@@ -1,5 +1,5 @@
-// The epilogue of the up product: h = acc + b_in,  a = phi(h_gate, h_up), or act(h) of ungated experts, times the row's
-// weight where it comes early.
+// The epilogue of the up product: h = acc,  a = phi(h_gate, h_up), or act(h) of ungated experts, times the row's weight
+// where it comes early.
 #pragma once
 
 #include "experts/activation.h"
@@ -20,9 +20,8 @@ struct UpEpilogue : PrefetchesNothing {
 
   CUtensorMap h[kHiddenMaps];  // row windows of [R, F] each, or of [R, 2 F], boxes of a subtile
   CUtensorMap a;
-  const Element* b_in;  // [E, kParts, F], or [E, F, 2], or nullptr
-  RowWeights weights;   // early ones
-  int32_t columns;      // F
+  RowWeights weights;  // early ones
+  int32_t columns;     // F
   Activation activation;
   bool keeps_h;
 
@@ -44,8 +43,7 @@ struct UpEpilogue : PrefetchesNothing {
     const bool all_real = rows.all_real();
 #pragma unroll
     for (int column = 0; column < kWidth; column += kSubtileColumns<Element>) {
-      const int32_t left = columns - tile.column - column;
-      if (left <= 0) return;
+      if (tile.column + column >= columns) return;
       if constexpr (kHidden == HiddenColumns::interleaved) {
         uint32_t a_words[Values::kCount / 2];
 #pragma unroll
@@ -59,10 +57,10 @@ struct UpEpilogue : PrefetchesNothing {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) parts[part] = acc + (part * kWidth + column) / 2;
         float a_subtile[Values::kCount];
-        if (b_in == nullptr && all_real) {
+        if (all_real) {
           write_hidden(writer, tile, row, column, parts, a_subtile);
         } else {
-          write_finished(writer, tile, row, column, left, parts, rows, all_real, a_subtile);
+          write_cleared(writer, tile, row, column, parts, rows, a_subtile);
         }
         weight(a_subtile, rows);
         writer.write_subtile(Destination{a, columns}, tile, row, column, a_subtile);
@@ -120,26 +118,19 @@ struct UpEpilogue : PrefetchesNothing {
     activate_columns(hidden[0], hidden[kParts - 1], result);
   }
 
-  // The same of accumulators that lack the bias, or have padding among their rows.
-  __device__ __forceinline__ void write_finished(SubtileWriter& writer, const Tile& tile, int row, int column,
-                                                 int32_t left, const float* const (&acc)[kParts], const RowPair& rows,
-                                                 bool all_real, float (&result)[Values::kCount]) const {
+  // The same of accumulators that have padding among their rows.
+  __device__ __forceinline__ void write_cleared(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                                const float* const (&acc)[kParts], const RowPair& rows,
+                                                float (&result)[Values::kCount]) const {
     Values gate(acc[0]);
-    finish(gate, 0, tile, left, rows, all_real);
+    gate.clear_padding(rows);
     if constexpr (kParts == 2) {
       Values up(acc[1]);
-      finish(up, 1, tile, left, rows, all_real);
+      up.clear_padding(rows);
       write_hidden(writer, tile, row, column, {gate.values, up.values}, result);
     } else {
       write_hidden(writer, tile, row, column, {gate.values}, result);
     }
-  }
-
-  __device__ __forceinline__ void finish(Values& values, int part, const Tile& tile, int32_t left, const RowPair& rows,
-                                         bool all_real) const {
-    const int64_t end = (static_cast<int64_t>(tile.expert) * kParts + part + 1) * columns;
-    if (b_in != nullptr) values.add_bias(b_in + (end - left), left);
-    if (!all_real) values.clear_padding(rows);
   }
 
   // The same of a subtile of alternating columns, `column` counted as those: every pair of a lane's is a gate and an
@@ -151,9 +142,6 @@ struct UpEpilogue : PrefetchesNothing {
     const Tile of_h = hidden_tile(tile);
     const int32_t left = 2 * columns - of_h.column - column;
     Values pairs(acc + column / 2);
-    if (b_in != nullptr && left > 0) {
-      pairs.add_bias(b_in + (2 * (static_cast<int64_t>(tile.expert) + 1) * columns - left), left);
-    }
     if (!all_real) pairs.clear_padding(rows);
     if (keeps_h && left > 0) writer.write_subtile(Destination{h[0], 2 * columns}, of_h, row, column, pairs.values);
     // Of rows i / 4 and i / 4 + 8 in turn, in every 8 of the alternating columns one.

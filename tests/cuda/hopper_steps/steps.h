@@ -38,9 +38,9 @@ int gathered_rows_as_k();  // cp.async of rows that are the k dimension, indices
 int gradients_of_groups();
 int gradients_repeat();
 int rate_of_gradients();
-int up_products();                     // the activation in the epilogue, biases, weights, padding
-int hidden_gradients();                // in place and not, dots
-int products_with_bias_and_weights();  // in the epilogue
+int up_products();       // the activation in the epilogue, biases, weights, padding
+int hidden_gradients();  // in place and not, dots
+int products_with_bias_and_weights();
 
 #define STEP_CUDA(expression)                                                                              \
   do {                                                                                                     \

@@ -1,0 +1,130 @@
+// Weights whose strides say another order of axes than the row-major one.
+#include <algorithm>
+#include <vector>
+
+#include "experts_operands.h"
+
+namespace anabranch::testing {
+namespace {
+
+using Order = std::vector<int>;  // the axes of a tensor as they stand in memory, the outermost first
+
+// A tensor's memory in another order of its axes, with the strides that say so.
+class Reordered {
+ public:
+  Reordered(Floats& tensor, const Order& order) : tensor_(tensor), rank_(order.size()) {
+    int64_t stride = 1;
+    for (size_t i = rank_; i-- > 0;) {
+      strides_[order[i]] = stride;
+      stride *= tensor.view()->shape[order[i]];
+    }
+    std::vector<float> moved(tensor.values().size());
+    for (size_t i = 0; i < moved.size(); ++i) moved[place(i)] = tensor.values()[i];
+    std::copy(moved.begin(), moved.end(), tensor.values().begin());
+    tensor.mutable_view()->strides = strides_;
+  }
+  Reordered(const Reordered&) = delete;
+  Reordered& operator=(const Reordered&) = delete;
+
+  // The values in row-major order.
+  std::vector<double> values() const {
+    std::vector<double> values(tensor_.values().size());
+    for (size_t i = 0; i < values.size(); ++i) values[i] = tensor_.values()[place(i)];
+    return values;
+  }
+  int64_t* strides() { return strides_; }
+
+ private:
+  // Where the i-th element of the row-major order stands.
+  size_t place(size_t i) const {
+    int64_t at = 0;
+    for (size_t axis = rank_; axis-- > 0;) {
+      const auto size = static_cast<size_t>(tensor_.view()->shape[axis]);
+      at += static_cast<int64_t>(i % size) * strides_[axis];
+      i /= size;
+    }
+    return static_cast<size_t>(at);
+  }
+
+  Floats& tensor_;
+  size_t rank_;
+  int64_t strides_[AB_MAX_RANK] = {};
+};
+
+struct Layout {
+  Order in;
+  Order out;
+  Order hidden;
+};
+const Layout kLayouts[] = {
+    {{0, 1, 2, 3}, {0, 2, 1}, {0, 1, 2}}, {{0, 2, 3, 1}, {0, 1, 2}, {0, 1, 2}}, {{0, 2, 3, 1}, {0, 2, 1}, {0, 1, 2}},
+    {{0, 1, 3, 2}, {0, 1, 2}, {0, 2, 1}}, {{0, 3, 2, 1}, {0, 2, 1}, {0, 2, 1}},
+};
+
+// A network whose weights, what belongs to them and their gradients lie in a layout.
+struct Laid {
+  explicit Laid(const Layout& layout, const std::vector<int32_t>& sizes = {90, 0, 1, 39})
+      : net(65, 2, 24, 2, 40, sizes, slots_in_order(130)),
+        w_in(net.w_in, layout.in),
+        b_in(net.b_in, layout.hidden),
+        w_out(net.w_out, layout.out),
+        h(net.h, layout.hidden),
+        dh(net.dh, layout.hidden),
+        d_w_in(net.d_w_in, layout.in),
+        d_b_in(net.d_b_in, layout.hidden),
+        d_w_out(net.d_w_out, layout.out) {}
+
+  Network<float> net;
+  Reordered w_in, b_in, w_out, h, dh, d_w_in, d_b_in, d_w_out;
+};
+
+TEST(Layouts, ResultsAreThoseOfRowMajorWeights) {
+  Network<float> want(65, 2, 24, 2, 40, {90, 0, 1, 39}, slots_in_order(130));
+  EXPECT_OK(want.forward());
+  EXPECT_OK(want.backward());
+  for (const Layout& layout : kLayouts) {
+    Laid laid(layout);
+    EXPECT_OK(laid.net.forward());
+    EXPECT_OK(laid.net.backward());
+    const auto compare = [](const Floats& wanted, const std::vector<double>& got, const char* name) {
+      expect_near(wanted, got, 1e-6, name);
+    };
+    const auto as_is = [](const Floats& values) {
+      return std::vector<double>(values.values().begin(), values.values().end());
+    };
+    compare(want.y, as_is(laid.net.y), "y");
+    compare(want.h, laid.h.values(), "h");
+    compare(want.dh, laid.dh.values(), "dh");
+    compare(want.dx_rows, as_is(laid.net.dx_rows), "dx_rows");
+    compare(want.d_w_in, laid.d_w_in.values(), "d_w_in");
+    compare(want.d_b_in, laid.d_b_in.values(), "d_b_in");
+    compare(want.d_w_out, laid.d_w_out.values(), "d_w_out");
+    compare(want.d_b_out, as_is(laid.net.d_b_out), "d_b_out");
+    compare(want.d_weights, as_is(laid.net.d_weights), "d_weights");
+  }
+}
+
+TEST(Layouts, OtherStridesAreRefused) {
+  const Layout transposed = kLayouts[2];
+  const auto refused = [&](auto change, const char* message) {
+    Laid laid(transposed);
+    EXPECT_OK(laid.net.forward());
+    change(laid);
+    EXPECT_REFUSED(laid.net.backward(), AB_INVALID_ARGUMENT, message);
+  };
+  refused([](Laid& laid) { laid.w_in.strides()[0] += 1; }, "w_in: got strides");  // experts with room between them
+  refused([](Laid& laid) { laid.w_in.strides()[1] = 2; }, "w_in: got strides");
+  refused([](Laid& laid) { laid.w_out.strides()[2] = 0; }, "w_out: got strides");
+  refused([](Laid& laid) { std::swap(laid.w_in.strides()[0], laid.w_in.strides()[3]); }, "w_in: got strides");
+  // What belongs to a weight lies as it does.
+  refused([](Laid& laid) { laid.net.d_w_in.mutable_view()->strides = nullptr; }, "d_w_in: got");
+  refused([](Laid& laid) { laid.net.d_w_out.mutable_view()->strides = nullptr; }, "d_w_out: got");
+  refused([](Laid& laid) { std::swap(laid.h.strides()[1], laid.h.strides()[2]); }, "h: got strides");
+  refused([](Laid& laid) { laid.d_b_in.strides()[1] = 1; }, "d_b_in: got strides");
+  // Rows have one order.
+  int64_t strides[] = {1, 65};
+  refused([&](Laid& laid) { laid.net.x.mutable_view()->strides = strides; }, "x: got strides");
+}
+
+}  // namespace
+}  // namespace anabranch::testing

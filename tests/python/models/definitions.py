@@ -205,7 +205,7 @@ def sqrtsoftplus(np, z):
 
 
 def biased_router(
-    K, scaling=1.0, groups=1, kept_groups=1, gate="gate.weight", bias="gate.e_score_correction_bias", score=sigmoid, eps=1e-20
+    K, scaling=1.0, groups=1, kept_groups=1, gate="gate.weight", bias="gate.e_score_correction_bias", score=sigmoid, eps=1e-20, num_experts=E
 ):
     """DeepSeek-V3's: scores with a bias choose groups by the sum of their two best, then experts; weights are scores."""
 
@@ -224,8 +224,8 @@ def biased_router(
         total = sum(s[e] for e in chosen) + eps
         return [(e, scaling * s[e] / total) for e in chosen]
 
-    shapes = {gate: (E, D)}
-    return Router(shapes if bias is None else shapes | {bias: (E,)}, route)
+    shapes = {gate: (num_experts, D)}
+    return Router(shapes if bias is None else shapes | {bias: (num_experts,)}, route)
 
 
 def block_of(router, experts, dense=None, after=None):
@@ -377,8 +377,8 @@ def longcat():
 def kimi_k3():
     """Experts of a smaller width L; their sum is normalised before it goes back to D."""
     L = 6
-    router, dense = biased_router(8, 2.827), shared(phi=softcapped)
-    experts = w123(softcapped, d=L)
+    router, dense = biased_router(16, 2.827, num_experts=32), shared(phi=softcapped)
+    experts = w123(softcapped, d=L, num_experts=32)
     down, norm, up = (f"routed_expert_{name}.weight" for name in ("down_proj", "norm", "up_proj"))
 
     def block(np, t, x, top):
@@ -475,6 +475,30 @@ def zaya():
         "gate.balancing_biases": (E + 1,),
     }
     return Model(experts.shapes | router, block, {"states": (T, C)})
+
+
+def muse_spark():
+    """Experts of a smaller width L between two linear maps; the output of each is normalised before its weight."""
+    L = 6
+    experts = stacked(d=L)
+    names = "pre_expert_proj.weight", "pre_expert_norm.weight", "experts.post_expert_norm.weight", "post_expert_proj.weight"
+
+    def score(np, z):
+        return sigmoid(np, z * 0.1767766952966369)
+
+    router = biased_router(8, score=score, eps=1e-15)
+
+    def block(np, t, x, top):
+        down, norm, expert_norm, up = (t[name] for name in names)
+        rows = []
+        for v in x:
+            small = rms(np, down @ v, 1e-5) * (1 + norm)
+            chosen = router.route(np, t, v, top)
+            rows.append(up @ sum(w * rms(np, experts.run(np, t, e, small) * (1 + expert_norm), 1e-8) for e, w in chosen))
+        return np.stack(rows)
+
+    shapes = router.shapes | experts.shapes | dict(zip(names, [(L, D), (L,), (L,), (D, L)], strict=True))
+    return Model(shapes, block)
 
 
 def switch():
@@ -591,6 +615,7 @@ MODELS: dict[str, Model] = {
     "laguna": laguna(),
     "kolibri1": kolibri(),
     "zaya": zaya(),
+    "muse_spark": muse_spark(),
     "switch_transformers": switch(),
 }
 

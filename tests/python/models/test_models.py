@@ -1,10 +1,12 @@
 """Every row of docs/models.md is what the model family's published definition computes, and so is its gradient."""
 
+import ast
 import contextlib
 import functools
 import io
 import pathlib
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import pytest
 from definitions import MODELS, D, T
 
 from anabranch.activation import as_activation
-from anabranch.checkpoints import FAMILIES, Block, load, store
+from anabranch.checkpoints import FAMILIES, load
 from oracle import assert_close, assert_close_per_expert, relative_error
 
 PAGE = (pathlib.Path(__file__).parents[3] / "docs" / "models.md").read_text()
@@ -23,24 +25,31 @@ CASES = [
     for _, families, call in ROW.findall(PAGE)
     for family in re.findall("`([^`]+)`", families)
 ]
+FIRST_OF_A_ROW = {re.search("`([^`]+)`", families)[1] for _, families, _ in ROW.findall(PAGE)} | {"deepseek_v2 groups"}
 BOUND = 2e-6
 
 
 class Top:
-    """The k largest of what a block compares, in its first run; remembered for the next, which is the same block."""
+    """The k largest of what a block compares, found in its first run and remembered for the next one of the same block."""
 
     def __init__(self):
-        self._found, self._at, self.margin = [], None, np.inf
+        self._found, self._at, self._finding, self.margin = [], None, False, np.inf
+
+    def again(self):
+        """From here on what was found comes again, in the same order."""
+        self._at = 0
 
     def remember(self, find):
+        """What find() gives in the first run; what it looks for itself is not remembered."""
+        if self._finding:
+            return find()
         if self._at is None:
+            self._finding = True
             self._found.append(find())
+            self._finding = False
             return self._found[-1]
         self._at += 1
         return self._found[self._at - 1]
-
-    def again(self):
-        self._at = 0
 
     def __call__(self, keys, k):
         return self.remember(lambda: self._largest(np.asarray(keys()), k))
@@ -87,29 +96,51 @@ def floats_and_rest(arrays):
     return floats, {name: a for name, a in arrays.items() if a.dtype.kind != "f"}
 
 
-def defined(model, tensors, inputs, cotangent):
-    """Value, and the gradients of tensors and inputs, of the published definition."""
+class Case(NamedTuple):
+    """Random tensors and inputs of a block, and what its published definition makes of them."""
+
+    tensors: dict[str, np.ndarray]
+    inputs: dict[str, np.ndarray]
+    cotangent: np.ndarray
+    value: np.ndarray
+    d_tensors: dict[str, np.ndarray]
+    d_inputs: dict[str, np.ndarray]
+
+
+_CASES: dict[int, Case] = {}
+
+
+def case_of(model):
+    """The case of a definition, which several families may share."""
+    if id(model) not in _CASES:
+        _CASES[id(model)] = _new_case(model)
+    return _CASES[id(model)]
+
+
+def _new_case(model):
+    tensors, inputs = random_tensors(model, 0), random_inputs(model, 0)
+    cotangent = np.random.default_rng(2).standard_normal((T, D)).astype(np.float32)
     top = Top()
     value = model.block(np, tensors, top=top, **inputs)
     assert top.margin > 1e-5, "a selection so close that float32 may differ: another seed"
     with jax.enable_x64(True):
-        t, fixed = floats_and_rest(tensors)
-        i, fixed_inputs = floats_and_rest(inputs)
+        floats, rest = floats_and_rest(tensors)
+        given, other = floats_and_rest(inputs)
 
-        def total(t, i):
+        def total(floats, given):
             top.again()
-            y = model.block(jnp, {**t, **fixed}, top=top, **i, **fixed_inputs)
+            y = model.block(jnp, {**floats, **rest}, top=top, **given, **other)
             return jnp.vdot(y, cotangent), y
 
         (_, again), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(
-            jax.tree.map(jnp.asarray, t), jax.tree.map(jnp.asarray, i)
+            jax.tree.map(jnp.asarray, floats), jax.tree.map(jnp.asarray, given)
         )
-        assert relative_error(np.asarray(again), value) < 1e-13
-        return value, *jax.tree.map(np.asarray, gradients)
+        assert relative_error(again, value) < 1e-13  # the gradient is that of the same function
+        return Case(tensors, inputs, cotangent, value, *jax.tree.map(np.asarray, gradients))
 
 
 @functools.cache
-def page_namespace():
+def page():
     """What the page's Python blocks define."""
     namespace = {}
     for source in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
@@ -118,54 +149,93 @@ def page_namespace():
     return namespace
 
 
-def called(family, call, block, inputs):
-    """What the row's call gives for these arrays."""
+def called(family, call, block, inputs, namespace=None):
+    """What a row's call gives for these arrays."""
     layouts = {name: getattr(FAMILIES[family], name) for name in ("w_in_layout", "w_out_layout")}
     names = {**block.router, **block.experts, "others": block.others, "shared": block.shared, "as_stored": layouts}
-    return eval(call, {**page_namespace(), **names, **inputs})
+    return eval(call, {**(namespace or page()), **names, **inputs})
 
 
-def as_float32(tree):
-    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32 if a.dtype.kind == "f" else jnp.int32), tree)
+def arrays_of(family, case):
+    """The block and the inputs as the call takes them."""
+
+    def as_jax(array):
+        return jnp.asarray(array, jnp.float32 if array.dtype.kind == "f" else jnp.int32)
+
+    return jax.tree.map(as_jax, (load(family, case.tensors), case.inputs))
 
 
-def assert_gradients(family, got, want):
-    """Of every array of the block, and of each expert by itself."""
-    for part in ("router", "experts", "shared"):
+def assert_gradients(got, want, of_tables):
+    """Those of every array of the block, and of each expert by itself."""
+    for part in ("router", "experts", "shared", "others"):
         for name, gradient in getattr(want, part).items():
-            if name == "expert_bias":
-                assert not np.any(getattr(got, part)[name])
+            if name in of_tables:
                 continue
-            of_ours = np.asarray(getattr(got, part)[name])
-            assert_close(of_ours, gradient, BOUND, f"{part} {name}")
+            ours = np.asarray(getattr(got, part)[name])
+            assert_close(ours, gradient, BOUND, f"gradient of {name} ({part})")
             if part == "experts":
-                assert_close_per_expert(of_ours, gradient, 4 * BOUND, f"{part} {name}")
-    for name, gradient in want.others.items():
-        assert_close(np.asarray(got.others[name]), gradient, BOUND, name)
+                assert_close_per_expert(ours, gradient, 4 * BOUND, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("family, call", CASES)
-def test_a_row_is_the_familys_published_block(family, call, request):
-    model = MODELS[request.node.callspec.id]
-    tensors, inputs = random_tensors(model, 0), random_inputs(model, 0)
-    cotangent = np.random.default_rng(2).standard_normal((T, D))
-    value, of_tensors, of_inputs = defined(model, tensors, inputs, cotangent)
+def test_a_row_is_its_familys_published_block(family, call, request):
+    case = case_of(MODELS[request.node.callspec.id])
 
-    block, given = as_float32(load(family, tensors)), as_float32(inputs)
-    def total(block, given):
-        y = called(family, call, block, given)
-        return jnp.vdot(y, cotangent.astype(np.float32)), y
-    (_, y), (d_block, d_given) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True, allow_int=True)(block, given)
-    assert_close(np.asarray(y), value, BOUND, "output")
-    import os
-    if os.environ.get("SHOW"):
-        zeros = {n: np.zeros(a.shape) for n, a in tensors.items()}
-        want = load(family, zeros | of_tensors)
-        out=[f"{relative_error(np.asarray(y), value):.1e}"]
-        for n,g in of_inputs.items(): out.append(f"{n} {relative_error(np.asarray(d_given[n]), g):.1e}")
-        for part in ("router","experts","shared","others"):
-            for n,g in getattr(want,part).items():
-                gg=getattr(d_block,part)[n]
-                if gg.dtype==jax.dtypes.float0: continue
-                out.append(f"{part[0]}.{n} {relative_error(np.asarray(gg), g):.1e}")
-        print("SHOW", request.node.callspec.id, *out)
+    def total(block, inputs):
+        y = called(family, call, block, inputs)
+        return jnp.vdot(y, case.cotangent), y
+
+    gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True, allow_int=True)
+    (_, y), (d_block, d_inputs) = gradient(*arrays_of(family, case))
+    assert_close(np.asarray(y), case.value, BOUND, "output")
+    for name, wanted in case.d_inputs.items():
+        assert_close(np.asarray(d_inputs[name]), wanted, BOUND, f"gradient of {name}")
+    tables = {name: a for name, a in case.tensors.items() if name not in case.d_tensors}
+    assert_gradients(d_block, load(family, case.d_tensors | tables), tables)
+
+
+def without_one_option(call):
+    """The call without each of the options that it names, one at a time."""
+    tree = ast.parse(call, mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            for option in [keyword for keyword in node.keywords if keyword.arg not in (None, "topk", "group_topk")]:
+                node.keywords.remove(option)
+                yield option.arg, ast.unparse(tree)
+                node.keywords.append(option)
+
+
+@pytest.mark.parametrize("family, call", [case for case in CASES if case.id in FIRST_OF_A_ROW])
+def test_every_option_of_a_row_matters(family, call, request):
+    case = case_of(MODELS[request.node.callspec.id])
+    arrays = arrays_of(family, case)
+    for option, other_call in without_one_option(call):
+        with contextlib.suppress(TypeError, ValueError):  # an argument that has to be there
+            assert relative_error(called(family, other_call, *arrays), case.value) > 1e-3, option
+
+
+@pytest.mark.parametrize("family, call", [case for case in CASES if case.id != "muse_spark"])
+def test_a_row_has_the_options_that_checkpoints_gives(family, call, monkeypatch):
+    """Those of `moe`, or of the experts alone where the family routes in a way of its own."""
+    given = {}
+
+    def recorded(name):
+        function = page()[name]
+
+        def call(*args, **options):
+            given.setdefault(name, options)
+            return function(*args, **options)
+
+        return call
+
+    for name in ("moe", "routed_experts"):
+        monkeypatch.setitem(page(), name, recorded(name))
+    called(family, call, *arrays_of(family, case_of(MODELS[family])))
+    options = given.get("moe") or given["routed_experts"]
+    fixed = FAMILIES[family].options
+    if not FAMILIES[family].router_options or "forced_experts" in options:
+        fixed = FAMILIES[family].experts_options
+    defaults = {"score_function": "softmax", "normalize": True, "activation": "silu"}
+    got = {name: (defaults | options)[name] for name in fixed}
+    assert as_activation(got.pop("activation")) == as_activation(fixed["activation"])
+    assert got == {name: value for name, value in fixed.items() if name != "activation"}

@@ -77,7 +77,6 @@ _SWITCH = Family(
     Stored("router.classifier.weight", "e d"),
     w_in=Stored("experts.expert_{e}.wi.weight", "f d"),
     w_out=Stored("experts.expert_{e}.wo.weight", "d f"),
-    router_options=SOFTMAX_RAW,
     activation="relu",
 )
 
@@ -168,6 +167,7 @@ FAMILIES: dict[str, Family] = {
         **_shared("share_expert"),
         expert_bias=Stored("moe.router_bias", "e"),
         router_options=SIGMOID,
+        activation=None,
         roots=("moe.", "share_expert."),
     ),
     "gpt_oss": _GPT_OSS,

@@ -63,7 +63,8 @@ class Family:
       others: names of further tensors of the block, which `load` hands on as they are.
       router_options: the options of `moe` that say how the family routes, as far as the family fixes them; {} where its
         routing is its own, for `routed_experts`.
-      activation: that of the experts, with the parameters that the family was published with.
+      activation: that of the experts, with the parameters that the family was published with; None where it differs from
+        layer to layer, and `moe` has to be told another.
       roots: the beginnings of the names behind the prefix that belong to the block; "": all.
     """
 

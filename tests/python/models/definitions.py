@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-T, E, D, F, S = 12, 16, 12, 8, 10
+T, E, D, F, S = 6, 16, 12, 8, 10
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-T, E, D, F, S = 6, 16, 12, 8, 10
+T, E, D, F, S = 6, 16, 12, 8, 8
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ def longcat():
 
 def kimi_k3():
     """Experts of a smaller width L; their sum is normalised before it goes back to D."""
-    L = 6
+    L = F
     router, dense = biased_router(16, 2.827, num_experts=32), shared(phi=softcapped)
     experts = w123(softcapped, d=L, num_experts=32)
     down, norm, up = (f"routed_expert_{name}.weight" for name in ("down_proj", "norm", "up_proj"))
@@ -447,7 +447,7 @@ def gelu_erf(np, z):
 
 def zaya():
     """The router is a network on a state that goes from layer to layer; class E is no expert."""
-    experts, C = stacked(), 10
+    experts, C = stacked(), S
     at = "gate.router_mlp."
 
     def block(np, t, x, top, states):
@@ -479,7 +479,7 @@ def zaya():
 
 def muse_spark():
     """Experts of a smaller width L between two linear maps; the output of each is normalised before its weight."""
-    L = 6
+    L = F
     experts = stacked(d=L)
     names = "pre_expert_proj.weight", "pre_expert_norm.weight", "experts.post_expert_norm.weight", "post_expert_proj.weight"
 

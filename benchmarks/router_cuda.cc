@@ -5,8 +5,9 @@
 // For every routing, number of tokens and call: microseconds with each library, the median of the repeats, and the
 // ratio to the first library's; "bits differ" where a library's outputs are not those of the first. Dense:
 // probabilities and byte map; compact: weights, experts, counts, score_sum, lse; d: backward from the cotangents of
-// dense probabilities, of weights, of weights and score_sum. A graph of calls on operands that are rotated past the L2
-// cache is replayed with each library in turn, so that what changes from second to second changes all of them.
+// dense probabilities, of weights, of weights and score_sum; balanced: compact with quantile balancing, where there is
+// a bias and no groups and the library knows it. A graph of calls on operands that are rotated past the L2 cache is
+// replayed with each library in turn, so that what changes from second to second changes all of them.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
@@ -72,6 +73,7 @@ struct Library {
   decltype(&ab_router_forward) forward;
   decltype(&ab_router_forward_workspace) forward_workspace;
   decltype(&ab_router_backward) backward;
+  bool balances;  // knows quantile balancing
 
   explicit Library(const char* file) : path(file) {
     void* handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
@@ -83,8 +85,28 @@ struct Library {
     find("ab_cuda_router_forward", &forward);
     find("ab_cuda_router_forward_workspace", &forward_workspace);
     find("ab_cuda_router_backward", &backward);
+    balances = knows_balancing();
+  }
+
+ private:
+  bool knows_balancing() const {
+    void* const memory = const_cast<std::string*>(&path);  // any
+    const ab_tensor logits{memory, AB_FLOAT32, 2, {1, 2}, nullptr};
+    const ab_tensor bias{memory, AB_FLOAT32, 1, {2}, nullptr};
+    const ab_tensor histogram{memory, AB_INT32, 2, {2, 1}, nullptr};
+    ab_router_forward_args args{};
+    args.size = sizeof(args);
+    args.topk = 1;
+    args.scaling_factor = 1.0f;
+    args.logits = &logits;
+    args.expert_bias = args.qb_bin_bounds = &bias;
+    args.qb_histogram = &histogram;
+    size_t bytes = 0;
+    return forward_workspace(&args, nullptr, &bytes).code == AB_OK;  // a query looks at no memory
   }
 };
+
+constexpr int64_t kBins = 1000;
 
 // A tensor on the device.
 class Tensor {
@@ -135,7 +157,7 @@ class Tensor {
 // Operands and results of one routing.
 struct Set {
   Tensor logits, bias, d_probs, d_weights, d_score_sum;
-  Tensor weights, experts, counts, score_sum, lse, probs, map, d_logits;
+  Tensor weights, experts, counts, score_sum, lse, probs, map, d_logits, bounds, histogram;
 
   Set(const Routing& r, int64_t T, int32_t dtype, const std::vector<float>& normal)
       : logits(dtype, T, r.E),
@@ -150,17 +172,22 @@ struct Set {
         lse(AB_FLOAT32, T),
         probs(dtype, T, r.E),
         map(AB_BOOL, T, r.E),
-        d_logits(dtype, T, r.E) {
+        d_logits(dtype, T, r.E),
+        bounds(AB_FLOAT32, 2),
+        histogram(AB_INT32, r.E, kBins) {
+    bounds.fill({-1.0f, 1.0f}, 1.0f);
     logits.fill(normal, 1.0f);
     bias.fill(normal, 0.01f);
     d_probs.fill(normal, 1.0f);
     d_weights.fill(normal, 1.0f);
     d_score_sum.fill(normal, 0.01f);
   }
-  std::vector<Tensor*> outputs() { return {&weights, &experts, &counts, &score_sum, &lse, &probs, &map, &d_logits}; }
+  std::vector<Tensor*> outputs() {
+    return {&weights, &experts, &counts, &score_sum, &lse, &probs, &map, &histogram, &d_logits};
+  }
 };
 
-const char* const kCalls[] = {"dense", "compact", "d dense", "d compact", "d with loss"};
+const char* const kCalls[] = {"dense", "compact", "balanced", "d dense", "d compact", "d with loss"};
 
 void call(const Library& library, const std::string& name, const Routing& r, Set& set, ab_exec exec) {
   if (name[0] != 'd' || name == "dense") {
@@ -183,6 +210,10 @@ void call(const Library& library, const std::string& name, const Routing& r, Set
       args.tokens_per_expert = set.counts.view();
       args.score_sum = set.score_sum.view();
       args.lse = set.lse.view();
+    }
+    if (name == "balanced") {
+      args.qb_bin_bounds = set.bounds.view();
+      args.qb_histogram = set.histogram.view();
     }
     size_t bytes = 0;
     check(library.forward_workspace(&args, nullptr, &bytes));
@@ -280,6 +311,8 @@ void compare(const Options& options, const std::vector<Library>& libraries, cons
   check(cudaEventCreate(&end), "cudaEventCreate");
   for (auto& set : sets) call(libraries[0], "compact", r, *set, exec);  // what the backward pass reads
   for (const char* name : kCalls) {
+    const bool balances = std::all_of(libraries.begin(), libraries.end(), [](const Library& l) { return l.balances; });
+    if (!std::strcmp(name, "balanced") && (!r.bias || r.num_groups > 0 || !balances)) continue;
     std::vector<cudaGraphExec_t> graphs;
     std::vector<bool> same;
     std::vector<char> expected;

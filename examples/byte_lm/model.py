@@ -1,13 +1,14 @@
 """The language model: a decoder-only transformer over bytes whose feed-forward layers are Mixtures of Experts."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from anabranch.jax import Parallel
+from anabranch.jax import MoEOutput, Parallel
 from anabranch.jax.nnx import MoE
 
 VOCABULARY = 256
@@ -28,6 +29,7 @@ class ModelConfig:
     shared_experts: int
     aux_loss: float
     expert_bias: float
+    balance: str
     dtype: str
     parallel: Parallel | None
 
@@ -78,6 +80,7 @@ class Block(nnx.Module):
             config.topk,
             score_function=config.score_function,
             use_expert_bias=config.expert_bias > 0,
+            balance="quantile" if config.balance == "quantile" else None,
             shared_features=config.shared_experts * config.hidden,
             aux_loss_coeff=config.aux_loss,
             parallel=config.parallel,
@@ -85,11 +88,22 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, S, D] -> (x [B, S, D], load-balance loss, tokens of each expert int32 [E])."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEOutput]:
+        """x [B, S, D] -> (x [B, S, D], what the experts returned)."""
         x = x + self.attention(self.attention_norm(x))
         moe = self.moe(self.moe_norm(x))
-        return x + moe.output, moe.aux_loss, moe.tokens_per_expert
+        return x + moe.output, moe
+
+
+class Balance(NamedTuple):
+    """What the layers' selection biases are moved by.
+
+    loads: int32 [layers, E], tokens of each expert.
+    histograms: int32 [layers, E, bins] with quantile balancing, else None.
+    """
+
+    loads: jax.Array
+    histograms: jax.Array | None
 
 
 class ByteLM(nnx.Module):
@@ -104,27 +118,29 @@ class ByteLM(nnx.Module):
             config.width, VOCABULARY, use_bias=False, dtype=config.dtype, kernel_init=_init, rngs=rngs
         )
 
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array, Balance]:
         """Reads bytes.
 
         Args:
           tokens: uint8 or int32 [B, S].
 
         Returns:
-          (logits float32 [B, S, 256] of the next byte, load-balance loss summed over the layers,
-          tokens_per_expert int32 [layers, E]).
+          (logits float32 [B, S, 256] of the next byte, load-balance loss summed over the layers, Balance).
         """
         x = self.embed(tokens.astype(jnp.int32))
-        aux_losses, loads = [], []
+        layers = []
         for block in self.blocks:
-            x, aux_loss, load = block(x)
-            aux_losses.append(aux_loss)
-            loads.append(load)
-        return self.head(self.norm(x)).astype(jnp.float32), sum(aux_losses), jnp.stack(loads)
+            x, moe = block(x)
+            layers.append(moe)
+        histograms = jnp.stack([moe.qb_histogram for moe in layers]) if self.config.balance == "quantile" else None
+        balance = Balance(jnp.stack([moe.tokens_per_expert for moe in layers]), histograms)
+        return self.head(self.norm(x)).astype(jnp.float32), sum(moe.aux_loss for moe in layers), balance
 
-    def update_expert_bias(self, loads: jax.Array) -> None:
-        """Moves every layer's selection bias towards balance, where there is one; `loads` is int32 [layers, E]."""
-        if self.config.expert_bias == 0:
-            return
-        for block, load in zip(self.blocks, loads, strict=True):
-            block.moe.update_expert_bias(load, self.config.expert_bias)
+    def update_biases(self, balance: Balance) -> None:
+        """Moves every layer's selection bias towards balance, where there is one."""
+        if balance.histograms is not None:
+            for block, histogram in zip(self.blocks, balance.histograms, strict=True):
+                block.moe.update_quantile_bias(histogram)
+        elif self.config.expert_bias:
+            for block, load in zip(self.blocks, balance.loads, strict=True):
+                block.moe.update_expert_bias(load, self.config.expert_bias)

@@ -41,6 +41,9 @@ class Options:
     expert_bias: float = _option(
         "experts", 0.0, "step of the selection bias that balances without a loss (1e-3 to 1e-2); 0: none", 0
     )
+    balance: str = _option(
+        "experts", "none", "quantile: every step sets the selection bias by quantiles", choices=("none", "quantile")
+    )
 
     steps: int = _option("training", 700, "training steps in all", 1)
     batch: int = _option("training", 16, "windows of text a step", 1)
@@ -68,6 +71,11 @@ class Options:
             raise ValueError(f"--heads: got {self.heads}, expected an even width of a head, width {self.width} / heads")
         if self.topk > self.experts:
             raise ValueError(f"--topk: got {self.topk}, expected at most the {self.experts} experts")
+        if self.balance == "quantile" and (self.expert_bias or self.topk == self.experts):
+            got = f"--expert-bias {self.expert_bias}" if self.expert_bias else f"--topk {self.topk}, all experts"
+            raise ValueError(
+                f"--balance: got quantile with {got}, expected no step of the bias, and a choice of experts"
+            )
         sizes = parse_mesh(self.mesh)
         shards = sizes["data"] * sizes["expert"]
         for name, value, parts in (

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from anabranch.jax.nnx import RouterState
 from byte_lm.data import windows
-from byte_lm.model import ByteLM
+from byte_lm.model import Balance, ByteLM
 from byte_lm.options import Options
 from mesh import parse_mesh
 
@@ -110,22 +110,22 @@ class Program:
         return jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.shardings, None))
 
     def _train_step(self, state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
-        def loss_of(params: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            nats, aux_loss, loads = self._losses(params, state.router, batch)
-            return nats.mean() + aux_loss, (nats.mean(), loads)
+        def loss_of(params: Any) -> tuple[jax.Array, tuple[jax.Array, Balance]]:
+            nats, aux_loss, balance = self._losses(params, state.router, batch)
+            return nats.mean() + aux_loss, (nats.mean(), balance)
 
-        grads, (nats, loads) = jax.grad(loss_of, has_aux=True)(state.params)
+        grads, (nats, balance) = jax.grad(loss_of, has_aux=True)(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         model = nnx.merge(self.graph, optax.apply_updates(state.params, updates), state.router)
-        model.update_expert_bias(loads)
+        model.update_biases(balance)
         _, params, router = nnx.split(model, nnx.Param, RouterState)
-        return TrainState(state.step + 1, params, router, opt_state), StepMetrics(nats / math.log(2), loads)
+        return TrainState(state.step + 1, params, router, opt_state), StepMetrics(nats / math.log(2), balance.loads)
 
-    def _losses(self, params: Any, router: Any, batch: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(nats of every predicted byte [B, seq], load-balance loss, loads [layers, E])."""
-        logits, aux_loss, loads = nnx.merge(self.graph, params, router)(batch[:, :-1])
+    def _losses(self, params: Any, router: Any, batch: jax.Array) -> tuple[jax.Array, jax.Array, Balance]:
+        """(nats of every predicted byte [B, seq], load-balance loss, what biases are moved by)."""
+        logits, aux_loss, balance = nnx.merge(self.graph, params, router)(batch[:, :-1])
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].astype(jnp.int32))
-        return nats, aux_loss, loads
+        return nats, aux_loss, balance
 
     @functools.cached_property
     def _nats(self):

@@ -32,9 +32,14 @@ AB_API void ab_cuda_describe(char* text, size_t size);
 AB_API ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, const ab_exec* exec,
                                                   size_t* bytes);
-AB_API ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec); /* no workspace */
+/* Workspace: [T, K] int32 where the selection is given as anything else, else none. */
+AB_API ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_router_backward_workspace(const ab_router_backward_args* args, const ab_exec* exec,
+                                                   size_t* bytes);
 
 AB_API ab_status ab_cuda_load_balance_loss(const ab_load_balance_loss_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_moe_aux_loss(const ab_moe_aux_loss_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_moe_aux_loss_workspace(const ab_moe_aux_loss_args* args, const ab_exec* exec, size_t* bytes);
 AB_API ab_status ab_cuda_score_sum(const ab_score_sum_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, const ab_exec* exec, size_t* bytes);
 

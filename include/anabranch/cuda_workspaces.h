@@ -14,8 +14,11 @@
 extern "C" {
 #endif
 
-/* Of ab_cuda_router_forward and ab_cuda_score_sum; B = 1 where the statistics are [E]. */
+/* Of ab_cuda_router_forward without a qb_histogram, and ab_cuda_score_sum; B = 1 where the statistics are [E]. */
 AB_API ab_status ab_cuda_statistics_workspace_bound(int64_t T, int64_t B, int64_t E, size_t* bytes);
+
+/* What ab_cuda_router_forward takes more with a qb_histogram. */
+AB_API ab_status ab_cuda_quantile_workspace_bound(int64_t T, size_t* bytes);
 
 /* slots: T K, or T E of a map. */
 AB_API ab_status ab_cuda_plan_workspace_bound(int64_t slots, int64_t E, size_t* bytes);

@@ -22,7 +22,7 @@ typedef struct ab_router_forward_args {
   int32_t score_function; /* ab_score_function */
   int32_t normalize;      /* 1: weights of a token sum to scaling_factor; 0: raw scores */
   int32_t num_groups;     /* 0: no groups; else E % num_groups == 0 */
-  int32_t group_topk;     /* groups kept for a token; K % group_topk == 0 */
+  int32_t group_topk;     /* groups kept for a token; K % group_topk == 0, unless group_score_topk is given */
   float scaling_factor;   /* finite; multiplies the weights */
   /* inputs */
   const ab_tensor* logits;         /* [T, E] float32, bfloat16 or float16 */
@@ -40,6 +40,15 @@ typedef struct ab_router_forward_args {
   const ab_tensor* probs;       /* [T, E], dtype of the logits */
   const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, or [T, K] int16 / int32 / int64 */
   const ab_tensor* aux_scores;  /* [T, E] float32 */
+  /* more options */
+  int32_t group_score_topk; /* a group's score is the sum of its so many largest scores with their bias, 1 <=
+                             * group_score_topk <= E / num_groups, and K <= group_topk E / num_groups; 0: the sum of its
+                             * K / group_topk largest, or with normalize, softmax and no bias, of so many logits */
+  /* quantile balancing: needs expert_bias and E > K, excludes groups; both or neither */
+  const ab_tensor* qb_bin_bounds; /* [2] float32: lower < upper, in memory of the device */
+  const ab_tensor* qb_histogram;  /* [E, bins] int32, output, bins at most 2^20: how many unmasked tokens have cutoff -
+                                   * score of the expert in each of as many equal bins from lower to upper, which the
+                                   * first and the last continue; cutoff: the (K+1)-th largest score with its bias */
 } ab_router_forward_args;
 
 AB_API ab_status ab_router_forward(const ab_router_forward_args* args, const ab_exec* exec);
@@ -54,7 +63,8 @@ typedef struct ab_router_backward_args {
   float scaling_factor;
   /* what the forward pass saw and chose */
   const ab_tensor* logits;     /* [T, E] */
-  const ab_tensor* experts;    /* [T, K] int32; NULL only without d_weights and d_probs */
+  const ab_tensor* experts;    /* [T, K] int16, int32 or int64, out of range: no expert; NULL without d_weights and
+                                * d_probs, or where routing_map is given */
   const ab_tensor* token_mask; /* [T] bool, or NULL */
   const ab_tensor* lse; /* [T] float32 of the forward pass, where a softmax or d_lse is in play; NULL: recomputed */
   /* cotangents, each float32, bfloat16 or float16, NULL: zero */
@@ -65,6 +75,9 @@ typedef struct ab_router_backward_args {
   const ab_tensor* d_lse;        /* [T] */
   /* output */
   const ab_tensor* d_logits; /* [T, E], dtype of the logits */
+  /* more of what the forward pass chose */
+  const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, with d_probs and in place of experts;
+                                 * past its first K experts the map of a token is not read */
 } ab_router_backward_args;
 
 AB_API ab_status ab_router_backward(const ab_router_backward_args* args, const ab_exec* exec);

@@ -81,10 +81,21 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
     )
     cuda.add_argument(
         "--by",
-        choices=["c", "jax", "ragged-dot", "torch", "xla"],
+        choices=[
+            "c",
+            "jax",
+            "jax-biases",
+            "jax-interleaved",
+            "jax-swiglu-oai",
+            "jax-transposed",
+            "ragged-dot",
+            "torch",
+            "xla",
+        ],
         action="append",
         help="router, plan, layer: what to time: ours through C or through JAX, torch eager, XLA's jit "
-        "of plain JAX; layer: that with our ragged_dot, too; mesh: ours through JAX, XLA's collectives, NCCL through "
+        "of plain JAX; layer: that with our ragged_dot, too, and ours with transposed or interleaved weights, biases, "
+        "gpt-oss's activation; mesh: ours through JAX, XLA's collectives, NCCL through "
         "torch",
     )
     cuda.add_argument(

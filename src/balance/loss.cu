@@ -1,6 +1,7 @@
 // ab_cuda_load_balance_loss: one block, a fixed order of additions.
+#include "balance/loss.cuh"
+
 #include "anabranch/cuda.h"
-#include "balance/loss.h"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "core/entry.h"
@@ -16,9 +17,9 @@ __global__ void __launch_bounds__(kThreads) loss_kernel(const LoadBalanceLoss op
   wait_for_previous_kernel();
   double sum = 0.0;
   for (int64_t i = threadIdx.x; i < op.B * op.E; i += kThreads) {
-    const double N = op.num_tokens[i / op.E];
-    const double gradient = N > 0 ? op.coeff_per_topk / (N * N) * op.tokens_per_expert[i] : 0.0;
-    if (N > 0) sum += gradient * op.score_sum[i];
+    const double factor = loss_factor(op, i / op.E);
+    const double gradient = loss_gradient(op, factor, i);
+    if (factor != 0.0) sum += gradient * op.score_sum[i];
     if (op.d_score_sum != nullptr) op.d_score_sum[i] = static_cast<float>(gradient);
   }
   sums[threadIdx.x] = sum;
@@ -30,6 +31,11 @@ __global__ void __launch_bounds__(kThreads) loss_kernel(const LoadBalanceLoss op
 }
 
 }  // namespace
+
+ab_status launch_load_balance_loss(const LoadBalanceLoss& op, cudaStream_t stream) {
+  return launch("load_balance_loss", loss_kernel, {1, kThreads, 0, stream, true}, op);
+}
+
 }  // namespace anabranch::cuda
 
 using namespace anabranch;
@@ -38,5 +44,5 @@ extern "C" ab_status ab_cuda_load_balance_loss(const ab_load_balance_loss_args* 
   AB_ENTER(args, exec);
   LoadBalanceLoss op;
   AB_RETURN_IF_ERROR(check_load_balance_loss(args, &op));
-  return cuda::launch("load_balance_loss", cuda::loss_kernel, {1, cuda::kThreads, 0, cuda::stream_of(exec), true}, op);
+  return cuda::launch_load_balance_loss(op, cuda::stream_of(exec));
 }

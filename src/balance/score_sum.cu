@@ -2,7 +2,7 @@
 // column a lane; warps and then blocks are added up in order.
 #include "anabranch/cuda.h"
 #include "balance/check.h"
-#include "balance/statistics.cuh"
+#include "balance/score_sum.cuh"
 #include "core/cuda/element.cuh"
 #include "core/entry.h"
 #include "core/tensor.h"
@@ -10,19 +10,7 @@
 namespace anabranch::cuda {
 namespace {
 
-struct Call {
-  const void* scores = nullptr;
-  int32_t dtype = 0;
-  int64_t E = 0;
-  TokenTiles tiles;
-  Partials partials;
-  float* score_sum = nullptr;
-  int warps = 8;
-
-  size_t shared_bytes() const { return static_cast<size_t>(warps * E) * sizeof(float); }
-};
-
-__global__ void __launch_bounds__(8 * kWarp) score_sum_kernel(const Call call) {
+__global__ void __launch_bounds__(8 * kWarp) score_sum_kernel(const ColumnSums call) {
   extern __shared__ float sums[];  // [warps][E]
   let_next_kernel_start();
   const int64_t E = call.E;
@@ -44,15 +32,9 @@ __global__ void __launch_bounds__(8 * kWarp) score_sum_kernel(const Call call) {
   }
 }
 
-ab_status parse(const ab_score_sum_args* args, void* workspace, Call* call, size_t* bytes) {
-  AB_RETURN_IF_ERROR(check_tensor("scores", args->scores, kFloats, {{"T"}, {"E"}}));
-  const int64_t T = args->scores->shape[0];
-  call->E = args->scores->shape[1];
-  int64_t sequences = 1;
-  AB_RETURN_IF_ERROR(check_statistics("score_sum", args->score_sum, kFloat32, T, call->E, &sequences));
-  call->scores = data<const void>(args->scores);
-  call->dtype = args->scores->dtype;
-  call->score_sum = data<float>(args->score_sum);
+}  // namespace
+
+ab_status prepare_column_sums(int64_t T, int64_t sequences, void* workspace, ColumnSums* call, size_t* bytes) {
   constexpr size_t kSharedBytes = 200 << 10;
   while (call->shared_bytes() > kSharedBytes && call->warps > 1) call->warps /= 2;
   if (call->shared_bytes() > kSharedBytes) {
@@ -60,8 +42,27 @@ ab_status parse(const ab_score_sum_args* args, void* workspace, Call* call, size
                  static_cast<long long>(call->E), static_cast<int>(kSharedBytes / sizeof(float)));
   }
   call->tiles = TokenTiles(T, sequences, call->warps);
-  return report_workspace(place_partials(call->tiles, call->E, nullptr, call->score_sum, workspace, &call->partials),
-                          bytes);
+  return report_workspace(place_partials(call->tiles, call->E, nullptr, call->sum, workspace, &call->partials), bytes);
+}
+
+ab_status launch_column_sums(const ColumnSums& call, cudaStream_t stream) {
+  AB_RETURN_IF_ERROR(launch("score_sum", score_sum_kernel,
+                            {call.tiles.count(), call.warps * kWarp, call.shared_bytes(), stream, true}, call));
+  return add_partials(call.tiles, call.E, call.partials, nullptr, call.sum, stream);
+}
+
+namespace {
+
+ab_status parse(const ab_score_sum_args* args, void* workspace, ColumnSums* call, size_t* bytes) {
+  AB_RETURN_IF_ERROR(check_tensor("scores", args->scores, kFloats, {{"T"}, {"E"}}));
+  const int64_t T = args->scores->shape[0];
+  call->E = args->scores->shape[1];
+  int64_t sequences = 1;
+  AB_RETURN_IF_ERROR(check_statistics("score_sum", args->score_sum, kFloat32, T, call->E, &sequences));
+  call->scores = data<const void>(args->scores);
+  call->dtype = args->scores->dtype;
+  call->sum = data<float>(args->score_sum);
+  return prepare_column_sums(T, sequences, workspace, call, bytes);
 }
 
 }  // namespace
@@ -73,21 +74,17 @@ extern "C" {
 
 ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, const ab_exec* exec, size_t* bytes) {
   AB_ENTER_QUERY(args, exec, bytes);
-  cuda::Call call;
+  cuda::ColumnSums call;
   return cuda::parse(args, nullptr, &call, bytes);
 }
 
 ab_status ab_cuda_score_sum(const ab_score_sum_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
-  cuda::Call call;
+  cuda::ColumnSums call;
   size_t bytes = 0;
   AB_RETURN_IF_ERROR(cuda::parse(args, exec->workspace, &call, &bytes));
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
-  const cudaStream_t stream = cuda::stream_of(exec);
-  AB_RETURN_IF_ERROR(cuda::launch("score_sum", cuda::score_sum_kernel,
-                                  {call.tiles.count(), call.warps * cuda::kWarp, call.shared_bytes(), stream, true},
-                                  call));
-  return cuda::add_partials(call.tiles, call.E, call.partials, nullptr, call.score_sum, stream);
+  return cuda::launch_column_sums(call, cuda::stream_of(exec));
 }
 
 }  // extern "C"

@@ -10,6 +10,7 @@
 #include "core/workspace.h"
 #include "dispatch/workspace_sizes.h"
 #include "experts/cuda/workspace_sizes.h"
+#include "router/token_scale.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -59,6 +60,10 @@ extern "C" {
 ab_status ab_cuda_statistics_workspace_bound(int64_t T, int64_t B, int64_t E, size_t* bytes) {
   return cuda::answer({{{"T", T}, {"E", E}}, {{"B", B}, {"E", E}}}, bytes,
                       [&] { return cuda::most_partials_bytes(T, B, E); });
+}
+
+ab_status ab_cuda_quantile_workspace_bound(int64_t T, size_t* bytes) {
+  return cuda::answer({{{"T", T}}}, bytes, [&] { return cuda::token_scale_bytes(T); });
 }
 
 ab_status ab_cuda_plan_workspace_bound(int64_t slots, int64_t E, size_t* bytes) {

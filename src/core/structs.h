@@ -33,6 +33,7 @@ AB_STRUCT(ab_router_forward_args, aux_scores);
 AB_STRUCT(ab_router_backward_args, d_logits);
 AB_STRUCT(ab_load_balance_loss_args, d_score_sum);
 AB_STRUCT(ab_score_sum_args, score_sum);
+AB_STRUCT(ab_moe_aux_loss_args, d_probs);
 AB_STRUCT(ab_plan_args, row_id_map);
 AB_STRUCT(ab_dispatch_args, rows);
 AB_STRUCT(ab_combine_args, addend);

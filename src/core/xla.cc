@@ -128,6 +128,7 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
     }
   }
   for (const Field& field : fields) {
+    if (field.may_lack && !attributes.contains(field.name)) continue;
     if (field.kind == FieldKind::int32) {
       const auto value = attributes.get<int32_t>(field.name);
       if (!value.has_value()) return invalid(std::string("anabranch: no int32 attribute ") + field.name);

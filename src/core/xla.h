@@ -31,6 +31,7 @@ struct Field {
   const char* name;
   FieldKind kind;
   size_t offset;
+  bool may_lack = false;  // an option that older programs do not name: 0 then
 };
 
 // The fields of `type` that an operation takes; first and only place where they are listed.
@@ -40,6 +41,12 @@ struct Field {
   ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::int32, offsetof(type, name) }
 #define AB_FLOAT(type, name) \
   ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::float32, offsetof(type, name) }
+
+// Options that came after 0.1.0: programs that were exported before go on to run.
+#define AB_LATER_INT32(type, name) \
+  ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::int32, offsetof(type, name), true }
+#define AB_LATER_FLOAT(type, name) \
+  ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::float32, offsetof(type, name), true }
 
 constexpr int kMaxBuffers = 24;
 

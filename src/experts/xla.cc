@@ -21,7 +21,7 @@ constexpr Field kGroupedMatmulDwFields[] = {
 };
 
 constexpr Field kGroupedMatmulCombineFields[] = {
-    AB_INT32(ab_grouped_matmul_combine_args, transpose_w),  AB_INT32(ab_grouped_matmul_combine_args, backward),
+    AB_INT32(ab_grouped_matmul_combine_args, transpose_w),  AB_LATER_INT32(ab_grouped_matmul_combine_args, backward),
     AB_INT32(ab_grouped_matmul_combine_args, weight_early), AB_INT32(ab_grouped_matmul_combine_args, skip_rest),
     AB_TENSOR(ab_grouped_matmul_combine_args, x),           AB_TENSOR(ab_grouped_matmul_combine_args, w),
     AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes), AB_TENSOR(ab_grouped_matmul_combine_args, bias),
@@ -32,8 +32,8 @@ constexpr Field kGroupedMatmulCombineFields[] = {
 
 constexpr Field kFfnForwardFields[] = {
     AB_INT32(ab_expert_ffn_forward_args, activation),
-    AB_FLOAT(ab_expert_ffn_forward_args, activation_alpha),
-    AB_FLOAT(ab_expert_ffn_forward_args, activation_limit),
+    AB_LATER_FLOAT(ab_expert_ffn_forward_args, activation_alpha),
+    AB_LATER_FLOAT(ab_expert_ffn_forward_args, activation_limit),
     AB_INT32(ab_expert_ffn_forward_args, weight_early),
     AB_INT32(ab_expert_ffn_forward_args, skip_rest),
     AB_INT32(ab_expert_ffn_forward_args, topk),
@@ -53,8 +53,8 @@ constexpr Field kFfnForwardFields[] = {
 constexpr Field kFfnBackwardFields[] = {
     AB_INT32(ab_expert_ffn_backward_args, skip_rest),
     AB_INT32(ab_expert_ffn_backward_args, activation),
-    AB_FLOAT(ab_expert_ffn_backward_args, activation_alpha),
-    AB_FLOAT(ab_expert_ffn_backward_args, activation_limit),
+    AB_LATER_FLOAT(ab_expert_ffn_backward_args, activation_alpha),
+    AB_LATER_FLOAT(ab_expert_ffn_backward_args, activation_limit),
     AB_INT32(ab_expert_ffn_backward_args, topk),
     AB_TENSOR(ab_expert_ffn_backward_args, x),
     AB_TENSOR(ab_expert_ffn_backward_args, slot_of_row),

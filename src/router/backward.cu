@@ -441,7 +441,26 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
 
 using namespace anabranch;
 
-extern "C" ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec) {
+namespace {
+
+// For the experts of a selection that is given in another form.
+size_t backward_workspace(const RouterBackward& op) {
+  const bool converts = op.selection.data != nullptr && op.experts == nullptr;
+  return converts ? static_cast<size_t>(op.T) * static_cast<size_t>(op.K) * sizeof(int32_t) : 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+ab_status ab_cuda_router_backward_workspace(const ab_router_backward_args* args, const ab_exec* exec, size_t* bytes) {
+  AB_ENTER_QUERY(args, exec, bytes);
+  RouterBackward op;
+  AB_RETURN_IF_ERROR(check_router_backward(args, &op));
+  return report_workspace(backward_workspace(op), bytes);
+}
+
+ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
   RouterBackward op;
   AB_RETURN_IF_ERROR(check_router_backward(args, &op));
@@ -450,7 +469,16 @@ extern "C" ab_status ab_cuda_router_backward(const ab_router_backward_args* args
                  AB_CUDA_MAX_EXPERTS);
   }
   const cudaStream_t stream = cuda::stream_of(exec);
+  const size_t bytes = backward_workspace(op);
+  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
+  if (bytes > 0) {
+    auto* const experts = static_cast<int32_t*>(exec->workspace);
+    AB_RETURN_IF_ERROR(cuda::launch_read_selection(op, experts, stream));
+    op.experts = experts;
+  }
   bool launched = false;
   AB_RETURN_IF_ERROR(cuda::launch_backward_rows(op, stream, &launched));
   return launched ? ok() : cuda::launch_backward_wide(op, stream);
 }
+
+}  // extern "C"

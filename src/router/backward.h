@@ -7,6 +7,7 @@
 #include "anabranch/router.h"
 #include "balance/token_blocks.h"
 #include "core/isa.h"
+#include "router/map_format.h"
 
 namespace anabranch {
 
@@ -14,6 +15,13 @@ namespace anabranch {
 struct Cotangent {
   const void* data = nullptr;
   int32_t dtype = 0;
+};
+
+// The selection of the forward pass, [T, K] indices or a map of the experts.
+struct GivenSelection {
+  const void* data = nullptr;
+  int32_t dtype = 0;  // of indices
+  MapFormat format = MapFormat::indices;
 };
 
 struct RouterBackward {
@@ -26,7 +34,7 @@ struct RouterBackward {
 
   const void* logits = nullptr;
   int32_t logits_dtype = 0;
-  const int32_t* experts = nullptr;
+  const int32_t* experts = nullptr;  // [T, K]: the selection, where it is given so or was made so
   const uint8_t* token_mask = nullptr;
   const float* lse = nullptr;
 
@@ -43,6 +51,8 @@ struct RouterBackward {
   void* d_logits = nullptr;  // dtype of the logits
 
   TokenBlocks blocks{0, 0};  // blocks within the sequences of d_score_sum
+
+  GivenSelection selection;
 };
 
 struct RouterBackwardKernels {

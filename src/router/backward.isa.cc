@@ -63,19 +63,55 @@ class Tile {
     }
   }
 
+  // experts_[k][lane] = the experts of token t, -1 where there is none.
+  void read_selection(int64_t t, int lane) {
+    if (!live_[lane]) {
+      for (int64_t k = 0; k < op_.K; ++k) experts_[k * kLanes + lane] = -1;
+      return;
+    }
+    const void* const given = op_.selection.data;
+    const auto* const bytes = static_cast<const uint8_t*>(given);
+    switch (op_.selection.format) {
+      case MapFormat::bytes: return read_map(lane, [row = bytes + t * op_.E](int64_t e) { return row[e] != 0; });
+      case MapFormat::bits:
+        return read_map(lane,
+                        [row = bytes + t * ((op_.E + 7) / 8)](int64_t e) { return (row[e / 8] >> e % 8 & 1) != 0; });
+      default: break;
+    }
+    switch (op_.selection.dtype) {
+      case AB_INT16: return read_indices(static_cast<const int16_t*>(given), t, lane);
+      case AB_INT64: return read_indices(static_cast<const int64_t*>(given), t, lane);
+      default: return read_indices(static_cast<const int32_t*>(given), t, lane);
+    }
+  }
+  template <class Index>
+  void read_indices(const Index* indices, int64_t t, int lane) {
+    for (int64_t k = 0; k < op_.K; ++k) {
+      const Index e = indices[t * op_.K + k];
+      experts_[k * kLanes + lane] = e >= 0 && e < op_.E ? static_cast<int32_t>(e) : -1;
+    }
+  }
+  template <class IsSelected>
+  void read_map(int lane, const IsSelected& is_selected) {
+    int64_t k = 0;
+    for (int64_t e = 0; e < op_.E && k < op_.K; ++e) {
+      if (is_selected(e)) experts_[k++ * kLanes + lane] = static_cast<int32_t>(e);
+    }
+    for (; k < op_.K; ++k) experts_[k * kLanes + lane] = -1;
+  }
+
   // slot_g_[k][lane] = the gradient of the selected logit; row_shift_[lane] = sum_R g s for raw softmax.
   void weights_backward(int64_t first) {
     const int64_t K = op_.K;
+    for (int lane = 0; lane < kLanes; ++lane) read_selection(first + lane, lane);
     for (int64_t k = 0; k < K; ++k) {
       for (int lane = 0; lane < kLanes; ++lane) {
-        const int32_t e = live_[lane] ? op_.experts[(first + lane) * K + k] : -1;
-        const bool valid = e >= 0 && e < op_.E;
         const int64_t t = first + lane;
-        experts_[k * kLanes + lane] = valid ? e : -1;
+        const int32_t e = experts_[k * kLanes + lane];
         float g = 0.0f;
-        if (valid && op_.d_weights.data != nullptr)
+        if (e >= 0 && op_.d_weights.data != nullptr)
           g = load_element(op_.d_weights.data, op_.d_weights.dtype, t * K + k);
-        if (valid && op_.d_probs.data != nullptr) g = load_element(op_.d_probs.data, op_.d_probs.dtype, t * op_.E + e);
+        if (e >= 0 && op_.d_probs.data != nullptr) g = load_element(op_.d_probs.data, op_.d_probs.dtype, t * op_.E + e);
         slot_g_[k * kLanes + lane] = g * op_.scaling_factor;
       }
     }

@@ -6,6 +6,7 @@
 #include "router/forward.h"
 #include "router/row.cuh"
 #include "router/select.cuh"
+#include "router/token_scale.h"
 
 namespace anabranch::cuda {
 
@@ -40,6 +41,7 @@ struct RouteCall {
   bool rows_are_aligned;  // logits begin at 16 bytes
   bool dense_is_aligned;  // and so do dense outputs
   bool always_exact;      // groups do not fit the lanes
+  TokenScale* scales;     // [T] of quantile balancing; nullptr: none
 };
 
 namespace {

@@ -4,6 +4,7 @@
 
 #include "balance/check.h"
 #include "core/tensor.h"
+#include "router/quantile.h"
 
 namespace anabranch {
 namespace {
@@ -37,17 +38,33 @@ ab_status check_options(int32_t score_function, int32_t normalize, float scaling
   return ok();
 }
 
-ab_status check_groups(int32_t num_groups, int32_t group_topk, int32_t K, int64_t E) {
-  if (num_groups == 0 && group_topk == 0) return ok();
+ab_status check_groups(int32_t num_groups, int32_t group_topk, int32_t group_score_topk, int32_t K, int64_t E) {
+  if (num_groups == 0 && group_topk == 0) {
+    if (group_score_topk == 0) return ok();
+    return AB_INVALID("group_score_topk: got %d without groups, expected 0", group_score_topk);
+  }
   if (num_groups < 1 || E % num_groups != 0) {
     return AB_INVALID("num_groups: got %d, expected a divisor of %lld experts (or 0, with group_topk 0: no groups)",
                       num_groups, static_cast<long long>(E));
   }
-  if (group_topk < 1 || group_topk > num_groups || K % group_topk != 0 || K / group_topk > E / num_groups) {
+  const int64_t size = E / num_groups;
+  if (group_score_topk != 0) {
+    if (group_score_topk < 1 || group_score_topk > size) {
+      return AB_INVALID("group_score_topk: got %d, expected 1 to the %lld experts of a group (or 0: topk / group_topk)",
+                        group_score_topk, static_cast<long long>(size));
+    }
+    if (group_topk < 1 || group_topk > num_groups || K > group_topk * size) {
+      return AB_INVALID(
+          "group_topk: got %d, expected 1 <= group_topk <= num_groups %d, and groups of %lld experts that hold topk %d",
+          group_topk, num_groups, static_cast<long long>(size), K);
+    }
+    return ok();
+  }
+  if (group_topk < 1 || group_topk > num_groups || K % group_topk != 0 || K / group_topk > size) {
     return AB_INVALID(
         "group_topk: got %d, expected 1 <= group_topk <= num_groups %d, a divisor of topk %d, and topk / group_topk at "
         "most the %lld experts of a group",
-        group_topk, num_groups, K, static_cast<long long>(E / num_groups));
+        group_topk, num_groups, K, static_cast<long long>(size));
   }
   return ok();
 }
@@ -57,19 +74,21 @@ ab_status refuse(const char* name, bool given, const char* reason) {
   return given ? AB_INVALID("%s: got one %s, expected none", name, reason) : ok();
 }
 
+ab_status check_bytes_or_bits(const ab_tensor* map, int64_t T, int64_t E, MapFormat* format) {
+  if (map->dtype == AB_BOOL) {
+    *format = MapFormat::bytes;
+    return check_tensor("routing_map", map, kBool, {{"T", T}, {"E", E}});
+  }
+  *format = MapFormat::bits;
+  return check_tensor("routing_map", map, dtype_bit(AB_UINT8), {{"T", T}, {"ceil(E/8)", (E + 7) / 8}});
+}
+
 ab_status check_map(const ab_tensor* map, int64_t T, int64_t E, int32_t K, MapFormat* format) {
   *format = MapFormat::none;
   if (map == nullptr) return ok();
   constexpr Dtypes kAny = kBool | dtype_bit(AB_UINT8) | kIndices;
   AB_RETURN_IF_ERROR(check_tensor("routing_map", map, kAny, {{"T", T}, {"E, ceil(E/8) or K"}}));
-  if (map->dtype == AB_BOOL) {
-    *format = MapFormat::bytes;
-    return check_tensor("routing_map", map, kBool, {{"T", T}, {"E", E}});
-  }
-  if (map->dtype == AB_UINT8) {
-    *format = MapFormat::bits;
-    return check_tensor("routing_map", map, dtype_bit(AB_UINT8), {{"T", T}, {"ceil(E/8)", (E + 7) / 8}});
-  }
+  if (map->dtype == AB_BOOL || map->dtype == AB_UINT8) return check_bytes_or_bits(map, T, E, format);
   *format = MapFormat::indices;
   AB_RETURN_IF_ERROR(check_tensor("routing_map", map, kIndices, {{"T", T}, {"K", K}}));
   if (map->dtype == AB_INT16 && E > 32768) {
@@ -77,6 +96,29 @@ ab_status check_map(const ab_tensor* map, int64_t T, int64_t E, int32_t K, MapFo
                       static_cast<long long>(E));
   }
   return ok();
+}
+
+ab_status check_quantile_balancing(const ab_router_forward_args* args, int64_t E) {
+  if (args->qb_bin_bounds == nullptr && args->qb_histogram == nullptr) return ok();
+  AB_RETURN_IF_ERROR(check_tensor("qb_bin_bounds", args->qb_bin_bounds, kFloat32, {{"2", 2}}));
+  AB_RETURN_IF_ERROR(check_tensor("qb_histogram", args->qb_histogram, kInt32, {{"E", E}, {"bins"}}));
+  const int64_t bins = args->qb_histogram->shape[1];
+  if (bins < 1 || bins > kMostBins) {
+    return AB_INVALID("qb_histogram: got %lld bins, expected 1 to %lld", static_cast<long long>(bins),
+                      static_cast<long long>(kMostBins));
+  }
+  if (E * bins > INT32_MAX) {
+    return AB_INVALID("qb_histogram: got %lld counts, expected fewer than 2^31", static_cast<long long>(E * bins));
+  }
+  if (args->expert_bias == nullptr) {
+    return AB_INVALID("expert_bias: got NULL together with qb_histogram, expected a float dtype [E=%lld]",
+                      static_cast<long long>(E));
+  }
+  if (args->topk >= E) {
+    return AB_INVALID("topk: got %d together with qb_histogram, expected fewer than the %lld experts", args->topk,
+                      static_cast<long long>(E));
+  }
+  return refuse("num_groups", args->num_groups != 0, "together with qb_histogram");
 }
 
 Cotangent cotangent(const ab_tensor* tensor) {
@@ -91,7 +133,7 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   const int64_t T = args->logits->shape[0];
   const int64_t E = args->logits->shape[1];
   const int32_t K = args->topk;
-  AB_RETURN_IF_ERROR(check_groups(args->num_groups, args->group_topk, K, E));
+  AB_RETURN_IF_ERROR(check_groups(args->num_groups, args->group_topk, args->group_score_topk, K, E));
   AB_RETURN_IF_ERROR(check_optional("expert_bias", args->expert_bias, kFloats, {{"E", E}}));
   AB_RETURN_IF_ERROR(check_optional("token_mask", args->token_mask, kBool, {{"T", T}}));
   AB_RETURN_IF_ERROR(check_optional("forced_experts", args->forced_experts, kInt32, {{"T", T}, {"K", K}}));
@@ -102,6 +144,8 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
                                     {{"T", T}, {"E", E}}));
   AB_RETURN_IF_ERROR(check_map(args->routing_map, T, E, K, &op->map_format));
   AB_RETURN_IF_ERROR(check_optional("aux_scores", args->aux_scores, kFloat32, {{"T", T}, {"E", E}}));
+
+  AB_RETURN_IF_ERROR(check_quantile_balancing(args, E));
 
   int64_t count_sequences = 1;
   int64_t sum_sequences = 1;
@@ -123,6 +167,10 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   op->normalize = args->normalize != 0;
   op->num_groups = args->num_groups;
   op->group_topk = args->group_topk;
+  const bool by_rule = args->group_score_topk == 0;
+  op->group_score_topk = by_rule && args->group_topk > 0 ? K / args->group_topk : args->group_score_topk;
+  op->groups_by_logits =
+      by_rule && args->score_function == AB_SOFTMAX && args->normalize != 0 && args->expert_bias == nullptr;
   op->scaling_factor = args->scaling_factor;
   op->logits = data<const void>(args->logits);
   op->logits_dtype = args->logits->dtype;
@@ -131,7 +179,8 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   op->token_mask = data<const uint8_t>(args->token_mask);
   op->forced_experts = data<const int32_t>(args->forced_experts);
   op->wants_weights = args->weights != nullptr || args->probs != nullptr;
-  op->wants_selection = op->wants_weights || args->experts != nullptr || counts || args->routing_map != nullptr;
+  op->wants_selection = op->wants_weights || args->experts != nullptr || counts || args->routing_map != nullptr ||
+                        args->qb_histogram != nullptr;
   op->forced = args->forced_experts != nullptr;
   op->weights = data<float>(args->weights);
   op->experts = data<int32_t>(args->experts);
@@ -143,6 +192,9 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   op->map_dtype = args->routing_map == nullptr ? 0 : args->routing_map->dtype;
   op->aux_scores = data<float>(args->aux_scores);
   op->blocks = TokenBlocks(T, counts ? count_sequences : sum_sequences);
+  op->qb_bin_bounds = data<const float>(args->qb_bin_bounds);
+  op->qb_histogram = data<int32_t>(args->qb_histogram);
+  op->qb_bins = args->qb_histogram == nullptr ? 0 : args->qb_histogram->shape[1];
 
   if (op->forced) {
     constexpr const char* kReason = "together with forced_experts";
@@ -171,7 +223,12 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
   const int64_t T = args->logits->shape[0];
   const int64_t E = args->logits->shape[1];
   const int32_t K = args->topk;
-  AB_RETURN_IF_ERROR(check_optional("experts", args->experts, kInt32, {{"T", T}, {"K", K}}));
+  AB_RETURN_IF_ERROR(check_optional("experts", args->experts, kIndices, {{"T", T}, {"K", K}}));
+  if (args->routing_map != nullptr) {
+    constexpr Dtypes kMaps = kBool | dtype_bit(AB_UINT8);
+    AB_RETURN_IF_ERROR(check_tensor("routing_map", args->routing_map, kMaps, {{"T", T}, {"E or ceil(E/8)"}}));
+    AB_RETURN_IF_ERROR(check_bytes_or_bits(args->routing_map, T, E, &op->selection.format));
+  }
   AB_RETURN_IF_ERROR(check_optional("token_mask", args->token_mask, kBool, {{"T", T}}));
   AB_RETURN_IF_ERROR(check_optional("lse", args->lse, kFloat32, {{"T", T}}));
   AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloats, {{"T", T}, {"K", K}}));
@@ -190,9 +247,14 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
       refuse("d_probs", args->d_probs != nullptr && args->d_weights != nullptr, "together with d_weights"));
   AB_RETURN_IF_ERROR(refuse("d_aux_scores", args->d_aux_scores != nullptr && args->d_score_sum != nullptr,
                             "together with d_score_sum"));
-  if (weighted && args->experts == nullptr) {
-    return AB_INVALID("experts: got NULL together with %s, expected int32 [T=%lld, K=%d]",
-                      args->d_weights != nullptr ? "d_weights" : "d_probs", static_cast<long long>(T), K);
+  AB_RETURN_IF_ERROR(
+      refuse("routing_map", args->routing_map != nullptr && args->experts != nullptr, "together with experts"));
+  AB_RETURN_IF_ERROR(
+      refuse("routing_map", args->routing_map != nullptr && args->d_probs == nullptr, "in a call without d_probs"));
+  if (weighted && args->experts == nullptr && args->routing_map == nullptr) {
+    return AB_INVALID("experts: got NULL together with %s, expected indices [T=%lld, K=%d]%s",
+                      args->d_weights != nullptr ? "d_weights" : "d_probs", static_cast<long long>(T), K,
+                      args->d_weights != nullptr ? "" : ", or a routing_map");
   }
   if (!weighted) {
     constexpr const char* kReason = "in a call without d_weights or d_probs";
@@ -215,7 +277,12 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
   op->scaling_factor = args->scaling_factor;
   op->logits = data<const void>(args->logits);
   op->logits_dtype = args->logits->dtype;
-  op->experts = data<const int32_t>(args->experts);
+  const ab_tensor* selection = args->routing_map != nullptr ? args->routing_map : args->experts;
+  op->selection.data = data<const void>(selection);
+  op->selection.dtype = selection == nullptr ? 0 : selection->dtype;
+  if (op->selection.format == MapFormat::indices && op->selection.dtype == AB_INT32) {
+    op->experts = data<const int32_t>(selection);
+  }
   op->token_mask = data<const uint8_t>(args->token_mask);
   op->lse = data<const float>(args->lse);
   op->d_weights = cotangent(args->d_weights);

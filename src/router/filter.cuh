@@ -95,9 +95,49 @@ struct Filter {
 
   // Bit i is set where item i reaches the threshold.
   __device__ __forceinline__ Mask reached(__nv_bfloat162 threshold) const {
+    return bits_where([threshold](__nv_bfloat162 word) { return __hge2_mask(word, threshold); });
+  }
+
+  // The largest of the row below the threshold, in both halves.
+  __device__ __forceinline__ __nv_bfloat162 best_below(__nv_bfloat162 threshold) const {
+    constexpr uint32_t kNone = 0xff80ff80u;  // -inf twice
+    const auto below = [threshold](__nv_bfloat162 word) {
+      const uint32_t mask = __hlt2_mask(word, threshold);
+      const uint32_t left = (*reinterpret_cast<const uint32_t*>(&word) & mask) | (kNone & ~mask);
+      return *reinterpret_cast<const __nv_bfloat162*>(&left);
+    };
+    __nv_bfloat162 best = below(words[0]);
+#pragma unroll
+    for (int w = 1; w < kWords; ++w) best = __hmax2(best, below(words[w]));
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      best = __hmax2(best, __shfl_xor_sync(kAllLanes, best, distance));
+    }
+    return __hmax2(best, swap_halves(best));
+  }
+
+  // The largest q of the row among those that round to `rounded`; -inf if there is none. value_of(expert) = q.
+  template <class ValueOf>
+  __device__ __forceinline__ float largest_of(__nv_bfloat162 rounded, unsigned first, const ValueOf& value_of) const {
+    Mask bits = bits_where([rounded](__nv_bfloat162 word) { return __heq2_mask(word, rounded); });
+    if (__low2float(rounded) == -INFINITY) bits = 0;
+    float largest = -INFINITY;
+#pragma unroll 1
+    for (; bits != 0; bits &= bits - 1) largest = fmaxf(largest, value_of(first + lowest(bits)));
+    return max_lanes<kLanes>(largest);
+  }
+
+  static __device__ __forceinline__ unsigned lowest(Mask bits) {
+    return static_cast<unsigned>(kItems > 32 ? __ffsll(static_cast<long long>(bits)) : __ffs(static_cast<int>(bits))) -
+           1;
+  }
+
+  // Bit i is set where the half of item i in is_in(word) is.
+  template <class IsIn>
+  __device__ __forceinline__ Mask bits_where(const IsIn& is_in) const {
     uint32_t bits[2] = {};  // of words 0 to 15 and of those from 16 on, each as it lies in a word
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) bits[w / 16] |= __hge2_mask(words[w], threshold) & (0x00010001u << w % 16);
+    for (int w = 0; w < kWords; ++w) bits[w / 16] |= is_in(words[w]) & (0x00010001u << w % 16);
     if constexpr (kWords == 16) return bits[0];
     const uint32_t first = (bits[0] & 0xffffu) | bits[1] << 16;
     const uint32_t second = bits[0] >> 16 | (bits[1] & 0xffff0000u);
@@ -108,9 +148,6 @@ struct Filter {
   // there are in the row.
   static __device__ __forceinline__ unsigned collect(Mask bits, unsigned first, unsigned lane,
                                                      const SharedArray<uint16_t>& list) {
-    const auto lowest = [](Mask of) {
-      return static_cast<unsigned>(kItems > 32 ? __ffsll(static_cast<long long>(of)) : __ffs(static_cast<int>(of))) - 1;
-    };
     const auto own = static_cast<unsigned>(kItems > 32 ? __popcll(bits) : __popc(static_cast<unsigned>(bits)));
     unsigned through = own;  // this lane's and those of the lanes before
 #pragma unroll

@@ -7,6 +7,7 @@
 #include "router/forward.cuh"
 #include "router/forward_wide.cuh"
 #include "router/outputs.cuh"
+#include "router/quantile.cuh"
 
 namespace anabranch::cuda {
 namespace {
@@ -56,6 +57,7 @@ struct Choice {
 };
 
 RouteVariants variants_of(const RouterForward& op, bool by_score) {
+  if (op.qb_histogram != nullptr) return balanced_variants();
   if (by_score) return biased_variants();
   return op.score_function == AB_SOFTMAX ? softmax_variants() : elementwise_variants();
 }
@@ -76,7 +78,7 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
     if (op.num_groups > 0 && op.wants_selection) {
       // Groups of whole lanes, of which the two best make the score.
       *always_exact = variant->grouped.of_any == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
-                      op.K / op.group_topk > 2 || variant->lanes * variant->items != op.E ||
+                      op.group_score_topk > 2 || variant->lanes * variant->items != op.E ||
                       variant->lanes % op.num_groups != 0;
       if (!*always_exact) {
         kernels = variant->grouped;
@@ -139,6 +141,10 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(launch->warps) * tokens,
                           TokenTiles::kMultiprocessors * choice.blocks);
   *workspace_bytes = place_partials(call.tiles, op.E, op.tokens_per_expert, op.score_sum, workspace, &call.partials);
+  if (op.qb_histogram != nullptr) {
+    call.scales = reinterpret_cast<TokenScale*>(static_cast<char*>(workspace) + *workspace_bytes);
+    *workspace_bytes += token_scale_bytes(op.T);
+  }
   return ok();
 }
 
@@ -172,7 +178,10 @@ ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_ex
   if (route.kernels.of_any != nullptr && shape.blocks > 0) {
     AB_RETURN_IF_ERROR(cuda::choose_by_size("router forward", route.kernels, dtype_size(op.logits_dtype), &kernel));
   }
+  const bool balances = op.qb_histogram != nullptr;
+  if (balances) AB_RETURN_IF_ERROR(cuda::launch_clear_histogram(op, stream));
   AB_RETURN_IF_ERROR(cuda::launch("router forward", kernel, shape, route.call));
+  if (balances) AB_RETURN_IF_ERROR(cuda::launch_count_cutoffs(op, route.call.scales, stream));
   return cuda::add_partials(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum, stream);
 }
 

@@ -21,8 +21,8 @@
 namespace anabranch::cuda {
 
 // What experts are selected by and how scores are computed: by logits, which softmax or another function makes scores
-// of (unbiased: either), or by scores with a bias, whatever the function.
-enum class Mode { softmax, elementwise, unbiased, biased };
+// of (unbiased: either), or by scores with a bias, whatever the function (balanced: which also writes cutoffs).
+enum class Mode { softmax, elementwise, unbiased, biased, balanced };
 
 // The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
 struct RouteVariant {
@@ -49,6 +49,7 @@ struct RouteVariants {
 RouteVariants softmax_variants();
 RouteVariants elementwise_variants();
 RouteVariants biased_variants();
+RouteVariants balanced_variants();
 
 namespace {
 
@@ -132,13 +133,15 @@ constexpr int kBlocks = kItems <= 16 ? 3 : 2;
 // kSize: logit_size.cuh.
 template <Mode kMode, int kSize, int kLanes, int kItems, int kList, bool kGrouped>
 __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
-  if constexpr (kMode != Mode::biased && !has_logit_size<kSize>()) return fail_without_code();
+  constexpr bool kBalanced = kMode == Mode::balanced;
+  constexpr bool kBiased = kMode == Mode::biased || kBalanced;
+  if constexpr (!kBiased && !has_logit_size<kSize>()) return fail_without_code();
   using F = Filter<kLanes, kItems, kList, kGrouped ? 2 : 1>;
   using Rows = StagedRows<kLanes, kItems, kSize>;
-  constexpr bool kBiased = kMode == Mode::biased;
   constexpr unsigned kTokens = kWarp / kLanes;
   constexpr unsigned kBiasStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
   constexpr bool kOneLane = kLanes == 1;
+  constexpr unsigned kLanesOfFirst = kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1u;  // of a warp's tokens
   constexpr unsigned kRanks = kOneLane ? kList : F::kCandidates;  // of a token in `selected`
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
@@ -335,6 +338,15 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
     // the K best experts
     if (selects) {
       bool undecided = call.always_exact;
+      const auto value_of = [&](unsigned expert) {
+        const float logit = logit_of(expert);
+        if constexpr (!kBiased) return logit;
+        const float s = is_softmax ? softmax.power(logit) : elementwise_score(op.score_function, logit);
+        const float q = fmaf(s, score_factor, bias[expert / kItems * kBiasStride + expert % kItems]);
+        return logit == -INFINITY ? logit : q;
+      };
+      bool next_is_below = false;  // the best that is not selected is below the threshold,
+      float below = -INFINITY;     // and is this
       if constexpr (!kOneLane) {
         undecided |= !__hbeq2(maxima.all, maxima.all);  // NaN
         bool kept = live;
@@ -357,21 +369,21 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         const unsigned candidates = F::collect(reached, first_item, lane, list);
         undecided |= candidates > F::kCandidates;
         __syncwarp();
-        const auto value_of = [&](unsigned expert) {
-          const float logit = logit_of(expert);
-          if constexpr (!kBiased) return logit;
-          const float s = is_softmax ? softmax.power(logit) : elementwise_score(op.score_function, logit);
-          const float q = fmaf(s, score_factor, bias[expert / kItems * kBiasStride + expert % kItems]);
-          return logit == -INFINITY ? logit : q;
-        };
         const unsigned listed = min(candidates, unsigned{F::kCandidates});
         if (exact_keys) {
           F::sort_exactly(list, listed, lane, value_of, selected);
         } else {
           undecided |= F::sort_nearly(list, listed, lane, threshold, values, value_of, selected);
         }
+        if constexpr (kBalanced) {
+          next_is_below = candidates <= K;
+          if (__any_sync(kAllLanes, next_is_below)) {
+            below = filter.largest_of(filter.best_below(threshold), first_item, value_of);
+          }
+        }
       }
       unsigned pending = __ballot_sync(kAllLanes, live && undecided);
+      if constexpr (kBalanced) next_is_below &= (pending & kLanesOfFirst << (token * kLanes)) == 0;
 #pragma unroll 1
       while (pending != 0) {
         const unsigned other = (__ffs(static_cast<int>(pending)) - 1) / kLanes;
@@ -382,7 +394,12 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
                                        reinterpret_cast<uint32_t*>(piece + call.shared.groups)};
         select_exactly(op, call.selection, first + other, its_softmax, scratch,
                        reinterpret_cast<int32_t*>(piece + call.shared.selected) + other * kRanks);
-        pending &= ~((kLanes == kWarp ? kAllLanes : (1u << (kLanes % kWarp)) - 1u) << (other * kLanes));
+        pending &= ~(kLanesOfFirst << (other * kLanes));
+      }
+      if constexpr (kBalanced) {
+        __syncwarp();
+        const float cutoff = next_is_below || !live ? below : value_of(static_cast<unsigned>(selected[K]));
+        if (present && lane == 0) call.scales[t] = {live ? cutoff : NAN, softmax.shift, softmax.factor};
       }
     } else if (op.forced) {
 #pragma unroll 1
@@ -468,7 +485,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
 
 template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
 constexpr RouteVariant::Kernels by_size() {
-  if constexpr (kMode == Mode::biased) {
+  if constexpr (kMode == Mode::biased || kMode == Mode::balanced) {
     // Scores take so long that the size, asked for at run time, costs 1.6%.
     constexpr auto of_any = route<kMode, 0, kLanes, kItems, kList, kGrouped>;
     return {of_any, of_any, of_any};

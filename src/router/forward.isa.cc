@@ -1,6 +1,7 @@
 #include "router/forward.h"
 
 #include "router/candidates.h"
+#include "router/quantile.h"
 #include "router/scratch.h"
 #include "router/slots.h"
 #include "router/topk.h"
@@ -18,9 +19,9 @@ class Tile {
     const bool grouped = op.num_groups > 0;
     const int64_t K = op.K;
     count_ = grouped ? op.group_topk * group_size_ : op.E;
-    sets_ = bound_sets(K, row_blocks(count_));
-    length_ = list_length(K);
-    group_length_ = grouped ? list_length(K / op.group_topk) : 1;
+    sets_ = bound_sets(op.ranks(), row_blocks(count_));
+    length_ = list_length(op.ranks());
+    group_length_ = grouped ? list_length(op.group_score_topk) : 1;
     kept_length_ = grouped ? list_length(op.group_topk) : 1;
     group_vectors_ = round_up(group_size_, group_length_);
     all_groups_ = grouped ? round_up(groups_, kept_length_) : 0;
@@ -30,7 +31,8 @@ class Tile {
     const int64_t row = blocks() * kRowPad;
     bias_ = op.bias != nullptr ? scratch.take<float>(row) : nullptr;
     z_ = scratch.take<float>(kLanes * row);
-    s_ = scratch.take<float>(row);
+    s_ = scratch.take<float>(balances() ? kLanes * row : row);
+    bins_ = scratch.take<int32_t>(balances() ? kPlacedTokens * row : 0);
     q_ = scratch.take<float>(op.bias != nullptr || grouped ? kLanes * row : 0);
     kept_ = scratch.take<float>(grouped ? kLanes * row_blocks(count_) * kRowPad : 0);
     maxima_ = scratch.take<float>(kLanes * sets_ * kRowPad);
@@ -61,7 +63,7 @@ class Tile {
   size_t size() const { return size_; }
 
   // Routes tokens first <= t < first + n, n <= kLanes.
-  void route(int64_t first, int n, int32_t* counts, float* score_sum) {
+  void route(int64_t first, int n, int32_t* counts, float* score_sum, int32_t* histogram) {
     for (int lane = 0; lane < n; ++lane) {
       live_[lane] = op_.token_mask == nullptr || op_.token_mask[first + lane] != 0;
       if (live_[lane]) read(first + lane, lane, score_sum);
@@ -81,11 +83,33 @@ class Tile {
     } else {
       select();
     }
+    if (histogram != nullptr) {
+      place_cutoffs();
+      if (placed_ + kLanes > kPlacedTokens) count_bins(histogram);
+    }
     if (op_.wants_weights) {
       gather_logits(op_.logits, op_.logits_dtype, op_.E, op_.K, first, experts_, weights_);
       score_slots(op_.score_function, op_.normalize, op_.K, softmax_, weights_, nullptr);
     }
     write(first, n, counts);
+  }
+
+  // histogram[e][bin] += 1 for every expert of the tokens that were placed, but where it has no bin: some experts at a
+  // time, whose counts stay in the first-level cache.
+  void count_bins(int32_t* histogram) {
+    for (int64_t first = 0; first < op_.E; first += kRowsAtOnce) {
+      const int64_t n = op_.E - first < kRowsAtOnce ? op_.E - first : kRowsAtOnce;
+      int32_t* rows[kRowsAtOnce];
+      for (int64_t e = 0; e < kRowsAtOnce; ++e) rows[e] = histogram + (first + (e < n ? e : 0)) * op_.qb_bins;
+      for (int64_t token = 0; token < placed_; ++token) {
+        const int32_t* const places = bins_ + token * blocks() * kRowPad + first;
+#pragma GCC unroll 8
+        for (int64_t e = 0; e < kRowsAtOnce; ++e) {
+          if (places[e] >= 0 && e < n) ++rows[e][places[e]];
+        }
+      }
+    }
+    placed_ = 0;
   }
 
  private:
@@ -99,18 +123,25 @@ class Tile {
   // Keys are made so many at a time, the last of them past the end.
   static constexpr int64_t kKeysAtOnce = 8;
 
+  // Tokens whose bins are kept, and experts that are counted together: what they count stays in the first-level cache.
+  static constexpr int64_t kPlacedTokens = 128;
+  static constexpr int64_t kRowsAtOnce = 8;
+
   int64_t blocks() const { return row_blocks(op_.E); }
   int64_t key_row_length() const { return round_up(count_, length_) + kKeysAtOnce; }
+  bool balances() const { return op_.qb_histogram != nullptr; }
+  // The row of scores of a lane; quantile balancing keeps them all, up to factors_[lane].
+  float* scores(int lane) { return s_ + (balances() ? lane * blocks() * kRowPad : 0); }
   bool selects() const { return op_.wants_selection && !op_.forced; }
   // The bound comes from z itself: its parts' maxima give its maximum too.
   bool bounded_by_logits() const { return selects() && sets_ > 0 && bias_ == nullptr && op_.num_groups == 0; }
   float* maxima(int lane) { return maxima_ + lane * sets_ * kRowPad; }
-  // Group scores add up z (normalised softmax without a bias), else s + b.
-  bool groups_by_logits() const { return op_.score_function == AB_SOFTMAX && op_.normalize && bias_ == nullptr; }
 
   bool wants_auxiliary(const float* score_sum) const { return score_sum != nullptr || op_.aux_scores != nullptr; }
   // Scores rank experts or groups.
-  bool ranks_by_score() const { return selects() && (bias_ != nullptr || (op_.num_groups > 0 && !groups_by_logits())); }
+  bool ranks_by_score() const {
+    return selects() && (bias_ != nullptr || (op_.num_groups > 0 && !op_.groups_by_logits));
+  }
 
   // Powers of all logits are summed: softmax of the row, or its lse.
   bool wants_softmax(const float* score_sum) const {
@@ -136,11 +167,12 @@ class Tile {
     const bool auxiliary = wants_auxiliary(score_sum);
     const bool is_softmax = op_.score_function == AB_SOFTMAX;
     const float* z = rows_[lane];
+    float* s = scores(lane);
     float* q = q_ + lane * blocks() * kRowPad;
 
     if (wants_softmax(score_sum)) {
       const bool keeps_powers = is_softmax && (auxiliary || by_score);
-      softmax_.sum[lane] = keeps_powers ? softmax_row(z, blocks(), softmax_.shift[lane], s_)
+      softmax_.sum[lane] = keeps_powers ? softmax_row(z, blocks(), softmax_.shift[lane], s)
                                         : softmax_sum(z, blocks(), softmax_.shift[lane]);
       softmax_.factor[lane] = 1.0f / softmax_.sum[lane];
       softmax_.poison[lane] = softmax_.sum[lane] - softmax_.sum[lane];  // NaN where the sum is
@@ -150,31 +182,32 @@ class Tile {
     if (auxiliary || by_score) {
       float factor = softmax_.factor[lane];
       if (!is_softmax) {
-        score_row(op_.score_function, z, blocks() * kRowPad, s_);
-        factor = auxiliary ? 1.0f / (row_sum(s_, blocks()) + kSumEpsilon) : 1.0f;
+        score_row(op_.score_function, z, blocks() * kRowPad, s);
+        factor = auxiliary ? 1.0f / (row_sum(s, blocks()) + kSumEpsilon) : 1.0f;
       }
       if (score_sum != nullptr) {
-        for (int64_t e = 0; e < E; ++e) score_sum[e] += s_[e] * factor;
+        for (int64_t e = 0; e < E; ++e) score_sum[e] += s[e] * factor;
       }
       if (op_.aux_scores != nullptr) {
         float* out = op_.aux_scores + t * E;
-        for (int64_t e = 0; e < E; ++e) out[e] = s_[e] * factor;
+        for (int64_t e = 0; e < E; ++e) out[e] = s[e] * factor;
       }
-      if (by_score) key_row(z, is_softmax ? factor : 1.0f, q);
+      factors_[lane] = is_softmax ? factor : 1.0f;
+      if (by_score) key_row(z, s, factors_[lane], q);
     }
     ranks_[lane] = bias_ != nullptr ? q : z;
     group_ranks_[lane] = by_score ? q : z;
   }
 
   // q = s + b, and -inf where z = -inf.
-  void key_row(const float* z, float factor, float* q) const {
+  void key_row(const float* z, const float* s, float factor, float* q) const {
     const auto write = [&](const auto& key_of) {
       for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = z[e] == -__builtin_inff() ? z[e] : key_of(e);
     };
     if (bias_ != nullptr) {
-      write([s = s_, b = bias_, factor](int64_t e) { return s[e] * factor + b[e]; });
+      write([s, b = bias_, factor](int64_t e) { return s[e] * factor + b[e]; });
     } else {
-      write([s = s_, factor](int64_t e) { return s[e] * factor; });
+      write([s, factor](int64_t e) { return s[e] * factor; });
     }
   }
 
@@ -206,9 +239,27 @@ class Tile {
         experts_[k * kLanes + lane] = live_[lane] ? expert : -1;
       }
     }
+    for (int i = 0; balances() && i < kKeyLanes; ++i) {
+      cutoffs_[first_lane + i] = key_value(__builtin_bit_cast(uint64_t, key_list_[op_.K * kKeyLanes + i]));
+    }
   }
 
-  // bounds_[lane]: what K of the lane's elements reach.
+  // Keeps the bins of the lanes' experts for count_bins.
+  void place_cutoffs() {
+    const QuantileBins bins(op_.qb_bin_bounds, op_.qb_bins);
+    const int64_t row = blocks() * kRowPad;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (!live_[lane]) continue;
+      const float* s = scores(lane);
+      int32_t* places = bins_ + placed_++ * row;
+      for (int64_t e = 0; e < row; ++e) {
+        const float position = bins.position(cutoffs_[lane], s[e] * factors_[lane]);
+        places[e] = static_cast<int32_t>(position == position ? position : -1.0f);
+      }
+    }
+  }
+
+  // bounds_[lane]: what as many of the lane's elements reach as are ranked.
   void find_bounds() {
     for (float& bound : bounds_) bound = -__builtin_inff();
     if (sets_ == 0) return;
@@ -221,7 +272,7 @@ class Tile {
     }
     lanes_of_rows(rows, 0, parts, number_lanes_);
     top_of_lanes(length_, number_lanes_, parts, number_list_, number_chunk_);
-    __builtin_memcpy(bounds_, number_list_ + (op_.K - 1) * static_cast<int64_t>(kLanes), sizeof(bounds_));
+    __builtin_memcpy(bounds_, number_list_ + (op_.ranks() - 1) * static_cast<int64_t>(kLanes), sizeof(bounds_));
   }
 
   // key_lanes_[i][lane] = the selection keys of the lane's elements at or above its bound, filled up with "none", of
@@ -251,7 +302,7 @@ class Tile {
     const int32_t* experts = all_;
     int64_t n = live_[lane] ? count_ : 0;
     if (n > 0 && sets_ > 0) {
-      n = elements_not_below(bounds_[lane], op_.K, values, count_, positions_, values_);
+      n = elements_not_below(bounds_[lane], op_.ranks(), values, count_, positions_, values_);
       values = values_;
       experts = positions_;
     }
@@ -275,9 +326,8 @@ class Tile {
     return n;
   }
 
-  // The group_topk best groups of each lane, by the sum of their K / group_topk best elements, become its row.
+  // The group_topk best groups of each lane, by the sum of their group_score_topk best elements, become its row.
   void select_groups() {
-    const int64_t per_group = op_.K / op_.group_topk;
     for (int64_t i = group_size_ * kLanes; i < group_vectors_ * kLanes; ++i) number_lanes_[i] = -__builtin_inff();
     for (int64_t i = 0; i < all_groups_ * kLanes; ++i) group_keys_[i] = 0.0;
     for (int64_t group = 0; group < groups_; ++group) {
@@ -285,7 +335,7 @@ class Tile {
       top_of_lanes(group_length_, number_lanes_, group_vectors_, number_list_, number_chunk_);
       for (int lane = 0; lane < kLanes; ++lane) {
         float sum = 0.0f;
-        for (int64_t k = 0; k < per_group; ++k) sum += number_list_[k * kLanes + lane];
+        for (int64_t k = 0; k < op_.group_score_topk; ++k) sum += number_list_[k * kLanes + lane];
         group_key(group, lane) = __builtin_bit_cast(double, selection_key(sum, static_cast<uint32_t>(group)));
       }
     }
@@ -417,14 +467,15 @@ class Tile {
   int64_t sets_;              // of parts that bound them (candidates.h)
   int64_t group_vectors_;     // elements of a group,
   int64_t all_groups_;        // and groups, in whole chunks of a list
-  int length_;                // of the lists of the K best experts,
-  int group_length_;          // of a group's K / group_topk best,
+  int length_;                // of the lists of the experts that are ranked,
+  int group_length_;          // of a group's group_score_topk best,
   int kept_length_;           // of the group_topk best groups
   size_t size_;
 
   float* bias_;         // [E], or null
   float* z_;            // [kLanes] rows of logits, where they need conversion or padding
-  float* s_;            // a row of scores, for softmax before the division by their sum
+  float* s_;            // scores, for softmax before the division by their sum: a row, or [kLanes] rows
+  int32_t* bins_;       // [kPlacedTokens] rows of numbers of bins
   float* q_;            // [kLanes] rows of selection keys where they are not z
   float* kept_;         // [kLanes] rows of the kept groups' selection keys
   float* maxima_;       // [kLanes][sets * kRowPad]
@@ -447,19 +498,24 @@ class Tile {
   const float* rows_[kLanes] = {};         // of logits
   const float* ranks_[kLanes] = {};        // what ranks a lane's experts,
   const float* group_ranks_[kLanes] = {};  // and its groups
+  float factors_[kLanes] = {};             // of the rows of scores
   float bounds_[kLanes] = {};
+  int64_t placed_ = 0;          // tokens in bins_
+  float cutoffs_[kLanes] = {};  // the best selection key that selects nothing
   bool live_[kLanes] = {};
 };
 
-void route(const RouterForward& op, int64_t begin, int64_t end, int32_t* counts, float* score_sum, void* scratch) {
+void route(const RouterForward& op, int64_t begin, int64_t end, int32_t* counts, float* score_sum, int32_t* histogram,
+           void* scratch) {
   for (int64_t e = 0; e < op.E; ++e) {
     if (counts != nullptr) counts[e] = 0;
     if (score_sum != nullptr) score_sum[e] = 0.0f;
   }
   Tile tile(op, scratch);
   for (int64_t t = begin; t < end; t += kLanes) {
-    tile.route(t, static_cast<int>(end - t < kLanes ? end - t : kLanes), counts, score_sum);
+    tile.route(t, static_cast<int>(end - t < kLanes ? end - t : kLanes), counts, score_sum, histogram);
   }
+  if (histogram != nullptr) tile.count_bins(histogram);
 }
 
 size_t scratch_size(const RouterForward& op) { return Tile(op, nullptr).size(); }

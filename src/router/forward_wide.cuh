@@ -28,6 +28,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) route_wide(const __grid_con
   const int lane = lane_index();
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const bool is_softmax = op.score_function == AB_SOFTMAX;
+  Selection selection = call.selection;
+  selection.ranks = op.K;  // `slots` has no room for more
   float* sums = reinterpret_cast<float*>(warp_memory + call.shared.sums);
   for (int e = lane; op.score_sum != nullptr && e < E; e += kWarp) sums[e] = 0.0f;
   __syncthreads();
@@ -54,11 +56,16 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) route_wide(const __grid_con
     }
     if (op.wants_selection) {
       if (live && !op.forced) {
-        select_exactly(op, call.selection, t, softmax, scratch, slots.experts);
+        select_exactly(op, selection, t, softmax, scratch, slots.experts);
       } else {
         for (int k = lane; k < op.K; k += kWarp) slots.experts[k] = live ? forced_expert(op, t, k) : -1;
       }
       __syncwarp();
+      if (call.scales != nullptr) {
+        uint32_t next = 0;  // of the keys that are left
+        if (live) take_largest(scratch.keys, 0, E, &next);
+        if (lane == 0) call.scales[t] = {live ? from_ordered_bits(next) : NAN, softmax.shift, softmax.factor};
+      }
       for_own_slots<kWarp>(slots, lane, [&](int k, int expert) {
         slots.values[k] = logit(expert);
         if (op.tokens_per_expert != nullptr) atomicAdd(counts + expert, 1);

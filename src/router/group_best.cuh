@@ -34,7 +34,7 @@ struct GroupBest {
       second = fmaxf(fminf(best, other_best), fmaxf(second, other_second));
       best = fmaxf(best, other_best);
     }
-    const float score = op.K == op.group_topk ? best : best + second;
+    const float score = op.group_score_topk == 1 ? best : best + second;
     const int group = lane / group_lanes;
     int better = 0;
     for (int other = 0; other < op.num_groups; ++other) {

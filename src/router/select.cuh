@@ -16,11 +16,12 @@ namespace anabranch::cuda {
 struct Selection {
   bool by_score = false;         // q = s + b; else q = z
   bool groups_by_score = false;  // group scores add up s + b; else z
+  int32_t ranks = 0;             // how many experts are selected
 };
 
 inline Selection selection_of(const RouterForward& op) {
   const bool biased = op.bias != nullptr;
-  return {biased, biased || !(op.score_function == AB_SOFTMAX && op.normalize)};
+  return {biased, !op.groups_by_logits, op.ranks()};
 }
 
 // s + b of an expert, -inf where z is.
@@ -70,7 +71,7 @@ static __device__ __noinline__ void order_experts(const RouterForward& op, const
   __syncwarp();
 }
 
-// experts[k] = the k-th expert of token t.
+// experts[k] = the k-th expert of token t, for k < selection.ranks.
 static __device__ __noinline__ void select_exactly(const RouterForward& op, const Selection& selection, int64_t t,
                                                    const RowSoftmax& softmax, const SelectionScratch& scratch,
                                                    int32_t* experts) {
@@ -84,7 +85,7 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
     for (int group = 0; group < op.num_groups; ++group) {
       float sum = 0.0f;
 #pragma unroll 1
-      for (int k = 0; k < op.K / op.group_topk; ++k) {
+      for (int k = 0; k < op.group_score_topk; ++k) {
         take_largest(scratch.keys, group * group_size, (group + 1) * group_size, &value);
         sum += from_ordered_bits(value);
       }
@@ -98,7 +99,7 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
   }
   order_experts(op, softmax, t, selection.by_score, op.num_groups > 0 ? scratch.groups : nullptr, scratch.keys);
 #pragma unroll 1
-  for (int k = 0; k < op.K; ++k) {
+  for (int k = 0; k < selection.ranks; ++k) {
     const int expert = take_largest(scratch.keys, 0, E, &value);
     if (lane_index() == 0) experts[k] = expert;
   }

@@ -24,6 +24,9 @@ constexpr Field kRouterForwardFields[] = {
     AB_TENSOR(ab_router_forward_args, probs),
     AB_TENSOR(ab_router_forward_args, routing_map),
     AB_TENSOR(ab_router_forward_args, aux_scores),
+    AB_LATER_INT32(ab_router_forward_args, group_score_topk),
+    AB_TENSOR(ab_router_forward_args, qb_bin_bounds),
+    AB_TENSOR(ab_router_forward_args, qb_histogram),
 };
 
 constexpr Field kRouterBackwardFields[] = {

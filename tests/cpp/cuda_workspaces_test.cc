@@ -53,8 +53,8 @@ TEST(CudaWorkspaces, NeedsAreThoseOfTheEnum) {
 
 TEST(CudaWorkspaces, AnswersNeedAPlace) {
   for (const ab_status& status :
-       {ab_cuda_statistics_workspace_bound(8, 1, 8, nullptr), ab_cuda_plan_workspace_bound(8, 8, nullptr),
-        ab_cuda_sort_chunks_workspace_bound(8, nullptr),
+       {ab_cuda_statistics_workspace_bound(8, 1, 8, nullptr), ab_cuda_quantile_workspace_bound(8, nullptr),
+        ab_cuda_plan_workspace_bound(8, 8, nullptr), ab_cuda_sort_chunks_workspace_bound(8, nullptr),
         ab_cuda_grouped_matmul_dw_workspace_bound(8, 8, 8, 8, AB_BFLOAT16, AB_BFLOAT16, nullptr),
         ab_cuda_grouped_matmul_combine_workspace_bound(8, 8, 8, 8, 1, AB_BFLOAT16, nullptr),
         ab_cuda_expert_ffn_forward_workspace_bound(8, 8, AB_BFLOAT16, nullptr),

@@ -298,6 +298,69 @@ TEST(RouterBackward, GivesTheSameBitsForEveryThreadCount) {
   }
 }
 
+// The selection of the dense form in every layout that the forward pass gives.
+TEST(RouterBackward, TakesTheSelectionInEveryForm) {
+  const int64_t T = 77, E = 21, K = 4;
+  const Tensor<float> logits({T, E}, random(T * E, 1));
+  const Tensor<float> d_probs({T, E}, random(T * E, 2));
+  const Tensor<int32_t> experts({T, K});
+  const Tensor<uint8_t> bytes({T, E}, AB_BOOL), bits({T, 3});
+  const Tensor<int16_t> int16({T, K});
+  const Tensor<int64_t> int64({T, K});
+  Tensor<uint8_t> mask({T}, AB_BOOL);
+  for (int64_t t = 0; t < T; ++t) mask[t] = t % 5 != 2;
+  for (const ab_tensor* map : {bytes.view(), bits.view(), int16.view(), int64.view()}) {
+    ab_router_forward_args args = forward_args(logits, K);
+    args.token_mask = mask.view();
+    args.experts = experts.view();
+    args.routing_map = map;
+    EXPECT_OK(forward(args));
+  }
+  for (const int32_t function : {AB_SOFTMAX, AB_SIGMOID}) {
+    ab_router_backward_args args = backward_args(logits, K, {.score_function = function, .normalize = 1});
+    args.token_mask = mask.view();
+    args.d_probs = d_probs.view();
+    const auto gradient = [&](const ab_tensor* indices, const ab_tensor* map) {
+      const Tensor<float> d_logits({T, E});
+      args.experts = indices;
+      args.routing_map = map;
+      args.d_logits = d_logits.view();
+      EXPECT_OK(backward(args));
+      return d_logits.values();
+    };
+    const std::vector<float> want = gradient(experts.view(), nullptr);
+    EXPECT_EQ(gradient(int16.view(), nullptr), want);
+    EXPECT_EQ(gradient(int64.view(), nullptr), want);
+    const std::vector<float> by_bytes = gradient(nullptr, bytes.view());
+    EXPECT_EQ(gradient(nullptr, bits.view()), by_bytes);
+    expect_close(by_bytes, {want.begin(), want.end()}, "d_logits by a map");  // its experts come in another order
+  }
+}
+
+TEST(RouterBackward, ReadsAsManyExpertsOfAMapAsTopkAndNoIndexOutOfRange) {
+  const int64_t E = 6, K = 2;
+  const Tensor<float> logits({3, E}, random(3 * E, 1));
+  const Tensor<float> d_probs({3, E}, random(3 * E, 2));
+  const Tensor<uint8_t> map({3, E}, {0, 1, 0, 9, 1, 0, /**/ 0, 0, 0, 0, 0, 1, /**/ 0, 0, 0, 0, 0, 0}, AB_BOOL);
+  const Tensor<int64_t> wild({3, K}, {1, 3, (int64_t{1} << 32) + 1, 5, std::numeric_limits<int64_t>::min(), E});
+  std::vector<std::vector<float>> gradients;
+  for (const bool by_map : {false, true}) {
+    const Tensor<float> d_logits({3, E});
+    ab_router_backward_args args = backward_args(logits, K, {.score_function = AB_SIGMOID, .normalize = 0});
+    args.experts = by_map ? nullptr : wild.view();
+    args.routing_map = by_map ? map.view() : nullptr;
+    args.d_probs = d_probs.view();
+    args.d_logits = d_logits.view();
+    EXPECT_OK(backward(args));
+    gradients.push_back(d_logits.values());
+  }
+  EXPECT_EQ(gradients[0], gradients[1]);
+  for (int64_t i = 0; i < 3 * E; ++i) {
+    const bool selected = i == 1 || i == 3 || i == E + 5;
+    EXPECT_EQ(gradients[0][static_cast<size_t>(i)] != 0.0f, selected) << i;
+  }
+}
+
 // Memory is allocated at its exact size: AddressSanitizer sees every access beside it.
 TEST(Router, WritesEveryElementAndTouchesNothingElseWhateverTheIndices) {
   for (const auto& [T, E, K] : {std::array<int64_t, 3>{0, 4, 2}, {1, 3, 2}, {13, 19, 5}, {130, 40, 40}}) {
@@ -371,6 +434,45 @@ TEST(RouterForward, KeepsOneRowOfStatisticsASequence) {
   }
 }
 
+// Bins of powers of two and scores that float32 holds: nothing is rounded.
+TEST(RouterForward, CountsHowFarCutoffsAreAboveScores) {
+  const int64_t T = 300, E = 7, K = 3, bins = 16;
+  const Tensor<float> logits({T, E}, random(T * E, 1));
+  const Tensor<float> bias({E}, random(E, 2, 0.25f));
+  Tensor<uint8_t> mask({T}, AB_BOOL);
+  for (int64_t t = 0; t < T; ++t) mask[t] = t % 7 != 3;
+  const Tensor<float> bounds({2}, {-0.25f, 0.25f});
+  for (const int32_t function : {AB_SOFTMAX, AB_SIGMOID, AB_SQRTSOFTPLUS}) {
+    const Tensor<int32_t> histogram({E, bins});
+    ab_router_forward_args args = forward_args(logits, K, {.score_function = function});
+    args.expert_bias = bias.view();
+    args.token_mask = mask.view();
+    args.qb_bin_bounds = bounds.view();
+    args.qb_histogram = histogram.view();
+    EXPECT_OK(forward(args, 1));
+    std::vector<int32_t> want(static_cast<size_t>(E * bins));
+    for (int64_t t = 0; t < T; ++t) {
+      if (mask[t] == 0) continue;
+      const float* z = logits.values().data() + t * E;
+      const double lse = logsumexp(z, E);
+      std::vector<double> keys;
+      for (int64_t e = 0; e < E; ++e) keys.push_back(score(function, z[e], lse) + bias[e]);
+      std::sort(keys.begin(), keys.end(), std::greater<>());
+      for (int64_t e = 0; e < E; ++e) {
+        const double place = (keys[K] - score(function, z[e], lse) + 0.25) * bins / 0.5;
+        ++want[static_cast<size_t>(e * bins + std::clamp<int64_t>(static_cast<int64_t>(std::floor(place)), 0, 15))];
+      }
+    }
+    EXPECT_EQ(histogram.values(), want);
+    for (const int threads : {2, 3, 8}) {
+      const Tensor<int32_t> many({E, bins});
+      args.qb_histogram = many.view();
+      EXPECT_OK(forward(args, threads));
+      EXPECT_EQ(many.values(), want);
+    }
+  }
+}
+
 TEST(RouterForward, RefusesBadArguments) {
   const int64_t T = 6, E = 8;
   const Tensor<float> logits({T, E}, random(T * E, 1));
@@ -406,6 +508,19 @@ TEST(RouterForward, RefusesBadArguments) {
   EXPECT_REFUSED(with([](Args a) { a.num_groups = 4; }), AB_INVALID_ARGUMENT, "group_topk: got 0");
   EXPECT_REFUSED(with([](Args a) { a.num_groups = 1, a.group_topk = 2; }), AB_INVALID_ARGUMENT, "group_topk: got 2");
   EXPECT_REFUSED(with([](Args a) { a.num_groups = 8, a.group_topk = 1; }), AB_INVALID_ARGUMENT, "group_topk: got 1");
+  EXPECT_REFUSED(with([](Args a) { a.group_score_topk = 1; }), AB_INVALID_ARGUMENT,
+                 "group_score_topk: got 1 without groups");
+  const auto in_groups = [&](int32_t group_topk, int32_t group_score_topk) {
+    return with([=](Args a) { a.num_groups = 4, a.group_topk = group_topk, a.group_score_topk = group_score_topk; });
+  };
+  EXPECT_OK(in_groups(2, 1));
+  EXPECT_OK(in_groups(1, 2));
+  EXPECT_REFUSED(in_groups(2, 3), AB_INVALID_ARGUMENT, "group_score_topk: got 3, expected 1 to the 2 experts");
+  EXPECT_REFUSED(in_groups(2, -1), AB_INVALID_ARGUMENT, "group_score_topk: got -1");
+  EXPECT_REFUSED(in_groups(5, 1), AB_INVALID_ARGUMENT, "group_topk: got 5");
+  EXPECT_REFUSED(
+      with([](Args a) { a.num_groups = 8, a.group_topk = 1, a.group_score_topk = 1; }), AB_INVALID_ARGUMENT,
+      "group_topk: got 1, expected 1 <= group_topk <= num_groups 8, and groups of 1 experts that hold topk 2");
   EXPECT_REFUSED(with([&](Args a) { a.expert_bias = short_bias.view(); }), AB_INVALID_ARGUMENT, "expert_bias: got");
   EXPECT_REFUSED(with([&](Args a) { a.token_mask = long_mask.view(); }), AB_INVALID_ARGUMENT, "token_mask: got");
   EXPECT_REFUSED(with([&](Args a) { a.token_mask = counts.view(); }), AB_INVALID_ARGUMENT, "token_mask: got int32");
@@ -440,6 +555,30 @@ TEST(RouterForward, RefusesBadArguments) {
                  AB_INVALID_ARGUMENT, "expert_bias: got one in a call without an output of the selection");
   EXPECT_REFUSED(with([&](Args a) { a.weights = nullptr, a.experts = integers.view(), a.scaling_factor = 2.0f; }),
                  AB_INVALID_ARGUMENT, "scaling_factor: got 2 in a call without weights or probs");
+
+  const Tensor<float> bounds({2}), three({3});
+  const Tensor<int32_t> histogram({E, 5}), no_bins({E, 0}), few({E - 1, 5});
+  const auto balancing = [&](auto change) {
+    return with([&](Args a) {
+      a.expert_bias = bias.view(), a.qb_bin_bounds = bounds.view(), a.qb_histogram = histogram.view();
+      change(a);
+    });
+  };
+  EXPECT_OK(balancing([](Args) {}));
+  EXPECT_REFUSED(balancing([](Args a) { a.expert_bias = nullptr; }), AB_INVALID_ARGUMENT,
+                 "expert_bias: got NULL together with qb_histogram");
+  EXPECT_REFUSED(balancing([](Args a) { a.qb_bin_bounds = nullptr; }), AB_INVALID_ARGUMENT, "qb_bin_bounds: got NULL");
+  EXPECT_REFUSED(balancing([](Args a) { a.qb_histogram = nullptr; }), AB_INVALID_ARGUMENT, "qb_histogram: got NULL");
+  EXPECT_REFUSED(balancing([&](Args a) { a.qb_bin_bounds = three.view(); }), AB_INVALID_ARGUMENT,
+                 "qb_bin_bounds: got float32 (8) [3]");
+  EXPECT_REFUSED(balancing([&](Args a) { a.qb_histogram = no_bins.view(); }), AB_INVALID_ARGUMENT,
+                 "qb_histogram: got 0 bins");
+  EXPECT_REFUSED(balancing([&](Args a) { a.qb_histogram = few.view(); }), AB_INVALID_ARGUMENT,
+                 "qb_histogram: got int32 (4) [7, 5]");
+  EXPECT_REFUSED(balancing([&](Args a) { a.num_groups = 4, a.group_topk = 2; }), AB_INVALID_ARGUMENT,
+                 "num_groups: got one together with qb_histogram");
+  EXPECT_REFUSED(balancing([&](Args a) { a.topk = 8, a.weights = nullptr, a.lse = nullptr; }), AB_INVALID_ARGUMENT,
+                 "topk: got 8 together with qb_histogram, expected fewer than the 8 experts");
 
   const Tensor<float> wide({1, 32769});
   const Tensor<int16_t> narrow({1, 2});
@@ -490,6 +629,22 @@ TEST(RouterBackward, RefusesBadArguments) {
                  AB_INVALID_ARGUMENT, "scaling_factor: got 3 in a call without");
   EXPECT_REFUSED(with([&](Args a) { a.score_function = AB_SIGMOID, a.lse = tokens.view(); }), AB_INVALID_ARGUMENT,
                  "lse: got one in a call without a softmax");
+  const Tensor<uint8_t> bytes({T, E}, AB_BOOL), bits({T, 1}), short_bytes({T, E - 1}, AB_BOOL);
+  EXPECT_REFUSED(with([&](Args a) { a.routing_map = bytes.view(); }), AB_INVALID_ARGUMENT,
+                 "routing_map: got one together with experts");
+  EXPECT_REFUSED(with([&](Args a) { a.experts = nullptr, a.routing_map = bytes.view(); }), AB_INVALID_ARGUMENT,
+                 "routing_map: got one in a call without d_probs");
+  const auto dense_with = [&](const ab_tensor* map) {
+    return with(
+        [&](Args a) { a.experts = nullptr, a.d_weights = nullptr, a.d_probs = dense.view(), a.routing_map = map; });
+  };
+  EXPECT_OK(dense_with(bytes.view()));
+  EXPECT_OK(dense_with(bits.view()));
+  EXPECT_REFUSED(dense_with(nullptr), AB_INVALID_ARGUMENT, "experts: got NULL together with d_probs");
+  EXPECT_REFUSED(dense_with(short_bytes.view()), AB_INVALID_ARGUMENT, "routing_map: got bool (1) [6, 7]");
+  EXPECT_REFUSED(dense_with(experts.view()), AB_INVALID_ARGUMENT, "routing_map: got int32");
+  EXPECT_REFUSED(with([&](Args a) { a.d_weights = nullptr, a.experts = nullptr, a.routing_map = bits.view(); }),
+                 AB_INVALID_ARGUMENT, "routing_map: got one in a call without d_probs");
   EXPECT_REFUSED(with([](Args a) { a.d_logits = nullptr; }), AB_INVALID_ARGUMENT, "d_logits: got NULL");
   EXPECT_REFUSED(with([&](Args a) { a.d_logits = half.view(); }), AB_INVALID_ARGUMENT, "d_logits: got bfloat16");
 }

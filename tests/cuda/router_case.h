@@ -24,6 +24,7 @@ struct Case {
   int32_t normalize = 1;
   int32_t num_groups = 0;
   int32_t group_topk = 0;
+  int32_t group_score_topk = 0;
   bool bias = false;
   bool mask = false;
   bool forced = false;
@@ -31,19 +32,25 @@ struct Case {
   int64_t sequences = 1;
   Form form = Form::compact;
   float scale = 2.0f;
+  int64_t qb_bins = 0;     // of quantile balancing
   bool unaligned = false;  // every tensor on the device begins an element past an aligned address
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << "T " << c.T << " E " << c.E << " K " << c.K << " dtype " << c.dtype << " score " << c.score_function
-             << " normalize " << c.normalize << " groups " << c.num_groups << "/" << c.group_topk << " bias " << c.bias
-             << " mask " << c.mask << " forced " << c.forced << " specials " << c.specials << " sequences "
-             << c.sequences << " form " << static_cast<int>(c.form) << " unaligned " << c.unaligned;
+             << " normalize " << c.normalize << " groups " << c.num_groups << "/" << c.group_topk << " of "
+             << c.group_score_topk << " bias " << c.bias << " mask " << c.mask << " forced " << c.forced << " specials "
+             << c.specials << " sequences " << c.sequences << " form " << static_cast<int>(c.form) << " bins "
+             << c.qb_bins << " unaligned " << c.unaligned;
 }
 
 struct Inputs {
   explicit Inputs(const Case& c, unsigned seed = 1)
-      : logits({c.T, c.E}, c.dtype), bias({c.E}), mask({c.T}, AB_BOOL), forced({c.T, c.K}) {
+      : logits({c.T, c.E}, c.dtype),
+        bias({c.E}),
+        mask({c.T}, AB_BOOL),
+        forced({c.T, c.K}),
+        bin_bounds({2}, {-0.75f, 1.0f}) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal(0.0f, c.scale);
     for (int64_t i = 0; i < logits.size(); ++i) logits.set(i, normal(random));
@@ -72,6 +79,7 @@ struct Inputs {
   Tensor<float> bias;
   Tensor<uint8_t> mask;
   Tensor<int32_t> forced;
+  Tensor<float> bin_bounds;
 };
 
 struct Outputs {
@@ -87,7 +95,8 @@ struct Outputs {
         i16({c.T, c.K}),
         i32({c.T, c.K}),
         i64({c.T, c.K}),
-        aux({c.T, c.E}) {}
+        aux({c.T, c.E}),
+        histogram({c.E, c.qb_bins}) {}
 
   const ab_tensor* map(Form form) const {
     switch (form) {
@@ -112,6 +121,7 @@ struct Outputs {
   Tensor<int32_t> i32;
   Tensor<int64_t> i64;
   Tensor<float> aux;
+  Tensor<int32_t> histogram;
 };
 
 }  // namespace

@@ -32,6 +32,23 @@ double relative_error(int64_t size, const Got& got, const Want& want) {
 constexpr double kBound = 5e-6;
 double rounding(int32_t dtype) { return dtype == AB_FLOAT32 ? 0.0 : dtype == AB_BFLOAT16 ? 0x1p-8 : 0x1p-10; }
 
+// Both backends round what they count: few counts are in a neighbouring bin, which is how often the numbers of those
+// in the bins up to some bin differ.
+void compare_histograms(const Case& c, const Outputs& got, const Outputs& want) {
+  int64_t moved = 0;
+  int64_t counted = 0;
+  for (int64_t e = 0; e < c.E; ++e) {
+    int64_t difference = 0;
+    for (int64_t bin = 0; bin < c.qb_bins; ++bin) {
+      difference += got.histogram[e * c.qb_bins + bin] - want.histogram[e * c.qb_bins + bin];
+      counted += want.histogram[e * c.qb_bins + bin];
+      moved += std::abs(difference);
+    }
+    ASSERT_EQ(difference, 0) << "qb_histogram of expert " << e;
+  }
+  ASSERT_LE(static_cast<double>(moved), 2.0 + 1e-3 * static_cast<double>(counted)) << "qb_histogram";
+}
+
 // Selections are exact unless a bias or group scores are computed; then few tokens may differ where keys nearly tie.
 void compare(const Case& c, const Outputs& got, const Outputs& want) {
   const bool computed = c.bias || c.num_groups > 0;
@@ -44,6 +61,8 @@ void compare(const Case& c, const Outputs& got, const Outputs& want) {
     different += !same[static_cast<size_t>(t)];
   }
   ASSERT_LE(different, computed ? 1 + c.T / 50 : 0) << "experts differ";
+  compare_histograms(c, got, want);
+  if (::testing::Test::HasFatalFailure()) return;
 
   std::vector<int32_t> counts(got.counts.values().size(), 0);
   for (int64_t t = 0; t < c.T; ++t) {
@@ -213,8 +232,9 @@ void check(const Case& c, unsigned seed = 1, Cotangents cotangents = {}) {
   const auto same_bits = [](const auto& a, const auto& b) {
     return std::memcmp(a.values().data(), b.values().data(), a.values().size() * sizeof(a.values()[0])) == 0;
   };
-  ASSERT_TRUE(same_bits(got.experts, again.experts) && same_bits(got.weights, again.weights) &&
-              same_bits(got.score_sum, again.score_sum) && same_bits(got.lse, again.lse))
+  ASSERT_TRUE(same_bits(got.experts, again.experts) && got.histogram.values() == again.histogram.values() &&
+              same_bits(got.weights, again.weights) && same_bits(got.score_sum, again.score_sum) &&
+              same_bits(got.lse, again.lse))
       << "another run gave other bits";
   compare_gradients(c, in, got, seed, cotangents);
 }
@@ -352,6 +372,40 @@ TEST_F(RouterCuda, EveryOption) {
   }
 }
 
+TEST_F(RouterCuda, ScoresOfGroupsOfSomeExperts) {
+  unsigned seed = 800;
+  struct Grouping {
+    int64_t E;
+    int32_t K, num_groups, group_topk;
+  };
+  for (const Grouping& g : {Grouping{128, 8, 8, 4},
+                            {256, 8, 8, 4},
+                            {256, 6, 8, 3},
+                            {256, 5, 4, 3},
+                            {60, 4, 6, 2},
+                            {512, 20, 16, 7},
+                            {1200, 8, 8, 4}}) {
+    for (const int32_t score_topk : {1, 2, 3, static_cast<int32_t>(g.E / g.num_groups)}) {
+      for (const bool bias : {false, true}) {
+        for (const int64_t T : {300, 2100}) {
+          if (T > 300 && g.E > 600) continue;
+          Case c{T, g.E, g.K, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16, static_cast<int32_t>(seed / 2 % 3)};
+          c.normalize = static_cast<int32_t>(seed / 4 % 2);
+          c.num_groups = g.num_groups;
+          c.group_topk = g.group_topk;
+          c.group_score_topk = score_topk;
+          c.bias = bias;
+          c.mask = seed % 5 == 0;
+          c.specials = seed % 7 == 0 && !bias;
+          c.form = static_cast<Form>(seed % 7);
+          check(c, seed, {static_cast<int>(seed % 2), 2});
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
 TEST_F(RouterCuda, EveryTopk) {
   unsigned seed = 200;
   for (const int64_t E : {8, 64, 512, 1100}) {
@@ -401,6 +455,100 @@ TEST_F(RouterCuda, ReplayMasksAndSequences) {
         c.sequences = sequences;
         check(c, seed);
         if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(RouterCuda, CutoffsOfEveryVariant) {
+  unsigned seed = 1000;
+  for (const int64_t E : {2, 8, 32, 60, 128, 256, 384, 512, 1000, 1100}) {
+    for (const int32_t list : {1, 7, 8, 9, 16, 32, 64, 100}) {
+      const auto K = static_cast<int32_t>(std::min<int64_t>(list, E - 1));
+      if (K < list && list != 100) continue;
+      for (const int64_t T : {70, 2100}) {
+        if (T == 2100 && E > 512) continue;
+        Case c{T, E, K, ++seed % 3 == 0 ? AB_FLOAT32 : seed % 3 == 1 ? AB_BFLOAT16 : AB_FLOAT16};
+        c.score_function = static_cast<int32_t>(seed / 3 % 3);
+        c.normalize = static_cast<int32_t>(seed / 2 % 2);
+        c.bias = true;
+        c.mask = seed % 4 == 0;
+        c.specials = seed % 6 == 0;
+        c.form = static_cast<Form>(seed % 7);
+        c.unaligned = seed % 5 == 0;
+        c.qb_bins = seed % 2 == 0 ? 1000 : 37;
+        check(c, seed, {6, 1});  // gradients know nothing of it
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(RouterCuda, CutoffsInBinsOfEveryNumber) {
+  unsigned seed = 1200;
+  for (const int64_t bins : {1, 2, 32, 53247, 53249, 200000}) {  // a row in shared memory, and too long for it
+    for (const int64_t T : {1, 63, 65, 3000}) {
+      Case c{T, 20, 3, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16, AB_SIGMOID};
+      c.bias = true;
+      c.qb_bins = bins;
+      // Positions of that many bins are rounded to more than a thousandth of one.
+      if (bins < 1000) {
+        check(c, seed, {6, 1});
+      } else {
+        const Inputs in(c, seed);
+        const Outputs got(c);
+        run_on_device(c, in, got);
+        int64_t counted = 0;
+        for (const int32_t count : got.histogram.values()) counted += count;
+        ASSERT_EQ(counted, T * c.E);
+      }
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Gradients of dense probabilities under one selection in every layout, some of it out of range.
+TEST_F(RouterCuda, SelectionsInEveryForm) {
+  unsigned seed = 900;
+  for (const int64_t E : {8, 40, 256, 1100}) {
+    for (const int32_t K : {1, 8, 70}) {
+      if (K > E) continue;
+      Case c{150, E, K, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16, static_cast<int32_t>(seed % 3)};
+      c.normalize = static_cast<int32_t>(seed / 3 % 2);
+      c.mask = true;
+      const Inputs in(c, seed);
+      const Outputs out(c);
+      for (const Form form : {Form::bytes, Form::bits, Form::int16, Form::int64}) {
+        c.form = form;
+        EXPECT_OK(call(ab_router_forward, ab_router_forward_workspace, forward_args(c, in, out)));
+      }
+      Tensor<int64_t> wild({c.T, c.K}, out.i64.values());
+      for (int64_t i = 3; i < wild.size(); i += 7) wild[i] = i % 2 == 0 ? (int64_t{1} << 32) + 1 : -5;
+      Tensor<uint8_t> full({c.T, c.E}, AB_BOOL);  // more experts than K
+      for (int64_t i = 0; i < full.size(); ++i) full[i] = i % 3 != 0;
+      FloatTensor d_probs({c.T, c.E}, c.dtype);
+      d_probs.fill_normal(seed);
+      for (const ab_tensor* form :
+           {out.bytes.view(), out.bits.view(), out.i16.view(), out.i64.view(), wild.view(), full.view()}) {
+        FloatTensor want({c.T, c.E}, c.dtype);
+        FloatTensor got({c.T, c.E}, c.dtype);
+        ab_router_backward_args args = backward_args(c, in, out);
+        const bool is_map = form->dtype == AB_BOOL || form->dtype == AB_UINT8;
+        args.experts = is_map ? nullptr : form;
+        args.routing_map = is_map ? form : nullptr;
+        args.d_probs = d_probs.view();
+        args.d_logits = want.view();
+        EXPECT_OK(call(ab_router_backward, ab_router_backward_workspace, args));
+        args.d_logits = got.view();
+        using Args = ab_router_backward_args;
+        run_on_copies(ab_cuda_router_backward_workspace, ab_cuda_router_backward, args, &Args::logits, &Args::experts,
+                      &Args::token_mask, &Args::d_probs, &Args::d_logits, &Args::routing_map);
+        const double error =
+            relative_error(got.size(), [&](int64_t i) { return got.get(i); }, [&](int64_t i) { return want.get(i); });
+        double largest = 0.0;
+        for (int64_t i = 0; i < want.size(); ++i) largest = std::max<double>(largest, std::abs(want.get(i)));
+        if (largest < kBound) continue;  // the weight of a single expert, but for rounding
+        ASSERT_LE(error, 2 * kBound + rounding(c.dtype)) << c << " selection of dtype " << form->dtype;
       }
     }
   }

@@ -16,6 +16,7 @@ ab_router_forward_args forward_args(const Case& c, const Inputs& in, const Outpu
   args.normalize = c.normalize;
   args.num_groups = c.num_groups;
   args.group_topk = c.group_topk;
+  args.group_score_topk = c.group_score_topk;
   args.scaling_factor = 1.5f;
   args.logits = in.logits.view();
   args.expert_bias = c.bias ? in.bias.view() : nullptr;
@@ -33,6 +34,10 @@ ab_router_forward_args forward_args(const Case& c, const Inputs& in, const Outpu
     args.probs = c.form == Form::compact ? nullptr : out.probs.view();
     args.routing_map = out.map(c.form);
   }
+  if (c.qb_bins > 0) {
+    args.qb_bin_bounds = in.bin_bounds.view();
+    args.qb_histogram = out.histogram.view();
+  }
   return args;
 }
 
@@ -41,7 +46,8 @@ template <class Add>
 ab_router_forward_args on_device(ab_router_forward_args args, const Add& add) {
   for (const ab_tensor** tensor :
        {&args.logits, &args.expert_bias, &args.token_mask, &args.forced_experts, &args.weights, &args.experts,
-        &args.tokens_per_expert, &args.score_sum, &args.lse, &args.probs, &args.routing_map, &args.aux_scores}) {
+        &args.tokens_per_expert, &args.score_sum, &args.lse, &args.probs, &args.routing_map, &args.aux_scores,
+        &args.qb_bin_bounds, &args.qb_histogram}) {
     *tensor = add(*tensor);
   }
   return args;

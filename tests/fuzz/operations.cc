@@ -1,5 +1,7 @@
 // A valid call of every operation, at random.
 #include <algorithm>
+#include <map>
+#include <string>
 
 #include "anabranch/balance.h"
 #include "anabranch/dispatch.h"
@@ -17,6 +19,9 @@ using Shape = std::vector<int64_t>;
 
 int32_t any_float(Random& random) { return random.one_of<int32_t>({AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}); }
 int32_t any_dtype(Random& random) { return static_cast<int32_t>(random.between(AB_BOOL, AB_FLOAT32)); }
+int32_t any_count(Random& random) {
+  return random.one_of<int32_t>({AB_UINT8, AB_INT16, AB_INT32, AB_INT64, AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32});
+}
 int64_t any_width(Random& random) { return random.one_of<int64_t>({0, 1, 3, 8, 17, 64}); }
 
 // Sizes that exist in several operations. Mostly small; sometimes such that there is work for several threads.
@@ -61,10 +66,20 @@ void make_router_forward(const Operation& operation, Random& random, Call* call)
     if (!weighted || random.chance(0.8)) call->output(ARGUMENT(experts), AB_INT32, {s.T, s.K});
     if (random.chance(0.6)) call->output(ARGUMENT(tokens_per_expert), AB_INT32, statistics);
     if (forced) call->input(ARGUMENT(forced_experts), AB_INT32, {s.T, s.K}, s.E);
-    if (!forced && random.chance(0.4)) call->input(ARGUMENT(expert_bias), any_float(random), {s.E});
-    if (!forced && s.E % 2 == 0 && s.K <= s.E / 2 && random.chance(0.3)) {
+    const bool biased = !forced && random.chance(0.4);
+    if (biased) call->input(ARGUMENT(expert_bias), any_float(random), {s.E});
+    const bool balances = biased && s.K < s.E && random.chance(0.5);
+    if (balances) {
+      call->input(ARGUMENT(qb_bin_bounds), AB_FLOAT32, {2});
+      call->output(ARGUMENT(qb_histogram), AB_INT32, {s.E, random.one_of<int64_t>({1, 2, 37, 300})});
+    }
+    if (!forced && !balances && s.E % 2 == 0 && s.K <= s.E / 2 && random.chance(0.3)) {
       args->num_groups = 2;
       args->group_topk = s.K % 2 == 0 ? static_cast<int32_t>(random.between(1, 2)) : 1;
+      if (random.chance(0.5)) {
+        args->group_topk = static_cast<int32_t>(random.between(1, 2));
+        args->group_score_topk = static_cast<int32_t>(random.between(1, s.E / 2));
+      }
     }
     if (dense && random.chance(0.7)) {
       switch (random.between(0, 2)) {
@@ -83,7 +98,8 @@ void make_router_forward(const Operation& operation, Random& random, Call* call)
                    {"score_function", &args->score_function},
                    {"normalize", &args->normalize},
                    {"num_groups", &args->num_groups},
-                   {"group_topk", &args->group_topk}};
+                   {"group_topk", &args->group_topk},
+                   {"group_score_topk", &args->group_score_topk}};
   call->numbers = {{"scaling_factor", &args->scaling_factor}};
 }
 
@@ -99,8 +115,14 @@ void make_router_backward(const Operation& operation, Random& random, Call* call
   if (random.chance(0.3)) call->input(ARGUMENT(token_mask), AB_BOOL, {s.T});
   const bool weighted = random.chance(0.8);
   if (weighted) {
-    call->input(ARGUMENT(experts), AB_INT32, {s.T, s.K}, s.E);
-    if (random.chance(0.3)) {
+    const bool by_map = random.chance(0.3);
+    if (by_map) {
+      const bool bits = random.chance(0.5);
+      call->input(ARGUMENT(routing_map), bits ? AB_UINT8 : AB_BOOL, {s.T, bits ? (s.E + 7) / 8 : s.E});
+    } else {
+      call->input(ARGUMENT(experts), random.one_of<int32_t>({AB_INT16, AB_INT32, AB_INT32, AB_INT64}), {s.T, s.K}, s.E);
+    }
+    if (by_map || random.chance(0.3)) {
       call->input(ARGUMENT(d_probs), any_float(random), {s.T, s.E});
     } else {
       call->input(ARGUMENT(d_weights), any_float(random), {s.T, s.K});
@@ -129,11 +151,32 @@ void make_load_balance_loss(const Operation& operation, Random& random, Call* ca
   args->coeff = 0.01f;
   const Shape statistics = s.statistics(random);
   call->input(ARGUMENT(score_sum), AB_FLOAT32, statistics);
-  call->input(ARGUMENT(tokens_per_expert), AB_INT32, statistics, s.T);
-  call->input(ARGUMENT(num_tokens), AB_INT32, statistics.size() == 2 ? Shape{s.B} : Shape{}, s.T);
+  call->input(ARGUMENT(tokens_per_expert), any_count(random), statistics, s.T);
+  call->input(ARGUMENT(num_tokens), random.one_of<int32_t>({AB_INT32, AB_INT64}),
+              statistics.size() == 2 ? Shape{s.B} : Shape{}, s.T);
   if (random.chance(0.8)) call->output(ARGUMENT(loss), AB_FLOAT32, {});
   if (random.chance(0.8)) call->output(ARGUMENT(d_score_sum), AB_FLOAT32, statistics);
   call->options = {{"topk", &args->topk}};
+  call->numbers = {{"coeff", &args->coeff}};
+}
+
+void make_moe_aux_loss(const Operation& operation, Random& random, Call* call) {
+  const Sizes s(random);
+  auto* args = call->start<ab_moe_aux_loss_args>(operation);
+  args->topk = static_cast<int32_t>(s.K);
+  args->num_experts = random.chance(0.5) ? static_cast<int32_t>(s.E) : 0;
+  args->coeff = 0.01f;
+  const int64_t C = random.between(1, 3) * s.E;
+  const bool wants_loss = random.chance(0.8);
+  if (wants_loss || random.chance(0.5)) call->input(ARGUMENT(probs), any_float(random), {s.T, C});
+  call->input(ARGUMENT(tokens_per_expert), any_count(random), {C}, s.T);
+  if (random.chance(0.5)) call->input(ARGUMENT(num_tokens), random.one_of<int32_t>({AB_INT32, AB_INT64}), {}, s.T);
+  if (wants_loss) call->output(ARGUMENT(loss), AB_FLOAT32, {});
+  if (!wants_loss || random.chance(0.8)) {
+    if (random.chance(0.5)) call->input(ARGUMENT(d_loss), any_float(random), {});
+    call->output(ARGUMENT(d_probs), any_float(random), {s.T, C});
+  }
+  call->options = {{"topk", &args->topk}, {"num_experts", &args->num_experts}};
   call->numbers = {{"coeff", &args->coeff}};
 }
 
@@ -290,8 +333,10 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
   Operand& result = call->output(ARGUMENT(out), out, {s.T, s.F});
   result.in = in_place ? addend : nullptr;
   result.skips = &args->skip_rest;  // maps at random do name the rest
-  call->options = {
-      {"transpose_w", &args->transpose_w}, {"weight_early", &args->weight_early}, {"skip_rest", &args->skip_rest}};
+  call->options = {{"transpose_w", &args->transpose_w},
+                   {"weight_early", &args->weight_early},
+                   {"skip_rest", &args->skip_rest},
+                   {"backward", &args->backward}};
 }
 
 // What both directions of the feed-forward network read; returns its dtype.
@@ -309,6 +354,28 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   call->input(ARGUMENT(w_in), dtype, {s.E, s.D, s.P, s.F});
   call->options = {{"activation", &args->activation}, {"topk", &args->topk}, {"skip_rest", &args->skip_rest}};
   return dtype;
+}
+
+// Lets the weights, and what goes with them, lie in memory in one of the layouts of experts.h.
+void lay_out(Random& random, Call* call) {
+  const Shape in = random.one_of<Shape>({{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}});
+  const Shape out = random.one_of<Shape>({{0, 1, 2}, {0, 2, 1}});
+  const bool interleaved = std::find(in.begin(), in.end(), 3) < std::find(in.begin(), in.end(), 2);
+  const Shape hidden = interleaved ? Shape{0, 2, 1} : Shape{0, 1, 2};
+  const std::map<std::string, Shape> orders = {{"w_in", in},  {"d_w_in", in}, {"w_out", out},   {"d_w_out", out},
+                                               {"h", hidden}, {"dh", hidden}, {"b_in", hidden}, {"d_b_in", hidden}};
+  for (Operand& operand : call->operands) {
+    const auto found = orders.find(operand.name);
+    if (found == orders.end()) continue;
+    const Shape& order = found->second;
+    operand.strides.assign(AB_MAX_RANK, 0);
+    int64_t stride = 1;
+    for (size_t i = order.size(); i-- > 0;) {
+      operand.strides[static_cast<size_t>(order[i])] = stride;
+      stride *= operand.view.shape[order[i]];
+    }
+    operand.view.strides = operand.strides.data();
+  }
 }
 
 template <class Args>
@@ -333,6 +400,7 @@ void make_expert_ffn_forward(const Operation& operation, Random& random, Call* c
   if (first_half || random.chance(0.4)) {
     call->output(ARGUMENT(a), dtype, {s.R, s.F}).skips = &args->skip_rest;
   }
+  if (random.chance(0.5)) lay_out(random, call);
   call->options.push_back({"weight_early", &args->weight_early});
 }
 
@@ -389,6 +457,7 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
     if (wants_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F});
   }
   call->options.push_back({"accumulate", &args->accumulate});
+  if (random.chance(0.5)) lay_out(random, call);
 }
 
 #undef ARGUMENT
@@ -413,6 +482,7 @@ const std::vector<Operation> kOperations = {
     OPERATION(router_backward, QUERY(router_backward)),
     OPERATION(load_balance_loss, nullptr),
     OPERATION(score_sum, QUERY(score_sum)),
+    OPERATION(moe_aux_loss, QUERY(moe_aux_loss)),
     OPERATION(plan, QUERY(plan)),
     OPERATION(dispatch, nullptr),
     OPERATION(combine, QUERY(combine)),

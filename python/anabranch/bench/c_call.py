@@ -61,7 +61,7 @@ def call(
       options: names and ctypes of the struct's options, in order.
       tensors: names of its tensors, in order.
       values: options and arrays by name; what is missing is 0 or NULL.
-      later: names and ctypes of options behind the tensors.
+      later: names and ctypes of the fields behind these, which newer versions have.
       has_workspace: whether there is a function of that name and "_workspace".
       allocate: makes a byte array of a size for the workspace.
       stream: the CUDA stream at the time of each call.

@@ -8,8 +8,8 @@ from anabranch import _library
 from anabranch.bench import c_call
 from anabranch.bench.gpu import torch_with_gpu
 
-# Names in the order of the C structs: options, tensors, options that came later.
-FIELDS: dict[str, tuple[str, ...]] = {
+# Names in the order of the C structs: options, then tensors; _LATER: what came later.
+FIELDS = {
     "ab_cuda_router_forward": (
         "topk score_function normalize num_groups group_topk scaling_factor",
         "logits expert_bias token_mask forced_experts weights experts tokens_per_expert score_sum lse probs "
@@ -34,19 +34,24 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "ab_cuda_grouped_matmul_combine": (
         "transpose_w weight_early skip_rest",
         "x w group_sizes bias slot_of_row row_of_slot weights addend out",
-        "backward",
     ),
     "ab_cuda_expert_ffn_forward": (
         "activation weight_early topk skip_rest",
         "x slot_of_row group_sizes w_in b_in w_out b_out weights y h a",
-        "activation_alpha activation_limit",
     ),
     "ab_cuda_expert_ffn_backward": (
         "activation topk accumulate skip_rest",
         "x slot_of_row group_sizes w_in w_out b_out weights h d_out dh dx_rows d_w_in d_b_in d_w_out d_b_out d_weights"
         " weighted_a",
-        "activation_alpha activation_limit",
     ),
+}
+_LATER: dict[str, tuple[tuple[str, Any], ...]] = {
+    "ab_cuda_router_forward": (
+        ("group_score_topk", ctypes.c_int32),
+        ("qb_bin_bounds", ctypes.POINTER(c_call.Tensor)),
+        ("qb_histogram", ctypes.POINTER(c_call.Tensor)),
+    ),
+    "ab_cuda_grouped_matmul_combine": (("backward", ctypes.c_int32),),
 }
 _WITHOUT_WORKSPACE = (
     "ab_cuda_router_backward",
@@ -57,18 +62,20 @@ _WITHOUT_WORKSPACE = (
 )
 
 
-_FLOATS = ("scaling_factor", "coeff", "activation_alpha", "activation_limit")
-
-
-def options_of(function: str, later: bool = False) -> list[tuple[str, Any]]:
-    """Names and ctypes of a function's options; later: of those behind its tensors."""
-    names = "".join(FIELDS[function][2:]) if later else FIELDS[function][0]
-    return [(name, ctypes.c_float if name in _FLOATS else ctypes.c_int32) for name in names.split()]
+def options_of(function: str) -> list[tuple[str, Any]]:
+    """Names and ctypes of a function's options."""
+    floats = ("scaling_factor", "coeff")
+    return [(name, ctypes.c_float if name in floats else ctypes.c_int32) for name in FIELDS[function][0].split()]
 
 
 def tensors_of(function: str) -> list[str]:
     """Names of a function's tensors."""
     return FIELDS[function][1].split()
+
+
+def later_of(function: str) -> tuple[tuple[str, Any], ...]:
+    """Names and ctypes of the fields that came later."""
+    return _LATER.get(function, ())
 
 
 def cuda_call(function: str, **values: Any) -> Callable[[], None]:
@@ -80,7 +87,7 @@ def cuda_call(function: str, **values: Any) -> Callable[[], None]:
         options_of(function),
         tensors_of(function),
         values,
-        later=options_of(function, later=True),
+        later=later_of(function),
         has_workspace=function not in _WITHOUT_WORKSPACE,
         allocate=lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
         stream=lambda: torch.cuda.current_stream().cuda_stream,

@@ -24,6 +24,8 @@ distinct experts with shares 1 / (1 + e) given; largest load: over the mean. nee
 output, its cotangent and h; total: arguments + outputs - aliased + temporaries, as XLA plans; peak: by the device"""
 
 BY = ("jax", "c", "ragged-dot", "xla", "torch")
+VARIANTS = ("jax-transposed", "jax-interleaved", "jax-biases", "jax-swiglu-oai")
+"""Timed where they are named: see layer_in_jax.LAYERS."""
 ROUTINGS = ("uniform", "zipf")
 DTYPES = ("bfloat16",)
 
@@ -50,7 +52,7 @@ def rows(
       shape: None: those of layer_shape.SHAPES.
       tokens: T, in the place of the shapes' own.
       routing: out of ROUTINGS; None: uniform.
-      by: out of BY; None: all that are installed.
+      by: out of BY and VARIANTS; None: all of BY that are installed.
       trace: a folder for profiler traces of ours, one folder a shape and routing in it.
 
     Raises:
@@ -82,7 +84,7 @@ def _cases(
 ) -> list[Case]:
     """All combinations, each once."""
     check_dtypes("layer on cuda", dtypes, DTYPES)
-    timed = implementations("layer", by, BY)
+    timed = implementations("layer", by, BY if by is None else (*BY, *VARIANTS))
     if trace is not None and "jax" not in timed:
         raise BenchError(f"--trace: got it with --by {' '.join(timed)}, expected jax among them: the trace is of ours")
     routings = dict.fromkeys(routing or ROUTINGS[:1])

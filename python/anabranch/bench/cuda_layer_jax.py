@@ -1,5 +1,6 @@
 """The whole layer on a GPU through JAX: times, memory, and a trace for the profiler."""
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -113,7 +114,8 @@ def _measure(
         "forward and backward": layer_in_jax.forward_and_backward(layer, shape.K),
         "forward": layer_in_jax.forward(layer, shape.K),
     }
-    given = layer_in_jax.operands(shape, dtype, routing)
+    draw = functools.partial(layer_in_jax.operands, shape, dtype, routing, layouts=layer.layouts, biases=layer.biases)
+    given = draw()
     programs = {}
     for name, function in functions.items():
         program = _unless_out_of_memory(lambda function=function: _compiled(function, given))
@@ -128,7 +130,7 @@ def _measure(
     product = Product(dtype, product_size, repeats)
     before = product.rate()
     count = gpu.copies_past_cache(shape.operand_bytes(given.x.dtype.itemsize), least=1)
-    sets = [given, *(layer_in_jax.operands(shape, dtype, routing, seed) for seed in range(1, count))]
+    sets = [given, *(draw(seed) for seed in range(1, count))]
     times = {name: _time(functions[name], program, sets, repeats) for name, program in programs.items()}
     after = product.rate()
     if trace is not None:

@@ -11,13 +11,15 @@ from anabranch.bench.router_case import RouterCase
 
 CAPTION = """microseconds a call, median of the repeats, over operands rotated past the L2 cache (at most 64 sets).
 dense: probabilities and byte map; compact: weights, experts, counts, score_sum, lse; with loss: compact, the balance
-loss and its gradient; d: backward by itself, from the cotangents of dense probabilities, of weights, of weights and
+loss and its gradient; balanced: compact with quantile balancing, 1000 bins, where there is a bias and no groups; d:
+backward by itself, from the cotangents of dense probabilities, of weights, of weights and
 score_sum (d with loss). Ours through C, and torch (eager operations), from graphs of many calls, timed on the device;
 jax (ours) and xla (lax.top_k and a scatter) from jitted programs of up to 64 and 8 calls one after another, timed on
 the host with the queue full; *: the host's launches are the limit. torch and xla compute the dense form; x: their time
 over ours through C. Floors: the bytes of the dense call, of reading the logits, of reading the logits and writing
 their gradient, at the rate of a copy in this run"""
 
+QB_BINS = 1000
 CASES = [
     RouterCase(8, 2),
     RouterCase(64, 8, normalize=False),
@@ -82,14 +84,15 @@ def c_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
     dense = {"probs": empty(T, E, kind=given.logits.dtype), "routing_map": empty(T, E, kind=torch.bool)}
     experts, lse = empty(T, K, kind=torch.int32), empty(T)
     statistics = {"tokens_per_expert": empty(E, kind=torch.int32), "score_sum": empty(E)}
-    compact = cuda_call(
-        "ab_cuda_router_forward",
-        **forward,
-        **statistics,
-        weights=empty(T, K),
-        experts=experts,
-        lse=lse,
-    )
+    wanted = statistics | {"weights": empty(T, K), "experts": experts, "lse": lse}
+    compact = cuda_call("ab_cuda_router_forward", **forward, **wanted)
+    balanced = {}
+    if case.balances:
+        bounds = torch.tensor([-1.0, 1.0], device="cuda")
+        histogram = empty(E, QB_BINS, kind=torch.int32)
+        balanced["balanced"] = cuda_call(
+            "ab_cuda_router_forward", **forward, **wanted, qb_bin_bounds=bounds, qb_histogram=histogram
+        )
     d_score_sum = empty(E)
     loss = cuda_call(
         "ab_cuda_load_balance_loss",
@@ -113,6 +116,7 @@ def c_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
         "dense": cuda_call("ab_cuda_router_forward", **forward, **dense),
         "compact": compact,
         "with loss": with_loss,
+        **balanced,
         "d dense": backward_call(d_probs=given.d_probs),
         "d compact": backward_call(d_weights=given.d_weights),
         "d with loss": backward_call(d_weights=given.d_weights, d_score_sum=d_score_sum),
@@ -292,7 +296,8 @@ def rows(
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The rows as one table for the forward and one for the backward pass."""
     what = ("T", "E", "K", "score", "dtype")
-    forward = "dense, jax dense, torch, xla, x torch, x xla, dense floor, compact, jax compact, with loss, read floor"
+    forward = "dense, jax dense, torch, xla, x torch, x xla, dense floor, compact, jax compact, with loss, balanced"
+    forward += ", read floor"
     backward = "d dense, jax d dense, torch d, xla d, x torch, x xla, d compact, jax d compact, d with loss, d floor"
     return {
         "forward": [gpu.shown(row, [*what, *forward.split(", ")], "dense", ("torch", "xla")) for row in rows],

@@ -1,5 +1,7 @@
 """The routing and the plan in JAX: ours, and as users of plain JAX write them, for XLA to compile."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +22,12 @@ def ours_dense(case: RouterCase, logits: jax.Array, bias: jax.Array) -> tuple[ja
     )
 
 
-def ours_compact(case: RouterCase, logits: jax.Array, bias: jax.Array) -> Routing:
+def ours_balanced(case: RouterCase, logits: jax.Array, bias: jax.Array) -> Routing:
+    """The same with the histogram of quantile balancing."""
+    return ours_compact(case, logits, bias, qb_bin_bounds=(-1.0, 1.0), qb_bins=1000)
+
+
+def ours_compact(case: RouterCase, logits: jax.Array, bias: jax.Array, **options: Any) -> Routing:
     """The same routing from `route`, with all its statistics."""
     return route(
         logits,
@@ -30,6 +37,7 @@ def ours_compact(case: RouterCase, logits: jax.Array, bias: jax.Array) -> Routin
         num_groups=case.groups[0],
         group_topk=case.groups[1],
         expert_bias=bias if case.bias else None,
+        **options,
     )
 
 

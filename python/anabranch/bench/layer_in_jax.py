@@ -9,12 +9,22 @@ import jax.numpy as jnp
 
 from anabranch.bench.layer_shape import LayerShape, zipf_experts
 from anabranch.jax import moe, ragged_dot
+from anabranch.layouts import OURS, Layouts
 
-Layer = Callable[..., jax.Array]
+
+class Layer(NamedTuple):
+    """A layer to time: a function of x, gate, w_in, w_out, experts, and by name topk, b_in and b_out."""
+
+    function: Callable[..., jax.Array]
+    layouts: Layouts = OURS
+    biases: bool = False
 
 
 class Operands(NamedTuple):
-    """x [T, D], gate [D, E], w_in [E, D, 2, F], w_out [E, F, D], d_out [T, D]; experts [T, K] where they are given."""
+    """x [T, D], gate [D, E], w_in [E, D, 2, F], w_out [E, F, D], d_out [T, D]; experts [T, K] where they are given.
+
+    Of a layer with biases b_in [E, 2, F] and b_out [E, D]; w_in, w_out and b_in in the layer's layouts.
+    """
 
     x: jax.Array
     gate: jax.Array
@@ -22,6 +32,8 @@ class Operands(NamedTuple):
     w_out: jax.Array
     d_out: jax.Array
     experts: jax.Array | None
+    b_in: jax.Array | None = None
+    b_out: jax.Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
@@ -35,7 +47,9 @@ def normal(key: jax.Array, scale: float, shape: tuple[int, ...], dtype: str) -> 
     return jax.lax.map(draw, jax.random.split(key, shape[0])) if of_experts else draw(key)
 
 
-def operands(shape: LayerShape, dtype: str, routing: str, seed: int = 0) -> Operands:
+def operands(
+    shape: LayerShape, dtype: str, routing: str, seed: int = 0, *, layouts: Layouts = OURS, biases: bool = False
+) -> Operands:
     """Random operands that keep the scale of activations.
 
     Args:
@@ -43,20 +57,32 @@ def operands(shape: LayerShape, dtype: str, routing: str, seed: int = 0) -> Oper
       dtype: of all arrays but the experts.
       routing: "uniform": the gate decides, and the loads are nearly equal; "zipf": experts are given.
       seed: of everything.
+      layouts: of w_in, w_out and b_in.
+      biases: whether there are any.
     """
     T, D, F, E, _ = shape
-    sizes = {"w_in": (E, D, 2, F), "w_out": (E, F, D), "x": (T, D), "gate": (D, E), "d_out": (T, D)}
-    scales = {"w_in": D**-0.5, "w_out": F**-0.5, "x": 1.0, "gate": D**-0.5, "d_out": 1.0}
+    sizes = {"x": (T, D), "gate": (D, E), "d_out": (T, D)}
+    names = ("w_in", "w_out", "b_in") if biases else ("w_in", "w_out")
+    sizes |= {name: layouts.shape(name, e=E, d=D, p=2, f=F) for name in names}
+    sizes |= {"b_out": (E, D)} if biases else {}
+    scales = {"w_in": D**-0.5, "w_out": F**-0.5, "gate": D**-0.5}
     keys = dict(zip(sizes, jax.random.split(jax.random.key(seed), len(sizes)), strict=True))
-    arrays = {name: normal(keys[name], scales[name], size, dtype) for name, size in sizes.items()}
+    arrays = {name: normal(keys[name], scales.get(name, 1.0), size, dtype) for name, size in sizes.items()}
     return Operands(**arrays, experts=jnp.asarray(zipf_experts(shape, seed)) if routing == "zipf" else None)
 
 
 def ours(
-    x: jax.Array, gate: jax.Array, w_in: jax.Array, w_out: jax.Array, experts: jax.Array | None = None, *, topk: int
+    x: jax.Array,
+    gate: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+    experts: jax.Array | None = None,
+    *,
+    topk: int,
+    **options: Any,
 ) -> jax.Array:
     """anabranch.jax.moe, weights normalised."""
-    return moe(x, gate, w_in, w_out, topk=topk, forced_experts=experts).output
+    return moe(x, gate, w_in, w_out, topk=topk, forced_experts=experts, **options).output
 
 
 def select(
@@ -93,30 +119,49 @@ def ragged_dot_layer(
     return jax.ops.segment_sum(weighted, token, num_segments=x.shape[0])
 
 
-#: "ragged-dot": the same code with our ragged_dot by one import.
+def _in_layouts(w_in: str, w_out: str) -> Layer:
+    return Layer(functools.partial(ours, w_in_layout=w_in, w_out_layout=w_out), Layouts(w_in, w_out))
+
+
+#: "ragged-dot": the same code with our ragged_dot by one import. "jax-...": ours with weights as PyTorch's Linear has
+#: them, with gate and up interleaved, with biases, and with these and gpt-oss's activation.
 LAYERS = {
-    "jax": ours,
-    "xla": ragged_dot_layer,
-    "ragged-dot": functools.partial(ragged_dot_layer, product=ragged_dot),
+    "jax": Layer(ours),
+    "xla": Layer(ragged_dot_layer),
+    "ragged-dot": Layer(functools.partial(ragged_dot_layer, product=ragged_dot)),
+    "jax-transposed": _in_layouts("pfd", "df"),
+    "jax-interleaved": _in_layouts("dfp", "fd"),
+    "jax-biases": Layer(ours, biases=True),
+    "jax-swiglu-oai": Layer(functools.partial(ours, activation="swiglu_oai"), biases=True),
 }
+
+
+def _biases(given: Operands) -> dict[str, Any]:
+    return {name: bias for name in ("b_in", "b_out") if (bias := getattr(given, name)) is not None}
 
 
 def forward(layer: Layer, topk: int) -> Callable[..., jax.Array]:
     """A function of Operands' fields: the output."""
 
-    def run(x: Any, gate: Any, w_in: Any, w_out: Any, d_out: Any, experts: Any) -> jax.Array:
-        del d_out
-        return layer(x, gate, w_in, w_out, experts, topk=topk)
+    def run(*arrays: Any) -> jax.Array:
+        given = Operands(*arrays)
+        return layer.function(*given[:4], given.experts, topk=topk, **_biases(given))
 
     return run
 
 
 def forward_and_backward(layer: Layer, topk: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """A function of Operands' fields: the output and the gradients of x, gate, w_in and w_out."""
+    """A function of Operands' fields: the output and the gradients of x, gate, w_in, w_out and biases."""
 
-    def run(x: Any, gate: Any, w_in: Any, w_out: Any, d_out: Any, experts: Any) -> tuple[jax.Array, ...]:
-        output, pull = jax.vjp(lambda *given: layer(*given, experts, topk=topk), x, gate, w_in, w_out)
-        return output, *pull(d_out)
+    def run(*arrays: Any) -> tuple[jax.Array, ...]:
+        given = Operands(*arrays)
+
+        def output_of(biases: dict[str, Any], *main: Any) -> jax.Array:
+            return layer.function(*main, given.experts, topk=topk, **biases)
+
+        output, pull = jax.vjp(output_of, _biases(given), *given[:4])
+        of_biases, *gradients = pull(given.d_out)
+        return output, *gradients, *of_biases.values()
 
     return run
 

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anabranch.bench.in_jax import ours_compact, ours_dense, xla_dense
+from anabranch.bench.in_jax import ours_balanced, ours_compact, ours_dense, xla_dense
 from anabranch.bench.in_torch import torch_dense
 from anabranch.bench.measure import Timing, interleaved
 from anabranch.bench.router_case import RouterCase
 
 CAPTION = (
     "microseconds, best of the repeats. dense: probabilities and byte map; compact: weights, experts, counts, "
-    "score_sum, lse; grad: d_logits from the dense probabilities' cotangent; x torch, x xla: their dense (or grad) "
-    "time over ours"
+    "score_sum, lse; balanced: compact with quantile balancing, 1000 bins, where there is a bias and no groups; grad: "
+    "d_logits from the dense probabilities' cotangent; x torch, x xla: their dense (or grad) time over ours"
 )
 
 CASES = [
@@ -95,13 +95,16 @@ def rows(
             functions["ours"], functions["ours grad"] = _jax_calls(ours_dense, case, ours)
             compact = jax.jit(lambda z, b, case=case: ours_compact(case, z, b))
             functions["compact"] = lambda compact=compact, ours=ours: jax.block_until_ready(compact(*ours[:2]))
+            if case.balances:
+                balanced = jax.jit(lambda z, b, case=case: ours_balanced(case, z, b))
+                functions["balanced"] = lambda balanced=balanced, ours=ours: jax.block_until_ready(balanced(*ours[:2]))
             functions["xla"], functions["xla grad"] = _jax_calls(xla_dense, case, ours)
             if (peer := _torch_calls(case, arrays, dtype)) is not None:
                 functions["torch"], functions["torch grad"] = peer
             timings = interleaved(functions, seconds=0.1 if quick else 0.5)
             us = {
                 name: _microseconds(timings, name)
-                for name in ("ours", "torch", "xla", "ours grad", "torch grad", "xla grad", "compact")
+                for name in ("ours", "torch", "xla", "ours grad", "torch grad", "xla grad", "compact", "balanced")
             }
 
             def ratio(peer: str, own: str, us: dict[str, float | None] = us) -> float | None:
@@ -120,6 +123,7 @@ def rows(
                 "x torch": ratio("torch", "ours"),
                 "x xla": ratio("xla", "ours"),
                 "compact": us["compact"],
+                "balanced": us["balanced"],
                 "grad": us["ours grad"],
                 "grad x torch": ratio("torch grad", "ours grad"),
                 "grad x xla": ratio("xla grad", "ours grad"),

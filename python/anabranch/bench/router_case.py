@@ -13,6 +13,11 @@ class RouterCase(NamedTuple):
     bias: bool = False
     groups: tuple[int, int] = (0, 0)
 
+    @property
+    def balances(self) -> bool:
+        """Whether quantile balancing goes together with it."""
+        return self.bias and not self.groups[0]
+
     def __str__(self) -> str:
         parts = [self.score_function, "normalised" * self.normalize, "bias" * self.bias]
         parts.append("groups {}/{}".format(*self.groups) if self.groups[0] else "")

@@ -16,6 +16,7 @@ from anabranch.jax.grouped_dense import grouped_dense
 from anabranch.jax.moe import MoEOutput, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.plan import Plan, plan
+from anabranch.jax.quantile import quantile_bias
 from anabranch.jax.ragged_dot import ragged_dot
 from anabranch.jax.ragged_exchange import (
     compute_ragged_all_to_all_params,
@@ -61,6 +62,7 @@ __all__ = [
     "plan",
     "pure_jax_token_combine",
     "pure_jax_token_dispatch",
+    "quantile_bias",
     "ragged_dot",
     "route",
     "routed_experts",

@@ -38,12 +38,17 @@ def select(config: LayerConfig, operands: Operands) -> tuple[Selection, Sums, Ga
         logits = logits + operands.gate_bias.astype(jnp.float32)
     logits = named_logits(logits)
     routing, _ = route_forward(
-        config.router, logits, operands.expert_bias, operands.token_mask, operands.forced_experts
+        config.router,
+        logits,
+        operands.expert_bias,
+        operands.token_mask,
+        operands.forced_experts,
+        operands.qb_bin_bounds,
     )
     routing = named_routing(routing)
     # A masked token has lse 0.
     squares = jnp.sum(jnp.square(routing.lse)) if config.z_loss else jnp.zeros((), jnp.float32)
-    sums = Sums(routing.score_sum, squares, routing.tokens_per_expert)
+    sums = Sums(routing.score_sum, squares, routing.tokens_per_expert, routing.qb_histogram)
     return Selection(routing.experts, routing.weights), sums, GateResiduals(logits, routing.lse)
 
 

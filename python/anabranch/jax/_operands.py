@@ -40,6 +40,8 @@ class Operands(NamedTuple):
     """int32 [..., K]; an index outside [0, E) is no expert."""
     weights: jax.Array | None = None
     """float32 [..., K]."""
+    qb_bin_bounds: jax.Array | None = None
+    """float32 [2]."""
 
 
 #: Operands with the leading dimensions of x.
@@ -66,6 +68,8 @@ class Sums(NamedTuple):
     """float32 []: the sum of lse[t]^2; 0 without a z-loss."""
     tokens_per_expert: jax.Array | None
     """int32 [E]."""
+    qb_histogram: jax.Array | None = None
+    """int32 [E, bins], with quantile balancing."""
 
 
 class LayerOutput(NamedTuple):
@@ -85,6 +89,8 @@ class LayerOutput(NamedTuple):
     """int32 [E]: before any dropping."""
     dropped: jax.Array
     """int32 [S]: slots without a row, for each of S shards of the tokens that drop them by themselves."""
+    qb_histogram: jax.Array | None = None
+    """See Sums."""
 
 
 #: Results with the leading dimensions of x.
@@ -93,7 +99,9 @@ TOKEN_RESULTS = ("output", "experts", "weights")
 
 def output_names(config: LayerConfig) -> tuple[str, ...]:
     """The fields of LayerOutput that are not None."""
-    return ("output", "tokens_per_expert", "dropped") if config.router is None else LayerOutput._fields
+    if config.router is None:
+        return "output", "tokens_per_expert", "dropped"
+    return tuple(name for name in LayerOutput._fields if name != "qb_histogram" or config.router.qb_bins)
 
 
 def layer_output(
@@ -117,6 +125,7 @@ def layer_output(
         lse_squares=sums.lse_squares,
         tokens_per_expert=sums.tokens_per_expert,
         dropped=dropped,
+        qb_histogram=sums.qb_histogram,
     )
 
 

@@ -32,6 +32,11 @@ def statistics(T: int, B: int, E: int) -> int:
     return _bound("statistics", _size(T), _size(B), _size(E))
 
 
+def quantile(T: int) -> int:
+    """For what the router's forward pass keeps of every token where it counts cutoffs."""
+    return _bound("quantile", _size(T))
+
+
 def plan(slots: int, E: int) -> int:
     """For the counts of each block of slots."""
     return _bound("plan", _size(slots), _size(E))

@@ -68,6 +68,7 @@ class MoEBlock(nn.Module):
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
       parallel: how the block is spread over a mesh; the axes of the kernels are to be mapped to `parallel.specs()`.
       z_loss_coeff: coefficient of the mean squared logsumexp of the logits; 0: none.
+      group_score_topk: a group's score is the sum of so many of its scores, as in `moe`; None: see there.
       use_gate_bias: a bias of the router's logits, a parameter.
       shared_features: width S of a dense expert that every token passes through; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate_kernel>).
@@ -118,6 +119,7 @@ class MoEBlock(nn.Module):
     align_size: int = 0
     parallel: Parallel | None = None
     z_loss_coeff: float = 0.0
+    group_score_topk: int | None = None
     use_gate_bias: bool = False
     shared_features: int = 0
     shared_gate: bool = False
@@ -178,6 +180,7 @@ class MoEBlock(nn.Module):
             normalize=normalizes(score_function, K, _check.boolean("use_pre_softmax", self.use_pre_softmax)),
             num_groups=self.num_groups,
             group_topk=self.group_topk,
+            group_score_topk=self.group_score_topk,
             scaling_factor=self.scaling_factor,
             activation=as_activation(self.activation_type, 2, "activation_type"),
             weight_early=_check.boolean("apply_topk_weights_early", self.apply_topk_weights_early),

@@ -25,7 +25,7 @@ from anabranch.jax._sharding import Axes
 from anabranch.jax.balance import load_balance_loss, mean_of_squares
 from anabranch.jax.experts import check_layouts
 from anabranch.jax.parallel import Parallel
-from anabranch.jax.router import router_operands, router_options
+from anabranch.jax.router import quantile_operand, router_operands, router_options
 
 
 class MoEOutput(NamedTuple):
@@ -41,6 +41,7 @@ class MoEOutput(NamedTuple):
         over (*data_axes, expert_axis) of `parallel`; else S = 1.
       experts: int32 [..., K], the selection, the best first; -1: no expert. As `forced_experts` it is replayed.
       weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient goes to the gate and x.
+      qb_histogram: int32 [E, bins] with quantile balancing, else None.
     """
 
     output: jax.Array
@@ -51,6 +52,7 @@ class MoEOutput(NamedTuple):
     dropped_by_source: jax.Array
     experts: jax.Array
     weights: jax.Array
+    qb_histogram: jax.Array | None = None
 
 
 def layer_config(
@@ -62,6 +64,7 @@ def layer_config(
     normalize: bool = True,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float = 1.0,
     activation: str | Activation = "silu",
     weight_early: bool = False,
@@ -71,6 +74,7 @@ def layer_config(
     parallel: Parallel | None = None,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
+    qb_bins: int | None = None,
 ) -> LayerConfig:
     """Checks those arguments of `moe` that are options; the layers do it when they are made. parts: P of w_in."""
     options = router_options(
@@ -80,7 +84,9 @@ def layer_config(
         normalize=normalize,
         num_groups=num_groups,
         group_topk=group_topk,
+        group_score_topk=group_score_topk,
         scaling_factor=scaling_factor,
+        qb_bins=qb_bins,
     )
     check_parallel(parallel)
     return LayerConfig(
@@ -104,6 +110,7 @@ def moe(
     expert_bias: jax.Array | None = None,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float = 1.0,
     gate_bias: jax.Array | None = None,
     activation: str | Activation = "silu",
@@ -118,6 +125,8 @@ def moe(
     parallel: Parallel | None = None,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
+    qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
+    qb_bins: int | None = None,
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -134,7 +143,8 @@ def moe(
       score_function: "softmax", "sigmoid" or "sqrtsoftplus".
       normalize: weights of a token sum to `scaling_factor`; False: raw scores.
       expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
-      num_groups, group_topk: choose `group_topk` of `num_groups` contiguous expert groups first.
+      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` contiguous expert groups first, by
+        the sum of a group's `group_score_topk` best scores; see `route`.
       scaling_factor: finite number that multiplies the weights.
       gate_bias: [E] float, added to the logits; None: 0.
       activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" or
@@ -151,11 +161,12 @@ def moe(
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, "dpf" and "fd" as above; "pfd" and "df" as
         PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
         [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
+      qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
 
     Returns:
-      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights). Losses and
-      counts are those of all tokens, on however many devices; inside a jax.shard_map those of the shard, or with
-      `parallel=Parallel(data_axes=...)` of all shards along these axes.
+      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
+      qb_histogram). Losses and counts are those of all tokens, on however many devices; inside a jax.shard_map those of
+      the shard, or with `parallel=Parallel(data_axes=...)` of all shards along these axes.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -193,6 +204,7 @@ def moe(
         normalize=normalize,
         num_groups=num_groups,
         group_topk=group_topk,
+        group_score_topk=group_score_topk,
         scaling_factor=scaling_factor,
         activation=activation,
         weight_early=weight_early,
@@ -202,6 +214,7 @@ def moe(
         parallel=parallel,
         w_in_layout=w_in_layout,
         w_out_layout=w_out_layout,
+        qb_bins=qb_bins,
     )
     assert config.router is not None
     expert_bias, token_mask, forced_experts = router_operands(
@@ -214,6 +227,7 @@ def moe(
         expert_bias=expert_bias,
         token_mask=token_mask,
         forced_experts=forced_experts,
+        qb_bin_bounds=quantile_operand(config.router, expert_bias, qb_bin_bounds),
         **of_experts,
     )
     shards = axes_of_sums(parallel, x)
@@ -221,8 +235,11 @@ def moe(
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
     aux, z, counts = _losses(topk, coefficients, result, token_mask, math.prod(leading), shards)
     assert result.experts is not None and result.weights is not None
+    histogram = result.qb_histogram
+    if shards and histogram is not None:
+        histogram = jax.lax.psum(histogram, shards)
     dropped = jnp.sum(result.dropped, dtype=jnp.int32)
-    return MoEOutput(result.output, aux, z, counts, dropped, result.dropped, result.experts, result.weights)
+    return MoEOutput(result.output, aux, z, counts, dropped, result.dropped, result.experts, result.weights, histogram)
 
 
 def _losses(

@@ -18,6 +18,7 @@ from anabranch.jax._initializers import (
 )
 from anabranch.jax.moe import MoEOutput, layer_config, moe
 from anabranch.jax.parallel import Parallel
+from anabranch.jax.quantile import host_bounds, quantile_bias
 from anabranch.jax.shared_expert import shared_expert
 from anabranch.layouts import OURS, Layouts
 
@@ -61,7 +62,11 @@ class MoE(nnx.Module):
       score_function: "softmax", "sigmoid" or "sqrtsoftplus".
       normalize: weights of a token sum to `scaling_factor`; False: raw scores.
       use_expert_bias: keep a selection bias, moved by `update_expert_bias`.
-      num_groups, group_topk: choose `group_topk` of `num_groups` expert groups first; None: no groups.
+      balance: "quantile": the selection bias is set by `update_quantile_bias`; None: otherwise, or not.
+      qb_bin_bounds, qb_bins: of the histogram that it takes: (lower, upper) for how far an expert's score is below what
+        a token asks of one, and the number of bins.
+      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` expert groups first, as `moe`; None:
+        no groups.
       scaling_factor: multiplies the weights.
       use_gate_bias: a bias of the router's logits, a parameter.
       activation: a name or an `Activation`, as in `moe`.
@@ -106,8 +111,12 @@ class MoE(nnx.Module):
         score_function: str = "softmax",
         normalize: bool = True,
         use_expert_bias: bool = False,
+        balance: str | None = None,
+        qb_bin_bounds: tuple[float, float] = (-1.0, 1.0),
+        qb_bins: int = 1000,
         num_groups: int | None = None,
         group_topk: int | None = None,
+        group_score_topk: int | None = None,
         scaling_factor: float = 1.0,
         use_gate_bias: bool = False,
         activation: str | Activation = "silu",
@@ -142,12 +151,14 @@ class MoE(nnx.Module):
         gate_init = initializer("kernel_init", kernel_init, default_gate_init)
         in_init = initializer("kernel_init", kernel_init, default_in_init)
         out_init = initializer("kernel_init", kernel_init, default_out_init)
+        quantile = balance is not None and _check.choice("balance", balance, ("quantile",)) == "quantile"
         options: dict[str, Any] = dict(
             topk=topk,
             score_function=score_function,
             normalize=normalize,
             num_groups=num_groups,
             group_topk=group_topk,
+            group_score_topk=group_score_topk,
             scaling_factor=scaling_factor,
             activation=activation,
             weight_early=weight_early,
@@ -157,6 +168,7 @@ class MoE(nnx.Module):
             parallel=parallel,
             w_in_layout=w_in_layout,
             w_out_layout=w_out_layout,
+            qb_bins=qb_bins if quantile else None,
         )
         layouts = Layouts(w_in_layout, w_out_layout)
         layer_config(E, parts, **options)
@@ -164,6 +176,7 @@ class MoE(nnx.Module):
         self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, _check.FLOATS))
         self.activation = activation
         self.options = options
+        self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         key = _params_stream(rngs)
 
         def parameter(name: str, value: jax.Array) -> nnx.Param:
@@ -185,7 +198,7 @@ class MoE(nnx.Module):
         self.gate_bias = parameter("gate_bias", jnp.zeros((E,), param_dtype)) if use_gate_bias else None
         self.b_in = parameter("b_in", jnp.zeros((E, parts, F), param_dtype)) if use_bias else None
         self.b_out = parameter("b_out", jnp.zeros((E, D), param_dtype)) if use_bias else None
-        self.expert_bias = RouterState(jnp.zeros((E,), jnp.float32)) if use_expert_bias else None
+        self.expert_bias = RouterState(jnp.zeros((E,), jnp.float32)) if use_expert_bias or quantile else None
         self.shared_in = nnx.Param(in_init(key(), (1, D, parts, S), param_dtype)[0]) if S else None
         self.shared_out = nnx.Param(out_init(key(), (1, S, D), param_dtype)[0]) if S else None
         self.shared_gate = nnx.Param(gate_init(key(), (D, 1), param_dtype)) if shared_gate else None
@@ -228,6 +241,7 @@ class MoE(nnx.Module):
             expert_bias=None if self.expert_bias is None else self.expert_bias[...],
             token_mask=token_mask,
             forced_experts=forced_experts,
+            qb_bin_bounds=self.qb_bin_bounds,
             **self.options,
         )
         if self.shared_in is None:
@@ -241,6 +255,24 @@ class MoE(nnx.Module):
             token_mask=token_mask,
         )
         return result._replace(output=result.output + shared)
+
+    def update_quantile_bias(self, qb_histogram: jax.Array) -> None:
+        """Sets the selection bias to the one under which every expert would have had its share of the tokens.
+
+        Quantile balancing. Call it once a step, outside the differentiated function.
+
+        Args:
+          qb_histogram: int32 [E, bins] of the step, the sum over everything that it has seen.
+
+        Raises:
+          TypeError, ValueError: the histogram is wrong, or the layer was made without `balance="quantile"`.
+        """
+        if self.expert_bias is None or self.qb_bin_bounds is None:
+            raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
+        shape = (("E", self.expert_bias.shape[0]), ("bins", self.options["qb_bins"]))
+        lower, upper = self.qb_bin_bounds
+        counts = _check.array("qb_histogram", qb_histogram, ("int32",), shape)
+        self.expert_bias[...] = quantile_bias(counts, lower, upper, self.options["topk"])
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float = 1e-3) -> None:
         """Moves the selection bias towards balance: b += rate * sign(mean load - load).

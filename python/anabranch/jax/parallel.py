@@ -99,6 +99,7 @@ class Parallel:
             "b_in": PartitionSpec(*layouts.shape("b_in", e=ep, p=None, f=tp)),
             "b_out": PartitionSpec(ep, fsdp),
             "expert_bias": PartitionSpec(None),
+            "qb_bin_bounds": PartitionSpec(None),
         }
 
 

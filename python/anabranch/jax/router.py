@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._sharding import TokenCall, all_manual, mesh_of, vary_alike
+from anabranch.jax.quantile import MOST_BINS, bin_bounds
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -21,6 +22,7 @@ class Routing(NamedTuple):
     tokens_per_expert: int32[E] ([..., E] with sequence_stats).
     score_sum: float32[E] ([..., E] with sequence_stats), the sum over tokens of the auxiliary scores.
     lse: float32[...], logsumexp of the logits; 0 for a masked token.
+    qb_histogram: int32[E, bins] with qb_bin_bounds, else None.
     """
 
     weights: jax.Array
@@ -28,6 +30,7 @@ class Routing(NamedTuple):
     tokens_per_expert: jax.Array
     score_sum: jax.Array
     lse: jax.Array
+    qb_histogram: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,8 @@ class RouterOptions:
     group_topk: int = 0
     scaling_factor: float = 1.0
     sequence_stats: bool = False
+    group_score_topk: int = 0
+    qb_bins: int = 0
 
 
 class RouterResiduals(NamedTuple):
@@ -60,12 +65,15 @@ def router_options(
     normalize: bool = True,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float = 1.0,
     sequence_stats: bool = False,
+    qb_bins: int | None = None,
 ) -> RouterOptions:
     """Checks the options of a routing over `num_experts` experts.
 
-    None, 0 and -1 mean "no groups".
+    None, 0 and -1 mean "no groups"; a group_score_topk of None, their scores add up topk / group_topk experts; qb_bins
+    of None, no quantile balancing.
 
     Raises:
       TypeError: an option of a wrong type, a traced array for instance.
@@ -76,23 +84,51 @@ def router_options(
     normalize = _check.boolean("normalize", normalize)
     sequence_stats = _check.boolean("sequence_stats", sequence_stats)
     scaling_factor = _check.number("scaling_factor", scaling_factor)
+    grouping = _grouping(num_experts, topk, num_groups, group_topk, group_score_topk)
+    bins = 0
+    if qb_bins is not None:
+        bins = _check.integer("qb_bins", qb_bins, 1, MOST_BINS)
+        if bins * num_experts >= _check.INDEX_LIMIT:
+            raise ValueError(f"qb_bins: got {bins} for {num_experts} experts, expected fewer than 2^31 counts")
+        if topk >= num_experts:
+            raise ValueError(f"topk: got {topk} with quantile balancing, expected fewer than the {num_experts} experts")
+        if grouping[0]:
+            raise ValueError(f"num_groups: got {grouping[0]} with quantile balancing, expected none")
+    groups, kept, score_topk = grouping
+    return RouterOptions(
+        topk, score_function, normalize, groups, kept, scaling_factor, sequence_stats, score_topk, bins
+    )
+
+
+def _grouping(
+    num_experts: int, topk: int, num_groups: int | None, group_topk: int | None, group_score_topk: int | None
+) -> tuple[int, int, int]:
+    """Groups, how many are kept, and how many scores make theirs; 0 where not used."""
     groups = 0 if num_groups is None else _check.integer("num_groups", num_groups, -1, num_experts)
     kept = 0 if group_topk is None else _check.integer("group_topk", group_topk, -1, num_experts)
     if max(groups, 0) == 0 and max(kept, 0) == 0:
-        groups = kept = 0
-    else:
-        if groups < 1 or num_experts % groups:
-            raise ValueError(
-                f"num_groups: got {num_groups}, expected a divisor of {num_experts} experts, "
-                "with group_topk (or neither)"
-            )
-        per_group = num_experts // groups
+        if group_score_topk is not None:
+            raise ValueError(f"group_score_topk: got {_check.shown(group_score_topk)} without groups, expected None")
+        return 0, 0, 0
+    if groups < 1 or num_experts % groups:
+        raise ValueError(
+            f"num_groups: got {num_groups}, expected a divisor of {num_experts} experts, with group_topk (or neither)"
+        )
+    per_group = num_experts // groups
+    if group_score_topk is None:
         if not 1 <= kept <= groups or topk % kept or topk // kept > per_group:
             raise ValueError(
                 f"group_topk: got {group_topk}, expected 1 <= group_topk <= num_groups {groups}, a divisor of "
                 f"topk {topk}, and topk / group_topk <= {per_group} experts of a group"
             )
-    return RouterOptions(topk, score_function, normalize, groups, kept, scaling_factor, sequence_stats)
+        return groups, kept, 0
+    group_score_topk = _check.integer("group_score_topk", group_score_topk, 1, per_group)
+    if not 1 <= kept <= groups or topk > kept * per_group:
+        raise ValueError(
+            f"group_topk: got {group_topk}, expected 1 <= group_topk <= num_groups {groups}, and groups that hold "
+            f"topk {topk} experts"
+        )
+    return groups, kept, group_score_topk
 
 
 def attributes(options: RouterOptions) -> dict[str, Any]:
@@ -105,12 +141,24 @@ def attributes(options: RouterOptions) -> dict[str, Any]:
     }
 
 
+def forward_attributes(options: RouterOptions) -> dict[str, Any]:
+    """The options of the forward pass, as the handler takes them."""
+    groups = {name: getattr(options, name) for name in ("num_groups", "group_topk", "group_score_topk")}
+    return groups | attributes(options)
+
+
+def forward_workspace(options: RouterOptions, T: int, B: int, E: int) -> int:
+    """Bytes for the forward pass of T tokens in B sequences whose statistics are apart."""
+    return _workspaces.statistics(T, B, E) + (_workspaces.quantile(T) if options.qb_bins else 0)
+
+
 def route_forward(
     options: RouterOptions,
     logits: jax.Array,
     expert_bias: jax.Array | None,
     token_mask: jax.Array | None,
     forced_experts: jax.Array | None,
+    qb_bin_bounds: jax.Array | None = None,
 ) -> tuple[Routing, RouterResiduals]:
     """The forward rule of `route`, on checked arguments: [..., E] logits, bool mask, int32 forced experts."""
     *leading, E = logits.shape
@@ -125,6 +173,7 @@ def route_forward(
             "expert_bias": expert_bias,
             "token_mask": None if token_mask is None else token_mask.reshape(T),
             "forced_experts": None if forced_experts is None else forced_experts.reshape(T, K),
+            "qb_bin_bounds": qb_bin_bounds,
         },
         {
             "weights": struct((T, K), jnp.float32),
@@ -132,11 +181,10 @@ def route_forward(
             "tokens_per_expert": struct(stats, jnp.int32),
             "score_sum": struct(stats, jnp.float32),
             "lse": struct((T,), jnp.float32),
+            "qb_histogram": struct((E, options.qb_bins), jnp.int32) if options.qb_bins else None,
         },
-        workspace=_workspaces.statistics(T, math.prod(sequences) if options.sequence_stats else 1, E),
-        num_groups=options.num_groups,
-        group_topk=options.group_topk,
-        **attributes(options),
+        workspace=forward_workspace(options, T, math.prod(sequences) if options.sequence_stats else 1, E),
+        **forward_attributes(options),
     )
     routing = Routing(
         results["weights"].reshape(*leading, K),
@@ -144,6 +192,7 @@ def route_forward(
         results["tokens_per_expert"].reshape(*sequences, E),
         results["score_sum"].reshape(*sequences, E),
         results["lse"].reshape(leading),
+        results["qb_histogram"],
     )
     return routing, RouterResiduals(logits, routing.experts, token_mask, routing.lse)
 
@@ -192,10 +241,13 @@ def route(
     expert_bias: jax.Array | None = None,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float = 1.0,
     token_mask: jax.Array | None = None,
     forced_experts: jax.Array | None = None,
     sequence_stats: bool = False,
+    qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
+    qb_bins: int | None = None,
 ) -> Routing:
     """Selects topk experts for every token and weights them.
 
@@ -209,13 +261,19 @@ def route(
       normalize: weights of a token sum to scaling_factor (softmax: over the selected logits); else raw scores.
       expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
       num_groups, group_topk: experts in num_groups contiguous groups, of which group_topk are kept for a token, by
-        the sum of their K / group_topk best scores; both or neither.
+        the sum of their K / group_topk best scores (normalised softmax without a bias: logits); both or neither.
+      group_score_topk: how many of a group's best scores, with their bias, make the group's: 1 is DeepSeek-V2's
+        maximum, 2 DeepSeek-V3's rule as most libraries have it, whatever K / group_topk is. None: the rule above.
       scaling_factor: finite Python number; multiplies the weights.
       token_mask: bool [...], true: a real token. Others get expert -1, weight 0, and count nowhere.
       forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
         with expert_bias or groups. Where none of a token's forced experts has a finite logit (all are -inf), weights
         normalised by softmax are NaN, 0 / 0, and so are its gradients; other weights are 0.
       sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row for each sequence of S.
+      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins are between
+        them, at most 2^20. The result's qb_histogram counts, for each expert, how far a token's cutoff, its (K+1)-th
+        largest score with a bias, is above the expert's score; the first and the last bin continue. `quantile_bias`
+        makes a bias of it. Needs expert_bias and K < E; not with groups.
 
     Returns:
       A Routing.
@@ -240,14 +298,29 @@ def route(
         normalize=normalize,
         num_groups=num_groups,
         group_topk=group_topk,
+        group_score_topk=group_score_topk,
         scaling_factor=scaling_factor,
         sequence_stats=sequence_stats,
+        qb_bins=qb_bins,
     )
     if options.sequence_stats and not leading:
         raise ValueError(f"logits: got {_check.describe(logits)}, expected [..., S, E] with sequence_stats")
     operands = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    bounds = quantile_operand(options, operands[0], qb_bin_bounds)
     run = _compiled_route if all_manual(mesh_of(logits)) else _route
-    return run(options, *vary_alike(logits, *operands))
+    return run(options, *vary_alike(logits, *operands, bounds))
+
+
+def quantile_operand(options: RouterOptions, expert_bias: Any, qb_bin_bounds: Any) -> jax.Array | None:
+    """Checks what quantile balancing needs beside its number of bins; returns the bounds, None without it."""
+    if (options.qb_bins > 0) != (qb_bin_bounds is not None):
+        got = "qb_bin_bounds" if qb_bin_bounds is not None else "qb_bins"
+        raise ValueError(f"{got}: got one by itself, expected qb_bin_bounds and qb_bins or neither")
+    if qb_bin_bounds is None:
+        return None
+    if expert_bias is None:
+        raise ValueError("expert_bias: got None with quantile balancing, expected one, of zeros to begin with")
+    return bin_bounds(qb_bin_bounds)
 
 
 def router_operands(
@@ -278,7 +351,7 @@ def check_slots(leading: tuple[int, ...], topk: int) -> None:
 
 
 def _forward(options: RouterOptions, *arrays: Any) -> tuple[jax.Array, ...]:
-    return tuple(route_forward(options, *arrays)[0])
+    return tuple(array for array in route_forward(options, *arrays)[0] if array is not None)
 
 
 def _backward(options: RouterOptions, logits, experts, token_mask, lse, *cotangents) -> tuple[jax.Array, ...]:
@@ -297,23 +370,25 @@ def _route(
     expert_bias: jax.Array | None,
     token_mask: jax.Array | None,
     forced_experts: jax.Array | None,
+    qb_bin_bounds: jax.Array | None,
 ) -> Routing:
     t, s = _token_axes(options, logits)
-    call = TokenCall(_forward, options, operands=(t, 0, t, t), results=(t, t, s, s, t))
-    return Routing(*call(logits, expert_bias, token_mask, forced_experts))
+    results = (t, t, s, s, t) if qb_bin_bounds is None else (t, t, s, s, t, 0)
+    call = TokenCall(_forward, options, operands=(t, 0, t, t, 0), results=results)
+    return Routing(*call(logits, expert_bias, token_mask, forced_experts, qb_bin_bounds))
 
 
-def _route_fwd(options, logits, expert_bias, token_mask, forced_experts):
-    arrays = [None if primal is None else primal.value for primal in (logits, expert_bias, token_mask, forced_experts)]
+def _route_fwd(options, *primals):
+    arrays = [None if primal is None else primal.value for primal in primals]
     routing = _route(options, *arrays)
     return routing, RouterResiduals(arrays[0], routing.experts, arrays[2], routing.lse)
 
 
 def _route_bwd(options, residuals, cotangents):
-    d_weights, _, _, d_score_sum, d_lse = map(_ffi.cotangent, cotangents)
+    d_weights, _, _, d_score_sum, d_lse = map(_ffi.cotangent, cotangents[:5])
     t, s = _token_axes(options, residuals.logits)
     call = TokenCall(_backward, options, operands=(t, t, t, t, t, s, t), results=(t,))
-    return *call(*residuals, d_weights, d_score_sum, d_lse), None, None, None
+    return *call(*residuals, d_weights, d_score_sum, d_lse), None, None, None, None
 
 
 # symbolic_zeros: what has no cotangent costs nothing in the backward pass.

@@ -15,9 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anabranch.jax import _check, _ffi
+from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._sharding import TokenCall, vary_alike
-from anabranch.jax.router import RouterOptions, attributes, check_slots, router_options
+from anabranch.jax.router import (
+    RouterOptions,
+    attributes,
+    check_slots,
+    forward_attributes,
+    quantile_operand,
+    router_options,
+)
 
 
 class ScoreFunction(enum.IntEnum):
@@ -99,7 +106,10 @@ def fused_topk_with_score_function(
     compute_aux_scores: bool = False,
     routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
     topk_indices_dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+    qb_histogram: jax.Array | None = None,
+    qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
+    qb_histogram_mode: str | None = None,
+) -> tuple[jax.Array, ...]:
     """Scores, top-k and weights in TransformerEngine's dense form.
 
     Args:
@@ -117,10 +127,14 @@ def fused_topk_with_score_function(
       routing_map_format: a RoutingMapFormat, its value or its name.
       topk_indices_dtype: int16, int32 or int64: the second result is the indices [..., K], best first, instead of a
         map; not together with another routing_map_format than the default.
+      qb_histogram: int32 [E, bins]: quantile balancing, as in `route`, which needs expert_bias and qb_bin_bounds. The
+        third result is this and the counts of the tokens here.
+      qb_bin_bounds: float32 [2] or a pair, lower < upper.
+      qb_histogram_mode: "two_kernel" or "fused_atomic": the same here.
 
     Returns:
       probs [..., E] in the logits' dtype, zero where not selected (float32 auxiliary scores, of all experts, with
-      compute_aux_scores), and the routing map.
+      compute_aux_scores), and the routing map; with qb_histogram that, too, with what was counted.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
@@ -135,7 +149,10 @@ def fused_topk_with_score_function(
     logits = _check.array("logits", logits, _check.FLOATS, (..., "E"))
     E = logits.shape[-1]
     name = score_function_name(score_function)
+    bins = _qb_bins(E, qb_histogram, qb_bin_bounds, qb_histogram_mode)
     if _check.boolean("compute_aux_scores", compute_aux_scores):
+        if bins is not None:
+            raise ValueError("qb_histogram: got one with compute_aux_scores, expected none")
         options = router_options(E, topk, score_function=name)
         expert_bias = None
     else:
@@ -150,6 +167,7 @@ def fused_topk_with_score_function(
             num_groups=num_groups,
             group_topk=group_topk,
             scaling_factor=scaling_factor,
+            qb_bins=bins,
         )
         expert_bias = _check.optional_array("expert_bias", expert_bias, _check.FLOATS, (("E", E),))
     check_slots(logits.shape[:-1], options.topk)
@@ -166,7 +184,23 @@ def fused_topk_with_score_function(
     else:
         layout = math.ceil(E / 8), "uint8"
     dense = _DenseOptions(options, *layout, bool(compute_aux_scores))
-    return _dense(dense, *vary_alike(logits, expert_bias))
+    bounds = quantile_operand(options, expert_bias, qb_bin_bounds)
+    first, routing_map, counts = _dense(dense, *vary_alike(logits, expert_bias, bounds))
+    return (first, routing_map) if qb_histogram is None else (first, routing_map, qb_histogram + counts)
+
+
+def _qb_bins(num_experts: int, histogram: Any, bounds: Any, mode: Any) -> int | None:
+    """How many bins the histogram has; None: no quantile balancing."""
+    if histogram is None:
+        for name, value in (("qb_bin_bounds", bounds), ("qb_histogram_mode", mode)):
+            if value is not None:
+                raise ValueError(f"{name}: got one without qb_histogram, expected None")
+        return None
+    if mode is not None:
+        _check.choice("qb_histogram_mode", mode, ("two_kernel", "fused_atomic"))
+    if bounds is None:
+        raise ValueError("qb_bin_bounds: got None with qb_histogram, expected float32 [2] or a pair")
+    return int(_check.array("qb_histogram", histogram, ("int32",), (("E", num_experts), "bins")).shape[1])
 
 
 def fused_compute_score_for_moe_aux_loss(
@@ -206,25 +240,29 @@ def fused_compute_score_for_moe_aux_loss(
     return routing_map, scores
 
 
-def _dense_forward(options: _DenseOptions, logits: jax.Array, expert_bias: Any) -> tuple[jax.Array, ...]:
-    """(probs or auxiliary scores, routing map, experts unless the scores are auxiliary)."""
+def _dense_forward(
+    options: _DenseOptions, logits: jax.Array, expert_bias: Any, qb_bin_bounds: Any
+) -> tuple[jax.Array, ...]:
+    """(probs or auxiliary scores, routing map, experts unless the scores are auxiliary, counts with qb_bin_bounds)."""
     *leading, E = logits.shape
     T, router, struct = math.prod(leading), options.router, jax.ShapeDtypeStruct
     dense = struct((T, E), jnp.float32 if options.auxiliary else logits.dtype)
     results = _ffi.call(
         "ab_xla_router_forward",
-        {"logits": logits.reshape(T, E), "expert_bias": expert_bias},
+        {"logits": logits.reshape(T, E), "expert_bias": expert_bias, "qb_bin_bounds": qb_bin_bounds},
         {
             "probs": None if options.auxiliary else dense,
             "aux_scores": dense if options.auxiliary else None,
             "routing_map": struct((T, options.map_shape), np.dtype(options.map_dtype)),
             "experts": None if options.auxiliary else struct((T, router.topk), jnp.int32),
+            "qb_histogram": struct((E, router.qb_bins), jnp.int32) if router.qb_bins else None,
         },
-        num_groups=router.num_groups,
-        group_topk=router.group_topk,
-        **attributes(router),
+        workspace=_workspaces.quantile(T) if router.qb_bins else 0,
+        **forward_attributes(router),
     )
-    return tuple(array.reshape(*leading, array.shape[-1]) for array in results.values() if array is not None)
+    counts = results.pop("qb_histogram")
+    dense_results = (a.reshape(*leading, a.shape[-1]) for a in results.values() if a is not None)
+    return (*dense_results,) if counts is None else (*dense_results, counts)
 
 
 def _dense_backward(options: _DenseOptions, logits: jax.Array, d_first: jax.Array, experts: Any) -> tuple[jax.Array]:
@@ -243,22 +281,26 @@ def _dense_backward(options: _DenseOptions, logits: jax.Array, d_first: jax.Arra
     return (results["d_logits"].reshape(logits.shape),)
 
 
-def _dense(options: _DenseOptions, logits: jax.Array, expert_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    return _dense_fwd(options, logits, expert_bias)[0]
+def _dense(options: _DenseOptions, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
+    """(probs or auxiliary scores, routing map, counts or None) of logits, expert_bias, qb_bin_bounds."""
+    return _dense_fwd(options, *operands)[0]
 
 
-def _dense_fwd(options, logits, expert_bias):
+def _dense_fwd(options, logits, expert_bias, qb_bin_bounds):
     t = logits.ndim - 1
     results = (t, t) if options.auxiliary else (t, t, t)
-    first, routing_map, *experts = TokenCall(_dense_forward, options, (t, 0), results)(logits, expert_bias)
-    return (first, routing_map), (logits, *experts)
+    counted = () if qb_bin_bounds is None else (0,)
+    call = TokenCall(_dense_forward, options, (t, 0, 0), results + counted)
+    first, routing_map, *rest = call(logits, expert_bias, qb_bin_bounds)
+    counts = rest.pop() if counted else None
+    return (first, routing_map, counts), (logits, *rest)
 
 
 def _dense_bwd(options, residuals, cotangents):
     logits, *experts = residuals
     t = logits.ndim - 1
     call = TokenCall(_dense_backward, options, (t, t, t), (t,))
-    return *call(logits, cotangents[0], *(experts or [None])), None
+    return *call(logits, cotangents[0], *(experts or [None])), None, None
 
 
 _dense = jax.custom_vjp(_dense, nondiff_argnums=(0,))

@@ -44,6 +44,7 @@ class MoEOptions:
     gate_bias: [E], added to the logits.
     activation, b_in, b_out, weight_early, align_size, kept: as in `routed_experts`.
     aux_loss_coeff, z_loss_coeff: of the losses in `balance`; a loss whose coefficient is 0 is 0.
+    kept_dtype: of the backward pass, as in `experts.expert_ffn_backward`.
     """
 
     topk: int
@@ -52,6 +53,7 @@ class MoEOptions:
     expert_bias: np.ndarray | None = None
     num_groups: int | None = None
     group_topk: int | None = None
+    group_score_topk: int | None = None
     scaling_factor: float = 1.0
     gate_bias: np.ndarray | None = None
     activation: str = "silu"
@@ -65,6 +67,7 @@ class MoEOptions:
     align_size: int = 0
     experts: np.ndarray | None = None
     kept: np.ndarray | None = None
+    kept_dtype: np.dtype | None = None
 
     def routing(self):
         """The keyword arguments of `route` and `route_backward`, token dimensions flattened."""
@@ -79,6 +82,7 @@ class MoEOptions:
             "expert_bias": self.expert_bias,
             "num_groups": self.num_groups,
             "group_topk": self.group_topk,
+            "group_score_topk": self.group_score_topk,
             "scaling_factor": self.scaling_factor,
             "token_mask": per_token(self.token_mask),
             "forced_experts": per_token(self.forced_experts, self.topk),
@@ -172,8 +176,11 @@ def routed_experts_backward(
     weight_early=False,
     align_size=0,
     kept=None,
+    kept_dtype=None,
 ):
     """Gradients of `routed_experts` from the cotangent of its output; the same early and late.
+
+    kept_dtype: as in `experts.expert_ffn_backward`.
 
     Returns: dict of x, weights, w_in, w_out, b_in, b_out (None where not given); float64.
     """
@@ -190,6 +197,7 @@ def routed_experts_backward(
         b_out=b_out,
         row_weights=_row_weights(layout, weights),
         slot_of_row=layout.slot_of_row,
+        kept_dtype=kept_dtype,
     )
     row = layout.row_of_slot
     d_weights = np.zeros(row.shape)
@@ -262,7 +270,7 @@ def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, d
     o = MoEOptions(**options)
     flat_x, logits, routing, n = _route(x, gate, o)
     grads = routed_experts_backward(
-        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **o.network()
+        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **o.network(), kept_dtype=o.kept_dtype
     )
     of_weights = grads["weights"] + np.reshape(np.broadcast_to(d_weights, (*np.shape(x)[:-1], o.topk)), (-1, o.topk))
     counts = routing.tokens_per_expert

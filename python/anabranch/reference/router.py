@@ -53,7 +53,8 @@ class Routing(NamedTuple):
 def _selected_experts(z, topk, forced_experts, experts, token_mask, steering):
     """Experts int64[..., K] from whichever source is given; out of range becomes -1."""
     if forced_experts is not None:
-        grouped = groups_in_use(steering["num_groups"], steering["group_topk"]) is not None
+        grouping = (steering[name] for name in ("num_groups", "group_topk", "group_score_topk"))
+        grouped = groups_in_use(*grouping) is not None
         given = {"expert_bias": steering["expert_bias"] is not None, "groups": grouped}
         clash = [name for name, there in (given | {"experts": experts is not None}).items() if there]
         if clash:
@@ -137,6 +138,7 @@ def route(
     expert_bias=None,
     num_groups=None,
     group_topk=None,
+    group_score_topk=None,
     scaling_factor=1.0,
     token_mask=None,
     forced_experts=None,
@@ -148,8 +150,8 @@ def route(
     Args:
       logits: [..., E], any floating dtype.
       topk: K.
-      score_function, normalize, expert_bias [E], num_groups, group_topk, scaling_factor,
-        token_mask bool[...], forced_experts int[..., K]: section 1.
+      score_function, normalize, expert_bias [E], num_groups, group_topk, group_score_topk,
+        scaling_factor, token_mask bool[...], forced_experts int[..., K]: section 1.
       experts: int[..., K], a selection already made, by a backend say. Unlike `forced_experts` it
         goes together with every option; those that only steer selection then do nothing.
       sequences: B. The tokens are B equal contiguous sequences, tokens_per_expert and score_sum
@@ -164,6 +166,7 @@ def route(
         "expert_bias": expert_bias,
         "num_groups": num_groups,
         "group_topk": group_topk,
+        "group_score_topk": group_score_topk,
     }
     real = _valid_tokens(z.shape[:-1], token_mask)
     chosen = _selected_experts(z, topk, forced_experts, experts, token_mask, steering)
@@ -193,6 +196,7 @@ def route_backward(
     expert_bias=None,
     num_groups=None,
     group_topk=None,
+    group_score_topk=None,
     scaling_factor=1.0,
     token_mask=None,
     forced_experts=None,
@@ -211,6 +215,7 @@ def route_backward(
         "expert_bias": expert_bias,
         "num_groups": num_groups,
         "group_topk": group_topk,
+        "group_score_topk": group_score_topk,
     }
     real = _valid_tokens(z.shape[:-1], token_mask)
     d_logits = np.zeros_like(z)

@@ -3,6 +3,8 @@
 The order everywhere: larger key first, then smaller index.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .scores import as_float64, scores
@@ -35,12 +37,32 @@ def best_first(keys):
     return size - 1 - np.argsort(keys[..., ::-1], axis=-1, kind="stable")[..., ::-1]
 
 
-def groups_in_use(num_groups, group_topk):
-    """(G, g), or None when groups aren't used: None, 0 and -1 mean "not used"."""
+class Groups(NamedTuple):
+    """G groups of which g stay, and n, how many of a group's keys its score adds up; None: K/g of them."""
+
+    number: int
+    kept: int
+    score_topk: int | None
+
+    def members(self, topk):
+        """How many of a group's keys its score adds up."""
+        return topk // self.kept if self.score_topk is None else self.score_topk
+
+    def by_logits(self, score_function, normalize, expert_bias):
+        """Whether scores of groups add up z; else s + b."""
+        return self.score_topk is None and expert_bias is None and score_function == "softmax" and normalize
+
+
+def groups_in_use(num_groups, group_topk, group_score_topk=None):
+    """Groups, or None when they aren't used: None, 0 and -1 mean "not used"."""
     unused = (None, 0, -1)
     if (num_groups in unused) != (group_topk in unused):
         raise ValueError(f"num_groups, group_topk: got {num_groups}, {group_topk}, expected both or neither")
-    return None if num_groups in unused else (num_groups, group_topk)
+    if num_groups not in unused:
+        return Groups(num_groups, group_topk, group_score_topk)
+    if group_score_topk is not None:
+        raise ValueError(f"group_score_topk: got {group_score_topk} without groups, expected None")
+    return None
 
 
 def _check_selection(num_experts, topk, groups):
@@ -48,31 +70,39 @@ def _check_selection(num_experts, topk, groups):
         raise ValueError(f"topk: got {topk}, expected 1 to {num_experts}")
     if groups is None:
         return
-    count, kept = groups
+    count, kept, score_topk = groups
     if count < 1 or num_experts % count:
         raise ValueError(f"num_groups: got {count}, expected a divisor of {num_experts}")
-    if not 1 <= kept <= count or topk % kept or topk // kept > num_experts // count:
+    size = num_experts // count
+    if score_topk is not None:
+        if not 1 <= score_topk <= size:
+            raise ValueError(f"group_score_topk: got {score_topk}, expected 1 to {size}")
+        if not 1 <= kept <= count or topk > kept * size:
+            raise ValueError(
+                f"group_topk: got {kept}, expected at most {count}, and groups that hold topk {topk} experts"
+            )
+    elif not 1 <= kept <= count or topk % kept or topk // kept > size:
         raise ValueError(
             f"group_topk: got {kept}, expected at most {count}, a divisor of topk {topk}, "
-            f"and topk / group_topk at most {num_experts // count}"
+            f"and topk / group_topk at most {size}"
         )
 
 
 def group_keys(logits, topk, score_function, normalize, expert_bias, groups):
     """What a group's score adds up, [..., G, E/G], and the scores themselves, [..., G].
 
-    A group's score is the sum of its K/g largest s + b (b = 0 without a bias; -inf where z = -inf),
-    for normalised softmax without a bias of its K/g largest z.
+    A group's score is the sum of its n largest s + b (b = 0 without a bias; -inf where z = -inf).
+    Where no n is given, that is K/g; and for normalised softmax without a bias z takes the place of
+    s + b.
     """
     z = as_float64(logits, "logits")
-    count, kept = groups
-    if expert_bias is None and score_function == "softmax" and normalize:
+    if groups.by_logits(score_function, normalize, expert_bias):
         keys = z
     else:
         bias = 0.0 if expert_bias is None else as_float64(expert_bias, "expert_bias")
         keys = _biased_scores(z, score_function, bias)
-    keys = keys.reshape(*z.shape[:-1], count, z.shape[-1] // count)
-    largest = np.take_along_axis(keys, best_first(keys)[..., : topk // kept], axis=-1)
+    keys = keys.reshape(*z.shape[:-1], groups.number, z.shape[-1] // groups.number)
+    largest = np.take_along_axis(keys, best_first(keys)[..., : groups.members(topk)], axis=-1)
     with np.errstate(invalid="ignore"):
         return keys, largest.sum(axis=-1)
 
@@ -98,19 +128,20 @@ def select(
     expert_bias=None,
     num_groups=None,
     group_topk=None,
+    group_score_topk=None,
     token_mask=None,
 ):
     """The K selected experts of each token, best first, -1 where masked. int32[..., K]."""
     z = as_float64(logits, "logits")
-    groups = groups_in_use(num_groups, group_topk)
+    groups = groups_in_use(num_groups, group_topk, group_score_topk)
     _check_selection(z.shape[-1], topk, groups)
     keys = selection_keys(z, score_function, expert_bias)
     if groups is None:
         experts = best_first(keys)[..., :topk]
     else:
         _, group_scores = group_keys(z, topk, score_function, normalize, expert_bias, groups)
-        kept = np.sort(best_first(group_scores)[..., : groups[1]], axis=-1)
-        experts = select_within(keys, topk, kept, groups[0])
+        kept = np.sort(best_first(group_scores)[..., : groups.kept], axis=-1)
+        experts = select_within(keys, topk, kept, groups.number)
     if token_mask is not None:
         experts = np.where(np.asarray(token_mask)[..., None], experts, -1)
     return experts.astype(np.int32)
@@ -125,6 +156,7 @@ def selection_agrees(
     expert_bias=None,
     num_groups=None,
     group_topk=None,
+    group_score_topk=None,
     token_mask=None,
 ):
     """Whether each token's `experts` int[..., K] are a right selection, float32 rounding allowed. bool[...].
@@ -132,14 +164,15 @@ def selection_agrees(
     Exact where neither a bias nor groups are used, and between experts (groups) whose inputs are
     equal. Otherwise two experts may have swapped places, or one stand in for the other, where their
     keys differ by at most 4 float32 ulp (softmax: 32) of max(|s|, |b|), two groups where their scores
-    differ by K/g times that; keys below float32's smallest normal number count as equal.
+    differ by as many times that as keys make a score; keys below float32's smallest normal number count as equal.
     """
     z = as_float64(logits, "logits")
     got = np.asarray(experts).astype(np.int64)
     topk = got.shape[-1]
-    groups = groups_in_use(num_groups, group_topk)
+    groups = groups_in_use(num_groups, group_topk, group_score_topk)
     steering = {"score_function": score_function, "normalize": normalize, "expert_bias": expert_bias}
-    want = select(z, topk, num_groups=num_groups, group_topk=group_topk, token_mask=token_mask, **steering)
+    grouping = {"num_groups": num_groups, "group_topk": group_topk, "group_score_topk": group_score_topk}
+    want = select(z, topk, token_mask=token_mask, **grouping, **steering)
     agrees = (got == want).all(-1)
     if expert_bias is None and groups is None:
         return agrees
@@ -182,16 +215,15 @@ def _row_agrees(got, z, groups, score_function, normalize, expert_bias):
     if groups is None:
         return not overtaken.any()
     kept = _kept_groups(got, z, inputs, computed, overtaken, groups, score_function, normalize, expert_bias)
-    return kept is not None and not overtaken.reshape(groups[0], -1, got.size)[kept].any()
+    return kept is not None and not overtaken.reshape(groups.number, -1, got.size)[kept].any()
 
 
 def _kept_groups(got, z, inputs, computed, overtaken, groups, score_function, normalize, expert_bias):
     """bool[G]: the g groups that a backend which selected `got` must have kept; None if it can't be."""
-    count, kept_count = groups
-    members = got.size // kept_count
+    count, kept_count, _ = groups
+    members = groups.members(got.size)
     _, group_scores = group_keys(z, got.size, score_function, normalize, expert_bias, groups)
-    by_logits = expert_bias is None and score_function == "softmax" and normalize
-    if by_logits:
+    if groups.by_logits(score_function, normalize, expert_bias):
         # the largest logit by itself is exact; a sum of several is rounded
         computed = _rounding(np.abs(z), score_function) if members > 1 else np.zeros_like(z)
     rounding = members * computed.reshape(count, -1).max(-1)

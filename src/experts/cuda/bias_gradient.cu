@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "core/cuda/launch.h"
+#include "core/cuda/vector.cuh"
 #include "experts/cuda/simple_product.h"
 #include "experts/cuda/tiles/block_tiles.cuh"
 #include "experts/cuda/tiles/group_tile_scheduler.cuh"
@@ -18,20 +19,31 @@ namespace anabranch::cuda {
 namespace {
 
 constexpr int kRows = kBiasRows;  // of one sum
-constexpr int kVectors = 4;
-constexpr int kColumns = kVectors * kWarp;  // of a block
 constexpr int kWarps = 8;
 constexpr int kBatch = 4;   // rows of a warp that are on their way together
 constexpr int kBlocks = 6;  // of a multiprocessor
 
-// The warps take rows in turn, a lane every 32nd column.
-template <class T>
-__device__ void add_rows(const BiasGradient& g, const Tile& tile, float (&sums)[kVectors]) {
+// Columns of a block: a lane has kVectors vectors of kEach neighbours each.
+template <class T, int kEach>
+struct Columns {
+  static constexpr int kVectors = kEach == 1 ? 4 : 1;
+  static constexpr int kPerLane = kVectors * kEach;
+  static constexpr int kCount = kPerLane * kWarp;
+  static_assert(kCount <= kWarps * kWarp, "a thread adds up one of them");
+
+  // The first column of a lane's v-th vector.
+  static __device__ int of(int v) { return (v * kWarp + lane_index()) * kEach; }
+};
+
+// The warps take rows in turn.
+template <class T, int kEach>
+__device__ void add_rows(const BiasGradient& g, const Tile& tile, float (&sums)[Columns<T, kEach>::kPerLane]) {
+  using Of = Columns<T, kEach>;
   const int rows = min(tile.end_row - tile.row, kRows);
   const T* m = static_cast<const T*>(g.m.data);
   for (int first = warp_index(); first < rows; first += kWarps * kBatch) {
     int32_t slots[kBatch];
-    T values[kBatch][kVectors] = {};
+    Vector<T, kEach> values[kBatch][Of::kVectors];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int row = first + i * kWarps;
@@ -39,12 +51,13 @@ __device__ void add_rows(const BiasGradient& g, const Tile& tile, float (&sums)[
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (slots[i] < 0) continue;
-      const int32_t row = g.gathers ? g.map.source_of(slots[i]) : tile.row + first + i * kWarps;
-      const int64_t begin = row * g.N + tile.column + lane_index();
+      const int32_t row = g.gathers ? g.map.source_of(max(slots[i], 0)) : tile.row + first + i * kWarps;
+      const T* const begin = m + static_cast<int64_t>(row) * g.N + tile.column;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (tile.column + v * kWarp + lane_index() < g.N) values[i][v] = m[begin + v * kWarp];
+      for (int v = 0; v < Of::kVectors; ++v) {
+        const bool there = slots[i] >= 0 && tile.column + Of::of(v) < g.N;
+        values[i][v].bytes = {};
+        values[i][v].load_if(there, begin + Of::of(v));
       }
     }
 #pragma unroll
@@ -52,27 +65,28 @@ __device__ void add_rows(const BiasGradient& g, const Tile& tile, float (&sums)[
       if (slots[i] < 0) continue;
       const float weight = g.weights[slots[i]];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) sums[v] = fmaf(weight, to_float(values[i][v]), sums[v]);
+      for (int j = 0; j < Of::kPerLane; ++j) sums[j] = fmaf(weight, values[i][j / kEach][j % kEach], sums[j]);
     }
   }
 }
 
-template <class T>
+template <class T, int kEach>
 __global__ void __launch_bounds__(kWarps* kWarp)
     sum_rows(const BiasGradient g, const RowTiles tiles, float* const partial_sums) {
+  using Of = Columns<T, kEach>;
   __shared__ Tile tile;
-  __shared__ float shared[kWarps][kColumns];
+  __shared__ float shared[kWarps][Of::kCount];
   wait_for_previous_kernel();
-  RowTileScheduler<kRows, kColumns> scheduler(tiles);
+  RowTileScheduler<kRows, Of::kCount> scheduler(tiles);
   for (int n = 0; next_of_block(scheduler, n, tile); ++n) {
     if (tile.expert == kNoExpert) continue;
-    float sums[kVectors] = {};
-    add_rows<T>(g, tile, sums);
+    float sums[Of::kPerLane] = {};
+    add_rows<T, kEach>(g, tile, sums);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) shared[warp_index()][v * kWarp + lane_index()] = sums[v];
+    for (int j = 0; j < Of::kPerLane; ++j) shared[warp_index()][Of::of(j / kEach) + j % kEach] = sums[j];
     __syncthreads();
     const int column = static_cast<int>(threadIdx.x);
-    if (column < kColumns && tile.column + column < g.N) {
+    if (column < Of::kCount && tile.column + column < g.N) {
       float sum = 0.0f;
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) sum += shared[warp][column];
@@ -110,15 +124,21 @@ size_t workspace_of(const BiasGradient& g) { return bias_gradient_bytes(g.R, g.E
 ab_status compute_bias_gradient(const BiasGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
   if (g.E * g.N == 0) return ok();
   float* sums = static_cast<float*>(workspace);
-  const int64_t columns = (g.N + kColumns - 1) / kColumns;
   const int64_t narrow_columns = (g.N + kWarp - 1) / kWarp;
-  const int64_t count = most_row_tiles(g.R, g.E, kRows) * columns;
-  AB_RETURN_IF_ERROR(check_counts({g.R, g.E, g.N}, std::max(count, g.E * narrow_columns)));
-  const Launch shape{std::min(count, int64_t{kBlocks} * multiprocessors), kWarps * kWarp, 0, stream, true};
   const Groups groups = groups_of(g.group_sizes, g.E, g.R);
-  const RowTiles tiles{groups, 0, static_cast<int32_t>(columns)};
-  AB_RETURN_IF_ERROR(with_float_type(
-      g.m.dtype, [&]<class T>(T) { return launch("bias gradient", sum_rows<T>, shape, g, tiles, sums); }));
+  const auto sum = [&]<class T, int kEach>() -> ab_status {
+    const int64_t columns = (g.N + Columns<T, kEach>::kCount - 1) / Columns<T, kEach>::kCount;
+    const int64_t count = most_row_tiles(g.R, g.E, kRows) * columns;
+    AB_RETURN_IF_ERROR(check_counts({g.R, g.E, g.N}, std::max(count, g.E * narrow_columns)));
+    const Launch shape{std::min(count, int64_t{kBlocks} * multiprocessors), kWarps * kWarp, 0, stream, true};
+    return launch("bias gradient", sum_rows<T, kEach>, shape, g, RowTiles{groups, 0, static_cast<int32_t>(columns)},
+                  sums);
+  };
+  AB_RETURN_IF_ERROR(with_float_type(g.m.dtype, [&]<class T>(T) {
+    constexpr int kEach = kAccessBytes / static_cast<int>(sizeof(T));
+    const bool aligned = address(g.m.data) % kAccessBytes == 0 && g.N % kEach == 0;
+    return aligned ? sum.template operator()<T, kEach>() : sum.template operator()<T, 1>();
+  }));
   return launch("bias gradient: add_sums", add_sums,
                 {std::min(g.E * narrow_columns, int64_t{kWarp} * multiprocessors), kWarp, 0, stream, true}, g,
                 GroupTiles{groups, 1, 1, static_cast<int32_t>(narrow_columns)}, sums);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/cuda/launch.h"
+#include "core/cuda/vector.cuh"
 #include "experts/cuda/simple_product.h"
 #include "experts/cuda/tiles/row_tile_scheduler.cuh"
 
@@ -54,7 +55,37 @@ __global__ void __launch_bounds__(kThreads) add_dots(const SlotGradient g) {
   }
 }
 
+// A lane's share of <d_y, b_out> from elements d_y and bias on; kEach: elements of both that one access reads.
+template <class T, int kEach>
+__device__ float product_of_lane(const SlotGradient& g, int64_t d_y, int64_t bias) {
+  const T* const left = static_cast<const T*>(g.d_y.data) + d_y;
+  const T* const right = static_cast<const T*>(g.b_out.data) + bias;
+  float product = 0.0f;
+#pragma unroll 4
+  for (int64_t d = lane_index() * kEach; d < g.s.D; d += kWarp * kEach) {
+    using Several = Vector<T, kEach>;
+    Several a;
+    Several b;
+    a.bytes = *reinterpret_cast<const typename Several::Bytes*>(left + d);
+    b.bytes = *reinterpret_cast<const typename Several::Bytes*>(right + d);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) product = fmaf(a[i], b[i], product);
+  }
+  return product;
+}
+
+// The same where dtypes differ.
+struct Mixed {};
+template <>
+__device__ float product_of_lane<Mixed, 1>(const SlotGradient& g, int64_t d_y, int64_t bias) {
+  float product = 0.0f;
+#pragma unroll 4
+  for (int64_t d = lane_index(); d < g.s.D; d += kWarp) product = fmaf(g.d_y[d_y + d], g.b_out[bias + d], product);
+  return product;
+}
+
 // With one: a warp takes 32 rows of an expert. A lane adds the parts of one, then all lanes multiply row by row.
+template <class T, int kEach>
 __global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g, const RowTiles tiles) {
   wait_for_previous_kernel();
   RowTileScheduler<kWarp, 1> scheduler(tiles);
@@ -73,12 +104,7 @@ __global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g,
         const int32_t other = __shfl_sync(kAllLanes, slot, i);
         if (other < 0) continue;
         const int64_t d_y = g.map.source_of(other) * g.s.D;
-        const int64_t bias = tile.expert * g.s.D;
-        float product = 0.0f;
-#pragma unroll 4
-        for (int64_t d = lane_index(); d < g.s.D; d += kWarp)
-          product = fmaf(g.d_y[d_y + d], g.b_out[bias + d], product);
-        product = sum_lanes<kWarp>(product);
+        const float product = sum_lanes<kWarp>(product_of_lane<T, kEach>(g, d_y, tile.expert * g.s.D));
         if (lane_index() == i) sum += product;
       }
     }
@@ -101,8 +127,17 @@ ab_status compute_slot_gradient(const SlotGradient& g, int multiprocessors, cuda
   const int64_t count = most_row_tiles(g.s.R, g.s.E, kWarp);
   AB_RETURN_IF_ERROR(check_counts({g.s.R, g.s.E}, count));
   const RowTiles tiles{groups_of(g.group_sizes, g.s.E, g.s.R), 0, 1};
-  return launch("slot gradient with the bias", add_dots_and_bias,
-                {std::min(count, int64_t{kBlocks} * multiprocessors), kWarp, 0, stream, true}, g, tiles);
+  const auto run = [&](auto* kernel) {
+    return launch("slot gradient with the bias", kernel,
+                  {std::min(count, int64_t{kBlocks} * multiprocessors), kWarp, 0, stream, true}, g, tiles);
+  };
+  if (g.d_y.dtype != g.b_out.dtype) return run(add_dots_and_bias<Mixed, 1>);
+  return with_float_type(g.d_y.dtype, [&]<class T>(T) {
+    constexpr int kEach = kAccessBytes / static_cast<int>(sizeof(T));
+    const int64_t row_bytes = g.s.D * static_cast<int64_t>(sizeof(T));
+    const uintptr_t misplaced = address(g.d_y.data) | address(g.b_out.data) | static_cast<uintptr_t>(row_bytes);
+    return misplaced % kAccessBytes == 0 ? run(add_dots_and_bias<T, kEach>) : run(add_dots_and_bias<T, 1>);
+  });
 }
 
 }  // namespace anabranch::cuda

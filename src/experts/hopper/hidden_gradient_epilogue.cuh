@@ -39,6 +39,7 @@ struct HiddenGradientEpilogue {
 
   template <class Shape>
   static constexpr bool kTakesRegisters = !kShuffled;
+  static constexpr bool kTakesPosition = !kShuffled;
 
   __device__ void prefetch_maps() const {}
 

@@ -45,7 +45,7 @@ struct alignas(1024) SharedMemory {
   OperandRing<Shape> ring;
   alignas(1024) char subtiles[Shape::kConsumers * 4][kSubtileBuffers * kSubtileBytes];
   TileQueue queue;
-  int32_t next_tile[Shape::kConsumers * 4];  // of each consumer warp: accumulators and epilogues take all registers
+  int32_t positions[Shape::kConsumers * 4];  // among the tiles, of consumer warps that have no register for it
 };
 
 template <class P>
@@ -122,10 +122,13 @@ class GroupedProduct {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
     const int warp = warp_index() - kWarpgroup / kWarp;  // of the consumers
     SubtileWriter writer(shared_.subtiles[warp]);
-    volatile int32_t& next_tile = shared_.next_tile[warp];
-    next_tile = first_tile;
+    constexpr bool kInRegister = !P::Epilogue::kTakesPosition;
+    int position = first_tile;
+    volatile int32_t& position_in_memory = shared_.positions[warp];
+    if (!kInRegister) position_in_memory = first_tile;
     for (;;) {
-      const int n = next_tile;
+      int n = position;
+      if constexpr (!kInRegister) n = position_in_memory;
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
       const int thread = thread_index_anew();
@@ -148,10 +151,14 @@ class GroupedProduct {
           p_.epilogue.template write_zeros<Shape>(writer, tile, row);
         }
       }
-      const int done = next_tile;
-      __syncwarp();
-      if (lane_index() == 0) next_tile = done + Shape::kTilesInFlight;
-      __syncwarp();
+      if constexpr (kInRegister) {
+        position += Shape::kTilesInFlight;
+      } else {
+        const int done = position_in_memory;
+        __syncwarp();
+        if (lane_index() == 0) position_in_memory = done + Shape::kTilesInFlight;
+        __syncwarp();
+      }
     }
     writer.finish();
   }

@@ -24,9 +24,10 @@ constexpr int kSubtileColumns = kSwizzleBytes / static_cast<int>(sizeof(Out));
 struct NothingPrefetched {};
 class SubtileWriter;
 struct PrefetchesNothing {
-  // Whether the epilogue leaves so few registers that gathering must make do with less.
+  // Whether the epilogue leaves so few registers that gathering must make do with less, and none for which tile it is.
   template <class Shape>
   static constexpr bool kTakesRegisters = false;
+  static constexpr bool kTakesPosition = false;
 
   template <class Shape>
   __device__ NothingPrefetched begin_prefetch(const SubtileWriter&, const Tile&, int) const {

@@ -44,14 +44,39 @@ def assert_same_layer(got, want):
 def layer(request):
     """Operands and what our layer makes of them: the output and four gradients."""
     given = layer_in_jax.operands(SHAPE, "float32", request.param)
-    return given, layer_in_jax.forward_and_backward(layer_in_jax.ours, SHAPE.K)(*given)
+    return given, layer_in_jax.forward_and_backward(layer_in_jax.LAYERS["jax"], SHAPE.K)(*given)
 
 
 def test_plain_jax_computes_our_layer(layer):
     given, want = layer
-    assert_same_layer(layer_in_jax.forward_and_backward(layer_in_jax.ragged_dot_layer, SHAPE.K)(*given), want)
-    for implementation in layer_in_jax.LAYERS.values():
-        assert_close(layer_in_jax.forward(implementation, SHAPE.K)(*given), want[0], 2e-6, "output")
+    assert_same_layer(layer_in_jax.forward_and_backward(layer_in_jax.LAYERS["xla"], SHAPE.K)(*given), want)
+    for by in peers_of_jax():
+        assert_close(layer_in_jax.forward(layer_in_jax.LAYERS[by], SHAPE.K)(*given), want[0], 2e-6, "output")
+
+
+def peers_of_jax():
+    return [by for by in layer_in_jax.LAYERS if by not in cuda_layer.VARIANTS]
+
+
+@pytest.mark.parametrize("by", ["jax-transposed", "jax-interleaved"])
+def test_weights_in_other_layouts_make_the_same_layer(layer, by):
+    given, want = layer
+    variant = layer_in_jax.LAYERS[by]
+    drawn = layer_in_jax.operands(SHAPE, "float32", "uniform", layouts=variant.layouts)
+    arrays = {name: getattr(given, name).transpose(variant.layouts.from_ours(name)) for name in ("w_in", "w_out")}
+    assert {name: getattr(drawn, name).shape for name in arrays} == {name: a.shape for name, a in arrays.items()}
+    output, d_x, d_gate, *d_weights = layer_in_jax.forward_and_backward(variant, SHAPE.K)(*given._replace(**arrays))
+    back = [a.transpose(variant.layouts.order(name)) for name, a in zip(arrays, d_weights, strict=True)]
+    assert_same_layer((output, d_x, d_gate, *back), want)
+
+
+@pytest.mark.parametrize("by", ["jax-biases", "jax-swiglu-oai"])
+def test_layers_with_biases_have_their_gradients(by):
+    variant = layer_in_jax.LAYERS[by]
+    given = layer_in_jax.operands(SHAPE, "float32", "uniform", biases=True)
+    results = layer_in_jax.forward_and_backward(variant, SHAPE.K)(*given)
+    assert [r.shape for r in results[5:]] == [given.b_in.shape, given.b_out.shape]
+    assert all(np.any(np.asarray(result)) for result in results)
 
 
 def test_torch_computes_our_layer(layer):
@@ -138,13 +163,13 @@ def test_out_of_memory_is_a_note(monkeypatch):
         identity.defvjp(lambda y: (y, None), lambda _, d_y: out_of_memory())
         return identity(layer_in_jax.ours(*given, topk=topk))
 
-    monkeypatch.setitem(layer_in_jax.LAYERS, "xla", forward_alone)
+    monkeypatch.setitem(layer_in_jax.LAYERS, "xla", layer_in_jax.Layer(forward_alone))
     measured = measured_on_cpu("xla")
     assert measured.both is None and measured.forward is not None
     assert measured.note.startswith("forward and backward: out of memory")
-    monkeypatch.setitem(layer_in_jax.LAYERS, "xla", lambda *_, topk: out_of_memory())
+    monkeypatch.setitem(layer_in_jax.LAYERS, "xla", layer_in_jax.Layer(lambda *_, topk: out_of_memory()))
     assert measured_on_cpu("xla") == Measured(note="out of memory")
-    monkeypatch.setattr(layer_in_jax, "operands", lambda *_: out_of_memory())
+    monkeypatch.setattr(layer_in_jax, "operands", lambda *_, **__: out_of_memory())
     assert measured_on_cpu("jax") == Measured(note="out of memory")
 
 

@@ -38,7 +38,7 @@ def test_a_step_needs_its_operands_its_results_and_h(dtype):
     """As counted from what is traced; x and the experts' weights are kept as operands."""
     shape = LayerShape(T=96, D=32, F=48, E=4, K=2)
     given = layer_in_jax.operands(shape, dtype, "uniform")
-    step = layer_in_jax.forward_and_backward(layer_in_jax.ours, shape.K)
+    step = layer_in_jax.forward_and_backward(layer_in_jax.LAYERS["jax"], shape.K)
     results = jax.tree.leaves(jax.eval_shape(step, *given))
     h = jax.ShapeDtypeStruct((shape.T * shape.K, 2, shape.F), given.x.dtype)
     operands = jax.tree.leaves(given)

@@ -97,6 +97,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one(finished, tmp_path):
     assert np.abs(bias).max() >= 1e-2 and bias.shape == (2 * options.experts,)
 
 
+def test_quantile_balancing_evens_the_loads_and_resumes(options, tmp_path):
+    options = dataclasses.replace(
+        options, balance="quantile", expert_bias=0.0, aux_loss=0.0, lr=1e-4, batch=16, seq=64
+    )
+    whole = train_until(options, 12)
+    parts = dataclasses.replace(options, out=tmp_path / "parts")
+    train_until(parts, 5)
+    assert_same(whole, train_until(parts, 12, "resume"))
+    biases = jax.tree.leaves(whole.state.router)
+    assert all(np.abs(bias).max() > 1e-3 for bias in biases)
+    loads = whole.history.arrays()["loads"]  # [steps, layers, E]
+    fair = loads.mean()
+    assert loads[0].max() > 1.5 * fair > 1.5 * loads[0].min()
+    assert loads[2:].max() < 1.3 * fair and loads[2:].min() > 0.7 * fair
+
+
+def test_what_quantile_balancing_does_not_go_with_is_an_error(options):
+    for other in ({"expert_bias": 1e-2}, {"expert_bias": 0.0, "topk": 4}):
+        with pytest.raises(RunError, match="--balance: got quantile"):
+            run(dataclasses.replace(options, balance="quantile", **other))
+
+
 def test_ctrl_c_saves_and_the_next_start_goes_on(options, tmp_path):
     options = dataclasses.replace(options, steps=1_000_000)
     arguments, variables = command(options)

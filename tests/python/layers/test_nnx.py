@@ -1,6 +1,7 @@
 """The NNX layer: it is moe() on its parameters, its state is no parameter, and it trains."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from anabranch.jax import moe, shared_expert
+from anabranch.jax import moe, quantile_bias, shared_expert
 from anabranch.jax.nnx import MoE, RouterState
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 
@@ -136,6 +137,26 @@ def test_expert_bias_is_state_and_moves_towards_balance():
     for _ in range(200):
         layer.update_expert_bias(layer(x).tokens_per_expert, rate=0.01)
     assert spread() < before / 2
+
+
+def test_quantile_balancing_sets_the_bias():
+    layer, x = _layer(score_function="sigmoid", balance="quantile", qb_bins=400), _x(400, 12)
+    layer.gate[...] = layer.gate[...].at[:, 0].add(2.0 * jnp.abs(layer.gate[...]).sum() / 72)
+    x = jnp.abs(x)  # so that one expert is nearly everybody's
+    before = layer(x)
+    assert before.tokens_per_expert.max() > 2 * 400 * 2 / 6
+    layer.update_quantile_bias(before.qb_histogram)
+    want = quantile_bias(before.qb_histogram, -1.0, 1.0, 2)
+    np.testing.assert_array_equal(layer.expert_bias[...], want)
+    after = layer(x)
+    assert after.tokens_per_expert.max() < 1.5 * 400 * 2 / 6
+    assert isinstance(layer.expert_bias, RouterState)
+    with pytest.raises(ValueError, match="update_quantile_bias: got a layer of another balance"):
+        _layer(use_expert_bias=True).update_quantile_bias(before.qb_histogram)
+    with pytest.raises(ValueError, match=re.escape("qb_histogram: got int32[6, 4], expected int32 [E=6, bins=400]")):
+        layer.update_quantile_bias(jnp.zeros((6, 4), jnp.int32))
+    with pytest.raises(ValueError, match="balance: got 'loss', expected one of 'quantile'"):
+        _layer(balance="loss")
 
 
 def test_update_expert_bias_refuses_what_does_not_fit():

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from anabranch.activation import Activation, as_activation
 from anabranch.jax import moe, route
-from anabranch.layouts import OURS, Layouts
+from anabranch.layouts import IN_LAYOUTS, OURS, OUT_LAYOUTS, Layouts
 from anabranch.reference import moe as reference
 from anabranch.reference.router import route as reference_route
 from oracle import assert_close, assert_close_per_expert
@@ -18,6 +19,14 @@ from oracle import assert_close, assert_close_per_expert
 BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9, "float16": 5 * 2.0**-12}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 LAYOUT_OPTIONS = ("w_in_layout", "w_out_layout")
+LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
+TWO_INPUTS = (
+    Activation.swiglu_clamped(0.8),
+    Activation.swiglu_oai(1.3, 0.8),
+    Activation.swiglu_then_clamp(0.4),
+    Activation.situ(0.7, 0.9),
+)
+"""With limits that many elements reach."""
 EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
 
 
@@ -55,6 +64,7 @@ ROUTING = (
     "expert_bias",
     "num_groups",
     "group_topk",
+    "group_score_topk",
     "scaling_factor",
     "token_mask",
     "forced_experts",
@@ -94,6 +104,31 @@ def gate_terms(arrays, options, gradients):
     return {name: np.maximum(a, np.abs(gradients[name])) for name, a in sizes.items() if gradients[name] is not None}
 
 
+def layouts_of(options):
+    """The layouts that options of the layer ask for."""
+    return Layouts(*(options.get(name, own) for name, own in zip(LAYOUT_OPTIONS, OURS, strict=True)))
+
+
+def laid_out(arrays):
+    """The names of the arrays whose axes a layout orders."""
+    return [name for name in ("w_in", "w_out", "b_in") if arrays.get(name) is not None]
+
+
+def stored(arrays, layouts):
+    """The arrays as a layout stores them."""
+    return arrays | {name: arrays[name].transpose(layouts.from_ours(name)) for name in laid_out(arrays)}
+
+
+def in_our_layout(gradients, layouts):
+    """The gradients of `stored` arrays, their axes in the order of ours."""
+    return gradients | {name: gradients[name].transpose(layouts.order(name)) for name in laid_out(gradients)}
+
+
+def kept_dtype(activation, dtype):
+    """What the oracle has to round h to: where slopes jump, an h beyond a limit by rounding has another slope."""
+    return DTYPES[dtype] if as_activation(activation).limit else None
+
+
 def run_layer(arrays, *, seed=1, put=None, **options):
     """Result and gradients of one random cotangent, which comes third: of the output, the losses and the weights.
 
@@ -102,10 +137,8 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     put: where an array goes, by its argument's name ("output" for the cotangent): (name, array) -> array.
     """
     put = put or (lambda name, array: jnp.asarray(array))
-    layouts = Layouts(*(options.get(name, own) for name, own in zip(LAYOUT_OPTIONS, OURS, strict=True)))
-    laid_out = [name for name in ("w_in", "w_out", "b_in") if arrays.get(name) is not None]
-    stored = arrays | {name: arrays[name].transpose(layouts.from_ours(name)) for name in laid_out}
-    present = {name: put(name, array) for name, array in stored.items() if array is not None}
+    layouts = layouts_of(options)
+    present = {name: put(name, array) for name, array in stored(arrays, layouts).items() if array is not None}
     rng = np.random.default_rng(seed)
 
     placed = ("expert_bias", "token_mask", "forced_experts")
@@ -128,8 +161,7 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     (gradients,) = pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **of_tokens, **zeros))
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
-    gradients |= {name: gradients[name].transpose(layouts.order(name)) for name in laid_out}
-    return result, gradients, (d_output, d_aux, d_z, d_weights)
+    return result, in_our_layout(gradients, layouts), (d_output, d_aux, d_z, d_weights)
 
 
 def wanted_layer(arrays, cotangents, *, kept=None, **options):
@@ -146,7 +178,8 @@ def wanted_layer(arrays, cotangents, *, kept=None, **options):
     }
     if options.get("forced_experts") is not None:
         settings.pop("experts")
-    gradients = reference.moe_backward(*main, *cotangents, **settings)
+    kept_as = kept_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
+    gradients = reference.moe_backward(*main, *cotangents, **settings, kept_dtype=kept_as)
     return reference.moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from moe_cases import BOUND, EXPERT_AXIS, operands
+from moe_cases import BOUND, EXPERT_AXIS, in_our_layout, kept_dtype, layouts_of, operands, stored
 
 from anabranch.jax import routed_experts
 from anabranch.reference import moe as reference
@@ -30,9 +30,10 @@ def routed_operands(T, E, K, D, F, *, wrong=False, weights_dtype="float32", seed
 
 
 def run_routed(arrays, *, seed=1, put=None, **options):
-    """Result, gradients of one random cotangent, and the cotangent. put: see `moe_cases.run_layer`."""
+    """Result, gradients of one random cotangent, and the cotangent. Layouts and put: see `moe_cases.run_layer`."""
     put = put or (lambda name, array: jnp.asarray(array))
-    present = {name: put(name, array) for name, array in arrays.items() if array is not None}
+    layouts = layouts_of(options)
+    present = {name: put(name, array) for name, array in stored(arrays, layouts).items() if array is not None}
     experts = present.pop("experts")
 
     @jax.jit
@@ -46,7 +47,7 @@ def run_routed(arrays, *, seed=1, put=None, **options):
     (gradients,) = pull(put("output", d_output))
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
-    return (output, *counts), gradients, d_output
+    return (output, *counts), in_our_layout(gradients, layouts), d_output
 
 
 def split(result):
@@ -60,6 +61,7 @@ def check_routed(arrays, *, kept=None, tiny=False, **options):
     names = ("activation", "weight_early", "align_size")
     settings = {name: options[name] for name in names if name in options} | {"kept": kept}
     wanted = reference.routed_experts(**arrays, **settings)
+    settings["kept_dtype"] = kept_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
     wanted_gradients = reference.routed_experts_backward(**arrays, **settings, d_output=d_output)
     bound = BOUND[str(arrays["x"].dtype)]
     assert_close(output, wanted.output, bound, "output")

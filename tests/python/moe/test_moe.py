@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import check_layer, operands
+from moe_cases import LAYOUTS, TWO_INPUTS, check_layer, operands
 
-from anabranch.jax import _products, moe
-from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS
+from anabranch.activation import PLAIN
+from anabranch.jax import _products, moe, route
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -56,6 +55,29 @@ def test_gradients_of_float32_weights_in_another_layout_are_not_rounded():
     for name in ("w_in", "w_out"):
         got = np.asarray(gradients[name])
         assert got.dtype == np.float32 and (got != got.astype(ml_dtypes.bfloat16).astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("score_function", SCORES)
+def test_scores_of_groups(score_function):
+    arrays = operands(53, 12, 4, 24, 40, bias=True)
+    bias = (0.1 * np.random.default_rng(3).standard_normal(12)).astype(np.float32)
+    for group_score_topk in (1, 3):
+        groups = dict(num_groups=4, group_topk=2, group_score_topk=group_score_topk)
+        check_layer(arrays, topk=4, score_function=score_function, expert_bias=bias, **groups)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantile_balancing_counts_what_the_router_alone_counts(dtype):
+    arrays = {name: jnp.asarray(a) for name, a in operands(331, 8, 2, 24, 40, dtype=dtype).items() if a is not None}
+    mask = jnp.asarray(np.random.default_rng(4).random(331) < 0.8)
+    options = dict(topk=2, score_function="sigmoid", expert_bias=jnp.linspace(-0.2, 0.2, 8), token_mask=mask)
+    balancing = dict(qb_bin_bounds=(-1.0, 1.0), qb_bins=100)
+    plain, result = moe(**arrays, **options), moe(**arrays, **options, **balancing)
+    assert plain.qb_histogram is None and result.qb_histogram.shape == (8, 100)
+    np.testing.assert_array_equal(result.output, plain.output)
+    np.testing.assert_array_equal(result.qb_histogram.sum(1), np.full(8, mask.sum()))
+    logits = _products.matmul(arrays["x"], arrays["gate"], (1, 0))
+    np.testing.assert_array_equal(result.qb_histogram, route(logits, **options, **balancing).qb_histogram)
 
 
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16", "float16"])
@@ -116,6 +138,13 @@ def test_what_the_columns_of_a_float32_gate_have_in_common_cancels():
 def test_activations(activation, parts, weight_early):
     arrays = operands(37, 5, 2, 16, 24, parts=parts, bias=True)
     check_layer(arrays, topk=2, activation=activation, weight_early=weight_early)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("activation", TWO_INPUTS, ids=lambda a: a.name)
+def test_activations_of_two_inputs(activation, dtype):
+    arrays = operands(61, 8, 3, 24, 40, dtype=dtype, bias=True, skew=3.0, cold=2)
+    check_layer(arrays, topk=3, activation=activation, w_in_layout="dfp")
 
 
 @pytest.mark.parametrize("T", [0, 1, 7, 300])
@@ -222,14 +251,20 @@ def test_replay_with_repeats_holes_and_wrong_indices():
     weight_early=st.booleans(),
     bias=st.booleans(),
     align_size=st.sampled_from([0, 1, 3, 8]),
+    layouts=st.sampled_from(LAYOUTS),
     data=st.data(),
 )
 def test_random_combinations(
-    T, groups, per_group, D, F, parts, score_function, normalize, weight_early, bias, align_size, data
+    T, groups, per_group, D, F, parts, score_function, normalize, weight_early, bias, align_size, layouts, data
 ):
     E = groups * per_group
-    K = data.draw(st.integers(1, E), "K")
+    group_topk = data.draw(st.integers(1, groups), "group_topk")
+    K = data.draw(st.integers(1, group_topk * per_group), "K")
     seed = data.draw(st.integers(0, 2**16), "seed")
+    chosen = {"activation": data.draw(st.sampled_from(PLAIN if parts == 1 else (*PLAIN, *TWO_INPUTS)), "activation")}
+    if groups > 1:
+        score_topk = data.draw(st.integers(1, per_group), "group_score_topk")
+        chosen |= {"num_groups": groups, "group_topk": group_topk, "group_score_topk": score_topk}
     check_layer(
         operands(T, E, K, D, F, parts=parts, bias=bias, seed=seed),
         seed=seed + 1,
@@ -238,8 +273,11 @@ def test_random_combinations(
         normalize=normalize,
         weight_early=weight_early,
         align_size=align_size,
+        w_in_layout=layouts[0],
+        w_out_layout=layouts[1],
         aux_loss_coeff=0.1,
         tiny=True,
+        **chosen,
     )
 
 

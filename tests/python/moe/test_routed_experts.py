@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_cases import operands
+from moe_cases import LAYOUTS, TWO_INPUTS, layouts_of, operands, stored
 from routed_cases import POSITIONAL, check_routed, routed_operands
 
 from anabranch.activation import PLAIN
@@ -42,28 +42,41 @@ def test_ungated_experts_and_one_without_tokens():
     D=st.integers(1, 9),
     F=st.integers(1, 9),
     parts=st.sampled_from([1, 2]),
-    activation=st.sampled_from([*PLAIN, Activation.swiglu_oai(limit=0.7), Activation.situ()]),
+    activation=st.sampled_from([*PLAIN, *TWO_INPUTS]),
+    layouts=st.sampled_from(LAYOUTS),
     bias=st.booleans(),
     weight_early=st.booleans(),
     align_size=st.sampled_from([0, 1, 4]),
     wrong=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_any_combination(T, E, K, D, F, parts, activation, bias, weight_early, align_size, wrong, seed):
+def test_any_combination(T, E, K, D, F, parts, activation, layouts, bias, weight_early, align_size, wrong, seed):
     parts = 2 if isinstance(activation, Activation) else parts
     arrays = routed_operands(T, E, K, D, F, parts=parts, bias=bias, wrong=wrong, seed=seed)
     check_routed(
-        arrays, tiny=True, seed=seed + 1, activation=activation, weight_early=weight_early, align_size=align_size
+        arrays,
+        tiny=True,
+        seed=seed + 1,
+        activation=activation,
+        weight_early=weight_early,
+        align_size=align_size,
+        w_in_layout=layouts[0],
+        w_out_layout=layouts[1],
     )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, {"weight_early": True, "align_size": 8}], ids=["late", "early"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_early": True, "align_size": 8}, {"w_in_layout": "fpd", "w_out_layout": "df"}],
+    ids=["late", "early", "transposed"],
+)
 def test_moe_is_the_router_and_this(dtype, options):
     """Bit for bit: outputs and counts, and the gradients of the experts' weights."""
     arrays = operands(61, 6, 2, 24, 32, dtype=dtype, bias=True, skew=2.0, cold=1)
     x, gate = jnp.asarray(arrays["x"]), jnp.asarray(arrays["gate"])
-    experts = {name: jnp.asarray(arrays[name]) for name in ("w_in", "w_out", "b_in", "b_out")}
+    laid_out = stored(arrays, layouts_of(options))
+    experts = {name: jnp.asarray(laid_out[name]) for name in ("w_in", "w_out", "b_in", "b_out")}
     mask = jnp.arange(61) % 5 != 0
     routing = dict(score_function="sigmoid", scaling_factor=2.5, token_mask=mask)
     d_output = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape), x.dtype)

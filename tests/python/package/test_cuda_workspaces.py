@@ -8,7 +8,7 @@ import pytest
 
 from anabranch import _library
 from anabranch.bench import c_call
-from anabranch.bench.cuda_call import options_of, tensors_of
+from anabranch.bench.cuda_call import later_of, options_of, tensors_of
 from anabranch.jax import _workspaces
 
 
@@ -28,7 +28,8 @@ def needed(library, function, values):
         asked.append(size - 64)
         return np.zeros(64, np.uint8)
 
-    c_call.call(library, function, options_of(function), tensors_of(function), values, allocate=allocate)
+    fields = options_of(function), tensors_of(function)
+    c_call.call(library, function, *fields, values, later=later_of(function), allocate=allocate)
     return asked[0]
 
 
@@ -43,6 +44,17 @@ def test_statistics(library, T, B, E):
     assert needed(library, "ab_cuda_router_forward", values) <= bound
     values = {"scores": scores, "score_sum": statistics["score_sum"]}
     assert needed(library, "ab_cuda_score_sum", values) <= bound
+
+
+@pytest.mark.parametrize("E", [2, 64, 512, 1025, 8192])
+@pytest.mark.parametrize("T", [0, 1, 100, 6000])
+def test_quantile_balancing(library, T, E):
+    values = {"topk": 1, "scaling_factor": 1.0, "logits": np.empty((T, E), np.float32)}
+    values |= {"tokens_per_expert": np.empty(E, np.int32), "score_sum": np.empty(E, np.float32)}
+    values |= {"expert_bias": np.empty(E, np.float32), "qb_bin_bounds": np.empty(2, np.float32)}
+    values["qb_histogram"] = np.empty((E, 7), np.int32)
+    bound = _workspaces.statistics(T, 1, E) + _workspaces.quantile(T)
+    assert needed(library, "ab_cuda_router_forward", values) <= bound
 
 
 @pytest.mark.parametrize("E", [1, 8, 128, 2048, 2049, 8192])

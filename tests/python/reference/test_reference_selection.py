@@ -1,5 +1,7 @@
 """Selection: the order, keys, groups, masks, and which selections of a rounding backend agree."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,20 @@ def test_group_score_is_the_sum_of_its_largest_members():
     np.testing.assert_array_equal(select(z, 2, normalize=False, **options), [[3, 4]])
 
 
+def test_group_score_of_n_members_is_of_scores_and_biases():
+    z = np.array([[3.0, -9.0, -9.0, 2.0, 2.0, 2.0]])
+    options = {"num_groups": 2, "group_topk": 1}
+    np.testing.assert_array_equal(select(z, 2, group_score_topk=1, **options), [[0, 1]])
+    np.testing.assert_array_equal(select(z, 2, score_function="sigmoid", group_score_topk=2, **options), [[3, 4]])
+    # logits 3 - 9 < 2 + 2, softmax scores 0.47 + 0 > 2 * 0.17; by the rule without n, normalised softmax adds logits
+    np.testing.assert_array_equal(select(z, 2, group_score_topk=2, **options), [[0, 1]])
+    np.testing.assert_array_equal(select(z, 2, **options), [[3, 4]])
+    bias = np.array([-1.0, -1.0, -1.0, 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(select(z, 2, group_score_topk=1, expert_bias=bias, **options), [[3, 4]])
+    # K need not be a multiple of the groups
+    np.testing.assert_array_equal(select(z, 3, num_groups=2, group_topk=2, group_score_topk=1), [[0, 3, 4]])
+
+
 def test_tied_groups_go_to_the_lower_and_others_are_out_of_reach():
     z = np.zeros((1, 8))
     np.testing.assert_array_equal(select(z, 4, num_groups=4, group_topk=2), [[0, 1, 2, 3]])
@@ -93,10 +109,12 @@ def test_a_bias_never_lifts_a_group_without_finite_logits():
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_groups_agree_with_loops(function, biased):
+@pytest.mark.parametrize("score_topk", [None, 1, 2, 3])
+def test_groups_agree_with_loops(function, biased, score_topk):
     rng = np.random.default_rng(1)
     z, bias = rng.normal(size=(50, 12)), rng.normal(size=12)
-    experts = select(z, 4, score_function=function, expert_bias=bias if biased else None, num_groups=4, group_topk=2)
+    grouping = {"num_groups": 4, "group_topk": 2, "group_score_topk": score_topk}
+    experts = select(z, 4, score_function=function, expert_bias=bias if biased else None, **grouping)
     for row, got in zip(z, experts, strict=True):
         s = {
             "softmax": np.exp(row) / np.exp(row).sum(),
@@ -104,8 +122,8 @@ def test_groups_agree_with_loops(function, biased):
             "sqrtsoftplus": np.sqrt(np.log1p(np.exp(row))),
         }[function]
         q = s + bias if biased else row
-        in_groups = q if biased or function == "softmax" else s
-        group_scores = [sum(sorted(in_groups[3 * i : 3 * i + 3])[-2:]) for i in range(4)]
+        in_groups = q if biased or (function == "softmax" and score_topk is None) else s
+        group_scores = [sum(sorted(in_groups[3 * i : 3 * i + 3])[-(score_topk or 2) :]) for i in range(4)]
         kept = by_python_sort(group_scores, 2)
         allowed = [e for e in range(12) if e // 3 in kept]
         assert list(got) == sorted(allowed, key=lambda e, q=q: (-q[e], e))[:4]
@@ -128,6 +146,10 @@ def test_masked_tokens_get_no_expert():
         ({"num_groups": 2, "group_topk": 3}, "group_topk: got 3"),
         ({"topk": 3, "num_groups": 4, "group_topk": 2}, "group_topk: got 2"),
         ({"topk": 4, "num_groups": 8, "group_topk": 2}, "group_topk: got 2"),
+        ({"group_score_topk": 1}, "group_score_topk: got 1 without groups"),
+        ({"num_groups": 4, "group_topk": 2, "group_score_topk": 0}, "group_score_topk: got 0"),
+        ({"num_groups": 4, "group_topk": 2, "group_score_topk": 3}, "group_score_topk: got 3, expected 1 to 2"),
+        ({"topk": 5, "num_groups": 4, "group_topk": 2, "group_score_topk": 1}, "group_topk: got 2"),
     ],
 )
 def test_impossible_selections_are_errors(options, message):
@@ -144,7 +166,7 @@ def test_groups_of_none_zero_or_minus_one_are_not_used(unused):
 # ---------------------------------------------------------------- agreement
 
 
-def float32_selection(z, k, function, bias, groups):
+def float32_selection(z, k, function, bias, groups, score_topk=None):
     """A backend in float32, normalised."""
     z = z.astype(np.float32)
     if function == "softmax":
@@ -157,8 +179,9 @@ def float32_selection(z, k, function, bias, groups):
     b = np.float32(0) if bias is None else bias.astype(np.float32)
     q = z if bias is None else s + b
     if groups is not None:
-        in_groups = z if bias is None and function == "softmax" else s + b
-        largest = np.sort(in_groups.reshape(len(z), groups[0], -1), axis=-1)[..., -(k // groups[1]) :]
+        in_groups = z if bias is None and function == "softmax" and score_topk is None else s + b
+        members = score_topk or k // groups[1]
+        largest = np.sort(in_groups.reshape(len(z), groups[0], -1), axis=-1)[..., -members:]
         best = np.argsort(-largest.sum(-1, dtype=np.float32), axis=-1, kind="stable")[:, : groups[1]]
         kept = np.zeros((len(z), groups[0]), bool)
         np.put_along_axis(kept, best, True, axis=-1)
@@ -168,17 +191,17 @@ def float32_selection(z, k, function, bias, groups):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("groups", [None, (8, 4), (8, 2)])
+@pytest.mark.parametrize("groups, score_topk", [(None, None), *itertools.product([(8, 4), (8, 2)], [None, 1, 3])])
 @pytest.mark.parametrize("scale", [1e-5, 1.0, 8.0])
-def test_a_float32_backend_agrees_and_its_mistakes_do_not(function, biased, groups, scale):
+def test_a_float32_backend_agrees_and_its_mistakes_do_not(function, biased, groups, score_topk, scale):
     rng = np.random.default_rng(3)
     z = (rng.normal(size=(300, 32)) * scale).astype(np.float32)
     z[:20] = np.round(z[:20])  # ties
     bias = rng.normal(size=32).astype(np.float32) if biased else None
     options = {"score_function": function, "expert_bias": bias}
     if groups is not None:
-        options |= {"num_groups": groups[0], "group_topk": groups[1]}
-    experts = float32_selection(z, 8, function, bias, groups)
+        options |= {"num_groups": groups[0], "group_topk": groups[1], "group_score_topk": score_topk}
+    experts = float32_selection(z, 8, function, bias, groups, score_topk)
     assert selection_agrees(experts, z, **options).all()
     spread = slice(20, None)
     wrong_order = experts.copy()

@@ -54,7 +54,15 @@ def check_selection(experts, z, topk, options):
     """Exact where nothing is computed before the comparison, else up to rounding of nearly equal keys."""
     steering = {
         name: options[name]
-        for name in ("score_function", "normalize", "expert_bias", "num_groups", "group_topk", "token_mask")
+        for name in (
+            "score_function",
+            "normalize",
+            "expert_bias",
+            "num_groups",
+            "group_topk",
+            "group_score_topk",
+            "token_mask",
+        )
         if name in options
     }
     if "expert_bias" in options or "num_groups" in options:
@@ -70,7 +78,7 @@ def check(z, topk, per_expert=True, each=True, **options):
     per_expert: also compare every expert's slice of the gradient by itself.
     each: also compare the gradients from weights, score_sum and lse alone.
     """
-    static = ("score_function", "normalize", "num_groups", "group_topk", "scaling_factor")
+    static = ("score_function", "normalize", "num_groups", "group_topk", "group_score_topk", "scaling_factor")
     arrays = {name: jnp.asarray(value) for name, value in options.items() if name not in static}
     fixed = tuple((name, options[name]) for name in static if name in options)
     shapes = reference.Routing(np.empty((len(z), topk)), None, None, np.empty(z.shape[1]), np.empty(len(z)))

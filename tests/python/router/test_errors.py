@@ -49,6 +49,13 @@ ROUTE = [
     (dict(num_groups=2, group_topk=4, topk=4), ValueError, "group_topk: got 4"),
     (dict(num_groups=4, group_topk=2, topk=3), ValueError, "group_topk: got 2"),
     (dict(num_groups=4, group_topk=1, topk=4), ValueError, "group_topk: got 1"),
+    (dict(group_score_topk=2), ValueError, "group_score_topk: got 2 without groups, expected None"),
+    (dict(num_groups=4, group_topk=2, group_score_topk=0), ValueError, "group_score_topk: got 0, expected an integer"),
+    (dict(num_groups=4, group_topk=2, group_score_topk=3), ValueError, "group_score_topk: got 3, expected an integer"),
+    (dict(num_groups=4, group_topk=2, group_score_topk=1.0), TypeError, "group_score_topk: got float 1.0"),
+    (dict(num_groups=4, group_topk=2, group_score_topk=TRACED), TypeError, "group_score_topk: got"),
+    (dict(num_groups=4, group_topk=2, group_score_topk=1, topk=5), ValueError, "group_topk: got 2, expected 1 <= gr"),
+    (dict(num_groups=4, group_topk=5, group_score_topk=1), ValueError, "group_topk: got 5"),
     (dict(num_groups=-2, group_topk=1), ValueError, "num_groups: got -2"),
     (dict(num_groups=TRACED, group_topk=1), TypeError, "num_groups: got"),
     (dict(num_groups=4.0, group_topk=1), TypeError, "num_groups: got float"),
@@ -80,8 +87,9 @@ def test_route(arguments, error, message):
     refused(route, {"logits": Z, "topk": 2, **arguments}, error, message)
 
 
+NOT_DENSE = {"normalize", "token_mask", "forced_experts", "sequence_stats", "group_score_topk"}
 DENSE = [
-    *[row for row in ROUTE if not {"normalize", "token_mask", "forced_experts", "sequence_stats"} & set(row[0])],
+    *[row for row in ROUTE if not NOT_DENSE & set(row[0])],
     (
         dict(score_function="softmax", expert_bias=BIAS),
         ValueError,

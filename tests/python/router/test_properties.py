@@ -21,7 +21,8 @@ def routings(draw):
     per_group, groups = draw(st.integers(1, 20)), draw(st.integers(1, 9))
     E, T = per_group * groups, draw(st.integers(1, 40))
     kept = draw(st.integers(1, groups))
-    K = kept * draw(st.integers(1, per_group))
+    score_topk = draw(st.none() | st.integers(1, per_group))
+    K = draw(st.integers(1, kept * per_group)) if score_topk else kept * draw(st.integers(1, per_group))
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from(list(DTYPES)))
     z = draw(st.sampled_from([0.1, 2.0, 20.0])) * rng.standard_normal((T, E))
@@ -42,6 +43,8 @@ def routings(draw):
     else:
         if draw(st.booleans()):
             options["num_groups"], options["group_topk"] = groups, kept
+            if score_topk:
+                options["group_score_topk"] = score_topk
             # At least K/g finite logits in every group: else the groups' order is that of infinities and NaN.
             z = np.maximum(z, -1e4)
         if draw(st.booleans()):

@@ -107,6 +107,30 @@ def test_group_sizes(E, K, groups, score_function, bias):
     check(logits(T, E), K, per_expert=False, num_groups=groups[0], group_topk=groups[1], **options)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "raw"])
+@pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
+@pytest.mark.parametrize(
+    "E, K, groups, score_topk",
+    [
+        (64, 8, (8, 4), 1),  # DeepSeek-V2's maximum
+        (64, 8, (8, 4), 2),  # the general rule's number, but of scores
+        (256, 8, (8, 4), 2),
+        (256, 6, (8, 4), 1),  # K is no multiple of the groups
+        (64, 7, (8, 1), 8),  # all of a group's
+        (64, 8, (8, 1), 3),  # K fills the groups
+        (30, 5, (6, 2), 4),
+        (130, 12, (13, 7), 10),
+        (512, 33, (4, 2), 100),  # a list longer than a block, and than K's
+    ],
+)
+def test_scores_of_groups_are_of_as_many_experts_as_asked(E, K, groups, score_topk, score_function, normalize, bias):
+    T = 203
+    options = options_of(score_function, normalize, bias, False, True, T, E)
+    grouping = {"num_groups": groups[0], "group_topk": groups[1], "group_score_topk": score_topk}
+    check(logits(T, E), K, per_expert=False, **grouping, **options)
+
+
 @pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "raw"])
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 @pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])

@@ -104,6 +104,39 @@ def test_groups_that_lose_are_out_even_where_the_winners_hold_only_impossible_ex
     assert routing.experts.tolist() == [[7, 6, 0, 1]]
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_group_scores_of_n_experts_add_up_scores_and_biases(score_function, normalize):
+    z = np.array([[3.0, -9.0, -9.0, 2.0, 2.0, 2.0]], np.float32)
+    options = {"score_function": score_function, "normalize": normalize, "num_groups": 2, "group_topk": 1}
+    assert route(z, 2, group_score_topk=1, **options).experts[0, 0] == 0
+    # By scores, also where normalised softmax's own rule adds up logits: 3 - 9 < 2 + 2, but 0.47 > 2 * 0.17 of softmax.
+    two = int(route(z, 2, group_score_topk=2, **options).experts[0, 0])
+    assert two == reference.select(z, 2, group_score_topk=2, **options)[0, 0]
+    assert two == (0 if score_function == "softmax" else 3)
+    bias = np.array([-1.0, -1.0, -1.0, 0.0, 0.0, 0.0], np.float32)
+    assert route(z, 2, group_score_topk=1, expert_bias=bias, **options).experts[0, 0] == 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_group_scores_of_ties_infinities_and_nan(n):
+    grouping = {"num_groups": 4, "group_topk": 2, "group_score_topk": n}
+    tied = np.zeros((1, 16), np.float32)
+    for function in ("softmax", "sigmoid", "sqrtsoftplus"):
+        routing = route(tied, 5, score_function=function, **grouping)
+        assert routing.experts.tolist() == [[0, 1, 2, 3, 4]]
+        impossible = np.full((1, 16), -INF, np.float32)
+        impossible[0, [9, 14, 15]] = [1.0, 2.0, 2.0]
+        got = route(impossible, 3, score_function=function, **grouping).experts
+        np.testing.assert_array_equal(got, reference.select(impossible, 3, score_function=function, **grouping))
+    broken = np.zeros((1, 16), np.float32)
+    broken[0, 10] = NAN
+    for function in ("sigmoid", "sqrtsoftplus"):
+        got = route(broken, 5, score_function=function, **grouping).experts
+        np.testing.assert_array_equal(got, reference.select(broken, 5, score_function=function, **grouping))
+        assert got[0, 0] == 10
+
+
 def test_a_masked_token_selects_nothing_and_counts_nowhere():
     z = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
     z[3] = np.nan

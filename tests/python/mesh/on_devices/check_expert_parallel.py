@@ -5,10 +5,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from meshes import mesh_of, placed, put
+from meshes import around, mesh_of, placed, put
 from moe_cases import check_layer, operands
 
-from anabranch.jax import Parallel
+from anabranch.jax import Parallel, moe
 
 TRANSPORTS = ("ring", "all_to_all", "ragged")
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -60,6 +60,24 @@ def test_float32_weights_of_a_bfloat16_layer(transport, fsdp):
     for name in ("w_in", "w_out"):
         got = np.asarray(gradients[name])
         assert got.dtype == np.float32 and (got != got.astype(ml_dtypes.bfloat16).astype(np.float32)).any()
+
+
+def test_histograms_of_quantile_balancing_are_those_of_all_tokens(axis_type):
+    mesh = mesh_of(axis_type, data=2, expert=4)
+    parallel = Parallel(expert_axis="expert", data_axes="data")
+    arrays = {name: a for name, a in operands(64, 8, 2, 16, 24).items() if a is not None}
+    bias = np.linspace(-0.1, 0.1, 8, dtype=np.float32)
+    options = dict(topk=2, score_function="sigmoid", qb_bin_bounds=(-1.0, 1.0), qb_bins=50)
+    want = moe(**arrays, expert_bias=bias, **options).qb_histogram
+    place = placed(mesh, parallel)
+    on_mesh = {name: place(name, array) for name, array in arrays.items()}
+    with jax.set_mesh(mesh):
+        step = jax.jit(lambda arrays, bias: moe(**arrays, expert_bias=bias, **options, parallel=parallel).qb_histogram)
+        np.testing.assert_array_equal(step(on_mesh, place("expert_bias", bias)), want)
+    tokens = {name: put(mesh, a, *([("data", "expert")] if name == "x" else [])) for name, a in arrays.items()}
+    with around(mesh):
+        step = jax.jit(lambda arrays, bias: moe(**arrays, expert_bias=bias, **options).qb_histogram)
+        np.testing.assert_array_equal(step(tokens, put(mesh, bias)), want)
 
 
 @pytest.mark.parametrize("layouts", [("pfd", "df"), ("dfp", "fd"), ("fpd", "df")])

@@ -13,6 +13,7 @@ from anabranch.jax import (
     fused_moe_aux_loss,
     fused_topk_with_score_function,
     load_balance_loss,
+    quantile_bias,
     route,
     routing_map_to_selected_experts,
     z_loss,
@@ -80,6 +81,28 @@ def test_dense_forms_and_their_gradients(axis_type, spec, auxiliary):
     arrays = [put(mesh(axis_type), a, *spec) for a in (LOGITS, D_PROBS)]
     assert_trees_close(jax.jit(step)(*arrays), jax.jit(step)(LOGITS, D_PROBS))
     assert_no_traffic_of_tokens(step, arrays, 1)
+
+
+@specs
+def test_histograms_are_summed_over_shards(axis_type, spec):
+    def step(logits, mask, bias, bounds):
+        options = {"score_function": "sigmoid", "expert_bias": bias}
+        routing = route(logits, K, token_mask=mask, qb_bin_bounds=bounds, qb_bins=20, **options)
+        before = jnp.ones((E, 20), jnp.int32)
+        dense = fused_topk_with_score_function(logits, K, qb_histogram=before, qb_bin_bounds=bounds, **options)
+        return routing.qb_histogram, dense[2], quantile_bias(routing.qb_histogram, bounds[0], bounds[1], K)
+
+    bounds = np.array([-1.0, 1.0], np.float32)
+    arrays = [
+        *(put(mesh(axis_type), a, *spec) for a in (LOGITS, MASK)),
+        *(put(mesh(axis_type), a) for a in (BIAS, bounds)),
+    ]
+    got, want = jax.jit(step)(*arrays), jax.jit(step)(LOGITS, MASK, BIAS, bounds)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1], want[1])
+    assert_trees_close(got[2], want[2])
+    assert int(got[0].sum()) == MASK.sum() * E
+    assert_no_traffic_of_tokens(step, arrays, 20 * E)
 
 
 @pytest.mark.parametrize("spec", [("a",), (("a", "b"),)], ids=str)

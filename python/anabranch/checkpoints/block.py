@@ -120,7 +120,9 @@ def store(family: str | Family, block: Block, prefix: str = "") -> dict[str, np.
     for name in family.others:
         tensors[prefix + name] = _taken(block, "others", name, given, "a tensor")
     if given:
-        raise ValueError(f"block: got {_some(f'{part}[{argument!r}]' for part, argument in given)}, expected nothing there")
+        raise ValueError(
+            f"block: got {_some(f'{part}[{argument!r}]' for part, argument in given)}, expected nothing there"
+        )
     return tensors
 
 
@@ -159,7 +161,9 @@ def _places(family: Family) -> Iterator[_Place]:
         stored = getattr(family, name)
         if stored is not None:
             axes = with_parts(stored.letters) if name in ("w_in", "b_in", "shared_in") else stored.letters
-            yield _Place(stored, part, argument, axes, axes if order is None else "".join(sorted(axes, key=order.index)))
+            yield _Place(
+                stored, part, argument, axes, axes if order is None else "".join(sorted(axes, key=order.index))
+            )
 
 
 def _sizes(family: Family) -> dict[str, int]:
@@ -221,7 +225,9 @@ def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndar
         if array is None:
             array = np.empty([sizes[letter] for letter in stored.letters], tensor.dtype)
         if tensor.dtype != array.dtype:
-            raise ValueError(f"{source.full(name)}: got {tensor.dtype}, expected {array.dtype} as the others of its array")
+            raise ValueError(
+                f"{source.full(name)}: got {tensor.dtype}, expected {array.dtype} as the others of its array"
+            )
         array[at] = tensor
     assert array is not None
     return array
@@ -263,8 +269,10 @@ def _shape_text(axes: str, sizes: dict[str, int]) -> str:
 
 def _check_floating(name: str, dtype: np.dtype) -> None:
     if dtype.name not in ("float64", "float32", "float16", "bfloat16"):
-        raise TypeError(f"{name}: got {dtype}, expected a floating dtype of 16 bits or more; quantised weights have to be "
-                        "dequantised before")
+        raise TypeError(
+            f"{name}: got {dtype}, expected a floating dtype of 16 bits or more; quantised weights have to be "
+            "dequantised before"
+        )
 
 
 def _taken(block: Block, part: str, argument: str, given: set[tuple[str, str]], expected: str) -> np.ndarray:

@@ -117,9 +117,7 @@ FAMILIES: dict[str, Family] = {
         **_SHARED,
         router_options=SOFTMAX,
     ),
-    "hunyuan_v1_moe": Family(
-        Stored("gate.wg.weight", "e d"), **_EACH, **_shared("shared_mlp"), router_options=SOFTMAX
-    ),
+    "hunyuan_v1_moe": Family(Stored("gate.wg.weight", "e d"), **_EACH, **_shared("shared_mlp"), router_options=SOFTMAX),
     "cohere2_moe": Family(_GATE, **_EACH, **_SHARED, router_options=SOFTMAX),
     "ernie4_5_moe": Family(
         _GATE,
@@ -140,9 +138,7 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": replace(_DEEPSEEK_V3, shared_in=None, shared_out=None),
     "exaone_moe": replace(_DEEPSEEK_V3, expert_bias=Stored("e_score_correction_bias", "e")),
     "bailing_hybrid": replace(_DEEPSEEK_V3, expert_bias=Stored("gate.expert_bias", "e")),
-    "afmoe": replace(
-        _DEEPSEEK_V3, gate=Stored("router.gate.weight", "e d"), expert_bias=Stored("expert_bias", "e")
-    ),
+    "afmoe": replace(_DEEPSEEK_V3, gate=Stored("router.gate.weight", "e d"), expert_bias=Stored("expert_bias", "e")),
     "glm5_next": replace(_DEEPSEEK_V3, activation=Activation.swiglu_clamped(10.0)),
     "hy_v3": replace(
         _DEEPSEEK_V3,

@@ -121,9 +121,7 @@ def test_values_stand_where_the_formulas_have_them():
         "llama4": {"experts.gate_up_proj": np.concatenate([gate, up], 1).swapaxes(1, 2)},
         "gpt_oss": {"experts.gate_up_proj": np.stack([gate, up], 2).reshape(E, 2 * F, D).swapaxes(1, 2)},
         "inkling2": {"experts.w13_weight": np.stack([gate, up], 2).reshape(E, 2 * F, D)},
-        "mixtral": {
-            f"experts.{e}.{w}.weight": a[e] for w, a in (("w1", gate), ("w3", up)) for e in range(E)
-        },
+        "mixtral": {f"experts.{e}.{w}.weight": a[e] for w, a in (("w1", gate), ("w3", up)) for e in range(E)},
         "step3p7": {"moe.gate_proj.weight": gate, "moe.up_proj.weight": up},
         "dbrx": {"experts.mlp.w1": gate.reshape(-1, D), "experts.mlp.v1": up.reshape(-1, D)},
     }
@@ -176,11 +174,23 @@ def changed(tensors, **changes):
 
 
 WRONG = {
-    "missing": ({"experts__2__w3__weight": None}, r"m\.experts\.2\.w3\.weight: got no such tensor, expected a tensor \[F, D\]"),
-    "shape": ({"experts__2__w3__weight": np.zeros((F, D + 1), np.float32)}, r"m\.experts\.2\.w3\.weight: got \[5, 7\], expected \[F, D\] with F = 5, D = 6"),
+    "missing": (
+        {"experts__2__w3__weight": None},
+        r"m\.experts\.2\.w3\.weight: got no such tensor, expected a tensor \[F, D\]",
+    ),
+    "shape": (
+        {"experts__2__w3__weight": np.zeros((F, D + 1), np.float32)},
+        r"m\.experts\.2\.w3\.weight: got \[5, 7\], expected \[F, D\] with F = 5, D = 6",
+    ),
     "rank": ({"gate__weight": np.zeros((E, D, 1), np.float32)}, r"m\.gate\.weight: got \[4, 6, 1\], expected \[E, D\]"),
-    "dtype of one": ({"experts__2__w3__weight": np.zeros((F, D), np.float16)}, r"m\.experts\.2\.w3\.weight: got float16, expected float32"),
-    "one too many": ({"experts__4__w3__weight": np.zeros((F, D), np.float32)}, r"m\.: got m\.experts\.4\.w3\.weight, for which the family has no place"),
+    "dtype of one": (
+        {"experts__2__w3__weight": np.zeros((F, D), np.float16)},
+        r"m\.experts\.2\.w3\.weight: got float16, expected float32",
+    ),
+    "one too many": (
+        {"experts__4__w3__weight": np.zeros((F, D), np.float32)},
+        r"m\.: got m\.experts\.4\.w3\.weight, for which the family has no place",
+    ),
     "another family's": ({"shared__weight": np.zeros(3, np.float32)}, r"m\.: got m\.shared\.weight, for which"),
 }
 
@@ -212,7 +222,9 @@ def test_other_wrong_arguments():
 def test_storing_a_wrong_block_is_an_error_that_names_the_array():
     block = load("mixtral", checkpoint(FAMILIES["mixtral"]))
     without = Block(block.router, {"w_in": block.experts["w_in"]}, {}, {})
-    with pytest.raises(ValueError, match=r"experts\['w_out'\]: got none, expected \[E, D, F\] with E = 4, D = 6, F = 5"):
+    with pytest.raises(
+        ValueError, match=r"experts\['w_out'\]: got none, expected \[E, D, F\] with E = 4, D = 6, F = 5"
+    ):
         store("mixtral", without)
     ours = block._replace(experts=block.experts | {"w_out": block.experts["w_out"].swapaxes(1, 2)})
     with pytest.raises(ValueError, match=r"experts\['w_out'\]: got \[4, 5, 6\], expected \[E, D, F\]"):
@@ -241,5 +253,9 @@ def test_the_page_says_how_every_family_is_stored():
     for name, (w_in, w_out, copied) in told.items():
         family = FAMILIES[name]
         assert (family.w_in_layout, family.w_out_layout) == (w_in, w_out), name
-        pieces = [place for place in ("w_in", "w_out") if getattr(family, place).an_expert_each or len(getattr(family, place).names) == 2]
+        pieces = [
+            place
+            for place in ("w_in", "w_out")
+            if getattr(family, place).an_expert_each or len(getattr(family, place).names) == 2
+        ]
         assert copied == {0: "none", 1: "`w_in`", 2: "`w_in`, `w_out`"}[len(pieces)], name

@@ -205,7 +205,15 @@ def sqrtsoftplus(np, z):
 
 
 def biased_router(
-    K, scaling=1.0, groups=1, kept_groups=1, gate="gate.weight", bias="gate.e_score_correction_bias", score=sigmoid, eps=1e-20, num_experts=E
+    K,
+    scaling=1.0,
+    groups=1,
+    kept_groups=1,
+    gate="gate.weight",
+    bias="gate.e_score_correction_bias",
+    score=sigmoid,
+    eps=1e-20,
+    num_experts=E,
 ):
     """DeepSeek-V3's: scores with a bias choose groups by the sum of their two best, then experts; weights are scores."""
 
@@ -395,7 +403,9 @@ def kimi_k3():
 def inkling():
     """The weights of 6 experts and of 2 shared ones are sigmoids divided by their common sum."""
     experts = stacked(split=alternating, names=("experts.w13_weight", "experts.w2_weight"))
-    dense = stacked(split=alternating, names=("shared_experts.shared_w13_weight", "shared_experts.shared_w2_weight"), f=S)
+    dense = stacked(
+        split=alternating, names=("shared_experts.shared_w13_weight", "shared_experts.shared_w2_weight"), f=S
+    )
 
     def block(np, t, x, top):
         rows = []
@@ -420,7 +430,9 @@ def laguna():
         return sigmoid(np, 8 * np.tanh(z / 8))
 
     return usual(
-        biased_router(8, 2.5, bias="experts.e_score_correction_bias", score=score, eps=0), each(), shared("shared_expert")
+        biased_router(8, 2.5, bias="experts.e_score_correction_bias", score=score, eps=0),
+        each(),
+        shared("shared_expert"),
     )
 
 
@@ -481,7 +493,12 @@ def muse_spark():
     """Experts of a smaller width L between two linear maps; the output of each is normalised before its weight."""
     L = F
     experts = stacked(d=L)
-    names = "pre_expert_proj.weight", "pre_expert_norm.weight", "experts.post_expert_norm.weight", "post_expert_proj.weight"
+    names = (
+        "pre_expert_proj.weight",
+        "pre_expert_norm.weight",
+        "experts.post_expert_norm.weight",
+        "post_expert_proj.weight",
+    )
 
     def score(np, z):
         return sigmoid(np, z * 0.1767766952966369)
@@ -494,7 +511,9 @@ def muse_spark():
         for v in x:
             small = rms(np, down @ v, 1e-5) * (1 + norm)
             chosen = router.route(np, t, v, top)
-            rows.append(up @ sum(w * rms(np, experts.run(np, t, e, small) * (1 + expert_norm), 1e-8) for e, w in chosen))
+            rows.append(
+                up @ sum(w * rms(np, experts.run(np, t, e, small) * (1 + expert_norm), 1e-8) for e, w in chosen)
+            )
         return np.stack(rows)
 
     shapes = router.shapes | experts.shapes | dict(zip(names, [(L, D), (L,), (L,), (D, L)], strict=True))
@@ -550,9 +569,7 @@ MODELS: dict[str, Model] = {
     ),
     "aria": usual(softmax_of_chosen(6), transposed(names=("experts.fc1.weight", "experts.fc2.weight")), shared()),
     "hunyuan_v1_moe": usual(softmax_router(8, gate="gate.wg.weight"), each(), shared("shared_mlp")),
-    "cohere2_moe": usual(
-        softmax_of_chosen(2, "gate.weight"), each(), shared(), after=lambda np, t, v, y: y / 2
-    ),
+    "cohere2_moe": usual(softmax_of_chosen(2, "gate.weight"), each(), shared(), after=lambda np, t, v, y: y / 2),
     "ernie4_5_moe": usual(softmax_router(6, bias="moe_statics.e_score_correction_bias"), each(), shared()),
     "deepseek_v2": usual(softmax_router(6, normalized=False), each(), shared()),
     "deepseek_v2 groups": deepseek_v2(),
@@ -565,9 +582,7 @@ MODELS: dict[str, Model] = {
     ),
     "exaone_moe": usual(biased_router(8, 2.5, bias="e_score_correction_bias"), each(), shared()),
     "afmoe": usual(biased_router(8, 2.5, gate="router.gate.weight", bias="expert_bias"), each(), shared()),
-    "hy_v3": usual(
-        biased_router(8, 2.5, gate="router.gate.weight", bias="expert_bias"), each(), shared("shared_mlp")
-    ),
+    "hy_v3": usual(biased_router(8, 2.5, gate="router.gate.weight", bias="expert_bias"), each(), shared("shared_mlp")),
     "kimi_linear": usual(biased_router(8, 2.446), w123(), shared()),
     "mimo_v2_flash": WITHOUT_SHARED,
     "beam": WITHOUT_SHARED,
@@ -580,12 +595,8 @@ MODELS: dict[str, Model] = {
     ),
     "deepseek_v4_hash": deepseek_v4_hash(),
     "minimax_m2": usual(biased_router(8, bias="e_score_correction_bias", eps=0), w123()),
-    "minimax_m3_vl": usual(
-        biased_router(4, 2.0, bias="e_score_correction_bias", eps=0), w123(OAI), shared(phi=OAI)
-    ),
-    "gpt_oss": usual(
-        softmax_of_chosen(4, bias="router.bias"), transposed(OAI, alternating, biased=True)
-    ),
+    "minimax_m3_vl": usual(biased_router(4, 2.0, bias="e_score_correction_bias", eps=0), w123(OAI), shared(phi=OAI)),
+    "gpt_oss": usual(softmax_of_chosen(4, bias="router.bias"), transposed(OAI, alternating, biased=True)),
     "openai_privacy_filter": usual(
         softmax_of_chosen(4, bias="router.bias", divided_by=4), transposed(OAI, biased=True)
     ),

@@ -29,13 +29,17 @@ def definition_of(family, call):
 
 
 def cases(rows):
-    return [pytest.param(family, call, id=definition_of(family, call)) for families, call in rows for family in families]
+    return [
+        pytest.param(family, call, id=definition_of(family, call)) for families, call in rows for family in families
+    ]
 
 
 CASES = cases(ROWS)
 FIRST_OF_A_ROW = cases([(families[:1], call) for families, call in ROWS])
 #: Families whose tensors and whose block are the same objects are one.
-DIFFERENT = list({(id(FAMILIES[c.values[0]]), id(MODELS[c.id]), c.values[1]): c for c in reversed(CASES)}.values())[::-1]
+DIFFERENT = list({(id(FAMILIES[c.values[0]]), id(MODELS[c.id]), c.values[1]): c for c in reversed(CASES)}.values())[
+    ::-1
+]
 BOUND = 2e-6
 
 
@@ -78,7 +82,9 @@ def random_tensors(model, seed):
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in model.shapes.items():
-        fan_in = D if len(shape) < 2 else shape[-2] if re.search(r"gate_up_proj$", name) and shape[-2] == D else shape[-1]
+        fan_in = (
+            D if len(shape) < 2 else shape[-2] if re.search(r"gate_up_proj$", name) and shape[-2] == D else shape[-1]
+        )
         of_router = re.match(r"gate\.|router\.|mlp\.gate\.|moe\.(gate\.weight|router)|block_sparse_moe\.router", name)
         first = re.search(r"gate_up|gate_proj|up_proj|\.w1\b|\.w3\b|v1$|w13|fc1|input_linear|\.wi\.", name)
         scale = 1.5 if of_router else 12.0 if first else 1.0

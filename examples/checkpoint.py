@@ -3,8 +3,9 @@
     pip install 'anabranch[jax,checkpoints]'
     python examples/checkpoint.py
 
-The file is made here, with two layers of gpt-oss's form and small sizes. Layer 1 is read into the arrays of `moe`, which
-takes them as they lie there, one step of gradient descent is made, and all tensors are written under their names again.
+The file is made here, with two layers of gpt-oss's form and small sizes. Layer 1 is read into the arrays of `moe`,
+which takes them as they lie there, one step of gradient descent is made, and all tensors are written under their names
+again.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def write_checkpoint(path: Path, layers: int) -> None:
 def read(path: Path) -> dict[str, np.ndarray]:
     """All tensors of a file."""
     with safe_open(path, framework="np") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.keys()}
 
 
 def loss(block: Block, x: jax.Array, target: jax.Array) -> jax.Array:
@@ -94,8 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     if any(old[name].tobytes() != new[name].tobytes() for name in others):
         raise SystemExit("a tensor of another layer has changed")
     print(
-        f"Checked: the loss of layer 1 fell from {before:.4f} to {after:.4f}; its {len(old) - len(others)} tensors came "
-        f"back from the new file bit for bit, the other {len(others)} are those of the old one."
+        f"Checked: the loss of layer 1 fell from {before:.4f} to {after:.4f}; its {len(old) - len(others)} tensors "
+        f"came back from the new file bit for bit, the other {len(others)} are those of the old one."
     )
     return 0
 

@@ -28,8 +28,8 @@ class Block(NamedTuple):
     others: dict[str, Any]
 
 
-#: The arrays of Family: where each stands in Block, and the order of its axes there; None: the checkpoint's. The gate is
-#: the first, since it says how many experts there are.
+#: The arrays of Family: where each stands in Block, and the order of its axes there; None: the checkpoint's. The gate
+#: is the first, since it says how many experts there are.
 _PLACES = {
     "gate": ("router", "gate", "cdre"),
     "gate_bias": ("router", "gate_bias", "er"),
@@ -64,8 +64,8 @@ def load(family: str | Family, tensors: Any, prefix: str = "") -> Block:
     >>> import numpy as np
     >>> from anabranch.checkpoints import load
     >>> tensors = {"mlp.router.weight": np.zeros([4, 8]), "mlp.router.bias": np.zeros(4)}
-    >>> tensors |= {"mlp.experts.gate_up_proj": np.zeros([4, 8, 32]), "mlp.experts.gate_up_proj_bias": np.zeros([4, 32])}
-    >>> tensors |= {"mlp.experts.down_proj": np.zeros([4, 16, 8]), "mlp.experts.down_proj_bias": np.zeros([4, 8])}
+    >>> tensors |= {"mlp.experts.gate_up_proj": np.zeros([4, 8, 32]), "mlp.experts.down_proj": np.zeros([4, 16, 8])}
+    >>> tensors |= {"mlp.experts.gate_up_proj_bias": np.zeros([4, 32]), "mlp.experts.down_proj_bias": np.zeros([4, 8])}
     >>> load("gpt_oss", tensors, prefix="mlp.").experts["w_in"].shape
     (4, 8, 16, 2)
     """
@@ -181,7 +181,7 @@ class _Source:
                 raise TypeError(f"tensors: got {typed(tensors)}, expected a mapping of names to arrays")
             self._read = tensors.__getitem__
         self._prefix = prefix
-        self.names = {name.removeprefix(prefix) for name in tensors.keys() if name.startswith(prefix)}  # noqa: SIM118
+        self.names = {name.removeprefix(prefix) for name in tensors.keys() if name.startswith(prefix)}
         self.unread = {name for name in self.names if name.startswith(tuple(roots))}
 
     def read(self, name: str, expected: str) -> np.ndarray:

@@ -1,45 +1,56 @@
 """The model families whose blocks `load` knows, by the model_type of their config.json.
 
-Names and shapes are those of the published checkpoints, behind the prefix of the block: "model.layers.3.mlp." for
-most, ".block_sparse_moe." (Mixtral, MiniMax, Kimi, Granite, Phi), ".feed_forward." (Llama 4, Jamba, LFM2), ".ffn." (DeepSeek-V4, DBRX)
-or ".mixer." (Nemotron-H) in place of ".mlp." for others.
+Names and shapes are those of the published checkpoints, behind the prefix of the block: "model.layers.3.mlp." for most,
+with "block_sparse_moe" (Mixtral, MiniMax, Kimi, Granite, Phi), "feed_forward" (Llama 4, Jamba, LFM2), "ffn"
+(DeepSeek-V4, DBRX) or "mixer" (Nemotron-H) in place of "mlp" for others. Where the block's tensors have several
+beginnings (`roots`), the prefix is the layer's.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from anabranch.activation import Activation
 from anabranch.checkpoints.family import Family, Stored
 
-SOFTMAX = {"score_function": "softmax", "normalize": True}
-SOFTMAX_RAW = {"score_function": "softmax", "normalize": False}
-SIGMOID = {"score_function": "sigmoid", "normalize": True}
+SOFTMAX: dict[str, Any] = {"score_function": "softmax", "normalize": True}
+SOFTMAX_RAW: dict[str, Any] = {"score_function": "softmax", "normalize": False}
+SIGMOID: dict[str, Any] = {"score_function": "sigmoid", "normalize": True}
 
 _GATE = Stored("gate.weight", "e d")
 _ROUTER = Stored("router.weight", "e d")
 _CORRECTION = Stored("gate.e_score_correction_bias", "e")
 
 # The experts: stacked as PyTorch's Linear, stacked the other way round, an expert each with either set of names.
-_STACKED = {"w_in": Stored("experts.gate_up_proj", "e pf d"), "w_out": Stored("experts.down_proj", "e d f")}
-_STACKED_TRANSPOSED = {"w_in": Stored("experts.gate_up_proj", "e d pf"), "w_out": Stored("experts.down_proj", "e f d")}
-_EACH = {
+_STACKED: dict[str, Any] = {
+    "w_in": Stored("experts.gate_up_proj", "e pf d"),
+    "w_out": Stored("experts.down_proj", "e d f"),
+}
+_STACKED_TRANSPOSED: dict[str, Any] = {
+    "w_in": Stored("experts.gate_up_proj", "e d pf"),
+    "w_out": Stored("experts.down_proj", "e f d"),
+}
+_EACH: dict[str, Any] = {
     "w_in": Stored(("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight"), "f d"),
     "w_out": Stored("experts.{e}.down_proj.weight", "d f"),
 }
-_EACH_W123 = {
+_EACH_W123: dict[str, Any] = {
     "w_in": Stored(("experts.{e}.w1.weight", "experts.{e}.w3.weight"), "f d"),
     "w_out": Stored("experts.{e}.w2.weight", "d f"),
 }
-_LINEAR_PAIR = {"w_in": Stored("input_linear.weight", "e pf d"), "w_out": Stored("output_linear.weight", "e d f")}
+_LINEAR_PAIR: dict[str, Any] = {
+    "w_in": Stored("input_linear.weight", "e pf d"),
+    "w_out": Stored("output_linear.weight", "e d f"),
+}
 
 
-def _shared(name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, Stored]:
+def _shared(name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, Any]:
     """A shared expert by the name of its module, "" for none, and those of its three matrices."""
     weights = (f"{name}.{gate}.weight", f"{name}.{up}.weight")
     return {"shared_in": Stored(weights, "s d"), "shared_out": Stored(f"{name}.{down}.weight", "d s")}
 
 
-_SHARED = _shared("shared_experts")
-_SHARED_GATED = {**_shared("shared_expert"), "shared_gate": Stored("shared_expert_gate.weight", "1 d")}
+_SHARED: dict[str, Any] = _shared("shared_experts")
+_SHARED_GATED: dict[str, Any] = {**_shared("shared_expert"), "shared_gate": Stored("shared_expert_gate.weight", "1 d")}
 
 _MIXTRAL = Family(_GATE, **_EACH_W123, router_options=SOFTMAX)
 _QWEN2 = Family(_GATE, **_EACH, **_SHARED_GATED, router_options=SOFTMAX_RAW)

@@ -43,7 +43,7 @@ class Stored:
 
     @property
     def letters(self) -> str:
-        """The axes of the whole array, all experts and parts, in the order of the checkpoint: experts first, then parts."""
+        """The axes of the whole array in the order of the checkpoint: experts first, then parts that are tensors apart."""
         own = re.sub("[ 1]", "", self.axes)
         of_names = "p" if len(self.names) == 2 else ""
         if own.startswith("e"):
@@ -63,8 +63,8 @@ class Family:
       others: names of further tensors of the block, which `load` hands on as they are.
       router_options: the options of `moe` that say how the family routes, as far as the family fixes them; {} where its
         routing is its own, for `routed_experts`.
-      activation: that of the experts, with the parameters that the family was published with; None where it differs from
-        layer to layer, and `moe` has to be told another.
+      activation: that of the experts, with the parameters that the family was published with; None where it differs
+        from layer to layer, and `moe` has to be told another.
       roots: the beginnings of the names behind the prefix that belong to the block; "": all.
     """
 
@@ -117,7 +117,7 @@ class Family:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `moe` that the family fixes; topk, groups and scaling_factor are in the model's config.json."""
+        """The options of `moe` that the family fixes; topk, groups and factors are in the model's config.json."""
         return {**self.router_options, **self.experts_options}
 
 

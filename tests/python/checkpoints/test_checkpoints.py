@@ -1,6 +1,5 @@
 """From a checkpoint's tensors to our arrays and back, bit for bit, without copies that nothing needs."""
 
-import dataclasses
 import pathlib
 import re
 import subprocess

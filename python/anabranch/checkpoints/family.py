@@ -43,7 +43,7 @@ class Stored:
 
     @property
     def letters(self) -> str:
-        """The axes of the whole array in the order of the checkpoint: experts first, then parts that are tensors apart."""
+        """The axes of the whole array in the checkpoint's order: experts first, then parts that are tensors apart."""
         own = re.sub("[ 1]", "", self.axes)
         of_names = "p" if len(self.names) == 2 else ""
         if own.startswith("e"):

@@ -1,7 +1,7 @@
 """Trains one layer of a checkpoint for a step and puts it back: a file of safetensors in, one out.
 
     pip install 'anabranch[jax,checkpoints]'
-    python examples/checkpoint.py
+    python examples/port_checkpoint.py
 
 The file is made here, with two layers of gpt-oss's form and small sizes. Layer 1 is read into the arrays of `moe`,
 which takes them as they lie there, one step of gradient descent is made, and all tensors are written under their names

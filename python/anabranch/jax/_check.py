@@ -5,7 +5,6 @@ by value, too, and never wrapped or rounded away: a numpy array of int64 as well
 on a device is data: its values are not looked at.
 """
 
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,29 +12,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anabranch._text import shown, typed
+from anabranch._text import shown
+from anabranch.checks import INDEX_LIMIT, boolean, choice, describe, integer, number
+
+__all__ = (
+    "BOOL",
+    "FLOATS",
+    "INDEX_LIMIT",
+    "INDICES",
+    "INTEGERS",
+    "amounts",
+    "array",
+    "boolean",
+    "choice",
+    "describe",
+    "dtype",
+    "indices",
+    "integer",
+    "narrow",
+    "number",
+    "optional_array",
+    "shown",
+)
 
 FLOATS = ("float32", "bfloat16", "float16")
 INDICES = ("int16", "int32", "int64")
 INTEGERS = (*INDICES, "int8", "uint8", "uint16", "uint32", "uint64")
 BOOL = ("bool",)
-INDEX_LIMIT = 2**31
-"""Slots, rows and experts are fewer: their indices are int32."""
-
 _INT32 = np.iinfo(np.int32)
-_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 # An axis is a size, a name (any size), or (name, size); `...` first: any leading axes.
 Axis = Any
-
-
-def describe(value: Any) -> str:
-    """Dtype and shape of an array, else type and value: the X of "got X"."""
-    if isinstance(value, np.ma.MaskedArray):
-        return f"a masked array {value.dtype}{list(value.shape)}"
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        return f"{value.dtype}{list(value.shape)}"
-    return typed(value)
 
 
 def _axis_text(axis: Axis) -> str:
@@ -129,51 +136,6 @@ def amounts(
         wrong = np.ravel(value)[np.argmin(np.ravel(held))]
         raise ValueError(f"{name}: got {wrong} in {describe(value)}, expected numbers in [{minimum}, {maximum}]")
     return jnp.asarray(value.astype(np.int32) if value.dtype.itemsize == 8 else value)
-
-
-def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-    """Returns a Python int in [minimum, maximum]."""
-    expected = f"an integer >= {minimum}" if maximum is None else f"an integer in [{minimum}, {maximum}]"
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: got {describe(value)}, expected {expected}")
-    if value < minimum or (maximum is not None and value > maximum):
-        raise ValueError(f"{name}: got {shown(int(value))}, expected {expected}")
-    return int(value)
-
-
-def number(name: str, value: Any) -> float:
-    """Returns a finite Python float that is a normal number of float32, or 0.
-
-    Traced values are refused, since options are part of the program.
-    """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: got {describe(value)}, expected a finite Python number")
-    try:
-        held = float(value)
-    except OverflowError:
-        held = np.inf
-    if not np.isfinite(held):
-        raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
-    if (value != 0 and abs(held) < _SMALLEST) or abs(held) > _LARGEST:
-        raise ValueError(
-            f"{name}: got {shown(value)}, expected 0 or a magnitude in [{_SMALLEST:.4g}, {_LARGEST:.4g}], "
-            "which float32 holds"
-        )
-    return held
-
-
-def boolean(name: str, value: Any) -> bool:
-    """Returns a Python bool."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: got {describe(value)}, expected True or False")
-    return bool(value)
-
-
-def choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Returns one of `choices`."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(map(repr, choices))}")
-    return str(value)
 
 
 def dtype(name: str, value: Any, choices: Sequence[str]) -> str:

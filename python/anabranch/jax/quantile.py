@@ -12,7 +12,6 @@ import numpy as np
 
 from anabranch.jax import _check
 
-MOST_BINS = 2**20
 #: Products of two numbers of experts are int32.
 _MOST_EXPERTS = 46340
 

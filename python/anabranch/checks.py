@@ -1,0 +1,72 @@
+"""Checks of options, the same for every front end, in one error style: "argument: got X, expected Y".
+
+A wrong type is a TypeError, a wrong value or combination a ValueError. Arrays are described, never taken: options are
+part of a program.
+"""
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from anabranch._text import shown, typed
+
+INDEX_LIMIT = 2**31
+"""Slots, rows and experts are fewer: their indices are int32."""
+
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def describe(value: Any) -> str:
+    """Dtype and shape of an array or tensor, else type and value: the X of "got X"."""
+    if isinstance(value, np.ma.MaskedArray):
+        return f"a masked array {value.dtype}{list(value.shape)}"
+    if isinstance(value, type) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        return typed(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """Returns a Python int in [minimum, maximum]."""
+    expected = f"an integer >= {minimum}" if maximum is None else f"an integer in [{minimum}, {maximum}]"
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: got {describe(value)}, expected {expected}")
+    if value < minimum or (maximum is not None and value > maximum):
+        raise ValueError(f"{name}: got {shown(int(value))}, expected {expected}")
+    return int(value)
+
+
+def number(name: str, value: Any) -> float:
+    """Returns a finite Python float that is a normal number of float32, or 0.
+
+    Traced values are refused, since options are part of the program.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: got {describe(value)}, expected a finite Python number")
+    try:
+        held = float(value)
+    except OverflowError:
+        held = np.inf
+    if not np.isfinite(held):
+        raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
+    if (value != 0 and abs(held) < _SMALLEST) or abs(held) > _LARGEST:
+        raise ValueError(
+            f"{name}: got {shown(value)}, expected 0 or a magnitude in [{_SMALLEST:.4g}, {_LARGEST:.4g}], "
+            "which float32 holds"
+        )
+    return held
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Returns a Python bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: got {describe(value)}, expected True or False")
+    return bool(value)
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: got {shown(value)}, expected one of {', '.join(map(repr, choices))}")
+    return str(value)

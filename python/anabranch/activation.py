@@ -92,7 +92,7 @@ class Activation:
 
     @classmethod
     def swiglu_clamped(cls, limit: float) -> "Activation":
-        """silu(g') u', as DeepSeek-V4 and GLM-5 have it (limit 10)."""
+        """silu(g') u', as DeepSeek-V4 and GLM-5.3-Flash have it (limit 10)."""
         return cls("swiglu_clamped", limit=limit)
 
     @classmethod

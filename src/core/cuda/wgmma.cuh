@@ -141,23 +141,26 @@ __device__ __forceinline__ uint32_t first_column_of_ones() {
             "n"(static_cast<int>(kMajorB)));                                                          \
     }                                                                                                 \
   }
-// ONES, ZEROS, B, HIGH: operand numbers.
-#define AB_WGMMA_OF_ONES(COLUMNS, ELEMENT, TYPE, LAST, ONES, ZEROS, B, HIGH)                                          \
-  template <>                                                                                                         \
-  struct WgmmaOfOnes<COLUMNS, ELEMENT> {                                                                              \
-    static __device__ __forceinline__ void begin(float (&d)[COLUMNS / 2], Descriptor b) {                             \
-      asm volatile(                                                                                                   \
-          "{\n"                                                                                                       \
-          ".reg .b64 b;\n"                                                                                            \
-          "mov.b64 b, {" B ", " HIGH                                                                                  \
-          "};\n"                                                                                                      \
-          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" AB_R##LAST "}, {" ONES ", " ONES \
-                                                                                                ", " ZEROS ", " ZEROS \
-                                                                                                "}, b, 0, 1, 1, 1;\n" \
-                                                                                                "}\n"                 \
-          : AB_D##LAST                                                                                                \
-          : "r"(first_column_of_ones<ELEMENT>()), "r"(0), "r"(b), "n"(kDescriptorHigh));                              \
-    }                                                                                                                 \
+// ONES, ZEROS, B, THERE, HIGH: operand numbers.
+#define AB_WGMMA_OF_ONES(COLUMNS, ELEMENT, TYPE, LAST, ONES, ZEROS, B, THERE, HIGH)                     \
+  template <>                                                                                           \
+  struct WgmmaOfOnes<COLUMNS, ELEMENT> {                                                                \
+    static __device__ __forceinline__ void begin_if(int there, float (&d)[COLUMNS / 2], Descriptor b) { \
+      asm volatile(                                                                                     \
+          "{\n"                                                                                         \
+          ".reg .pred there;\n"                                                                         \
+          ".reg .b64 b;\n"                                                                              \
+          "setp.ne.b32 there, " THERE                                                                   \
+          ", 0;\n"                                                                                      \
+          "mov.b64 b, {" B ", " HIGH                                                                    \
+          "};\n"                                                                                        \
+          "@there wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" AB_R##LAST  \
+          "}, {" ONES ", " ONES ", " ZEROS ", " ZEROS                                                   \
+          "}, b, 0, 1, 1, 1;\n"                                                                         \
+          "}\n"                                                                                         \
+          : AB_D##LAST                                                                                  \
+          : "r"(first_column_of_ones<ELEMENT>()), "r"(0), "r"(b), "r"(there), "n"(kDescriptorHigh));    \
+    }                                                                                                   \
   }
 #define AB_WGMMA(COLUMNS, LAST, ...)                         \
   AB_WGMMA_OF(COLUMNS, BFloat16, "bf16", LAST, __VA_ARGS__); \
@@ -171,9 +174,9 @@ AB_WGMMA(128, 7, "%64", "%65", "%66", "%67", "%68", "%69");
 AB_WGMMA(192, 11, "%96", "%97", "%98", "%99", "%100", "%101");
 AB_WGMMA(256, 15, "%128", "%129", "%130", "%131", "%132", "%133");
 
-AB_WGMMA_ONES(128, 7, "%64", "%65", "%66", "%67");
-AB_WGMMA_ONES(192, 11, "%96", "%97", "%98", "%99");
-AB_WGMMA_ONES(256, 15, "%128", "%129", "%130", "%131");
+AB_WGMMA_ONES(128, 7, "%64", "%65", "%66", "%67", "%68");
+AB_WGMMA_ONES(192, 11, "%96", "%97", "%98", "%99", "%100");
+AB_WGMMA_ONES(256, 15, "%128", "%129", "%130", "%131", "%132");
 
 #undef AB_WGMMA_ONES
 #undef AB_WGMMA_OF_ONES

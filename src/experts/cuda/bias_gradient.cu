@@ -37,17 +37,18 @@ struct Columns {
 
 // The rows of a sum, found before they are read.
 struct SourceRows {
-  int32_t row[kRows];  // of the matrix, or -1
-  float weight[kRows];
+  int32_t row[kRows];   // of the matrix, or -1: padding, and past the rows
+  float weight[kRows];  // of those that are there
 
   // By all threads of the block.
   __device__ void find(const BiasGradient& g, const Tile& tile) {
     const int rows = min(tile.end_row - tile.row, kRows);
     for (int i = static_cast<int>(threadIdx.x); i < kRows; i += kWarps * kWarp) {
       const int32_t slot = i < rows ? g.map.slot_of(tile.row + i) : -1;
-      const int32_t there = g.gathers ? g.map.source_of(max(slot, 0)) : tile.row + i;
-      row[i] = slot < 0 ? -1 : there;
-      weight[i] = slot < 0 ? 0.0f : g.weights[slot];
+      row[i] = -1;
+      if (slot < 0) continue;
+      row[i] = g.gathers ? g.map.source_of(slot) : tile.row + i;
+      weight[i] = g.weights[slot];
     }
   }
 };
@@ -59,23 +60,23 @@ __device__ void add_rows(const BiasGradient& g, const Tile& tile, const SourceRo
   using Of = Columns<T, kEach>;
   const int rows = min(tile.end_row - tile.row, kRows);
   const T* const m = static_cast<const T*>(g.m.data) + tile.column;
+  static_assert(kRows % (kWarps * kBatch) == 0, "every batch is one of whole rows");
 #pragma unroll 1
   for (int first = warp_index(); first < rows; first += kWarps * kBatch) {
     Vector<T, kEach> values[kBatch][Of::kVectors];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int32_t row = from.row[(first + i * kWarps) % kRows];
+      const int32_t row = from.row[first + i * kWarps];
       const T* const begin = m + static_cast<int64_t>(row) * g.N;
 #pragma unroll
       for (int v = 0; v < Of::kVectors; ++v) {
-        const bool there = first + i * kWarps < rows && row >= 0 && tile.column + Of::of(v) < g.N;
-        values[i][v].bytes = {};
-        values[i][v].load_if(there, begin + Of::of(v));
+        values[i][v].load_if(row >= 0 && tile.column + Of::of(v) < g.N, begin + Of::of(v));
       }
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const float weight = first + i * kWarps < rows ? from.weight[(first + i * kWarps) % kRows] : 0.0f;
+      if (from.row[first + i * kWarps] < 0) continue;
+      const float weight = from.weight[first + i * kWarps];
 #pragma unroll
       for (int j = 0; j < Of::kPerLane; ++j) sums[j] = fmaf(weight, values[i][j / kEach][j % kEach], sums[j]);
     }

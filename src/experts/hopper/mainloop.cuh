@@ -116,23 +116,21 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
 #pragma unroll
   for (int panel = 0; panel < kUsed; ++panel) begin_accumulators(acc[panel]);
-  int blocks = tile.k_blocks;
   int block = 0;
   if constexpr (OperandB::kTakesBias) {
-    blocks += operand_b.bias_blocks;
-    if (operand_b.bias_blocks > 0) {  // which the compiler sees that it is the same for all threads
-      ring.full[at.stage].wait(at.phase);
-      fence_accumulators();
+    // Without a branch around the product, for which the compiler would wait for every single wgmma.
+    block = operand_b.bias_blocks;
+    if (block > 0) ring.full[at.stage].wait(at.phase);
+    fence_accumulators();
 #pragma unroll
-      for (int panel = 0; panel < kUsed; ++panel) {
-        WgmmaOfOnes<Shape::kColumns, Element>::begin(acc[panel],
-                                                     first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel);
-      }
-      commit_products();
-      block = 1;
-      at.advance();
+    for (int panel = 0; panel < kUsed; ++panel) {
+      WgmmaOfOnes<Shape::kColumns, Element>::begin_if(block, acc[panel],
+                                                      first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel);
     }
+    commit_products();
+    if (block > 0) at.advance();
   }
+  const int blocks = tile.k_blocks + block;
   for (; block < blocks; ++block) {
     ring.full[at.stage].wait(at.phase);
     if constexpr (OperandA::kGathered || OperandB::kGathered) fence_async_proxy();

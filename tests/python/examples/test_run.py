@@ -98,9 +98,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(finished, tmp_path):
 
 
 def test_quantile_balancing_evens_the_loads_and_resumes(options, tmp_path):
-    options = dataclasses.replace(
-        options, balance="quantile", expert_bias=0.0, aux_loss=0.0, lr=1e-4, batch=16, seq=64
-    )
+    options = dataclasses.replace(options, balance="quantile", expert_bias=0.0, aux_loss=0.0, lr=1e-4, batch=16, seq=64)
     whole = train_until(options, 12)
     parts = dataclasses.replace(options, out=tmp_path / "parts")
     train_until(parts, 5)

@@ -1,0 +1,105 @@
+"""Trains one layer of a checkpoint for a step and puts it back: a file of safetensors in, one out.
+
+    pip install 'anabranch[jax,checkpoints]'
+    python examples/port_checkpoint.py
+
+The file is made here, with two layers of gpt-oss's form and small sizes. Layer 1 is read into the arrays of `moe`,
+which takes them as they lie there, one step of gradient descent is made, and all tensors are written under their names
+again.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from anabranch.checkpoints import FAMILIES, Block, load, store
+from anabranch.jax import moe
+
+FAMILY = FAMILIES["gpt_oss"]
+E, D, F, K, T = 16, 64, 48, 4, 256
+
+
+def prefix(layer: int) -> str:
+    """What the names of a layer's block begin with."""
+    return f"model.layers.{layer}.mlp."
+
+
+def write_checkpoint(path: Path, layers: int) -> None:
+    """Random layers, as a model's checkpoint has them."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "router.weight": (E, D),
+        "router.bias": (E,),
+        "experts.gate_up_proj": (E, D, 2 * F),
+        "experts.gate_up_proj_bias": (E, 2 * F),
+        "experts.down_proj": (E, F, D),
+        "experts.down_proj_bias": (E, D),
+    }
+    tensors = {
+        prefix(layer) + name: rng.normal(0, D**-0.5, shape).astype(np.float32)
+        for layer in range(layers)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, path)
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of a file."""
+    with safe_open(path, framework="np") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def loss(block: Block, x: jax.Array, target: jax.Array) -> jax.Array:
+    """The squared distance of the layer's output to a target."""
+    y = moe(x, **block.router, **block.experts, **FAMILY.options, topk=K).output
+    return jnp.mean((y - target) ** 2)
+
+
+def train_layer(source: Path, destination: Path, layer: int) -> tuple[Block, float, float]:
+    """One step on a layer of a checkpoint.
+
+    Returns:
+      (the layer's new arrays, its loss before, its loss after).
+    """
+    with safe_open(source, framework="np") as file:
+        block = load(FAMILY, file, prefix(layer))
+    x, target = jax.random.normal(jax.random.key(0), [2, T, D])
+    before, gradients = jax.jit(jax.value_and_grad(loss))(block, x, target)
+    block = jax.tree.map(lambda array, gradient: array - gradient, block, gradients)
+    after = loss(block, x, target)
+    trained = {name: np.ascontiguousarray(tensor) for name, tensor in store(FAMILY, block, prefix(layer)).items()}
+    save_file(read(source) | trained, destination)
+    return block, float(before), float(after)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Makes a checkpoint, trains its layer 1, and compares what was written."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        source, destination = Path(folder, "model.safetensors"), Path(folder, "trained.safetensors")
+        write_checkpoint(source, layers=2)
+        block, before, after = train_layer(source, destination, layer=1)
+        old, new = read(source), read(destination)
+        again = load(FAMILY, new, prefix(1))
+    same = jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), again, block)
+    others = [name for name in old if not name.startswith(prefix(1))]
+    if not (jax.tree.all(same) and old.keys() == new.keys() and after < before):
+        raise SystemExit("the layer that was read again is not the one that was trained")
+    if any(old[name].tobytes() != new[name].tobytes() for name in others):
+        raise SystemExit("a tensor of another layer has changed")
+    print(
+        f"Checked: the loss of layer 1 fell from {before:.4f} to {after:.4f}; its {len(old) - len(others)} tensors "
+        f"came back from the new file bit for bit, the other {len(others)} are those of the old one."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""`load` and `store`: between the tensors of a block, by name, and our arrays, by argument."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from anabranch._text import shown, typed
+from anabranch.checkpoints.families import FAMILIES
+from anabranch.checkpoints.family import Family, Stored, with_parts
+
+
+class Block(NamedTuple):
+    """The arrays of one block by the arguments that they are; a pytree.
+
+    Attributes:
+      router: gate [D, E], and where the family has them gate_bias [E] and expert_bias [E].
+      experts: w_in, w_out, and where the family has them b_in and b_out, in the layouts of the family's options.
+      shared: w_in [D, 2 or 1, S], w_out [S, D] and, where there is one, w_gate [D] of `shared_expert`; {}: no such one.
+      others: the family's further tensors, by their names behind the prefix.
+    """
+
+    router: dict[str, Any]
+    experts: dict[str, Any]
+    shared: dict[str, Any]
+    others: dict[str, Any]
+
+
+#: The arrays of Family: where each stands in Block, and the order of its axes there; None: the checkpoint's. The gate
+#: is the first, since it says how many experts there are.
+_PLACES = {
+    "gate": ("router", "gate", "cdre"),
+    "gate_bias": ("router", "gate_bias", "er"),
+    "expert_bias": ("router", "expert_bias", "er"),
+    "w_in": ("experts", "w_in", None),
+    "w_out": ("experts", "w_out", None),
+    "b_in": ("experts", "b_in", None),
+    "b_out": ("experts", "b_out", None),
+    "shared_in": ("shared", "w_in", "cdps"),
+    "shared_out": ("shared", "w_out", "scd"),
+    "shared_gate": ("shared", "w_gate", "cd"),
+}
+
+
+def load(family: str | Family, tensors: Any, prefix: str = "") -> Block:
+    """The arrays of one Mixture-of-Experts block, in the dtypes of the checkpoint.
+
+    Args:
+      family: a name in `FAMILIES`, which is the model_type of the model's config.json, or a description of your own.
+      tensors: name -> array (anything that np.asarray takes): a mapping, or an open file of safetensors, of which only
+        the block's tensors are read.
+      prefix: what the names of the block begin with, "model.layers.3.mlp." for instance.
+
+    Returns:
+      A `Block`. An array that is one tensor in the checkpoint is a view of it.
+
+    Raises:
+      TypeError: tensors is no mapping, or a tensor has no floating dtype (quantised weights have to be dequantised).
+      ValueError: an unknown family, a tensor that is missing, has another shape or dtype than the others, or that the
+        family has no place for. Messages name the tensor, what came and what was expected.
+
+    >>> import numpy as np
+    >>> from anabranch.checkpoints import load
+    >>> tensors = {"mlp.router.weight": np.zeros([4, 8]), "mlp.router.bias": np.zeros(4)}
+    >>> tensors |= {"mlp.experts.gate_up_proj": np.zeros([4, 8, 32]), "mlp.experts.down_proj": np.zeros([4, 16, 8])}
+    >>> tensors |= {"mlp.experts.gate_up_proj_bias": np.zeros([4, 32]), "mlp.experts.down_proj_bias": np.zeros([4, 8])}
+    >>> load("gpt_oss", tensors, prefix="mlp.").experts["w_in"].shape
+    (4, 8, 16, 2)
+    """
+    family = _family(family)
+    source = _Source(tensors, prefix, family.roots)
+    sizes = _sizes(family)
+    block = Block({}, {}, {}, {})
+    for place in _places(family):
+        array = _together(source, place.stored, sizes).reshape([sizes[letter] for letter in place.axes])
+        getattr(block, place.part)[place.argument] = array.transpose(place.from_stored)
+    for name in family.others:
+        block.others[name] = source.read(name, "a tensor")
+    if source.unread:
+        raise ValueError(
+            f"{prefix or 'tensors'}: got {_some(prefix + name for name in source.unread)}, for which the family has no "
+            "place; expected a block's tensors alone behind the prefix, all of them"
+        )
+    return block
+
+
+def store(family: str | Family, block: Block, prefix: str = "") -> dict[str, np.ndarray]:
+    """The tensors of a block for a checkpoint: what `load` reads, bit for bit.
+
+    Args:
+      family: as in `load`.
+      block: the arrays, in the layouts of the family's options; anything that np.asarray takes, JAX's arrays too.
+      prefix: what the names begin with.
+
+    Returns:
+      name -> array; views of the block's arrays where those lie as the checkpoint's do, and so may not be contiguous.
+
+    Raises:
+      ValueError: an unknown family, an array that is missing or has the wrong shape, or that the family has no place
+        for. Messages name the array, what came and what was expected.
+
+    >>> import numpy as np
+    >>> from anabranch.checkpoints import Block, store
+    >>> experts = {"w_in": np.zeros([2, 2, 16, 8]), "w_out": np.zeros([2, 8, 16])}
+    >>> sorted(store("mixtral", Block({"gate": np.zeros([8, 2])}, experts, {}, {})))[:3]
+    ['experts.0.w1.weight', 'experts.0.w2.weight', 'experts.0.w3.weight']
+    """
+    family = _family(family)
+    sizes = _sizes(family)
+    tensors: dict[str, np.ndarray] = {}
+    given = {(part, argument) for part in Block._fields for argument in getattr(block, part)}
+    for place in _places(family):
+        axes = " ".join(place.own_axes)
+        array = _taken(block, place.part, place.argument, given, _shape_text(axes, sizes))
+        _fit(f"{place.part}[{place.argument!r}]", array.shape, axes, sizes)
+        for name, tensor in _apart(array.transpose(place.to_stored), place.stored, sizes):
+            tensors[prefix + name] = tensor
+    for name in family.others:
+        tensors[prefix + name] = _taken(block, "others", name, given, "a tensor")
+    if given:
+        raise ValueError(
+            f"block: got {_some(f'{part}[{argument!r}]' for part, argument in given)}, expected nothing there"
+        )
+    return tensors
+
+
+def _family(family: str | Family) -> Family:
+    if isinstance(family, Family):
+        return family
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"family: got {shown(family)}, expected a Family or one of {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[family]
+
+
+class _Place(NamedTuple):
+    """An array of a block: as it is stored, and as it stands in `Block`."""
+
+    stored: Stored
+    part: str
+    argument: str
+    axes: str
+    """Its axes in the order of the checkpoint, that of P too where the experts are ungated."""
+    own_axes: str
+    """Its axes in `Block`."""
+
+    @property
+    def from_stored(self) -> list[int]:
+        """For a transpose into the order in `Block`."""
+        return [self.axes.index(letter) for letter in self.own_axes]
+
+    @property
+    def to_stored(self) -> list[int]:
+        """For a transpose into the order of the checkpoint."""
+        return [self.own_axes.index(letter) for letter in self.axes]
+
+
+def _places(family: Family) -> Iterator[_Place]:
+    for name, (part, argument, order) in _PLACES.items():
+        stored = getattr(family, name)
+        if stored is not None:
+            axes = with_parts(stored.letters) if name in ("w_in", "b_in", "shared_in") else stored.letters
+            yield _Place(
+                stored, part, argument, axes, axes if order is None else "".join(sorted(axes, key=order.index))
+            )
+
+
+def _sizes(family: Family) -> dict[str, int]:
+    """Sizes by their letters, as far as they are known; `_fit` adds to them."""
+    return {"1": 1, "p": family.parts}
+
+
+class _Source:
+    """The tensors behind a prefix, read one at a time; `unread`: the names of the block that were not asked for."""
+
+    def __init__(self, tensors: Any, prefix: str, roots: Iterable[str]):
+        self._read = getattr(tensors, "get_tensor", None)
+        if self._read is None:
+            if not isinstance(tensors, Mapping):
+                raise TypeError(f"tensors: got {typed(tensors)}, expected a mapping of names to arrays")
+            self._read = tensors.__getitem__
+        self._prefix = prefix
+        self.names = {name.removeprefix(prefix) for name in tensors.keys() if name.startswith(prefix)}
+        self.unread = {name for name in self.names if name.startswith(tuple(roots))}
+
+    def read(self, name: str, expected: str) -> np.ndarray:
+        """The tensor of that name; `expected`: what it should be, for the message."""
+        if name not in self.names:
+            there = f"among {_some(self.names)}" if self.names else "no name begins with that prefix"
+            raise ValueError(f"{self._prefix}{name}: got no such tensor, expected {expected}; {there}")
+        self.unread.discard(name)
+        assert self._read is not None
+        return np.asarray(self._read(self._prefix + name))
+
+    def full(self, name: str) -> str:
+        """The name with the prefix."""
+        return self._prefix + name
+
+
+def _pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Every tensor of an array: its place in it, and its name."""
+    whole = slice(None)
+    for e in range(num_experts) if stored.an_expert_each else (whole,):
+        for p, name in enumerate(stored.names):
+            at = {"e": e, "p": p if len(stored.names) == 2 else whole}
+            yield tuple(at.get(letter, whole) for letter in stored.letters), name.format(e=e)
+
+
+def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndarray:
+    """The whole array in the order of the checkpoint: a view where it is one tensor."""
+    if stored.an_expert_each and "e" not in sizes:
+        absent = (e for e in itertools.count() if stored.names[0].format(e=e) not in source.names)
+        sizes["e"] = max(next(absent), 1)
+    array = None
+    pieces = list(_pieces(stored, sizes.get("e", 0)))
+    for at, name in pieces:
+        tensor = source.read(name, f"a tensor {_shape_text(stored.axes, sizes)}")
+        _check_floating(source.full(name), tensor.dtype)
+        _fit(source.full(name), tensor.shape, stored.axes, sizes)
+        tensor = tensor.reshape([sizes[letter] for letter in stored.axes if letter not in " 1"])
+        if len(pieces) == 1:
+            array = tensor
+            continue
+        if array is None:
+            array = np.empty([sizes[letter] for letter in stored.letters], tensor.dtype)
+        if tensor.dtype != array.dtype:
+            raise ValueError(
+                f"{source.full(name)}: got {tensor.dtype}, expected {array.dtype} as the others of its array"
+            )
+        array[at] = tensor
+    assert array is not None
+    return array
+
+
+def _apart(array: np.ndarray, stored: Stored, sizes: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of an array that has the order of the checkpoint."""
+    array = array.reshape([sizes[letter] for letter in stored.letters])
+    for at, name in _pieces(stored, sizes.get("e", 0)):
+        yield name, array[at].reshape([math.prod(sizes[letter] for letter in axis) for axis in stored.axes.split()])
+
+
+def _fit(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) -> None:
+    """Checks a shape, and adds the sizes that it tells to those that are known."""
+    expected = _shape_text(axes, sizes)
+    fits = len(shape) == len(axes.split())
+    for size, axis in zip(shape, axes.split(), strict=False):
+        unknown = [letter for letter in axis if letter not in sizes]
+        known = math.prod(sizes[letter] for letter in axis if letter in sizes)
+        if unknown and fits:
+            (letter,) = unknown
+            fits = size % known == 0
+            sizes[letter] = size // known
+        fits = fits and size == math.prod(sizes[letter] for letter in axis)
+    if not fits:
+        raise ValueError(f"{name}: got {list(shape)}, expected {expected}")
+
+
+def _shape_text(axes: str, sizes: dict[str, int]) -> str:
+    """A shape for a message, with the sizes that are known.
+
+    >>> _shape_text("e pf d", {"e": 8, "p": 2, "d": 16})
+    '[E, 2 F, D] with E = 8, D = 16'
+    """
+    names = [" ".join(str(sizes["p"]) if letter == "p" else letter.upper() for letter in axis) for axis in axes.split()]
+    known = [f"{letter.upper()} = {sizes[letter]}" for letter in axes if letter in sizes and letter not in "p1"]
+    return f"[{', '.join(names)}]" + (f" with {', '.join(known)}" if known else "")
+
+
+def _check_floating(name: str, dtype: np.dtype) -> None:
+    if dtype.name not in ("float64", "float32", "float16", "bfloat16"):
+        raise TypeError(
+            f"{name}: got {dtype}, expected a floating dtype of 16 bits or more; quantised weights have to be "
+            "dequantised before"
+        )
+
+
+def _taken(block: Block, part: str, argument: str, given: set[tuple[str, str]], expected: str) -> np.ndarray:
+    """An array of the block, which is then no longer among those that are given and left."""
+    arrays = getattr(block, part)
+    if argument not in arrays:
+        raise ValueError(f"{part}[{argument!r}]: got none, expected {expected}")
+    given.discard((part, argument))
+    return np.asarray(arrays[argument])
+
+
+def _some(names: Iterable[str]) -> str:
+    """A few of many names."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")

@@ -105,12 +105,13 @@ int64_t stride_of(const ab_tensor& tensor, int32_t axis) {
   return stride;
 }
 
-// order(i): the axis that stands i-th in memory.
-template <class AxisAt>
-bool is_in_order(const ab_tensor& tensor, const AxisAt& axis_at) {
+constexpr Order kRowMajor = {{0, 1, 2, 3, 4, 5}};
+
+bool is_in_order(const ab_tensor& tensor, const Order& order) {
   int64_t stride = 1;
-  for (int32_t i = tensor.rank; i-- > 0;) {
-    const int32_t axis = axis_at(i);
+  for (int32_t i = AB_MAX_RANK; i-- > 0;) {
+    if (i >= tensor.rank) continue;
+    const int32_t axis = order.axes[i];
     if (tensor.shape[axis] != 1 && stride_of(tensor, axis) != stride) return false;
     stride *= tensor.shape[axis];
   }
@@ -168,7 +169,7 @@ int64_t dtype_size(int32_t dtype) {
 
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
   AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
-  if (!is_in_order(*tensor, [](int32_t i) { return i; })) {
+  if (!is_in_order(*tensor, kRowMajor)) {
     return AB_INVALID("%s: got strides that are not contiguous, expected row-major %s", name,
                       shape_text(*tensor).chars());
   }
@@ -180,7 +181,7 @@ ab_status check_ordered(const char* name, const ab_tensor* tensor, Dtypes dtypes
   AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
   for (*found = 0; *found < orders.size(); ++*found) {
     const Order& order = orders[*found];
-    if (is_in_order(*tensor, [&](int32_t i) { return order.axes[i]; })) return check_memory(name, *tensor);
+    if (is_in_order(*tensor, order)) return check_memory(name, *tensor);
   }
   return AB_INVALID("%s: got strides of another order, expected %s in memory as %s", name, shape_text(*tensor).chars(),
                     order_text(shape, orders).chars());

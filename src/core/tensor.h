@@ -39,7 +39,7 @@ ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtype
 
 // The axes of a tensor as they stand in memory, without gaps, the outermost first.
 struct Order {
-  int8_t axes[AB_MAX_RANK];
+  uint8_t axes[AB_MAX_RANK];
 };
 
 // check_tensor() of one that may lie in any of some orders, *found being the first that fits: axes of one element stand

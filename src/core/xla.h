@@ -29,24 +29,24 @@ enum class FieldKind { tensor, int32, float32 };
 
 struct Field {
   const char* name;
-  FieldKind kind;
   size_t offset;
+  FieldKind kind;
   bool may_lack = false;  // an option that older programs do not name: 0 then
 };
 
 // The fields of `type` that an operation takes; first and only place where they are listed.
 #define AB_TENSOR(type, name) \
-  ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::tensor, offsetof(type, name) }
+  ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::tensor }
 #define AB_INT32(type, name) \
-  ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::int32, offsetof(type, name) }
+  ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::int32 }
 #define AB_FLOAT(type, name) \
-  ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::float32, offsetof(type, name) }
+  ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::float32 }
 
 // Options that came after 0.1.0: programs that were exported before go on to run.
 #define AB_LATER_INT32(type, name) \
-  ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::int32, offsetof(type, name), true }
+  ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::int32, true }
 #define AB_LATER_FLOAT(type, name) \
-  ::anabranch::xla::Field { #name, ::anabranch::xla::FieldKind::float32, offsetof(type, name), true }
+  ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::float32, true }
 
 constexpr int kMaxBuffers = 24;
 

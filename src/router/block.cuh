@@ -64,6 +64,16 @@ __device__ __forceinline__ void begin_block(const RouteCall& call, char* shared,
   }
 }
 
+// The block's part of clearing what count_cutoffs (quantile.cu) counts in; when the kernel before has ended.
+__device__ __forceinline__ void clear_histogram(const RouterForward& op) {
+  const int64_t size = op.E * op.qb_bins;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+#pragma unroll 1
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < size; i += step) {
+    op.qb_histogram[i] = 0;
+  }
+}
+
 // Adds up the warps' sums, which stand in their `keys`, and writes the statistics of the block.
 __device__ __forceinline__ void end_block(const RouteCall& call, const char* shared) {
   __syncthreads();

@@ -72,15 +72,23 @@ struct Filter {
     return m;
   }
 
-  // The kList-th largest of the row's chunk maxima, in both halves.
+  // The kList-th largest of the row's chunk maxima, or with kNext the one after it, in both halves.
+  template <bool kNext>
   static __device__ __forceinline__ __nv_bfloat162 threshold(__nv_bfloat162 (&maxima)[kMaxima], unsigned lane) {
     sort_lanes<kLanes>(maxima, lane);
-    // Two descending sequences a, b, in the halves. The kList-th of both is min over i of max(a_i, b_(kList-1-i)).
+    // Two descending sequences a, b, in the halves. The n-th of both is min over i < n of max(a_i, b_(n-1-i)): where
+    // i = kList, the other half has its pair.
     constexpr int kOwners = kList / kMaxima;
+    __nv_bfloat162 after_last;
+    if constexpr (kNext) {
+      static_assert(kOwners < kLanes);
+      after_last = __shfl_down_sync(kAllLanes, maxima[0], 1, kLanes);
+    }
     __nv_bfloat162 least;
 #pragma unroll
     for (int i = 0; i < kMaxima; ++i) {
-      __nv_bfloat162 opposite = maxima[kMaxima - 1 - i];
+      const int last = kMaxima - 1 - i + kNext;
+      __nv_bfloat162 opposite = last < kMaxima ? maxima[last] : after_last;
       if constexpr (kOwners > 1) opposite = __shfl_xor_sync(kAllLanes, opposite, kOwners - 1);
       const __nv_bfloat162 larger = __hmax2(maxima[i], swap_halves(opposite));
       least = i == 0 ? larger : __hmin2(least, larger);
@@ -96,35 +104,6 @@ struct Filter {
   // Bit i is set where item i reaches the threshold.
   __device__ __forceinline__ Mask reached(__nv_bfloat162 threshold) const {
     return bits_where([threshold](__nv_bfloat162 word) { return __hge2_mask(word, threshold); });
-  }
-
-  // The largest of the row below the threshold, in both halves.
-  __device__ __forceinline__ __nv_bfloat162 best_below(__nv_bfloat162 threshold) const {
-    constexpr uint32_t kNone = 0xff80ff80u;  // -inf twice
-    const auto below = [threshold](__nv_bfloat162 word) {
-      const uint32_t mask = __hlt2_mask(word, threshold);
-      const uint32_t left = (*reinterpret_cast<const uint32_t*>(&word) & mask) | (kNone & ~mask);
-      return *reinterpret_cast<const __nv_bfloat162*>(&left);
-    };
-    __nv_bfloat162 best = below(words[0]);
-#pragma unroll
-    for (int w = 1; w < kWords; ++w) best = __hmax2(best, below(words[w]));
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      best = __hmax2(best, __shfl_xor_sync(kAllLanes, best, distance));
-    }
-    return __hmax2(best, swap_halves(best));
-  }
-
-  // The largest q of the row among those that round to `rounded`; -inf if there is none. value_of(expert) = q.
-  template <class ValueOf>
-  __device__ __forceinline__ float largest_of(__nv_bfloat162 rounded, unsigned first, const ValueOf& value_of) const {
-    Mask bits = bits_where([rounded](__nv_bfloat162 word) { return __heq2_mask(word, rounded); });
-    if (__low2float(rounded) == -INFINITY) bits = 0;
-    float largest = -INFINITY;
-#pragma unroll 1
-    for (; bits != 0; bits &= bits - 1) largest = fmaxf(largest, value_of(first + lowest(bits)));
-    return max_lanes<kLanes>(largest);
   }
 
   static __device__ __forceinline__ unsigned lowest(Mask bits) {

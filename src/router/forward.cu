@@ -178,10 +178,8 @@ ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_ex
   if (route.kernels.of_any != nullptr && shape.blocks > 0) {
     AB_RETURN_IF_ERROR(cuda::choose_by_size("router forward", route.kernels, dtype_size(op.logits_dtype), &kernel));
   }
-  const bool balances = op.qb_histogram != nullptr;
-  if (balances) AB_RETURN_IF_ERROR(cuda::launch_clear_histogram(op, stream));
   AB_RETURN_IF_ERROR(cuda::launch("router forward", kernel, shape, route.call));
-  if (balances) AB_RETURN_IF_ERROR(cuda::launch_count_cutoffs(op, route.call.scales, stream));
+  if (op.qb_histogram != nullptr) AB_RETURN_IF_ERROR(cuda::launch_count_cutoffs(op, route.call.scales, stream));
   return cuda::add_partials(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum, stream);
 }
 

@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   const bool is_softmax = kMode == Mode::softmax || (kMode != Mode::elementwise && op.score_function == AB_SOFTMAX);
   let_next_kernel_start();
   begin_block(call, shared, [](int e) { return e / kItems * kBiasStride + e % kItems; });
+  if constexpr (kBalanced) clear_histogram(op);
 
   const unsigned lane = threadIdx.x % kLanes;
   const unsigned token = threadIdx.x % kWarp / kLanes;
@@ -345,8 +346,6 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         const float q = fmaf(s, score_factor, bias[expert / kItems * kBiasStride + expert % kItems]);
         return logit == -INFINITY ? logit : q;
       };
-      bool next_is_below = false;  // the best that is not selected is below the threshold,
-      float below = -INFINITY;     // and is this
       if constexpr (!kOneLane) {
         undecided |= !__hbeq2(maxima.all, maxima.all);  // NaN
         bool kept = live;
@@ -358,7 +357,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
             for (int w = 0; w < F::kMaxima; ++w) maxima.words[w] = __float2bfloat162_rn(-INFINITY);
           }
         }
-        const __nv_bfloat162 threshold = F::threshold(maxima.words, lane);
+        const __nv_bfloat162 threshold = F::template threshold<kBalanced>(maxima.words, lane);
         typename F::Mask reached = filter.reached(threshold);
         if (!kept) reached = 0;
         if (first_item + kItems > E) {
@@ -375,15 +374,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
         } else {
           undecided |= F::sort_nearly(list, listed, lane, threshold, values, value_of, selected);
         }
-        if constexpr (kBalanced) {
-          next_is_below = candidates <= K;
-          if (__any_sync(kAllLanes, next_is_below)) {
-            below = filter.largest_of(filter.best_below(threshold), first_item, value_of);
-          }
-        }
       }
       unsigned pending = __ballot_sync(kAllLanes, live && undecided);
-      if constexpr (kBalanced) next_is_below &= (pending & kLanesOfFirst << (token * kLanes)) == 0;
 #pragma unroll 1
       while (pending != 0) {
         const unsigned other = (__ffs(static_cast<int>(pending)) - 1) / kLanes;
@@ -398,8 +390,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
       }
       if constexpr (kBalanced) {
         __syncwarp();
-        const float cutoff = next_is_below || !live ? below : value_of(static_cast<unsigned>(selected[K]));
-        if (present && lane == 0) call.scales[t] = {live ? cutoff : NAN, softmax.shift, softmax.factor};
+        const float cutoff = live ? value_of(static_cast<unsigned>(selected[K])) : NAN;
+        if (present && lane == 0) call.scales[t] = {cutoff, softmax.shift, softmax.factor};
       }
     } else if (op.forced) {
 #pragma unroll 1

@@ -253,7 +253,8 @@ class Tile {
       const float* s = scores(lane);
       int32_t* places = bins_ + placed_++ * row;
       for (int64_t e = 0; e < row; ++e) {
-        const float position = bins.position(cutoffs_[lane], s[e] * factors_[lane]);
+        const float x = bins.position(cutoffs_[lane], s[e] * factors_[lane]);
+        const float position = at_most(at_least(x, 0.0f), bins.last);
         places[e] = static_cast<int32_t>(position == position ? position : -1.0f);
       }
     }

@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) route_wide(const __grid_con
                         memory + call.shared.rows, memory + call.shared.map};
   let_next_kernel_start();
   begin_block(call, shared, [](int e) { return e; });
+  if (call.scales != nullptr) clear_histogram(op);
   outputs.clear_map(1);
   const int lane = lane_index();
   const int warps = static_cast<int>(blockDim.x) / kWarp;

@@ -9,10 +9,7 @@
 
 namespace anabranch::cuda {
 
-// Clears the histogram of a call; before its forward kernel.
-ab_status launch_clear_histogram(const RouterForward& op, cudaStream_t stream);
-
-// Counts the cutoffs; after the forward kernel has written the scales of all tokens.
+// Counts the cutoffs; after the forward kernel has cleared the histogram and written the scales of all tokens.
 ab_status launch_count_cutoffs(const RouterForward& op, const TokenScale* scales, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/inline.h"
+#include "core/math.h"
 
 namespace anabranch {
 
@@ -13,21 +14,17 @@ constexpr int64_t kMostBins = 1 << 20;  // positions of bins are exact in float3
 namespace {
 
 struct QuantileBins {
-  float lower;
   float per_unit;  // bins of a unit of the score
+  float of_zero;   // the position of a difference of 0
   float last;
 
   AB_INLINE QuantileBins(const float* bounds, int64_t bins)
-      : lower(bounds[0]),
-        per_unit(static_cast<float>(bins) / (bounds[1] - bounds[0])),
+      : per_unit(static_cast<float>(bins) / (bounds[1] - bounds[0])),
+        of_zero(-bounds[0] * per_unit),
         last(static_cast<float>(bins - 1)) {}
 
-  // Whose whole part is the bin, in [0, last]; NaN: none.
-  AB_INLINE float position(float cutoff, float score) const {
-    const float x = (cutoff - score - lower) * per_unit;
-    const float not_low = x < 0.0f ? 0.0f : x;
-    return not_low > last ? last : not_low;
-  }
+  // Whose whole part, brought into [0, last], is the bin; NaN: none.
+  AB_INLINE float position(float cutoff, float score) const { return multiply_add(cutoff - score, per_unit, of_zero); }
 };
 
 }  // namespace

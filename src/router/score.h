@@ -33,20 +33,30 @@ AB_INLINE float sigmoid_gradient(float z) {
   return e * r * r;
 }
 
-// sqrt(log(1 + exp(z))), with h = exp(-|z|/2) both the tail and the root of exp(-|z|).
+// log(1 + exp(z)), with e = exp(-|z|)
+AB_INLINE float softplus(float z, float e) { return multiply_add(e, log1p_ratio(e), z > 0.0f ? z : 0.0f); }
+
+// exp(-|z|/2), the root of exp(-|z|)
+AB_INLINE float root_of_exp(float z) {
+#if defined(__CUDA_ARCH__)
+  return exp2_flushed_f32(__builtin_fabsf(z) * (-0.5f * kLog2E));
+#else
+  return exp_flushed_f32(-0.5f * __builtin_fabsf(z));
+#endif
+}
+
+// sqrt(log(1 + exp(z)))
 AB_INLINE float sqrtsoftplus(float z) {
-  const float h = exp_flushed_f32(-0.5f * __builtin_fabsf(z));
-  const float softplus = (z > 0.0f ? z : 0.0f) + log1p_f32(h * h);
-  return z < kSqrtSoftplusTail ? h : square_root(softplus);
+  const float h = root_of_exp(z);
+  return z < kSqrtSoftplusTail ? h : square_root(softplus(z, h * h));
 }
 
 // sigmoid(z) / (2 s); s/2 in the tail.
 AB_INLINE float sqrtsoftplus_gradient(float z) {
-  const float h = exp_flushed_f32(-0.5f * __builtin_fabsf(z));
+  const float h = root_of_exp(z);
   const float e = h * h;
   const float r = reciprocal(1.0f + e);
-  const float softplus = (z > 0.0f ? z : 0.0f) + log1p_f32(e);
-  const float body = (z < 0.0f ? e * r : r) / (2.0f * square_root(softplus));
+  const float body = (z < 0.0f ? e * r : r) / (2.0f * square_root(softplus(z, e)));
   return z < kSqrtSoftplusTail ? 0.5f * h : body;
 }
 

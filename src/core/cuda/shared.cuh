@@ -73,6 +73,10 @@ class SharedArray {
                  "r"(static_cast<uint32_t>(condition))
                  : "memory");
   }
+  __device__ __forceinline__ void add(unsigned i, T value) const {
+    static_assert(sizeof(T) == 4);
+    asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address_ + i * 4), "r"(value) : "memory");
+  }
   __device__ __forceinline__ void set_bits(unsigned i, uint32_t bits) const {
     static_assert(sizeof(T) == 4);
     asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address_ + i * 4), "r"(bits) : "memory");

@@ -113,7 +113,7 @@ def test_quantile_balancing_evens_the_loads_and_resumes(options, tmp_path):
 
 def test_what_quantile_balancing_does_not_go_with_is_an_error(options):
     for other in ({"expert_bias": 1e-2}, {"expert_bias": 0.0, "topk": 4}):
-        with pytest.raises(RunError, match="--balance: got quantile"):
+        with pytest.raises(ValueError, match="--balance: got quantile"):
             run(dataclasses.replace(options, balance="quantile", **other))
 
 

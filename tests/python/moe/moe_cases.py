@@ -183,8 +183,8 @@ def wanted_layer(arrays, cotangents, *, kept=None, **options):
     return reference.moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
 
 
-def assert_layer(result, gradients, wanted, dtype, *, tiny=False):
-    """Asserts that a layer of `dtype` gave what `wanted_layer` says. tiny: see `check_layer`."""
+def assert_layer(result, gradients, wanted, dtype, *, tiny=False, of_weights=1e-5):
+    """Asserts that a layer of `dtype` gave what `wanted_layer` says. tiny, of_weights: see `check_layer`."""
     wanted, wanted_gradients, terms_of_gate = wanted
     bound = BOUND[dtype]
     assert_close(result.output, wanted.output, bound, "output")
@@ -192,7 +192,7 @@ def assert_layer(result, gradients, wanted, dtype, *, tiny=False):
     assert_close(result.z_loss, wanted.z_loss, BOUND["float32"], "z_loss")
     np.testing.assert_array_equal(result.tokens_per_expert, wanted.tokens_per_expert)
     np.testing.assert_array_equal(result.experts, wanted.experts)
-    assert_close(result.weights, wanted.weights, BOUND["float32"] if dtype == "float32" else 1e-5, "weights")
+    assert_close(result.weights, wanted.weights, BOUND["float32"] if dtype == "float32" else of_weights, "weights")
     assert int(result.dropped) == int(wanted.dropped)
     for name in gradients:
         got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]
@@ -205,16 +205,17 @@ def assert_layer(result, gradients, wanted, dtype, *, tiny=False):
             assert_close_per_expert(got, want, 4 * of_dtype, f"d_{name}", EXPERT_AXIS[name], terms)
 
 
-def check_layer(arrays, *, tiny=False, kept=None, **options):
+def check_layer(arrays, *, tiny=False, kept=None, of_weights=1e-5, **options):
     """Output, losses, counts and every gradient of one random cotangent against the oracle; see `run_layer`.
 
     kept: bool [T, K], the slots that a bounded buffer is expected to take; None: all.
     tiny: the tensors have so few elements that a sum may cancel to nothing and leave the rounding of its terms, which
     are of order 1; then an absolute error of 1e-6 passes too, for the gate one relative to those terms, and single
     experts are not looked at.
+    of_weights: the bound of the slots' weights, where x is not float32.
     """
     result, gradients, cotangents = run_layer(arrays, **options)
     options = {name: value for name, value in options.items() if name not in ("seed", "put")}
     wanted = wanted_layer(arrays, cotangents, kept=kept, **options)
-    assert_layer(result, gradients, wanted, str(arrays["x"].dtype), tiny=tiny)
+    assert_layer(result, gradients, wanted, str(arrays["x"].dtype), tiny=tiny, of_weights=of_weights)
     return result, gradients

@@ -48,11 +48,19 @@ def check_histogram(got, z, topk, bounds, bins, **options):
         assert (surely <= through[e, :-1]).all() and (through[e, :-1] <= maybe).all(), f"expert {e}"
 
 
+def assert_same_routing(got, want, name=""):
+    """Numbers of experts and tokens are the same; the others but for the order of sums, which CUDA's kernels choose."""
+    if np.issubdtype(want.dtype, np.integer) or want.dtype == bool:
+        np.testing.assert_array_equal(got, want, err_msg=name)
+    else:
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
 def check(z, topk, bounds=(-1.0, 1.0), bins=200, **options):
     routing = route(z, topk, qb_bin_bounds=bounds, qb_bins=bins, **options)
     plain = route(z, topk, **options)
     for name in ("weights", "experts", "tokens_per_expert", "score_sum", "lse"):
-        np.testing.assert_array_equal(getattr(routing, name), getattr(plain, name), err_msg=name)
+        assert_same_routing(getattr(routing, name), getattr(plain, name), name)
     assert plain.qb_histogram is None
     options.pop("normalize", None)
     check_histogram(routing.qb_histogram, np.asarray(z), topk, bounds, bins, **options)
@@ -174,7 +182,7 @@ def test_leading_axes_sequences_jit_grad_and_vmap():
     np.testing.assert_array_equal(mapped.sum(axis=0), want)
     gradient = jax.grad(lambda z: jnp.sum(step(z, bounds).weights ** 2))(z)
     plain = jax.grad(lambda z: jnp.sum(route(z, 4, score_function="sigmoid", expert_bias=bias).weights ** 2))(z)
-    np.testing.assert_array_equal(gradient, plain)
+    np.testing.assert_allclose(gradient, plain, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("layout", [{}, {"routing_map_format": "bitmap_u8"}, {"topk_indices_dtype": "int16"}])
@@ -192,14 +200,13 @@ def test_transformer_engines_names(layout, mode):
 
     probs, routing_map, histogram = dense(z)
     plain = fused_topk_with_score_function(z, K, **options, **layout)
-    np.testing.assert_array_equal(probs, plain[0])
-    np.testing.assert_array_equal(routing_map, plain[1])
+    assert_same_routing(probs, plain[0])
+    assert_same_routing(routing_map, plain[1])
     want = route(z, K, qb_bin_bounds=bounds, qb_bins=bins, **options).qb_histogram
     np.testing.assert_array_equal(histogram, before + want)
     gradient = jax.grad(lambda z: jnp.sum(dense(z)[0] ** 2))(z)
-    np.testing.assert_array_equal(
-        gradient, jax.grad(lambda z: jnp.sum(fused_topk_with_score_function(z, K, **options)[0] ** 2))(z)
-    )
+    plain = jax.grad(lambda z: jnp.sum(fused_topk_with_score_function(z, K, **options)[0] ** 2))(z)
+    np.testing.assert_allclose(gradient, plain, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("E, bins, most", [(2, 1, 5), (7, 40, 100), (60, 200, 3000), (256, 1000, 2**24)])

@@ -18,7 +18,7 @@ _MOST_EXPERTS = 46340
 
 
 def bin_bounds(value: Any, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bounds")) -> jax.Array:
-    """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper as far as the host knows them; names: of its ends."""
+    """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper as far as the host knows; names: its ends'."""
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise ValueError(f"qb_bin_bounds: got {_check.shown(value)}, expected (lower, upper)")

@@ -336,8 +336,12 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
             arguments,
         )
 
-    def infer(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:  # asked by GSPMD, where Shardy is off
-        axes = _token_axes(operands[0].sharding, call.operands[0])
+    def infer(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
+        """Asked by GSPMD, where Shardy is off, and asked again when it knows more; an error here ends the process."""
+        n = call.operands[0]
+        tokens = (o.sharding for o, kept in zip(operands, call.operands, strict=True) if kept == n)
+        known = next((sharding for sharding in tokens if getattr(sharding, "spec", None) is not None), None)
+        axes = ((),) * n if known is None else _token_axes(known, n)
         return tuple(map(functools.partial(NamedSharding, mesh), call.specs(axes, call.results)))
 
     def rule(mesh: Mesh, operand_types: Any, result_types: Any) -> SdyShardingRule:

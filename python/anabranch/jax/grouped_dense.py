@@ -68,12 +68,12 @@ def grouped_dense(
     group_sizes: jax.Array,
     contracting_dims: Any = ((1,), (1,)),
     bias: jax.Array | None = None,
-    kernel_amax: None = None,
     precision: Any = None,
     preferred_element_type: Any = None,
     group_offset: None = None,
     quantizer_set: None = None,
     kernel_fsdp_info: Any = (None, -1),
+    kernel_amax: None = None,
 ) -> jax.Array:
     """The rows of group g times kernel[g], plus bias[g].
 
@@ -84,8 +84,9 @@ def grouped_dense(
       contracting_dims: ((1,), (1,)), or ((1,), (2,)) for a kernel [G, N, K], which is used as it is stored.
       bias: [G, N], dtype of x, or None.
       precision, preferred_element_type, group_offset: as in `ragged_dot`.
-      kernel_amax, quantizer_set: None; there is no quantisation here.
+      quantizer_set: None; there is no quantisation here.
       kernel_fsdp_info: (None, -1); arrays are whole, or a jax.shard_map's.
+      kernel_amax: None; other versions of TransformerEngine take it, before precision.
 
     Returns:
       [M, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero, bias or not.

@@ -16,18 +16,20 @@ from anabranch.jax import _check
 _MOST_EXPERTS = 46340
 
 
-def bin_bounds(value: Any) -> jax.Array:
-    """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper as far as the host knows them."""
+def bin_bounds(value: Any, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bounds")) -> jax.Array:
+    """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper as far as the host knows; names: its ends'."""
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise ValueError(f"qb_bin_bounds: got {_check.shown(value)}, expected (lower, upper)")
-        ends = [v if isinstance(v, jax.Array) else np.float32(_check.number("qb_bin_bounds", v)) for v in value]
+        named = list(zip(names, value, strict=True))
+        ends = [v if isinstance(v, jax.Array) else np.float32(_check.number(name, v)) for name, v in named]
         if any(isinstance(end, jax.Array) for end in ends):
-            return jnp.stack([_check.array("qb_bin_bounds", jnp.asarray(end), ("float32",), ()) for end in ends])
+            pair = zip(names, map(jnp.asarray, ends), strict=True)
+            return jnp.stack([_check.array(name, end, ("float32",), ()) for name, end in pair])
         value = np.array(ends, np.float32)
     bounds = _check.array("qb_bin_bounds", value, ("float32",), (("2", 2),))
     if not isinstance(value, jax.Array) and not value[0] < value[1]:
-        raise ValueError(f"qb_bin_bounds: got {value[0]}, {value[1]}, expected lower < upper")
+        raise ValueError(f"{names[0]}: got {value[0]}, {value[1]}, expected lower < upper")
     return bounds
 
 
@@ -70,7 +72,7 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
     if E > _MOST_EXPERTS:
         raise ValueError(f"histogram: got {E} experts, expected at most {_MOST_EXPERTS}")
     topk = _check.integer("topk", topk, 1, E - 1)
-    lower, upper = bin_bounds((lower, upper))
+    lower, upper = bin_bounds((lower, upper), ("lower", "upper"))
     through = jnp.cumsum(counts, axis=1)
     # The quantile is at number K n / E of n, a whole number and a rest: exact, so that it never slips into another bin.
     rounds, left = through[:, -1] // E, through[:, -1] % E

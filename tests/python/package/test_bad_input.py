@@ -119,6 +119,7 @@ CALLS = {
         align_size=4,
         roll_to_expert_id=1,
     ),
+    ab.quantile_bias: dict(histogram=np.ones((E, 4), np.int32), lower=-1.0, upper=1.0, topk=K),
     ab.ragged_dot: dict(lhs=floats(R, D), rhs=floats(E, D, F), group_sizes=np.ones(E, np.int32)),
     ab.route: dict(logits=floats(T, E), **ROUTING),
     ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),

@@ -162,7 +162,7 @@ def test_rows_that_are_summed_come_in_chunks_from_2048_columns_on():
         assert workspace(524288, 256, terms, 1536, backward=backward) == 524288 * 1536 * 2
     assert workspace(262144, 128, 1024, 4096) == 262144 * 4096 * 2
     assert workspace(131072, 32, 2880, 2880) == 131072 * 1536 * 2, "larger than w_out, where a has the room of w_in"
-    assert workspace(131072, 32, 5760, 2880, transpose_w=True) == 131072 * 2880 * 2
+    assert workspace(131072, 32, 5760, 2880, backward=True) == 131072 * 2880 * 2
 
 
 @expert_shapes

@@ -1,6 +1,6 @@
 """Both sides' names: what TransformerEngine's JAX front end calls its functions, arguments and attributes, ours are called.
 
-Theirs as of its commits f1e0781 (permutation), 0385266 (router) and 0900878 (flax/moe), of 2025 and 2026.
+Theirs as of its release 2.20.2.
 """
 
 import dataclasses
@@ -35,7 +35,6 @@ FUNCTIONS = {
         "group_sizes",
         "contracting_dims",
         "bias",
-        "kernel_amax",
         "precision",
         "preferred_element_type",
         "group_offset",

@@ -302,7 +302,7 @@ def test_what_does_not_go_together_in_transformer_engines_form_is_an_error(argum
         (dict(histogram=COUNTS.astype(jnp.float32)), TypeError, "histogram: got float32[8, 10]"),
         (dict(histogram=COUNTS[:, :0]), ValueError, "histogram: got int32[8, 0]"),
         (dict(topk=8), ValueError, "topk: got 8"),
-        (dict(lower=1.0), ValueError, "qb_bin_bounds: got 1.0, 1.0"),
+        (dict(lower=1.0), ValueError, "lower: got 1.0, 1.0"),
     ],
 )
 def test_bad_arguments_of_the_bias(arguments, error, message):

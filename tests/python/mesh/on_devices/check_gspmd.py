@@ -9,7 +9,16 @@ import pytest
 from meshes import assert_no_traffic_of_tokens, assert_trees_close, collectives, mesh_of, placed, put
 from moe_cases import check_layer, operands
 
-from anabranch.jax import Parallel, combine, dispatch, fused_topk_with_score_function, load_balance_loss, plan, route
+from anabranch.jax import (
+    Parallel,
+    combine,
+    dispatch,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+    load_balance_loss,
+    plan,
+    route,
+)
 
 B, S, E, K = 16, 8, 12, 3
 _rng = np.random.default_rng(0)
@@ -52,6 +61,30 @@ def test_routing_and_its_gradient(spec, step):
     arrays = [put(mesh, a, *spec) for a in (LOGITS, D_WEIGHTS)]
     assert_trees_close(jax.jit(step)(*arrays), jax.jit(step)(LOGITS, D_WEIGHTS))
     assert_no_traffic_of_tokens(step, arrays, E)
+
+
+@pytest.mark.parametrize("spec", [(), ("a",), (("a", "b"),)], ids=str)
+def test_the_loss_of_dense_scores(spec):
+    scores, counts = LOGITS.reshape(-1, E) ** 2, np.arange(E, dtype=np.int32)
+    step = jax.value_and_grad(lambda scores: fused_moe_aux_loss(scores, counts, K, 2.0))
+    placed_scores = put(mesh_of(a=4, b=2), scores, *spec)
+    got = jax.jit(step)(placed_scores)
+    assert_trees_close(got, jax.jit(step)(scores))
+    assert got[1].sharding.is_equivalent_to(placed_scores.sharding, 2)
+    assert_no_traffic_of_tokens(step, [placed_scores], E)
+
+
+def test_tokens_that_are_made_in_the_program_are_whole_until_something_divides_them():
+    """GSPMD asks about a call before it knows how its tokens are divided."""
+    mesh = mesh_of(a=4, b=2)
+    bias = np.linspace(-1, 1, E, dtype=np.float32)
+
+    def step(bias, d_weights):
+        routing = route(jnp.asarray(LOGITS), K, score_function="sigmoid", expert_bias=bias)
+        return routing.experts, jnp.sum(routing.weights * d_weights, axis=-1)
+
+    arrays = [put(mesh, bias), put(mesh, D_WEIGHTS, "a")]
+    assert_trees_close(jax.jit(step)(*arrays), jax.jit(step)(bias, D_WEIGHTS))
 
 
 @pytest.mark.parametrize("spec", [("a",), (("b", "a"),)], ids=str)

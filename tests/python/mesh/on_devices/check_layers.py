@@ -63,7 +63,7 @@ def check_trained(mesh, layer, losses):
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     assert_trees_close(nnx.to_pure_dict(nnx.state(layer)), want, rtol=1e-4, atol=1e-4)
     for name, spec in PARALLEL.specs().items():
-        if name not in ("x", "expert_bias"):
+        if name not in ("x", "expert_bias", "qb_bin_bounds"):
             array = getattr(layer, name)[...]
             assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), name
 
@@ -101,3 +101,20 @@ def test_linen_has_the_same_output_and_gradients(parallel):
             jax.device_put(variables, NamedSharding(mesh, P())), put(mesh, X, ("data", "expert"))
         )
     assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_linen_makes_its_parameters_in_their_shards():
+    """Where they are made and unboxed in one compiled function, by Flax's rules of logical axes; gradients lie alike."""
+    mesh = mesh_of(AxisType.Auto, data=2, expert=4)
+    parallel = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", mesh=mesh)
+    block = MoEBlock(
+        num_experts=E, num_experts_per_tok=K, intermediate_size=F, gate_kernel_axes=("embed", None), parallel=parallel
+    )
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("exp", "expert"), ("embed", "data"), ("mlp", None)]):
+        x = put(mesh, X, ("data", "expert"))
+        variables = jax.jit(lambda key: nn.unbox(block.init(key, x)))(jax.random.key(0))
+        gradients = jax.jit(jax.grad(lambda v: jnp.sum(jnp.sin(block.apply(v, x)[0]))))(variables)
+    for tree in (variables, gradients):
+        for name, argument in (("gate_kernel", "gate"), ("wi", "w_in"), ("wo", "w_out")):
+            wanted = NamedSharding(mesh, parallel.specs()[argument])
+            assert tree["params"][name].sharding.is_equivalent_to(wanted, tree["params"][name].ndim), name

@@ -114,7 +114,9 @@ def test_the_loss_of_dense_scores_is_that_of_the_whole_batch(axis_type, spec):
         return jax.value_and_grad(lambda s: fused_moe_aux_loss(s, counts, K, 2.0))(scores)
 
     arrays = [put(mesh(axis_type), scores, *spec), put(mesh(axis_type), counts)]
-    assert_trees_close(jax.jit(step)(*arrays), jax.jit(step)(scores, counts))
+    got = jax.jit(step)(*arrays)
+    assert_trees_close(got, jax.jit(step)(scores, counts))
+    assert got[1].sharding.is_equivalent_to(arrays[0].sharding, 2)
     assert_no_traffic_of_tokens(step, arrays, E)
 
 

@@ -4,6 +4,7 @@ A wrong type is a TypeError, a wrong value or combination a ValueError. Arrays a
 part of a program.
 """
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -47,8 +48,8 @@ def number(name: str, value: Any) -> float:
     try:
         held = float(value)
     except OverflowError:
-        held = np.inf
-    if not np.isfinite(held):
+        held = math.inf
+    if not math.isfinite(held):
         raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
     if (value != 0 and abs(held) < _SMALLEST) or abs(held) > _LARGEST:
         raise ValueError(

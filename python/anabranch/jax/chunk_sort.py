@@ -11,7 +11,7 @@ from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.dispatch import ANY_DTYPE
-from anabranch.jax.plan import check_num_rows
+from anabranch.rows import check_num_rows
 
 
 def sort_chunks(

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from anabranch.jax import _check, _ffi
 from anabranch.jax._arrays import flat
 from anabranch.jax._sharding import TokenCall, axes_of_shard, check_whole, vary_alike
-from anabranch.jax.plan import Plan, check_num_rows, check_num_slots
+from anabranch.jax.plan import Plan
+from anabranch.rows import check_num_rows, check_num_slots
 
 ANY_DTYPE = (*_check.FLOATS, "bool", "uint8", *_check.INDICES)
 

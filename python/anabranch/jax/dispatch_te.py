@@ -19,7 +19,7 @@ from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat, take
 from anabranch.jax._sharding import TokenCall, axes_of_shard, check_alike, vary_alike
 from anabranch.jax.dispatch import CombineGradients, gather_sum, gather_sum_backward, spread
-from anabranch.jax.plan import check_num_rows, check_num_slots
+from anabranch.rows import check_num_rows, check_num_slots
 
 # Not uint8, as which a map of bits comes.
 _MAP_DTYPES = ("bool", "int8", *_check.INDICES)

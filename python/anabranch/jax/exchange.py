@@ -27,12 +27,13 @@ from anabranch.jax._arrays import take
 from anabranch.jax._ffn import SlotProduct
 from anabranch.jax.chunk_sort import sort_chunks
 from anabranch.jax.dispatch import gather_sum, spread
-from anabranch.jax.plan import num_rows_needed, plan
+from anabranch.jax.plan import plan
 from anabranch.jax.ragged_exchange import (
     RaggedParams,
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
 )
+from anabranch.rows import num_rows_needed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat
 from anabranch.jax._sharding import TokenCall, axes_of_shard
+from anabranch.rows import check_num_rows, check_num_slots, num_rows_needed
 
 
 class Plan(NamedTuple):
@@ -48,26 +49,6 @@ def _experts_of_rows(offsets: jax.Array, slot_of_row: jax.Array) -> jax.Array:
     # Of groups that begin at one row all but the last are empty.
     experts = jnp.searchsorted(offsets[:-1], rows, side="right").astype(jnp.int32) - 1
     return jnp.where(slot_of_row >= 0, experts, -1)
-
-
-def num_rows_needed(num_slots: int, num_experts: int, align_size: int = 0) -> int:
-    """Rows that hold every slot whatever the routing: floor((N + min(E, N) (a - 1)) / a) a, a = max(align_size, 1)."""
-    a = max(align_size, 1)
-    return (num_slots + min(num_experts, num_slots) * (a - 1)) // a * a
-
-
-def check_num_slots(name: str, num_tokens: int, slots_per_token: int) -> None:
-    """Raises ValueError unless there are fewer than 2^31 slots."""
-    if num_tokens * slots_per_token >= _check.INDEX_LIMIT:
-        raise ValueError(f"{name}: got {num_tokens} x {slots_per_token} slots, expected fewer than 2^31")
-
-
-def check_num_rows(name: str, num_rows: Any, align_size: int) -> int:
-    """Returns a number of rows that is a multiple of align_size and below 2^31."""
-    num_rows = _check.integer(name, num_rows, 0, _check.INDEX_LIMIT - 1)
-    if num_rows % max(align_size, 1):
-        raise ValueError(f"{name}: got {num_rows}, expected a multiple of align_size {align_size}")
-    return num_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from anabranch.jax._mixture import (
 from anabranch.jax._operands import LayerConfig, Operands
 from anabranch.jax.experts import check_layouts
 from anabranch.jax.parallel import Parallel
-from anabranch.jax.plan import check_num_slots
+from anabranch.rows import check_num_slots
 
 
 class RoutedExpertsOutput(NamedTuple):

@@ -353,7 +353,7 @@ def _ffn_backward(
     )
 
 
-#: Gradients of the rows, w_in, b_in, w_out, b_out and weights; [0] of what is not given.
+#: Gradients of the rows, w_in, b_in, w_out, b_out and weights; [0]: none.
 ffn_backward = _define(
     "ffn_backward(Tensor d_out, Tensor h, Tensor x, Tensor? slot_of_row, Tensor group_sizes, Tensor w_in, "
     "Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? weights, ScalarType w_in_dtype, ScalarType w_out_dtype, "
@@ -424,19 +424,19 @@ experts = _define(
 
 
 def _allocate_experts_hidden(
-    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype,
+    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
 ):  # fmt: skip
     return (
         torch.empty_like(h),
-        torch.empty_like(w_out, dtype=w_out_dtype),
+        torch.empty_like(w_out, dtype=w_out_dtype) if wants_w_out else x.new_empty((0,)),
         x.new_empty((0,)) if b_out is None else torch.empty_like(b_out),
         torch.empty_like(weights, dtype=torch.float32),
     )
 
 
 def _experts_hidden(
-    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype,
+    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
 ):  # fmt: skip
     dh, d_w_out, d_b_out, d_weights = results
@@ -452,7 +452,7 @@ def _experts_hidden(
             "h": h,
             "d_out": d_out,
             "dh": dh,
-            "d_w_out": d_w_out,
+            "d_w_out": d_w_out if wants_w_out else None,
             "d_b_out": None if b_out is None else d_b_out,
             "d_weights": d_weights,
         },
@@ -465,10 +465,10 @@ def _experts_hidden(
     )
 
 
-#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out ([0]: none) and weights.
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out and weights; [0]: none, not wanted.
 experts_hidden = _define(
     "experts_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, ScalarType w_out_dtype, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, ScalarType w_out_dtype, bool wants_w_out, "
     f"{_NETWORK}) -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights)",
     _allocate_experts_hidden,
     _experts_hidden,
@@ -476,45 +476,50 @@ experts_hidden = _define(
 
 
 def _allocate_experts_inputs(
-    dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_in_dtype,
+    dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
 ):  # fmt: skip
+    nothing = x.new_empty((0,))
     return (
-        torch.empty_like(x),
-        torch.empty_like(w_in, dtype=w_in_dtype),
-        x.new_empty((0,)) if b_in is None else torch.empty_like(b_in),
+        torch.empty_like(x) if wants_x else nothing,
+        torch.empty_like(w_in, dtype=w_in_dtype) if wants_w_in else nothing.clone(),
+        nothing.clone() if b_in is None else torch.empty_like(b_in),
     )
 
 
 def _experts_inputs(
-    results, dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_in_dtype,
+    results, dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
 ):  # fmt: skip
     d_x, d_w_in, d_b_in = results
     E, D, P, F = _sizes(w_in, w_in_layout)
-    transposed = w_in_layout.startswith("d")
-    _calls.grouped_matmul_combine(
-        {
-            "x": dh.view(dh.shape[0], P * F),
-            "w": w_in.view((E, D, P * F) if transposed else (E, P * F, D)),
-            "group_sizes": group_sizes,
-            "slot_of_row": slot_of_row,
-            "row_of_slot": row_of_slot,
-            "addend": addend,
-            "out": d_x,
-        },
-        transpose_w=transposed,
-        skip_rest=1,
-        backward=1,
-    )
+    if wants_x:
+        transposed = w_in_layout.startswith("d")
+        _calls.grouped_matmul_combine(
+            {
+                "x": dh.view(dh.shape[0], P * F),
+                "w": w_in.view((E, D, P * F) if transposed else (E, P * F, D)),
+                "group_sizes": group_sizes,
+                "slot_of_row": slot_of_row,
+                "row_of_slot": row_of_slot,
+                "addend": addend,
+                "out": d_x,
+            },
+            transpose_w=transposed,
+            skip_rest=1,
+            backward=1,
+        )
+    if not wants_w_in and b_in is None:
+        return
     _calls.expert_ffn_backward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
             "group_sizes": group_sizes,
             "w_in": w_in,
+            "w_out": w_out,
             "dh": dh,
-            "d_w_in": d_w_in,
+            "d_w_in": d_w_in if wants_w_in else None,
             "d_b_in": None if b_in is None else d_b_in,
         },
         _orders(w_in_layout, w_out_layout),
@@ -525,10 +530,11 @@ def _experts_inputs(
     )
 
 
-#: The second half: the gradients of x, to which `addend` is added, of w_in and of b_in ([0]: none).
+#: The second half: the gradients of x, to which `addend` is added, of w_in and of b_in; [0]: none, not wanted.
 experts_inputs = _define(
     "experts_inputs(Tensor dh, Tensor x, Tensor? addend, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
-    f"Tensor w_in, Tensor? b_in, ScalarType w_in_dtype, {_NETWORK}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
+    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, bool wants_x, bool wants_w_in, "
+    f"{_NETWORK}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
     _allocate_experts_inputs,
     _experts_inputs,
 )

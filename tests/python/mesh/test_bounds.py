@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.jax.exchange import Bounds, Padded, Ragged, choose, traffic
-from anabranch.jax.plan import num_rows_needed
+from anabranch.rows import num_rows_needed
 
 
 def bounds(ranks, local, tokens, topk, align_size=0, capacity=None):

@@ -1,0 +1,25 @@
+"""How many rows a plan has: sizes that depend on shapes and options alone, the same for every front end."""
+
+from typing import Any
+
+from anabranch import checks
+
+
+def num_rows_needed(num_slots: int, num_experts: int, align_size: int = 0) -> int:
+    """Rows that hold every slot whatever the routing: floor((N + min(E, N) (a - 1)) / a) a, a = max(align_size, 1)."""
+    a = max(align_size, 1)
+    return (num_slots + min(num_experts, num_slots) * (a - 1)) // a * a
+
+
+def check_num_slots(name: str, num_tokens: int, slots_per_token: int) -> None:
+    """Raises ValueError unless there are fewer than 2^31 slots."""
+    if num_tokens * slots_per_token >= checks.INDEX_LIMIT:
+        raise ValueError(f"{name}: got {num_tokens} x {slots_per_token} slots, expected fewer than 2^31")
+
+
+def check_num_rows(name: str, num_rows: Any, align_size: int) -> int:
+    """Returns a number of rows that is a multiple of align_size and below 2^31."""
+    num_rows = checks.integer(name, num_rows, 0, checks.INDEX_LIMIT - 1)
+    if num_rows % max(align_size, 1):
+        raise ValueError(f"{name}: got {num_rows}, expected a multiple of align_size {align_size}")
+    return num_rows

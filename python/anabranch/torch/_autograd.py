@@ -1,0 +1,28 @@
+"""What every autograd function of ours has in common."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Function(torch.autograd.Function):
+    """An autograd function of operations: its backward pass is not differentiable, and vmap runs it slice by slice."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
+        """One slice after the other: a slice by itself fills the machine."""
+        slices = [
+            cls.apply(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(slices[0], Tensor):
+            return torch.stack(slices), 0
+        outputs = tuple(torch.stack(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*slices, strict=True))
+        return outputs, tuple(0 if isinstance(output, Tensor) else None for output in outputs)
+
+
+def wants_gradient(context: Any, index: int) -> bool:
+    """Whether an argument of `forward` needs a gradient, for its place among them."""
+    wanted: bool = context.needs_input_grad[index]
+    return wanted

@@ -1,0 +1,95 @@
+"""Checks of tensors, in the one error style of `anabranch.checks`: "argument: got X, expected Y".
+
+Shapes, dtypes and devices are looked at, values never: that would wait for the device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.checks import INDEX_LIMIT, boolean, choice, describe, integer, number
+
+__all__ = (
+    "BOOL",
+    "FLOATS",
+    "INDEX_LIMIT",
+    "INDICES",
+    "boolean",
+    "choice",
+    "describe",
+    "indices",
+    "integer",
+    "number",
+    "on_device_of",
+    "optional_tensor",
+    "tensor",
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INDICES = (torch.int16, torch.int32, torch.int64)
+BOOL = (torch.bool,)
+
+# An axis is a size, a name (any size), or (name, size); `...` first: any leading axes.
+Axis = Any
+
+
+def _axis_text(axis: Axis) -> str:
+    if axis is Ellipsis:
+        return "..."
+    return f"{axis[0]}={axis[1]}" if isinstance(axis, tuple) else str(axis)
+
+
+def _axis_fits(axis: Axis, size: int) -> bool:
+    wanted = axis[1] if isinstance(axis, tuple) else axis
+    return isinstance(wanted, str) or wanted == size
+
+
+def _expected(dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> str:
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{names} [{', '.join(map(_axis_text, shape))}]"
+
+
+def tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor:
+    """Returns `value`, a dense tensor of one of `dtypes` and of the given shape, on the CPU or a CUDA device.
+
+    Raises:
+      TypeError: not a tensor, a sparse or nested one, or another dtype.
+      ValueError: another shape, or another kind of device.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {describe(value)}, expected a tensor, {_expected(dtypes, shape)}")
+    if value.layout != torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        raise TypeError(f"{name}: got {describe(value)} of layout {layout}, expected a dense tensor")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: got {describe(value)}, expected {_expected(dtypes, shape)}")
+    if value.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{name}: got {describe(value)} on {value.device}, expected the CPU or a CUDA device")
+    leading = bool(shape) and shape[0] is Ellipsis
+    axes = tuple(shape[1:]) if leading else tuple(shape)
+    sizes = value.shape[value.dim() - len(axes) :] if leading else value.shape
+    if len(sizes) != len(axes) or not all(map(_axis_fits, axes, sizes)):
+        raise ValueError(f"{name}: got {describe(value)}, expected {_expected(dtypes, shape)}")
+    return value
+
+
+def optional_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor | None:
+    """Like `tensor`; None stays None."""
+    return None if value is None else tensor(name, value, dtypes, shape)
+
+
+def indices(name: str, value: Any, shape: Sequence[Axis]) -> Tensor:
+    """Indices or sizes of any of INDICES as int32, an index or size out of range as one that is out of range."""
+    value = tensor(name, value, INDICES, shape)
+    if value.dtype == torch.int64:
+        value = value.clamp(-INDEX_LIMIT, INDEX_LIMIT - 1)
+    return value.to(torch.int32)
+
+
+def on_device_of(name: str, first: Tensor, **others: Tensor | None) -> None:
+    """Refuses tensors on another device than the first, which is called `name`."""
+    for other, value in others.items():
+        if value is not None and value.device != first.device:
+            raise ValueError(f"{other}: got a tensor on {value.device}, expected {first.device}, where {name} is")

@@ -1,0 +1,78 @@
+"""The gate's products: from tokens to float32 logits, and back. The tensor cores take bfloat16; a CPU takes float32.
+
+A gate whose columns have much in common cancels nearly all of what it multiplies, so both products have at least 16
+bits of what is not bfloat16: a float32 matrix goes as the sum of two bfloat16 ones.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Two bfloat16 tensors whose sum is the float32 one to 16 bits."""
+    high = a.to(torch.bfloat16)
+    rest = a - high.float()
+    return high, torch.where(high.isfinite(), rest, 0).to(torch.bfloat16)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, two matrices of one dtype, summed and given in float32."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.device.type == "cpu":
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _product_of_halves(a: Tensor, b: Tensor) -> Tensor:
+    """a b of float32 or bfloat16 matrices, with 16 bits of both."""
+    if a.device.type == "cpu":
+        return a.float() @ b.float()
+    left = (a,) if a.dtype == torch.bfloat16 else _halves(a)
+    right = (b,) if b.dtype == torch.bfloat16 else _halves(b)
+    pairs = [
+        (i, j) for i in range(len(left)) for j in range(len(right)) if i + j < 2
+    ]  # not the product of both low ones
+    return _product(torch.cat([left[i] for i, _ in pairs], 1), torch.cat([right[j] for _, j in pairs], 0))
+
+
+def logits_of(x: Tensor, gate: Tensor) -> Tensor:
+    """x gate, float32 [T, E], of x [T, D] and gate [D, E]."""
+    if x.dtype == gate.dtype:
+        return _product(x, gate)
+    exact = (torch.float32, torch.bfloat16)
+    if x.dtype in exact and gate.dtype in exact:
+        return _product_of_halves(x, gate)
+    if x.dtype == torch.float16:
+        return _product_of_halves(x.float(), gate.float())
+    return x.float() @ gate.float()
+
+
+class GateGradients(NamedTuple):
+    """What `gate_backward` returns."""
+
+    x: Tensor
+    """[T, D] float32, or bfloat16 where x and the gate are."""
+    gate: Tensor
+    """[D, E] float32."""
+
+
+def gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> GateGradients:
+    """From the gradient of the logits, float32 [T, E].
+
+    Where x and the gate are bfloat16, it is rounded to bfloat16 before it multiplies on a GPU, and so is the part of x.
+    Float16 ends at 65504 and at 6e-8, so nothing is rounded to it: what is float16 goes as float32.
+    """
+    if x.dtype == gate.dtype == torch.bfloat16:
+        if x.device.type == "cpu":
+            return GateGradients((d_logits @ gate.float().T).to(torch.bfloat16), x.float().T @ d_logits)
+        rounded = d_logits.to(torch.bfloat16)
+        return GateGradients(rounded @ gate.T, _product(x.T, rounded))
+    if torch.float16 in (x.dtype, gate.dtype):
+        x, gate = x.float(), gate.float()
+        return GateGradients(_product_of_halves(d_logits, gate.T), _product_of_halves(x.T, d_logits))
+    if x.dtype == gate.dtype == torch.float32:
+        return GateGradients(d_logits @ gate.T, x.T @ d_logits)
+    return GateGradients(_product_of_halves(d_logits, gate.T), _product_of_halves(x.T, d_logits))

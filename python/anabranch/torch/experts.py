@@ -1,0 +1,238 @@
+"""The experts: grouped matrix products and the gated feed-forward network.
+
+Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+for a gated expert, 1 for an ungated one.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.activation import Activation, as_activation
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.torch import _check, _ops
+from anabranch.torch._autograd import Function, wants_gradient
+
+
+class Network(NamedTuple):
+    """Options of the feed-forward network, as the operations take them."""
+
+    activation: int
+    activation_alpha: float
+    activation_limit: float
+    weight_early: bool
+    topk: int
+    w_in_layout: str
+    w_out_layout: str
+
+
+def network(activation: Any, parts: int, weight_early: Any, topk: int, layouts: Layouts) -> Network:
+    """Checks the options of the experts; parts: P of w_in; topk: 0 where x holds rows."""
+    act = as_activation(activation, parts)
+    early = _check.boolean("weight_early", weight_early)
+    return Network(act.number, act.alpha, act.limit, early, topk, layouts.w_in, layouts.w_out)
+
+
+def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
+    """The arguments w_in_layout and w_out_layout."""
+    return Layouts(
+        _check.choice("w_in_layout", w_in_layout, IN_LAYOUTS), _check.choice("w_out_layout", w_out_layout, OUT_LAYOUTS)
+    )
+
+
+def check_experts(
+    layouts: Layouts,
+    x: Tensor,
+    weight_dtypes: Sequence[torch.dtype],
+    w_in: Any,
+    w_out: Any,
+    b_in: Any,
+    b_out: Any,
+    num_experts: int | None = None,
+) -> tuple[int, int]:
+    """Checks the experts' tensors beside x [..., D]; returns (E, P)."""
+    experts = "E" if num_experts is None else ("E", num_experts)
+    D, dtype = ("D", x.shape[-1]), (x.dtype,)
+    w_in = _check.tensor("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
+    sizes = layouts.sizes("w_in", w_in.shape)
+    if sizes["p"] not in (1, 2):
+        gated, plain = (", ".join(layouts.shape("w_in", e="E", d="D", p=p, f="F")) for p in "21")
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
+    E, P, F = (("E", sizes["e"]), ("P", sizes["p"]), ("F", sizes["f"]))
+    w_out = _check.tensor("w_out", w_out, weight_dtypes, layouts.shape("w_out", e=E, f=F, d=D))
+    b_in = _check.optional_tensor("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F))
+    b_out = _check.optional_tensor("b_out", b_out, dtype, (E, D))
+    _check.on_device_of("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
+    return sizes["e"], sizes["p"]
+
+
+def grouped_rows(name: str, value: Any) -> Tensor:
+    """Checks rows [R, D] of groups."""
+    rows = _check.tensor(name, value, _check.FLOATS, ("R", "D"))
+    if rows.shape[0] >= _check.INDEX_LIMIT:
+        raise ValueError(f"{name}: got {_check.describe(rows)}, expected fewer than 2^31 rows")
+    return rows
+
+
+# ---------------------------------------------------------------- grouped matmul
+
+
+class _GroupedMatmul(Function):
+    @staticmethod
+    def forward(x, w, group_sizes, transpose_w):
+        return _ops.grouped_matmul(x, w, group_sizes, transpose_w)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, w, group_sizes, ctx.transpose_w = inputs
+        ctx.dtypes = x.dtype, w.dtype
+        ctx.save_for_backward(x if wants_gradient(ctx, 1) else None, w if wants_gradient(ctx, 0) else None, group_sizes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_y):
+        x, w, group_sizes = ctx.saved_tensors
+        d_x = d_w = None
+        if w is not None:
+            d_x = _ops.grouped_matmul(d_y.to(ctx.dtypes[0]), w, group_sizes, not ctx.transpose_w)
+        if x is not None:
+            left, right = (d_y, x) if ctx.transpose_w else (x, d_y)
+            d_w = _ops.grouped_matmul_dw(left, right, group_sizes, ctx.dtypes[1])
+        return d_x, d_w, None, None
+
+
+def grouped_matmul(x: Tensor, w: Tensor, group_sizes: Tensor, *, transpose_w: bool = False) -> Tensor:
+    """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
+
+    Args:
+      x: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      w: [E, D, N], or with transpose_w [E, N, D]; dtype of x.
+      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+        count as 0.
+      transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
+
+    Returns:
+      [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, or devices differ.
+
+    Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
+    w. Not differentiable twice. Source: semantics, section 6.
+
+    >>> w = torch.tensor([[[1.0], [1.0]], [[2.0], [3.0]]])
+    >>> grouped_matmul(torch.ones(3, 2), w, torch.tensor([1, 2])).ravel().tolist()
+    [2.0, 5.0, 5.0]
+    """
+    x = grouped_rows("x", x)
+    sizes = _check.indices("group_sizes", group_sizes, ("E",))
+    E, D = sizes.shape[0], x.shape[1]
+    transpose_w = _check.boolean("transpose_w", transpose_w)
+    w = _check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
+    _check.on_device_of("x", x, w=w, group_sizes=sizes)
+    y: Tensor = _GroupedMatmul.apply(x, w, sizes, transpose_w)
+    return y
+
+
+# ---------------------------------------------------------------- feed-forward network
+
+
+class _ExpertFfn(Function):
+    @staticmethod
+    def forward(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights):
+        return _ops.ffn(rows, None, group_sizes, w_in, b_in, w_out, b_out, weights, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.options, *tensors = inputs
+        _, h = output
+        ctx.mark_non_differentiable(h)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(h, *tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_y, _):
+        if d_y is None:
+            return (None,) * 8
+        h, rows, group_sizes, w_in, b_in, w_out, b_out, weights = ctx.saved_tensors
+        found = _ops.ffn_backward(
+            d_y, h, rows, None, group_sizes, w_in, b_in, w_out, b_out, weights, w_in.dtype, w_out.dtype, *ctx.options
+        )  # fmt: skip
+        d_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = found
+        return (
+            None,
+            d_rows,
+            None,
+            d_w_in,
+            None if b_in is None else d_b_in,
+            d_w_out,
+            None if b_out is None else d_b_out,
+            None if weights is None else d_weights.to(weights.dtype),
+        )
+
+
+def expert_ffn(
+    rows: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    group_sizes: Tensor,
+    *,
+    activation: str | Activation = "silu",
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    weights: Tensor | None = None,
+    weight_early: bool = False,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+) -> Tensor:
+    """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
+
+    h = x W_in[e] + b_in[e]; gated (P = 2): a = phi(h_gate, h_up), ungated (P = 1): a = act(h).
+
+    Args:
+      rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, as for w_out and the biases.
+      w_out: [E, F, D].
+      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+        count as 0.
+      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" (squared)
+        or "linear", which stands for act(h_gate) h_up, or an `Activation`, of two inputs and with parameters.
+      b_in: [E, 2 or 1, F], or None.
+      b_out: [E, D], or None.
+      weights: w, float [R]; None: 1.
+      weight_early: multiply a and b_out by w instead of y; the same result up to rounding.
+      w_in_layout: the axes of w_in behind E: "dpf", [E, D, P, F]; "pfd", [E, P, F, D], as PyTorch's Linear has it;
+        "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
+        transposed.
+      w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
+
+    Returns:
+      y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, an unknown activation, weight_early without weights, or devices differ.
+
+    Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
+    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Not differentiable twice. Source:
+    semantics, section 6.
+
+    >>> w_in, w_out = torch.ones(1, 1, 1, 3), torch.ones(1, 3, 1)
+    >>> expert_ffn(torch.ones(2, 1), w_in, w_out, torch.tensor([1]), activation="relu").tolist()
+    [[3.0], [0.0]]
+    """
+    rows = grouped_rows("rows", rows)
+    sizes = _check.indices("group_sizes", group_sizes, ("E",))
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    _, P = check_experts(layouts, rows, (rows.dtype,), w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
+    weights = _check.optional_tensor("weights", weights, _check.FLOATS, (("R", rows.shape[0]),))
+    options = network(activation, P, weight_early, 0, layouts)
+    if options.weight_early and weights is None:
+        raise ValueError("weight_early: got True without weights, expected weights [R]")
+    _check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)
+    y: Tensor = _ExpertFfn.apply(options, rows, sizes, w_in, b_in, w_out, b_out, weights)[0]
+    return y

@@ -1,0 +1,220 @@
+"""The whole Mixture-of-Experts layer: one differentiable function from x to the output.
+
+`moe` checks its arguments, runs the layer's rules (`_layer`), and computes the losses from the sums that these return.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.activation import Activation
+from anabranch.router_options import router_options
+from anabranch.torch import _check
+from anabranch.torch._layer import LayerConfig, Operands, mixture
+from anabranch.torch.balance import load_balance_loss, mean_of_squares
+from anabranch.torch.experts import check_experts, check_layouts, network
+from anabranch.torch.router import quantile_operand, router_operands
+
+
+class MoEOutput(NamedTuple):
+    """What `moe` returns.
+
+    Attributes:
+      output: [..., D], dtype of x.
+      aux_loss: float32 scalar, the load-balance loss; 0 where its coefficient is 0.
+      z_loss: float32 scalar; 0 where its coefficient is 0.
+      tokens_per_expert: int32 [E], slots routed to each expert, before any dropping.
+      dropped: int32 scalar, slots that found no row.
+      experts: int32 [..., K], the selection, the best first; -1: no expert. As `forced_experts` it is replayed.
+      weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient goes to the gate and x.
+      qb_histogram: int32 [E, bins] with quantile balancing, else None.
+    """
+
+    output: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    tokens_per_expert: Tensor
+    dropped: Tensor
+    experts: Tensor
+    weights: Tensor
+    qb_histogram: Tensor | None = None
+
+
+def check_align_size(align_size: Any) -> int:
+    """Returns a multiple for the rows of an expert; 0: none."""
+    return _check.integer("align_size", align_size, 0, _check.INDEX_LIMIT - 1)
+
+
+def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
+    """A tensor with the leading dimensions of x as one, behind which it has `axes` more."""
+    if tensor is None:
+        return None
+    kept = tensor.shape[tensor.dim() - axes :]
+    return tensor.reshape(math.prod(tensor.shape[: tensor.dim() - axes]), *kept)
+
+
+def as_autocast(x: Any) -> Any:
+    """x in the dtype of torch.autocast, where that is on for its device; biases follow it."""
+    if isinstance(x, Tensor) and x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def bias_like(x: Tensor, bias: Any) -> Any:
+    """A bias beside an x that torch.autocast has rounded."""
+    rounds = isinstance(bias, Tensor) and bias.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return bias.to(x.dtype) if rounds else bias
+
+
+def moe(
+    x: Tensor,
+    gate: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    expert_bias: Tensor | None = None,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    gate_bias: Tensor | None = None,
+    activation: str | Activation = "silu",
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    weight_early: bool = False,
+    aux_loss_coeff: float = 0.0,
+    z_loss_coeff: float = 0.0,
+    token_mask: Tensor | None = None,
+    forced_experts: Tensor | None = None,
+    align_size: int = 0,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    qb_bin_bounds: Tensor | tuple[float, float] | None = None,
+    qb_bins: int | None = None,
+) -> MoEOutput:
+    """Routes every token to its K best experts, applies them, and adds their outputs by weight.
+
+        logits = x gate + gate_bias;  (w, e) = top-K routing of the logits
+        output[t] = sum_k w[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = e[t, k]
+
+    Args:
+      x: [..., D] float32, bfloat16 or float16.
+      gate: [D, E] float; the product with x accumulates and stays in float32.
+      w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
+      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a 16-bit layer are rounded to its dtype where they
+        multiply; their gradients are the float32 sums, not rounded.
+      topk: K, 1 <= K <= E.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      normalize: weights of a token sum to `scaling_factor`; False: raw scores.
+      expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
+      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` contiguous expert groups first, by
+        the sum of a group's `group_score_topk` best scores; see `route`.
+      scaling_factor: finite number that multiplies the weights.
+      gate_bias: [E] float, added to the logits; None: 0.
+      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" or
+        "linear", for act(h_gate) h_up, or an `Activation` of two inputs and with parameters.
+      b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
+      weight_early: weights multiply before W_out instead of at the combine; same result.
+      aux_loss_coeff: coefficient of the load-balance loss coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
+      z_loss_coeff: coefficient of the mean squared logsumexp of the logits.
+      token_mask: bool [...]; False marks padding, which gets zero output and gradient and counts nowhere.
+      forced_experts: int [..., K]; the selection is given (replay). -1: no expert. See `route` for -inf.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
+      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, "dpf" and "fd" as above; "pfd" and "df" as
+        PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
+        [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
+      qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
+
+    Returns:
+      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, experts, weights, qb_histogram).
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+
+    Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
+    float32. Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
+    Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
+    gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
+    Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
+
+    Source: Shazeer et al. 2017 (arXiv:1701.06538), Fedus et al. 2021 (arXiv:2101.03961) for the load-balance loss,
+    Zoph et al. 2022 (arXiv:2202.08906) for the z-loss.
+
+    >>> x, gate = torch.randn(6, 8), torch.randn(8, 4)
+    >>> moe(x, gate, torch.randn(4, 8, 2, 16), torch.randn(4, 16, 8), topk=2).output.shape
+    torch.Size([6, 8])
+    """
+    x = _check.tensor("x", as_autocast(x), _check.FLOATS, (..., "D"))
+    *leading, D = x.shape
+    b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    E, parts = check_experts(layouts, x, tuple(dict.fromkeys((x.dtype, torch.float32))), w_in, w_out, b_in, b_out)
+    if E < 1:
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
+    gate = _check.tensor("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
+    options = router_options(
+        E,
+        topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        group_score_topk=group_score_topk,
+        scaling_factor=scaling_factor,
+        qb_bins=qb_bins,
+    )
+    config = LayerConfig(
+        options, network(activation, parts, weight_early, options.topk, layouts), E, check_align_size(align_size)
+    )
+    aux_loss_coeff, z_loss_coeff = (
+        _check.number("aux_loss_coeff", aux_loss_coeff),
+        _check.number("z_loss_coeff", z_loss_coeff),
+    )
+    gate_bias = _check.optional_tensor("gate_bias", gate_bias, _check.FLOATS, (("E", E),))
+    bias, mask, forced = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    bounds = quantile_operand(options, x, bias, qb_bin_bounds)
+    _check.on_device_of(
+        "x", x, gate=gate, gate_bias=gate_bias, expert_bias=bias, token_mask=mask, forced_experts=forced,
+        qb_bin_bounds=bounds,
+    )  # fmt: skip
+    tokens = flat(x)
+    assert tokens is not None
+    result = mixture(
+        config,
+        Operands(
+            x=tokens,
+            w_in=w_in,
+            w_out=w_out,
+            b_in=b_in,
+            b_out=b_out,
+            gate=gate,
+            gate_bias=gate_bias,
+            expert_bias=bias,
+            token_mask=flat(mask, 0),
+            forced_experts=flat(forced),
+            qb_bin_bounds=bounds,
+        ),
+    )
+    aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
+    if aux_loss_coeff or z_loss_coeff:
+        number = torch.full((), float(tokens.shape[0]), device=x.device) if mask is None else mask.sum().float()
+        if aux_loss_coeff:
+            aux = load_balance_loss(result.score_sum, result.tokens_per_expert, options.topk, aux_loss_coeff, number)
+        if z_loss_coeff:
+            z = mean_of_squares(result.lse.square().sum(), z_loss_coeff, number)  # of a masked token lse is 0
+    return MoEOutput(
+        result.output.reshape(x.shape),
+        aux,
+        z,
+        result.tokens_per_expert,
+        result.dropped,
+        result.experts.reshape(*leading, options.topk),
+        result.weights.reshape(*leading, options.topk),
+        result.qb_histogram if options.qb_bins else None,
+    )

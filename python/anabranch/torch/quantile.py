@@ -1,0 +1,78 @@
+"""Quantile balancing: the bias that gives every expert its share of the tokens, from the histogram that `route` makes.
+
+Instead of being pushed up or down by a fixed step, an expert's bias is set to what would have given it K/E of the
+tokens of a batch: the K/E quantile of how far its score was below what a token asks of an expert.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch._text import shown
+from anabranch.torch import _check
+
+
+def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bounds")) -> Tensor:
+    """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper as far as the host knows; names: its ends'.
+
+    Numbers go to the device of `like` without waiting for it.
+    """
+    if not isinstance(value, (tuple, list)):
+        return _check.tensor("qb_bin_bounds", value, (torch.float32,), (("2", 2),))
+    if len(value) != 2:
+        raise ValueError(f"qb_bin_bounds: got {shown(value)}, expected (lower, upper)")
+    if not any(isinstance(end, Tensor) for end in value):
+        lower, upper = (np.float32(_check.number(name, end)) for name, end in zip(names, value, strict=True))
+        if not lower < upper:
+            raise ValueError(f"{names[0]}: got {lower}, {upper}, expected lower < upper")
+        # Two fills: a copy from pageable memory would wait for the device.
+        return torch.stack([torch.full((), float(end), device=like.device) for end in (lower, upper)])
+    ends = [
+        _check.tensor(name, end, (torch.float32,), ()) if isinstance(end, Tensor) else
+        torch.full((), _check.number(name, end), device=like.device)
+        for name, end in zip(names, value, strict=True)
+    ]  # fmt: skip
+    return torch.stack(ends)
+
+
+def quantile_bias(histogram: Tensor, lower: float | Tensor, upper: float | Tensor, topk: int) -> Tensor:
+    """The expert bias under which each expert would have been given its share of the tokens that were counted.
+
+    Args:
+      histogram: int32 [E, bins], `route(..., qb_bin_bounds=(lower, upper), qb_bins=bins).qb_histogram`; of several
+        batches, their sum.
+      lower, upper: numbers or float32 scalars, the bounds of its bins.
+      topk: K, 1 <= K < E.
+
+    Returns:
+      float32 [E]: the K/E quantile of every expert's distribution, linear inside the bin that holds it, `lower` where
+      nothing was counted, less their mean.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: none.
+    Source: semantics, section 10; quantile balancing is Kimi-K3's.
+
+    >>> quantile_bias(torch.tensor([[0, 2, 0, 0], [0, 0, 0, 2]], dtype=torch.int32), 0.0, 4.0, 1).tolist()
+    [-1.0, 1.0]
+    """
+    counts = _check.tensor("histogram", histogram, (torch.int32,), ("E", "bins"))
+    E, bins = counts.shape
+    if not 1 <= bins:
+        raise ValueError(f"histogram: got {_check.describe(counts)}, expected int32 [E, bins] of a bin at least")
+    topk = _check.integer("topk", topk, 1, E - 1)
+    low, high = bin_bounds((lower, upper), counts, ("lower", "upper")).unbind()
+    through = counts.cumsum(1)
+    # The quantile is at number K n / E of n, a whole number and a rest: exact, so that it never slips into another bin.
+    total = through[:, -1]
+    whole, rest = topk * total // E, topk * total % E
+    held = (through < (whole + (rest > 0))[:, None]).sum(1)
+    place = held.clamp(max=bins - 1)[:, None]
+    inside = counts.gather(1, place)[:, 0]
+    before = through.gather(1, place)[:, 0] - inside
+    part = ((whole - before).float() + rest.float() / E) / inside.clamp(min=1)
+    quantiles = torch.where(total > 0, low + (held.float() + part) * ((high - low) / bins), low)
+    return (quantiles - quantiles.mean()).detach()

@@ -1,0 +1,114 @@
+"""The layer after the router: experts and weights come from anywhere."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.activation import Activation
+from anabranch.rows import check_num_slots
+from anabranch.torch import _check
+from anabranch.torch._layer import LayerConfig, Operands, mixture
+from anabranch.torch.experts import check_experts, check_layouts, network
+from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat
+
+
+class RoutedExpertsOutput(NamedTuple):
+    """What `routed_experts` returns.
+
+    Attributes:
+      output: [..., D], dtype of x.
+      tokens_per_expert: int32 [E], slots of each expert, before any dropping.
+      dropped: int32 scalar, slots that found no row, and indices outside [-1, E).
+    """
+
+    output: Tensor
+    tokens_per_expert: Tensor
+    dropped: Tensor
+
+
+def routed_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    activation: str | Activation = "silu",
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    weight_early: bool = False,
+    align_size: int = 0,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+) -> RoutedExpertsOutput:
+    """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
+
+        output[t] = sum_k weights[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = experts[t, k]
+
+    This is `moe` after its router, for a selection and weights from anywhere: a router of your own, or one that reads
+    something else than the experts do. Fusion, memory and drops are the same.
+
+    Args:
+      x: [..., D] float32, bfloat16 or float16.
+      experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert; one may be repeated.
+      weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
+      w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
+      w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
+      activation: a name or an `Activation`, as in `moe`.
+      b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
+      weight_early: weights multiply before W_out instead of at the combine; same result.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
+      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
+
+    Returns:
+      RoutedExpertsOutput(output, tokens_per_expert, dropped). Every index that is no expert but -1 counts as dropped.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+
+    Gradients: of x, weights, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
+    Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
+    That of a weight is exact also where the weight is 0, and 0 where there is no expert or no room.
+    Kept for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
+
+    Source: semantics, section 9.
+
+    >>> experts, weights = torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.5, -0.5], [2.0, 0.0]])
+    >>> w_in, w_out = torch.ones(2, 4, 1, 8), torch.ones(2, 8, 4) * torch.tensor([1.0, 2.0])[:, None, None]
+    >>> result = routed_experts(torch.ones(2, 4), experts, weights, w_in, w_out, activation="relu")
+    >>> result.output[:, 0].tolist(), result.tokens_per_expert.tolist()
+    ([-16.0, 128.0], [1, 2])
+    """
+    x = _check.tensor("x", as_autocast(x), _check.FLOATS, (..., "D"))
+    *leading, _ = x.shape
+    b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    E, parts = check_experts(layouts, x, tuple(dict.fromkeys((x.dtype, torch.float32))), w_in, w_out, b_in, b_out)
+    if E < 1:
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
+    experts = _check.indices("experts", experts, (*leading, "K"))
+    K = experts.shape[-1]
+    if K < 1:
+        raise ValueError(f"experts: got {_check.describe(experts)}, expected [..., K] with K >= 1")
+    check_num_slots("experts", math.prod(leading), K)
+    weights = _check.tensor("weights", weights, _check.FLOATS, (*leading, ("K", K)))
+    _check.on_device_of("x", x, experts=experts, weights=weights)
+    config = LayerConfig(None, network(activation, parts, weight_early, K, layouts), E, check_align_size(align_size))
+    tokens = flat(x)
+    assert tokens is not None
+    result = mixture(
+        config,
+        Operands(
+            x=tokens,
+            w_in=w_in,
+            w_out=w_out,
+            b_in=b_in,
+            b_out=b_out,
+            weights=flat(weights.float()),
+            experts=flat(experts),
+        ),
+    )
+    return RoutedExpertsOutput(result.output.reshape(x.shape), result.tokens_per_expert, result.dropped)

@@ -48,8 +48,8 @@ typedef struct ab_tensor {
   int32_t dtype; /* ab_dtype */
   int32_t rank;
   int64_t shape[AB_MAX_RANK];
-  const int64_t*
-      strides; /* in elements; NULL: row-major. Without gaps, and row-major where no other order is offered. */
+  const int64_t* strides; /* in elements; NULL: row-major. Without gaps, an axis of no element counting as one of one,
+                           * and row-major where no other order is offered. */
 } ab_tensor;
 
 typedef enum ab_status_code {

@@ -101,7 +101,7 @@ bool is_empty(const ab_tensor& tensor) {
 int64_t stride_of(const ab_tensor& tensor, int32_t axis) {
   if (tensor.strides != nullptr) return tensor.strides[axis];
   int64_t stride = 1;
-  for (int32_t i = axis + 1; i < tensor.rank; ++i) stride *= tensor.shape[i];
+  for (int32_t i = axis + 1; i < tensor.rank; ++i) stride *= std::max<int64_t>(tensor.shape[i], 1);
   return stride;
 }
 
@@ -113,7 +113,7 @@ bool is_in_order(const ab_tensor& tensor, const Order& order) {
     if (i >= tensor.rank) continue;
     const int32_t axis = order.axes[i];
     if (tensor.shape[axis] != 1 && stride_of(tensor, axis) != stride) return false;
-    stride *= tensor.shape[axis];
+    stride *= std::max<int64_t>(tensor.shape[axis], 1);
   }
   return true;
 }
@@ -169,7 +169,7 @@ int64_t dtype_size(int32_t dtype) {
 
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
   AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
-  if (!is_in_order(*tensor, kRowMajor)) {
+  if (!is_in_order(*tensor, kRowMajor) && !is_empty(*tensor)) {
     return AB_INVALID("%s: got strides that are not contiguous, expected row-major %s", name,
                       shape_text(*tensor).chars());
   }

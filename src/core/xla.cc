@@ -1,5 +1,7 @@
 #include "core/xla.h"
 
+#include <algorithm>
+
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -64,7 +66,8 @@ bool reorder(std::string_view orders, std::string_view name, View* view) {
       if (axis < 0 || axis >= stored.rank) return false;
       view->tensor.shape[i] = stored.shape[axis];
       view->strides[i] = 1;
-      for (int32_t inner = axis + 1; inner < stored.rank; ++inner) view->strides[i] *= stored.shape[inner];
+      for (int32_t inner = axis + 1; inner < stored.rank; ++inner)
+        view->strides[i] *= std::max<int64_t>(stored.shape[inner], 1);
     }
     view->tensor.strides = view->strides;
     return true;

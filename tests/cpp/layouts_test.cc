@@ -1,5 +1,6 @@
 // Weights whose strides say another order of axes than the row-major one.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "experts_operands.h"
@@ -16,7 +17,7 @@ class Reordered {
     int64_t stride = 1;
     for (size_t i = rank_; i-- > 0;) {
       strides_[order[i]] = stride;
-      stride *= tensor.view()->shape[order[i]];
+      stride *= std::max<int64_t>(tensor.view()->shape[order[i]], 1);
     }
     std::vector<float> moved(tensor.values().size());
     for (size_t i = 0; i < moved.size(); ++i) moved[place(i)] = tensor.values()[i];
@@ -63,8 +64,8 @@ const Layout kLayouts[] = {
 
 // A network whose weights, what belongs to them and their gradients lie in a layout.
 struct Laid {
-  explicit Laid(const Layout& layout, const std::vector<int32_t>& sizes = {90, 0, 1, 39})
-      : net(65, 2, 24, 2, 40, sizes, slots_in_order(130)),
+  explicit Laid(const Layout& layout, int64_t width = 24, int64_t hidden = 40)
+      : net(65, 2, width, 2, hidden, {90, 0, 1, 39}, slots_in_order(130)),
         w_in(net.w_in, layout.in),
         b_in(net.b_in, layout.hidden),
         w_out(net.w_out, layout.out),
@@ -101,6 +102,22 @@ TEST(Layouts, ResultsAreThoseOfRowMajorWeights) {
     compare(want.d_w_out, laid.d_w_out.values(), "d_w_out");
     compare(want.d_b_out, as_is(laid.net.d_b_out), "d_b_out");
     compare(want.d_weights, as_is(laid.net.d_weights), "d_weights");
+  }
+}
+
+// What lies in a layout may have none of its elements: h has, and b_in, where the width is 0.
+TEST(Layouts, WeightsWithoutElements) {
+  for (const Layout& layout : kLayouts) {
+    for (const auto& [width, hidden] : {std::pair{0, 40}, std::pair{24, 0}, std::pair{0, 0}}) {
+      Network<float> want(65, 2, width, 2, hidden, {90, 0, 1, 39}, slots_in_order(130));
+      EXPECT_OK(want.forward());
+      EXPECT_OK(want.backward());
+      Laid laid(layout, width, hidden);
+      EXPECT_OK(laid.net.forward());
+      EXPECT_OK(laid.net.backward());
+      expect_near(want.h, laid.h.values(), 1e-6, "h");
+      expect_near(want.d_b_in, laid.d_b_in.values(), 1e-6, "d_b_in");
+    }
   }
 }
 

@@ -372,7 +372,7 @@ void lay_out(Random& random, Call* call) {
     int64_t stride = 1;
     for (size_t i = order.size(); i-- > 0;) {
       operand.strides[static_cast<size_t>(order[i])] = stride;
-      stride *= operand.view.shape[order[i]];
+      stride *= std::max<int64_t>(operand.view.shape[order[i]], 1);
     }
     operand.view.strides = operand.strides.data();
   }

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+import frameworks
+
 
 def _on_gpu():
     """Makes the first GPU the default device; skips where there is none."""
@@ -29,3 +31,15 @@ def platform(request):
         return
     with _on_gpu():
         yield "gpu"
+
+
+@pytest.fixture
+def framework(request, platform):
+    """The framework that the test's operations are called in, on the platform; see `frameworks.both`."""
+    if request.param == "torch":
+        import in_torch
+
+        in_torch.on("cuda" if platform == "gpu" else "cpu")
+    frameworks.choose(request.param)
+    yield request.param
+    frameworks.choose("jax")

@@ -465,7 +465,7 @@ def _experts_hidden(
     )
 
 
-#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out and weights; [0]: none, not wanted.
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0]: not wanted.
 experts_hidden = _define(
     "experts_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, ScalarType w_out_dtype, bool wants_w_out, "

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+import frameworks
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import moe, route
 from anabranch.layouts import IN_LAYOUTS, OURS, OUT_LAYOUTS, Layouts
@@ -77,6 +78,10 @@ def selected(arrays, options):
     bias = arrays.get("gate_bias")
     logits = dot(arrays["x"], arrays["gate"], np.float32(0) if bias is None else bias.astype(np.float32))
     chosen = {name: options[name] for name in ROUTING if name in options}
+    if frameworks.in_torch():
+        import layer_in_torch
+
+        return layer_in_torch.selected(arrays, options["topk"], chosen)
     return np.asarray(route(logits, options["topk"], **chosen).experts)
 
 
@@ -139,6 +144,11 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     put = put or (lambda name, array: jnp.asarray(array))
     layouts = layouts_of(options)
     present = {name: put(name, array) for name, array in stored(arrays, layouts).items() if array is not None}
+    if frameworks.in_torch():
+        import layer_in_torch
+
+        result, gradients, cotangents = layer_in_torch.run(present, seed, options)
+        return result, in_our_layout(gradients, layouts), cotangents
     rng = np.random.default_rng(seed)
 
     placed = ("expert_bias", "token_mask", "forced_experts")

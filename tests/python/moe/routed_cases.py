@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from moe_cases import BOUND, EXPERT_AXIS, in_our_layout, kept_dtype, layouts_of, operands, stored
 
+import frameworks
 from anabranch.jax import routed_experts
 from anabranch.reference import moe as reference
 from oracle import assert_close, assert_close_per_expert
@@ -35,6 +36,11 @@ def run_routed(arrays, *, seed=1, put=None, **options):
     layouts = layouts_of(options)
     present = {name: put(name, array) for name, array in stored(arrays, layouts).items() if array is not None}
     experts = present.pop("experts")
+    if frameworks.in_torch():
+        import layer_in_torch
+
+        outputs, gradients, d_output = layer_in_torch.run_routed(present, experts, seed, options)
+        return outputs, in_our_layout(gradients, layouts), d_output
 
     @jax.jit
     def layer(present, experts):

@@ -13,6 +13,7 @@ from moe_cases import LAYOUTS, TWO_INPUTS, check_layer, operands
 
 from anabranch.activation import PLAIN
 from anabranch.jax import _products, moe, route
+from frameworks import both
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("platform")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
+@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("score_function", SCORES)
@@ -36,6 +38,7 @@ def test_score_functions(score_function, normalize, dtype):
     )
 
 
+@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("w_in_layout,w_out_layout", LAYOUTS[1:])
 def test_layouts_of_weights(w_in_layout, w_out_layout, dtype):
@@ -45,6 +48,7 @@ def test_layouts_of_weights(w_in_layout, w_out_layout, dtype):
     check_layer(operands(61, 8, 3, 24, 40, parts=1, dtype=dtype), **options, activation="gelu_erf", weight_early=True)
 
 
+@both
 def test_gradients_of_float32_weights_in_another_layout_are_not_rounded():
     arrays = operands(61, 8, 3, 24, 40, dtype="bfloat16")
 
@@ -57,6 +61,7 @@ def test_gradients_of_float32_weights_in_another_layout_are_not_rounded():
         assert got.dtype == np.float32 and (got != got.astype(ml_dtypes.bfloat16).astype(np.float32)).any()
 
 
+@both
 @pytest.mark.parametrize("score_function", SCORES)
 def test_scores_of_groups(score_function):
     arrays = operands(53, 12, 4, 24, 40, bias=True)
@@ -80,6 +85,7 @@ def test_quantile_balancing_counts_what_the_router_alone_counts(dtype):
     np.testing.assert_array_equal(result.qb_histogram, route(logits, **options, **balancing).qb_histogram)
 
 
+@both
 @pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("normalize,dtype", [(True, "bfloat16"), (False, "bfloat16"), (True, "float16")])
 def test_dtypes_of_the_gate(normalize, dtype, gate_dtype):
@@ -124,6 +130,7 @@ def test_nothing_of_the_gate_is_rounded_to_float16():
     assert_close(got, np.asarray(exact), 1e-4, "d_gate")
 
 
+@both
 def test_what_the_columns_of_a_float32_gate_have_in_common_cancels():
     """The balance loss's gradients of a token's logits sum to zero; of x nothing else gets through.
 
@@ -135,6 +142,7 @@ def test_what_the_columns_of_a_float32_gate_have_in_common_cancels():
     check_layer(arrays, topk=3, aux_loss_coeff=1.0, of_weights=2**-17 * 25)
 
 
+@both
 @pytest.mark.parametrize("weight_early", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "relu2"])
@@ -143,6 +151,7 @@ def test_activations(activation, parts, weight_early):
     check_layer(arrays, topk=2, activation=activation, weight_early=weight_early)
 
 
+@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", TWO_INPUTS, ids=lambda a: a.name)
 def test_activations_of_two_inputs(activation, dtype):
@@ -150,6 +159,7 @@ def test_activations_of_two_inputs(activation, dtype):
     check_layer(arrays, topk=3, activation=activation, w_in_layout="dfp")
 
 
+@both
 @pytest.mark.parametrize("T", [0, 1, 7, 300])
 @pytest.mark.parametrize("E,K", [(1, 1), (3, 1), (3, 3), (64, 8), (130, 130)])
 def test_sizes(T, E, K):
@@ -157,27 +167,32 @@ def test_sizes(T, E, K):
     check_layer(arrays, topk=K, aux_loss_coeff=1.0, z_loss_coeff=1.0)
 
 
+@both
 def test_many_experts_of_few_tokens_each():
     check_layer(operands(64, 512, 10, 16, 8), topk=10, aux_loss_coeff=1.0)
 
 
+@both
 @pytest.mark.slow
 def test_more_tokens_than_a_tile():
     check_layer(operands(4097, 8, 2, 32, 48, bias=True, skew=3.0), topk=2, aux_loss_coeff=1.0)
 
 
+@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cold_experts_get_exactly_zero_gradients(dtype):
     arrays = operands(97, 12, 2, 16, 24, dtype=dtype, bias=True, skew=4.0, cold=3)
     check_layer(arrays, topk=2)
 
 
+@both
 @pytest.mark.parametrize("align_size", [1, 8, 128])
 def test_alignment_does_not_change_the_result(align_size):
     arrays = operands(61, 6, 2, 16, 24, bias=True, skew=2.0, cold=1)
     check_layer(arrays, topk=2, align_size=align_size)
 
 
+@both
 def test_bias_groups_and_mask_together():
     arrays = operands(80, 16, 4, 24, 16)
     rng = np.random.default_rng(5)
@@ -194,11 +209,13 @@ def test_bias_groups_and_mask_together():
     )
 
 
+@both
 def test_a_fully_masked_batch_gives_zeros():
     arrays = operands(9, 4, 2, 8, 8, bias=True)
     check_layer(arrays, topk=2, token_mask=np.zeros(9, bool), aux_loss_coeff=1.0, z_loss_coeff=1.0)
 
 
+@both
 def test_a_masked_token_may_hold_nan():
     arrays = operands(9, 4, 2, 8, 8)
     arrays["x"][3] = np.nan
@@ -206,6 +223,7 @@ def test_a_masked_token_may_hold_nan():
     check_layer(arrays, topk=2, token_mask=mask, aux_loss_coeff=1.0, z_loss_coeff=1.0)
 
 
+@both
 @pytest.mark.parametrize("wide", [("w_in",), ("w_out",), ("w_in", "w_out")])
 @pytest.mark.parametrize("weight_early", [False, True])
 def test_float32_weights_of_a_bfloat16_layer(wide, weight_early):
@@ -234,6 +252,7 @@ def test_float32_weights_of_a_bfloat16_layer(wide, weight_early):
     np.testing.assert_array_equal(np.asarray(output(nudged)), np.asarray(output({})))
 
 
+@both
 def test_replay_with_repeats_holes_and_wrong_indices():
     arrays = operands(40, 6, 3, 8, 16, bias=True)
     forced = np.random.default_rng(7).integers(-1, 6, (40, 3)).astype(np.int32)
@@ -241,6 +260,7 @@ def test_replay_with_repeats_holes_and_wrong_indices():
     check_layer(arrays, topk=3, forced_experts=forced, aux_loss_coeff=1.0)
 
 
+@both
 @settings(max_examples=25, deadline=None)
 @given(
     T=st.integers(1, 40),

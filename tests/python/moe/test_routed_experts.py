@@ -12,10 +12,12 @@ from routed_cases import POSITIONAL, check_routed, routed_operands
 from anabranch.activation import PLAIN
 from anabranch.jax import Activation, moe, route, routed_experts
 from anabranch.jax._products import matmul
+from frameworks import both
 
 pytestmark = pytest.mark.usefixtures("platform")
 
 
+@both
 @pytest.mark.parametrize("weight_early", [False, True])
 @pytest.mark.parametrize("dtype,weights_dtype", [("float32", "float32"), ("bfloat16",) * 2, ("float16", "float32")])
 def test_repeats_holes_and_wrong_indices(dtype, weights_dtype, weight_early):
@@ -23,17 +25,20 @@ def test_repeats_holes_and_wrong_indices(dtype, weights_dtype, weight_early):
     check_routed(arrays, weight_early=weight_early, align_size=8)
 
 
+@both
 @pytest.mark.parametrize("T,E,K", [(0, 3, 2), (1, 1, 1), (300, 3, 1), (40, 130, 5)])
 def test_sizes(T, E, K):
     check_routed(routed_operands(T, E, K, 8, 16, bias=True), activation="relu2")
 
 
+@both
 def test_ungated_experts_and_one_without_tokens():
     arrays = routed_operands(40, 5, 2, 16, 24, parts=1, bias=True)
     arrays["experts"][arrays["experts"] == 3] = 1
     check_routed(arrays, activation="gelu")
 
 
+@both
 @settings(max_examples=25, deadline=None)
 @given(
     T=st.integers(0, 30),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+import frameworks
 from anabranch.jax import route
 from anabranch.reference import router as reference
 from oracle import assert_close, assert_close_per_expert
@@ -50,6 +51,19 @@ def _route_and_pull(z, arrays, cotangent, topk, static):
     return results, integers, pull(tuple(cotangent))[0], gradients
 
 
+def _route_and_pull_in_torch(z, arrays, cotangent, topk, static):
+    import in_torch
+    from anabranch.torch import route as route_in_torch
+
+    fixed = {name: in_torch.tensor(value) for name, value in arrays.items()}
+    routing, pull = in_torch.vjp(lambda z: route_in_torch(z, topk, **fixed, **dict(static)), {"z": z})
+    given = dict(zip(("weights", "score_sum", "lse"), cotangent, strict=True))
+    gradients = [pull({n: d if n == name else np.zeros_like(d) for n, d in given.items()})["z"] for name in given]
+    routing_arrays = in_torch.arrays(routing)
+    results = [getattr(routing_arrays, name) for name in given]
+    return results, (routing_arrays.experts, routing_arrays.tokens_per_expert), pull(given)["z"], gradients
+
+
 def check_selection(experts, z, topk, options):
     """Exact where nothing is computed before the comparison, else up to rounding of nearly equal keys."""
     steering = {
@@ -72,6 +86,15 @@ def check_selection(experts, z, topk, options):
         np.testing.assert_array_equal(experts, reference.select(z, topk, **steering))
 
 
+def _on_gpu(got):
+    """Whether a GPU computed an array: JAX's tells, for torch's the device of its tensors."""
+    if isinstance(got, np.ndarray):
+        import in_torch
+
+        return in_torch.device() != "cpu"
+    return next(iter(got.devices())).platform != "cpu"
+
+
 def check(z, topk, per_expert=True, each=True, **options):
     """Routes z [T, E] on the backend and compares everything with the oracle under the backend's own selection.
 
@@ -79,11 +102,12 @@ def check(z, topk, per_expert=True, each=True, **options):
     each: also compare the gradients from weights, score_sum and lse alone.
     """
     static = ("score_function", "normalize", "num_groups", "group_topk", "group_score_topk", "scaling_factor")
-    arrays = {name: jnp.asarray(value) for name, value in options.items() if name not in static}
+    arrays = {name: value for name, value in options.items() if name not in static}
     fixed = tuple((name, options[name]) for name in static if name in options)
     shapes = reference.Routing(np.empty((len(z), topk)), None, None, np.empty(z.shape[1]), np.empty(len(z)))
     cotangent = cotangents(shapes.weights, shapes.score_sum, shapes.lse)
-    results, (experts, counts), d_joint, d_each = _route_and_pull(jnp.asarray(z), arrays, cotangent, topk, fixed)
+    run = _route_and_pull_in_torch if frameworks.in_torch() else _route_and_pull
+    results, (experts, counts), d_joint, d_each = run(z, arrays, cotangent, topk, fixed)
 
     experts = np.asarray(experts)
     if "forced_experts" not in options:
@@ -105,7 +129,7 @@ def check(z, topk, per_expert=True, each=True, **options):
         d_want = reference.route_backward(z, topk, *given, **options, **selected)
         assert got.dtype == z.dtype
         if np.abs(d_want).max(initial=0.0) < FLOAT64_ZERO:
-            zero = FLOAT64_ZERO if next(iter(got.devices())).platform == "cpu" else BOUND
+            zero = BOUND if _on_gpu(got) else FLOAT64_ZERO
             assert np.abs(np.asarray(got, np.float64)).max(initial=0.0) < zero, f"d_logits from {name}"
             continue
         assert_close(got, d_want, BOUND + rounding, f"d_logits from {name}")

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from cases import GROUPS, check, logits
 
-pytestmark = pytest.mark.usefixtures("platform")
+from frameworks import BOTH
+
+pytestmark = BOTH
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 

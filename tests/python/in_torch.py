@@ -1,0 +1,83 @@
+"""Operations of anabranch.torch on numpy arrays: results and gradients as numpy arrays again."""
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from anabranch.torch import Plan
+
+_device = "cpu"
+
+
+def on(device):
+    """Tensors go to a device from now on."""
+    global _device
+    _device = device
+
+
+def device():
+    """Where tensors go."""
+    return _device
+
+
+def tensor(array):
+    """A tensor of an array; of None, None."""
+    if array is None:
+        return None
+    array = np.array(array, order="C")  # a copy
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(_device)
+    return torch.from_numpy(array).to(_device)
+
+
+def array(value):
+    """An array of a tensor; of None, None."""
+    if value is None:
+        return None
+    value = value.detach().cpu()
+    if value.dtype == torch.bfloat16:
+        return value.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return value.numpy()
+
+
+def arrays(result):
+    """A result with arrays in the place of its tensors: a tensor, or a named tuple of them."""
+    if isinstance(result, torch.Tensor):
+        return array(result)
+    return type(result)(*map(array, result))
+
+
+def vjp(function, operands):
+    """(result, pull) of a function of named operands, those that are arrays as tensors.
+
+    pull(cotangents): of a tensor its cotangent, else cotangents by the names of the results; gradients by the names of
+    the floating operands, zeros where nothing depends on one.
+    """
+    given = {name: tensor(value) for name, value in operands.items() if value is not None}
+    floats = {name: t.requires_grad_() for name, t in given.items() if t.dtype.is_floating_point}
+    result = function(**given)
+
+    def pull(cotangents):
+        if isinstance(result, torch.Tensor):
+            outputs, d_outputs = [result], [tensor(cotangents)]
+        else:
+            outputs = [getattr(result, name) for name in cotangents]
+            d_outputs = [tensor(d) for d in cotangents.values()]
+        # What has no elements or comes from nothing has no graph.
+        pairs = [(o, d.to(o.dtype)) for o, d in zip(outputs, d_outputs, strict=True) if o.requires_grad]
+        if not pairs:
+            return {name: np.zeros_like(array(t)) for name, t in floats.items()}
+        found = torch.autograd.grad(
+            [o for o, _ in pairs], list(floats.values()), [d for _, d in pairs], retain_graph=True, allow_unused=True
+        )
+        return {
+            name: np.zeros_like(array(t)) if g is None else array(g)
+            for (name, t), g in zip(floats.items(), found, strict=True)
+        }
+
+    return result, pull
+
+
+def plan_of(plan):
+    """A plan of torch with a numpy plan's or JAX's arrays."""
+    return Plan(*(tensor(np.asarray(value)) for value in plan))

@@ -3,6 +3,9 @@
 `both` marks a test, and `BOTH` a module, that runs in every one. A check asks `in_torch()` where it calls.
 """
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 FRAMEWORKS = ("jax", "torch")
@@ -28,3 +31,37 @@ def choose(name):
     """Calls go to a framework from now on; for the fixture."""
     global _current
     _current = name
+
+
+def vjp(of_jax, of_torch, operands, *, jit=False):
+    """(result, pull) of the function of the running framework, of named operands; of torch's tensors their arrays.
+
+    pull(cotangent): the gradients by the names of the floating operands.
+    """
+    if in_torch():
+        from in_torch import arrays
+        from in_torch import vjp as vjp_in_torch
+
+        result, pull = vjp_in_torch(of_torch, operands)
+        return arrays(result), pull
+
+    given = {name: value for name, value in operands.items() if value is not None}
+    integers = {name: given.pop(name) for name in list(given) if not jnp.issubdtype(given[name].dtype, jnp.floating)}
+
+    def function(given):
+        return of_jax(**given, **integers)
+
+    result, pull_of_jax = jax.vjp(jax.jit(function) if jit else function, given)
+    return result, lambda cotangent: pull_of_jax(jax.tree.map(jnp.asarray, cotangent))[0]
+
+
+def call(of_jax, of_torch, *arguments, **options):
+    """The result of the function of the running framework; of torch's tensors their arrays, which it takes too."""
+    if not in_torch():
+        return of_jax(*arguments, **options)
+    from in_torch import arrays, tensor
+
+    def given(value):
+        return tensor(value) if isinstance(value, (np.ndarray, jax.Array)) else value
+
+    return arrays(of_torch(*map(given, arguments), **{name: given(value) for name, value in options.items()}))

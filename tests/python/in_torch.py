@@ -1,5 +1,7 @@
 """Operations of anabranch.torch on numpy arrays: results and gradients as numpy arrays again."""
 
+import types
+
 import ml_dtypes
 import numpy as np
 import torch
@@ -44,6 +46,10 @@ def arrays(result):
     """A result with arrays in the place of its tensors: a tensor, or a named tuple of them."""
     if isinstance(result, torch.Tensor):
         return array(result)
+    if isinstance(result, Plan):  # with what it computes where it is asked for
+        return types.SimpleNamespace(
+            **{name: array(getattr(result, name)) for name in (*Plan._fields, "expert_of_row")}
+        )
     return type(result)(*map(array, result))
 
 

@@ -10,9 +10,12 @@ from dispatch_cases import BOUND, CASES, FLOATS, Case, assert_products_close, as
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import in_torch
+from anabranch import torch
 from anabranch.jax import combine, dispatch, plan
 from anabranch.jax.dispatch import combine_backward, dispatch_backward, gather_sum
 from anabranch.reference import dispatch as reference
+from frameworks import both, vjp
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -31,11 +34,11 @@ def product_sizes(d_out, rows, want_plan):
 def check_dispatch(case, D, dtype):
     rng, layout, want_plan = case.rng(), our_plan(case), case.reference_plan()
     x = normal(rng, (case.T, D), dtype)
-    rows, pull = jax.vjp(lambda x: dispatch(x, layout), x)
+    rows, pull = vjp(lambda x: dispatch(x, layout), lambda x: torch.dispatch(x, in_torch.plan_of(layout)), {"x": x})
     assert rows.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(rows, np.float64), reference.dispatch(x, want_plan))
     d_rows = normal(rng, rows.shape, dtype)
-    (d_x,) = pull(jnp.asarray(d_rows))
+    d_x = pull(d_rows)["x"]
     assert d_x.dtype == x.dtype
     assert_close(d_x, reference.dispatch_backward(d_rows, want_plan), BOUND[dtype], "d_x")
 
@@ -45,23 +48,30 @@ def check_combine(case, D, dtype, weights_dtype="float32"):
     rows = normal(rng, (layout.slot_of_row.size, D), dtype)
     weights = normal(rng, (case.T, case.K), weights_dtype)
     weights = np.where(rng.random(weights.shape) < 0.1, np.zeros_like(weights), weights)
-    out, pull = jax.vjp(lambda rows, weights: combine(rows, layout, weights), rows, weights)
+    out, pull = vjp(
+        lambda rows, weights: combine(rows, layout, weights),
+        lambda rows, weights: torch.combine(rows, in_torch.plan_of(layout), weights),
+        {"rows": rows, "weights": weights},
+    )
     assert out.dtype == rows.dtype
     assert_close(out, reference.combine(rows, want_plan, weights), BOUND[dtype], "out")
     d_out = normal(rng, out.shape, dtype)
-    d_rows, d_weights = pull(jnp.asarray(d_out))
+    gradients = pull(d_out)
+    d_rows, d_weights = gradients["rows"], gradients["weights"]
     assert (d_rows.dtype, d_weights.dtype) == (rows.dtype, weights.dtype)
     want_rows, want_weights = reference.combine_backward(d_out, rows, want_plan, weights)
     assert_rows_close(d_rows, want_rows, want_plan.offsets, BOUND[dtype], "d_rows")
     assert_products_close(d_weights, want_weights, product_sizes(d_out, rows, want_plan), "d_weights")
 
 
+@both
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dispatch_and_combine_are_the_oracles(case):
     check_dispatch(case, 24, "float32")
     check_combine(case, 24, "float32")
 
 
+@both
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("D", [1, 63, 64, 513, 1100])
 def test_every_width_and_dtype(dtype, D):
@@ -70,6 +80,7 @@ def test_every_width_and_dtype(dtype, D):
         check_combine(case, D, dtype)
 
 
+@both
 @pytest.mark.parametrize(("dtype", "weights_dtype"), list(itertools.product(FLOATS, FLOATS)))
 def test_weights_of_every_dtype(dtype, weights_dtype):
     check_combine(Case(60, 6, 3, 8, choice="masked"), 40, dtype, weights_dtype)
@@ -114,16 +125,22 @@ def test_sums_of_rows_take_an_addend(dtype, addend_dtype):
     assert not wrong.any(), f"{wrong.sum()} elements off, the first at {np.argwhere(wrong)[0]}"
 
 
+@both
 def test_combine_without_weights_is_the_sum():
     case = Case(60, 6, 3, 8)
     rng, layout, want = case.rng(), our_plan(case), case.reference_plan()
     rows = normal(rng, (layout.slot_of_row.size, 40))
-    out, pull = jax.vjp(lambda rows: combine(rows, layout), rows)
+    out, pull = vjp(
+        lambda rows: combine(rows, layout),
+        lambda rows: torch.combine(rows, in_torch.plan_of(layout)),
+        {"rows": rows},
+    )
     assert_close(out, reference.combine(rows, want), BOUND["float32"], "out")
     d_out = normal(rng, out.shape)
-    assert_close(pull(jnp.asarray(d_out))[0], reference.combine_backward(d_out, rows, want)[0], 0.0, "d_rows")
+    assert_close(pull(d_out)["rows"], reference.combine_backward(d_out, rows, want)[0], 0.0, "d_rows")
 
 
+@both
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_shape_and_dtype(data):

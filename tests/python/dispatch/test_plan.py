@@ -8,8 +8,10 @@ from dispatch_cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch import torch
 from anabranch.jax import plan
 from anabranch.reference import dispatch as reference
+from frameworks import both, call
 
 pytestmark = pytest.mark.usefixtures("platform")
 
@@ -21,12 +23,14 @@ def assert_same_plan(got, want):
         np.testing.assert_array_equal(np.asarray(ours), getattr(want, name), err_msg=name)
 
 
+@both
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plan_is_the_oracles(case):
-    got = plan(case.experts(), case.E, align_size=case.align, num_rows=case.num_rows)
+    got = call(plan, torch.plan, case.experts(), case.E, align_size=case.align, num_rows=case.num_rows)
     assert_same_plan(got, case.reference_plan())
 
 
+@both
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_plan_is_the_oracles_for_any_indices(data):
@@ -38,7 +42,7 @@ def test_plan_is_the_oracles_for_any_indices(data):
     experts = np.array(experts, np.int32).reshape(T, K)
     multiple = P * max(align, 1)
     num_rows = data.draw(st.none() | st.integers(0, 40).map(lambda n: n * multiple), "num_rows")
-    got = plan(experts, E, align_size=align, num_rows=num_rows, num_destinations=P)
+    got = call(plan, torch.plan, experts, E, align_size=align, num_rows=num_rows, num_destinations=P)
     assert_same_plan(got, reference.plan(experts, E, align, num_rows, P))
 
 

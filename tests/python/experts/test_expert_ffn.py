@@ -1,8 +1,8 @@
 """expert_ffn against the oracle: forward and every gradient, random cotangents, a tensor and an expert."""
 
 import dataclasses
+from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,11 +18,13 @@ from expert_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch import torch
 from anabranch.activation import PLAIN, Activation
 from anabranch.jax import expert_ffn
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from frameworks import BOTH, vjp
 
-pytestmark = pytest.mark.usefixtures("platform")
+pytestmark = BOTH
 
 
 def run(net, activation="silu", weight_early=False, w_in_layout="dpf", w_out_layout="fd"):
@@ -36,18 +38,16 @@ def run(net, activation="silu", weight_early=False, w_in_layout="dpf", w_out_lay
     def ours(name, array):
         return array.transpose(of.order(name)) if name in laid_out else array
 
-    def ffn(arrays):
-        return expert_ffn(
-            **arrays,
-            w_in_layout=w_in_layout,
-            w_out_layout=w_out_layout,
-            group_sizes=jnp.asarray(net.group_sizes),
-            activation=activation,
-            weight_early=weight_early and net.weights is not None,
-        )
-
-    y, pull = jax.vjp(jax.jit(ffn), {name: stored(name, array) for name, array in net.arrays.items()})
-    return y, {name: ours(name, array) for name, array in pull(net.d_y)[0].items()}
+    options = {
+        "w_in_layout": w_in_layout,
+        "w_out_layout": w_out_layout,
+        "activation": activation,
+        "weight_early": weight_early and net.weights is not None,
+    }
+    operands = {name: stored(name, np.asarray(array)) for name, array in net.arrays.items()}
+    operands["group_sizes"] = np.asarray(net.group_sizes)
+    y, pull = vjp(partial(expert_ffn, **options), partial(torch.expert_ffn, **options), operands, jit=True)
+    return y, {name: ours(name, array) for name, array in pull(np.asarray(net.d_y)).items()}
 
 
 def check(net, activation="silu", weight_early=False, **layouts):

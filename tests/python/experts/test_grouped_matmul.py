@@ -1,5 +1,7 @@
 """grouped_matmul against the oracle: the product and both gradients, as stored and transposed."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,10 @@ from expert_cases import FLOAT32, UNIT_ROUNDOFF, assert_rows_close, random_array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch import torch
 from anabranch.jax import grouped_matmul
 from anabranch.reference import experts as reference
+from frameworks import both, vjp
 from oracle import assert_close_per_expert
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -22,12 +26,10 @@ def check(rng, sizes, width, columns, *, dtype="float32", transpose_w=False, spa
     w = random_array(rng, (E, columns, width) if transpose_w else (E, width, columns), dtype)
     d_y = random_array(rng, (R, columns), dtype)
 
-    @jax.jit
-    def product(x, w):
-        return grouped_matmul(x, w, jnp.asarray(sizes), transpose_w=transpose_w)
-
-    y, pull = jax.vjp(product, x, w)
-    d_x, d_w = pull(d_y)
+    functions = (partial(f, transpose_w=transpose_w) for f in (grouped_matmul, torch.grouped_matmul))
+    y, pull = vjp(*functions, {"x": np.asarray(x), "w": np.asarray(w), "group_sizes": sizes}, jit=True)
+    gradients = pull(np.asarray(d_y))
+    d_x, d_w = gradients["x"], gradients["w"]
     assert y.dtype == d_x.dtype == d_w.dtype == dtype
     plain_w = np.asarray(w, np.float64)
     plain_w = plain_w.swapaxes(1, 2) if transpose_w else plain_w
@@ -48,6 +50,7 @@ def square(array):
     return np.asarray(array, np.float64) ** 2
 
 
+@both
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
@@ -65,12 +68,14 @@ def test_shapes(sizes, width, columns, dtype, transpose_w):
     check(np.random.default_rng(1), sizes, width, columns, dtype=dtype, transpose_w=transpose_w, spare=3)
 
 
+@both
 @pytest.mark.parametrize("num_experts", [1, 3, 64, 130])
 def test_uneven_groups(num_experts):
     rng = np.random.default_rng(2)
     check(rng, random_sizes(rng, 700, num_experts), 23, 31)
 
 
+@both
 @pytest.mark.parametrize("sizes", [[-1, 3], [2**31 - 1, 2**31 - 1, 5], [4, -(2**31), 9]])
 def test_no_size_reaches_past_the_rows(sizes):
     rng = np.random.default_rng(3)
@@ -90,6 +95,7 @@ def test_sizes_of_64_bits_do_not_wrap_around():
     assert y.ravel().tolist() == [2.0, 2.0, 2.0]
 
 
+@both
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

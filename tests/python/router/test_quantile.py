@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from cases import DTYPES, logits
 
+from anabranch import torch
 from anabranch.jax import fused_topk_with_score_function, quantile_bias, route
 from anabranch.reference import quantile as reference
 from anabranch.reference import router as reference_router
+from frameworks import both, call
 
 pytestmark = pytest.mark.usefixtures("platform")
 
@@ -57,8 +59,8 @@ def assert_same_routing(got, want, name=""):
 
 
 def check(z, topk, bounds=(-1.0, 1.0), bins=200, **options):
-    routing = route(z, topk, qb_bin_bounds=bounds, qb_bins=bins, **options)
-    plain = route(z, topk, **options)
+    routing = call(route, torch.route, z, topk, qb_bin_bounds=bounds, qb_bins=bins, **options)
+    plain = call(route, torch.route, z, topk, **options)
     for name in ("weights", "experts", "tokens_per_expert", "score_sum", "lse"):
         assert_same_routing(getattr(routing, name), getattr(plain, name), name)
     assert plain.qb_histogram is None
@@ -71,6 +73,7 @@ def bias_of(E, scale=0.2, seed=5):
     return (scale * np.random.default_rng(seed).standard_normal(E)).astype(np.float32)
 
 
+@both
 @pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -81,6 +84,7 @@ def test_histograms_of_every_score_function_and_dtype(score_function, dtype, mas
     check(logits(T, E, dtype), K, score_function=score_function, expert_bias=bias, **options)
 
 
+@both
 @pytest.mark.parametrize(
     "T, E, K",
     [
@@ -104,6 +108,7 @@ def test_histograms_of_every_shape(T, E, K):
     check(logits(T, E), K, score_function="sigmoid", expert_bias=bias_of(E))
 
 
+@both
 @pytest.mark.parametrize("bins", [1, 2, 7, 1000, 20000])
 def test_values_outside_of_the_bounds_are_in_the_first_and_the_last_bin(bins):
     E = 24
@@ -113,6 +118,7 @@ def test_values_outside_of_the_bounds_are_in_the_first_and_the_last_bin(bins):
     assert bins == 1 or (histogram[:, 0].sum() > 300 and histogram[:, -1].sum() > 300)
 
 
+@both
 @pytest.mark.parametrize("E, K", [(8, 3), (40, 8), (130, 33)])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_equal_keys_infinities_and_nan(score_function, E, K):
@@ -159,6 +165,7 @@ def balancings(draw):
     return z.astype(DTYPES[draw(st.sampled_from(list(DTYPES)))]), K, (lower, lower + 0.7), bins, options
 
 
+@both
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(balancings())
 def test_histograms_of_any_routing(balancing):

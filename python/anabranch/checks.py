@@ -49,7 +49,7 @@ def number(name: str, value: Any) -> float:
         held = float(value)
     except OverflowError:
         held = math.inf
-    if not math.isfinite(held):
+    if not abs(held) < math.inf:
         raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
     if (value != 0 and abs(held) < _SMALLEST) or abs(held) > _LARGEST:
         raise ValueError(

@@ -1,5 +1,6 @@
 """What every autograd function of ours has in common."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -13,13 +14,23 @@ class Function(torch.autograd.Function):
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
         """One slice after the other: a slice by itself fills the machine."""
         slices = [
-            cls.apply(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)))
+            cls.apply(*(a.select(d, i) if isinstance(d, int) else a for a, d in zip(arguments, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
         if isinstance(slices[0], Tensor):
             return torch.stack(slices), 0
         outputs = tuple(torch.stack(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*slices, strict=True))
         return outputs, tuple(0 if isinstance(output, Tensor) else None for output in outputs)
+
+
+def without_autocast(device: torch.device) -> Any:
+    """A context in which nothing is rounded but by us."""
+    return torch.autocast(device.type, enabled=False) if has_autocast(device) else contextlib.nullcontext()
+
+
+def has_autocast(device: torch.device) -> bool:
+    """Whether torch.autocast knows a device; of tensors on "meta" there is nothing to compute."""
+    return device.type in ("cpu", "cuda")
 
 
 def wants_gradient(context: Any, index: int) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from anabranch.router_options import RouterOptions
 from anabranch.rows import num_rows_needed
 from anabranch.torch import _ops
-from anabranch.torch._autograd import Function
+from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch.experts import Network
 from anabranch.torch.router import logits_gradient, routing_of
@@ -124,7 +124,7 @@ def _forward(config: LayerConfig, operands: Operands) -> LayerOutput:
 class _Mixture(Function):
     @staticmethod
     def forward(config, *tensors):
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with without_autocast(tensors[0].device):
             return tuple(_forward(config, Operands(*tensors)))
 
     @staticmethod
@@ -136,6 +136,7 @@ class _Mixture(Function):
             *(o for name, o in zip(LayerOutput._fields, output, strict=True) if name not in differentiable)
         )
         ctx.set_materialize_grads(False)
+        ctx.device = operands.x.device
         selection = operands if ctx.config.router is None else result
         ctx.save_for_backward(
             *(
@@ -154,8 +155,7 @@ class _Mixture(Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_output, _counts, _dropped, d_weights, _experts, d_score_sum, d_lse, *_):
-        x = ctx.saved_tensors[0]
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(ctx.device):
             found = _backward(ctx, d_output, d_weights, d_score_sum, d_lse)
         return None, *(found.get(name) for name in Operands._fields)
 
@@ -176,12 +176,12 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
         wants["w_out"], *config.network,
     )  # fmt: skip
     found = {"w_out": d_w_out if wants["w_out"] else None, "b_out": None if b_out is None else d_b_out}
-    if d_weights is not None:
-        d_w = d_w + d_weights
     addend = None
     if config.router is None:
         found["weights"] = d_w
     elif any(wants[name] for name in ("x", "gate", "gate_bias")):
+        if d_weights is not None:
+            d_w = d_w + d_weights
         d_logits = logits_gradient(config.router, logits, experts, token_mask, lse, d_w, d_score_sum, d_lse)
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)

@@ -12,6 +12,7 @@ from torch import Tensor
 from anabranch.activation import Activation
 from anabranch.router_options import router_options
 from anabranch.torch import _check
+from anabranch.torch._autograd import has_autocast
 from anabranch.torch._layer import LayerConfig, Operands, mixture
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
@@ -55,17 +56,21 @@ def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
     return tensor.reshape(math.prod(tensor.shape[: tensor.dim() - axes]), *kept)
 
 
+def rounds(tensor: Any) -> bool:
+    """Whether torch.autocast is on for the device of a float32 tensor."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or not has_autocast(tensor.device):
+        return False
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
 def as_autocast(x: Any) -> Any:
-    """x in the dtype of torch.autocast, where that is on for its device; biases follow it."""
-    if isinstance(x, Tensor) and x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    """x in the dtype of torch.autocast, where that is on."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if rounds(x) else x
 
 
 def bias_like(x: Tensor, bias: Any) -> Any:
-    """A bias beside an x that torch.autocast has rounded."""
-    rounds = isinstance(bias, Tensor) and bias.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
-    return bias.to(x.dtype) if rounds else bias
+    """A bias in the dtype of x, where torch.autocast is on."""
+    return bias.to(x.dtype) if rounds(bias) else bias
 
 
 def moe(

@@ -1,0 +1,221 @@
+"""What torch does with the operations: compile, vmap, func, checkpoints, autocast, threads; gradients, not only calls."""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from anabranch.torch import combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
+
+pytestmark = pytest.mark.usefixtures("device")
+
+T, E, K, D, F = 24, 6, 2, 8, 12
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where tensors are made."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("NO GPU FOUND: the CUDA kernels are not tested")
+    with torch.device(request.param):
+        yield request.param
+
+
+def normal(*shape, seed=0, scale=1.0):
+    values = scale * np.random.default_rng(seed).standard_normal(shape)
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def operands(tokens=T):
+    return [
+        normal(tokens, D, seed=1),
+        normal(D, E, seed=2),
+        normal(E, D, 2, F, seed=3, scale=0.3),
+        normal(E, F, D, seed=4, scale=0.3),
+    ]
+
+
+def layer(x, gate, w_in, w_out):
+    result = moe(x, gate, w_in, w_out, topk=K, aux_loss_coeff=0.1, z_loss_coeff=0.01, score_function="sigmoid")
+    return torch.sin(result.output).sum() + result.aux_loss + result.z_loss + torch.cos(result.weights).sum()
+
+
+def after_router(x, gate, w_in, w_out):
+    routing = route(x @ gate, K)
+    return torch.sin(routed_experts(x, routing.experts, routing.weights, w_in, w_out).output).sum() + routing.lse.sum()
+
+
+def by_parts(x, gate, w_in, w_out):
+    routing = route(x @ gate, K, normalize=False)
+    layout = plan(routing.experts, E, align_size=4)
+    rows = expert_ffn(dispatch(x, layout), w_in, w_out, layout.group_sizes)
+    rows = rows + 0.1 * grouped_matmul(rows, w_in.flatten(2), layout.group_sizes)[:, :D]
+    return torch.sin(combine(rows, layout, routing.weights)).sum()
+
+
+FUNCTIONS = (layer, after_router, by_parts)
+
+
+def gradients(function, arguments):
+    leaves = [a.detach().clone().requires_grad_() for a in arguments]
+    value = function(*leaves)
+    return value.detach(), torch.autograd.grad(value, leaves)
+
+
+def assert_close(got, want, rtol=1e-5, atol=1e-6):
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiled_gradients_are_the_eager_ones(function):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    assert_close(gradients(compiled, operands()), gradients(function, operands()))
+
+
+def test_compiled_for_any_number_of_tokens():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (24, 17, 40):
+        assert_close(gradients(compiled, operands(tokens)), gradients(layer, operands(tokens)))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_grad_and_vmap_of_torch_func(function):
+    arguments = operands()
+    value, want = gradients(function, arguments)
+    got, got_value = torch.func.grad_and_value(function, argnums=(0, 1, 2, 3))(*arguments)
+    assert_close((got_value, got), (value, want))
+    scales = torch.tensor([1.0, -0.5, 2.0])
+    batched = torch.stack([s * arguments[0] for s in scales], 1)
+    got = torch.func.vmap(torch.func.grad(function), in_dims=(1, None, None, None), out_dims=1)(batched, *arguments[1:])
+    want = torch.stack([gradients(function, [s * arguments[0], *arguments[1:]])[1][0] for s in scales], 1)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_checkpoints_compute_the_same_bits(function, reentrant):
+    def saved(*arguments):
+        return checkpoint(function, *arguments, use_reentrant=reentrant)
+
+    want_value, want = gradients(function, operands())
+    leaves = [a.requires_grad_() for a in operands()]
+    value = saved(*leaves)
+    value.backward()
+    assert torch.equal(value, want_value)
+    for leaf, gradient in zip(leaves, want, strict=True):
+        assert torch.equal(leaf.grad, gradient)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_graph_that_is_kept_gives_the_same_bits_again(function):
+    leaves = [a.requires_grad_() for a in operands()]
+    value = function(*leaves)
+    first = torch.autograd.grad(value, leaves, retain_graph=True)
+    again = torch.autograd.grad(value, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_second_derivative_is_an_error(function):
+    leaves = [a.requires_grad_() for a in operands()]
+    (gradient, *_) = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2, 3), (0, 1), (1, 2, 3)], ids=str)
+def test_what_is_frozen_changes_no_other_gradient(function, frozen):
+    _, want = gradients(function, operands())
+    leaves = [a if i in frozen else a.requires_grad_() for i, a in enumerate(operands())]
+    function(*leaves).backward()
+    for i, (leaf, gradient) in enumerate(zip(leaves, want, strict=True)):
+        if i in frozen:
+            assert leaf.grad is None
+        else:
+            assert torch.equal(leaf.grad, gradient), i
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_arguments_that_are_not_contiguous(function):
+    strided = [a.transpose(0, 1).contiguous().transpose(0, 1) for a in operands()]
+    assert not any(a.is_contiguous() for a in strided)
+    assert_close(gradients(function, strided), gradients(function, operands()))
+
+
+def test_one_tensor_in_several_places():
+    """x as the cotangent's source, the tokens of two layers, and a weight that is used twice."""
+    x, gate, w_in, w_out = operands()
+
+    def twice(x, gate, w_in, w_out):
+        first = moe(x, gate, w_in, w_out, topk=K).output
+        return (moe(x + first, gate, w_in, w_out, topk=1).output * x).sum()
+
+    def apart(x, y, gate, w_in, w_out, again_in, again_out):
+        first = moe(x, gate, w_in, w_out, topk=K).output
+        return (moe(x + first, gate, again_in, again_out, topk=1).output * y).sum()
+
+    _, got = gradients(twice, (x, gate, w_in, w_out))
+    _, (d_x, d_y, d_gate, d_in, d_out, more_in, more_out) = gradients(apart, (x, x, gate, w_in, w_out, w_in, w_out))
+    assert_close(got, (d_x + d_y, d_gate, d_in + more_in, d_out + more_out))
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_is_the_layer_in_its_dtype(device, gate_dtype):
+    x, gate, w_in, w_out = operands()
+    gate = gate.to(gate_dtype)
+    with torch.autocast(device, torch.bfloat16):
+        value, got = gradients(lambda *a: moe(*a, topk=K).output.float().square().sum(), (x, gate, w_in, w_out))
+    want_value, want = gradients(
+        lambda x, *a: moe(x.to(torch.bfloat16), *a, topk=K).output.float().square().sum(), (x, gate, w_in, w_out)
+    )
+    assert torch.equal(value, want_value)
+    assert [g.dtype for g in got] == [torch.float32, gate_dtype, torch.float32, torch.float32]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_autocast_rounds_no_product_of_the_gate(device):
+    x, gate, w_in, w_out = operands()
+    want = moe(x.to(torch.bfloat16), gate, w_in, w_out, topk=K).weights
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(moe(x.to(torch.bfloat16), gate, w_in, w_out, topk=K).weights, want)
+
+
+def test_threads_do_not_share_what_a_call_is_laid_out_in():
+    sizes = list(range(1, 33))
+    want = {n: gradients(layer, operands(n)) for n in sizes}
+
+    def run(n):
+        with torch.device("cpu"):
+            return n, gradients(layer, operands(n))
+
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("the default device of a thread is the CPU")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for n, got in pool.map(run, sizes * 3):
+            assert_close(got, want[n], rtol=0, atol=0)
+
+
+def test_the_same_bits_on_every_run():
+    first, again = (gradients(layer, operands(300)) for _ in range(2))
+    assert_close(first, again, rtol=0, atol=0)
+
+
+def test_no_gradient_no_graph():
+    with torch.no_grad():
+        result = moe(*[a.requires_grad_() for a in operands()], topk=K)
+    assert not result.output.requires_grad and not result.weights.requires_grad
+    with torch.inference_mode():
+        assert_close(moe(*operands(), topk=K).output, result.output)
+
+
+def test_meta_tensors_have_the_shapes_of_results():
+    meta = [a.to("meta") for a in operands()]
+    result = moe(*meta, topk=K, aux_loss_coeff=0.1)
+    assert result.output.shape == (T, D) and result.tokens_per_expert.shape == (E,) and result.output.is_meta

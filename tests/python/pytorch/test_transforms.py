@@ -5,6 +5,7 @@ import concurrent.futures
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.torch import combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
@@ -79,9 +80,11 @@ def test_compiled_for_any_number_of_tokens():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    compilations = set()
     for tokens in (24, 17, 40):
         assert_close(gradients(compiled, operands(tokens)), gradients(layer, operands(tokens)))
-    assert counter.frame_count == 1
+        compilations.add(counter.frame_count)
+    assert len(compilations) == 1
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -187,16 +190,14 @@ def test_autocast_rounds_no_product_of_the_gate(device):
         assert torch.equal(moe(x.to(torch.bfloat16), gate, w_in, w_out, topk=K).weights, want)
 
 
-def test_threads_do_not_share_what_a_call_is_laid_out_in():
+def test_threads_do_not_share_what_a_call_is_laid_out_in(device):
     sizes = list(range(1, 33))
     want = {n: gradients(layer, operands(n)) for n in sizes}
 
     def run(n):
-        with torch.device("cpu"):
+        with torch.device(device):  # a thread has a default device of its own
             return n, gradients(layer, operands(n))
 
-    if torch.get_default_device().type != "cpu":
-        pytest.skip("the default device of a thread is the CPU")
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for n, got in pool.map(run, sizes * 3):
             assert_close(got, want[n], rtol=0, atol=0)

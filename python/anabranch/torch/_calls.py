@@ -96,6 +96,13 @@ class _Prepared:
             self.workspace_size = needed.value
 
 
+class _Cache(threading.local):
+    """The prepared calls of a thread: their structs are written to."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[Any, _Prepared] = {}
+
+
 class Operation:
     """One function of the C interface.
 
@@ -111,7 +118,7 @@ class Operation:
             kind, names = part.split(":")
             members += [(field, _FIELDS[kind]) for field in names.split(",")]
         self.struct: Any = type(name, (ctypes.Structure,), {"_fields_": members})
-        self._prepared = threading.local()
+        self._cache = _Cache()
 
     def __call__(
         self, tensors: Mapping[str, torch.Tensor | None], orders: Mapping[str, _Shape] | None = None, **options: Any
@@ -137,7 +144,7 @@ class Operation:
             tuple([None if t is None else (field, t.dtype, t.shape) for field, t in tensors.items()]),
             None if orders is None else tuple(orders.items()),
         )
-        cache = self._prepared.__dict__
+        cache = self._cache.prepared
         prepared = cache.get(key)
         if prepared is None:
             if len(cache) >= _MOST_PREPARED:

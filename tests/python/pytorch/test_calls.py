@@ -1,0 +1,105 @@
+"""The structs of the C interface as Python lays them out, and the operations as torch registers them."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.torch import _calls, _ops
+
+HEADERS = pathlib.Path(__file__).parents[3] / "include" / "anabranch"
+
+
+def fields_of(name):
+    """(field, kind) of a struct in the headers."""
+    text = "".join(path.read_text() for path in sorted(HEADERS.glob("*.h")))
+    (body,) = re.findall(rf"typedef struct {name} \{{(.*?)\}} {name};", text, re.S)
+    body = re.sub(r"/\*.*?\*/", "", body, flags=re.S)
+    kinds = {"size_t": "size", "int32_t": "i", "float": "f", "const ab_tensor*": "t"}
+    return [(field, kinds[kind]) for kind, field in re.findall(r"(const ab_tensor\*|\w+)\s+(\w+);", body)]
+
+
+@pytest.mark.parametrize("operation", _calls.OPERATIONS.values(), ids=list(_calls.OPERATIONS))
+def test_fields_are_those_of_the_header(operation):
+    kinds = {ctype: kind for kind, ctype in _calls._FIELDS.items()}
+    ours = [(field, kinds.get(ctype, "size")) for field, ctype in operation.struct._fields_]
+    assert ours == fields_of(f"ab_{operation.name}_args")
+
+
+def test_a_status_is_an_error_that_says_what_the_library_says():
+    x, w = torch.zeros(4, 3), torch.zeros(2, 5, 6)
+    with pytest.raises(ValueError, match=r"w: got .*\[2, 5, 6\], expected"):
+        _ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False)
+
+
+def test_prepared_calls_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(_calls, "_MOST_PREPARED", 3)
+    for n in range(1, 9):
+        sizes = torch.tensor([n], dtype=torch.int32)
+        assert _ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False).sum() == 2 * n
+    assert len(_calls.grouped_matmul._cache.prepared) <= 3
+
+
+T, E, K, D, F, R = 10, 4, 2, 6, 5, 24
+
+
+def normal(*shape):
+    return torch.tensor(np.random.default_rng(0).standard_normal(shape), dtype=torch.float32)
+
+
+def samples():
+    """(operation, arguments) of every operation."""
+    logits, bias, mask = normal(T, E), normal(E), torch.arange(T) % 3 > 0
+    routing = (K, 1, True, 2.5)
+    weights, experts, _, score_sum, lse, _ = _ops.route(logits, None, mask, None, None, *routing, 0, 0, 0, -1, 0)
+    bounds = torch.tensor([-1.0, 1.0])
+    yield _ops.route, (logits, bias, mask, None, bounds, *routing, 0, 0, 0, -1, 7)
+    yield _ops.route, (logits, None, None, experts, None, *routing, 0, 0, 0, 2, 0)
+    yield _ops.route_backward, (logits, experts, mask, lse, weights, score_sum, lse, *routing)
+    layout = _ops.plan(experts, E, R, 2, 1)
+    yield _ops.plan, (experts, E, R, 2, 2)
+    _, group_sizes, _, row_of_slot, slot_of_row, _ = layout
+    x, rows = normal(T, D), normal(R, D)
+    yield _ops.dispatch, (x, row_of_slot, slot_of_row, None)
+    yield _ops.dispatch, (x, row_of_slot, slot_of_row, weights)
+    yield _ops.combine, (rows, row_of_slot, weights, x, torch.bfloat16)
+    yield _ops.combine_backward, (x, rows, row_of_slot, slot_of_row, weights, torch.float32, True)
+    yield _ops.combine_backward, (x, None, row_of_slot, slot_of_row, None, torch.bfloat16, False)
+    yield (
+        _ops.sort_chunks,
+        (rows, torch.tensor([5, 9, 10], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32), False),
+    )
+    yield _ops.grouped_matmul, (rows, normal(E, 3, D), group_sizes, True)
+    yield _ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32)
+    network = (8, 1.702, 7.0, False, 0, "dfp", "df")
+    w_in, b_in, w_out, b_out = normal(E, D, F, 2), normal(E, F, 2), normal(E, D, F), normal(E, D)
+    experts_of = (group_sizes, w_in, b_in, w_out, b_out)
+    yield _ops.ffn, (rows, None, *experts_of, normal(R), *network)
+    _, h = _ops.ffn(rows, None, *experts_of, normal(R), *network)
+    dtypes = (torch.float32, torch.float32)
+    yield _ops.ffn_backward, (rows, h, rows, None, *experts_of, normal(R), *dtypes, *network)
+    yield _ops.ffn_backward, (rows, h, rows, None, group_sizes, w_in, None, w_out, None, None, *dtypes, *network)
+    network = (*network[:4], K, *network[5:])
+    yield _ops.experts, (x, weights, row_of_slot, slot_of_row, *experts_of, *network)
+    _, h = _ops.experts(x, weights, row_of_slot, slot_of_row, *experts_of, *network)
+    for wanted in (True, False):
+        hidden = (x, h, x, weights, slot_of_row, *experts_of, torch.float32, wanted, *network)
+        yield _ops.experts_hidden, hidden
+        dh = _ops.experts_hidden(*hidden)[0]
+        inputs = (dh, x, x, row_of_slot, slot_of_row, group_sizes, w_in, b_in if wanted else None, w_out)
+        yield _ops.experts_inputs, (*inputs, torch.float32, wanted, wanted, *network)
+
+
+SAMPLES = list(samples())
+
+
+@pytest.mark.parametrize(("operation", "arguments"), SAMPLES, ids=[str(operation) for operation, _ in SAMPLES])
+def test_torch_finds_nothing_wrong(operation, arguments):
+    torch.library.opcheck(operation, arguments)
+
+
+def test_every_operation_has_a_sample():
+    ours = {name for name in dir(_ops) if isinstance(getattr(_ops, name), torch._ops.OpOverload)}
+    assert {operation for operation, _ in SAMPLES} == {getattr(_ops, name) for name in ours}

@@ -50,7 +50,7 @@ def layer(parallel: Parallel) -> layer_in_jax.Layer:
         output: jax.Array = moe(x, gate, w_in, w_out, topk=topk, parallel=parallel).output
         return output
 
-    return run
+    return layer_in_jax.Layer(run)
 
 
 def measure_layer(

@@ -178,7 +178,7 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(monkeypatch):
     def broken(*_, topk):
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such kernel")
 
-    monkeypatch.setitem(layer_in_jax.LAYERS, "xla", broken)
+    monkeypatch.setitem(layer_in_jax.LAYERS, "xla", layer_in_jax.Layer(broken))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such kernel"):
         measured_on_cpu("xla")
 

@@ -80,9 +80,9 @@ def load(path):
     with np.load(path) as file:
         # numpy keeps bfloat16 as two bytes of no type
         arrays = {n: a.view(ml_dtypes.bfloat16) if a.dtype.kind == "V" else a for n, a in file.items()}
-    result = MoEOutput(**{name: arrays[name] for name in MoEOutput._fields})
+    result = MoEOutput(**{name: arrays[name] for name in MoEOutput._fields if name in arrays})
     gradients = {name.removeprefix("d_"): array for name, array in arrays.items() if name.startswith("d_")}
-    return result, gradients, [arrays[f"cotangent_{i}"] for i in range(3)]
+    return result, gradients, [array for name, array in arrays.items() if name.startswith("cotangent_")]
 
 
 def main(folder, *cases):
@@ -96,6 +96,7 @@ def main(folder, *cases):
                 case.arrays(), put=placed(mesh, case.parallel), parallel=case.parallel, **case.options()
             )
         arrays = {**result._asdict(), **{f"d_{name}": array for name, array in gradients.items()}}
+        arrays = {name: array for name, array in arrays.items() if array is not None}
         # One program for all arrays: multihost_utils.process_allgather compiles one for each of them.
         arrays = jax.jit(lambda arrays: arrays, out_shardings=NamedSharding(mesh, PartitionSpec()))(arrays)
         arrays |= {f"cotangent_{i}": array for i, array in enumerate(cotangents)}

@@ -23,7 +23,7 @@ def test_the_layer_on_all_ranks_is_the_layer(transport):
         assert given.w_in.addressable_shards[0].data.shape[0] == SHAPE.E // mesh.size
         got = jax.jit(layer_in_jax.forward_and_backward(mesh_in_jax.layer(parallel), SHAPE.K))(*given)
     alone = layer_in_jax.Operands(*(None if a is None else jax.numpy.asarray(np.asarray(a)) for a in given))
-    want = layer_in_jax.forward_and_backward(layer_in_jax.ours, SHAPE.K)(*alone)
+    want = layer_in_jax.forward_and_backward(layer_in_jax.LAYERS["jax"], SHAPE.K)(*alone)
     for name, mine, theirs in zip(NAMES, got, want, strict=True):
         assert_close(mine, theirs, 2e-6 if name == "output" else 1e-5, name)
 

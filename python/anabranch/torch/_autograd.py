@@ -1,6 +1,7 @@
 """What every autograd function of ours has in common."""
 
 import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor
 
 class Function(torch.autograd.Function):
     """An autograd function of operations: its backward pass is not differentiable, and vmap runs it slice by slice."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # torch asks at each call
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:

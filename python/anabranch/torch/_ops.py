@@ -4,6 +4,7 @@ An operation is an allocation of its results, from shapes and options alone, and
 by itself is what torch.compile traces. What differentiates stands outside, in autograd functions that call these.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ def _define(schema: str, allocate: Callable[..., Any], fill: Callable[..., None]
     return getattr(torch.ops.anabranch, name).default
 
 
+@functools.cache
 def _orders(w_in: str, w_out: str) -> dict[str, tuple[int, ...]] | None:
     """Of all tensors that are not in our own layouts, for the calls."""
     layouts = Layouts(w_in, w_out)
@@ -42,10 +44,22 @@ def _orders(w_in: str, w_out: str) -> dict[str, tuple[int, ...]] | None:
     return {name: order for name, order in orders.items() if list(order) != sorted(order)} or None
 
 
+@functools.cache
+def _axes(layout: str) -> tuple[int, ...]:
+    """The axes of w_in that E, D, P and F are."""
+    return Layouts(layout).order("w_in")
+
+
 def _sizes(w_in: Tensor, layout: str) -> tuple[int, int, int, int]:
     """(E, D, P, F) of w_in."""
-    of = Layouts(layout).sizes("w_in", w_in.shape)
-    return of["e"], of["d"], of["p"], of["f"]
+    E, D, P, F = (w_in.shape[axis] for axis in _axes(layout))
+    return E, D, P, F
+
+
+def _hidden(w_in_layout: str, R: int, P: int, F: int) -> tuple[int, int, int]:
+    """The shape of h."""
+    axes = _axes(w_in_layout)
+    return (R, P, F) if axes[2] < axes[3] else (R, F, P)
 
 
 # ---------------------------------------------------------------- router
@@ -268,7 +282,7 @@ def _allocate_ffn(
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
     R = (x if slot_of_row is None else slot_of_row).shape[0]
-    return x.new_empty((R, x.shape[1])), x.new_empty(Layouts(w_in_layout).shape("h", r=R, p=P, f=F))
+    return x.new_empty((R, x.shape[1])), x.new_empty(_hidden(w_in_layout, R, P, F))
 
 
 def _ffn(
@@ -368,7 +382,7 @@ def _allocate_experts(
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
-    return torch.empty_like(x), x.new_empty(Layouts(w_in_layout).shape("h", r=slot_of_row.shape[0], p=P, f=F))
+    return torch.empty_like(x), x.new_empty(_hidden(w_in_layout, slot_of_row.shape[0], P, F))
 
 
 def _experts(

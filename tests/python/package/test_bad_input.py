@@ -4,29 +4,24 @@ The functions and their arguments come from the package and from signatures, so 
 needs one good call (`CALLS`). Calls are traced, not run: what a bad value may do must be known without data.
 """
 
-import fractions
 import functools
 import inspect
-import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 
 import anabranch.jax as ab
+import bad_values
 from anabranch.jax.linen import MoEBlock
 from anabranch.jax.nnx import MoE
+from bad_values import DTYPES, as_dtype, complaint, floats, shown
 
 T, E, K, D, F, R, P = 4, 4, 2, 3, 5, 8, 2
 MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def floats(*shape):
-    return np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
 
 
 EXPERTS = np.arange(T * K, dtype=np.int32).reshape(T, K) % E
@@ -156,43 +151,16 @@ LAYERS = {
 OTHERS = {"self", "parent", "name"}
 
 
-class Rude:
-    """Neither compares nor shows itself."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other):
-        raise RuntimeError("no")
-
-    def __repr__(self):
-        raise RuntimeError("no")
-
-
-class Shaped:
-    shape, dtype, ndim = (4, 4), "float32", 2
-
-
 VALUES = [
-    None, "", "softmax", "ü\0", b"x", True, -1, 0, 1, 2**31 - 1, 2**31, 2**32 + 1, 10**400, 10**5000, -(2**63), 0.5, -1.5,
-    float("nan"), float("inf"), 1e300, 1e-320, 3j, fractions.Fraction(10**400), [], (), ("a", "a"), {"a": 1}, ...,
-    NotImplemented, object(), Rude(), Shaped(), len, int, Rude, np.str_("softmax"), np.float64(0.5), range(3), slice(1),
-    np.ndarray, jnp.float32, jax.Array, Shaped, np.dtype("float64"), np.float32("nan"), np.int64(2**32 + 1),
-    np.uint64(2**63), np.bool_(True), np.array(["softmax"]), np.array(["a", "b"]), np.array(1), np.array([2**32 + 1]),
-    np.array([1, 2], object), np.zeros((0, 0)), np.zeros((1,) * 9, np.float32), np.ma.masked_array([1.0, 2.0], [0, 1]),
-    np.datetime64("2020-01-01"), np.zeros((T, E), [("a", "f4")]), np.zeros((T, E), ">f4"),
-    jax.ShapeDtypeStruct((T, E), jnp.float32), jax.random.key(0), PLAN, jax.sharding.PartitionSpec("a"),
-    ab.Parallel(data_axes="data"),
+    *bad_values.VALUES, jnp.float32, jax.Array, jax.ShapeDtypeStruct((T, E), jnp.float32), jax.random.key(0), PLAN,
+    jax.sharding.PartitionSpec("a"), ab.Parallel(data_axes="data"),
 ]  # fmt: skip
-DTYPES = (
-    "bool", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64",
-    "complex64", "float8_e4m3fn", "int4",
-)  # fmt: skip
 
 
 def variants(good):
     """Arrays like a good one in other dtypes, ranks and shapes, and with numbers that int32 can't hold."""
     for dtype in DTYPES:
-        yield good.astype(getattr(ml_dtypes, dtype, dtype))
+        yield as_dtype(good, dtype)
     if good.dtype.kind in "iu":
         yield np.full(good.shape, 2**32 + 1, np.int64)
         yield np.full(good.shape, -(2**63), np.int64)
@@ -204,31 +172,6 @@ def variants(good):
 
 
 TRACED = [jax.ShapeDtypeStruct(*t) for t in (((), jnp.int32), ((T, E), jnp.float32), ((E,), bool))]
-
-
-def shown(value):
-    if isinstance(value, np.ndarray):
-        return f"{type(value).__name__} {value.dtype}{list(value.shape)}"
-    try:
-        return repr(value)[:80]
-    except Exception:
-        return f"a {type(value).__name__}"
-
-
-def complaint(error, argument, names, value):
-    """What is wrong with an error; None: nothing.
-
-    An array or a size that is good by itself may not fit to other arguments: then one of them may be named.
-    """
-    may_be_good = isinstance(value, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct, int))
-    if not isinstance(error, (TypeError, ValueError)):
-        return f"{type(error).__name__}: {error}"
-    blamed = re.match(r"([a-z_]+)[^:]*: got .*expected ", str(error), re.DOTALL)
-    if blamed is None:
-        return f"no 'argument: got X, expected Y': {error}"
-    if not re.search(rf"\b{argument}\b", str(error)) and not (may_be_good and blamed[1] in names):
-        return f"another argument named: {error}"
-    return None
 
 
 def public():
@@ -271,7 +214,7 @@ def test_a_bad_value_is_an_error_that_names_its_argument(function):
             try:
                 attempt()
             except Exception as error:
-                problem = complaint(error, argument, arguments, value)
+                problem = complaint(error, argument, arguments, value, (jax.Array, jax.ShapeDtypeStruct))
                 if problem:
                     wrong.append(f"{argument} = {shown(value)}: {problem[:300]}")
     assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)

@@ -1,0 +1,93 @@
+"""Every argument of every public function, given every value of a list: a result, or an error that names the argument.
+
+The functions and their arguments come from the package and from signatures, so a new one is here by itself; a function
+needs one good call (`CALLS`). Tensors are on the device "meta": what a bad value may do must be known without data.
+"""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import anabranch.torch as ab
+from bad_values import DTYPES, VALUES, as_dtype, complaint, floats, shown
+
+T, E, K, D, F, R = 4, 4, 2, 3, 5, 8
+
+
+def tensors(values):
+    return {
+        name: torch.from_numpy(v.copy()).to("meta") if isinstance(v, np.ndarray) else v for name, v in values.items()
+    }
+
+
+EXPERTS = np.arange(T * K, dtype=np.int32).reshape(T, K) % E
+PLAN = ab.plan(torch.from_numpy(EXPERTS).to("meta"), E)
+MASK = np.ones(T, bool)
+SIZES = np.array([2, 0, 3, 3], np.int32)
+ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
+MATRICES = dict(w_in=floats(E, D, 2, F), w_out=floats(E, F, D), b_in=floats(E, 2, F), b_out=floats(E, D))
+
+#: Public function: a good call, with as many arguments as go together.
+CALLS = {
+    ab.combine: dict(rows=floats(R, D), plan=PLAN, weights=floats(T, K)),
+    ab.dispatch: dict(x=floats(T, D), plan=PLAN),
+    ab.expert_ffn: dict(rows=floats(R, D), group_sizes=SIZES, weights=floats(R), **MATRICES),
+    ab.grouped_matmul: dict(x=floats(R, D), w=floats(E, D, F), group_sizes=SIZES),
+    ab.load_balance_loss: dict(score_sum=floats(E), tokens_per_expert=SIZES, topk=K, coeff=0.1, num_tokens=T),
+    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), **MATRICES, **ROUTING),
+    ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
+    ab.quantile_bias: dict(histogram=np.ones((E, 4), np.int32), lower=-1.0, upper=1.0, topk=K),
+    ab.route: dict(logits=floats(T, E), **ROUTING),
+    ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),
+    ab.z_loss: dict(lse=floats(T), coeff=0.1, token_mask=MASK, num_tokens=T),
+}
+
+
+def variants(good):
+    """Tensors like a good one in other dtypes, ranks, shapes, layouts and places."""
+    for dtype in DTYPES:
+        if dtype in ("int4", "float8_e4m3fn"):
+            continue  # numpy's have no tensors
+        array = as_dtype(good, dtype)
+        tensor = (
+            torch.from_numpy(array.astype(np.float32)).bfloat16() if dtype == "bfloat16" else torch.from_numpy(array)
+        )
+        yield tensor.to("meta")
+    on_cpu = torch.from_numpy(good.copy())
+    tensor = on_cpu.to("meta")
+    yield from (tensor[None], tensor.ravel(), tensor[:0], tensor[..., :0], torch.cat([tensor, tensor]))
+    yield from (torch.cat([tensor, tensor], -1), on_cpu.tolist(), good, on_cpu.to_sparse(), on_cpu)
+    if good.dtype.kind in "iu":
+        yield from (torch.full(good.shape, n, dtype=torch.int64, device="meta") for n in (2**32 + 1, -(2**63)))
+    if good.dtype.kind == "f":
+        yield tensor.to(torch.float8_e4m3fn)
+        if tensor.dim() > 1:
+            yield torch.nested.nested_tensor([on_cpu], layout=torch.jagged)
+
+
+def public():
+    return [f for name in ab.__all__ if inspect.isfunction(f := getattr(ab, name))]
+
+
+@pytest.mark.parametrize("function", public(), ids=lambda f: f.__name__)
+def test_a_bad_value_is_an_error_that_names_its_argument(function):
+    good = CALLS[function]
+    arguments = list(inspect.signature(function).parameters)
+    function(**tensors(good))
+    wrong = []
+    for argument in arguments:
+        usual = good.get(argument)
+        values = [*VALUES, torch.float32, torch.Tensor, PLAN]
+        values += [torch.zeros((), dtype=torch.int32, device="meta"), torch.zeros(T, E, device="meta")]
+        if isinstance(usual, np.ndarray):
+            values += variants(usual)
+        for value in values:
+            try:
+                function(**tensors(good) | {argument: value})
+            except Exception as error:
+                problem = complaint(error, argument, arguments, value, (torch.Tensor,))
+                if problem:
+                    wrong.append(f"{argument} = {shown(value)}: {problem[:300]}")
+    assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from anabranch.exchange_sizes import ExchangeSizes, traffic
 from anabranch.jax._arrays import take
 from anabranch.jax._ffn import SlotProduct
 from anabranch.jax.chunk_sort import sort_chunks
@@ -37,41 +38,10 @@ from anabranch.rows import num_rows_needed
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounds:
-    """What the sizes of a rank's buffers follow from.
+class Bounds(ExchangeSizes):
+    """What the sizes of a rank's buffers follow from, and the expert axis; None: one rank."""
 
-    Attributes:
-      axis: the expert axis; None: one rank.
-      ranks: P; experts: E; align_size: as for `plan`; tokens: T of a rank; topk: K.
-      slots_per_token: the slots of one token that can go to one rank: min(K, E/P), K where experts may repeat.
-      capacity: slots that a rank takes, None: all.
-    """
-
-    axis: str | None
-    ranks: int
-    experts: int
-    align_size: int
-    tokens: int
-    topk: int
-    slots_per_token: int
-    capacity: int | None
-
-    @property
-    def local_experts(self) -> int:
-        """E/P."""
-        return self.experts // self.ranks
-
-    @property
-    def pair_slots(self) -> int:
-        """Slots that one rank can send to one other."""
-        slots = self.tokens * self.slots_per_token
-        return slots if self.capacity is None else min(slots, self.capacity)
-
-    @property
-    def arriving_slots(self) -> int:
-        """Slots that can arrive at a rank."""
-        slots = self.ranks * self.tokens * self.slots_per_token
-        return slots if self.capacity is None else min(slots, self.capacity)
+    axis: str | None = None
 
 
 class Transport(Protocol):
@@ -302,18 +272,13 @@ class Padded(_Rows):
 
     bounds: Bounds
 
-    @property
-    def _region(self) -> int:
-        """Rows of one region: the most that one rank can have for another."""
-        return num_rows_needed(self.bounds.pair_slots, self.bounds.local_experts, self.bounds.align_size)
-
     def plan(self, experts: jax.Array) -> RowRoute:
         """See Transport."""
         b = self.bounds
-        arriving = b.ranks * self._region
+        arriving = b.ranks * self.bounds.region
         layout = plan(experts, b.experts, align_size=b.align_size, num_rows=arriving, num_destinations=b.ranks)
         chunks = _all_to_all(layout.group_sizes.reshape(b.ranks, b.local_experts), b.axis)
-        tails = self._region - jnp.sum(chunks, axis=1, dtype=jnp.int32)
+        tails = self.bounds.region - jnp.sum(chunks, axis=1, dtype=jnp.int32)
         rows = min(arriving, num_rows_needed(b.arriving_slots, b.experts, b.align_size))
         slot_of_row, row_of_arrived = _by_expert(chunks, tails, arriving, rows)
         sizes = jnp.zeros((0, b.experts), jnp.int32)
@@ -321,7 +286,7 @@ class Padded(_Rows):
         return RowRoute(layout.row_of_slot, layout.slot_of_row, slot_of_row, row_of_arrived, group_sizes, sizes)
 
     def _exchange(self, route: RowRoute, rows: jax.Array) -> jax.Array:
-        regions = rows.reshape(self.bounds.ranks, self._region, rows.shape[1])
+        regions = rows.reshape(self.bounds.ranks, self.bounds.region, rows.shape[1])
         return _all_to_all(regions, self.bounds.axis).reshape(rows.shape)
 
     _return = _exchange  # the region that came from a rank goes back to it
@@ -415,22 +380,11 @@ _RATES = {
 }
 
 
-def traffic(bounds: Bounds, itemsize: int) -> dict[str, float]:
-    """Bytes a rank sends for every column of D in a forward pass, there and back, by transport (docs/scaling.md)."""
-    b, others = bounds, bounds.ranks - 1
-    region = num_rows_needed(b.pair_slots, b.local_experts, b.align_size)
-    return {
-        "ring": 2 * others * b.tokens * itemsize,
-        "all_to_all": 2 * others * region * itemsize,
-        "ragged": 2 * b.tokens * b.topk * others / b.ranks * itemsize,
-    }
-
-
 def choose(platform: str, bounds: Bounds, itemsize: int) -> str:
     """The transport that `transport="auto"` stands for: the one of the shortest estimated time, bytes by rate.
 
     >>> tokens = dict(tokens=8192, topk=8, slots_per_token=8, align_size=0, capacity=None)
-    >>> choose("gpu", Bounds("expert", 8, 128, **tokens), 2), choose("gpu", Bounds("expert", 512, 512, **tokens), 2)
+    >>> choose("gpu", Bounds(8, 128, **tokens), 2), choose("gpu", Bounds(512, 512, **tokens), 2)
     ('ring', 'ragged')
     """
     rates = _RATES.get(platform, _RATES["gpu"])

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from anabranch.exchange_sizes import capacity_of
 from anabranch.jax import _check
 from anabranch.jax._sharding import Axes, axes_of_type, entry_of, mesh_of, spec_of
 from anabranch.jax.exchange import TRANSPORTS, Bounds, choose
@@ -186,7 +187,7 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
         topk=topk,
         # Experts that are given may repeat.
         slots_per_token=topk if selected else min(topk, num_experts // ranks),
-        capacity=None if factor is None else math.ceil(factor * T * topk),
+        capacity=capacity_of(factor, T, topk),
     )
     transport = "ring" if ep is None else parallel.transport
     if transport == "auto":

@@ -11,7 +11,7 @@ from anabranch.rows import num_rows_needed
 
 def bounds(ranks, local, tokens, topk, align_size=0, capacity=None):
     per_token = min(topk, local)
-    return Bounds("expert", ranks, ranks * local, align_size, tokens, topk, per_token, capacity)
+    return Bounds(ranks, ranks * local, align_size, tokens, topk, per_token, capacity, "expert")
 
 
 def aligned(counts, a):
@@ -41,7 +41,7 @@ def test_whatever_the_routing_all_rows_fit(ranks, local, tokens, align_size, fav
     experts = experts.reshape(ranks, tokens, topk).astype(int)
     rows = aligned(counts_of(experts, E), align_size).reshape(ranks, ranks, local)
     b = bounds(ranks, local, tokens, topk, align_size)
-    assert rows.sum(-1).max() <= Padded(b)._region
+    assert rows.sum(-1).max() <= Padded(b).bounds.region
     assert rows.sum((1, 2)).max() <= Ragged(b)._leaving
     assert rows.sum((0, 2)).max() <= Ragged(b)._arriving
     assert rows.sum((0, 2)).max() <= num_rows_needed(b.arriving_slots, b.experts, align_size)
@@ -54,13 +54,13 @@ def test_the_worst_case_fills_the_buffers(capacity):
     """All ranks send all they can to one: 4 ranks of 6 tokens with 2 of their 3 slots there."""
     b = bounds(4, 2, 6, 3, capacity=capacity)
     assert b.pair_slots == min(12, capacity or 12) and b.arriving_slots == min(48, capacity or 48)
-    assert Padded(b)._region == b.pair_slots and Ragged(b)._arriving == b.arriving_slots
+    assert Padded(b).bounds.region == b.pair_slots and Ragged(b)._arriving == b.arriving_slots
 
 
 def test_padding_of_every_source_and_expert_has_room():
     """One slot for each expert from each rank, and 8 rows for it."""
     b = bounds(4, 2, 1, 8, align_size=8)
-    assert Padded(b)._region == 2 * 8 and Ragged(b)._arriving == 4 * 2 * 8 and Ragged(b)._leaving == 8 * 8
+    assert Padded(b).bounds.region == 2 * 8 and Ragged(b)._arriving == 4 * 2 * 8 and Ragged(b)._leaving == 8 * 8
 
 
 def test_traffic_and_choice():

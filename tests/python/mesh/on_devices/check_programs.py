@@ -208,7 +208,7 @@ def test_traffic_is_what_the_program_sends(capacity_factor):
     arrays = operands(P * T, E, K, D, 24)
     arguments = {name: arrays[name] for name in ("x", "gate", "w_in", "w_out")}
     capacity = None if capacity_factor is None else int(capacity_factor * T * K)
-    expected = traffic(Bounds("expert", P, E, 0, T, K, min(K, E // P), capacity), itemsize=4)
+    expected = traffic(Bounds(P, E, 0, T, K, min(K, E // P), capacity, "expert"), itemsize=4)
     for transport in KINDS:
         parallel = Parallel(
             expert_axis="expert", transport=transport, capacity_factor=capacity_factor, mesh=mesh_of(expert=P)

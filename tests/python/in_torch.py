@@ -87,3 +87,13 @@ def vjp(function, operands):
 def plan_of(plan):
     """A plan of torch with a numpy plan's or JAX's arrays."""
     return Plan(*(tensor(np.asarray(value)) for value in plan))
+
+
+def to_bytes(array):
+    """An array that numpy.savez keeps the dtype of, which it does not of bfloat16."""
+    return array.view(np.dtype("V2")) if array.dtype == ml_dtypes.bfloat16 else array
+
+
+def from_bytes(array):
+    """The array of `to_bytes`."""
+    return array.view(ml_dtypes.bfloat16) if array.dtype.kind == "V" else array

@@ -405,7 +405,7 @@ def _experts(
         },
         _orders(w_in_layout, w_out_layout),
         activation=activation,
-        weight_early=weight_early,
+        weight_early=weight_early and weights is not None,
         topk=topk,
         skip_rest=1,
         activation_alpha=activation_alpha,
@@ -423,14 +423,14 @@ def _experts(
             "out": out,
         },
         transpose_w=w_out_layout == "df",
-        weight_early=weight_early,
+        weight_early=weight_early and weights is not None,
         skip_rest=1,
     )
 
 
-#: The experts of tokens [T, D] by the rows of a plan, summed with their weights: the output, and h.
+#: The experts of tokens [T, D] by the rows of a plan, summed with their weights, if there are any: the output, and h.
 experts = _define(
-    "experts(Tensor x, Tensor weights, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, Tensor w_in, "
+    "experts(Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, Tensor w_in, "
     f"Tensor? b_in, Tensor w_out, Tensor? b_out, {_NETWORK}) -> (Tensor output, Tensor h)",
     _allocate_experts,
     _experts,

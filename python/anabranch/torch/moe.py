@@ -7,15 +7,18 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.activation import Activation
 from anabranch.router_options import router_options
 from anabranch.torch import _check
 from anabranch.torch._autograd import has_autocast
-from anabranch.torch._layer import LayerConfig, Operands, mixture
+from anabranch.torch._group_layer import GroupConfig, GroupOutput, group_mixture
+from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, mixture
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
+from anabranch.torch.parallel import check_parallel, place
 from anabranch.torch.router import quantile_operand, router_operands
 
 
@@ -27,7 +30,8 @@ class MoEOutput(NamedTuple):
       aux_loss: float32 scalar, the load-balance loss; 0 where its coefficient is 0.
       z_loss: float32 scalar; 0 where its coefficient is 0.
       tokens_per_expert: int32 [E], slots routed to each expert, before any dropping.
-      dropped: int32 scalar, slots that found no row.
+      dropped: int32 scalar, slots that found no row, of all ranks.
+      dropped_by_source: int32 [P], the same by the rank that the tokens came from; without a group P = 1.
       experts: int32 [..., K], the selection, the best first; -1: no expert. As `forced_experts` it is replayed.
       weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient goes to the gate and x.
       qb_histogram: int32 [E, bins] with quantile balancing, else None.
@@ -38,6 +42,7 @@ class MoEOutput(NamedTuple):
     z_loss: Tensor
     tokens_per_expert: Tensor
     dropped: Tensor
+    dropped_by_source: Tensor
     experts: Tensor
     weights: Tensor
     qb_histogram: Tensor | None = None
@@ -101,6 +106,9 @@ def moe(
     w_out_layout: str = "fd",
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
+    group: "dist.ProcessGroup | None" = None,
+    transport: str = "auto",
+    capacity_factor: float | None = None,
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -134,9 +142,17 @@ def moe(
         PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
         [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
+      group: ranks that share the experts, P of them. Each calls with tokens of its own, as many as every other, the
+        whole gate, and its E/P experts in w_in and w_out: rank r has experts r E/P and on. None: this process has all.
+      transport: "ring", "all_to_all", or "auto", which estimates their times; see docs/scaling.md.
+      capacity_factor: None: nothing is ever dropped, buffers hold the worst case. Else a rank takes at most
+        ceil(capacity_factor T K) slots, T the tokens of a rank, and drops those that come last in the order (source,
+        token, slot), the same on every run.
 
     Returns:
-      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, experts, weights, qb_histogram).
+      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
+      qb_histogram). With a group output, experts and weights are of this rank's tokens; losses, counts and the
+      histogram of all ranks'.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -144,6 +160,8 @@ def moe(
 
     Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
     float32. Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
+    With a group, those of x and of the experts are whole, and those of the gate and its bias this rank's parts of a sum
+    over the ranks, where every rank differentiates the same losses. All ranks run the backward pass, or none.
     Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
     gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
@@ -159,9 +177,12 @@ def moe(
     *leading, D = x.shape
     b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
     layouts = check_layouts(w_in_layout, w_out_layout)
-    E, parts = check_experts(layouts, x, tuple(dict.fromkeys((x.dtype, torch.float32))), w_in, w_out, b_in, b_out)
-    if E < 1:
+    parallel = check_parallel(group, transport, capacity_factor)
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
+    if local < 1:
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
+    E = local if parallel is None else local * parallel.ranks
     gate = _check.tensor("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
     options = router_options(
         E,
@@ -190,36 +211,62 @@ def moe(
     )  # fmt: skip
     tokens = flat(x)
     assert tokens is not None
-    result = mixture(
-        config,
-        Operands(
-            x=tokens,
-            w_in=w_in,
-            w_out=w_out,
-            b_in=b_in,
-            b_out=b_out,
-            gate=gate,
-            gate_bias=gate_bias,
-            expert_bias=bias,
-            token_mask=flat(mask, 0),
-            forced_experts=flat(forced),
-            qb_bin_bounds=bounds,
-        ),
+    operands = Operands(
+        x=tokens,
+        w_in=w_in,
+        w_out=w_out,
+        b_in=b_in,
+        b_out=b_out,
+        gate=gate,
+        gate_bias=gate_bias,
+        expert_bias=bias,
+        token_mask=flat(mask, 0),
+        forced_experts=flat(forced),
+        qb_bin_bounds=bounds,
     )
-    aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
-    if aux_loss_coeff or z_loss_coeff:
-        number = torch.full((), float(tokens.shape[0]), device=x.device) if mask is None else mask.sum().float()
-        if aux_loss_coeff:
-            aux = load_balance_loss(result.score_sum, result.tokens_per_expert, options.topk, aux_loss_coeff, number)
-        if z_loss_coeff:
-            z = mean_of_squares(result.lse.square().sum(), z_loss_coeff, number)  # of a masked token lse is 0
+    coefficients = aux_loss_coeff, z_loss_coeff
+    if parallel is not None:
+        T, repeats = tokens.shape[0], forced is not None
+        placed = place(parallel, x, T, options.topk, E, local, config.align_size, repeats=repeats)
+        of_all = group_mixture(GroupConfig(config, *placed), operands)
+        squares = of_all.lse_squares if z_loss_coeff else None
+        aux, z = _losses(config, coefficients, of_all.score_sum, squares, of_all.tokens_per_expert, of_all.num_tokens)
+        dropped, by_source = of_all.dropped.sum(dtype=torch.int32), of_all.dropped
+        result: GroupOutput | LayerOutput = of_all
+    else:
+        alone = mixture(config, operands)
+        number = tokens.shape[0] if mask is None else mask.sum()
+        squares = alone.lse.square().sum() if z_loss_coeff else None  # of a masked token lse is 0
+        aux, z = _losses(config, coefficients, alone.score_sum, squares, alone.tokens_per_expert, number)
+        dropped, by_source, result = alone.dropped, alone.dropped[None], alone
     return MoEOutput(
         result.output.reshape(x.shape),
         aux,
         z,
         result.tokens_per_expert,
-        result.dropped,
+        dropped,
+        by_source,
         result.experts.reshape(*leading, options.topk),
         result.weights.reshape(*leading, options.topk),
         result.qb_histogram if options.qb_bins else None,
     )
+
+
+def _losses(
+    config: LayerConfig,
+    coefficients: tuple[float, float],
+    score_sum: Tensor,
+    squares: Tensor | None,
+    counts: Tensor,
+    num_tokens: int | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(aux_loss, z_loss) of the sums over num_tokens tokens; squares: of lse^2, None without a z-loss."""
+    aux_coeff, z_coeff = coefficients
+    assert config.router is not None
+    aux = z = torch.zeros((), dtype=torch.float32, device=score_sum.device)
+    if aux_coeff:
+        aux = load_balance_loss(score_sum, counts, config.router.topk, aux_coeff, num_tokens)
+    if squares is not None:
+        tokens = num_tokens if isinstance(num_tokens, Tensor) else torch.full_like(z, float(num_tokens))
+        z = mean_of_squares(squares, z_coeff, tokens.float())
+    return aux, z

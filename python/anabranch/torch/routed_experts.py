@@ -4,14 +4,17 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.activation import Activation
 from anabranch.rows import check_num_slots
 from anabranch.torch import _check
+from anabranch.torch._group_layer import GroupConfig, group_mixture
 from anabranch.torch._layer import LayerConfig, Operands, mixture
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat
+from anabranch.torch.parallel import check_parallel, place
 
 
 class RoutedExpertsOutput(NamedTuple):
@@ -20,7 +23,7 @@ class RoutedExpertsOutput(NamedTuple):
     Attributes:
       output: [..., D], dtype of x.
       tokens_per_expert: int32 [E], slots of each expert, before any dropping.
-      dropped: int32 scalar, slots that found no row, and indices outside [-1, E).
+      dropped: int32 scalar, slots that found no row, and indices outside [-1, E), of all ranks.
     """
 
     output: Tensor
@@ -42,6 +45,9 @@ def routed_experts(
     align_size: int = 0,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
+    group: "dist.ProcessGroup | None" = None,
+    transport: str = "auto",
+    capacity_factor: float | None = None,
 ) -> RoutedExpertsOutput:
     """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
 
@@ -61,6 +67,8 @@ def routed_experts(
       weight_early: weights multiply before W_out instead of at the combine; same result.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
+      group, transport, capacity_factor: ranks that share the experts, as in `moe`; experts are numbered over all.
+        Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Every index that is no expert but -1 counts as dropped.
@@ -86,9 +94,12 @@ def routed_experts(
     *leading, _ = x.shape
     b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
     layouts = check_layouts(w_in_layout, w_out_layout)
-    E, parts = check_experts(layouts, x, tuple(dict.fromkeys((x.dtype, torch.float32))), w_in, w_out, b_in, b_out)
-    if E < 1:
+    parallel = check_parallel(group, transport, capacity_factor)
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
+    if local < 1:
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
+    E = local if parallel is None else local * parallel.ranks
     experts = _check.indices("experts", experts, (*leading, "K"))
     K = experts.shape[-1]
     if K < 1:
@@ -99,16 +110,13 @@ def routed_experts(
     config = LayerConfig(None, network(activation, parts, weight_early, K, layouts), E, check_align_size(align_size))
     tokens = flat(x)
     assert tokens is not None
-    result = mixture(
-        config,
-        Operands(
-            x=tokens,
-            w_in=w_in,
-            w_out=w_out,
-            b_in=b_in,
-            b_out=b_out,
-            weights=flat(weights.float()),
-            experts=flat(experts),
-        ),
+    operands = Operands(
+        x=tokens, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, weights=flat(weights.float()), experts=flat(experts)
     )
-    return RoutedExpertsOutput(result.output.reshape(x.shape), result.tokens_per_expert, result.dropped)
+    if parallel is None:
+        result = mixture(config, operands)
+        return RoutedExpertsOutput(result.output.reshape(x.shape), result.tokens_per_expert, result.dropped)
+    placed = place(parallel, x, tokens.shape[0], K, E, local, config.align_size, repeats=True)
+    of_all = group_mixture(GroupConfig(config, *placed), operands)
+    dropped = of_all.dropped.sum(dtype=torch.int32)
+    return RoutedExpertsOutput(of_all.output.reshape(x.shape), of_all.tokens_per_expert, dropped)

@@ -1,0 +1,226 @@
+"""The rules of the whole layer on a process group: what one rank does.
+
+A rank routes its own tokens, a transport (exchange.py) takes them to their experts and brings the sums back. Sums for
+the losses are added up over the ranks here, explicitly: nothing is differentiated through a collective. Gradients are
+those of this rank's tokens and experts; what is whole on every rank (the gate and its bias) gets this rank's part of a
+sum.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.torch import _ops
+from anabranch.torch._autograd import Function, without_autocast
+from anabranch.torch._gate import gate_backward, logits_of
+from anabranch.torch._layer import LayerConfig, Operands
+from anabranch.torch.exchange import Ranks, Route, keep_within, transport
+from anabranch.torch.router import logits_gradient, routing_of
+
+
+class GroupConfig(NamedTuple):
+    """The options of the layer, and where it runs. `layer.num_experts`: E, of all ranks."""
+
+    layer: LayerConfig
+    ranks: Ranks
+    transport: str
+
+
+class GroupOutput(NamedTuple):
+    """What the layer computes; sums are over the tokens of all ranks. Without a router some have no elements."""
+
+    output: Tensor
+    """[T, D], dtype of x."""
+    tokens_per_expert: Tensor
+    """int32 [E]: before any dropping."""
+    dropped: Tensor
+    """int32 [P]: slots of every rank that found no room."""
+    num_tokens: Tensor
+    """int32 []: unmasked ones."""
+    weights: Tensor
+    """float32 [T, K]."""
+    experts: Tensor
+    """int32 [T, K]: as selected, before any dropping."""
+    score_sum: Tensor
+    """float32 [E]."""
+    lse_squares: Tensor
+    """float32 []: the sum of lse^2."""
+    qb_histogram: Tensor
+    """int32 [E, bins]."""
+    h: Tensor
+    """Kept for the backward pass, as are the others."""
+    logits: Tensor
+    lse: Tensor
+    row_of_slot: Tensor
+    slot_of_row: Tensor
+    group_sizes: Tensor
+    sent_row_of_slot: Tensor
+    sent_slot_of_row: Tensor
+
+
+_DIFFERENTIABLE = ("output", "weights", "score_sum", "lse_squares")
+
+
+def _sums(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """int32 or float32 tensors of every rank, one behind the other by rank: [P, ...] each. One collective."""
+    flat = torch.cat([t.reshape(-1).view(torch.int32) for t in tensors])
+    of_all = ranks.gather(flat).view(ranks.ranks, -1)
+    parts = of_all.split([t.numel() for t in tensors], 1)
+    return tuple(
+        part.contiguous().view(t.dtype).view(ranks.ranks, *t.shape) for part, t in zip(parts, tensors, strict=True)
+    )
+
+
+def _network(config: GroupConfig, topk: int) -> Any:
+    return config.layer.network._replace(topk=topk)
+
+
+def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
+    x, layer, ranks = operands.x, config.layer, config.ranks
+    no_floats = x.new_empty((0,), dtype=torch.float32)
+    no_integers = x.new_empty((0,), dtype=torch.int32)
+    if layer.router is None:
+        weights, experts = operands.weights, operands.experts
+        assert weights is not None and experts is not None
+        none = (experts < 0) | (experts >= layer.num_experts)
+        wrong = (none & (experts != -1)).sum(dtype=torch.int32)
+        experts = torch.where(none, -1, experts)
+        counts = _ops.plan(experts, layer.num_experts, 0, 0, 1)[0]
+        score_sum, lse, logits, histogram = no_floats, no_floats.clone(), no_floats.clone(), no_integers
+        squares = x.new_zeros((), dtype=torch.float32)
+    else:
+        assert operands.gate is not None
+        logits = logits_of(x, operands.gate)
+        if operands.gate_bias is not None:
+            logits = logits + operands.gate_bias.float()
+        weights, experts, counts, score_sum, lse, histogram = routing_of(
+            layer.router,
+            logits,
+            operands.expert_bias,
+            operands.token_mask,
+            operands.forced_experts,
+            operands.qb_bin_bounds,
+        )
+        wrong = x.new_zeros((), dtype=torch.int32)
+        squares = lse.square().sum()  # of a masked token lse is 0
+    mask = operands.token_mask
+    tokens = x.new_full((), x.shape[0], dtype=torch.int32) if mask is None else mask.sum(dtype=torch.int32)
+    kept, dropped = keep_within(ranks, experts)
+    chosen = transport(config.transport, ranks)
+    route = chosen.plan(kept)
+    early = layer.network.weight_early
+    there = chosen.send_weights(route, weights) if early or chosen.weights_there else None
+    sums, h = _ops.experts(
+        chosen.send(route, x),
+        there,
+        route.row_of_slot,
+        route.slot_of_row,
+        route.group_sizes,
+        operands.w_in.to(x.dtype),
+        operands.b_in,
+        operands.w_out.to(x.dtype),
+        operands.b_out,
+        *_network(config, chosen.topk),
+    )
+    output = chosen.collect(route, sums, None if there is not None else weights, x.dtype)
+    of_all = _sums(ranks, counts, wrong + dropped, tokens, score_sum, squares, histogram)
+    counts, of_source, tokens, score_sum, squares, histogram = of_all
+    if layer.router is None:
+        weights, experts = no_floats.clone(), no_integers.clone()
+    return GroupOutput(
+        output,
+        counts.sum(0, dtype=torch.int32),
+        of_source,
+        tokens.sum(0, dtype=torch.int32),
+        weights,
+        experts,
+        score_sum.sum(0),
+        squares.sum(0),
+        histogram.sum(0, dtype=torch.int32),
+        h,
+        logits,
+        lse,
+        *route,
+    )
+
+
+class _GroupMixture(Function):
+    @staticmethod
+    def forward(config, *tensors):
+        with without_autocast(tensors[0].device):
+            return tuple(_forward(config, Operands(*tensors)))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.config, *tensors = inputs
+        operands, result = Operands(*tensors), GroupOutput(*output)
+        has_router = ctx.config.layer.router is not None
+        names = _DIFFERENTIABLE if has_router else _DIFFERENTIABLE[:1]
+        ctx.mark_non_differentiable(*(getattr(result, n) for n in GroupOutput._fields if n not in names))
+        ctx.set_materialize_grads(False)
+        ctx.device = operands.x.device
+        selection = result if has_router else operands
+        ctx.save_for_backward(
+            *(operands.x, operands.w_in, operands.w_out, operands.b_in, operands.b_out),
+            *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
+            *(result.h, result.logits, result.lse, *(getattr(result, name) for name in Route._fields)),
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_output, *rest):
+        d = dict(zip(GroupOutput._fields, (d_output, *rest), strict=True))
+        with without_autocast(ctx.device):
+            found = _backward(ctx, d)
+        return None, *(found.get(name) for name in Operands._fields)
+
+
+def _backward(ctx, d):
+    """The gradients by the names of their operands. Every rank sends and collects, whatever it needs itself."""
+    (
+        x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse, *route
+    ) = ctx.saved_tensors  # fmt: skip
+    config, route, dtype = ctx.config, Route(*route), x.dtype
+    layer, chosen = config.layer, transport(config.transport, config.ranks)
+    options = _network(config, chosen.topk)
+    wants = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
+    d_output = torch.zeros_like(x) if d["output"] is None else d["output"]
+    # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs.
+    arrived, d_rows = chosen.send(route, x), chosen.send(route, d_output)
+    there = chosen.send_weights(route, weights)
+    up, down = w_in.to(dtype), w_out.to(dtype)
+    dh, d_w_out, d_b_out, d_there = _ops.experts_hidden(
+        d_rows, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out, w_out.dtype,
+        wants["w_out"], *options,
+    )  # fmt: skip
+    d_w = chosen.collect_weights(route, d_there)
+    found, addend = {}, None
+    if layer.router is None:
+        found["weights"] = d_w
+    else:
+        if d["weights"] is not None:
+            d_w = d_w + d["weights"]
+        d_lse = None if d["lse_squares"] is None else 2 * d["lse_squares"] * lse
+        d_logits = logits_gradient(layer.router, logits, experts, token_mask, lse, d_w, d["score_sum"], d_lse)
+        tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
+        through = gate_backward(tokens, gate, d_logits)
+        addend, found["gate"] = through.x, through.gate.to(gate.dtype)
+        if gate_bias is not None:
+            found["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
+    d_arrived, d_w_in, d_b_in = _ops.experts_inputs(
+        dh, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down, w_in.dtype,
+        True, wants["w_in"], *options,
+    )  # fmt: skip
+    return found | {
+        "x": chosen.collect(route, d_arrived, None, dtype, addend),
+        "w_in": d_w_in if wants["w_in"] else None,
+        "b_in": None if b_in is None else d_b_in,
+        "w_out": d_w_out if wants["w_out"] else None,
+        "b_out": None if b_out is None else d_b_out,
+    }
+
+
+def group_mixture(config: GroupConfig, operands: Operands) -> GroupOutput:
+    """The layer on checked, flat operands of this rank."""
+    return GroupOutput(*_GroupMixture.apply(config, *operands))

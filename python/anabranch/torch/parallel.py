@@ -1,0 +1,80 @@
+"""How a layer is spread over a process group: checks, the ranks' buffers, the choice of a transport."""
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch.exchange_sizes import capacity_of
+from anabranch.torch import _check
+from anabranch.torch.exchange import TRANSPORTS, Ranks, choose
+
+
+class Parallel(NamedTuple):
+    """The options of expert parallelism, checked."""
+
+    group: Any
+    transport: str
+    capacity_factor: float | None
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return dist.get_world_size(self.group)
+
+
+def check_parallel(group: Any, transport: Any, capacity_factor: Any) -> Parallel | None:
+    """Checks the arguments; None: no group."""
+    transport = _check.choice("transport", transport, ("auto", *TRANSPORTS))
+    if capacity_factor is not None and _check.number("capacity_factor", capacity_factor) <= 0:
+        raise ValueError(f"capacity_factor: got {capacity_factor}, expected a number > 0")
+    if group is None:
+        if transport != "auto" or capacity_factor is not None:
+            name, value = ("transport", transport) if transport != "auto" else ("capacity_factor", capacity_factor)
+            raise ValueError(f"{name}: got {value!r} without group, expected none")
+        return None
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: got {_check.describe(group)}, expected a torch.distributed.ProcessGroup")
+    return Parallel(group, transport, capacity_factor)
+
+
+def place(
+    parallel: Parallel,
+    x: Tensor,
+    tokens: int,
+    topk: int,
+    num_experts: int,
+    local_experts: int,
+    align_size: int,
+    *,
+    repeats: bool,
+) -> tuple[Ranks, str]:
+    """The ranks' buffers, and the name of a transport.
+
+    Args:
+      parallel: what was asked for.
+      x: of this rank; tokens: of it.
+      topk: K; num_experts: E; local_experts: those that w_in has; align_size: as for `plan`.
+      repeats: whether a token may have one expert twice.
+
+    Raises:
+      ValueError: the experts can't be divided so.
+    """
+    P = parallel.ranks
+    if local_experts * P != num_experts:
+        raise ValueError(
+            f"w_in: got {local_experts} experts, expected {num_experts} / {P}, as each of the group's {P} ranks has"
+        )
+    ranks = Ranks(
+        ranks=P,
+        experts=num_experts,
+        align_size=align_size,
+        tokens=tokens,
+        topk=topk,
+        slots_per_token=topk if repeats else min(topk, local_experts),
+        capacity=capacity_of(parallel.capacity_factor, tokens, topk),
+        group=parallel.group.group_name,
+        rank=dist.get_rank(parallel.group),
+    )
+    name = parallel.transport
+    return ranks, choose(x.device.type, ranks, x.dtype.itemsize) if name == "auto" else name

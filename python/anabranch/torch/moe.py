@@ -4,7 +4,7 @@
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from anabranch.activation import Activation
 from anabranch.router_options import router_options
 from anabranch.torch import _check
 from anabranch.torch._autograd import has_autocast
-from anabranch.torch._layer import LayerConfig, Operands, mixture
+from anabranch.torch._group import check_group, sum_over_ranks
+from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, mixture
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.router import quantile_operand, router_operands
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed import ProcessGroup
 
 
 class MoEOutput(NamedTuple):
@@ -73,6 +77,47 @@ def bias_like(x: Tensor, bias: Any) -> Any:
     return bias.to(x.dtype) if rounds(bias) else bias
 
 
+def layer_config(
+    num_experts: int,
+    parts: int,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    activation: str | Activation = "silu",
+    weight_early: bool = False,
+    aux_loss_coeff: float = 0.0,
+    z_loss_coeff: float = 0.0,
+    align_size: int = 0,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    qb_bins: int | None = None,
+    loss_group: Any = None,
+) -> LayerConfig:
+    """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
+    options = router_options(
+        num_experts,
+        topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        group_score_topk=group_score_topk,
+        scaling_factor=scaling_factor,
+        qb_bins=qb_bins,
+    )
+    coefficients = _check.number("aux_loss_coeff", aux_loss_coeff), _check.number("z_loss_coeff", z_loss_coeff)
+    if check_group("loss_group", loss_group) is not None and not any(coefficients):
+        raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    ffn = network(activation, parts, weight_early, options.topk, layouts)
+    return LayerConfig(options, ffn, num_experts, check_align_size(align_size))
+
+
 def moe(
     x: Tensor,
     gate: Tensor,
@@ -101,6 +146,7 @@ def moe(
     w_out_layout: str = "fd",
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
+    loss_group: "ProcessGroup | None" = None,
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -134,6 +180,8 @@ def moe(
         PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
         [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
+      loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
+        whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. None: those of this call's tokens.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, experts, weights, qb_histogram).
@@ -144,6 +192,8 @@ def moe(
 
     Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
     float32. Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
+    Losses of a `loss_group` give the gradient of all its ranks' losses together, so that the mean over the ranks, which
+    DDP and FSDP take, is that of the loss; there is no communication in the backward pass.
     Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
     gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
@@ -163,24 +213,28 @@ def moe(
     if E < 1:
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
     gate = _check.tensor("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
-    options = router_options(
+    config = layer_config(
         E,
-        topk,
+        parts,
+        topk=topk,
         score_function=score_function,
         normalize=normalize,
         num_groups=num_groups,
         group_topk=group_topk,
         group_score_topk=group_score_topk,
         scaling_factor=scaling_factor,
+        activation=activation,
+        weight_early=weight_early,
+        aux_loss_coeff=aux_loss_coeff,
+        z_loss_coeff=z_loss_coeff,
+        align_size=align_size,
+        w_in_layout=w_in_layout,
+        w_out_layout=w_out_layout,
         qb_bins=qb_bins,
+        loss_group=loss_group,
     )
-    config = LayerConfig(
-        options, network(activation, parts, weight_early, options.topk, layouts), E, check_align_size(align_size)
-    )
-    aux_loss_coeff, z_loss_coeff = (
-        _check.number("aux_loss_coeff", aux_loss_coeff),
-        _check.number("z_loss_coeff", z_loss_coeff),
-    )
+    options = config.router
+    assert options is not None
     gate_bias = _check.optional_tensor("gate_bias", gate_bias, _check.FLOATS, (("E", E),))
     bias, mask, forced = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
     bounds = quantile_operand(options, x, bias, qb_bin_bounds)
@@ -206,13 +260,7 @@ def moe(
             qb_bin_bounds=bounds,
         ),
     )
-    aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
-    if aux_loss_coeff or z_loss_coeff:
-        number = torch.full((), float(tokens.shape[0]), device=x.device) if mask is None else mask.sum().float()
-        if aux_loss_coeff:
-            aux = load_balance_loss(result.score_sum, result.tokens_per_expert, options.topk, aux_loss_coeff, number)
-        if z_loss_coeff:
-            z = mean_of_squares(result.lse.square().sum(), z_loss_coeff, number)  # of a masked token lse is 0
+    aux, z = _losses(options.topk, (float(aux_loss_coeff), float(z_loss_coeff)), result, mask, loss_group)
     return MoEOutput(
         result.output.reshape(x.shape),
         aux,
@@ -223,3 +271,24 @@ def moe(
         result.weights.reshape(*leading, options.topk),
         result.qb_histogram if options.qb_bins else None,
     )
+
+
+def _losses(
+    topk: int, coefficients: tuple[float, float], result: LayerOutput, mask: Tensor | None, group: Any
+) -> tuple[Tensor, Tensor]:
+    """(aux_loss, z_loss) of the layer's sums, those of all ranks of a group where there is one."""
+    aux_coeff, z_coeff = coefficients
+    aux = z = torch.zeros((), dtype=torch.float32, device=result.output.device)
+    if not aux_coeff and not z_coeff:
+        return aux, z
+    tokens = result.lse.shape[0]
+    number = torch.full((), float(tokens), device=aux.device) if mask is None else mask.sum().float()
+    score_sum, counts = result.score_sum, result.tokens_per_expert
+    squares = result.lse.square().sum()  # of a masked token lse is 0
+    if group is not None:
+        score_sum, counts, squares, number = sum_over_ranks(group, score_sum, counts, squares, number)
+    if aux_coeff:
+        aux = load_balance_loss(score_sum, counts, topk, aux_coeff, number)
+    if z_coeff:
+        z = mean_of_squares(squares, z_coeff, number)
+    return aux, z

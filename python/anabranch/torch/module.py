@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # not every build of torch has it
 
 Initializer = Callable[[Tensor], Any]
 
+#: Fields of the output that a layer adds up, where it keeps them.
+_COUNTS = ("tokens_per_expert", "qb_histogram")
+
 
 def fan_in_normal_(parameter: Tensor) -> Tensor:
     """Fills a parameter whose last axis is the input's with a normal of variance 1 / fan-in, cut at two deviations."""
@@ -84,7 +87,7 @@ class SharedExpert(nn.Module):
     def operands(self) -> tuple[Tensor, Tensor]:
         """w_in [2 or 1, S, D] and w_out [D, S] of `shared_expert`: views."""
         up: Tensor = getattr(self, self.up_name).weight
-        return up.unflatten(0, (self.parts, -1)), self.down_proj.weight
+        return up.reshape(self.parts, -1, up.shape[-1]), self.down_proj.weight
 
 
 class MoE(nn.Module):
@@ -105,11 +108,11 @@ class MoE(nn.Module):
 
     State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], which is part of the state dict
     and stays float32 whatever `.to(dtype)` makes of the parameters. Beside it, neither a buffer nor in the state dict,
-    what this process has counted since the last update: `tokens_per_expert` int64 [E], and `qb_histogram` int64
-    [E, bins] with `balance="quantile"`. In training mode every forward pass adds its counts, so that gradient
-    accumulation adds up; what an activation checkpoint computes again is not counted again. Nothing is counted in eval
-    mode or where `forced_experts` are given: a pass that is no step of training, under torch.no_grad() too, belongs
-    into eval mode. The mode changes nothing else.
+    what this process has counted since the last update: `tokens_per_expert` int64 [E] with `use_expert_bias`, and
+    `qb_histogram` int64 [E, bins] with `balance="quantile"`. In training mode every forward pass adds its counts, so
+    that gradient accumulation adds up; what an activation checkpoint computes again is not counted again. Nothing is
+    counted in eval mode or where `forced_experts` are given: a pass that is no step of training, under torch.no_grad()
+    too, belongs into eval mode. The mode changes nothing else.
 
     Args:
       in_features: D, width of the model.
@@ -210,7 +213,7 @@ class MoE(nn.Module):
         if self.interleaved and not self.gated:
             raise ValueError("interleaved: got True for experts that are not gated, expected False")
         use_bias = _check.boolean("use_bias", use_bias)
-        use_expert_bias = _check.boolean("use_expert_bias", use_expert_bias)
+        self.use_expert_bias = _check.boolean("use_expert_bias", use_expert_bias)
         use_gate_bias = _check.boolean("use_gate_bias", use_gate_bias)
         if _check.boolean("shared_gate", shared_gate) and not S:
             raise ValueError("shared_gate: got True without a shared expert, expected shared_features > 0")
@@ -257,7 +260,7 @@ class MoE(nn.Module):
         parameter("down_proj_bias", use_bias, E, D)
         self.shared_expert = SharedExpert(D, S, self.gated, self.kernel_init, **factory) if S else None
         self.shared_expert_gate = Projection(D, 1, False, self.kernel_init, **factory) if shared_gate else None
-        has_bias = use_expert_bias or quantile
+        has_bias = self.use_expert_bias or quantile
         bias = torch.empty(E, dtype=torch.float32, device=device) if has_bias else None
         self.register_buffer("expert_bias", bias)
         # No buffers: DDP gives every rank the buffers of the first one, and these are each rank's own.
@@ -270,7 +273,8 @@ class MoE(nn.Module):
         if self.expert_bias is None:
             return
         kind: dict[str, Any] = dict(dtype=torch.int64, device=self.expert_bias.device)
-        self.tokens_per_expert = torch.zeros(self.num_experts, **kind)
+        if self.use_expert_bias:
+            self.tokens_per_expert = torch.zeros(self.num_experts, **kind)
         if self.qb_bin_bounds is not None:
             self.qb_histogram = torch.zeros(self.num_experts, self.selection_options["qb_bins"], **kind)
 
@@ -286,11 +290,11 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws every parameter anew, those of the submodules too; the expert bias and the counts are 0 again."""
-        self._reset_own_parameters()
-        self._begin_counting()
         for module in self.modules():
             if isinstance(module, Projection):
                 module.reset_parameters()
+        self._reset_own_parameters()
+        self._begin_counting()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoE":
         before = self.expert_bias
@@ -305,16 +309,12 @@ class MoE(nn.Module):
 
     def _move_counts(self) -> None:
         """The counts to where the bias is."""
-        assert self.expert_bias is not None and self.tokens_per_expert is not None
+        assert self.expert_bias is not None
         device = self.expert_bias.device
-        if self.tokens_per_expert.device == device:
-            return
-        if self.tokens_per_expert.is_meta:
-            self._begin_counting()
-            return
-        self.tokens_per_expert = self.tokens_per_expert.to(device)
-        if self.qb_histogram is not None:
-            self.qb_histogram = self.qb_histogram.to(device)
+        for name in _COUNTS:
+            counts = getattr(self, name)
+            if counts is not None and counts.device != device:
+                setattr(self, name, torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device))
 
     def forward(
         self, x: Tensor, *, token_mask: Tensor | None = None, forced_experts: Tensor | None = None
@@ -339,7 +339,8 @@ class MoE(nn.Module):
         if forced_experts is None:
             selection = self.selection_options | {"expert_bias": self.expert_bias, "qb_bin_bounds": self.qb_bin_bounds}
         up, up_bias = getattr(self, self.up_name), getattr(self, f"{self.up_name}_bias")
-        halves = (-1, 2) if self.interleaved else (self.parts, -1)
+        E, F = self.num_experts, self.hidden_features
+        halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
 
         def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
             return value if value.dtype == torch.float32 else value.to(x.dtype)
@@ -348,10 +349,10 @@ class MoE(nn.Module):
             result = moe(
                 x,
                 self.gate.weight.T,
-                weight(up).unflatten(1, halves),
+                weight(up).reshape(*halves, self.in_features),
                 weight(self.down_proj),
                 gate_bias=self.gate.bias,
-                b_in=None if up_bias is None else up_bias.to(x.dtype).unflatten(1, halves),
+                b_in=None if up_bias is None else up_bias.to(x.dtype).reshape(halves),
                 b_out=None if self.down_proj_bias is None else self.down_proj_bias.to(x.dtype),
                 token_mask=token_mask,
                 forced_experts=forced_experts,
@@ -375,19 +376,14 @@ class MoE(nn.Module):
             )
             return result._replace(output=result.output + shared)
 
-    def _forget_counts(self) -> None:
-        for counts in (self.tokens_per_expert, self.qb_histogram):
-            if counts is not None:
-                counts.zero_()
-
     @torch.no_grad()
     def _count(self, result: MoEOutput) -> None:
         if self.expert_bias is None:
             return
-        self._move_counts()
-        add_counts(self.tokens_per_expert, result.tokens_per_expert)
-        if self.qb_histogram is not None:
-            add_counts(self.qb_histogram, result.qb_histogram)
+        self._move_counts()  # fully_shard moves buffers by itself
+        for name in _COUNTS:
+            if getattr(self, name) is not None:
+                add_counts(getattr(self, name), getattr(result, name))
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float | Tensor = 1e-3, group: "ProcessGroup | None" = None) -> None:
@@ -406,13 +402,12 @@ class MoE(nn.Module):
           TypeError: an argument has the wrong type or dtype.
           ValueError: an argument is out of range, or the layer was made without `use_expert_bias`.
         """
-        if self.expert_bias is None:
+        if self.expert_bias is None or self.tokens_per_expert is None:
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
-        assert self.tokens_per_expert is not None
         step = _check.tensor("rate", rate, _check.FLOATS, ()) if isinstance(rate, Tensor) else _rate(rate)
         load = summed(self.tokens_per_expert, check_group("group", group))
         self.expert_bias += step * torch.sign(load.sum() - self.num_experts * load).float()
-        self._forget_counts()
+        self.tokens_per_expert.zero_()
 
     @torch.no_grad()
     def update_quantile_bias(self, group: "ProcessGroup | None" = None) -> None:
@@ -432,13 +427,13 @@ class MoE(nn.Module):
         counts = summed(self.qb_histogram, check_group("group", group))
         bias = quantile_bias(counts, *self.qb_bin_bounds, self.options["topk"])
         self.expert_bias.copy_(torch.where(counts.sum() > 0, bias, self.expert_bias))
-        self._forget_counts()
+        self.qb_histogram.zero_()
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are not the default ones."""
         options = self.options | self.selection_options
         options |= dict(
-            use_expert_bias=self.expert_bias is not None and self.qb_bin_bounds is None,
+            use_expert_bias=self.use_expert_bias,
             balance=None if self.qb_bin_bounds is None else "quantile",
             use_gate_bias=self.gate.bias is not None,
             gated=self.gated,

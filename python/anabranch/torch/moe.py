@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,6 +59,14 @@ def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
         return None
     kept = tensor.shape[tensor.dim() - axes :]
     return tensor.reshape(math.prod(tensor.shape[: tensor.dim() - axes]), *kept)
+
+
+def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """A tensor [T, N] that nothing else refers to, with the leading dimensions of x: no view, of which FSDP warns."""
+    if len(leading) == 1:
+        return tensor
+    whole: Tensor = torch.ops.aten._unsafe_view(tensor, [*leading, tensor.shape[-1]])
+    return whole
 
 
 def rounds(tensor: Any) -> bool:
@@ -262,13 +271,13 @@ def moe(
     )
     aux, z = _losses(options.topk, (float(aux_loss_coeff), float(z_loss_coeff)), result, mask, loss_group)
     return MoEOutput(
-        result.output.reshape(x.shape),
+        unflat(result.output, leading),
         aux,
         z,
         result.tokens_per_expert,
         result.dropped,
         result.experts.reshape(*leading, options.topk),
-        result.weights.reshape(*leading, options.topk),
+        unflat(result.weights.clone() if len(leading) != 1 else result.weights, leading),
         result.qb_histogram if options.qb_bins else None,
     )
 

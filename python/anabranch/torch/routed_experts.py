@@ -11,7 +11,7 @@ from anabranch.rows import check_num_slots
 from anabranch.torch import _check
 from anabranch.torch._layer import LayerConfig, Operands, mixture
 from anabranch.torch.experts import check_experts, check_layouts, network
-from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat
+from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat, unflat
 
 
 class RoutedExpertsOutput(NamedTuple):
@@ -111,4 +111,4 @@ def routed_experts(
             experts=flat(experts),
         ),
     )
-    return RoutedExpertsOutput(result.output.reshape(x.shape), result.tokens_per_expert, result.dropped)
+    return RoutedExpertsOutput(unflat(result.output, x.shape[:-1]), result.tokens_per_expert, result.dropped)

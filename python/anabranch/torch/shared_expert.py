@@ -8,7 +8,7 @@ from anabranch.torch import _check
 from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch.experts import check_layouts, grouped_rows, network, network_of_rows
-from anabranch.torch.moe import as_autocast, flat
+from anabranch.torch.moe import as_autocast, flat, unflat
 
 
 class _Logits(Function):
@@ -96,5 +96,6 @@ def shared_expert(
     tokens = grouped_rows("x", flat(x))
     rows = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=x.device)
     weights = None if w_gate is None else torch.sigmoid(_Logits.apply(tokens, w_gate.reshape(x.shape[-1])))
-    output = network_of_rows(options, tokens, rows, w_in[None], w_out[None], None, None, weights).reshape(x.shape)
+    y = network_of_rows(options, tokens, rows, w_in[None], w_out[None], None, None, weights)
+    output = unflat(y, x.shape[:-1])
     return output if mask is None else torch.where(mask[..., None], output, 0)

@@ -302,8 +302,8 @@ class MoE(nn.Module):
         if before is None or self.expert_bias is None:
             return self
         if self.expert_bias.dtype != torch.float32:  # steps of 1e-3 would be lost in 16 bits
-            device = self.expert_bias.device
-            self.expert_bias = torch.empty_like(before, device=device) if before.is_meta else before.to(device)
+            rounded = self.expert_bias
+            self.expert_bias = rounded.float() if before.is_meta else before.to(rounded.device, torch.float32)
         self._move_counts()
         return self
 
@@ -390,7 +390,8 @@ class MoE(nn.Module):
         """Moves the selection bias towards balance: b += rate * sign(mean load - load), and begins to count anew.
 
         Auxiliary-loss-free load balancing (Wang et al. 2024, arXiv:2408.15664). The load is what was counted since the
-        last update. Call it once a step, beside the optimiser's; the host does not wait for the device.
+        last update. Call it once a step, when the backward pass is over (an activation checkpoint selects again, by the
+        bias of then); the host does not wait for the device.
 
         Args:
           rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
@@ -414,7 +415,7 @@ class MoE(nn.Module):
         """Sets the selection bias to the one under which every expert would have had its share of the tokens.
 
         Quantile balancing, by what was counted since the last update; where that is nothing, the bias stays. Then it
-        begins to count anew. Call it once a step; the host does not wait for the device.
+        begins to count anew. Call it when and as `update_expert_bias`.
 
         Args:
           group: as in `update_expert_bias`: the all-reduce is one of E * bins numbers.

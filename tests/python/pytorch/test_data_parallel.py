@@ -1,5 +1,7 @@
 """Two processes that share a batch are one process: DDP and FSDP over Gloo, losses, gradients and the router's state."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -168,6 +170,7 @@ CHECKS = (
 
 def run(rank, rendezvous):
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message=".*returned a view tensor")  # FSDP's, of outputs
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     for check in CHECKS:
         check(rank)

@@ -295,10 +295,12 @@ def _sigmoid(z):
     return np.exp(-np.logaddexp(0.0, -z))
 
 
-def _shared(x, w_in, w_out, w_gate, activation):
-    """(x [T, D], h [T, P, S], a [T, S], y [T, D], g [T, 1]) of `shared_expert`, which is g y."""
+def _shared(x, w_in, w_out, w_gate, activation, kept_dtype=None):
+    """(x [T, D], h [T, P, S], a [T, S], y [T, D], g [T, 1]) of `shared_expert`, which is g y; h in kept_dtype."""
     x, w_in, w_out = as_float64(_flat(x), "x"), as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
     h = np.einsum("td,dps->tps", x, w_in)
+    if kept_dtype is not None:
+        h = h.astype(kept_dtype).astype(np.float64)
     a = hidden(h, activation)
     g = np.ones((len(x), 1))
     if w_gate is not None:
@@ -315,9 +317,12 @@ def shared_expert(x, w_in, w_out, *, w_gate=None, activation="silu"):
     return (g * y).reshape(np.shape(x))
 
 
-def shared_expert_backward(x, w_in, w_out, d_output, *, w_gate=None, activation="silu"):
-    """Gradients of `shared_expert`: dict of x, w_in, w_out, w_gate (None where not given); float64."""
-    flat_x, h, a, y, g = _shared(x, w_in, w_out, w_gate, activation)
+def shared_expert_backward(x, w_in, w_out, d_output, *, w_gate=None, activation="silu", kept_dtype=None):
+    """Gradients of `shared_expert`: dict of x, w_in, w_out, w_gate (None where not given); float64.
+
+    kept_dtype: as in `experts.expert_ffn_backward`.
+    """
+    flat_x, h, a, y, g = _shared(x, w_in, w_out, w_gate, activation, kept_dtype)
     d_out = as_float64(_flat(d_output), "d_output")
     d_h = hidden_backward((g * d_out) @ as_float64(w_out, "w_out").T, h, activation)
     d_x = np.einsum("tps,dps->td", d_h, as_float64(w_in, "w_in"))

@@ -141,9 +141,12 @@ def grouped_matmul(x: Tensor, w: Tensor, group_sizes: Tensor, *, transpose_w: bo
 
 
 class _ExpertFfn(Function):
+    """y and h of rows; w_in and w_out may be float32 where rows are not: their gradients are float32 sums."""
+
     @staticmethod
     def forward(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights):
-        return _ops.ffn(rows, None, group_sizes, w_in, b_in, w_out, b_out, weights, *options)
+        up, down = w_in.to(rows.dtype), w_out.to(rows.dtype)
+        return _ops.ffn(rows, None, group_sizes, up, b_in, down, b_out, weights, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -159,9 +162,10 @@ class _ExpertFfn(Function):
         if d_y is None:
             return (None,) * 8
         h, rows, group_sizes, w_in, b_in, w_out, b_out, weights = ctx.saved_tensors
+        up, down = w_in.to(rows.dtype), w_out.to(rows.dtype)
         found = _ops.ffn_backward(
-            d_y, h, rows, None, group_sizes, w_in, b_in, w_out, b_out, weights, w_in.dtype, w_out.dtype, *ctx.options
-        )  # fmt: skip
+            d_y, h, rows, None, group_sizes, up, b_in, down, b_out, weights, w_in.dtype, w_out.dtype, *ctx.options
+        )
         d_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = found
         return (
             None,
@@ -173,6 +177,21 @@ class _ExpertFfn(Function):
             None if b_out is None else d_b_out,
             None if weights is None else d_weights.to(weights.dtype),
         )
+
+
+def network_of_rows(
+    options: Network,
+    rows: Tensor,
+    group_sizes: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    weights: Tensor | None,
+) -> Tensor:
+    """`expert_ffn` on checked arguments."""
+    y: Tensor = _ExpertFfn.apply(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights)[0]
+    return y
 
 
 def expert_ffn(
@@ -234,5 +253,4 @@ def expert_ffn(
     if options.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     _check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)
-    y: Tensor = _ExpertFfn.apply(options, rows, sizes, w_in, b_in, w_out, b_out, weights)[0]
-    return y
+    return network_of_rows(options, rows, sizes, w_in, w_out, b_in, b_out, weights)

@@ -4,22 +4,26 @@
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.activation import Activation
 from anabranch.router_options import router_options
 from anabranch.torch import _check
 from anabranch.torch._autograd import has_autocast
+from anabranch.torch._group import check_group, sum_over_ranks
 from anabranch.torch._group_layer import GroupConfig, GroupOutput, group_mixture
 from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, mixture
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.parallel import check_parallel, place
 from anabranch.torch.router import quantile_operand, router_operands
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed import ProcessGroup
 
 
 class MoEOutput(NamedTuple):
@@ -61,6 +65,14 @@ def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
     return tensor.reshape(math.prod(tensor.shape[: tensor.dim() - axes]), *kept)
 
 
+def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """A tensor [T, N] that nothing else refers to, with the leading dimensions of x: no view, of which FSDP warns."""
+    if len(leading) == 1:
+        return tensor
+    whole: Tensor = torch.ops.aten._unsafe_view(tensor, [*leading, tensor.shape[-1]])
+    return whole
+
+
 def rounds(tensor: Any) -> bool:
     """Whether torch.autocast is on for the device of a float32 tensor."""
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or not has_autocast(tensor.device):
@@ -76,6 +88,47 @@ def as_autocast(x: Any) -> Any:
 def bias_like(x: Tensor, bias: Any) -> Any:
     """A bias in the dtype of x, where torch.autocast is on."""
     return bias.to(x.dtype) if rounds(bias) else bias
+
+
+def layer_config(
+    num_experts: int,
+    parts: int,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    activation: str | Activation = "silu",
+    weight_early: bool = False,
+    aux_loss_coeff: float = 0.0,
+    z_loss_coeff: float = 0.0,
+    align_size: int = 0,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    qb_bins: int | None = None,
+    loss_group: Any = None,
+) -> LayerConfig:
+    """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
+    options = router_options(
+        num_experts,
+        topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        group_score_topk=group_score_topk,
+        scaling_factor=scaling_factor,
+        qb_bins=qb_bins,
+    )
+    coefficients = _check.number("aux_loss_coeff", aux_loss_coeff), _check.number("z_loss_coeff", z_loss_coeff)
+    if check_group("loss_group", loss_group) is not None and not any(coefficients):
+        raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    ffn = network(activation, parts, weight_early, options.topk, layouts)
+    return LayerConfig(options, ffn, num_experts, check_align_size(align_size))
 
 
 def moe(
@@ -106,7 +159,8 @@ def moe(
     w_out_layout: str = "fd",
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
-    group: "dist.ProcessGroup | None" = None,
+    loss_group: "ProcessGroup | None" = None,
+    group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
 ) -> MoEOutput:
@@ -142,6 +196,8 @@ def moe(
         PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
         [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
+      loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
+        whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. None: those of this call's tokens.
       group: ranks that share the experts, P of them. Each calls with tokens of its own, as many as every other, the
         whole gate, and its E/P experts in w_in and w_out: rank r has experts r E/P and on. None: this process has all.
       transport: "ring", "all_to_all", or "auto", which estimates their times; see docs/scaling.md.
@@ -160,6 +216,8 @@ def moe(
 
     Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
     float32. Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
+    Losses of a `loss_group` give the gradient of all its ranks' losses together, so that the mean over the ranks, which
+    DDP and FSDP take, is that of the loss; there is no communication in the backward pass.
     With a group, those of x and of the experts are whole, and those of the gate and its bias this rank's parts of a sum
     over the ranks, where every rank differentiates the same losses. All ranks run the backward pass, or none.
     Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
@@ -178,30 +236,36 @@ def moe(
     b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
     layouts = check_layouts(w_in_layout, w_out_layout)
     parallel = check_parallel(group, transport, capacity_factor)
+    if parallel is not None and loss_group is not None:
+        raise ValueError("loss_group: got one together with group, expected none: its losses are those of its ranks")
     dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
     local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
     if local < 1:
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
     E = local if parallel is None else local * parallel.ranks
     gate = _check.tensor("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
-    options = router_options(
+    config = layer_config(
         E,
-        topk,
+        parts,
+        topk=topk,
         score_function=score_function,
         normalize=normalize,
         num_groups=num_groups,
         group_topk=group_topk,
         group_score_topk=group_score_topk,
         scaling_factor=scaling_factor,
+        activation=activation,
+        weight_early=weight_early,
+        aux_loss_coeff=aux_loss_coeff,
+        z_loss_coeff=z_loss_coeff,
+        align_size=align_size,
+        w_in_layout=w_in_layout,
+        w_out_layout=w_out_layout,
         qb_bins=qb_bins,
+        loss_group=loss_group,
     )
-    config = LayerConfig(
-        options, network(activation, parts, weight_early, options.topk, layouts), E, check_align_size(align_size)
-    )
-    aux_loss_coeff, z_loss_coeff = (
-        _check.number("aux_loss_coeff", aux_loss_coeff),
-        _check.number("z_loss_coeff", z_loss_coeff),
-    )
+    options = config.router
+    assert options is not None
     gate_bias = _check.optional_tensor("gate_bias", gate_bias, _check.FLOATS, (("E", E),))
     bias, mask, forced = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
     bounds = quantile_operand(options, x, bias, qb_bin_bounds)
@@ -224,49 +288,45 @@ def moe(
         forced_experts=flat(forced),
         qb_bin_bounds=bounds,
     )
-    coefficients = aux_loss_coeff, z_loss_coeff
+    coefficients = float(aux_loss_coeff), float(z_loss_coeff)
+    sums: Sequence[Tensor]
     if parallel is not None:
         T, repeats = tokens.shape[0], forced is not None
         placed = place(parallel, x, T, options.topk, E, local, config.align_size, repeats=repeats)
         of_all = group_mixture(GroupConfig(config, *placed), operands)
-        squares = of_all.lse_squares if z_loss_coeff else None
-        aux, z = _losses(config, coefficients, of_all.score_sum, squares, of_all.tokens_per_expert, of_all.num_tokens)
+        sums = of_all.score_sum, of_all.tokens_per_expert, of_all.lse_squares, of_all.num_tokens.float()
         dropped, by_source = of_all.dropped.sum(dtype=torch.int32), of_all.dropped
         result: GroupOutput | LayerOutput = of_all
     else:
         alone = mixture(config, operands)
-        number = tokens.shape[0] if mask is None else mask.sum()
-        squares = alone.lse.square().sum() if z_loss_coeff else None  # of a masked token lse is 0
-        aux, z = _losses(config, coefficients, alone.score_sum, squares, alone.tokens_per_expert, number)
+        number = torch.full((), float(tokens.shape[0]), device=x.device) if mask is None else mask.sum().float()
+        squares = alone.lse.square().sum() if z_loss_coeff else torch.zeros_like(number)  # of a masked token lse is 0
+        sums = alone.score_sum, alone.tokens_per_expert, squares, number
+        if loss_group is not None:
+            sums = sum_over_ranks(loss_group, *sums)
         dropped, by_source, result = alone.dropped, alone.dropped[None], alone
+    aux, z = _losses(options.topk, coefficients, *sums)
     return MoEOutput(
-        result.output.reshape(x.shape),
+        unflat(result.output, leading),
         aux,
         z,
         result.tokens_per_expert,
         dropped,
         by_source,
         result.experts.reshape(*leading, options.topk),
-        result.weights.reshape(*leading, options.topk),
+        unflat(result.weights.clone() if len(leading) != 1 else result.weights, leading),
         result.qb_histogram if options.qb_bins else None,
     )
 
 
 def _losses(
-    config: LayerConfig,
-    coefficients: tuple[float, float],
-    score_sum: Tensor,
-    squares: Tensor | None,
-    counts: Tensor,
-    num_tokens: int | Tensor,
+    topk: int, coefficients: tuple[float, float], score_sum: Tensor, counts: Tensor, squares: Tensor, number: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(aux_loss, z_loss) of the sums over num_tokens tokens; squares: of lse^2, None without a z-loss."""
+    """(aux_loss, z_loss) of the layer's sums over `number` tokens; squares: of lse^2."""
     aux_coeff, z_coeff = coefficients
-    assert config.router is not None
     aux = z = torch.zeros((), dtype=torch.float32, device=score_sum.device)
     if aux_coeff:
-        aux = load_balance_loss(score_sum, counts, config.router.topk, aux_coeff, num_tokens)
-    if squares is not None:
-        tokens = num_tokens if isinstance(num_tokens, Tensor) else torch.full_like(z, float(num_tokens))
-        z = mean_of_squares(squares, z_coeff, tokens.float())
+        aux = load_balance_loss(score_sum, counts, topk, aux_coeff, number)
+    if z_coeff:
+        z = mean_of_squares(squares, z_coeff, number)
     return aux, z

@@ -4,14 +4,28 @@ Instead of being pushed up or down by a fixed step, an expert's bias is set to w
 tokens of a batch: the K/E quantile of how far its score was below what a token asks of an expert.
 """
 
+import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch._text import shown
 from anabranch.torch import _check
+
+
+def _float32(value: float) -> float:
+    """The nearest float32, in plain Python, which torch.compile traces."""
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(fraction * 2.0**24), exponent - 24)
+
+
+def _ascending(names: tuple[str, str], ends: Any) -> tuple[float, float]:
+    """Two numbers, lower < upper in float32; names: of the arguments that they came in."""
+    lower, upper = (_check.number(name, end) for name, end in zip(names, ends, strict=True))
+    if not _float32(lower) < _float32(upper):
+        raise ValueError(f"{names[0]}: got {lower}, {upper}, expected lower < upper")
+    return lower, upper
 
 
 def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bounds")) -> Tensor:
@@ -24,11 +38,9 @@ def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bound
     if len(value) != 2:
         raise ValueError(f"qb_bin_bounds: got {shown(value)}, expected (lower, upper)")
     if not any(isinstance(end, Tensor) for end in value):
-        lower, upper = (np.float32(_check.number(name, end)) for name, end in zip(names, value, strict=True))
-        if not lower < upper:
-            raise ValueError(f"{names[0]}: got {lower}, {upper}, expected lower < upper")
+        numbers = _ascending(names, value)
         # Two fills: a copy from pageable memory would wait for the device.
-        return torch.stack([torch.full((), float(end), device=like.device) for end in (lower, upper)])
+        return torch.stack([torch.full((), float(end), device=like.device) for end in numbers])
     ends = [
         _check.tensor(name, end, (torch.float32,), ()) if isinstance(end, Tensor) else
         torch.full((), _check.number(name, end), device=like.device)
@@ -37,12 +49,19 @@ def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bound
     return torch.stack(ends)
 
 
+def host_bounds(value: Any) -> tuple[float, float]:
+    """Checks `qb_bin_bounds` where it is part of a program: a pair of numbers, lower < upper."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"qb_bin_bounds: got {_check.describe(value)}, expected (lower, upper)")
+    return _ascending(("qb_bin_bounds", "qb_bin_bounds"), value)
+
+
 def quantile_bias(histogram: Tensor, lower: float | Tensor, upper: float | Tensor, topk: int) -> Tensor:
     """The expert bias under which each expert would have been given its share of the tokens that were counted.
 
     Args:
-      histogram: int32 [E, bins], `route(..., qb_bin_bounds=(lower, upper), qb_bins=bins).qb_histogram`; of several
-        batches, their sum.
+      histogram: int32 or int64 [E, bins], `route(..., qb_bin_bounds=(lower, upper), qb_bins=bins).qb_histogram`; of
+        several batches, their sum.
       lower, upper: numbers or float32 scalars, the bounds of its bins.
       topk: K, 1 <= K < E.
 
@@ -59,7 +78,7 @@ def quantile_bias(histogram: Tensor, lower: float | Tensor, upper: float | Tenso
     >>> quantile_bias(torch.tensor([[0, 2, 0, 0], [0, 0, 0, 2]], dtype=torch.int32), 0.0, 4.0, 1).tolist()
     [-1.0, 1.0]
     """
-    counts = _check.tensor("histogram", histogram, (torch.int32,), ("E", "bins"))
+    counts = _check.tensor("histogram", histogram, (torch.int32, torch.int64), ("E", "bins"))
     E, bins = counts.shape
     if not 1 <= bins:
         raise ValueError(f"histogram: got {_check.describe(counts)}, expected int32 [E, bins] of a bin at least")

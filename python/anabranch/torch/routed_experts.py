@@ -1,10 +1,9 @@
 """The layer after the router: experts and weights come from anywhere."""
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.activation import Activation
@@ -13,8 +12,11 @@ from anabranch.torch import _check
 from anabranch.torch._group_layer import GroupConfig, group_mixture
 from anabranch.torch._layer import LayerConfig, Operands, mixture
 from anabranch.torch.experts import check_experts, check_layouts, network
-from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat
+from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat, unflat
 from anabranch.torch.parallel import check_parallel, place
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed import ProcessGroup
 
 
 class RoutedExpertsOutput(NamedTuple):
@@ -45,7 +47,7 @@ def routed_experts(
     align_size: int = 0,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
-    group: "dist.ProcessGroup | None" = None,
+    group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
 ) -> RoutedExpertsOutput:
@@ -115,8 +117,8 @@ def routed_experts(
     )
     if parallel is None:
         result = mixture(config, operands)
-        return RoutedExpertsOutput(result.output.reshape(x.shape), result.tokens_per_expert, result.dropped)
+        return RoutedExpertsOutput(unflat(result.output, leading), result.tokens_per_expert, result.dropped)
     placed = place(parallel, x, tokens.shape[0], K, E, local, config.align_size, repeats=True)
     of_all = group_mixture(GroupConfig(config, *placed), operands)
     dropped = of_all.dropped.sum(dtype=torch.int32)
-    return RoutedExpertsOutput(of_all.output.reshape(x.shape), of_all.tokens_per_expert, dropped)
+    return RoutedExpertsOutput(unflat(of_all.output, leading), of_all.tokens_per_expert, dropped)

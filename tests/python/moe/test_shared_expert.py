@@ -1,16 +1,19 @@
 """The shared expert and its gate against the oracle."""
 
-import jax
-import jax.numpy as jnp
+import functools
+
 import numpy as np
 import pytest
-from moe_cases import BOUND
+from moe_cases import BOUND, DTYPES, kept_dtype
 
-from anabranch.jax import Activation, shared_expert
+import frameworks
+from anabranch.activation import Activation
+from anabranch.jax import shared_expert as shared_expert_of_jax
 from anabranch.reference import moe as reference
+from anabranch.torch import shared_expert as shared_expert_of_torch
 from oracle import assert_close
 
-pytestmark = pytest.mark.usefixtures("platform")
+pytestmark = frameworks.BOTH
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -21,16 +24,20 @@ pytestmark = pytest.mark.usefixtures("platform")
 def test_output_and_gradients(parts, activation, gate, dtype):
     rng = np.random.default_rng(0)
     shapes = {"x": (3, 7, 24), "w_in": (24, parts, 40), "w_out": (40, 24)} | ({"w_gate": gate} if gate else {})
-    arrays = {name: jnp.asarray(rng.standard_normal(s) / s[0] ** 0.5, dtype) for name, s in shapes.items()}
+    arrays = {name: (rng.standard_normal(s) / s[0] ** 0.5).astype(DTYPES[dtype]) for name, s in shapes.items()}
     if gate:
-        arrays["w_gate"] = arrays["w_gate"].astype(jnp.float32)
-    d_output = jnp.asarray(rng.standard_normal((3, 7, 24)), dtype)
-    output, pull = jax.vjp(jax.jit(lambda arrays: shared_expert(**arrays, activation=activation)), arrays)
-    (gradients,) = pull(d_output)
+        arrays["w_gate"] = arrays["w_gate"].astype(np.float32)
+    d_output = rng.standard_normal((3, 7, 24)).astype(DTYPES[dtype])
+    functions = (functools.partial(f, activation=activation) for f in (shared_expert_of_jax, shared_expert_of_torch))
+    output, pull = frameworks.vjp(*functions, arrays, jit=True)
+    gradients = pull(d_output)
     numbers = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
     assert output.dtype == dtype
     assert_close(output, reference.shared_expert(**numbers, activation=activation), BOUND[dtype], "output")
-    wanted = reference.shared_expert_backward(**numbers, activation=activation, d_output=np.asarray(d_output, float))
+    kept_as = kept_dtype(activation, dtype) if frameworks.in_torch() else None
+    wanted = reference.shared_expert_backward(
+        **numbers, activation=activation, d_output=np.asarray(d_output, float), kept_dtype=kept_as
+    )
     for name, gradient in gradients.items():
         assert gradient.dtype == arrays[name].dtype
         assert_close(np.asarray(gradient, np.float64), wanted[name], BOUND[dtype], f"d_{name}")
@@ -51,4 +58,4 @@ def test_output_and_gradients(parts, activation, gate, dtype):
 def test_bad_arguments_are_named(name, change):
     good = dict(x=np.ones((3, 4), np.float32), w_in=np.ones((4, 2, 5), np.float32), w_out=np.ones((5, 4), np.float32))
     with pytest.raises((TypeError, ValueError), match=f"^{name}: got"):
-        shared_expert(**good | change)
+        frameworks.call(shared_expert_of_jax, shared_expert_of_torch, **good | change)

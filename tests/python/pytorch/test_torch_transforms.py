@@ -15,15 +15,6 @@ pytestmark = pytest.mark.usefixtures("device")
 T, E, K, D, F = 24, 6, 2, 8, 12
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """Where tensors are made."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("NO GPU FOUND: the CUDA kernels are not tested")
-    with torch.device(request.param):
-        yield request.param
-
-
 def normal(*shape, seed=0, scale=1.0):
     values = scale * np.random.default_rng(seed).standard_normal(shape)
     return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,25 @@
+"""Counts that add up over forward passes, each token's once."""
+
+import torch
+from torch import Tensor
+
+_ops = torch.library.Library("anabranch", "FRAGMENT")
+
+
+def _add_counts(total: Tensor, counts: Tensor) -> None:
+    # What runs a forward pass inside of a backward pass is an activation checkpoint: its tokens have been counted.
+    if torch._C._current_graph_task_id() == -1:
+        total.add_(counts)
+
+
+def _nothing(total: Tensor, counts: Tensor) -> None:
+    """What there is to know without the numbers."""
+
+
+_ops.define("add_counts(Tensor(a!) total, Tensor counts) -> ()")
+for _key in ("CPU", "CUDA"):
+    _ops.impl("add_counts", _add_counts, _key)
+torch.library.register_fake("anabranch::add_counts", _nothing, lib=_ops)
+
+#: total += counts, in place, unless it is run again for a backward pass. An operation: so a compiled graph asks, too.
+add_counts = torch.ops.anabranch.add_counts.default

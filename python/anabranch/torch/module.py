@@ -1,0 +1,470 @@
+"""The layer as an nn.Module: its parameters as checkpoints have them, and the state of its router."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from anabranch._text import shown
+from anabranch.activation import Activation
+from anabranch.torch import _check
+from anabranch.torch._autograd import without_autocast
+from anabranch.torch._counts import add_counts
+from anabranch.torch._group import check_group, summed
+from anabranch.torch.moe import MoEOutput, as_autocast, layer_config, moe
+from anabranch.torch.quantile import host_bounds, quantile_bias
+from anabranch.torch.shared_expert import shared_expert
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed import ProcessGroup
+
+Initializer = Callable[[Tensor], Any]
+
+#: Fields of the output that a layer adds up, where it keeps them.
+_COUNTS = ("tokens_per_expert", "qb_histogram")
+
+
+def fan_in_normal_(parameter: Tensor) -> Tensor:
+    """Fills a parameter whose last axis is the input's with a normal of variance 1 / fan-in, cut at two deviations."""
+    cut = math.erf(math.sqrt(2.0))
+    deviation = 0.87962566103423978  # of a unit normal that is cut there
+    values = torch.empty_like(parameter, dtype=torch.float32).uniform_(-cut, cut).erfinv_()
+    limit = 2 / deviation / math.sqrt(parameter.shape[-1])
+    return parameter.copy_(values.mul_(limit / math.sqrt(2.0)).clamp_(-limit, limit))
+
+
+def _fill(init: Initializer, parameter: Tensor) -> None:
+    """Calls an initialiser; one that returns something else has left the parameter as it was."""
+    returned = init(parameter)
+    if returned is not None and returned is not parameter:
+        raise TypeError("kernel_init: got another tensor back, expected the given one, filled in place")
+
+
+class Projection(nn.Module):
+    """The parameters of a linear map: `weight` [out, in] and `bias` [out] or None. The layer multiplies them itself."""
+
+    init: Initializer
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, init: Initializer, **factory: Any):
+        super().__init__()
+        self.init = init
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **factory)) if bias else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the weight and zeroes the bias."""
+        _fill(self.init, self.weight)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        out_features, in_features = self.weight.shape
+        return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
+
+
+class SharedExpert(nn.Module):
+    """The parameters of a shared expert of width S.
+
+    `gate_up_proj.weight` [2 S, D], gate rows first, then up rows, or `up_proj.weight` [S, D] where not gated, and
+    `down_proj.weight` [D, S].
+    """
+
+    def __init__(self, features: int, shared_features: int, gated: bool, init: Initializer, **factory: Any):
+        super().__init__()
+        self.parts, self.up_name = (2, "gate_up_proj") if gated else (1, "up_proj")
+        up = Projection(features, self.parts * shared_features, False, init, **factory)
+        self.add_module(self.up_name, up)
+        self.down_proj = Projection(shared_features, features, False, init, **factory)
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """w_in [2 or 1, S, D] and w_out [D, S] of `shared_expert`: views."""
+        up: Tensor = getattr(self, self.up_name).weight
+        return up.reshape(self.parts, -1, up.shape[-1]), self.down_proj.weight
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts feed-forward layer.
+
+    Parameters, as checkpoints that keep the experts of a layer together have them; the layer takes views of them,
+    nothing is copied or transposed:
+
+    | name | shape | where |
+    |---|---|---|
+    | `gate.weight`, `gate.bias` | [E, D], [E] | the bias with `use_gate_bias` |
+    | `gate_up_proj`, `gate_up_proj_bias` | [E, 2 F, D], [E, 2 F] | gate rows, then up rows; `interleaved`: in turns |
+    | `up_proj`, `up_proj_bias` | [E, F, D], [E, F] | in their place where not `gated` |
+    | `down_proj`, `down_proj_bias` | [E, D, F], [E, D] | biases with `use_bias` |
+    | `shared_expert.gate_up_proj.weight` (`up_proj`) | [2 S, D] ([S, D]) | with `shared_features` S > 0 |
+    | `shared_expert.down_proj.weight` | [D, S] | the same |
+    | `shared_expert_gate.weight` | [1, D] | with `shared_gate` |
+
+    State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], which is part of the state dict
+    and stays float32 whatever `.to(dtype)` makes of the parameters. Beside it, neither a buffer nor in the state dict,
+    what this process has counted since the last update: `tokens_per_expert` int64 [E] with `use_expert_bias`, and
+    `qb_histogram` int64 [E, bins] with `balance="quantile"`. In training mode every forward pass adds its counts, so
+    that gradient accumulation adds up; what an activation checkpoint computes again is not counted again. Nothing is
+    counted in eval mode or where `forced_experts` are given: a pass that is no step of training, under torch.no_grad()
+    too, belongs into eval mode. The mode changes nothing else.
+
+    Args:
+      in_features: D, width of the model.
+      hidden_features: F, width of one expert.
+      num_experts: E.
+      topk: K, experts a token.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      normalize: weights of a token sum to `scaling_factor`; False: raw scores.
+      use_expert_bias: keep a selection bias, moved by `update_expert_bias`.
+      balance: "quantile": the selection bias is set by `update_quantile_bias`; None: otherwise, or not.
+      qb_bin_bounds, qb_bins: of the histogram that it takes: (lower, upper) for how far an expert's score is below what
+        a token asks of one, and the number of bins.
+      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` expert groups first, as `moe`; None:
+        no groups.
+      scaling_factor: multiplies the weights.
+      use_gate_bias: a bias of the router's logits, a parameter.
+      activation: a name or an `Activation`, as in `moe`.
+      gated: phi(x W_gate, x W_up), of a plain name act(x W_gate) * (x W_up); False: act(x W_up).
+      interleaved: gate and up rows of gate_up_proj in turns, as gpt-oss has them; not of the shared expert's.
+      use_bias: biases of the experts' two projections.
+      shared_features: width S of a dense expert that every token passes through; 0: none.
+      shared_gate: multiply the shared expert's output by sigmoid(<x, shared_expert_gate.weight>).
+      weight_early: weights multiply before down_proj instead of at the combine; the result is the same.
+      aux_loss_coeff, z_loss_coeff: coefficients of the losses that the call returns; 0: none.
+      loss_group: a process group over whose ranks the tokens of a batch are spread: losses of the whole batch, as in
+        `moe`; None: of the call's tokens. A layer with a group can't be pickled or copied.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded.
+      dtype: dtype of the computation, float32, bfloat16 or float16, under torch.autocast too; None: that of the input,
+        under torch.autocast autocast's for a float32 input.
+      param_dtype: dtype of the parameters; None: torch's default dtype.
+      device: of the parameters and of the state; None: torch's default device. On "meta" nothing is allocated:
+        `to_empty(device=...)`, then `reset_parameters()` or `load_state_dict`.
+      kernel_init: fills each weight, a tensor [..., out, in], in place under torch.no_grad(), as those of torch.nn.init
+        do; None: a normal of variance 1 / in, cut at two deviations. Biases begin at 0.
+
+    Raises:
+      TypeError, ValueError: an option is wrong; the message names it.
+
+    Gradients: as `moe`, to every parameter in its own dtype; those of float32 weights beside a 16-bit computation are
+    not rounded. None to `expert_bias`.
+
+    Under FSDP wrap the layer, not its submodules: their parameters are used in its own forward pass.
+
+    >>> layer = MoE(16, 32, num_experts=4, topk=2, aux_loss_coeff=0.01)
+    >>> result = layer(torch.ones(3, 5, 16))
+    >>> result.output.shape, int(result.tokens_per_expert.sum())
+    (torch.Size([3, 5, 16]), 30)
+    """
+
+    expert_bias: Tensor | None
+    down_proj: Tensor
+    down_proj_bias: Tensor | None
+    gate: Projection
+    tokens_per_expert: Tensor | None
+    qb_histogram: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        topk: int,
+        *,
+        score_function: str = "softmax",
+        normalize: bool = True,
+        use_expert_bias: bool = False,
+        balance: str | None = None,
+        qb_bin_bounds: tuple[float, float] = (-1.0, 1.0),
+        qb_bins: int = 1000,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        group_score_topk: int | None = None,
+        scaling_factor: float = 1.0,
+        use_gate_bias: bool = False,
+        activation: str | Activation = "silu",
+        gated: bool = True,
+        interleaved: bool = False,
+        use_bias: bool = False,
+        shared_features: int = 0,
+        shared_gate: bool = False,
+        weight_early: bool = False,
+        aux_loss_coeff: float = 0.0,
+        z_loss_coeff: float = 0.0,
+        loss_group: "ProcessGroup | None" = None,
+        align_size: int = 0,
+        dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        kernel_init: Initializer | None = None,
+    ):
+        super().__init__()
+        largest = _check.INDEX_LIMIT - 1
+        self.in_features = D = _check.integer("in_features", in_features, 1, largest)
+        self.hidden_features = F = _check.integer("hidden_features", hidden_features, 1, largest)
+        self.num_experts = E = _check.integer("num_experts", num_experts, 1, largest)
+        self.shared_features = S = _check.integer("shared_features", shared_features, 0, largest)
+        self.gated, self.interleaved = _check.boolean("gated", gated), _check.boolean("interleaved", interleaved)
+        if self.interleaved and not self.gated:
+            raise ValueError("interleaved: got True for experts that are not gated, expected False")
+        use_bias = _check.boolean("use_bias", use_bias)
+        self.use_expert_bias = _check.boolean("use_expert_bias", use_expert_bias)
+        use_gate_bias = _check.boolean("use_gate_bias", use_gate_bias)
+        if _check.boolean("shared_gate", shared_gate) and not S:
+            raise ValueError("shared_gate: got True without a shared expert, expected shared_features > 0")
+        self.dtype = None if dtype is None else _dtype("dtype", dtype)
+        self.param_dtype = _dtype("param_dtype", torch.get_default_dtype() if param_dtype is None else param_dtype)
+        if kernel_init is not None and not callable(kernel_init):
+            raise TypeError(f"kernel_init: got {_check.describe(kernel_init)}, expected a function of a tensor")
+        self.kernel_init = fan_in_normal_ if kernel_init is None else kernel_init
+        quantile = balance is not None and _check.choice("balance", balance, ("quantile",)) == "quantile"
+        self.activation = activation
+        self.selection_options: dict[str, Any] = dict(
+            num_groups=num_groups,
+            group_topk=group_topk,
+            group_score_topk=group_score_topk,
+            qb_bins=qb_bins if quantile else None,
+        )
+        self.options: dict[str, Any] = dict(
+            topk=topk,
+            score_function=score_function,
+            normalize=normalize,
+            scaling_factor=scaling_factor,
+            activation=activation,
+            weight_early=weight_early,
+            aux_loss_coeff=aux_loss_coeff,
+            z_loss_coeff=z_loss_coeff,
+            loss_group=loss_group,
+            align_size=align_size,
+            w_in_layout="fpd" if self.interleaved else "pfd",
+            w_out_layout="df",
+        )
+        self.parts = 2 if self.gated else 1
+        layer_config(E, self.parts, **self.selection_options, **self.options)
+        self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
+        factory: dict[str, Any] = dict(dtype=self.param_dtype, device=device)
+        self.up_name = "gate_up_proj" if self.gated else "up_proj"
+
+        def parameter(name: str, wanted: bool, *shape: int) -> None:
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if wanted else None)
+
+        self.gate = Projection(D, E, use_gate_bias, self.kernel_init, **factory)
+        parameter(self.up_name, True, E, self.parts * F, D)
+        parameter(f"{self.up_name}_bias", use_bias, E, self.parts * F)
+        parameter("down_proj", True, E, D, F)
+        parameter("down_proj_bias", use_bias, E, D)
+        self.shared_expert = SharedExpert(D, S, self.gated, self.kernel_init, **factory) if S else None
+        self.shared_expert_gate = Projection(D, 1, False, self.kernel_init, **factory) if shared_gate else None
+        has_bias = self.use_expert_bias or quantile
+        bias = torch.empty(E, dtype=torch.float32, device=device) if has_bias else None
+        self.register_buffer("expert_bias", bias)
+        # No buffers: DDP gives every rank the buffers of the first one, and these are each rank's own.
+        self.tokens_per_expert = self.qb_histogram = None
+        self._begin_counting()
+        self._reset_own_parameters()
+
+    def _begin_counting(self) -> None:
+        """The counts at 0, where the bias is."""
+        if self.expert_bias is None:
+            return
+        kind: dict[str, Any] = dict(dtype=torch.int64, device=self.expert_bias.device)
+        if self.use_expert_bias:
+            self.tokens_per_expert = torch.zeros(self.num_experts, **kind)
+        if self.qb_bin_bounds is not None:
+            self.qb_histogram = torch.zeros(self.num_experts, self.selection_options["qb_bins"], **kind)
+
+    @torch.no_grad()
+    def _reset_own_parameters(self) -> None:
+        for name, value in self.named_parameters(recurse=False):
+            if name.endswith("_bias"):
+                value.zero_()
+            else:
+                _fill(self.kernel_init, value)
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew, those of the submodules too; the expert bias and the counts are 0 again."""
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.reset_parameters()
+        self._reset_own_parameters()
+        self._begin_counting()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoE":
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        if before is None or self.expert_bias is None:
+            return self
+        if self.expert_bias.dtype != torch.float32:  # steps of 1e-3 would be lost in 16 bits
+            rounded = self.expert_bias
+            self.expert_bias = rounded.float() if before.is_meta else before.to(rounded.device, torch.float32)
+        self._move_counts()
+        return self
+
+    def _move_counts(self) -> None:
+        """The counts to where the bias is."""
+        assert self.expert_bias is not None
+        device = self.expert_bias.device
+        for name in _COUNTS:
+            counts = getattr(self, name)
+            if counts is not None and counts.device != device:
+                setattr(self, name, torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device))
+
+    def forward(
+        self, x: Tensor, *, token_mask: Tensor | None = None, forced_experts: Tensor | None = None
+    ) -> MoEOutput:
+        """Applies the layer.
+
+        Args:
+          x: [..., D] float32, bfloat16 or float16, where the parameters are.
+          token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
+          forced_experts: int [..., K]; the selection is given (replay). What only selects, the expert bias and groups,
+            has then no part, and there is no histogram.
+
+        Returns:
+          MoEOutput of `moe`; output [..., D] of the dtype of the computation.
+
+        Raises:
+          TypeError, ValueError: an argument is wrong; the message names it.
+        """
+        x = _check.tensor("x", x, _check.FLOATS, (..., ("in_features", self.in_features)))
+        x = as_autocast(x) if self.dtype is None else x.to(self.dtype)
+        selection: dict[str, Any] = {}
+        if forced_experts is None:
+            selection = self.selection_options | {"expert_bias": self.expert_bias, "qb_bin_bounds": self.qb_bin_bounds}
+        up, up_bias = getattr(self, self.up_name), getattr(self, f"{self.up_name}_bias")
+        E, F = self.num_experts, self.hidden_features
+        halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
+
+        def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
+            return value if value.dtype == torch.float32 else value.to(x.dtype)
+
+        with without_autocast(x.device):
+            result = moe(
+                x,
+                self.gate.weight.T,
+                weight(up).reshape(*halves, self.in_features),
+                weight(self.down_proj),
+                gate_bias=self.gate.bias,
+                b_in=None if up_bias is None else up_bias.to(x.dtype).reshape(halves),
+                b_out=None if self.down_proj_bias is None else self.down_proj_bias.to(x.dtype),
+                token_mask=token_mask,
+                forced_experts=forced_experts,
+                **selection,
+                **self.options,
+            )
+            if self.training and forced_experts is None:
+                self._count(result)
+            if self.shared_expert is None:
+                return result
+            w_in, w_out = map(weight, self.shared_expert.operands())
+            shared = shared_expert(
+                x,
+                w_in,
+                w_out,
+                activation=self.activation,
+                w_gate=None if self.shared_expert_gate is None else self.shared_expert_gate.weight[0],
+                token_mask=token_mask,
+                w_in_layout="pfd",
+                w_out_layout="df",
+            )
+            return result._replace(output=result.output + shared)
+
+    @torch.no_grad()
+    def _count(self, result: MoEOutput) -> None:
+        if self.expert_bias is None:
+            return
+        self._move_counts()  # fully_shard moves buffers by itself
+        for name in _COUNTS:
+            if getattr(self, name) is not None:
+                add_counts(getattr(self, name), getattr(result, name))
+
+    @torch.no_grad()
+    def update_expert_bias(self, rate: float | Tensor = 1e-3, group: "ProcessGroup | None" = None) -> None:
+        """Moves the selection bias towards balance: b += rate * sign(mean load - load), and begins to count anew.
+
+        Auxiliary-loss-free load balancing (Wang et al. 2024, arXiv:2408.15664). The load is what was counted since the
+        last update. Call it once a step, when the backward pass is over (an activation checkpoint selects again, by the
+        bias of then); the host does not wait for the device.
+
+        Args:
+          rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
+          group: the process group over whose ranks the tokens of a step are spread: their counts are added up by one
+            all-reduce, which every rank of it has to take part in. None: the counts of this process; where there are
+            more, biases then differ from rank to rank. `torch.distributed.group.WORLD`: all.
+
+        Raises:
+          TypeError: an argument has the wrong type or dtype.
+          ValueError: an argument is out of range, or the layer was made without `use_expert_bias`.
+        """
+        if self.expert_bias is None or self.tokens_per_expert is None:
+            raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
+        step = _check.tensor("rate", rate, _check.FLOATS, ()) if isinstance(rate, Tensor) else _rate(rate)
+        load = summed(self.tokens_per_expert, check_group("group", group))
+        self.expert_bias += step * torch.sign(load.sum() - self.num_experts * load).float()
+        self.tokens_per_expert.zero_()
+
+    @torch.no_grad()
+    def update_quantile_bias(self, group: "ProcessGroup | None" = None) -> None:
+        """Sets the selection bias to the one under which every expert would have had its share of the tokens.
+
+        Quantile balancing, by what was counted since the last update; where that is nothing, the bias stays. Then it
+        begins to count anew. Call it when and as `update_expert_bias`.
+
+        Args:
+          group: as in `update_expert_bias`: the all-reduce is one of E * bins numbers.
+
+        Raises:
+          TypeError, ValueError: no group, or the layer was made without `balance="quantile"`.
+        """
+        if self.expert_bias is None or self.qb_histogram is None or self.qb_bin_bounds is None:
+            raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
+        counts = summed(self.qb_histogram, check_group("group", group))
+        bias = quantile_bias(counts, *self.qb_bin_bounds, self.options["topk"])
+        self.expert_bias.copy_(torch.where(counts.sum() > 0, bias, self.expert_bias))
+        self.qb_histogram.zero_()
+
+    def extra_repr(self) -> str:
+        """The sizes, and the options that are not the default ones."""
+        options = self.options | self.selection_options
+        options |= dict(
+            use_expert_bias=self.use_expert_bias,
+            balance=None if self.qb_bin_bounds is None else "quantile",
+            use_gate_bias=self.gate.bias is not None,
+            gated=self.gated,
+            interleaved=self.interleaved,
+            use_bias=self.down_proj_bias is not None,
+            shared_features=self.shared_features,
+            shared_gate=self.shared_expert_gate is not None,
+            dtype=self.dtype,
+        )
+        if self.qb_bin_bounds is not None:
+            options["qb_bin_bounds"] = self.qb_bin_bounds
+        defaults = {name: of.default for name, of in inspect.signature(MoE.__init__).parameters.items()}
+        sizes = (
+            f"{self.in_features}, {self.hidden_features}, num_experts={self.num_experts}, topk={self.options['topk']}"
+        )
+        changed = [f"{k}={v!r}" for k, v in options.items() if k in defaults and k != "topk" and v != defaults[k]]
+        return ", ".join([sizes, *changed])
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name}: got {shown(value)}, expected a torch.dtype")
+    if value not in _check.FLOATS:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in _check.FLOATS)
+        raise TypeError(f"{name}: got {str(value).removeprefix('torch.')}, expected {names}")
+    return value
+
+
+def _rate(value: Any) -> float:
+    rate = _check.number("rate", value)
+    if rate < 0:
+        raise ValueError(f"rate: got {rate}, expected a number >= 0")
+    return rate

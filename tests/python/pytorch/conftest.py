@@ -1,0 +1,13 @@
+"""Where torch's tensors live in these tests."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where tensors are made."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("NO GPU FOUND: the CUDA kernels are not tested")
+    with torch.device(request.param):
+        yield request.param

@@ -41,6 +41,7 @@ CALLS = {
     ab.quantile_bias: dict(histogram=np.ones((E, 4), np.int32), lower=-1.0, upper=1.0, topk=K),
     ab.route: dict(logits=floats(T, E), **ROUTING),
     ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),
+    ab.shared_expert: dict(x=floats(T, D), w_in=floats(D, 2, F), w_out=floats(F, D), w_gate=floats(D), token_mask=MASK),
     ab.z_loss: dict(lse=floats(T), coeff=0.1, token_mask=MASK, num_tokens=T),
 }
 

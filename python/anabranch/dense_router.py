@@ -5,6 +5,7 @@ from typing import Any
 
 from anabranch import checks
 from anabranch._text import shown
+from anabranch.router_options import MOST_BINS
 
 
 class RoutingMapFormat(enum.IntEnum):
@@ -48,6 +49,17 @@ def check_histogram_mode(value: Any) -> None:
     """Refuses a `qb_histogram_mode` that is none."""
     if value is not None:
         checks.choice("qb_histogram_mode", value, ("two_kernel", "fused_atomic"))
+
+
+def check_bins(histogram: Any) -> int:
+    """The bins of a `qb_histogram` [E, bins]."""
+    num_experts, bins = histogram.shape
+    if not 1 <= bins <= MOST_BINS or num_experts * bins >= checks.INDEX_LIMIT:
+        raise ValueError(
+            f"qb_histogram: got {checks.describe(histogram)}, expected int32 [E, bins] of 1 to 2^20 bins, fewer than "
+            "2^31 counts"
+        )
+    return int(bins)
 
 
 def check_no_histogram(bounds: Any, mode: Any) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from anabranch.dense_router import (
     RoutingMapFormat,
+    check_bins,
     check_histogram_mode,
     check_index_dtype,
     check_map_format,
@@ -169,7 +170,7 @@ def _qb_bins(num_experts: int, histogram: Any, bounds: Any, mode: Any) -> int | 
     check_histogram_mode(mode)
     if bounds is None:
         raise ValueError("qb_bin_bounds: got None with qb_histogram, expected float32 [2] or a pair")
-    return int(_check.array("qb_histogram", histogram, ("int32",), (("E", num_experts), "bins")).shape[1])
+    return check_bins(_check.array("qb_histogram", histogram, ("int32",), (("E", num_experts), "bins")))
 
 
 def fused_compute_score_for_moe_aux_loss(

@@ -14,6 +14,12 @@ from anabranch._text import shown
 from anabranch.torch import _check
 
 
+@torch.compiler.assume_constant_result  # numpy's numbers would be traced as tensors
+def _as_float32(value: float) -> float:
+    """The float32 nearest to a number."""
+    return float(np.float32(value))
+
+
 def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bounds")) -> Tensor:
     """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper as far as the host knows; names: its ends'.
 
@@ -24,14 +30,14 @@ def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bound
     if len(value) != 2:
         raise ValueError(f"qb_bin_bounds: got {shown(value)}, expected (lower, upper)")
     if not any(isinstance(end, Tensor) for end in value):
-        lower, upper = (np.float32(_check.number(name, end)) for name, end in zip(names, value, strict=True))
+        lower, upper = (_as_float32(_check.number(name, end)) for name, end in zip(names, value, strict=True))
         if not lower < upper:
             raise ValueError(f"{names[0]}: got {lower}, {upper}, expected lower < upper")
         # Two fills: a copy from pageable memory would wait for the device.
-        return torch.stack([torch.full((), float(end), device=like.device) for end in (lower, upper)])
+        return torch.stack([torch.full((), end, dtype=torch.float32, device=like.device) for end in (lower, upper)])
     ends = [
         _check.tensor(name, end, (torch.float32,), ()) if isinstance(end, Tensor) else
-        torch.full((), _check.number(name, end), device=like.device)
+        torch.full((), _check.number(name, end), dtype=torch.float32, device=like.device)
         for name, end in zip(names, value, strict=True)
     ]  # fmt: skip
     return torch.stack(ends)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anabranch.dense_router import (
     RoutingMapFormat,
+    check_bins,
     check_histogram_mode,
     check_index_dtype,
     check_map_format,
@@ -86,7 +87,7 @@ def _histogram(options: dict[str, Any], num_experts: int, histogram: Any, bounds
     if bounds is None:
         raise ValueError("qb_bin_bounds: got None with qb_histogram, expected float32 [2] or a pair")
     counts = _check.written("qb_histogram", histogram, (torch.int32,), (("E", num_experts), "bins"))
-    options["qb_bins"] = counts.shape[1]
+    options["qb_bins"] = check_bins(counts)
     return counts
 
 

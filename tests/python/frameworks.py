@@ -1,6 +1,7 @@
 """In which framework a test calls an operation: the same cases and the same checks for each.
 
-`both` marks a test, and `BOTH` a module, that runs in every one. A check asks `in_torch()` where it calls.
+`both` marks a test, and `BOTH` a module, that runs in every one; `only_torch` a test of torch alone. A check asks
+`in_torch()` where it calls.
 """
 
 import jax
@@ -20,6 +21,11 @@ _current = "jax"
 def both(test):
     """Runs a test in every framework."""
     return pytest.mark.usefixtures("framework")(pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True)(test))
+
+
+def only_torch(test):
+    """Runs a test in torch, on the platform of the module."""
+    return pytest.mark.usefixtures("framework")(pytest.mark.parametrize("framework", ["torch"], indirect=True)(test))
 
 
 def in_torch():

@@ -43,14 +43,14 @@ def array(value):
 
 
 def arrays(result):
-    """A result with arrays in the place of its tensors: a tensor, or a named tuple of them."""
+    """A result with arrays in the place of its tensors: a tensor, or a tuple of them, named or not."""
     if isinstance(result, torch.Tensor):
         return array(result)
     if isinstance(result, Plan):  # with what it computes where it is asked for
         return types.SimpleNamespace(
             **{name: array(getattr(result, name)) for name in (*Plan._fields, "expert_of_row")}
         )
-    return type(result)(*map(array, result))
+    return tuple(map(array, result)) if type(result) is tuple else type(result)(*map(array, result))
 
 
 def vjp(function, operands):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.activation import Activation, as_activation
+from anabranch.dense_router import normalizes
 from anabranch.jax import _check
 from anabranch.jax._initializers import (
     Initializer,
@@ -18,7 +19,7 @@ from anabranch.jax._initializers import (
 )
 from anabranch.jax.moe import layer_config, moe
 from anabranch.jax.parallel import Parallel
-from anabranch.jax.router_te import normalizes, score_function_name
+from anabranch.jax.router_te import score_function_name
 from anabranch.jax.shared_expert import shared_expert
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 

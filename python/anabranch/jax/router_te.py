@@ -15,6 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from anabranch.dense_router import (
+    RoutingMapFormat,
+    check_bins,
+    check_histogram_mode,
+    check_index_dtype,
+    check_map_format,
+    check_map_or_indices,
+    check_no_histogram,
+    normalizes,
+)
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._sharding import TokenCall, vary_alike
 from anabranch.jax.router import (
@@ -39,17 +49,6 @@ class ScoreFunction(enum.IntEnum):
     SQRTSOFTPLUS = 2
 
 
-class RoutingMapFormat(enum.IntEnum):
-    """Layouts of a routing map; functions take the member, its value, or its name in any case.
-
-    BYTEMAP: bool [..., E].
-    BITMAP_U8: uint8 [..., ceil(E/8)]; expert e is bit e % 8 of byte e // 8, unused bits are 0.
-    """
-
-    BYTEMAP = 0
-    BITMAP_U8 = 1
-
-
 @dataclasses.dataclass(frozen=True)
 class _DenseOptions:
     router: RouterOptions
@@ -66,31 +65,9 @@ def score_function_name(value: Any) -> str:
     return _check.choice("score_function", value.lower() if isinstance(value, str) else value, names)
 
 
-def normalizes(score_function: str, topk: int, use_pre_softmax: bool) -> bool:
-    """Whether TransformerEngine normalises over the selected experts: softmax after the selection, others for K > 1.
-
-    Others take no notice of use_pre_softmax, which public configurations set with sigmoid, too.
-    """
-    return not use_pre_softmax if score_function == "softmax" else topk > 1
-
-
-def _routing_map_format(value: Any) -> RoutingMapFormat:
-    if isinstance(value, str) and value.upper() in RoutingMapFormat.__members__:
-        return RoutingMapFormat[value.upper()]
-    if isinstance(value, int) and not isinstance(value, bool) and value in list(RoutingMapFormat):
-        return RoutingMapFormat(value)
-    raise ValueError(
-        f"routing_map_format: got {_check.shown(value)}, "
-        "expected a RoutingMapFormat, its value, 'bytemap' or 'bitmap_u8'"
-    )
-
-
 def _index_dtype(value: Any, num_experts: int) -> str:
     name = _check.dtype("topk_indices_dtype", value, _check.INDICES)
-    if name == "int16" and num_experts > 2**15:
-        raise ValueError(
-            f"topk_indices_dtype: got int16 for {num_experts} experts, expected at most 32768 experts or a wider type"
-        )
+    check_index_dtype("topk_indices_dtype", name, num_experts)
     return name
 
 
@@ -171,13 +148,9 @@ def fused_topk_with_score_function(
         )
         expert_bias = _check.optional_array("expert_bias", expert_bias, _check.FLOATS, (("E", E),))
     check_slots(logits.shape[:-1], options.topk)
-    map_format = _routing_map_format(routing_map_format)
-    if topk_indices_dtype is not None and map_format is not RoutingMapFormat.BYTEMAP:
-        raise ValueError(
-            f"routing_map_format: got {map_format.name.lower()} together with topk_indices_dtype, which asks for "
-            "indices instead of a map, expected one of them"
-        )
+    map_format = check_map_format(routing_map_format)
     if topk_indices_dtype is not None:
+        check_map_or_indices(map_format, "topk_indices_dtype")
         layout = options.topk, _index_dtype(topk_indices_dtype, E)
     elif map_format is RoutingMapFormat.BYTEMAP:
         layout = E, "bool"
@@ -192,15 +165,12 @@ def fused_topk_with_score_function(
 def _qb_bins(num_experts: int, histogram: Any, bounds: Any, mode: Any) -> int | None:
     """How many bins the histogram has; None: no quantile balancing."""
     if histogram is None:
-        for name, value in (("qb_bin_bounds", bounds), ("qb_histogram_mode", mode)):
-            if value is not None:
-                raise ValueError(f"{name}: got one without qb_histogram, expected None")
+        check_no_histogram(bounds, mode)
         return None
-    if mode is not None:
-        _check.choice("qb_histogram_mode", mode, ("two_kernel", "fused_atomic"))
+    check_histogram_mode(mode)
     if bounds is None:
         raise ValueError("qb_bin_bounds: got None with qb_histogram, expected float32 [2] or a pair")
-    return int(_check.array("qb_histogram", histogram, ("int32",), (("E", num_experts), "bins")).shape[1])
+    return check_bins(_check.array("qb_histogram", histogram, ("int32",), (("E", num_experts), "bins")))
 
 
 def fused_compute_score_for_moe_aux_loss(

@@ -2,15 +2,24 @@
 
 from anabranch._library import LibraryError
 from anabranch.activation import Activation
-from anabranch.torch.balance import load_balance_loss, z_loss
+from anabranch.dense_router import RoutingMapFormat
+from anabranch.torch.balance import fused_moe_aux_loss, load_balance_loss, z_loss
+from anabranch.torch.chunk_sort import moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs
 from anabranch.torch.dispatch import combine, dispatch
 from anabranch.torch.experts import expert_ffn, grouped_matmul
 from anabranch.torch.module import MoE
 from anabranch.torch.moe import MoEOutput, moe
+from anabranch.torch.permutation_te import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_unpermute,
+)
 from anabranch.torch.plan import Plan, plan
 from anabranch.torch.quantile import quantile_bias
 from anabranch.torch.routed_experts import RoutedExpertsOutput, routed_experts
 from anabranch.torch.router import Routing, route
+from anabranch.torch.router_te import fused_compute_score_for_moe_aux_loss, fused_topk_with_score_function
 from anabranch.torch.shared_expert import shared_expert
 
 __all__ = [
@@ -21,12 +30,22 @@ __all__ = [
     "Plan",
     "RoutedExpertsOutput",
     "Routing",
+    "RoutingMapFormat",
     "combine",
     "dispatch",
     "expert_ffn",
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
     "grouped_matmul",
     "load_balance_loss",
     "moe",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "plan",
     "quantile_bias",
     "route",

@@ -25,6 +25,7 @@ __all__ = (
     "on_device_of",
     "optional_tensor",
     "tensor",
+    "written",
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,6 +79,14 @@ def tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence
 def optional_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor | None:
     """Like `tensor`; None stays None."""
     return None if value is None else tensor(name, value, dtypes, shape)
+
+
+def written(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor:
+    """Like `tensor`, of one that is written to: its elements have to be numbers of their own."""
+    value = tensor(name, value, dtypes, shape)
+    if any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+        raise ValueError(f"{name}: got {describe(value)} with a stride of 0, expected one that can be written to")
+    return value
 
 
 def indices(name: str, value: Any, shape: Sequence[Axis]) -> Tensor:

@@ -1,13 +1,19 @@
-"""Losses that keep the router balanced, on the statistics that `route` returns: plain torch, the data is small."""
+"""Losses that keep the router balanced: on the statistics that `route` returns, and on dense scores.
+
+The first are plain torch, since the data is small.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.torch import _check
+from anabranch.torch import _check, _ops
+from anabranch.torch._autograd import Function
 
 _COUNTS = (*_check.INDICES, torch.int8, torch.uint8, torch.float32)
+#: Of `fused_moe_aux_loss`, which sums dense scores.
+_DENSE_COUNTS = (*_check.INDICES, torch.uint8, *_check.FLOATS)
 
 
 def _num_tokens(name: str, value: Any, like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -105,3 +111,64 @@ def mean_of_squares(squares: Tensor, coeff: float, tokens: Tensor) -> Tensor:
     """The z-loss of a sum of lse^2 over float32 [] tokens; 0 where there are none."""
     some = ~(tokens <= 0)  # NaN stays NaN
     return torch.where(some, coeff / torch.where(some, tokens, 1.0), 0.0) * squares
+
+
+class _MoEAuxLoss(Function):
+    @staticmethod
+    def forward(probs, tokens_per_expert, num_tokens, topk, num_experts, coeff):
+        return _ops.moe_aux_loss(probs, tokens_per_expert, num_tokens, topk, num_experts, coeff)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        probs, tokens_per_expert, num_tokens, *ctx.options = inputs
+        ctx.rows, ctx.dtype = probs.shape[0], probs.dtype
+        ctx.save_for_backward(tokens_per_expert, num_tokens)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_loss):
+        d_probs = _ops.moe_aux_loss_backward(d_loss, *ctx.saved_tensors, ctx.rows, ctx.dtype, *ctx.options)
+        return d_probs, None, None, None, None, None
+
+
+def fused_moe_aux_loss(
+    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, num_experts: int, topk: int, coeff: float
+) -> Tensor:
+    """The load-balancing loss of dense scores, coeff E / (K N^2) sum_e tokens_per_expert[e] sum_t probs[t, e].
+
+    Args:
+      probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it: the scores of
+        several sequences side by side.
+      tokens_per_expert: uint8, int16, int32, int64, float32, bfloat16 or float16 [C].
+      total_num_tokens: N, an int in [0, 2^31) or an integer scalar; of a tensor, what is not above 0 counts as 0.
+      num_experts: E.
+      topk: K, 1 <= K <= E.
+      coeff: finite Python number.
+
+    Returns:
+      float32 scalar, whatever the dtype of probs; 0 where N = 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to probs only. Not differentiable twice.
+    Source: TransformerEngine (interface); Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
+
+    >>> float(fused_moe_aux_loss(torch.full((4, 2), 0.5), torch.tensor([2, 2]), 4, 2, 1, 1.0))
+    1.0
+    """
+    probs = _check.tensor("probs", probs, _check.FLOATS, ("T", "C"))
+    C = probs.shape[1]
+    counts = _check.tensor("tokens_per_expert", tokens_per_expert, _DENSE_COUNTS, (("C", C),))
+    E = _check.integer("num_experts", num_experts, 1, _check.INDEX_LIMIT - 1)
+    if C % E:
+        raise ValueError(f"num_experts: got {E}, expected a divisor of the {C} columns of probs")
+    topk, coeff = _check.integer("topk", topk, 1, E), _check.number("coeff", coeff)
+    if isinstance(total_num_tokens, Tensor):
+        tokens = _check.tensor("total_num_tokens", total_num_tokens, _check.INDICES, ()).long()
+    else:
+        number = _check.integer("total_num_tokens", total_num_tokens, 0, _check.INDEX_LIMIT - 1)
+        tokens = torch.full((), number, dtype=torch.int64, device=probs.device)
+    _check.on_device_of("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
+    loss: Tensor = _MoEAuxLoss.apply(probs, counts.detach(), tokens, topk, E, coeff)
+    return loss

@@ -40,10 +40,10 @@ def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bound
     if not any(isinstance(end, Tensor) for end in value):
         numbers = _ascending(names, value)
         # Two fills: a copy from pageable memory would wait for the device.
-        return torch.stack([torch.full((), float(end), device=like.device) for end in numbers])
+        return torch.stack([torch.full((), float(end), dtype=torch.float32, device=like.device) for end in numbers])
     ends = [
         _check.tensor(name, end, (torch.float32,), ()) if isinstance(end, Tensor) else
-        torch.full((), _check.number(name, end), device=like.device)
+        torch.full((), _check.number(name, end), dtype=torch.float32, device=like.device)
         for name, end in zip(names, value, strict=True)
     ]  # fmt: skip
     return torch.stack(ends)

@@ -4,11 +4,15 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from anabranch import torch
 from anabranch.jax import fused_moe_aux_loss, load_balance_loss, route, z_loss
 from anabranch.reference import balance as reference
+from frameworks import both, call, in_torch, vjp
+from in_torch import tensor
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -97,6 +101,19 @@ def test_losses_through_the_router_are_those_of_the_whole_batch():
     assert np.isfinite(jax.jit(jax.grad(losses))(z)).all()
 
 
+def fused_in_torch(probs, counts, topk, coeff, total_num_tokens=None, num_experts=None):
+    """TransformerEngine's arguments in their order there, all of which are given."""
+    T, C = probs.shape
+    if isinstance(counts, np.ndarray):
+        counts = tensor(counts)
+    if total_num_tokens is None:
+        total_num_tokens = T
+    elif not isinstance(total_num_tokens, int):
+        total_num_tokens = tensor(np.asarray(total_num_tokens))
+    return torch.fused_moe_aux_loss(probs, counts, total_num_tokens, num_experts or C, topk, coeff)
+
+
+@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("T, C, options", [(203, 16, {}), (1, 1, {}), (0, 4, {}), (203, 48, {"num_experts": 16}),
                                            (300, 16, {"total_num_tokens": 77}), (300, 16, {"total_num_tokens": 0})])  # fmt: skip
@@ -108,22 +125,29 @@ def test_fused_moe_aux_loss(T, C, options, dtype):
         traced = {"total_num_tokens": jnp.int32(options["total_num_tokens"])}
     else:
         traced = {}
-    loss, pull = jax.vjp(lambda p: fused_moe_aux_loss(p, counts, K, 0.01, **{**options, **traced}), probs)
+    functions = (fused_moe_aux_loss, fused_in_torch)
+    loss, pull = vjp(
+        *(lambda probs, f=f: f(probs, counts, K, 0.01, **{**options, **traced}) for f in functions),
+        {"probs": np.asarray(probs)},
+    )
     want = reference.fused_moe_aux_loss(np.asarray(probs), counts, K, 0.01, **options)
     assert loss.dtype == np.float32
     assert_close(loss, np.asarray(want), BOUND, "loss")
-    (gradient,) = pull(jnp.float32(1.7))
+    gradient = pull(np.float32(1.7))["probs"]
     assert gradient.dtype == probs.dtype
     d_want = reference.fused_moe_aux_loss_backward(np.asarray(probs), counts, K, 0.01, **options, d_loss=1.7)
     rounding = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-8}[dtype]  # float16: small gradients are denormal
     assert_close(gradient, d_want, BOUND + rounding, "d_probs")
 
 
+@both
 def test_fused_moe_aux_loss_of_counts_of_any_dtype():
+    functions = (fused_moe_aux_loss, fused_in_torch)
     probs = np.random.default_rng(0).random((9, 4)).astype(np.float32)
-    want = fused_moe_aux_loss(probs, jnp.array([1, 2, 3, 4]), 1, 0.1)
-    for dtype in (np.int8, np.uint8, np.int16, np.float32):
-        assert fused_moe_aux_loss(probs, np.array([1, 2, 3, 4], dtype), 1, 0.1) == want
+    want = call(*functions, probs, np.array([1, 2, 3, 4], np.int32), 1, 0.1)
+    only = (np.int64, np.float16, ml_dtypes.bfloat16) if in_torch() else (np.int8,)
+    for dtype in (*only, np.uint8, np.int16, np.float32):
+        assert call(*functions, probs, np.array([1, 2, 3, 4], dtype), 1, 0.1) == want
 
 
 def test_transforms():

@@ -8,6 +8,9 @@ from dispatch_cases import normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import frameworks
+import in_torch
+from anabranch import torch
 from anabranch.jax import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
@@ -16,11 +19,13 @@ from anabranch.jax import (
     sort_chunks_by_index,
 )
 from anabranch.reference import dispatch as reference
+from frameworks import both, only_torch, vjp
 from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 
 
+@both
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_chunk_sort_is_the_oracles(data):
@@ -28,12 +33,17 @@ def test_chunk_sort_is_the_oracles(data):
     sizes = np.array(data.draw(st.lists(st.integers(0, 8), min_size=S, max_size=S), "sizes"), np.int32)
     order = np.array(data.draw(st.permutations(range(S)), "order"), np.int32)
     inp = normal(np.random.default_rng(R), (R, 3))
-    (output, row_id_map), pull = jax.vjp(lambda inp: sort_chunks_by_index(inp, sizes, order), inp)
+    output, pull = vjp(
+        lambda inp: sort_chunks_by_index(inp, sizes, order)[0],
+        lambda inp: torch.moe_sort_chunks_by_index(inp, in_torch.tensor(sizes), in_torch.tensor(order)),
+        {"inp": inp},
+    )
     want, want_map = reference.sort_chunks_by_index(inp, sizes, order)
     assert_close(output, want, 0.0, "output")
-    np.testing.assert_array_equal(row_id_map, want_map)
+    if not frameworks.in_torch():
+        np.testing.assert_array_equal(sort_chunks_by_index(inp, sizes, order)[1], want_map)
     d = normal(np.random.default_rng(S), (R, 3))
-    (d_inp,) = pull((jnp.asarray(d), np.zeros(R, jax.dtypes.float0)))
+    d_inp = pull(d)["inp"]
     assert_close(d_inp, reference.sort_chunks_by_index_backward(d, sizes, order), 0.0, "d_inp")
 
 
@@ -50,6 +60,37 @@ def test_probs_go_with_their_chunks():
     for wrong, error in ((probs[:2], ValueError), (probs.astype(np.int32), TypeError)):
         with pytest.raises(error, match=r"^probs: got"):
             sort_chunks_by_index(inp, sizes, order, wrong)
+
+
+@only_torch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_probs_go_with_their_chunks_in_torch(dtype):
+    rng = np.random.default_rng(0)
+    inp, probs, d = normal(rng, (12, 5)), normal(rng, (12,), dtype), normal(rng, (12,), dtype)
+    sizes, order = np.array([3, 2, 5]), np.array([2, 0, 1])  # two rows are left over
+    want, row_id_map = reference.sort_chunks_by_index(inp, sizes, order)
+    moved, pull = in_torch.vjp(
+        lambda inp, probs: torch.moe_sort_chunks_by_index_with_probs(
+            inp, probs, in_torch.tensor(sizes), in_torch.tensor(order)
+        )[1],
+        {"inp": inp, "probs": probs},
+    )
+    np.testing.assert_array_equal(in_torch.array(moved)[row_id_map], probs)
+    np.testing.assert_array_equal(pull(d)["probs"], d[row_id_map])
+    output, _ = in_torch.arrays(
+        torch.moe_sort_chunks_by_index_with_probs(*map(in_torch.tensor, (inp, probs, sizes, order)))
+    )
+    np.testing.assert_array_equal(output, want)
+
+
+@only_torch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool", "uint8"])
+def test_chunk_sort_moves_every_dtype_in_torch(dtype):
+    inp = np.asarray(jnp.asarray(np.random.default_rng(0).integers(0, 2, (20, 3)), dtype))
+    integers = np.array([7, 2, 8], np.int16), np.array([1, 2, 0])
+    output = in_torch.array(torch.moe_sort_chunks_by_index(*map(in_torch.tensor, (inp, *integers))))
+    assert output.dtype == inp.dtype
+    np.testing.assert_array_equal(output, reference.sort_chunks_by_index(inp.astype(np.float64), *integers)[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])

@@ -58,6 +58,20 @@ def samples():
     yield _ops.route, (logits, bias, mask, None, bounds, *routing, 0, 0, 0, -1, 7)
     yield _ops.route, (logits, None, None, experts, None, *routing, 0, 0, 0, 2, 0)
     yield _ops.route_backward, (logits, experts, mask, lse, weights, score_sum, lse, *routing)
+    for map_format, bins in (("bytemap", 7), ("bitmap_u8", 0), ("", 0)):
+        of_bins = (bias, bounds) if bins else (None, None)
+        yield _ops.route_dense, (logits, *of_bins, *routing, 0, 0, map_format, bins)
+    yield _ops.route_dense_backward, (logits, experts, logits, *routing)
+    yield _ops.aux_scores, (logits, K, 0, "bitmap_u8")
+    yield _ops.aux_scores_backward, (logits.to(torch.bfloat16), logits, 2)
+    loads, tokens, of_loss = torch.ones(E, dtype=torch.int64), torch.tensor(T), (K, E, 0.1)
+    yield _ops.moe_aux_loss, (logits, loads, tokens, *of_loss)
+    yield _ops.moe_aux_loss_backward, (torch.tensor(2.0), loads, tokens, T, torch.float16, *of_loss)
+    routed = logits > 0
+    yield _ops.plan_of_map, (routed, R, 2)
+    row_id_map = _ops.plan_of_map(routed, R, 2)[3]
+    yield _ops.expand_row_id_map, (row_id_map, torch.arange(E, dtype=torch.int32), R)
+    yield _ops.expand_row_id_map, (row_id_map, None, 3)
     layout = _ops.plan(experts, E, R, 2, 1)
     yield _ops.plan, (experts, E, R, 2, 2)
     _, group_sizes, _, row_of_slot, slot_of_row, _ = layout

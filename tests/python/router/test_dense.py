@@ -1,11 +1,12 @@
 """TransformerEngine's forms: dense probabilities, every routing map, auxiliary scores, and their gradients."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BOUND, PER_EXPERT, ROUNDING, check_selection, logits
 
+import te_in_torch
+from anabranch import torch
 from anabranch.jax import (
     RoutingMapFormat,
     ScoreFunction,
@@ -13,6 +14,7 @@ from anabranch.jax import (
     fused_topk_with_score_function,
 )
 from anabranch.reference import router as reference
+from frameworks import both, call, vjp
 from oracle import assert_close, assert_close_per_expert
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -28,6 +30,24 @@ CASES = [
 ]
 
 
+def dense(z, topk, **options):
+    """The results in the running framework."""
+    return call(
+        fused_topk_with_score_function, te_in_torch.fused_topk_with_score_function, np.asarray(z), topk, **options
+    )
+
+
+def probs_and_pull(z, topk, **options):
+    """(probs, their pull to the logits), where the experts are asked for."""
+    options |= {"topk_indices_dtype": "int32"}
+    return vjp(
+        lambda logits: fused_topk_with_score_function(logits, topk, **options)[0],
+        lambda logits: te_in_torch.fused_topk_with_score_function(logits, topk, **options)[0],
+        {"logits": z},
+    )
+
+
+@both
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES)
 def test_probabilities_map_and_gradient(case, dtype):
@@ -40,14 +60,10 @@ def test_probabilities_map_and_gradient(case, dtype):
         options["expert_bias"] = (0.1 * rng.standard_normal(E)).astype(z.dtype)
     d_probs = rng.standard_normal((T, E)).astype(z.dtype)
     d_probs[0, :] = np.nan  # cotangents at unselected probabilities are ignored
-
-    def dense(z):
-        return fused_topk_with_score_function(z, K, topk_indices_dtype=jnp.int32, **options)
-
-    (probs, experts), pull = jax.vjp(dense, jnp.asarray(z))
-    experts = np.asarray(experts)
+    probs, pull = probs_and_pull(z, K, **options)
+    experts = np.asarray(dense(z, K, topk_indices_dtype="int32", **options)[1])
     np.put_along_axis(d_probs, experts[:1], np.float32(1.5).astype(z.dtype), axis=1)
-    (d_logits,) = pull((jnp.asarray(d_probs), np.zeros(experts.shape, jax.dtypes.float0)))
+    d_logits = pull(d_probs)["logits"]
 
     softmax = options["score_function"] == "softmax"
     wanted = {
@@ -70,9 +86,7 @@ def test_probabilities_map_and_gradient(case, dtype):
     assert_close_per_expert(d_logits, d_want, PER_EXPERT + rounding, "d_logits", axis=-1)
 
     for layout in RoutingMapFormat:
-        other_probs, got = fused_topk_with_score_function(
-            jnp.asarray(z), K, routing_map_format=layout, **{**case_options(case), **array_options(options)}
-        )
+        other_probs, got = dense(z, K, routing_map_format=layout, **{**case_options(case), **array_options(options)})
         np.testing.assert_array_equal(other_probs, probs)
         if layout is RoutingMapFormat.BITMAP_U8:
             assert got.dtype == np.uint8 and got.shape == (T, E // 8)
@@ -89,25 +103,28 @@ def array_options(options):
     return {name: options[name] for name in ("expert_bias",) if name in options}
 
 
+@both
 @pytest.mark.parametrize("E", [1, 7, 8, 9, 130])
 def test_unused_bits_of_a_bitmap_are_zero(E):
     z = logits(33, E)
     K = min(E, 3)
-    _, bits = fused_topk_with_score_function(z, K, routing_map_format="bitmap_u8")
-    _, experts = fused_topk_with_score_function(z, K, topk_indices_dtype="int32")
+    _, bits = dense(z, K, routing_map_format="bitmap_u8")
+    _, experts = dense(z, K, topk_indices_dtype="int32")
     assert bits.shape == (33, (E + 7) // 8)
     _, want = reference.dense(np.ones(experts.shape), np.asarray(experts), E)
     np.testing.assert_array_equal(reference.unpack_bitmap(bits, E), want)
 
 
+@both
 @pytest.mark.parametrize("dtype", [jnp.int16, np.int32, "int64", np.dtype("int16")])
 def test_indices_of_every_dtype(dtype):
     z = logits(50, 40)
-    _, indices = fused_topk_with_score_function(z, 6, topk_indices_dtype=dtype)
+    _, indices = dense(z, 6, topk_indices_dtype=dtype)
     assert indices.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(indices, reference.select(z, 6))
 
 
+@both
 @pytest.mark.parametrize("topk", [1, 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -116,11 +133,10 @@ def test_auxiliary_scores(score_function, dtype, topk):
     z = logits(T, E, dtype)
     d_scores = np.random.default_rng(1).standard_normal((T, E)).astype(np.float32)
 
-    def auxiliary(z):
-        return fused_compute_score_for_moe_aux_loss(z, topk, score_function)[::-1]
-
-    (scores, routing_map), pull = jax.vjp(auxiliary, jnp.asarray(z))
-    (d_logits,) = pull((jnp.asarray(d_scores), np.zeros((T, E), jax.dtypes.float0)))
+    functions = (fused_compute_score_for_moe_aux_loss, torch.fused_compute_score_for_moe_aux_loss)
+    scores, pull = vjp(*(lambda logits, f=f: f(logits, topk, score_function)[1] for f in functions), {"logits": z})
+    d_logits = pull(d_scores)["logits"]
+    routing_map, _ = call(*functions, z, topk, score_function)
     assert scores.dtype == np.float32 and d_logits.dtype == z.dtype
     assert_close(scores, reference.aux_scores(z, score_function), BOUND, "scores")
     d_want = reference.aux_scores_backward(z, d_scores, score_function)
@@ -128,10 +144,18 @@ def test_auxiliary_scores(score_function, dtype, topk):
     assert_close_per_expert(d_logits, d_want, PER_EXPERT + ROUNDING[dtype], "d_logits", axis=-1)
     _, want_map = reference.dense(np.ones((T, topk)), reference.select(z, topk), E)
     np.testing.assert_array_equal(routing_map, want_map)
+    bits, _ = call(*functions, z, topk, score_function, "bitmap_u8")
+    np.testing.assert_array_equal(reference.unpack_bitmap(bits, E), want_map)
 
-    # The same by the other name; the options that have no effect there are not used.
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_auxiliary_scores_by_the_other_name(score_function):
+    """The options that have no effect there are not used."""
+    E, topk = 130, 5
+    z = jnp.asarray(logits(203, E))
+    routing_map, scores = fused_compute_score_for_moe_aux_loss(z, topk, score_function)
     other, other_map = fused_topk_with_score_function(
-        jnp.asarray(z),
+        z,
         topk,
         use_pre_softmax=True,
         num_groups=3,
@@ -167,16 +191,18 @@ def test_positional_arguments_stand_as_in_transformer_engine():
         np.testing.assert_array_equal(got, want)
 
 
+@both
 def test_leading_axes_are_kept():
     z = logits(12, 16).reshape(3, 4, 16)
-    flat = fused_topk_with_score_function(z.reshape(12, 16), 2)
-    probs, routing_map = fused_topk_with_score_function(z, 2)
+    flat = dense(z.reshape(12, 16), 2)
+    probs, routing_map = dense(z, 2)
     np.testing.assert_array_equal(probs.reshape(12, 16), flat[0])
     np.testing.assert_array_equal(routing_map.reshape(12, 16), flat[1])
 
 
+@both
 @pytest.mark.parametrize("T", [0, 1])
 def test_no_token_or_one(T):
-    probs, routing_map = fused_topk_with_score_function(logits(T, 16), 2)
+    probs, routing_map = dense(logits(T, 16), 2)
     assert probs.shape == routing_map.shape == (T, 16)
-    assert jax.grad(lambda z: fused_topk_with_score_function(z, 2)[0].sum())(logits(T, 16)).shape == (T, 16)
+    assert probs_and_pull(logits(T, 16), 2)[1](np.ones((T, 16), np.float32))["logits"].shape == (T, 16)

@@ -1,0 +1,77 @@
+"""Options of the router's dense form, TransformerEngine's, the same for every front end."""
+
+import enum
+from typing import Any
+
+from anabranch import checks
+from anabranch._text import shown
+from anabranch.router_options import MOST_BINS
+
+
+class RoutingMapFormat(enum.IntEnum):
+    """Layouts of a routing map; functions take the member, its value, or its name in any case.
+
+    BYTEMAP: bool [..., E].
+    BITMAP_U8: uint8 [..., ceil(E/8)]; expert e is bit e % 8 of byte e // 8, unused bits are 0.
+    """
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+def check_map_format(value: Any) -> RoutingMapFormat:
+    """The format that `routing_map_format` means."""
+    if isinstance(value, str) and value.upper() in RoutingMapFormat.__members__:
+        return RoutingMapFormat[value.upper()]
+    if isinstance(value, int) and not isinstance(value, bool) and value in list(RoutingMapFormat):
+        return RoutingMapFormat(value)
+    raise ValueError(
+        f"routing_map_format: got {shown(value)}, expected a RoutingMapFormat, its value, 'bytemap' or 'bitmap_u8'"
+    )
+
+
+def check_map_or_indices(routing_map: RoutingMapFormat, indices: str) -> None:
+    """Refuses a map's format together with the argument `indices`, which asks for indices in its place."""
+    if routing_map is not RoutingMapFormat.BYTEMAP:
+        raise ValueError(
+            f"routing_map_format: got {routing_map.name.lower()} together with {indices}, which asks for "
+            "indices instead of a map, expected one of them"
+        )
+
+
+def check_index_dtype(name: str, dtype: str, num_experts: int) -> None:
+    """Refuses a dtype that cannot hold every expert."""
+    if dtype == "int16" and num_experts > 2**15:
+        raise ValueError(f"{name}: got int16 for {num_experts} experts, expected at most 32768 experts or a wider type")
+
+
+def check_histogram_mode(value: Any) -> None:
+    """Refuses a `qb_histogram_mode` that is none."""
+    if value is not None:
+        checks.choice("qb_histogram_mode", value, ("two_kernel", "fused_atomic"))
+
+
+def check_bins(histogram: Any) -> int:
+    """The bins of a `qb_histogram` [E, bins]."""
+    num_experts, bins = histogram.shape
+    if not 1 <= bins <= MOST_BINS or num_experts * bins >= checks.INDEX_LIMIT:
+        raise ValueError(
+            f"qb_histogram: got {checks.describe(histogram)}, expected int32 [E, bins] of 1 to 2^20 bins, fewer than "
+            "2^31 counts"
+        )
+    return int(bins)
+
+
+def check_no_histogram(bounds: Any, mode: Any) -> None:
+    """Refuses options of quantile balancing without a histogram."""
+    for name, value in (("qb_bin_bounds", bounds), ("qb_histogram_mode", mode)):
+        if value is not None:
+            raise ValueError(f"{name}: got one without qb_histogram, expected None")
+
+
+def normalizes(score_function: str, topk: int, use_pre_softmax: bool) -> bool:
+    """Whether TransformerEngine normalises over the selected experts: softmax after the selection, others for K > 1.
+
+    Others take no notice of use_pre_softmax, which public configurations set with sigmoid, too.
+    """
+    return not use_pre_softmax if score_function == "softmax" else topk > 1

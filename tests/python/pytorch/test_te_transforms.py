@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_transforms import assert_close, device, gradients, normal
+from test_torch_transforms import assert_close, gradients, normal
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.torch import (
@@ -18,7 +18,6 @@ from anabranch.torch import (
 )
 
 pytestmark = pytest.mark.usefixtures("device")
-assert device  # the fixture, by its name
 
 T, E, K, D = 24, 6, 2, 8
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch._text import shown
 from anabranch.rows import check_num_rows, check_num_slots
 from anabranch.torch import _check, _ops
 from anabranch.torch._autograd import Function
@@ -262,6 +263,16 @@ def _round_up(counts: Tensor, align_size: int) -> Tensor:
 # ---------------------------------------------------------------- unpermute
 
 
+def _check_shape(restore_shape: Any, shape: tuple[int, int]) -> None:
+    """Refuses what is not the shape of the result."""
+    expected = f"{shape}, the tokens of row_id_map"
+    if not isinstance(restore_shape, (tuple, list)):
+        raise TypeError(f"restore_shape: got {_check.describe(restore_shape)}, expected {expected}")
+    sizes = all(isinstance(size, (int, torch.SymInt)) for size in restore_shape)
+    if not sizes or tuple(restore_shape) != shape:
+        raise ValueError(f"restore_shape: got {shown(restore_shape)}, expected {expected}")
+
+
 def moe_unpermute(
     inp: Tensor,
     row_id_map: Tensor,
@@ -329,9 +340,7 @@ def moe_unpermute(
         offsets = None if pad_offsets is None else _check.indices("pad_offsets", pad_offsets, (("E", E),))
         _check.on_device_of("inp", inp, row_id_map=row_id_map, pad_offsets=offsets, **{name: weights})
         row_of_slot, slot_of_row = _ops.expand_row_id_map(row_id_map, offsets, R)
-    if restore_shape is not None and tuple(restore_shape) != (row_of_slot.shape[0], D):
-        raise ValueError(
-            f"restore_shape: got {tuple(restore_shape)}, expected {(row_of_slot.shape[0], D)}, the tokens of row_id_map"
-        )
+    if restore_shape is not None:
+        _check_shape(restore_shape, (row_of_slot.shape[0], D))
     out: Tensor = _Combine.apply(inp, row_of_slot, slot_of_row, weights)
     return out

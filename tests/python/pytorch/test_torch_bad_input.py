@@ -29,14 +29,36 @@ SIZES = np.array([2, 0, 3, 3], np.int32)
 ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
 MATRICES = dict(w_in=floats(E, D, 2, F), w_out=floats(E, F, D), b_in=floats(E, 2, F), b_out=floats(E, D))
 
+MAP = np.ones((T, E), bool)
+DENSE = dict(use_pre_softmax=False, num_groups=2, group_topk=1, scaling_factor=2.0, score_function="sigmoid")
+CHUNKS = dict(split_sizes=np.array([1, 2, 3]), sorted_index=np.array([2, 0, 1]))
+
 #: Public function: a good call, with as many arguments as go together.
 CALLS = {
     ab.combine: dict(rows=floats(R, D), plan=PLAN, weights=floats(T, K)),
     ab.dispatch: dict(x=floats(T, D), plan=PLAN),
     ab.expert_ffn: dict(rows=floats(R, D), group_sizes=SIZES, weights=floats(R), **MATRICES),
+    ab.fused_compute_score_for_moe_aux_loss: dict(logits=floats(T, E), topk=K, score_function="softmax"),
+    ab.fused_moe_aux_loss: dict(
+        probs=floats(T, E), tokens_per_expert=SIZES, total_num_tokens=T, num_experts=E, topk=K, coeff=0.1
+    ),
+    ab.fused_topk_with_score_function: dict(logits=floats(T, E), topk=K, expert_bias=floats(E), **DENSE),
     ab.grouped_matmul: dict(x=floats(R, D), w=floats(E, D, F), group_sizes=SIZES),
     ab.load_balance_loss: dict(score_sum=floats(E), tokens_per_expert=SIZES, topk=K, coeff=0.1, num_tokens=T),
     ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), **MATRICES, **ROUTING),
+    ab.moe_permute: dict(inp=floats(T, D), routing_map=MAP, num_out_tokens=T * E),
+    ab.moe_permute_and_pad_with_probs: dict(
+        inp=floats(T, D), probs=floats(T, E), routing_map=MAP, tokens_per_expert=SIZES, align_size=4, num_rows=T * E
+    ),
+    ab.moe_permute_with_probs: dict(inp=floats(T, D), probs=floats(T, E), routing_map=MAP, num_out_tokens=T * E),
+    ab.moe_sort_chunks_by_index: dict(inp=floats(R, D), **CHUNKS),
+    ab.moe_sort_chunks_by_index_with_probs: dict(inp=floats(R, D), probs=floats(R), **CHUNKS),
+    ab.moe_unpermute: dict(
+        inp=floats(R, D),
+        row_id_map=np.zeros((T, 2 * E + 1), np.int32),
+        merging_probs=floats(T, E),
+        restore_shape=(T, D),
+    ),
     ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
     ab.quantile_bias: dict(histogram=np.ones((E, 4), np.int32), lower=-1.0, upper=1.0, topk=K),
     ab.route: dict(logits=floats(T, E), **ROUTING),

@@ -270,7 +270,7 @@ def _check_shape(restore_shape: Any, shape: tuple[int, int]) -> None:
         raise TypeError(f"restore_shape: got {_check.describe(restore_shape)}, expected {expected}")
     sizes = all(isinstance(size, (int, torch.SymInt)) for size in restore_shape)
     if not sizes or tuple(restore_shape) != shape:
-        raise ValueError(f"restore_shape: got {shown(restore_shape)}, expected {expected}")
+        raise ValueError(f"restore_shape: got {shown(tuple(restore_shape))}, expected {expected}")
 
 
 def moe_unpermute(

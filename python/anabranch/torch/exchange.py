@@ -14,6 +14,7 @@ Nothing waits for sizes on the device: buffers have static bounds, from T, K, E,
 the current stream, in the same order on every rank.
 """
 
+import abc
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def keep_within(ranks: Ranks, experts: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(dropped, -1, experts), dropped.sum(dtype=torch.int32)
 
 
-class Transport:
+class Transport(abc.ABC):
     """What the layer asks of a transport."""
 
     topk: int
@@ -94,18 +95,19 @@ class Transport:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
+    @abc.abstractmethod
     def plan(self, experts: Tensor) -> Route:
         """The route of experts int32 [T, K] of all ranks; -1: none."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def send(self, route: Route, tokens: Tensor) -> Tensor:
         """Tokens [T, D] to their experts: the tensor that these read through slot_of_row."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def send_weights(self, route: Route, weights: Tensor) -> Tensor:
         """Weights [T, K] along with the tokens of `send`: [tokens there, topk]."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def collect(
         self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
     ) -> Tensor:
@@ -113,11 +115,10 @@ class Transport:
 
         weights [T, K]: for what was not weighted there. The addend [T, D] is added before the sums are rounded.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
         """Values [tokens there, topk], those of `send_weights`, back as [T, K]; 0 where a slot has none."""
-        raise NotImplementedError
 
 
 class Ring(Transport):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from anabranch.exchange_sizes import capacity_of
 from anabranch.torch import _check
+from anabranch.torch._group import check_group
 from anabranch.torch.exchange import TRANSPORTS, Ranks, choose
 
 
@@ -33,9 +34,7 @@ def check_parallel(group: Any, transport: Any, capacity_factor: Any) -> Parallel
             name, value = ("transport", transport) if transport != "auto" else ("capacity_factor", capacity_factor)
             raise ValueError(f"{name}: got {value!r} without group, expected none")
         return None
-    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: got {_check.describe(group)}, expected a torch.distributed.ProcessGroup")
-    return Parallel(group, transport, capacity_factor)
+    return Parallel(check_group("group", group), transport, capacity_factor)
 
 
 def place(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import anabranch.jax
+import anabranch.torch
 
 ROOT = pathlib.Path(__file__).parents[3]
 MODULES = sorted(
@@ -47,12 +48,18 @@ def test_python_blocks_of_a_guide(guide, capsys):
             assert printed.split() == expected.split()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in anabranch.jax.__all__ if inspect.isfunction(getattr(anabranch.jax, name))]
-)
-def test_public_functions_say_what_users_need(name):
+PUBLIC = [
+    getattr(package, name)
+    for package in (anabranch.jax, anabranch.torch)
+    for name in package.__all__
+    if inspect.isfunction(getattr(package, name))
+]
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_public_functions_say_what_users_need(function):
     """Errors, gradient and source; `custom_calls` is no operation."""
-    text = inspect.getdoc(getattr(anabranch.jax, name)) or ""
-    if name != "custom_calls":
+    text = inspect.getdoc(function) or ""
+    if function is not anabranch.jax.custom_calls:
         assert "Raises:" in text and "Source:" in text
         assert re.search("gradient|cotangent|differentiable", text, re.IGNORECASE)

@@ -1,0 +1,112 @@
+"""Models of transformers with `experts_implementation="anabranch"` compute what they do with the library's own."""
+
+import copy
+import pathlib
+
+import pytest
+import small_models
+import torch
+import transformers
+
+import anabranch.torch.transformers as adapter
+from anabranch.torch import Activation
+
+SOURCES = pathlib.Path(transformers.__file__).parent / "models"
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    adapter.register()
+    transformers.logging.set_verbosity_error()
+
+
+def here(folders):
+    """Those that the installed version of the library has."""
+    return [
+        pytest.param(folder, marks=() if (SOURCES / folder).is_dir() else pytest.mark.skip("not in this transformers"))
+        for folder in folders
+    ]
+
+
+def test_every_model_with_experts_is_known():
+    """A new model of the library has to be added to the table, with the version that the tests install."""
+    found = {
+        path.parent.name
+        for path in SOURCES.glob("*/modeling_*.py")
+        if "\n@use_experts_implementation" in path.read_text()
+    }
+    assert found and found <= set(small_models.MODELS)
+
+
+def block_of(model):
+    """The module that holds the first experts, and these."""
+    path = next(iter(adapter.check(model)))
+    return model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
+
+
+def arguments_of(model, block):
+    """What the block is called with when the model runs."""
+    seen = []
+
+    def keep(_, args, kwargs):
+        seen.append(copy.deepcopy((args, kwargs)))  # some layers share what they write to
+
+    handle = block.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        model(small_models.tokens(model))
+    handle.remove()
+    return seen[0]
+
+
+def run(block, arguments):
+    """Output and gradients of a block, by name, for the same cotangents."""
+    args, kwargs = copy.deepcopy(arguments)
+    inputs = [a.clone().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
+    named = {name: a.clone().requires_grad_() if name == "hidden_states" else a for name, a in kwargs.items()}
+    block.zero_grad(set_to_none=True)
+    outputs = block(*inputs, **named)
+    outputs = [
+        o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(o) and o.requires_grad
+    ]
+    generator = torch.Generator().manual_seed(1)
+    torch.autograd.backward(outputs, [torch.randn(o.shape, generator=generator) for o in outputs])
+    found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    found |= {
+        f"argument {i}": a.grad
+        for i, a in enumerate([*inputs, *named.values()])
+        if torch.is_tensor(a) and a.grad is not None
+    }
+    return found | {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+
+
+def relative_error(found, expected):
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
+
+
+@pytest.mark.parametrize("folder", here(small_models.MODELS))
+def test_block_equals_the_eager_one(folder):
+    model = small_models.small_model(folder)
+    model.set_experts_implementation("eager")
+    block, experts = block_of(model)
+    arguments = arguments_of(model, block)
+    expected = run(block, arguments)
+    model.set_experts_implementation("anabranch")
+    found = run(block, arguments)
+    assert experts.config._experts_implementation == "anabranch"
+    assert found.keys() == expected.keys() and any("down_proj" in name for name in found)
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert max(errors.values()) <= 1e-5, errors
+    assert not all(torch.equal(found[name], expected[name]) for name in found)  # it is another implementation
+
+
+@pytest.mark.parametrize("folder", here(name for name, (kind, _) in small_models.MODELS.items() if kind is None))
+def test_generates_the_same_tokens(folder):
+    model = small_models.small_model(folder)
+    found = {}
+    for implementation in ("eager", "anabranch"):
+        model.set_experts_implementation(implementation)
+        found[implementation] = model.generate(
+            small_models.tokens(model), max_new_tokens=20, min_new_tokens=20, do_sample=False
+        )
+    assert found["anabranch"].shape[1] == 32
+    assert torch.equal(found["anabranch"], found["eager"])

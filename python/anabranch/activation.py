@@ -33,18 +33,18 @@ _DEFAULTS = {"swiglu_oai": (1.702, 7.0), "situ": (4.0, 25.0)}
 """(alpha, limit) of those that a name alone stands for, though they have parameters."""
 _FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest and the largest normal number."""
+_EXPECTED = f"a finite number above 0 that float32 holds, in [{_FLOAT32[0]:.4g}, {_FLOAT32[1]:.4g}]"
 
 
 def _parameter(name: str, value: Any) -> float:
-    expected = f"a finite number above 0 that float32 holds, in [{_FLOAT32[0]:.4g}, {_FLOAT32[1]:.4g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: got {typed(value)}, expected {expected}")
+        raise TypeError(f"{name}: got {typed(value)}, expected {_EXPECTED}")
     try:
         held = float(value)
     except OverflowError:
         held = math.inf
     if not _FLOAT32[0] <= held <= _FLOAT32[1]:
-        raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
+        raise ValueError(f"{name}: got {shown(value)}, expected {_EXPECTED}")
     return held
 
 

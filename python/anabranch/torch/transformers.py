@@ -5,8 +5,10 @@ its parameters stay where and as they are, its router stays its own. What an exp
 evaluating its gate function; one that is not an activation of ours is an error, never replaced by a similar one.
 """
 
+import dataclasses
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ __all__ = ["NAME", "Experts", "check", "load_balancing_loss_func", "register"]
 
 NAME = "anabranch"
 """What `experts_implementation` calls it."""
+OLDEST = "5.9"
+"""The oldest transformers that is meant to work."""
 
 
 class Experts(NamedTuple):
@@ -59,10 +63,10 @@ def _model(module: nn.Module) -> str:
     return f"{name} of {kind}" if kind else name
 
 
-def _numbers(value: Any) -> Iterator[float]:
-    """The numbers that an object, or a module in it, holds."""
-    for part in value.modules() if isinstance(value, nn.Module) else ():
-        yield from (float(v) for v in vars(part).values() if isinstance(v, (int, float)) and not isinstance(v, bool))
+def _numbers(module: nn.Module) -> Iterator[float]:
+    """The numbers that it and the modules in it hold."""
+    for part in module.modules():
+        yield from (float(value) for value in vars(part).values() if type(value) in (int, float))
 
 
 def _flag(module: nn.Module, name: str, otherwise: bool) -> bool:
@@ -75,17 +79,21 @@ def _find(module: nn.Module) -> Experts:
     act = getattr(module, "act_fn", None)
     tensors = (*act.parameters(), *act.buffers()) if isinstance(act, nn.Module) else ()
     device = tensors[0].device if tensors else torch.device("cpu")
+    function = "_apply_gate" if gated else "act_fn"
     found: Found | None = None
-    if gated and callable(gate := getattr(module, "_apply_gate", None)):
-        found = gated_activation_of(gate, _numbers(module), device)
-    elif not gated and callable(act):
-        found = plain_activation_of(act, device)
+    cause: Exception | None = None
+    try:
+        if gated:
+            found = gated_activation_of(module._apply_gate, _numbers(module), device)
+        else:
+            found = plain_activation_of(module.act_fn, device)
+    except Exception as error:  # whatever a function that expects something else raises
+        cause = error
     if found is None:
-        function = "_apply_gate" if gated else "act_fn"
         raise NotImplementedError(
             f"experts_implementation={NAME!r}: got {_model(module)}, whose {function} (act_fn: {shown(act)}) is no "
             "activation of anabranch.torch.Activation, expected one that is; use another implementation for this model"
-        )
+        ) from cause
     transposed = _flag(module, "is_transposed", False)
     part = ("dfp" if found.interleaved else "dpf") if transposed else ("fpd" if found.interleaved else "pfd")
     return Experts(
@@ -97,19 +105,22 @@ def _find(module: nn.Module) -> Experts:
     )
 
 
-@torch.compiler.assume_constant_result
 def _described(module: nn.Module) -> Experts:
     """What the module computes, found once, and again where a number or a function of it was replaced."""
-    flags = ("has_gate", "is_transposed", "has_bias", "has_post_expert_norm")
-    key = (
-        id(getattr(module, "act_fn", None)),
-        tuple(getattr(module, flag, None) for flag in flags),
-        tuple(v for name, v in vars(module).items() if name != "training" and isinstance(v, (int, float))),
-    )
+    numbers = [v for v in vars(module).values() if type(v) in (int, float)]
+    act = getattr(module, "act_fn", None)
+    key = (None if act is None else weakref.ref(act), numbers)
     known = _FOUND.get(module)
     if known is None or known[0] != key:
         _FOUND[module] = known = key, _find(module)
     return known[1]
+
+
+@torch.compiler.assume_constant_result
+def _constants(module: nn.Module) -> tuple[str, float, float, str, str, bool, bool]:
+    """`_described` as torch.compile can take it: computed when it traces, and part of the program from then on."""
+    (name, alpha, limit), *rest = dataclasses.astuple(_described(module).activation), *_described(module)[1:]
+    return (name, alpha, limit, *rest)
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
@@ -147,7 +158,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
       NotImplementedError: the module computes what we can't express; the message names it.
       TypeError, ValueError: a tensor is wrong; the message names it.
     """
-    experts = _described(module)
+    *activation, w_in_layout, w_out_layout, has_bias, post_expert_norm = _constants(module)
+    experts = Experts(Activation(*activation), w_in_layout, w_out_layout, has_bias, post_expert_norm)
     parts = 2 if _flag(module, "has_gate", True) else 1
     name = "gate_up_proj" if parts == 2 else "up_proj"
     w_in = _parted(_parameter(module, name), experts.w_in_layout, parts)
@@ -173,12 +185,37 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     return combine(module.post_expert_norm(rows).to(x.dtype), layout, top_k_weights).to(hidden_states.dtype)
 
 
+#: Fields of a configuration that say that a model has experts.
+_SAY_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "output_router_logits")
+
+
+def _refuses_where_unused(original: Callable[..., str]) -> Callable[..., str]:
+    """PreTrainedModel.get_correct_experts_implementation, which takes any name for any model, used there or not."""
+
+    @functools.wraps(original)
+    def checked(self: Any, requested_experts: str | None, *args: Any, **kwargs: Any) -> str:
+        has_experts = any(hasattr(self.config, field) for field in _SAY_EXPERTS)
+        if requested_experts == NAME and has_experts and not self._can_set_experts_implementation():
+            raise NotImplementedError(_unused(self))
+        return original(self, requested_experts, *args, **kwargs)
+
+    return checked
+
+
+def _unused(model: nn.Module) -> str:
+    return (
+        f"experts_implementation={NAME!r}: got {_model(model)}, which has no experts that follow the interface of "
+        "transformers.integrations.moe, expected a model that has: transformers computes them in one way alone"
+    )
+
+
 def register() -> None:
     """Makes "anabranch" an experts implementation of the installed transformers; once more does nothing.
 
     Then `AutoModel....from_pretrained(..., experts_implementation="anabranch")` or
-    `model.set_experts_implementation("anabranch")`. Expert parallelism of the library works as it does: experts of other
-    ranks are indices past the last local one.
+    `model.set_experts_implementation("anabranch")`. Expert parallelism of the library works as it does: experts of
+    other ranks are indices past the last local one. The library takes any name for any model, and leaves it unused
+    where the experts do not follow its interface: for this name that becomes an error.
 
     Raises:
       ImportError: transformers is missing, or older than its table of experts implementations.
@@ -187,27 +224,27 @@ def register() -> None:
     differentiable twice. Source: the interface of transformers.integrations.moe.
     """
     try:
+        from transformers import PreTrainedModel
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
-        raise ImportError(f"anabranch.torch.transformers: expected transformers >= 5.0 ({error})") from error
+        raise ImportError(f"anabranch.torch.transformers: expected transformers >= {OLDEST} ({error})") from error
+    if NAME in ALL_EXPERTS_FUNCTIONS:
+        return
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    adjust = PreTrainedModel.get_correct_experts_implementation
+    PreTrainedModel.get_correct_experts_implementation = _refuses_where_unused(adjust)
 
 
 def _experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those whose forward goes through the library's table."""
-    names = ("is_transposed", "has_bias", "_apply_gate")
-    return {
-        path: part
-        for path, part in model.named_modules()
-        if all(hasattr(part, name) for name in names) and hasattr(part, "down_proj")
-    }
+    """Those whose forward goes through the library's table: the decorator leaves these attributes."""
+    marks = ("is_transposed", "has_bias", "down_proj")
+    return {path: part for path, part in model.named_modules() if all(hasattr(part, mark) for mark in marks)}
 
 
 def check(model: nn.Module) -> dict[str, Experts]:
     """Says what every experts module of a model computes, before it runs.
 
-    The library takes `experts_implementation` for any model and leaves it unused where the experts do not follow its
-    interface; here that is an error.
+    A module that would be an error when it runs is one here.
 
     Args:
       model: of transformers.
@@ -225,10 +262,7 @@ def check(model: nn.Module) -> dict[str, Experts]:
         raise TypeError(f"model: got {_check.describe(model)}, expected a torch.nn.Module")
     modules = _experts_modules(model)
     if not modules:
-        raise NotImplementedError(
-            f"model: got {_model(model)}, which has no experts that follow the interface of "
-            f"transformers.integrations.moe: experts_implementation={NAME!r} would change nothing"
-        )
+        raise NotImplementedError(_unused(model))
     return {path: _described(module) for path, module in modules.items()}
 
 
@@ -246,8 +280,8 @@ def load_balancing_loss_func(
 
         E / N^2 sum_e (sum_l tokens_per_expert[l, e]) (sum_l score_sum[l, e]),   N = L T tokens of all L layers
 
-    Scores are the softmax over all experts, whatever the model's router is, sums run over all layers before the product,
-    and there is no 1 / K: times K the other loss of one layer.
+    Scores are the softmax over all experts, whatever the model's router is, sums run over all layers before the
+    product, and there is no 1 / K: times K the other loss of one layer.
 
     Args:
       gate_logits: of L layers, float32, bfloat16 or float16 [T, E] each.

@@ -1,0 +1,423 @@
+"""The experts of transformers by our operations: what is recognised, what is refused, and what torch does with it."""
+
+import math
+import types
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import use_experts_implementation
+
+import anabranch.torch.transformers as adapter
+from anabranch.torch import Activation
+
+E, D, F, K, T = 4, 12, 10, 2, 17
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    adapter.register()
+    transformers.logging.set_verbosity_error()
+
+
+class Stored(nn.Module):
+    """Experts as the library's models have them, whose gate is a test's own."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts = E
+        shapes = (E, 2 * F, D), (E, D, F)
+        if config.transposed:
+            shapes = (E, D, 2 * F), (E, F, D)
+        self.gate_up_proj = nn.Parameter(torch.randn(shapes[0]))
+        self.down_proj = nn.Parameter(torch.randn(shapes[1]))
+        if config.bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.randn(E, 2 * F))
+            self.down_proj_bias = nn.Parameter(torch.randn(E, D))
+        self.act_fn = ACT2FN[config.act]
+        for name, value in config.numbers.items():
+            setattr(self, name, value)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """Every expert on every token: the plain definition."""
+        up, down = self.gate_up_proj, self.down_proj
+        if not self.is_transposed:
+            up, down = up.mT, down.mT
+        h = torch.einsum("td,edh->teh", hidden_states, up)
+        h = h + self.gate_up_proj_bias if self.has_bias else h
+        y = torch.einsum("teh,ehd->ted", self._apply_gate(h), down)
+        y = y + self.down_proj_bias if self.has_bias else y
+        selected = torch.nn.functional.one_hot(top_k_index.clamp(max=E), E + 1)[..., :E].to(y.dtype)
+        return torch.einsum("ted,tke,tk->td", y, selected, top_k_weights.to(y.dtype)).to(hidden_states.dtype)
+
+
+def made(gate=None, *, act="silu", transposed=False, bias=False, **numbers):
+    """Experts with a gate of their own, or the library's."""
+    body = {} if gate is None else {"_apply_gate": gate}
+    kind = type("TestExperts", (Stored,), body)
+    kind = use_experts_implementation(kind, is_transposed=transposed, has_bias=bias)
+    config = types.SimpleNamespace(
+        transposed=transposed,
+        bias=bias,
+        act=act,
+        numbers=numbers,
+        model_type="a_test",
+        _experts_implementation="anabranch",
+    )
+    torch.manual_seed(0)
+    return kind(config)
+
+
+def operands(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, D, generator=generator).to(dtype).requires_grad_()
+    index = torch.rand(T, E, generator=generator).topk(K).indices
+    return x, index, torch.rand(T, K, generator=generator).requires_grad_()
+
+
+def gradients(experts, implementation, operands, forward=None):
+    """The output, and all gradients for a random cotangent."""
+    experts.config._experts_implementation = implementation
+    x, index, weights = operands
+    for tensor in (x, weights, *experts.parameters()):
+        tensor.grad = None
+    output = (experts if forward is None else forward)(x, index, weights)
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output.dtype))
+    named = {"x": x, "weights": weights, **dict(experts.named_parameters())}
+    return {"output": output.detach(), **{name: tensor.grad for name, tensor in named.items()}}
+
+
+def check_same(found, expected, tolerance=1e-5):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype and found[name].shape == expected[name].shape
+        error = (found[name] - expected[name]).abs().max() / expected[name].abs().max()
+        assert error <= tolerance, (name, float(error))
+
+
+# ---------------------------------------------------------------- what is recognised
+
+
+def parts(gate_up):
+    return gate_up.chunk(2, dim=-1)
+
+
+def in_turns(gate_up):
+    return gate_up[..., ::2], gate_up[..., 1::2]
+
+
+def clamped(split):
+    def _apply_gate(self, gate_up):
+        g, u = split(gate_up)
+        return nn.functional.silu(g.clamp(max=self.limit)) * u.clamp(-self.limit, self.limit)
+
+    return _apply_gate
+
+
+def oai(split):
+    def _apply_gate(self, gate_up):
+        g, u = split(gate_up)
+        g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
+        return (u + 1) * g * torch.sigmoid(self.alpha * g)
+
+    return _apply_gate
+
+
+def then_clamped(self, gate_up):
+    g, u = parts(gate_up)
+    return self.act_fn(g).clamp(max=self.limit) * u.clamp(-self.limit, self.limit)
+
+
+def situ(self, gate_up):
+    g, u = (part.float() for part in parts(gate_up))
+    return (self.a * torch.tanh(g / self.a) * torch.sigmoid(g) * self.b * torch.tanh(u / self.b)).to(gate_up.dtype)
+
+
+RECOGNISED = {
+    "silu": (dict(), Activation.glu("silu"), "pfd"),
+    "transposed": (dict(transposed=True, bias=True), Activation.glu("silu"), "dpf"),
+    "gelu": (dict(act="gelu"), Activation.glu("gelu_erf"), "pfd"),
+    "gelu_pytorch_tanh": (dict(act="gelu_pytorch_tanh"), Activation.glu("gelu"), "pfd"),
+    "gelu_new": (dict(act="gelu_new"), Activation.glu("gelu"), "pfd"),
+    "quick_gelu": (dict(act="quick_gelu"), Activation.glu("quick_gelu"), "pfd"),
+    "relu": (dict(act="relu"), Activation.glu("relu"), "pfd"),
+    "relu2": (dict(act="relu2"), Activation.glu("relu2"), "pfd"),
+    "linear": (dict(act="linear"), Activation.glu("linear"), "pfd"),
+    "clamped": (dict(gate=clamped(parts), limit=1.5), Activation.swiglu_clamped(1.5), "pfd"),
+    "clamped far out": (dict(gate=clamped(parts), limit=50000), Activation.swiglu_clamped(50000), "pfd"),
+    "interleaved": (dict(gate=clamped(in_turns), limit=1.5, bias=True), Activation.swiglu_clamped(1.5), "fpd"),
+    "oai": (dict(gate=oai(parts), alpha=1.3, limit=2.0), Activation.swiglu_oai(1.3, 2.0), "pfd"),
+    "gpt-oss": (
+        dict(gate=oai(in_turns), alpha=1.702, limit=7.0, transposed=True, bias=True),
+        Activation.swiglu_oai(1.702, 7.0),
+        "dfp",
+    ),
+    "then clamped": (dict(gate=then_clamped, limit=0.75), Activation.swiglu_then_clamp(0.75), "pfd"),
+    "situ": (dict(gate=situ, a=2.0, b=3.0), Activation.situ(2.0, 3.0), "pfd"),
+}
+
+
+@pytest.mark.parametrize("case", RECOGNISED)
+def test_what_a_gate_computes_is_found(case):
+    options, activation, layout = RECOGNISED[case]
+    experts = made(**options)
+    given = operands()
+    found = gradients(experts, "anabranch", given)
+    check_same(found, gradients(experts, "eager", given))
+    described = adapter.check(experts)[""]
+    assert described.activation == activation
+    assert described.w_in_layout == layout
+
+
+def literal_limit(self, gate_up):
+    g, u = parts(gate_up)
+    return nn.functional.silu(g.clamp(max=7.0)) * u  # no attribute holds it
+
+
+def far_limit(self, gate_up):
+    g, u = parts(gate_up)
+    return nn.functional.silu(g) * u.clamp(-9000.0, 9000.0)
+
+
+def scaled(self, gate_up):
+    g, u = parts(gate_up)
+    return 1.001 * nn.functional.silu(g) * u
+
+
+def swapped(self, gate_up):
+    u, g = parts(gate_up)
+    return nn.functional.silu(g) * u
+
+
+def of_something_else(self, gate_up):
+    return gate_up[0]
+
+
+def failing(self, gate_up):
+    raise KeyError("a gate of another shape")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(gate=literal_limit),
+        dict(gate=far_limit),
+        dict(gate=scaled),
+        dict(gate=swapped),
+        dict(gate=of_something_else),
+        dict(gate=failing),
+        dict(act="tanh"),
+        dict(act="mish"),
+        dict(act="gelu_10"),
+        dict(act="relu6"),
+    ],
+    ids=lambda options: getattr(options.get("gate"), "__name__", options.get("act")),
+)
+def test_a_gate_that_is_none_of_ours_is_refused(options):
+    experts = made(**options)
+    message = r"experts_implementation='anabranch': got TestExperts of a_test, whose _apply_gate .*, expected one"
+    with pytest.raises(NotImplementedError, match=message):
+        experts(*operands())
+    with pytest.raises(NotImplementedError, match=message):
+        adapter.check(nn.Sequential(experts))
+
+
+def test_a_replaced_activation_is_found_anew():
+    experts, given = made(), operands()
+    experts(*given)
+    experts.act_fn = ACT2FN["gelu"]
+    check_same(gradients(experts, "anabranch", given), gradients(experts, "eager", given))
+    limited = made(gate=clamped(parts), limit=1.5)
+    limited(*given)
+    limited.limit = 0.5
+    check_same(gradients(limited, "anabranch", given), gradients(limited, "eager", given))
+    experts.act_fn = ACT2FN["tanh"]
+    experts.config._experts_implementation = "anabranch"
+    with pytest.raises(NotImplementedError, match="whose _apply_gate"):
+        experts(*given)
+
+
+# ---------------------------------------------------------------- what torch does with it
+
+
+def test_index_past_the_experts_is_no_expert():
+    """As expert parallelism marks the experts of other ranks: also with a weight that is not 0."""
+    experts, (x, index, weights) = made(bias=True), operands()
+    index[::3, 0] = E
+    given = x, index, weights
+    found = gradients(experts, "anabranch", given)
+    check_same(found, gradients(experts, "eager", given))
+    assert not found["weights"][::3, 0].any() and found["weights"][1::3, 0].all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", ["silu", "gpt-oss"])
+def test_compiled(case, dynamic):
+    experts, given = made(**RECOGNISED[case][0]), operands()
+    compiled = torch.compile(experts, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    check_same(gradients(experts, "anabranch", given, compiled), gradients(experts, "eager", given))
+
+
+def test_compiled_refuses():
+    with pytest.raises(Exception, match="whose _apply_gate"):
+        torch.compile(made(act="tanh"), fullgraph=True, backend="aot_eager")(*operands())
+
+
+def test_checkpointed():
+    experts, given = made(), operands()
+
+    def forward(*arguments):
+        return torch.utils.checkpoint.checkpoint(experts, *arguments, use_reentrant=False)
+
+    expected = gradients(experts, "anabranch", given)
+    check_same(gradients(experts, "anabranch", given, forward), expected, tolerance=0)
+
+
+def test_bfloat16():
+    """Of parameters and hidden states; nearer to float64 than the library's own sum in bfloat16 has to be."""
+    experts, given = made().bfloat16(), operands(torch.bfloat16)
+    found = gradients(experts, "anabranch", given)
+    check_same(
+        {n: v.float() for n, v in found.items()},
+        {n: v.float() for n, v in gradients(experts, "eager", given).items()},
+        2e-2,
+    )
+    assert (
+        found["output"].dtype == found["down_proj"].dtype == torch.bfloat16 and found["weights"].dtype == torch.float32
+    )
+
+
+def test_float32_parameters_of_bfloat16_states():
+    experts, given = made(), operands(torch.bfloat16)
+    found = gradients(experts, "anabranch", given)
+    assert found["output"].dtype == torch.bfloat16 and found["down_proj"].dtype == torch.float32
+    want = gradients(experts.double(), "eager", (given[0].detach().double().requires_grad_(), *given[1:]))
+    check_same({n: v.double() for n, v in found.items()}, {n: v.double() for n, v in want.items()}, 2e-2)
+
+
+def test_autocast():
+    experts, given = made(), operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(experts, "anabranch", given)
+    assert found["output"].dtype == torch.float32
+    check_same(found, gradients(experts, "eager", given), 2e-2)
+
+
+class Wrapper(torch.Tensor):
+    """As quantised and sharded parameters are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} was called")
+
+    def __tensor_flatten__(self):
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        raise AssertionError("made anew")
+
+
+def test_a_parameter_that_is_not_dense_is_refused():
+    experts = made()
+    wrapped = Wrapper(experts.down_proj.data)
+    del experts.down_proj
+    experts.down_proj = wrapped
+    with pytest.raises(TypeError, match=r"down_proj: got a Wrapper, expected a dense tensor of TestExperts of a_test"):
+        experts(*operands())
+    del experts.gate_up_proj
+    with pytest.raises(TypeError, match=r"gate_up_proj: got None, expected a tensor of TestExperts of a_test"):
+        experts(*operands())
+
+
+# ---------------------------------------------------------------- the library's own choice of experts
+
+
+def test_registering_twice_is_once():
+    before = transformers.PreTrainedModel.get_correct_experts_implementation
+    adapter.register()
+    assert transformers.PreTrainedModel.get_correct_experts_implementation is before
+
+
+SMALL_WITHOUT_INTERFACE = {
+    "doge": dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, num_experts=9),
+    "jetmoe": dict(hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8, vocab_size=64),
+    "longcat_flash": dict(hidden_size=32, num_layers=1, num_attention_heads=2, vocab_size=64, n_routed_experts=4),
+    "switch_transformers": dict(d_model=32, d_ff=16, num_layers=2, num_decoder_layers=2, num_heads=2, vocab_size=64),
+}
+
+
+@pytest.mark.parametrize("folder", SMALL_WITHOUT_INTERFACE)
+def test_a_model_that_would_not_use_it_is_refused(folder):
+    config = transformers.AutoConfig.for_model(folder, **SMALL_WITHOUT_INTERFACE[folder])
+    kind = transformers.AutoModel._model_mapping[type(config)]
+    message = "experts_implementation='anabranch': got .*, which has no experts that follow the interface"
+    with torch.device("meta"):
+        with pytest.raises(NotImplementedError, match=message):
+            kind._from_config(config, experts_implementation="anabranch")
+        model = kind._from_config(transformers.AutoConfig.for_model(folder, **SMALL_WITHOUT_INTERFACE[folder]))
+    with pytest.raises(NotImplementedError, match=message):
+        adapter.check(model)
+    with pytest.raises(NotImplementedError, match=message):
+        model.set_experts_implementation("anabranch")
+
+
+def test_a_model_without_experts_takes_it():
+    config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    with torch.device("meta"):
+        transformers.LlamaModel._from_config(config, experts_implementation="anabranch")
+
+
+def test_check_of_no_module():
+    with pytest.raises(TypeError, match="model: got str 'qwen3_moe', expected a torch"):
+        adapter.check("qwen3_moe")
+
+
+# ---------------------------------------------------------------- the library's loss
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_loss_is_the_library_s(padded):
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    rng = torch.Generator().manual_seed(0)
+    layers = tuple(torch.randn(14, 6, generator=rng).requires_grad_() for _ in range(3))
+    mask = (torch.rand(2, 7, generator=rng) < 0.6).long() if padded else None
+    found = adapter.load_balancing_loss_func(layers, 6, 2, mask)
+    expected = load_balancing_loss_func(layers, 6, 2, mask)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(torch.autograd.grad(found, layers), torch.autograd.grad(expected, layers), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert math.isfinite(found) and float(found) > 0
+
+
+def test_loss_without_a_token_is_zero():
+    assert float(adapter.load_balancing_loss_func([torch.ones(3, 2)], 2, 1, torch.zeros(3))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, 2), TypeError, "gate_logits: got None"),
+        (([], 2), TypeError, "gate_logits: got "),
+        (([torch.ones(3, 4)], 2), ValueError, r"gate_logits\[0\]: got float32\[3, 4\], expected .*E=2"),
+        (
+            ([torch.ones(3, 2), torch.ones(4, 2)], 2),
+            ValueError,
+            r"gate_logits\[1\]: got float32\[4, 2\], expected .*T=3",
+        ),
+        (([torch.ones(3, 2)], 2, 3), ValueError, "top_k: got 3"),
+        (([torch.ones(3, 2)], 0), ValueError, "num_experts: got 0"),
+        (([torch.ones(3, 2)], 2, 1, torch.ones(4)), ValueError, r"attention_mask: got .*expected .* 3"),
+        (([torch.ones(3, 2)], 2, 1, "all"), ValueError, "attention_mask: got str 'all'"),
+    ],
+)
+def test_loss_of_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        adapter.load_balancing_loss_func(*arguments)

@@ -83,10 +83,10 @@ def _find(module: nn.Module) -> Experts:
     found: Found | None = None
     cause: Exception | None = None
     try:
-        if gated:
-            found = gated_activation_of(module._apply_gate, _numbers(module), device)
-        else:
-            found = plain_activation_of(module.act_fn, device)
+        computed: Any = getattr(module, function)
+        found = (
+            gated_activation_of(computed, _numbers(module), device) if gated else plain_activation_of(computed, device)
+        )
     except Exception as error:  # whatever a function that expects something else raises
         cause = error
     if found is None:
@@ -182,7 +182,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     w_in, w_out = (w.to(x.dtype) for w in (w_in, w_out))
     layout = plan(top_k_index, w_in.shape[0])
     rows = expert_ffn(dispatch(x, layout), w_in, w_out, layout.group_sizes, **options)
-    return combine(module.post_expert_norm(rows).to(x.dtype), layout, top_k_weights).to(hidden_states.dtype)
+    norm: Any = module.post_expert_norm
+    return combine(norm(rows).to(x.dtype), layout, top_k_weights).to(hidden_states.dtype)
 
 
 #: Fields of a configuration that say that a model has experts.
@@ -231,8 +232,8 @@ def register() -> None:
     if NAME in ALL_EXPERTS_FUNCTIONS:
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    adjust = PreTrainedModel.get_correct_experts_implementation
-    PreTrainedModel.get_correct_experts_implementation = _refuses_where_unused(adjust)
+    base: Any = PreTrainedModel
+    base.get_correct_experts_implementation = _refuses_where_unused(base.get_correct_experts_implementation)
 
 
 def _experts_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,0 +1,178 @@
+"""Trains a model of Hugging Face Transformers twice, with the library's own experts and with ours, from the same start.
+
+    pip install 'anabranch[transformers]'
+    python examples/transformers_finetune.py
+
+The text is Python source, the standard library's. Without `--model` the model is a small random Qwen3-MoE that reads
+bytes; `--model` names a folder with a configuration, and weights and a tokenizer if it has them, or a config.json.
+Printed are both losses of every step, which agree to rounding, and the time of a step with either.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import anabranch.torch.transformers
+from byte_lm.data import load_corpus, stdlib_folder, training_batch
+from run_error import RunError, as_run_error
+
+OURS = anabranch.torch.transformers.NAME
+SMALL = dict(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=16,
+    num_experts_per_tok=4,
+    max_position_embeddings=4096,
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Of a loss: how far training with the same values but other roundings may drift in a few dozen steps.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+
+
+class Run(NamedTuple):
+    """A training: of each step the loss, and the seconds it took."""
+
+    losses: list[float]
+    seconds: list[float]
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a folder or a config.json (default: a small random Qwen3-MoE)")
+    parser.add_argument("--text", type=Path, default=stdlib_folder(), help="folder of *.py files to train on")
+    parser.add_argument("--beside", default="default", help='the library\'s: "default", "eager", "grouped_mm", ...')
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=4, help="sequences a step")
+    parser.add_argument("--seq", type=int, default=256, help="tokens a sequence")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    chosen = parser.parse_args(arguments)
+    for name, least in (("steps", 2), ("batch", 1), ("seq", 2)):
+        if getattr(chosen, name) < least:
+            raise RunError(f"--{name}: got {getattr(chosen, name)}, expected at least {least}")
+    known = ("default", "eager", *ALL_EXPERTS_FUNCTIONS.valid_keys())
+    if chosen.beside not in known:
+        raise RunError(f"--beside: got {chosen.beside}, expected one of {', '.join(known)}")
+    if chosen.model is not None and not chosen.model.exists():
+        raise RunError(f"--model: got {chosen.model}, expected a folder or a file")
+    return chosen
+
+
+def has_weights(model: Path) -> bool:
+    """Whether a folder holds a checkpoint, not a configuration alone."""
+    return model.is_dir() and any(any(model.glob(name)) for name in ("*.safetensors", "*.bin"))
+
+
+def build(chosen: argparse.Namespace, implementation: str) -> PreTrainedModel:
+    """The model at its start: the same for every implementation."""
+    torch.manual_seed(chosen.seed)
+    named = {} if implementation == "default" else {"experts_implementation": implementation}
+    named |= {"dtype": DTYPES[chosen.dtype]}
+    with as_run_error(f"--model: could not make {chosen.model or 'the small model'}", (OSError, ValueError, KeyError)):
+        if chosen.model is not None and has_weights(chosen.model):
+            model = AutoModelForCausalLM.from_pretrained(chosen.model, **named)
+        elif chosen.model is not None:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(chosen.model), **named)
+        else:
+            model = AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**SMALL), **named)
+    return model.to(chosen.device).train()
+
+
+def text_tokens(chosen: argparse.Namespace, vocab_size: int) -> np.ndarray:
+    """The text as tokens: the model's own, where it has a tokenizer, else bytes."""
+    text = load_corpus(chosen.text).train
+    folder = chosen.model
+    if folder is not None and folder.is_dir() and any(folder.glob("tokenizer*")):
+        enough = text[: 8 * chosen.steps * chosen.batch * chosen.seq].tobytes().decode(errors="ignore")
+        tokens = np.array(AutoTokenizer.from_pretrained(folder)(enough)["input_ids"])
+    else:
+        tokens = text
+    if int(tokens.max()) >= vocab_size:
+        raise RunError(f"--model: got one of {vocab_size} tokens, expected more than {int(tokens.max())} for this text")
+    return tokens
+
+
+def batches(chosen: argparse.Namespace, tokens: np.ndarray) -> Iterator[torch.Tensor]:
+    """int64 [batch, seq], the same for every run."""
+    for step in range(chosen.steps):
+        windows = training_batch(tokens, step, chosen.batch, chosen.seq - 1, chosen.seed)
+        yield torch.tensor(windows.astype(np.int64), device=chosen.device)
+
+
+def train(chosen: argparse.Namespace, model: PreTrainedModel, tokens: np.ndarray, name: str) -> Run:
+    """Trains a model, in a plain loop."""
+    wait: Callable[[], None] = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr)
+    run = Run([], [])
+    progress = tqdm(batches(chosen, tokens), desc=name, total=chosen.steps, unit="step", mininterval=1)
+    for ids in progress:
+        wait()
+        begin = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(float(loss.detach()))  # waits for the device
+        run.seconds.append(time.perf_counter() - begin)
+        progress.set_postfix(loss=f"{run.losses[-1]:.4f}", refresh=False)
+    return run
+
+
+def report(chosen: argparse.Namespace, theirs: Run, ours: Run) -> None:
+    """Losses and times beside each other.
+
+    Raises:
+      RunError: the losses are not the same.
+    """
+    shown = max(1, chosen.steps // 10)
+    print(f"{'step':>6} {chosen.beside:>12} {OURS:>12}")
+    for step in [*range(0, chosen.steps - 1, shown), chosen.steps - 1]:
+        print(f"{step:6} {theirs.losses[step]:12.6f} {ours.losses[step]:12.6f}")
+    differences = [abs(a - b) / abs(a) for a, b in zip(theirs.losses, ours.losses, strict=True)]
+    times = [1000 * statistics.median(run.seconds[1:]) for run in (theirs, ours)]
+    print(f"largest difference of a loss: {max(differences):.1e} of it")
+    print(f"a step takes {times[0]:.1f} ms with {chosen.beside}, {times[1]:.1f} ms with {OURS}")
+    if not max(differences) <= TOLERANCE[chosen.dtype]:
+        raise RunError(f"losses: got a difference of {max(differences):.1e}, expected {TOLERANCE[chosen.dtype]:.0e}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Both trainings and their comparison."""
+    chosen = options(arguments)
+    anabranch.torch.transformers.register()
+    runs = []
+    for name in (chosen.beside, OURS):
+        model = build(chosen, name)
+        for path, experts in anabranch.torch.transformers.check(model).items() if name == OURS else ():
+            print(f"{path}: {experts.activation}, {experts.w_in_layout}, {experts.w_out_layout}")
+        tokens = text_tokens(chosen, model.config.get_text_config().vocab_size)
+        runs.append(train(chosen, model, tokens, name))
+        del model
+    report(chosen, *runs)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (RunError, NotImplementedError) as error:
+        sys.exit(f"transformers_finetune: {error}")

@@ -73,6 +73,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     known = ("default", "eager", *ALL_EXPERTS_FUNCTIONS.valid_keys())
     if chosen.beside not in known:
         raise RunError(f"--beside: got {chosen.beside}, expected one of {', '.join(known)}")
+    with as_run_error(f"--device: could not use {chosen.device}", (RuntimeError, AssertionError)):
+        torch.empty(1, device=chosen.device)
     if chosen.model is not None and not chosen.model.exists():
         raise RunError(f"--model: got {chosen.model}, expected a folder or a file")
     return chosen

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.activation import PLAIN, Activation
 from anabranch.reference.experts import activation, gated_activation
@@ -50,7 +51,7 @@ def _close(found: np.ndarray, expected: np.ndarray, scale: np.ndarray | float) -
 
 
 def _values(function: Callable[[Tensor], Tensor], inputs: np.ndarray, device: torch.device) -> np.ndarray:
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():  # a tracer's tensors have no values
         return function(torch.tensor(inputs, dtype=torch.float64, device=device)).double().cpu().numpy()
 
 

@@ -260,6 +260,13 @@ def test_compiled(case, dynamic):
     check_same(gradients(experts, "anabranch", given, compiled), gradients(experts, "eager", given))
 
 
+def test_exported():
+    """Traced without values, where what the module computes is not known yet."""
+    experts, given = made(**RECOGNISED["gpt-oss"][0]), tuple(tensor.detach() for tensor in operands())
+    exported = torch.export.export(experts, given).module()
+    torch.testing.assert_close(exported(*given), experts(*given), rtol=0, atol=0)
+
+
 def test_compiled_refuses():
     with pytest.raises(Exception, match="whose _apply_gate"):
         torch.compile(made(act="tanh"), fullgraph=True, backend="aot_eager")(*operands())

@@ -200,7 +200,7 @@ def configuration(kind, fields):
 
 
 @functools.lru_cache(maxsize=1)
-def small_model(folder):
+def small_model(folder, device):
     """A model with random parameters, large enough for limits of activations to be met."""
     name, fields = MODELS[folder]
     kind = class_of(folder, name)
@@ -210,8 +210,9 @@ def small_model(folder):
         for path, parameter in model.named_parameters():
             if "experts" in path and path.endswith(("_proj", "_bias")):
                 parameter.normal_(std=0.4)
-    return model
+    return model.to(device)
 
 
 def tokens(model, batch=2, length=12):
-    return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
+    return ids.to(model.device)

@@ -70,11 +70,11 @@ def made(gate=None, *, act="silu", transposed=False, bias=False, **numbers):
     return kind(config)
 
 
-def operands(dtype=torch.float32):
+def operands(dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(T, D, generator=generator).to(dtype).requires_grad_()
-    index = torch.rand(T, E, generator=generator).topk(K).indices
-    return x, index, torch.rand(T, K, generator=generator).requires_grad_()
+    x = torch.randn(T, D, generator=generator).to(device, dtype).requires_grad_()
+    index = torch.rand(T, E, generator=generator).topk(K).indices.to(device)
+    return x, index, torch.rand(T, K, generator=generator).to(device).requires_grad_()
 
 
 def gradients(experts, implementation, operands, forward=None):
@@ -84,7 +84,7 @@ def gradients(experts, implementation, operands, forward=None):
     for tensor in (x, weights, *experts.parameters()):
         tensor.grad = None
     output = (experts if forward is None else forward)(x, index, weights)
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output.dtype))
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output))
     named = {"x": x, "weights": weights, **dict(experts.named_parameters())}
     return {"output": output.detach(), **{name: tensor.grad for name, tensor in named.items()}}
 
@@ -254,8 +254,8 @@ def test_index_past_the_experts_is_no_expert():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", ["silu", "gpt-oss"])
-def test_compiled(case, dynamic):
-    experts, given = made(**RECOGNISED[case][0]), operands()
+def test_compiled(case, dynamic, device):
+    experts, given = made(**RECOGNISED[case][0]).to(device), operands(device=device)
     compiled = torch.compile(experts, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     check_same(gradients(experts, "anabranch", given, compiled), gradients(experts, "eager", given))
 
@@ -282,9 +282,9 @@ def test_checkpointed():
     check_same(gradients(experts, "anabranch", given, forward), expected, tolerance=0)
 
 
-def test_bfloat16():
-    """Of parameters and hidden states; nearer to float64 than the library's own sum in bfloat16 has to be."""
-    experts, given = made().bfloat16(), operands(torch.bfloat16)
+def test_bfloat16(device):
+    """Of parameters and hidden states."""
+    experts, given = made().to(device, torch.bfloat16), operands(torch.bfloat16, device)
     found = gradients(experts, "anabranch", given)
     check_same(
         {n: v.float() for n, v in found.items()},

@@ -70,7 +70,7 @@ def run(block, arguments):
         o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(o) and o.requires_grad
     ]
     generator = torch.Generator().manual_seed(1)
-    torch.autograd.backward(outputs, [torch.randn(o.shape, generator=generator) for o in outputs])
+    torch.autograd.backward(outputs, [torch.randn(o.shape, generator=generator).to(o.device) for o in outputs])
     found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     found |= {
         f"argument {i}": a.grad
@@ -85,8 +85,8 @@ def relative_error(found, expected):
 
 
 @pytest.mark.parametrize("folder", here(small_models.MODELS))
-def test_block_equals_the_eager_one(folder):
-    model = small_models.small_model(folder)
+def test_block_equals_the_eager_one(folder, device):
+    model = small_models.small_model(folder, device)
     model.set_experts_implementation("eager")
     block, experts = block_of(model)
     arguments = arguments_of(model, block)
@@ -102,7 +102,7 @@ def test_block_equals_the_eager_one(folder):
 
 @pytest.mark.parametrize("folder", here(name for name, (kind, _) in small_models.MODELS.items() if kind is None))
 def test_generates_the_same_tokens(folder):
-    model = small_models.small_model(folder)
+    model = small_models.small_model(folder, "cpu")
     found = {}
     for implementation in ("eager", "anabranch"):
         model.set_experts_implementation(implementation)

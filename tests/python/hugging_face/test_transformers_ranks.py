@@ -57,5 +57,5 @@ def run(rank, rendezvous, folder):
 
 def test_two_processes_are_one(tmp_path):
     for name in FOLDERS:
-        small_models.small_model(name).save_pretrained(tmp_path / name)
+        small_models.small_model(name, "cpu").save_pretrained(tmp_path / name)
     torch.multiprocessing.spawn(run, (f"file://{tmp_path / 'rendezvous'}", str(tmp_path)), nprocs=RANKS)

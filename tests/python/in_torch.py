@@ -53,33 +53,43 @@ def arrays(result):
     return tuple(map(array, result)) if type(result) is tuple else type(result)(*map(array, result))
 
 
+def leaves(operands):
+    """Named arrays as tensors, and those of them that gradients are of."""
+    given = {name: tensor(value) for name, value in operands.items() if value is not None}
+    return given, {name: t.requires_grad_() for name, t in given.items() if t.dtype.is_floating_point}
+
+
+def pulled(pairs, floats):
+    """Gradients of `floats` by name for (result, cotangent); None where nothing depends on one."""
+    # What has no elements or comes from nothing has no graph.
+    pairs = [(o, d.to(o.dtype)) for o, d in pairs if o.requires_grad]
+    if not pairs:
+        return dict.fromkeys(floats)
+    outputs, d_outputs = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, list(floats.values()), d_outputs, retain_graph=True, allow_unused=True)
+    return dict(zip(floats, found, strict=True))
+
+
+def gradient_arrays(found, floats):
+    """The arrays of `pulled`, zeros for None."""
+    return {name: np.zeros_like(array(floats[name])) if g is None else array(g) for name, g in found.items()}
+
+
 def vjp(function, operands):
     """(result, pull) of a function of named operands, those that are arrays as tensors.
 
     pull(cotangents): of a tensor its cotangent, else cotangents by the names of the results; gradients by the names of
     the floating operands, zeros where nothing depends on one.
     """
-    given = {name: tensor(value) for name, value in operands.items() if value is not None}
-    floats = {name: t.requires_grad_() for name, t in given.items() if t.dtype.is_floating_point}
+    given, floats = leaves(operands)
     result = function(**given)
 
     def pull(cotangents):
         if isinstance(result, torch.Tensor):
-            outputs, d_outputs = [result], [tensor(cotangents)]
+            pairs = [(result, tensor(cotangents))]
         else:
-            outputs = [getattr(result, name) for name in cotangents]
-            d_outputs = [tensor(d) for d in cotangents.values()]
-        # What has no elements or comes from nothing has no graph.
-        pairs = [(o, d.to(o.dtype)) for o, d in zip(outputs, d_outputs, strict=True) if o.requires_grad]
-        if not pairs:
-            return {name: np.zeros_like(array(t)) for name, t in floats.items()}
-        found = torch.autograd.grad(
-            [o for o, _ in pairs], list(floats.values()), [d for _, d in pairs], retain_graph=True, allow_unused=True
-        )
-        return {
-            name: np.zeros_like(array(t)) if g is None else array(g)
-            for (name, t), g in zip(floats.items(), found, strict=True)
-        }
+            pairs = [(getattr(result, name), tensor(d)) for name, d in cotangents.items()]
+        return gradient_arrays(pulled(pairs, floats), floats)
 
     return result, pull
 

@@ -1,4 +1,8 @@
-"""Sums over the ranks of a process group that share a batch."""
+"""Sums and means over the ranks of a process group that share a batch.
+
+One convention for all gradients: what is differentiated is the mean of the ranks' losses, as data parallelism has it.
+A tensor that ranks have whole gets on each of them a gradient whose mean over the ranks is that of the mean.
+"""
 
 from typing import Any
 
@@ -21,8 +25,8 @@ def summed(value: Tensor, group: Any) -> Tensor:
     """A tensor's sum over the ranks of a group, None: the tensor itself; nothing is differentiated."""
     if group is None:
         return value
-    total = value.detach().clone()
-    dist.all_reduce(total, group=group)
+    of_all = torch.ops._c10d_functional.all_reduce(value.detach().contiguous(), "sum", group.group_name)
+    total: Tensor = torch.ops._c10d_functional.wait_tensor(of_all)
     return total
 
 
@@ -44,8 +48,39 @@ class _SumOverRanks(Function):
 
 
 def sum_over_ranks(group: Any, *values: Tensor) -> list[Tensor]:
-    """The sums of small tensors over the ranks of a group, float32, by one all-reduce: of counts below 2^53 exact."""
+    """The sums of small tensors over the ranks of a group, by one all-reduce: of counts below 2^53 exact."""
     packed = torch.cat([value.reshape(-1).double() for value in values])
     total = _SumOverRanks.apply(packed, group)
     parts = total.split([value.numel() for value in values])
-    return [part.float().reshape(value.shape) for part, value in zip(parts, values, strict=True)]
+    return [part.to(value.dtype).reshape(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+class _WithMeanGradients(Function):
+    @staticmethod
+    def forward(group, *tensors):
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.group = inputs[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        packed = torch.cat([d.reshape(-1).float() for d in gradients])
+        means = summed(packed, ctx.group) / dist.get_world_size(ctx.group)
+        parts = means.split([d.numel() for d in gradients])
+        return None, *(part.reshape(d.shape).to(d.dtype) for part, d in zip(parts, gradients, strict=True))
+
+
+def with_mean_gradients(group: Any, *tensors: Tensor | None) -> list[Tensor | None]:
+    """Tensors that every rank of a group has whole, with the mean of the ranks' gradients as theirs on each of them.
+
+    One all-reduce in the backward pass, in float32; none for tensors that need no gradient, which are the same ones on
+    every rank.
+    """
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    if group is None or not wanted or not torch.is_grad_enabled():
+        return list(tensors)
+    found = iter(_WithMeanGradients.apply(group, *wanted))
+    return [next(found) if t is not None and t.requires_grad else t for t in tensors]

@@ -1,9 +1,9 @@
 """The rules of the whole layer on a process group: what one rank does.
 
-A rank routes its own tokens, a transport (exchange.py) takes them to their experts and brings the sums back. Sums for
-the losses are added up over the ranks here, explicitly: nothing is differentiated through a collective. Gradients are
-those of this rank's tokens and experts; what is whole on every rank (the gate and its bias) gets this rank's part of a
-sum.
+A rank routes its own tokens, a transport (exchange.py) takes them to their experts and brings the sums back. Counts and
+sums that come out of here are this rank's; what the ranks have together is added up outside. Gradients follow the
+convention of `_group.py`: those of what this rank has by itself, its experts, are of the mean of the ranks' losses;
+those of its tokens and of the gate, which all ranks have, of its part of their sum.
 """
 
 from typing import Any, NamedTuple
@@ -28,30 +28,27 @@ class GroupConfig(NamedTuple):
 
 
 class GroupOutput(NamedTuple):
-    """What the layer computes; sums are over the tokens of all ranks. Without a router some have no elements."""
+    """What the layer computes of this rank's tokens. Without a router some have no elements."""
 
     output: Tensor
     """[T, D], dtype of x."""
     tokens_per_expert: Tensor
     """int32 [E]: before any dropping."""
     dropped: Tensor
-    """int32 [P]: slots of every rank that found no room."""
-    num_tokens: Tensor
-    """int32 []: unmasked ones."""
+    """int32 []: slots of this rank's tokens that found no room."""
     weights: Tensor
     """float32 [T, K]."""
     experts: Tensor
     """int32 [T, K]: as selected, before any dropping."""
     score_sum: Tensor
     """float32 [E]."""
-    lse_squares: Tensor
-    """float32 []: the sum of lse^2."""
+    lse: Tensor
+    """float32 [T]; of a masked token 0."""
     qb_histogram: Tensor
     """int32 [E, bins]."""
     h: Tensor
     """Kept for the backward pass, as are the others."""
     logits: Tensor
-    lse: Tensor
     row_of_slot: Tensor
     slot_of_row: Tensor
     group_sizes: Tensor
@@ -59,17 +56,7 @@ class GroupOutput(NamedTuple):
     sent_slot_of_row: Tensor
 
 
-_DIFFERENTIABLE = ("output", "weights", "score_sum", "lse_squares")
-
-
-def _sums(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """int32 or float32 tensors of every rank, one behind the other by rank: [P, ...] each. One collective."""
-    flat = torch.cat([t.reshape(-1).view(torch.int32) for t in tensors])
-    of_all = ranks.gather(flat).view(ranks.ranks, -1)
-    parts = of_all.split([t.numel() for t in tensors], 1)
-    return tuple(
-        part.contiguous().view(t.dtype).view(ranks.ranks, *t.shape) for part, t in zip(parts, tensors, strict=True)
-    )
+_DIFFERENTIABLE = ("output", "weights", "score_sum", "lse")
 
 
 def _network(config: GroupConfig, topk: int) -> Any:
@@ -88,7 +75,6 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         experts = torch.where(none, -1, experts)
         counts = _ops.plan(experts, layer.num_experts, 0, 0, 1)[0]
         score_sum, lse, logits, histogram = no_floats, no_floats.clone(), no_floats.clone(), no_integers
-        squares = x.new_zeros((), dtype=torch.float32)
     else:
         assert operands.gate is not None
         logits = logits_of(x, operands.gate)
@@ -103,9 +89,6 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
             operands.qb_bin_bounds,
         )
         wrong = x.new_zeros((), dtype=torch.int32)
-        squares = lse.square().sum()  # of a masked token lse is 0
-    mask = operands.token_mask
-    tokens = x.new_full((), x.shape[0], dtype=torch.int32) if mask is None else mask.sum(dtype=torch.int32)
     kept, dropped = keep_within(ranks, experts)
     chosen = transport(config.transport, ranks)
     route = chosen.plan(kept)
@@ -124,25 +107,11 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         *_network(config, chosen.topk),
     )
     output = chosen.collect(route, sums, None if there is not None else weights, x.dtype)
-    of_all = _sums(ranks, counts, wrong + dropped, tokens, score_sum, squares, histogram)
-    counts, of_source, tokens, score_sum, squares, histogram = of_all
     if layer.router is None:
         weights, experts = no_floats.clone(), no_integers.clone()
     return GroupOutput(
-        output,
-        counts.sum(0, dtype=torch.int32),
-        of_source,
-        tokens.sum(0, dtype=torch.int32),
-        weights,
-        experts,
-        score_sum.sum(0),
-        squares.sum(0),
-        histogram.sum(0, dtype=torch.int32),
-        h,
-        logits,
-        lse,
-        *route,
-    )
+        output, counts, wrong + dropped, weights, experts, score_sum, lse, histogram, h, logits, *route
+    )  # fmt: skip
 
 
 class _GroupMixture(Function):
@@ -187,8 +156,10 @@ def _backward(ctx, d):
     wants = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
     d_output = torch.zeros_like(x) if d["output"] is None else d["output"]
     # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs.
+    # Their gradients are means over the P ranks: 1/P comes with the weights, and d_x takes it back where it is summed.
+    P = config.ranks.ranks
     arrived, d_rows = chosen.send(route, x), chosen.send(route, d_output)
-    there = chosen.send_weights(route, weights)
+    there = chosen.send_weights(route, weights) / P
     up, down = w_in.to(dtype), w_out.to(dtype)
     dh, d_w_out, d_b_out, d_there = _ops.experts_hidden(
         d_rows, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out, w_out.dtype,
@@ -201,8 +172,7 @@ def _backward(ctx, d):
     else:
         if d["weights"] is not None:
             d_w = d_w + d["weights"]
-        d_lse = None if d["lse_squares"] is None else 2 * d["lse_squares"] * lse
-        d_logits = logits_gradient(layer.router, logits, experts, token_mask, lse, d_w, d["score_sum"], d_lse)
+        d_logits = logits_gradient(layer.router, logits, experts, token_mask, lse, d_w, d["score_sum"], d["lse"])
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
         addend, found["gate"] = through.x, through.gate.to(gate.dtype)
@@ -212,8 +182,9 @@ def _backward(ctx, d):
         dh, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down, w_in.dtype,
         True, wants["w_in"], *options,
     )  # fmt: skip
+    of_all = weights.new_full((x.shape[0], chosen.returning), P)
     return found | {
-        "x": chosen.collect(route, d_arrived, None, dtype, addend),
+        "x": chosen.collect(route, d_arrived, of_all, dtype, addend),
         "w_in": d_w_in if wants["w_in"] else None,
         "b_in": None if b_in is None else d_b_in,
         "w_out": d_w_out if wants["w_out"] else None,

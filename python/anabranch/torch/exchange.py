@@ -89,6 +89,8 @@ class Transport(abc.ABC):
 
     topk: int
     """Slots of a token of the tensor that `send` returns."""
+    returning: int
+    """Rows that come back for a token."""
     weights_there: bool
     """Whether late weights are applied where the experts are; else at home."""
 
@@ -113,7 +115,8 @@ class Transport(abc.ABC):
     ) -> Tensor:
         """What the experts made of every token there, [tokens there, D], back and added up: [T, D] of `dtype`.
 
-        weights [T, K]: for what was not weighted there. The addend [T, D] is added before the sums are rounded.
+        weights float32 [T, returning]: they multiply what comes back; None: 1. The addend [T, D] is added before the
+        sums are rounded.
         """
 
     @abc.abstractmethod
@@ -128,7 +131,7 @@ class Ring(Transport):
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
-        self.topk = ranks.topk
+        self.topk, self.returning = ranks.topk, ranks.ranks
 
     def plan(self, experts: Tensor) -> Route:
         """See Transport."""
@@ -154,8 +157,7 @@ class Ring(Transport):
         self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
     ) -> Tensor:
         """See Transport. Partial sums travel in their own dtype and are added up in float32."""
-        assert weights is None
-        out: Tensor = _ops.combine(self.ranks.exchange(sums), route.sent_row_of_slot, None, addend, dtype)
+        out: Tensor = _ops.combine(self.ranks.exchange(sums), route.sent_row_of_slot, weights, addend, dtype)
         return out
 
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
@@ -169,6 +171,10 @@ class Padded(Transport):
 
     topk = 1
     weights_there = False
+
+    def __init__(self, ranks: Ranks):
+        super().__init__(ranks)
+        self.returning = ranks.topk
 
     def plan(self, experts: Tensor) -> Route:
         """See Transport."""

@@ -1,7 +1,7 @@
 """The layer as an nn.Module: its parameters as checkpoints have them, and the state of its router."""
 
+import copy
 import inspect
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,81 +13,19 @@ from anabranch.activation import Activation
 from anabranch.torch import _check
 from anabranch.torch._autograd import without_autocast
 from anabranch.torch._counts import add_counts
-from anabranch.torch._group import check_group, summed
+from anabranch.torch._group import check_group, summed, with_mean_gradients
+from anabranch.torch._parameters import Initializer, Projection, SharedExpert, draw, fan_in_normal_
+from anabranch.torch._wrapping import check_wrapping
 from anabranch.torch.moe import MoEOutput, as_autocast, layer_config, moe
+from anabranch.torch.parallel import check_parallel, check_ranks, sharded
 from anabranch.torch.quantile import host_bounds, quantile_bias
 from anabranch.torch.shared_expert import shared_expert
 
 if TYPE_CHECKING:  # not every build of torch has it
-    from torch.distributed import ProcessGroup
-
-Initializer = Callable[[Tensor], Any]
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 #: Fields of the output that a layer adds up, where it keeps them.
 _COUNTS = ("tokens_per_expert", "qb_histogram")
-
-
-def fan_in_normal_(parameter: Tensor) -> Tensor:
-    """Fills a parameter whose last axis is the input's with a normal of variance 1 / fan-in, cut at two deviations."""
-    cut = math.erf(math.sqrt(2.0))
-    deviation = 0.87962566103423978  # of a unit normal that is cut there
-    values = torch.empty_like(parameter, dtype=torch.float32).uniform_(-cut, cut).erfinv_()
-    limit = 2 / deviation / math.sqrt(parameter.shape[-1])
-    return parameter.copy_(values.mul_(limit / math.sqrt(2.0)).clamp_(-limit, limit))
-
-
-def _fill(init: Initializer, parameter: Tensor) -> None:
-    """Calls an initialiser; one that returns something else has left the parameter as it was."""
-    returned = init(parameter)
-    if returned is not None and returned is not parameter:
-        raise TypeError("kernel_init: got another tensor back, expected the given one, filled in place")
-
-
-class Projection(nn.Module):
-    """The parameters of a linear map: `weight` [out, in] and `bias` [out] or None. The layer multiplies them itself."""
-
-    init: Initializer
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, init: Initializer, **factory: Any):
-        super().__init__()
-        self.init = init
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **factory)) if bias else None)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws the weight and zeroes the bias."""
-        _fill(self.init, self.weight)
-        if self.bias is not None:
-            self.bias.zero_()
-
-    def extra_repr(self) -> str:
-        """The sizes."""
-        out_features, in_features = self.weight.shape
-        return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
-
-
-class SharedExpert(nn.Module):
-    """The parameters of a shared expert of width S.
-
-    `gate_up_proj.weight` [2 S, D], gate rows first, then up rows, or `up_proj.weight` [S, D] where not gated, and
-    `down_proj.weight` [D, S].
-    """
-
-    def __init__(self, features: int, shared_features: int, gated: bool, init: Initializer, **factory: Any):
-        super().__init__()
-        self.parts, self.up_name = (2, "gate_up_proj") if gated else (1, "up_proj")
-        up = Projection(features, self.parts * shared_features, False, init, **factory)
-        self.add_module(self.up_name, up)
-        self.down_proj = Projection(shared_features, features, False, init, **factory)
-
-    def operands(self) -> tuple[Tensor, Tensor]:
-        """w_in [2 or 1, S, D] and w_out [D, S] of `shared_expert`: views."""
-        up: Tensor = getattr(self, self.up_name).weight
-        return up.reshape(self.parts, -1, up.shape[-1]), self.down_proj.weight
 
 
 class MoE(nn.Module):
@@ -138,7 +76,11 @@ class MoE(nn.Module):
       weight_early: weights multiply before down_proj instead of at the combine; the result is the same.
       aux_loss_coeff, z_loss_coeff: coefficients of the losses that the call returns; 0: none.
       loss_group: a process group over whose ranks the tokens of a batch are spread: losses of the whole batch, as in
-        `moe`; None: of the call's tokens. A layer with a group can't be pickled or copied.
+        `moe`; None: of the tokens of `group`, without one of the call's.
+      group: ranks that share the experts, P of them, as in `moe`: rank r has experts r E/P and on. Of a process group
+        the experts' parameters are plain tensors, this rank's part; of a DeviceMesh of one dimension, which for
+        fully_shard is one of a larger mesh, DTensors that know what is whole. None: this process has all.
+      transport, capacity_factor: of `group`, as in `moe`.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
       dtype: dtype of the computation, float32, bfloat16 or float16, under torch.autocast too; None: that of the input,
         under torch.autocast autocast's for a float32 input.
@@ -197,6 +139,9 @@ class MoE(nn.Module):
         aux_loss_coeff: float = 0.0,
         z_loss_coeff: float = 0.0,
         loss_group: "ProcessGroup | None" = None,
+        group: "ProcessGroup | DeviceMesh | None" = None,
+        transport: str = "auto",
+        capacity_factor: float | None = None,
         align_size: int = 0,
         dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
@@ -246,18 +191,29 @@ class MoE(nn.Module):
         )
         self.parts = 2 if self.gated else 1
         layer_config(E, self.parts, **self.selection_options, **self.options)
+        self.group, mesh = check_ranks(group)
+        self.parallel_options: dict[str, Any] = dict(
+            group=self.group, transport=transport, capacity_factor=capacity_factor
+        )
+        self.ranks, self.rank = 1, 0
+        if (parallel := check_parallel(**self.parallel_options)) is not None:
+            self.ranks, self.rank = parallel.ranks, parallel.rank
+        if E % self.ranks:
+            raise ValueError(f"num_experts: got {E}, expected a multiple of the {self.ranks} ranks of group")
+        self.local_experts = E // self.ranks
         self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         factory: dict[str, Any] = dict(dtype=self.param_dtype, device=device)
         self.up_name = "gate_up_proj" if self.gated else "up_proj"
 
         def parameter(name: str, wanted: bool, *shape: int) -> None:
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if wanted else None)
+            value = torch.empty((self.local_experts, *shape), **factory) if wanted else None
+            self.register_parameter(name, None if value is None else nn.Parameter(sharded(value, mesh)))
 
         self.gate = Projection(D, E, use_gate_bias, self.kernel_init, **factory)
-        parameter(self.up_name, True, E, self.parts * F, D)
-        parameter(f"{self.up_name}_bias", use_bias, E, self.parts * F)
-        parameter("down_proj", True, E, D, F)
-        parameter("down_proj_bias", use_bias, E, D)
+        parameter(self.up_name, True, self.parts * F, D)
+        parameter(f"{self.up_name}_bias", use_bias, self.parts * F)
+        parameter("down_proj", True, D, F)
+        parameter("down_proj_bias", use_bias, D)
         self.shared_expert = SharedExpert(D, S, self.gated, self.kernel_init, **factory) if S else None
         self.shared_expert_gate = Projection(D, 1, False, self.kernel_init, **factory) if shared_gate else None
         has_bias = self.use_expert_bias or quantile
@@ -284,12 +240,16 @@ class MoE(nn.Module):
             if name.endswith("_bias"):
                 value.zero_()
             else:
-                _fill(self.kernel_init, value)
+                draw(self.kernel_init, value, self.num_experts, self.rank * self.local_experts)
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 
     def reset_parameters(self) -> None:
-        """Draws every parameter anew, those of the submodules too; the expert bias and the counts are 0 again."""
+        """Draws every parameter anew, those of the submodules too; the expert bias and the counts are 0 again.
+
+        From one seed the whole layer is the same for any number of ranks, and however its parameters are sharded: with
+        a group, or as DTensors, every rank has to have the same seed, and draws all experts to keep its own.
+        """
         for module in self.modules():
             if isinstance(module, Projection):
                 module.reset_parameters()
@@ -339,8 +299,13 @@ class MoE(nn.Module):
         if forced_experts is None:
             selection = self.selection_options | {"expert_bias": self.expert_bias, "qb_bin_bounds": self.qb_bin_bounds}
         up, up_bias = getattr(self, self.up_name), getattr(self, f"{self.up_name}_bias")
-        E, F = self.num_experts, self.hidden_features
+        E, F = self.local_experts, self.hidden_features
+        if self.group is not None:
+            check_wrapping(self, self.group, list(self.expert_parameters().values()))
         halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
+
+        def own(value: Tensor) -> Tensor:
+            return value.to_local() if hasattr(value, "to_local") else value
 
         def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
             return value if value.dtype == torch.float32 else value.to(x.dtype)
@@ -349,32 +314,58 @@ class MoE(nn.Module):
             result = moe(
                 x,
                 self.gate.weight.T,
-                weight(up).reshape(*halves, self.in_features),
-                weight(self.down_proj),
+                weight(own(up)).reshape(*halves, self.in_features),
+                weight(own(self.down_proj)),
                 gate_bias=self.gate.bias,
-                b_in=None if up_bias is None else up_bias.to(x.dtype).reshape(halves),
-                b_out=None if self.down_proj_bias is None else self.down_proj_bias.to(x.dtype),
+                b_in=None if up_bias is None else own(up_bias).to(x.dtype).reshape(halves),
+                b_out=None if self.down_proj_bias is None else own(self.down_proj_bias).to(x.dtype),
                 token_mask=token_mask,
                 forced_experts=forced_experts,
                 **selection,
                 **self.options,
+                **self.parallel_options,
             )
             if self.training and forced_experts is None:
                 self._count(result)
             if self.shared_expert is None:
                 return result
-            w_in, w_out = map(weight, self.shared_expert.operands())
+            w_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight[0]
+            w_in, w_out, w_gate = with_mean_gradients(self.group, *self.shared_expert.operands(), w_gate)
+            assert w_in is not None and w_out is not None
             shared = shared_expert(
                 x,
-                w_in,
-                w_out,
+                weight(w_in),
+                weight(w_out),
                 activation=self.activation,
-                w_gate=None if self.shared_expert_gate is None else self.shared_expert_gate.weight[0],
+                w_gate=w_gate,
                 token_mask=token_mask,
                 w_in_layout="pfd",
                 w_out_layout="df",
             )
             return result._replace(output=result.output + shared)
+
+    def expert_parameters(self) -> dict[str, nn.Parameter]:
+        """The experts' parameters by name: with a group this rank's own, which on no other rank are the same."""
+        return dict(self.named_parameters(recurse=False))
+
+    def _groups(self) -> list[Any]:
+        return [group for group in (self.group, self.options["loss_group"]) if group is not None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MoE":
+        """A copy that is on the same ranks."""
+        memo |= {id(group): group for group in self._groups()}
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all but process groups, which are of a running program."""
+        if self._groups():
+            raise TypeError(
+                "MoE: got a layer with a process group to pickle, expected one without; save its state_dict()"
+            )
+        return self.__dict__
 
     @torch.no_grad()
     def _count(self, result: MoEOutput) -> None:
@@ -397,7 +388,9 @@ class MoE(nn.Module):
           rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
           group: the process group over whose ranks the tokens of a step are spread: their counts are added up by one
             all-reduce, which every rank of it has to take part in. None: the counts of this process; where there are
-            more, biases then differ from rank to rank. `torch.distributed.group.WORLD`: all.
+            more, biases then differ from rank to rank. `torch.distributed.group.WORLD`: all. A layer with a `group`
+            has counted the tokens of all its ranks: None where there are no others, else the data parallel ranks, or
+            all; the bias is the same whether a token is counted once or once on each of the layer's ranks.
 
         Raises:
           TypeError: an argument has the wrong type or dtype.
@@ -432,7 +425,7 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are not the default ones."""
-        options = self.options | self.selection_options
+        options = self.options | self.selection_options | self.parallel_options
         options |= dict(
             use_expert_bias=self.use_expert_bias,
             balance=None if self.qb_bin_bounds is None else "quantile",
@@ -450,8 +443,13 @@ class MoE(nn.Module):
         sizes = (
             f"{self.in_features}, {self.hidden_features}, num_experts={self.num_experts}, topk={self.options['topk']}"
         )
-        changed = [f"{k}={v!r}" for k, v in options.items() if k in defaults and k != "topk" and v != defaults[k]]
-        return ", ".join([sizes, *changed])
+        changed = [
+            f"{k}={v!r}"
+            for k, v in options.items()
+            if k in defaults and k not in ("topk", "group") and v != defaults[k]
+        ]
+        placed = [f"rank {self.rank} of {self.ranks}"] if self.group is not None else []
+        return ", ".join([sizes, *placed, *changed])
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:

@@ -14,12 +14,12 @@ from anabranch.activation import Activation
 from anabranch.router_options import router_options
 from anabranch.torch import _check
 from anabranch.torch._autograd import has_autocast
-from anabranch.torch._group import check_group, sum_over_ranks
+from anabranch.torch._group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch._group_layer import GroupConfig, GroupOutput, group_mixture
 from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, mixture
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
-from anabranch.torch.parallel import check_parallel, place
+from anabranch.torch.parallel import check_parallel, counts_of_all, place
 from anabranch.torch.router import quantile_operand, router_operands
 
 if TYPE_CHECKING:  # not every build of torch has it
@@ -236,8 +236,6 @@ def moe(
     b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
     layouts = check_layouts(w_in_layout, w_out_layout)
     parallel = check_parallel(group, transport, capacity_factor)
-    if parallel is not None and loss_group is not None:
-        raise ValueError("loss_group: got one together with group, expected none: its losses are those of its ranks")
     dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
     local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
     if local < 1:
@@ -275,6 +273,7 @@ def moe(
     )  # fmt: skip
     tokens = flat(x)
     assert tokens is not None
+    gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
     operands = Operands(
         x=tokens,
         w_in=w_in,
@@ -289,33 +288,34 @@ def moe(
         qb_bin_bounds=bounds,
     )
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
-    sums: Sequence[Tensor]
-    if parallel is not None:
+    result: LayerOutput | GroupOutput
+    if parallel is None:
+        result = mixture(config, operands)
+        counts, by_source, histogram = result.tokens_per_expert, result.dropped[None], result.qb_histogram
+    else:
         T, repeats = tokens.shape[0], forced is not None
         placed = place(parallel, x, T, options.topk, E, local, config.align_size, repeats=repeats)
-        of_all = group_mixture(GroupConfig(config, *placed), operands)
-        sums = of_all.score_sum, of_all.tokens_per_expert, of_all.lse_squares, of_all.num_tokens.float()
-        dropped, by_source = of_all.dropped.sum(dtype=torch.int32), of_all.dropped
-        result: GroupOutput | LayerOutput = of_all
-    else:
-        alone = mixture(config, operands)
-        number = torch.full((), float(tokens.shape[0]), device=x.device) if mask is None else mask.sum().float()
-        squares = alone.lse.square().sum() if z_loss_coeff else torch.zeros_like(number)  # of a masked token lse is 0
-        sums = alone.score_sum, alone.tokens_per_expert, squares, number
-        if loss_group is not None:
-            sums = sum_over_ranks(loss_group, *sums)
-        dropped, by_source, result = alone.dropped, alone.dropped[None], alone
+        result = group_mixture(GroupConfig(config, *placed), operands)
+        counts, by_source, histogram = counts_of_all(
+            parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
+        )
+    number = torch.full((), float(tokens.shape[0]), device=x.device) if mask is None else mask.sum().float()
+    squares = result.lse.square().sum() if z_loss_coeff else torch.zeros_like(number)  # of a masked token lse is 0
+    sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
+    losses_over = group if loss_group is None else loss_group
+    if losses_over is not None and any(coefficients):
+        sums = sum_over_ranks(losses_over, *sums)
     aux, z = _losses(options.topk, coefficients, *sums)
     return MoEOutput(
         unflat(result.output, leading),
         aux,
         z,
-        result.tokens_per_expert,
-        dropped,
+        counts,
+        result.dropped if parallel is None else by_source.sum(dtype=torch.int32),
         by_source,
         result.experts.reshape(*leading, options.topk),
         unflat(result.weights.clone() if len(leading) != 1 else result.weights, leading),
-        result.qb_histogram if options.qb_bins else None,
+        histogram if options.qb_bins else None,
     )
 
 

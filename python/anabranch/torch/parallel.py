@@ -1,13 +1,14 @@
-"""How a layer is spread over a process group: checks, the ranks' buffers, the choice of a transport."""
+"""How a layer is spread over a process group: checks, the ranks' buffers, the choice of a transport, counts."""
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.exchange_sizes import capacity_of
 from anabranch.torch import _check
-from anabranch.torch._group import check_group
+from anabranch.torch._group import check_group, summed
 from anabranch.torch.exchange import TRANSPORTS, Ranks, choose
 
 
@@ -22,6 +23,30 @@ class Parallel(NamedTuple):
     def ranks(self) -> int:
         """P."""
         return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Which of the group's ranks this process is."""
+        return dist.get_rank(self.group)
+
+
+def check_ranks(value: Any) -> tuple[Any, Any]:
+    """(process group, mesh) of a process group, which has no mesh, or of a DeviceMesh; (None, None) of None."""
+    if not dist.is_available() or not isinstance(value, dist.DeviceMesh):
+        return value, None
+    if value.ndim != 1:
+        raise ValueError(f"group: got a DeviceMesh of {value.ndim} dimensions, expected one: a mesh['name']")
+    return value.get_group(), value
+
+
+def sharded(value: Tensor, mesh: Any) -> Tensor:
+    """This rank's part of a tensor as a DTensor of a mesh, divided in the first dimension; None: as it is."""
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import DTensor, Shard
+
+    of_all: Tensor = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+    return of_all
 
 
 def check_parallel(group: Any, transport: Any, capacity_factor: Any) -> Parallel | None:
@@ -73,7 +98,20 @@ def place(
         slots_per_token=topk if repeats else min(topk, local_experts),
         capacity=capacity_of(parallel.capacity_factor, tokens, topk),
         group=parallel.group.group_name,
-        rank=dist.get_rank(parallel.group),
+        rank=parallel.rank,
     )
     name = parallel.transport
     return ranks, choose(x.device.type, ranks, x.dtype.itemsize) if name == "auto" else name
+
+
+def counts_of_all(
+    parallel: Parallel, counts: Tensor, dropped: Tensor, histogram: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(counts, drops by rank [P], histogram) of all ranks from this rank's, int32, by one all-reduce."""
+    by_source = dropped.new_zeros(parallel.ranks)
+    by_source[parallel.rank] = dropped
+    own = counts, by_source, histogram
+    packed = summed(torch.cat([values.reshape(-1) for values in own]), parallel.group)
+    parts = packed.split([values.numel() for values in own])
+    of_all, by_source, histogram = (part.clone().view_as(own_part) for part, own_part in zip(parts, own, strict=True))
+    return of_all, by_source, histogram

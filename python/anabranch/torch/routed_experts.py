@@ -13,7 +13,7 @@ from anabranch.torch._group_layer import GroupConfig, group_mixture
 from anabranch.torch._layer import LayerConfig, Operands, mixture
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat, unflat
-from anabranch.torch.parallel import check_parallel, place
+from anabranch.torch.parallel import check_parallel, counts_of_all, place
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
@@ -119,6 +119,6 @@ def routed_experts(
         result = mixture(config, operands)
         return RoutedExpertsOutput(unflat(result.output, leading), result.tokens_per_expert, result.dropped)
     placed = place(parallel, x, tokens.shape[0], K, E, local, config.align_size, repeats=True)
-    of_all = group_mixture(GroupConfig(config, *placed), operands)
-    dropped = of_all.dropped.sum(dtype=torch.int32)
-    return RoutedExpertsOutput(unflat(of_all.output, leading), of_all.tokens_per_expert, dropped)
+    own = group_mixture(GroupConfig(config, *placed), operands)
+    counts, by_source, _ = counts_of_all(parallel, own.tokens_per_expert, own.dropped, own.qb_histogram)
+    return RoutedExpertsOutput(unflat(own.output, leading), counts, by_source.sum(dtype=torch.int32))

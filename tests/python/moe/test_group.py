@@ -33,6 +33,10 @@ class Case:
     routed: bool = False
     one_rank: bool = False
     compiled: bool = False
+    module: bool = False
+    data: int = 1  # groups of data parallel ranks, each with all experts
+    own_stream: bool = False
+    num_experts: int = E
     options: dict = dataclasses.field(default_factory=dict)
 
     def arrays(self):
@@ -91,21 +95,45 @@ def run(folder, cases, ranks, backend="gloo"):
     ]
 
 
-def whole(found, name):
-    """What the ranks saved under a name, as one process would have it."""
+def of_each_group(parts, data, name):
+    """What the ranks of each group have, which is the same on all of them."""
+    groups = np.split(np.stack(parts), data)
+    for group in groups:
+        for part in group[1:]:
+            np.testing.assert_array_equal(part, group[0], err_msg=f"{name} differs between ranks")
+    return [group[0] for group in groups]
+
+
+def mean(parts):
+    """Of gradients, in their dtype."""
+    return np.mean([np.asarray(part, np.float64) for part in parts], 0).astype(parts[0].dtype)
+
+
+def whole(found, name, data):
+    """What the ranks saved under a name, as one process would have it; of gradients see `in_ranks.run`."""
     parts = [of_rank[name] for of_rank in found]
-    if name in ("output", "experts", "weights") or name.removeprefix("d_") in (*in_ranks.TOKENS, *in_ranks.EXPERTS):
+    if name in ("output", "experts", "weights"):
         return np.concatenate(parts)
+    if name.removeprefix("d_") in in_ranks.TOKENS:
+        return np.concatenate([(part / len(parts)).astype(part.dtype) for part in parts])
+    if name.removeprefix("d_") in in_ranks.EXPERTS:
+        expert_ranks = len(parts) // data
+        return np.concatenate([mean(parts[rank::expert_ranks]) for rank in range(expert_ranks)])
+    groups = of_each_group(parts, data, name)
     if name.startswith("d_"):
-        return np.sum([np.asarray(part, np.float64) for part in parts], 0).astype(parts[0].dtype)
-    for part in parts[1:]:
-        np.testing.assert_array_equal(part, parts[0], err_msg=f"{name} differs between ranks")
-    return parts[0]
+        return mean(groups)
+    if name == "dropped_by_source":
+        return np.concatenate(groups)
+    if name in ("tokens_per_expert", "dropped"):
+        return np.sum(groups, 0)
+    np.testing.assert_array_equal(groups, groups[:1] * data, err_msg=f"{name} differs between groups")
+    return groups[0]
 
 
 def check(case, arrays, cotangents, found, ranks):
     arrays = dict(arrays)
-    options = case.options | {n: arrays.pop(n) for n in ("token_mask", "forced_experts") if n in arrays}
+    options = {name: value for name, value in case.options.items() if name != "use_expert_bias"}
+    options |= {n: arrays.pop(n) for n in ("token_mask", "forced_experts") if n in arrays}
     if case.routed:
         experts = arrays["experts"]
     else:
@@ -117,11 +145,11 @@ def check(case, arrays, cotangents, found, ranks):
         kept = kept_slots(experts, ranks, math.ceil(case.capacity_factor * (T // ranks) * K))
         drops = ((experts >= 0) & (experts < E) & ~kept).reshape(ranks, -1).sum(1)
         assert drops.sum() > 10
-    gradients = {name[2:]: whole(found, name) for name in found[0] if name.startswith("d_")}
+    gradients = {name[2:]: whole(found, name, case.data) for name in found[0] if name.startswith("d_")}
     if case.routed:
         check_routed(case, arrays, cotangents, found, gradients, kept)
         return
-    result = MoEOutput(**{n: whole(found, n) for n in MoEOutput._fields if n in found[0]})
+    result = MoEOutput(**{n: whole(found, n, case.data) for n in MoEOutput._fields if n in found[0]})
     in_order = [cotangents[name] for name in ("d_output", "d_aux_loss", "d_z_loss", "d_weights")]
     assert_layer(result, gradients, wanted_layer(arrays, in_order, kept=kept, **options), case.dtype)
     np.testing.assert_array_equal(result.dropped_by_source, np.broadcast_to(drops, ranks))
@@ -129,9 +157,9 @@ def check(case, arrays, cotangents, found, ranks):
 
 def check_routed(case, arrays, cotangents, found, gradients, kept):
     wanted = reference.routed_experts(**arrays, kept=kept)
-    assert_close(whole(found, "output"), wanted.output, 8e-6, "output")
-    np.testing.assert_array_equal(whole(found, "tokens_per_expert"), wanted.tokens_per_expert)
-    assert int(whole(found, "dropped")) == int(wanted.dropped)
+    assert_close(whole(found, "output", case.data), wanted.output, 8e-6, "output")
+    np.testing.assert_array_equal(whole(found, "tokens_per_expert", case.data), wanted.tokens_per_expert)
+    assert int(whole(found, "dropped", case.data)) == int(wanted.dropped)
     want = reference.routed_experts_backward(**arrays, kept=kept, d_output=cotangents["d_output"])
     for name, gradient in gradients.items():
         assert_close(gradient, want[name], 8e-6, f"d_{name}")
@@ -154,6 +182,11 @@ CASES = [
     Case("all_to_all", capacity_factor=0.5, routed=True),
     Case("auto", compiled=True, options=LOSSES),
     Case("all_to_all", compiled=True, capacity_factor=0.7, options=LOSSES),
+    Case("all_to_all", data=2, own_stream=True, options=LOSSES),
+    Case("ring", data=2, routed=True),
+    Case("ring", module=True, own_stream=True, options=LOSSES | {"score_function": "sigmoid", "use_expert_bias": True}),
+    Case("all_to_all", "bfloat16", 0.7, module=True, options=LOSSES | {"align_size": 4}),
+    Case("ring", module=True, data=2, compiled=True, options=LOSSES),
 ]
 
 

@@ -1,0 +1,41 @@
+"""What data parallelism has to know of layers whose experts are this rank's own."""
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from anabranch.torch import _check
+from anabranch.torch.module import MoE
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def ddp_ignore_experts(model: Model) -> Model:
+    """Tells DistributedDataParallel to leave each rank's experts alone, and returns the model that it is to wrap.
+
+        model = DistributedDataParallel(ddp_ignore_experts(model))
+
+    Experts of a `MoE` with `group` are different ones on every rank of it, and their gradients are means over the
+    group's ranks already. Call it on the very module that DistributedDataParallel gets, whose ranks are to be those of
+    one group; layers without a group stay as they are.
+
+    Args:
+      model: a module that has `MoE` layers in it, or is one.
+
+    Returns:
+      The same module.
+
+    Raises:
+      TypeError: no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {_check.describe(model)}, expected a torch.nn.Module")
+    names = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, MoE) and layer.group is not None:
+            # With and without a dot where the layer is the model itself: DDP looks for either, in different places.
+            names |= {f"{prefix}.{name}".removeprefix(dot) for name in layer.expert_parameters() for dot in (".", "")}
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model

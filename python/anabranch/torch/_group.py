@@ -73,7 +73,7 @@ class _WithMeanGradients(Function):
         return None, *(part.reshape(d.shape).to(d.dtype) for part, d in zip(parts, gradients, strict=True))
 
 
-def with_mean_gradients(group: Any, *tensors: Tensor | None) -> list[Tensor | None]:
+def with_mean_gradients(group: Any, *tensors: Tensor | None) -> list[Any]:
     """Tensors that every rank of a group has whole, with the mean of the ranks' gradients as theirs on each of them.
 
     One all-reduce in the backward pass, in float32; none for tensors that need no gradient, which are the same ones on

@@ -26,7 +26,7 @@ def _fill(init: Initializer, matrix: Tensor) -> None:
         raise TypeError("kernel_init: got another tensor back, expected the given one, filled in place")
 
 
-def _part(parameter: Tensor, first: int) -> tuple[Tensor, list[int]]:
+def _part(parameter: Any, first: int) -> tuple[Tensor, list[int]]:
     """What this process has of a parameter, and where that begins in the whole; first: the expert of a plain tensor."""
     if not hasattr(parameter, "__create_chunk_list__"):
         return parameter, [first, 0, 0][-parameter.dim() :]

@@ -331,7 +331,6 @@ class MoE(nn.Module):
                 return result
             w_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight[0]
             w_in, w_out, w_gate = with_mean_gradients(self.group, *self.shared_expert.operands(), w_gate)
-            assert w_in is not None and w_out is not None
             shared = shared_expert(
                 x,
                 weight(w_in),

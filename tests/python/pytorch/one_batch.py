@@ -1,0 +1,68 @@
+"""A batch that processes share, and what one process makes of the whole of it."""
+
+import numpy as np
+import torch
+
+from anabranch.torch import MoE
+
+D, F, E, K = 12, 20, 8, 2
+OPTIONS = dict(
+    score_function="sigmoid",
+    use_bias=True,
+    use_gate_bias=True,
+    use_expert_bias=True,
+    balance="quantile",
+    qb_bins=50,
+    shared_features=8,
+    shared_gate=True,
+    aux_loss_coeff=0.3,
+    z_loss_coeff=0.2,
+)
+
+
+def batch(ranks):
+    """Two micro-batches of a sequence a rank, and which of their tokens are no padding: not the same everywhere."""
+    rng = np.random.default_rng(0)
+    x = torch.tensor(rng.standard_normal((2, ranks, 9, D)), dtype=torch.float32)
+    return x, torch.tensor(rng.random((2, ranks, 9)) < np.linspace(0.9, 0.5, ranks)[:, None])
+
+
+def of_rank(rank, ranks):
+    """The micro-batches of a rank."""
+    return [(part[rank], real[rank]) for part, real in zip(*batch(ranks), strict=True)]
+
+
+def made(**options):
+    """The layer: the same whenever and wherever it is made."""
+    torch.manual_seed(0)
+    return MoE(D, F, E, K, **OPTIONS | options)
+
+
+def loss_of(result):
+    """Of the output what a mean over ranks of equal size adds up; the layer's losses are those of all tokens."""
+    return result.output.square().mean() + result.aux_loss + result.z_loss
+
+
+def one_process(ranks, model=None):
+    """A model, by default the layer, with gradients of two accumulated micro-batches, and its results."""
+    model = made() if model is None else model
+    results = [model(part, token_mask=real) for part, real in zip(*batch(ranks), strict=True)]
+    for result in results:
+        loss_of(result).backward()
+    return model, results
+
+
+def check_results(results, rank, want):
+    """A rank's outputs, and the losses of all."""
+    for result, whole in zip(results, want, strict=True):
+        torch.testing.assert_close(result.output, whole.output[rank])
+        for name in ("aux_loss", "z_loss"):
+            torch.testing.assert_close(getattr(result, name), getattr(whole, name), rtol=1e-6, atol=0)
+
+
+def check_gradients(model, one, whole_of):
+    """whole_of(name, gradient): of all ranks."""
+    expected = dict(one.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = whole_of(name, parameter.grad)
+        torch.testing.assert_close(gradient, expected[name].grad, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,0 +1,242 @@
+"""Four processes that share a batch and the experts are one process: over Gloo, under DDP and FSDP2, and from checkpoints."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_batch import D, E, F, K, check_gradients, check_results, loss_of, made, of_rank, one_process
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from anabranch.torch import MoE, ddp_ignore_experts
+
+RANKS = 4
+WHOLE = StateDictOptions(full_state_dict=True)
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no Gloo")
+
+
+class Block(nn.Module):
+    """A layer with something before it that is not spread."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(1)
+        self.before = nn.Linear(D, D)
+        self.moe = made(**options)
+
+    def forward(self, x, **given):
+        return self.moe(x + self.before(x), **given)
+
+
+def two_by_two():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+
+
+def sharded(mesh, **options):
+    """A block whose layer is sharded over "data", what is before it over all."""
+    block = Block(group=mesh["expert"], loss_group=dist.group.WORLD, **options)
+    fully_shard(block.moe, mesh=mesh["data"])
+    return fully_shard(block, mesh=init_device_mesh("cpu", (RANKS,)))
+
+
+def accumulate(model, rank):
+    results = []
+    for x, real in of_rank(rank, RANKS):
+        results.append(model(x, token_mask=real))
+        loss_of(results[-1]).backward()
+    return results
+
+
+def gathered(layer, prefix=""):
+    """(name, this rank's part) -> the whole, for a layer with plain tensors."""
+
+    def whole_of(name, part):
+        if name.removeprefix(prefix) not in layer.expert_parameters():
+            return part
+        parts = [torch.empty_like(part) for _ in range(layer.ranks)]
+        dist.all_gather(parts, part, group=layer.group)
+        return torch.cat(parts)
+
+    return whole_of
+
+
+def check_fsdp(rank):
+    """Gradients, the state of the router by either group, and what an optimizer makes of them."""
+    mesh = two_by_two()
+    model = sharded(mesh)
+    one, want = one_process(RANKS, Block())
+    check_results(accumulate(model, rank), rank, want)
+    check_gradients(model, one, lambda _, gradient: gradient.full_tensor())
+    assert torch.equal(model.moe.expert_bias, one.moe.expert_bias)
+    for update in (
+        lambda layer, group: layer.update_expert_bias(0.1, group),
+        lambda layer, group: layer.update_quantile_bias(group),
+    ):
+        again = model.moe.qb_histogram.clone(), model.moe.tokens_per_expert.clone()
+        update(model.moe, dist.group.WORLD)
+        over_all = model.moe.expert_bias.clone()
+        model.moe.expert_bias.copy_(one.moe.expert_bias)
+        model.moe.qb_histogram, model.moe.tokens_per_expert = again
+        update(model.moe, mesh["data"].get_group())
+        update(one.moe, None)
+        torch.testing.assert_close(model.moe.expert_bias, one.moe.expert_bias)
+        torch.testing.assert_close(over_all, one.moe.expert_bias)
+    for of_all in (model, one):
+        torch.optim.SGD(of_all.parameters(), lr=0.1).step()
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
+
+
+def check_fsdp_of_mixed_precision(rank):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = two_by_two()
+    layer = fully_shard(made(group=mesh["expert"], loss_group=dist.group.WORLD), mesh=mesh["data"], mp_policy=policy)
+    one, want = one_process(RANKS, made())
+    got = accumulate(layer, rank)
+    assert got[0].output.dtype == torch.bfloat16
+    for name, parameter in one.named_parameters():
+        gradient = layer.get_parameter(name).grad.full_tensor()
+        assert gradient.dtype == torch.float32
+        assert (gradient - parameter.grad).norm() < 16 * 2.0**-8 * parameter.grad.norm(), name
+
+
+def check_ddp(rank):
+    model = Block(group=dist.group.WORLD)
+    parallel = DistributedDataParallel(ddp_ignore_experts(model))
+    one, want = one_process(RANKS, Block())
+    (first, real), (second, really) = of_rank(rank, RANKS)
+    with parallel.no_sync():
+        results = [parallel(first, token_mask=real)]
+        loss_of(results[0]).backward()
+    results.append(parallel(second, token_mask=really))
+    loss_of(results[1]).backward()
+    check_results(results, rank, want)
+    check_gradients(model, one, gathered(model.moe, "moe."))
+    model.moe.update_expert_bias(0.1)
+    one.moe.update_expert_bias(0.1)
+    assert torch.equal(model.moe.expert_bias, one.moe.expert_bias) and one.moe.expert_bias.any()
+
+
+def check_ddp_of_a_layer(rank):
+    """The layer is what is wrapped: over all, and over the data parallel ranks, which have the same experts."""
+    one, want = one_process(RANKS)
+    mesh = two_by_two()
+    for group, ranks in ((mesh["expert"].get_group(), mesh["data"].get_group()), (dist.group.WORLD, None)):
+        layer = made(group=group, loss_group=dist.group.WORLD)
+        wrapped = DistributedDataParallel(ddp_ignore_experts(layer) if ranks is None else layer, process_group=ranks)
+        check_results(accumulate(wrapped, rank), rank, want)
+        check_gradients(layer, one, gathered(layer))
+
+
+def check_wrapped_wrongly(rank):
+    x = of_rank(rank, RANKS)[0][0]
+    with pytest.raises(ValueError, match="group: got a layer inside DistributedDataParallel"):
+        DistributedDataParallel(Block(group=dist.group.WORLD))(x)
+    block = fully_shard(Block(group=dist.group.WORLD), mesh=init_device_mesh("cpu", (RANKS,)))
+    with pytest.raises(ValueError, match="group: got a process group under fully_shard"):
+        block(x)
+    mesh = two_by_two()
+    with pytest.raises(RuntimeError, match="overlapping meshes"):
+        fully_shard(made(group=mesh["expert"]), mesh=mesh)
+
+
+def check_drawn_where_its_parameters_will_be(rank):
+    mesh = two_by_two()
+    model = sharded(mesh, device="meta")
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.moe.reset_parameters()
+    state = get_model_state_dict(model.moe, options=WHOLE)
+    for name, value in made().state_dict().items() if rank == 0 else ():
+        assert torch.equal(state[name], value), name
+
+
+def check_checkpoints(rank):
+    """From whole checkpoints and to them, and from one number of ranks to another."""
+    mesh, one = two_by_two(), made()
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.normal_()
+    model = sharded(mesh)
+    set_model_state_dict(model.moe, one.state_dict(), options=WHOLE)
+    state = get_model_state_dict(model.moe, options=WHOLE)
+    for name, value in one.state_dict().items() if rank == 0 else ():
+        assert torch.equal(state[name], value), name
+    folder = [None]
+    if rank == 0:
+        import tempfile
+
+        folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    checkpoint.save(model.moe.state_dict(), checkpoint_id=folder[0])
+    other = MoE(D, F, E, K, **options_of_state(), group=init_device_mesh("cpu", (RANKS,)))
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folder[0])
+    other.load_state_dict(state)
+    assert other.gate_up_proj.to_local().shape[0] == E // RANKS
+    assert torch.equal(other.gate_up_proj.full_tensor(), one.gate_up_proj)
+    assert torch.equal(other.gate.weight, one.gate.weight)
+
+
+def options_of_state():
+    return dict(use_bias=True, use_gate_bias=True, use_expert_bias=True, shared_features=8, shared_gate=True)
+
+
+def check_copies(rank):
+    layer, x = made(group=dist.group.WORLD), of_rank(rank, RANKS)[0][0]
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.down_proj.zero_()
+    assert other.group is layer.group and other.down_proj.any()
+    assert not torch.equal(other(x).output, layer(x).output)
+    meshed = made(group=init_device_mesh("cpu", (RANKS,)))
+    torch.testing.assert_close(copy.deepcopy(meshed)(x).output, other(x).output)
+    with pytest.raises(TypeError, match="MoE: got a layer with a process group to pickle"):
+        torch.save(layer, io.BytesIO())
+
+
+def check_bad_arguments(rank):
+    for options, error, message in (
+        (dict(num_experts=6), ValueError, "num_experts: got 6, expected a multiple of the 4 ranks of group"),
+        (dict(group="world"), TypeError, "group: got str 'world'"),
+        (dict(group=two_by_two()), ValueError, "group: got a DeviceMesh of 2 dimensions"),
+        (dict(transport="tree"), ValueError, "transport: got 'tree'"),
+        (dict(capacity_factor=0), ValueError, "capacity_factor: got 0"),
+        (dict(group=None, capacity_factor=1.0), ValueError, "capacity_factor: got 1.0 without group"),
+    ):
+        with pytest.raises(error, match=message):
+            MoE(D, F, **dict(num_experts=E, topk=K, group=dist.group.WORLD) | options)
+    with pytest.raises(TypeError, match="model: got int 3"):
+        ddp_ignore_experts(3)
+
+
+CHECKS = (
+    check_fsdp,
+    check_fsdp_of_mixed_precision,
+    check_ddp,
+    check_ddp_of_a_layer,
+    check_wrapped_wrongly,
+    check_drawn_where_its_parameters_will_be,
+    check_checkpoints,
+    check_copies,
+    check_bad_arguments,
+)
+
+
+def run(rank, rendezvous):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
+    for check in CHECKS:
+        check(rank)
+    dist.destroy_process_group()
+
+
+def test_four_processes_are_one(tmp_path):
+    torch.multiprocessing.spawn(run, (f"file://{tmp_path / 'rendezvous'}",), nprocs=RANKS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +18,29 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
-        """One slice after the other: a slice by itself fills the machine."""
-        slices = [
-            cls.apply(*(a.select(d, i) if isinstance(d, int) else a for a, d in zip(arguments, in_dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        if isinstance(slices[0], Tensor):
-            return torch.stack(slices), 0
-        outputs = tuple(torch.stack(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*slices, strict=True))
-        return outputs, tuple(0 if isinstance(output, Tensor) else None for output in outputs)
+        """See `in_slices`."""
+        return in_slices(cls.apply, info, in_dims, arguments)
+
+
+def in_slices(function: Callable[..., Any], info: Any, in_dims: Any, arguments: Any) -> Any:
+    """The rule of torch.vmap for a function: one slice after the other, since a slice by itself fills the machine.
+
+    Returns:
+      (what the function returns, its tensors with a dimension in front, the dimensions of the slices there).
+
+    Raises:
+      ValueError: there is no slice, of which the shapes of results could be told.
+    """
+    if info.batch_size == 0:
+        raise ValueError("vmap: got a dimension of size 0, expected at least one slice")
+    slices = [
+        function(*(a.select(d, i) if isinstance(d, int) else a for a, d in zip(arguments, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    if isinstance(slices[0], Tensor):
+        return torch.stack(slices), 0
+    outputs = tuple(torch.stack(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*slices, strict=True))
+    return outputs, tuple(0 if isinstance(output, Tensor) else None for output in outputs)
 
 
 def without_autocast(device: torch.device) -> Any:

@@ -1,7 +1,8 @@
 """How an operation of ours becomes one that torch knows: `torch.ops.anabranch.*`, functional, of fixed arity.
 
 An operation is an allocation of its results, from shapes and options alone, and a call that fills them. The allocation
-by itself is what torch.compile traces. What differentiates stands outside, in autograd functions that call these.
+by itself is what torch.compile traces. torch.vmap runs it on one slice after the other. What differentiates stands
+outside, in autograd functions that call these.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from anabranch.torch._autograd import in_slices
 
 _ops = torch.library.Library("anabranch", "DEF")
 
@@ -27,4 +30,10 @@ def define(schema: str, allocate: Callable[..., Any], fill: Callable[..., None])
     for key in ("CPU", "CUDA"):
         _ops.impl(name, run, key)
     torch.library.register_fake(f"anabranch::{name}", allocate, lib=_ops)
-    return getattr(torch.ops.anabranch, name).default
+    operation = getattr(torch.ops.anabranch, name).default
+
+    def of_slices(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return in_slices(operation, info, in_dims, arguments)
+
+    torch.library.register_vmap(f"anabranch::{name}", of_slices, lib=_ops)
+    return operation

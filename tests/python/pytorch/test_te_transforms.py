@@ -17,7 +17,10 @@ from anabranch.torch import (
     moe_unpermute,
 )
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("error:.*not yet implemented the batching rule"),  # torch's, of operations without one
+]
 
 T, E, K, D = 24, 6, 2, 8
 

@@ -10,7 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from anabranch.torch import combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("error:.*not yet implemented the batching rule"),  # torch's, of operations without one
+]
 
 T, E, K, D, F = 24, 6, 2, 8, 12
 
@@ -89,6 +92,11 @@ def test_grad_and_vmap_of_torch_func(function):
     got = torch.func.vmap(torch.func.grad(function), in_dims=(1, None, None, None), out_dims=1)(batched, *arguments[1:])
     want = torch.stack([gradients(function, [s * arguments[0], *arguments[1:]])[1][0] for s in scales], 1)
     assert_close(got, want)
+
+
+def test_vmap_of_no_slice_is_an_error():
+    with pytest.raises(ValueError, match="vmap: got a dimension of size 0"):
+        torch.func.vmap(lambda logits: route(logits, K).weights)(normal(0, T, E))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

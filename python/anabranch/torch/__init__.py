@@ -5,6 +5,7 @@ from anabranch.activation import Activation
 from anabranch.dense_router import RoutingMapFormat
 from anabranch.torch.balance import fused_moe_aux_loss, load_balance_loss, z_loss
 from anabranch.torch.chunk_sort import moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs
+from anabranch.torch.clipping import clip_grad_norm_
 from anabranch.torch.data_parallel import ddp_ignore_experts
 from anabranch.torch.dispatch import combine, dispatch
 from anabranch.torch.experts import expert_ffn, grouped_matmul
@@ -32,6 +33,7 @@ __all__ = [
     "RoutedExpertsOutput",
     "Routing",
     "RoutingMapFormat",
+    "clip_grad_norm_",
     "combine",
     "ddp_ignore_experts",
     "dispatch",

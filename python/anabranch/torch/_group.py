@@ -21,6 +21,12 @@ def check_group(name: str, value: Any) -> Any:
     return value
 
 
+def part_of(tensor: Any) -> Tensor:
+    """What this process has of a DTensor, as a tensor that shares its memory; a plain tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def summed(value: Tensor, group: Any) -> Tensor:
     """A tensor's sum over the ranks of a group, None: the tensor itself; nothing is differentiated."""
     if group is None:

@@ -28,6 +28,12 @@ def ddp_ignore_experts(model: Model) -> Model:
 
     Raises:
       TypeError: no module.
+
+    Source: the names that DistributedDataParallel is to ignore, as torch 2.13 keeps them.
+
+    >>> layer = MoE(8, 16, num_experts=4, topk=2)
+    >>> ddp_ignore_experts(layer) is layer
+    True
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {_check.describe(model)}, expected a torch.nn.Module")

@@ -13,7 +13,7 @@ from anabranch.activation import Activation
 from anabranch.torch import _check
 from anabranch.torch._autograd import without_autocast
 from anabranch.torch._counts import add_counts
-from anabranch.torch._group import check_group, summed, with_mean_gradients
+from anabranch.torch._group import check_group, part_of, summed, with_mean_gradients
 from anabranch.torch._parameters import Initializer, Projection, SharedExpert, draw, fan_in_normal_
 from anabranch.torch._wrapping import check_wrapping
 from anabranch.torch.moe import MoEOutput, as_autocast, layer_config, moe
@@ -43,6 +43,8 @@ class MoE(nn.Module):
     | `shared_expert.gate_up_proj.weight` (`up_proj`) | [2 S, D] ([S, D]) | with `shared_features` S > 0 |
     | `shared_expert.down_proj.weight` | [D, S] | the same |
     | `shared_expert_gate.weight` | [1, D] | with `shared_gate` |
+
+    With `group` a rank has E/P of the experts.
 
     State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], which is part of the state dict
     and stays float32 whatever `.to(dtype)` makes of the parameters. Beside it, neither a buffer nor in the state dict,
@@ -87,16 +89,19 @@ class MoE(nn.Module):
       param_dtype: dtype of the parameters; None: torch's default dtype.
       device: of the parameters and of the state; None: torch's default device. On "meta" nothing is allocated:
         `to_empty(device=...)`, then `reset_parameters()` or `load_state_dict`.
-      kernel_init: fills each weight, a tensor [..., out, in], in place under torch.no_grad(), as those of torch.nn.init
-        do; None: a normal of variance 1 / in, cut at two deviations. Biases begin at 0.
+      kernel_init: fills each matrix [out, in], one of an expert after the other, in place under torch.no_grad(), as
+        those of torch.nn.init do; None: a normal of variance 1 / in, cut at two deviations. Biases begin at 0.
 
     Raises:
       TypeError, ValueError: an option is wrong; the message names it.
 
     Gradients: as `moe`, to every parameter in its own dtype; those of float32 weights beside a 16-bit computation are
-    not rounded. None to `expert_bias`.
+    not rounded. None to `expert_bias`. With `group` every parameter's is that of the mean of the losses of its ranks,
+    the shared expert's too: nothing is left to average over them, and it does no harm. DistributedDataParallel has to
+    leave the experts alone, see `ddp_ignore_experts`; fully_shard takes a layer whose `group` is a DeviceMesh.
 
-    Under FSDP wrap the layer, not its submodules: their parameters are used in its own forward pass.
+    Under FSDP wrap the layer, not its submodules: their parameters are used in its own forward pass. A copy of a layer
+    with groups is on the same ranks; it can't be pickled, and its state dict can.
 
     >>> layer = MoE(16, 32, num_experts=4, topk=2, aux_loss_coeff=0.01)
     >>> result = layer(torch.ones(3, 5, 16))
@@ -304,9 +309,6 @@ class MoE(nn.Module):
             check_wrapping(self, self.group, list(self.expert_parameters().values()))
         halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
 
-        def own(value: Tensor) -> Tensor:
-            return value.to_local() if hasattr(value, "to_local") else value
-
         def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
             return value if value.dtype == torch.float32 else value.to(x.dtype)
 
@@ -314,11 +316,11 @@ class MoE(nn.Module):
             result = moe(
                 x,
                 self.gate.weight.T,
-                weight(own(up)).reshape(*halves, self.in_features),
-                weight(own(self.down_proj)),
+                weight(part_of(up)).reshape(*halves, self.in_features),
+                weight(part_of(self.down_proj)),
                 gate_bias=self.gate.bias,
-                b_in=None if up_bias is None else own(up_bias).to(x.dtype).reshape(halves),
-                b_out=None if self.down_proj_bias is None else own(self.down_proj_bias).to(x.dtype),
+                b_in=None if up_bias is None else part_of(up_bias).to(x.dtype).reshape(halves),
+                b_out=None if self.down_proj_bias is None else part_of(self.down_proj_bias).to(x.dtype),
                 token_mask=token_mask,
                 forced_experts=forced_experts,
                 **selection,

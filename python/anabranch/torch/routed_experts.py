@@ -81,6 +81,7 @@ def routed_experts(
 
     Gradients: of x, weights, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
     Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
+    With a group, those of the experts are the mean over its ranks of what their losses give, as in `moe`.
     That of a weight is exact also where the weight is 0, and 0 where there is no expert or no room.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.torch import MoE, ddp_ignore_experts
+from anabranch.torch import MoE, clip_grad_norm_, ddp_ignore_experts
 
 RANKS = 4
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -98,7 +98,7 @@ def check_fsdp_of_mixed_precision(rank):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = two_by_two()
     layer = fully_shard(made(group=mesh["expert"], loss_group=dist.group.WORLD), mesh=mesh["data"], mp_policy=policy)
-    one, want = one_process(RANKS, made())
+    one, _ = one_process(RANKS)
     got = accumulate(layer, rank)
     assert got[0].output.dtype == torch.bfloat16
     for name, parameter in one.named_parameters():
@@ -133,6 +133,24 @@ def check_ddp_of_a_layer(rank):
         wrapped = DistributedDataParallel(ddp_ignore_experts(layer) if ranks is None else layer, process_group=ranks)
         check_results(accumulate(wrapped, rank), rank, want)
         check_gradients(layer, one, gathered(layer))
+
+
+def check_clipping(rank):
+    """The norm, and what is made of gradients, are those of one process, sharded and not."""
+    one, _ = one_process(RANKS, Block())
+    want = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+    assert want > 0.2
+    group = Block(group=dist.group.WORLD)
+    for model, wrapped in (
+        (group, DistributedDataParallel(ddp_ignore_experts(group))),
+        (mesh := sharded(two_by_two()), mesh),
+    ):
+        accumulate(wrapped, rank)
+        torch.testing.assert_close(clip_grad_norm_(model, 0.1), want)
+        whole_of = gathered(model.moe, "moe.") if model is group else lambda _, gradient: gradient.full_tensor()
+        check_gradients(model, one, whole_of)
+        torch.testing.assert_close(clip_grad_norm_(model, 10.0), torch.tensor(0.1))
+        check_gradients(model, one, whole_of)
 
 
 def check_wrapped_wrongly(rank):
@@ -213,8 +231,11 @@ def check_bad_arguments(rank):
     ):
         with pytest.raises(error, match=message):
             MoE(D, F, **dict(num_experts=E, topk=K, group=dist.group.WORLD) | options)
-    with pytest.raises(TypeError, match="model: got int 3"):
-        ddp_ignore_experts(3)
+    for function in (ddp_ignore_experts, lambda model: clip_grad_norm_(model, 1.0)):
+        with pytest.raises(TypeError, match="model: got int 3"):
+            function(3)
+    with pytest.raises(ValueError, match="max_norm: got 0"):
+        clip_grad_norm_(Block(), 0)
 
 
 CHECKS = (
@@ -222,6 +243,7 @@ CHECKS = (
     check_fsdp_of_mixed_precision,
     check_ddp,
     check_ddp_of_a_layer,
+    check_clipping,
     check_wrapped_wrongly,
     check_drawn_where_its_parameters_will_be,
     check_checkpoints,

@@ -440,16 +440,18 @@ class MoE(nn.Module):
         )
         if self.qb_bin_bounds is not None:
             options["qb_bin_bounds"] = self.qb_bin_bounds
+        else:
+            del options["qb_bins"]
         defaults = {name: of.default for name, of in inspect.signature(MoE.__init__).parameters.items()}
         sizes = (
             f"{self.in_features}, {self.hidden_features}, num_experts={self.num_experts}, topk={self.options['topk']}"
         )
-        changed = [
-            f"{k}={v!r}"
-            for k, v in options.items()
-            if k in defaults and k not in ("topk", "group") and v != defaults[k]
-        ]
+        for name in ("topk", "group", "loss_group"):  # shown otherwise
+            del options[name]
+        changed = [f"{k}={v!r}" for k, v in options.items() if k in defaults and v != defaults[k]]
         placed = [f"rank {self.rank} of {self.ranks}"] if self.group is not None else []
+        if (loss_group := self.options["loss_group"]) is not None:
+            placed.append(f"losses of {loss_group.size()} ranks")
         return ", ".join([sizes, *placed, *changed])
 
 

@@ -197,8 +197,8 @@ def moe(
         [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
       loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
-        whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. None: those of the tokens of `group`,
-        without one of this call's. It may be any group that this rank is in.
+        whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
+        is in. None: those of the tokens of `group`, or without one of this call's.
       group: ranks that share the experts, P of them. Each calls with tokens of its own, as many as every other, the
         whole gate, and its E/P experts in w_in and w_out: rank r has experts r E/P and on. None: this process has all.
       transport: "ring", "all_to_all", or "auto", which estimates their times; see docs/scaling.md.
@@ -217,11 +217,11 @@ def moe(
 
     Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
     float32. Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
-    Where there are ranks, each differentiates a loss of its own, and gradients are those of the mean of these losses, as
-    DDP and FSDP have it. With `group` those of the gate, its bias and this rank's experts are that: the mean over its
-    ranks, which has nothing to be divided by. What comes before the layer gets through x this rank's part, of which the
-    mean over the ranks is still to be taken, and so does the gate without `group`: losses that are the same on several
-    ranks count there as many times. All ranks run the backward pass, with gradients of the same weights, or none does.
+    Where ranks share a batch each differentiates a loss of its own, and what counts is the mean of these losses, as DDP
+    and FSDP have it. With `group` gradients of the gate, its bias and this rank's experts are those of the mean over
+    its ranks: nothing is left to divide. Those of x, and without `group` of the gate, are this rank's part, of which
+    DDP and FSDP take the mean; so a loss of all ranks' tokens counts there once for each of them. All ranks run the
+    backward pass, with gradients for the same weights, or none does.
     Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
     gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.

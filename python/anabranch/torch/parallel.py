@@ -32,8 +32,11 @@ class Parallel(NamedTuple):
 
 def check_ranks(value: Any) -> tuple[Any, Any]:
     """(process group, mesh) of a process group, which has no mesh, or of a DeviceMesh; (None, None) of None."""
-    if not dist.is_available() or not isinstance(value, dist.DeviceMesh):
+    if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         return value, None
+    if not (dist.is_available() and isinstance(value, dist.DeviceMesh)):
+        expected = "a torch.distributed.ProcessGroup, a DeviceMesh or None"
+        raise TypeError(f"group: got {_check.describe(value)}, expected {expected}")
     if value.ndim != 1:
         raise ValueError(f"group: got a DeviceMesh of {value.ndim} dimensions, expected one: a mesh['name']")
     return value.get_group(), value

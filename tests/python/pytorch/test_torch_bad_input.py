@@ -35,7 +35,9 @@ CHUNKS = dict(split_sizes=np.array([1, 2, 3]), sorted_index=np.array([2, 0, 1]))
 
 #: Public function: a good call, with as many arguments as go together.
 CALLS = {
+    ab.clip_grad_norm_: dict(model=torch.nn.Linear(2, 2), max_norm=1.0),
     ab.combine: dict(rows=floats(R, D), plan=PLAN, weights=floats(T, K)),
+    ab.ddp_ignore_experts: dict(model=torch.nn.Linear(2, 2)),
     ab.dispatch: dict(x=floats(T, D), plan=PLAN),
     ab.expert_ffn: dict(rows=floats(R, D), group_sizes=SIZES, weights=floats(R), **MATRICES),
     ab.fused_compute_score_for_moe_aux_loss: dict(logits=floats(T, E), topk=K, score_function="softmax"),

@@ -11,32 +11,37 @@ from anabranch.torch._group import part_of, summed
 from anabranch.torch.module import MoE
 
 
-def _kinds(model: nn.Module) -> dict[Any, list[Tensor]]:
-    """Gradients by what their norm is added up over: a (mesh, placements) of DTensors, a process group, or None."""
-    groups = {
+def _groups_of(gradient: Any, own: Any) -> tuple[Any, ...]:
+    """The process groups over whose ranks a gradient is divided; own: that of a plain tensor, or None."""
+    if not hasattr(gradient, "placements"):
+        return () if own is None else (own,)
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise ValueError("model: got a gradient that is a part of a sum, expected sums: reduce it first")
+    divided = [dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return tuple(gradient.device_mesh.get_group(dim) for dim in divided)
+
+
+def _by_groups(model: nn.Module) -> dict[tuple[Any, ...], list[Tensor]]:
+    """What this process has of every gradient, by the groups over whose ranks the rest is."""
+    own = {
         id(parameter): layer.group
         for layer in model.modules()
         if isinstance(layer, MoE)
         for parameter in layer.expert_parameters().values()
     }
-    kinds = defaultdict(list)
+    found = defaultdict(list)
     for parameter in model.parameters():
-        gradient: Any = parameter.grad
-        if gradient is None:
-            continue
-        is_sharded = hasattr(gradient, "placements")
-        over = (gradient.device_mesh, gradient.placements) if is_sharded else groups.get(id(parameter))
-        kinds[over].append(gradient)
-    return kinds
+        if parameter.grad is not None:
+            found[_groups_of(parameter.grad, own.get(id(parameter)))].append(part_of(parameter.grad))
+    return found
 
 
-def _square(over: Any, gradients: list[Tensor]) -> Tensor:
-    """The sum of squares of the whole of them, float32."""
-    norm: Any = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(over, tuple):
-        norm = norm.full_tensor()
-        over = None
-    return summed(norm.float().square(), over)
+def _square(groups: tuple[Any, ...], parts: list[Tensor]) -> Tensor:
+    """The sum of squares of the whole of them: in float64, so that no order of ranks shows in a float32."""
+    square = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).double().square().sum()
+    for group in groups:
+        square = summed(square, group)
+    return square
 
 
 @torch.no_grad()
@@ -68,11 +73,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         raise TypeError(f"model: got {_check.describe(model)}, expected a torch.nn.Module")
     if _check.number("max_norm", max_norm) <= 0:
         raise ValueError(f"max_norm: got {max_norm}, expected a number > 0")
-    kinds = _kinds(model)
-    if not kinds:
+    by_groups = _by_groups(model)
+    if not by_groups:
         return torch.zeros(())
-    total = torch.stack([_square(over, gradients) for over, gradients in kinds.items()]).sum().sqrt()
+    total = torch.stack([_square(groups, parts) for groups, parts in by_groups.items()]).sum().sqrt().float()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradients in kinds.values():
-        torch._foreach_mul_([part_of(gradient) for gradient in gradients], factor)
+    for parts in by_groups.values():
+        torch._foreach_mul_(parts, factor)
     return total

@@ -48,11 +48,11 @@ class MoE(nn.Module):
 
     State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], which is part of the state dict
     and stays float32 whatever `.to(dtype)` makes of the parameters. Beside it, neither a buffer nor in the state dict,
-    what this process has counted since the last update: `tokens_per_expert` int64 [E] with `use_expert_bias`, and
-    `qb_histogram` int64 [E, bins] with `balance="quantile"`. In training mode every forward pass adds its counts, so
-    that gradient accumulation adds up; what an activation checkpoint computes again is not counted again. Nothing is
-    counted in eval mode or where `forced_experts` are given: a pass that is no step of training, under torch.no_grad()
-    too, belongs into eval mode. The mode changes nothing else.
+    what this process, or with `group` all its ranks, has counted since the last update: `tokens_per_expert` int64 [E]
+    with `use_expert_bias`, and `qb_histogram` int64 [E, bins] with `balance="quantile"`. In training mode every forward
+    pass adds its counts, so that gradient accumulation adds up; what an activation checkpoint computes again is not
+    counted again. Nothing is counted in eval mode or where `forced_experts` are given: a pass that is no step of
+    training, under torch.no_grad() too, belongs into eval mode. The mode changes nothing else.
 
     Args:
       in_features: D, width of the model.

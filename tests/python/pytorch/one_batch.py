@@ -32,10 +32,10 @@ def of_rank(rank, ranks):
     return [(part[rank], real[rank]) for part, real in zip(*batch(ranks), strict=True)]
 
 
-def made(**options):
+def made(num_experts=E, **options):
     """The layer: the same whenever and wherever it is made."""
     torch.manual_seed(0)
-    return MoE(D, F, E, K, **OPTIONS | options)
+    return MoE(D, F, num_experts, K, **OPTIONS | options)
 
 
 def loss_of(result):

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import tempfile
+import warnings
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
 from anabranch.torch import MoE, clip_grad_norm_, ddp_ignore_experts
 
@@ -166,14 +169,15 @@ def check_wrapped_wrongly(rank):
 
 
 def check_drawn_where_its_parameters_will_be(rank):
-    mesh = two_by_two()
-    model = sharded(mesh, device="meta")
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    model.moe.reset_parameters()
-    state = get_model_state_dict(model.moe, options=WHOLE)
-    for name, value in made().state_dict().items() if rank == 0 else ():
-        assert torch.equal(state[name], value), name
+    """The same numbers as in one process, also where the data parallel ranks have different numbers of experts."""
+    for num_experts in (E, 6):
+        model = sharded(two_by_two(), num_experts=num_experts, device="meta")
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        model.moe.reset_parameters()
+        state = get_model_state_dict(model.moe, options=WHOLE)
+        for name, value in made(num_experts=num_experts).state_dict().items() if rank == 0 else ():
+            assert torch.equal(state[name], value), name
 
 
 def check_checkpoints(rank):
@@ -187,16 +191,14 @@ def check_checkpoints(rank):
     state = get_model_state_dict(model.moe, options=WHOLE)
     for name, value in one.state_dict().items() if rank == 0 else ():
         assert torch.equal(state[name], value), name
-    folder = [None]
-    if rank == 0:
-        import tempfile
-
-        folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    checkpoint.save(model.moe.state_dict(), checkpoint_id=folder[0])
     other = MoE(D, F, E, K, **options_of_state(), group=init_device_mesh("cpu", (RANKS,)))
-    state = other.state_dict()
-    checkpoint.load(state, checkpoint_id=folder[0])
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        checkpoint.save(model.moe.state_dict(), checkpoint_id=folder[0])
+        state = other.state_dict()
+        checkpoint.load(state, checkpoint_id=folder[0])
+        dist.barrier()
     other.load_state_dict(state)
     assert other.gate_up_proj.to_local().shape[0] == E // RANKS
     assert torch.equal(other.gate_up_proj.full_tensor(), one.gate_up_proj)
@@ -205,6 +207,22 @@ def check_checkpoints(rank):
 
 def options_of_state():
     return dict(use_bias=True, use_gate_bias=True, use_expert_bias=True, shared_features=8, shared_gate=True)
+
+
+def check_activation_checkpoint(rank):
+    """The exchange runs again in the backward pass; nothing is counted twice."""
+    (x, mask), _ = of_rank(rank, RANKS)
+    for reentrant in (False, True):
+        kept, again = made(group=dist.group.WORLD), made(group=dist.group.WORLD)
+        loss_of(kept(x, token_mask=mask)).backward()
+
+        def call(x, layer=again):
+            return loss_of(layer(x, token_mask=mask))
+
+        # A checkpoint of the reentrant kind needs an input with a gradient.
+        activation_checkpoint(call, x.clone().requires_grad_(), use_reentrant=reentrant).backward()
+        check_gradients(again, kept, lambda _, gradient: gradient)
+        assert torch.equal(again.tokens_per_expert, kept.tokens_per_expert) and kept.tokens_per_expert.any()
 
 
 def check_copies(rank):
@@ -247,6 +265,7 @@ CHECKS = (
     check_wrapped_wrongly,
     check_drawn_where_its_parameters_will_be,
     check_checkpoints,
+    check_activation_checkpoint,
     check_copies,
     check_bad_arguments,
 )
@@ -254,6 +273,7 @@ CHECKS = (
 
 def run(rank, rendezvous):
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message=".*returned a view tensor")  # FSDP's, of outputs
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     for check in CHECKS:
         check(rank)

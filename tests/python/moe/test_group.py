@@ -175,7 +175,7 @@ CASES = [
     Case("all_to_all", "bfloat16", options=LOSSES | {"align_size": 8, "weight_early": True}),
     Case("ring", capacity_factor=0.7, options=LOSSES),
     Case("all_to_all", capacity_factor=0.7, options=LOSSES | {"align_size": 4}),
-    Case("all_to_all", capacity_factor=1.0, one_rank=True, options=LOSSES),
+    Case("all_to_all", capacity_factor=0.8, one_rank=True, options=LOSSES),
     Case("ring", one_rank=True, options=LOSSES),
     Case("ring", routed=True),
     Case("all_to_all", routed=True, options={"align_size": 8}),

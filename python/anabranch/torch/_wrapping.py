@@ -20,15 +20,16 @@ def check_wrapping(layer: torch.nn.Module, group: Any, experts: list[Tensor]) ->
     Raises:
       ValueError: FSDP would shard them as if they were whole, or DistributedDataParallel averages them.
     """
-    if torch.compiler.is_compiling():
-        return
     plain = not any(hasattr(value, "to_local") for value in experts)
     if plain and getattr(layer, "_is_fsdp_managed_module", False):
         raise ValueError(
             "group: got a process group under fully_shard, expected a DeviceMesh: FSDP can't tell that experts differ"
         )
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    if ddp is None or all(getattr(value, "_ddp_ignored", False) for value in experts):
+    if ddp is None:
+        return
+    # `ddp_ignore_experts` marks experts, and leaves names that are gone where their module was wrapped since.
+    if len(ddp.parameters_to_ignore) > 0 and all(getattr(value, "_ddp_ignored", False) for value in experts):
         return
     if len(_ranks(ddp.process_group) & _ranks(group)) > 1:
         raise ValueError(

@@ -40,8 +40,11 @@ def ddp_ignore_experts(model: Model) -> Model:
     names = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for prefix, layer in model.named_modules():
         if isinstance(layer, MoE) and layer.group is not None:
-            # With and without a dot where the layer is the model itself: DDP looks for either, in different places.
-            names |= {f"{prefix}.{name}".removeprefix(dot) for name in layer.expert_parameters() for dot in (".", "")}
+            for name in layer.expert_parameters():
+                # Where the layer is the model, DDP looks for names with a dot and without in different places; what
+                # torch.compile returns of a model puts a name in front.
+                full = f"{prefix}.{name}"
+                names |= {full, full.removeprefix("."), f"_orig_mod.{full.removeprefix('.')}"}
     ddp = torch.nn.parallel.DistributedDataParallel
     ddp._set_params_and_buffers_to_ignore_for_model(model, names)
     return model

@@ -136,6 +136,9 @@ def check_ddp_of_a_layer(rank):
         wrapped = DistributedDataParallel(ddp_ignore_experts(layer) if ranks is None else layer, process_group=ranks)
         check_results(accumulate(wrapped, rank), rank, want)
         check_gradients(layer, one, gathered(layer))
+    before = layer.down_proj.clone()
+    DistributedDataParallel(torch.compile(ddp_ignore_experts(layer)))
+    assert torch.equal(layer.down_proj, before)
 
 
 def check_clipping(rank):
@@ -158,8 +161,13 @@ def check_clipping(rank):
 
 def check_wrapped_wrongly(rank):
     x = of_rank(rank, RANKS)[0][0]
-    with pytest.raises(ValueError, match="group: got a layer inside DistributedDataParallel"):
-        DistributedDataParallel(Block(group=dist.group.WORLD))(x)
+    for model in (
+        Block(group=dist.group.WORLD),
+        torch.compile(made(group=dist.group.WORLD), backend="eager"),
+        nn.Sequential(ddp_ignore_experts(made(group=dist.group.WORLD))),  # it does not ask what is inside
+    ):
+        with pytest.raises(ValueError, match="group: got a layer inside DistributedDataParallel"):
+            DistributedDataParallel(model)(x)
     block = fully_shard(Block(group=dist.group.WORLD), mesh=init_device_mesh("cpu", (RANKS,)))
     with pytest.raises(ValueError, match="group: got a process group under fully_shard"):
         block(x)

@@ -45,7 +45,9 @@ def in_slices(function: Callable[..., Any], info: Any, in_dims: Any, arguments: 
 
 def without_autocast(device: torch.device) -> Any:
     """A context in which nothing is rounded but by us."""
-    return torch.autocast(device.type, enabled=False) if has_autocast(device) else contextlib.nullcontext()
+    if has_autocast(device) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def has_autocast(device: torch.device) -> bool:

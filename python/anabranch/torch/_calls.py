@@ -1,22 +1,21 @@
 """Calls of the two C libraries on torch's tensors, by ctypes: nothing is built against torch.
 
-An `Operation` has the fields of its args struct (include/anabranch/*.h). What a call needs beside addresses (structs,
-shapes, the size of the workspace) is laid out once for given options, dtypes and shapes, and kept by each thread.
+An `Operation` has the fields of its args struct (include/anabranch/*.h). What the calls of one of torch's operations
+need beside addresses (structs, shapes, what is allocated, the size of the workspace) is a `Layout`, made once for given
+options, dtypes and shapes.
 """
 
 import ctypes
-import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from anabranch import _library
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
 _MAX_RANK = 6
-#: Prepared calls that a thread keeps of an operation: when there are more, all are forgotten.
-_MOST_PREPARED = 4096
 
 
 class _Tensor(ctypes.Structure):
@@ -61,46 +60,13 @@ def _strides(shape: _Shape, order: _Shape) -> tuple[_Shape, _Shape]:
     return tuple(shape[axis] for axis in order), tuple(steps[axis] for axis in order)
 
 
-class _Prepared:
-    """The structs of a call, all but the addresses of the tensors, in memory of their own."""
+class Call(NamedTuple):
+    """One call of a C function, described by tensors without memory; see `Operation.__call__`."""
 
-    def __init__(self, operation: "Operation", on_cuda: bool, options: Mapping[str, Any], tensors: Any, orders: Any):
-        library = _library.load_cuda() if on_cuda else _library.load()
-        name = f"ab_cuda_{operation.name}" if on_cuda else f"ab_{operation.name}"
-        self.run = getattr(library, name)
-        self.run.restype = _library.Status
-        self.args = operation.struct(size=ctypes.sizeof(operation.struct), **options)
-        self.execution = _Exec(size=ctypes.sizeof(_Exec))
-        self.views: list[_Tensor] = []
-        self.kept: list[Any] = []
-        for field, tensor in tensors.items():
-            if tensor is None:
-                continue
-            view = _Tensor(tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.dim())
-            shape = tuple(tensor.shape)
-            if field in orders:
-                shape, strides = _strides(shape, orders[field])
-                held = (ctypes.c_int64 * len(strides))(*strides)
-                view.strides = ctypes.addressof(held)
-                self.kept.append(held)
-            view.shape[: len(shape)] = shape
-            setattr(self.args, field, ctypes.pointer(view))
-            self.views.append(view)
-        self.arguments = ctypes.byref(self.args), ctypes.byref(self.execution)
-        self.workspace_size = 0
-        query, needed = getattr(library, f"{name}_workspace", None), ctypes.c_size_t()
-        if query is not None:
-            query.restype = _library.Status
-            self.execution.num_threads = 0 if on_cuda else torch.get_num_threads()
-            _check(query(*self.arguments, ctypes.byref(needed)))
-            self.workspace_size = needed.value
-
-
-class _Cache(threading.local):
-    """The prepared calls of a thread: their structs are written to."""
-
-    def __init__(self) -> None:
-        self.prepared: dict[Any, _Prepared] = {}
+    operation: "Operation"
+    tensors: Mapping[str, Tensor | None]
+    orders: Mapping[str, _Shape]
+    options: Mapping[str, Any]
 
 
 class Operation:
@@ -118,56 +84,136 @@ class Operation:
             kind, names = part.split(":")
             members += [(field, _FIELDS[kind]) for field in names.split(",")]
         self.struct: Any = type(name, (ctypes.Structure,), {"_fields_": members})
-        self._cache = _Cache()
 
     def __call__(
-        self, tensors: Mapping[str, torch.Tensor | None], orders: Mapping[str, _Shape] | None = None, **options: Any
-    ) -> None:
-        """Runs on contiguous tensors of one device, on its current stream.
+        self, tensors: Mapping[str, Tensor | None], orders: Mapping[str, _Shape] | None = None, **options: Any
+    ) -> Call:
+        """Describes a call, for a `Layout`.
 
         Args:
-          tensors: by field, inputs and outputs; None: not given or not wanted.
+          tensors: by field, inputs and outputs, contiguous; None: not given or not wanted.
           orders: by field, of tensors whose axes stand in another order than the C function's: the tensor's axis that
             each of the function's is.
           options: by field; what is missing is 0.
+        """
+        return Call(self, tensors, orders or {}, options)
+
+
+class _Prepared:
+    """The structs of a call, in memory of their own.
+
+    Args:
+      call: what is called.
+      places: where among the `addresses` that of each of its tensors is, by field.
+      addresses: of tensors.
+      on_cuda, threads: where it runs.
+    """
+
+    def __init__(self, call: Call, places: Mapping[str, int], addresses: Sequence[int], on_cuda: bool, threads: int):
+        library = _library.load_cuda() if on_cuda else _library.load()
+        name = f"ab_cuda_{call.operation.name}" if on_cuda else f"ab_{call.operation.name}"
+        self.run = getattr(library, name)
+        self.run.restype = _library.Status
+        struct = call.operation.struct
+        self.args = struct(size=ctypes.sizeof(struct), **call.options)
+        self.execution = _Exec(size=ctypes.sizeof(_Exec), num_threads=threads)
+        self.views: list[tuple[_Tensor, int]] = []
+        self.kept: list[Any] = []
+        for field, place in places.items():
+            tensor = call.tensors[field]
+            assert tensor is not None
+            view = _Tensor(addresses[place], _DTYPES[tensor.dtype], tensor.dim())
+            shape = tuple(tensor.shape)
+            if field in call.orders:
+                shape, strides = _strides(shape, call.orders[field])
+                held = (ctypes.c_int64 * len(strides))(*strides)
+                view.strides = ctypes.addressof(held)
+                self.kept.append(held)
+            view.shape[: len(shape)] = shape
+            setattr(self.args, field, ctypes.pointer(view))
+            self.views.append((view, place))
+        self.arguments = ctypes.byref(self.args), ctypes.byref(self.execution)
+        query, needed = getattr(library, f"{name}_workspace", None), ctypes.c_size_t()
+        if query is not None:
+            query.restype = _library.Status
+            _check(query(*self.arguments, ctypes.byref(needed)))
+        self.execution.workspace_size = self.workspace_size = needed.value
+
+
+class Layout:
+    """The calls of one of torch's operations, for given options, dtypes and shapes, on one device.
+
+    Args:
+      given: the tensors that the operation takes, on the "meta" device, without those that are not given.
+      results: those that it returns, made there.
+      calls: of the C functions, in this order. They may name other tensors, too, that are made there: working memory.
+      device: where it runs.
+      threads: of the CPU; 0 elsewhere.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[Tensor],
+        results: Sequence[Tensor],
+        calls: Sequence[Call],
+        device: torch.device,
+        threads: int,
+    ):
+        self.device, self.threads, self.calls = device, threads, calls
+        # Of each tensor here the storage is another one, also where an operation is given one tensor twice.
+        places = {t.untyped_storage()._cdata: i for i, t in enumerate([*given, *results])}
+        made = list(results)
+        self.places: list[dict[str, int]] = []
+        for call in calls:
+            self.places.append({})
+            for field, tensor in call.tensors.items():
+                if tensor is None:
+                    continue
+                storage = tensor.untyped_storage()._cdata
+                if storage not in places:
+                    places[storage] = len(given) + len(made)
+                    made.append(tensor)
+                assert tensor.is_contiguous() and tensor.storage_offset() == 0
+                self.places[-1][field] = places[storage]
+        self.made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
+        self.num_results = len(results)
+        self.prepared: list[_Prepared] = []
+        self.workspace_size = 0
+
+    def run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs on contiguous tensors, on their device's current stream; returns the results.
 
         Raises:
           ValueError, NotImplementedError, MemoryError, RuntimeError: what the status says.
         """
-        given = [tensor for tensor in tensors.values() if tensor is not None]
-        device = given[0].device
-        on_cuda, threads = device.type == "cuda", 0 if device.type == "cuda" else torch.get_num_threads()
-        key = (
-            on_cuda,
-            threads,
-            tuple(options.items()),
-            tuple([None if t is None else (field, t.dtype, t.shape) for field, t in tensors.items()]),
-            None if orders is None else tuple(orders.items()),
-        )
-        cache = self._cache.prepared
-        prepared = cache.get(key)
-        if prepared is None:
-            if len(cache) >= _MOST_PREPARED:
-                cache.clear()
-            prepared = cache[key] = _Prepared(self, on_cuda, options, tensors, orders or {})
-        for view, tensor in zip(prepared.views, given, strict=True):
-            view.data = tensor.data_ptr()
-        execution = prepared.execution
-        execution.num_threads = threads
-        size = prepared.workspace_size
-        if size > 0:
-            workspace = torch.empty(size, dtype=torch.uint8, device=device)
-            execution.workspace, execution.workspace_size = workspace.data_ptr(), size
-        if not on_cuda:
-            _check(prepared.run(*prepared.arguments))
-            return
-        index = device.index
-        execution.stream = torch._C._cuda_getCurrentRawStream(index)
-        if torch._C._cuda_getDevice() == index:
-            _check(prepared.run(*prepared.arguments))
-        else:
-            with torch.cuda.device(index):
-                _check(prepared.run(*prepared.arguments))
+        if self.threads > 0 or torch._C._cuda_getDevice() == self.device.index:
+            return self._run(given)
+        with torch.cuda.device(self.device.index):
+            return self._run(given)
+
+    def _run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.made]
+        addresses = [tensor.data_ptr() for tensor in (*given, *made)]
+        if not self.prepared:
+            self._prepare(addresses)
+        stream = 0 if self.threads > 0 else torch._C._cuda_getCurrentRawStream(self.device.index)
+        memory = 0
+        if self.workspace_size > 0:
+            workspace = torch.empty(self.workspace_size, dtype=torch.uint8, device=self.device)
+            memory = workspace.data_ptr()
+        for call in self.prepared:
+            for view, place in call.views:
+                view.data = addresses[place]
+            call.execution.stream, call.execution.workspace = stream, memory
+            _check(call.run(*call.arguments))
+        return tuple(made[: self.num_results])
+
+    def _prepare(self, addresses: Sequence[int]) -> None:
+        self.prepared = [
+            _Prepared(call, places, addresses, self.threads == 0, self.threads)
+            for call, places in zip(self.calls, self.places, strict=True)
+        ]
+        self.workspace_size = max((call.workspace_size for call in self.prepared), default=0)
 
 
 router_forward = Operation(

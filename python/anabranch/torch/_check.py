@@ -42,9 +42,16 @@ def _axis_text(axis: Axis) -> str:
     return f"{axis[0]}={axis[1]}" if isinstance(axis, tuple) else str(axis)
 
 
-def _axis_fits(axis: Axis, size: int) -> bool:
-    wanted = axis[1] if isinstance(axis, tuple) else axis
-    return isinstance(wanted, str) or wanted == size
+def _fits(shape: Sequence[int], axes: Sequence[Axis]) -> bool:
+    if axes and axes[0] is Ellipsis:
+        axes, shape = axes[1:], shape[len(shape) - len(axes) + 1 :]
+    if len(shape) != len(axes):
+        return False
+    for axis, size in zip(axes, shape, strict=True):
+        wanted = axis[1] if isinstance(axis, tuple) else axis
+        if not isinstance(wanted, str) and wanted != size:
+            return False
+    return True
 
 
 def _expected(dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> str:
@@ -68,10 +75,7 @@ def tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence
         raise TypeError(f"{name}: got {describe(value)}, expected {_expected(dtypes, shape)}")
     if value.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: got {describe(value)} on {value.device}, expected the CPU or a CUDA device")
-    leading = bool(shape) and shape[0] is Ellipsis
-    axes = tuple(shape[1:]) if leading else tuple(shape)
-    sizes = value.shape[value.dim() - len(axes) :] if leading else value.shape
-    if len(sizes) != len(axes) or not all(map(_axis_fits, axes, sizes)):
+    if not _fits(value.shape, shape):
         raise ValueError(f"{name}: got {describe(value)}, expected {_expected(dtypes, shape)}")
     return value
 

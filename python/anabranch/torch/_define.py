@@ -1,39 +1,95 @@
 """How an operation of ours becomes one that torch knows: `torch.ops.anabranch.*`, functional, of fixed arity.
 
-An operation is an allocation of its results, from shapes and options alone, and a call that fills them. The allocation
+An operation is an allocation of its results, from shapes and options alone, and calls that fill them. The allocation
 by itself is what torch.compile traces. torch.vmap runs it on one slice after the other. What differentiates stands
 outside, in autograd functions that call these.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anabranch.torch._autograd import in_slices
+from anabranch.torch._calls import Call, Layout
 
 _ops = torch.library.Library("anabranch", "DEF")
+#: Layouts that a thread keeps of an operation: when there are more, all are forgotten.
+_MOST_LAYOUTS = 4096
 
 
-def define(schema: str, allocate: Callable[..., Any], fill: Callable[..., None]) -> Any:
-    """Registers an operation: `allocate(*arguments)` makes its results, `fill(results, *arguments)` computes them."""
+class _Layouts(threading.local):
+    """Those of a thread: what a call is laid out in is written to."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[Any, Layout] = {}
+
+
+def _laid_out(
+    allocate: Callable[..., Any],
+    calls: Callable[..., Any],
+    arguments: Sequence[Any],
+    device: torch.device,
+    threads: int,
+) -> Layout:
+    """What an operation does with such arguments: both functions are asked with tensors that have no memory."""
+    described = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in arguments]
+    results = allocate(*described)
+    of_calls = calls(results, *described)
+    given = [d for d, a in zip(described, arguments, strict=True) if isinstance(a, Tensor)]
+    return Layout(
+        given,
+        (results,) if isinstance(results, Tensor) else results,
+        (of_calls,) if isinstance(of_calls, Call) else of_calls,
+        device,
+        threads,
+    )
+
+
+def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call | Sequence[Call]]) -> Any:
+    """Registers an operation.
+
+    Args:
+      schema: its signature, a tensor that is no option first.
+      allocate: of its arguments, makes its results.
+      calls: of these and of its arguments, what computes them, in order.
+    """
     name = schema.split("(")[0]
+    _ops.define(schema)
+    operation = getattr(torch.ops.anabranch, name).default
+    arity, single = len(operation._schema.arguments), len(operation._schema.returns) == 1
+    tensors = [i for i, a in enumerate(operation._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
+    options = [i for i in range(arity) if i not in tensors]
+    kept = _Layouts()
 
     def run(*arguments: Any) -> Any:
-        inputs = [a.contiguous() if isinstance(a, Tensor) else a for a in arguments]
-        results = allocate(*inputs)
-        fill(results, *inputs)
-        return results
+        given = [arguments[i] for i in tensors if arguments[i] is not None]
+        for i, tensor in enumerate(given):
+            if not tensor.is_contiguous():
+                given[i] = tensor.contiguous()
+        device = given[0].device
+        threads = 0 if given[0].is_cuda else torch.get_num_threads()
+        key = (
+            device,
+            threads,
+            *[arguments[i] for i in options],
+            *[t if (t := arguments[i]) is None else (t.dtype, t.shape) for i in tensors],
+        )
+        layout = kept.by_key.get(key)
+        if layout is None:
+            if len(kept.by_key) >= _MOST_LAYOUTS:
+                kept.by_key.clear()
+            layout = kept.by_key[key] = _laid_out(allocate, calls, arguments, device, threads)
+        results = layout.run(given)
+        return results[0] if single else results
 
-    _ops.define(schema)
     for key in ("CPU", "CUDA"):
         _ops.impl(name, run, key)
-    torch.library.register_fake(f"anabranch::{name}", allocate, lib=_ops)
-    operation = getattr(torch.ops.anabranch, name).default
-
     def of_slices(info: Any, in_dims: Any, *arguments: Any) -> Any:
         return in_slices(operation, info, in_dims, arguments)
 
+    torch.library.register_fake(f"anabranch::{name}", allocate, lib=_ops)
     torch.library.register_vmap(f"anabranch::{name}", of_slices, lib=_ops)
     return operation

@@ -14,7 +14,7 @@ def _allocate_plan(experts, num_experts, rows, align_size, num_destinations):
 
 def _plan(results, experts, num_experts, rows, align_size, num_destinations):
     names = ("tokens_per_expert", "group_sizes", "offsets", "row_of_slot", "slot_of_row", "dropped")
-    _calls.plan(
+    return _calls.plan(
         {"experts": experts, **dict(zip(names, results, strict=True))},
         num_experts=num_experts,
         align_size=align_size,
@@ -38,7 +38,7 @@ def _allocate_plan_of_map(routing_map, rows, align_size):
 
 def _plan_of_map(results, routing_map, rows, align_size):
     names = ("tokens_per_expert", "row_of_slot", "slot_of_row", "row_id_map")
-    _calls.plan(
+    return _calls.plan(
         {"routing_map": routing_map, **dict(zip(names, results, strict=True))},
         num_experts=routing_map.shape[1],
         align_size=align_size,
@@ -58,7 +58,7 @@ plan_of_map = define(
 def _expand_row_id_map(results, row_id_map, pad_offsets, rows):
     row_of_slot, slot_of_row = results
     tensors = {"row_id_map": row_id_map, "pad_offsets": pad_offsets}
-    _calls.expand_row_id_map(tensors | {"row_of_slot": row_of_slot, "slot_of_row": slot_of_row})
+    return _calls.expand_row_id_map(tensors | {"row_of_slot": row_of_slot, "slot_of_row": slot_of_row})
 
 
 #: The maps between slots, every token and expert, and rows that a row_id_map [T, 2E+1] stands for.
@@ -74,7 +74,9 @@ expand_row_id_map = define(
 
 
 def _dispatch(rows, x, row_of_slot, slot_of_row, weights):
-    _calls.dispatch({"x": x, "row_of_slot": row_of_slot, "slot_of_row": slot_of_row, "weights": weights, "rows": rows})
+    return _calls.dispatch(
+        {"x": x, "row_of_slot": row_of_slot, "slot_of_row": slot_of_row, "weights": weights, "rows": rows}
+    )
 
 
 dispatch = define(
@@ -85,7 +87,7 @@ dispatch = define(
 
 
 def _combine(out, rows, row_of_slot, weights, addend, dtype):
-    _calls.combine({"rows": rows, "row_of_slot": row_of_slot, "weights": weights, "out": out, "addend": addend})
+    return _calls.combine({"rows": rows, "row_of_slot": row_of_slot, "weights": weights, "out": out, "addend": addend})
 
 
 combine = define(
@@ -104,7 +106,7 @@ def _allocate_combine_backward(d_out, rows, row_of_slot, slot_of_row, weights, r
 
 def _combine_backward(results, d_out, rows, row_of_slot, slot_of_row, weights, rows_dtype, wants_weights):
     d_rows, d_weights = results
-    _calls.combine_backward(
+    return _calls.combine_backward(
         {
             "d_out": d_out,
             "rows": rows if wants_weights else None,
@@ -129,7 +131,7 @@ combine_backward = define(
 def _sort_chunks(results, x, split_sizes, sorted_indices, inverse):
     out, row_id_map = results
     tensors = {"x": x, "split_sizes": split_sizes, "sorted_indices": sorted_indices, "out": out}
-    _calls.sort_chunks(tensors | {"row_id_map": row_id_map}, inverse=inverse)
+    return _calls.sort_chunks(tensors | {"row_id_map": row_id_map}, inverse=inverse)
 
 
 sort_chunks = define(

@@ -39,7 +39,7 @@ def _hidden(w_in_layout: str, R: int, P: int, F: int) -> tuple[int, int, int]:
 
 
 def _grouped_matmul(y, x, w, group_sizes, transpose_w):
-    _calls.grouped_matmul({"x": x, "w": w, "group_sizes": group_sizes, "y": y}, transpose_w=transpose_w)
+    return _calls.grouped_matmul({"x": x, "w": w, "group_sizes": group_sizes, "y": y}, transpose_w=transpose_w)
 
 
 grouped_matmul = define(
@@ -50,7 +50,7 @@ grouped_matmul = define(
 
 
 def _grouped_matmul_dw(d_w, x, d_y, group_sizes, dtype):
-    _calls.grouped_matmul_dw({"x": x, "d_y": d_y, "group_sizes": group_sizes, "d_w": d_w}, accumulate=0)
+    return _calls.grouped_matmul_dw({"x": x, "d_y": d_y, "group_sizes": group_sizes, "d_w": d_w}, accumulate=0)
 
 
 grouped_matmul_dw = define(
@@ -80,7 +80,7 @@ def _ffn(
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
 ):  # fmt: skip
     y, h = results
-    _calls.expert_ffn_forward(
+    return _calls.expert_ffn_forward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
@@ -131,7 +131,7 @@ def _ffn_backward(
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
 ):  # fmt: skip
     dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = results
-    _calls.expert_ffn_backward(
+    return _calls.expert_ffn_backward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
@@ -182,7 +182,7 @@ def _experts(
     out, h = results
     F = _sizes(w_in, w_in_layout)[3]
     a = x.new_empty((slot_of_row.shape[0], F))
-    _calls.expert_ffn_forward(
+    up = _calls.expert_ffn_forward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
@@ -201,7 +201,7 @@ def _experts(
         activation_alpha=activation_alpha,
         activation_limit=activation_limit,
     )
-    _calls.grouped_matmul_combine(
+    down = _calls.grouped_matmul_combine(
         {
             "x": a,
             "w": w_out,
@@ -216,6 +216,7 @@ def _experts(
         weight_early=weight_early and weights is not None,
         skip_rest=1,
     )
+    return up, down
 
 
 #: The experts of tokens [T, D] by the rows of a plan, summed with their weights, if there are any: the output, and h.
@@ -244,7 +245,7 @@ def _experts_hidden(
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
 ):  # fmt: skip
     dh, d_w_out, d_b_out, d_weights = results
-    _calls.expert_ffn_backward(
+    return _calls.expert_ffn_backward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
@@ -297,9 +298,10 @@ def _experts_inputs(
 ):  # fmt: skip
     d_x, d_w_in, d_b_in = results
     E, D, P, F = _sizes(w_in, w_in_layout)
+    calls = []
     if wants_x:
         transposed = w_in_layout.startswith("d")
-        _calls.grouped_matmul_combine(
+        of_x = _calls.grouped_matmul_combine(
             {
                 "x": dh.view(dh.shape[0], P * F),
                 "w": w_in.view((E, D, P * F) if transposed else (E, P * F, D)),
@@ -313,9 +315,10 @@ def _experts_inputs(
             skip_rest=1,
             backward=1,
         )
+        calls.append(of_x)
     if not wants_w_in and b_in is None:
-        return
-    _calls.expert_ffn_backward(
+        return calls
+    of_weights = _calls.expert_ffn_backward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
@@ -332,6 +335,7 @@ def _experts_inputs(
         activation_alpha=activation_alpha,
         activation_limit=activation_limit,
     )
+    return [*calls, of_weights]
 
 
 #: The second half: the gradients of x, to which `addend` is added, of w_in and of b_in; [0]: none, not wanted.

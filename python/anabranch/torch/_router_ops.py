@@ -29,7 +29,7 @@ def _route(
     topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
 ):  # fmt: skip
     weights, experts, tokens_per_expert, score_sum, lse, histogram = results
-    _calls.router_forward(
+    return _calls.router_forward(
         {
             "logits": logits,
             "expert_bias": expert_bias,
@@ -67,7 +67,7 @@ def _route_backward(
     d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse,
     topk, score_function, normalize, scaling_factor,
 ):  # fmt: skip
-    _calls.router_backward(
+    return _calls.router_backward(
         {
             "logits": logits,
             "experts": experts,
@@ -117,7 +117,7 @@ def _route_dense(
     topk, score_function, normalize, scaling_factor, num_groups, group_topk, map_format, qb_bins,
 ):  # fmt: skip
     probs, routing_map, experts, histogram = results
-    _calls.router_forward(
+    return _calls.router_forward(
         {
             "logits": logits,
             "expert_bias": expert_bias,
@@ -147,7 +147,7 @@ route_dense = define(
 
 
 def _route_dense_backward(d_logits, logits, experts, d_probs, topk, score_function, normalize, scaling_factor):
-    _calls.router_backward(
+    return _calls.router_backward(
         {"logits": logits, "experts": experts, "d_probs": d_probs, "d_logits": d_logits},
         topk=topk,
         score_function=score_function,
@@ -165,7 +165,7 @@ route_dense_backward = define(
 
 def _aux_scores(results, logits, topk, score_function, map_format):
     scores, routing_map = results
-    _calls.router_forward(
+    return _calls.router_forward(
         {"logits": logits, "aux_scores": scores, "routing_map": routing_map},
         topk=topk,
         score_function=score_function,
@@ -186,7 +186,7 @@ aux_scores = define(
 
 
 def _aux_scores_backward(d_logits, logits, d_scores, score_function):
-    _calls.router_backward(
+    return _calls.router_backward(
         {"logits": logits, "d_aux_scores": d_scores, "d_logits": d_logits},
         topk=1,
         score_function=score_function,
@@ -203,7 +203,7 @@ aux_scores_backward = define(
 
 
 def _moe_aux_loss(loss, probs, tokens_per_expert, num_tokens, topk, num_experts, coeff):
-    _calls.moe_aux_loss(
+    return _calls.moe_aux_loss(
         {"probs": probs, "tokens_per_expert": tokens_per_expert, "num_tokens": num_tokens, "loss": loss},
         topk=topk,
         num_experts=num_experts,
@@ -222,7 +222,7 @@ moe_aux_loss = define(
 def _moe_aux_loss_backward(
     d_probs, d_loss, tokens_per_expert, num_tokens, rows, dtype, topk, num_experts, coeff
 ):  # fmt: skip
-    _calls.moe_aux_loss(
+    return _calls.moe_aux_loss(
         {"tokens_per_expert": tokens_per_expert, "num_tokens": num_tokens, "d_loss": d_loss, "d_probs": d_probs},
         topk=topk,
         num_experts=num_experts,

@@ -62,7 +62,8 @@ def check_experts(
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
     E, P, F = (("E", sizes["e"]), ("P", sizes["p"]), ("F", sizes["f"]))
     w_out = _check.tensor("w_out", w_out, weight_dtypes, layouts.shape("w_out", e=E, f=F, d=D))
-    b_in = _check.optional_tensor("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F))
+    if b_in is not None:
+        b_in = _check.tensor("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F))
     b_out = _check.optional_tensor("b_out", b_out, dtype, (E, D))
     _check.on_device_of("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
     return sizes["e"], sizes["p"]

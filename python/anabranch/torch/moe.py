@@ -3,6 +3,7 @@
 `moe` checks its arguments, runs the layer's rules (`_layer`), and computes the losses from the sums that these return.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,8 +60,8 @@ def check_align_size(align_size: Any) -> int:
 
 def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
     """A tensor with the leading dimensions of x as one, behind which it has `axes` more."""
-    if tensor is None:
-        return None
+    if tensor is None or tensor.dim() == axes + 1:
+        return tensor
     kept = tensor.shape[tensor.dim() - axes :]
     return tensor.reshape(math.prod(tensor.shape[: tensor.dim() - axes]), *kept)
 
@@ -90,7 +91,18 @@ def bias_like(x: Tensor, bias: Any) -> Any:
     return bias.to(x.dtype) if rounds(bias) else bias
 
 
-def layer_config(
+def layer_config(num_experts: int, parts: int, *, loss_group: Any = None, **options: Any) -> LayerConfig:
+    """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
+    options["has_loss_group"] = check_group("loss_group", loss_group) is not None
+    if not torch.compiler.is_compiling():
+        try:
+            return _layer_config_seen(num_experts, parts, **options)
+        except TypeError:  # also of options that have no hash: what is wrong with them the checks have to say
+            pass
+    return _layer_config(num_experts, parts, **options)
+
+
+def _layer_config(
     num_experts: int,
     parts: int,
     *,
@@ -109,9 +121,8 @@ def layer_config(
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
     qb_bins: int | None = None,
-    loss_group: Any = None,
+    has_loss_group: bool = False,
 ) -> LayerConfig:
-    """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
     options = router_options(
         num_experts,
         topk,
@@ -124,11 +135,15 @@ def layer_config(
         qb_bins=qb_bins,
     )
     coefficients = _check.number("aux_loss_coeff", aux_loss_coeff), _check.number("z_loss_coeff", z_loss_coeff)
-    if check_group("loss_group", loss_group) is not None and not any(coefficients):
+    if has_loss_group and not any(coefficients):
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
     layouts = check_layouts(w_in_layout, w_out_layout)
     ffn = network(activation, parts, weight_early, options.topk, layouts)
     return LayerConfig(options, ffn, num_experts, check_align_size(align_size))
+
+
+#: The same for options that were right before: the checks look at nothing but them. `typed`: 2.0 and True are not 2.
+_layer_config_seen = functools.lru_cache(maxsize=256, typed=True)(_layer_config)
 
 
 def moe(

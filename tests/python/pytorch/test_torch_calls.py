@@ -1,5 +1,6 @@
 """The structs of the C interface as Python lays them out, and the operations as torch registers them."""
 
+import concurrent.futures
 import pathlib
 import re
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from anabranch.torch import _calls, _ops
+from anabranch.torch import _calls, _define, _ops
 
 HEADERS = pathlib.Path(__file__).parents[3] / "include" / "anabranch"
 
@@ -34,12 +35,34 @@ def test_a_status_is_an_error_that_says_what_the_library_says():
         _ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False)
 
 
-def test_prepared_calls_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(_calls, "_MOST_PREPARED", 3)
-    for n in range(1, 9):
+def test_layouts_are_made_once_and_not_kept_for_ever(monkeypatch):
+    made = []
+
+    class Layout(_calls.Layout):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(_define, "Layout", Layout)
+    monkeypatch.setattr(_define, "_MOST_LAYOUTS", 3)
+
+    def call(n):
         sizes = torch.tensor([n], dtype=torch.int32)
         assert _ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False).sum() == 2 * n
-    assert len(_calls.grouped_matmul._cache.prepared) <= 3
+        return len(made)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which has none yet
+        assert list(thread.map(call, (1, 2, 3, 3, 2, 1, 4, 1))) == [1, 2, 3, 3, 3, 3, 4, 5]
+
+
+def test_a_tensor_in_two_places_is_two_tensors_of_a_layout():
+    """What is laid out for one tensor given twice is used for two that differ, too."""
+    x, sizes = torch.arange(8.0).view(4, 2), torch.tensor([1, 3], dtype=torch.int32)
+    once = _ops.grouped_matmul_dw(x, x, sizes, torch.float32)
+    for left, right in ((x, x + 1), (x + 1, x), (x, x)):
+        got = _ops.grouped_matmul_dw(left, right, sizes, torch.float32)
+        assert torch.equal(got, torch.stack([left[:1].T @ right[:1], left[1:].T @ right[1:]]))
+    assert torch.equal(once, got)
 
 
 T, E, K, D, F, R = 10, 4, 2, 6, 5, 24

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import anabranch
-from anabranch.bench import CUDA_OPERATIONS, CUDA_TOGETHER, DTYPES, OPERATIONS, BenchError
+from anabranch.bench import CUDA_OPERATIONS, CUDA_TOGETHER, DTYPES, OPERATIONS, TOGETHER, BenchError
 from anabranch.bench import run as run_bench
 from anabranch.bench.layer_shape import NAMED, LayerShape, parse_shape
 
@@ -41,7 +41,11 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         description="Times our operations beside torch (if installed) and XLA on this machine, in one run.",
     )
     bench.add_argument(
-        "operation", nargs="?", choices=[*dict.fromkeys([*OPERATIONS, *CUDA_OPERATIONS]), "all"], default="all"
+        "operation",
+        nargs="?",
+        choices=[*dict.fromkeys([*OPERATIONS, *CUDA_OPERATIONS]), "all"],
+        default="all",
+        help=f"all: {', '.join(TOGETHER)}; torch: the layer in torch, beside its own and transformers'",
     )
     bench.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
     bench.add_argument("--quick", action="store_true", help="fewer repeats and only the first shape of each table")
@@ -54,7 +58,9 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
     bench.add_argument(
         "--dtype", choices=DTYPES, action="append", help="default: both; the layer on a GPU is bfloat16 alone"
     )
-    cuda = bench.add_argument_group("with --device cuda; each may be given several times")
+    cuda = bench.add_argument_group(
+        "with --device cuda, of torch --shape, --tokens and --by on the CPU, too; each may be given several times"
+    )
     cuda.add_argument(
         "--rows", type=_pair, metavar="E,K", action="append", help="router, plan: only E experts, K a token"
     )
@@ -63,15 +69,15 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         type=_shape,
         metavar="T,D,F,E,K",
         action="append",
-        help=f"layer, mesh: the sizes, or {', '.join(NAMED)} at T = 32768; default: twelve shapes; mesh: two, with "
-        "T = 8192, which is that of a GPU",
+        help=f"layer, mesh, torch: the sizes, or {', '.join(NAMED)} at T = 32768; default: twelve shapes; mesh: two, "
+        "with T = 8192, which is that of a GPU; torch: qwen3-30b at T = 8192 and 32768, on the CPU two small ones",
     )
     cuda.add_argument(
         "--tokens",
         type=_positive,
         metavar="T",
         action="append",
-        help="router, plan, layer, mesh: numbers of tokens",
+        help="router, plan, layer, mesh, torch: numbers of tokens",
     )
     cuda.add_argument(
         "--routing",
@@ -82,12 +88,18 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
     cuda.add_argument(
         "--by",
         choices=[
+            "MoE",
             "c",
+            "grouped_mm",
+            "hf-batched_mm",
+            "hf-eager",
+            "hf-grouped_mm",
             "jax",
             "jax-biases",
             "jax-interleaved",
             "jax-swiglu-oai",
             "jax-transposed",
+            "moe",
             "ragged-dot",
             "torch",
             "xla",
@@ -96,7 +108,7 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         help="router, plan, layer: what to time: ours through C or through JAX, torch eager, XLA's jit "
         "of plain JAX; layer: that with our ragged_dot, too, and ours with transposed or interleaved weights, biases, "
         "gpt-oss's activation; mesh: ours through JAX, XLA's collectives, NCCL through "
-        "torch",
+        "torch; torch: ours as moe() and as MoE, torch's grouped products, transformers' experts, ours through JAX",
     )
     cuda.add_argument(
         "--transport", choices=["ring", "all_to_all", "ragged"], action="append", help="mesh: default: all of them"
@@ -110,13 +122,14 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
 def _choose(bench: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The operations to time, and what is chosen of them; exits where one does not offer that."""
     on_gpu = options.device == "cuda"
-    known = tuple(CUDA_OPERATIONS) if on_gpu else OPERATIONS
+    known = CUDA_OPERATIONS if on_gpu else OPERATIONS
     names = dict.fromkeys(name for choices in CUDA_OPERATIONS.values() for name in choices)
     selection = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if selection and not on_gpu:
-        bench.error(f"--{next(iter(selection))}: got it with --device {options.device}, expected --device cuda")
+    for name in selection:
+        if not any(name in choices for choices in known.values()) or (not on_gpu and options.operation != "torch"):
+            bench.error(f"--{name}: got it with --device {options.device}, expected --device cuda")
     if options.operation == "all":
-        together = CUDA_TOGETHER if on_gpu else OPERATIONS
+        together = CUDA_TOGETHER if on_gpu else TOGETHER
         chosen = tuple(name for name in together if not selection or selection.keys() <= set(CUDA_OPERATIONS[name]))
         if not chosen:
             given = " and ".join(f"--{name}" for name in selection)

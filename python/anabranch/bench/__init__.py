@@ -11,9 +11,18 @@ from anabranch.bench.errors import BenchError
 from anabranch.bench.measure import format_table
 from anabranch.bench.processes import rows_of_a_process
 
-__all__ = ["CUDA_OPERATIONS", "CUDA_TOGETHER", "DTYPES", "OPERATIONS", "BenchError", "run"]
+__all__ = ["CUDA_OPERATIONS", "CUDA_TOGETHER", "DTYPES", "OPERATIONS", "TOGETHER", "BenchError", "run"]
 
-OPERATIONS = ("router", "dispatch", "experts", "layer")
+#: The operations on the CPU, and what can be chosen of each.
+OPERATIONS = {
+    "router": (),
+    "dispatch": (),
+    "experts": (),
+    "layer": (),
+    "torch": ("shape", "tokens", "by"),
+}
+#: Those that run after each other, in processes of their own.
+TOGETHER = ("router", "dispatch", "experts", "layer")
 
 #: The operations on cuda, and what can be chosen of each.
 CUDA_OPERATIONS = {
@@ -22,6 +31,7 @@ CUDA_OPERATIONS = {
     "dispatch": (),
     "layer": ("shape", "tokens", "routing", "by", "trace"),
     "mesh": ("shape", "tokens", "by", "transport"),
+    "torch": ("shape", "tokens", "by"),
 }
 #: Those that one process runs after each other; the layer needs the device's whole memory.
 CUDA_TOGETHER = ("router", "plan", "dispatch")
@@ -46,7 +56,7 @@ def run(
       dtypes: out of DTYPES; None: all that the operation is timed with.
       quick: one shape and few repeats.
       json_file: also write all rows there; "-" writes them to standard output instead of the tables.
-      selection: more arguments for the benchmarks' rows(), on cuda.
+      selection: more arguments for the benchmarks' rows().
 
     Returns:
       The exit status: 1 where a row has an `error`.

@@ -21,15 +21,16 @@ class Operands(NamedTuple):
     experts: Any
 
 
-def operands(shape: LayerShape, dtype: str, routing: str, seed: int = 0) -> Operands:
+def operands(shape: LayerShape, dtype: str, routing: str, seed: int = 0, device: str | None = None) -> Operands:
     """As layer_in_jax.operands: other numbers of the same distribution, the same given experts."""
     import torch
 
     T, D, F, E, _ = shape
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    device = device or DEVICE
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> Any:
-        values = torch.empty(size, device=DEVICE, dtype=getattr(torch, dtype))
+        values = torch.empty(size, device=device, dtype=getattr(torch, dtype))
         return values.normal_(0.0, scale, generator=generator)
 
     leaves = (
@@ -38,7 +39,7 @@ def operands(shape: LayerShape, dtype: str, routing: str, seed: int = 0) -> Oper
         normal(E, D, 2, F, scale=D**-0.5),
         normal(E, F, D, scale=F**-0.5),
     )
-    experts = torch.from_numpy(zipf_experts(shape, seed)).to(DEVICE, torch.int64) if routing == "zipf" else None
+    experts = torch.from_numpy(zipf_experts(shape, seed)).to(device, torch.int64) if routing == "zipf" else None
     return Operands(tuple(leaf.requires_grad_() for leaf in leaves), normal(T, D), experts)
 
 

@@ -136,6 +136,64 @@ def seconds_of_each(
     return summary(samples)
 
 
+def seconds_of_calls(calls: Sequence[Callable[[], Any]], *, repeats: int = REPEATS, seconds: float = 40e-3) -> Timing:
+    """Time of one call by itself, as eager code makes them, with the device's queue full.
+
+    Args:
+      calls: enqueue work on torch's current stream; each on other operands.
+      repeats: batches of calls, timed by the host's clock from the first to the end of the last.
+      seconds: a batch takes at least that long.
+    """
+    torch = torch_with_gpu()
+
+    def batch(rounds: int) -> tuple[float, float]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        enqueued = time.perf_counter()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, enqueued - start
+
+    for _ in range(3):  # also what is compiled or captured on the way
+        once = batch(1)[0]
+    rounds = max(2, math.ceil(seconds / once))
+    batches = [batch(rounds) for _ in range(repeats)]
+    host_bound = statistics.median(enqueued / total for total, enqueued in batches) > 0.9
+    return summary([total / (rounds * len(calls)) for total, _ in batches], host_bound)
+
+
+def host_seconds(call: Callable[[], Any], *, calls: int, repeats: int = REPEATS) -> float | None:
+    """Median time until a call returns, with the device busy with something else all the while.
+
+    None: the device was never busy until the end, so that the call waits for it.
+
+    Args:
+      call: enqueues work on torch's current stream, after the first time without waiting for it.
+      calls: of a repeat: so few that the queue has room for what they enqueue.
+      repeats: how often the device is made busy.
+    """
+    torch = torch_with_gpu()
+    done, samples = torch.cuda.Event(), []
+    cycles, tries = 50_000_000, 5  # some 25 ms, up to 400
+    call()
+    while len(samples) < repeats and tries > 0:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        done.record()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        taken = time.perf_counter() - start
+        if done.query():  # what was measured may be the device
+            cycles, tries = 2 * cycles, tries - 1
+        else:
+            samples.append(taken / calls)
+    torch.cuda.synchronize()
+    return statistics.median(samples) if samples else None
+
+
 @functools.cache
 def copy_rate(size: int = 1 << 30) -> float:
     """Bytes read and written per second by a copy within the device's memory."""

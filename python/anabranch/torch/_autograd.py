@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,23 @@ from torch import Tensor
 
 
 class Function(torch.autograd.Function):
-    """An autograd function of operations: its backward pass is not differentiable, and vmap runs it slice by slice."""
+    """An autograd function of operations: its backward pass is not differentiable, and vmap runs it slice by slice.
+
+    Attributes:
+      tensors: names of what its forward pass takes as `*tensors`. Where there is no gradient, torch.compile tells one
+        that takes a context from one that takes none by the number of parameters.
+    """
+
+    tensors: Sequence[str] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]  # torch asks at each call
+        signature, kind = inspect.signature(cls.forward), inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if cls.tensors:
+            named = [p for p in signature.parameters.values() if p.kind == kind]
+            named += [inspect.Parameter(name, kind) for name in cls.tensors]
+            signature = signature.replace(parameters=named)
+        cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # torch asks for it at each call
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:

@@ -115,6 +115,8 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
 
 
 class _GroupMixture(Function):
+    tensors = Operands._fields
+
     @staticmethod
     def forward(config, *tensors):
         with without_autocast(tensors[0].device):

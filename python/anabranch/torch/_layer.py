@@ -122,6 +122,8 @@ def _forward(config: LayerConfig, operands: Operands) -> LayerOutput:
 
 
 class _Mixture(Function):
+    tensors = Operands._fields
+
     @staticmethod
     def forward(config, *tensors):
         with without_autocast(tensors[0].device):

@@ -1,6 +1,7 @@
 """What torch does with the operations: compile, vmap, func, checkpoints, autocast, threads; gradients, not only calls."""
 
 import concurrent.futures
+import contextlib
 
 import numpy as np
 import pytest
@@ -68,6 +69,17 @@ def test_compiled_gradients_are_the_eager_ones(function):
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True)
     assert_close(gradients(compiled, operands()), gradients(function, operands()))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("needs", [True, False])
+def test_compiled_without_gradients(function, needs):
+    """Under torch.no_grad(), and where nothing needs any."""
+    torch._dynamo.reset()
+    arguments = [a.requires_grad_(needs) for a in operands()]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.no_grad() if needs else contextlib.nullcontext():
+        assert_close(compiled(*arguments), function(*arguments))
 
 
 def test_compiled_for_any_number_of_tokens():

@@ -9,7 +9,11 @@ TESTED = {
     "jax": ("0.10", "0.11", "0.12"),
     "flax": ("0.12",),
     "numpy": ("2.4", "2.5"),
+    "torch": ("2.13",),
+    "transformers": ("5.23",),
 }
+#: The oldest torch whose library of operations is the one that `anabranch.torch` uses.
+OLDEST_TORCH = (2, 9)
 
 
 def found(package: str) -> str | None:
@@ -29,6 +33,15 @@ def series(version: str) -> str:
     ('0.12', '2.5')
     """
     return ".".join(version.split(".")[:2])
+
+
+def torch_is_supported(version: str) -> bool:
+    """Whether torch is not older than the oldest that is supported.
+
+    >>> torch_is_supported("2.9.1+cpu"), torch_is_supported("2.10.0a0"), torch_is_supported("2.8.0")
+    (True, True, False)
+    """
+    return tuple(int(part) for part in series(version).split(".")) >= OLDEST_TORCH
 
 
 def untested(versions: dict[str, str | None]) -> list[str]:

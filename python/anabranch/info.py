@@ -20,6 +20,24 @@ def _jax_backends() -> dict[str, str]:
         return {"jax devices": f"none: {error}"}
 
 
+def _torch() -> dict[str, str]:
+    """What torch is here, and the devices that it sees, or why there is none."""
+    version = _versions.found("torch")
+    if version is None:
+        return {"torch devices": "none: torch is not installed"}
+    if not _versions.torch_is_supported(version):
+        oldest = ".".join(map(str, _versions.OLDEST_TORCH))
+        return {"torch devices": f"none: torch {version} is too old for anabranch.torch, which needs {oldest} or newer"}
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries
+        return {"torch devices": f"none: {error}"}
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+    devices = ["cpu"]
+    devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    return {"torch built for": built, "torch devices": ", ".join(devices)}
+
+
 def _cuda() -> dict[str, str]:
     """Whether the CUDA backend can be used, and why not."""
     try:
@@ -50,12 +68,13 @@ def collect() -> dict[str, str]:
     except _library.LibraryError as error:
         facts["cpu backend"] = f"missing: {error}"
     facts |= _cuda()
-    packages = ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch")
+    packages = ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch", "transformers")
     facts |= {package: _versions.found(package) or "not installed" for package in packages}
     untested = _versions.untested({package: _versions.found(package) for package in _versions.TESTED})
     if untested:
         facts["warning"] = "; ".join(untested)
     facts |= _jax_backends()
+    facts |= _torch()
     settings = (
         "ANABRANCH_LIBRARY",
         "ANABRANCH_CUDA_LIBRARY",
@@ -78,7 +97,7 @@ def run(*, as_json: bool, selftest: bool = False) -> int:
         test.prepare()
     facts = collect()
     if selftest and facts["cpu backend"] == "available":
-        for name, outcome, ok in test.run():
+        for name, outcome, ok in test.run(with_torch="torch built for" in facts):
             facts[f"selftest {name}"] = outcome
             passed = passed and ok
     if as_json:

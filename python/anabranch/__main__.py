@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     info.add_argument(
         "--selftest",
         action="store_true",
-        help="also check every transport of expert parallelism against the ring, on the GPUs or on 4 CPU devices",
+        help="also check, with JAX, every transport of expert parallelism against the ring, on the GPUs or on 4 CPU "
+        "devices, and with PyTorch the layer on every device against the float64 oracle",
     )
     bench = _add_bench(commands)
 

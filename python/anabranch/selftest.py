@@ -1,28 +1,106 @@
-"""What `python -m anabranch info --selftest` runs: every transport of expert parallelism against the ring.
+"""What `python -m anabranch info --selftest` runs, with what is installed of JAX and PyTorch.
 
-On all GPUs that JAX finds, or on 4 CPU devices: one layer, forward and backward, on skewed routing with experts that
-get nothing, without a bound and with one that drops; outputs, counts and every gradient are compared.
+With JAX, every transport of expert parallelism against the ring, on all GPUs that it finds, or on 4 CPU devices: one
+layer, forward and backward, on skewed routing with experts that get nothing, without a bound and with one that drops;
+outputs, counts and every gradient are compared. With PyTorch, the layer and its gradients on every device that it finds
+against the float64 oracle.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
 
 #: Largest relative difference of a tensor, in Frobenius norms: float32 sums in another order, then one rounding.
 BOUNDS = {"float32": 1e-5, "bfloat16": 2.0**-8}
+#: The same where one side is float64: beside the rounding of the result, that of h, of a and of their gradients.
+BOUNDS_OF_ORACLE = {"float32": 1e-5, "bfloat16": 2.0**-7}
 _CPU_DEVICES = 4
+
+Outcome = tuple[str, str, bool]
+"""What was compared, the outcome in words, whether it passed."""
 
 
 def prepare() -> None:
     """Asks JAX for some CPU devices; to be called before it has looked for any."""
+    if importlib.util.find_spec("jax") is None:
+        return
     import jax
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
 
 
-def run() -> Iterator[tuple[str, str, bool]]:
-    """Yields (what was compared, the outcome in words, whether it passed)."""
+def run(*, with_torch: bool) -> Iterator[Outcome]:
+    """Compares with what is installed.
+
+    Args:
+      with_torch: whether there is a torch that is supported.
+    """
+    if importlib.util.find_spec("jax") is not None:
+        yield from transports()
+    if with_torch:
+        yield from layers_in_torch()
+
+
+def layers_in_torch() -> Iterator[Outcome]:
+    """The layer of PyTorch and its gradients against the oracle, on every device."""
+    import torch
+
+    from anabranch import _library
+
+    devices = ["cpu"]
+    try:
+        if "error" not in _library.describe_cuda():
+            devices += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    except _library.LibraryError:
+        pass  # `info` says so
+    for device in devices:
+        for dtype, bound in BOUNDS_OF_ORACLE.items():
+            try:
+                outcome = _layer_in_torch(device, dtype, bound)
+            except RuntimeError as error:
+                outcome = f"FAILED: {error}", False
+            yield f"torch {device} {dtype}", *outcome
+
+
+def _layer_in_torch(device: str, dtype: str, bound: float) -> tuple[str, bool]:
+    import numpy as np
+    import torch
+
+    from anabranch.reference import moe as reference
+    from anabranch.torch import moe
+
+    T, E, K, D, F = 64, 8, 3, 64, 96
+    rng = np.random.default_rng(0)
+    shapes = {"x": (T, D), "gate": (D, E), "w_in": (E, D, 2, F), "w_out": (E, F, D), "d_output": (T, D)}
+    tensors = {}
+    for name, shape in shapes.items():
+        values = torch.from_numpy(rng.standard_normal(shape) / np.sqrt(shape[-2] if name != "d_output" else 1))
+        tensors[name] = values.to(device, torch.float32 if name == "gate" else getattr(torch, dtype))
+    d_output = tensors.pop("d_output")
+    result = moe(**{name: tensor.requires_grad_() for name, tensor in tensors.items()}, topk=K)
+    gradients = torch.autograd.grad(result.output, list(tensors.values()), d_output)
+
+    def array(tensor: torch.Tensor) -> np.ndarray:
+        return tensor.detach().double().cpu().numpy()
+
+    given, experts = {name: array(tensor) for name, tensor in tensors.items()}, result.experts.cpu().numpy()
+    wanted = reference.moe_backward(**given, d_output=array(d_output), topk=K, experts=experts)
+    logits = given["x"] @ given["gate"]
+    got = {"output": array(result.output), "logits of the experts": np.take_along_axis(logits, experts, 1)}
+    got |= {f"gradient of {name}": array(g) for name, g in zip(tensors, gradients, strict=True)}
+    want = {
+        "output": reference.moe(**given, topk=K, experts=experts).output,
+        "logits of the experts": -np.sort(-logits, axis=1)[:, :K],
+        **{f"gradient of {name}": wanted[name] for name in tensors},
+    }
+    drops = {"drops": np.zeros(1, int)}
+    return compare(got | {"drops": result.dropped.cpu().numpy()[None]}, want | drops, bound)
+
+
+def transports() -> Iterator[Outcome]:
+    """Every transport of JAX's expert parallelism against the ring."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -78,7 +78,7 @@ def make(by: str, shape: LayerShape, given: Operands) -> Layer:
     _, D, F, E, _ = shape
     state = {  # as checkpoints have them
         "gate.weight": gate.T.contiguous(),
-        "gate_up_proj": w_in.permute(0, 2, 3, 1).reshape(E, 2 * F, D),
+        "gate_up_proj": w_in.permute(0, 2, 3, 1).reshape(E, 2 * F, D).contiguous(),
         "down_proj": w_out.transpose(1, 2).contiguous(),
     }
     module = _module(shape) if by == "MoE" else _of_transformers(by.removeprefix("hf-"), shape)

@@ -36,6 +36,23 @@ def test_info_names_what_it_found():
     assert facts["cuda backend"] == "available" or facts["cuda backend"].startswith(("missing: ", "unusable: "))
     assert re.fullmatch(r"\d+\.\d+\.\d+|none", facts["library onednn"])
     assert "cpu:0" in facts["jax devices"]
+    assert facts["torch"] == facts["torch"].strip() and facts["torch devices"].startswith("cpu")
+    assert re.fullmatch(r"CUDA [\d.]+|the CPU alone", facts["torch built for"])
+
+
+def test_info_says_why_there_is_no_torch(monkeypatch):
+    monkeypatch.setattr(info._versions, "found", {"torch": "2.8.1+cpu"}.get)
+    facts = info.collect()
+    assert facts["torch devices"] == ("none: torch 2.8.1+cpu is too old for anabranch.torch, which needs 2.9 or newer")
+    monkeypatch.setattr(info._versions, "found", lambda package: None)
+    assert info.collect()["torch devices"] == "none: torch is not installed"
+    assert "torch built for" not in info.collect()
+
+
+def test_neither_framework_is_imported_with_the_package():
+    program = "import sys, anabranch; print(sorted({'jax', 'torch', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stdout == "[]\n", result.stderr
 
 
 def test_info_warns_of_versions_that_were_never_tested(monkeypatch):
@@ -50,12 +67,16 @@ def test_info_warns_of_versions_that_were_never_tested(monkeypatch):
     assert "warning" not in info.collect()
 
 
-def test_the_selftest_compares_every_transport_with_the_ring():
+def test_the_selftest_compares_every_transport_with_the_ring_and_torch_with_the_oracle():
     result = _run("info", "--json", "--selftest")
     assert result.returncode == 0, result.stdout + result.stderr
     outcomes = {name: value for name, value in json.loads(result.stdout).items() if name.startswith("selftest")}
-    assert len(outcomes) == 8 and all(value.startswith("ok: ") for value in outcomes.values())
-    for name, value in outcomes.items():
+    assert all(value.startswith("ok: ") for value in outcomes.values())
+    in_torch = {name for name in outcomes if name.startswith("selftest torch")}
+    assert {"selftest torch cpu float32", "selftest torch cpu bfloat16"} <= in_torch
+    assert len(outcomes) - len(in_torch) == 8
+    for name in set(outcomes) - in_torch:
+        value = outcomes[name]
         assert (int(re.search(r"(\d+) dropped", value)[1]) > 0) == name.endswith(", bounded")
 
 

@@ -215,14 +215,15 @@ def expert_ffn(
 
     Args:
       rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
-      w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, as for w_out and the biases.
-      w_out: [E, F, D].
+      w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, or float32: then it is rounded where it multiplies,
+        and its gradient is not rounded.
+      w_out: [E, F, D]; dtype of rows, or float32, the same.
       group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
       activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" (squared)
         or "linear", which stands for act(h_gate) h_up, or an `Activation`, of two inputs and with parameters.
-      b_in: [E, 2 or 1, F], or None.
-      b_out: [E, D], or None.
+      b_in: [E, 2 or 1, F], or None; dtype of rows.
+      b_out: [E, D], or None; dtype of rows.
       weights: w, float [R]; None: 1.
       weight_early: multiply a and b_out by w instead of y; the same result up to rounding.
       w_in_layout: the axes of w_in behind E: "dpf", [E, D, P, F]; "pfd", [E, P, F, D], as PyTorch's Linear has it;
@@ -248,7 +249,8 @@ def expert_ffn(
     rows = grouped_rows("rows", rows)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
     layouts = check_layouts(w_in_layout, w_out_layout)
-    _, P = check_experts(layouts, rows, (rows.dtype,), w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
+    dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))
+    _, P = check_experts(layouts, rows, dtypes, w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
     weights = _check.optional_tensor("weights", weights, _check.FLOATS, (("R", rows.shape[0]),))
     options = network(activation, P, weight_early, 0, layouts)
     if options.weight_early and weights is None:

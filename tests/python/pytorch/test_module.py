@@ -345,6 +345,20 @@ def test_compiled_in_training():
     assert_same(again.tokens_per_expert, layer.tokens_per_expert)
 
 
+def test_compiled_for_any_number_of_tokens():
+    torch._dynamo.reset()
+    layer, again = made(**BOTH_COUNTS), made(**BOTH_COUNTS)
+    compiled = torch.compile(again, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (9, 5, 16):
+        want, want_gradients = gradients(layer, normal(tokens, D))
+        got, got_gradients = gradients(compiled, normal(tokens, D))
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(
+            {name.removeprefix("_orig_mod."): gradient for name, gradient in got_gradients.items()}, want_gradients
+        )
+    assert_same(again.tokens_per_expert, layer.tokens_per_expert)
+
+
 def test_functional_call_of_torch_func():
     layer, x = made(aux_loss_coeff=0.1), normal(9, D)
     parameters = {name: value.detach() for name, value in layer.named_parameters()}

@@ -2,14 +2,15 @@
 
 import concurrent.futures
 import contextlib
+import functools
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from anabranch.torch import combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
+from anabranch.torch import _calls, combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
 
 pytestmark = [
     pytest.mark.usefixtures("device"),
@@ -126,6 +127,41 @@ def test_checkpoints_compute_the_same_bits(function, reentrant):
         assert torch.equal(leaf.grad, gradient)
 
 
+@pytest.mark.parametrize("kept", ["ours", "others"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_selective_checkpoints_compute_the_same_bits(function, kept):
+    """What the policy keeps is not called again, the rest is."""
+
+    def policy(ctx, operation, *_, **__):
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if (operation.namespace == "anabranch") == (kept == "ours")
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    def saved(*arguments):
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
+
+    want_value, want = gradients(function, operands())
+    executed = []
+    run = _calls.Layout.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_calls.Layout, "run", lambda self, given: (executed.append(self), run(self, given))[1])
+        leaves = [a.requires_grad_() for a in operands()]
+        value = saved(*leaves)
+        forward = len(executed)
+        value.backward()
+        with_backward = len(executed)
+        executed.clear()
+        function(*[a.requires_grad_() for a in operands()]).backward()
+    again = with_backward - len(executed)
+    assert again == 0 if kept == "ours" else 0 < again <= forward
+    assert torch.equal(value, want_value)
+    for leaf, gradient in zip(leaves, want, strict=True):
+        assert torch.equal(leaf.grad, gradient)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_graph_that_is_kept_gives_the_same_bits_again(function):
     leaves = [a.requires_grad_() for a in operands()]
@@ -178,6 +214,28 @@ def test_one_tensor_in_several_places():
     _, got = gradients(twice, (x, gate, w_in, w_out))
     _, (d_x, d_y, d_gate, d_in, d_out, more_in, more_out) = gradients(apart, (x, x, gate, w_in, w_out, w_in, w_out))
     assert_close(got, (d_x + d_y, d_gate, d_in + more_in, d_out + more_out))
+
+
+def test_one_tensor_as_two_arguments():
+    """Its gradient is the sum of both: x and the gate, w_in and w_out, weights and rows."""
+    square, cube = normal(E, E, seed=1), normal(E, E, 1, E, seed=2, scale=0.3)
+    weights = normal(E, seed=3)
+    sizes = torch.tensor([0, 2, 1, 0, 3, 0], device=square.device)
+
+    def both(square, cube, weights):
+        output = moe(square, square, cube, cube[:, :, 0], topk=K, activation="relu2", b_out=square).output
+        rows = expert_ffn(square, cube, cube[:, :, 0], sizes, activation="silu", weights=weights, b_out=square)
+        return (torch.sin(output) + torch.cos(rows) + grouped_matmul(rows, cube[:, :, 0], sizes)).sum()
+
+    def apart(x, gate, b_out, rows, again, w_in, w_out, weights):
+        output = moe(x, gate, w_in, w_out, topk=K, activation="relu2", b_out=b_out).output
+        rows = expert_ffn(rows, w_in, w_out, sizes, activation="silu", weights=weights, b_out=again)
+        return (torch.sin(output) + torch.cos(rows) + grouped_matmul(rows, w_out, sizes)).sum()
+
+    value, got = gradients(both, (square, cube, weights))
+    want_value, want = gradients(apart, (square,) * 5 + (cube, cube[:, :, 0], weights))
+    assert_close(value, want_value)
+    assert_close(got, (sum(want[:5]), want[5] + want[6][:, :, None], want[7]))
 
 
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,7 @@ help:
 	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer;"
 	@echo "                ARGS='cpp python memcheck racecheck' for some steps"
 	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
-	@echo "                ARGS='--json out.json'; both: BUILD=folder PYTHON=python3 to use what is there already"
+	@echo "                ARGS='--json out.json', ARGS=torch for the layer in torch; both: BUILD=folder PYTHON=python3 to use what is there already"
 	@echo "make fuzz    random calls of the C interface under the sanitizers; SECONDS=3600 SEED=1 for how long and which"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
 	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"

@@ -74,7 +74,7 @@ def _layer_in_torch(device: str, dtype: str, bound: float) -> tuple[str, bool]:
     T, E, K, D, F = 64, 8, 3, 64, 96
     rng = np.random.default_rng(0)
     shapes = {"x": (T, D), "gate": (D, E), "w_in": (E, D, 2, F), "w_out": (E, F, D), "d_output": (T, D)}
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, shape in shapes.items():
         values = torch.from_numpy(rng.standard_normal(shape) / np.sqrt(shape[-2] if name != "d_output" else 1))
         tensors[name] = values.to(device, torch.float32 if name == "gate" else getattr(torch, dtype))

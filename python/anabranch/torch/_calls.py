@@ -214,6 +214,7 @@ class Layout:
             for call, places in zip(self.calls, self.places, strict=True)
         ]
         self.workspace_size = max((call.workspace_size for call in self.prepared), default=0)
+        self.calls, self.places = (), []  # not needed any more
 
 
 router_forward = Operation(

@@ -5,20 +5,17 @@ its parameters stay where and as they are, its router stays its own. What an exp
 evaluating its gate function; one that is not an activation of ours is an error, never replaced by a similar one.
 """
 
-import dataclasses
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anabranch._text import shown
-from anabranch.activation import Activation
 from anabranch.torch import _check
-from anabranch.torch._activation_of import Found, gated_activation_of, plain_activation_of
+from anabranch.torch._experts_module import Experts, described, experts_modules, flag, model_name
 from anabranch.torch.balance import load_balance_loss
 from anabranch.torch.dispatch import combine, dispatch
 from anabranch.torch.experts import expert_ffn
@@ -35,102 +32,14 @@ OLDEST = "5.9"
 """The oldest transformers that is meant to work."""
 
 
-class Experts(NamedTuple):
-    """What an experts module of the library computes, in our terms.
-
-    Attributes:
-      activation: of the gate and the up product, or of the one product of an ungated expert.
-      w_in_layout, w_out_layout: as in `routed_experts`, of the parameters as they lie.
-      has_bias: of both products.
-      post_expert_norm: whether a norm of the module's follows every expert; it runs between experts and sum, unfused.
-    """
-
-    activation: Activation
-    w_in_layout: str
-    w_out_layout: str
-    has_bias: bool
-    post_expert_norm: bool
-
-
-#: By module; beside it the numbers and functions that it was found with.
-_FOUND: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Experts]]" = weakref.WeakKeyDictionary()
-
-
-def _model(module: nn.Module) -> str:
-    """The module's class, and the type of model that it belongs to."""
-    kind = getattr(getattr(module, "config", None), "model_type", None)
-    name = type(module).__name__
-    return f"{name} of {kind}" if kind else name
-
-
-def _numbers(module: nn.Module) -> Iterator[float]:
-    """The numbers that it and the modules in it hold."""
-    for part in module.modules():
-        yield from (float(value) for value in vars(part).values() if type(value) in (int, float))
-
-
-def _flag(module: nn.Module, name: str, otherwise: bool) -> bool:
-    """A flag that the library sets on experts; versions before it had none."""
-    return bool(getattr(module, name, otherwise))
-
-
-def _find(module: nn.Module) -> Experts:
-    gated = _flag(module, "has_gate", True)
-    act = getattr(module, "act_fn", None)
-    tensors = (*act.parameters(), *act.buffers()) if isinstance(act, nn.Module) else ()
-    device = tensors[0].device if tensors else torch.device("cpu")
-    function = "_apply_gate" if gated else "act_fn"
-    found: Found | None = None
-    cause: Exception | None = None
-    try:
-        computed: Any = getattr(module, function)
-        found = (
-            gated_activation_of(computed, _numbers(module), device) if gated else plain_activation_of(computed, device)
-        )
-    except Exception as error:  # whatever a function that expects something else raises
-        cause = error
-    if found is None:
-        raise NotImplementedError(
-            f"experts_implementation={NAME!r}: got {_model(module)}, whose {function} (act_fn: {shown(act)}) is no "
-            "activation of anabranch.torch.Activation, expected one that is; use another implementation for this model"
-        ) from cause
-    transposed = _flag(module, "is_transposed", False)
-    part = ("dfp" if found.interleaved else "dpf") if transposed else ("fpd" if found.interleaved else "pfd")
-    return Experts(
-        found.activation,
-        part,
-        "fd" if transposed else "df",
-        _flag(module, "has_bias", False),
-        _flag(module, "has_post_expert_norm", False),
-    )
-
-
-def _described(module: nn.Module) -> Experts:
-    """What the module computes, found once, and again where a number or a function of it was replaced."""
-    numbers = [v for v in vars(module).values() if type(v) in (int, float)]
-    act = getattr(module, "act_fn", None)
-    key = (None if act is None else weakref.ref(act), numbers)
-    known = _FOUND.get(module)
-    if known is None or known[0] != key:
-        _FOUND[module] = known = key, _find(module)
-    return known[1]
-
-
-@torch.compiler.assume_constant_result
-def _constants(module: nn.Module) -> tuple[str, float, float, str, str, bool, bool]:
-    """`_described` as torch.compile can take it: computed when it traces, and part of the program from then on."""
-    (name, alpha, limit), *rest = dataclasses.astuple(_described(module).activation), *_described(module)[1:]
-    return (name, alpha, limit, *rest)
-
-
 def _parameter(module: nn.Module, name: str) -> Tensor:
     value = getattr(module, name, None)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {shown(value)}, expected a tensor of {_model(module)}")
+        raise TypeError(f"{name}: got {shown(value)}, expected a tensor of {model_name(module)}")
     if is_traceable_wrapper_subclass(value):
         raise TypeError(
-            f"{name}: got a {type(value).__name__}, expected a dense tensor of {_model(module)}, neither sharded nor "
-            "quantised"
+            f"{name}: got a {type(value).__name__}, expected a dense tensor of {model_name(module)}, neither sharded "
+            "nor quantised"
         )
     return value
 
@@ -158,9 +67,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
       NotImplementedError: the module computes what we can't express; the message names it.
       TypeError, ValueError: a tensor is wrong; the message names it.
     """
-    *activation, w_in_layout, w_out_layout, has_bias, post_expert_norm = _constants(module)
-    experts = Experts(Activation(*activation), w_in_layout, w_out_layout, has_bias, post_expert_norm)
-    parts = 2 if _flag(module, "has_gate", True) else 1
+    experts = described(module)
+    parts = 2 if flag(module, "has_gate", True) else 1
     name = "gate_up_proj" if parts == 2 else "up_proj"
     w_in = _parted(_parameter(module, name), experts.w_in_layout, parts)
     w_out = _parameter(module, "down_proj")
@@ -190,24 +98,45 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 _SAY_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "output_router_logits")
 
 
-def _refuses_where_unused(original: Callable[..., str]) -> Callable[..., str]:
-    """PreTrainedModel.get_correct_experts_implementation, which takes any name for any model, used there or not."""
-
-    @functools.wraps(original)
-    def checked(self: Any, requested_experts: str | None, *args: Any, **kwargs: Any) -> str:
-        has_experts = any(hasattr(self.config, field) for field in _SAY_EXPERTS)
-        if requested_experts == NAME and has_experts and not self._can_set_experts_implementation():
-            raise NotImplementedError(_unused(self))
-        return original(self, requested_experts, *args, **kwargs)
-
-    return checked
+def _describe_all(model: nn.Module) -> dict[str, Experts]:
+    modules = experts_modules(model)
+    if not modules:
+        raise NotImplementedError(
+            f'experts_implementation="{NAME}": got {model_name(model)}, which has no experts that follow the interface '
+            "of transformers.integrations.moe, expected a model that has: the library computes them in one way alone"
+        )
+    return {path: described(module) for path, module in modules.items()}
 
 
-def _unused(model: nn.Module) -> str:
-    return (
-        f"experts_implementation={NAME!r}: got {_model(model)}, which has no experts that follow the interface of "
-        "transformers.integrations.moe, expected a model that has: transformers computes them in one way alone"
-    )
+def _asked_for(config: Any) -> bool:
+    return bool(getattr(config, "_experts_implementation", None) == NAME)
+
+
+def _after_init(post_init: Callable[..., None]) -> Callable[..., None]:
+    """PreTrainedModel.post_init, with which every model of the library ends its constructor."""
+
+    @functools.wraps(post_init)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        post_init(self, *args, **kwargs)
+        if _asked_for(self.config) and any(hasattr(self.config, field) for field in _SAY_EXPERTS):
+            _describe_all(self)
+
+    return wrapped
+
+
+def _after_choice(choose: Callable[..., None]) -> Callable[..., None]:
+    """PreTrainedModel.set_experts_implementation."""
+
+    @functools.wraps(choose)
+    def wrapped(self: Any, experts_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        named = (
+            experts_implementation.values() if isinstance(experts_implementation, dict) else [experts_implementation]
+        )
+        if NAME in named:
+            _describe_all(self)
+        choose(self, experts_implementation, *args, **kwargs)
+
+    return wrapped
 
 
 def register() -> None:
@@ -216,7 +145,8 @@ def register() -> None:
     Then `AutoModel....from_pretrained(..., experts_implementation="anabranch")` or
     `model.set_experts_implementation("anabranch")`. Expert parallelism of the library works as it does: experts of
     other ranks are indices past the last local one. The library takes any name for any model, and leaves it unused
-    where the experts do not follow its interface: for this name that becomes an error.
+    where the experts do not follow its interface: for this name that is an error, when the model is made or the name
+    is set. For it two methods of its PreTrainedModel are wrapped.
 
     Raises:
       ImportError: transformers is missing, or older than its table of experts implementations.
@@ -233,19 +163,15 @@ def register() -> None:
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     base: Any = PreTrainedModel
-    base.get_correct_experts_implementation = _refuses_where_unused(base.get_correct_experts_implementation)
-
-
-def _experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those whose forward goes through the library's table: the decorator leaves these attributes."""
-    marks = ("is_transposed", "has_bias", "down_proj")
-    return {path: part for path, part in model.named_modules() if all(hasattr(part, mark) for mark in marks)}
+    base.post_init = _after_init(base.post_init)
+    base.set_experts_implementation = _after_choice(base.set_experts_implementation)
 
 
 def check(model: nn.Module) -> dict[str, Experts]:
-    """Says what every experts module of a model computes, before it runs.
+    """Says what every experts module of a model computes.
 
-    A module that would be an error when it runs is one here.
+    The model's constructor and its `set_experts_implementation` ask the same where the name is "anabranch". Needed
+    before torch.compile where a model was made otherwise and has not run yet.
 
     Args:
       model: of transformers.
@@ -261,10 +187,7 @@ def check(model: nn.Module) -> dict[str, Experts]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {_check.describe(model)}, expected a torch.nn.Module")
-    modules = _experts_modules(model)
-    if not modules:
-        raise NotImplementedError(_unused(model))
-    return {path: _described(module) for path, module in modules.items()}
+    return _describe_all(model)
 
 
 def _token_mask(attention_mask: Any, tokens: int) -> Tensor:

@@ -217,7 +217,7 @@ def failing(self, gate_up):
 )
 def test_a_gate_that_is_none_of_ours_is_refused(options):
     experts = made(**options)
-    message = r"experts_implementation='anabranch': got TestExperts of a_test, whose _apply_gate .*, expected one"
+    message = r'experts_implementation="anabranch": got TestExperts of a_test, whose _apply_gate .*, expected one'
     with pytest.raises(NotImplementedError, match=message):
         experts(*operands())
     with pytest.raises(NotImplementedError, match=message):
@@ -256,6 +256,7 @@ def test_index_past_the_experts_is_no_expert():
 @pytest.mark.parametrize("case", ["silu", "gpt-oss"])
 def test_compiled(case, dynamic, device):
     experts, given = made(**RECOGNISED[case][0]).to(device), operands(device=device)
+    adapter.check(experts)
     compiled = torch.compile(experts, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     check_same(gradients(experts, "anabranch", given, compiled), gradients(experts, "eager", given))
 
@@ -267,9 +268,29 @@ def test_exported():
     torch.testing.assert_close(exported(*given), experts(*given), rtol=0, atol=0)
 
 
-def test_compiled_refuses():
-    with pytest.raises(Exception, match="whose _apply_gate"):
-        torch.compile(made(act="tanh"), fullgraph=True, backend="aot_eager")(*operands())
+def test_compiled_without_being_asked_before():
+    """A tracer can't find what a module computes; nothing is assumed of it."""
+    experts = made()
+    with pytest.raises(Exception, match="NotImplementedError"):
+        torch.compile(experts, fullgraph=True, backend="aot_eager")(*operands())
+    with pytest.raises(NotImplementedError, match="whose _apply_gate"):
+        adapter.check(made(act="tanh"))
+    experts(*operands())
+    torch.compile(experts, fullgraph=True, backend="aot_eager")(*operands())
+
+
+def test_compiled_anew_where_a_number_changed():
+    """Two modules of one class may share a program; not one with another limit."""
+    experts, others, given = made(gate=clamped(parts), limit=1.5), made(gate=clamped(parts), limit=0.5), operands()
+    others.__class__ = type(experts)
+    for one in (experts, others):
+        adapter.check(one)
+        compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
+        check_same(gradients(one, "anabranch", given, compiled), gradients(one, "eager", given))
+    experts.limit = 0.25
+    adapter.check(experts)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    check_same(gradients(experts, "anabranch", given, compiled), gradients(experts, "eager", given))
 
 
 def test_checkpointed():
@@ -364,7 +385,7 @@ SMALL_WITHOUT_INTERFACE = {
 def test_a_model_that_would_not_use_it_is_refused(folder):
     config = transformers.AutoConfig.for_model(folder, **SMALL_WITHOUT_INTERFACE[folder])
     kind = transformers.AutoModel._model_mapping[type(config)]
-    message = "experts_implementation='anabranch': got .*, which has no experts that follow the interface"
+    message = r'experts_implementation="anabranch": got .*, which has no experts that follow the interface'
     with torch.device("meta"):
         with pytest.raises(NotImplementedError, match=message):
             kind._from_config(config, experts_implementation="anabranch")

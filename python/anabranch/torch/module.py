@@ -343,7 +343,7 @@ class MoE(nn.Module):
                 w_in_layout="pfd",
                 w_out_layout="df",
             )
-            return result._replace(output=result.output + shared)
+            return MoEOutput(result.output + shared, *result[1:])
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """The experts' parameters by name: with a group this rank's own, which on no other rank are the same."""

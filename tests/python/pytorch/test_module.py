@@ -199,13 +199,16 @@ def test_autocast_is_the_layer_in_its_dtype(device):
         assert layer(x).output.dtype == torch.float32
 
 
-def test_parameters_of_another_dtype_than_the_tokens():
+def test_parameters_of_another_dtype_than_the_tokens(device):
     layer, x = made(use_bias=True, shared_features=8), normal(9, D)
     layer.to(torch.bfloat16)
     got = layer(x)
     want = copy.deepcopy(layer).float()(x)
     assert got.output.dtype == torch.float32
-    assert_same(got, want)
+    if device == "cpu":
+        assert_same(got, want)
+    else:  # the logits have 16 bits of x, see _gate.py; from there on a weight is bfloat16 for both
+        torch.testing.assert_close(got.output, want.output, rtol=2.0**-12, atol=2.0**-12)
 
 
 # ---------------------------------------------------------------- the router's state

@@ -19,12 +19,19 @@ class RoutingMapFormat(enum.IntEnum):
     BITMAP_U8 = 1
 
 
+#: In dictionaries, which torch.compile reads in all its versions.
+_BY_NAME = {member.name: member for member in RoutingMapFormat}
+_BY_VALUE = {member.value: member for member in RoutingMapFormat}
+
+
 def check_map_format(value: Any) -> RoutingMapFormat:
     """The format that `routing_map_format` means."""
-    if isinstance(value, str) and value.upper() in RoutingMapFormat.__members__:
-        return RoutingMapFormat[value.upper()]
-    if isinstance(value, int) and not isinstance(value, bool) and value in list(RoutingMapFormat):
-        return RoutingMapFormat(value)
+    if isinstance(value, RoutingMapFormat):
+        return value
+    if isinstance(value, str) and value.upper() in _BY_NAME:
+        return _BY_NAME[value.upper()]
+    if isinstance(value, int) and not isinstance(value, bool) and value in _BY_VALUE:
+        return _BY_VALUE[value]
     raise ValueError(
         f"routing_map_format: got {shown(value)}, expected a RoutingMapFormat, its value, 'bytemap' or 'bitmap_u8'"
     )

@@ -26,6 +26,15 @@ from anabranch.rows import num_rows_needed
 from anabranch.torch import _ops
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, copied only where it is not contiguous.
+
+    Torch before 2.12 loses the gradient of an autograd function's result, in silence, where it compiles a
+    `contiguous()` of that result which has nothing to do.
+    """
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranks(ExchangeSizes):
     """What the sizes of a rank's buffers follow from, the group by its name, and which of its ranks this is."""
@@ -37,7 +46,7 @@ class Ranks(ExchangeSizes):
         """[n, ...] of every rank, [P n, ...]."""
         if tensor.shape[0] == 0:
             return tensor
-        of_all = torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), self.ranks, self.group)
+        of_all = torch.ops._c10d_functional.all_gather_into_tensor(_dense(tensor), self.ranks, self.group)
         gathered: Tensor = torch.ops._c10d_functional.wait_tensor(of_all)
         return gathered
 
@@ -46,7 +55,7 @@ class Ranks(ExchangeSizes):
         if regions.numel() == 0:
             return regions
         splits = [regions.shape[0] // self.ranks] * self.ranks
-        arriving = torch.ops._c10d_functional.all_to_all_single(regions.contiguous(), splits, splits, self.group)
+        arriving = torch.ops._c10d_functional.all_to_all_single(_dense(regions), splits, splits, self.group)
         arrived: Tensor = torch.ops._c10d_functional.wait_tensor(arriving)
         return arrived
 

@@ -97,8 +97,10 @@ def plan(
 def plan_of(experts: Tensor, num_experts: int, rows: int, align_size: int, num_destinations: int = 1) -> Plan:
     """The operation, on checked arguments."""
     flat = experts.reshape(math.prod(experts.shape[:-1]), experts.shape[-1])
-    *counts, row_of_slot, slot_of_row, dropped = _ops.plan(flat, num_experts, rows, align_size, num_destinations)
-    return Plan(*counts, row_of_slot.reshape(experts.shape), slot_of_row, dropped)
+    counts, sizes, offsets, row_of_slot, slot_of_row, dropped = _ops.plan(
+        flat, num_experts, rows, align_size, num_destinations
+    )
+    return Plan(counts, sizes, offsets, row_of_slot.reshape(experts.shape), slot_of_row, dropped)
 
 
 def check_plan(value: Any) -> Plan:

@@ -12,6 +12,7 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -39,14 +40,15 @@ __device__ __forceinline__ __nv_bfloat162 swap_halves(__nv_bfloat162 pair) {
   return __halves2bfloat162(pair.y, pair.x);
 }
 
-// kFineness: 2 where only half of the row or so can be selected.
+// kFineness: 2 where only half of the row or so can be selected, or where the candidates have to hold one more than
+// kList: more than kCandidates are rare then.
 template <int kLanes, int kItems, int kList, int kFineness = 1>
 struct Filter {
   using Mask = std::conditional_t<(kItems > 32), uint64_t, uint32_t>;  // a bit an item
   static constexpr int kWords = kItems / 2;
   // Words of chunk maxima that a lane keeps: 4 chunks of the row for each one that is wanted, if the row has them.
   static constexpr int kWanted = 2 * kFineness * kList / kLanes > 1 ? 2 * kFineness * kList / kLanes : 1;
-  static constexpr int kMaxima = kWanted < power_of_two_below(kWords) ? kWanted : power_of_two_below(kWords);
+  static constexpr int kMaxima = std::min({kWanted, kList, power_of_two_below(kWords)});
   static constexpr bool kExists = kMaxima * kLanes >= kList;
 
   static constexpr int kCandidates = 2 * kList > kLanes ? 2 * kList : kLanes;  // of a row, at most

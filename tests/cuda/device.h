@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <deque>
+#include <thread>
 
 #include "support.h"
 
@@ -127,7 +128,8 @@ class DeviceWorkspace {
 };
 
 // Calls an operation on device copies of the tensors that `members` of its args name, with a workspace of the size that
-// it asks for, and fetches what it wrote.
+// it asks for, and fetches what it wrote. The call is a new thread's, in which CUDA was not used before, as an autograd
+// engine makes calls.
 template <class Args, class... Members>
 void run_on_copies(ab_status (*workspace_size)(const Args*, const ab_exec*, size_t*),
                    ab_status (*operation)(const Args*, const ab_exec*), Args args, Members... members) {
@@ -136,7 +138,7 @@ void run_on_copies(ab_status (*workspace_size)(const Args*, const ab_exec*, size
   size_t bytes = 0;
   EXPECT_OK(workspace_size(&args, nullptr, &bytes));
   DeviceWorkspace workspace(bytes);
-  EXPECT_OK(operation(&args, &workspace.exec()));
+  std::thread([&] { EXPECT_OK(operation(&args, &workspace.exec())); }).join();
   mirrors.fetch();
   workspace.check();
 }

@@ -60,7 +60,7 @@ class Ordered {
     int64_t stride = 1;
     for (size_t i = order.size(); i-- > 0;) {
       strides_[order[i]] = stride;
-      stride *= view_.shape[order[i]];
+      stride *= std::max<int64_t>(view_.shape[order[i]], 1);
     }
     view_.strides = strides_;
   }

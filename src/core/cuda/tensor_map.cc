@@ -33,6 +33,15 @@ Encode find_encode() {
   return reinterpret_cast<Encode>(function);
 }
 
+// Makes the runtime's context that of this thread, which it is not before the thread's first call of most of the
+// runtime's functions. For a capture of a graph this is no call to object to.
+bool take_context() {
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) return true;
+  cudaGetLastError();  // clears it
+  return false;
+}
+
 CUtensorMapDataType map_type(int32_t dtype) {
   switch (dtype) {
     case AB_BFLOAT16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -50,9 +59,13 @@ ab_status encode(const char* name, const void* data, int32_t dtype, const std::a
   if (function == nullptr) return error(AB_UNSUPPORTED, "%s: the driver has no cuTensorMapEncodeTiled", name);
   std::array<cuuint32_t, kRank> steps;
   steps.fill(1);
-  const CUresult failure = function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes.data(), strides.data(),
-                                    box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto call = [&] {
+    return function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes.data(), strides.data(), box.data(),
+                    steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult failure = call();
+  if (failure == CUDA_ERROR_INVALID_CONTEXT && take_context()) failure = call();
   if (failure == CUDA_SUCCESS) return ok();
   return error(AB_INTERNAL, "%s: cuTensorMapEncodeTiled failed with %d", name, static_cast<int>(failure));
 }

@@ -9,8 +9,8 @@ TESTED = {
     "jax": ("0.10", "0.11", "0.12"),
     "flax": ("0.12",),
     "numpy": ("2.4", "2.5"),
-    "torch": ("2.13",),
-    "transformers": ("5.23",),
+    "torch": ("2.11", "2.13"),
+    "transformers": ("5.17", "5.23"),
 }
 #: The oldest torch whose library of operations is the one that `anabranch.torch` uses.
 OLDEST_TORCH = (2, 9)

@@ -18,16 +18,10 @@ class Parallel(NamedTuple):
     group: Any
     transport: str
     capacity_factor: float | None
-
-    @property
-    def ranks(self) -> int:
-        """P."""
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        """Which of the group's ranks this process is."""
-        return dist.get_rank(self.group)
+    ranks: int
+    """P."""
+    rank: int
+    """Which of the group's ranks this process is."""
 
 
 def check_ranks(value: Any) -> tuple[Any, Any]:
@@ -62,7 +56,8 @@ def check_parallel(group: Any, transport: Any, capacity_factor: Any) -> Parallel
             name, value = ("transport", transport) if transport != "auto" else ("capacity_factor", capacity_factor)
             raise ValueError(f"{name}: got {value!r} without group, expected none")
         return None
-    return Parallel(check_group("group", group), transport, capacity_factor)
+    group = check_group("group", group)
+    return Parallel(group, transport, capacity_factor, dist.get_world_size(group), dist.get_rank(group))
 
 
 def place(

@@ -30,8 +30,8 @@ demo:
 #   lint              4.5   the package's first build among it
 #   test-cpp         10.0   the CUDA code for one architecture 7.8, C++ tests 1.4, the CPU's library 0.8
 #   test-sanitizers   7.4   AddressSanitizer's build 4.4, ThreadSanitizer's 1.8, fuzzing 1
-#   test-python      19.1   by the clock, two at a time: checks on 8 devices 4.2, in processes 1.2, resuming after Ctrl-C 0.5
-# Together 41. A new test or kernel is priced in the same way: `time make test-cpp`.
+#   test-python      36     by the clock, two at a time, 20; beside other work
+# Together about 60; 68 where other work went on beside it. A new test or kernel is priced in the same way: `time make test-cpp`.
 test:
 	$(SETUP) test
 	$(MAKE) --no-print-directory test-cpp test-sanitizers test-python

@@ -1,7 +1,10 @@
 """A batch that processes share, and what one process makes of the whole of it."""
 
+import warnings
+
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from anabranch.torch import MoE
 
@@ -66,3 +69,17 @@ def check_gradients(model, one, whole_of):
     for name, parameter in model.named_parameters():
         gradient = whole_of(name, parameter.grad)
         torch.testing.assert_close(gradient, expected[name].grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _run(rank, ranks, rendezvous, checks):
+    torch.set_num_threads(1)
+    warnings.filterwarnings("error", message=".*returned a view tensor")  # FSDP's, of outputs
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+    for check in checks:
+        check(rank)
+    dist.destroy_process_group()
+
+
+def run_in_processes(ranks, checks, folder):
+    """Calls every check with the rank, in that many processes of one Gloo group."""
+    torch.multiprocessing.spawn(_run, (ranks, f"file://{folder / 'rendezvous'}", checks), nprocs=ranks)

@@ -1,11 +1,9 @@
 """Two processes that share a batch are one process: DDP and FSDP over Gloo, losses, gradients and the router's state."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import batch, check_gradients, check_results, loss_of, made, of_rank, one_process
+from one_batch import batch, check_gradients, check_results, loss_of, made, of_rank, one_process, run_in_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -113,14 +111,5 @@ CHECKS = (
 )
 
 
-def run(rank, rendezvous):
-    torch.set_num_threads(1)
-    warnings.filterwarnings("error", message=".*returned a view tensor")  # FSDP's, of outputs
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
-    for check in CHECKS:
-        check(rank)
-    dist.destroy_process_group()
-
-
 def test_two_processes_are_one(tmp_path):
-    torch.multiprocessing.spawn(run, (f"file://{tmp_path / 'rendezvous'}",), nprocs=RANKS)
+    run_in_processes(RANKS, CHECKS, tmp_path)

@@ -3,12 +3,11 @@
 import copy
 import io
 import tempfile
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import D, E, F, K, check_gradients, check_results, loss_of, made, of_rank, one_process
+from one_batch import D, E, F, K, check_gradients, check_results, loss_of, made, of_rank, one_process, run_in_processes
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -279,14 +278,5 @@ CHECKS = (
 )
 
 
-def run(rank, rendezvous):
-    torch.set_num_threads(1)
-    warnings.filterwarnings("error", message=".*returned a view tensor")  # FSDP's, of outputs
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
-    for check in CHECKS:
-        check(rank)
-    dist.destroy_process_group()
-
-
 def test_four_processes_are_one(tmp_path):
-    torch.multiprocessing.spawn(run, (f"file://{tmp_path / 'rendezvous'}",), nprocs=RANKS)
+    run_in_processes(RANKS, CHECKS, tmp_path)

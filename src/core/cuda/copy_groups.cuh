@@ -18,6 +18,16 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, u
                : "memory");
 }
 
+// The first `bytes` of 4 or 8, from an address that is a multiple of that, and zeros for the rest.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t to, const void* source, uint32_t bytes) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+               :
+               : "r"(to), "l"(source), "n"(kBytes), "r"(bytes)
+               : "memory");
+}
+
 // This thread's copies since the last call make one group.
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

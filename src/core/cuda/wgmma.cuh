@@ -11,10 +11,9 @@
 #include "core/cuda/tile_memory.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/dtype.h"
+#include "core/major.h"
 
 namespace anabranch::cuda {
-
-enum class Major { k, mn };
 
 constexpr int kPanel = 64;
 constexpr int kPanelBytes = kPanel * kSwizzleBytes;

@@ -1,0 +1,9 @@
+// Which dimension of a product's factor stands next to next in memory.
+#pragma once
+
+namespace anabranch::cuda {
+
+// k: the one that is summed; mn: that of the result's rows or columns.
+enum class Major { k, mn };
+
+}  // namespace anabranch::cuda

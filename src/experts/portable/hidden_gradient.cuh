@@ -1,0 +1,40 @@
+// Launches the gradient of the hidden rows, d_y W_out^T with the activation's derivative in its epilogue.
+#pragma once
+
+#include "experts/portable/hidden_gradient_epilogue.cuh"
+#include "experts/portable/launch_product.cuh"
+#include "experts/portable/launchers.h"
+
+namespace anabranch::cuda::portable {
+
+template <class Element, class Shape, Major kMajor>
+ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+  const FfnSizes& s = g.s;
+  RowsProductOf<Element, Shape, kMajor, HiddenGradientEpilogue<Element>> product;
+  product.a.rows = matrix_rows<Element>(g.d_y.data, s.D, 0);
+  product.a.gathered = g.map.slots != nullptr;
+  product.b.rows = matrix_rows<Element>(g.w_out.data, kMajor == Major::k ? s.D : s.F, s.D * s.F);
+  product.b.columns = static_cast<int32_t>(s.F);
+  product.b.part_columns = kTileColumns;
+  auto& out = product.epilogue;
+  out.h = static_cast<const Element*>(g.h.data);
+  out.dh = static_cast<Element*>(g.dh.data);
+  out.weighted_a = static_cast<Element*>(g.weighted_a.data);
+  out.dots = g.dots;
+  out.weights = g.weights;
+  out.activation = g.activation;
+  out.hidden = HiddenLayout(s);
+  out.R = static_cast<int32_t>(s.R);
+  out.aligned = are_aligned(out.h, s.F) && are_aligned(out.dh, s.F) && are_aligned(out.weighted_a, s.F);
+  return launch_over_rows("hidden gradient", product, groups_of(g.group_sizes, s.E, s.R), g.map, s.D, s.F,
+                          kTileColumns, g.skips_rest, multiprocessors, stream);
+}
+
+// W_out [E, F, D] is the transposed factor's rows of D.
+template <class Element, class Shape>
+ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+  return g.s.layout.out_transposed ? launch_hidden_gradient<Element, Shape, Major::mn>(g, multiprocessors, stream)
+                                   : launch_hidden_gradient<Element, Shape, Major::k>(g, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::portable

@@ -1,0 +1,91 @@
+// The epilogue of the product da' = d_y W_out^T: reads h and writes, with w the row's weight,
+//
+//     a = phi(h_gate, h_up), or act(h) of ungated experts;   w a;   dh = phi'(h) w da';   dots = <da', a>
+//
+// all zero in padding. A lane reads of h what it writes of dh, before it does: they may be the same memory.
+#pragma once
+
+#include "core/cuda/warp.cuh"
+#include "core/floats.h"
+#include "experts/activation.h"
+#include "experts/portable/hidden_rows.cuh"
+
+namespace anabranch::cuda::portable {
+
+template <class Element>
+struct HiddenGradientEpilogue {
+  const Element* h;     // hidden rows
+  Element* dh;          // the same, or nullptr
+  Element* weighted_a;  // [R, F], or nullptr
+  float* dots;          // [columns of tiles, R]: each tile's part; or nullptr
+  Floats weights;       // of slots, or none: 1
+  Activation activation;
+  HiddenLayout hidden;
+  int32_t R;
+  bool aligned;  // all that is there
+
+  template <class Shape>
+  __device__ __forceinline__ void operator()(const StagedTile<Shape>& staged) const {
+    constexpr int kEach = kChunk<Element>;
+    constexpr int kLanes = kTileColumns / kEach;  // of a row
+    static_assert(kLanes == 16 || kLanes == 32, "lanes of a row are neighbours");
+    const Tile& tile = staged.tile;
+    staged.template for_each<kEach>(kTileColumns, [&](int row, int column, uint32_t place) {
+      const bool is_row = tile.row + row < tile.end_row;
+      float dot = 0.0f;
+      if (is_row && tile.column + column < hidden.F) dot = write<kEach>(staged, row, column, place);
+      if (dots == nullptr) return;
+      dot = sum_lanes<kLanes>(dot);
+      if (is_row && column == 0) dots[int64_t{tile.column / kTileColumns} * R + tile.row + row] = dot;
+    });
+  }
+
+ private:
+  // kEach columns of a row; returns their part of <da', a>.
+  template <int kEach, class Shape>
+  __device__ __forceinline__ float write(const StagedTile<Shape>& staged, int row, int column, uint32_t place) const {
+    const int32_t first = staged.tile.column + column;
+    const int64_t at = staged.tile.row + row;
+    const int64_t hidden_row = at * hidden.parts * hidden.F;
+    const int32_t slot = staged.slots[row];
+    float runs[2][kEach] = {};  // h, then dh
+    float values[kEach] = {};   // da', then w a
+    float dot = 0.0f;
+    if (slot >= 0) {
+      const float weight = weights[slot];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i >= hidden.parts) continue;
+        load_row(h + hidden_row + hidden.begin_of_run(first, i, kEach), hidden.count_of_run(first, i, kEach), aligned,
+                 runs[i]);
+      }
+      load_staged(place, column, values);
+      separate(hidden.interleaved, runs[0], runs[1]);
+      with_formula(activation, [&]<Formula kFormula>() {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          const float up = hidden.parts == 2 ? runs[1][i] : 1.0f;
+          const ActivationAt a = activate_with_slopes<kFormula>(activation, runs[0][i], up);
+          const float weighted = weight * values[i];
+          if (first + i < hidden.F) dot = fmaf(values[i], a.value, dot);
+          runs[0][i] = weighted * a.by_gate;
+          runs[1][i] = weighted * a.by_up;
+          values[i] = weight * a.value;
+        }
+      });
+      alternate(hidden.interleaved, runs[0], runs[1]);
+    }
+    if (dh != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i >= hidden.parts) continue;
+        store_row(runs[i], dh + hidden_row + hidden.begin_of_run(first, i, kEach),
+                  hidden.count_of_run(first, i, kEach), aligned);
+      }
+    }
+    if (weighted_a != nullptr) store_row(values, weighted_a + at * hidden.F + first, hidden.F - first, aligned);
+    return dot;
+  }
+};
+
+}  // namespace anabranch::cuda::portable

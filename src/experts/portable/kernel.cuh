@@ -1,0 +1,185 @@
+// The grouped product on tensor cores as every GPU since Ampere has them: persistent blocks, two a multiprocessor, of four
+// warps. A block copies k-blocks of both factors to a ring of stages (cp.async), some ahead of the one that all warps
+// multiply, then hands its accumulators to the epilogue by way of shared memory:
+//
+//   main loop   [kStages] { A: kBytesA, B: kBytesB }       one barrier a k-block
+//   epilogue    [kStagedRows][kStagedColumns] float        in the same place, fragment after fragment
+//   beside      the tile, the slots of its rows
+#pragma once
+
+#include "core/cuda/launch.h"
+#include "core/cuda/tile_memory.cuh"
+#include "experts/cuda/tiles/block_tiles.cuh"
+#include "experts/portable/fragments.cuh"
+#include "experts/portable/operands.cuh"
+#include "experts/portable/staged_tile.cuh"
+
+namespace anabranch::cuda::portable {
+
+// What a product is made of. Scheduler: which tiles there are, made of Tiles (cuda/tiles/), with columns counted in
+// tiles. Epilogue: what becomes of the accumulators, called with a StagedTile by all threads of the block.
+template <class Shape_, class Element_, class FactorA_, class FactorB_, class Tiles_, class Scheduler_, class Epilogue_>
+struct Product {
+  using Shape = Shape_;
+  using Element = Element_;
+  using FactorA = FactorA_;
+  using FactorB = FactorB_;
+  using Tiles = Tiles_;
+  using Scheduler = Scheduler_;
+  using Epilogue = Epilogue_;
+
+  FactorA a;
+  FactorB b;
+  Epilogue epilogue;
+  Tiles tiles;
+  RowMap map;                // of the rows of tiles, for products over rows
+  int32_t tile_columns = 0;  // of the result as the epilogue counts them
+};
+
+// Tiles of the scheduler with their columns counted as the epilogue counts them.
+template <class P>
+class TilesInColumns {
+ public:
+  __device__ explicit TilesInColumns(const P& product) : scheduler_(product.tiles), columns_(product.tile_columns) {}
+
+  __device__ Tile next(int n) {
+    Tile tile = scheduler_.next(n);
+    tile.column *= columns_;
+    return tile;
+  }
+
+ private:
+  typename P::Scheduler scheduler_;
+  int32_t columns_;
+};
+
+template <class Shape>
+struct alignas(128) SharedMemory {
+  char stages[Shape::kStages][Shape::kBytesA + Shape::kBytesB];
+  Tile tile;
+  int32_t slots[Shape::kRows];  // of the tile's rows; -1: padding, or not of an expert
+
+  static_assert(sizeof(stages) >= kStagedRows<Shape> * kStagedColumns * sizeof(float));
+};
+// What a block takes of a multiprocessor's.
+template <class Shape>
+constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<Shape>)) + (1 << 10);
+constexpr int kLeastSharedBytes = 100 << 10;  // that a multiprocessor has
+static_assert(kBlocks * kSharedBytes<LargeTile> <= kLeastSharedBytes);
+static_assert(kBlocks * kSharedBytes<SplitTile> <= kLeastSharedBytes);
+static_assert(kBlocks * kSharedBytes<SmallTile> <= kLeastSharedBytes);
+
+template <class P>
+class GroupedProduct {
+  using Shape = typename P::Shape;
+  using Element = typename P::Element;
+  using CopyA = Copy<typename P::FactorA, Element, Shape::kRows>;
+  using CopyB = Copy<typename P::FactorB, Element, kTileColumns>;
+
+ public:
+  __device__ GroupedProduct(const P& product, SharedMemory<Shape>& shared)
+      : p_(product), shared_(shared), stages_(shared_address(shared.stages)) {}
+
+  __device__ void run() {
+    wait_for_previous_kernel();
+    TilesInColumns<P> scheduler(p_);
+    for (int n = 0; next_of_block(scheduler, n, shared_.tile); ++n) {
+      if constexpr (P::FactorA::kMajor == Major::k) find_slots(shared_.tile);
+      Accumulators<Shape> acc = {};
+      multiply(shared_.tile, acc);
+      store(acc);
+    }
+    let_next_kernel_start();
+  }
+
+ private:
+  static __device__ int thread() { return static_cast<int>(threadIdx.x); }
+  static __device__ int first_row() { return warp_index() / Shape::kWarpColumns * Shape::kRowsOfWarp; }
+  static __device__ int first_column() { return warp_index() % Shape::kWarpColumns * Shape::kColumnsOfWarp; }
+
+  __device__ void find_slots(const Tile& tile) {
+    static_assert(Shape::kRows <= kThreads);
+    if (thread() < Shape::kRows) {
+      const int32_t row = tile.row + thread();
+      const bool is_row = tile.expert != kNoExpert && row < tile.end_row;
+      shared_.slots[thread()] = is_row ? p_.map.slot_of(row) : -1;
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void multiply(const Tile& tile, Accumulators<Shape>& acc) {
+    CopyA copy_a(p_.a, tile, shared_.slots);
+    CopyB copy_b(p_.b, tile, shared_.slots);
+    const int blocks = (tile.end_k - tile.k + kDepth<Element> - 1) / kDepth<Element>;
+    const bool has_rows = tile.row + first_row() < tile.end_row;
+    // Block `ahead` is copied while block `block` is multiplied.
+    uint32_t filled = stages_;
+    uint32_t used = stages_;
+    const auto next = [&](uint32_t& stage) {
+      stage += Shape::kBytesA + Shape::kBytesB;
+      if (stage == stages_ + sizeof(shared_.stages)) stage = stages_;
+    };
+#pragma unroll 1
+    for (int ahead = 0; ahead < blocks + Shape::kStages - 1; ++ahead) {
+      const int block = ahead - (Shape::kStages - 1);
+      if (block >= 0) {
+        wait_for_copies<Shape::kStages - 2>();
+        __syncthreads();  // the block is there for all, and the one before it has been used by all
+      }
+      if (ahead < blocks) {
+        const int32_t k = tile.k + ahead * kDepth<Element>;
+        copy_a.copy(filled, k);
+        copy_b.copy(filled + Shape::kBytesA, k);
+        next(filled);
+      }
+      end_copy_group();
+      if (block < 0) continue;
+      if (has_rows) {
+        multiply_k_block<Shape, Element, P::FactorA::kMajor, P::FactorB::kMajor>(used, used + Shape::kBytesA,
+                                                                                 first_row(), first_column(), acc);
+      }
+      next(used);
+    }
+    wait_for_copies<0>();  // of none, but groups are counted anew for the next tile
+  }
+
+  // The tile is read anew from shared memory: accumulators have taken the registers.
+  __device__ __forceinline__ void store(const Accumulators<Shape>& acc) {
+#pragma unroll 1  // there is one copy of the epilogue
+    for (int part = 0; part < Shape::kFragmentsDown; ++part) {
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < Shape::kFragmentsDown; ++i) {
+        if (i == part) stage(acc[i]);
+      }
+      __syncthreads();
+      p_.epilogue(StagedTile<Shape>{shared_.tile, stages_, part, shared_.slots});
+    }
+  }
+
+  // The warp's 16 rows of fragments.
+  __device__ __forceinline__ void stage(const float (&acc)[Shape::kFragmentsAcross][4]) const {
+    const int row = warp_index() / Shape::kWarpColumns * kFragmentRows;
+#pragma unroll
+    for (int j = 0; j < Shape::kFragmentsAcross; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const uint32_t at = staged_place(row + row_of_c(lane_index(), i),
+                                         first_column() + j * kFragmentColumns + column_of_c(lane_index(), i));
+        store_shared(stages_ + at, acc[j][i], acc[j][i + 1]);
+      }
+    }
+  }
+
+  const P& p_;
+  SharedMemory<Shape>& shared_;
+  uint32_t stages_;
+};
+
+template <class P>
+__global__ void __launch_bounds__(kThreads, kBlocks) grouped_product(const __grid_constant__ P product) {
+  extern __shared__ __align__(128) char memory[];
+  GroupedProduct<P>(product, *reinterpret_cast<SharedMemory<typename P::Shape>*>(memory)).run();
+}
+
+}  // namespace anabranch::cuda::portable

@@ -1,0 +1,57 @@
+// Launches grouped products, and describes their factors.
+#pragma once
+
+#include <algorithm>
+
+#include "core/cuda/vector.cuh"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/portable/kernel.cuh"
+
+namespace anabranch::cuda::portable {
+
+// tiles: at most so many there are.
+template <class P>
+ab_status launch_product(const char* name, const P& product, int64_t tiles, int multiprocessors, cudaStream_t stream) {
+  return launch(name, grouped_product<P>,
+                {std::min(tiles, int64_t{kBlocks} * multiprocessors), kThreads, sizeof(SharedMemory<typename P::Shape>),
+                 stream, true},
+                product);
+}
+
+// Rows of `columns` elements, those of an expert `matrix` elements after those of the one before; and a column, if it is
+// no multiple of kChunk, at which a second part of columns begins.
+template <class Element>
+MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_t second_part = 0) {
+  constexpr int64_t kBytes = sizeof(Element);
+  MatrixRows rows;
+  rows.data = static_cast<const char*>(data);
+  rows.row_bytes = columns * kBytes;
+  rows.matrix_bytes = matrix * kBytes;
+  rows.copy_bytes = common_alignment({address(data), static_cast<uintptr_t>(rows.row_bytes),
+                                      static_cast<uintptr_t>(rows.matrix_bytes),
+                                      static_cast<uintptr_t>(second_part * kBytes)});
+  return rows;
+}
+
+constexpr int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
+
+// A product over the rows of groups whose factor B stands either way.
+template <class Element, class Shape, Major kMajorB, class Epilogue>
+using RowsProductOf =
+    Product<Shape, Element, RowFactor, WeightFactor<kMajorB>, RowTiles, RowTileScheduler<Shape::kRows, 1>, Epilogue>;
+
+// tile_columns: of `columns` of the result, as the epilogue counts them.
+template <class P>
+ab_status launch_over_rows(const char* name, P& product, const Groups& groups, const RowMap& map, int64_t k,
+                           int64_t columns, int tile_columns, bool skips_rest, int multiprocessors,
+                           cudaStream_t stream) {
+  const int64_t column_tiles = tiles_of(columns, tile_columns);
+  product.a.map = map;
+  product.map = map;
+  product.tiles = {groups, static_cast<int32_t>(k), static_cast<int32_t>(column_tiles), skips_rest};
+  product.tile_columns = tile_columns;
+  const int64_t tiles = most_row_tiles(groups.R, groups.E, P::Shape::kRows) * column_tiles;
+  return launch_product(name, product, tiles, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::portable

@@ -1,0 +1,21 @@
+// The launchers of the kernels, for products.cu, which chooses among them. Each is a template that is instantiated in
+// files of its own, made by CMake (cmake/portable.cmake), so that kernels compile side by side.
+#pragma once
+
+#include "experts/cuda/segments.h"
+#include "experts/portable/products.h"
+
+namespace anabranch::cuda::portable {
+
+// Shape: of tiles.
+template <class Element, class Shape>
+ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream);
+template <class Element, class Shape>
+ab_status launch_rows_product(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
+template <class Element, class Shape>
+ab_status launch_hidden_gradient(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
+template <class Element, class Shape>
+ab_status launch_weight_gradient(const WeightGradient& gradient, const SegmentBounds& bounds, const SegmentList& list,
+                                 int multiprocessors, cudaStream_t stream);
+
+}  // namespace anabranch::cuda::portable

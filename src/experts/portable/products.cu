@@ -1,0 +1,111 @@
+#include "experts/portable/products.h"
+
+#include <initializer_list>
+
+#include "core/dtype.h"
+#include "core/tensor.h"
+#include "experts/cuda/segments.h"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/portable/launchers.h"
+#include "experts/portable/tile_choice.h"
+
+namespace anabranch::cuda::portable {
+namespace {
+
+// Of rows, of what is contracted or of columns with a tile more, and of tiles: what kernels count in int32.
+constexpr int64_t kMostIndices = int64_t{1} << 30;
+
+const char* why_not_counted(std::initializer_list<int64_t> sizes) {
+  for (const int64_t size : sizes) {
+    if (size > kMostIndices) return "more rows, columns or tiles than 2^30";
+  }
+  return nullptr;
+}
+
+const char* why_not_one_dtype(int32_t dtype, std::initializer_list<Floats> others) {
+  for (const Floats& other : others) {
+    if (other.data != nullptr && other.dtype != dtype) return "dtypes differ";
+  }
+  return nullptr;
+}
+
+int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
+
+// With the narrowest tiles of a product over rows.
+int64_t tiles_over_rows(int64_t R, int64_t E, int64_t columns) {
+  return most_row_tiles(R, E, SmallTile::kRows) * tiles_of(columns, kTileColumns / 2);
+}
+
+SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
+
+// Calls f.template operator()<Element, Shape>() for products over rows.
+template <class F>
+ab_status with_kernel(int32_t dtype, int64_t R, int64_t E, const F& f) {
+  return with_float_type(dtype, [&]<class Element>(Element) {
+    return takes_small_tiles<Element>(R, E) ? f.template operator()<Element, SmallTile>()
+                                            : f.template operator()<Element, MainTile<Element>>();
+  });
+}
+
+}  // namespace
+
+const char* why_not(const Up& up) {
+  const FfnSizes& s = up.s;
+  if (const char* why = why_not_counted({s.R, s.E, s.D, s.P * s.F, tiles_over_rows(s.R, s.E, s.F)})) return why;
+  return why_not_one_dtype(up.x.dtype, {up.w_in, up.b_in, up.h, up.a});
+}
+
+const char* why_not(const RowsProduct& p) {
+  return why_not_counted({p.R, p.E, p.D, p.stored_columns(), tiles_over_rows(p.R, p.E, p.N)});
+}
+
+const char* why_not(const HiddenGradient& g) {
+  const FfnSizes& s = g.s;
+  if (const char* why = why_not_counted({s.R, s.E, s.D, s.P * s.F, tiles_over_rows(s.R, s.E, s.F)})) return why;
+  return why_not_one_dtype(g.d_y.dtype, {g.w_out, g.h, g.dh, g.weighted_a});
+}
+
+const char* why_not(const WeightGradient& g) {
+  if (const char* why = why_not_counted({g.R, g.E, g.D, g.N})) return why;
+  const int64_t tiles = tiles_of(g.D, SplitTile::kRows) * tiles_of(g.N, kTileColumns);
+  if (tiles > kMostIndices || bounds_of(g).segments > kMostIndices / std::max<int64_t>(tiles, 1)) {
+    return why_not_counted({kMostIndices + 1});
+  }
+  if (g.x.dtype != g.d_y.dtype) return "dtypes differ";
+  const bool wide = g.d_w.dtype == AB_FLOAT32;
+  if (!wide && g.accumulates) return "only float32 accumulates";
+  return wide || g.d_w.dtype == g.x.dtype ? nullptr : "dtypes differ";
+}
+
+int64_t parts_of_dots(const HiddenGradient& g) { return tiles_of(g.s.F, kTileColumns); }
+
+ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
+  return with_kernel(up.x.dtype, up.s.R, up.s.E, [&]<class Element, class Shape>() {
+    return launch_up<Element, Shape>(up, multiprocessors, stream);
+  });
+}
+
+ab_status multiply(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  return with_kernel(p.dtype, p.R, p.E, [&]<class Element, class Shape>() {
+    return launch_rows_product<Element, Shape>(p, multiprocessors, stream);
+  });
+}
+
+ab_status multiply(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+  return with_kernel(g.h.dtype, g.s.R, g.s.E, [&]<class Element, class Shape>() {
+    return launch_hidden_gradient<Element, Shape>(g, multiprocessors, stream);
+  });
+}
+
+ab_status multiply(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
+  const SegmentBounds bounds = bounds_of(g);
+  const SegmentList list = place_segments(bounds, workspace);
+  AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
+  AB_RETURN_IF_ERROR(with_float_type(g.x.dtype, [&]<class Element>(Element) {
+    return launch_weight_gradient<Element, MainTile<Element>>(g, bounds, list, multiprocessors, stream);
+  }));
+  if (bounds.partials == 0) return ok();
+  return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::portable

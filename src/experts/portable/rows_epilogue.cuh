@@ -1,0 +1,45 @@
+// The epilogue of products over rows: y = weight (acc + bias), or acc + weight bias where x has the weights already.
+// Rounded once; zero in padding.
+#pragma once
+
+#include "core/floats.h"
+#include "experts/portable/staged_tile.cuh"
+
+namespace anabranch::cuda::portable {
+
+template <class Element>
+struct RowsEpilogue {
+  Element* y;           // [R, columns]
+  const Element* bias;  // [E, bias_columns], from the first column of y on; or nullptr
+  int64_t bias_columns;
+  Floats weights;  // of slots, or none: 1
+  bool weight_early;
+  bool y_aligned;
+  bool bias_aligned;
+  int32_t columns;
+
+  template <class Shape>
+  __device__ __forceinline__ void operator()(const StagedTile<Shape>& staged) const {
+    constexpr int kEach = kChunk<Element>;
+    const Tile& tile = staged.tile;
+    staged.template for_each<kEach>(kTileColumns, [&](int row, int column, uint32_t place) {
+      const int32_t left = columns - tile.column - column;
+      if (tile.row + row >= tile.end_row || left <= 0) return;
+      float values[kEach];
+      load_staged(place, column, values);
+      const int32_t slot = staged.slots[row];
+      const float weight = slot < 0 ? 0.0f : weights[slot];
+#pragma unroll
+      for (float& value : values) value = slot < 0 ? 0.0f : weight_early ? value : weight * value;
+      if (slot >= 0 && bias != nullptr) {
+        float added[kEach];
+        load_row(bias + tile.expert * bias_columns + tile.column + column, left, bias_aligned, added);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) values[i] = fmaf(weight, added[i], values[i]);
+      }
+      store_row(values, y + (tile.row + row) * int64_t{columns} + tile.column + column, left, y_aligned);
+    });
+  }
+};
+
+}  // namespace anabranch::cuda::portable

@@ -1,0 +1,37 @@
+// Launches products over rows.
+#pragma once
+
+#include "experts/portable/launch_product.cuh"
+#include "experts/portable/launchers.h"
+#include "experts/portable/rows_epilogue.cuh"
+
+namespace anabranch::cuda::portable {
+
+template <class Element, class Shape, Major kMajor>
+ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  RowsProductOf<Element, Shape, kMajor, RowsEpilogue<Element>> product;
+  const int64_t stored = p.stored_columns();
+  product.a.rows = matrix_rows<Element>(p.x, p.D, 0);
+  product.b.rows = matrix_rows<Element>(p.w, kMajor == Major::k ? p.D : stored, p.D * stored);
+  product.b.columns = static_cast<int32_t>(p.N);
+  product.b.part_columns = kTileColumns;
+  auto& out = product.epilogue;
+  out.y = static_cast<Element*>(p.y);
+  out.bias = static_cast<const Element*>(p.bias);
+  out.bias_columns = stored;
+  out.weights = p.weights;
+  out.weight_early = p.weight_early;
+  out.y_aligned = are_aligned(out.y, p.N);
+  out.bias_aligned = are_aligned(out.bias, stored);
+  out.columns = static_cast<int32_t>(p.N);
+  return launch_over_rows("grouped product", product, groups_of(p.group_sizes, p.E, p.R), p.map, p.D, p.N,
+                          kTileColumns, p.skips_rest, multiprocessors, stream);
+}
+
+template <class Element, class Shape>
+ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  return p.transposed ? launch_rows_product<Element, Shape, Major::k>(p, multiprocessors, stream)
+                      : launch_rows_product<Element, Shape, Major::mn>(p, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::portable

@@ -1,0 +1,120 @@
+// Where things are: an operand's k-block in shared memory, and the matrices of an instruction among the lanes of a warp.
+// Nothing here needs a GPU.
+//
+// An operand gives rows or columns of the result, its sides, and k, the dimension that is summed. In memory either is
+// next to next, and so it is in shared memory:
+//
+//   Major::k    [side][64 bytes of k]            chunk c of side s stands at chunk c ^ s / 2 % 4
+//   Major::mn   [k][sides, 128 of them]          chunk c of k stands at chunk c ^ k % 8, of 32-bit elements c ^ k % 4 * 2
+//
+// A chunk is 16 bytes. By these swizzles the 8 chunks that are written or read at a time have 32 different banks.
+#pragma once
+
+#include <cstdint>
+
+#include "core/inline.h"
+#include "core/major.h"
+#include "experts/portable/tile_shape.h"
+
+namespace anabranch::cuda::portable {
+
+constexpr int kChunkBytes = 16;
+constexpr int kDepthChunks = kDepthBytes / kChunkBytes;
+template <class Element>
+constexpr int kChunk = kChunkBytes / static_cast<int>(sizeof(Element));  // elements
+
+// kSides: rows or columns of the result. Places are offsets in bytes from the k-block's first one.
+template <Major kMajor, int kElementBytes, int kSides>
+struct SharedTile;
+
+template <int kElementBytes, int kSides>
+struct SharedTile<Major::k, kElementBytes, kSides> {
+  static constexpr int kRowChunks = kDepthChunks;
+  static constexpr int kRows = kSides;
+
+  AB_INLINE static constexpr uint32_t chunk(int side, int c) {
+    return static_cast<uint32_t>(side * kDepthBytes + ((c ^ (side / 2 % 4)) * kChunkBytes));
+  }
+};
+
+template <int kElementBytes, int kSides>
+struct SharedTile<Major::mn, kElementBytes, kSides> {
+  static constexpr int kRowChunks = kSides * kElementBytes / kChunkBytes;
+  static constexpr int kRows = kDepthBytes / kElementBytes;
+  static_assert(kRowChunks % 8 == 0, "the swizzle moves chunks among 8");
+
+  AB_INLINE static constexpr uint32_t chunk(int k, int c) {
+    const int flips = kElementBytes == 2 ? k % 8 : k % 4 * 2;
+    return static_cast<uint32_t>((k * kRowChunks + (c ^ flips)) * kChunkBytes);
+  }
+  AB_INLINE static constexpr uint32_t element(int k, int side) {
+    constexpr int kEach = kChunkBytes / kElementBytes;
+    return chunk(k, side / kEach) + static_cast<uint32_t>(side % kEach * kElementBytes);
+  }
+};
+
+// How the threads of a block copy a k-block: each has one chunk of every kRowStep-th row in memory.
+template <class Tile>
+struct CopyPlan {
+  static constexpr int kRowStep = kThreads / Tile::kRowChunks;
+  static constexpr int kPasses = Tile::kRows / kRowStep;
+  static_assert(kThreads % Tile::kRowChunks == 0 && Tile::kRows % kRowStep == 0);
+
+  AB_INLINE static constexpr int chunk(int thread) { return thread % Tile::kRowChunks; }
+  AB_INLINE static constexpr int row(int thread, int pass) { return thread / Tile::kRowChunks + pass * kRowStep; }
+};
+
+// With lane = 4 g + t, an instruction's matrices in 32-bit words, which are two elements of 16 bits or one of 32:
+//
+//   a[i]  row g + 8 (i % 2), words t + 4 (i / 2) of k
+//   b[i]  column g, words t + 4 i of k
+//   c[i]  row g + 8 (i / 2), column 2 t + i % 2
+AB_INLINE constexpr int row_of_c(int lane, int i) { return lane / 4 + i / 2 * 8; }
+AB_INLINE constexpr int column_of_c(int lane, int i) { return lane % 4 * 2 + i % 2; }
+
+// The place whose address a lane gives to load a[0 ... 3] of 16 sides from `side` on, or b[0], b[1] of 8 and b[0], b[1]
+// of the 8 after them: a side and a chunk of k (Major::k), or a k and a chunk of sides (Major::mn, transposed).
+struct MatrixPlace {
+  int row;
+  int chunk;
+};
+AB_INLINE constexpr MatrixPlace place_of_a_by_k(int lane, int side, int step) {
+  return {side + lane % 16, step * 2 + lane / 16};
+}
+AB_INLINE constexpr MatrixPlace place_of_b_by_k(int lane, int side, int step) {
+  return {side + lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2};
+}
+AB_INLINE constexpr MatrixPlace place_of_a_by_mn(int lane, int side, int step) {
+  return {step * 16 + lane % 8 + lane / 16 * 8, side / 8 + lane / 8 % 2};
+}
+AB_INLINE constexpr MatrixPlace place_of_b_by_mn(int lane, int side, int step) {
+  return {step * 16 + lane % 16, side / 8 + lane / 16};
+}
+
+// Elements of 32 bits whose sides are next to next are read one by one: the k and the side of a[i], and of b[i].
+struct ElementPlace {
+  int k;
+  int side;
+};
+AB_INLINE constexpr ElementPlace element_of_a(int lane, int side, int step, int i) {
+  return {step * 8 + lane % 4 + i / 2 * 4, side + lane / 4 + i % 2 * 8};
+}
+AB_INLINE constexpr ElementPlace element_of_b(int lane, int side, int step, int i) {
+  return {step * 8 + lane % 4 + i * 4, side + lane / 4};
+}
+
+// Accumulators on their way to the epilogue, in the place of the operands: rows of 128 float32 numbers and 8 that are
+// never used, by which lanes of different rows write to different banks.
+constexpr int kStagedColumns = kTileColumns + 8;
+AB_INLINE constexpr uint32_t staged_place(int row, int column) {
+  return static_cast<uint32_t>((row * kStagedColumns + column) * 4);
+}
+template <class Shape>
+constexpr int kStagedRows = Shape::kWarpRows * kFragmentRows;  // at a time: a fragment of every warp
+// The row of the tile that a staged one is, of the part-th fragments.
+template <class Shape>
+AB_INLINE constexpr int row_of_staged(int row, int part) {
+  return row / kFragmentRows * Shape::kRowsOfWarp + part * kFragmentRows + row % kFragmentRows;
+}
+
+}  // namespace anabranch::cuda::portable

@@ -1,0 +1,93 @@
+// What an epilogue gets: some rows of a tile's accumulators in shared memory, and how it goes over them.
+#pragma once
+
+#include "core/cuda/shared.cuh"
+#include "core/cuda/vector.cuh"
+#include "experts/cuda/tiles/tile.cuh"
+#include "experts/portable/shared_tile.h"
+
+namespace anabranch::cuda::portable {
+
+template <class Shape>
+struct StagedTile {
+  const Tile& tile;
+  uint32_t values;  // an address of shared memory
+  int part;         // the rows are those of so many-th fragments
+  const int32_t* slots;
+
+  // visit(row, column, place): kEach neighbouring columns of `columns`, for the thread. row, column: of the tile, place:
+  // where column 0 of the row stands. Neighbouring lanes have neighbouring columns, and all threads of the block make
+  // as many visits, so that they may exchange something in them.
+  template <int kEach, class Visit>
+  __device__ __forceinline__ void for_each(int columns, const Visit& visit) const {
+    const int of_row = columns / kEach;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < kStagedRows<Shape> * of_row; i += kThreads) {
+      const int staged = i / of_row;
+      visit(row_of_staged<Shape>(staged, part), (i - staged * of_row) * kEach, values + staged_place(staged, 0));
+    }
+  }
+};
+
+// Neighbouring elements of a row.
+template <int kEach>
+using Neighbours = float[kEach];
+
+template <int kEach>
+__device__ __forceinline__ void load_staged(uint32_t place, int column, Neighbours<kEach>& values) {
+#pragma unroll
+  for (int i = 0; i < kEach; i += 4) {
+    const auto four = load_shared<uint4>(place + staged_place(0, column + i));
+    values[i] = float_from_bits(four.x);
+    values[i + 1] = float_from_bits(four.y);
+    values[i + 2] = float_from_bits(four.z);
+    values[i + 3] = float_from_bits(four.w);
+  }
+}
+
+// The first `count` of them in memory, zeros for the rest; aligned: 16 bytes at a time where all are there.
+template <class T, int kEach>
+__device__ __forceinline__ void load_row(const T* from, int count, bool aligned, Neighbours<kEach>& values) {
+  constexpr int kOfVector = kAccessBytes / static_cast<int>(sizeof(T));
+  static_assert(kEach % kOfVector == 0);
+  if (aligned && count >= kEach) {
+#pragma unroll
+    for (int i = 0; i < kEach; i += kOfVector) {
+      Vector<T, kOfVector> vector;
+      vector.load(from + i);
+#pragma unroll
+      for (int j = 0; j < kOfVector; ++j) values[i + j] = vector[j];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) values[i] = i < count ? to_float(from[i]) : 0.0f;
+  }
+}
+template <class T, int kEach>
+__device__ __forceinline__ void store_row(const Neighbours<kEach>& values, T* to, int count, bool aligned) {
+  constexpr int kOfVector = kAccessBytes / static_cast<int>(sizeof(T));
+  static_assert(kEach % kOfVector == 0);
+  if (aligned && count >= kEach) {
+#pragma unroll
+    for (int i = 0; i < kEach; i += kOfVector) {
+      float some[kOfVector];
+#pragma unroll
+      for (int j = 0; j < kOfVector; ++j) some[j] = values[i + j];
+      *reinterpret_cast<typename Vector<T, kOfVector>::Bytes*>(to + i) = Vector<T, kOfVector>::from(some).bytes;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (i < count) to[i] = from_float<T>(values[i]);
+    }
+  }
+}
+
+// Whether rows of such elements can be read and written 16 bytes at a time; nothing can.
+template <class T>
+bool are_aligned(const T* data, int64_t columns) {
+  return data == nullptr ||
+         common_alignment({address(data), static_cast<uintptr_t>(columns) * sizeof(T)}) == kAccessBytes;
+}
+
+}  // namespace anabranch::cuda::portable

@@ -1,0 +1,43 @@
+// Launches the up product, x W_in with the activation in its epilogue.
+#pragma once
+
+#include "experts/portable/launch_product.cuh"
+#include "experts/portable/launchers.h"
+#include "experts/portable/up_epilogue.cuh"
+
+namespace anabranch::cuda::portable {
+
+template <class Element, class Shape, Major kMajor>
+ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
+  const FfnSizes& s = up.s;
+  const int64_t N = s.P * s.F;
+  RowsProductOf<Element, Shape, kMajor, UpEpilogue<Element>> product;
+  product.a.rows = matrix_rows<Element>(up.x.data, s.D, 0);
+  product.a.gathered = up.map.slots != nullptr;
+  const HiddenLayout hidden(s);
+  const bool in_parts = s.P == 2 && !hidden.interleaved;
+  product.b.rows = kMajor == Major::k ? matrix_rows<Element>(up.w_in.data, s.D, s.D * N)
+                                      : matrix_rows<Element>(up.w_in.data, N, s.D * N, in_parts ? s.F : 0);
+  product.b.columns = static_cast<int32_t>(in_parts ? s.F : N);
+  product.b.scale = hidden.interleaved ? 2 : 1;
+  product.b.part_columns = in_parts ? kTileColumns / 2 : kTileColumns;
+  product.b.part_step = static_cast<int32_t>(s.F);
+  auto& out = product.epilogue;
+  out.h = static_cast<Element*>(up.h.data);
+  out.a = static_cast<Element*>(up.a.data);
+  out.bias = static_cast<const Element*>(up.b_in.data);
+  out.weights = up.weights;
+  out.activation = up.activation;
+  out.hidden = hidden;
+  out.aligned = are_aligned(out.a, s.F) && are_aligned(out.h, s.F) && are_aligned(out.bias, s.F);
+  return launch_over_rows("up product", product, groups_of(up.group_sizes, s.E, s.R), up.map, s.D, s.F,
+                          kTileColumns / static_cast<int>(s.P), up.skips_rest, multiprocessors, stream);
+}
+
+template <class Element, class Shape>
+ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
+  return up.s.layout.in_transposed ? launch_up<Element, Shape, Major::k>(up, multiprocessors, stream)
+                                   : launch_up<Element, Shape, Major::mn>(up, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::portable

@@ -1,0 +1,69 @@
+// The epilogue of the up product: h = acc + bias,  a = phi(h_gate, h_up), or act(h) of ungated experts, times the row's
+// weight where it comes early. The activation sees h before it is rounded; both are zero in padding.
+#pragma once
+
+#include "core/floats.h"
+#include "experts/activation.h"
+#include "experts/portable/hidden_rows.cuh"
+
+namespace anabranch::cuda::portable {
+
+template <class Element>
+struct UpEpilogue {
+  Element* h;  // hidden rows, or nullptr
+  Element* a;  // [R, F]
+  const Element* bias;  // a hidden row an expert, or nullptr
+  Floats weights;       // early ones, of slots; or none: 1
+  Activation activation;
+  HiddenLayout hidden;
+  bool aligned;  // all that is there
+
+  template <class Shape>
+  __device__ __forceinline__ void operator()(const StagedTile<Shape>& staged) const {
+    constexpr int kEach = kChunk<Element>;
+    const Tile& tile = staged.tile;
+    const int width = kTileColumns / hidden.parts;
+    staged.template for_each<kEach>(width, [&](int row, int column, uint32_t place) {
+      const int32_t first = tile.column + column;
+      if (tile.row + row >= tile.end_row || first >= hidden.F) return;
+      const int32_t slot = staged.slots[row];
+      float runs[2][kEach] = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i >= hidden.parts) continue;
+        load_staged(place, hidden.interleaved ? 2 * column + i * kEach : i * width + column, runs[i]);
+        if (slot < 0) {
+#pragma unroll
+          for (float& value : runs[i]) value = 0.0f;
+        } else if (bias != nullptr) {
+          float added[kEach];
+          load_row(bias + tile.expert * row_columns() + hidden.begin_of_run(first, i, kEach),
+                   hidden.count_of_run(first, i, kEach), aligned, added);
+#pragma unroll
+          for (int j = 0; j < kEach; ++j) runs[i][j] += added[j];
+        }
+        if (h != nullptr) {
+          store_row(runs[i], h + (tile.row + row) * row_columns() + hidden.begin_of_run(first, i, kEach),
+                    hidden.count_of_run(first, i, kEach), aligned);
+        }
+      }
+      separate(hidden.interleaved, runs[0], runs[1]);
+      float values[kEach] = {};
+      if (slot >= 0) {
+        const float weight = weights[slot];
+        with_formula(activation, [&]<Formula kFormula>() {
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) {
+            values[i] = weight * activate<kFormula>(activation, runs[0][i], hidden.parts == 2 ? runs[1][i] : 1.0f);
+          }
+        });
+      }
+      store_row(values, a + (tile.row + row) * int64_t{hidden.F} + first, hidden.F - first, aligned);
+    });
+  }
+
+ private:
+  __device__ int64_t row_columns() const { return int64_t{hidden.parts} * hidden.F; }
+};
+
+}  // namespace anabranch::cuda::portable

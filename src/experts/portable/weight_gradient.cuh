@@ -1,0 +1,42 @@
+// Launches gradients of weights.
+#pragma once
+
+#include "experts/cuda/tiles/segment_tile_scheduler.cuh"
+#include "experts/portable/launch_product.cuh"
+#include "experts/portable/launchers.h"
+#include "experts/portable/weight_gradient_epilogue.cuh"
+
+namespace anabranch::cuda::portable {
+
+template <class Element, class Shape>
+ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& bounds, const SegmentList& list,
+                                 int multiprocessors, cudaStream_t stream) {
+  Product<Shape, Element, SumFactor<Side::rows>, SumFactor<Side::columns>, SegmentTiles,
+          SegmentTileScheduler<Shape::kRows, 1>, WeightGradientEpilogue<Element>>
+      product;
+  const auto prepare = [&](auto& factor, const Floats& rows, bool gathered, int64_t columns) {
+    factor.rows = matrix_rows<Element>(rows.data, columns, 0);
+    factor.map = g.map;
+    factor.gathered = gathered && g.map.slots != nullptr;
+    factor.columns = static_cast<int32_t>(columns);
+  };
+  prepare(product.a, g.x, g.gathers_x, g.D);
+  prepare(product.b, g.d_y, g.gathers_d_y, g.N);
+  auto& out = product.epilogue;
+  out.d_w = g.d_w.data;
+  out.partials = list.partials;
+  out.rows = static_cast<int32_t>(g.D);
+  out.columns = static_cast<int32_t>(g.N);
+  out.wide = g.d_w.dtype == AB_FLOAT32;
+  out.adds = g.accumulates;
+  out.aligned = out.wide ? are_aligned(static_cast<const float*>(g.d_w.data), g.N)
+                         : are_aligned(static_cast<const Element*>(g.d_w.data), g.N);
+  const auto row_tiles = static_cast<int32_t>(tiles_of(g.D, Shape::kRows));
+  const auto column_tiles = static_cast<int32_t>(tiles_of(g.N, kTileColumns));
+  product.tiles = {list, static_cast<int32_t>(g.D), row_tiles, column_tiles};
+  product.tile_columns = kTileColumns;
+  return launch_product("weight gradient", product, bounds.segments * row_tiles * column_tiles, multiprocessors,
+                        stream);
+}
+
+}  // namespace anabranch::cuda::portable

@@ -47,6 +47,8 @@ list(FILTER ANABRANCH_HOPPER_SOURCES INCLUDE REGEX "/hopper/[^/]*$")
 list(REMOVE_ITEM ANABRANCH_CUDA_SOURCES ${ANABRANCH_HOPPER_SOURCES})
 include(cmake/hopper.cmake)
 list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
+include(cmake/portable.cmake)
+list(APPEND ANABRANCH_CUDA_SOURCES ${ANABRANCH_PORTABLE_INSTANCES})
 file(GLOB_RECURSE ANABRANCH_CUDA_HOST_SOURCES CONFIGURE_DEPENDS src/*.cc)
 list(FILTER ANABRANCH_CUDA_HOST_SOURCES INCLUDE REGEX "/cuda/[^/]*$")
 
@@ -54,14 +56,16 @@ list(FILTER ANABRANCH_CUDA_HOST_SOURCES INCLUDE REGEX "/cuda/[^/]*$")
 # them: not in Release.
 set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
 
+# Registers that do not suffice would cost the tensor cores' kernels more than any other mistake: ptxas warns.
+set(ANABRANCH_SPILL_WARNINGS -Xptxas=-warn-spills -Xptxas=-warn-lmem-usage)
+set_source_files_properties(${ANABRANCH_PORTABLE_INSTANCES} PROPERTIES COMPILE_OPTIONS "${ANABRANCH_SPILL_WARNINGS}")
+
 # wgmma and setmaxnreg are instructions of sm_90a alone, whatever else the library is compiled for.
 add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})
 set_target_properties(anabranch_hopper PROPERTIES CUDA_ARCHITECTURES 90a-real)
 target_include_directories(anabranch_hopper PRIVATE include src)
 target_include_directories(anabranch_hopper SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-# Registers that do not suffice would cost more than any other mistake: ptxas warns.
-target_compile_options(anabranch_hopper PRIVATE ${ANABRANCH_CUDA_OPTIONS} -Xptxas=-warn-spills
-                                                -Xptxas=-warn-lmem-usage)
+target_compile_options(anabranch_hopper PRIVATE ${ANABRANCH_CUDA_OPTIONS} ${ANABRANCH_SPILL_WARNINGS})
 target_compile_definitions(anabranch_hopper PRIVATE ANABRANCH_CUDA_WAIT_LIMIT=${ANABRANCH_CUDA_WAIT_LIMIT})
 
 add_library(anabranch_cuda SHARED ${ANABRANCH_CUDA_SOURCES} ${ANABRANCH_CUDA_HOST_SOURCES}

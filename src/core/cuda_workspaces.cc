@@ -44,9 +44,9 @@ ab_status answer(std::initializer_list<Array> arrays, size_t* bytes, const Bound
   return report_workspace(bound(), bytes);
 }
 
-// What the tensor cores need. They take factors of 16 bits, and not all of these; the simple path needs nothing.
+// What the tensor cores need. They take factors of one dtype; the simple path needs nothing.
 size_t weight_gradient_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype, int32_t d_y_dtype) {
-  if (x_dtype == AB_FLOAT32 || d_y_dtype == AB_FLOAT32 || R == 0 || E == 0 || D == 0 || N == 0) return 0;
+  if (x_dtype != d_y_dtype || E == 0 || D == 0 || N == 0) return 0;
   return weight_gradient_bytes(R, E, D, N);
 }
 

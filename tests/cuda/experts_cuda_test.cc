@@ -93,7 +93,7 @@ void check(const Case& c, unsigned seed = 1) {
   ASSERT_TRUE(got.is(again)) << "another run gave other bits";
 }
 
-using ExpertsCuda = HopperTest;
+using ExpertsCuda = ExpertsCudaTest;
 
 TEST_F(ExpertsCuda, GroupedMatmulIsTheCpus) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {

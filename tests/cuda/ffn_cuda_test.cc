@@ -20,7 +20,7 @@ void check(const FfnCase& c, unsigned seed = 1) {
   again.expect_same_bits(got);
 }
 
-using FfnCuda = HopperTest;
+using FfnCuda = ExpertsCudaTest;
 
 const std::vector<int32_t> kGroups = {3, 0, 64, 1, 70, 0, 9};  // 147 rows
 

@@ -118,9 +118,9 @@ struct Summed {
     if (chunk == 0) {
       EXPECT_OK(ab_cuda_grouped_matmul_combine(&copies, &workspace.exec()));
     } else {
-      int multiprocessors = 0;
-      EXPECT_OK(cuda::find_hopper("test", &multiprocessors));
-      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, chunk, workspace.exec().workspace, multiprocessors, nullptr));
+      cuda::Device device;
+      EXPECT_OK(cuda::find_device("test", &device));
+      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, chunk, workspace.exec().workspace, device, nullptr));
     }
     mirrors.fetch();
     workspace.check();
@@ -149,7 +149,7 @@ void check(const FfnCase& c, int32_t addend = 0, int32_t out = 0, unsigned seed 
   Summed(net, addend, out == 0 ? c.dtype : out).check();
 }
 
-using GroupedMatmulCombineCuda = HopperTest;
+using GroupedMatmulCombineCuda = ExpertsCudaTest;
 
 const std::vector<int32_t> kGroups = {3, 0, 64, 1, 70, 0, 9};  // 147 rows
 
@@ -303,9 +303,9 @@ TEST_F(GroupedMatmulCombineCuda, TheSumMayTakeThePlaceOfTheAddend) {
   CombinedSizes sizes;
   EXPECT_OK(anabranch::check(&copies, &sizes));
   DeviceWorkspace workspace(static_cast<size_t>(sizes.R * 128 * 2));
-  int multiprocessors = 0;
-  EXPECT_OK(cuda::find_hopper("test", &multiprocessors));
-  EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 128, workspace.exec().workspace, multiprocessors, nullptr));
+  cuda::Device device;
+  EXPECT_OK(cuda::find_device("test", &device));
+  EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 128, workspace.exec().workspace, device, nullptr));
   mirrors.fetch();
   workspace.check();
   EXPECT_TRUE(summed.addend.is(summed.want));
@@ -399,11 +399,11 @@ TEST_F(GroupedMatmulCombineCuda, ReplaysInAGraph) {
     const Args copies = Summed::on_device(args, &mirrors);
     CombinedSizes sizes;
     EXPECT_OK(anabranch::check(&copies, &sizes));
-    int multiprocessors = 0;
-    EXPECT_OK(cuda::find_hopper("test", &multiprocessors));
+    cuda::Device device;
+    EXPECT_OK(cuda::find_device("test", &device));
     DeviceWorkspace workspace(static_cast<size_t>(sizes.R * 64 * element_bytes_of(*args.x)));
     replay_in_graph([&](cudaStream_t stream) {
-      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 64, workspace.exec().workspace, multiprocessors, stream));
+      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 64, workspace.exec().workspace, device, stream));
     });
     mirrors.fetch();
     workspace.check();

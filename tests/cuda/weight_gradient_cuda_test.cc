@@ -98,7 +98,7 @@ void check(const Case& c, unsigned seed = 1) {
   ASSERT_TRUE(got.is(again)) << "another run gave other bits";
 }
 
-using WeightGradientCuda = HopperTest;
+using WeightGradientCuda = ExpertsCudaTest;
 
 TEST_F(WeightGradientCuda, IsTheCpus) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {

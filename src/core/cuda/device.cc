@@ -9,24 +9,25 @@
 
 namespace anabranch::cuda {
 
-ab_status find_hopper(const char* operation, int* multiprocessors) {
+ab_status find_device(const char* operation, Device* found) {
   int device = 0;
   int major = 0;
   int minor = 0;
   cudaError_t failure = cudaGetDevice(&device);
   for (const auto& [value, attribute] :
        {std::pair{&major, cudaDevAttrComputeCapabilityMajor}, std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
-        std::pair{multiprocessors, cudaDevAttrMultiProcessorCount}}) {
+        std::pair{&found->multiprocessors, cudaDevAttrMultiProcessorCount}}) {
     if (failure == cudaSuccess) failure = cudaDeviceGetAttribute(value, attribute, device);
   }
   if (failure != cudaSuccess) {
     cudaGetLastError();  // clears it
     return error(code_of(failure), "%s: no usable GPU: %s", operation, cudaGetErrorString(failure));
   }
-  if (major != 9 || minor != 0) {
-    return error(AB_UNSUPPORTED, "%s: got a device of compute capability %d.%d, expected 9.0 (Hopper)", operation,
-                 major, minor);
+  if (major < 8) {
+    return error(AB_UNSUPPORTED, "%s: got a device of compute capability %d.%d, expected 8.0 or newer", operation, major,
+                 minor);
   }
+  found->capability = 10 * major + minor;
   return ok();
 }
 

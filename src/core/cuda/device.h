@@ -5,8 +5,14 @@
 
 namespace anabranch::cuda {
 
-// The number of multiprocessors of the current device; unsupported where that is no Hopper GPU (compute capability
-// 9.0).
-ab_status find_hopper(const char* operation, int* multiprocessors);
+struct Device {
+  int multiprocessors = 0;
+  int capability = 0;  // 10 major + minor
+
+  bool is_hopper() const { return capability == 90; }
+};
+
+// Unsupported where there is no device of compute capability 8.0 or newer.
+ab_status find_device(const char* operation, Device* device);
 
 }  // namespace anabranch::cuda

@@ -25,15 +25,28 @@ struct Launch {
   int cluster = 1;  // so many neighbouring blocks make a cluster; divides `blocks`
 };
 
-// Whether the current device knows how (compute capability 9.0).
-inline bool can_overlap() {
+#if defined(__CUDACC__)
+
+// The major compute capabilities, as bits, that this file is compiled for and whose devices know how.
+constexpr unsigned kOverlappingGenerations = [] {
+  unsigned generations = 0;
+  for (const int architecture : {__CUDA_ARCH_LIST__}) {
+    if (architecture >= 900) generations |= 1u << architecture / 100;
+  }
+  return generations;
+}();
+
+// Whether the current device is of these generations. One of another may run code for an older one, that does not wait.
+template <unsigned kGenerations>
+bool can_overlap() {
   int device = 0;
   int major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+  return kGenerations != 0 && cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major < 32 &&
+         (kGenerations >> major & 1u) != 0;
 }
 
-template <class... Parameters, class... Arguments>
+template <unsigned kGenerations = kOverlappingGenerations, class... Parameters, class... Arguments>
 ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& shape, const Arguments&... arguments) {
   if (shape.blocks == 0) return ok();
   AB_RETURN_IF_ERROR(check_blocks(name, shape.blocks));
@@ -50,7 +63,7 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
   }
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
-  if (shape.overlaps_previous && can_overlap()) {
+  if (shape.overlaps_previous && can_overlap<kGenerations>()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -68,8 +81,6 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
   const cudaError_t failure = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
   return failure == cudaSuccess ? ok() : failed(name, failure);
 }
-
-#if defined(__CUDACC__)
 
 // In a kernel that overlaps_previous: from here on the results of the kernel before can be read; but not by __ldg,
 // which is for what nobody writes while the kernel runs, and it may have begun before the writer ended. What is read

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "anabranch/cuda.h"
-#include "core/cuda/device.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
@@ -11,6 +10,7 @@
 #include "experts/check.h"
 #include "experts/cuda/bias_gradient.h"
 #include "experts/cuda/hidden_gradient.h"
+#include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/slot_gradient.h"
 #include "experts/cuda/weight_gradient.h"
@@ -70,13 +70,13 @@ struct Backward {
     return hidden;
   }
 
-  SlotGradient slots(int multiprocessors) const {
+  SlotGradient slots(const Device& device) const {
     SlotGradient slots;
     slots.s = s;
     slots.map = map;
     slots.group_sizes = group_sizes();
     slots.dots = static_cast<const float*>(scratch);
-    slots.parts = dot_parts(hidden(), multiprocessors);
+    slots.parts = dot_parts(hidden(), device);
     slots.d_y = Floats(args.d_out);
     slots.b_out = Floats(args.b_out);
     slots.d_weights = data<float>(args.d_weights);
@@ -163,21 +163,22 @@ struct Backward {
             .N = s.D};
   }
 
-  ab_status run(int multiprocessors, cudaStream_t stream) const {
-    if (args.h != nullptr) AB_RETURN_IF_ERROR(compute_hidden_gradient(hidden(), multiprocessors, stream));
+  ab_status run(const Device& device, cudaStream_t stream) const {
+    const int multiprocessors = device.multiprocessors;
+    if (args.h != nullptr) AB_RETURN_IF_ERROR(compute_hidden_gradient(hidden(), device, stream));
     if (args.d_weights != nullptr)
-      AB_RETURN_IF_ERROR(compute_slot_gradient(slots(multiprocessors), multiprocessors, stream));
+      AB_RETURN_IF_ERROR(compute_slot_gradient(slots(device), multiprocessors, stream));
     if (args.d_w_out != nullptr)
-      AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, multiprocessors, stream));
+      AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, device, stream));
     if (args.d_b_out != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(out_bias(), scratch, multiprocessors, stream));
     }
     if (args.d_w_in != nullptr)
-      AB_RETURN_IF_ERROR(compute_weight_gradient(in_weights(), scratch, multiprocessors, stream));
+      AB_RETURN_IF_ERROR(compute_weight_gradient(in_weights(), scratch, device, stream));
     if (args.d_b_in != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(in_bias(), scratch, multiprocessors, stream));
     }
-    return args.dx_rows == nullptr ? ok() : compute_rows_product(inputs(), multiprocessors, stream);
+    return args.dx_rows == nullptr ? ok() : compute_rows_product(inputs(), device, stream);
   }
 };
 
@@ -202,9 +203,9 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_RETURN_IF_ERROR(check(args, &s));
   const cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
-  int multiprocessors = 0;
-  AB_RETURN_IF_ERROR(cuda::find_hopper("expert_ffn_backward", &multiprocessors));
-  return op.run(multiprocessors, cuda::stream_of(exec));
+  cuda::Device device;
+  AB_RETURN_IF_ERROR(cuda::find_device_of_experts("expert_ffn_backward", &device));
+  return op.run(device, cuda::stream_of(exec));
 }
 
 }  // extern "C"

@@ -1,11 +1,11 @@
 // ab_cuda_expert_ffn_forward: up, then down; or up alone.
 #include "anabranch/cuda.h"
-#include "core/cuda/device.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
+#include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/up.h"
 
@@ -83,11 +83,11 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_RETURN_IF_ERROR(check(args, &s));
   const cuda::Forward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
-  int multiprocessors = 0;
-  AB_RETURN_IF_ERROR(cuda::find_hopper("expert_ffn_forward", &multiprocessors));
+  cuda::Device device;
+  AB_RETURN_IF_ERROR(cuda::find_device_of_experts("expert_ffn_forward", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
-  AB_RETURN_IF_ERROR(cuda::compute_up(op.up(), multiprocessors, stream));
-  return args->y == nullptr ? ok() : cuda::compute_rows_product(op.down(), multiprocessors, stream);
+  AB_RETURN_IF_ERROR(cuda::compute_up(op.up(), device, stream));
+  return args->y == nullptr ? ok() : cuda::compute_rows_product(op.down(), device, stream);
 }
 
 }  // extern "C"

@@ -1,10 +1,10 @@
 // ab_cuda_grouped_matmul, ab_cuda_grouped_matmul_dw: on the tensor cores what they can take, the rest the simple way.
 #include "anabranch/cuda.h"
-#include "core/cuda/device.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
 #include "experts/check.h"
+#include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/weight_gradient.h"
 
@@ -58,9 +58,9 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  int multiprocessors = 0;
-  AB_RETURN_IF_ERROR(cuda::find_hopper("grouped_matmul", &multiprocessors));
-  return cuda::compute_rows_product(cuda::rows_product(*args, s), multiprocessors, cuda::stream_of(exec));
+  cuda::Device device;
+  AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul", &device));
+  return cuda::compute_rows_product(cuda::rows_product(*args, s), device, cuda::stream_of(exec));
 }
 
 ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,
@@ -78,10 +78,10 @@ ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const
   const cuda::WeightGradient gradient = cuda::weight_gradient(*args, s);
   const size_t bytes = cuda::workspace_of(gradient);
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
-  int multiprocessors = 0;
-  AB_RETURN_IF_ERROR(cuda::find_hopper("grouped_matmul_dw", &multiprocessors));
+  cuda::Device device;
+  AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_dw", &device));
   void* workspace = bytes == 0 ? nullptr : exec->workspace;
-  return cuda::compute_weight_gradient(gradient, workspace, multiprocessors, cuda::stream_of(exec));
+  return cuda::compute_weight_gradient(gradient, workspace, device, cuda::stream_of(exec));
 }
 
 }  // extern "C"

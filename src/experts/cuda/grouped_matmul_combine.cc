@@ -4,12 +4,12 @@
 #include <algorithm>
 
 #include "anabranch/cuda.h"
-#include "core/cuda/device.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
 #include "dispatch/combine.h"
 #include "experts/column_chunks.h"
+#include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/workspace_sizes.h"
 
@@ -81,10 +81,10 @@ size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSi
 // each of these kernels waits for all of the one before it, as its first access to memory, so that none begins to read
 // or write before every earlier one has ended.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
-                               void* buffer, int multiprocessors, cudaStream_t stream) {
+                               void* buffer, const Device& device, cudaStream_t stream) {
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
-    AB_RETURN_IF_ERROR(compute_rows_product(rows_of(args, s, first, count, buffer), multiprocessors, stream));
+    AB_RETURN_IF_ERROR(compute_rows_product(rows_of(args, s, first, count, buffer), device, stream));
     AB_RETURN_IF_ERROR(compute_sum(sum_of(args, s, first, count, buffer), stream));
   }
   return ok();
@@ -110,10 +110,10 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_RETURN_IF_ERROR(check(args, &s));
   const size_t bytes = cuda::buffer_bytes(*args, s);
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
-  int multiprocessors = 0;
-  AB_RETURN_IF_ERROR(cuda::find_hopper("grouped_matmul_combine", &multiprocessors));
+  cuda::Device device;
+  AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_combine", &device));
   return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), bytes == 0 ? nullptr : exec->workspace,
-                                    multiprocessors, cuda::stream_of(exec));
+                                    device, cuda::stream_of(exec));
 }
 
 }  // extern "C"

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "anabranch/experts.h"
+#include "core/cuda/device.h"
 #include "experts/check.h"
 
 namespace anabranch::cuda {
@@ -14,6 +15,6 @@ namespace anabranch::cuda {
 // Enqueues what checked arguments ask for, so many columns at a time: multiples of 64, or all. buffer: [R, columns] of
 // the dtype of x, at a multiple of 16 bytes.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& sizes, int64_t columns,
-                               void* buffer, int multiprocessors, cudaStream_t stream);
+                               void* buffer, const Device& device, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

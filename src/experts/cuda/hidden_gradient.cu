@@ -1,7 +1,7 @@
 #include "experts/cuda/hidden_gradient.h"
 
+#include "experts/cuda/path.h"
 #include "experts/cuda/simple_product.cuh"
-#include "experts/hopper/products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -59,17 +59,24 @@ struct Differentiate {
 
 }  // namespace
 
-int64_t dot_parts(const HiddenGradient& op, int multiprocessors) {
-  return hopper::supports(op) ? hopper::parts_of_dots(op, hopper::choose_tile(op, multiprocessors))
-                              : simple::tiles_of(op.s.F);
+int64_t dot_parts(const HiddenGradient& op, const Device& device) {
+  switch (choose_path(op, device).path) {
+    case Path::hopper: return hopper::parts_of_dots(op, hopper::choose_tile(op, device.multiprocessors));
+    case Path::portable: return portable::parts_of_dots(op);
+    case Path::plain: break;
+  }
+  return simple::tiles_of(op.s.F);
 }
 
-ab_status compute_hidden_gradient(const HiddenGradient& op, int multiprocessors, cudaStream_t stream) {
+ab_status compute_hidden_gradient(const HiddenGradient& op, const Device& device, cudaStream_t stream) {
   const FfnSizes& s = op.s;
   const bool wanted = op.dh.data != nullptr || op.weighted_a.data != nullptr || op.dots != nullptr;
   if (!wanted || s.R * s.F == 0) return ok();
-  if (hopper::supports(op)) {
-    return hopper::multiply(op, hopper::choose_tile(op, multiprocessors), multiprocessors, stream);
+  const int multiprocessors = device.multiprocessors;
+  switch (choose_path(op, device).path) {
+    case Path::hopper: return hopper::multiply(op, hopper::choose_tile(op, multiprocessors), multiprocessors, stream);
+    case Path::portable: return portable::multiply(op, multiprocessors, stream);
+    case Path::plain: break;
   }
   SimpleProduct product;
   product.a = {op.d_y.data, op.d_y.dtype, 0, s.D, 1, op.map.slots != nullptr};

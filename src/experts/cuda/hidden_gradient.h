@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "anabranch/types.h"
+#include "core/cuda/device.h"
 #include "core/floats.h"
 #include "experts/activation.h"
 #include "experts/check.h"
@@ -34,8 +35,9 @@ struct HiddenGradient {
 };
 
 // Parts of <da', a>; most_dot_parts(F) or fewer.
-int64_t dot_parts(const HiddenGradient& gradient, int multiprocessors);
+int64_t dot_parts(const HiddenGradient& gradient, const Device& device);
 
-ab_status compute_hidden_gradient(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
+// By whichever path can take it.
+ab_status compute_hidden_gradient(const HiddenGradient& gradient, const Device& device, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

@@ -1,8 +1,8 @@
 #include "experts/cuda/rows_product.h"
 
 #include "experts/cuda/clear_padding.h"
+#include "experts/cuda/path.h"
 #include "experts/cuda/simple_product.cuh"
-#include "experts/hopper/products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -53,10 +53,13 @@ SimpleProduct simple_product(const RowsProduct& p) {
 
 }  // namespace
 
-ab_status compute_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaStream_t stream) {
   if (p.R * p.N == 0) return ok();
+  const int multiprocessors = device.multiprocessors;
+  const Path path = choose_path(p, device).path;
+  if (path == Path::portable) return portable::multiply(p, multiprocessors, stream);
   bool knows_padding = p.scales() || p.weighs_bias();
-  if (hopper::supports(p)) {
+  if (path == Path::hopper) {
     AB_RETURN_IF_ERROR(hopper::multiply(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
   } else if (knows_padding || p.bias != nullptr) {
     AB_RETURN_IF_ERROR(simple::launch_rows_product(simple_product(p), ScaleBias{p}, multiprocessors, stream));

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "anabranch/types.h"
+#include "core/cuda/device.h"
 #include "core/floats.h"
 #include "core/inline.h"
 #include "experts/cuda/row_map.h"
@@ -41,6 +42,6 @@ struct RowsProduct {
 };
 
 // By whichever path can take it.
-ab_status compute_rows_product(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
+ab_status compute_rows_product(const RowsProduct& product, const Device& device, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

@@ -4,6 +4,7 @@
 
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
+#include "core/cuda/vector.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/dtype.h"
 #include "experts/cuda/tiles/tile.cuh"
@@ -97,11 +98,11 @@ __global__ void __launch_bounds__(kMostThreads) list_segments(Groups groups, int
       });
 }
 
-constexpr int kVector = 8;
 constexpr int kAddThreads = 256;
 constexpr int kAddBlocks = 4;  // of a multiprocessor
 
-template <class Out>
+// kVector: 8 elements a thread, in whole 16-byte words, or 1.
+template <class Out, int kVector>
 __global__ void __launch_bounds__(kAddThreads)
     sum_partials(SegmentList list, int64_t elements, Out* out, bool accumulates) {
   wait_for_previous_kernel();
@@ -115,24 +116,32 @@ __global__ void __launch_bounds__(kAddThreads)
     float sums[kVector] = {};
     const float* partial = list.partials + split.first * elements + place;
     for (int32_t n = 0; n < split.count; ++n, partial += elements) {
+      if constexpr (kVector == 1) {
+        sums[0] += *partial;
+      } else {
 #pragma unroll
-      for (int j = 0; j < kVector; j += 4) {
-        const float4 values = *reinterpret_cast<const float4*>(partial + j);
-        sums[j] += values.x;
-        sums[j + 1] += values.y;
-        sums[j + 2] += values.z;
-        sums[j + 3] += values.w;
+        for (int j = 0; j < kVector; j += 4) {
+          const float4 values = *reinterpret_cast<const float4*>(partial + j);
+          sums[j] += values.x;
+          sums[j + 1] += values.y;
+          sums[j + 2] += values.z;
+          sums[j + 3] += values.w;
+        }
       }
     }
     Out* result = out + split.expert * elements + place;
-    alignas(16) Out values[kVector];
+    alignas(kVector * sizeof(Out)) Out values[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       values[j] = from_float<Out>(accumulates ? to_float(result[j]) + sums[j] : sums[j]);
     }
+    if constexpr (kVector == 1) {
+      *result = values[0];
+    } else {
 #pragma unroll
-    for (size_t j = 0; j < sizeof(values) / sizeof(uint4); ++j) {
-      reinterpret_cast<uint4*>(result)[j] = reinterpret_cast<const uint4*>(values)[j];
+      for (size_t j = 0; j < sizeof(values) / sizeof(uint4); ++j) {
+        reinterpret_cast<uint4*>(result)[j] = reinterpret_cast<const uint4*>(values)[j];
+      }
     }
   }
 }
@@ -156,14 +165,12 @@ ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const
 ab_status add_partials(const SegmentList& list, int64_t elements, void* out, int32_t dtype, bool accumulates,
                        int multiprocessors, cudaStream_t stream) {
   const Launch shape{int64_t{kAddBlocks} * multiprocessors, kAddThreads, 0, stream, true};
-  const auto add = [&]<class Out>(Out) {
-    return launch("partial results", sum_partials<Out>, shape, list, elements, static_cast<Out*>(out), accumulates);
-  };
-  switch (dtype) {
-    case AB_BFLOAT16: return add(BFloat16{});
-    case AB_FLOAT16: return add(Float16{});
-    default: return add(float{});
-  }
+  constexpr int kVector = 8;
+  const bool in_vectors = address(out) % kAccessBytes == 0 && elements % kVector == 0;
+  return with_float_type(dtype, [&]<class Out>(Out) {
+    return launch("partial results", in_vectors ? sum_partials<Out, kVector> : sum_partials<Out, 1>, shape, list,
+                  elements, static_cast<Out*>(out), accumulates);
+  });
 }
 
 }  // namespace anabranch::cuda

@@ -29,7 +29,7 @@ ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const
                         cudaStream_t stream);
 
 // Enqueues out [E, D, N] = the sum of the partial results for the experts of several segments, plus what stood in `out`
-// if it accumulates. D * N a multiple of 8, out 16-byte aligned.
+// if it accumulates.
 ab_status add_partials(const SegmentList& list, int64_t elements, void* out, int32_t dtype, bool accumulates,
                        int multiprocessors, cudaStream_t stream);
 

@@ -1,7 +1,7 @@
 #include "experts/cuda/up.h"
 
+#include "experts/cuda/path.h"
 #include "experts/cuda/simple_product.cuh"
-#include "experts/hopper/products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -53,11 +53,14 @@ struct Activate {
 
 }  // namespace
 
-ab_status compute_up(const Up& up, int multiprocessors, cudaStream_t stream) {
+ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   if (s.R * s.F == 0) return ok();
-  if (hopper::supports(up)) {
-    return hopper::multiply(up, hopper::choose_tile(up, multiprocessors), multiprocessors, stream);
+  const int multiprocessors = device.multiprocessors;
+  switch (choose_path(up, device).path) {
+    case Path::hopper: return hopper::multiply(up, hopper::choose_tile(up, multiprocessors), multiprocessors, stream);
+    case Path::portable: return portable::multiply(up, multiprocessors, stream);
+    case Path::plain: break;
   }
   SimpleProduct product;
   product.a = {up.x.data, up.x.dtype, 0, s.D, 1, up.map.slots != nullptr};

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "anabranch/types.h"
+#include "core/cuda/device.h"
 #include "core/floats.h"
 #include "experts/activation.h"
 #include "experts/check.h"
@@ -27,6 +28,7 @@ struct Up {
   Floats a;                 // [R, F]
 };
 
-ab_status compute_up(const Up& up, int multiprocessors, cudaStream_t stream);
+// By whichever path can take it.
+ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

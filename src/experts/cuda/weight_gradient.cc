@@ -1,7 +1,8 @@
 #include "experts/cuda/weight_gradient.h"
 
+#include "experts/cuda/path.h"
 #include "experts/cuda/simple_product.h"
-#include "experts/hopper/products.h"
+#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -23,13 +24,20 @@ SimpleProduct simple_product(const WeightGradient& g) {
 }  // namespace
 
 size_t workspace_of(const WeightGradient& g) {
-  return hopper::supports(g, hopper::Alignment::ignored) ? hopper::workspace_of(g) : 0;
+  // The tensor cores', of either path, which take factors of one dtype.
+  if (g.x.dtype != g.d_y.dtype || g.E == 0 || g.D == 0 || g.N == 0) return 0;
+  return weight_gradient_bytes(g.R, g.E, g.D, g.N);
 }
 
-ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
+ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device,
+                                  cudaStream_t stream) {
   if (g.E * g.D * g.N == 0) return ok();
-  if (hopper::supports(g)) {
-    return hopper::multiply(g, hopper::choose_tile(g, multiprocessors), workspace, multiprocessors, stream);
+  const int multiprocessors = device.multiprocessors;
+  switch (choose_path(g, device).path) {
+    case Path::hopper:
+      return hopper::multiply(g, hopper::choose_tile(g, multiprocessors), workspace, multiprocessors, stream);
+    case Path::portable: return portable::multiply(g, workspace, multiprocessors, stream);
+    case Path::plain: break;
   }
   return simple_weight_gradient(simple_product(g), {g.d_w.data, g.d_w.dtype, g.D * g.N, g.N, 1}, g.accumulates,
                                 multiprocessors, stream);

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "anabranch/types.h"
+#include "core/cuda/device.h"
 #include "core/floats.h"
 #include "experts/cuda/row_map.h"
 
@@ -28,11 +29,11 @@ struct WeightGradient {
   int64_t N = 0;
 };
 
-// Bytes of the workspace, from shapes and dtypes.
+// Bytes of the workspace, from shapes and dtypes: what any path takes.
 size_t workspace_of(const WeightGradient& gradient);
 
 // By whichever path can take it.
-ab_status compute_weight_gradient(const WeightGradient& gradient, void* workspace, int multiprocessors,
+ab_status compute_weight_gradient(const WeightGradient& gradient, void* workspace, const Device& device,
                                   cudaStream_t stream);
 
 }  // namespace anabranch::cuda

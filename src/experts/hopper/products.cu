@@ -29,14 +29,25 @@ bool tiles_are_counted(int64_t R, int64_t E, int64_t columns, int64_t tile_colum
   return most_row_tiles(R, E, kTileRows) * ceil_div(columns, tile_columns) <= kMostIndices;
 }
 
+constexpr const char* kNot16Bit = "dtypes are not one of 16 bits";
+constexpr const char* kNotCounted = "a size is 0, or there are more rows, columns or tiles than 2^30";
+constexpr const char* kNotChunks = "rows are no whole 16-byte chunks from aligned addresses on";
+constexpr const char* kNotGathered = "more chunks to gather than 2^32";
+
 // Of the feed-forward network's products with fused epilogues: `rows` of D are read, and `hidden`, rows of F or none,
 // are read or written.
-bool supports_fused(const FfnSizes& s, const RowMap& map, const Floats& rows, std::initializer_list<Floats> hidden) {
+const char* why_not_fused(const FfnSizes& s, const RowMap& map, const Floats& rows,
+                          std::initializer_list<Floats> hidden) {
   const auto fits = [&](const Floats& m) { return m.data == nullptr || fits_tensor_map(m.data, rows.dtype, s.F); };
+  if (!is_16_bit(rows.dtype)) return kNot16Bit;
   // In the narrowest tile half of the columns are the gate's.
-  return is_16_bit(rows.dtype) && are_counted({s.R, s.E, s.D, s.P * s.F}) &&
-         tiles_are_counted(s.R, s.E, s.F, kFewestTileColumns / 2) && fits_tensor_map(rows.data, rows.dtype, s.D) &&
-         fits_gather(map, s.D) && std::all_of(hidden.begin(), hidden.end(), fits);
+  if (!are_counted({s.R, s.E, s.D, s.P * s.F}) || !tiles_are_counted(s.R, s.E, s.F, kFewestTileColumns / 2)) {
+    return kNotCounted;
+  }
+  if (!fits_tensor_map(rows.data, rows.dtype, s.D) || !std::all_of(hidden.begin(), hidden.end(), fits)) {
+    return kNotChunks;
+  }
+  return fits_gather(map, s.D) ? nullptr : kNotGathered;
 }
 
 template <class F>
@@ -58,38 +69,39 @@ bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.slots 
 
 }  // namespace
 
-bool supports(const Up& up) {
+const char* why_not(const Up& up) {
   const FfnSizes& s = up.s;
-  return supports_fused(s, up.map, up.x, {up.b_in, up.h, up.a}) &&
-         fits_tensor_map(up.w_in.data, up.w_in.dtype, s.layout.in_transposed ? s.D : s.F);
+  if (const char* why = why_not_fused(s, up.map, up.x, {up.b_in, up.h, up.a})) return why;
+  return fits_tensor_map(up.w_in.data, up.w_in.dtype, s.layout.in_transposed ? s.D : s.F) ? nullptr : kNotChunks;
 }
 
-bool supports(const HiddenGradient& g) {
-  return g.d_y.dtype == g.h.dtype && supports_fused(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a}) &&
-         fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.layout.out_transposed ? g.s.F : g.s.D);
+const char* why_not(const HiddenGradient& g) {
+  if (g.d_y.dtype != g.h.dtype) return kNot16Bit;
+  if (const char* why = why_not_fused(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a})) return why;
+  return fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.layout.out_transposed ? g.s.F : g.s.D) ? nullptr : kNotChunks;
 }
 
-bool supports(const RowsProduct& p) {
+const char* why_not(const RowsProduct& p) {
   const auto fits = [&](const void* data, int64_t columns) { return fits_tensor_map(data, p.dtype, columns); };
+  if (!is_16_bit(p.dtype)) return kNot16Bit;
+  if (!are_counted({p.R, p.E, p.D, p.N}) || !tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns)) return kNotCounted;
   // y and a window of wider columns: a window goes the path of the whole.
-  return is_16_bit(p.dtype) && are_counted({p.R, p.E, p.D, p.N}) &&
-         tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns) && fits(p.x, p.D) &&
-         fits(p.w, p.transposed ? p.D : p.stored_columns()) && fits(p.y, p.N) && fits(p.y, p.stored_columns()) &&
-         (p.bias == nullptr || fits(p.bias, p.N));
+  const bool all = fits(p.x, p.D) && fits(p.w, p.transposed ? p.D : p.stored_columns()) && fits(p.y, p.N) &&
+                   fits(p.y, p.stored_columns()) && (p.bias == nullptr || fits(p.bias, p.N));
+  return all ? nullptr : kNotChunks;
 }
 
-bool supports(const WeightGradient& g, Alignment alignment) {
+const char* why_not(const WeightGradient& g) {
   constexpr int64_t kMostColumns = int64_t{1} << 29;  // of which offsets in bytes are counted
-  if (!are_counted({g.R, g.E, g.D, g.N}) || g.D > kMostColumns || g.N > kMostColumns) return false;
-  if (!is_16_bit(g.x.dtype) || g.d_y.dtype != g.x.dtype) return false;
-  if (g.d_w.dtype != AB_FLOAT32 && (g.d_w.dtype != g.x.dtype || g.accumulates)) return false;
+  if (!is_16_bit(g.x.dtype) || g.d_y.dtype != g.x.dtype) return kNot16Bit;
+  if (g.d_w.dtype != AB_FLOAT32 && (g.d_w.dtype != g.x.dtype || g.accumulates)) return kNot16Bit;
+  if (!are_counted({g.R, g.E, g.D, g.N}) || g.D > kMostColumns || g.N > kMostColumns) return kNotCounted;
   const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kFewestTileColumns);
-  if (tiles > kMostIndices || bounds_of(g).segments > kMostIndices / tiles) return false;
-  const auto fits = [&](const Floats& m, int64_t columns) {
-    return fits_tensor_map(alignment == Alignment::checked ? m.data : nullptr, m.dtype, columns);
-  };
-  return fits(g.x, g.D) && fits(g.d_y, g.N) && fits(g.d_w, g.N) && (!gathers_x(g) || fits_gather(g.map, g.D)) &&
-         (!gathers_d_y(g) || fits_gather(g.map, g.N));
+  if (tiles > kMostIndices || bounds_of(g).segments > kMostIndices / tiles) return kNotCounted;
+  const auto fits = [](const Floats& m, int64_t columns) { return fits_tensor_map(m.data, m.dtype, columns); };
+  if (!fits(g.x, g.D) || !fits(g.d_y, g.N) || !fits(g.d_w, g.N)) return kNotChunks;
+  const bool gathers = (!gathers_x(g) || fits_gather(g.map, g.D)) && (!gathers_d_y(g) || fits_gather(g.map, g.N));
+  return gathers ? nullptr : kNotGathered;
 }
 
 TileChoice choose_tile(const Up& up, int multiprocessors) {
@@ -113,8 +125,6 @@ TileChoice choose_tile(const WeightGradient& g, int multiprocessors) {
 int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {
   return ceil_div(g.s.F, tile == TileChoice::k128x256 ? 256 : 128);
 }
-
-size_t workspace_of(const WeightGradient& g) { return weight_gradient_bytes(g.R, g.E, g.D, g.N); }
 
 ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool transposed = up.s.layout.in_transposed;

@@ -4,8 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstddef>
-
 #include "anabranch/types.h"
 #include "experts/cuda/hidden_gradient.h"
 #include "experts/cuda/rows_product.h"
@@ -15,14 +13,12 @@
 
 namespace anabranch::cuda::hopper {
 
-// Whether the kernels can take an operation: 16-bit elements, rows of whole 16-byte chunks from aligned addresses on,
-// no size 0, and all indices within what they count in. Alignment::ignored: as if all addresses were aligned, to bound
-// a workspace.
-enum class Alignment { checked, ignored };
-bool supports(const Up& up);
-bool supports(const RowsProduct& product);
-bool supports(const HiddenGradient& gradient);
-bool supports(const WeightGradient& gradient, Alignment alignment = Alignment::checked);
+// Why the kernels can't take an operation; nullptr: they can. They take 16-bit elements, rows of whole 16-byte chunks
+// from aligned addresses on, no size 0, and all indices within what they count in.
+const char* why_not(const Up& up);
+const char* why_not(const RowsProduct& product);
+const char* why_not(const HiddenGradient& gradient);
+const char* why_not(const WeightGradient& gradient);
 
 // The tiles that tile_choice.h takes for it.
 TileChoice choose_tile(const Up& up, int multiprocessors);
@@ -33,14 +29,12 @@ TileChoice choose_tile(const WeightGradient& gradient, int multiprocessors);
 // Parts that a hidden gradient's dots come in.
 int64_t parts_of_dots(const HiddenGradient& gradient, TileChoice tile);
 
-// Bytes of the workspace of a gradient of weights.
-size_t workspace_of(const WeightGradient& gradient);
-
 // Enqueue it. A shape of tiles that an operation has no kernel for (128 x 192 with a fused epilogue or a gather) is
 // taken for one that it has.
 ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
 ab_status multiply(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
 ab_status multiply(const HiddenGradient& gradient, TileChoice tile, int multiprocessors, cudaStream_t stream);
+// workspace: of weight_gradient_bytes().
 ab_status multiply(const WeightGradient& gradient, TileChoice tile, void* workspace, int multiprocessors,
                    cudaStream_t stream);
 

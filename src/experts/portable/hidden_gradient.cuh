@@ -31,8 +31,10 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
 }
 
 // W_out [E, F, D] is the transposed factor's rows of D.
-template <class Element, class Shape>
+template <int32_t kDtype, TileChoice kTile>
 ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+  using Element = ElementOf<kDtype>;
+  using Shape = TileOf<Element, kTile>;
   return g.s.layout.out_transposed ? launch_hidden_gradient<Element, Shape, Major::mn>(g, multiprocessors, stream)
                                    : launch_hidden_gradient<Element, Shape, Major::k>(g, multiprocessors, stream);
 }

@@ -7,6 +7,7 @@
 //   beside      the tile, the slots of its rows
 #pragma once
 
+#include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/tile_memory.cuh"
 #include "experts/cuda/tiles/block_tiles.cuh"
@@ -178,8 +179,7 @@ class GroupedProduct {
 
 template <class P>
 __global__ void __launch_bounds__(kThreads, kBlocks) grouped_product(const __grid_constant__ P product) {
-  extern __shared__ __align__(128) char memory[];
-  GroupedProduct<P>(product, *reinterpret_cast<SharedMemory<typename P::Shape>*>(memory)).run();
+  GroupedProduct<P>(product, dynamic_shared_memory<SharedMemory<typename P::Shape>>()).run();
 }
 
 }  // namespace anabranch::cuda::portable

@@ -2,12 +2,17 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "core/cuda/vector.cuh"
 #include "experts/cuda/tiles/row_tile_scheduler.cuh"
 #include "experts/portable/kernel.cuh"
 
 namespace anabranch::cuda::portable {
+
+template <int32_t kDtype>
+using ElementOf = std::conditional_t<kDtype == AB_BFLOAT16, BFloat16,
+                                     std::conditional_t<kDtype == AB_FLOAT16, Float16, float>>;
 
 // tiles: at most so many there are.
 template <class P>

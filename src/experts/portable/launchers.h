@@ -4,17 +4,18 @@
 
 #include "experts/cuda/segments.h"
 #include "experts/portable/products.h"
+#include "experts/portable/tile_shape.h"
 
 namespace anabranch::cuda::portable {
 
-// Shape: of tiles.
-template <class Element, class Shape>
+// kDtype: an ab_dtype.
+template <int32_t kDtype, TileChoice kTile>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream);
-template <class Element, class Shape>
+template <int32_t kDtype, TileChoice kTile>
 ab_status launch_rows_product(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
-template <class Element, class Shape>
+template <int32_t kDtype, TileChoice kTile>
 ab_status launch_hidden_gradient(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
-template <class Element, class Shape>
+template <int32_t kDtype, TileChoice kTile>
 ab_status launch_weight_gradient(const WeightGradient& gradient, const SegmentBounds& bounds, const SegmentList& list,
                                  int multiprocessors, cudaStream_t stream);
 

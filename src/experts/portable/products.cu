@@ -2,7 +2,6 @@
 
 #include <initializer_list>
 
-#include "core/dtype.h"
 #include "core/tensor.h"
 #include "experts/cuda/segments.h"
 #include "experts/cuda/tiles/row_tile_scheduler.cuh"
@@ -38,12 +37,22 @@ int64_t tiles_over_rows(int64_t R, int64_t E, int64_t columns) {
 
 SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
 
-// Calls f.template operator()<Element, Shape>() for products over rows.
+template <class F>
+ab_status with_dtype(int32_t dtype, const F& f) {
+  switch (dtype) {
+    case AB_BFLOAT16: return f.template operator()<AB_BFLOAT16>();
+    case AB_FLOAT16: return f.template operator()<AB_FLOAT16>();
+    default: return f.template operator()<AB_FLOAT32>();
+  }
+}
+
+// Calls f.template operator()<kDtype, kTile>() for products over rows.
 template <class F>
 ab_status with_kernel(int32_t dtype, int64_t R, int64_t E, const F& f) {
-  return with_float_type(dtype, [&]<class Element>(Element) {
-    return takes_small_tiles<Element>(R, E) ? f.template operator()<Element, SmallTile>()
-                                            : f.template operator()<Element, MainTile<Element>>();
+  const TileChoice tile = choose_tile(R, E, static_cast<int>(dtype_size(dtype)));
+  return with_dtype(dtype, [&]<int32_t kDtype>() {
+    return tile == TileChoice::small ? f.template operator()<kDtype, TileChoice::small>()
+                                     : f.template operator()<kDtype, TileChoice::main>();
   });
 }
 
@@ -80,20 +89,20 @@ const char* why_not(const WeightGradient& g) {
 int64_t parts_of_dots(const HiddenGradient& g) { return tiles_of(g.s.F, kTileColumns); }
 
 ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(up.x.dtype, up.s.R, up.s.E, [&]<class Element, class Shape>() {
-    return launch_up<Element, Shape>(up, multiprocessors, stream);
+  return with_kernel(up.x.dtype, up.s.R, up.s.E, [&]<int32_t kDtype, TileChoice kTile>() {
+    return launch_up<kDtype, kTile>(up, multiprocessors, stream);
   });
 }
 
 ab_status multiply(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(p.dtype, p.R, p.E, [&]<class Element, class Shape>() {
-    return launch_rows_product<Element, Shape>(p, multiprocessors, stream);
+  return with_kernel(p.dtype, p.R, p.E, [&]<int32_t kDtype, TileChoice kTile>() {
+    return launch_rows_product<kDtype, kTile>(p, multiprocessors, stream);
   });
 }
 
 ab_status multiply(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(g.h.dtype, g.s.R, g.s.E, [&]<class Element, class Shape>() {
-    return launch_hidden_gradient<Element, Shape>(g, multiprocessors, stream);
+  return with_kernel(g.h.dtype, g.s.R, g.s.E, [&]<int32_t kDtype, TileChoice kTile>() {
+    return launch_hidden_gradient<kDtype, kTile>(g, multiprocessors, stream);
   });
 }
 
@@ -101,8 +110,8 @@ ab_status multiply(const WeightGradient& g, void* workspace, int multiprocessors
   const SegmentBounds bounds = bounds_of(g);
   const SegmentList list = place_segments(bounds, workspace);
   AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
-  AB_RETURN_IF_ERROR(with_float_type(g.x.dtype, [&]<class Element>(Element) {
-    return launch_weight_gradient<Element, MainTile<Element>>(g, bounds, list, multiprocessors, stream);
+  AB_RETURN_IF_ERROR(with_dtype(g.x.dtype, [&]<int32_t kDtype>() {
+    return launch_weight_gradient<kDtype, TileChoice::main>(g, bounds, list, multiprocessors, stream);
   }));
   if (bounds.partials == 0) return ok();
   return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);

@@ -28,8 +28,10 @@ ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStr
                           kTileColumns, p.skips_rest, multiprocessors, stream);
 }
 
-template <class Element, class Shape>
+template <int32_t kDtype, TileChoice kTile>
 ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  using Element = ElementOf<kDtype>;
+  using Shape = TileOf<Element, kTile>;
   return p.transposed ? launch_rows_product<Element, Shape, Major::k>(p, multiprocessors, stream)
                       : launch_rows_product<Element, Shape, Major::mn>(p, multiprocessors, stream);
 }

@@ -21,10 +21,10 @@ inline double cycles_of(double rows, int64_t R, int64_t E, int element_bytes) {
   return tiles * std::max(multiply, load);
 }
 
-template <class Element>
-bool takes_small_tiles(int64_t R, int64_t E) {
-  constexpr int kBytes = sizeof(Element);
-  return cycles_of(SmallTile::kRows, R, E, kBytes) < cycles_of(MainTile<Element>::kRows, R, E, kBytes);
+inline TileChoice choose_tile(int64_t R, int64_t E, int element_bytes) {
+  const int main_rows = element_bytes == 2 ? LargeTile::kRows : SplitTile::kRows;
+  const bool small = cycles_of(SmallTile::kRows, R, E, element_bytes) < cycles_of(main_rows, R, E, element_bytes);
+  return small ? TileChoice::small : TileChoice::main;
 }
 
 }  // namespace anabranch::cuda::portable

@@ -46,8 +46,10 @@ using SplitTile = TileShape<64, 2, 4>;
 // For groups of few rows, whose time is that of reading weights.
 using SmallTile = TileShape<32, 1, 4>;
 
-// The largest shape for an element.
-template <class Element>
-using MainTile = std::conditional_t<sizeof(Element) == 2, LargeTile, SplitTile>;
+// For many rows, and for few.
+enum class TileChoice { main, small };
+template <class Element, TileChoice kTile>
+using TileOf = std::conditional_t<kTile == TileChoice::small, SmallTile,
+                                  std::conditional_t<sizeof(Element) == 2, LargeTile, SplitTile>>;
 
 }  // namespace anabranch::cuda::portable

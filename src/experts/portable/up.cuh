@@ -34,8 +34,10 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
                           kTileColumns / static_cast<int>(s.P), up.skips_rest, multiprocessors, stream);
 }
 
-template <class Element, class Shape>
+template <int32_t kDtype, TileChoice kTile>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
+  using Element = ElementOf<kDtype>;
+  using Shape = TileOf<Element, kTile>;
   return up.s.layout.in_transposed ? launch_up<Element, Shape, Major::k>(up, multiprocessors, stream)
                                    : launch_up<Element, Shape, Major::mn>(up, multiprocessors, stream);
 }

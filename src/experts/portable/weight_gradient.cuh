@@ -8,9 +8,11 @@
 
 namespace anabranch::cuda::portable {
 
-template <class Element, class Shape>
+template <int32_t kDtype, TileChoice kTile>
 ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& bounds, const SegmentList& list,
                                  int multiprocessors, cudaStream_t stream) {
+  using Element = ElementOf<kDtype>;
+  using Shape = TileOf<Element, kTile>;
   Product<Shape, Element, SumFactor<Side::rows>, SumFactor<Side::columns>, SegmentTiles,
           SegmentTileScheduler<Shape::kRows, 1>, WeightGradientEpilogue<Element>>
       product;

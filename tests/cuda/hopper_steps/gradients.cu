@@ -245,11 +245,11 @@ int check(const Operands<Element>& operands, const Sums& sums, Source source, Ti
                 : source == Source::gathered_x ? " x gathered"
                                                : " d_y gathered",
                 static_cast<long long>(c.R), c.sizes.size(), static_cast<long long>(c.D), static_cast<long long>(c.N));
-  if (!supports(g)) {
+  if (hopper::why_not(g) != nullptr) {
     std::printf("  BAD  %s: not for the tensor cores\n", name);
     return 1;
   }
-  const DeviceArray<char> workspace(static_cast<int64_t>(hopper::workspace_of(g)));
+  const DeviceArray<char> workspace(static_cast<int64_t>(weight_gradient_bytes(g.R, g.E, g.D, g.N)));
   int failures = fails(hopper::multiply(g, tile, workspace.data(), multiprocessors(), nullptr));
   const std::vector<Out> got = d_w.fetch(&failures);
   workspace.check_guards(&failures);
@@ -395,7 +395,8 @@ int gradients_repeat() {
   const WeightGradient g = cut.gradient(Source::gathered_x, d_w.data(), AB_FLOAT32, false);
   const WeightGradient other = whole.gradient(Source::rows, d_w_other.data(), AB_BFLOAT16, false);
   const DeviceArray<char> workspace(
-      static_cast<int64_t>(std::max(hopper::workspace_of(g), hopper::workspace_of(other))));
+      static_cast<int64_t>(std::max(weight_gradient_bytes(g.R, g.E, g.D, g.N),
+                                    weight_gradient_bytes(other.R, other.E, other.D, other.N))));
   int failures = 0;
   std::vector<float> first;
   std::vector<uint16_t> first_other;
@@ -440,7 +441,7 @@ int rate_of_gradients() {
     const DeviceArray<uint16_t> d_w(E * D * N);
     for (const Source source : {Source::rows, Source::gathered_x, Source::gathered_d_y}) {
       const WeightGradient g = operands.gradient(source, d_w.data(), AB_BFLOAT16, false);
-      const DeviceArray<char> workspace(static_cast<int64_t>(hopper::workspace_of(g)));
+      const DeviceArray<char> workspace(static_cast<int64_t>(weight_gradient_bytes(g.R, g.E, g.D, g.N)));
       for (const TileModel& model : kTileModels) {
         std::vector<float> times;
         for (int i = 0; i < 23; ++i) {

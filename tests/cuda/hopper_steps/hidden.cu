@@ -320,7 +320,7 @@ template <class Element>
 int check_up(const Case& c, const Options& options, TileChoice tile, unsigned seed) {
   const Layer<Element> layer(c, options, seed);
   const Up op = layer.up();
-  if (!supports(op)) {
+  if (hopper::why_not(op) != nullptr) {
     std::printf("  BAD not for the tensor cores\n");
     return 1;
   }
@@ -349,7 +349,7 @@ template <class Element>
 int check_gradient(const Case& c, const Options& options, TileChoice tile, unsigned seed) {
   const Layer<Element> layer(c, options, seed);
   const HiddenGradient op = layer.gradient();
-  if (!supports(op)) {
+  if (hopper::why_not(op) != nullptr) {
     std::printf("  BAD not for the tensor cores\n");
     return 1;
   }

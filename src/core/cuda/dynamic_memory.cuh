@@ -1,0 +1,13 @@
+// The shared memory that a launch asks for.
+#pragma once
+
+namespace anabranch::cuda {
+
+template <class T>
+__device__ __forceinline__ T& dynamic_shared_memory() {
+  extern __shared__ __align__(128) char memory[];
+  static_assert(alignof(T) <= 128);
+  return *reinterpret_cast<T*>(memory);
+}
+
+}  // namespace anabranch::cuda

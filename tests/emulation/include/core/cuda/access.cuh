@@ -1,0 +1,35 @@
+// core/cuda/access.cuh on the emulator.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace anabranch::cuda {
+
+template <class Word>
+void load_if(bool there, const Word* from, Word* word) {
+  if (there) *word = *from;
+}
+template <class Word>
+void store_if(bool there, Word* to, const Word& word) {
+  if (there) *to = word;
+}
+inline void prefetch_if(bool, const void*) {}
+template <class Word>
+void forget(Word*) {}
+
+template <class T>
+uint32_t pack(float low, float high) {
+  return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+}
+template <class T>
+float low_half(uint32_t word) {
+  return to_float(T{static_cast<uint16_t>(word)});
+}
+template <class T>
+float high_half(uint32_t word) {
+  return to_float(T{static_cast<uint16_t>(word >> 16)});
+}
+
+}  // namespace anabranch::cuda

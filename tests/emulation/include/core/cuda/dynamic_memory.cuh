@@ -1,0 +1,14 @@
+// core/cuda/dynamic_memory.cuh on the emulator.
+#pragma once
+
+#include "emulator.h"
+
+namespace anabranch::cuda {
+
+template <class T>
+T& dynamic_shared_memory() {
+  if (sizeof(T) > emulation::shared_bytes()) emulation::fail("a launch with less shared memory than the kernel has");
+  return *reinterpret_cast<T*>(emulation::shared_memory());
+}
+
+}  // namespace anabranch::cuda

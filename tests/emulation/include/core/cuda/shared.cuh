@@ -1,0 +1,29 @@
+// core/cuda/shared.cuh on the emulator, what of it the experts use.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "emulator.h"
+
+namespace anabranch::cuda {
+
+// A place in the block's shared memory that such an access may have.
+inline char* shared_place(uint32_t address, size_t bytes) {
+  if (address % bytes != 0) emulation::fail("an access of %zu bytes to %u", bytes, address);
+  if (address + bytes > emulation::shared_bytes()) emulation::fail("an access past the block's shared memory");
+  return emulation::shared_memory() + address;
+}
+
+template <class T>
+T load_shared(unsigned address) {
+  T value;
+  std::memcpy(&value, shared_place(address, sizeof(T)), sizeof(T));
+  return value;
+}
+template <class T>
+void store_shared(unsigned address, T value) {
+  std::memcpy(shared_place(address, sizeof(T)), &value, sizeof(T));
+}
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,223 @@
+// What the project uses of the CUDA runtime and of CUDA C++, on the emulator.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "emulator.h"
+
+#define __device__
+#define __host__
+#define __global__
+#define __shared__ static
+#define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__  // also a word of the standard library
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(bytes) alignas(bytes)
+
+static const emulation::Dim3& threadIdx = emulation::thread_index;
+static const emulation::Dim3& blockIdx = emulation::block_index;
+static const emulation::Dim3& blockDim = emulation::block_size;
+static const emulation::Dim3& gridDim = emulation::grid_size;
+
+using std::max;
+using std::min;
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct dim3 {
+  unsigned x, y, z;
+  explicit dim3(unsigned size = 1) : x(size), y(1), z(1) {}
+};
+
+inline void __syncthreads() { emulation::sync_block(); }
+inline void __syncwarp(unsigned = 0) {
+  const char nothing = 0;
+  emulation::show(&nothing, 1);
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return emulation::of_lane(value, lane);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int bits) {
+  return emulation::of_lane(value, static_cast<int>(threadIdx.x % 32) ^ bits);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return emulation::of_lane(value, lane < distance ? lane : lane - distance);
+}
+inline unsigned __ballot_sync(unsigned, int predicate) {
+  const char mine = predicate != 0;
+  const char(*shown)[64] = emulation::show(&mine, 1);
+  unsigned lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(shown[lane][0]) << lane;
+  return lanes;
+}
+inline int __all_sync(unsigned lanes, int predicate) { return __ballot_sync(lanes, predicate) == ~0u; }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <class T>
+void __stcs(T* to, const T& value) {
+  *to = value;
+}
+template <class T>
+T atomicAdd(T* at, T value) {
+  const T before = *at;
+  *at += value;
+  return before;
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline void cudaGridDependencySynchronize() {}
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
+
+// --- the runtime: one device of compute capability 8.0, whose memory is the host's
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorMemoryAllocation,
+  cudaErrorNoKernelImageForDevice,
+  cudaErrorInvalidDeviceFunction,
+  cudaErrorInvalidConfiguration,
+  cudaErrorInsufficientDriver,
+  cudaErrorNoDevice,
+  cudaErrorLaunchOutOfResources
+};
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMultiProcessorCount
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeClusterDimension
+};
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
+constexpr unsigned cudaStreamNonBlocking = 1;
+using cudaStream_t = void*;
+using cudaGraph_t = void*;
+using cudaGraphExec_t = void*;
+
+struct cudaDeviceProp {
+  char name[256] = "emulated";
+  int major = 8;
+  int minor = 0;
+  int multiProcessorCount = 3;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim;
+  dim3 blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  *properties = {};
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const cudaDeviceProp properties;
+  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? properties.major
+           : attribute == cudaDevAttrComputeCapabilityMinor ? properties.minor
+                                                            : properties.multiProcessorCount;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
+  *free_bytes = *total = size_t{1} << 30;
+  return cudaSuccess;
+}
+template <class T>
+cudaError_t cudaMalloc(T** memory, size_t bytes) {
+  *memory = static_cast<T*>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+}
+inline cudaError_t cudaFree(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cudaSuccess; }
+// What is captured runs at once, and once.
+inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  *graph = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t, unsigned long long) {
+  *executable = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  constexpr int kMost = 99 << 10;  // of a block, on the smallest devices
+  return bytes <= kMost ? cudaSuccess : cudaErrorInvalidValue;
+}
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+  emulation::run_grid(config->gridDim.x, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes,
+                      [&] { kernel(arguments...); });
+  return cudaSuccess;
+}

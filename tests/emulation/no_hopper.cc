@@ -1,0 +1,27 @@
+// Hopper's products where there are none.
+#include "core/status.h"
+#include "experts/hopper/products.h"
+
+namespace anabranch::cuda::hopper {
+namespace {
+
+constexpr const char* kNot = "it is emulated";
+ab_status refused() { return error(AB_INTERNAL, "%s", kNot); }
+
+}  // namespace
+
+const char* why_not(const Up&) { return kNot; }
+const char* why_not(const RowsProduct&) { return kNot; }
+const char* why_not(const HiddenGradient&) { return kNot; }
+const char* why_not(const WeightGradient&) { return kNot; }
+TileChoice choose_tile(const Up&, int) { return {}; }
+TileChoice choose_tile(const RowsProduct&, int) { return {}; }
+TileChoice choose_tile(const HiddenGradient&, int) { return {}; }
+TileChoice choose_tile(const WeightGradient&, int) { return {}; }
+int64_t parts_of_dots(const HiddenGradient&, TileChoice) { return 0; }
+ab_status multiply(const Up&, TileChoice, int, cudaStream_t) { return refused(); }
+ab_status multiply(const RowsProduct&, TileChoice, int, cudaStream_t) { return refused(); }
+ab_status multiply(const HiddenGradient&, TileChoice, int, cudaStream_t) { return refused(); }
+ab_status multiply(const WeightGradient&, TileChoice, void*, int, cudaStream_t) { return refused(); }
+
+}  // namespace anabranch::cuda::hopper

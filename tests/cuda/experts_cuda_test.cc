@@ -151,7 +151,7 @@ TEST_F(ExpertsCuda, ManyGroups) {
   check({sizes, R, 64, 72, true});
 }
 
-// Addresses that are not 16-byte aligned go the simple way.
+// Hopper's kernels don't take addresses that are not 16-byte aligned.
 TEST_F(ExpertsCuda, UnalignedOperands) {
   const Case c{{20, 0, 44}, 70, 64, 72};
   const GroupedMatmul op(c);

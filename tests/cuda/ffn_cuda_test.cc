@@ -311,7 +311,7 @@ TEST_F(FfnCuda, EachOutputIsTheSameAlone) {
   }
 }
 
-// Addresses that are not 16-byte aligned go the simple way, whose workspace is no larger.
+// Hopper's kernels don't take addresses that are not 16-byte aligned; the workspace is the same.
 TEST_F(FfnCuda, UnalignedOperands) {
   const FfnCase c{kGroups, 150, 64, 72, 2, 61, 3};
   const Network want(c);

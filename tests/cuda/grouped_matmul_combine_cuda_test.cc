@@ -266,7 +266,7 @@ TEST_F(GroupedMatmulCombineCuda, ABiasJoinsTransposedWeightsToo) {
   }
 }
 
-// Addresses that are not 16-byte aligned go the simple way.
+// Hopper's kernels don't take addresses that are not 16-byte aligned.
 TEST_F(GroupedMatmulCombineCuda, UnalignedOperands) {
   const Network net({kGroups, 160, 200, 72, 2, 61, 3});
   net.on_cpu();

@@ -1,7 +1,7 @@
 #include "emulator.h"
 
-#include <csetjmp>
 #include <ucontext.h>
+#include <csetjmp>
 
 #include <algorithm>
 #include <cstdarg>
@@ -58,7 +58,6 @@ struct Block {
 };
 
 Options options;
-Counts counts;
 Block block;
 jmp_buf scheduler;
 int current = 0;
@@ -121,7 +120,8 @@ void copy_now(const Copy& copy) {
   if (copy.to + copy.room > block.shared_bytes) fail("a copy past the block's shared memory, to %u", copy.to);
   if (copy.bytes > copy.room) fail("a copy of %u bytes of %u", copy.bytes, copy.room);
   if (copy.bytes > 0) {
-    if (reinterpret_cast<uintptr_t>(copy.from) % copy.room != 0) fail("a copy of %u bytes from %p", copy.room, copy.from);
+    if (reinterpret_cast<uintptr_t>(copy.from) % copy.room != 0)
+      fail("a copy of %u bytes from %p", copy.room, copy.from);
     std::memcpy(block.memory.data() + copy.to, copy.from, copy.bytes);
   }
   std::memset(block.memory.data() + copy.to + copy.bytes, 0, copy.room - copy.bytes);
@@ -130,7 +130,8 @@ void copy_now(const Copy& copy) {
 void run_block() {
   const int threads = static_cast<int>(block.threads.size());
   std::vector<int> order(block.threads.size());
-  for (int i = 0; i < threads; ++i) order[static_cast<size_t>(i)] = options.order == Order::backward ? threads - 1 - i : i;
+  for (int i = 0; i < threads; ++i)
+    order[static_cast<size_t>(i)] = options.order == Order::backward ? threads - 1 - i : i;
   std::mt19937 random(block_index.x);
   for (;;) {
     if (options.order == Order::shuffled) std::shuffle(order.begin(), order.end(), random);
@@ -154,12 +155,6 @@ void run_block() {
 
 void set_options(Options wanted) { options = wanted; }
 
-Counts take_counts() {
-  const Counts taken = counts;
-  counts = {};
-  return taken;
-}
-
 Dim3 thread_index;
 Dim3 block_index;
 Dim3 block_size;
@@ -171,7 +166,8 @@ void run_grid(int64_t blocks, int threads, size_t bytes, const std::function<voi
   body = &kernel;
   grid_size = {static_cast<unsigned>(blocks), 1, 1};
   block_size = {static_cast<unsigned>(threads), 1, 1};
-  if (block.threads.size() != static_cast<size_t>(threads)) block.threads = std::vector<Thread>(static_cast<size_t>(threads));
+  if (block.threads.size() != static_cast<size_t>(threads))
+    block.threads = std::vector<Thread>(static_cast<size_t>(threads));
   for (int64_t b = 0; b < blocks; ++b) {
     block_index = {static_cast<unsigned>(b), 0, 0};
     block.warps = std::vector<Warp>(static_cast<size_t>((threads + kLanes - 1) / kLanes));
@@ -223,28 +219,6 @@ void wait_for_groups(int pending) {
       for (const Copy& copy : groups.front()) copy_now(copy);
     }
     groups.pop_front();
-  }
-}
-
-void count_access(uint32_t address, int bytes) {
-  const char(*shown)[64] = show(&address, sizeof(address));
-  if (current % kLanes != 0) return;
-  // So many lanes are served at a time as have 128 bytes together.
-  const int lanes = 128 / bytes;
-  for (int first = 0; first < kLanes; first += lanes) {
-    std::vector<uint32_t> words[32];
-    for (int lane = first; lane < first + lanes; ++lane) {
-      uint32_t at;
-      std::memcpy(&at, shown[lane], sizeof(at));
-      for (uint32_t word = at / 4; word < (at + static_cast<uint32_t>(bytes)) / 4; ++word) {
-        auto& bank = words[word % 32];
-        if (std::find(bank.begin(), bank.end(), word) == bank.end()) bank.push_back(word);
-      }
-    }
-    size_t most = 1;
-    for (const auto& bank : words) most = std::max(most, bank.size());
-    ++counts.shared_accesses;
-    counts.shared_conflicts += static_cast<int64_t>(most) - 1;
   }
 }
 

@@ -73,7 +73,8 @@ __device__ __forceinline__ void split(const uint32_t (&bits)[kCount], uint32_t (
 template <class Shape>
 using Accumulators = float[Shape::kFragmentsDown][Shape::kFragmentsAcross][4];
 
-// acc += the products of one step of a k-block, for the warp's rows from `row` and columns from `column` of the tile on.
+// acc += the products of one step of a k-block, for the warp's rows from `row` and columns from `column` of the tile
+// on.
 template <class Shape, class Element, Major kMajorA, Major kMajorB>
   requires(sizeof(Element) == 2)
 __device__ __forceinline__ void multiply_step(uint32_t block_a, uint32_t block_b, int row, int column, int step,
@@ -97,8 +98,8 @@ __device__ __forceinline__ void multiply_step(uint32_t block_a, uint32_t block_b
   }
 }
 
-// Of float32: a b = a_high b_high + (a_high b_low + a_low b_high), the small terms first. Tensor cores round sums towards
-// zero: they sum few terms, and the ordinary units, which round to nearest, add these sums up.
+// Of float32: a b = a_high b_high + (a_high b_low + a_low b_high), the small terms first. Tensor cores round sums
+// towards zero: they sum few terms, and the ordinary units, which round to nearest, add these sums up.
 template <class Shape, class Element, Major kMajorA, Major kMajorB>
   requires(sizeof(Element) == 4)
 __device__ __forceinline__ void multiply_step(uint32_t block_a, uint32_t block_b, int row, int column, int step,

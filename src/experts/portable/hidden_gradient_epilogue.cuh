@@ -79,8 +79,8 @@ struct HiddenGradientEpilogue {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (i >= hidden.parts) continue;
-        store_row(runs[i], dh + hidden_row + hidden.begin_of_run(first, i, kEach),
-                  hidden.count_of_run(first, i, kEach), aligned);
+        store_row(runs[i], dh + hidden_row + hidden.begin_of_run(first, i, kEach), hidden.count_of_run(first, i, kEach),
+                  aligned);
       }
     }
     if (weighted_a != nullptr) store_row(values, weighted_a + at * hidden.F + first, hidden.F - first, aligned);

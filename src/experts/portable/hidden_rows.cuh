@@ -1,5 +1,5 @@
-// How the columns of hidden rows stand, gate and up in two parts or alternating, for epilogues that work on neighbouring
-// columns of both.
+// How the columns of hidden rows stand, gate and up in two parts or alternating, for epilogues that work on
+// neighbouring columns of both.
 #pragma once
 
 #include "experts/check.h"

@@ -11,8 +11,8 @@
 namespace anabranch::cuda::portable {
 
 template <int32_t kDtype>
-using ElementOf = std::conditional_t<kDtype == AB_BFLOAT16, BFloat16,
-                                     std::conditional_t<kDtype == AB_FLOAT16, Float16, float>>;
+using ElementOf =
+    std::conditional_t<kDtype == AB_BFLOAT16, BFloat16, std::conditional_t<kDtype == AB_FLOAT16, Float16, float>>;
 
 // tiles: at most so many there are.
 template <class P>
@@ -23,8 +23,8 @@ ab_status launch_product(const char* name, const P& product, int64_t tiles, int 
                 product);
 }
 
-// Rows of `columns` elements, those of an expert `matrix` elements after those of the one before; and a column, if it is
-// no multiple of kChunk, at which a second part of columns begins.
+// Rows of `columns` elements, those of an expert `matrix` elements after those of the one before; and a column, if it
+// is no multiple of kChunk, at which a second part of columns begins.
 template <class Element>
 MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_t second_part = 0) {
   constexpr int64_t kBytes = sizeof(Element);
@@ -32,9 +32,9 @@ MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_
   rows.data = static_cast<const char*>(data);
   rows.row_bytes = columns * kBytes;
   rows.matrix_bytes = matrix * kBytes;
-  rows.copy_bytes = common_alignment({address(data), static_cast<uintptr_t>(rows.row_bytes),
-                                      static_cast<uintptr_t>(rows.matrix_bytes),
-                                      static_cast<uintptr_t>(second_part * kBytes)});
+  rows.copy_bytes =
+      common_alignment({address(data), static_cast<uintptr_t>(rows.row_bytes),
+                        static_cast<uintptr_t>(rows.matrix_bytes), static_cast<uintptr_t>(second_part * kBytes)});
   return rows;
 }
 

@@ -1,11 +1,12 @@
-// Where things are: an operand's k-block in shared memory, and the matrices of an instruction among the lanes of a warp.
-// Nothing here needs a GPU.
+// Where things are: an operand's k-block in shared memory, and the matrices of an instruction among the lanes of a
+// warp. Nothing here needs a GPU.
 //
 // An operand gives rows or columns of the result, its sides, and k, the dimension that is summed. In memory either is
 // next to next, and so it is in shared memory:
 //
 //   Major::k    [side][64 bytes of k]            chunk c of side s stands at chunk c ^ s / 2 % 4
-//   Major::mn   [k][sides, 128 of them]          chunk c of k stands at chunk c ^ k % 8, of 32-bit elements c ^ k % 4 * 2
+//   Major::mn   [k][sides, 128 of them]          chunk c of k stands at chunk c ^ k % 8, of 32-bit elements c ^ k % 4 *
+//   2
 //
 // A chunk is 16 bytes. By these swizzles the 8 chunks that are written or read at a time have 32 different banks.
 #pragma once

@@ -15,9 +15,9 @@ struct StagedTile {
   int part;         // the rows are those of so many-th fragments
   const int32_t* slots;
 
-  // visit(row, column, place): kEach neighbouring columns of `columns`, for the thread. row, column: of the tile, place:
-  // where column 0 of the row stands. Neighbouring lanes have neighbouring columns, and all threads of the block make
-  // as many visits, so that they may exchange something in them.
+  // visit(row, column, place): kEach neighbouring columns of `columns`, for the thread. row, column: of the tile,
+  // place: where column 0 of the row stands. Neighbouring lanes have neighbouring columns, and all threads of the block
+  // make as many visits, so that they may exchange something in them.
   template <int kEach, class Visit>
   __device__ __forceinline__ void for_each(int columns, const Visit& visit) const {
     const int of_row = columns / kEach;

@@ -10,8 +10,8 @@ namespace anabranch::cuda::portable {
 
 template <class Element>
 struct UpEpilogue {
-  Element* h;  // hidden rows, or nullptr
-  Element* a;  // [R, F]
+  Element* h;           // hidden rows, or nullptr
+  Element* a;           // [R, F]
   const Element* bias;  // a hidden row an expert, or nullptr
   Floats weights;       // early ones, of slots; or none: 1
   Activation activation;

@@ -39,7 +39,8 @@ struct alignas(16) float4 {
 };
 struct dim3 {
   unsigned x, y, z;
-  explicit dim3(unsigned size = 1) : x(size), y(1), z(1) {}
+  dim3() : dim3(1) {}
+  explicit dim3(unsigned size) : x(size), y(1), z(1) {}
 };
 
 inline void __syncthreads() { emulation::sync_block(); }
@@ -62,7 +63,7 @@ T __shfl_up_sync(unsigned, T value, int distance) {
 }
 inline unsigned __ballot_sync(unsigned, int predicate) {
   const char mine = predicate != 0;
-  const char(*shown)[64] = emulation::show(&mine, 1);
+  const char (*shown)[64] = emulation::show(&mine, 1);
   unsigned lanes = 0;
   for (int lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(shown[lane][0]) << lane;
   return lanes;
@@ -112,10 +113,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaLaunchAttributeID {
-  cudaLaunchAttributeProgrammaticStreamSerialization,
-  cudaLaunchAttributeClusterDimension
-};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
 constexpr unsigned cudaStreamNonBlocking = 1;
 using cudaStream_t = void*;

@@ -1,8 +1,9 @@
-// A GPU for tests where there is none: runs kernels on the CPU, a block at a time, every thread as a fiber that gives way
-// where it waits for others.
+// A GPU for tests where there is none: runs kernels on the CPU, a block at a time, every thread as a fiber that gives
+// way where it waits for others.
 //
 // It has no sense of time, so what it finds it finds by doing things in the least convenient order: the order in which
-// threads run, and when asynchronous copies take place, are options of a run. Only what all threads wait for is ordered.
+// threads run, and when asynchronous copies take place, are options of a run. Only what all threads wait for is
+// ordered.
 #pragma once
 
 #include <cstdint>
@@ -28,13 +29,6 @@ struct Options {
 // Of all launches from now on.
 void set_options(Options options);
 
-// Counts of the launches since the last call.
-struct Counts {
-  int64_t shared_accesses = 0;   // of a warp to shared memory by ldmatrix, cp.async or single words
-  int64_t shared_conflicts = 0;  // how many times more the banks were busy than they had to be
-};
-Counts take_counts();
-
 // Of the thread that runs.
 extern Dim3 thread_index;
 extern Dim3 block_index;
@@ -46,8 +40,8 @@ size_t shared_bytes();
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel);
 
 void sync_block();
-// Shows `bytes` to the other lanes of the warp, which all call it, and returns what lane i shows: [32] of 64 bytes, until
-// the lane's next call but one.
+// Shows `bytes` to the other lanes of the warp, which all call it, and returns what lane i shows: [32] of 64 bytes,
+// until the lane's next call but one.
 const char (*show(const void* value, size_t bytes))[64];
 
 template <class T>
@@ -61,9 +55,6 @@ T of_lane(const T& value, int lane) {
 void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t room);
 void end_group();
 void wait_for_groups(int pending);
-
-// An access by all lanes of the warp of `bytes` each; counts conflicts.
-void count_access(uint32_t address, int bytes);
 
 [[noreturn]] void fail(const char* format, ...);
 

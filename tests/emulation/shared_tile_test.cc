@@ -1,0 +1,185 @@
+// Where the portable kernels put things, looked at without running them: every chunk has one place, a warp's accesses
+// to shared memory meet no bank twice, a float32 number is the sum of its parts.
+#include "experts/portable/shared_tile.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "core/cuda/mma.cuh"
+#include "experts/portable/fragments.cuh"
+#include "experts/portable/tile_choice.h"
+
+namespace anabranch::cuda::portable {
+namespace {
+
+constexpr int kLanes = 32;
+
+// How many times the banks serve accesses of `bytes` a lane: one for each 128 bytes, if no bank is met twice. Lanes
+// that read the same word are served together.
+int turns_of(const std::vector<uint32_t>& addresses, int bytes) {
+  const size_t together = static_cast<size_t>(128 / bytes);
+  int turns = 0;
+  for (size_t first = 0; first < addresses.size(); first += together) {
+    std::set<uint32_t> words[32];
+    for (size_t i = first; i < std::min(first + together, addresses.size()); ++i) {
+      for (uint32_t word = addresses[i] / 4; word < (addresses[i] + static_cast<uint32_t>(bytes)) / 4; ++word) {
+        words[word % 32].insert(word);
+      }
+    }
+    size_t most = 0;
+    for (const auto& bank : words) most = std::max(most, bank.size());
+    turns += static_cast<int>(most);
+  }
+  return turns;
+}
+template <class Address>
+int turns_of_warp(int bytes, const Address& address) {
+  std::vector<uint32_t> addresses;
+  for (int lane = 0; lane < kLanes; ++lane) addresses.push_back(address(lane));
+  return turns_of(addresses, bytes);
+}
+
+template <Major kMajor, int kElementBytes, int kSides>
+struct Of {
+  static constexpr Major major = kMajor;
+  static constexpr int bytes = kElementBytes;
+  static constexpr int sides = kSides;
+  using Tile = SharedTile<kMajor, kElementBytes, kSides>;
+};
+
+template <class T>
+class SharedTiles : public ::testing::Test {};
+using Kinds = ::testing::Types<Of<Major::k, 2, 128>, Of<Major::k, 2, 32>, Of<Major::k, 4, 128>, Of<Major::k, 4, 64>,
+                               Of<Major::k, 4, 32>, Of<Major::mn, 2, 128>, Of<Major::mn, 4, 128>, Of<Major::mn, 4, 64>>;
+TYPED_TEST_SUITE(SharedTiles, Kinds);
+
+TYPED_TEST(SharedTiles, EveryChunkIsCopiedOnceToAPlaceOfItsOwn) {
+  using Tile = typename TypeParam::Tile;
+  using Plan = CopyPlan<Tile>;
+  std::set<std::pair<int, int>> chunks;
+  std::set<uint32_t> places;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    for (int pass = 0; pass < Plan::kPasses; ++pass) {
+      const int row = Plan::row(thread, pass);
+      const int chunk = Plan::chunk(thread);
+      ASSERT_LT(row, Tile::kRows);
+      EXPECT_TRUE(chunks.insert({row, chunk}).second);
+      const uint32_t place = Tile::chunk(row, chunk);
+      EXPECT_EQ(place % kChunkBytes, 0u);
+      EXPECT_LT(place, static_cast<uint32_t>(TypeParam::sides * kDepthBytes));
+      EXPECT_TRUE(places.insert(place).second);
+    }
+  }
+  EXPECT_EQ(chunks.size(), static_cast<size_t>(TypeParam::sides * kDepthBytes / kChunkBytes));
+}
+
+TYPED_TEST(SharedTiles, CopiesMeetNoBankTwice) {
+  using Tile = typename TypeParam::Tile;
+  using Plan = CopyPlan<Tile>;
+  for (int warp = 0; warp < kWarps; ++warp) {
+    for (int pass = 0; pass < Plan::kPasses; ++pass) {
+      const int turns = turns_of_warp(kChunkBytes, [&](int lane) {
+        const int thread = warp * kLanes + lane;
+        return Tile::chunk(Plan::row(thread, pass), Plan::chunk(thread));
+      });
+      EXPECT_EQ(turns, 4);
+    }
+  }
+}
+
+TYPED_TEST(SharedTiles, FragmentsMeetNoBankTwice) {
+  using Tile = typename TypeParam::Tile;
+  for (int step = 0; step < kSteps; ++step) {
+    for (int side = 0; side < TypeParam::sides; side += kFragmentRows) {
+      if constexpr (TypeParam::major == Major::mn && TypeParam::bytes == 4) {
+        for (int i = 0; i < 4; ++i) {
+          EXPECT_EQ(turns_of_warp(4,
+                                  [&](int lane) {
+                                    const ElementPlace place = element_of_a(lane, side, step, i);
+                                    return Tile::element(place.k, place.side);
+                                  }),
+                    1);
+          EXPECT_EQ(turns_of_warp(4,
+                                  [&](int lane) {
+                                    const ElementPlace place =
+                                        element_of_b(lane, side + i / 2 * kFragmentColumns, step, i % 2);
+                                    return Tile::element(place.k, place.side);
+                                  }),
+                    1);
+        }
+      } else {
+        for (const auto place_of : TypeParam::major == Major::k ? std::vector{place_of_a_by_k, place_of_b_by_k}
+                                                                : std::vector{place_of_a_by_mn, place_of_b_by_mn}) {
+          EXPECT_EQ(turns_of_warp(kChunkBytes,
+                                  [&](int lane) {
+                                    const MatrixPlace place = place_of(lane, side, step);
+                                    return Tile::chunk(place.row, place.chunk);
+                                  }),
+                    4);
+        }
+      }
+    }
+  }
+}
+
+template <class Shape>
+void check_staging() {
+  std::set<int> rows;
+  for (int part = 0; part < Shape::kFragmentsDown; ++part) {
+    for (int row = 0; row < kStagedRows<Shape>; ++row) EXPECT_TRUE(rows.insert(row_of_staged<Shape>(row, part)).second);
+  }
+  EXPECT_EQ(rows.size(), static_cast<size_t>(Shape::kRows));
+  EXPECT_EQ(*rows.rbegin(), Shape::kRows - 1);
+}
+
+TEST(StagedTiles, EveryRowIsStagedOnce) {
+  check_staging<LargeTile>();
+  check_staging<SplitTile>();
+  check_staging<SmallTile>();
+}
+
+TEST(StagedTiles, AccumulatorsMeetNoBankTwice) {
+  for (int i = 0; i < 4; i += 2) {
+    EXPECT_EQ(turns_of_warp(8, [&](int lane) { return staged_place(row_of_c(lane, i), column_of_c(lane, i)); }), 2);
+  }
+  // Lanes with 4 neighbours of a row each.
+  EXPECT_EQ(turns_of_warp(16, [](int lane) { return staged_place(lane / 32, lane % 32 * 4); }), 4);
+}
+
+// What is lost is at most a unit of the 24th digit of the larger number.
+TEST(Split, PartsAreTf32AndTheirSumIsTheNumber) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 1000000; ++i) {
+    const uint32_t exponent = 1 + 24 + random() % (254 - 24);  // parts are normal numbers
+    const uint32_t bits = (random() & 0x807fffffu) | exponent << 23;
+    if ((bits & 0x7fffffffu) > 0x7f7fefffu) continue;  // rounds to infinity
+    const Split parts = split(bits);
+    ASSERT_EQ(parts.high & 0x1fffu, 0u);
+    ASSERT_EQ(parts.low & 0x1fffu, 0u);
+    const double value = float_from_bits(bits);
+    const double sum = static_cast<double>(float_from_bits(parts.high)) + float_from_bits(parts.low);
+    ASSERT_LE(std::abs(sum - value), std::ldexp(1.0, static_cast<int>(exponent) - 127 - 23)) << value;
+  }
+  for (const float exact : {0.0f, -0.0f, 1.0f, -2.5f, 0x1.ffcp+3f}) {
+    EXPECT_EQ(float_from_bits(split(bits_of(exact)).high), exact);
+    EXPECT_EQ(float_from_bits(split(bits_of(exact)).low), 0.0f);
+  }
+  EXPECT_TRUE(std::isnan(float_from_bits(split(bits_of(NAN)).low)));
+}
+
+TEST(TileChoices, FewRowsAGroupTakeSmallTiles) {
+  for (const int bytes : {2, 4}) {
+    EXPECT_EQ(choose_tile(8, 128, bytes), TileChoice::small);
+    EXPECT_EQ(choose_tile(128 * 16, 128, bytes), TileChoice::small);
+    EXPECT_EQ(choose_tile(128 * 256, 128, bytes), TileChoice::main);
+    EXPECT_EQ(choose_tile(262144, 128, bytes), TileChoice::main);
+    EXPECT_EQ(choose_tile(262144, 8, bytes), TileChoice::main);
+  }
+}
+
+}  // namespace
+}  // namespace anabranch::cuda::portable

@@ -262,12 +262,13 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
   const auto chunks = chunk_widths(options, shape, named);
   CombinedSizes combined;
   check(anabranch::check(&args, &combined));
-  const int multiprocessors = multiprocessors_of_device();
+  cuda::Device device;
+  check(cuda::find_device("bench", &device));
   for (size_t column = first; column < kColumns; ++column) {
     const long columns = chunks[column];
     const Memory buffer(static_cast<size_t>(R * columns) * 2);
     print_time(time_of(options.repeats, [&] {
-      check(cuda::multiply_and_combine(args, combined, columns, buffer.data(), multiprocessors, nullptr));
+      check(cuda::multiply_and_combine(args, combined, columns, buffer.data(), device, nullptr));
     }));
   }
 }
@@ -313,8 +314,8 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   g.E = shape.E;
   g.D = D;
   g.N = N;
-  if (over_rows ? !hopper::supports(p) : !hopper::supports(g)) fail("not for the tensor cores");
-  const Memory workspace(over_rows ? 0 : hopper::workspace_of(g));
+  if (const char* why = over_rows ? hopper::why_not(p) : hopper::why_not(g)) fail(why);
+  const Memory workspace(over_rows ? 0 : cuda::workspace_of(g));
   const Memory hidden(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
   const Memory dots(fused ? static_cast<size_t>(R * hopper::ceil_div(half(shape), 128)) * sizeof(float) : 0);
   const Memory weights(fused ? static_cast<size_t>(R) * sizeof(float) : 0);

@@ -22,8 +22,8 @@ extern "C" {
 /* Most experts of a call of the router; more are AB_UNSUPPORTED. */
 #define AB_CUDA_MAX_EXPERTS 8192
 
-/* "key=value" lines: version, cuda (the runtime's version), driver, and one line a device; or error=why there is none.
- */
+/* "key=value" lines: version, cuda (the runtime's version), driver, for each device what it is and which kernels the
+ * experts try first there; or error=why there is none. */
 AB_API void ab_cuda_describe(char* text, size_t size);
 
 /* Tensors, options and errors are those of router.h. At most AB_CUDA_MAX_EXPERTS experts. Fast up to 1024 experts and
@@ -59,13 +59,19 @@ AB_API ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* args
 AB_API ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec* exec, size_t* bytes);
 
-/* Needs compute capability 9.0 (Hopper). Products of bfloat16 and float16 run on the tensor cores where rows of x, w
- * and y are whole 16-byte chunks from aligned addresses on; all others, and float32, on a much slower kernel. */
+/* Products run on the first kernels that can take them:
+ *   hopper    on compute capability 9.0, of bfloat16 and float16 where rows of x, w and y are whole 16-byte chunks from
+ *             aligned addresses on;
+ *   portable  on the tensor cores of every device, of float32, bfloat16 and float16, any width and address, where all
+ *             operands have one dtype; fastest where rows are such chunks. Float32 is multiplied as float32, by three
+ *             products of TF32;
+ *   plain     everything else, much slower.
+ * The environment variable ANABRANCH_CUDA_PATH, read once, names one of them to begin with. */
 AB_API ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec,
                                                   size_t* bytes);
 
-/* The same for x, d_y and d_w; the tensor cores take x and d_y of one 16-bit dtype, and d_w of that dtype or float32,
+/* The same for x, d_y and d_w; the tensor cores take x and d_y of one dtype, and d_w of that dtype or float32,
  * accumulated or not.
  * Sums over more rows than a bound that depends on shapes alone are cut and their parts added in order. Workspace: at
  * most 144 MiB and 16 bytes an expert. */
@@ -75,8 +81,6 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_
 
 /* In chunks of columns: the product of the rows with some columns of w, then the sums of these, and on. Same bits as
  * ab_cuda_grouped_matmul or the products of the feed-forward network, whichever has such operands, and ab_cuda_combine.
- * The tensor cores take what they take there; a bias together with transpose_w, which the network has no use for, goes
- * the slow way.
  * Workspace: [R, C] of the dtype of x. W is as many elements as w has, without transpose_w and where R <= E N twice as
  * many (those of the gated W_in), or if that is more, 2^22. Where R N <= W or N < 2048, C = N; else C = min(N, 192
  * ceil(n / chunks)) for n = ceil(N / 192) tiles, in as many chunks as R C <= W takes, but no more than floor(n / 4). */
@@ -84,11 +88,11 @@ AB_API ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args,
                                                           const ab_exec* exec, size_t* bytes);
 
-/* Needs compute capability 9.0 too. bfloat16 and float16 run on the tensor cores, gathers, biases, activations, weights
- * and padding included, where D and F are multiples of 8, all matrices and biases begin at multiples of 16 bytes, and
- * d_out has the dtype of x; everything else, and float32, on a much slower kernel. Results are the CPU's up to the
- * order of float32 additions and the exponential's last places; where two rows have one slot, which no plan gives,
- * d_weights of that slot is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward w a, [R, F]
+/* On the same kernels, gathers, biases, activations, weights and padding included: Hopper's where D and F are multiples
+ * of 8 and all matrices and biases begin at multiples of 16 bytes, the plain ones where d_out has not the dtype of x.
+ * Results are the CPU's up to the order of float32 additions and the exponential's last places; an infinite float32
+ * operand of the portable kernels gives NaN. Where two rows have one slot, which no plan gives, d_weights of that slot
+ * is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward w a, [R, F]
  * of the dtype of x, when d_w_out is wanted and weighted_a is not given; dh, [R, P, F], when something needs it and it
  * is not given; and the largest of what single steps take:
  *   - d_weights: ceil(F / 64) R floats;

@@ -78,6 +78,7 @@ def collect() -> dict[str, str]:
     settings = (
         "ANABRANCH_LIBRARY",
         "ANABRANCH_CUDA_LIBRARY",
+        "ANABRANCH_CUDA_PATH",
         "ANABRANCH_ISA",
         "ANABRANCH_BF16",
         "OMP_NUM_THREADS",

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "anabranch/cuda.h"
+#include "core/cuda/path.h"
 
 namespace {
 
@@ -44,6 +45,11 @@ extern "C" void ab_cuda_describe(char* text, size_t size) {
     append(text, size, &used, "device %d=%s, compute capability %d.%d, %d multiprocessors, %zu MiB\n", device,
            properties.name, properties.major, properties.minor, properties.multiProcessorCount,
            properties.totalGlobalMem >> 20);
+    using namespace anabranch::cuda;
+    const PathChoice choice = first_path({properties.multiProcessorCount, 10 * properties.major + properties.minor});
+    append(text, size, &used, "experts on device %d=%s kernels first", device, name_of(choice.path));
+    if (choice.why_not_hopper != nullptr) append(text, size, &used, ", since %s", choice.why_not_hopper);
+    append(text, size, &used, "\n");
   }
   if (!usable) append(text, size, &used, "error=no device of compute capability 8.0 or newer\n");
 }

@@ -166,15 +166,12 @@ struct Backward {
   ab_status run(const Device& device, cudaStream_t stream) const {
     const int multiprocessors = device.multiprocessors;
     if (args.h != nullptr) AB_RETURN_IF_ERROR(compute_hidden_gradient(hidden(), device, stream));
-    if (args.d_weights != nullptr)
-      AB_RETURN_IF_ERROR(compute_slot_gradient(slots(device), multiprocessors, stream));
-    if (args.d_w_out != nullptr)
-      AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, device, stream));
+    if (args.d_weights != nullptr) AB_RETURN_IF_ERROR(compute_slot_gradient(slots(device), multiprocessors, stream));
+    if (args.d_w_out != nullptr) AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, device, stream));
     if (args.d_b_out != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(out_bias(), scratch, multiprocessors, stream));
     }
-    if (args.d_w_in != nullptr)
-      AB_RETURN_IF_ERROR(compute_weight_gradient(in_weights(), scratch, device, stream));
+    if (args.d_w_in != nullptr) AB_RETURN_IF_ERROR(compute_weight_gradient(in_weights(), scratch, device, stream));
     if (args.d_b_in != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(in_bias(), scratch, multiprocessors, stream));
     }

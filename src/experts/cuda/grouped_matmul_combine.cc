@@ -112,8 +112,8 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_combine", &device));
-  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), bytes == 0 ? nullptr : exec->workspace,
-                                    device, cuda::stream_of(exec));
+  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), bytes == 0 ? nullptr : exec->workspace, device,
+                                    cuda::stream_of(exec));
 }
 
 }  // extern "C"

@@ -29,8 +29,7 @@ size_t workspace_of(const WeightGradient& g) {
   return weight_gradient_bytes(g.R, g.E, g.D, g.N);
 }
 
-ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device,
-                                  cudaStream_t stream) {
+ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device, cudaStream_t stream) {
   if (g.E * g.D * g.N == 0) return ok();
   const int multiprocessors = device.multiprocessors;
   switch (choose_path(g, device).path) {

@@ -1,5 +1,6 @@
-#include "experts/cuda/path.h"
+#include "core/cuda/path.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -8,12 +9,12 @@
 namespace anabranch::cuda {
 namespace {
 
-struct FirstPath {
+struct Variable {
   Path path;
   ab_status status;
 };
 
-FirstPath read_variable() {
+Variable read_variable() {
   const char* wanted = std::getenv("ANABRANCH_CUDA_PATH");
   if (wanted == nullptr || wanted[0] == '\0') return {Path::hopper, ok()};
   for (const Path path : {Path::hopper, Path::portable, Path::plain}) {
@@ -23,8 +24,8 @@ FirstPath read_variable() {
           error(AB_UNSUPPORTED, "ANABRANCH_CUDA_PATH: got %s, expected hopper, portable, plain or nothing", wanted)};
 }
 
-const FirstPath& variable() {
-  static const FirstPath read = read_variable();
+const Variable& variable() {
+  static const Variable read = read_variable();
   return read;
 }
 
@@ -39,23 +40,20 @@ const char* name_of(Path path) {
   return "plain";
 }
 
-Path first_path() { return variable().path; }
+PathChoice first_path(const Device& device) {
+  constexpr const char* kVariable = "ANABRANCH_CUDA_PATH names a later path";
+  switch (variable().path) {
+    case Path::hopper: break;
+    case Path::portable: return {Path::portable, kVariable};
+    case Path::plain: return {Path::plain, kVariable, kVariable};
+  }
+  if (device.is_hopper()) return {Path::hopper};
+  return {Path::portable, "the compute capability is not 9.0"};
+}
 
 ab_status find_device_of_experts(const char* operation, Device* device) {
   AB_RETURN_IF_ERROR(variable().status);
   return find_device(operation, device);
-}
-
-PathChoice choose_path(const Device& device) {
-  constexpr const char* kVariable = "ANABRANCH_CUDA_PATH names a later path";
-  PathChoice choice{Path::hopper};
-  if (first_path() > Path::hopper) {
-    choice = {Path::portable, kVariable};
-  } else if (!device.is_hopper()) {
-    choice = {Path::portable, "its compute capability is not 9.0"};
-  }
-  if (first_path() > Path::portable) choice = {Path::plain, kVariable, kVariable};
-  return choice;
 }
 
 }  // namespace anabranch::cuda

@@ -18,6 +18,22 @@ void append(char* text, size_t size, size_t* used, const char* format, Values...
   if (written > 0) *used += static_cast<size_t>(written);
 }
 
+// Which kernels the experts try first on a device, and why.
+void append_path(char* text, size_t size, size_t* used, int device, const anabranch::cuda::Device& found) {
+  using namespace anabranch::cuda;
+  if (found.capability < kLeastCapability) return;
+  append(text, size, used, "experts on device %d=", device);
+  const ab_status status = check_path();
+  const PathChoice choice = first_path(found);
+  if (status.code != AB_OK) {
+    append(text, size, used, "%s\n", status.message);
+  } else if (choice.why_not_hopper == nullptr) {
+    append(text, size, used, "%s kernels first\n", name_of(choice.path));
+  } else {
+    append(text, size, used, "%s kernels first, since %s\n", name_of(choice.path), choice.why_not_hopper);
+  }
+}
+
 }  // namespace
 
 extern "C" void ab_cuda_describe(char* text, size_t size) {
@@ -41,15 +57,12 @@ extern "C" void ab_cuda_describe(char* text, size_t size) {
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
-    usable = usable || properties.major * 10 + properties.minor >= kLeastCapability;
+    const int capability = properties.major * 10 + properties.minor;
+    usable = usable || capability >= kLeastCapability;
     append(text, size, &used, "device %d=%s, compute capability %d.%d, %d multiprocessors, %zu MiB\n", device,
            properties.name, properties.major, properties.minor, properties.multiProcessorCount,
            properties.totalGlobalMem >> 20);
-    using namespace anabranch::cuda;
-    const PathChoice choice = first_path({properties.multiProcessorCount, 10 * properties.major + properties.minor});
-    append(text, size, &used, "experts on device %d=%s kernels first", device, name_of(choice.path));
-    if (choice.why_not_hopper != nullptr) append(text, size, &used, ", since %s", choice.why_not_hopper);
-    append(text, size, &used, "\n");
+    append_path(text, size, &used, device, {properties.multiProcessorCount, capability});
   }
   if (!usable) append(text, size, &used, "error=no device of compute capability 8.0 or newer\n");
 }

@@ -24,8 +24,8 @@ ab_status find_device(const char* operation, Device* found) {
     return error(code_of(failure), "%s: no usable GPU: %s", operation, cudaGetErrorString(failure));
   }
   if (major < 8) {
-    return error(AB_UNSUPPORTED, "%s: got a device of compute capability %d.%d, expected 8.0 or newer", operation, major,
-                 minor);
+    return error(AB_UNSUPPORTED, "%s: got a device of compute capability %d.%d, expected 8.0 or newer", operation,
+                 major, minor);
   }
   found->capability = 10 * major + minor;
   return ok();

@@ -1,5 +1,5 @@
-// Tensor cores as every GPU since Ampere has them: mma.sync, and ldmatrix, which brings its operands from shared memory.
-// Which lane has what of a matrix stands in experts/portable/shared_tile.h.
+// Tensor cores as every GPU since Ampere has them: mma.sync, and ldmatrix, which brings its operands from shared
+// memory. Which lane has what of a matrix stands in experts/portable/shared_tile.h.
 #pragma once
 
 #include <cstdint>

@@ -51,8 +51,10 @@ PathChoice first_path(const Device& device) {
   return {Path::portable, "the compute capability is not 9.0"};
 }
 
+ab_status check_path() { return variable().status; }
+
 ab_status find_device_of_experts(const char* operation, Device* device) {
-  AB_RETURN_IF_ERROR(variable().status);
+  AB_RETURN_IF_ERROR(check_path());
   return find_device(operation, device);
 }
 

@@ -25,6 +25,9 @@ struct PathChoice {
 // The first path that may be taken on a device: ANABRANCH_CUDA_PATH may name a later one than the device would have.
 PathChoice first_path(const Device& device);
 
+// Whether that variable was understood.
+ab_status check_path();
+
 // The current device, for an operation of the experts; unsupported where that variable was not understood, too.
 ab_status find_device_of_experts(const char* operation, Device* device);
 

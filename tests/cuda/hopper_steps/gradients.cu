@@ -394,9 +394,8 @@ int gradients_repeat() {
   const DeviceArray<uint16_t> d_w_other(size_of(whole));
   const WeightGradient g = cut.gradient(Source::gathered_x, d_w.data(), AB_FLOAT32, false);
   const WeightGradient other = whole.gradient(Source::rows, d_w_other.data(), AB_BFLOAT16, false);
-  const DeviceArray<char> workspace(
-      static_cast<int64_t>(std::max(weight_gradient_bytes(g.R, g.E, g.D, g.N),
-                                    weight_gradient_bytes(other.R, other.E, other.D, other.N))));
+  const DeviceArray<char> workspace(static_cast<int64_t>(
+      std::max(weight_gradient_bytes(g.R, g.E, g.D, g.N), weight_gradient_bytes(other.R, other.E, other.D, other.N))));
   int failures = 0;
   std::vector<float> first;
   std::vector<uint16_t> first_other;

@@ -90,11 +90,11 @@ AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmu
 
 /* On the same kernels, gathers, biases, activations, weights and padding included: Hopper's where D and F are multiples
  * of 8 and all matrices and biases begin at multiples of 16 bytes, the plain ones where d_out has not the dtype of x.
- * Results are the CPU's up to the order of float32 additions and the exponential's last places; an infinite float32
- * operand of the portable kernels gives NaN. Where two rows have one slot, which no plan gives, d_weights of that slot
- * is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward w a, [R, F]
- * of the dtype of x, when d_w_out is wanted and weighted_a is not given; dh, [R, P, F], when something needs it and it
- * is not given; and the largest of what single steps take:
+ * Results are the CPU's up to the order of float32 additions and the exponential's last places; a float32 operand of
+ * the portable kernels that is infinite, or within 2^-12 of that, gives NaN. Where two rows have one slot, which no
+ * plan gives, d_weights of that slot is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward
+ * w a, [R, F] of the dtype of x, when d_w_out is wanted and weighted_a is not given; dh, [R, P, F], when something
+ * needs it and it is not given; and the largest of what single steps take:
  *   - d_weights: ceil(F / 64) R floats;
  *   - d_b_in, d_b_out: (ceil(R / 512) + E) P F and (ceil(R / 512) + E) D floats;
  *   - d_w_in, d_w_out: what ab_cuda_grouped_matmul_dw takes for the same product. */

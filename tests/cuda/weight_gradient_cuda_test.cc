@@ -193,7 +193,7 @@ TEST(WeightGradientWithoutCuda, TheCallSaysWhy) {
   const GroupedMatmulDw gradient({{2, 2}, 4, 5, 6});
   const FloatTensor d_w = gradient.result();
   const ab_grouped_matmul_dw_args gradient_args = gradient.args(d_w);
-  EXPECT_REFUSED(ab_cuda_grouped_matmul_dw(&gradient_args, nullptr), AB_UNSUPPORTED,
+  EXPECT_REFUSED(call(ab_cuda_grouped_matmul_dw, ab_cuda_grouped_matmul_dw_workspace, gradient_args), AB_UNSUPPORTED,
                  "grouped_matmul_dw: no usable GPU");
 }
 

@@ -1,6 +1,7 @@
 // core/cuda/mma.cuh on the emulator, written after the tables of the PTX manual and not after the project's own.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -38,6 +39,12 @@ inline void load_transposed_matrices(uint32_t address, uint32_t (&m)[4]) { load_
 // 1), of a4 and later 8 more. b0, b1: row 2 t + (i & 1), b2, b3: 8 more; column g. c0, c1: row g, c2, c3: row g + 8;
 // column 2 t + (i & 1). m16n8k8 of TF32: a0: (g, t), a1: (g + 8, t), a2: (g, t + 4), a3: (g + 8, t + 4); b0: (t, g),
 // b1: (t + 4, g); c as above. g: i / 4, t: i % 4.
+//
+// Sums are rounded towards zero, which the manual leaves open and tensor cores were seen to do.
+inline float rounded_towards_zero(double sum) {
+  const auto nearest = static_cast<float>(sum);
+  return std::abs(nearest) > std::abs(sum) ? std::nextafter(nearest, 0.0f) : nearest;
+}
 template <class Element>
 void multiply_add_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t own[] = {a[0], a[1], a[2], a[3], b0, b1};
@@ -51,22 +58,22 @@ void multiply_add_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + (i >= 2 ? 8 : 0);
     const int column = lane % 4 * 2 + (i & 1);
-    float sum = c[i];
+    double sum = c[i];
     if constexpr (std::is_same_v<Element, float>) {
       for (int k = 0; k < 8; ++k) {
         const uint32_t left = word(row % 8 * 4 + k % 4, (row >= 8 ? 1 : 0) + (k >= 4 ? 2 : 0));
         const uint32_t right = word(column * 4 + k % 4, 4 + (k >= 4 ? 1 : 0));
-        sum += float_from_bits(left & 0xffffe000u) * float_from_bits(right & 0xffffe000u);
+        sum += static_cast<double>(float_from_bits(left & 0xffffe000u)) * float_from_bits(right & 0xffffe000u);
       }
     } else {
       for (int k = 0; k < 16; ++k) {
         const uint32_t left = word(row % 8 * 4 + k % 8 / 2, (row >= 8 ? 1 : 0) + (k >= 8 ? 2 : 0));
         const uint32_t right = word(column * 4 + k % 8 / 2, 4 + (k >= 8 ? 1 : 0));
         const auto half = [&](uint32_t bits) { return to_float(Element{static_cast<uint16_t>(bits >> k % 2 * 16)}); };
-        sum += half(left) * half(right);
+        sum += static_cast<double>(half(left)) * half(right);
       }
     }
-    c[i] = sum;
+    c[i] = rounded_towards_zero(sum);
   }
 }
 

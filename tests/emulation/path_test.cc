@@ -1,0 +1,80 @@
+// Which path operations take, and what the variable that names one does. Run once for every value of it.
+#include "experts/cuda/path.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "anabranch/cuda.h"
+#include "float_tensor.h"
+
+namespace anabranch::testing {
+namespace {
+
+using cuda::Path;
+using cuda::PathChoice;
+
+constexpr cuda::Device kAmpere{108, 80};
+constexpr cuda::Device kHopper{132, 90};
+
+cuda::RowsProduct product() {
+  cuda::RowsProduct product;
+  product.dtype = AB_FLOAT32;
+  product.R = product.E = product.D = product.N = 5;
+  return product;
+}
+
+cuda::WeightGradient gradient(int32_t x, int32_t d_y) {
+  cuda::WeightGradient gradient;
+  gradient.x.dtype = x;
+  gradient.d_y.dtype = d_y;
+  gradient.d_w.dtype = AB_FLOAT32;
+  gradient.R = gradient.E = gradient.D = gradient.N = 5;
+  return gradient;
+}
+
+ab_status multiply_nothing() {
+  const FloatTensor x({0, 3}, AB_FLOAT32), w({2, 3, 4}, AB_FLOAT32), y({0, 4}, AB_FLOAT32);
+  const Tensor<int32_t> sizes({2}, {0, 0});
+  const ab_grouped_matmul_args args{sizeof(args), 0, x.view(), w.view(), sizes.view(), y.view()};
+  return ab_cuda_grouped_matmul(&args, nullptr);
+}
+
+TEST(WithoutAVariable, TheFirstPathThatCanIsTaken) {
+  PathChoice choice = cuda::choose_path(product(), kAmpere);
+  EXPECT_EQ(choice.path, Path::portable);
+  EXPECT_STREQ(choice.why_not_hopper, "the compute capability is not 9.0");
+  choice = cuda::choose_path(product(), kHopper);
+  EXPECT_EQ(choice.path, Path::portable);
+  EXPECT_STREQ(choice.why_not_hopper, "it is emulated");
+  choice = cuda::choose_path(gradient(AB_FLOAT32, AB_BFLOAT16), kHopper);
+  EXPECT_EQ(choice.path, Path::plain);
+  EXPECT_STREQ(choice.why_not_portable, "dtypes differ");
+  EXPECT_EQ(cuda::choose_path(gradient(AB_BFLOAT16, AB_BFLOAT16), kAmpere).path, Path::portable);
+  cuda::RowsProduct large = product();
+  large.R = int64_t{1} << 31;
+  choice = cuda::choose_path(large, kAmpere);
+  EXPECT_EQ(choice.path, Path::plain);
+  EXPECT_STREQ(choice.why_not_portable, "more rows, columns or tiles than 2^30");
+  EXPECT_OK(multiply_nothing());
+}
+
+TEST(Portable, TheVariableLeavesHopperOut) {
+  const PathChoice choice = cuda::choose_path(product(), kHopper);
+  EXPECT_EQ(choice.path, Path::portable);
+  EXPECT_STREQ(choice.why_not_hopper, "ANABRANCH_CUDA_PATH names a later path");
+  EXPECT_EQ(cuda::choose_path(gradient(AB_FLOAT32, AB_BFLOAT16), kHopper).path, Path::plain);
+}
+
+TEST(Plain, TheVariableLeavesTensorCoresOut) {
+  const PathChoice choice = cuda::choose_path(product(), kHopper);
+  EXPECT_EQ(choice.path, Path::plain);
+  EXPECT_STREQ(choice.why_not_portable, "ANABRANCH_CUDA_PATH names a later path");
+}
+
+TEST(Unknown, AnotherNameIsAnErrorOfEveryCall) {
+  EXPECT_REFUSED(multiply_nothing(), AB_UNSUPPORTED,
+                 "ANABRANCH_CUDA_PATH: got fast, expected hopper, portable, plain or nothing");
+}
+
+}  // namespace
+}  // namespace anabranch::testing

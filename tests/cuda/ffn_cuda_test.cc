@@ -1,4 +1,5 @@
 // The feed-forward network on the GPU against the CPU's.
+#include "anabranch/cuda_workspaces.h"
 #include "ffn_case.h"
 #include "two_calls.h"
 
@@ -547,8 +548,13 @@ TEST(FfnWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
     EXPECT_EQ(bytes, aligned(600 * 70 * element));
     ab_expert_ffn_backward_args args = net.backward_args();
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
-    EXPECT_EQ(bytes, aligned(600 * 70 * element) + aligned(2 * 600 * 4));  // w a and d_weights' parts
-    args.d_weights = args.d_w_out = nullptr;
+    size_t d_w_in = 0;
+    EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace_bound(600, 2, 13, 140, dtype, dtype, &d_w_in));
+    EXPECT_EQ(bytes, aligned(600 * 70 * element) + aligned(static_cast<int64_t>(d_w_in)));  // w a, and the largest step
+    args.d_w_out = args.d_w_in = nullptr;
+    EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+    EXPECT_EQ(bytes, aligned(2 * 600 * 4));  // the parts of d_weights
+    args.d_weights = nullptr;
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
     EXPECT_EQ(bytes, aligned((2 + 2) * 2 * 70 * 4));  // the sums of d_b_in
     args.d_b_in = args.d_b_out = nullptr;

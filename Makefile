@@ -12,7 +12,7 @@ help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
 	@echo "make test    set up, build, run the C, C++ and Python tests and the sanitizer builds"
 	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer;"
-	@echo "                ARGS='cpp python memcheck racecheck' for some steps"
+	@echo "                ARGS='cpp python memcheck racecheck portable' for some steps"
 	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
 	@echo "                ARGS='--json out.json', ARGS=torch for the layer in torch; both: BUILD=folder PYTHON=python3 to use what is there already"
 	@echo "make fuzz    random calls of the C interface under the sanitizers; SECONDS=3600 SEED=1 for how long and which"

@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_transposed_matrices(uint32_t address, uint3
 }
 
 // c += a b of 16 x 8 elements and a depth of 32 bytes: 16 elements of 16 bits, or 8 of TF32, which are float32 numbers
-// whose last 13 bits are 0.
+// whose last 13 bits are not seen.
 template <class Element>
 __device__ __forceinline__ void multiply_add_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

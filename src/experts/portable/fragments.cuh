@@ -46,17 +46,17 @@ __device__ __forceinline__ void load_b(uint32_t block, int side, int step, uint3
   }
 }
 
-// A float32 number as the sum of two TF32 numbers and what they can't hold: at most 2^-23 of it.
+// A float32 number as the sum of two TF32 numbers and what they can't hold: at most 2^-23 of it. Tensor cores don't see the
+// last 13 bits of `low`. Of a number that is none, `high` may be anything and `low` is none: sums are what they should be.
 struct Split {
   uint32_t high;
   uint32_t low;
 };
 constexpr uint32_t kHalfOfTf32 = 0x1000u;  // half a unit in the last place
 constexpr uint32_t kTf32 = 0xffffe000u;
-AB_INLINE uint32_t rounded_to_tf32(uint32_t bits) { return (bits + kHalfOfTf32) & kTf32; }
 AB_INLINE Split split(uint32_t bits) {
-  const uint32_t high = rounded_to_tf32(bits);
-  return {high, rounded_to_tf32(bits_of(float_from_bits(bits) - float_from_bits(high)))};
+  const uint32_t high = (bits + kHalfOfTf32) & kTf32;
+  return {high, bits_of(float_from_bits(bits) - float_from_bits(high))};
 }
 template <int kCount>
 __device__ __forceinline__ void split(const uint32_t (&bits)[kCount], uint32_t (&high)[kCount],

@@ -42,6 +42,16 @@ typedef enum ab_activation {
   AB_SITU = 10              /* alpha tanh(g / alpha) / (1 + exp(-g)) limit tanh(u / limit) */
 } ab_activation;
 
+/* How the float32 operands of a product are multiplied; bfloat16 and float16 are always multiplied as they are. Sums
+ * are float32 with either. */
+typedef enum ab_precision {
+  /* As float32. On tensor cores as sums of products of parts of the operands, with an error at float32's level. */
+  AB_PRECISION_HIGHEST = 0,
+  /* A GPU may round operands to TF32, which has 10 binary digits behind the first: each to within 2^-10 of its size. A
+   * CPU, and a kernel without such instructions, multiplies as with HIGHEST, which is at least as exact. */
+  AB_PRECISION_TF32 = 1
+} ab_precision;
+
 /* y = x w[e] on the rows of expert e; with transpose_w, y = x w[e]^T. */
 typedef struct ab_grouped_matmul_args {
   size_t size;
@@ -50,6 +60,7 @@ typedef struct ab_grouped_matmul_args {
   const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D] */
   const ab_tensor* group_sizes; /* [E] int32 */
   const ab_tensor* y;           /* [R, N] */
+  int32_t precision;            /* ab_precision */
 } ab_grouped_matmul_args;
 
 AB_API ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
@@ -64,6 +75,7 @@ typedef struct ab_grouped_matmul_dw_args {
   const ab_tensor* d_y;         /* [R, N] */
   const ab_tensor* group_sizes; /* [E] int32 */
   const ab_tensor* d_w;         /* [E, D, N], any float dtype */
+  int32_t precision;            /* ab_precision */
 } ab_grouped_matmul_dw_args;
 
 AB_API ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);
@@ -99,6 +111,7 @@ typedef struct ab_grouped_matmul_combine_args {
   const ab_tensor* addend;      /* [T, N] float, or NULL: zeros */
   const ab_tensor* out;         /* [T, N] float */
   int32_t backward;             /* 1: rows are gradients; for the size of the workspace alone, see above */
+  int32_t precision;            /* ab_precision */
 } ab_grouped_matmul_combine_args;
 
 AB_API ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
@@ -136,6 +149,7 @@ typedef struct ab_expert_ffn_forward_args {
   /* of activations that have them, see ab_activation */
   float activation_alpha;
   float activation_limit;
+  int32_t precision; /* ab_precision */
 } ab_expert_ffn_forward_args;
 
 AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
@@ -188,6 +202,7 @@ typedef struct ab_expert_ffn_backward_args {
   /* as in the forward pass */
   float activation_alpha;
   float activation_limit;
+  int32_t precision; /* ab_precision */
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

@@ -15,6 +15,12 @@ ab_status check_flag(const char* name, int32_t value) {
   return value == 0 || value == 1 ? ok() : AB_INVALID("%s: got %d, expected 0 or 1", name, value);
 }
 
+ab_status check_precision(int32_t value) {
+  if (value == AB_PRECISION_HIGHEST || value == AB_PRECISION_TF32) return ok();
+  return AB_INVALID("precision: got %d, expected %d or %d, an ab_precision", value, AB_PRECISION_HIGHEST,
+                    AB_PRECISION_TF32);
+}
+
 ab_status check_weight_early(int32_t value, const ab_tensor* weights) {
   if (value == 0 || (value == 1 && weights != nullptr)) return ok();
   return AB_INVALID("weight_early: got %d, expected 0, or 1 together with weights", value);
@@ -31,6 +37,7 @@ int64_t axis(const ab_tensor* tensor, int i) { return tensor->shape[i]; }
 template <class Args>
 ab_status check_product(const Args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("transpose_w", args->transpose_w));
+  AB_RETURN_IF_ERROR(check_precision(args->precision));
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
   AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
   s->R = axis(args->x, 0);
@@ -101,6 +108,7 @@ ab_status check_activation(const Args* args) {
 template <class Args>
 ab_status check_common(const Args* args, bool has_down, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_activation(args));
+  AB_RETURN_IF_ERROR(check_precision(args->precision));
   AB_RETURN_IF_ERROR(check_flag("skip_rest", args->skip_rest));
   const bool by_slot = args->slot_of_row != nullptr;
   if (by_slot ? args->topk < 1 : args->topk != 0) {
@@ -169,6 +177,7 @@ ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
 
 ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
+  AB_RETURN_IF_ERROR(check_precision(args->precision));
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
   s->R = axis(args->x, 0);
   s->D = axis(args->x, 1);

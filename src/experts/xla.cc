@@ -10,7 +10,7 @@ using anabranch::xla::Field;
 constexpr Field kGroupedMatmulFields[] = {
     AB_INT32(ab_grouped_matmul_args, transpose_w), AB_TENSOR(ab_grouped_matmul_args, x),
     AB_TENSOR(ab_grouped_matmul_args, w),          AB_TENSOR(ab_grouped_matmul_args, group_sizes),
-    AB_TENSOR(ab_grouped_matmul_args, y),
+    AB_TENSOR(ab_grouped_matmul_args, y),          AB_LATER_INT32(ab_grouped_matmul_args, precision),
 };
 
 constexpr Field kGroupedMatmulDwFields[] = {
@@ -18,6 +18,7 @@ constexpr Field kGroupedMatmulDwFields[] = {
     AB_TENSOR(ab_grouped_matmul_dw_args, d_y),
     AB_TENSOR(ab_grouped_matmul_dw_args, group_sizes),
     AB_TENSOR(ab_grouped_matmul_dw_args, d_w),
+    AB_LATER_INT32(ab_grouped_matmul_dw_args, precision),
 };
 
 constexpr Field kGroupedMatmulCombineFields[] = {
@@ -27,13 +28,14 @@ constexpr Field kGroupedMatmulCombineFields[] = {
     AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes), AB_TENSOR(ab_grouped_matmul_combine_args, bias),
     AB_TENSOR(ab_grouped_matmul_combine_args, slot_of_row), AB_TENSOR(ab_grouped_matmul_combine_args, row_of_slot),
     AB_TENSOR(ab_grouped_matmul_combine_args, weights),     AB_TENSOR(ab_grouped_matmul_combine_args, addend),
-    AB_TENSOR(ab_grouped_matmul_combine_args, out),
+    AB_TENSOR(ab_grouped_matmul_combine_args, out),         AB_LATER_INT32(ab_grouped_matmul_combine_args, precision),
 };
 
 constexpr Field kFfnForwardFields[] = {
     AB_INT32(ab_expert_ffn_forward_args, activation),
     AB_LATER_FLOAT(ab_expert_ffn_forward_args, activation_alpha),
     AB_LATER_FLOAT(ab_expert_ffn_forward_args, activation_limit),
+    AB_LATER_INT32(ab_expert_ffn_forward_args, precision),
     AB_INT32(ab_expert_ffn_forward_args, weight_early),
     AB_INT32(ab_expert_ffn_forward_args, skip_rest),
     AB_INT32(ab_expert_ffn_forward_args, topk),
@@ -55,6 +57,7 @@ constexpr Field kFfnBackwardFields[] = {
     AB_INT32(ab_expert_ffn_backward_args, activation),
     AB_LATER_FLOAT(ab_expert_ffn_backward_args, activation_alpha),
     AB_LATER_FLOAT(ab_expert_ffn_backward_args, activation_limit),
+    AB_LATER_INT32(ab_expert_ffn_backward_args, precision),
     AB_INT32(ab_expert_ffn_backward_args, topk),
     AB_TENSOR(ab_expert_ffn_backward_args, x),
     AB_TENSOR(ab_expert_ffn_backward_args, slot_of_row),

@@ -223,6 +223,18 @@ TEST(ExpertFfn, GradientsOfWeightsAccumulate) {
   expect_accumulated_weights<uint16_t>();
 }
 
+// A CPU has no products of fewer digits.
+TEST(ExpertFfn, EveryPrecisionHasTheSameBits) {
+  const Network<float> highest(70, 2, 33, 2, 150, {60, 0, 80}, slots_in_order(140));
+  EXPECT_OK(highest.forward());
+  EXPECT_OK(highest.backward());
+  Network<float> rounded(70, 2, 33, 2, 150, {60, 0, 80}, slots_in_order(140));
+  rounded.precision = AB_PRECISION_TF32;
+  EXPECT_OK(rounded.forward());
+  EXPECT_OK(rounded.backward());
+  expect_same_results(rounded, highest, "precision");
+}
+
 TEST(ExpertFfn, ExpertsWithoutRowsGetZeroGradients) {
   Network<float> net(2, 1, 3, 2, 4, {0, 2, 0}, {0, 1});
   EXPECT_OK(net.forward());
@@ -295,6 +307,8 @@ TEST(ExpertFfn, RefusesWhatDoesNotFit) {
     args.activation_limit = 7.0f;
   };
   refused(without_alpha, "activation_alpha: got 0, expected a finite number above 0");
+  refused([](auto& args) { args.precision = 2; }, "precision: got 2, expected 0 or 1, an ab_precision");
+  refused([](auto& args) { args.precision = -1; }, "precision: got -1, expected 0 or 1, an ab_precision");
   refused([](auto& args) { args.topk = 0; }, "topk: got 0, expected at least 1");
   refused([](auto& args) { args.slot_of_row = nullptr; }, "topk: got 2, expected 0 without slot_of_row");
   refused([](auto& args) { args.x = nullptr; }, "x: got NULL, expected");

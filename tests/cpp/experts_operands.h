@@ -86,6 +86,7 @@ struct Network {
   float alpha = 0.0f;
   float limit = 0.0f;
   int32_t early = 0;
+  int32_t precision = AB_PRECISION_HIGHEST;
 
   static Tensor<T_> values(const std::vector<int64_t>& shape, uint32_t seed) {
     if constexpr (sizeof(T_) == 4) {
@@ -141,7 +142,8 @@ struct Network {
             h.view(),
             nullptr,
             alpha,
-            limit};
+            limit,
+            precision};
   }
   ab_expert_ffn_backward_args backward_args() const {
     return {sizeof(ab_expert_ffn_backward_args),
@@ -167,7 +169,8 @@ struct Network {
             d_weights.view(),
             nullptr,
             alpha,
-            limit};
+            limit,
+            precision};
   }
   ab_status forward(int threads = 0) const {
     return call(ab_expert_ffn_forward, ab_expert_ffn_forward_workspace, forward_args(), threads);

@@ -80,7 +80,7 @@ TEST(Failures, OfOneDnnAreCalledWhatTheyAre) {
   const Tensor<float> w({1, 2, 2}, {1, 2, 3, 4});
   const Tensor<int32_t> groups({1}, std::vector<int32_t>{2});
   const Tensor<float> y({2, 2});
-  const ab_grouped_matmul_args args{sizeof(args), 0, x.view(), w.view(), groups.view(), y.view()};
+  const ab_grouped_matmul_args args{sizeof(args), 0, x.view(), w.view(), groups.view(), y.view(), AB_PRECISION_HIGHEST};
   const auto run = [&](int failure) {
     onednn_failure = failure;
     const ab_status status = call(ab_grouped_matmul, ab_grouped_matmul_workspace, args, 1);

@@ -176,6 +176,19 @@ TEST(GroupedMatmulCombine, TheSumMayTakeThePlaceOfTheAddend) {
   EXPECT_EQ(combined.addend.values(), combined.want.values());
 }
 
+// A CPU has no products of fewer digits.
+TEST(GroupedMatmulCombine, EveryPrecisionHasTheSameBits) {
+  const Network<float> net(20, 3, 33, 2, 24, {7, 0, 1, 40, 9}, mixed_slots(70, 60));
+  Combined<float> combined(net);
+  combined.check_down(true, 1, false);
+  ab_grouped_matmul_combine_args args = combined.args();
+  args.bias = net.b_out.view();
+  args.precision = AB_PRECISION_TF32;
+  std::fill(combined.got.values().begin(), combined.got.values().end(), 0.0f);
+  EXPECT_OK(call(ab_grouped_matmul_combine, ab_grouped_matmul_combine_workspace, args));
+  EXPECT_EQ(combined.got.values(), combined.want.values());
+}
+
 TEST(GroupedMatmulCombine, RefusesWhatDoesNotFit) {
   const Network<float> net(2, 2, 3, 2, 4, {3, 1}, slots_in_order(4));
   const Combined<float> combined(net);
@@ -199,6 +212,7 @@ TEST(GroupedMatmulCombine, RefusesWhatDoesNotFit) {
         args.weights = nullptr;
       },
       "weight_early: got 1, expected 0, or 1 together with weights");
+  refused([](auto& args) { args.precision = 2; }, "precision: got 2, expected 0 or 1, an ab_precision");
   refused([](auto& args) { args.x = nullptr; }, "x: got NULL, expected");
   refused([&](auto& args) { args.w = odd.view(); }, "w: got float32 (8) [1, 1], expected float32 [E=2, D=4, N]");
   refused([&](auto& args) { args.group_sizes = odd.view(); },

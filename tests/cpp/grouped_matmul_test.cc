@@ -9,16 +9,17 @@ namespace anabranch::testing {
 namespace {
 
 ab_status grouped_matmul(const Floats& x, const Floats& w, const Ints& sizes, const Floats& y, bool transpose,
-                         int threads = 0) {
-  const ab_grouped_matmul_args args{sizeof(args), transpose, x.view(), w.view(), sizes.view(), y.view()};
-  return call(ab_grouped_matmul, ab_grouped_matmul_workspace, args, threads);
+                         int32_t precision = AB_PRECISION_HIGHEST) {
+  const ab_grouped_matmul_args args{sizeof(args), transpose, x.view(), w.view(), sizes.view(), y.view(), precision};
+  return call(ab_grouped_matmul, ab_grouped_matmul_workspace, args);
 }
 
 template <class T>
 ab_status grouped_matmul_dw(const Tensor<T>& x, const Tensor<T>& d_y, const Ints& sizes, const Floats& d_w,
-                            int32_t accumulate = 0, int threads = 0) {
-  const ab_grouped_matmul_dw_args args{sizeof(args), accumulate, x.view(), d_y.view(), sizes.view(), d_w.view()};
-  return call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args, threads);
+                            int32_t accumulate = 0, int32_t precision = AB_PRECISION_HIGHEST) {
+  const ab_grouped_matmul_dw_args args{sizeof(args), accumulate, x.view(), d_y.view(),
+                                       sizes.view(), d_w.view(), precision};
+  return call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args);
 }
 
 void check_grouped(const std::vector<int32_t>& group_sizes, int64_t R, int64_t D, int64_t N, bool transpose) {
@@ -59,6 +60,19 @@ TEST(GroupedMatmul, IsOneProductForEachExpert) {
     check_grouped({0, 0}, 4, 3, 2, transpose);
     check_grouped({2}, 0, 3, 2, transpose);
   }
+}
+
+// A CPU has no products of fewer digits.
+TEST(GroupedMatmul, EveryPrecisionHasTheSameBits) {
+  const Floats x = random({40, 33}, 1), w = random({2, 33, 20}, 2), d_y = random({40, 20}, 3);
+  const Ints sizes({2}, {30, 10});
+  const Floats y({40, 20}), rounded_y({40, 20}), d_w({2, 33, 20}), rounded_d_w({2, 33, 20});
+  EXPECT_OK(grouped_matmul(x, w, sizes, y, false));
+  EXPECT_OK(grouped_matmul(x, w, sizes, rounded_y, false, AB_PRECISION_TF32));
+  EXPECT_EQ(rounded_y.values(), y.values());
+  EXPECT_OK(grouped_matmul_dw(x, d_y, sizes, d_w));
+  EXPECT_OK(grouped_matmul_dw(x, d_y, sizes, rounded_d_w, 0, AB_PRECISION_TF32));
+  EXPECT_EQ(rounded_d_w.values(), d_w.values());
 }
 
 TEST(GroupedMatmul, NoSizeReachesOutOfBounds) {
@@ -102,7 +116,7 @@ TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
                  "y: got float32 (8) [4, 4], expected float32 [R=4, N=5]");
   EXPECT_REFUSED(ab_grouped_matmul(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_args: got NULL");
   EXPECT_REFUSED(ab_grouped_matmul_dw(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_dw_args: got NULL");
-  ab_grouped_matmul_args args{sizeof(args), 2, x.view(), w.view(), sizes.view(), y.view()};
+  ab_grouped_matmul_args args{sizeof(args), 2, x.view(), w.view(), sizes.view(), y.view(), AB_PRECISION_HIGHEST};
   EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "transpose_w: got 2, expected 0 or 1");
   args.transpose_w = 0;
   EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
@@ -114,6 +128,12 @@ TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
                  "d_w: got float32 (8) [2, 5, 3], expected");
   EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), -1), AB_INVALID_ARGUMENT,
                  "accumulate: got -1, expected 0 or 1");
+  for (const int32_t precision : {-1, 2}) {
+    const std::string text = "precision: got " + std::to_string(precision) + ", expected 0 or 1, an ab_precision";
+    EXPECT_REFUSED(grouped_matmul(x, w, sizes, y, false, precision), AB_INVALID_ARGUMENT, text.c_str());
+    EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), 0, precision), AB_INVALID_ARGUMENT,
+                   text.c_str());
+  }
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ TEST(Sizes, OfTensorsWithoutElementsAreBoundedToo) {
   const ab_tensor w = no_memory(AB_FLOAT32, {0, kHuge, 1});
   const ab_tensor groups = no_memory(AB_INT32, {0});
   const ab_tensor y = no_memory(AB_FLOAT32, {0, 1});
-  const ab_grouped_matmul_args args{sizeof(args), 0, &x, &w, &groups, &y};
+  const ab_grouped_matmul_args args{sizeof(args), 0, &x, &w, &groups, &y, AB_PRECISION_HIGHEST};
   EXPECT_REFUSED(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args), AB_INVALID_ARGUMENT, "x: got float32 [0,");
 
   // Rows and sequences of nothing, of which a loop would see no end.

@@ -40,7 +40,13 @@ struct GroupedMatmul {
   }
 
   ab_grouped_matmul_args args(const FloatTensor& y) const {
-    return {sizeof(ab_grouped_matmul_args), c.transpose ? 1 : 0, x.view(), w.view(), sizes.view(), y.view()};
+    return {sizeof(ab_grouped_matmul_args),
+            c.transpose ? 1 : 0,
+            x.view(),
+            w.view(),
+            sizes.view(),
+            y.view(),
+            AB_PRECISION_HIGHEST};
   }
   void on_cpu(const FloatTensor& y) const { EXPECT_OK(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args(y))); }
   void on_gpu(const FloatTensor& y) const {
@@ -215,8 +221,8 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
   Mirrors mirrors;
   const ab_tensor x_view{x, AB_BFLOAT16, 2, {R, D}, nullptr};
   const ab_tensor y_view{y, AB_BFLOAT16, 2, {R, N}, nullptr};
-  const ab_grouped_matmul_args args{sizeof(args), 0, &x_view, mirrors.add(w.view()), mirrors.add(sizes.view()),
-                                    &y_view};
+  const ab_grouped_matmul_args args{
+      sizeof(args), 0, &x_view, mirrors.add(w.view()), mirrors.add(sizes.view()), &y_view, AB_PRECISION_HIGHEST};
   EXPECT_OK(ab_cuda_grouped_matmul(&args, nullptr));
   mirrors.fetch();
   const FloatTensor got({kTail, N}, small.dtype);
@@ -236,6 +242,9 @@ TEST_F(ExpertsCuda, BadArgumentsAreRefused) {
                  "w: got bfloat16 (7) [2, 3, 5], expected bfloat16 [E=2, N, D=3]");
   size_t bytes = 0;
   EXPECT_REFUSED(ab_cuda_grouped_matmul_workspace(&args, nullptr, &bytes), AB_INVALID_ARGUMENT, "w: got bfloat16");
+  args = op.args(y);
+  args.precision = 2;
+  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "precision: got 2, expected 0 or 1");
   EXPECT_REFUSED(ab_cuda_grouped_matmul(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_args: got NULL");
 }
 

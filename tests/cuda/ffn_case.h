@@ -169,7 +169,8 @@ struct Network {
             h_view.view(),
             nullptr,
             alpha_of(c.activation),
-            limit_of(c.activation)};
+            limit_of(c.activation),
+            AB_PRECISION_HIGHEST};
   }
   // From kept_h, so that both sides begin with the same.
   BackwardArgs backward_args() const {
@@ -196,7 +197,8 @@ struct Network {
             d_weights.view(),
             nullptr,
             alpha_of(c.activation),
-            limit_of(c.activation)};
+            limit_of(c.activation),
+            AB_PRECISION_HIGHEST};
   }
 
   void on_cpu() const {

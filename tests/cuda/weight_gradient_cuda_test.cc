@@ -40,7 +40,13 @@ struct GroupedMatmulDw {
     if (c.accumulate) d_w.fill_uniform(7);
   }
   ab_grouped_matmul_dw_args args(const FloatTensor& d_w) const {
-    return {sizeof(ab_grouped_matmul_dw_args), c.accumulate ? 1 : 0, x.view(), d_y.view(), sizes.view(), d_w.view()};
+    return {sizeof(ab_grouped_matmul_dw_args),
+            c.accumulate ? 1 : 0,
+            x.view(),
+            d_y.view(),
+            sizes.view(),
+            d_w.view(),
+            AB_PRECISION_HIGHEST};
   }
   void on_cpu(const FloatTensor& d_w) const {
     EXPECT_OK(call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args(d_w)));
@@ -224,7 +230,8 @@ TEST(WeightGradientWithoutCuda, WorkspaceIsBounded) {
     static char memory[64];
     ab_tensor views[] = {x, d_y, sizes, d_w};
     for (ab_tensor& view : views) view.data = memory;
-    const ab_grouped_matmul_dw_args args{sizeof(args), 0, &views[0], &views[1], &views[2], &views[3]};
+    const ab_grouped_matmul_dw_args args{sizeof(args), 0,         &views[0],           &views[1],
+                                         &views[2],    &views[3], AB_PRECISION_HIGHEST};
     size_t bytes = 0;
     EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&args, nullptr, &bytes));
     return bytes;

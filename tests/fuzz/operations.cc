@@ -289,30 +289,33 @@ void make_expand_row_id_map(const Operation& operation, Random& random, Call* ca
 void make_grouped_matmul(const Operation& operation, Random& random, Call* call) {
   const Sizes s(random);
   auto* args = call->start<ab_grouped_matmul_args>(operation);
+  args->precision = static_cast<int32_t>(random.between(0, 1));
   args->transpose_w = static_cast<int32_t>(random.between(0, 1));
   const int32_t dtype = any_float(random);
   call->input(ARGUMENT(x), dtype, {s.R, s.D});
   call->input(ARGUMENT(w), dtype, args->transpose_w == 1 ? Shape{s.E, s.F, s.D} : Shape{s.E, s.D, s.F});
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   call->output(ARGUMENT(y), dtype, {s.R, s.F});
-  call->options = {{"transpose_w", &args->transpose_w}};
+  call->options = {{"transpose_w", &args->transpose_w}, {"precision", &args->precision}};
 }
 
 void make_grouped_matmul_dw(const Operation& operation, Random& random, Call* call) {
   const Sizes s(random);
   auto* args = call->start<ab_grouped_matmul_dw_args>(operation);
+  args->precision = static_cast<int32_t>(random.between(0, 1));
   args->accumulate = random.chance(0.3) ? 1 : 0;
   call->input(ARGUMENT(x), any_float(random), {s.R, s.D});
   call->input(ARGUMENT(d_y), any_float(random), {s.R, s.F});
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   const int32_t dtype = args->accumulate == 1 ? AB_FLOAT32 : any_float(random);
   call->output(ARGUMENT(d_w), dtype, {s.E, s.D, s.F}).is_read = [args] { return args->accumulate == 1; };
-  call->options = {{"accumulate", &args->accumulate}};
+  call->options = {{"accumulate", &args->accumulate}, {"precision", &args->precision}};
 }
 
 void make_grouped_matmul_combine(const Operation& operation, Random& random, Call* call) {
   const Sizes s(random);
   auto* args = call->start<ab_grouped_matmul_combine_args>(operation);
+  args->precision = static_cast<int32_t>(random.between(0, 1));
   args->transpose_w = static_cast<int32_t>(random.between(0, 1));
   args->skip_rest = random.chance(0.3) ? 1 : 0;
   const bool weighted = random.chance(0.5);
@@ -336,12 +339,14 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
   call->options = {{"transpose_w", &args->transpose_w},
                    {"weight_early", &args->weight_early},
                    {"skip_rest", &args->skip_rest},
-                   {"backward", &args->backward}};
+                   {"backward", &args->backward},
+                   {"precision", &args->precision}};
 }
 
 // What both directions of the feed-forward network read; returns its dtype.
 template <class Args>
 int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
+  args->precision = static_cast<int32_t>(random.between(0, 1));
   args->activation = static_cast<int32_t>(random.between(AB_SILU, s.P == 2 ? AB_SITU : AB_LINEAR));
   if (args->activation == AB_SWIGLU_OAI || args->activation == AB_SITU) args->activation_alpha = 1.25f;
   if (args->activation >= AB_SWIGLU_CLAMPED) args->activation_limit = 0.5f;
@@ -352,7 +357,10 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K);
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   call->input(ARGUMENT(w_in), dtype, {s.E, s.D, s.P, s.F});
-  call->options = {{"activation", &args->activation}, {"topk", &args->topk}, {"skip_rest", &args->skip_rest}};
+  call->options = {{"activation", &args->activation},
+                   {"topk", &args->topk},
+                   {"skip_rest", &args->skip_rest},
+                   {"precision", &args->precision}};
   return dtype;
 }
 

@@ -59,6 +59,7 @@ struct Backward {
     hidden.map = map;
     hidden.group_sizes = group_sizes();
     hidden.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
+    hidden.precision = precision_of(args);
     hidden.skips_rest = args.skip_rest != 0;
     hidden.d_y = Floats(args.d_out);
     hidden.w_out = Floats(args.w_out);
@@ -116,6 +117,7 @@ struct Backward {
     gradient.d_y = b.rows;
     gradient.gathers_d_y = b.gathered;
     gradient.group_sizes = group_sizes();
+    gradient.precision = precision_of(args);
     gradient.accumulates = args.accumulate != 0;
     gradient.R = s.R;
     gradient.E = s.E;
@@ -157,6 +159,7 @@ struct Backward {
             .y = args.dx_rows->data,
             .map = map,
             .dtype = dh.dtype,
+            .precision = precision_of(args),
             .R = s.R,
             .E = s.E,
             .D = s.P * s.F,

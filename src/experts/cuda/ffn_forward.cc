@@ -34,6 +34,7 @@ struct Forward {
     up.map = map;
     up.group_sizes = data<const int32_t>(args.group_sizes);
     up.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
+    up.precision = precision_of(args);
     up.skips_rest = args.skip_rest != 0;
     up.x = Floats(args.x);
     up.w_in = Floats(args.w_in);
@@ -55,6 +56,7 @@ struct Forward {
             .weights = Floats(args.weights),
             .weight_early = args.weight_early != 0,
             .dtype = a.dtype,
+            .precision = precision_of(args),
             .R = s.R,
             .E = s.E,
             .D = s.F,

@@ -19,6 +19,7 @@ RowsProduct rows_product(const ab_grouped_matmul_args& args, const GroupedSizes&
   product.group_sizes = data<const int32_t>(args.group_sizes);
   product.y = args.y->data;
   product.dtype = args.x->dtype;
+  product.precision = precision_of(args);
   product.R = s.R;
   product.E = s.E;
   product.D = s.D;
@@ -32,6 +33,7 @@ WeightGradient weight_gradient(const ab_grouped_matmul_dw_args& args, const Grou
   gradient.d_y = Floats(args.d_y);
   gradient.group_sizes = data<const int32_t>(args.group_sizes);
   gradient.d_w = Floats(args.d_w);
+  gradient.precision = precision_of(args);
   gradient.accumulates = args.accumulate != 0;
   gradient.R = s.R;
   gradient.E = s.E;

@@ -41,6 +41,7 @@ RowsProduct rows_of(const ab_grouped_matmul_combine_args& args, const CombinedSi
                    .map = RowMap(args.slot_of_row, s.T, s.K, s.R),
                    .weight_early = args.weight_early != 0,
                    .dtype = args.x->dtype,
+                   .precision = precision_of(args),
                    .R = s.R,
                    .E = s.E,
                    .D = s.D,

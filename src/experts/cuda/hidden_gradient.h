@@ -11,6 +11,7 @@
 #include "experts/activation.h"
 #include "experts/check.h"
 #include "experts/cuda/row_map.h"
+#include "experts/precision.h"
 
 namespace anabranch::cuda {
 
@@ -24,6 +25,7 @@ struct HiddenGradient {
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Activation activation;
+  Precision precision = Precision::highest;
   bool skips_rest = false;  // rows past the groups need not be written
   Floats d_y;               // gathered rows of D
   Floats w_out;             // [E, F, D], in the layout of `s`, as h and dh

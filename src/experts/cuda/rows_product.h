@@ -10,6 +10,7 @@
 #include "core/floats.h"
 #include "core/inline.h"
 #include "experts/cuda/row_map.h"
+#include "experts/precision.h"
 
 namespace anabranch::cuda {
 
@@ -27,6 +28,7 @@ struct RowsProduct {
   Floats weights{};                      // of slots, or none: 1
   bool weight_early = false;
   int32_t dtype = 0;  // of all but the weights
+  Precision precision = Precision::highest;
   int64_t R = 0;
   int64_t E = 0;
   int64_t D = 0;

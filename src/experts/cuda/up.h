@@ -9,6 +9,7 @@
 #include "experts/activation.h"
 #include "experts/check.h"
 #include "experts/cuda/row_map.h"
+#include "experts/precision.h"
 
 namespace anabranch::cuda {
 
@@ -19,6 +20,7 @@ struct Up {
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Activation activation;
+  Precision precision = Precision::highest;
   bool skips_rest = false;  // rows past the groups need not be written
   Floats x;                 // gathered rows of D
   Floats w_in;              // [E, D, P, F], in the layout of `s`, as b_in and h

@@ -10,6 +10,7 @@
 #include "core/cuda/device.h"
 #include "core/floats.h"
 #include "experts/cuda/row_map.h"
+#include "experts/precision.h"
 
 namespace anabranch::cuda {
 
@@ -22,7 +23,8 @@ struct WeightGradient {
   bool gathers_d_y = false;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Floats d_w;                            // [E, D, N]
-  bool accumulates = false;              // adds to what stands in d_w, float32
+  Precision precision = Precision::highest;
+  bool accumulates = false;  // adds to what stands in d_w, float32
   int64_t R = 0;
   int64_t E = 0;
   int64_t D = 0;

@@ -1,0 +1,18 @@
+// How float32 operands of a product are multiplied.
+#pragma once
+
+#include <cstdint>
+
+#include "anabranch/experts.h"
+
+namespace anabranch {
+
+// ab_precision, of arguments that have been checked.
+enum class Precision : int32_t { highest = AB_PRECISION_HIGHEST, tf32 = AB_PRECISION_TF32 };
+
+template <class Args>
+Precision precision_of(const Args& args) {
+  return static_cast<Precision>(args.precision);
+}
+
+}  // namespace anabranch

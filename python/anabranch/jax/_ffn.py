@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from anabranch.activation import Activation
 from anabranch.jax import _ffi, _workspaces
 from anabranch.layouts import OURS, Layouts
+from anabranch.precision import HIGHEST
 
 SILU = Activation("silu")
 
@@ -30,6 +31,8 @@ class FfnConfig:
     """Rows that no slot has may hold anything in what the rules by slot return: nobody reads them."""
     layouts: Layouts = OURS
     """Of w_in and w_out, and so of b_in and h."""
+    precision: int = HIGHEST
+    """See anabranch.precision."""
 
     def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
         """(E, D, P, F) of w_in."""
@@ -116,6 +119,7 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
         activation=config.activation.number,
         activation_alpha=config.activation.alpha,
         activation_limit=config.activation.limit,
+        precision=config.precision,
         weight_early=int(config.weight_early),
         topk=config.topk,
         skip_rest=int(config.skip_rest and result == "a"),
@@ -188,6 +192,7 @@ def _backward(
         activation=config.activation.number,
         activation_alpha=config.activation.alpha,
         activation_limit=config.activation.limit,
+        precision=config.precision,
         topk=config.topk,
         skip_rest=skip_rest,
     )
@@ -211,6 +216,8 @@ class SlotProduct:
     """int32 [E]"""
     slot_of_row: jax.Array
     """int32 [R]: t*K + k, or -1 for padding."""
+    precision: int
+    """See anabranch.precision."""
     bias: jax.Array | None = None
     """[E, N]"""
     early_weights: jax.Array | None = None
@@ -250,6 +257,7 @@ class SlotProduct:
             weight_early=int(self.early_weights is not None),
             skip_rest=int(self.skip_rest),
             backward=int(self.backward),
+            precision=self.precision,
         )
         out: jax.Array = results["out"]
         return out
@@ -284,6 +292,7 @@ def ffn_forward_by_slot(
         operands.w_out,
         operands.group_sizes,
         operands.slot_of_row,
+        config.precision,
         operands.b_out,
         operands.weights,
         transpose_w=config.layouts.w_out == "df",
@@ -367,6 +376,7 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotPr
         operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D)),
         operands.group_sizes,
         operands.slot_of_row,
+        config.precision,
         transpose_w=transposed,
         skip_rest=config.skip_rest,
         backward=True,

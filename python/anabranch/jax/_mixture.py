@@ -24,6 +24,7 @@ from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, va
 from anabranch.jax.experts import experts_arrays
 from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
 from anabranch.layouts import Layouts
+from anabranch.precision import precision_number
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -69,13 +70,16 @@ def _mixture_backward(
 _mixture.defvjp(_mixture_forward, _mixture_backward)
 
 
-def network_config(activation: Any, parts: int, topk: int, weight_early: Any, layouts: Layouts) -> FfnConfig:
+def network_config(
+    activation: Any, parts: int, topk: int, weight_early: Any, layouts: Layouts, precision: Any
+) -> FfnConfig:
     """Checks the options of the experts; parts: P of w_in."""
     return FfnConfig(
         activation=as_activation(activation, parts),
         weight_early=_check.boolean("weight_early", weight_early),
         topk=topk,
         layouts=layouts,
+        precision=precision_number(precision),
         # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
         skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
     )

@@ -16,6 +16,7 @@ from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.precision import precision_number
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
@@ -104,43 +105,56 @@ def experts_arrays(
 # ---------------------------------------------------------------- grouped matmul
 
 
-def grouped_product(x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool) -> jax.Array:
+def grouped_product(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, precision: int
+) -> jax.Array:
     """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e; the rule without its gradient."""
     y = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transpose_w else 2]), x.dtype)
     operands = {"x": x, "w": w, "group_sizes": group_sizes}
-    return _ffi.call("ab_xla_grouped_matmul", operands, {"y": y}, transpose_w=int(transpose_w))["y"]
+    results = _ffi.call(
+        "ab_xla_grouped_matmul", operands, {"y": y}, transpose_w=int(transpose_w), precision=precision
+    )
+    return results["y"]
 
 
-def grouped_weight_gradient(x: jax.Array, d_y: jax.Array, group_sizes: jax.Array, dtype: Any) -> jax.Array:
+def grouped_weight_gradient(
+    x: jax.Array, d_y: jax.Array, group_sizes: jax.Array, dtype: Any, *, precision: int
+) -> jax.Array:
     """d_w[E, D, N] = x^T d_y over the rows of expert e, of any float dtype; zero for an expert without rows."""
     E, (R, D), N = group_sizes.shape[0], x.shape, d_y.shape[1]
     operands = {"x": x, "d_y": d_y, "group_sizes": group_sizes}
     results = {"d_w": jax.ShapeDtypeStruct((E, D, N), dtype)}
     workspace = _workspaces.grouped_matmul_dw(R, E, D, N, x.dtype, d_y.dtype)
-    return _ffi.call("ab_xla_grouped_matmul_dw", operands, results, workspace=workspace)["d_w"]
+    return _ffi.call("ab_xla_grouped_matmul_dw", operands, results, workspace=workspace, precision=precision)["d_w"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_matmul_rule(transpose_w: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def grouped_matmul_rule(
+    transpose_w: bool, precision: int, x: jax.Array, w: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
     """`grouped_matmul` on checked arrays, with its gradient."""
-    return grouped_product(x, w, group_sizes, transpose_w=transpose_w)
+    return grouped_product(x, w, group_sizes, transpose_w=transpose_w, precision=precision)
 
 
-def _grouped_matmul_forward(transpose_w: bool, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> tuple[Any, Any]:
-    return grouped_product(x, w, group_sizes, transpose_w=transpose_w), (x, w, group_sizes)
+def _grouped_matmul_forward(transpose_w: bool, precision: int, *operands: jax.Array) -> tuple[Any, Any]:
+    return grouped_product(*operands, transpose_w=transpose_w, precision=precision), operands
 
 
-def _grouped_matmul_backward(transpose_w: bool, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
+def _grouped_matmul_backward(
+    transpose_w: bool, precision: int, residuals: Any, d_y: jax.Array
+) -> tuple[Any, Any, None]:
     x, w, group_sizes = residuals
-    d_x = grouped_product(d_y.astype(x.dtype), w, group_sizes, transpose_w=not transpose_w)
+    d_x = grouped_product(d_y.astype(x.dtype), w, group_sizes, transpose_w=not transpose_w, precision=precision)
     left, right = (d_y, x) if transpose_w else (x, d_y)
-    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype), None
+    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=precision), None
 
 
 grouped_matmul_rule.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
 
-def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = False) -> jax.Array:
+def grouped_matmul(
+    x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = False, precision: str = "highest"
+) -> jax.Array:
     """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
 
     Args:
@@ -149,13 +163,14 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
       group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
       transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
+      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`.
 
     Returns:
       [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not fit, or an unknown precision.
 
     Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
     w. Source: semantics, section 6.
@@ -170,7 +185,7 @@ def grouped_matmul(x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = Fals
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     check_whole("grouped_matmul", x=x, w=w, group_sizes=sizes)
-    return grouped_matmul_rule(transpose_w, *vary_alike(x, w, sizes))
+    return grouped_matmul_rule(transpose_w, precision_number(precision), *vary_alike(x, w, sizes))
 
 
 # ---------------------------------------------------------------- feed-forward network
@@ -219,6 +234,7 @@ def expert_ffn(
     weight_early: bool = False,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
+    precision: str = "highest",
 ) -> jax.Array:
     """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
 
@@ -240,13 +256,14 @@ def expert_ffn(
         "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
         transposed.
       w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`.
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, an unknown activation, or weight_early without weights.
+      ValueError: shapes do not fit, an unknown activation or precision, or weight_early without weights.
 
     Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
     expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Source: semantics, section 6.
@@ -270,6 +287,6 @@ def expert_ffn(
     early = _check.boolean("weight_early", weight_early)
     if early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    config = FfnConfig(as_activation(activation, P), early, layouts=layouts)
+    config = FfnConfig(as_activation(activation, P), early, layouts=layouts, precision=precision_number(precision))
     check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands._asdict().items() if n != "x"})
     return _expert_ffn(config, FfnOperands(*vary_alike(*operands)))

@@ -1,7 +1,7 @@
 """A dense layer for each group of rows, under TransformerEngine's name and arguments."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,38 +11,46 @@ from anabranch.jax._ffn import SlotProduct
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.experts import grouped_product, grouped_rows, grouped_weight_gradient
 from anabranch.jax.ragged_dot import check_product
+from anabranch.precision import HIGHEST
+
+
+class _Config(NamedTuple):
+    transpose: bool
+    precision: int
 
 
 def _forward(
-    transpose: bool, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array | None
+    config: _Config, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array | None
 ) -> jax.Array:
     if bias is None:
-        return grouped_product(x, kernel, group_sizes, transpose_w=transpose)
+        return grouped_product(x, kernel, group_sizes, transpose_w=config.transpose, precision=config.precision)
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # each of them a token of its own
-    product = SlotProduct(x, kernel, group_sizes, rows, bias, transpose_w=transpose)
+    product = SlotProduct(x, kernel, group_sizes, rows, config.precision, bias, transpose_w=config.transpose)
     return product.sum(rows[:, None], None, x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_dense(
-    transpose: bool, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array | None
+    config: _Config, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array | None
 ) -> jax.Array:
-    return _forward(transpose, x, kernel, group_sizes, bias)
+    return _forward(config, x, kernel, group_sizes, bias)
 
 
-def _grouped_dense_forward(transpose: bool, *operands: Any) -> tuple[jax.Array, Any]:
-    return _forward(transpose, *operands), operands
+def _grouped_dense_forward(config: _Config, *operands: Any) -> tuple[jax.Array, Any]:
+    return _forward(config, *operands), operands
 
 
-def _grouped_dense_backward(transpose: bool, operands: Any, d_y: jax.Array) -> tuple[Any, ...]:
+def _grouped_dense_backward(config: _Config, operands: Any, d_y: jax.Array) -> tuple[Any, ...]:
     x, kernel, group_sizes, bias = operands
-    d_x = grouped_product(d_y, kernel, group_sizes, transpose_w=not transpose)
+    transpose, precision = config
+    d_x = grouped_product(d_y, kernel, group_sizes, transpose_w=not transpose, precision=precision)
     left, right = (d_y, x) if transpose else (x, d_y)
-    d_kernel = grouped_weight_gradient(left, right, group_sizes, kernel.dtype)
+    d_kernel = grouped_weight_gradient(left, right, group_sizes, kernel.dtype, precision=precision)
     if bias is None:
         return d_x, d_kernel, None, None
-    ones = jnp.ones((x.shape[0], 1), x.dtype)  # the sum over the rows of every group
-    return d_x, d_kernel, None, grouped_weight_gradient(ones, d_y, group_sizes, bias.dtype)[:, 0]
+    ones = jnp.ones((x.shape[0], 1), x.dtype)  # the sum over the rows of every group, of d_y as it is
+    d_bias = grouped_weight_gradient(ones, d_y, group_sizes, bias.dtype, precision=HIGHEST)[:, 0]
+    return d_x, d_kernel, None, d_bias
 
 
 _grouped_dense.defvjp(_grouped_dense_forward, _grouped_dense_backward)
@@ -114,7 +122,7 @@ def grouped_dense(
     kernel = _check.array("kernel", kernel, dtype, shape)
     N = kernel.shape[1 if transpose else 2]
     bias = _check.optional_array("bias", bias, dtype, (("G", G), ("N", N)))
-    check_product(x.dtype, precision, preferred_element_type, group_offset)
+    number = check_product(x.dtype, precision, preferred_element_type, group_offset)
     for name, value in (("kernel_amax", kernel_amax), ("quantizer_set", quantizer_set)):
         if value is not None:
             raise ValueError(f"{name}: got {_check.describe(value)}, expected None: there is no quantisation here")
@@ -124,4 +132,4 @@ def grouped_dense(
             "moe(..., parallel=...)"
         )
     check_whole("grouped_dense", x=x, kernel=kernel, group_sizes=sizes, bias=bias)
-    return _grouped_dense(transpose, *vary_alike(x, kernel, sizes, bias))
+    return _grouped_dense(_Config(transpose, number), *vary_alike(x, kernel, sizes, bias))

@@ -74,6 +74,8 @@ class MoEBlock(nn.Module):
       shared_features: width S of a dense expert that every token passes through; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate_kernel>).
       wi_layout, wo_layout: the axes of `wi`, `wi_bias` and `wo`, as `w_in_layout` and `w_out_layout` of `moe`.
+      precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
+        expert's, too.
 
     Raises:
       TypeError, ValueError: when it is made, an attribute is wrong; the message names it.
@@ -126,6 +128,7 @@ class MoEBlock(nn.Module):
     shared_gate: bool = False
     wi_layout: str = "dpf"
     wo_layout: str = "fd"
+    precision: str = "highest"
 
     def __post_init__(self) -> None:
         """Checks the attributes."""
@@ -191,6 +194,7 @@ class MoEBlock(nn.Module):
             parallel=self.parallel,
             w_in_layout=_check.choice("wi_layout", self.wi_layout, IN_LAYOUTS),
             w_out_layout=_check.choice("wo_layout", self.wo_layout, OUT_LAYOUTS),
+            precision=self.precision,
         )
         layer_config(E, 2, **options)
         return options
@@ -246,7 +250,8 @@ class MoEBlock(nn.Module):
             gate_init = self._initializer("kernel_init", default_gate_init)
             gate_axes = self.gate_kernel_axes and (self.gate_kernel_axes[0], None)
             gate = self._parameter("shared_gate_kernel", gate_init, gate_axes, (D, 1))
-        return shared_expert(x, w_in, w_out, activation=self.activation_type, w_gate=gate, token_mask=token_mask)
+        options: dict[str, Any] = dict(activation=self.activation_type, precision=self.precision)
+        return shared_expert(x, w_in, w_out, w_gate=gate, token_mask=token_mask, **options)
 
     @nn.compact
     def __call__(

@@ -75,6 +75,7 @@ def layer_config(
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
     qb_bins: int | None = None,
+    precision: str = "highest",
 ) -> LayerConfig:
     """Checks those arguments of `moe` that are options; the layers do it when they are made. parts: P of w_in."""
     options = router_options(
@@ -89,9 +90,10 @@ def layer_config(
         qb_bins=qb_bins,
     )
     check_parallel(parallel)
+    layouts = check_layouts(w_in_layout, w_out_layout)
     return LayerConfig(
         router=options,
-        ffn=network_config(activation, parts, options.topk, weight_early, check_layouts(w_in_layout, w_out_layout)),
+        ffn=network_config(activation, parts, options.topk, weight_early, layouts, precision),
         aux_loss=_check.number("aux_loss_coeff", aux_loss_coeff) != 0,
         z_loss=_check.number("z_loss_coeff", z_loss_coeff) != 0,
         align_size=check_align_size(align_size),
@@ -127,6 +129,7 @@ def moe(
     w_out_layout: str = "fd",
     qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
     qb_bins: int | None = None,
+    precision: str = "highest",
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -162,6 +165,10 @@ def moe(
         PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
         [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
+      precision: how float32 operands of the experts' products multiply, forward and backward. "highest": as float32, on
+        a GPU's tensor cores by products of their parts, with an error at float32's level. "tf32": a GPU may round them
+        to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". The gate is
+        multiplied as float32 always. No effect on bfloat16 and float16.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
@@ -215,6 +222,7 @@ def moe(
         w_in_layout=w_in_layout,
         w_out_layout=w_out_layout,
         qb_bins=qb_bins,
+        precision=precision,
     )
     assert config.router is not None
     expert_bias, token_mask, forced_experts = router_operands(

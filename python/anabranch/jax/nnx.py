@@ -82,6 +82,8 @@ class MoE(nnx.Module):
         every device.
       w_in_layout, w_out_layout: the axes of w_in, w_out and b_in, as in `moe`; the shapes above are those of "dpf" and
         "fd". Shared experts have those always.
+      precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
+        expert's, too.
       dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
       param_dtype: dtype of the parameters.
       kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
@@ -131,6 +133,7 @@ class MoE(nnx.Module):
         parallel: Parallel | None = None,
         w_in_layout: str = "dpf",
         w_out_layout: str = "fd",
+        precision: str = "highest",
         dtype: Any | None = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer | None = None,
@@ -168,6 +171,7 @@ class MoE(nnx.Module):
             parallel=parallel,
             w_in_layout=w_in_layout,
             w_out_layout=w_out_layout,
+            precision=precision,
             qb_bins=qb_bins if quantile else None,
         )
         layouts = Layouts(w_in_layout, w_out_layout)
@@ -253,6 +257,7 @@ class MoE(nnx.Module):
             activation=self.activation,
             w_gate=None if self.shared_gate is None else self.shared_gate[...],
             token_mask=token_mask,
+            precision=self.options["precision"],
         )
         return result._replace(output=result.output + shared)
 

@@ -7,33 +7,37 @@ import jax
 from anabranch.jax import _check
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.experts import grouped_matmul_rule, grouped_rows
+from anabranch.precision import HIGHEST, TF32
 
 
-def _is_precision(value: Any) -> bool:
-    """Whether it is None, a jax.lax.Precision or the name of one."""
-    if isinstance(value, str):
-        try:
-            jax.lax.Precision(value)
-        except ValueError:
-            return False
-        return True
-    return value is None or isinstance(value, jax.lax.Precision)
+def _precision_of_factors(precision: Any) -> int:
+    """The number (anabranch.precision) of JAX's argument: TF32 where both factors may have so few digits."""
+    of_factors = precision if isinstance(precision, (tuple, list)) else (precision, precision)
+    try:
+        asked = {None if value is None else jax.lax.Precision(value) for value in of_factors}
+    except Exception:  # whatever the comparisons of a value that is none raise
+        asked = set()
+    if len(of_factors) != 2 or not asked:
+        raise ValueError(
+            f"precision: got {_check.shown(precision)}, expected None, a jax.lax.Precision or its name, or two: "
+            "factors multiply as float32, or with HIGH as TF32, and accumulate in float32"
+        )
+    return TF32 if asked == {jax.lax.Precision.HIGH} else HIGHEST
 
 
-def check_product(dtype: Any, precision: Any, preferred_element_type: Any, group_offset: Any) -> None:
-    """Refuses what asks for another product than one of factors as they are, summed in float32, rounded once.
+def check_product(dtype: Any, precision: Any, preferred_element_type: Any, group_offset: Any) -> int:
+    """Refuses what asks for another product than one summed in float32 and rounded once.
 
     Args:
       dtype: of both factors.
-      precision: None, a jax.lax.Precision, its name, or a pair of them: all of them are kept.
+      precision: None, a jax.lax.Precision, its name, or a pair of them.
       preferred_element_type: None or that dtype.
       group_offset: None.
+
+    Returns:
+      How float32 factors multiply, a number of anabranch.precision.
     """
-    if not all(map(_is_precision, precision if isinstance(precision, (tuple, list)) else (precision,))):
-        raise ValueError(
-            f"precision: got {_check.shown(precision)}, expected None or a jax.lax.Precision: factors multiply as they "
-            "are and accumulate in float32"
-        )
+    number = _precision_of_factors(precision)
     if preferred_element_type is not None:
         name = _check.dtype("preferred_element_type", preferred_element_type, (*_check.FLOATS, "float64"))
         if name != str(dtype):
@@ -46,6 +50,7 @@ def check_product(dtype: Any, precision: Any, preferred_element_type: Any, group
             f"group_offset: got {_check.describe(group_offset)}, expected None: all groups are computed, as JAX's own "
             "ragged_dot does; slice group_sizes and the rows"
         )
+    return number
 
 
 def ragged_dot(
@@ -63,8 +68,10 @@ def ragged_dot(
       lhs: float32, bfloat16 or float16 [m, k]; rows of one group stand together, group 0 first.
       rhs: [g, k, n]; dtype of lhs.
       group_sizes: int16, int32 or int64 [g], on the device.
-      precision: None, or a jax.lax.Precision or its name: all mean the same here, factors multiply as they are and
-        accumulate in float32. Algorithms that round factors are refused.
+      precision: of float32 factors: None, a jax.lax.Precision or its name, or a pair of them. HIGH, whose names are
+        "high" and "tensorfloat32", lets a GPU round both to TF32, `precision="tf32"` of `grouped_matmul`; all others
+        multiply as float32: so does DEFAULT, which here, unlike in JAX's own, is HIGHEST. Of two the more exact one
+        counts. Algorithms are refused.
       preferred_element_type: None, or the dtype of lhs.
       group_offset: None; JAX's own has no implementation of another either.
       out_sharding: None; arrays are whole, or a jax.shard_map's.
@@ -90,8 +97,8 @@ def ragged_dot(
     lhs = grouped_rows("lhs", lhs)
     sizes = _check.indices("group_sizes", group_sizes, ("g",))
     rhs = _check.array("rhs", rhs, (str(lhs.dtype),), (("g", sizes.shape[0]), ("k", lhs.shape[1]), "n"))
-    check_product(lhs.dtype, precision, preferred_element_type, group_offset)
+    number = check_product(lhs.dtype, precision, preferred_element_type, group_offset)
     if out_sharding is not None:
         raise ValueError(f"out_sharding: got {_check.shown(out_sharding)}, expected None; see jax.shard_map")
     check_whole("ragged_dot", lhs=lhs, rhs=rhs, group_sizes=sizes)
-    return grouped_matmul_rule(False, *vary_alike(lhs, rhs, sizes))
+    return grouped_matmul_rule(False, number, *vary_alike(lhs, rhs, sizes))

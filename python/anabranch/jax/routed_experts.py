@@ -51,6 +51,7 @@ def routed_experts(
     parallel: Parallel | None = None,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
+    precision: str = "highest",
 ) -> RoutedExpertsOutput:
     """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
 
@@ -72,6 +73,7 @@ def routed_experts(
       parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights go as x does.
         Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32", as in `moe`.
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;
@@ -110,7 +112,7 @@ def routed_experts(
     check_parallel(parallel)
     config = LayerConfig(
         router=None,
-        ffn=network_config(activation, parts, K, weight_early, layouts),
+        ffn=network_config(activation, parts, K, weight_early, layouts, precision),
         align_size=check_align_size(align_size),
     )
     shards = axes_of_sums(parallel, x)

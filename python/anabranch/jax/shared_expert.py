@@ -6,12 +6,14 @@ import jax.numpy as jnp
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check
 from anabranch.jax.experts import activate, activate_gated
+from anabranch.precision import TF32, precision_number
 
 
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., D] w [D, N], summed in float32; a GPU would round float32 factors to fewer digits."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
+def _product(x: jax.Array, w: jax.Array, precision: int) -> jax.Array:
+    """x [..., D] w [D, N], summed in float32; a GPU would round float32 factors to TF32 by itself, as HIGH lets it."""
+    of_float32 = jax.lax.Precision.HIGH if precision == TF32 else jax.lax.Precision.HIGHEST
+    chosen = of_float32 if x.dtype == jnp.float32 else None
+    return jnp.matmul(x, w, precision=chosen, preferred_element_type=jnp.float32)
 
 
 def shared_expert(
@@ -22,6 +24,7 @@ def shared_expert(
     activation: str | Activation = "silu",
     w_gate: jax.Array | None = None,
     token_mask: jax.Array | None = None,
+    precision: str = "highest",
 ) -> jax.Array:
     """A dense expert for every token; add its output to that of `moe`.
 
@@ -34,6 +37,8 @@ def shared_expert(
       activation: as in `moe`.
       w_gate: [D] or [D, 1] float, the gate of the whole expert; None: it counts in full.
       token_mask: bool [...]; False marks padding, which gets zero output and gradient, whatever it holds.
+      precision: how float32 x and weights multiply, "highest" or "tf32", as in `moe`. XLA multiplies here: "tf32" is
+        its `Precision.HIGH`.
 
     Returns:
       [..., D], dtype of x. Products accumulate in float32; the gate is computed in float32, and the output rounded
@@ -41,7 +46,7 @@ def shared_expert(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or an unknown activation.
+      ValueError: shapes do not fit, or an unknown activation or precision.
 
     Gradients: of x, w_in, w_out and w_gate, by JAX itself, in their dtypes. Sharded arrays are XLA's affair, too.
 
@@ -61,15 +66,15 @@ def shared_expert(
     if P not in (1, 2):
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [D, 2, S] (gate, up) or [D, 1, S]")
     w_out = _check.array("w_out", w_out, dtype, (("S", S), ("D", D)))
-    act = as_activation(activation, P)
+    act, number = as_activation(activation, P), precision_number(precision)
     column = getattr(w_gate, "ndim", 1) == 2
     w_gate = _check.optional_array("w_gate", w_gate, _check.FLOATS, (("D", D), ("1", 1)) if column else (("D", D),))
     mask = _check.optional_array("token_mask", token_mask, _check.BOOL, x.shape[:-1])
     if mask is not None:  # in x, too: 0 * NaN in the gradients of the weights would be NaN
         x = jnp.where(mask[..., None], x, 0)
-    h = _product(x, w_in.reshape(D, P * S)).reshape(*x.shape[:-1], P, S)
+    h = _product(x, w_in.reshape(D, P * S), number).reshape(*x.shape[:-1], P, S)
     a = activate_gated(h[..., 0, :], h[..., 1, :], act) if P == 2 else activate(h[..., 0, :], act.name)
-    output = _product(a.astype(x.dtype), w_out)
+    output = _product(a.astype(x.dtype), w_out, number)
     if w_gate is not None:
         logits = jnp.sum(x.astype(jnp.float32) * w_gate.reshape(D).astype(jnp.float32), axis=-1, keepdims=True)
         output = jax.nn.sigmoid(logits) * output

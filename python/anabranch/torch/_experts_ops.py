@@ -38,37 +38,43 @@ def _hidden(w_in_layout: str, R: int, P: int, F: int) -> tuple[int, int, int]:
     return (R, P, F) if axes[2] < axes[3] else (R, F, P)
 
 
-def _grouped_matmul(y, x, w, group_sizes, transpose_w):
-    return _calls.grouped_matmul({"x": x, "w": w, "group_sizes": group_sizes, "y": y}, transpose_w=transpose_w)
+def _grouped_matmul(y, x, w, group_sizes, transpose_w, precision):
+    tensors = {"x": x, "w": w, "group_sizes": group_sizes, "y": y}
+    return _calls.grouped_matmul(tensors, transpose_w=transpose_w, precision=precision)
 
 
 grouped_matmul = define(
-    "grouped_matmul(Tensor x, Tensor w, Tensor group_sizes, bool transpose_w) -> Tensor",
-    lambda x, w, group_sizes, transpose_w: x.new_empty((x.shape[0], w.shape[1 if transpose_w else 2])),
+    "grouped_matmul(Tensor x, Tensor w, Tensor group_sizes, bool transpose_w, int precision) -> Tensor",
+    lambda x, w, group_sizes, transpose_w, precision: x.new_empty((x.shape[0], w.shape[1 if transpose_w else 2])),
     _grouped_matmul,
 )
 
 
-def _grouped_matmul_dw(d_w, x, d_y, group_sizes, dtype):
-    return _calls.grouped_matmul_dw({"x": x, "d_y": d_y, "group_sizes": group_sizes, "d_w": d_w}, accumulate=0)
+def _grouped_matmul_dw(d_w, x, d_y, group_sizes, dtype, precision):
+    tensors = {"x": x, "d_y": d_y, "group_sizes": group_sizes, "d_w": d_w}
+    return _calls.grouped_matmul_dw(tensors, accumulate=0, precision=precision)
+
+
+def _allocate_grouped_matmul_dw(x, d_y, group_sizes, dtype, precision):
+    return x.new_empty((group_sizes.shape[0], x.shape[1], d_y.shape[1]), dtype=dtype)
 
 
 grouped_matmul_dw = define(
-    "grouped_matmul_dw(Tensor x, Tensor d_y, Tensor group_sizes, ScalarType dtype) -> Tensor",
-    lambda x, d_y, group_sizes, dtype: x.new_empty((group_sizes.shape[0], x.shape[1], d_y.shape[1]), dtype=dtype),
+    "grouped_matmul_dw(Tensor x, Tensor d_y, Tensor group_sizes, ScalarType dtype, int precision) -> Tensor",
+    _allocate_grouped_matmul_dw,
     _grouped_matmul_dw,
 )
 
 
 _NETWORK = (
     "int activation, float activation_alpha, float activation_limit, bool weight_early, int topk, "
-    "str w_in_layout, str w_out_layout"
+    "str w_in_layout, str w_out_layout, int precision"
 )
 
 
 def _allocate_ffn(
     x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
     R = (x if slot_of_row is None else slot_of_row).shape[0]
@@ -77,7 +83,7 @@ def _allocate_ffn(
 
 def _ffn(
     results, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     y, h = results
     return _calls.expert_ffn_forward(
@@ -99,6 +105,7 @@ def _ffn(
         topk=topk,
         activation_alpha=activation_alpha,
         activation_limit=activation_limit,
+        precision=precision,
     )
 
 
@@ -113,7 +120,7 @@ ffn = define(
 
 def _allocate_ffn_backward(
     d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     nothing = x.new_empty((0,))
     return (
@@ -128,7 +135,7 @@ def _allocate_ffn_backward(
 
 def _ffn_backward(
     results, d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = results
     return _calls.expert_ffn_backward(
@@ -154,6 +161,7 @@ def _ffn_backward(
         topk=topk,
         activation_alpha=activation_alpha,
         activation_limit=activation_limit,
+        precision=precision,
     )
 
 
@@ -169,7 +177,7 @@ ffn_backward = define(
 
 def _allocate_experts(
     x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
     return torch.empty_like(x), x.new_empty(_hidden(w_in_layout, slot_of_row.shape[0], P, F))
@@ -177,7 +185,7 @@ def _allocate_experts(
 
 def _experts(
     results, x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     out, h = results
     F = _sizes(w_in, w_in_layout)[3]
@@ -200,6 +208,7 @@ def _experts(
         skip_rest=1,
         activation_alpha=activation_alpha,
         activation_limit=activation_limit,
+        precision=precision,
     )
     down = _calls.grouped_matmul_combine(
         {
@@ -215,6 +224,7 @@ def _experts(
         transpose_w=w_out_layout == "df",
         weight_early=weight_early and weights is not None,
         skip_rest=1,
+        precision=precision,
     )
     return up, down
 
@@ -230,7 +240,7 @@ experts = define(
 
 def _allocate_experts_hidden(
     d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     return (
         torch.empty_like(h),
@@ -242,7 +252,7 @@ def _allocate_experts_hidden(
 
 def _experts_hidden(
     results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     dh, d_w_out, d_b_out, d_weights = results
     return _calls.expert_ffn_backward(
@@ -267,6 +277,7 @@ def _experts_hidden(
         skip_rest=1,
         activation_alpha=activation_alpha,
         activation_limit=activation_limit,
+        precision=precision,
     )
 
 
@@ -282,7 +293,7 @@ experts_hidden = define(
 
 def _allocate_experts_inputs(
     dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     nothing = x.new_empty((0,))
     return (
@@ -294,7 +305,7 @@ def _allocate_experts_inputs(
 
 def _experts_inputs(
     results, dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
     d_x, d_w_in, d_b_in = results
     E, D, P, F = _sizes(w_in, w_in_layout)
@@ -314,6 +325,7 @@ def _experts_inputs(
             transpose_w=transposed,
             skip_rest=1,
             backward=1,
+            precision=precision,
         )
         calls.append(of_x)
     if not wants_w_in and b_in is None:
@@ -334,6 +346,7 @@ def _experts_inputs(
         topk=topk,
         activation_alpha=activation_alpha,
         activation_limit=activation_limit,
+        precision=precision,
     )
     return [*calls, of_weights]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anabranch.activation import Activation, as_activation
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.precision import precision_number
 from anabranch.torch import _check, _ops
 from anabranch.torch._autograd import Function, wants_gradient
 
@@ -26,13 +27,15 @@ class Network(NamedTuple):
     topk: int
     w_in_layout: str
     w_out_layout: str
+    precision: int
 
 
-def network(activation: Any, parts: int, weight_early: Any, topk: int, layouts: Layouts) -> Network:
+def network(activation: Any, parts: int, weight_early: Any, topk: int, layouts: Layouts, precision: Any) -> Network:
     """Checks the options of the experts; parts: P of w_in; topk: 0 where x holds rows."""
     act = as_activation(activation, parts)
     early = _check.boolean("weight_early", weight_early)
-    return Network(act.number, act.alpha, act.limit, early, topk, layouts.w_in, layouts.w_out)
+    number = precision_number(precision)
+    return Network(act.number, act.alpha, act.limit, early, topk, layouts.w_in, layouts.w_out, number)
 
 
 def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
@@ -82,12 +85,12 @@ def grouped_rows(name: str, value: Any) -> Tensor:
 
 class _GroupedMatmul(Function):
     @staticmethod
-    def forward(x, w, group_sizes, transpose_w):
-        return _ops.grouped_matmul(x, w, group_sizes, transpose_w)
+    def forward(x, w, group_sizes, transpose_w, precision):
+        return _ops.grouped_matmul(x, w, group_sizes, transpose_w, precision)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, w, group_sizes, ctx.transpose_w = inputs
+        x, w, group_sizes, ctx.transpose_w, ctx.precision = inputs
         ctx.dtypes = x.dtype, w.dtype
         ctx.save_for_backward(x if wants_gradient(ctx, 1) else None, w if wants_gradient(ctx, 0) else None, group_sizes)
 
@@ -97,14 +100,16 @@ class _GroupedMatmul(Function):
         x, w, group_sizes = ctx.saved_tensors
         d_x = d_w = None
         if w is not None:
-            d_x = _ops.grouped_matmul(d_y.to(ctx.dtypes[0]), w, group_sizes, not ctx.transpose_w)
+            d_x = _ops.grouped_matmul(d_y.to(ctx.dtypes[0]), w, group_sizes, not ctx.transpose_w, ctx.precision)
         if x is not None:
             left, right = (d_y, x) if ctx.transpose_w else (x, d_y)
-            d_w = _ops.grouped_matmul_dw(left, right, group_sizes, ctx.dtypes[1])
-        return d_x, d_w, None, None
+            d_w = _ops.grouped_matmul_dw(left, right, group_sizes, ctx.dtypes[1], ctx.precision)
+        return d_x, d_w, None, None, None
 
 
-def grouped_matmul(x: Tensor, w: Tensor, group_sizes: Tensor, *, transpose_w: bool = False) -> Tensor:
+def grouped_matmul(
+    x: Tensor, w: Tensor, group_sizes: Tensor, *, transpose_w: bool = False, precision: str = "highest"
+) -> Tensor:
     """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
 
     Args:
@@ -113,13 +118,14 @@ def grouped_matmul(x: Tensor, w: Tensor, group_sizes: Tensor, *, transpose_w: bo
       group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
       transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
+      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`.
 
     Returns:
       [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or devices differ.
+      ValueError: shapes do not fit, an unknown precision, or devices differ.
 
     Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
     w. Not differentiable twice. Source: semantics, section 6.
@@ -134,7 +140,7 @@ def grouped_matmul(x: Tensor, w: Tensor, group_sizes: Tensor, *, transpose_w: bo
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     _check.on_device_of("x", x, w=w, group_sizes=sizes)
-    y: Tensor = _GroupedMatmul.apply(x, w, sizes, transpose_w)
+    y: Tensor = _GroupedMatmul.apply(x, w, sizes, transpose_w, precision_number(precision))
     return y
 
 
@@ -208,6 +214,7 @@ def expert_ffn(
     weight_early: bool = False,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
+    precision: str = "highest",
 ) -> Tensor:
     """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
 
@@ -230,13 +237,15 @@ def expert_ffn(
         "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
         transposed.
       w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`.
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, an unknown activation, weight_early without weights, or devices differ.
+      ValueError: shapes do not fit, an unknown activation or precision, weight_early without weights, or devices
+        differ.
 
     Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
     expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Not differentiable twice. Source:
@@ -252,7 +261,7 @@ def expert_ffn(
     dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))
     _, P = check_experts(layouts, rows, dtypes, w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
     weights = _check.optional_tensor("weights", weights, _check.FLOATS, (("R", rows.shape[0]),))
-    options = network(activation, P, weight_early, 0, layouts)
+    options = network(activation, P, weight_early, 0, layouts, precision)
     if options.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     _check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)

@@ -84,6 +84,8 @@ class MoE(nn.Module):
         fully_shard is one of a larger mesh, DTensors that know what is whole. None: this process has all.
       transport, capacity_factor: of `group`, as in `moe`.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
+      precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
+        expert's, too.
       dtype: dtype of the computation, float32, bfloat16 or float16, under torch.autocast too; None: that of the input,
         under torch.autocast autocast's for a float32 input.
       param_dtype: dtype of the parameters; None: torch's default dtype.
@@ -148,6 +150,7 @@ class MoE(nn.Module):
         transport: str = "auto",
         capacity_factor: float | None = None,
         align_size: int = 0,
+        precision: str = "highest",
         dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -191,6 +194,7 @@ class MoE(nn.Module):
             z_loss_coeff=z_loss_coeff,
             loss_group=loss_group,
             align_size=align_size,
+            precision=precision,
             w_in_layout="fpd" if self.interleaved else "pfd",
             w_out_layout="df",
         )
@@ -342,6 +346,7 @@ class MoE(nn.Module):
                 token_mask=token_mask,
                 w_in_layout="pfd",
                 w_out_layout="df",
+                precision=self.options["precision"],
             )
             return MoEOutput(result.output + shared, *result[1:])
 

@@ -121,6 +121,7 @@ def _layer_config(
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
     qb_bins: int | None = None,
+    precision: str = "highest",
     has_loss_group: bool = False,
 ) -> LayerConfig:
     options = router_options(
@@ -138,7 +139,7 @@ def _layer_config(
     if has_loss_group and not any(coefficients):
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
     layouts = check_layouts(w_in_layout, w_out_layout)
-    ffn = network(activation, parts, weight_early, options.topk, layouts)
+    ffn = network(activation, parts, weight_early, options.topk, layouts, precision)
     return LayerConfig(options, ffn, num_experts, check_align_size(align_size))
 
 
@@ -174,6 +175,7 @@ def moe(
     w_out_layout: str = "fd",
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
+    precision: str = "highest",
     loss_group: "ProcessGroup | None" = None,
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
@@ -211,6 +213,11 @@ def moe(
         PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
         [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
+      precision: how float32 operands of the experts' products multiply, forward and backward. "highest": as float32, on
+        a GPU's tensor cores by products of their parts, with an error at float32's level. "tf32": a GPU may round them
+        to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". The gate is
+        multiplied as float32 always. No effect on bfloat16 and float16. torch.set_float32_matmul_precision, which is
+        for torch's own products, changes nothing here.
       loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
         whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
         is in. None: those of the tokens of `group`, or without one of this call's.
@@ -277,6 +284,7 @@ def moe(
         w_in_layout=w_in_layout,
         w_out_layout=w_out_layout,
         qb_bins=qb_bins,
+        precision=precision,
         loss_group=loss_group,
     )
     options = config.router

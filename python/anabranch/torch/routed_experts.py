@@ -47,6 +47,7 @@ def routed_experts(
     align_size: int = 0,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
+    precision: str = "highest",
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
@@ -69,6 +70,7 @@ def routed_experts(
       weight_early: weights multiply before W_out instead of at the combine; same result.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32", as in `moe`.
       group, transport, capacity_factor: ranks that share the experts, as in `moe`; experts are numbered over all.
         Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
 
@@ -110,7 +112,8 @@ def routed_experts(
     check_num_slots("experts", math.prod(leading), K)
     weights = _check.tensor("weights", weights, _check.FLOATS, (*leading, ("K", K)))
     _check.on_device_of("x", x, experts=experts, weights=weights)
-    config = LayerConfig(None, network(activation, parts, weight_early, K, layouts), E, check_align_size(align_size))
+    options = network(activation, parts, weight_early, K, layouts, precision)
+    config = LayerConfig(None, options, E, check_align_size(align_size))
     tokens = flat(x)
     assert tokens is not None
     operands = Operands(

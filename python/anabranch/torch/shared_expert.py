@@ -42,6 +42,7 @@ def shared_expert(
     token_mask: Tensor | None = None,
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
+    precision: str = "highest",
 ) -> Tensor:
     """A dense expert for every token; add its output to that of `moe`.
 
@@ -57,6 +58,7 @@ def shared_expert(
       w_gate: [D] or [D, 1] float, the gate of the whole expert; None: it counts in full.
       token_mask: bool [...]; False marks padding, which gets zero output and gradient, whatever it holds.
       w_in_layout, w_out_layout: the axes of w_in and w_out, as in `moe` behind E: "pfd" is [2, S, D], "df" [D, S].
+      precision: how float32 x and weights multiply, "highest" or "tf32", as in `moe`.
 
     Returns:
       [..., D], dtype of x. Products accumulate in float32; the gate is computed in float32, and the output rounded
@@ -64,7 +66,7 @@ def shared_expert(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or an unknown activation.
+      ValueError: shapes do not fit, or an unknown activation or precision.
 
     Gradients: of x, w_in, w_out and w_gate, each in its own dtype, those of float32 weights not rounded. Not
     differentiable twice. Kept for it: the arguments, h [T, 2 or 1, S] and the gate's logits. Under torch.autocast a
@@ -86,7 +88,7 @@ def shared_expert(
         gated, plain = (", ".join(layouts.shape("w_in", e="", d="D", p=p, f="S")[1:]) for p in "21")
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
     w_out = _check.tensor("w_out", w_out, dtypes, layouts.shape("w_out", e="", f=("S", S), d=D)[1:])
-    options = network(activation, P, False, 0, layouts)
+    options = network(activation, P, False, 0, layouts, precision)
     column = isinstance(w_gate, Tensor) and w_gate.dim() == 2
     w_gate = _check.optional_tensor("w_gate", w_gate, _check.FLOATS, (D, ("1", 1)) if column else (D,))
     mask = _check.optional_tensor("token_mask", token_mask, _check.BOOL, tuple(x.shape[:-1]))

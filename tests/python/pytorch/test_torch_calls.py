@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from anabranch.precision import HIGHEST, TF32
 from anabranch.torch import _calls, _define, _ops
 
 HEADERS = pathlib.Path(__file__).parents[3] / "include" / "anabranch"
@@ -32,7 +33,7 @@ def test_fields_are_those_of_the_header(operation):
 def test_a_status_is_an_error_that_says_what_the_library_says():
     x, w = torch.zeros(4, 3), torch.zeros(2, 5, 6)
     with pytest.raises(ValueError, match=r"w: got .*\[2, 5, 6\], expected"):
-        _ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False)
+        _ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST)
 
 
 def test_layouts_are_made_once_and_not_kept_for_ever(monkeypatch):
@@ -48,7 +49,7 @@ def test_layouts_are_made_once_and_not_kept_for_ever(monkeypatch):
 
     def call(n):
         sizes = torch.tensor([n], dtype=torch.int32)
-        assert _ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False).sum() == 2 * n
+        assert _ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False, HIGHEST).sum() == 2 * n
         return len(made)
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which has none yet
@@ -58,9 +59,9 @@ def test_layouts_are_made_once_and_not_kept_for_ever(monkeypatch):
 def test_a_tensor_in_two_places_is_two_tensors_of_a_layout():
     """What is laid out for one tensor given twice is used for two that differ, too."""
     x, sizes = torch.arange(8.0).view(4, 2), torch.tensor([1, 3], dtype=torch.int32)
-    once = _ops.grouped_matmul_dw(x, x, sizes, torch.float32)
+    once = _ops.grouped_matmul_dw(x, x, sizes, torch.float32, HIGHEST)
     for left, right in ((x, x + 1), (x + 1, x), (x, x)):
-        got = _ops.grouped_matmul_dw(left, right, sizes, torch.float32)
+        got = _ops.grouped_matmul_dw(left, right, sizes, torch.float32, HIGHEST)
         assert torch.equal(got, torch.stack([left[:1].T @ right[:1], left[1:].T @ right[1:]]))
     assert torch.equal(once, got)
 
@@ -108,9 +109,9 @@ def samples():
         _ops.sort_chunks,
         (rows, torch.tensor([5, 9, 10], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32), False),
     )
-    yield _ops.grouped_matmul, (rows, normal(E, 3, D), group_sizes, True)
-    yield _ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32)
-    network = (8, 1.702, 7.0, False, 0, "dfp", "df")
+    yield _ops.grouped_matmul, (rows, normal(E, 3, D), group_sizes, True, TF32)
+    yield _ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32, TF32)
+    network = (8, 1.702, 7.0, False, 0, "dfp", "df", TF32)
     w_in, b_in, w_out, b_out = normal(E, D, F, 2), normal(E, F, 2), normal(E, D, F), normal(E, D)
     experts_of = (group_sizes, w_in, b_in, w_out, b_out)
     yield _ops.ffn, (rows, None, *experts_of, normal(R), *network)

@@ -111,9 +111,7 @@ def grouped_product(
     """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e; the rule without its gradient."""
     y = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transpose_w else 2]), x.dtype)
     operands = {"x": x, "w": w, "group_sizes": group_sizes}
-    results = _ffi.call(
-        "ab_xla_grouped_matmul", operands, {"y": y}, transpose_w=int(transpose_w), precision=precision
-    )
+    results = _ffi.call("ab_xla_grouped_matmul", operands, {"y": y}, transpose_w=int(transpose_w), precision=precision)
     return results["y"]
 
 

@@ -10,12 +10,21 @@ from anabranch.jax.experts import grouped_matmul_rule, grouped_rows
 from anabranch.precision import HIGHEST, TF32
 
 
+def _asked_for(value: Any) -> jax.lax.Precision | None:
+    """The precision that a value is or names; None of None."""
+    if value is None or isinstance(value, jax.lax.Precision):
+        return value
+    if isinstance(value, str):
+        return jax.lax.Precision(value)
+    raise ValueError(value)
+
+
 def _precision_of_factors(precision: Any) -> int:
     """The number (anabranch.precision) of JAX's argument: TF32 where both factors may have so few digits."""
     of_factors = precision if isinstance(precision, (tuple, list)) else (precision, precision)
     try:
-        asked = {None if value is None else jax.lax.Precision(value) for value in of_factors}
-    except Exception:  # whatever the comparisons of a value that is none raise
+        asked = set(map(_asked_for, of_factors))
+    except ValueError:
         asked = set()
     if len(of_factors) != 2 or not asked:
         raise ValueError(

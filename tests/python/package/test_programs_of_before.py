@@ -9,7 +9,7 @@ import numpy as np
 from anabranch.jax import _ffi, moe
 
 #: Attributes that calls of 0.1.0 don't have.
-LATER = {"activation_alpha", "activation_limit", "group_score_topk", "backward"}
+LATER = {"activation_alpha", "activation_limit", "group_score_topk", "backward", "precision"}
 
 
 def test_calls_without_the_options_that_came_later(monkeypatch):

@@ -1,0 +1,146 @@
+"""The option `precision` in torch: what calls of the C library carry it, forward and backward, and who reads it."""
+
+import concurrent.futures
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import anabranch.torch as ab
+from anabranch.torch import _calls, _ops
+
+T, E, K, D, F, R = 6, 3, 2, 4, 5, 9
+SIZES, EXPERTS = torch.tensor([4, 0, 3], dtype=torch.int32), torch.arange(T * K).view(T, K) % E
+FORWARD, BACKWARD, COMBINE = "expert_ffn_forward", "expert_ffn_backward", "grouped_matmul_combine"
+OF_LAYER = {FORWARD, COMBINE, BACKWARD}
+
+
+def leaf(*shape):
+    return torch.ones(shape, requires_grad=True)
+
+
+def layer(**options):
+    return ab.moe(leaf(T, D), leaf(D, E), leaf(E, D, 2, F), leaf(E, F, D), topk=K, **options).output
+
+
+def after_router(**options):
+    return ab.routed_experts(leaf(T, D), EXPERTS, leaf(T, K), leaf(E, D, 2, F), leaf(E, F, D), **options).output
+
+
+def of_rows(**options):
+    return ab.expert_ffn(leaf(R, D), leaf(E, D, 2, F), leaf(E, F, D), SIZES, **options)
+
+
+def product(**options):
+    return ab.grouped_matmul(leaf(R, D), leaf(E, D, F), SIZES, **options)
+
+
+def shared(**options):
+    return ab.shared_expert(leaf(T, D), leaf(D, 2, F), leaf(F, D), **options)
+
+
+def module(**options):
+    made = ab.MoE(D, F, num_experts=E, topk=K, shared_features=7, **options)
+    return copy.deepcopy(made)(leaf(T, D)).output
+
+
+CASES = {
+    "moe": (layer, OF_LAYER),
+    "routed_experts": (after_router, OF_LAYER),
+    "expert_ffn": (of_rows, {FORWARD, BACKWARD}),
+    "grouped_matmul": (product, {"grouped_matmul", "grouped_matmul_dw"}),
+    "shared_expert": (shared, {FORWARD, BACKWARD}),
+    "MoE": (module, OF_LAYER),
+}
+
+
+def precisions(monkeypatch, function):
+    """{(what is called, its number)} of the calls with products that a step makes; None: one without a number."""
+    found = set()
+    describe = _calls.Operation.__call__
+
+    def recorded(operation, tensors, orders=None, **options):
+        if operation.name.startswith(("grouped_", "expert_")):
+            found.add((operation.name, options.get("precision")))
+        return describe(operation, tensors, orders, **options)
+
+    monkeypatch.setattr(_calls.Operation, "__call__", recorded)
+
+    def step():
+        result = function()
+        result.backward(torch.randn_like(result))
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which has nothing laid out yet
+        thread.submit(step).result()
+    return found
+
+
+def operations():
+    """(operation, its arguments but the last, the precision) of every one that has one."""
+    x, h, d_out, weights = torch.ones(R, D), torch.ones(R, 2, F), torch.ones(R, D), torch.ones(R, 1)
+    w_in, w_out, slots = torch.ones(E, D, 2, F), torch.ones(E, F, D), torch.arange(R, dtype=torch.int32)
+    maps, dtype = (slots[:, None], slots, SIZES), torch.float32
+    of_rows, of_tokens = (0, 0.0, 0.0, False, 0, "dpf", "fd"), (0, 0.0, 0.0, False, 1, "dpf", "fd")
+    matrices = w_in, None, w_out, None
+    yield _ops.grouped_matmul, (x, torch.ones(E, D, F), SIZES, False)
+    yield _ops.grouped_matmul_dw, (x, d_out, SIZES, dtype)
+    yield _ops.ffn, (x, None, SIZES, *matrices, None, *of_rows)
+    yield _ops.ffn_backward, (d_out, h, x, None, SIZES, *matrices, None, dtype, dtype, *of_rows)
+    yield _ops.experts, (x, None, *maps, *matrices, *of_tokens)
+    yield _ops.experts_hidden, (d_out, h, x, weights, slots, SIZES, *matrices, dtype, True, *of_tokens)
+    yield _ops.experts_inputs, (h, x, None, *maps, w_in, None, w_out, dtype, True, False, *of_tokens)
+    yield _ops.experts_inputs, (h, x, None, *maps, w_in, None, w_out, dtype, False, True, *of_tokens)
+
+
+PRODUCTS = list(operations())
+
+
+def each(calls, number):
+    return {(name, number) for name in calls}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_call_of_a_step_has_it(monkeypatch, name):
+    function, calls = CASES[name]
+    assert precisions(monkeypatch, functools.partial(function, precision="tf32")) == each(calls, 1)
+    assert precisions(monkeypatch, function) == each(calls, 0)
+
+
+def test_so_has_that_of_a_group_of_ranks(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for transport in ("ring", "all_to_all"):
+            function = functools.partial(layer, group=dist.group.WORLD, transport=transport, precision="tf32")
+            assert precisions(monkeypatch, function) == each(OF_LAYER, 1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchs_own_setting_changes_nothing(monkeypatch):
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert precisions(monkeypatch, layer) == each(OF_LAYER, 0)
+    finally:
+        torch.set_float32_matmul_precision(usual)
+
+
+@pytest.mark.parametrize("value", ["high", "TF32", "", None, 1, True], ids=repr)
+def test_what_it_is_not(value):
+    for function, _ in CASES.values():
+        with pytest.raises(ValueError, match=r"^precision: got .*, expected one of 'highest', 'tf32'"):
+            function(precision=value)
+
+
+@pytest.mark.parametrize(("operation", "arguments"), PRODUCTS, ids=[str(operation) for operation, _ in PRODUCTS])
+def test_c_reads_it(operation, arguments):
+    """A number that no option has comes back as the library's error."""
+    with pytest.raises(ValueError, match="precision: got 7, expected 0 or 1, an ab_precision"):
+        operation(*arguments, 7)
+
+
+def test_a_layer_shows_it():
+    assert "precision='tf32'" in repr(ab.MoE(D, F, num_experts=E, topk=K, precision="tf32"))
+    assert "precision" not in repr(ab.MoE(D, F, num_experts=E, topk=K))

@@ -167,8 +167,8 @@ def moe(
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
       precision: how float32 operands of the experts' products multiply, forward and backward. "highest": as float32, on
         a GPU's tensor cores by products of their parts, with an error at float32's level. "tf32": a GPU may round them
-        to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". The gate is
-        multiplied as float32 always. No effect on bfloat16 and float16.
+        to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". No effect
+        on bfloat16 and float16, nor on the logits.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,

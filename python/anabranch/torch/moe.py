@@ -215,9 +215,9 @@ def moe(
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
       precision: how float32 operands of the experts' products multiply, forward and backward. "highest": as float32, on
         a GPU's tensor cores by products of their parts, with an error at float32's level. "tf32": a GPU may round them
-        to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". The gate is
-        multiplied as float32 always. No effect on bfloat16 and float16. torch.set_float32_matmul_precision, which is
-        for torch's own products, changes nothing here.
+        to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". No effect
+        on bfloat16 and float16, nor on the logits: these are a product of torch's own, for which
+        torch.set_float32_matmul_precision is; it has no effect on the experts.
       loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
         whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
         is in. None: those of the tokens of `group`, or without one of this call's.

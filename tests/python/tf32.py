@@ -23,6 +23,8 @@ count of u:
 
 import os
 
+import numpy as np
+
 U = 2.0**-10
 #: What float32 sums add to it.
 FLOAT32 = 2e-6
@@ -34,9 +36,14 @@ def bound(name):
     return COUNTS[name] * U + FLOAT32
 
 
-def of_element(terms):
-    """Of the error of an element of a product of so many terms, in units of sum |a| |b|."""
-    return 2 * U + U**2 + terms * 2.0**-23
+def of_element(terms, held=False):
+    """Of the error of an element of a product of so many terms, in units of sum |a| |b|; held: operands as of `held`."""
+    return (0 if held else 2 * U + U**2) + terms * 2.0**-23
+
+
+def held(array):
+    """An array of float32 as one of numbers that TF32 holds as they are."""
+    return (np.asarray(array).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def rounds(platform, dtype="float32"):

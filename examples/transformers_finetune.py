@@ -93,10 +93,10 @@ def build(chosen: argparse.Namespace, implementation: str) -> PreTrainedModel:
     with as_run_error(f"--model: could not make {chosen.model or 'the small model'}", (OSError, ValueError, KeyError)):
         if chosen.model is not None and has_weights(chosen.model):
             model = AutoModelForCausalLM.from_pretrained(chosen.model, **named)
-        elif chosen.model is not None:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(chosen.model), **named)
         else:
-            model = AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**SMALL), **named)
+            config = AutoConfig.from_pretrained(chosen.model) if chosen.model else transformers.Qwen3MoeConfig(**SMALL)
+            with torch.device(chosen.device):  # a processor takes a minute to draw what a large model starts with
+                model = AutoModelForCausalLM.from_config(config, **named)
     return model.to(chosen.device).train()
 
 

@@ -1,7 +1,7 @@
 // bench_experts_paths_cuda: the experts' network, forward and backward, on the kernels that the library takes, in every
-// dtype.
+// dtype, float32 also as TF32.
 //
-//   bench_experts_paths_cuda [--repeats N] [T,D,F,E,K,DTYPE]...      DTYPE: bfloat16, float16, float32
+//   bench_experts_paths_cuda [--repeats N] [T,D,F,E,K,ELEMENTS]...      ELEMENTS: bfloat16, float16, float32, tf32
 //
 // First what tensor cores do by mma.sync alone, operands in registers: nothing on the portable path can be faster. Then
 // a line for every shape: gated experts with rows gathered and weighted, whose slots are spread evenly. The path is the
@@ -147,6 +147,7 @@ double rate_in_registers(int multiprocessors) {
 struct Shape {
   long T, D, F, E, K;
   int32_t dtype;
+  int32_t precision;
 };
 
 // Workspace of a call, once for all repeats.
@@ -163,8 +164,21 @@ std::function<void()> prepared(const char* name, ab_status (*workspace_size)(con
   };
 }
 
-const char* name_of(int32_t dtype) {
-  return dtype == AB_BFLOAT16 ? "bfloat16" : dtype == AB_FLOAT16 ? "float16" : "float32";
+// As the command line has it.
+struct Elements {
+  const char* name;
+  int32_t dtype;
+  int32_t precision;
+};
+constexpr Elements kElements[] = {{"bfloat16", AB_BFLOAT16, AB_PRECISION_HIGHEST},
+                                  {"float16", AB_FLOAT16, AB_PRECISION_HIGHEST},
+                                  {"float32", AB_FLOAT32, AB_PRECISION_HIGHEST},
+                                  {"tf32", AB_FLOAT32, AB_PRECISION_TF32}};
+const char* name_of(const Shape& s) {
+  const auto* const found = std::find_if(std::begin(kElements), std::end(kElements), [&](const Elements& each) {
+    return each.dtype == s.dtype && each.precision == s.precision;
+  });
+  return found->name;
 }
 
 void measure(const Shape& s, int repeats) {
@@ -204,6 +218,7 @@ void measure(const Shape& s, int repeats) {
   ab_expert_ffn_forward_args forward{};
   forward.size = sizeof(forward);
   forward.activation = AB_SILU;
+  forward.precision = s.precision;
   forward.topk = static_cast<int32_t>(s.K);
   forward.x = x.view();
   forward.slot_of_row = slot_of_row.view();
@@ -216,6 +231,7 @@ void measure(const Shape& s, int repeats) {
   ab_expert_ffn_backward_args backward{};
   backward.size = sizeof(backward);
   backward.activation = AB_SILU;
+  backward.precision = s.precision;
   backward.topk = static_cast<int32_t>(s.K);
   backward.x = x.view();
   backward.slot_of_row = slot_of_row.view();
@@ -236,21 +252,20 @@ void measure(const Shape& s, int repeats) {
   const double back = time_of(
       repeats, prepared("backward", ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, backward));
   std::printf("%6ld %5ld %5ld %4ld %3ld  %-8s   %10.1f us %6.1f   %10.1f us %6.1f\n", s.T, s.D, s.F, s.E, s.K,
-              name_of(s.dtype), there, products / there * 1e-6, back, 2 * products / back * 1e-6);
+              name_of(s), there, products / there * 1e-6, back, 2 * products / back * 1e-6);
   std::fflush(stdout);
 }
 
 bool parse_shape(const char* text, Shape* shape) {
-  char dtype[16] = "";
-  if (std::sscanf(text, "%ld,%ld,%ld,%ld,%ld,%15s", &shape->T, &shape->D, &shape->F, &shape->E, &shape->K, dtype) !=
-      6) {
+  char name[16] = "";
+  if (std::sscanf(text, "%ld,%ld,%ld,%ld,%ld,%15s", &shape->T, &shape->D, &shape->F, &shape->E, &shape->K, name) != 6) {
     return false;
   }
-  for (const int32_t known : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
-    shape->dtype = known;
-    if (std::strcmp(dtype, name_of(known)) == 0) {
-      return shape->T > 0 && shape->D > 0 && shape->F > 0 && shape->K > 0 && shape->E >= shape->K;
-    }
+  for (const Elements& known : kElements) {
+    if (std::strcmp(name, known.name) != 0) continue;
+    shape->dtype = known.dtype;
+    shape->precision = known.precision;
+    return shape->T > 0 && shape->D > 0 && shape->F > 0 && shape->K > 0 && shape->E >= shape->K;
   }
   return false;
 }
@@ -269,15 +284,17 @@ int main(int count, char** arguments) {
     } else if (parse_shape(arguments[i], &shape)) {
       shapes.push_back(shape);
     } else {
-      std::printf("got %s, expected --repeats N or T,D,F,E,K,DTYPE\n", arguments[i]);
+      std::printf("got %s, expected --repeats N or T,D,F,E,K,ELEMENTS\n", arguments[i]);
       return 2;
     }
   }
   if (shapes.empty()) {
-    shapes = {{32768, 2048, 768, 128, 8, AB_BFLOAT16}, {32768, 2048, 768, 128, 8, AB_FLOAT16},
-              {16384, 2044, 764, 64, 8, AB_BFLOAT16},  {16384, 2047, 765, 64, 8, AB_BFLOAT16},
-              {4096, 1024, 512, 32, 4, AB_FLOAT32},    {16384, 2048, 768, 64, 8, AB_FLOAT32},
-              {128, 2048, 768, 128, 8, AB_BFLOAT16},   {8, 2048, 768, 128, 8, AB_BFLOAT16}};
+    for (const char* each : {"32768,2048,768,128,8,bfloat16", "32768,2048,768,128,8,float16",
+                             "16384,2044,764,64,8,bfloat16", "16384,2047,765,64,8,bfloat16",
+                             "4096,1024,512,32,4,float32", "16384,2048,768,64,8,float32", "4096,1024,512,32,4,tf32",
+                             "16384,2048,768,64,8,tf32", "128,2048,768,128,8,bfloat16", "8,2048,768,128,8,bfloat16"}) {
+      parse_shape(each, &shapes.emplace_back());
+    }
   }
   char facts[8192];
   ab_cuda_describe(facts, sizeof(facts));

@@ -1,14 +1,19 @@
-# Files that instantiate the launchers of src/experts/portable/launchers.h for a dtype each; their names are appended to
-# ANABRANCH_PORTABLE_INSTANCES.
+# Files that instantiate the launchers of src/experts/portable/launchers.h for a kind of elements each; their names are
+# appended to ANABRANCH_PORTABLE_INSTANCES.
 set(ANABRANCH_PORTABLE_INSTANCES "")
 function(anabranch_portable_instances header operands)
-  foreach(dtype BFLOAT16 FLOAT16 FLOAT32)
+  foreach(elements BFLOAT16 FLOAT16 FLOAT32 TF32)
+    if(elements STREQUAL TF32)
+      set(arguments "AB_FLOAT32, Precision::tf32")
+    else()
+      set(arguments "AB_${elements}, Precision::highest")
+    endif()
     set(instances "")
     foreach(tile ${ARGN})
       string(APPEND instances
-             "template ab_status launch_${header}<AB_${dtype}, TileChoice::${tile}>(${operands}, int, cudaStream_t);\n")
+             "template ab_status launch_${header}<${arguments}, TileChoice::${tile}>(${operands}, int, cudaStream_t);\n")
     endforeach()
-    set(file ${PROJECT_BINARY_DIR}/portable/${header}_${dtype}.cu)
+    set(file ${PROJECT_BINARY_DIR}/portable/${header}_${elements}.cu)
     configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${file} @ONLY)
     list(APPEND ANABRANCH_PORTABLE_INSTANCES ${file})
   endforeach()

@@ -43,8 +43,9 @@ int turns_of_warp(int bytes, const Address& address) {
   return turns_of(addresses, bytes);
 }
 
-template <Major kMajor, int kElementBytes, int kSides>
+template <Major kMajor, int kElementBytes, int kSides, int kThreads>
 struct Of {
+  static constexpr int threads = kThreads;
   static constexpr Major major = kMajor;
   static constexpr int bytes = kElementBytes;
   static constexpr int sides = kSides;
@@ -53,19 +54,21 @@ struct Of {
 
 template <class T>
 class SharedTiles : public ::testing::Test {};
-using Kinds = ::testing::Types<Of<Major::k, 2, 128>, Of<Major::k, 2, 32>, Of<Major::k, 4, 128>, Of<Major::k, 4, 64>,
-                               Of<Major::k, 4, 32>, Of<Major::mn, 2, 128>, Of<Major::mn, 4, 128>, Of<Major::mn, 4, 64>>;
+using Kinds = ::testing::Types<Of<Major::k, 2, 128, 256>, Of<Major::k, 2, 128, 128>, Of<Major::k, 2, 32, 128>,
+                               Of<Major::k, 4, 128, 256>, Of<Major::k, 4, 128, 128>, Of<Major::k, 4, 64, 128>,
+                               Of<Major::k, 4, 32, 128>, Of<Major::mn, 2, 128, 256>, Of<Major::mn, 2, 128, 128>,
+                               Of<Major::mn, 4, 128, 256>, Of<Major::mn, 4, 128, 128>, Of<Major::mn, 4, 64, 128>>;
 TYPED_TEST_SUITE(SharedTiles, Kinds);
 
 TYPED_TEST(SharedTiles, EveryChunkIsCopiedOnceToAPlaceOfItsOwn) {
   using Tile = typename TypeParam::Tile;
-  using Plan = CopyPlan<Tile>;
+  using Plan = CopyPlan<Tile, TypeParam::threads>;
   std::set<std::pair<int, int>> chunks;
   std::set<uint32_t> places;
-  for (int thread = 0; thread < kThreads; ++thread) {
+  for (int thread = 0; thread < TypeParam::threads; ++thread) {
     for (int pass = 0; pass < Plan::kPasses; ++pass) {
       const int row = Plan::row(thread, pass);
-      const int chunk = Plan::chunk(thread);
+      const int chunk = Plan::chunk(thread, pass);
       ASSERT_LT(row, Tile::kRows);
       EXPECT_TRUE(chunks.insert({row, chunk}).second);
       const uint32_t place = Tile::chunk(row, chunk);
@@ -79,12 +82,12 @@ TYPED_TEST(SharedTiles, EveryChunkIsCopiedOnceToAPlaceOfItsOwn) {
 
 TYPED_TEST(SharedTiles, CopiesMeetNoBankTwice) {
   using Tile = typename TypeParam::Tile;
-  using Plan = CopyPlan<Tile>;
-  for (int warp = 0; warp < kWarps; ++warp) {
+  using Plan = CopyPlan<Tile, TypeParam::threads>;
+  for (int warp = 0; warp < TypeParam::threads / kLanes; ++warp) {
     for (int pass = 0; pass < Plan::kPasses; ++pass) {
       const int turns = turns_of_warp(kChunkBytes, [&](int lane) {
         const int thread = warp * kLanes + lane;
-        return Tile::chunk(Plan::row(thread, pass), Plan::chunk(thread));
+        return Tile::chunk(Plan::row(thread, pass), Plan::chunk(thread, pass));
       });
       EXPECT_EQ(turns, 4);
     }
@@ -173,13 +176,36 @@ TEST(Split, PartsAreTf32AndTheirSumIsTheNumber) {
   }
 }
 
+// A number's TF32 number is at most two thirds of a unit of its last place away, and itself if it is one.
+TEST(Tf32, RoundedNumbersAreNear) {
+  std::mt19937 random(2);
+  double sum = 0;
+  for (int i = 0; i < 1000000; ++i) {
+    const uint32_t bits = (random() & 0x807fffffu) | (1 + random() % 253) << 23;
+    const double value = float_from_bits(bits);
+    const double error = (float_from_bits(rounded_to_tf32(bits) & kTf32) - value) / value;
+    ASSERT_LE(std::abs(error), 0x1p-10 * 2 / 3 * (1 + 0x1p-10)) << value;
+    sum += error;
+    ASSERT_EQ(rounded_to_tf32(bits & kTf32) & kTf32, bits & kTf32);
+  }
+  EXPECT_LT(std::abs(sum), 1e6 * 0x1p-10 / 30);  // no side is favoured much
+  for (const uint32_t other : {0u, 0x80000000u, 0x7f800000u, 0xff800000u}) {
+    EXPECT_EQ(rounded_to_tf32(other) & kTf32, other);
+  }
+  for (const uint32_t nan : {0x7fc00000u, 0x7fffffffu, 0xffffffffu}) {
+    EXPECT_TRUE(std::isnan(float_from_bits(rounded_to_tf32(nan) & kTf32))) << nan;
+  }
+}
+
 TEST(TileChoices, FewRowsAGroupTakeSmallTiles) {
-  for (const int bytes : {2, 4}) {
-    EXPECT_EQ(choose_tile(8, 128, bytes), TileChoice::small);
-    EXPECT_EQ(choose_tile(128 * 16, 128, bytes), TileChoice::small);
-    EXPECT_EQ(choose_tile(128 * 256, 128, bytes), TileChoice::main);
-    EXPECT_EQ(choose_tile(262144, 128, bytes), TileChoice::main);
-    EXPECT_EQ(choose_tile(262144, 8, bytes), TileChoice::main);
+  for (const Precision precision : {Precision::highest, Precision::tf32}) {
+    for (const int bytes : {2, 4}) {
+      EXPECT_EQ(choose_tile(8, 128, bytes, precision), TileChoice::small);
+      EXPECT_EQ(choose_tile(128 * 16, 128, bytes, precision), TileChoice::small);
+      EXPECT_EQ(choose_tile(128 * 256, 128, bytes, precision), TileChoice::main);
+      EXPECT_EQ(choose_tile(262144, 128, bytes, precision), TileChoice::main);
+      EXPECT_EQ(choose_tile(262144, 8, bytes, precision), TileChoice::main);
+    }
   }
 }
 

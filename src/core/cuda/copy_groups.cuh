@@ -10,22 +10,32 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
 }
 
-// The same for the first `bytes` of them and zeros for the rest; brings the 256 bytes around them into the L2 cache.
-__device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
-               :
-               : "r"(to), "l"(source), "r"(bytes)
-               : "memory");
+// The same, or writes zeros and reads nothing; brings the 256 bytes around them into the L2 cache.
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, bool is_there) {
+  asm volatile(
+      "{\n"
+      ".reg .pred nothing;\n"
+      "setp.eq.u32 nothing, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, nothing;\n"
+      "}"
+      :
+      : "r"(to), "l"(source), "r"(static_cast<uint32_t>(is_there))
+      : "memory");
 }
 
-// The first `bytes` of 4 or 8, from an address that is a multiple of that, and zeros for the rest.
+// The same for 4 or 8 bytes, from an address that is a multiple of that.
 template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t to, const void* source, uint32_t bytes) {
+__device__ __forceinline__ void copy_async(uint32_t to, const void* source, bool is_there) {
   static_assert(kBytes == 4 || kBytes == 8);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-               :
-               : "r"(to), "l"(source), "n"(kBytes), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .pred nothing;\n"
+      "setp.eq.u32 nothing, %3, 0;\n"
+      "cp.async.ca.shared.global [%0], [%1], %2, nothing;\n"
+      "}"
+      :
+      : "r"(to), "l"(source), "n"(kBytes), "r"(static_cast<uint32_t>(is_there))
+      : "memory");
 }
 
 // This thread's copies since the last call make one group.

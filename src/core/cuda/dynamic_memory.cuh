@@ -5,8 +5,8 @@ namespace anabranch::cuda {
 
 template <class T>
 __device__ __forceinline__ T& dynamic_shared_memory() {
-  extern __shared__ __align__(128) char memory[];
-  static_assert(alignof(T) <= 128);
+  extern __shared__ __align__(256) char memory[];
+  static_assert(alignof(T) <= 256);
   return *reinterpret_cast<T*>(memory);
 }
 

@@ -27,11 +27,8 @@ struct RowMap {
                slot_of_row == nullptr || K == 0 ? 1 : K) {}
 
   // Whatever the device's data is; -1: the row is padding.
-  AB_INLINE int32_t slot_of(int32_t row) const {
-    if (slots == nullptr) return row;
-    const int32_t slot = slots[row];
-    return slot >= 0 && slot < num_slots ? slot : -1;
-  }
+  AB_INLINE int32_t slot_of(int32_t row) const { return slots == nullptr ? row : checked(slots[row]); }
+  AB_INLINE int32_t checked(int32_t slot) const { return slot >= 0 && slot < num_slots ? slot : -1; }
   AB_INLINE int32_t source_of(int32_t slot) const { return slots == nullptr ? slot : by_topk.quotient(slot); }
 
   // Rows of what is read: tokens.

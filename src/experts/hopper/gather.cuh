@@ -34,7 +34,7 @@ struct GatherSource {
 
   // A chunk of the row at `place`, zeros if it is not there, which reads nothing. from: the same chunk of row 0.
   static __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, uint32_t place, bool there) {
-    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, there && place != kNowhere ? 16 : 0);
+    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, there && place != kNowhere);
   }
 };
 

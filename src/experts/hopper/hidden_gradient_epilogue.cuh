@@ -179,7 +179,7 @@ struct HiddenGradientEpilogue {
 #pragma unroll
       for (int chunk = 0; chunk < kParts; ++chunk) {
         const Element* from = h + (there ? places.of_h(half, chunk, block * kBlock) : 0);
-        copy_async_16(chunk_of(writer, block, half, chunk), from, there ? 16 : 0);
+        copy_async_16(chunk_of(writer, block, half, chunk), from, there);
       }
     }
     end_copy_group();

@@ -7,10 +7,10 @@
 
 namespace anabranch::cuda::portable {
 
-template <class Element, class Shape, Major kMajor>
+template <class Element, Precision kPrecision, TileChoice kTile, Major kMajor>
 ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
-  RowsProductOf<Element, Shape, kMajor, HiddenGradientEpilogue<Element>> product;
+  RowsProductOf<Element, kPrecision, kTile, kMajor, HiddenGradientEpilogue<Element>> product;
   product.a.rows = matrix_rows<Element>(g.d_y.data, s.D, 0);
   product.a.gathered = g.map.slots != nullptr;
   product.b.rows = matrix_rows<Element>(g.w_out.data, kMajor == Major::k ? s.D : s.F, s.D * s.F);
@@ -21,7 +21,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
   out.dh = static_cast<Element*>(g.dh.data);
   out.weighted_a = static_cast<Element*>(g.weighted_a.data);
   out.dots = g.dots;
-  out.weights = g.weights;
+  product.weights = g.weights;
   out.activation = g.activation;
   out.hidden = HiddenLayout(s);
   out.R = static_cast<int32_t>(s.R);
@@ -31,12 +31,12 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
 }
 
 // W_out [E, F, D] is the transposed factor's rows of D.
-template <int32_t kDtype, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
-  using Shape = TileOf<Element, kTile>;
-  return g.s.layout.out_transposed ? launch_hidden_gradient<Element, Shape, Major::mn>(g, multiprocessors, stream)
-                                   : launch_hidden_gradient<Element, Shape, Major::k>(g, multiprocessors, stream);
+  return g.s.layout.out_transposed
+             ? launch_hidden_gradient<Element, kPrecision, kTile, Major::mn>(g, multiprocessors, stream)
+             : launch_hidden_gradient<Element, kPrecision, kTile, Major::k>(g, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::portable

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "core/cuda/warp.cuh"
-#include "core/floats.h"
 #include "experts/activation.h"
 #include "experts/portable/hidden_rows.cuh"
 
@@ -18,7 +17,6 @@ struct HiddenGradientEpilogue {
   Element* dh;          // the same, or nullptr
   Element* weighted_a;  // [R, F], or nullptr
   float* dots;          // [columns of tiles, R]: each tile's part; or nullptr
-  Floats weights;       // of slots, or none: 1
   Activation activation;
   HiddenLayout hidden;
   int32_t R;
@@ -30,7 +28,7 @@ struct HiddenGradientEpilogue {
     constexpr int kLanes = kTileColumns / kEach;  // of a row
     static_assert(kLanes == 16 || kLanes == 32, "lanes of a row are neighbours");
     const Tile& tile = staged.tile;
-    staged.template for_each<kEach>(kTileColumns, [&](int row, int column, uint32_t place) {
+    staged.template for_each<kEach, 1>(kTileColumns, [&](int row, int column, uint32_t place) {
       const bool is_row = tile.row + row < tile.end_row;
       float dot = 0.0f;
       if (is_row && tile.column + column < hidden.F) dot = write<kEach>(staged, row, column, place);
@@ -52,7 +50,7 @@ struct HiddenGradientEpilogue {
     float values[kEach] = {};   // da', then w a
     float dot = 0.0f;
     if (slot >= 0) {
-      const float weight = weights[slot];
+      const float weight = staged.weight(row);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (i >= hidden.parts) continue;

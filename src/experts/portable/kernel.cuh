@@ -3,13 +3,16 @@
 // warps multiply, then hands its accumulators to the epilogue by way of shared memory:
 //
 //   main loop   [kStages] { A: kBytesA, B: kBytesB }       one barrier a k-block
-//   epilogue    [kStagedRows][kStagedColumns] float        in the same place, fragment after fragment
+//   epilogue    [kStagedRows][kStagedColumns] float        in the same place, fragment after fragment,
+//               [kRows] float                              and the weights of the rows
 //   beside      the tile, the slots of its rows
 #pragma once
 
 #include "core/cuda/dynamic_memory.cuh"
+#include "core/cuda/keep.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/tile_memory.cuh"
+#include "core/floats.h"
 #include "experts/cuda/tiles/block_tiles.cuh"
 #include "experts/portable/fragments.cuh"
 #include "experts/portable/operands.cuh"
@@ -19,10 +22,12 @@ namespace anabranch::cuda::portable {
 
 // What a product is made of. Scheduler: which tiles there are, made of Tiles (cuda/tiles/), with columns counted in
 // tiles. Epilogue: what becomes of the accumulators, called with a StagedTile by all threads of the block.
-template <class Shape_, class Element_, class FactorA_, class FactorB_, class Tiles_, class Scheduler_, class Epilogue_>
+template <class Shape_, class Element_, Precision kPrecision_, class FactorA_, class FactorB_, class Tiles_,
+          class Scheduler_, class Epilogue_>
 struct Product {
   using Shape = Shape_;
   using Element = Element_;
+  static constexpr Precision kPrecision = kPrecision_;
   using FactorA = FactorA_;
   using FactorB = FactorB_;
   using Tiles = Tiles_;
@@ -34,6 +39,7 @@ struct Product {
   Epilogue epilogue;
   Tiles tiles;
   RowMap map;                // of the rows of tiles, for products over rows
+  Floats weights;            // of slots, or none: 1; as the epilogue has them
   int32_t tile_columns = 0;  // of the result as the epilogue counts them
 };
 
@@ -55,106 +61,132 @@ class TilesInColumns {
 };
 
 template <class Shape>
-struct alignas(128) SharedMemory {
+struct alignas(256) SharedMemory {
   char stages[Shape::kStages][Shape::kBytesA + Shape::kBytesB];
   Tile tile;
   int32_t slots[Shape::kRows];  // of the tile's rows; -1: padding, or not of an expert
 
-  static_assert(sizeof(stages) >= kStagedRows<Shape> * kStagedColumns * sizeof(float));
+  static_assert(sizeof(stages) >= kStagedBytes<Shape> + Shape::kRows * sizeof(float));
 };
 // What a block takes of a multiprocessor's.
 template <class Shape>
 constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<Shape>)) + (1 << 10);
 constexpr int kLeastSharedBytes = 100 << 10;  // that a multiprocessor has
-static_assert(kBlocks * kSharedBytes<LargeTile> <= kLeastSharedBytes);
-static_assert(kBlocks * kSharedBytes<SplitTile> <= kLeastSharedBytes);
-static_assert(kBlocks * kSharedBytes<SmallTile> <= kLeastSharedBytes);
+static_assert(2 * kSharedBytes<LargeTile> <= kLeastSharedBytes);
+static_assert(2 * kSharedBytes<SplitTile> <= kLeastSharedBytes);
+static_assert(2 * kSharedBytes<SmallTile> <= kLeastSharedBytes);
 
 template <class P>
 class GroupedProduct {
   using Shape = typename P::Shape;
   using Element = typename P::Element;
-  using CopyA = Copy<typename P::FactorA, Element, Shape::kRows>;
-  using CopyB = Copy<typename P::FactorB, Element, kTileColumns>;
+  using CopyA = Copy<typename P::FactorA, Element, Shape::kRows, Shape::kThreads>;
+  using CopyB = Copy<typename P::FactorB, Element, kTileColumns, Shape::kThreads>;
+  using Warp = WarpProduct<Shape, Element, P::kPrecision, P::FactorA::kMajor, P::FactorB::kMajor>;
 
  public:
   __device__ GroupedProduct(const P& product, SharedMemory<Shape>& shared)
-      : p_(product), shared_(shared), stages_(shared_address(shared.stages)) {}
+      : p_(product), shared_(shared), stages_(shared_address(shared.stages)) {
+    keep(stages_);
+  }
 
   __device__ void run() {
     wait_for_previous_kernel();
     TilesInColumns<P> scheduler(p_);
     for (int n = 0; next_of_block(scheduler, n, shared_.tile); ++n) {
-      if constexpr (P::FactorA::kMajor == Major::k) find_slots(shared_.tile);
+      float weight = 1.0f;  // of the thread's row
+      if constexpr (P::FactorA::kMajor == Major::k) weight = find_slots(shared_.tile);
       Accumulators<Shape> acc = {};
       multiply(shared_.tile, acc);
-      store(acc);
+      store(acc, weight);
     }
     let_next_kernel_start();
   }
 
  private:
+  static constexpr uint32_t kStageBytes = Shape::kBytesA + Shape::kBytesB;
+
   static __device__ int thread() { return static_cast<int>(threadIdx.x); }
   static __device__ int first_row() { return warp_index() / Shape::kWarpColumns * Shape::kRowsOfWarp; }
   static __device__ int first_column() { return warp_index() % Shape::kWarpColumns * Shape::kColumnsOfWarp; }
 
-  __device__ void find_slots(const Tile& tile) {
-    static_assert(Shape::kRows <= kThreads);
+  // A row each of the tile's threads; returns the weight of it.
+  __device__ float find_slots(const Tile& tile) {
+    static_assert(Shape::kRows <= Shape::kThreads);
+    float weight = 0.0f;
     if (thread() < Shape::kRows) {
       const int32_t row = tile.row + thread();
       const bool is_row = tile.expert != kNoExpert && row < tile.end_row;
-      shared_.slots[thread()] = is_row ? p_.map.slot_of(row) : -1;
+      const int32_t slot = is_row ? p_.map.slot_of(row) : -1;
+      shared_.slots[thread()] = slot;
+      if (slot >= 0) weight = p_.weights[slot];
     }
     __syncthreads();
+    return weight;
   }
 
   __device__ __forceinline__ void multiply(const Tile& tile, Accumulators<Shape>& acc) {
     CopyA copy_a(p_.a, tile, shared_.slots);
     CopyB copy_b(p_.b, tile, shared_.slots);
+    Warp warp(first_row(), first_column());
     const int blocks = (tile.end_k - tile.k + kDepth<Element> - 1) / kDepth<Element>;
     const bool has_rows = tile.row + first_row() < tile.end_row;
-    // Block `ahead` is copied while block `block` is multiplied.
+    const bool is_aligned = min(p_.a.rows.copy_bytes, p_.b.rows.copy_bytes) == kChunkBytes;
+    // Block `ahead` is copied while the one kStages - 1 before it is multiplied.
+    int32_t k = tile.k;
     uint32_t filled = stages_;
     uint32_t used = stages_;
+    uint32_t last = stages_ + (Shape::kStages - 1) * kStageBytes;
+    keep(last);
     const auto next = [&](uint32_t& stage) {
-      stage += Shape::kBytesA + Shape::kBytesB;
-      if (stage == stages_ + sizeof(shared_.stages)) stage = stages_;
+      stage = stage == last ? stage - (Shape::kStages - 1) * kStageBytes : stage + kStageBytes;
     };
-#pragma unroll 1
-    for (int ahead = 0; ahead < blocks + Shape::kStages - 1; ++ahead) {
-      const int block = ahead - (Shape::kStages - 1);
-      if (block >= 0) {
-        wait_for_copies<Shape::kStages - 2>();
-        __syncthreads();  // the block is there for all, and the one before it has been used by all
-      }
+    const auto copy = [&](int ahead) {
       if (ahead < blocks) {
-        const int32_t k = tile.k + ahead * kDepth<Element>;
-        copy_a.copy(filled, k);
-        copy_b.copy(filled + Shape::kBytesA, k);
+        if (is_aligned) {
+          copy_a.template copy<kChunkBytes>(filled, k);
+          copy_b.template copy<kChunkBytes>(filled + Shape::kBytesA, k);
+        } else {
+          copy_in_pieces(copy_a, p_.a.rows.copy_bytes, filled, k);
+          copy_in_pieces(copy_b, p_.b.rows.copy_bytes, filled + Shape::kBytesA, k);
+        }
+        k += kDepth<Element>;
         next(filled);
       }
       end_copy_group();
-      if (block < 0) continue;
-      if (has_rows) {
-        multiply_k_block<Shape, Element, P::FactorA::kMajor, P::FactorB::kMajor>(used, used + Shape::kBytesA,
-                                                                                 first_row(), first_column(), acc);
-      }
+    };
+#pragma unroll 1
+    for (int ahead = 0; ahead < Shape::kStages - 1; ++ahead) copy(ahead);
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+      wait_for_copies<Shape::kStages - 2>();
+      __syncthreads();  // the block is there for all, and the one before it has been used by all
+      warp.load(used, used + Shape::kBytesA);
+      copy(block + Shape::kStages - 1);
+      if (has_rows) warp.add(used, used + Shape::kBytesA, acc);
       next(used);
     }
     wait_for_copies<0>();  // of none, but groups are counted anew for the next tile
   }
 
+  template <class CopyOfOne>
+  static __device__ __forceinline__ void copy_in_pieces(CopyOfOne& copy, int bytes, uint32_t to, int32_t k) {
+    with_bytes<Element>(bytes, [&]<int kBytes>() { copy.template copy<kBytes>(to, k); });
+  }
+
   // The tile is read anew from shared memory: accumulators have taken the registers.
-  __device__ __forceinline__ void store(const Accumulators<Shape>& acc) {
+  __device__ __forceinline__ void store(const Accumulators<Shape>& acc, float weight) {
 #pragma unroll 1  // there is one copy of the epilogue
     for (int part = 0; part < Shape::kFragmentsDown; ++part) {
+      const StagedTile<Shape> staged{shared_.tile, stages_, part, shared_.slots, stages_ + kStagedBytes<Shape>};
       __syncthreads();
+      if (part == 0 && thread() < Shape::kRows) store_shared(staged.weight_place(thread()), weight);
 #pragma unroll
       for (int i = 0; i < Shape::kFragmentsDown; ++i) {
         if (i == part) stage(acc[i]);
       }
       __syncthreads();
-      p_.epilogue(StagedTile<Shape>{shared_.tile, stages_, part, shared_.slots});
+      p_.epilogue(staged);
     }
   }
 
@@ -178,7 +210,8 @@ class GroupedProduct {
 };
 
 template <class P>
-__global__ void __launch_bounds__(kThreads, kBlocks) grouped_product(const __grid_constant__ P product) {
+__global__ void __launch_bounds__(P::Shape::kThreads, P::Shape::kBlocks)
+    grouped_product(const __grid_constant__ P product) {
   GroupedProduct<P>(product, dynamic_shared_memory<SharedMemory<typename P::Shape>>()).run();
 }
 

@@ -14,13 +14,25 @@ template <int32_t kDtype>
 using ElementOf =
     std::conditional_t<kDtype == AB_BFLOAT16, BFloat16, std::conditional_t<kDtype == AB_FLOAT16, Float16, float>>;
 
+// Blocks of a kernel that a multiprocessor of the current device runs at a time.
+template <class Shape>
+int blocks_at_a_time() {
+  int device = 0;
+  int bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) != cudaSuccess) {
+    return 1;
+  }
+  return std::clamp(bytes / kSharedBytes<Shape>, 1, Shape::kBlocks);
+}
+
 // tiles: at most so many there are.
 template <class P>
 ab_status launch_product(const char* name, const P& product, int64_t tiles, int multiprocessors, cudaStream_t stream) {
+  using Shape = typename P::Shape;
+  const int64_t blocks = int64_t{multiprocessors} * blocks_at_a_time<Shape>();
   return launch(name, grouped_product<P>,
-                {std::min(tiles, int64_t{kBlocks} * multiprocessors), kThreads, sizeof(SharedMemory<typename P::Shape>),
-                 stream, true},
-                product);
+                {std::min(tiles, blocks), Shape::kThreads, sizeof(SharedMemory<Shape>), stream, true}, product);
 }
 
 // Rows of `columns` elements, those of an expert `matrix` elements after those of the one before; and a column, if it
@@ -41,9 +53,9 @@ MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_
 constexpr int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
 // A product over the rows of groups whose factor B stands either way.
-template <class Element, class Shape, Major kMajorB, class Epilogue>
-using RowsProductOf =
-    Product<Shape, Element, RowFactor, WeightFactor<kMajorB>, RowTiles, RowTileScheduler<Shape::kRows, 1>, Epilogue>;
+template <class Element, Precision kPrecision, TileChoice kTile, Major kMajorB, class Epilogue>
+using RowsProductOf = Product<TileOf<Element, kPrecision, kTile>, Element, kPrecision, RowFactor, WeightFactor<kMajorB>,
+                              RowTiles, RowTileScheduler<TileOf<Element, kPrecision, kTile>::kRows, 1>, Epilogue>;
 
 // tile_columns: of `columns` of the result, as the epilogue counts them.
 template <class P>

@@ -9,13 +9,13 @@
 namespace anabranch::cuda::portable {
 
 // kDtype: an ab_dtype.
-template <int32_t kDtype, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream);
-template <int32_t kDtype, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_rows_product(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
-template <int32_t kDtype, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_hidden_gradient(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
-template <int32_t kDtype, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_weight_gradient(const WeightGradient& gradient, const SegmentBounds& bounds, const SegmentList& list,
                                  int multiprocessors, cudaStream_t stream);
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/cuda/copy_groups.cuh"
+#include "core/cuda/keep.cuh"
 #include "core/cuda/shared.cuh"
 #include "experts/cuda/row_map.h"
 #include "experts/cuda/tiles/tile.cuh"
@@ -26,6 +27,12 @@ struct RowFactor {
   bool gathered = false;  // the row of a slot stands where the map says
 };
 
+// A column in memory, and how many there are from it on: of its part, 0 and less: it is none.
+struct ColumnPlace {
+  int32_t column;
+  int32_t left;
+};
+
 // Factor B of it, an expert's weights. A tile's columns are those of one part of `columns` columns; or half of them are
 // the gate's, the other half the same columns of the up part.
 template <Major kMajor_>
@@ -37,12 +44,8 @@ struct WeightFactor {
   int32_t part_columns = 0;  // of a tile: kTileColumns, or half of them
   int32_t part_step = 0;     // from a column of the first part to that of the second
 
-  // Where the n-th column of a tile stands; `left`: how many of its part there are from it on.
-  struct Place {
-    int32_t column;
-    int32_t left;
-  };
-  AB_INLINE Place place(const Tile& tile, int n) const {
+  // Where the n-th column of a tile stands.
+  AB_INLINE ColumnPlace place(const Tile& tile, int n) const {
     const int part = n < part_columns ? 0 : 1;
     const int32_t column = tile.column * scale + n - part * part_columns;
     return {part * part_step + column, columns - column};
@@ -58,27 +61,33 @@ struct SumFactor {
   RowMap map;
   bool gathered = false;
   int32_t columns = 0;
+
+  AB_INLINE ColumnPlace place(const Tile& tile, int n) const {
+    const int32_t column = (kSide == Side::rows ? tile.row : tile.column) + n;
+    return {column, columns - column};
+  }
 };
 
-// The first `valid` bytes of a chunk and zeros for the rest.
+// A chunk, or its first pieces of kBytes, as far as they begin before `left` bytes, and zeros for the rest.
 template <int kBytes>
-__device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, int valid) {
+__device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, int left) {
   if constexpr (kBytes == 16) {
-    copy_async_16(to, from, static_cast<uint32_t>(valid));
+    copy_async_16(to, from, left > 0);
   } else if constexpr (kBytes >= 4) {
 #pragma unroll
     for (int i = 0; i < kChunkBytes; i += kBytes) {
-      copy_async<kBytes>(to + static_cast<uint32_t>(i), from + i,
-                         static_cast<uint32_t>(min(max(valid - i, 0), kBytes)));
+      copy_async<kBytes>(to + static_cast<uint32_t>(i), from + i, i < left);
     }
   } else {
     uint32_t words[kChunkBytes / 4];
 #pragma unroll
     for (int i = 0; i < kChunkBytes / 4; ++i) {
       const auto* const elements = reinterpret_cast<const uint16_t*>(from + i * 4);
-      const uint32_t low = i * 4 < valid ? elements[0] : 0u;
-      const uint32_t high = i * 4 + 2 < valid ? elements[1] : 0u;
-      words[i] = low | high << 16;
+      uint16_t low = 0;
+      uint16_t high = 0;
+      if (i * 4 < left) low = __ldca(elements);
+      if (i * 4 + 2 < left) high = __ldca(elements + 1);
+      words[i] = low | static_cast<uint32_t>(high) << 16;
     }
     store_shared(to, uint4{words[0], words[1], words[2], words[3]});
   }
@@ -92,13 +101,14 @@ __device__ __forceinline__ void with_bytes(int bytes, const F& f) {
   if constexpr (sizeof(Element) == 2) f.template operator()<2>();
 }
 
-// One thread's part of copying an operand's k-blocks, made for a tile. copy(): that from k on to shared memory at `to`.
+// One thread's part of copying an operand's k-blocks, made for a tile. copy<kBytes>(): the next one, from k on, to
+// shared memory at `to`.
 //
 // Operands whose k is next to next: a thread has a chunk of the same rows in every k-block.
-template <class Element, int kSides>
+template <class Element, int kSides, int kThreads>
 class CopyByK {
   using Place = SharedTile<Major::k, sizeof(Element), kSides>;
-  using Plan = CopyPlan<Place>;
+  using Plan = CopyPlan<Place, kThreads>;
 
  public:
   // slots: of the tile's rows, in shared memory; -1: none.
@@ -116,18 +126,21 @@ class CopyByK {
     });
   }
 
+  template <int kBytes>
   __device__ __forceinline__ void copy(uint32_t to, int32_t k) {
-    const int32_t column = k + Plan::chunk(thread()) * kChunk<Element>;
-    const int left = min(max(end_k_ - column, 0), kChunk<Element>) * static_cast<int>(sizeof(Element));
-    const char* const from = data_ + static_cast<int64_t>(column) * static_cast<int64_t>(sizeof(Element));
-    with_bytes<Element>(rows_.copy_bytes, [&]<int kBytes>() {
+    // Not after the copies, which have not read their addresses by then.
 #pragma unroll
-      for (int pass = 0; pass < Plan::kPasses; ++pass) {
-        const int32_t row = source_[pass];
-        copy_chunk<kBytes>(to + Place::chunk(Plan::row(thread(), pass), Plan::chunk(thread())),
-                           from + row * rows_.row_bytes, row < 0 ? 0 : left);
-      }
-    });
+    for (const char*& from : from_) {
+      from += kDepthBytes;
+      keep(from);
+    }
+    const int32_t column = k + Plan::chunk(thread(), 0) * kChunk<Element>;
+    const int left = min(end_k_ - column, kChunk<Element>) * static_cast<int>(sizeof(Element));
+#pragma unroll
+    for (int pass = 0; pass < Plan::kPasses; ++pass) {
+      copy_chunk<kBytes>(to + place_ + static_cast<uint32_t>(pass * Plan::kRowStep * kDepthBytes), from_[pass],
+                         (there_ >> pass & 1u) != 0 ? left : 0);
+    }
   }
 
  private:
@@ -135,95 +148,103 @@ class CopyByK {
 
   template <class SourceOf>
   __device__ __forceinline__ void begin(const Tile& tile, const SourceOf& source_of) {
-    data_ = rows_.data + max(tile.expert, 0) * rows_.matrix_bytes;
+    const int chunk = Plan::chunk(thread(), 0);
+    const int64_t column = int64_t{tile.k} + chunk * kChunk<Element>;
+    const char* const data = rows_.data + max(tile.expert, 0) * rows_.matrix_bytes + column * int64_t{sizeof(Element)};
     end_k_ = tile.end_k;
+    place_ = Place::chunk(Plan::row(thread(), 0), chunk);  // the same chunk of every kRowStep-th row
+    keep(place_);
 #pragma unroll
-    for (int pass = 0; pass < Plan::kPasses; ++pass) source_[pass] = source_of(Plan::row(thread(), pass));
+    for (int pass = 0; pass < Plan::kPasses; ++pass) {
+      const int32_t source = source_of(Plan::row(thread(), pass));
+      if (source >= 0) there_ |= 1u << pass;
+      from_[pass] = data + max(source, 0) * rows_.row_bytes - kDepthBytes;
+    }
   }
 
   const MatrixRows& rows_;
-  const char* data_;
+  uint32_t place_;
+  uint32_t there_ = 0;  // bits: whether the row of a pass is there
   int32_t end_k_;
-  int32_t source_[Plan::kPasses];  // rows in memory; -1: none
+  const char* from_[Plan::kPasses];  // the thread's chunks of the k-block before the next one
 };
 
-// Operands whose sides are next to next: a thread has the same columns of other rows in every k-block.
-template <class Element, int kSides>
+// Operands whose sides are next to next: a thread has the same columns of another row in every k-block.
+template <class Factor, class Element, int kSides, int kThreads>
 class CopyByMn {
+  static constexpr bool kMayGather = requires(const Factor& factor) { factor.gathered; };
   using Place = SharedTile<Major::mn, sizeof(Element), kSides>;
-  using Plan = CopyPlan<Place>;
+  using Plan = CopyPlan<Place, kThreads>;
+  static constexpr int kHalf = Plan::kPasses / 2;  // passes of a half of the tile's columns
 
  public:
-  __device__ CopyByMn(const WeightFactor<Major::mn>& from, const Tile& tile, const int32_t*)
-      : rows_(from.rows), map_(nullptr) {
-    const auto place = from.place(tile, Plan::chunk(thread()) * kChunk<Element>);
-    begin(tile, place.column, place.left);
-  }
-  template <Side kSide>
-  __device__ CopyByMn(const SumFactor<kSide>& from, const Tile& tile, const int32_t*)
-      : rows_(from.rows), map_(from.gathered ? &from.map : nullptr) {
-    const int32_t column = first_of<kSide>(tile) + Plan::chunk(thread()) * kChunk<Element>;
-    begin(tile, column, from.columns - column);
+  __device__ CopyByMn(const Factor& from, const Tile& tile, const int32_t*) : factor_(from), end_k_(tile.end_k) {
+    offset_ = (tile.k + Plan::row(thread(), 0)) * from.rows.row_bytes;
+    const char* const data = from.rows.data + max(tile.expert, 0) * from.rows.matrix_bytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const ColumnPlace place = from.place(tile, Plan::chunk(thread(), half * kHalf) * kChunk<Element>);
+      from_[half] = data + place.column * int64_t{sizeof(Element)};
+      left_[half] = min(max(place.left, 0), kSides) * static_cast<int>(sizeof(Element));
+    }
     find(tile.k);
   }
 
   // k-blocks in order.
+  template <int kBytes>
   __device__ __forceinline__ void copy(uint32_t to, int32_t k) {
-    int32_t source[Plan::kPasses];
-#pragma unroll
-    for (int pass = 0; pass < Plan::kPasses; ++pass) source[pass] = source_of(k, pass);
-    if (map_ != nullptr) find(k + kDepth<Element>);  // slots have arrived when the next k-block begins
-    with_bytes<Element>(rows_.copy_bytes, [&]<int kBytes>() {
-#pragma unroll
-      for (int pass = 0; pass < Plan::kPasses; ++pass) {
-        copy_chunk<kBytes>(to + Place::chunk(Plan::row(thread(), pass), Plan::chunk(thread())),
-                           data_ + source[pass] * rows_.row_bytes, source[pass] < 0 ? 0 : valid_);
+    const int32_t row = k + Plan::row(thread(), 0);
+    bool is_there = row < end_k_;
+    int64_t offset = offset_;
+    if constexpr (kMayGather) {
+      if (factor_.gathered) {
+        const int32_t slot = factor_.map.checked(slot_);
+        is_there = slot >= 0;
+        offset = factor_.map.source_of(max(slot, 0)) * factor_.rows.row_bytes;
+        find(k + kDepth<Element>);  // it has arrived when the next k-block begins
       }
-    });
+    }
+    offset_ += kDepth<Element> * factor_.rows.row_bytes;
+#pragma unroll
+    for (int pass = 0; pass < Plan::kPasses; ++pass) {
+      const int half = pass / kHalf;
+      const int before = pass % kHalf * Plan::kChunkStep * kChunkBytes;  // of the thread's bytes of the half
+      copy_chunk<kBytes>(to + Place::chunk(Plan::row(thread(), 0), Plan::chunk(thread(), pass)),
+                         from_[half] + offset + before, is_there ? left_[half] - before : 0);
+    }
   }
 
  private:
   static __device__ int thread() { return static_cast<int>(threadIdx.x); }
 
-  __device__ __forceinline__ void begin(const Tile& tile, int32_t column, int32_t left) {
-    data_ = rows_.data + max(tile.expert, 0) * rows_.matrix_bytes + column * static_cast<int64_t>(sizeof(Element));
-    valid_ = min(max(left, 0), kChunk<Element>) * static_cast<int>(sizeof(Element));
-    end_k_ = tile.end_k;
-  }
-
-  // Reads the slots of the k-block from k on.
+  // Reads the slot of the thread's row of the k-block from k on; nothing here waits for it.
   __device__ __forceinline__ void find(int32_t k) {
-    if (map_ == nullptr) return;
-#pragma unroll
-    for (int pass = 0; pass < Plan::kPasses; ++pass) {
-      const int32_t row = k + Plan::row(thread(), pass);
-      slot_[pass] = row < end_k_ ? map_->slot_of(row) : -1;
+    if constexpr (kMayGather) {
+      if (!factor_.gathered) return;
+      const int32_t row = k + Plan::row(thread(), 0);
+      slot_ = -1;
+      if (row < end_k_) slot_ = factor_.map.slots[row];
     }
   }
-  __device__ __forceinline__ int32_t source_of(int32_t k, int pass) const {
-    if (map_ != nullptr) return slot_[pass] < 0 ? -1 : map_->source_of(slot_[pass]);
-    const int32_t row = k + Plan::row(thread(), pass);
-    return row < end_k_ ? row : -1;
-  }
 
-  const MatrixRows& rows_;
-  const RowMap* map_;  // of rows that are gathered
-  const char* data_;
-  int32_t valid_;  // bytes of the thread's columns
+  const Factor& factor_;
   int32_t end_k_;
-  int32_t slot_[Plan::kPasses];
+  int32_t slot_ = -1;    // of the thread's row of the next k-block, as it stands in memory
+  int64_t offset_;       // of the thread's row, where rows are not gathered
+  const char* from_[2];  // row 0 of the thread's first column in either half of the tile's
+  int32_t left_[2];      // bytes that there are from it on
 };
 
-template <class Factor, class Element, int kSides>
+template <class Factor, class Element, int kSides, int kThreads>
 struct CopyOf {
-  using type = CopyByMn<Element, kSides>;
+  using type = CopyByMn<Factor, Element, kSides, kThreads>;
 };
-template <class Factor, class Element, int kSides>
+template <class Factor, class Element, int kSides, int kThreads>
   requires(Factor::kMajor == Major::k)
-struct CopyOf<Factor, Element, kSides> {
-  using type = CopyByK<Element, kSides>;
+struct CopyOf<Factor, Element, kSides, kThreads> {
+  using type = CopyByK<Element, kSides, kThreads>;
 };
-template <class Factor, class Element, int kSides>
-using Copy = typename CopyOf<Factor, Element, kSides>::type;
+template <class Factor, class Element, int kSides, int kThreads>
+using Copy = typename CopyOf<Factor, Element, kSides, kThreads>::type;
 
 }  // namespace anabranch::cuda::portable

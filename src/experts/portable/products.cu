@@ -37,22 +37,25 @@ int64_t tiles_over_rows(int64_t R, int64_t E, int64_t columns) {
 
 SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
 
+// Calls f.template operator()<kDtype, kPrecision>().
 template <class F>
-ab_status with_dtype(int32_t dtype, const F& f) {
+ab_status with_elements(int32_t dtype, Precision precision, const F& f) {
   switch (dtype) {
-    case AB_BFLOAT16: return f.template operator()<AB_BFLOAT16>();
-    case AB_FLOAT16: return f.template operator()<AB_FLOAT16>();
-    default: return f.template operator()<AB_FLOAT32>();
+    case AB_BFLOAT16: return f.template operator()<AB_BFLOAT16, Precision::highest>();
+    case AB_FLOAT16: return f.template operator()<AB_FLOAT16, Precision::highest>();
+    default:
+      return precision == Precision::tf32 ? f.template operator()<AB_FLOAT32, Precision::tf32>()
+                                          : f.template operator()<AB_FLOAT32, Precision::highest>();
   }
 }
 
-// Calls f.template operator()<kDtype, kTile>() for products over rows.
+// Calls f.template operator()<kDtype, kPrecision, kTile>() for products over rows.
 template <class F>
-ab_status with_kernel(int32_t dtype, int64_t R, int64_t E, const F& f) {
-  const TileChoice tile = choose_tile(R, E, static_cast<int>(dtype_size(dtype)));
-  return with_dtype(dtype, [&]<int32_t kDtype>() {
-    return tile == TileChoice::small ? f.template operator()<kDtype, TileChoice::small>()
-                                     : f.template operator()<kDtype, TileChoice::main>();
+ab_status with_kernel(int32_t dtype, Precision precision, int64_t R, int64_t E, const F& f) {
+  const TileChoice tile = choose_tile(R, E, static_cast<int>(dtype_size(dtype)), precision);
+  return with_elements(dtype, precision, [&]<int32_t kDtype, Precision kPrecision>() {
+    return tile == TileChoice::small ? f.template operator()<kDtype, kPrecision, TileChoice::small>()
+                                     : f.template operator()<kDtype, kPrecision, TileChoice::main>();
   });
 }
 
@@ -89,29 +92,31 @@ const char* why_not(const WeightGradient& g) {
 int64_t parts_of_dots(const HiddenGradient& g) { return tiles_of(g.s.F, kTileColumns); }
 
 ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(up.x.dtype, up.s.R, up.s.E, [&]<int32_t kDtype, TileChoice kTile>() {
-    return launch_up<kDtype, kTile>(up, multiprocessors, stream);
-  });
+  return with_kernel(up.x.dtype, up.precision, up.s.R, up.s.E,
+                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
+                       return launch_up<kDtype, kPrecision, kTile>(up, multiprocessors, stream);
+                     });
 }
 
 ab_status multiply(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(p.dtype, p.R, p.E, [&]<int32_t kDtype, TileChoice kTile>() {
-    return launch_rows_product<kDtype, kTile>(p, multiprocessors, stream);
+  return with_kernel(p.dtype, p.precision, p.R, p.E, [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
+    return launch_rows_product<kDtype, kPrecision, kTile>(p, multiprocessors, stream);
   });
 }
 
 ab_status multiply(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(g.h.dtype, g.s.R, g.s.E, [&]<int32_t kDtype, TileChoice kTile>() {
-    return launch_hidden_gradient<kDtype, kTile>(g, multiprocessors, stream);
-  });
+  return with_kernel(g.h.dtype, g.precision, g.s.R, g.s.E,
+                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
+                       return launch_hidden_gradient<kDtype, kPrecision, kTile>(g, multiprocessors, stream);
+                     });
 }
 
 ab_status multiply(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
   const SegmentBounds bounds = bounds_of(g);
   const SegmentList list = place_segments(bounds, workspace);
   AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
-  AB_RETURN_IF_ERROR(with_dtype(g.x.dtype, [&]<int32_t kDtype>() {
-    return launch_weight_gradient<kDtype, TileChoice::main>(g, bounds, list, multiprocessors, stream);
+  AB_RETURN_IF_ERROR(with_elements(g.x.dtype, g.precision, [&]<int32_t kDtype, Precision kPrecision>() {
+    return launch_weight_gradient<kDtype, kPrecision, TileChoice::main>(g, bounds, list, multiprocessors, stream);
   }));
   if (bounds.partials == 0) return ok();
   return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);

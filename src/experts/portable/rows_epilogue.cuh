@@ -2,7 +2,6 @@
 // Rounded once; zero in padding.
 #pragma once
 
-#include "core/floats.h"
 #include "experts/portable/staged_tile.cuh"
 
 namespace anabranch::cuda::portable {
@@ -12,7 +11,6 @@ struct RowsEpilogue {
   Element* y;           // [R, columns]
   const Element* bias;  // [E, bias_columns], from the first column of y on; or nullptr
   int64_t bias_columns;
-  Floats weights;  // of slots, or none: 1
   bool weight_early;
   bool y_aligned;
   bool bias_aligned;
@@ -22,13 +20,13 @@ struct RowsEpilogue {
   __device__ __forceinline__ void operator()(const StagedTile<Shape>& staged) const {
     constexpr int kEach = kChunk<Element>;
     const Tile& tile = staged.tile;
-    staged.template for_each<kEach>(kTileColumns, [&](int row, int column, uint32_t place) {
+    staged.template for_each<kEach, 2>(kTileColumns, [&](int row, int column, uint32_t place) {
       const int32_t left = columns - tile.column - column;
       if (tile.row + row >= tile.end_row || left <= 0) return;
       float values[kEach];
       load_staged(place, column, values);
       const int32_t slot = staged.slots[row];
-      const float weight = slot < 0 ? 0.0f : weights[slot];
+      const float weight = staged.weight(row);
 #pragma unroll
       for (float& value : values) value = slot < 0 ? 0.0f : weight_early ? value : weight * value;
       if (slot >= 0 && bias != nullptr) {

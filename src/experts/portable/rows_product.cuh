@@ -7,9 +7,9 @@
 
 namespace anabranch::cuda::portable {
 
-template <class Element, class Shape, Major kMajor>
+template <class Element, Precision kPrecision, TileChoice kTile, Major kMajor>
 ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  RowsProductOf<Element, Shape, kMajor, RowsEpilogue<Element>> product;
+  RowsProductOf<Element, kPrecision, kTile, kMajor, RowsEpilogue<Element>> product;
   const int64_t stored = p.stored_columns();
   product.a.rows = matrix_rows<Element>(p.x, p.D, 0);
   product.b.rows = matrix_rows<Element>(p.w, kMajor == Major::k ? p.D : stored, p.D * stored);
@@ -19,7 +19,7 @@ ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStr
   out.y = static_cast<Element*>(p.y);
   out.bias = static_cast<const Element*>(p.bias);
   out.bias_columns = stored;
-  out.weights = p.weights;
+  product.weights = p.weights;
   out.weight_early = p.weight_early;
   out.y_aligned = are_aligned(out.y, p.N);
   out.bias_aligned = are_aligned(out.bias, stored);
@@ -28,12 +28,11 @@ ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStr
                           p.skips_rest, multiprocessors, stream);
 }
 
-template <int32_t kDtype, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
-  using Shape = TileOf<Element, kTile>;
-  return p.transposed ? launch_rows_product<Element, Shape, Major::k>(p, multiprocessors, stream)
-                      : launch_rows_product<Element, Shape, Major::mn>(p, multiprocessors, stream);
+  return p.transposed ? launch_rows_product<Element, kPrecision, kTile, Major::k>(p, multiprocessors, stream)
+                      : launch_rows_product<Element, kPrecision, kTile, Major::mn>(p, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::portable

@@ -54,15 +54,36 @@ struct SharedTile<Major::mn, kElementBytes, kSides> {
   }
 };
 
-// How the threads of a block copy a k-block: each has one chunk of every kRowStep-th row in memory.
-template <class Tile>
-struct CopyPlan {
+// How the threads of a block copy a k-block, kPasses chunks each: a thread has the same chunk of every kRowStep-th row
+// in memory, or every kChunkStep-th chunk of one row. The 8 chunks that a quarter of a warp writes have 32 different
+// banks.
+template <class Tile, int kThreads>
+struct CopyPlan;
+
+template <int kElementBytes, int kSides, int kThreads>
+struct CopyPlan<SharedTile<Major::k, kElementBytes, kSides>, kThreads> {
+  using Tile = SharedTile<Major::k, kElementBytes, kSides>;
   static constexpr int kRowStep = kThreads / Tile::kRowChunks;
   static constexpr int kPasses = Tile::kRows / kRowStep;
-  static_assert(kThreads % Tile::kRowChunks == 0 && Tile::kRows % kRowStep == 0);
+  static_assert(kThreads % Tile::kRowChunks == 0 && Tile::kRows % kRowStep == 0 && kRowStep % 8 == 0);
 
-  AB_INLINE static constexpr int chunk(int thread) { return thread % Tile::kRowChunks; }
+  AB_INLINE static constexpr int chunk(int thread, int /*pass*/) { return thread % Tile::kRowChunks; }
   AB_INLINE static constexpr int row(int thread, int pass) { return thread / Tile::kRowChunks + pass * kRowStep; }
+};
+
+template <int kElementBytes, int kSides, int kThreads>
+struct CopyPlan<SharedTile<Major::mn, kElementBytes, kSides>, kThreads> {
+  using Tile = SharedTile<Major::mn, kElementBytes, kSides>;
+  static constexpr int kChunkStep = kThreads / Tile::kRows;
+  static constexpr int kPasses = Tile::kRowChunks / kChunkStep;
+  static_assert(kThreads % Tile::kRows == 0 && Tile::kRowChunks % (2 * kChunkStep) == 0 && Tile::kRows % 8 == 0);
+
+  AB_INLINE static constexpr int chunk(int thread, int pass) { return thread % kChunkStep + pass * kChunkStep; }
+  AB_INLINE static constexpr int row(int thread, int /*pass*/) {
+    const int row = thread / kChunkStep;
+    // Of 4 threads a row: rows 0 4 1 5 2 6 3 7, whose chunks stand in different halves of a row's 8 places.
+    return kChunkStep == 4 ? row / 8 * 8 + row % 2 * 4 + row % 8 / 2 : row;
+  }
 };
 
 // With lane = 4 g + t, an instruction's matrices in 32-bit words, which are two elements of 16 bits or one of 32:
@@ -112,6 +133,8 @@ AB_INLINE constexpr uint32_t staged_place(int row, int column) {
 }
 template <class Shape>
 constexpr int kStagedRows = Shape::kWarpRows * kFragmentRows;  // at a time: a fragment of every warp
+template <class Shape>
+constexpr uint32_t kStagedBytes = static_cast<uint32_t>(kStagedRows<Shape> * kStagedColumns) * 4;
 // The row of the tile that a staged one is, of the part-th fragments.
 template <class Shape>
 AB_INLINE constexpr int row_of_staged(int row, int part) {

@@ -1,6 +1,8 @@
 // What an epilogue gets: some rows of a tile's accumulators in shared memory, and how it goes over them.
 #pragma once
 
+#include <bit>
+
 #include "core/cuda/shared.cuh"
 #include "core/cuda/vector.cuh"
 #include "experts/cuda/tiles/tile.cuh"
@@ -14,19 +16,37 @@ struct StagedTile {
   uint32_t values;  // an address of shared memory
   int part;         // the rows are those of so many-th fragments
   const int32_t* slots;
+  uint32_t weights;  // of the rows, an address of shared memory; 0 where there is no slot
 
-  // visit(row, column, place): kEach neighbouring columns of `columns`, for the thread. row, column: of the tile,
-  // place: where column 0 of the row stands. Neighbouring lanes have neighbouring columns, and all threads of the block
-  // make as many visits, so that they may exchange something in them.
-  template <int kEach, class Visit>
+  __device__ uint32_t weight_place(int row) const { return weights + static_cast<uint32_t>(row) * 4; }
+  __device__ float weight(int row) const { return load_shared<float>(weight_place(row)); }
+
+  // visit(row, column, place): kEach neighbouring columns of `columns`, kTileColumns or half of them, for the thread.
+  // row, column: of the tile, place: where column 0 of the row stands. Neighbouring lanes have neighbouring columns,
+  // and all threads of the block make as many visits, so that they may exchange something in them. kAtATime: visits
+  // whose instructions may mix.
+  template <int kEach, int kAtATime, class Visit>
   __device__ __forceinline__ void for_each(int columns, const Visit& visit) const {
-    const int of_row = columns / kEach;
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kStagedRows<Shape> * of_row; i += kThreads) {
-      const int staged = i / of_row;
-      visit(row_of_staged<Shape>(staged, part), (i - staged * of_row) * kEach, values + staged_place(staged, 0));
+    const Visits<kEach> visits(columns);
+#pragma unroll kAtATime
+    for (int i = static_cast<int>(threadIdx.x); i < visits.count(); i += Shape::kThreads) {
+      visit(row_of_staged<Shape>(visits.row(i), part), visits.column(i), values + staged_place(visits.row(i), 0));
     }
   }
+
+ private:
+  template <int kEach>
+  class Visits {
+   public:
+    __device__ explicit Visits(int columns) : shift_(columns == kTileColumns ? kWhole : kWhole - 1) {}
+    __device__ int count() const { return kStagedRows<Shape> << shift_; }
+    __device__ int row(int i) const { return i >> shift_; }
+    __device__ int column(int i) const { return (i & ((1 << shift_) - 1)) * kEach; }
+
+   private:
+    static constexpr int kWhole = std::countr_zero(static_cast<unsigned>(kTileColumns / kEach));
+    int shift_;  // of the binary digits that count the visits of a row
+  };
 };
 
 // Neighbouring elements of a row.

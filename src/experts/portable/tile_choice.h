@@ -10,24 +10,25 @@ namespace anabranch::cuda::portable {
 
 // Cycles of a multiprocessor for a term of every sum of R rows in E groups and 128 columns.
 template <class Shape>
-double cycles_of(int64_t R, int64_t E, int element_bytes) {
-  // Of A100, by what NVIDIA published: multiply-adds of 16-bit elements, and of TF32, three products each.
-  const double multiply_adds = element_bytes == 2 ? 1024 : 512.0 / 3;
+double cycles_of(int64_t R, int64_t E, int element_bytes, bool splits) {
+  // Of A100, by what NVIDIA published: multiply-adds of 16-bit elements, and of TF32, three products each if split.
+  const double multiply_adds = element_bytes == 2 ? 1024 : splits ? 512.0 / 3 : 512;
   constexpr double kCacheBytes = 48;     // that arrive from the L2 cache, a cycle
   constexpr double kSplitElements = 16;  // a cycle, every element by each warp that reads it
   const double multiply = Shape::kRows * kTileColumns / multiply_adds;
   const double read = Shape::kRows * Shape::kWarpColumns + kTileColumns * Shape::kWarpRows;
-  const double split = element_bytes == 2 ? 0 : read / kSplitElements;
+  const double split = splits ? read / kSplitElements : 0;
   const double load = (Shape::kRows + kTileColumns) * element_bytes / kCacheBytes;
   // Half a tile of rows is empty at the end of a group, in the mean.
   const double tiles = static_cast<double>(R) / Shape::kRows + static_cast<double>(std::min(E, R)) / 2;
   return tiles * std::max(multiply + split, load);
 }
 
-inline TileChoice choose_tile(int64_t R, int64_t E, int element_bytes) {
+inline TileChoice choose_tile(int64_t R, int64_t E, int element_bytes, Precision precision) {
+  const bool split = splits(static_cast<size_t>(element_bytes), precision);
   const double main =
-      element_bytes == 2 ? cycles_of<LargeTile>(R, E, element_bytes) : cycles_of<SplitTile>(R, E, element_bytes);
-  return cycles_of<SmallTile>(R, E, element_bytes) < main ? TileChoice::small : TileChoice::main;
+      split ? cycles_of<SplitTile>(R, E, element_bytes, true) : cycles_of<LargeTile>(R, E, element_bytes, false);
+  return cycles_of<SmallTile>(R, E, element_bytes, split) < main ? TileChoice::small : TileChoice::main;
 }
 
 }  // namespace anabranch::cuda::portable

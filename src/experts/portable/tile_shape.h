@@ -1,8 +1,11 @@
 // The shape of a result tile, and how the warps of a block share it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
+
+#include "experts/precision.h"
 
 namespace anabranch::cuda::portable {
 
@@ -13,22 +16,22 @@ constexpr int kSteps = kDepthBytes / kStepBytes;
 template <class Element>
 constexpr int kDepth = kDepthBytes / static_cast<int>(sizeof(Element));
 
-constexpr int kThreads = 128;
-constexpr int kWarps = 4;
-constexpr int kBlocks = 2;  // of a multiprocessor: while one stores its tile, the other one multiplies
 constexpr int kTileColumns = 128;
 
 // What an instruction computes: 16 rows of 8 columns.
 constexpr int kFragmentRows = 16;
 constexpr int kFragmentColumns = 8;
 
-// kWarpRows_: of the warps' arrangement.
-template <int kRows_, int kWarpRows_, int kStages_>
+// kWarpRows_ x kWarpColumns_: how the warps are arranged. kStages_: k-blocks of operands in shared memory. kBlocks_: of
+// a multiprocessor, if its shared memory suffices: what one waits for, the others cover, its epilogue too.
+template <int kRows_, int kWarpRows_, int kWarpColumns_, int kStages_, int kBlocks_>
 struct TileShape {
   static constexpr int kRows = kRows_;
-  static constexpr int kStages = kStages_;  // k-blocks of operands in shared memory
+  static constexpr int kStages = kStages_;
+  static constexpr int kBlocks = kBlocks_;
   static constexpr int kWarpRows = kWarpRows_;
-  static constexpr int kWarpColumns = kWarps / kWarpRows;
+  static constexpr int kWarpColumns = kWarpColumns_;
+  static constexpr int kThreads = 32 * kWarpRows * kWarpColumns;
   static constexpr int kRowsOfWarp = kRows / kWarpRows;
   static constexpr int kColumnsOfWarp = kTileColumns / kWarpColumns;
   static constexpr int kFragmentsDown = kRowsOfWarp / kFragmentRows;
@@ -40,16 +43,19 @@ struct TileShape {
 
 // A warp has 64 x 64, for which it reads half as much from shared memory as for four of 32 x 32. Three stages are what
 // two blocks can have on the smallest multiprocessors (100 KiB: compute capabilities 8.6, 8.9 and 12.0).
-using LargeTile = TileShape<128, 2, 3>;
+using LargeTile = TileShape<128, 2, 2, 3, 2>;
 // Of split operands: 32 x 64 a warp, as its registers allow.
-using SplitTile = TileShape<64, 2, 4>;
+using SplitTile = TileShape<64, 2, 2, 4, 2>;
 // For groups of few rows, whose time is that of reading weights.
-using SmallTile = TileShape<32, 1, 4>;
+using SmallTile = TileShape<32, 1, 4, 4, 3>;
 
 // For many rows, and for few.
 enum class TileChoice { main, small };
-template <class Element, TileChoice kTile>
+constexpr bool splits(size_t element_bytes, Precision precision) {
+  return element_bytes == 4 && precision == Precision::highest;
+}
+template <class Element, Precision kPrecision, TileChoice kTile>
 using TileOf = std::conditional_t<kTile == TileChoice::small, SmallTile,
-                                  std::conditional_t<sizeof(Element) == 2, LargeTile, SplitTile>>;
+                                  std::conditional_t<splits(sizeof(Element), kPrecision), SplitTile, LargeTile>>;
 
 }  // namespace anabranch::cuda::portable

@@ -7,11 +7,11 @@
 
 namespace anabranch::cuda::portable {
 
-template <class Element, class Shape, Major kMajor>
+template <class Element, Precision kPrecision, TileChoice kTile, Major kMajor>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   const int64_t N = s.P * s.F;
-  RowsProductOf<Element, Shape, kMajor, UpEpilogue<Element>> product;
+  RowsProductOf<Element, kPrecision, kTile, kMajor, UpEpilogue<Element>> product;
   product.a.rows = matrix_rows<Element>(up.x.data, s.D, 0);
   product.a.gathered = up.map.slots != nullptr;
   const HiddenLayout hidden(s);
@@ -26,7 +26,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   out.h = static_cast<Element*>(up.h.data);
   out.a = static_cast<Element*>(up.a.data);
   out.bias = static_cast<const Element*>(up.b_in.data);
-  out.weights = up.weights;
+  product.weights = up.weights;
   out.activation = up.activation;
   out.hidden = hidden;
   out.aligned = are_aligned(out.a, s.F) && are_aligned(out.h, s.F) && are_aligned(out.bias, s.F);
@@ -34,12 +34,11 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
                           kTileColumns / static_cast<int>(s.P), up.skips_rest, multiprocessors, stream);
 }
 
-template <int32_t kDtype, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
-  using Shape = TileOf<Element, kTile>;
-  return up.s.layout.in_transposed ? launch_up<Element, Shape, Major::k>(up, multiprocessors, stream)
-                                   : launch_up<Element, Shape, Major::mn>(up, multiprocessors, stream);
+  return up.s.layout.in_transposed ? launch_up<Element, kPrecision, kTile, Major::k>(up, multiprocessors, stream)
+                                   : launch_up<Element, kPrecision, kTile, Major::mn>(up, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::portable

@@ -2,7 +2,6 @@
 // weight where it comes early. The activation sees h before it is rounded; both are zero in padding.
 #pragma once
 
-#include "core/floats.h"
 #include "experts/activation.h"
 #include "experts/portable/hidden_rows.cuh"
 
@@ -13,7 +12,6 @@ struct UpEpilogue {
   Element* h;           // hidden rows, or nullptr
   Element* a;           // [R, F]
   const Element* bias;  // a hidden row an expert, or nullptr
-  Floats weights;       // early ones, of slots; or none: 1
   Activation activation;
   HiddenLayout hidden;
   bool aligned;  // all that is there
@@ -23,7 +21,7 @@ struct UpEpilogue {
     constexpr int kEach = kChunk<Element>;
     const Tile& tile = staged.tile;
     const int width = kTileColumns / hidden.parts;
-    staged.template for_each<kEach>(width, [&](int row, int column, uint32_t place) {
+    staged.template for_each<kEach, 2>(width, [&](int row, int column, uint32_t place) {
       const int32_t first = tile.column + column;
       if (tile.row + row >= tile.end_row || first >= hidden.F) return;
       const int32_t slot = staged.slots[row];
@@ -50,7 +48,7 @@ struct UpEpilogue {
       separate(hidden.interleaved, runs[0], runs[1]);
       float values[kEach] = {};
       if (slot >= 0) {
-        const float weight = weights[slot];
+        const float weight = staged.weight(row);
         with_formula(activation, [&]<Formula kFormula>() {
 #pragma unroll
           for (int i = 0; i < kEach; ++i) {

@@ -8,12 +8,12 @@
 
 namespace anabranch::cuda::portable {
 
-template <int32_t kDtype, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& bounds, const SegmentList& list,
                                  int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
-  using Shape = TileOf<Element, kTile>;
-  Product<Shape, Element, SumFactor<Side::rows>, SumFactor<Side::columns>, SegmentTiles,
+  using Shape = TileOf<Element, kPrecision, kTile>;
+  Product<Shape, Element, kPrecision, SumFactor<Side::rows>, SumFactor<Side::columns>, SegmentTiles,
           SegmentTileScheduler<Shape::kRows, 1>, WeightGradientEpilogue<Element>>
       product;
   const auto prepare = [&](auto& factor, const Floats& rows, bool gathered, int64_t columns) {

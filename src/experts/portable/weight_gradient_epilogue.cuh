@@ -20,7 +20,7 @@ struct WeightGradientEpilogue {
     constexpr int kEach = kChunk<Element>;
     const Tile& tile = staged.tile;
     const bool whole = tile.partial == kWhole;
-    staged.template for_each<kEach>(kTileColumns, [&](int row, int column, uint32_t place) {
+    staged.template for_each<kEach, 1>(kTileColumns, [&](int row, int column, uint32_t place) {
       const int32_t left = columns - tile.column - column;
       if (tile.row + row >= tile.end_row || left <= 0) return;
       float values[kEach];

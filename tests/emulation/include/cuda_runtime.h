@@ -72,6 +72,10 @@ inline int __all_sync(unsigned lanes, int predicate) { return __ballot_sync(lane
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <class T>
+T __ldca(const T* from) {
+  return *from;
+}
+template <class T>
 T __ldcs(const T* from) {
   return *from;
 }
@@ -110,7 +114,8 @@ enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpy
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
-  cudaDevAttrMultiProcessorCount
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };
@@ -160,9 +165,12 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const cudaDeviceProp properties;
-  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? properties.major
-           : attribute == cudaDevAttrComputeCapabilityMinor ? properties.minor
-                                                            : properties.multiProcessorCount;
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
+    case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 164 << 10; break;
+  }
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }

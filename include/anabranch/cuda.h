@@ -64,7 +64,7 @@ AB_API ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, 
  *             aligned addresses on;
  *   portable  on the tensor cores of every device, of float32, bfloat16 and float16, any width and address, where all
  *             operands have one dtype; fastest where rows are such chunks. Float32 is multiplied as float32, by three
- *             products of TF32;
+ *             products of TF32, or with AB_PRECISION_TF32 by one;
  *   plain     everything else, much slower.
  * The environment variable ANABRANCH_CUDA_PATH, read once, names one of them to begin with. */
 AB_API ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);

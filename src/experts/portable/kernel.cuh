@@ -1,6 +1,6 @@
-// The grouped product on tensor cores as every GPU since Ampere has them: persistent blocks, two a multiprocessor, of
-// four warps. A block copies k-blocks of both factors to a ring of stages (cp.async), some ahead of the one that all
-// warps multiply, then hands its accumulators to the epilogue by way of shared memory:
+// The grouped product on tensor cores as every GPU since Ampere has them: persistent blocks, two or three a
+// multiprocessor, of four warps. A block copies k-blocks of both factors to a ring of stages (cp.async), some ahead of
+// the one that all warps multiply, then hands its accumulators to the epilogue by way of shared memory:
 //
 //   main loop   [kStages] { A: kBytesA, B: kBytesB }       one barrier a k-block
 //   epilogue    [kStagedRows][kStagedColumns] float        in the same place, fragment after fragment,
@@ -71,7 +71,7 @@ struct alignas(256) SharedMemory {
 // What a block takes of a multiprocessor's.
 template <class Shape>
 constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<Shape>)) + (1 << 10);
-constexpr int kLeastSharedBytes = 100 << 10;  // that a multiprocessor has
+constexpr int kLeastSharedBytes = 100 << 10;  // that a multiprocessor has; two blocks run on it
 static_assert(2 * kSharedBytes<LargeTile> <= kLeastSharedBytes);
 static_assert(2 * kSharedBytes<SplitTile> <= kLeastSharedBytes);
 static_assert(2 * kSharedBytes<SmallTile> <= kLeastSharedBytes);

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 
 
 class Function(torch.autograd.Function):
@@ -27,6 +28,13 @@ class Function(torch.autograd.Function):
             named += [inspect.Parameter(name, kind) for name in cls.tensors]
             signature = signature.replace(parameters=named)
         cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # torch asks for it at each call
+
+    @classmethod
+    def call(cls, *arguments: Any) -> Any:
+        """`apply`, without what that spends on defaults of arguments, of which there are none, outside of torch.func."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return cls.apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:

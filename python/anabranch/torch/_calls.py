@@ -16,6 +16,8 @@ from anabranch import _library
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
 _MAX_RANK = 6
+#: Bytes, of which tensors that share an allocation begin at multiples, as CUDA's allocations do.
+ALIGNMENT = 512
 
 
 class _Tensor(ctypes.Structure):
@@ -104,12 +106,19 @@ class _Prepared:
 
     Args:
       call: what is called.
-      places: where among the `addresses` that of each of its tensors is, by field.
-      addresses: of tensors.
+      places: where each of its tensors is, by field: in which memory, and how many bytes from its beginning.
+      addresses: of the memories.
       on_cuda, threads: where it runs.
     """
 
-    def __init__(self, call: Call, places: Mapping[str, int], addresses: Sequence[int], on_cuda: bool, threads: int):
+    def __init__(
+        self,
+        call: Call,
+        places: Mapping[str, tuple[int, int]],
+        addresses: Sequence[int],
+        on_cuda: bool,
+        threads: int,
+    ):
         library = _library.load_cuda() if on_cuda else _library.load()
         name = f"ab_cuda_{call.operation.name}" if on_cuda else f"ab_{call.operation.name}"
         self.run = getattr(library, name)
@@ -117,12 +126,12 @@ class _Prepared:
         struct = call.operation.struct
         self.args = struct(size=ctypes.sizeof(struct), **call.options)
         self.execution = _Exec(size=ctypes.sizeof(_Exec), num_threads=threads)
-        self.views: list[tuple[_Tensor, int]] = []
+        self.views: list[tuple[_Tensor, int, int]] = []
         self.kept: list[Any] = []
-        for field, place in places.items():
+        for field, (place, offset) in places.items():
             tensor = call.tensors[field]
             assert tensor is not None
-            view = _Tensor(addresses[place], _DTYPES[tensor.dtype], tensor.dim())
+            view = _Tensor(addresses[place] + offset, _DTYPES[tensor.dtype], tensor.dim())
             shape = tuple(tensor.shape)
             if field in call.orders:
                 shape, strides = _strides(shape, call.orders[field])
@@ -131,7 +140,7 @@ class _Prepared:
                 self.kept.append(held)
             view.shape[: len(shape)] = shape
             setattr(self.args, field, ctypes.pointer(view))
-            self.views.append((view, place))
+            self.views.append((view, place, offset))
         self.arguments = ctypes.byref(self.args), ctypes.byref(self.execution)
         query, needed = getattr(library, f"{name}_workspace", None), ctypes.c_size_t()
         if query is not None:
@@ -146,7 +155,8 @@ class Layout:
     Args:
       given: the tensors that the operation takes, on the "meta" device, without those that are not given.
       results: those that it returns, made there.
-      calls: of the C functions, in this order. They may name other tensors, too, that are made there: working memory.
+      calls: of the C functions, in this order. They may name views of these, and other tensors, made there: working
+        memory, which is one allocation with the workspace that they share.
       device: where it runs.
       threads: of the CPU; 0 elsewhere.
     """
@@ -161,24 +171,24 @@ class Layout:
     ):
         self.device, self.threads, self.calls = device, threads, calls
         # Of each tensor here the storage is another one, also where an operation is given one tensor twice.
-        places = {t.untyped_storage()._cdata: i for i, t in enumerate([*given, *results])}
-        made = list(results)
-        self.places: list[dict[str, int]] = []
+        memories = {t.untyped_storage()._cdata: (i, 0) for i, t in enumerate([*given, *results])}
+        self.working_size = 0
+        self.places: list[dict[str, tuple[int, int]]] = []
         for call in calls:
             self.places.append({})
             for field, tensor in call.tensors.items():
                 if tensor is None:
                     continue
-                storage = tensor.untyped_storage()._cdata
-                if storage not in places:
-                    places[storage] = len(given) + len(made)
-                    made.append(tensor)
-                assert tensor.is_contiguous() and tensor.storage_offset() == 0
-                self.places[-1][field] = places[storage]
-        self.made = [(tuple(tensor.shape), tensor.dtype) for tensor in made]
-        self.num_results = len(results)
+                assert tensor.is_contiguous()
+                storage = tensor.untyped_storage()
+                if storage._cdata not in memories:
+                    memories[storage._cdata] = len(given) + len(results), self.working_size
+                    self.working_size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+                place, offset = memories[storage._cdata]
+                self.places[-1][field] = place, offset + tensor.storage_offset() * tensor.element_size()
+        self.results = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
         self.prepared: list[_Prepared] = []
-        self.workspace_size = 0
+        self.memory_size = 0
 
     def run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs on contiguous tensors, on their device's current stream; returns the results.
@@ -192,28 +202,34 @@ class Layout:
             return self._run(given)
 
     def _run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.made]
-        addresses = [tensor.data_ptr() for tensor in (*given, *made)]
+        device = self.device
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
+        addresses = [tensor.data_ptr() for tensor in given]
+        addresses += [tensor.data_ptr() for tensor in results]
         if not self.prepared:
             self._prepare(addresses)
-        stream = 0 if self.threads > 0 else torch._C._cuda_getCurrentRawStream(self.device.index)
-        memory = 0
-        if self.workspace_size > 0:
-            workspace = torch.empty(self.workspace_size, dtype=torch.uint8, device=self.device)
-            memory = workspace.data_ptr()
+        working = 0
+        if self.memory_size > 0:
+            memory = torch.empty(self.memory_size, dtype=torch.uint8, device=device)
+            working = memory.data_ptr()
+        addresses.append(working)
+        stream = 0 if self.threads > 0 else torch._C._cuda_getCurrentRawStream(device.index)
+        workspace = working + self.working_size
         for call in self.prepared:
-            for view, place in call.views:
-                view.data = addresses[place]
-            call.execution.stream, call.execution.workspace = stream, memory
+            for view, place, offset in call.views:
+                view.data = addresses[place] + offset
+            call.execution.stream, call.execution.workspace = stream, workspace
             _check(call.run(*call.arguments))
-        return tuple(made[: self.num_results])
+        return tuple(results)
 
     def _prepare(self, addresses: Sequence[int]) -> None:
+        working = torch.empty(self.working_size, dtype=torch.uint8, device=self.device)
         self.prepared = [
-            _Prepared(call, places, addresses, self.threads == 0, self.threads)
+            _Prepared(call, places, [*addresses, working.data_ptr()], self.threads == 0, self.threads)
             for call, places in zip(self.calls, self.places, strict=True)
         ]
-        self.workspace_size = max((call.workspace_size for call in self.prepared), default=0)
+        workspace_size = max((call.workspace_size for call in self.prepared), default=0)
+        self.memory_size = self.working_size + workspace_size
         self.calls, self.places = (), []  # not needed any more
 
 

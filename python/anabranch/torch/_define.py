@@ -74,7 +74,7 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
         key = (
             device,
             threads,
-            *[arguments[i] for i in options],
+            *[tuple(o) if isinstance(o := arguments[i], list) else o for i in options],
             *[t if (t := arguments[i]) is None else (t.dtype, t.shape) for i in tensors],
         )
         layout = kept.by_key.get(key)

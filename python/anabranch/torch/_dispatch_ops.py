@@ -12,7 +12,7 @@ def _allocate_plan(experts, num_experts, rows, align_size, num_destinations):
     return tuple(empty(size, dtype=torch.int32) for size in sizes)
 
 
-def _plan(results, experts, num_experts, rows, align_size, num_destinations):
+def calls_of_plan(results, experts, num_experts, rows, align_size, num_destinations):
     names = ("tokens_per_expert", "group_sizes", "offsets", "row_of_slot", "slot_of_row", "dropped")
     return _calls.plan(
         {"experts": experts, **dict(zip(names, results, strict=True))},
@@ -27,7 +27,7 @@ plan = define(
     "(Tensor tokens_per_expert, Tensor group_sizes, Tensor offsets, Tensor row_of_slot, Tensor slot_of_row, "
     "Tensor dropped)",
     _allocate_plan,
-    _plan,
+    calls_of_plan,
 )
 
 

@@ -175,7 +175,7 @@ ffn_backward = define(
 )
 
 
-def _allocate_experts(
+def allocate_experts(
     x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
@@ -183,7 +183,7 @@ def _allocate_experts(
     return torch.empty_like(x), x.new_empty(_hidden(w_in_layout, slot_of_row.shape[0], P, F))
 
 
-def _experts(
+def calls_of_experts(
     results, x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
@@ -233,12 +233,12 @@ def _experts(
 experts = define(
     "experts(Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, Tensor w_in, "
     f"Tensor? b_in, Tensor w_out, Tensor? b_out, {_NETWORK}) -> (Tensor output, Tensor h)",
-    _allocate_experts,
-    _experts,
+    allocate_experts,
+    calls_of_experts,
 )
 
 
-def _allocate_experts_hidden(
+def allocate_experts_hidden(
     d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
@@ -250,7 +250,7 @@ def _allocate_experts_hidden(
     )
 
 
-def _experts_hidden(
+def calls_of_experts_hidden(
     results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
@@ -286,12 +286,12 @@ experts_hidden = define(
     "experts_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, ScalarType w_out_dtype, bool wants_w_out, "
     f"{_NETWORK}) -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights)",
-    _allocate_experts_hidden,
-    _experts_hidden,
+    allocate_experts_hidden,
+    calls_of_experts_hidden,
 )
 
 
-def _allocate_experts_inputs(
+def allocate_experts_inputs(
     dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
@@ -303,7 +303,7 @@ def _allocate_experts_inputs(
     )
 
 
-def _experts_inputs(
+def calls_of_experts_inputs(
     results, dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
@@ -356,6 +356,6 @@ experts_inputs = define(
     "experts_inputs(Tensor dh, Tensor x, Tensor? addend, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, bool wants_x, bool wants_w_in, "
     f"{_NETWORK}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
-    _allocate_experts_inputs,
-    _experts_inputs,
+    allocate_experts_inputs,
+    calls_of_experts_inputs,
 )

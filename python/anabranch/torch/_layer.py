@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from anabranch.router_options import RouterOptions
-from anabranch.rows import num_rows_needed
 from anabranch.torch import _ops
 from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
+from anabranch.torch._mixture_ops import MixtureOptions, mixture_options
 from anabranch.torch.experts import Network
-from anabranch.torch.router import logits_gradient, routing_of
+from anabranch.torch.router import logits_gradient
 
 
 class LayerConfig(NamedTuple):
@@ -26,6 +26,13 @@ class LayerConfig(NamedTuple):
     network: Network
     num_experts: int
     align_size: int
+    options: MixtureOptions
+    """All of these, as the operations take them."""
+
+
+def config_of(router: RouterOptions | None, ffn: Network, num_experts: int, align_size: int) -> LayerConfig:
+    """Of options that have been checked."""
+    return LayerConfig(router, ffn, num_experts, align_size, mixture_options(router, ffn, num_experts, align_size))
 
 
 class Operands(NamedTuple):
@@ -68,57 +75,28 @@ class LayerOutput(NamedTuple):
     qb_histogram: Tensor
     """int32 [E, bins]."""
     h: Tensor
-    """Kept for the backward pass, as are the next four."""
+    """Kept for the backward pass, as are the other two."""
+    rows: Tensor
     logits: Tensor
-    row_of_slot: Tensor
-    slot_of_row: Tensor
-    group_sizes: Tensor
 
 
-_KEPT = ("h", "logits", "row_of_slot", "slot_of_row", "group_sizes")
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _forward(config: LayerConfig, operands: Operands) -> LayerOutput:
-    x = operands.x
-    if config.router is None:
-        weights, experts = operands.weights, operands.experts
-        assert weights is not None and experts is not None
-        score_sum, lse, logits = (x.new_empty((0,), dtype=torch.float32) for _ in range(3))
-        histogram = x.new_empty((0,), dtype=torch.int32)
-    else:
-        assert operands.gate is not None
-        logits = logits_of(x, operands.gate)
-        if operands.gate_bias is not None:
-            logits = logits + operands.gate_bias.float()
-        weights, experts, _, score_sum, lse, histogram = routing_of(
-            config.router,
-            logits,
-            operands.expert_bias,
-            operands.token_mask,
-            operands.forced_experts,
-            operands.qb_bin_bounds,
-        )
-    E, slots = config.num_experts, experts.shape[0] * experts.shape[1]
-    rows = num_rows_needed(slots, E, config.align_size)
-    counts, group_sizes, _, row_of_slot, slot_of_row, dropped = _ops.plan(experts, E, rows, config.align_size, 1)
-    output, h = _ops.experts(
-        x,
-        weights,
-        row_of_slot,
-        slot_of_row,
-        group_sizes,
-        operands.w_in.to(x.dtype),
-        operands.b_in,
-        operands.w_out.to(x.dtype),
-        operands.b_out,
-        *config.network,
-    )
-    if config.router is None:
-        weights, experts = (x.new_empty((0,), dtype=dtype) for dtype in (torch.float32, torch.int32))
-    return LayerOutput(
-        output, counts, dropped, weights, experts, score_sum, lse, histogram,
-        h, logits, row_of_slot, slot_of_row, group_sizes,
+def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
+    """A LayerOutput."""
+    o, x, logits = operands, operands.x, None
+    if config.router is not None:
+        assert o.gate is not None
+        logits = logits_of(x, o.gate)
+        if o.gate_bias is not None:
+            logits = logits + o.gate_bias.float()
+    results: tuple[Tensor, ...] = _ops.mixture(
+        x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
+        _as(o.w_in, x.dtype), o.b_in, _as(o.w_out, x.dtype), o.b_out, *config.options,
     )  # fmt: skip
+    return *results, x.new_empty((0,), dtype=torch.float32) if logits is None else logits
 
 
 class _Mixture(Function):
@@ -127,31 +105,22 @@ class _Mixture(Function):
     @staticmethod
     def forward(config, *tensors):
         with without_autocast(tensors[0].device):
-            return tuple(_forward(config, Operands(*tensors)))
+            return _forward(config, Operands(*tensors))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.config, *tensors = inputs
-        operands, result = Operands(*tensors), LayerOutput(*output)
+        o, result = Operands(*tensors), LayerOutput(*output)
         differentiable = ("output",) if ctx.config.router is None else ("output", "weights", "score_sum", "lse")
         ctx.mark_non_differentiable(
             *(o for name, o in zip(LayerOutput._fields, output, strict=True) if name not in differentiable)
         )
         ctx.set_materialize_grads(False)
-        ctx.device = operands.x.device
-        selection = operands if ctx.config.router is None else result
+        ctx.device = o.x.device
+        selection = o if ctx.config.router is None else result
         ctx.save_for_backward(
-            *(
-                operands.x,
-                operands.w_in,
-                operands.w_out,
-                operands.b_in,
-                operands.b_out,
-                operands.gate,
-                operands.gate_bias,
-            ),
-            *(operands.token_mask, selection.weights, selection.experts, result.lse),
-            *(getattr(result, name) for name in _KEPT),
+            *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
+            *(selection.weights, selection.experts, result.lse, result.h, result.rows, result.logits),
         )
 
     @staticmethod
@@ -165,39 +134,40 @@ class _Mixture(Function):
 def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     """The gradients by the names of their operands."""
     (
-        x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
-        h, logits, row_of_slot, slot_of_row, group_sizes,
+        x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse, h, rows, logits,
     ) = ctx.saved_tensors  # fmt: skip
     config, dtype = ctx.config, x.dtype
     wants = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
+    wants_logits = config.router is not None and (wants["x"] or wants["gate"] or wants["gate_bias"])
     if d_output is None:
         d_output = torch.zeros_like(x)
-    up, down = w_in.to(dtype), w_out.to(dtype)
-    dh, d_w_out, d_b_out, d_w = _ops.experts_hidden(
-        d_output, h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out, w_out.dtype,
-        wants["w_out"], *config.network,
-    )  # fmt: skip
+    up, down = _as(w_in, dtype), _as(w_out, dtype)
+    # A cotangent of the weights is added to the experts' gradient of them, so that routing has to wait for the sum.
+    at_once = wants_logits and d_weights is None
+    routing = (logits, experts, token_mask, lse, d_score_sum, d_lse) if at_once else (None,) * 6
+    dh, d_w_out, d_b_out, d_w, d_logits = _ops.mixture_hidden(
+        d_output, h, x, weights, rows, up, b_in, down, b_out, *routing, w_out.dtype, wants["w_out"], *config.options
+    )
     found = {"w_out": d_w_out if wants["w_out"] else None, "b_out": None if b_out is None else d_b_out}
     addend = None
     if config.router is None:
         found["weights"] = d_w
-    elif any(wants[name] for name in ("x", "gate", "gate_bias")):
-        if d_weights is not None:
+    elif wants_logits:
+        if not at_once:
             d_w = d_w + d_weights
-        d_logits = logits_gradient(config.router, logits, experts, token_mask, lse, d_w, d_score_sum, d_lse)
+            d_logits = logits_gradient(config.router, logits, experts, token_mask, lse, d_w, d_score_sum, d_lse)
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
-        addend, found["gate"] = through.x, through.gate.to(gate.dtype)
+        addend, found["gate"] = through.x, _as(through.gate, gate.dtype)
         if gate_bias is not None:
-            found["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
-    d_x, d_w_in, d_b_in = _ops.experts_inputs(
-        dh, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, wants["x"], wants["w_in"],
-        *config.network,
-    )  # fmt: skip
+            found["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
+    d_x, d_w_in, d_b_in = _ops.mixture_inputs(
+        dh, x, addend, rows, up, b_in, down, w_in.dtype, wants["x"], wants["w_in"], *config.options
+    )
     found |= {"x": d_x if wants["x"] else None, "w_in": d_w_in if wants["w_in"] else None}
     return found | {"b_in": None if b_in is None else d_b_in}
 
 
 def mixture(config: LayerConfig, operands: Operands) -> LayerOutput:
     """The layer on checked, flat operands."""
-    return LayerOutput(*_Mixture.apply(config, *operands))
+    return LayerOutput(*_Mixture.call(config, *operands))

@@ -18,6 +18,7 @@ from anabranch.torch._experts_ops import (
     grouped_matmul,
     grouped_matmul_dw,
 )
+from anabranch.torch._mixture_ops import mixture, mixture_hidden, mixture_inputs
 from anabranch.torch._router_ops import (
     aux_scores,
     aux_scores_backward,
@@ -43,6 +44,9 @@ __all__ = (
     "ffn_backward",
     "grouped_matmul",
     "grouped_matmul_dw",
+    "mixture",
+    "mixture_hidden",
+    "mixture_inputs",
     "moe_aux_loss",
     "moe_aux_loss_backward",
     "plan",

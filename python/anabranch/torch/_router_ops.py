@@ -2,13 +2,15 @@
 
 import torch
 
+from anabranch.router_options import SCORE_FUNCTIONS
 from anabranch.torch import _calls
 from anabranch.torch._define import define
 
+_SOFTMAX = SCORE_FUNCTIONS.index("softmax")
 _ROUTING = "int topk, int score_function, bool normalize, float scaling_factor"
 
 
-def _allocate_route(
+def allocate_route(
     logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
     topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
 ):  # fmt: skip
@@ -24,7 +26,7 @@ def _allocate_route(
     )
 
 
-def _route(
+def calls_of_route(
     results, logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
     topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
 ):  # fmt: skip
@@ -58,12 +60,12 @@ route = define(
     "route(Tensor logits, Tensor? expert_bias, Tensor? token_mask, Tensor? forced_experts, Tensor? qb_bin_bounds, "
     f"{_ROUTING}, int num_groups, int group_topk, int group_score_topk, SymInt sequences, int qb_bins) -> "
     "(Tensor weights, Tensor experts, Tensor tokens_per_expert, Tensor score_sum, Tensor lse, Tensor qb_histogram)",
-    _allocate_route,
-    _route,
+    allocate_route,
+    calls_of_route,
 )
 
 
-def _route_backward(
+def calls_of_route_backward(
     d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse,
     topk, score_function, normalize, scaling_factor,
 ):  # fmt: skip
@@ -72,7 +74,7 @@ def _route_backward(
             "logits": logits,
             "experts": experts,
             "token_mask": token_mask,
-            "lse": lse,
+            "lse": lse if score_function == _SOFTMAX or d_lse is not None else None,
             "d_weights": d_weights,
             "d_score_sum": d_score_sum,
             "d_lse": d_lse,
@@ -89,7 +91,7 @@ route_backward = define(
     "route_backward(Tensor logits, Tensor? experts, Tensor? token_mask, Tensor? lse, Tensor? d_weights, "
     f"Tensor? d_score_sum, Tensor? d_lse, {_ROUTING}) -> Tensor",
     lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
-    _route_backward,
+    calls_of_route_backward,
 )
 
 

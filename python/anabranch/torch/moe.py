@@ -17,7 +17,7 @@ from anabranch.torch import _check
 from anabranch.torch._autograd import has_autocast
 from anabranch.torch._group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch._group_layer import GroupConfig, GroupOutput, group_mixture
-from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, mixture
+from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, config_of, mixture
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
@@ -140,7 +140,7 @@ def _layer_config(
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
     layouts = check_layouts(w_in_layout, w_out_layout)
     ffn = network(activation, parts, weight_early, options.topk, layouts, precision)
-    return LayerConfig(options, ffn, num_experts, check_align_size(align_size))
+    return config_of(options, ffn, num_experts, check_align_size(align_size))
 
 
 #: The same for options that were right before: the checks look at nothing but them. `typed`: 2.0 and True are not 2.

@@ -10,7 +10,7 @@ from anabranch.activation import Activation
 from anabranch.rows import check_num_slots
 from anabranch.torch import _check
 from anabranch.torch._group_layer import GroupConfig, group_mixture
-from anabranch.torch._layer import LayerConfig, Operands, mixture
+from anabranch.torch._layer import Operands, config_of, mixture
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat, unflat
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
@@ -113,7 +113,7 @@ def routed_experts(
     weights = _check.tensor("weights", weights, _check.FLOATS, (*leading, ("K", K)))
     _check.on_device_of("x", x, experts=experts, weights=weights)
     options = network(activation, parts, weight_early, K, layouts, precision)
-    config = LayerConfig(None, options, E, check_align_size(align_size))
+    config = config_of(None, options, E, check_align_size(align_size))
     tokens = flat(x)
     assert tokens is not None
     operands = Operands(

@@ -76,7 +76,7 @@ def logits_gradient(
         logits,
         None if d_weights is None else experts,
         token_mask,
-        lse if options.score_function == "softmax" or d_lse is not None else None,
+        lse,
         d_weights,
         d_score_sum,
         d_lse,

@@ -31,7 +31,7 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def call(cls, *arguments: Any) -> Any:
-        """`apply`, without what that spends on defaults of arguments, of which there are none, outside of torch.func."""
+        """`apply`; outside of torch.func without what that spends on arguments' defaults, which there are none of."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return cls.apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))

@@ -3,7 +3,7 @@
 Shapes, dtypes and devices are looked at, values never: that would wait for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ __all__ = (
     "FLOATS",
     "INDEX_LIMIT",
     "INDICES",
+    "RightBefore",
+    "as_indices",
     "boolean",
     "choice",
     "describe",
@@ -95,7 +97,11 @@ def written(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequenc
 
 def indices(name: str, value: Any, shape: Sequence[Axis]) -> Tensor:
     """Indices or sizes of any of INDICES as int32, an index or size out of range as one that is out of range."""
-    value = tensor(name, value, INDICES, shape)
+    return as_indices(tensor(name, value, INDICES, shape))
+
+
+def as_indices(value: Tensor) -> Tensor:
+    """The same of a tensor that has been checked."""
     if value.dtype == torch.int64:
         value = value.clamp(-INDEX_LIMIT, INDEX_LIMIT - 1)
     return value.to(torch.int32)
@@ -106,3 +112,39 @@ def on_device_of(name: str, first: Tensor, **others: Tensor | None) -> None:
     for other, value in others.items():
         if value is not None and value.device != first.device:
             raise ValueError(f"{other}: got a tensor on {value.device}, expected {first.device}, where {name} is")
+
+
+class RightBefore:
+    """What checks found of arguments that were right: the same again needs no checks.
+
+    Args:
+      most: how many calls it keeps; with one more all are forgotten.
+    """
+
+    def __init__(self, most: int = 256):
+        self.most = most
+        self.found: dict[Any, Any] = {}
+
+    def check(self, tensors: Iterable[Any], options: Iterable[Any], check: Callable[[], Any]) -> Any:
+        """What `check` returns or has returned.
+
+        Args:
+          tensors: of which it looks at type, dtype, shape, layout and device alone; None where not given.
+          options: whatever else it looks at.
+          check: the checks; returns nothing that holds a tensor.
+        """
+        if torch.compiler.is_compiling():
+            return check()
+        options = tuple(options)
+        try:
+            of_tensors = [t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors]
+            key = (*of_tensors, *options, *map(type, options))  # 2.0 and True are not 2
+            found = self.found.get(key)
+        except (TypeError, AttributeError, RuntimeError):  # no tensor, or no hash: the checks say what is wrong
+            return check()
+        if found is None:
+            found = check()
+            if len(self.found) >= self.most:
+                self.found.clear()
+            self.found[key] = found
+        return found

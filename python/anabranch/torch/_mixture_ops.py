@@ -103,9 +103,13 @@ def _allocate_mixture(
     *options,
 ):  # fmt: skip
     o = _parts(*options)
-    floats, integers = (lambda *shape: x.new_empty(shape, dtype=d) for d in (torch.float32, torch.int32))
+
+    def integers(*shape):
+        return x.new_empty(shape, dtype=torch.int32)
+
     if logits is None:
-        routing = (floats(0), integers(0), floats(0), floats(0), integers(0))
+        dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int32)
+        routing = tuple(x.new_empty((0,), dtype=dtype) for dtype in dtypes)
         T, K = experts.shape
     else:
         weights, experts, _, *statistics = allocate_route(

@@ -3,7 +3,6 @@
 `moe` checks its arguments, runs the layer's rules (`_layer`), and computes the losses from the sums that these return.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,21 +87,10 @@ def as_autocast(x: Any) -> Any:
 
 def bias_like(x: Tensor, bias: Any) -> Any:
     """A bias in the dtype of x, where torch.autocast is on."""
-    return bias.to(x.dtype) if rounds(bias) else bias
+    return bias.to(x.dtype) if isinstance(x, Tensor) and rounds(bias) else bias
 
 
-def layer_config(num_experts: int, parts: int, *, loss_group: Any = None, **options: Any) -> LayerConfig:
-    """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
-    options["has_loss_group"] = check_group("loss_group", loss_group) is not None
-    if not torch.compiler.is_compiling():
-        try:
-            return _layer_config_seen(num_experts, parts, **options)
-        except TypeError:  # also of options that have no hash: what is wrong with them the checks have to say
-            pass
-    return _layer_config(num_experts, parts, **options)
-
-
-def _layer_config(
+def layer_config(
     num_experts: int,
     parts: int,
     *,
@@ -122,8 +110,9 @@ def _layer_config(
     w_out_layout: str = "fd",
     qb_bins: int | None = None,
     precision: str = "highest",
-    has_loss_group: bool = False,
+    loss_group: Any = None,
 ) -> LayerConfig:
+    """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
     options = router_options(
         num_experts,
         topk,
@@ -136,15 +125,11 @@ def _layer_config(
         qb_bins=qb_bins,
     )
     coefficients = _check.number("aux_loss_coeff", aux_loss_coeff), _check.number("z_loss_coeff", z_loss_coeff)
-    if has_loss_group and not any(coefficients):
+    if check_group("loss_group", loss_group) is not None and not any(coefficients):
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
     layouts = check_layouts(w_in_layout, w_out_layout)
     ffn = network(activation, parts, weight_early, options.topk, layouts, precision)
     return config_of(options, ffn, num_experts, check_align_size(align_size))
-
-
-#: The same for options that were right before: the checks look at nothing but them. `typed`: 2.0 and True are not 2.
-_layer_config_seen = functools.lru_cache(maxsize=256, typed=True)(_layer_config)
 
 
 def moe(
@@ -255,20 +240,13 @@ def moe(
     >>> moe(x, gate, torch.randn(4, 8, 2, 16), torch.randn(4, 16, 8), topk=2).output.shape
     torch.Size([6, 8])
     """
-    x = _check.tensor("x", as_autocast(x), _check.FLOATS, (..., "D"))
-    *leading, D = x.shape
+    x = as_autocast(x)
     b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
-    layouts = check_layouts(w_in_layout, w_out_layout)
-    parallel = check_parallel(group, transport, capacity_factor)
-    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
-    local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
-    if local < 1:
-        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
-    E = local if parallel is None else local * parallel.ranks
-    gate = _check.tensor("gate", gate, _check.FLOATS, (("D", D), ("E", E)))
-    config = layer_config(
-        E,
-        parts,
+    tensors = dict(
+        x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
+        token_mask=token_mask, forced_experts=forced_experts,
+    )  # fmt: skip
+    options = dict(
         topk=topk,
         score_function=score_function,
         normalize=normalize,
@@ -285,19 +263,24 @@ def moe(
         w_out_layout=w_out_layout,
         qb_bins=qb_bins,
         precision=precision,
-        loss_group=loss_group,
     )
-    options = config.router
-    assert options is not None
-    gate_bias = _check.optional_tensor("gate_bias", gate_bias, _check.FLOATS, (("E", E),))
-    bias, mask, forced = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
-    bounds = quantile_operand(options, x, bias, qb_bin_bounds)
-    _check.on_device_of(
-        "x", x, gate=gate, gate_bias=gate_bias, expert_bias=bias, token_mask=mask, forced_experts=forced,
-        qb_bin_bounds=bounds,
-    )  # fmt: skip
-    tokens = flat(x)
+    parallel = check_parallel(group, transport, capacity_factor)
+    ranks = 1 if parallel is None else parallel.ranks
+    has_loss_group = check_group("loss_group", loss_group) is not None
+    config: LayerConfig = _right_before.check(
+        tensors.values(),
+        (ranks, has_loss_group, *options.values()),
+        lambda: _checked(ranks, tensors, loss_group=loss_group, **options),
+    )
+    router = config.router
+    assert router is not None
+    leading, tokens = x.shape[:-1], flat(x)
     assert tokens is not None
+    if forced_experts is not None:
+        forced_experts = _check.as_indices(forced_experts)
+    bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
+    if bounds is not None:
+        _check.on_device_of("x", x, qb_bin_bounds=bounds)
     gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
     operands = Operands(
         x=tokens,
@@ -307,30 +290,32 @@ def moe(
         b_out=b_out,
         gate=gate,
         gate_bias=gate_bias,
-        expert_bias=bias,
-        token_mask=flat(mask, 0),
-        forced_experts=flat(forced),
+        expert_bias=expert_bias,
+        token_mask=flat(token_mask, 0),
+        forced_experts=flat(forced_experts),
         qb_bin_bounds=bounds,
     )
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
     result: LayerOutput | GroupOutput
     if parallel is None:
         result = mixture(config, operands)
-        counts, by_source, histogram = result.tokens_per_expert, result.dropped[None], result.qb_histogram
+        counts, by_source, histogram = result.tokens_per_expert, result.dropped.view(1), result.qb_histogram
     else:
-        T, repeats = tokens.shape[0], forced is not None
-        placed = place(parallel, x, T, options.topk, E, local, config.align_size, repeats=repeats)
+        T, repeats = tokens.shape[0], forced_experts is not None
+        E, local = config.num_experts, w_in.shape[0]
+        placed = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
         result = group_mixture(GroupConfig(config, *placed), operands)
         counts, by_source, histogram = counts_of_all(
             parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
         )
-    number = torch.full((), float(tokens.shape[0]), device=x.device) if mask is None else mask.sum().float()
-    squares = result.lse.square().sum() if z_loss_coeff else torch.zeros_like(number)  # of a masked token lse is 0
-    sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
-    losses_over = group if loss_group is None else loss_group
-    if losses_over is not None and any(coefficients):
-        sums = sum_over_ranks(losses_over, *sums)
-    aux, z = _losses(options.topk, coefficients, *sums)
+    aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
+    if any(coefficients):
+        number = torch.full_like(aux, float(tokens.shape[0])) if token_mask is None else token_mask.sum().float()
+        squares = result.lse.square().sum() if z_loss_coeff else aux  # of a masked token lse is 0
+        sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
+        if (losses_over := group if loss_group is None else loss_group) is not None:
+            sums = sum_over_ranks(losses_over, *sums)
+        aux, z = _losses(router.topk, coefficients, *sums)
     return MoEOutput(
         unflat(result.output, leading),
         aux,
@@ -338,10 +323,35 @@ def moe(
         counts,
         result.dropped if parallel is None else by_source.sum(dtype=torch.int32),
         by_source,
-        result.experts.reshape(*leading, options.topk),
-        unflat(result.weights.clone() if len(leading) != 1 else result.weights, leading),
-        histogram if options.qb_bins else None,
+        result.experts if len(leading) == 1 else result.experts.reshape(*leading, router.topk),
+        unflat(result.weights if len(leading) == 1 else result.weights.clone(), leading),
+        histogram if router.qb_bins else None,
     )
+
+
+def _checked(ranks: int, tensors: dict[str, Any], **options: Any) -> LayerConfig:
+    """Checks the tensors and the options of `moe`; x and biases are as autocast has them."""
+    x, w_in, expert_bias, token_mask, forced_experts = (
+        tensors[name] for name in ("x", "w_in", "expert_bias", "token_mask", "forced_experts")
+    )
+    *leading, D = _check.tensor("x", x, _check.FLOATS, (..., "D")).shape
+    layouts = check_layouts(options["w_in_layout"], options["w_out_layout"])
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    local, parts = check_experts(layouts, x, dtypes, w_in, tensors["w_out"], tensors["b_in"], tensors["b_out"])
+    if local < 1:
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
+    E = local * ranks
+    _check.tensor("gate", tensors["gate"], _check.FLOATS, (("D", D), ("E", E)))
+    config = layer_config(E, parts, **options)
+    assert config.router is not None
+    _check.optional_tensor("gate_bias", tensors["gate_bias"], _check.FLOATS, (("E", E),))
+    router_operands(config.router, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
+    _check.on_device_of("x", x, **{name: tensors[name] for name in names})
+    return config
+
+
+_right_before = _check.RightBefore()
 
 
 def _losses(

@@ -5,6 +5,7 @@ need beside addresses (structs, shapes, what is allocated, the size of the works
 options, dtypes and shapes.
 """
 
+import array
 import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ class Call(NamedTuple):
     """One call of a C function, described by tensors without memory; see `Operation.__call__`."""
 
     operation: "Operation"
-    tensors: Mapping[str, Tensor | None]
+    tensors: Mapping[str, Tensor]
     orders: Mapping[str, _Shape]
     options: Mapping[str, Any]
 
@@ -98,55 +99,7 @@ class Operation:
             each of the function's is.
           options: by field; what is missing is 0.
         """
-        return Call(self, tensors, orders or {}, options)
-
-
-class _Prepared:
-    """The structs of a call, in memory of their own.
-
-    Args:
-      call: what is called.
-      places: where each of its tensors is, by field: in which memory, and how many bytes from its beginning.
-      addresses: of the memories.
-      on_cuda, threads: where it runs.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        places: Mapping[str, tuple[int, int]],
-        addresses: Sequence[int],
-        on_cuda: bool,
-        threads: int,
-    ):
-        library = _library.load_cuda() if on_cuda else _library.load()
-        name = f"ab_cuda_{call.operation.name}" if on_cuda else f"ab_{call.operation.name}"
-        self.run = getattr(library, name)
-        self.run.restype = _library.Status
-        struct = call.operation.struct
-        self.args = struct(size=ctypes.sizeof(struct), **call.options)
-        self.execution = _Exec(size=ctypes.sizeof(_Exec), num_threads=threads)
-        self.views: list[tuple[_Tensor, int, int]] = []
-        self.kept: list[Any] = []
-        for field, (place, offset) in places.items():
-            tensor = call.tensors[field]
-            assert tensor is not None
-            view = _Tensor(addresses[place] + offset, _DTYPES[tensor.dtype], tensor.dim())
-            shape = tuple(tensor.shape)
-            if field in call.orders:
-                shape, strides = _strides(shape, call.orders[field])
-                held = (ctypes.c_int64 * len(strides))(*strides)
-                view.strides = ctypes.addressof(held)
-                self.kept.append(held)
-            view.shape[: len(shape)] = shape
-            setattr(self.args, field, ctypes.pointer(view))
-            self.views.append((view, place, offset))
-        self.arguments = ctypes.byref(self.args), ctypes.byref(self.execution)
-        query, needed = getattr(library, f"{name}_workspace", None), ctypes.c_size_t()
-        if query is not None:
-            query.restype = _library.Status
-            _check(query(*self.arguments, ctypes.byref(needed)))
-        self.execution.workspace_size = self.workspace_size = needed.value
+        return Call(self, {name: t for name, t in tensors.items() if t is not None}, orders or {}, options)
 
 
 class Layout:
@@ -169,26 +122,29 @@ class Layout:
         device: torch.device,
         threads: int,
     ):
-        self.device, self.threads, self.calls = device, threads, calls
+        self.device, self.on_cuda, self.calls = device, threads == 0, calls
+        self.results = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
+        self.working_size = self.memory_size = 0
+        #: Of the calls' tensors, one after the other: in which memory each is, and how many bytes from its beginning.
+        self.places: list[tuple[int, int]] = []
         # Of each tensor here the storage is another one, also where an operation is given one tensor twice.
         memories = {t.untyped_storage()._cdata: (i, 0) for i, t in enumerate([*given, *results])}
-        self.working_size = 0
-        self.places: list[dict[str, tuple[int, int]]] = []
         for call in calls:
-            self.places.append({})
-            for field, tensor in call.tensors.items():
-                if tensor is None:
-                    continue
+            for tensor in call.tensors.values():
                 assert tensor.is_contiguous()
                 storage = tensor.untyped_storage()
                 if storage._cdata not in memories:
                     memories[storage._cdata] = len(given) + len(results), self.working_size
                     self.working_size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-                place, offset = memories[storage._cdata]
-                self.places[-1][field] = place, offset + tensor.storage_offset() * tensor.element_size()
-        self.results = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
-        self.prepared: list[_Prepared] = []
-        self.memory_size = 0
+                memory, offset = memories[storage._cdata]
+                self.places.append((memory, offset + tensor.storage_offset() * tensor.element_size()))
+        structs = bytearray(len(self.places) * ctypes.sizeof(_Tensor))
+        self.tensors = (_Tensor * len(self.places)).from_buffer(structs)
+        #: `data` of each of `tensors`.
+        self.addresses = memoryview(structs).cast("Q")[:: ctypes.sizeof(_Tensor) // 8]
+        self.execution = _Exec(size=ctypes.sizeof(_Exec), num_threads=threads)
+        self.functions: list[tuple[Any, Any]] = []
+        self.kept: list[Any] = []
 
     def run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs on contiguous tensors, on their device's current stream; returns the results.
@@ -196,7 +152,7 @@ class Layout:
         Raises:
           ValueError, NotImplementedError, MemoryError, RuntimeError: what the status says.
         """
-        if self.threads > 0 or torch._C._cuda_getDevice() == self.device.index:
+        if not self.on_cuda or torch._C._cuda_getDevice() == self.device.index:
             return self._run(given)
         with torch.cuda.device(self.device.index):
             return self._run(given)
@@ -206,31 +162,60 @@ class Layout:
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
         addresses = [tensor.data_ptr() for tensor in given]
         addresses += [tensor.data_ptr() for tensor in results]
-        if not self.prepared:
+        if not self.functions:
             self._prepare(addresses)
         working = 0
         if self.memory_size > 0:
             memory = torch.empty(self.memory_size, dtype=torch.uint8, device=device)
             working = memory.data_ptr()
-        addresses.append(working)
-        stream = 0 if self.threads > 0 else torch._C._cuda_getCurrentRawStream(device.index)
-        workspace = working + self.working_size
-        for call in self.prepared:
-            for view, place, offset in call.views:
-                view.data = addresses[place] + offset
-            call.execution.stream, call.execution.workspace = stream, workspace
-            _check(call.run(*call.arguments))
+        self._write(addresses, working)
+        execution = self.execution
+        execution.workspace = working + self.working_size
+        if self.on_cuda:
+            execution.stream = torch._C._cuda_getCurrentRawStream(device.index)
+        for function, arguments in self.functions:
+            _check(function(*arguments))
         return tuple(results)
 
-    def _prepare(self, addresses: Sequence[int]) -> None:
+    def _write(self, addresses: list[int], working: int) -> None:
+        """Tells the calls where their tensors are."""
+        memories = [*addresses, working]
+        self.addresses[:] = array.array("Q", [memories[memory] + offset for memory, offset in self.places])
+
+    def _prepare(self, addresses: list[int]) -> None:
+        """Makes the structs, and asks how large the workspace is."""
+        library, prefix = (_library.load_cuda(), "ab_cuda_") if self.on_cuda else (_library.load(), "ab_")
         working = torch.empty(self.working_size, dtype=torch.uint8, device=self.device)
-        self.prepared = [
-            _Prepared(call, places, [*addresses, working.data_ptr()], self.threads == 0, self.threads)
-            for call, places in zip(self.calls, self.places, strict=True)
-        ]
-        workspace_size = max((call.workspace_size for call in self.prepared), default=0)
+        self._write(addresses, working.data_ptr())
+        described, functions, workspace_size = iter(self.tensors), [], 0
+        for call in self.calls:
+            args = call.operation.struct(size=ctypes.sizeof(call.operation.struct), **call.options)
+            for field, tensor in call.tensors.items():
+                setattr(args, field, ctypes.pointer(self._describe(next(described), tensor, call.orders.get(field))))
+            name, size = prefix + call.operation.name, ctypes.c_size_t()
+            if hasattr(library, f"{name}_workspace"):
+                query = getattr(library, f"{name}_workspace")
+                query.restype = _library.Status
+                _check(query(ctypes.byref(args), ctypes.byref(self.execution), ctypes.byref(size)))
+            workspace_size = max(workspace_size, size.value)
+            function = getattr(library, name)
+            function.restype = _library.Status
+            functions.append((function, (ctypes.byref(args), ctypes.byref(self.execution))))
+        self.execution.workspace_size = workspace_size
         self.memory_size = self.working_size + workspace_size
-        self.calls, self.places = (), []  # not needed any more
+        self.functions, self.calls = functions, ()  # which are not needed any more
+
+    def _describe(self, view: _Tensor, tensor: Tensor, order: _Shape | None) -> _Tensor:
+        """Fills in all but the address."""
+        shape = tuple(tensor.shape)
+        if order is not None:
+            shape, strides = _strides(shape, order)
+            held = (ctypes.c_int64 * len(strides))(*strides)
+            view.strides = ctypes.addressof(held)
+            self.kept.append(held)
+        view.dtype, view.rank = _DTYPES[tensor.dtype], tensor.dim()
+        view.shape[: len(shape)] = shape
+        return view
 
 
 router_forward = Operation(

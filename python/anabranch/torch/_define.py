@@ -65,10 +65,7 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     kept = _Layouts()
 
     def run(*arguments: Any) -> Any:
-        given = [arguments[i] for i in tensors if arguments[i] is not None]
-        for i, tensor in enumerate(given):
-            if not tensor.is_contiguous():
-                given[i] = tensor.contiguous()
+        given = [t if t.is_contiguous() else t.contiguous() for i in tensors if (t := arguments[i]) is not None]
         device = given[0].device
         threads = 0 if given[0].is_cuda else torch.get_num_threads()
         key = (

@@ -17,8 +17,8 @@ from anabranch import _library
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
 _MAX_RANK = 6
-#: Bytes, of which tensors that share an allocation begin at multiples, as CUDA's allocations do.
-ALIGNMENT = 512
+#: Bytes, of which tensors that share working memory begin at multiples, as CUDA's allocations do.
+_ALIGNMENT = 512
 
 
 class _Tensor(ctypes.Structure):
@@ -108,8 +108,8 @@ class Layout:
     Args:
       given: the tensors that the operation takes, on the "meta" device, without those that are not given.
       results: those that it returns, made there.
-      calls: of the C functions, in this order. They may name views of these, and other tensors, made there: working
-        memory, which is one allocation with the workspace that they share.
+      calls: of the C functions, in this order. They may name other tensors, too, that are made there: working memory,
+        which is one allocation with the workspace that they share.
       device: where it runs.
       threads: of the CPU; 0 elsewhere.
     """
@@ -131,13 +131,12 @@ class Layout:
         memories = {t.untyped_storage()._cdata: (i, 0) for i, t in enumerate([*given, *results])}
         for call in calls:
             for tensor in call.tensors.values():
-                assert tensor.is_contiguous()
+                assert tensor.is_contiguous() and tensor.storage_offset() == 0
                 storage = tensor.untyped_storage()
                 if storage._cdata not in memories:
                     memories[storage._cdata] = len(given) + len(results), self.working_size
-                    self.working_size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-                memory, offset = memories[storage._cdata]
-                self.places.append((memory, offset + tensor.storage_offset() * tensor.element_size()))
+                    self.working_size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
+                self.places.append(memories[storage._cdata])
         structs = bytearray(len(self.places) * ctypes.sizeof(_Tensor))
         self.tensors = (_Tensor * len(self.places)).from_buffer(structs)
         #: `data` of each of `tensors`.

@@ -5,7 +5,6 @@ by itself is what torch.compile traces. torch.vmap runs it on one slice after th
 outside, in autograd functions that call these.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +15,32 @@ from anabranch.torch._autograd import in_slices
 from anabranch.torch._calls import Call, Layout
 
 _ops = torch.library.Library("anabranch", "DEF")
-#: Layouts that a thread keeps of an operation: when there are more, all are forgotten.
+#: Layouts that are kept of an operation: when there are more, all are forgotten.
 _MOST_LAYOUTS = 4096
 
 
-class _Layouts(threading.local):
-    """Those of a thread: what a call is laid out in is written to."""
+class _Layouts:
+    """Those that no call is using: a call writes to its layout, so that calls at the same time need one each.
+
+    They belong to no thread. A backward pass on a GPU runs on a thread of torch's, which would not find what the
+    forward pass's has laid out.
+    """
 
     def __init__(self) -> None:
-        self.by_key: dict[Any, Layout] = {}
+        self.free: dict[Any, list[Layout]] = {}
+
+    def take(self, key: Any) -> Layout | None:
+        """One for a key, None: there is none; to be given back."""
+        try:
+            return self.free[key].pop()
+        except (KeyError, IndexError):
+            return None
+
+    def give_back(self, key: Any, layout: Layout) -> None:
+        """Keeps one for the next call."""
+        if len(self.free) >= _MOST_LAYOUTS and key not in self.free:
+            self.free.clear()
+        self.free.setdefault(key, []).append(layout)
 
 
 def _laid_out(
@@ -62,7 +78,7 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     arity, single = len(operation._schema.arguments), len(operation._schema.returns) == 1
     tensors = [i for i, a in enumerate(operation._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
     options = [i for i in range(arity) if i not in tensors]
-    kept = _Layouts()
+    layouts = _Layouts()
 
     def run(*arguments: Any) -> Any:
         given = [t if t.is_contiguous() else t.contiguous() for i in tensors if (t := arguments[i]) is not None]
@@ -74,12 +90,11 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
             *[tuple(o) if isinstance(o := arguments[i], list) else o for i in options],
             *[t if (t := arguments[i]) is None else (t.dtype, t.shape) for i in tensors],
         )
-        layout = kept.by_key.get(key)
+        layout = layouts.take(key)
         if layout is None:
-            if len(kept.by_key) >= _MOST_LAYOUTS:
-                kept.by_key.clear()
-            layout = kept.by_key[key] = _laid_out(allocate, calls, arguments, device, threads)
+            layout = _laid_out(allocate, calls, arguments, device, threads)
         results = layout.run(given)
+        layouts.give_back(key, layout)
         return results[0] if single else results
 
     def fake(*arguments: Any) -> Any:

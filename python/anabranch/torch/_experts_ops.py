@@ -291,7 +291,7 @@ experts_hidden = define(
 )
 
 
-def allocate_experts_inputs(
+def _allocate_experts_inputs(
     dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
@@ -303,7 +303,7 @@ def allocate_experts_inputs(
     )
 
 
-def calls_of_experts_inputs(
+def _experts_inputs(
     results, dh, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
 ):  # fmt: skip
@@ -356,6 +356,6 @@ experts_inputs = define(
     "experts_inputs(Tensor dh, Tensor x, Tensor? addend, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, bool wants_x, bool wants_w_in, "
     f"{_NETWORK}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
-    allocate_experts_inputs,
-    calls_of_experts_inputs,
+    _allocate_experts_inputs,
+    _experts_inputs,
 )

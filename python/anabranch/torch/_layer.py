@@ -75,8 +75,10 @@ class LayerOutput(NamedTuple):
     qb_histogram: Tensor
     """int32 [E, bins]."""
     h: Tensor
-    """Kept for the backward pass, as are the other two."""
-    rows: Tensor
+    """Kept for the backward pass, as are the next four."""
+    row_of_slot: Tensor
+    slot_of_row: Tensor
+    group_sizes: Tensor
     logits: Tensor
 
 
@@ -120,7 +122,8 @@ class _Mixture(Function):
         selection = o if ctx.config.router is None else result
         ctx.save_for_backward(
             *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
-            *(selection.weights, selection.experts, result.lse, result.h, result.rows, result.logits),
+            *(selection.weights, selection.experts, result.lse),
+            *(result.h, result.logits, result.row_of_slot, result.slot_of_row, result.group_sizes),
         )
 
     @staticmethod
@@ -134,7 +137,8 @@ class _Mixture(Function):
 def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     """The gradients by the names of their operands."""
     (
-        x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse, h, rows, logits,
+        x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
+        h, logits, row_of_slot, slot_of_row, group_sizes,
     ) = ctx.saved_tensors  # fmt: skip
     config, dtype = ctx.config, x.dtype
     wants = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
@@ -142,12 +146,15 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     if d_output is None:
         d_output = torch.zeros_like(x)
     up, down = _as(w_in, dtype), _as(w_out, dtype)
-    # A cotangent of the weights is added to the experts' gradient of them, so that routing has to wait for the sum.
-    at_once = wants_logits and d_weights is None
-    routing = (logits, experts, token_mask, lse, d_score_sum, d_lse) if at_once else (None,) * 6
-    dh, d_w_out, d_b_out, d_w, d_logits = _ops.mixture_hidden(
-        d_output, h, x, weights, rows, up, b_in, down, b_out, *routing, w_out.dtype, wants["w_out"], *config.options
-    )
+    of_experts = (d_output, h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
+    # A cotangent of the weights is added to what the experts give: then routing has to wait for it.
+    if at_once := wants_logits and d_weights is None:
+        dh, d_w_out, d_b_out, d_w, d_logits = _ops.mixture_hidden(
+            *of_experts, logits, experts, token_mask, lse, d_score_sum, d_lse, w_out.dtype, wants["w_out"],
+            *config.options,
+        )  # fmt: skip
+    else:
+        dh, d_w_out, d_b_out, d_w = _ops.experts_hidden(*of_experts, w_out.dtype, wants["w_out"], *config.network)
     found = {"w_out": d_w_out if wants["w_out"] else None, "b_out": None if b_out is None else d_b_out}
     addend = None
     if config.router is None:
@@ -161,9 +168,10 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
         addend, found["gate"] = through.x, _as(through.gate, gate.dtype)
         if gate_bias is not None:
             found["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
-    d_x, d_w_in, d_b_in = _ops.mixture_inputs(
-        dh, x, addend, rows, up, b_in, down, w_in.dtype, wants["x"], wants["w_in"], *config.options
-    )
+    d_x, d_w_in, d_b_in = _ops.experts_inputs(
+        dh, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, wants["x"], wants["w_in"],
+        *config.network,
+    )  # fmt: skip
     found |= {"x": d_x if wants["x"] else None, "w_in": d_w_in if wants["w_in"] else None}
     return found | {"b_in": None if b_in is None else d_b_in}
 

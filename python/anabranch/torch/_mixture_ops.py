@@ -1,26 +1,22 @@
 """The layer's operations: those of routing, plan and experts in one, by the same calls.
 
-What torch takes for an operation, beside the calls, is then paid three times a step: forward, and backward before and
-after the gate's products.
+What torch takes for an operation beside them is then paid once forward, and twice backward: before and after the gate's
+products.
 """
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from anabranch.router_options import RouterOptions, attributes
 from anabranch.rows import num_rows_needed
-from anabranch.torch._calls import ALIGNMENT
 from anabranch.torch._define import define
 from anabranch.torch._dispatch_ops import calls_of_plan
 from anabranch.torch._experts_ops import (
     allocate_experts,
     allocate_experts_hidden,
-    allocate_experts_inputs,
     calls_of_experts,
     calls_of_experts_hidden,
-    calls_of_experts_inputs,
 )
 from anabranch.torch._router_ops import allocate_route, calls_of_route, calls_of_route_backward
 
@@ -77,27 +73,6 @@ def _parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> 
     )
 
 
-class _Rows(NamedTuple):
-    """The maps of a plan, which nobody but the layer reads: views of one int32 tensor."""
-
-    row_of_slot: Tensor
-    slot_of_row: Tensor
-    group_sizes: Tensor
-
-
-def _places(*sizes: int) -> list[int]:
-    """Where int32 tensors begin that share an allocation, and where the last one ends."""
-    unit, places = ALIGNMENT // 4, [0]
-    for size in sizes:
-        places.append(places[-1] + (size + unit - 1) // unit * unit)
-    return places
-
-
-def _rows(rows: Tensor, T: int, K: int, R: int, E: int) -> _Rows:
-    slots, of_rows, groups, _ = _places(T * K, R, E)
-    return _Rows(rows[slots : slots + T * K].view(T, K), rows[of_rows : of_rows + R], rows[groups : groups + E])
-
-
 def _allocate_mixture(
     x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out, b_out,
     *options,
@@ -118,10 +93,9 @@ def _allocate_mixture(
         routing = (weights, experts, *statistics)
         T, K = weights.shape
     R = num_rows_needed(T * K, o.num_experts, o.align_size)
-    rows = integers(_places(T * K, R, o.num_experts)[-1])
-    maps = _rows(rows, T, K, R, o.num_experts)
-    output, h = allocate_experts(x, weights, *maps, w_in, b_in, w_out, b_out, *o.network)
-    return output, integers(o.num_experts), integers(), *routing, h, rows
+    rows = (integers(T, K), integers(R), integers(o.num_experts))
+    output, h = allocate_experts(x, weights, *rows, w_in, b_in, w_out, b_out, *o.network)
+    return output, integers(o.num_experts), integers(), *routing, h, *rows
 
 
 def _mixture(
@@ -129,7 +103,7 @@ def _mixture(
     b_out, *options,
 ):  # fmt: skip
     o, calls = _parts(*options), []
-    output, tokens_per_expert, dropped, *routing, h, rows = results
+    output, tokens_per_expert, dropped, *routing, h, row_of_slot, slot_of_row, group_sizes = results
     if logits is not None:
         weights, experts, score_sum, lse, histogram = routing
         of_route = calls_of_route(
@@ -137,85 +111,63 @@ def _mixture(
             logits, expert_bias, token_mask, forced_experts, qb_bin_bounds, *o.routing, *o.selection,
         )  # fmt: skip
         calls.append(of_route)
-    maps = _rows(rows, *experts.shape, h.shape[0], o.num_experts)
     of_plan = calls_of_plan(
-        (tokens_per_expert, maps.group_sizes, None, maps.row_of_slot, maps.slot_of_row, dropped),
-        experts, o.num_experts, h.shape[0], o.align_size, 1,
+        (tokens_per_expert, group_sizes, None, row_of_slot, slot_of_row, dropped),
+        experts, o.num_experts, slot_of_row.shape[0], o.align_size, 1,
     )  # fmt: skip
-    of_experts = calls_of_experts((output, h), x, weights, *maps, w_in, b_in, w_out, b_out, *o.network)
+    of_experts = calls_of_experts(
+        (output, h), x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, *o.network
+    )
     return [*calls, of_plan, *of_experts]
 
 
 #: The layer from logits [T, E], or without them from weights and experts [T, K] that are given; then the results of a
-#: routing have no elements. `rows` is for the backward pass.
+#: routing have no elements.
 mixture = define(
     "mixture(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
     "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
     f"{_OPTIONS}) -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, "
-    "Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor rows)",
+    "Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, Tensor slot_of_row, "
+    "Tensor group_sizes)",
     _allocate_mixture,
     _mixture,
 )
 
 
-def _of_hidden(d_out, h, x, weights, rows, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out, o):
-    """The arguments of `experts_hidden`."""
-    maps = _rows(rows, *weights.shape, h.shape[0], o.num_experts)
-    given = (d_out, h, x, weights, maps.slot_of_row, maps.group_sizes, w_in, b_in, w_out, b_out)
-    return *given, w_out_dtype, wants_w_out, *o.network
-
-
 def _allocate_mixture_hidden(
-    d_out, h, x, weights, rows, w_in, b_in, w_out, b_out, logits, experts, token_mask, lse, d_score_sum, d_lse,
-    w_out_dtype, wants_w_out, *options,
+    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out, *options,
 ):  # fmt: skip
-    of_hidden = _of_hidden(
-        d_out, h, x, weights, rows, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out, _parts(*options)
-    )
-    d_logits = x.new_empty((0,)) if logits is None else torch.empty_like(logits)
-    return *allocate_experts_hidden(*of_hidden), d_logits
+    of_experts = allocate_experts_hidden(
+        d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
+        *_parts(*options).network,
+    )  # fmt: skip
+    return *of_experts, torch.empty_like(logits)
 
 
 def _mixture_hidden(
-    results, d_out, h, x, weights, rows, w_in, b_in, w_out, b_out, logits, experts, token_mask, lse, d_score_sum, d_lse,
-    w_out_dtype, wants_w_out, *options,
+    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out, *options,
 ):  # fmt: skip
     o = _parts(*options)
     *of_experts, d_logits = results
-    of_hidden = _of_hidden(d_out, h, x, weights, rows, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out, o)
-    calls = [calls_of_experts_hidden(of_experts, *of_hidden)]
-    if logits is not None:
-        d_weights = of_experts[-1]
-        of_route = calls_of_route_backward(
-            d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.routing
-        )
-        calls.append(of_route)
-    return calls
+    hidden = calls_of_experts_hidden(
+        of_experts, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
+        *o.network,
+    )  # fmt: skip
+    d_weights = of_experts[-1]
+    routing = calls_of_route_backward(
+        d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.routing
+    )
+    return hidden, routing
 
 
-#: The first half of the backward pass: `experts_hidden`, and with logits `route_backward` of its gradient of weights.
+#: The first half of the backward pass, `experts_hidden`, and `route_backward` of its gradient of the weights.
 mixture_hidden = define(
-    "mixture_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor rows, Tensor w_in, Tensor? b_in, "
-    "Tensor w_out, Tensor? b_out, Tensor? logits, Tensor? experts, Tensor? token_mask, Tensor? lse, "
-    f"Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool wants_w_out, {_OPTIONS}) -> "
+    "mixture_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
+    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool wants_w_out, {_OPTIONS}) -> "
     "(Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor d_logits)",
     _allocate_mixture_hidden,
     _mixture_hidden,
-)
-
-
-def _of_inputs(dh, x, addend, rows, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in, *options):
-    """The arguments of `experts_inputs`."""
-    o = _parts(*options)
-    topk = o.routing[0]
-    maps = _rows(rows, x.shape[0], topk, dh.shape[0], o.num_experts)
-    return dh, x, addend, *maps, w_in, b_in, w_out, w_in_dtype, wants_x, wants_w_in, *o.network
-
-
-#: The second half: `experts_inputs`.
-mixture_inputs = define(
-    "mixture_inputs(Tensor dh, Tensor x, Tensor? addend, Tensor rows, Tensor w_in, Tensor? b_in, Tensor w_out, "
-    f"ScalarType w_in_dtype, bool wants_x, bool wants_w_in, {_OPTIONS}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
-    lambda *arguments: allocate_experts_inputs(*_of_inputs(*arguments)),
-    lambda results, *arguments: calls_of_experts_inputs(results, *_of_inputs(*arguments)),
 )

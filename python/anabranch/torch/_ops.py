@@ -18,7 +18,7 @@ from anabranch.torch._experts_ops import (
     grouped_matmul,
     grouped_matmul_dw,
 )
-from anabranch.torch._mixture_ops import mixture, mixture_hidden, mixture_inputs
+from anabranch.torch._mixture_ops import mixture, mixture_hidden
 from anabranch.torch._router_ops import (
     aux_scores,
     aux_scores_backward,
@@ -46,7 +46,6 @@ __all__ = (
     "grouped_matmul_dw",
     "mixture",
     "mixture_hidden",
-    "mixture_inputs",
     "moe_aux_loss",
     "moe_aux_loss_backward",
     "plan",

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from anabranch.precision import HIGHEST, TF32
+from anabranch.router_options import RouterOptions
 from anabranch.torch import _calls, _define, _ops
+from anabranch.torch._mixture_ops import mixture_options
+from anabranch.torch.experts import Network
 
 HEADERS = pathlib.Path(__file__).parents[3] / "include" / "anabranch"
 
@@ -36,7 +39,8 @@ def test_a_status_is_an_error_that_says_what_the_library_says():
         _ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST)
 
 
-def test_layouts_are_made_once_and_not_kept_for_ever(monkeypatch):
+def test_layouts_are_made_once_for_all_threads(monkeypatch):
+    """A backward pass on a GPU runs on another thread than its forward pass."""
     made = []
 
     class Layout(_calls.Layout):
@@ -45,15 +49,29 @@ def test_layouts_are_made_once_and_not_kept_for_ever(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(_define, "Layout", Layout)
-    monkeypatch.setattr(_define, "_MOST_LAYOUTS", 3)
 
     def call(n):
         sizes = torch.tensor([n], dtype=torch.int32)
         assert _ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False, HIGHEST).sum() == 2 * n
         return len(made)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which has none yet
-        assert list(thread.map(call, (1, 2, 3, 3, 2, 1, 4, 1))) == [1, 2, 3, 3, 3, 3, 4, 5]
+    for n, count in ((71, 1), (72, 2), (71, 2), (72, 2), (71, 2)):
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            assert thread.submit(call, n).result() == count
+
+
+def test_layouts_are_used_by_one_call_at_a_time_and_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(_define, "_MOST_LAYOUTS", 2)
+    layouts, kept = _define._Layouts(), [object() for _ in range(4)]
+    assert layouts.take("a") is None
+    layouts.give_back("a", kept[0])
+    assert layouts.take("a") is kept[0] and layouts.take("a") is None
+    layouts.give_back("a", kept[0])
+    layouts.give_back("a", kept[1])
+    layouts.give_back("b", kept[2])
+    assert {layouts.take("a"), layouts.take("a")} == set(kept[:2]) and layouts.take("a") is None
+    layouts.give_back("c", kept[3])
+    assert layouts.take("b") is None and layouts.take("c") is kept[3]
 
 
 def test_a_tensor_in_two_places_is_two_tensors_of_a_layout():
@@ -128,6 +146,29 @@ def samples():
         dh = _ops.experts_hidden(*hidden)[0]
         inputs = (dh, x, x, row_of_slot, slot_of_row, group_sizes, w_in, b_in if wanted else None, w_out)
         yield _ops.experts_inputs, (*inputs, torch.float32, wanted, wanted, *network)
+    yield from samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network)
+
+
+def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network):
+    of_network = Network(*network)
+    for router in (RouterOptions(K, "sigmoid"), RouterOptions(K, qb_bins=7), None):
+        options = mixture_options(router, of_network, E, 2)
+        routing = (None, weights, experts, None, None, None, None)
+        if router is not None:
+            of_bins = (bias, mask, None, bounds) if router.qb_bins else (bias, None, None, None)
+            routing = (logits, None, None, *of_bins)
+        forward = (x, *routing, w_in, b_in, w_out, b_out, *options)
+        yield _ops.mixture, forward
+        if router is None:
+            continue
+        _, _, _, selected, chosen, _, lse, _, h, _, slot_of_row, group_sizes = _ops.mixture(*forward)
+        backward = (x, h, x, selected, slot_of_row, group_sizes, w_in, b_in, w_out, b_out)
+        for of_losses in ((None, None), (bias, lse)):
+            wants_w_out = of_losses[0] is None
+            yield (
+                _ops.mixture_hidden,
+                (*backward, logits, chosen, mask, lse, *of_losses, torch.float32, wants_w_out, *options),
+            )
 
 
 SAMPLES = list(samples())

@@ -34,7 +34,7 @@ class Function(torch.autograd.Function):
         """`apply`; outside of torch.func without what that spends on arguments' defaults, which there are none of."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return cls.apply(*arguments)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:

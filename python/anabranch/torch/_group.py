@@ -56,7 +56,7 @@ class _SumOverRanks(Function):
 def sum_over_ranks(group: Any, *values: Tensor) -> list[Tensor]:
     """The sums of small tensors over the ranks of a group, by one all-reduce: of counts below 2^53 exact."""
     packed = torch.cat([value.reshape(-1).double() for value in values])
-    total = _SumOverRanks.apply(packed, group)
+    total = _SumOverRanks.call(packed, group)
     parts = total.split([value.numel() for value in values])
     return [part.to(value.dtype).reshape(value.shape) for part, value in zip(parts, values, strict=True)]
 
@@ -88,5 +88,5 @@ def with_mean_gradients(group: Any, *tensors: Tensor | None) -> list[Any]:
     wanted = [t for t in tensors if t is not None and t.requires_grad]
     if group is None or not wanted or not torch.is_grad_enabled():
         return list(tensors)
-    found = iter(_WithMeanGradients.apply(group, *wanted))
+    found = iter(_WithMeanGradients.call(group, *wanted))
     return [next(found) if t is not None and t.requires_grad else t for t in tensors]

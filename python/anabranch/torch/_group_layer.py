@@ -196,4 +196,4 @@ def _backward(ctx, d):
 
 def group_mixture(config: GroupConfig, operands: Operands) -> GroupOutput:
     """The layer on checked, flat operands of this rank."""
-    return GroupOutput(*_GroupMixture.apply(config, *operands))
+    return GroupOutput(*_GroupMixture.call(config, *operands))

@@ -170,5 +170,5 @@ def fused_moe_aux_loss(
         number = _check.integer("total_num_tokens", total_num_tokens, 0, _check.INDEX_LIMIT - 1)
         tokens = torch.full((), number, dtype=torch.int64, device=probs.device)
     _check.on_device_of("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
-    loss: Tensor = _MoEAuxLoss.apply(probs, counts.detach(), tokens, topk, E, coeff)
+    loss: Tensor = _MoEAuxLoss.call(probs, counts.detach(), tokens, topk, E, coeff)
     return loss

@@ -61,7 +61,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     >>> moe_sort_chunks_by_index(torch.arange(3.0)[:, None], sizes, order).ravel().tolist()
     [1.0, 2.0, 0.0]
     """
-    out: Tensor = _SortChunks.apply(*_operands(inp, split_sizes, sorted_index))
+    out: Tensor = _SortChunks.call(*_operands(inp, split_sizes, sorted_index))
     return out
 
 
@@ -93,4 +93,4 @@ def moe_sort_chunks_by_index_with_probs(
     inp, sizes, order = _operands(inp, split_sizes, sorted_index)
     probs = _check.tensor("probs", probs, _check.FLOATS, (("R", inp.shape[0]),))
     _check.on_device_of("inp", inp, probs=probs)
-    return _SortChunks.apply(inp, sizes, order), _SortChunks.apply(probs[:, None], sizes, order)[:, 0]
+    return _SortChunks.call(inp, sizes, order), _SortChunks.call(probs[:, None], sizes, order)[:, 0]

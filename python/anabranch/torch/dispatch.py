@@ -90,7 +90,7 @@ def dispatch(x: Tensor, plan: Plan) -> Tensor:
     check_plan(plan)
     x = _check.tensor("x", x, ANY_DTYPE, (*plan.row_of_slot.shape[:-1], "D"))
     _check.on_device_of("x", x, plan=plan.row_of_slot)
-    rows: Tensor = _Dispatch.apply(_flat(x), _flat(plan.row_of_slot), plan.slot_of_row)
+    rows: Tensor = _Dispatch.call(_flat(x), _flat(plan.row_of_slot), plan.slot_of_row)
     return rows
 
 
@@ -124,5 +124,5 @@ def combine(rows: Tensor, plan: Plan, weights: Any = None) -> Tensor:
     weights = _check.optional_tensor("weights", weights, _check.FLOATS, plan.row_of_slot.shape)
     _check.on_device_of("rows", rows, plan=plan.row_of_slot, weights=weights)
     flat_weights = None if weights is None else _flat(weights)
-    out: Tensor = _Combine.apply(rows, _flat(plan.row_of_slot), plan.slot_of_row, flat_weights)
+    out: Tensor = _Combine.call(rows, _flat(plan.row_of_slot), plan.slot_of_row, flat_weights)
     return out.reshape(*plan.row_of_slot.shape[:-1], out.shape[1])

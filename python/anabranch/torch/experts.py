@@ -140,7 +140,7 @@ def grouped_matmul(
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     _check.on_device_of("x", x, w=w, group_sizes=sizes)
-    y: Tensor = _GroupedMatmul.apply(x, w, sizes, transpose_w, precision_number(precision))
+    y: Tensor = _GroupedMatmul.call(x, w, sizes, transpose_w, precision_number(precision))
     return y
 
 
@@ -197,7 +197,7 @@ def network_of_rows(
     weights: Tensor | None,
 ) -> Tensor:
     """`expert_ffn` on checked arguments."""
-    y: Tensor = _ExpertFfn.apply(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights)[0]
+    y: Tensor = _ExpertFfn.call(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights)[0]
     return y
 
 

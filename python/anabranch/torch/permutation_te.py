@@ -104,8 +104,8 @@ def _permute(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(rows, their probabilities, row_id_map, tokens_per_expert) of a bool map."""
     counts, row_of_slot, slot_of_row, row_id_map = _ops.plan_of_map(routing_map, num_rows, align_size)
-    rows = _Dispatch.apply(inp, row_of_slot, slot_of_row)
-    permuted_probs = None if probs is None else _DispatchProbs.apply(probs, row_of_slot, slot_of_row)
+    rows = _Dispatch.call(inp, row_of_slot, slot_of_row)
+    permuted_probs = None if probs is None else _DispatchProbs.call(probs, row_of_slot, slot_of_row)
     return rows, permuted_probs, row_id_map, counts
 
 
@@ -155,7 +155,7 @@ def moe_permute(
     _check.integer("max_token_num", max_token_num, -1)
     if _check.choice("map_type", map_type, _MAP_TYPES) == "index":
         row_of_slot, slot_of_row = _indexed_rows(inp, routing_map, num_out_tokens)
-        return _Dispatch.apply(inp, row_of_slot, slot_of_row), row_of_slot.t().reshape(-1)
+        return _Dispatch.call(inp, row_of_slot, slot_of_row), row_of_slot.t().reshape(-1)
     mask = _mask(inp, routing_map)
     rows, _, row_id_map, _ = _permute(inp, mask, check_num_rows("num_out_tokens", num_out_tokens, 1), 0, None)
     return rows, row_id_map
@@ -342,5 +342,5 @@ def moe_unpermute(
         row_of_slot, slot_of_row = _ops.expand_row_id_map(row_id_map, offsets, R)
     if restore_shape is not None:
         _check_shape(restore_shape, (row_of_slot.shape[0], D))
-    out: Tensor = _Combine.apply(inp, row_of_slot, slot_of_row, weights)
+    out: Tensor = _Combine.call(inp, row_of_slot, slot_of_row, weights)
     return out

@@ -1,7 +1,7 @@
 """The layer after the router: experts and weights come from anywhere."""
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from anabranch.activation import Activation
 from anabranch.rows import check_num_slots
 from anabranch.torch import _check
 from anabranch.torch._group_layer import GroupConfig, group_mixture
-from anabranch.torch._layer import Operands, config_of, mixture
+from anabranch.torch._layer import LayerConfig, Operands, config_of, mixture
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat, unflat
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
@@ -95,25 +95,23 @@ def routed_experts(
     >>> result.output[:, 0].tolist(), result.tokens_per_expert.tolist()
     ([-16.0, 128.0], [1, 2])
     """
-    x = _check.tensor("x", as_autocast(x), _check.FLOATS, (..., "D"))
-    *leading, _ = x.shape
+    x = as_autocast(x)
     b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
-    layouts = check_layouts(w_in_layout, w_out_layout)
+    tensors = dict(x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, experts=experts, weights=weights)
+    options = dict(
+        activation=activation,
+        weight_early=weight_early,
+        align_size=align_size,
+        w_in_layout=w_in_layout,
+        w_out_layout=w_out_layout,
+        precision=precision,
+    )
     parallel = check_parallel(group, transport, capacity_factor)
-    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
-    local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
-    if local < 1:
-        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
-    E = local if parallel is None else local * parallel.ranks
-    experts = _check.indices("experts", experts, (*leading, "K"))
-    K = experts.shape[-1]
-    if K < 1:
-        raise ValueError(f"experts: got {_check.describe(experts)}, expected [..., K] with K >= 1")
-    check_num_slots("experts", math.prod(leading), K)
-    weights = _check.tensor("weights", weights, _check.FLOATS, (*leading, ("K", K)))
-    _check.on_device_of("x", x, experts=experts, weights=weights)
-    options = network(activation, parts, weight_early, K, layouts, precision)
-    config = config_of(None, options, E, check_align_size(align_size))
+    ranks = 1 if parallel is None else parallel.ranks
+    config: LayerConfig = _right_before.check(
+        tensors.values(), (ranks, *options.values()), lambda: _checked(ranks, tensors, **options)
+    )
+    leading, K, experts = x.shape[:-1], experts.shape[-1], _check.as_indices(experts)
     tokens = flat(x)
     assert tokens is not None
     operands = Operands(
@@ -122,7 +120,41 @@ def routed_experts(
     if parallel is None:
         result = mixture(config, operands)
         return RoutedExpertsOutput(unflat(result.output, leading), result.tokens_per_expert, result.dropped)
-    placed = place(parallel, x, tokens.shape[0], K, E, local, config.align_size, repeats=True)
+    placed = place(parallel, x, tokens.shape[0], K, config.num_experts, w_in.shape[0], config.align_size, repeats=True)
     own = group_mixture(GroupConfig(config, *placed), operands)
     counts, by_source, _ = counts_of_all(parallel, own.tokens_per_expert, own.dropped, own.qb_histogram)
     return RoutedExpertsOutput(unflat(own.output, leading), counts, by_source.sum(dtype=torch.int32))
+
+
+def _checked(
+    ranks: int,
+    tensors: dict[str, Any],
+    *,
+    activation: Any,
+    weight_early: Any,
+    align_size: Any,
+    w_in_layout: Any,
+    w_out_layout: Any,
+    precision: Any,
+) -> LayerConfig:
+    """Checks the tensors and the options of `routed_experts`; x and biases are as autocast has them."""
+    x, w_in, w_out, b_in, b_out, experts, weights = tensors.values()
+    x = _check.tensor("x", x, _check.FLOATS, (..., "D"))
+    *leading, _ = x.shape
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
+    if local < 1:
+        raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
+    experts = _check.tensor("experts", experts, _check.INDICES, (*leading, "K"))
+    K = experts.shape[-1]
+    if K < 1:
+        raise ValueError(f"experts: got {_check.describe(experts)}, expected [..., K] with K >= 1")
+    check_num_slots("experts", math.prod(leading), K)
+    _check.tensor("weights", weights, _check.FLOATS, (*leading, ("K", K)))
+    _check.on_device_of("x", x, experts=experts, weights=weights)
+    options = network(activation, parts, weight_early, K, layouts, precision)
+    return config_of(None, options, local * ranks, check_align_size(align_size))
+
+
+_right_before = _check.RightBefore()

@@ -225,7 +225,7 @@ def route(
     )
     T, K = math.prod(leading), options.topk
     sequences = leading[:-1] if options.sequence_stats else []
-    weights, experts, counts, score_sum, lse, histogram = _Route.apply(
+    weights, experts, counts, score_sum, lse, histogram = _Route.call(
         options,
         logits.reshape(T, E),
         bias,

@@ -174,7 +174,7 @@ def fused_topk_with_score_function(
     _check.on_device_of(
         "logits", logits, expert_bias=bias, topk_indices=indices, qb_histogram=histogram, qb_bin_bounds=bounds
     )
-    probs, routing_map, experts, counts = _Dense.apply(
+    probs, routing_map, experts, counts = _Dense.call(
         options,
         map_format.name.lower() if indices is None else "",
         logits.reshape(math.prod(leading), E),
@@ -222,5 +222,5 @@ def fused_compute_score_for_moe_aux_loss(
     check_slots(tuple(leading), options.topk)
     map_format = check_map_format(routing_map_format).name.lower()
     flat = logits.reshape(math.prod(leading), E)
-    scores, routing_map = _AuxScores.apply(flat, options.topk, attributes(options)["score_function"], map_format)
+    scores, routing_map = _AuxScores.call(flat, options.topk, attributes(options)["score_function"], map_format)
     return routing_map.reshape(*leading, routing_map.shape[1]), scores.reshape(logits.shape)

@@ -97,7 +97,7 @@ def shared_expert(
         x = torch.where(mask[..., None], x, 0)
     tokens = grouped_rows("x", flat(x))
     rows = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=x.device)
-    weights = None if w_gate is None else torch.sigmoid(_Logits.apply(tokens, w_gate.reshape(x.shape[-1])))
+    weights = None if w_gate is None else torch.sigmoid(_Logits.call(tokens, w_gate.reshape(x.shape[-1])))
     y = network_of_rows(options, tokens, rows, w_in[None], w_out[None], None, None, weights)
     output = unflat(y, x.shape[:-1])
     return output if mask is None else torch.where(mask[..., None], output, 0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import anabranch.torch as ab
+from anabranch.torch import _check
 from bad_values import DTYPES, VALUES, as_dtype, complaint, floats, shown
 
 T, E, K, D, F, R = 4, 4, 2, 3, 5, 8
@@ -116,3 +117,33 @@ def test_a_bad_value_is_an_error_that_names_its_argument(function):
                 if problem:
                     wrong.append(f"{argument} = {shown(value)}: {problem[:300]}")
     assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
+
+
+def test_what_was_right_before_is_checked_again_where_anything_differs():
+    found, calls = _check.RightBefore(most=2), []
+
+    def check(tensors, options):
+        return found.check(tensors, options, lambda: calls.append((tensors, options)) or len(calls))
+
+    x = torch.zeros(2, 3)
+    assert [check([x, None], [2, "silu"]), check([torch.ones(2, 3), None], [2, "silu"])] == [1, 1]
+    different = [x.double(), x.T, x.to("meta"), x.to_sparse(), torch.nn.Parameter(x), None]
+    assert [check([other, None], [2, "silu"]) for other in different] == [2, 3, 4, 5, 6, 7]
+    assert [check([x, None], [other, "silu"]) for other in (2.0, True, 3)] == [8, 9, 10]
+    assert check([None, x], [2, "silu"]) == 11
+    assert len(found.found) <= 2
+    for _ in range(2):  # neither a tensor nor something with a hash
+        before = len(calls)
+        assert [check([[1.0]], [2]), check([x], [[2]])] == [before + 1, before + 2]
+
+
+def test_errors_come_again_and_after_good_calls():
+    good = tensors(CALLS[ab.moe])
+    for _ in range(2):
+        ab.moe(**good)
+        with pytest.raises(ValueError, match="topk: got 99"):
+            ab.moe(**(good | {"topk": 99}))
+        with pytest.raises(TypeError, match=r"topk: got .*2\.0"):
+            ab.moe(**(good | {"topk": 2.0}))
+        with pytest.raises(TypeError, match="w_out: got .*float64"):
+            ab.moe(**(good | {"w_out": good["w_out"].double()}))

@@ -9,6 +9,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.torch._define import _ops
+
+
+def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _mm_is_traced() -> bool:
+    a = torch.empty(1, 1, dtype=torch.bfloat16, device="meta")
+    try:
+        return _mm_float32(a, a).dtype == torch.float32
+    except TypeError:
+        return False
+
+
+#: torch 2.9 can't trace its product that is given in float32: it gets the same as an operation of ours.
+_MM_IS_TRACED = _mm_is_traced()
+_ops.define("mm_float32(Tensor a, Tensor b) -> Tensor")
+_ops.impl("mm_float32", _mm_float32, "CUDA")
+torch.library.register_fake(
+    "anabranch::mm_float32", lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32), lib=_ops
+)
+
 
 def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
     """Two bfloat16 tensors whose sum is the float32 one to 16 bits."""
@@ -23,6 +46,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     if a.device.type != "cuda":
         return a.float() @ b.float()
+    if torch.compiler.is_compiling() and not _MM_IS_TRACED:
+        return torch.ops.anabranch.mm_float32(a, b)
     return torch.mm(a, b, out_dtype=torch.float32)
 
 

@@ -145,5 +145,5 @@ def test_errors_come_again_and_after_good_calls():
             ab.moe(**(good | {"topk": 99}))
         with pytest.raises(TypeError, match=r"topk: got .*2\.0"):
             ab.moe(**(good | {"topk": 2.0}))
-        with pytest.raises(TypeError, match="w_out: got .*float64"):
+        with pytest.raises(TypeError, match=r"w_out: got .*float64"):
             ab.moe(**(good | {"w_out": good["w_out"].double()}))

@@ -15,7 +15,7 @@ from anabranch.torch._autograd import in_slices
 from anabranch.torch._calls import Call, Layout
 
 _ops = torch.library.Library("anabranch", "DEF")
-#: Layouts that are kept of an operation: when there are more, all are forgotten.
+#: Layouts that are kept: when there are more, all are forgotten.
 _MOST_LAYOUTS = 4096
 
 
@@ -41,6 +41,9 @@ class _Layouts:
         if len(self.free) >= _MOST_LAYOUTS and key not in self.free:
             self.free.clear()
         self.free.setdefault(key, []).append(layout)
+
+
+_layouts = _Layouts()
 
 
 def _laid_out(
@@ -78,23 +81,23 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     arity, single = len(operation._schema.arguments), len(operation._schema.returns) == 1
     tensors = [i for i, a in enumerate(operation._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
     options = [i for i in range(arity) if i not in tensors]
-    layouts = _Layouts()
 
     def run(*arguments: Any) -> Any:
         given = [t if t.is_contiguous() else t.contiguous() for i in tensors if (t := arguments[i]) is not None]
         device = given[0].device
         threads = 0 if given[0].is_cuda else torch.get_num_threads()
         key = (
+            name,
             device,
             threads,
             *[tuple(o) if isinstance(o := arguments[i], list) else o for i in options],
             *[t if (t := arguments[i]) is None else (t.dtype, t.shape) for i in tensors],
         )
-        layout = layouts.take(key)
+        layout = _layouts.take(key)
         if layout is None:
             layout = _laid_out(allocate, calls, arguments, device, threads)
         results = layout.run(given)
-        layouts.give_back(key, layout)
+        _layouts.give_back(key, layout)
         return results[0] if single else results
 
     def fake(*arguments: Any) -> Any:

@@ -1,6 +1,5 @@
 """The option `precision` in torch: what calls of the C library carry it, forward and backward, and who reads it."""
 
-import concurrent.futures
 import copy
 import functools
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import anabranch.torch as ab
-from anabranch.torch import _calls, _ops
+from anabranch.torch import _calls, _define, _ops
 
 T, E, K, D, F, R = 6, 3, 2, 4, 5, 9
 SIZES, EXPERTS = torch.tensor([4, 0, 3], dtype=torch.int32), torch.arange(T * K).view(T, K) % E
@@ -68,17 +67,14 @@ def precisions(monkeypatch, function):
 
     monkeypatch.setattr(_calls.Operation, "__call__", recorded)
 
-    def step():
-        result = function()
-        result.backward(torch.randn_like(result))
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which has nothing laid out yet
-        thread.submit(step).result()
+    monkeypatch.setattr(_define, "_layouts", _define._Layouts())  # nothing is laid out yet
+    result = function()
+    result.backward(torch.randn_like(result))
     return found
 
 
 def operations():
-    """(operation, its arguments but the last, the precision) of every one that has one."""
+    """(operation, its arguments but the last, the precision) of every one where it is the last."""
     x, h, d_out, weights = torch.ones(R, D), torch.ones(R, 2, F), torch.ones(R, D), torch.ones(R, 1)
     w_in, w_out, slots = torch.ones(E, D, 2, F), torch.ones(E, F, D), torch.arange(R, dtype=torch.int32)
     maps, dtype = (slots[:, None], slots, SIZES), torch.float32

@@ -98,22 +98,13 @@ TYPED_TEST(SharedTiles, FragmentsMeetNoBankTwice) {
   using Tile = typename TypeParam::Tile;
   for (int step = 0; step < kSteps; ++step) {
     for (int side = 0; side < TypeParam::sides; side += kFragmentRows) {
-      if constexpr (TypeParam::major == Major::mn && TypeParam::bytes == 4) {
-        for (int i = 0; i < 4; ++i) {
-          EXPECT_EQ(turns_of_warp(4,
-                                  [&](int lane) {
-                                    const ElementPlace place = element_of_a(lane, side, step, i);
-                                    return Tile::element(place.k, place.side);
-                                  }),
-                    1);
-          EXPECT_EQ(turns_of_warp(4,
-                                  [&](int lane) {
-                                    const ElementPlace place =
-                                        element_of_b(lane, side + i / 2 * kFragmentColumns, step, i % 2);
-                                    return Tile::element(place.k, place.side);
-                                  }),
-                    1);
-        }
+      if constexpr (kByFours<TypeParam::major, TypeParam::bytes>) {
+        EXPECT_EQ(turns_of_warp(kChunkBytes,
+                                [&](int lane) {
+                                  const MatrixPlace place = place_of_fours(lane, side / 32 * 32, step);
+                                  return Tile::chunk(place.row, place.chunk);
+                                }),
+                  4);
       } else {
         for (const auto place_of : TypeParam::major == Major::k ? std::vector{place_of_a_by_k, place_of_b_by_k}
                                                                 : std::vector{place_of_a_by_mn, place_of_b_by_mn}) {
@@ -129,28 +120,59 @@ TYPED_TEST(SharedTiles, FragmentsMeetNoBankTwice) {
   }
 }
 
-template <class Shape>
+// Fragments that are read by fours: the words that a lane reads are those of its sides.
+TEST(Fours, StandAtTheirSides) {
+  using Tile = SharedTile<Major::mn, 4, 128>;
+  const auto element = [](int k, int side) { return Tile::chunk(k, side / 4) + static_cast<uint32_t>(side % 4 * 4); };
+  for (int first = 0; first < 128; first += 64) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      for (int step = 0; step < kSteps; ++step) {
+        for (int n = 0; n < 8; ++n) {
+          for (int word = 0; word < 2; ++word) {
+            const MatrixPlace at = place_of_fours(lane, first, 0);
+            const auto steps = static_cast<uint32_t>((step * 8 + word * 4) * 128 * 4);
+            EXPECT_EQ(Tile::chunk(at.row, at.chunk) + static_cast<uint32_t>(n / 4 * kFoursBytes + n % 4 * 4) + steps,
+                      element(step * 8 + lane % 4 + word * 4, first + side_at<true>(n, lane / 4)));
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class Shape, bool kFoursA>
 void check_staging() {
+  using Places = Staging<Shape, kFoursA, false>;
   std::set<int> rows;
   for (int part = 0; part < Shape::kFragmentsDown; ++part) {
-    for (int row = 0; row < kStagedRows<Shape>; ++row) EXPECT_TRUE(rows.insert(row_of_staged<Shape>(row, part)).second);
+    for (int row = 0; row < kStagedRows<Shape>; ++row) EXPECT_TRUE(rows.insert(Places::row_of_tile(row, part)).second);
   }
   EXPECT_EQ(rows.size(), static_cast<size_t>(Shape::kRows));
   EXPECT_EQ(*rows.rbegin(), Shape::kRows - 1);
 }
 
 TEST(StagedTiles, EveryRowIsStagedOnce) {
-  check_staging<LargeTile>();
-  check_staging<SplitTile>();
-  check_staging<SmallTile>();
+  check_staging<LargeTile, false>();
+  check_staging<LargeTile, true>();
+  check_staging<SplitTile, false>();
+  check_staging<SplitTile, true>();
+  check_staging<SmallTile, false>();
 }
 
 TEST(StagedTiles, AccumulatorsMeetNoBankTwice) {
-  for (int i = 0; i < 4; i += 2) {
-    EXPECT_EQ(turns_of_warp(8, [&](int lane) { return staged_place(row_of_c(lane, i), column_of_c(lane, i)); }), 2);
+  using Pairs = Staging<LargeTile, false, false>;
+  using Fours = Staging<LargeTile, false, true>;
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(
+        turns_of_warp(
+            16, [&](int lane) { return Fours::place(row_of_c(lane, i), side_at<true>(0, column_of_c(lane, i))); }),
+        4);
+    if (i % 2 != 0) continue;
+    EXPECT_EQ(turns_of_warp(8, [&](int lane) { return Pairs::place(row_of_c(lane, i), column_of_c(lane, i)); }), 2);
   }
   // Lanes with 4 neighbours of a row each.
-  EXPECT_EQ(turns_of_warp(16, [](int lane) { return staged_place(lane / 32, lane % 32 * 4); }), 4);
+  EXPECT_EQ(turns_of_warp(16, [](int lane) { return Pairs::place(1, lane * 4); }), 4);
+  EXPECT_EQ(turns_of_warp(16, [](int lane) { return Fours::place(1, lane * 4); }), 4);
 }
 
 // What is lost is at most a unit of the 24th digit of the larger number.

@@ -14,14 +14,14 @@ namespace anabranch::cuda::portable {
 template <Major kMajor, class Element, int kSides>
 class Fragments {
   using Tile = SharedTile<kMajor, sizeof(Element), kSides>;
-  static constexpr bool kWordByWord = kMajor == Major::mn && sizeof(Element) == 4;
+  static constexpr bool kFours = kByFours<kMajor, sizeof(Element)>;
 
  public:
   struct A {};
   struct B {};
   __device__ Fragments(A, int side) {
-    if constexpr (kWordByWord) {
-      first_ = place(element_of_a(lane_index(), side, 0, 0));
+    if constexpr (kFours) {
+      first_ = place(place_of_fours(lane_index(), side, 0));
     } else {
       first_ =
           place(kMajor == Major::k ? place_of_a_by_k(lane_index(), side, 0) : place_of_a_by_mn(lane_index(), side, 0));
@@ -29,8 +29,8 @@ class Fragments {
     keep(first_);
   }
   __device__ Fragments(B, int side) {
-    if constexpr (kWordByWord) {
-      first_ = place(element_of_b(lane_index(), side, 0, 0));
+    if constexpr (kFours) {
+      first_ = place(place_of_fours(lane_index(), side, 0));
     } else {
       first_ =
           place(kMajor == Major::k ? place_of_b_by_k(lane_index(), side, 0) : place_of_b_by_mn(lane_index(), side, 0));
@@ -38,30 +38,53 @@ class Fragments {
     keep(first_);
   }
 
-  // a[0 ... 3] of the n-th 16 rows of factor A; or b[0], b[1] of 8 columns of B, then of the next 8, of the n-th 16.
-  __device__ __forceinline__ void load_a(uint32_t block, int n, int step, uint32_t (&a)[4]) const {
-    if constexpr (kWordByWord) {
-      load_words(block, n, step, {0, 1, 0, 1}, {0, 0, 4, 4}, a);
+  // a[0 ... 3] of every 16 rows of factor A.
+  template <int kCount>
+  __device__ __forceinline__ void load_a(uint32_t block, int step, uint32_t (&a)[kCount][4]) const {
+    if constexpr (kFours) {
+      static_assert(kCount % 2 == 0);
+#pragma unroll
+      for (int i = 0; i < kCount; i += 2) {
+        const uint4 first = load_fours(block, i / 2, step, 0);
+        const uint4 second = load_fours(block, i / 2, step, 1);
+        set(a[i], first.x, first.y, second.x, second.y);
+        set(a[i + 1], first.z, first.w, second.z, second.w);
+      }
     } else {
-      load(block, n, step, a);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) load(block, i, step, a[i]);
     }
   }
-  __device__ __forceinline__ void load_b(uint32_t block, int n, int step, uint32_t (&b)[4]) const {
-    if constexpr (kWordByWord) {
-      load_words(block, n, step, {0, 0, 1, 1}, {0, 4, 0, 4}, b);
+  // b[0], b[1] of 8 columns of factor B each, of the n-th 32.
+  __device__ __forceinline__ void load_b(uint32_t block, int n, int step, uint32_t (&b)[4][2]) const {
+    if constexpr (kFours) {
+      const uint4 first = load_fours(block, n, step, 0);
+      const uint4 second = load_fours(block, n, step, 1);
+      set(b[0], first.x, second.x);
+      set(b[1], first.y, second.y);
+      set(b[2], first.z, second.z);
+      set(b[3], first.w, second.w);
     } else {
-      load(block, n, step, b);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t m[4];
+        load(block, n * 2 + i, step, m);
+        set(b[i * 2], m[0], m[1]);
+        set(b[i * 2 + 1], m[2], m[3]);
+      }
     }
   }
 
  private:
-  static constexpr int kFlipBytes = 32;  // two chunks: a step of k, 16 sides of 16-bit elements or 8 of 32 bits
+  static constexpr int kFlipBytes = 32;  // two chunks: a step of k, or 16 sides of 16-bit elements
 
   __device__ static uint32_t place(const MatrixPlace& at) { return Tile::chunk(at.row, at.chunk); }
-  __device__ static uint32_t place(const ElementPlace& at)
-    requires(kMajor == Major::mn)
-  {
-    return Tile::element(at.k, at.side);
+
+  template <int kCount, class... Words>
+  __device__ static __forceinline__ void set(uint32_t (&to)[kCount], Words... words) {
+    static_assert(sizeof...(Words) == kCount);
+    int i = 0;
+    ((to[i++] = words), ...);
   }
 
   __device__ __forceinline__ void load(uint32_t block, int n, int step, uint32_t (&m)[4]) const {
@@ -74,15 +97,10 @@ class Fragments {
     }
   }
 
-  // m[i]: sides[i] times 8 sides and k[i] of the step further.
-  __device__ __forceinline__ void load_words(uint32_t block, int n, int step, const int (&sides)[4], const int (&k)[4],
-                                             uint32_t (&m)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const auto flips = static_cast<uint32_t>((2 * n + sides[i]) * kFlipBytes);
-      const auto steps = static_cast<uint32_t>((step * kStepBytes + k[i] * 4) * kSides);
-      m[i] = load_shared<uint32_t>(((block + first_) ^ flips) + steps);
-    }
+  // The first or second words of k of the n-th 4 times 8 sides.
+  __device__ __forceinline__ uint4 load_fours(uint32_t block, int n, int step, int word) const {
+    const auto steps = static_cast<uint32_t>((step * 8 + word * 4) * kSides * 4);
+    return load_shared<uint4>(block + first_ + static_cast<uint32_t>(n * kFoursBytes) + steps);
   }
 
   uint32_t first_;
@@ -101,17 +119,6 @@ AB_INLINE Split split(uint32_t bits) {
   const uint32_t high = (bits + kHalfOfTf32) & kTf32;
   return {high, bits_of(float_from_bits(bits) - float_from_bits(high))};
 }
-template <int kCount>
-__device__ __forceinline__ void split(const uint32_t (&bits)[kCount], uint32_t (&high)[kCount],
-                                      uint32_t (&low)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const Split parts = split(bits[i]);
-    high[i] = parts.high;
-    low[i] = parts.low;
-  }
-}
-
 // Of TF32: tensor cores cut off the last 13 bits, 2^-10 of a number. A third of that is added before, so that a number
 // becomes one at most two thirds of 2^-10 from it, on either side alike; TF32 numbers stay what they are, and what is
 // not a number stays none.
@@ -119,135 +126,124 @@ AB_INLINE uint32_t rounded_to_tf32(uint32_t bits) {
   const float value = float_from_bits(bits);
   return bits_of(fmaf(value, 0x1.555556p-12f, value));
 }
-__device__ __forceinline__ void round_to_tf32(uint32_t (&bits)[4]) {
-#pragma unroll
-  for (uint32_t& each : bits) each = rounded_to_tf32(each);
-}
-
 // A warp's accumulators.
 template <class Shape>
 using Accumulators = float[Shape::kFragmentsDown][Shape::kFragmentsAcross][4];
 
-// A warp's part of the product of two k-blocks. What it needs first is loaded as soon as the k-blocks are there, so
-// that it arrives while something else is done.
+// Operands as instructions take them: as they are, rounded, or in two parts.
+template <class Element, Precision kPrecision, int kRows, int kColumns>
+struct Operands {
+  static constexpr bool kSplits = splits(sizeof(Element), kPrecision);
+  uint32_t high[kRows][kColumns];
+  uint32_t low[kSplits ? kRows : 1][kColumns];
+
+  __device__ __forceinline__ explicit Operands(const uint32_t (&bits)[kRows][kColumns]) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        if constexpr (kSplits) {
+          const Split parts = split(bits[i][j]);
+          high[i][j] = parts.high;
+          low[i][j] = parts.low;
+        } else {
+          high[i][j] = sizeof(Element) == 4 ? rounded_to_tf32(bits[i][j]) : bits[i][j];
+        }
+      }
+    }
+  }
+};
+
+// A warp's part of the product of two k-blocks. What is needed next is loaded while something else is multiplied, and
+// what is needed first as soon as the k-blocks are there.
 template <class Shape, class Element, Precision kPrecision, Major kMajorA, Major kMajorB>
 class WarpProduct {
   static constexpr bool kSplits = splits(sizeof(Element), kPrecision);
   static constexpr int kDown = Shape::kFragmentsDown;
-  static constexpr int kPairs = Shape::kFragmentsAcross / 2;  // of fragments next to each other
-  using FragmentsA = Fragments<kMajorA, Element, Shape::kRows>;
-  using FragmentsB = Fragments<kMajorB, Element, kTileColumns>;
+  static constexpr int kFours = Shape::kFragmentsAcross / 4;
+  using OperandsA = Operands<Element, kPrecision, kDown, 4>;
+  using OperandsB = Operands<Element, kPrecision, 4, 2>;
 
  public:
   // Of the rows from `row` and the columns from `column` of the tile on.
   __device__ WarpProduct(int row, int column)
-      : a_(typename FragmentsA::A{}, row), b_(typename FragmentsB::B{}, column) {}
+      : a_(typename decltype(a_)::A{}, row), b_(typename decltype(b_)::B{}, column) {}
 
   // Loads what add() needs first of two k-blocks.
   __device__ __forceinline__ void load(uint32_t block_a, uint32_t block_b) {
-    load_a(block_a, 0);
-    if constexpr (kSplits) {
-      load_pair(block_b, 0);
-    } else {
-      load_b(block_b, 0);
-    }
+    a_.load_a(block_a, 0, left_);
+    b_.load_b(block_b, 0, 0, right_);
   }
-  // acc += their product.
+
+  // acc += their product, up to what finish() adds.
   __device__ __forceinline__ void add(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& acc) {
     if constexpr (kSplits) {
-      add_split(block_a, block_b, acc);
+      multiply(block_a, block_b, sum_);
+      if (++summed_ == kBlocksOfSum) finish(acc);
     } else {
+      multiply(block_a, block_b, acc);
+    }
+  }
+
+  // Tensor cores round sums towards zero: they sum some k-blocks' terms, and the ordinary units, which round to
+  // nearest, add these sums up.
+  __device__ __forceinline__ void finish(Accumulators<Shape>& acc) {
+    if constexpr (kSplits) {
+      summed_ = 0;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        if (step > 0) {
-          load_a(block_a, step);
-          load_b(block_b, step);
+      for (int i = 0; i < kDown; ++i) {
+#pragma unroll
+        for (int j = 0; j < Shape::kFragmentsAcross; ++j) {
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            acc[i][j][n] += sum_[i][j][n];
+            sum_[i][j][n] = 0.0f;
+          }
         }
-        add_step(acc);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void load_a(uint32_t block, int step) {
-#pragma unroll
-    for (int i = 0; i < kDown; ++i) a_.load_a(block, i, step, left_[i]);
-  }
-  __device__ __forceinline__ void load_b(uint32_t block, int step) {
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) b_.load_b(block, j, step, right_[j]);
-  }
-  // The same pair of fragments of every step.
-  __device__ __forceinline__ void load_pair(uint32_t block, int pair) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) b_.load_b(block, pair, step, right_[step]);
-  }
+  static constexpr int kBlocksOfSum = 2;  // 32 terms
 
-  __device__ __forceinline__ void add_step(Accumulators<Shape>& acc) {
-    if constexpr (sizeof(Element) == 4) {
+  __device__ __forceinline__ void multiply(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& sums) {
 #pragma unroll
-      for (auto& fragment : left_) round_to_tf32(fragment);
+    for (int step = 0; step < kSteps; ++step) {
+      const OperandsA a(left_);
+      if (step + 1 < kSteps) a_.load_a(block_a, step + 1, left_);
 #pragma unroll
-      for (auto& fragment : right_) round_to_tf32(fragment);
+      for (int n = 0; n < kFours; ++n) {
+        const OperandsB b(right_);
+        if (n + 1 < kFours) {
+          b_.load_b(block_b, n + 1, step, right_);
+        } else if (step + 1 < kSteps) {
+          b_.load_b(block_b, 0, step + 1, right_);
+        }
+        // a b = a_high b_high + (a_high b_low + a_low b_high), the small terms first.
+        if constexpr (kSplits) {
+          multiply(a.low, b.high, n, sums);
+          multiply(a.high, b.low, n, sums);
+        }
+        multiply(a.high, b.high, n, sums);
+      }
     }
+  }
+  __device__ __forceinline__ void multiply(const uint32_t (&a)[kDown][4], const uint32_t (&b)[4][2], int n,
+                                           Accumulators<Shape>& sums) {
 #pragma unroll
     for (int i = 0; i < kDown; ++i) {
 #pragma unroll
-      for (int j = 0; j < 2 * kPairs; ++j) {
-        multiply_add_matrices<Element>(acc[i][j], left_[i], right_[j / 2][j % 2 * 2], right_[j / 2][j % 2 * 2 + 1]);
-      }
+      for (int j = 0; j < 4; ++j) multiply_add_matrices<Element>(sums[i][n * 4 + j], a[i], b[j][0], b[j][1]);
     }
   }
 
-  // a b = a_high b_high + (a_high b_low + a_low b_high), the small terms first. Tensor cores round sums towards zero:
-  // they sum the terms of a k-block, and the ordinary units, which round to nearest, add these sums up.
-  __device__ __forceinline__ void add_split(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& acc) {
-    uint32_t a_high[kSteps][kDown][4];
-    uint32_t a_low[kSteps][kDown][4];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if (step > 0) load_a(block_a, step);
-#pragma unroll
-      for (int i = 0; i < kDown; ++i) split(left_[i], a_high[step][i], a_low[step][i]);
-    }
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      if (j > 0) load_pair(block_b, j);
-      uint32_t b_high[kSteps][4];
-      uint32_t b_low[kSteps][4];
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) split(right_[step], b_high[step], b_low[step]);
-      float sum[kDown][2][4] = {};
-      const auto multiply = [&](const uint32_t (&a)[kSteps][kDown][4], const uint32_t (&b)[kSteps][4]) {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-          for (int i = 0; i < kDown; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              multiply_add_matrices<Element>(sum[i][half], a[step][i], b[step][half * 2], b[step][half * 2 + 1]);
-            }
-          }
-        }
-      };
-      multiply(a_low, b_high);
-      multiply(a_high, b_low);
-      multiply(a_high, b_high);
-#pragma unroll
-      for (int i = 0; i < kDown; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int n = 0; n < 4; ++n) acc[i][2 * j + half][n] += sum[i][half][n];
-        }
-      }
-    }
-  }
-
-  FragmentsA a_;
-  FragmentsB b_;
-  uint32_t left_[kDown][4];                       // of A: those of a step
-  uint32_t right_[kSplits ? kSteps : kPairs][4];  // of B: those of a step, or a pair of every step
+  Fragments<kMajorA, Element, Shape::kRows> a_;
+  Fragments<kMajorB, Element, kTileColumns> b_;
+  uint32_t left_[kDown][4];  // of A: what is needed next
+  uint32_t right_[4][2];     // of B
+  Accumulators<Shape> sum_ = {};
+  int summed_ = 0;
 };
 
 }  // namespace anabranch::cuda::portable

@@ -22,8 +22,8 @@ struct HiddenGradientEpilogue {
   int32_t R;
   bool aligned;  // all that is there
 
-  template <class Shape>
-  __device__ __forceinline__ void operator()(const StagedTile<Shape>& staged) const {
+  template <class Staging>
+  __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {
     constexpr int kEach = kChunk<Element>;
     constexpr int kLanes = kTileColumns / kEach;  // of a row
     static_assert(kLanes == 16 || kLanes == 32, "lanes of a row are neighbours");
@@ -40,8 +40,8 @@ struct HiddenGradientEpilogue {
 
  private:
   // kEach columns of a row; returns their part of <da', a>.
-  template <int kEach, class Shape>
-  __device__ __forceinline__ float write(const StagedTile<Shape>& staged, int row, int column, uint32_t place) const {
+  template <int kEach, class Staging>
+  __device__ __forceinline__ float write(const StagedTile<Staging>& staged, int row, int column, uint32_t place) const {
     const int32_t first = staged.tile.column + column;
     const int64_t at = staged.tile.row + row;
     const int64_t hidden_row = at * hidden.parts * hidden.F;

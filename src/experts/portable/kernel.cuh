@@ -3,7 +3,7 @@
 // the one that all warps multiply, then hands its accumulators to the epilogue by way of shared memory:
 //
 //   main loop   [kStages] { A: kBytesA, B: kBytesB }       one barrier a k-block
-//   epilogue    [kStagedRows][kStagedColumns] float        in the same place, fragment after fragment,
+//   epilogue    [kStagedRows][kTileColumns, some] float    in the same place, fragment after fragment,
 //               [kRows] float                              and the weights of the rows
 //   beside      the tile, the slots of its rows
 #pragma once
@@ -82,6 +82,9 @@ class GroupedProduct {
   using Element = typename P::Element;
   using CopyA = Copy<typename P::FactorA, Element, Shape::kRows, Shape::kThreads>;
   using CopyB = Copy<typename P::FactorB, Element, kTileColumns, Shape::kThreads>;
+  static constexpr bool kFoursA = kByFours<P::FactorA::kMajor, sizeof(Element)>;
+  static constexpr bool kFoursB = kByFours<P::FactorB::kMajor, sizeof(Element)>;
+  using Staged = StagedTile<Staging<Shape, kFoursA, kFoursB>>;
   using Warp = WarpProduct<Shape, Element, P::kPrecision, P::FactorA::kMajor, P::FactorB::kMajor>;
 
  public:
@@ -126,47 +129,64 @@ class GroupedProduct {
   }
 
   __device__ __forceinline__ void multiply(const Tile& tile, Accumulators<Shape>& acc) {
+    const bool has_rows = tile.row + first_row() < tile.end_row;
+    if (min(p_.a.rows.copy_bytes, p_.b.rows.copy_bytes) == kChunkBytes) {
+      if (has_rows) {
+        run_main_loop<true, true>(tile, acc);
+      } else {
+        run_main_loop<true, false>(tile, acc);
+      }
+    } else {
+      if (has_rows) {
+        run_main_loop<false, true>(tile, acc);
+      } else {
+        run_main_loop<false, false>(tile, acc);
+      }
+    }
+  }
+
+  // kAligned: both factors are copied 16 bytes at a time. kMultiplies: or there is nothing to do for this warp but to
+  // copy. There is no branch in it, so that copies and products mix; copies past the last k-block write zeros.
+  template <bool kAligned, bool kMultiplies>
+  __device__ __forceinline__ void run_main_loop(const Tile& tile, Accumulators<Shape>& acc) {
     CopyA copy_a(p_.a, tile, shared_.slots);
     CopyB copy_b(p_.b, tile, shared_.slots);
     Warp warp(first_row(), first_column());
     const int blocks = (tile.end_k - tile.k + kDepth<Element> - 1) / kDepth<Element>;
-    const bool has_rows = tile.row + first_row() < tile.end_row;
-    const bool is_aligned = min(p_.a.rows.copy_bytes, p_.b.rows.copy_bytes) == kChunkBytes;
-    // Block `ahead` is copied while the one kStages - 1 before it is multiplied.
     int32_t k = tile.k;
     uint32_t filled = stages_;
     uint32_t used = stages_;
     uint32_t last = stages_ + (Shape::kStages - 1) * kStageBytes;
     keep(last);
-    const auto next = [&](uint32_t& stage) {
-      stage = stage == last ? stage - (Shape::kStages - 1) * kStageBytes : stage + kStageBytes;
+    const auto after = [&](uint32_t stage) {
+      return stage == last ? stage - (Shape::kStages - 1) * kStageBytes : stage + kStageBytes;
     };
-    const auto copy = [&](int ahead) {
-      if (ahead < blocks) {
-        if (is_aligned) {
-          copy_a.template copy<kChunkBytes>(filled, k);
-          copy_b.template copy<kChunkBytes>(filled + Shape::kBytesA, k);
-        } else {
-          copy_in_pieces(copy_a, p_.a.rows.copy_bytes, filled, k);
-          copy_in_pieces(copy_b, p_.b.rows.copy_bytes, filled + Shape::kBytesA, k);
-        }
-        k += kDepth<Element>;
-        next(filled);
+    const auto copy = [&] {
+      const uint32_t stage = filled;
+      filled = after(stage);
+      if constexpr (kAligned) {
+        copy_a.template copy<kChunkBytes>(stage, k);
+        copy_b.template copy<kChunkBytes>(stage + Shape::kBytesA, k);
+      } else {
+        copy_in_pieces(copy_a, p_.a.rows.copy_bytes, stage, k);
+        copy_in_pieces(copy_b, p_.b.rows.copy_bytes, stage + Shape::kBytesA, k);
       }
+      k += kDepth<Element>;
       end_copy_group();
     };
 #pragma unroll 1
-    for (int ahead = 0; ahead < Shape::kStages - 1; ++ahead) copy(ahead);
+    for (int ahead = 0; ahead < Shape::kStages - 1; ++ahead) copy();
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
       wait_for_copies<Shape::kStages - 2>();
       __syncthreads();  // the block is there for all, and the one before it has been used by all
-      warp.load(used, used + Shape::kBytesA);
-      copy(block + Shape::kStages - 1);
-      if (has_rows) warp.add(used, used + Shape::kBytesA, acc);
-      next(used);
+      if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
+      copy();  // the block that is kStages - 1 ahead
+      if constexpr (kMultiplies) warp.add(used, used + Shape::kBytesA, acc);
+      used = after(used);
     }
-    wait_for_copies<0>();  // of none, but groups are counted anew for the next tile
+    if constexpr (kMultiplies) warp.finish(acc);
+    wait_for_copies<0>();  // of zeros, and groups are counted anew for the next tile
   }
 
   template <class CopyOfOne>
@@ -178,7 +198,7 @@ class GroupedProduct {
   __device__ __forceinline__ void store(const Accumulators<Shape>& acc, float weight) {
 #pragma unroll 1  // there is one copy of the epilogue
     for (int part = 0; part < Shape::kFragmentsDown; ++part) {
-      const StagedTile<Shape> staged{shared_.tile, stages_, part, shared_.slots, stages_ + kStagedBytes<Shape>};
+      const Staged staged{shared_.tile, stages_, part, shared_.slots, stages_ + kStagedBytes<Shape>};
       __syncthreads();
       if (part == 0 && thread() < Shape::kRows) store_shared(staged.weight_place(thread()), weight);
 #pragma unroll
@@ -192,14 +212,20 @@ class GroupedProduct {
 
   // The warp's 16 rows of fragments.
   __device__ __forceinline__ void stage(const float (&acc)[Shape::kFragmentsAcross][4]) const {
-    const int row = warp_index() / Shape::kWarpColumns * kFragmentRows;
+    using Places = Staging<Shape, kFoursA, kFoursB>;
+    const int first_row = warp_index() / Shape::kWarpColumns * kFragmentRows;
 #pragma unroll
-    for (int j = 0; j < Shape::kFragmentsAcross; ++j) {
+    for (int j = 0; j < Shape::kFragmentsAcross; j += kFoursB ? 4 : 1) {
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const uint32_t at = staged_place(row + row_of_c(lane_index(), i),
-                                         first_column() + j * kFragmentColumns + column_of_c(lane_index(), i));
-        store_shared(stages_ + at, acc[j][i], acc[j][i + 1]);
+      for (int i = 0; i < 4; i += kFoursB ? 1 : 2) {
+        const int row = first_row + row_of_c(lane_index(), i);
+        const int column = first_column() + side_at<kFoursB>(j, column_of_c(lane_index(), i));
+        if constexpr (kFoursB) {
+          store_shared(stages_ + Places::place(row, column),
+                       float4{acc[j][i], acc[j + 1][i], acc[j + 2][i], acc[j + 3][i]});
+        } else {
+          store_shared(stages_ + Places::place(row, column), acc[j][i], acc[j][i + 1]);
+        }
       }
     }
   }

@@ -14,7 +14,7 @@ namespace anabranch::cuda::portable {
 // Rows of matrices in memory.
 struct MatrixRows {
   const char* data = nullptr;
-  int64_t row_bytes = 0;     // from one row to the next
+  int64_t row_bytes = 0;     // from one row to the next; below 2^32
   int64_t matrix_bytes = 0;  // from one expert's rows to the next one's; 0: there is one matrix
   int32_t copy_bytes = 0;    // 16, 8, 4 or 2: by which every row can be copied
 };
@@ -112,15 +112,15 @@ class CopyByK {
 
  public:
   // slots: of the tile's rows, in shared memory; -1: none.
-  __device__ CopyByK(const RowFactor& from, const Tile& tile, const int32_t* slots) : rows_(from.rows) {
-    begin(tile, [&](int row) {
+  __device__ CopyByK(const RowFactor& from, const Tile& tile, const int32_t* slots) {
+    begin(from.rows, tile, [&](int row) {
       const int32_t slot = slots[row];
       if (slot < 0) return -1;
       return from.gathered ? from.map.source_of(slot) : tile.row + row;
     });
   }
-  __device__ CopyByK(const WeightFactor<Major::k>& from, const Tile& tile, const int32_t*) : rows_(from.rows) {
-    begin(tile, [&](int n) {
+  __device__ CopyByK(const WeightFactor<Major::k>& from, const Tile& tile, const int32_t*) {
+    begin(from.rows, tile, [&](int n) {
       const auto place = from.place(tile, n);
       return place.left > 0 ? place.column : -1;
     });
@@ -128,18 +128,15 @@ class CopyByK {
 
   template <int kBytes>
   __device__ __forceinline__ void copy(uint32_t to, int32_t k) {
-    // Not after the copies, which have not read their addresses by then.
-#pragma unroll
-    for (const char*& from : from_) {
-      from += kDepthBytes;
-      keep(from);
-    }
     const int32_t column = k + Plan::chunk(thread(), 0) * kChunk<Element>;
     const int left = min(end_k_ - column, kChunk<Element>) * static_cast<int>(sizeof(Element));
+    data_ += kDepthBytes;
+    keep(data_);
 #pragma unroll
     for (int pass = 0; pass < Plan::kPasses; ++pass) {
-      copy_chunk<kBytes>(to + place_ + static_cast<uint32_t>(pass * Plan::kRowStep * kDepthBytes), from_[pass],
-                         (there_ >> pass & 1u) != 0 ? left : 0);
+      copy_chunk<kBytes>(to + place_ + static_cast<uint32_t>(pass * Plan::kRowStep * kDepthBytes),
+                         data_ + uint64_t{static_cast<uint32_t>(sources_[pass])} * row_bytes_,
+                         sources_[pass] >= 0 ? left : 0);
     }
   }
 
@@ -147,26 +144,23 @@ class CopyByK {
   static __device__ int thread() { return static_cast<int>(threadIdx.x); }
 
   template <class SourceOf>
-  __device__ __forceinline__ void begin(const Tile& tile, const SourceOf& source_of) {
+  __device__ __forceinline__ void begin(const MatrixRows& rows, const Tile& tile, const SourceOf& source_of) {
+    row_bytes_ = static_cast<uint32_t>(rows.row_bytes);
     const int chunk = Plan::chunk(thread(), 0);
     const int64_t column = int64_t{tile.k} + chunk * kChunk<Element>;
-    const char* const data = rows_.data + max(tile.expert, 0) * rows_.matrix_bytes + column * int64_t{sizeof(Element)};
+    data_ = rows.data + max(tile.expert, 0) * rows.matrix_bytes + column * int64_t{sizeof(Element)} - kDepthBytes;
     end_k_ = tile.end_k;
     place_ = Place::chunk(Plan::row(thread(), 0), chunk);  // the same chunk of every kRowStep-th row
     keep(place_);
 #pragma unroll
-    for (int pass = 0; pass < Plan::kPasses; ++pass) {
-      const int32_t source = source_of(Plan::row(thread(), pass));
-      if (source >= 0) there_ |= 1u << pass;
-      from_[pass] = data + max(source, 0) * rows_.row_bytes - kDepthBytes;
-    }
+    for (int pass = 0; pass < Plan::kPasses; ++pass) sources_[pass] = source_of(Plan::row(thread(), pass));
   }
 
-  const MatrixRows& rows_;
+  const char* data_;  // the thread's chunk of row 0 of the k-block before the next one
+  uint32_t row_bytes_;
   uint32_t place_;
-  uint32_t there_ = 0;  // bits: whether the row of a pass is there
   int32_t end_k_;
-  const char* from_[Plan::kPasses];  // the thread's chunks of the k-block before the next one
+  int32_t sources_[Plan::kPasses];  // the rows of the thread's chunks; -1: none
 };
 
 // Operands whose sides are next to next: a thread has the same columns of another row in every k-block.

@@ -11,12 +11,13 @@
 namespace anabranch::cuda::portable {
 namespace {
 
-// Of rows, of what is contracted or of columns with a tile more, and of tiles: what kernels count in int32.
-constexpr int64_t kMostIndices = int64_t{1} << 30;
+// Of rows, of what is contracted or of columns with a tile more, and of tiles: what kernels count in int32, and bytes
+// of a row in uint32.
+constexpr int64_t kMostIndices = (int64_t{1} << 30) - 1;
 
 const char* why_not_counted(std::initializer_list<int64_t> sizes) {
   for (const int64_t size : sizes) {
-    if (size > kMostIndices) return "more rows, columns or tiles than 2^30";
+    if (size > kMostIndices) return "2^30 rows, columns or tiles, or more";
   }
   return nullptr;
 }

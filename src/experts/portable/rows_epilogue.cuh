@@ -16,8 +16,8 @@ struct RowsEpilogue {
   bool bias_aligned;
   int32_t columns;
 
-  template <class Shape>
-  __device__ __forceinline__ void operator()(const StagedTile<Shape>& staged) const {
+  template <class Staging>
+  __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {
     constexpr int kEach = kChunk<Element>;
     const Tile& tile = staged.tile;
     staged.template for_each<kEach, 2>(kTileColumns, [&](int row, int column, uint32_t place) {

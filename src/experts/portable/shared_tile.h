@@ -113,32 +113,43 @@ AB_INLINE constexpr MatrixPlace place_of_b_by_mn(int lane, int side, int step) {
   return {step * 16 + lane % 16, side / 8 + lane / 16};
 }
 
-// Elements of 32 bits whose sides are next to next are read one by one: the k and the side of a[i], and of b[i].
-struct ElementPlace {
-  int k;
-  int side;
-};
-AB_INLINE constexpr ElementPlace element_of_a(int lane, int side, int step, int i) {
-  return {step * 8 + lane % 4 + i / 2 * 4, side + lane / 4 + i % 2 * 8};
-}
-AB_INLINE constexpr ElementPlace element_of_b(int lane, int side, int step, int i) {
-  return {step * 8 + lane % 4 + i * 4, side + lane / 4};
-}
+// Elements of 32 bits whose sides are next to next can't be transposed on the way; a lane reads four neighbours
+// of each of its words of k, which belong to four fragments: those take the sides in another order.
+template <Major kMajor, int kElementBytes>
+constexpr bool kByFours = kMajor == Major::mn && kElementBytes == 4;
 
-// Accumulators on their way to the epilogue, in the place of the operands: rows of 128 float32 numbers and 8 that are
-// never used, by which lanes of different rows write to different banks.
-constexpr int kStagedColumns = kTileColumns + 8;
-AB_INLINE constexpr uint32_t staged_place(int row, int column) {
-  return static_cast<uint32_t>((row * kStagedColumns + column) * 4);
+// The side of a warp's that stands at a place, 0 ... 7, of its n-th 8: the row g of a or column g of b, row or column
+// of c.
+template <bool kFours>
+AB_INLINE constexpr int side_at(int n, int place) {
+  return kFours ? n / 4 * 32 + place * 4 + n % 4 : n * 8 + place;
 }
+// The first word of k of four fragments, and a chunk of the side of each. The second word stands 4 of k further; the
+// next four fragments, kFoursBytes further.
+AB_INLINE constexpr MatrixPlace place_of_fours(int lane, int side, int step) {
+  return {step * 8 + lane % 4, side / 4 + lane / 4};
+}
+constexpr int kFoursBytes = 4 * 8 * 4;
+
+// Accumulators on their way to the epilogue, in the place of the operands: rows of 128 float32 numbers and some that
+// are never used, by which lanes of different rows write to different banks: pairs of neighbours, or fours.
 template <class Shape>
 constexpr int kStagedRows = Shape::kWarpRows * kFragmentRows;  // at a time: a fragment of every warp
 template <class Shape>
-constexpr uint32_t kStagedBytes = static_cast<uint32_t>(kStagedRows<Shape> * kStagedColumns) * 4;
-// The row of the tile that a staged one is, of the part-th fragments.
-template <class Shape>
-AB_INLINE constexpr int row_of_staged(int row, int part) {
-  return row / kFragmentRows * Shape::kRowsOfWarp + part * kFragmentRows + row % kFragmentRows;
-}
+constexpr uint32_t kStagedBytes = static_cast<uint32_t>(kStagedRows<Shape> * (kTileColumns + 8)) * 4;
+
+template <class Shape_, bool kFoursA, bool kFoursB>
+struct Staging {
+  using Shape = Shape_;
+  static constexpr int kRowBytes = (kTileColumns + (kFoursB ? 4 : 8)) * 4;
+
+  AB_INLINE static constexpr uint32_t place(int row, int column) {
+    return static_cast<uint32_t>(row * kRowBytes + column * 4);
+  }
+  // The row of the tile that a staged one is, of the part-th fragments.
+  AB_INLINE static constexpr int row_of_tile(int row, int part) {
+    return row / kFragmentRows * Shape::kRowsOfWarp + side_at<kFoursA>(2 * part + row % kFragmentRows / 8, row % 8);
+  }
+};
 
 }  // namespace anabranch::cuda::portable

@@ -10,8 +10,9 @@
 
 namespace anabranch::cuda::portable {
 
-template <class Shape>
+template <class Staging>
 struct StagedTile {
+  using Shape = typename Staging::Shape;
   const Tile& tile;
   uint32_t values;  // an address of shared memory
   int part;         // the rows are those of so many-th fragments
@@ -30,7 +31,7 @@ struct StagedTile {
     const Visits<kEach> visits(columns);
 #pragma unroll kAtATime
     for (int i = static_cast<int>(threadIdx.x); i < visits.count(); i += Shape::kThreads) {
-      visit(row_of_staged<Shape>(visits.row(i), part), visits.column(i), values + staged_place(visits.row(i), 0));
+      visit(Staging::row_of_tile(visits.row(i), part), visits.column(i), values + Staging::place(visits.row(i), 0));
     }
   }
 
@@ -57,7 +58,7 @@ template <int kEach>
 __device__ __forceinline__ void load_staged(uint32_t place, int column, Neighbours<kEach>& values) {
 #pragma unroll
   for (int i = 0; i < kEach; i += 4) {
-    const auto four = load_shared<uint4>(place + staged_place(0, column + i));
+    const auto four = load_shared<uint4>(place + static_cast<uint32_t>(column + i) * 4);
     values[i] = float_from_bits(four.x);
     values[i + 1] = float_from_bits(four.y);
     values[i + 2] = float_from_bits(four.z);

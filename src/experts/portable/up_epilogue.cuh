@@ -16,8 +16,8 @@ struct UpEpilogue {
   HiddenLayout hidden;
   bool aligned;  // all that is there
 
-  template <class Shape>
-  __device__ __forceinline__ void operator()(const StagedTile<Shape>& staged) const {
+  template <class Staging>
+  __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {
     constexpr int kEach = kChunk<Element>;
     const Tile& tile = staged.tile;
     const int width = kTileColumns / hidden.parts;

@@ -15,8 +15,8 @@ struct WeightGradientEpilogue {
   bool adds;     // to what stands in d_w, if it is wide
   bool aligned;  // d_w; partials are, where they are as many bytes a row
 
-  template <class Shape>
-  __device__ __forceinline__ void operator()(const StagedTile<Shape>& staged) const {
+  template <class Staging>
+  __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {
     constexpr int kEach = kChunk<Element>;
     const Tile& tile = staged.tile;
     const bool whole = tile.partial == kWhole;

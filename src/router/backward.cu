@@ -37,40 +37,6 @@ struct BackwardCall {
   int gradients;     // float [tokens][K]
 };
 
-// Cotangents of the weights of a token's slots, in kLanes lanes, become those of their logits, as far as they come
-// through the selected experts alone (semantics: router backward). value: z of each slot, -inf for expert -1.
-// Returns sum_R g s for raw softmax, which every expert's gradient needs; else 0.
-template <int kLanes, int kSlots>
-__device__ __forceinline__ float slot_gradients(bool is_softmax, int32_t score_function, bool normalize,
-                                                const RowSoftmax& softmax, float poison,
-                                                const int32_t (&expert)[kSlots], const float (&value)[kSlots],
-                                                float (&gradient)[kSlots]) {
-  float weight[kSlots];
-#pragma unroll
-  for (int s = 0; s < kSlots; ++s) weight[s] = value[s];
-  const float inverse =
-      is_softmax ? weigh_slots<AB_SOFTMAX, kLanes>(score_function, normalize, softmax, poison, expert, weight)
-                 : weigh_slots<AB_SIGMOID, kLanes>(score_function, normalize, softmax, poison, expert, weight);
-  float dot = 0.0f;
-  if (is_softmax || normalize) {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) dot = fmaf(gradient[s], weight[s], dot);
-    dot = sum_lanes<kLanes>(dot);
-  }
-#pragma unroll
-  for (int s = 0; s < kSlots; ++s) {
-    if (is_softmax) {
-      // normalised: dz_k = p_k (g_k - sum_R g p).  raw: dz_e = s_e ([e in R] g_e - sum_R g s).
-      gradient[s] = weight[s] * (gradient[s] - (normalize ? dot : 0.0f));
-    } else {
-      // ds_k = (g_k - sum_R g_j s_j / S) / S, or g_k;  dz_k = ds_k s'(z_k)
-      const float ds = normalize ? (gradient[s] - dot) * inverse : gradient[s];
-      gradient[s] = expert[s] < 0 ? 0.0f : ds * elementwise_slope(score_function, value[s]);
-    }
-  }
-  return is_softmax && !normalize ? dot : 0.0f;
-}
-
 __device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
   return load_float(cotangent.data, cotangent.dtype, i);
 }
@@ -82,66 +48,354 @@ constexpr int blocks_of(int size, int slots, bool reads_rows) {
   return slots > 1 ? 4 : size == 2 ? 8 : 5;
 }
 
-// kSize: logit_size.cuh. kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
+// One lane's part in the gradients of a round's tokens, which go through these functions from top to bottom. kSize:
+// logit_size.cuh. kReadsRows: some gradient needs the whole row. K <= kLanes * kSlots.
+template <Scores kScores, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
+struct RowGradients {
+  using Rows = StagedRows<kLanes, kItems, kSize>;
+  static constexpr unsigned kTokens = kWarp / kLanes;
+  static constexpr unsigned kStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
+
+  const BackwardCall& call;
+  const RouterBackward& op;
+  unsigned block_memory;
+  unsigned memory;  // of the warp
+  unsigned E;
+  unsigned K;
+  unsigned lane;   // of its token
+  unsigned token;  // of its round
+  bool is_softmax;
+  bool has_aux;  // cotangents of each token's own auxiliary scores
+
+  // The tokens of a round, and of them the lane's.
+  struct Token {
+    unsigned first;  // of the round
+    unsigned count;
+    unsigned own;
+    bool live;  // present and not masked
+    float lse;
+    float d_lse;
+  };
+  struct Slots {
+    int32_t expert[kSlots];
+    float gradient[kSlots];  // of the weights, then of the logits
+    float value[kSlots];     // logits
+  };
+  // What every expert's gradient needs of its row.
+  struct RowSums {
+    RowSoftmax softmax{0.0f, 1.0f};
+    float poison;          // NaN where a row of softmax is broken
+    float dot = 0.0f;      // sum of G s
+    float inverse = 0.0f;  // of the sum of elementwise scores
+    float shift = 0.0f;
+  };
+
+  __device__ __forceinline__ RowGradients(const BackwardCall& of, unsigned block_shared)
+      : call(of),
+        op(of.op),
+        block_memory(block_shared),
+        memory(keep_in_register(block_shared + call.first_warp + warp_index() * call.warp)),
+        E(static_cast<unsigned>(op.E)),
+        K(static_cast<unsigned>(op.K)),
+        lane(threadIdx.x % kLanes),
+        token(threadIdx.x % kWarp / kLanes),
+        is_softmax(kScores == Scores::softmax || (kScores == Scores::any && op.score_function == AB_SOFTMAX)),
+        has_aux(kReadsRows && op.d_aux_scores.data != nullptr) {}
+
+  // Cotangents of the auxiliary scores stand where a lane finds those of its items: those of score_sum, the same for
+  // all tokens of the block, or each token's own, which come with its row.
+  static __device__ __forceinline__ unsigned cotangent_place(unsigned expert) {
+    return expert / kItems * kStride + expert % kItems;
+  }
+  __device__ __forceinline__ SharedArray<float> own_cotangents() const {
+    return SharedArray<float>(memory + call.d_aux_scores);
+  }
+  __device__ __forceinline__ SharedArray<float> cotangents() const {  // of the lane's token
+    return has_aux ? own_cotangents().from(token * kLanes * kStride) : SharedArray<float>(block_memory);
+  }
+  // f(i, G of the lane's item i)
+  template <class F>
+  __device__ __forceinline__ void for_cotangents(const F& f) const {
+#pragma unroll
+    for (unsigned i = 0; i < kItems; i += 4) {
+      const auto g = load_shared<float4>(cotangents().from(lane * kStride + i).address());
+      f(i, g.x);
+      f(i + 1, g.y);
+      f(i + 2, g.z);
+      f(i + 3, g.w);
+    }
+  }
+  __device__ __forceinline__ void load_sum_cotangents() const {
+    if (!kReadsRows || op.d_score_sum.data == nullptr) return;
+    const int64_t row = static_cast<int64_t>(blockIdx.x / call.tiles.blocks_per_sequence) * E;
+#pragma unroll 1
+    for (unsigned e = threadIdx.x; e < kLanes * kItems; e += blockDim.x) {
+      cotangents().set(cotangent_place(e), e < E ? load(op.d_score_sum, row + e) : 0.0f);
+    }
+  }
+  __device__ __forceinline__ void load_own_cotangents(const Token& of) const {
+    if (!has_aux) return;
+    __syncwarp();  // those of the round before have been read
+#pragma unroll 1
+    for (unsigned place = lane_index(); place < kTokens * kLanes * kItems; place += kWarp) {
+      const unsigned row = place / (kLanes * kItems);
+      const unsigned e = place % (kLanes * kItems);
+      const bool there = row < of.count && e < E;
+      own_cotangents().set(row * kLanes * kStride + cotangent_place(e),
+                           there ? load(op.d_aux_scores, static_cast<int64_t>(of.first + row) * E + e) : 0.0f);
+    }
+  }
+
+  // Experts of the slots of token t; -1 where there is none.
+  __device__ __forceinline__ void fetch_experts(unsigned t, bool there, int32_t (&experts)[kSlots]) const {
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      const unsigned k = lane + s * kLanes;
+      experts[s] = -1;
+      if (op.weighted && k < K && there) experts[s] = op.experts[size_t{t} * K + k];
+    }
+  }
+
+  // What the slots need from memory; logits only where no row is read.
+  __device__ __forceinline__ void load_slots(const Token& of, const int32_t (&experts)[kSlots], Slots& slots) const {
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      slots.expert[s] = of.live && experts[s] >= 0 && experts[s] < op.E ? experts[s] : -1;
+      slots.gradient[s] = 0.0f;
+      slots.value[s] = -INFINITY;
+      if (slots.expert[s] >= 0) {
+        const size_t place = size_t{of.own} * E + static_cast<unsigned>(slots.expert[s]);
+        slots.gradient[s] = op.d_weights.data != nullptr ? load(op.d_weights, int64_t{of.own} * K + lane + s * kLanes)
+                                                         : load(op.d_probs, static_cast<int64_t>(place));
+        if (!kReadsRows) slots.value[s] = load_float(op.logits, op.logits_dtype, static_cast<int64_t>(place));
+      }
+    }
+  }
+  __device__ __forceinline__ void load_lse(Token& of) const {
+    of.lse = 0.0f;
+    of.d_lse = 0.0f;
+    if (op.lse != nullptr && of.live) of.lse = op.lse[of.own];
+    if (kReadsRows && op.d_lse.data != nullptr && of.live) of.d_lse = load(op.d_lse, of.own);
+  }
+
+  // z: the lane's logits, zeros of a token that is not there; and those of its slots.
+  __device__ __forceinline__ void read_row(const Rows& rows, const Token& of, float (&z)[kItems], Slots& slots) const {
+    rows.read(lane * kItems, z);
+    if (__any_sync(kAllLanes, !of.live)) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) z[i] = of.live ? z[i] : 0.0f;
+    }
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      const float logit = rows.logit(token, static_cast<unsigned>(max(slots.expert[s], 0)));
+      slots.value[s] = slots.expert[s] < 0 ? -INFINITY : logit;
+    }
+  }
+
+  // softmax with lse as the shift where it is known: dividing by the sum takes its rounding out. Where it is the score
+  // function, z become powers.
+  __device__ __forceinline__ void softmax_of_row(const Token& of, float (&z)[kItems], RowSums& row) const {
+    row.softmax.shift = of.lse * kLog2E;
+    if (op.lse == nullptr) {
+      float top = z[0];
+#pragma unroll
+      for (int i = 1; i < kItems; ++i) top = fmaxf(top, z[i]);
+      row.softmax.shift = max_lanes<kLanes>(top) * kLog2E;
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const float power = row.softmax.power(z[i]);
+      sum += power;
+      if (is_softmax) z[i] = power;
+    }
+    sum = sum_lanes<kLanes>(sum);
+    row.softmax.factor = reciprocal(sum);
+    row.poison = sum - sum;
+  }
+
+  // Sums of auxiliary scores, by themselves and with their cotangents.
+  __device__ __forceinline__ void sum_scores(const float (&z)[kItems], RowSums& row) const {
+    if (is_softmax) {
+      for_cotangents([&](int i, float g) { row.dot = fmaf(z[i], g, row.dot); });
+      row.dot = sum_lanes<kLanes>(row.dot) * row.softmax.factor;
+    } else {
+      float sum = 0.0f;
+      for_cotangents([&](int i, float g) {
+        const float s = elementwise_score(op.score_function, z[i]);
+        sum += s;
+        row.dot = fmaf(s, g, row.dot);
+      });
+      row.inverse = reciprocal(sum_lanes<kLanes>(sum) + kSumEpsilon);
+      row.dot = sum_lanes<kLanes>(row.dot) * row.inverse;
+    }
+  }
+
+  // Cotangents of the weights of a token's slots become those of their logits, as far as they come through the selected
+  // experts alone (semantics: router backward). Returns sum_R g s for raw softmax, which every expert's gradient needs;
+  // else 0.
+  __device__ __forceinline__ float slot_gradients(const RowSums& row, Slots& slots) const {
+    float weight[kSlots];
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      slots.gradient[s] *= op.scaling_factor;
+      weight[s] = slots.value[s];
+    }
+    const float inverse = is_softmax ? weigh_slots<AB_SOFTMAX, kLanes>(op.score_function, op.normalize, row.softmax,
+                                                                       row.poison, slots.expert, weight)
+                                     : weigh_slots<AB_SIGMOID, kLanes>(op.score_function, op.normalize, row.softmax,
+                                                                       row.poison, slots.expert, weight);
+    float dot = 0.0f;
+    if (is_softmax || op.normalize) {
+#pragma unroll
+      for (unsigned s = 0; s < kSlots; ++s) dot = fmaf(slots.gradient[s], weight[s], dot);
+      dot = sum_lanes<kLanes>(dot);
+    }
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      float& g = slots.gradient[s];
+      if (is_softmax) {
+        // normalised: dz_k = p_k (g_k - sum_R g p).  raw: dz_e = s_e ([e in R] g_e - sum_R g s).
+        g = weight[s] * (g - (op.normalize ? dot : 0.0f));
+      } else {
+        // ds_k = (g_k - sum_R g_j s_j / S) / S, or g_k;  dz_k = ds_k s'(z_k)
+        const float ds = op.normalize ? (g - dot) * inverse : g;
+        g = slots.expert[s] < 0 ? 0.0f : ds * elementwise_slope(op.score_function, slots.value[s]);
+      }
+    }
+    return is_softmax && !op.normalize ? dot : 0.0f;
+  }
+
+  // What every expert gets, from its logit or power and its cotangent:
+  // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
+  // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
+  __device__ __forceinline__ float of_row(const RowSums& row, bool live, float z_or_power, float g) const {
+    float d = 0.0f;
+    if (is_softmax) {
+      if (op.softmax_rows) d = z_or_power * fmaf(g, row.softmax.factor, row.shift);
+    } else {
+      if (op.softmax_rows) d = row.softmax.power(z_or_power) * row.shift;
+      if (op.auxiliary) d = fmaf((g - row.dot) * row.inverse, elementwise_slope(op.score_function, z_or_power), d);
+    }
+    return live ? d : 0.0f;
+  }
+  __device__ __forceinline__ void write_row(const Rows& rows, const RowSums& row, bool live, float (&z)[kItems]) const {
+    if (op.auxiliary) {
+      for_cotangents([&](int i, float g) { z[i] = of_row(row, live, z[i], g); });
+    } else {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) z[i] = of_row(row, live, z[i], 0.0f);
+    }
+    rows.write(z);
+  }
+
+  // An expert that was selected twice (in a replay) would be written twice. Each slot leaves its number where it will
+  // write, and looks whether it is still there; if one is not, all get the sums over equal experts, in the order of
+  // slots.
+  __device__ __forceinline__ void add_repeated(const Rows& rows, Slots& slots) const {
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      if (slots.expert[s] >= 0) rows.set_bits(token, static_cast<unsigned>(slots.expert[s]), lane + s * kLanes);
+    }
+    __syncwarp();
+    bool repeated = false;
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      if (slots.expert[s] < 0) continue;
+      repeated |= rows.bits(token, static_cast<unsigned>(slots.expert[s])) != lane + s * kLanes;
+    }
+    if (__any_sync(kAllLanes, repeated)) {
+      const auto experts = SharedArray<int32_t>(memory + call.experts).from(token * K);
+      const auto gradients = SharedArray<float>(memory + call.gradients).from(token * K);
+#pragma unroll
+      for (unsigned s = 0; s < kSlots; ++s) {
+        const unsigned k = lane + s * kLanes;
+        experts.set_if(k < K, k, slots.expert[s]);
+        gradients.set_if(k < K, k, slots.gradient[s]);
+      }
+      __syncwarp();
+#pragma unroll
+      for (unsigned s = 0; s < kSlots; ++s) {
+        slots.gradient[s] = 0.0f;
+        for (unsigned k = 0; k < K; ++k) {
+          if (experts[k] == slots.expert[s]) slots.gradient[s] += gradients[k];
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  // Puts all that the slots' experts get where what every expert gets stands.
+  __device__ __forceinline__ void write_slots(const Rows& rows, const RowSums& row, bool live,
+                                              const Slots& slots) const {
+#pragma unroll
+    for (unsigned s = 0; s < kSlots; ++s) {
+      if (slots.expert[s] < 0) continue;
+      const auto e = static_cast<unsigned>(slots.expert[s]);
+      float d = slots.gradient[s];
+      if constexpr (kReadsRows) {
+        const float g = op.auxiliary ? cotangents()[cotangent_place(e)] : 0.0f;
+        d += of_row(row, live, is_softmax ? row.softmax.power(slots.value[s]) : slots.value[s], g);
+      }
+      rows.set(token, e, d);
+    }
+  }
+
+  // All of a round whose loads are on their way and whose logits have arrived.
+  __device__ __forceinline__ void compute(const Rows& rows, const Token& of, Slots& slots) const {
+    float z[kItems];
+    RowSums row;
+    row.poison = of.lse - of.lse;
+    if constexpr (kReadsRows) {
+      read_row(rows, of, z, slots);
+      if (op.softmax_rows || (is_softmax && op.lse == nullptr)) softmax_of_row(of, z, row);
+      if (op.auxiliary) sum_scores(z, row);
+    }
+    const float raw = op.weighted ? slot_gradients(row, slots) : 0.0f;
+    row.shift = (of.d_lse - raw - (is_softmax ? row.dot : 0.0f)) * row.softmax.factor;
+    __syncwarp();  // logits of the slots have been read
+    if constexpr (kReadsRows) {
+      write_row(rows, row, of.live, z);
+    } else {
+      rows.clear();
+    }
+    __syncwarp();
+    if (op.weighted) {
+      add_repeated(rows, slots);
+      write_slots(rows, row, of.live, slots);
+      __syncwarp();
+    }
+  }
+};
+
 template <Scores kScores, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
 __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReadsRows))
     route_backward(const __grid_constant__ BackwardCall call) {
   if constexpr (!has_logit_size<kSize>()) return fail_without_code();
-  using Rows = StagedRows<kLanes, kItems, kSize>;
-  constexpr unsigned kTokens = kWarp / kLanes;
-  constexpr unsigned kStride = kItems + 4;  // 16-byte reads of neighbouring lanes fall into different banks
+  using Gradients = RowGradients<kScores, kSize, kLanes, kItems, kSlots, kReadsRows>;
+  using Rows = typename Gradients::Rows;
+  constexpr unsigned kTokens = Gradients::kTokens;
   extern __shared__ __align__(128) char shared[];
   const RouterBackward& op = call.op;
-  const auto E = static_cast<unsigned>(op.E);
-  const auto K = static_cast<unsigned>(op.K);
-  const bool is_softmax = kScores == Scores::softmax || (kScores == Scores::any && op.score_function == AB_SOFTMAX);
-  const unsigned lane = threadIdx.x % kLanes;
-  const unsigned token = threadIdx.x % kWarp / kLanes;
-  const unsigned first_item = lane * kItems;
-  const unsigned block_memory = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  unsigned memory = block_memory + call.first_warp + warp_index() * call.warp;
-  asm volatile("" : "+r"(memory));  // to be kept, not computed again
-  const SharedArray<int32_t> slot_experts = SharedArray<int32_t>(memory + call.experts).from(token * K);
-  const SharedArray<float> slot_values = SharedArray<float>(memory + call.gradients).from(token * K);
-
+  const Gradients gradients(call, static_cast<unsigned>(__cvta_generic_to_shared(shared)));
   let_next_kernel_start();
   wait_for_previous_kernel();
-
-  // Cotangents of the auxiliary scores, where a lane finds those of its items: of score_sum, the same for all tokens of
-  // the block; or each token's own, which come with its row.
-  const bool has_sum = kReadsRows && op.d_score_sum.data != nullptr;
-  const bool has_aux = kReadsRows && op.d_aux_scores.data != nullptr;
-  const SharedArray<float> own_cotangents(memory + call.d_aux_scores);
-  const auto cotangents =
-      has_aux ? own_cotangents.from(token * kLanes * kStride) : SharedArray<float>(block_memory);  // of the token
-  const auto cotangent_place = [](unsigned e) { return e / kItems * kStride + e % kItems; };
-  if (has_sum) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x / call.tiles.blocks_per_sequence) * E;
-#pragma unroll 1
-    for (unsigned e = threadIdx.x; e < kLanes * kItems; e += blockDim.x) {
-      cotangents.set(cotangent_place(e), e < E ? load(op.d_score_sum, row + e) : 0.0f);
-    }
-  }
+  gradients.load_sum_cotangents();
 
   const int64_t block_begin = call.tiles.begin(blockIdx.x);
   const auto block_tokens = static_cast<unsigned>(call.tiles.end(blockIdx.x) - block_begin);
   const unsigned step = blockDim.x / kLanes;  // tokens of a round of the block
   unsigned begin = warp_index() * kTokens;    // of the warp's tokens, from block_begin on
-  Rows rows(memory, E, call.logits_are_aligned, op.logits_dtype);
-  Rows next_rows(memory + (kReadsRows ? rows.bytes() : 0), E, call.logits_are_aligned, op.logits_dtype);
-  const unsigned row_bytes = E * rows.element_size();
+  Rows rows(gradients.memory, gradients.E, call.logits_are_aligned, op.logits_dtype);
+  Rows next_rows(gradients.memory + (kReadsRows ? rows.bytes() : 0), gradients.E, call.logits_are_aligned,
+                 op.logits_dtype);
+  const unsigned row_bytes = gradients.E * rows.element_size();
   const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * row_bytes;
 
-  // Experts of the slots, a round ahead of their use.
-  int32_t next_expert[kSlots];
+  int32_t next_expert[kSlots];  // of the slots, a round ahead of their use
   const auto fetch_experts = [&](unsigned from) {
-    const unsigned t = static_cast<unsigned>(block_begin) + from + token;
-#pragma unroll
-    for (unsigned s = 0; s < kSlots; ++s) {
-      const unsigned k = lane + s * kLanes;
-      next_expert[s] = -1;
-      if (op.weighted && k < K && from + token < block_tokens) next_expert[s] = op.experts[size_t{t} * K + k];
-    }
+    gradients.fetch_experts(static_cast<unsigned>(block_begin) + from + gradients.token,
+                            from + gradients.token < block_tokens, next_expert);
   };
   if (begin < block_tokens) {
     if (kReadsRows) rows.start(logits, min(block_tokens - begin, kTokens));
@@ -151,31 +405,16 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReads
 
 #pragma unroll 1
   for (; begin < block_tokens; begin += step) {
-    const auto first = static_cast<unsigned>(block_begin) + begin;
-    const unsigned t = first + token;
-    const unsigned count = min(block_tokens - begin, kTokens);
-    const bool live = token < count && (op.token_mask == nullptr || op.token_mask[t] != 0);
+    typename Gradients::Token of;
+    of.first = static_cast<unsigned>(block_begin) + begin;
+    of.count = min(block_tokens - begin, kTokens);
+    of.own = of.first + gradients.token;
+    of.live = gradients.token < of.count && (op.token_mask == nullptr || op.token_mask[of.own] != 0);
 
     // Loads: what slots need from memory now, rows of logits and experts for the next round.
-    int32_t expert[kSlots];
-    float gradient[kSlots];  // of the weights, then of the logits
-    float value[kSlots];     // logits
-#pragma unroll
-    for (unsigned s = 0; s < kSlots; ++s) {
-      expert[s] = live && next_expert[s] >= 0 && next_expert[s] < op.E ? next_expert[s] : -1;
-      gradient[s] = 0.0f;
-      value[s] = -INFINITY;
-      if (expert[s] >= 0) {
-        const size_t place = size_t{t} * E + static_cast<unsigned>(expert[s]);
-        gradient[s] = op.d_weights.data != nullptr ? load(op.d_weights, int64_t{t} * K + lane + s * kLanes)
-                                                   : load(op.d_probs, static_cast<int64_t>(place));
-        if (!kReadsRows) value[s] = load_float(op.logits, op.logits_dtype, static_cast<int64_t>(place));
-      }
-    }
-    float lse = 0.0f;
-    float d_lse = 0.0f;
-    if (op.lse != nullptr && live) lse = op.lse[t];
-    if (kReadsRows && op.d_lse.data != nullptr && live) d_lse = load(op.d_lse, t);
+    typename Gradients::Slots slots;
+    gradients.load_slots(of, next_expert, slots);
+    gradients.load_lse(of);
     const bool more = begin + step < block_tokens;
     if (more) fetch_experts(begin + step);
     if constexpr (kReadsRows) {
@@ -187,165 +426,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReads
         wait_for_copies<0>();
       }
     }
-    if (has_aux) {
-      __syncwarp();  // those of the round before have been read
-#pragma unroll 1
-      for (unsigned place = lane_index(); place < kTokens * kLanes * kItems; place += kWarp) {
-        const unsigned of = place / (kLanes * kItems);
-        const unsigned e = place % (kLanes * kItems);
-        const bool there = of < count && e < E;
-        own_cotangents.set(of * kLanes * kStride + cotangent_place(e),
-                           there ? load(op.d_aux_scores, static_cast<int64_t>(first + of) * E + e) : 0.0f);
-      }
-    }
+    gradients.load_own_cotangents(of);
     __syncwarp();
 
-    // The row's sums: softmax with lse as the shift where it is known (dividing by the sum takes its rounding out), or
-    // the other scores; and with the cotangents.
-    float z[kItems];
-    RowSoftmax softmax{0.0f, 1.0f};
-    float poison = lse - lse;  // NaN where a row of softmax is broken
-    float dot = 0.0f;          // sum of G s
-    float inverse = 0.0f;      // of the sum of elementwise scores
-    const auto for_cotangents = [&](auto&& take) {
-#pragma unroll
-      for (unsigned i = 0; i < kItems; i += 4) {
-        const auto g = load_shared<float4>(cotangents.from(lane * kStride + i).address());
-        take(i, g.x);
-        take(i + 1, g.y);
-        take(i + 2, g.z);
-        take(i + 3, g.w);
-      }
-    };
-    if constexpr (kReadsRows) {
-      rows.read(first_item, z);
-      if (__any_sync(kAllLanes, !live)) {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) z[i] = live ? z[i] : 0.0f;
-      }
-#pragma unroll
-      for (unsigned s = 0; s < kSlots; ++s) {
-        const float logit = rows.logit(token, static_cast<unsigned>(max(expert[s], 0)));
-        value[s] = expert[s] < 0 ? -INFINITY : logit;
-      }
-      if (op.softmax_rows || (is_softmax && op.lse == nullptr)) {
-        softmax.shift = lse * kLog2E;
-        if (op.lse == nullptr) {
-          float top = z[0];
-#pragma unroll
-          for (int i = 1; i < kItems; ++i) top = fmaxf(top, z[i]);
-          softmax.shift = max_lanes<kLanes>(top) * kLog2E;
-        }
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          const float power = softmax.power(z[i]);
-          sum += power;
-          if (is_softmax) z[i] = power;  // from here on z are powers
-        }
-        sum = sum_lanes<kLanes>(sum);
-        softmax.factor = reciprocal(sum);
-        poison = sum - sum;
-      }
-      if (op.auxiliary) {
-        if (is_softmax) {
-          for_cotangents([&](int i, float g) { dot = fmaf(z[i], g, dot); });
-          dot = sum_lanes<kLanes>(dot) * softmax.factor;
-        } else {
-          float sum = 0.0f;
-          for_cotangents([&](int i, float g) {
-            const float s = elementwise_score(op.score_function, z[i]);
-            sum += s;
-            dot = fmaf(s, g, dot);
-          });
-          inverse = reciprocal(sum_lanes<kLanes>(sum) + kSumEpsilon);
-          dot = sum_lanes<kLanes>(dot) * inverse;
-        }
-      }
-    }
-
-    float raw = 0.0f;
-    if (op.weighted) {
-#pragma unroll
-      for (unsigned s = 0; s < kSlots; ++s) gradient[s] *= op.scaling_factor;
-      raw =
-          slot_gradients<kLanes>(is_softmax, op.score_function, op.normalize, softmax, poison, expert, value, gradient);
-    }
-
-    // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
-    // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
-    const float shift = (d_lse - raw - (is_softmax ? dot : 0.0f)) * softmax.factor;
-    const auto of_row = [&](float z_or_power, float g) {
-      float d = 0.0f;
-      if (is_softmax) {
-        if (op.softmax_rows) d = z_or_power * fmaf(g, softmax.factor, shift);
-      } else {
-        if (op.softmax_rows) d = softmax.power(z_or_power) * shift;
-        if (op.auxiliary) d = fmaf((g - dot) * inverse, elementwise_slope(op.score_function, z_or_power), d);
-      }
-      return live ? d : 0.0f;
-    };
-    __syncwarp();  // logits of the slots have been read
-    if constexpr (kReadsRows) {
-      if (op.auxiliary) {
-        for_cotangents([&](int i, float g) { z[i] = of_row(z[i], g); });
-      } else {
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) z[i] = of_row(z[i], 0.0f);
-      }
-      rows.write(z);
-    } else {
-      rows.clear();
-    }
-    __syncwarp();
-
-    if (op.weighted) {
-      // All that the slots' experts get. An expert that was selected twice (in a replay) would be written twice: each
-      // slot leaves its number where it will write, and looks whether it is still there.
-#pragma unroll
-      for (unsigned s = 0; s < kSlots; ++s) {
-        if (expert[s] >= 0) rows.set_bits(token, static_cast<unsigned>(expert[s]), lane + s * kLanes);
-      }
-      __syncwarp();
-      bool repeated = false;
-#pragma unroll
-      for (unsigned s = 0; s < kSlots; ++s) {
-        if (expert[s] < 0) continue;
-        repeated |= rows.bits(token, static_cast<unsigned>(expert[s])) != lane + s * kLanes;
-      }
-      if (__any_sync(kAllLanes, repeated)) {
-        // Sums over equal experts, in the order of slots.
-#pragma unroll
-        for (unsigned s = 0; s < kSlots; ++s) {
-          const unsigned k = lane + s * kLanes;
-          slot_experts.set_if(k < K, k, expert[s]);
-          slot_values.set_if(k < K, k, gradient[s]);
-        }
-        __syncwarp();
-#pragma unroll
-        for (unsigned s = 0; s < kSlots; ++s) {
-          gradient[s] = 0.0f;
-          for (unsigned k = 0; k < K; ++k) {
-            if (slot_experts[k] == expert[s]) gradient[s] += slot_values[k];
-          }
-        }
-      }
-      __syncwarp();
-#pragma unroll
-      for (unsigned s = 0; s < kSlots; ++s) {
-        if (expert[s] < 0) continue;
-        const auto e = static_cast<unsigned>(expert[s]);
-        float d = gradient[s];
-        if constexpr (kReadsRows) {
-          const float g = op.auxiliary ? cotangents[cotangent_place(e)] : 0.0f;
-          d += of_row(is_softmax ? softmax.power(value[s]) : value[s], g);
-        }
-        rows.set(token, e, d);
-      }
-      __syncwarp();
-    }
-    char* const out = static_cast<char*>(op.d_logits) + size_t{first} * row_bytes;
-    rows.copy_out(out, count, call.gradients_are_aligned);
+    gradients.compute(rows, of, slots);
+    char* const out = static_cast<char*>(op.d_logits) + size_t{of.first} * row_bytes;
+    rows.copy_out(out, of.count, call.gradients_are_aligned);
     __syncwarp();
     const Rows used = rows;
     rows = next_rows;

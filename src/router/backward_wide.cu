@@ -122,179 +122,185 @@ __device__ __forceinline__ void store_step(void* row, int32_t dtype, bool vector
   });
 }
 
-// gradients[k] = dz of slot k from the cotangents of the weights (semantics: router backward). Returns sum_R g s for
-// raw softmax, which every expert's gradient needs; else 0.
-template <int kLanes>
-__device__ float slot_gradients(const WideCall& call, int64_t t, int lane, bool live, const RowSoftmax& softmax,
-                                float poison, const Slots& slots, float* gradients) {
-  const RouterBackward& op = call.op;
-  for (int k = lane; k < op.K; k += kLanes) {
-    const int32_t expert = live ? op.experts[t * op.K + k] : -1;
-    const bool valid = expert >= 0 && expert < op.E;
-    slots.experts[k] = valid ? expert : -1;
-    if (!valid) continue;
-    const float g = op.d_weights.data != nullptr ? load_float(op.d_weights.data, op.d_weights.dtype, t * op.K + k)
-                                                 : load_float(op.d_probs.data, op.d_probs.dtype, t * op.E + expert);
-    gradients[k] = g * op.scaling_factor;
-    slots.values[k] = load_float(op.logits, op.logits_dtype, t * op.E + expert);
-  }
-  const float total = score_slots<kLanes>(op.score_function, op.normalize, softmax, poison, slots, lane);
-  const bool is_softmax = op.score_function == AB_SOFTMAX;
-  float dot = 0.0f;
-  if (is_softmax || op.normalize) {
-    for_own_slots<kLanes>(slots, lane, [&](int k, int) { dot += gradients[k] * slots.values[k]; });
-    dot = sum_lanes<kLanes>(dot);
-  }
-  for_own_slots<kLanes>(slots, lane, [&](int k, int expert) {
-    if (is_softmax) {
-      // normalised: dz_k = p_k (g_k - sum_R g p).  raw: dz_e = s_e ([e in R] g_e - sum_R g s).
-      gradients[k] = slots.values[k] * (gradients[k] - (op.normalize ? dot : 0.0f));
-      return;
-    }
-    // ds_k = (g_k - sum_R g_j s_j / S) / S, or g_k;  dz_k = ds_k s'(z_k)
-    const float ds = op.normalize ? (gradients[k] - dot) / total : gradients[k];
-    gradients[k] = ds * elementwise_slope(op.score_function, load_float(op.logits, op.logits_dtype, t * op.E + expert));
-  });
-  return is_softmax && !op.normalize ? dot : 0.0f;
-}
+// The part of one lane in the gradients of its warp's tokens, one after another. A row is taken a segment at a time,
+// and read again for every pass over it.
+struct WideGradients {
+  static constexpr int kItems = 16;  // of a segment
+  static constexpr int kSegment = kWarp * kItems;
 
-// row[expert] = the sum of the gradients of the slots of that expert, in their order, by the first of them.
-template <int kLanes>
-__device__ void scatter_slots(const Slots& slots, const float* gradients, int lane, float* row) {
-  for_own_slots<kLanes>(slots, lane, [&](int k, int expert) {
-    float sum = 0.0f;
-    bool first = true;
-    for (int other = 0; other < slots.K; ++other) {
-      if (slots.experts[other] != expert) continue;
-      first = first && other >= k;
-      sum += gradients[other];
-    }
-    if (first) row[expert] = sum;
-  });
-}
+  const WideCall& call;
+  const RouterBackward& op;
+  int E;
+  int lane;
+  Slots slots;
+  float* gradients;  // [K], of the slots' logits
+  float* row;        // [E], what the slots' experts get, zeros elsewhere
+  int64_t sequence;
+  bool is_softmax;
+  bool scores;     // auxiliary scores of another score function are wanted
+  bool reads_row;  // for every expert's gradient
 
-__global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_constant__ WideCall call) {
-  constexpr int kLanes = kWarp;
-  constexpr int kItems = 16;
-  constexpr int kSegment = kLanes * kItems;
-  extern __shared__ __align__(16) char shared[];
-  const RouterBackward& op = call.op;
-  const int E = static_cast<int>(op.E);
-  char* warp = shared + warp_index() * call.warp;
-  const int lane = lane_index();
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-  const Slots slots{reinterpret_cast<int32_t*>(warp + call.experts), reinterpret_cast<float*>(warp + call.values),
-                    op.K};
-  float* gradients = reinterpret_cast<float*>(warp + call.gradients);
-  float* row = reinterpret_cast<float*>(warp + call.row);
-  const bool is_softmax = op.score_function == AB_SOFTMAX;
-  for (int i = lane; op.weighted && i < (E + kStep - 1) / kStep * kStep; i += kWarp) row[i] = 0.0f;
-  __syncwarp();
-
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  const int64_t sequence = blockIdx.x / call.tiles.blocks_per_sequence;
-  float g[kItems] = {};  // cotangents of the auxiliary scores
-
-  const int64_t end = call.tiles.end(blockIdx.x);
-  for (int64_t t = call.tiles.begin(blockIdx.x) + warp_index(); t < end; t += warps) {
-    const bool live = (op.token_mask == nullptr || op.token_mask[t] != 0);
-
-    // The row's sums: softmax with lse as the shift where it is known (dividing by the sum takes its rounding out), or
-    // the other scores; and with the cotangents.
-    float z[kItems];
+  // What every expert's gradient needs of its row.
+  struct RowSums {
     RowSoftmax softmax{0.0f, 1.0f};
-    float poison = 0.0f;
-    float power_sum = 0.0f;
-    float score_sum = 0.0f;
-    float dot = 0.0f;
-    const bool scores = op.auxiliary && !is_softmax;
-    const bool reads_row = op.softmax_rows || scores;
-    const auto read_segment = [&](int segment) {
-      if (live) {
-        load_row<kLanes>(op.logits, op.logits_dtype, call.vectors, t, E, lane, segment, -INFINITY, z);
-      } else {
+    float poison = 0.0f;     // NaN where a row of softmax is broken
+    float dot = 0.0f;        // sum of the cotangents with powers or scores
+    float score_sum = 0.0f;  // of elementwise scores
+    float shift = 0.0f;
+  };
+
+  // Logits of the lane's experts in a segment.
+  __device__ __forceinline__ void read_logits(int64_t t, bool live, int segment, float (&z)[kItems]) const {
+    if (live) {
+      load_row<kWarp>(op.logits, op.logits_dtype, call.vectors, t, E, lane, segment, -INFINITY, z);
+    } else {
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) z[i] = 0.0f;
-      }
-      if (op.d_aux_scores.data != nullptr && live) {
-        load_row<kLanes>(op.d_aux_scores.data, op.d_aux_scores.dtype, call.aux_vectors, t, E, lane, segment, 0.0f, g);
-      } else if (op.d_score_sum.data != nullptr) {
-        load_row<kLanes>(op.d_score_sum.data, op.d_score_sum.dtype, false, sequence, E, lane, segment, 0.0f, g);
-      }
-    };
-    if (op.softmax_rows && op.lse != nullptr) {
-      softmax.shift = live ? op.lse[t] * kLog2E : 0.0f;
-    } else if (op.softmax_rows || (is_softmax && op.weighted)) {
-      float top = -INFINITY;
-      for (int segment = 0; segment < E; segment += kSegment) {
-        read_segment(segment);
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) top = fmaxf(top, z[i]);
-      }
-      softmax.shift = max_lanes<kLanes>(top) * kLog2E;
+      for (int i = 0; i < kItems; ++i) z[i] = 0.0f;
     }
+  }
+  // And cotangents of their auxiliary scores.
+  __device__ __forceinline__ void read_cotangents(int64_t t, bool live, int segment, float (&g)[kItems]) const {
+    if (op.d_aux_scores.data != nullptr && live) {
+      load_row<kWarp>(op.d_aux_scores.data, op.d_aux_scores.dtype, call.aux_vectors, t, E, lane, segment, 0.0f, g);
+    } else if (op.d_score_sum.data != nullptr) {
+      load_row<kWarp>(op.d_score_sum.data, op.d_score_sum.dtype, false, sequence, E, lane, segment, 0.0f, g);
+    }
+  }
+
+  // lse where it is known: dividing by the sum takes its rounding out.
+  __device__ __forceinline__ float softmax_shift(int64_t t, bool live) const {
+    if (op.softmax_rows && op.lse != nullptr) return live ? op.lse[t] * kLog2E : 0.0f;
+    if (!op.softmax_rows && !(is_softmax && op.weighted)) return 0.0f;
+    float top = -INFINITY;
+    for (int segment = 0; segment < E; segment += kSegment) {
+      float z[kItems];
+      read_logits(t, live, segment, z);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) top = fmaxf(top, z[i]);
+    }
+    return max_lanes<kWarp>(top) * kLog2E;
+  }
+
+  __device__ __forceinline__ RowSums sum_row(int64_t t, bool live) const {
+    RowSums sums;
+    sums.softmax.shift = softmax_shift(t, live);
     if (reads_row || (is_softmax && op.weighted && op.lse == nullptr)) {
+      float power_sum = 0.0f;
       for (int segment = 0; segment < E; segment += kSegment) {
-        read_segment(segment);
-        for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
+        float z[kItems];
+        float g[kItems] = {};
+        read_logits(t, live, segment, z);
+        read_cotangents(t, live, segment, g);
+        for_steps<kWarp, kItems>(lane, segment, [&](int i, int expert) {
 #pragma unroll
           for (int k = i; k < i + kStep; ++k) {
             if (expert + k - i >= E) continue;
             if (op.softmax_rows || is_softmax) {
-              const float power = softmax.power(z[k]);
+              const float power = sums.softmax.power(z[k]);
               power_sum += power;
-              if (is_softmax) dot = fmaf(power, g[k], dot);
+              if (is_softmax) sums.dot = fmaf(power, g[k], sums.dot);
             }
             if (scores) {
               const float s = elementwise_score(op.score_function, z[k]);
-              score_sum += s;
-              dot = fmaf(s, g[k], dot);
+              sums.score_sum += s;
+              sums.dot = fmaf(s, g[k], sums.dot);
             }
           }
         });
       }
-      power_sum = sum_lanes<kLanes>(power_sum);
+      power_sum = sum_lanes<kWarp>(power_sum);
       if (is_softmax || op.softmax_rows) {
-        softmax.factor = 1.0f / power_sum;
-        poison = power_sum - power_sum;
+        sums.softmax.factor = 1.0f / power_sum;
+        sums.poison = power_sum - power_sum;
       }
     } else if (is_softmax && op.weighted) {
-      poison = live ? op.lse[t] - op.lse[t] : 0.0f;
+      sums.poison = live ? op.lse[t] - op.lse[t] : 0.0f;
     }
-    if (op.auxiliary) dot = sum_lanes<kLanes>(dot);
-    if (scores) score_sum = sum_lanes<kLanes>(score_sum) + kSumEpsilon;
+    if (op.auxiliary) sums.dot = sum_lanes<kWarp>(sums.dot);
+    if (scores) sums.score_sum = sum_lanes<kWarp>(sums.score_sum) + kSumEpsilon;
+    return sums;
+  }
 
-    float raw_shift = 0.0f;
-    if (op.weighted) {
-      raw_shift = slot_gradients<kLanes>(call, t, lane, live, softmax, poison, slots, gradients);
-      __syncwarp();
-      scatter_slots<kLanes>(slots, gradients, lane, row);
-      __syncwarp();
+  __device__ __forceinline__ void load_slots(int64_t t, bool live) const {
+    for (int k = lane; k < op.K; k += kWarp) {
+      const int32_t expert = live ? op.experts[t * op.K + k] : -1;
+      const bool valid = expert >= 0 && expert < op.E;
+      slots.experts[k] = valid ? expert : -1;
+      if (!valid) continue;
+      const float g = op.d_weights.data != nullptr ? load_float(op.d_weights.data, op.d_weights.dtype, t * op.K + k)
+                                                   : load_float(op.d_probs.data, op.d_probs.dtype, t * op.E + expert);
+      gradients[k] = g * op.scaling_factor;
+      slots.values[k] = load_float(op.logits, op.logits_dtype, t * op.E + expert);
     }
+  }
 
-    // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
-    // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
-    float shift = -raw_shift;
-    if (op.d_lse.data != nullptr && live) shift += load_float(op.d_lse.data, op.d_lse.dtype, t);
-    if (is_softmax && op.auxiliary) shift -= dot * softmax.factor;
-    const float inverse = scores ? 1.0f / score_sum : 0.0f;
-    const float mean = dot * inverse;
+  // gradients[k] = dz of slot k from the cotangents of the weights (semantics: router backward). Returns sum_R g s for
+  // raw softmax, which every expert's gradient needs; else 0.
+  __device__ __forceinline__ float slot_gradients(int64_t t, const RowSums& sums) const {
+    const float total = score_slots<kWarp>(op.score_function, op.normalize, sums.softmax, sums.poison, slots, lane);
+    float dot = 0.0f;
+    if (is_softmax || op.normalize) {
+      for_own_slots<kWarp>(slots, lane, [&](int k, int) { dot += gradients[k] * slots.values[k]; });
+      dot = sum_lanes<kWarp>(dot);
+    }
+    for_own_slots<kWarp>(slots, lane, [&](int k, int expert) {
+      if (is_softmax) {
+        // normalised: dz_k = p_k (g_k - sum_R g p).  raw: dz_e = s_e ([e in R] g_e - sum_R g s).
+        gradients[k] = slots.values[k] * (gradients[k] - (op.normalize ? dot : 0.0f));
+        return;
+      }
+      // ds_k = (g_k - sum_R g_j s_j / S) / S, or g_k;  dz_k = ds_k s'(z_k)
+      const float ds = op.normalize ? (gradients[k] - dot) / total : gradients[k];
+      const float z = load_float(op.logits, op.logits_dtype, t * op.E + expert);
+      gradients[k] = ds * elementwise_slope(op.score_function, z);
+    });
+    return is_softmax && !op.normalize ? dot : 0.0f;
+  }
+
+  // row[expert] = the sum of the gradients of the slots of that expert, in their order, by the first of them.
+  __device__ __forceinline__ void scatter_slots() const {
+    for_own_slots<kWarp>(slots, lane, [&](int k, int expert) {
+      float sum = 0.0f;
+      bool first = true;
+      for (int other = 0; other < slots.K; ++other) {
+        if (slots.experts[other] != expert) continue;
+        first = first && other >= k;
+        sum += gradients[other];
+      }
+      if (first) row[expert] = sum;
+    });
+  }
+  __device__ __forceinline__ void clear_row() const {
+    for_own_slots<kWarp>(slots, lane, [&](int, int expert) { row[expert] = 0.0f; });
+  }
+
+  // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
+  // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
+  // And what stands in `row`.
+  __device__ __forceinline__ void write(int64_t t, bool live, const RowSums& sums) const {
+    const float inverse = scores ? 1.0f / sums.score_sum : 0.0f;
+    const float mean = sums.dot * inverse;
     for (int segment = 0; segment < E; segment += kSegment) {
-      if (reads_row) read_segment(segment);
-      for_steps<kLanes, kItems>(lane, segment, [&](int i, int expert) {
+      float z[kItems];
+      float g[kItems] = {};
+      if (reads_row) {
+        read_logits(t, live, segment, z);
+        read_cotangents(t, live, segment, g);
+      }
+      for_steps<kWarp, kItems>(lane, segment, [&](int i, int expert) {
         float step[kStep];
 #pragma unroll
         for (int k = 0; k < kStep; ++k) {
           float d = 0.0f;
           if (op.softmax_rows) {
             const float from_scores = is_softmax && op.auxiliary ? g[i + k] : 0.0f;
-            d = softmax.power(z[i + k]) * softmax.factor * (from_scores + shift);
+            d = sums.softmax.power(z[i + k]) * sums.softmax.factor * (from_scores + sums.shift);
           }
           if (scores) d += (g[i + k] - mean) * inverse * elementwise_slope(op.score_function, z[i + k]);
           step[k] = live ? d : 0.0f;
         }
-        if (op.weighted && expert < E) {
+        if (expert >= E) return;
+        if (op.weighted) {
           const float4* added = reinterpret_cast<const float4*>(row + expert);
 #pragma unroll
           for (int k = 0; k < kStep; k += 4) {
@@ -305,15 +311,58 @@ __global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_cons
             step[k + 3] += four.w;
           }
         }
-        if (expert < E) {
-          char* out = static_cast<char*>(op.d_logits) + t * op.E * (op.logits_dtype == AB_FLOAT32 ? 4 : 2);
-          store_step(out, op.logits_dtype, call.vectors, expert, E, step);
-        }
+        char* const out = static_cast<char*>(op.d_logits) + t * op.E * (op.logits_dtype == AB_FLOAT32 ? 4 : 2);
+        store_step(out, op.logits_dtype, call.vectors, expert, E, step);
       });
     }
+  }
+};
+
+__global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_constant__ WideCall call) {
+  extern __shared__ __align__(16) char shared[];
+  const RouterBackward& op = call.op;
+  const int E = static_cast<int>(op.E);
+  const int lane = lane_index();
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  char* const memory = shared + warp_index() * call.warp;
+  const bool is_softmax = op.score_function == AB_SOFTMAX;
+  const bool scores = op.auxiliary && !is_softmax;
+  const WideGradients gradients{
+      call,
+      op,
+      E,
+      lane,
+      {reinterpret_cast<int32_t*>(memory + call.experts), reinterpret_cast<float*>(memory + call.values), op.K},
+      reinterpret_cast<float*>(memory + call.gradients),
+      reinterpret_cast<float*>(memory + call.row),
+      blockIdx.x / call.tiles.blocks_per_sequence,
+      is_softmax,
+      scores,
+      op.softmax_rows || scores};
+  for (int i = lane; op.weighted && i < (E + kStep - 1) / kStep * kStep; i += kWarp) gradients.row[i] = 0.0f;
+  __syncwarp();
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+
+  const int64_t end = call.tiles.end(blockIdx.x);
+  for (int64_t t = call.tiles.begin(blockIdx.x) + warp_index(); t < end; t += warps) {
+    const bool live = op.token_mask == nullptr || op.token_mask[t] != 0;
+    WideGradients::RowSums sums = gradients.sum_row(t, live);
+    float raw = 0.0f;
+    if (op.weighted) {
+      gradients.load_slots(t, live);
+      raw = gradients.slot_gradients(t, sums);
+      __syncwarp();
+      gradients.scatter_slots();
+      __syncwarp();
+    }
+    sums.shift = -raw;
+    if (op.d_lse.data != nullptr && live) sums.shift += load_float(op.d_lse.data, op.d_lse.dtype, t);
+    if (is_softmax && op.auxiliary) sums.shift -= sums.dot * sums.softmax.factor;
+    gradients.write(t, live, sums);
     if (op.weighted) {
       __syncwarp();
-      for_own_slots<kLanes>(slots, lane, [&](int, int expert) { row[expert] = 0.0f; });
+      gradients.clear_row();
       __syncwarp();
     }
   }

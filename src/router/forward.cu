@@ -1,5 +1,5 @@
 // ab_cuda_router_forward: one read of the logits gives every output. Chooses and launches a variant of `route`
-// (forward.cuh), or route_wide (forward_wide.cuh) where there is none for the shape.
+// (route.cuh), or route_wide (forward_wide.cuh) where there is none for the shape.
 #include "anabranch/cuda.h"
 #include "core/entry.h"
 #include "core/tensor.h"

@@ -9,6 +9,12 @@
 
 namespace anabranch::cuda {
 
+// An address that is to stay in its register: the compiler would rather compute it again than keep it.
+__device__ __forceinline__ unsigned keep_in_register(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // softmax(z)_e = 2^(z_e log2(e) - shift) * factor
 struct RowSoftmax {
   float shift;

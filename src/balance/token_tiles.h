@@ -20,28 +20,40 @@ struct TokenTiles {
   int64_t sequences = 0;  // B
   int64_t tokens_per_sequence = 0;
   int64_t blocks_per_sequence = 0;
-  int64_t tokens_per_block = 0;
+  int64_t step = 0;  // tokens of a round of a block
+  int64_t rounds = 0;
+  int64_t longer_blocks = 0;  // of a sequence, the first ones, which take a round more
 
   TokenTiles() = default;
-  // Blocks of a multiple of `step` tokens, at most most_blocks or one a sequence.
-  TokenTiles(int64_t num_tokens, int64_t num_sequences, int64_t step, int64_t most_blocks = kMostBlocks)
-      : sequences(num_sequences) {
+  // Blocks of a multiple of `step` tokens, at most most_blocks or one a sequence. Rounds are dealt out evenly, to as
+  // many blocks as there may be unless fewer with the same number of rounds do. Blocks that share a multiprocessor lie
+  // a number of multiprocessors apart, as a rule: that the longer ones come first keeps two of them from sharing one.
+  TokenTiles(int64_t num_tokens, int64_t num_sequences, int64_t round_tokens, int64_t most_blocks = kMostBlocks)
+      : sequences(num_sequences), step(round_tokens) {
     if (num_tokens == 0) return;
     tokens_per_sequence = num_tokens / sequences;
     const int64_t most = most_blocks > sequences ? most_blocks / sequences : 1;
     const int64_t steps = (tokens_per_sequence + step - 1) / step;
-    tokens_per_block = (steps + most - 1) / most * step;
-    blocks_per_sequence = (tokens_per_sequence + tokens_per_block - 1) / tokens_per_block;
+    const int64_t most_rounds = (steps + most - 1) / most;
+    blocks_per_sequence = steps % most_rounds == 0 ? steps / most_rounds : std::min(most, steps);
+    rounds = steps / blocks_per_sequence;
+    longer_blocks = steps % blocks_per_sequence;
   }
 
   AB_INLINE int64_t count() const { return sequences * blocks_per_sequence; }
   AB_INLINE int64_t begin(int64_t block) const {
-    return block / blocks_per_sequence * tokens_per_sequence + block % blocks_per_sequence * tokens_per_block;
+    const int64_t sequence = block / blocks_per_sequence;
+    return sequence * tokens_per_sequence + rounds_before(block - sequence * blocks_per_sequence) * step;
   }
   AB_INLINE int64_t end(int64_t block) const {
-    const int64_t limit = (block / blocks_per_sequence + 1) * tokens_per_sequence;
-    const int64_t end = begin(block) + tokens_per_block;
-    return end < limit ? end : limit;
+    const int64_t sequence = block / blocks_per_sequence;
+    const int64_t end = rounds_before(block - sequence * blocks_per_sequence + 1) * step;
+    return sequence * tokens_per_sequence + (end < tokens_per_sequence ? end : tokens_per_sequence);
+  }
+
+ private:
+  AB_INLINE int64_t rounds_before(int64_t block_of_sequence) const {
+    return block_of_sequence * rounds + (block_of_sequence < longer_blocks ? block_of_sequence : longer_blocks);
   }
 };
 

@@ -43,8 +43,8 @@ __device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
 
 // Blocks of a multiprocessor that registers are shared out for. Without rows the more the better: as many as leave
 // enough to a thread, and find room in shared memory.
-constexpr int blocks_of(int size, int slots, bool reads_rows) {
-  if (reads_rows) return slots == 1 ? 3 : 2;
+constexpr int blocks_of(Scores scores, int size, int slots, bool reads_rows) {
+  if (reads_rows) return slots == 1 && scores == Scores::softmax ? 3 : 2;
   return slots > 1 ? 4 : size == 2 ? 8 : 5;
 }
 
@@ -214,21 +214,30 @@ struct RowGradients {
     row.poison = sum - sum;
   }
 
-  // Sums of auxiliary scores, by themselves and with their cotangents.
-  __device__ __forceinline__ void sum_scores(const float (&z)[kItems], RowSums& row) const {
+  // Sums of auxiliary scores, by themselves and with their cotangents. Those of other functions than softmax leave
+  // their slopes in z.
+  __device__ __forceinline__ void sum_scores(float (&z)[kItems], RowSums& row) const {
     if (is_softmax) {
       for_cotangents([&](int i, float g) { row.dot = fmaf(z[i], g, row.dot); });
       row.dot = sum_lanes<kLanes>(row.dot) * row.softmax.factor;
-    } else {
-      float sum = 0.0f;
-      for_cotangents([&](int i, float g) {
-        const float s = elementwise_score(op.score_function, z[i]);
-        sum += s;
-        row.dot = fmaf(s, g, row.dot);
-      });
-      row.inverse = reciprocal(sum_lanes<kLanes>(sum) + kSumEpsilon);
-      row.dot = sum_lanes<kLanes>(row.dot) * row.inverse;
+      return;
     }
+    float sum = 0.0f;
+    const auto add = [&](const auto& score_of) {
+      for_cotangents([&](int i, float g) {
+        const ScoreAndSlope of = score_of(z[i]);
+        z[i] = of.slope;
+        sum += of.score;
+        row.dot = fmaf(of.score, g, row.dot);
+      });
+    };
+    if (op.score_function == AB_SIGMOID) {
+      add([](float z) { return sigmoid_and_slope(z); });
+    } else {
+      add([](float z) { return sqrtsoftplus_and_slope(z); });
+    }
+    row.inverse = reciprocal(sum_lanes<kLanes>(sum) + kSumEpsilon);
+    row.dot = sum_lanes<kLanes>(row.dot) * row.inverse;
   }
 
   // Cotangents of the weights of a token's slots become those of their logits, as far as they come through the selected
@@ -266,27 +275,45 @@ struct RowGradients {
     return is_softmax && !op.normalize ? dot : 0.0f;
   }
 
-  // What every expert gets, from its logit or power and its cotangent:
+  // What an expert gets with all others, of the cotangent G of its auxiliary score:
   // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
-  // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
-  __device__ __forceinline__ float of_row(const RowSums& row, bool live, float z_or_power, float g) const {
-    float d = 0.0f;
-    if (is_softmax) {
-      if (op.softmax_rows) d = z_or_power * fmaf(g, row.softmax.factor, row.shift);
-    } else {
-      if (op.softmax_rows) d = row.softmax.power(z_or_power) * row.shift;
-      if (op.auxiliary) d = fmaf((g - row.dot) * row.inverse, elementwise_slope(op.score_function, z_or_power), d);
-    }
-    return live ? d : 0.0f;
+  __device__ __forceinline__ float through_softmax(const RowSums& row, float power, float g) const {
+    return power * fmaf(g, row.softmax.factor, row.shift);
   }
+  // d_e = s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
+  __device__ __forceinline__ float through_score(const RowSums& row, float slope, float g) const {
+    return (g - row.dot) * row.inverse * slope;
+  }
+
+  // Turns powers, slopes or logits, whichever stand in z, into gradients.
   __device__ __forceinline__ void write_row(const Rows& rows, const RowSums& row, bool live, float (&z)[kItems]) const {
-    if (op.auxiliary) {
-      for_cotangents([&](int i, float g) { z[i] = of_row(row, live, z[i], g); });
+    if (is_softmax && op.auxiliary) {
+      for_cotangents([&](int i, float g) { z[i] = live ? through_softmax(row, z[i], g) : 0.0f; });
+    } else if (op.auxiliary) {
+      for_cotangents([&](int i, float g) { z[i] = live ? through_score(row, z[i], g) : 0.0f; });
     } else {
+      const bool is_zero = !live || !is_softmax || !op.softmax_rows;
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) z[i] = of_row(row, live, z[i], 0.0f);
+      for (int i = 0; i < kItems; ++i) z[i] = is_zero ? 0.0f : through_softmax(row, z[i], 0.0f);
     }
+    if (!is_softmax && op.softmax_rows) add_lse(rows, row, live, z);
     rows.write(z);
+  }
+  // The gradient of lse beside another score function: rare, so logits are read again one by one.
+  __device__ __forceinline__ void add_lse(const Rows& rows, const RowSums& row, bool live, float (&z)[kItems]) const {
+#pragma unroll
+    for (unsigned i = 0; i < kItems; ++i) {
+      const unsigned expert = lane * kItems + i;
+      if (live && expert < E) z[i] += through_softmax(row, row.softmax.power(rows.logit(token, expert)), 0.0f);
+    }
+  }
+  // The same for a slot's expert.
+  __device__ __forceinline__ float gradient_of(const RowSums& row, unsigned expert, float z) const {
+    const float g = op.auxiliary ? cotangents()[cotangent_place(expert)] : 0.0f;
+    float d = 0.0f;
+    if (op.softmax_rows) d = through_softmax(row, row.softmax.power(z), is_softmax ? g : 0.0f);
+    if (!is_softmax && op.auxiliary) d += through_score(row, elementwise_slope(op.score_function, z), g);
+    return d;
   }
 
   // An expert that was selected twice (in a replay) would be written twice. Each slot leaves its number where it will
@@ -326,17 +353,13 @@ struct RowGradients {
   }
 
   // Puts all that the slots' experts get where what every expert gets stands.
-  __device__ __forceinline__ void write_slots(const Rows& rows, const RowSums& row, bool live,
-                                              const Slots& slots) const {
+  __device__ __forceinline__ void write_slots(const Rows& rows, const RowSums& row, const Slots& slots) const {
 #pragma unroll
     for (unsigned s = 0; s < kSlots; ++s) {
       if (slots.expert[s] < 0) continue;
       const auto e = static_cast<unsigned>(slots.expert[s]);
       float d = slots.gradient[s];
-      if constexpr (kReadsRows) {
-        const float g = op.auxiliary ? cotangents()[cotangent_place(e)] : 0.0f;
-        d += of_row(row, live, is_softmax ? row.softmax.power(slots.value[s]) : slots.value[s], g);
-      }
+      if constexpr (kReadsRows) d += gradient_of(row, e, slots.value[s]);
       rows.set(token, e, d);
     }
   }
@@ -362,14 +385,14 @@ struct RowGradients {
     __syncwarp();
     if (op.weighted) {
       add_repeated(rows, slots);
-      write_slots(rows, row, of.live, slots);
+      write_slots(rows, row, slots);
       __syncwarp();
     }
   }
 };
 
 template <Scores kScores, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
-__global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kSize, kSlots, kReadsRows))
+__global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kScores, kSize, kSlots, kReadsRows))
     route_backward(const __grid_constant__ BackwardCall call) {
   if constexpr (!has_logit_size<kSize>()) return fail_without_code();
   using Gradients = RowGradients<kScores, kSize, kLanes, kItems, kSlots, kReadsRows>;
@@ -511,7 +534,9 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   call.gradients = call.experts + rounded(tokens * K * 4);
   call.warp = call.gradients + rounded(tokens * K * 4);
   // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.
-  const int64_t most_blocks = TokenTiles::kMultiprocessors * (reads_rows ? blocks_of(size, variant->slots, true) : 8);
+  const int64_t most_blocks =
+      TokenTiles::kMultiprocessors *
+      (reads_rows ? blocks_of(is_softmax ? Scores::softmax : Scores::elementwise, size, variant->slots, true) : 8);
   call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{kWarps} * tokens, most_blocks);
   if (call.tiles.count() == 0) return ok();
   void (*kernel)(BackwardCall) = nullptr;

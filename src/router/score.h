@@ -60,6 +60,26 @@ AB_INLINE float sqrtsoftplus_gradient(float z) {
   return z < kSqrtSoftplusTail ? 0.5f * h : body;
 }
 
+// Both at once, for half the special functions of one after the other.
+struct ScoreAndSlope {
+  float score;
+  float slope;
+};
+AB_INLINE ScoreAndSlope sigmoid_and_slope(float z) {
+  const float e = exp_flushed_f32(-__builtin_fabsf(z));
+  const float r = reciprocal(1.0f + e);
+  const float er = e * r;
+  return {z < 0.0f ? er : r, er * r};
+}
+AB_INLINE ScoreAndSlope sqrtsoftplus_and_slope(float z) {
+  const float h = root_of_exp(z);
+  const float e = h * h;
+  const float r = reciprocal(1.0f + e);
+  const float s = square_root(softplus(z, e));
+  const bool tail = z < kSqrtSoftplusTail;
+  return {tail ? h : s, tail ? 0.5f * h : (z < 0.0f ? e * r : r) / (2.0f * s)};
+}
+
 // Order-preserving bits: a < b as numbers iff as unsigned integers; -0 = +0, every NaN alike and above +inf.
 AB_INLINE uint32_t ordered_bits(float q) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, q + 0.0f);

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from anabranch.jax._names import named_logits, named_routing
 from anabranch.jax._operands import LayerConfig, Operands, Selection, Sums
 from anabranch.jax._products import bfloat16_matmul, halves_matmul, matmul
-from anabranch.jax.router import RouterResiduals, route_backward, route_forward
+from anabranch.jax.router import RouterResiduals, Wanted, reads_lse, route_backward, route_forward
 
 
 class GateResiduals(NamedTuple):
@@ -17,7 +17,7 @@ class GateResiduals(NamedTuple):
     logits: jax.Array | None
     """float32 [T, E]."""
     lse: jax.Array | None
-    """float32 [T]."""
+    """float32 [T]; None too where nothing reads it."""
 
 
 def _logits(x: jax.Array, gate: jax.Array) -> jax.Array:
@@ -27,8 +27,21 @@ def _logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     return matmul(x, gate, (1, 0))
 
 
-def select(config: LayerConfig, operands: Operands) -> tuple[Selection, Sums, GateResiduals]:
-    """The experts and weights of x [T, D]: those that the operands give, or the router's."""
+def gate_residuals(config: LayerConfig) -> tuple[str, ...]:
+    """The fields of GateResiduals that the backward pass needs."""
+    if config.router is None:
+        return ()
+    return GateResiduals._fields if reads_lse(config.router) or config.z_loss else ("logits",)
+
+
+def select(
+    config: LayerConfig, operands: Operands, *, keep: bool, counts: bool
+) -> tuple[Selection, Sums, GateResiduals]:
+    """The experts and weights of x [T, D]: those that the operands give, or the router's.
+
+    keep: a gradient is wanted. counts: tokens_per_expert is; else it is None. What neither these nor a loss needs is
+    not computed: score_sum is zeros then.
+    """
     if config.router is None:
         assert operands.experts is not None and operands.weights is not None
         return Selection(operands.experts, operands.weights), Sums(None, None, None), GateResiduals(None, None)
@@ -37,18 +50,20 @@ def select(config: LayerConfig, operands: Operands) -> tuple[Selection, Sums, Ga
     if operands.gate_bias is not None:
         logits = logits + operands.gate_bias.astype(jnp.float32)
     logits = named_logits(logits)
-    routing, _ = route_forward(
+    routing = route_forward(
         config.router,
         logits,
         operands.expert_bias,
         operands.token_mask,
         operands.forced_experts,
         operands.qb_bin_bounds,
+        Wanted(counts, config.aux_loss, config.z_loss or (keep and "lse" in gate_residuals(config))),
     )
     routing = named_routing(routing)
     # A masked token has lse 0.
     squares = jnp.sum(jnp.square(routing.lse)) if config.z_loss else jnp.zeros((), jnp.float32)
-    sums = Sums(routing.score_sum, squares, routing.tokens_per_expert, routing.qb_histogram)
+    score_sum = jnp.zeros(logits.shape[1], jnp.float32) if routing.score_sum is None else routing.score_sum
+    sums = Sums(score_sum, squares, routing.tokens_per_expert, routing.qb_histogram)
     return Selection(routing.experts, routing.weights), sums, GateResiduals(logits, routing.lse)
 
 
@@ -83,14 +98,18 @@ def select_backward(
     if config.router is None:
         return GateGradients(None, None, None, d_weights)
     x, gate, mask = operands.x, operands.gate, operands.token_mask
-    assert gate is not None and kept.logits is not None and kept.lse is not None
+    assert gate is not None and kept.logits is not None
     assert d_sums.score_sum is not None and d_sums.lse_squares is not None
+    d_lse = None
+    if config.z_loss:
+        assert kept.lse is not None
+        d_lse = 2 * d_sums.lse_squares * kept.lse
     d_logits = route_backward(
         config.router,
         RouterResiduals(kept.logits, selection.experts, mask, kept.lse),
         d_weights,
         d_sums.score_sum if config.aux_loss else None,
-        2 * d_sums.lse_squares * kept.lse if config.z_loss else None,
+        d_lse,
     )
     bias = None if operands.gate_bias is None else jnp.sum(d_logits, axis=0)  # of a masked token it is 0
     if mask is not None:  # a masked token counts nowhere, whatever it holds: 0 * NaN would be NaN

@@ -13,7 +13,7 @@ import jax
 
 from anabranch.jax._arrays import flat
 from anabranch.jax._ffn import d_rows_of, d_w_in_of, ffn_backward_by_slot, ffn_forward_by_slot
-from anabranch.jax._gate import GateResiduals, select, select_backward
+from anabranch.jax._gate import GateResiduals, gate_residuals, select, select_backward
 from anabranch.jax._names import named_h, named_logits, named_routing
 from anabranch.jax._operands import (
     DIFFERENTIABLE,
@@ -49,13 +49,13 @@ class Residuals(NamedTuple):
 def forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[LayerOutput, Residuals]:
     """The forward rule on what one device has; `keep_h`: a gradient is wanted."""
     leading, operands = operands.x.shape[:-1], flat_tokens(operands)
-    selection, sums, gate = select(config, operands)
+    selection, sums, gate = select(config, operands, keep=keep_h, counts=False)  # the plan's are the same
     layout = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
     y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, layout, early), keep_h=keep_h)
     h = named_h(h)
     output = y.sum(layout.row_of_slot, late, operands.x.dtype)
-    sums = sums._replace(tokens_per_expert=layout.tokens_per_expert)  # the router's own, where there is one
+    sums = sums._replace(tokens_per_expert=layout.tokens_per_expert)
     result = layer_output(config, leading, output, selection, sums, layout.dropped[None])
     return result, Residuals(gate, layout, h)
 
@@ -117,7 +117,7 @@ class _Static(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a shard keeps, with the leading dimensions of x; None where the selection was given."""
+    """What a shard keeps, with the leading dimensions of x; None what the gate does not need, or is not there."""
 
     logits: jax.Array | None
     """[..., E]"""
@@ -136,7 +136,9 @@ def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
         return results
     leading, (logits, lse) = result.output.shape[:-1], residuals.gate
     h = residuals.h.reshape(*leading, config.ffn.topk, *residuals.h.shape[1:])
-    tokens = () if logits is None or lse is None else (logits.reshape(*leading, -1), lse.reshape(*leading, 1))
+    tokens = () if logits is None else (logits.reshape(*leading, logits.shape[1]),)
+    if lse is not None:
+        tokens = (*tokens, lse.reshape(*leading, 1))
     return (*results, *tokens, h)
 
 
@@ -148,9 +150,9 @@ def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
         return kind(*(next(rest) for _ in kind._fields))
 
     operands, selection, kept, cotangents = map(take, (Operands, Selection, _Kept, Cotangents))
-    gate = GateResiduals(None, None)
-    if kept.logits is not None:
-        gate = GateResiduals(flat(kept.logits), flat(kept.lse)[:, 0])
+    gate = GateResiduals(
+        None if kept.logits is None else flat(kept.logits), None if kept.lse is None else flat(kept.lse)[:, 0]
+    )
     h = kept.h.reshape(math.prod(kept.h.shape[:-2]), *kept.h.shape[-2:])
     found = backward(config, operands, selection, Residuals(gate, None, h), cotangents, dtypes)
     return tuple(gradient for name in DIFFERENTIABLE if (gradient := getattr(found, name)) is not None)
@@ -169,7 +171,7 @@ def _unaligned(config: LayerConfig) -> LayerConfig:
 def sharded_forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[LayerOutput, _Kept | None]:
     """The forward rule for tokens that are sharded in whatever way, and what `sharded_backward` needs of it."""
     t, names = operands.x.ndim - 1, output_names(config)
-    kept = () if not keep_h else ("h",) if config.router is None else _Kept._fields
+    kept = (*gate_residuals(config), "h") if keep_h else ()
     results = (*_tokens(t, names, TOKEN_RESULTS), *_tokens(t, kept, kept))
     static = _Static(_unaligned(config), keep_h, weight_dtypes(operands))
     call = TokenCall(_shard_forward, static, _tokens(t, Operands._fields, TOKENS), results)

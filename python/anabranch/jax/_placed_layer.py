@@ -24,7 +24,7 @@ from anabranch.jax._ffn import (
     ffn_backward_by_slot,
     ffn_forward_by_slot,
 )
-from anabranch.jax._gate import GateResiduals, select, select_backward
+from anabranch.jax._gate import GateResiduals, gate_residuals, select, select_backward
 from anabranch.jax._names import named_h, named_routing
 from anabranch.jax._operands import (
     DIFFERENTIABLE,
@@ -164,7 +164,7 @@ def _forward(
     whole = _operands(given)
     leading, dtype = whole.x.shape[:-1], whole.x.dtype
     operands = flat_tokens(_gathered(placement, whole))
-    selection, sums, gate = select(config, operands)
+    selection, sums, gate = select(config, operands, keep=keep, counts=True)
     experts, wrong = selection.experts, jnp.zeros((), jnp.int32)
     if config.router is None:
         experts, counts, wrong = _without_wrong(experts, placement.bounds.experts)
@@ -283,8 +283,7 @@ def placed_forward(
 ) -> tuple[LayerOutput, Kept]:
     """The forward rule, and with `keep` what `placed_backward` needs of it."""
     given, output_specs = _given(operands), _output_specs(placement)
-    of_gate = () if config.router is None else GateResiduals._fields
-    names = (*of_gate, "h", *_route_names(placement)) if keep else ()
+    names = (*gate_residuals(config), "h", *_route_names(placement)) if keep else ()
     out_specs = ({name: output_specs[name] for name in output_names(config)}, _kept_specs(placement, names))
     rule = functools.partial(_forward, config, placement, keep)
     result, kept = _on_mesh(placement, rule, (_specs_of(placement, operands),), out_specs, given)

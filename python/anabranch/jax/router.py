@@ -37,12 +37,35 @@ class RouterResiduals(NamedTuple):
     logits: jax.Array
     experts: jax.Array
     token_mask: jax.Array | None
-    lse: jax.Array
+    lse: jax.Array | None
 
 
-def forward_workspace(options: RouterOptions, T: int, B: int, E: int) -> int:
+class Wanted(NamedTuple):
+    """Which of the results that not everybody needs `route_forward` computes; the others are None."""
+
+    tokens_per_expert: bool = True
+    score_sum: bool = True
+    lse: bool = True
+
+
+_EVERYTHING = Wanted()
+
+
+class RouterOutputs(NamedTuple):
+    """What `route_forward` returns: the fields of Routing."""
+
+    weights: jax.Array
+    experts: jax.Array
+    tokens_per_expert: jax.Array | None
+    score_sum: jax.Array | None
+    lse: jax.Array | None
+    qb_histogram: jax.Array | None
+
+
+def forward_workspace(options: RouterOptions, wanted: Wanted, T: int, B: int, E: int) -> int:
     """Bytes for the forward pass of T tokens in B sequences whose statistics are apart."""
-    return _workspaces.statistics(T, B, E) + (_workspaces.quantile(T) if options.qb_bins else 0)
+    statistics = _workspaces.statistics(T, B, E) if wanted.tokens_per_expert or wanted.score_sum else 0
+    return statistics + (_workspaces.quantile(T) if options.qb_bins else 0)
 
 
 def route_forward(
@@ -52,7 +75,8 @@ def route_forward(
     token_mask: jax.Array | None,
     forced_experts: jax.Array | None,
     qb_bin_bounds: jax.Array | None = None,
-) -> tuple[Routing, RouterResiduals]:
+    wanted: Wanted = _EVERYTHING,
+) -> RouterOutputs:
     """The forward rule of `route`, on checked arguments: [..., E] logits, bool mask, int32 forced experts."""
     *leading, E = logits.shape
     T, K = math.prod(leading), options.topk
@@ -71,23 +95,28 @@ def route_forward(
         {
             "weights": struct((T, K), jnp.float32),
             "experts": struct((T, K), jnp.int32),
-            "tokens_per_expert": struct(stats, jnp.int32),
-            "score_sum": struct(stats, jnp.float32),
-            "lse": struct((T,), jnp.float32),
+            "tokens_per_expert": struct(stats, jnp.int32) if wanted.tokens_per_expert else None,
+            "score_sum": struct(stats, jnp.float32) if wanted.score_sum else None,
+            "lse": struct((T,), jnp.float32) if wanted.lse else None,
             "qb_histogram": struct((E, options.qb_bins), jnp.int32) if options.qb_bins else None,
         },
-        workspace=forward_workspace(options, T, math.prod(sequences) if options.sequence_stats else 1, E),
+        workspace=forward_workspace(options, wanted, T, math.prod(sequences) if options.sequence_stats else 1, E),
         **forward_attributes(options),
     )
-    routing = Routing(
+    counts, score_sum, lse = (results[name] for name in ("tokens_per_expert", "score_sum", "lse"))
+    return RouterOutputs(
         results["weights"].reshape(*leading, K),
         results["experts"].reshape(*leading, K),
-        results["tokens_per_expert"].reshape(*sequences, E),
-        results["score_sum"].reshape(*sequences, E),
-        results["lse"].reshape(leading),
+        None if counts is None else counts.reshape(*sequences, E),
+        None if score_sum is None else score_sum.reshape(*sequences, E),
+        None if lse is None else lse.reshape(leading),
         results["qb_histogram"],
     )
-    return routing, RouterResiduals(logits, routing.experts, token_mask, routing.lse)
+
+
+def reads_lse(options: RouterOptions) -> bool:
+    """Whether the backward rule reads lse without a cotangent of it."""
+    return options.score_function == "softmax"
 
 
 def route_backward(
@@ -104,7 +133,6 @@ def route_backward(
     *leading, E = logits.shape
     T, K = math.prod(leading), options.topk
     stats = (math.prod(leading[:-1]), E) if options.sequence_stats else (E,)
-    uses_lse = options.score_function == "softmax" or d_lse is not None
     shared = attributes(options)
     if d_weights is None:
         shared["scaling_factor"] = 1.0  # scales weights only
@@ -114,7 +142,7 @@ def route_backward(
             "logits": logits.reshape(T, E),
             "experts": None if d_weights is None else experts.reshape(T, K),
             "token_mask": None if token_mask is None else token_mask.reshape(T),
-            "lse": lse.reshape(T) if uses_lse else None,
+            "lse": lse.reshape(T) if lse is not None and (reads_lse(options) or d_lse is not None) else None,
             "d_weights": None if d_weights is None else d_weights.reshape(T, K),
             "d_score_sum": None if d_score_sum is None else d_score_sum.reshape(stats),
             "d_lse": None if d_lse is None else d_lse.reshape(T),
@@ -244,7 +272,7 @@ def check_slots(leading: tuple[int, ...], topk: int) -> None:
 
 
 def _forward(options: RouterOptions, *arrays: Any) -> tuple[jax.Array, ...]:
-    return tuple(array for array in route_forward(options, *arrays)[0] if array is not None)
+    return tuple(array for array in route_forward(options, *arrays) if array is not None)
 
 
 def _backward(options: RouterOptions, logits, experts, token_mask, lse, *cotangents) -> tuple[jax.Array, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from anabranch.torch import _ops
 from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
-from anabranch.torch._layer import LayerConfig, Operands
+from anabranch.torch._layer import LayerConfig, Operands, wanted_cotangents
 from anabranch.torch.exchange import Ranks, Route, keep_within, transport
 from anabranch.torch.router import logits_gradient, routing_of
 
@@ -87,6 +87,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
             operands.token_mask,
             operands.forced_experts,
             operands.qb_bin_bounds,
+            wanted=layer.wanted._replace(tokens_per_expert=True),
         )
         wrong = x.new_zeros((), dtype=torch.int32)
     kept, dropped = keep_within(ranks, experts)
@@ -174,7 +175,8 @@ def _backward(ctx, d):
     else:
         if d["weights"] is not None:
             d_w = d_w + d["weights"]
-        d_logits = logits_gradient(layer.router, logits, experts, token_mask, lse, d_w, d["score_sum"], d["lse"])
+        d_sums = wanted_cotangents(layer, d["score_sum"], d["lse"])
+        d_logits = logits_gradient(layer.router, logits, experts, token_mask, lse, d_w, *d_sums)
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
         addend, found["gate"] = through.x, through.gate.to(gate.dtype)

@@ -15,7 +15,7 @@ from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch._mixture_ops import MixtureOptions, mixture_options
 from anabranch.torch.experts import Network
-from anabranch.torch.router import logits_gradient
+from anabranch.torch.router import Wanted, logits_gradient, reads_lse
 
 
 class LayerConfig(NamedTuple):
@@ -28,11 +28,31 @@ class LayerConfig(NamedTuple):
     align_size: int
     options: MixtureOptions
     """All of these, as the operations take them."""
+    wanted: Wanted
+    """What losses and the backward pass need of the router, counts aside."""
+    aux_loss: bool
+    z_loss: bool
 
 
-def config_of(router: RouterOptions | None, ffn: Network, num_experts: int, align_size: int) -> LayerConfig:
+def config_of(
+    router: RouterOptions | None,
+    ffn: Network,
+    num_experts: int,
+    align_size: int,
+    aux_loss: bool = False,
+    z_loss: bool = False,
+) -> LayerConfig:
     """Of options that have been checked."""
-    return LayerConfig(router, ffn, num_experts, align_size, mixture_options(router, ffn, num_experts, align_size))
+    wanted = Wanted(False, aux_loss, z_loss or (router is not None and reads_lse(router)))
+    options = mixture_options(router, ffn, num_experts, align_size, wanted)
+    return LayerConfig(router, ffn, num_experts, align_size, options, wanted, aux_loss, z_loss)
+
+
+def wanted_cotangents(
+    config: LayerConfig, d_score_sum: Tensor | None, d_lse: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of score_sum and lse, without those of what no loss reads: compiled programs make zeros for them."""
+    return d_score_sum if config.aux_loss else None, d_lse if config.z_loss else None
 
 
 class Operands(NamedTuple):
@@ -69,9 +89,9 @@ class LayerOutput(NamedTuple):
     experts: Tensor
     """int32 [T, K]."""
     score_sum: Tensor
-    """float32 [E]."""
+    """float32 [E]; without a load-balance loss no elements."""
     lse: Tensor
-    """float32 [T]; of a masked token 0."""
+    """float32 [T]; of a masked token 0; no elements where neither a loss nor the backward pass reads it."""
     qb_histogram: Tensor
     """int32 [E, bins]."""
     h: Tensor
@@ -147,10 +167,11 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
         d_output = torch.zeros_like(x)
     up, down = _as(w_in, dtype), _as(w_out, dtype)
     of_experts = (d_output, h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
+    d_sums = wanted_cotangents(config, d_score_sum, d_lse)
     # A cotangent of the weights is added to what the experts give: then routing has to wait for it.
     if at_once := wants_logits and d_weights is None:
         dh, d_w_out, d_b_out, d_w, d_logits = _ops.mixture_hidden(
-            *of_experts, logits, experts, token_mask, lse, d_score_sum, d_lse, w_out.dtype, wants["w_out"],
+            *of_experts, logits, experts, token_mask, lse, *d_sums, w_out.dtype, wants["w_out"],
             *config.options,
         )  # fmt: skip
     else:
@@ -162,7 +183,7 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     elif wants_logits:
         if not at_once:
             d_w = d_w + d_weights
-            d_logits = logits_gradient(config.router, logits, experts, token_mask, lse, d_w, d_score_sum, d_lse)
+            d_logits = logits_gradient(config.router, logits, experts, token_mask, lse, d_w, *d_sums)
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
         addend, found["gate"] = through.x, _as(through.gate, gate.dtype)

@@ -4,6 +4,7 @@ What torch takes for an operation beside them is then paid once forward, and twi
 products.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +42,21 @@ class _Parts(NamedTuple):
     routing: tuple[Any, ...]
     """topk, score_function, normalize, scaling_factor."""
     selection: tuple[int, ...]
-    """num_groups, group_topk, group_score_topk, sequences, qb_bins."""
+    """num_groups, group_topk, group_score_topk, sequences, qb_bins, and which results are wanted."""
     network: tuple[Any, ...]
 
 
-def mixture_options(router: RouterOptions | None, network: Any, num_experts: int, align_size: int) -> MixtureOptions:
-    """Of a layer with or without a router, with the options of an `experts.Network`."""
+def mixture_options(
+    router: RouterOptions | None, network: Any, num_experts: int, align_size: int, wanted: Sequence[bool]
+) -> MixtureOptions:
+    """Of a layer with or without a router, with the options of an `experts.Network`; wanted: a `router.Wanted`."""
     if router is None:
         router = RouterOptions(network.topk)
     _, score_function, normalize, scaling_factor = attributes(router).values()
     of_router = (router.num_groups, router.group_topk, router.group_score_topk, router.qb_bins)
     of_network = (network.activation, int(network.weight_early), network.topk, network.precision)
     return MixtureOptions(
-        (num_experts, align_size, score_function, normalize, *of_router, *of_network),
+        (num_experts, align_size, score_function, normalize, *of_router, *of_network, *map(int, wanted)),
         (scaling_factor, network.activation_alpha, network.activation_limit),
         network.w_in_layout,
         network.w_out_layout,
@@ -62,13 +65,13 @@ def mixture_options(router: RouterOptions | None, network: Any, num_experts: int
 
 def _parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> _Parts:
     num_experts, align_size, score_function, normalize, num_groups, group_topk, group_score_topk, qb_bins = integers[:8]
-    activation, weight_early, topk, precision = integers[8:]
+    activation, weight_early, topk, precision, *wanted = integers[8:]
     scaling_factor, alpha, limit = numbers
     return _Parts(
         num_experts,
         align_size,
         (topk, score_function, normalize, scaling_factor),
-        (num_groups, group_topk, group_score_topk, -1, qb_bins),
+        (num_groups, group_topk, group_score_topk, -1, qb_bins, *map(bool, wanted)),
         (activation, alpha, limit, weight_early, topk, w_in_layout, w_out_layout, precision),
     )
 

@@ -13,15 +13,16 @@ _ROUTING = "int topk, int score_function, bool normalize, float scaling_factor"
 def allocate_route(
     logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
     topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
+    wants_counts, wants_score_sum, wants_lse,
 ):  # fmt: skip
     (T, E), empty = logits.shape, logits.new_empty
     stats = (sequences, E) if sequences >= 0 else (E,)
     return (
         empty((T, topk), dtype=torch.float32),
         empty((T, topk), dtype=torch.int32),
-        empty(stats, dtype=torch.int32),
-        empty(stats, dtype=torch.float32),
-        empty((T,), dtype=torch.float32),
+        empty(stats if wants_counts else (0,), dtype=torch.int32),
+        empty(stats if wants_score_sum else (0,), dtype=torch.float32),
+        empty((T,) if wants_lse else (0,), dtype=torch.float32),
         empty((E, qb_bins), dtype=torch.int32),
     )
 
@@ -29,6 +30,7 @@ def allocate_route(
 def calls_of_route(
     results, logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
     topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
+    wants_counts, wants_score_sum, wants_lse,
 ):  # fmt: skip
     weights, experts, tokens_per_expert, score_sum, lse, histogram = results
     return _calls.router_forward(
@@ -39,9 +41,9 @@ def calls_of_route(
             "forced_experts": forced_experts,
             "weights": weights,
             "experts": experts,
-            "tokens_per_expert": tokens_per_expert,
-            "score_sum": score_sum,
-            "lse": lse,
+            "tokens_per_expert": tokens_per_expert if wants_counts else None,
+            "score_sum": score_sum if wants_score_sum else None,
+            "lse": lse if wants_lse else None,
             "qb_bin_bounds": qb_bin_bounds,
             "qb_histogram": histogram if qb_bins else None,
         },
@@ -55,10 +57,11 @@ def calls_of_route(
     )
 
 
-#: Statistics are [E], with sequences >= 0 [sequences, E]; the histogram is [E, qb_bins].
+#: Statistics are [E], with sequences >= 0 [sequences, E]; the histogram is [E, qb_bins]. What is not wanted is [0].
 route = define(
     "route(Tensor logits, Tensor? expert_bias, Tensor? token_mask, Tensor? forced_experts, Tensor? qb_bin_bounds, "
-    f"{_ROUTING}, int num_groups, int group_topk, int group_score_topk, SymInt sequences, int qb_bins) -> "
+    f"{_ROUTING}, int num_groups, int group_topk, int group_score_topk, SymInt sequences, int qb_bins, "
+    "bool wants_counts, bool wants_score_sum, bool wants_lse) -> "
     "(Tensor weights, Tensor experts, Tensor tokens_per_expert, Tensor score_sum, Tensor lse, Tensor qb_histogram)",
     allocate_route,
     calls_of_route,

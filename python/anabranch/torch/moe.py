@@ -129,7 +129,7 @@ def layer_config(
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
     layouts = check_layouts(w_in_layout, w_out_layout)
     ffn = network(activation, parts, weight_early, options.topk, layouts, precision)
-    return config_of(options, ffn, num_experts, check_align_size(align_size))
+    return config_of(options, ffn, num_experts, check_align_size(align_size), *map(bool, coefficients))
 
 
 def moe(

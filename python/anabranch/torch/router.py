@@ -31,6 +31,22 @@ class Routing(NamedTuple):
     qb_histogram: Tensor | None = None
 
 
+class Wanted(NamedTuple):
+    """Which of the results that not everybody needs `routing_of` computes; the others have no elements."""
+
+    tokens_per_expert: bool = True
+    score_sum: bool = True
+    lse: bool = True
+
+
+_EVERYTHING = Wanted()
+
+
+def reads_lse(options: RouterOptions) -> bool:
+    """Whether the backward rule reads lse without a cotangent of it."""
+    return options.score_function == "softmax"
+
+
 def routing_of(
     options: RouterOptions,
     logits: Tensor,
@@ -39,6 +55,7 @@ def routing_of(
     forced_experts: Tensor | None,
     bounds: Tensor | None,
     sequences: int = -1,
+    wanted: Wanted = _EVERYTHING,
 ) -> Any:
     """The operation by itself, on flat tokens: logits [T, E], mask [T], forced experts [T, K]."""
     return _ops.route(
@@ -53,6 +70,7 @@ def routing_of(
         options.group_score_topk,
         sequences,
         options.qb_bins,
+        *wanted,
     )
 
 

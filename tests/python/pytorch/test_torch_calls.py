@@ -95,10 +95,12 @@ def samples():
     """(operation, arguments) of every operation."""
     logits, bias, mask = normal(T, E), normal(E), torch.arange(T) % 3 > 0
     routing = (K, 1, True, 2.5)
-    weights, experts, _, score_sum, lse, _ = _ops.route(logits, None, mask, None, None, *routing, 0, 0, 0, -1, 0)
+    weights, experts, _, score_sum, lse, _ = _ops.route(
+        logits, None, mask, None, None, *routing, 0, 0, 0, -1, 0, True, True, True
+    )
     bounds = torch.tensor([-1.0, 1.0])
-    yield _ops.route, (logits, bias, mask, None, bounds, *routing, 0, 0, 0, -1, 7)
-    yield _ops.route, (logits, None, None, experts, None, *routing, 0, 0, 0, 2, 0)
+    yield _ops.route, (logits, bias, mask, None, bounds, *routing, 0, 0, 0, -1, 7, True, False, True)
+    yield _ops.route, (logits, None, None, experts, None, *routing, 0, 0, 0, 2, 0, False, True, False)
     yield _ops.route_backward, (logits, experts, mask, lse, weights, score_sum, lse, *routing)
     for map_format, bins in (("bytemap", 7), ("bitmap_u8", 0), ("", 0)):
         of_bins = (bias, bounds) if bins else (None, None)
@@ -152,7 +154,7 @@ def samples():
 def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network):
     of_network = Network(*network)
     for router in (RouterOptions(K, "sigmoid"), RouterOptions(K, qb_bins=7), None):
-        options = mixture_options(router, of_network, E, 2)
+        options = mixture_options(router, of_network, E, 2, (False, True, True))
         routing = (None, weights, experts, None, None, None, None)
         if router is not None:
             of_bins = (bias, mask, None, bounds) if router.qb_bins else (bias, None, None, None)

@@ -130,7 +130,7 @@ struct RowGradients {
     const int64_t row = static_cast<int64_t>(blockIdx.x / call.tiles.blocks_per_sequence) * E;
 #pragma unroll 1
     for (unsigned e = threadIdx.x; e < kLanes * kItems; e += blockDim.x) {
-      cotangents().set(cotangent_place(e), e < E ? load(op.d_score_sum, row + e) : 0.0f);
+      cotangents().set(cotangent_place(e), e < E ? cuda::load(op.d_score_sum, row + e) : 0.0f);
     }
   }
   __device__ __forceinline__ void load_own_cotangents(const Token& of) const {
@@ -142,11 +142,11 @@ struct RowGradients {
       const unsigned e = place % (kLanes * kItems);
       const bool there = row < of.count && e < E;
       own_cotangents().set(row * kLanes * kStride + cotangent_place(e),
-                           there ? load(op.d_aux_scores, static_cast<int64_t>(of.first + row) * E + e) : 0.0f);
+                           there ? cuda::load(op.d_aux_scores, static_cast<int64_t>(of.first + row) * E + e) : 0.0f);
     }
   }
 
-  // Experts of the slots of token t; -1 where there is none.
+  // Experts of the slots of token t, -1 where there is none.
   __device__ __forceinline__ void fetch_experts(unsigned t, bool there, int32_t (&experts)[kSlots]) const {
 #pragma unroll
     for (unsigned s = 0; s < kSlots; ++s) {
@@ -156,8 +156,10 @@ struct RowGradients {
     }
   }
 
-  // What the slots need from memory; logits only where no row is read.
-  __device__ __forceinline__ void load_slots(const Token& of, const int32_t (&experts)[kSlots], Slots& slots) const {
+  // What a round needs from memory beside rows: of its slots, with logits only where no row is read, and lse.
+  __device__ __forceinline__ void load(const int32_t (&experts)[kSlots], Token& of, Slots& slots) const {
+    of.own = of.first + token;
+    of.live = token < of.count && (op.token_mask == nullptr || op.token_mask[of.own] != 0);
 #pragma unroll
     for (unsigned s = 0; s < kSlots; ++s) {
       slots.expert[s] = of.live && experts[s] >= 0 && experts[s] < op.E ? experts[s] : -1;
@@ -165,17 +167,16 @@ struct RowGradients {
       slots.value[s] = -INFINITY;
       if (slots.expert[s] >= 0) {
         const size_t place = size_t{of.own} * E + static_cast<unsigned>(slots.expert[s]);
-        slots.gradient[s] = op.d_weights.data != nullptr ? load(op.d_weights, int64_t{of.own} * K + lane + s * kLanes)
-                                                         : load(op.d_probs, static_cast<int64_t>(place));
+        slots.gradient[s] = op.d_weights.data != nullptr
+                                ? cuda::load(op.d_weights, int64_t{of.own} * K + lane + s * kLanes)
+                                : cuda::load(op.d_probs, static_cast<int64_t>(place));
         if (!kReadsRows) slots.value[s] = load_float(op.logits, op.logits_dtype, static_cast<int64_t>(place));
       }
     }
-  }
-  __device__ __forceinline__ void load_lse(Token& of) const {
     of.lse = 0.0f;
     of.d_lse = 0.0f;
     if (op.lse != nullptr && of.live) of.lse = op.lse[of.own];
-    if (kReadsRows && op.d_lse.data != nullptr && of.live) of.d_lse = load(op.d_lse, of.own);
+    if (kReadsRows && op.d_lse.data != nullptr && of.live) of.d_lse = cuda::load(op.d_lse, of.own);
   }
 
   // z: the lane's logits, zeros of a token that is not there; and those of its slots.
@@ -400,6 +401,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kScores, kSize, kSlot
   constexpr unsigned kTokens = Gradients::kTokens;
   extern __shared__ __align__(128) char shared[];
   const RouterBackward& op = call.op;
+  constexpr bool kAhead = kReadsRows && kScores == Scores::softmax && (kLanes == 4 || kLanes == 8);
   const Gradients gradients(call, static_cast<unsigned>(__cvta_generic_to_shared(shared)));
   let_next_kernel_start();
   wait_for_previous_kernel();
@@ -410,48 +412,56 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kScores, kSize, kSlot
   const unsigned step = blockDim.x / kLanes;  // tokens of a round of the block
   unsigned begin = warp_index() * kTokens;    // of the warp's tokens, from block_begin on
   Rows rows(gradients.memory, gradients.E, call.logits_are_aligned, op.logits_dtype);
-  Rows next_rows(gradients.memory + (kReadsRows ? rows.bytes() : 0), gradients.E, call.logits_are_aligned,
-                 op.logits_dtype);
+  Rows next_rows = rows.at(rows.address() + (kReadsRows ? rows.bytes() : 0));
   const unsigned row_bytes = gradients.E * rows.element_size();
   const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * row_bytes;
 
-  int32_t next_expert[kSlots];  // of the slots, a round ahead of their use
+  // Loads run ahead of the rounds that they are for: rows by one, and what slots need too where that pays, their
+  // experts by one more.
+  int32_t experts[kSlots];
+  typename Gradients::Token next_of{};
+  typename Gradients::Slots next_slots;
   const auto fetch_experts = [&](unsigned from) {
     gradients.fetch_experts(static_cast<unsigned>(block_begin) + from + gradients.token,
-                            from + gradients.token < block_tokens, next_expert);
+                            from + gradients.token < block_tokens, experts);
   };
+  const auto load_round = [&](unsigned from) {
+    next_of.first = static_cast<unsigned>(block_begin) + from;
+    next_of.count = min(block_tokens - from, kTokens);
+    gradients.load(experts, next_of, next_slots);
+  };
+  const auto start_rows = [&](const Rows& to, unsigned from) {
+    if (!kReadsRows) return;
+    if (from < block_tokens) {
+      to.start(logits, min(block_tokens - from, kTokens));
+    } else {
+      end_copy_group();  // an empty one: they are counted
+    }
+    logits += step * row_bytes;
+  };
+  start_rows(rows, begin);
   if (begin < block_tokens) {
-    if (kReadsRows) rows.start(logits, min(block_tokens - begin, kTokens));
     fetch_experts(begin);
+    if (kAhead) {
+      load_round(begin);
+      fetch_experts(begin + step);
+    }
   }
   __syncthreads();
 
 #pragma unroll 1
   for (; begin < block_tokens; begin += step) {
-    typename Gradients::Token of;
-    of.first = static_cast<unsigned>(block_begin) + begin;
-    of.count = min(block_tokens - begin, kTokens);
-    of.own = of.first + gradients.token;
-    of.live = gradients.token < of.count && (op.token_mask == nullptr || op.token_mask[of.own] != 0);
-
-    // Loads: what slots need from memory now, rows of logits and experts for the next round.
-    typename Gradients::Slots slots;
-    gradients.load_slots(of, next_expert, slots);
-    gradients.load_lse(of);
-    const bool more = begin + step < block_tokens;
-    if (more) fetch_experts(begin + step);
-    if constexpr (kReadsRows) {
-      if (more) {
-        logits += step * row_bytes;
-        next_rows.start(logits, min(block_tokens - begin - step, kTokens));
-        wait_for_copies<1>();
-      } else {
-        wait_for_copies<0>();
-      }
+    if (!kAhead) load_round(begin);
+    const typename Gradients::Token of = next_of;
+    typename Gradients::Slots slots = next_slots;
+    if (begin + step < block_tokens) {
+      if (kAhead) load_round(begin + step);
+      fetch_experts(begin + (kAhead ? 2 : 1) * step);
     }
+    start_rows(next_rows, begin + step);
+    if (kReadsRows) wait_for_copies<1>();
     gradients.load_own_cotangents(of);
     __syncwarp();
-
     gradients.compute(rows, of, slots);
     char* const out = static_cast<char*>(op.d_logits) + size_t{of.first} * row_bytes;
     rows.copy_out(out, of.count, call.gradients_are_aligned);

@@ -45,6 +45,12 @@ class StagedRows {
         is_vector_(aligned && E * element_size() % kChunk == 0) {}
 
   __device__ __forceinline__ unsigned address() const { return address_; }
+  // Such rows elsewhere.
+  __device__ __forceinline__ StagedRows at(unsigned address) const {
+    StagedRows rows = *this;
+    rows.address_ = address;
+    return rows;
+  }
   __device__ __forceinline__ unsigned element_size() const { return is_wide() ? 4 : 2; }
   // Of the rows that a warp takes at a time.
   __device__ __forceinline__ unsigned bytes() const { return kWarp * kItems * element_size(); }

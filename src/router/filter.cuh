@@ -172,11 +172,11 @@ struct Filter {
     for (unsigned i = 0; i < kOwn; ++i) experts.set(first + i, static_cast<int32_t>(~keys[i] & kExpertBits));
   }
 
-  // The same for any q. Returns whether neighbours may stand the wrong way round. values: scratch for kCandidates
-  // floats.
+  // The same for any q. Returns whether neighbours may stand the wrong way round. least_q: no candidate is below it by
+  // more than 2^15 units of its last place. values: scratch for kCandidates floats.
   template <class ValueOf>
   static __device__ __forceinline__ bool sort_nearly(const SharedArray<uint16_t>& list, unsigned count, unsigned lane,
-                                                     __nv_bfloat162 threshold, const SharedArray<float>& values,
+                                                     float least_q, const SharedArray<float>& values,
                                                      const ValueOf& value_of, const SharedArray<int32_t>& experts) {
     constexpr uint32_t kPlace = kCandidates - 1;
     constexpr uint32_t kMost = kAllLanes / kCandidates;
@@ -187,11 +187,10 @@ struct Filter {
     for (unsigned i = 0; i < kOwn; ++i) keys[i] = first + i < count ? list[first + i] : 0u;
 #pragma unroll
     for (unsigned i = 0; i < kOwn; ++i) q[i] = value_of(keys[i]);
-    // Values of 32 bits above a positive threshold: keys hold their distance from it, all of it if it is short enough.
-    // What rounds to the threshold is not below it by more than 2^15.
+    // Values of 32 bits above a positive least one: keys hold their distance from it, all of it if it is short enough.
     uint32_t least = 0;
-    const uint32_t of_threshold = ordered_key(__low2float(threshold));
-    if (of_threshold > 0x80000000u) least = of_threshold - 0x8001u;
+    const uint32_t of_least = ordered_key(least_q);
+    if (of_least > 0x80000000u) least = of_least - 0x8001u;
 #pragma unroll
     for (unsigned i = 0; i < kOwn; ++i) values.set(first + i, q[i]);
 #pragma unroll

@@ -38,6 +38,14 @@ __device__ __forceinline__ void score_items(int32_t score_function, float (&z)[k
   }
 }
 
+// sigmoid by one instruction of the special function unit, off by kRoughness at most: tanh is by 2^-11 of its value.
+constexpr float kRoughness = 0x1.02p-12f;
+__device__ __forceinline__ float rough_sigmoid(float z) {
+  float tanh;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.5f * z));
+  return fmaf(tanh, 0.5f, 0.5f);
+}
+
 template <int kItems>
 __device__ __forceinline__ float sum_items(const float (&items)[kItems]) {
   float sum = 0.0f;
@@ -123,7 +131,7 @@ struct RowRouter {
         K(static_cast<unsigned>(op.K)),
         lane(threadIdx.x % kLanes),
         token(threadIdx.x % kWarp / kLanes),
-        first_item(lane * kItems),
+        first_item(keep_in_register(lane * kItems)),
         is_softmax(kMode == Mode::softmax || (kMode != Mode::elementwise && op.score_function == AB_SOFTMAX)),
         exact_keys(!kBiased && (kSize == 0 ? op.logits_dtype != AB_FLOAT32 : kSize == 2)),
         selects(kBiased || (op.wants_selection && !op.forced)),
@@ -132,6 +140,12 @@ struct RowRouter {
         words_are_logits(!kOneLane && !kBiased && kSize != 4 && selects && op.logits_dtype == AB_BFLOAT16),
         outputs{op, SharedArray<int32_t>(memory + call.shared.experts), SharedArray<float>(memory + call.shared.values),
                 0, memory + call.shared.map} {}
+
+  // Whether the filter's values are off by kRoughness: scores of selected experts alone are wanted. A list of 8 would
+  // run over for too many tokens.
+  __device__ __forceinline__ bool is_rough() const {
+    return kBiased && !kGrouped && kList > 8 && op.score_function == AB_SIGMOID && !auxiliary;
+  }
 
   // Where the bias of an expert stands.
   static __device__ __forceinline__ unsigned bias_place(unsigned expert) {
@@ -215,6 +229,9 @@ struct RowRouter {
     if (is_softmax) {
 #pragma unroll
       for (int i = 0; i < kItems; ++i) z[i] = softmax.power(z[i]);
+    } else if (is_rough()) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) z[i] = rough_sigmoid(z[i]);
     } else {
       score_items(op.score_function, z);
     }
@@ -303,7 +320,12 @@ struct RowRouter {
         for (int w = 0; w < F::kMaxima; ++w) keys.maxima.words[w] = __float2bfloat162_rn(-INFINITY);
       }
     }
-    const __nv_bfloat162 threshold = F::template threshold<kBalanced>(keys.maxima.words, lane);
+    __nv_bfloat162 threshold = F::template threshold<kBalanced>(keys.maxima.words, lane);
+    if (is_rough()) {
+      // What is selected may be lower by twice the roughness than what rounds up to the threshold, 2^-8 of it below.
+      const float q = __low2float(threshold);
+      threshold = __float2bfloat162_rn(q - fminf(0.00391f * fabsf(q), 0x1p127f) - 2.0f * kRoughness);
+    }
     typename F::Mask reached = keys.filter.reached(threshold);
     if (!kept) reached = 0;
     if (first_item + kItems > E) {
@@ -319,7 +341,8 @@ struct RowRouter {
     if (exact_keys) {
       F::sort_exactly(list, listed, lane, q_of, selected());
     } else {
-      undecided |= F::sort_nearly(list, listed, lane, threshold, values, q_of, selected());
+      const float least = __low2float(threshold) - (is_rough() ? 2.0f * kRoughness : 0.0f);
+      undecided |= F::sort_nearly(list, listed, lane, least, values, q_of, selected());
     }
     return undecided;
   }

@@ -4,7 +4,8 @@
 //
 // For every routing, number of tokens and call: microseconds with each library, the median of the repeats, and the
 // ratio to the first library's; "bits differ" where a library's outputs are not those of the first. Dense:
-// probabilities and byte map; compact: weights, experts, counts, score_sum, lse; d: backward from the cotangents of
+// probabilities and byte map; compact: weights, experts, counts, score_sum, lse; plain: weights, experts and, for
+// softmax, lse, what a layer without losses trains with; d: backward from the cotangents of
 // dense probabilities, of weights, of weights and score_sum; balanced: compact with quantile balancing, where there is
 // a bias and no groups and the library knows it. A graph of calls on operands that are rotated past the L2 cache is
 // replayed with each library in turn, so that what changes from second to second changes all of them.
@@ -187,7 +188,7 @@ struct Set {
   }
 };
 
-const char* const kCalls[] = {"dense", "compact", "balanced", "d dense", "d compact", "d with loss"};
+const char* const kCalls[] = {"dense", "compact", "plain", "balanced", "d dense", "d compact", "d with loss"};
 
 void call(const Library& library, const std::string& name, const Routing& r, Set& set, ab_exec exec) {
   if (name[0] != 'd' || name == "dense") {
@@ -207,9 +208,9 @@ void call(const Library& library, const std::string& name, const Routing& r, Set
     } else {
       args.weights = set.weights.view();
       args.experts = set.experts.view();
-      args.tokens_per_expert = set.counts.view();
-      args.score_sum = set.score_sum.view();
-      args.lse = set.lse.view();
+      if (name != "plain") args.tokens_per_expert = set.counts.view();
+      if (name != "plain") args.score_sum = set.score_sum.view();
+      if (name != "plain" || r.score_function == AB_SOFTMAX) args.lse = set.lse.view();
     }
     if (name == "balanced") {
       args.qb_bin_bounds = set.bounds.view();
@@ -285,7 +286,7 @@ struct Options {
         fail("got " + word + " " + value + ", expected --tokens T, --rows E,K, --dtype bfloat16|float32, --repeats N");
       }
     }
-    if (tokens.empty()) tokens = {65536, 4096, 256};
+    if (tokens.empty()) tokens = {65536, 8192, 4096, 256};
     if (libraries.empty()) fail("got no library, expected the path of at least one");
   }
   bool wants(const Routing& r) const {

@@ -14,7 +14,8 @@ struct TokenTiles {
   // Of a large device. A constant: the device must not show in the results.
   static constexpr int64_t kMultiprocessors = 132;
   static constexpr int64_t kMostBlocks = 3 * kMultiprocessors;
-  // So few tokens do not fill it unless each has a warp.
+  // So few tokens do not fill it unless each has a warp; and so few are better off in smaller blocks.
+  static constexpr int64_t kVeryFewTokens = 512;
   static constexpr int64_t kFewTokens = 2048;
 
   int64_t sequences = 0;  // B

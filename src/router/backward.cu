@@ -19,7 +19,8 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 8;     // of a block
+constexpr int kFewWarps = 4;  // for few tokens
 
 // Which score functions a kernel is for: softmax, the others, or any of them, which it asks at run time.
 enum class Scores { softmax, elementwise, any };
@@ -526,7 +527,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
     }
     return nullptr;
   };
-  const bool few = op.T <= TokenTiles::kFewTokens;
+  const bool few = op.T <= TokenTiles::kVeryFewTokens;
   const Variant* const variant =
       is_softmax ? (few ? find(kFewTokens<Scores::softmax>) : find(kVariants<Scores::softmax>))
                  : (few ? find(kFewTokens<Scores::elementwise>) : find(kVariants<Scores::elementwise>));
@@ -535,6 +536,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   const int size = static_cast<int>(dtype_size(op.logits_dtype));
 
   const int tokens = kWarp / variant->lanes;
+  const int warps = op.T <= TokenTiles::kFewTokens ? kFewWarps : kWarps;
   const auto rounded = [](int bytes) { return (bytes + 127) / 128 * 128; };
   const bool has_aux = op.d_aux_scores.data != nullptr;
   const int stride = (variant->items + 4) * 4;
@@ -547,14 +549,14 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   const int64_t most_blocks =
       TokenTiles::kMultiprocessors *
       (reads_rows ? blocks_of(is_softmax ? Scores::softmax : Scores::elementwise, size, variant->slots, true) : 8);
-  call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{kWarps} * tokens, most_blocks);
+  call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{warps} * tokens, most_blocks);
   if (call.tiles.count() == 0) return ok();
   void (*kernel)(BackwardCall) = nullptr;
   AB_RETURN_IF_ERROR(
       choose_by_size("router backward", variant->kernels[reads_rows ? 1 : 0], static_cast<size_t>(size), &kernel));
   return launch(
       "router backward", kernel,
-      {call.tiles.count(), kWarps * kWarp, static_cast<size_t>(call.first_warp + kWarps * call.warp), stream, true},
+      {call.tiles.count(), warps * kWarp, static_cast<size_t>(call.first_warp + warps * call.warp), stream, true},
       call);
 }
 

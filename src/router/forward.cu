@@ -65,7 +65,7 @@ RouteVariants variants_of(const RouterForward& op, bool by_score) {
 Choice choose(const RouterForward& op, const Selection& selection, bool* always_exact) {
   const bool by_score = selection.by_score && op.wants_selection;
   const RouteVariants all = variants_of(op, by_score);
-  const bool few = op.T <= TokenTiles::kFewTokens;
+  const bool few = op.T <= TokenTiles::kVeryFewTokens;
   const RouteVariant* variant = few ? all.few : all.many;
   const RouteVariant* const end = variant + (few ? RouteVariants::kFew : RouteVariants::kMany);
   for (; variant != end; ++variant) {
@@ -87,7 +87,13 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
     }
     const int candidates = variant->candidates[list];
     const int ranks = candidates > 0 ? candidates : RouteVariant::list(list);
-    return {kernels, variant->lanes, variant->items, ranks, candidates, variant->blocks, few ? kFewWarps : kMostWarps};
+    return {kernels,
+            variant->lanes,
+            variant->items,
+            ranks,
+            candidates,
+            variant->blocks,
+            op.T <= TokenTiles::kFewTokens ? kFewWarps : kMostWarps};
   }
   return {};
 }

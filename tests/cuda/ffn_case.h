@@ -32,6 +32,7 @@ struct FfnCase {
   int32_t weights = AB_FLOAT32;
   bool accumulate = false;  // gradients of weights, which are float32 then
   int layout = 0;           // of LAYOUTS
+  int32_t precision = AB_PRECISION_HIGHEST;
 
   int64_t E() const { return static_cast<int64_t>(sizes.size()); }
   bool by_slot() const { return K > 0; }
@@ -77,7 +78,8 @@ inline std::ostream& operator<<(std::ostream& out, const FfnCase& c) {
   return out << "R " << c.R << " E " << c.E() << " D " << c.D << " P " << c.P << " F " << c.F << " T " << c.T << " K "
              << c.K << " dtype " << c.dtype << " activation " << c.activation << " weighting "
              << static_cast<int>(c.weighting) << (c.biases ? " biases" : "") << " d_out " << c.d_out << " weights "
-             << c.weights << (c.accumulate ? " accumulated" : "") << " layout " << c.layout;
+             << c.weights << (c.accumulate ? " accumulated" : "") << " layout " << c.layout
+             << (c.precision == AB_PRECISION_TF32 ? " TF32" : "");
 }
 
 // The parameters of an activation that has them: h reaches the limit and passes it.
@@ -170,7 +172,7 @@ struct Network {
             nullptr,
             alpha_of(c.activation),
             limit_of(c.activation),
-            AB_PRECISION_HIGHEST};
+            c.precision};
   }
   // From kept_h, so that both sides begin with the same.
   BackwardArgs backward_args() const {
@@ -198,7 +200,7 @@ struct Network {
             nullptr,
             alpha_of(c.activation),
             limit_of(c.activation),
-            AB_PRECISION_HIGHEST};
+            c.precision};
   }
 
   void on_cpu() const {
@@ -301,7 +303,8 @@ inline void compare_elements(const char* name, const FfnCase& c, const FloatTens
     norm += static_cast<double>(want.get(i)) * want.get(i);
   }
   const double size = end == begin ? 0 : std::sqrt(norm / static_cast<double>(end - begin));
-  const double rounding = rounding_of(c.dtype) + 2e-6;  // dh and w a are rounded to it on the way to any other
+  // dh and w a are rounded to it on the way to any other; operands of TF32, which the CPU takes as they are, to 2^-10.
+  const double rounding = (c.precision == AB_PRECISION_TF32 ? 0x1p-10 : rounding_of(c.dtype)) + 2e-6;
   for (int64_t i = begin; i < end; ++i) {
     const double difference = static_cast<double>(got.get(i)) - want.get(i);
     ASSERT_LE(std::abs(difference), 8 * rounding * (std::abs(want.get(i)) + size))
@@ -338,7 +341,8 @@ inline void compare_slots(const Network& net, const FloatTensor& got, const Floa
   for (int64_t r = 0; r < net.c.R; ++r) {
     if (net.slot_of(r) >= 0) used[static_cast<size_t>(net.slot_of(r))] = true;
   }
-  const double limit = 2e-6 * std::sqrt(static_cast<double>(net.c.F + net.c.D));
+  const double each = net.c.precision == AB_PRECISION_TF32 ? 2 * 0x1p-10 : 2e-6;
+  const double limit = each * std::sqrt(static_cast<double>(net.c.F + net.c.D));
   for (int64_t i = 0; i < want.size(); ++i) {
     ASSERT_NEAR(got.get(i), want.get(i), used[static_cast<size_t>(i)] ? limit : 0.0) << "d_weights at " << i;
   }

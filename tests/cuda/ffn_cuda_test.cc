@@ -107,6 +107,22 @@ TEST_F(FfnCuda, CotangentsAndWeightsHaveAnyDtype) {
   }
 }
 
+// Of both tiles, of weights either way, of widths that are whole chunks and others.
+TEST_F(FfnCuda, Tf32IsNearTheCpus) {
+  for (const int layout : {0, 1}) {
+    for (const FfnCase& shape :
+         {FfnCase{kGroups, 150, 64, 72, 2, 61, 3}, FfnCase{kGroups, 150, 13, 7, 1, 0, 0},
+          FfnCase{{300, 0, 129, 17}, 460, 136, 40, 2, 230, 2}, FfnCase{{520, 20}, 540, 24, 130, 1, 270, 2}}) {
+      FfnCase c = shape;
+      c.dtype = AB_FLOAT32;
+      c.layout = layout;
+      c.precision = AB_PRECISION_TF32;
+      check(c);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST_F(FfnCuda, GradientsOfWeightsAccumulate) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (const int64_t D : {64, 13}) {

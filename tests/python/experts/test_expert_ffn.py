@@ -101,7 +101,8 @@ LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
 )
 @pytest.mark.parametrize(("w_in_layout", "w_out_layout"), LAYOUTS[1:])
 def test_layouts_of_weights(w_in_layout, w_out_layout, sizes, width, parts, hidden, weight_early, dtype):
-    net = network(np.random.default_rng(14), sizes, width, parts, hidden, dtype=dtype, spare=3)
+    # Numbers of which none is so near the limit that the last bits of a sum decide whether it has a slope.
+    net = network(np.random.default_rng(17), sizes, width, parts, hidden, dtype=dtype, spare=3)
     activation = Activation.swiglu_oai(limit=0.9) if parts == 2 else "gelu"
     check(net, activation, weight_early, w_in_layout=w_in_layout, w_out_layout=w_out_layout)
 

@@ -3,10 +3,11 @@
 //
 //   bench_experts_paths_cuda [--repeats N] [T,D,F,E,K,ELEMENTS]...      ELEMENTS: bfloat16, float16, float32, tf32
 //
-// First what tensor cores do by mma.sync alone, operands in registers: nothing on the portable path can be faster. Then
-// a line for every shape: gated experts with rows gathered and weighted, whose slots are spread evenly. The path is the
-// library's own choice; ANABRANCH_CUDA_PATH=portable or plain has it otherwise. Random data, the L2 cache flushed
-// before each call, the median of the repeats.
+// First what tensor cores do by mma.sync alone, operands in registers: nothing on the portable path can be faster. And
+// what they do beside additions, which take their time: splitting and rounding float32 operands and adding up sums are
+// such instructions. Then a line for every shape: gated experts with rows gathered and weighted, whose slots are spread
+// evenly. The path is the library's own choice; ANABRANCH_CUDA_PATH=portable or plain has it otherwise. Random data,
+// the L2 cache flushed before each call, the median of the repeats.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -114,28 +115,34 @@ double time_of(int repeats, const std::function<void()>& call) {
 constexpr int kFragments = 8;  // independent ones of a warp
 constexpr int kRounds = 4096;
 
-template <class Element>
+// kAdditions: of float32 numbers, for each product of fragments.
+template <class Element, int kAdditions>
 __global__ void __launch_bounds__(256) multiply_in_registers(float* out, uint32_t bits) {
   float c[kFragments][4] = {};
+  float sums[kFragments * kAdditions + 1] = {};
+  const float addend = float_from_bits(bits);
   const uint32_t a[4] = {bits, bits ^ 1u, bits ^ 2u, bits ^ 3u};
 #pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
     for (int i = 0; i < kFragments; ++i) {
       cuda::multiply_add_matrices<Element>(c[i], a, bits ^ static_cast<uint32_t>(i), bits);
+#pragma unroll
+      for (int j = 0; j < kAdditions; ++j) sums[i * kAdditions + j] += addend;
     }
   }
   float sum = 0;
+  for (const float each : sums) sum += each;
   for (const auto& fragment : c) sum += fragment[0] + fragment[1] + fragment[2] + fragment[3];
   if (sum == 1.0f) out[0] = sum;  // it never is, but nobody knows
 }
 
-template <class Element>
+template <class Element, int kAdditions = 0>
 double rate_in_registers(int multiprocessors) {
   const Tensor out(AB_FLOAT32, {1});
   const int blocks = 4 * multiprocessors;
   const double microseconds = time_of(10, [&] {
-    multiply_in_registers<Element><<<blocks, 256>>>(static_cast<float*>(out.view()->data), 0x3c003c00u);
+    multiply_in_registers<Element, kAdditions><<<blocks, 256>>>(static_cast<float*>(out.view()->data), 0x3c003c00u);
     CHECK_CUDA(cudaGetLastError());
   });
   const double depth = sizeof(Element) == 2 ? 16 : 8;
@@ -292,7 +299,8 @@ int main(int count, char** arguments) {
     for (const char* each : {"32768,2048,768,128,8,bfloat16", "32768,2048,768,128,8,float16",
                              "16384,2044,764,64,8,bfloat16", "16384,2047,765,64,8,bfloat16",
                              "4096,1024,512,32,4,float32", "16384,2048,768,64,8,float32", "4096,1024,512,32,4,tf32",
-                             "16384,2048,768,64,8,tf32", "128,2048,768,128,8,bfloat16", "8,2048,768,128,8,bfloat16"}) {
+                             "16384,2048,768,64,8,tf32", "32768,4096,2048,1,1,bfloat16", "32768,4096,2048,1,1,float32",
+                             "32768,4096,2048,1,1,tf32", "128,2048,768,128,8,bfloat16", "8,2048,768,128,8,bfloat16"}) {
       parse_shape(each, &shapes.emplace_back());
     }
   }
@@ -305,6 +313,9 @@ int main(int count, char** arguments) {
   std::printf("mma.sync in registers, TFLOP/s: bfloat16 %.0f, float16 %.0f, TF32 %.0f, float32 by three of them %.0f\n",
               rate_in_registers<BFloat16>(multiprocessors), rate_in_registers<Float16>(multiprocessors), tf32,
               tf32 / 3);
+  std::printf("TF32 beside one, two and three additions each: %.0f, %.0f, %.0f\n",
+              rate_in_registers<float, 1>(multiprocessors), rate_in_registers<float, 2>(multiprocessors),
+              rate_in_registers<float, 3>(multiprocessors));
   std::printf("     T     D     F    E   K  dtype         forward  TFLOP/s        backward  TFLOP/s\n");
   for (const Shape& shape : shapes) measure(shape, repeats);
   return 0;

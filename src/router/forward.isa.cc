@@ -343,14 +343,22 @@ class Tile {
     for (int lane = 0; lane < kLanes; ++lane) place_broken_groups(lane);
     for (int first_lane = 0; first_lane < kLanes; first_lane += kKeyLanes) {
       top_of_lanes(kept_length_, &group_key(0, first_lane), all_groups_, key_list_, key_chunk_);
-      for (int64_t j = 0; j < op_.group_topk; ++j) {
-        for (int i = 0; i < kKeyLanes; ++i) {
-          kept_groups_[j * kLanes + first_lane + i] =
-              key_index(__builtin_bit_cast(uint64_t, key_list_[j * kKeyLanes + i]));
+      for (int i = 0; i < kKeyLanes; ++i) {
+        for (int64_t j = 0; j < op_.group_topk; ++j) {
+          insert_kept_group(first_lane + i, j, key_index(__builtin_bit_cast(uint64_t, key_list_[j * kKeyLanes + i])));
         }
       }
     }
     for (int lane = 0; lane < kLanes; ++lane) keep_groups(lane);
+  }
+
+  // Among the lane's `count` kept groups, which ascend: of equal elements of a row the first ones go before others
+  // (elements_not_below), so that a row has to hold experts in their order.
+  void insert_kept_group(int lane, int64_t count, int32_t group) {
+    for (; count > 0 && kept_groups_[(count - 1) * kLanes + lane] > group; --count) {
+      kept_groups_[count * kLanes + lane] = kept_groups_[(count - 1) * kLanes + lane];
+    }
+    kept_groups_[count * kLanes + lane] = group;
   }
 
   double& group_key(int64_t group, int lane) {

@@ -44,6 +44,19 @@ def test_ties_go_to_the_lower_expert(E, K):
     np.testing.assert_array_equal(route(np.zeros_like(z), K).experts, np.broadcast_to(np.arange(K), (67, K)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("E, K, groups", [(64, 8, (8, 4)), (96, 6, (3, 2)), (256, 8, (8, 4)), (512, 32, (16, 8))])
+def test_ties_between_groups_go_to_the_lower_expert(E, K, groups, dtype):
+    # The best groups are the last ones, by an expert each: equal experts of theirs come after those of the others.
+    z = np.random.default_rng(4).integers(0, 3, (67, E))
+    z[:, :: E // groups[0]] = 3 + np.arange(groups[0])
+    z = jnp.asarray(z, dtype)
+    grouping = {"num_groups": groups[0], "group_topk": groups[1]}
+    np.testing.assert_array_equal(route(z, K, **grouping).experts, reference.select(np.asarray(z), K, **grouping))
+    grouping["group_score_topk"] = 1
+    np.testing.assert_array_equal(route(z, K, **grouping).experts, reference.select(np.asarray(z), K, **grouping))
+
+
 @pytest.mark.parametrize("stride", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("E, K", [(512, 10), (512, 32), (2304, 36), (2304, 64)])
 def test_the_best_may_all_stand_in_one_part_of_a_row(E, K, stride):

@@ -14,6 +14,7 @@ BLOCK = 128
 LARGEST = np.float32(448)  # of e4m3 (float8_e4m3fn), 1.75 * 2^8
 SMALLEST_EXPONENT = -6  # of a normal number; below it the step stays 2^-9
 FRACTION_BITS = 3
+SMALLEST_SCALE = np.float32(2.0**-126)  # normal, so that no backend loses digits of it
 FP8_SCALES = ("float32", "power_of_two")
 
 
@@ -42,11 +43,15 @@ def e4m3(v):
 
 
 def scales_of(largest, fp8_scales):
-    """The scales of blocks whose largest absolute values are given, float32: NaN where they are not finite."""
+    """max(largest / 448, 2^-126), or 1 where a block is 0, NaN where it is not finite; float32.
+
+    "power_of_two": the smallest power of two that is not below.
+    """
     if fp8_scales not in FP8_SCALES:
         raise ValueError(f"fp8_scales: got {fp8_scales!r}, expected one of {', '.join(map(repr, FP8_SCALES))}")
-    scales = np.asarray(largest, np.float32) / LARGEST
-    scales = np.where(np.isfinite(scales), np.where(scales == 0, np.float32(1), scales), np.float32(np.nan))
+    largest = np.asarray(largest, np.float32)
+    scales = np.where(largest == 0, np.float32(1), np.maximum(largest / LARGEST, SMALLEST_SCALE))
+    scales = np.where(np.isfinite(scales), scales, np.float32(np.nan))
     if fp8_scales == "power_of_two":
         fraction, exponent = np.frexp(scales)  # fraction in [1/2, 1)
         scales = np.where(np.isfinite(scales), np.ldexp(np.float32(1), exponent - (fraction == 0.5)), scales)

@@ -41,13 +41,15 @@ def test_rows_and_weights_are_quantised_block_by_block(fp8_scales):
     """A loop over blocks, by ml_dtypes, has the same bits; outliers, zeros and tiny numbers in blocks of their own."""
     x, w = normal(5, 384), normal(2, 256, 2, 384, seed=1)
     x[1, 128:256], x[2, :128], x[3, 7], x[4, 256:] = 0, x[2, :128] * np.float32(1e-30), 1e4, 3.5
+    x[2, 128:256] *= np.float32(1e-38)  # its largest / 448 is no normal number
     w[0, :128, 0, :128], w[1, 3, 1, 5] = 0, -1e4
     for array, found in ((x, quantize_rows(x, fp8_scales)), (w, quantize_weights(w, fp8_scales))):
         assert found.values.shape == array.shape and found.scales.dtype == np.float32
         assert found.scales.shape == ((5, 3) if array is x else (2, 2, 2, 3))
         for index in np.ndindex(found.scales.shape):
             block = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, found.block, strict=True))
-            scale = np.abs(array[block]).max() / np.float32(448) or np.float32(1)
+            largest = np.abs(array[block]).max()
+            scale = max(largest / np.float32(448), np.float32(2.0**-126)) if largest else np.float32(1)
             if fp8_scales == "power_of_two" and array[block].any():
                 exponent = np.ceil(np.log2(np.float64(scale)))
                 scale = np.float32(2.0**exponent)

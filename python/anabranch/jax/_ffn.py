@@ -92,7 +92,9 @@ class FfnOperands(NamedTuple):
 
     def by_name(self) -> dict[str, jax.Array | None]:
         """What a call of either pass takes, by the names there."""
-        return {name: array for name, array in self._asdict().items() if name != "quantized"} | _names_of(self.quantized)
+        return {name: array for name, array in self._asdict().items() if name != "quantized"} | _names_of(
+            self.quantized
+        )
 
 
 def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
@@ -442,10 +444,8 @@ def d_w_out_of(
     return MatrixGradient(results["d_w_out"], results["d_b_out"])
 
 
-def d_rows_of(
-    config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_factor: Factor | None = None
-) -> SlotProduct:
-    """The gradient of the rows that were read, [R, D], from dh [R, P, F] of `ffn_backward_by_slot`, with FP8 dh_factor."""
+def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_factor: Factor | None = None) -> SlotProduct:
+    """The gradient of the rows that were read, [R, D], from dh of `ffn_backward_by_slot`, with FP8 of its dh_factor."""
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     E, D, P, F = config.sizes(operands.w_in)
     R, of_rows = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)

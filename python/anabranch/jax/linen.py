@@ -273,7 +273,7 @@ class MoEBlock(nn.Module):
           inputs: [..., D] of any float dtype; computed in `dtype`.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
-          quantized: with precision "fp8", wi and wo as `quantize_experts` gave them; None: they are quantised here.
+          quantized: with precision "fp8", wi and wo as `quantize_experts` gave them; None: quantised here.
 
         Returns:
           (output [..., D], aux_loss: float32 scalar, what is to be added to the loss, the sum of the load-balance loss

@@ -46,8 +46,8 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Quantises the experts' matrices, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
 
-    These take it beside the weights, as `quantized`, and do not quantise them again: once a step rather than once a pass,
-    or once for all where the weights stay. It is the caller's to renew when the weights change.
+    These take it beside the weights, as `quantized`, and do not quantise them again: once a step rather than once a
+    pass, or once for all where the weights stay. It is the caller's to renew when the weights change.
 
     Args:
       w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128.
@@ -97,7 +97,9 @@ def quantize_experts(
         devices = 1
         for axis in axes:
             devices *= mesh.shape[axis]
-        check_fp8_widths("w_in", f"{_check.describe(w_in)} over {devices} devices", **{width.upper(): of[width] // devices})
+        check_fp8_widths(
+            "w_in", f"{_check.describe(w_in)} over {devices} devices", **{width.upper(): of[width] // devices}
+        )
     specs = quantized_specs(parallel)
     arrays: Any = jax.shard_map(
         functools.partial(_of_shard, options),
@@ -111,5 +113,3 @@ def quantize_experts(
 
 def _without_gradients(specs: QuantizedExperts) -> QuantizedExperts:
     return specs._replace(w_in=None, w_out=None)
-
-

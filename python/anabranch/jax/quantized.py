@@ -147,5 +147,3 @@ def check_quantized(value: Any, E: int, D: int, P: int, F: int) -> QuantizedExpe
             dtype = "float32" if name.endswith("scales") else E4M3
             _check.array(f"quantized.{name}", array, (dtype,), shape)
     return value
-
-

@@ -157,8 +157,8 @@ _NETWORK = (
 
 def _allocate_ffn(
     x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
-    w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
     R = (x if slot_of_row is None else slot_of_row).shape[0]
@@ -167,8 +167,8 @@ def _allocate_ffn(
 
 def _ffn(
     results, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
-    w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     y, h = results
     of_fp8 = precision, fp8_scales
@@ -212,8 +212,8 @@ ffn = define(
 
 def _allocate_ffn_backward(
     d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
-    w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     nothing = x.new_empty((0,))
     return (
@@ -228,8 +228,8 @@ def _allocate_ffn_backward(
 
 def _ffn_backward(
     results, d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
-    w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = results
     of_fp8 = precision, fp8_scales
@@ -270,7 +270,8 @@ def _ffn_backward(
 ffn_backward = define(
     "ffn_backward(Tensor d_out, Tensor h, Tensor x, Tensor? slot_of_row, Tensor group_sizes, Tensor w_in, "
     "Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? weights, ScalarType w_in_dtype, ScalarType w_out_dtype, "
-    f"{QUANTIZED}, {_NETWORK}) -> (Tensor dx_rows, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, Tensor d_weights)",
+    f"{QUANTIZED}, {_NETWORK}) "
+    "-> (Tensor dx_rows, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, Tensor d_weights)",
     _allocate_ffn_backward,
     _ffn_backward,
 )
@@ -278,8 +279,8 @@ ffn_backward = define(
 
 def allocate_experts(
     x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
     return torch.empty_like(x), x.new_empty(_hidden(w_in_layout, slot_of_row.shape[0], P, F))
@@ -287,8 +288,8 @@ def allocate_experts(
 
 def calls_of_experts(
     results, x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     out, h = results
     R, F = slot_of_row.shape[0], _sizes(w_in, w_in_layout)[3]
@@ -354,8 +355,8 @@ experts = define(
 
 def allocate_experts_hidden(
     d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-    w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
     R, fp8 = h.shape[0], precision == FP8
@@ -371,8 +372,8 @@ def allocate_experts_hidden(
 
 def calls_of_experts_hidden(
     results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-    w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales = results
     of_fp8, fp8 = (precision, fp8_scales), precision == FP8
@@ -408,8 +409,8 @@ def calls_of_experts_hidden(
     return *quantize_out, hidden
 
 
-#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0]: not wanted. With
-#: FP8 also dh quantised, and its scales.
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0]: not wanted.
+#: With FP8 also dh quantised, and its scales.
 experts_hidden = define(
     "experts_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, ScalarType w_out_dtype, bool wants_w_out, "
@@ -423,7 +424,8 @@ experts_hidden = define(
 def _allocate_experts_inputs(
     dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
     w_in_dtype, wants_x, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
+    fp8_scales,
 ):  # fmt: skip
     nothing = x.new_empty((0,))
     return (
@@ -436,7 +438,8 @@ def _allocate_experts_inputs(
 def _experts_inputs(
     results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
     w_in_dtype, wants_x, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
+    fp8_scales,
 ):  # fmt: skip
     d_x, d_w_in, d_b_in = results
     E, D, P, F = _sizes(w_in, w_in_layout)

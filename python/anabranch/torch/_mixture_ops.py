@@ -132,9 +132,9 @@ def _mixture(
 mixture = define(
     "mixture(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
     "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"{QUANTIZED}, {_OPTIONS}) -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, "
-    "Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, Tensor slot_of_row, "
-    "Tensor group_sizes)",
+    f"{QUANTIZED}, {_OPTIONS}) -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
+    "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, "
+    "Tensor slot_of_row, Tensor group_sizes)",
     _allocate_mixture,
     _mixture,
 )

@@ -173,7 +173,7 @@ def as_multiplied(options: Network, weight: Tensor, dtype: torch.dtype) -> Tenso
 class _ExpertFfn(Function):
     """y and h of rows; w_in and w_out may be float32 where rows are not: their gradients are float32 sums."""
 
-    tensors = QuantizedExperts._fields
+    tensors = tuple(f"quantized_{name}" for name in QuantizedExperts._fields)
 
     @staticmethod
     def forward(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *tensors):

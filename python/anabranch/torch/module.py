@@ -371,7 +371,7 @@ class MoE(nn.Module):
     def quantized(self, *, gradients: bool = True) -> QuantizedExperts:
         """The layer's experts as `quantize_experts` makes them, of this rank, for calls with precision="fp8".
 
-        It is the caller's to renew when the parameters change; under fully_shard they are whole in a forward pass alone.
+        It is the caller's to renew when the parameters change. Under fully_shard they are whole in a forward pass.
 
         Args:
           gradients: as in `quantize_experts`.

@@ -84,8 +84,8 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Quantises the experts' matrices, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
 
-    These take it beside the weights, as `quantized`, and do not quantise them again: once a step rather than once a pass,
-    or once for all where the weights stay. It is the caller's to renew when the weights change.
+    These take it beside the weights, as `quantized`, and do not quantise them again: once a step rather than once a
+    pass, or once for all where the weights stay. It is the caller's to renew when the weights change.
 
     Args:
       w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128. With a group, this

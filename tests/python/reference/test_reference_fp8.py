@@ -134,7 +134,9 @@ def test_the_network_is_the_formulas_with_quantised_products(parts, weight_early
         w_out, w, x = q2(arrays["w_out"][e]), arrays["row_weights"][r].astype(np.float64), arrays["rows"][r]
         h = np.stack([q1(x) @ w_in[p] for p in range(parts)]) + arrays["b_in"][e]
         a = hidden(h[None], "silu")[0]
-        of_row = q1(w * a) @ w_out + w * arrays["b_out"][e] if weight_early else w * (q1(a) @ w_out + arrays["b_out"][e])
+        of_row = (
+            q1(w * a) @ w_out + w * arrays["b_out"][e] if weight_early else w * (q1(a) @ w_out + arrays["b_out"][e])
+        )
         np.testing.assert_allclose(y[r], of_row, rtol=1e-12, atol=1e-12)
         d_a = q1(d_y[r]) @ w_out.T
         want["row_weights"][r] = d_a @ a + d_y[r].astype(np.float64) @ arrays["b_out"][e]

@@ -10,6 +10,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/registers.cuh"
 #include "experts/hopper/mainloop.cuh"
+#include "experts/hopper/scaled_mainloop.cuh"
 #include "experts/hopper/subtile_writer.cuh"
 #include "experts/hopper/tile_queue.cuh"
 
@@ -179,6 +180,9 @@ class GroupedProduct {
     const int rows = tile.end_row - tile.row - member * Shape::kWarpgroupRows;
     if (Shape::kTileWarpgroups > 1 && rows <= 0) {
       skip_k_blocks(shared_.ring, tile, blocks_of(p_.b, tile));
+    } else if constexpr (OperandA::kScaled) {
+      multiply_scaled_k_blocks(shared_.ring, p_.a, p_.b, tile, member, acc[0]);
+      during_last_products();
     } else if (Shape::kWarpgroupPanels == 1 || rows <= kPanel) {
       multiply_k_blocks<1, Element, OperandA>(shared_.ring, p_.b, n, tile, member, acc, during_last_products);
     } else {

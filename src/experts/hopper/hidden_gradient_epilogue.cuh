@@ -74,7 +74,7 @@ struct HiddenGradientEpilogue {
 
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int panel,
-                        const float (&acc)[Shape::kColumns / 2], const Prefetched<Shape>& prefetched) const {
+                        float (&acc)[Shape::kColumns / 2], const Prefetched<Shape>& prefetched) const {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1);
     if constexpr (!kShuffled) row = __shfl_sync(kAllLanes, row, 0);  // known to be the warp's, it takes no registers
     if (tile.row + row < tile.end_row) {
@@ -103,7 +103,7 @@ struct HiddenGradientEpilogue {
       }
     }
     if constexpr (kQuantizes) {
-      const Kept nothing{};
+      const float nothing[64] = {};
 #pragma unroll 1
       for (int column = 0; column < Shape::kColumns; column += kScaled) {
         quantizer.write(nothing, row_of(tile, row, 0), tile.column + column,
@@ -117,7 +117,6 @@ struct HiddenGradientEpilogue {
   using Eight = Vector<Element, 8>;
 
   static constexpr bool kQuantizes = !std::is_same_v<Quantizer, QuantizesNothing>;
-  using Kept = typename Quantizer::template Kept<kParts>;
   static constexpr int kScaled = 128;  // columns that are quantised together
 
   static constexpr int kBlock = 32;            // columns that the lanes of a row have 8 each of
@@ -201,11 +200,9 @@ struct HiddenGradientEpilogue {
 
   template <class Shape, Formula kFormula>
   __device__ __forceinline__ void write_differentiated(const SubtileWriter& writer, const Tile& tile, int row,
-                                                       const float (&acc)[Shape::kColumns / 2],
-                                                       const RowPair& rows) const {
+                                                       float (&acc)[Shape::kColumns / 2], const RowPair& rows) const {
     Places places(*this, tile, row);
     float dot[2] = {0.0f, 0.0f};
-    Kept kept;
     constexpr int kBlocks = Shape::kColumns / kBlock;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -231,12 +228,14 @@ struct HiddenGradientEpilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (places.reach(half, block * kBlock)) {
-          write_eight<kFormula>(places, half, block * kBlock, da + half * 2, now, rows, dot[half], kept);
+          write_eight<kFormula>(places, half, block * kBlock, da + half * 2, now, rows, dot[half],
+                                acc + block * kBlock / 2);
         }
       }
-      if (kQuantizes && block % (kScaled / kBlock) == kScaled / kBlock - 1) {
+      if constexpr (kQuantizes) {
+        if (block % (kScaled / kBlock) != kScaled / kBlock - 1) continue;
         const int column = (block + 1) * kBlock - kScaled;
-        quantizer.write(kept, row_of(tile, row, 0), tile.column + column,
+        quantizer.write(acc + column / 2, row_of(tile, row, 0), tile.column + column,
                         {places.reach(0, column), places.reach(1, column)});
       }
     }
@@ -246,7 +245,7 @@ struct HiddenGradientEpilogue {
   // Of 8 columns of a row. acc: 4 neighbouring pairs of columns, 4 apart.
   template <Formula kFormula>
   __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
-                                              const Hidden& now, const RowPair& rows, float& dot, Kept& kept) const {
+                                              const Hidden& now, const RowPair& rows, float& dot, float* kept) const {
     const float weight = rows.weight[half];
     uint32_t in[2 + kParts][kPairs];   // da' of the first columns and of the second ones, h
     uint32_t out[kParts + 1][kPairs];  // dh, w a
@@ -275,7 +274,7 @@ struct HiddenGradientEpilogue {
           }
           result[kParts] = pack<Element>(at[0].weighted_a, at[1].weighted_a);
         });
-    quantizer.keep(kept, column / kBlock, half, rows.real[half], [&](int part, int i) {
+    quantizer.keep(kept, half, rows.real[half], [&](int part, int i) {
       if constexpr (!kInterleaved) return out[part][i];
       return __byte_perm(out[0][i], out[1][i], part == 0 ? 0x5410 : 0x7632);
     });

@@ -123,7 +123,7 @@ class GroupedProduct {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
     const int warp = warp_index() - kWarpgroup / kWarp;  // of the consumers
     SubtileWriter writer(shared_.subtiles[warp]);
-    constexpr bool kInRegister = !P::Epilogue::kTakesPosition;
+    constexpr bool kInRegister = !P::Epilogue::kTakesPosition && !OperandA::kScaled;
     int position = first_tile;
     volatile int32_t& position_in_memory = shared_.positions[warp];
     if (!kInRegister) position_in_memory = first_tile;

@@ -1,13 +1,13 @@
 // Products of float8_e4m3fn with float32 scales of blocks of 128 elements, on Hopper's tensor cores.
 #pragma once
 
+#include "core/status.h"
+#include "experts/block_scale.h"
 #include "experts/cuda/hidden_gradient.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/up.h"
 
 namespace anabranch::cuda {
-
-constexpr int64_t kScaleBlock = 128;
 
 // Rows of K elements, a scale for every 128 neighbours of a row.
 struct Fp8Rows {
@@ -52,5 +52,16 @@ struct Fp8HiddenGradient : HiddenGradient {
 ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream);
 ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream);
 ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream);
+
+inline ab_status no_fp8_kernels(const char* argument, const char* got) {
+  return error(AB_UNSUPPORTED,
+               "%s: got %s, expected another one: FP8 runs on the CPU alone, there are no kernels of a GPU", argument,
+               got);
+}
+
+template <class Args>
+ab_status refuse_fp8(const Args& args) {
+  return is_fp8(args) ? no_fp8_kernels("precision", "AB_PRECISION_FP8") : ok();
+}
 
 }  // namespace anabranch::cuda

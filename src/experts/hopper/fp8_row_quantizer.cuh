@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/cuda/access.cuh"
-#include "core/cuda/fp8.cuh"
+#include "experts/cuda/fp8.cuh"
 #include "core/cuda/warp.cuh"
 
 namespace anabranch::cuda::hopper {

@@ -1,7 +1,7 @@
 // The epilogue of the up product whose `a` is float8_e4m3fn: h as ever, then a row's 128 columns of `a` with their scale.
 #pragma once
 
-#include "core/cuda/fp8.cuh"
+#include "experts/cuda/fp8.cuh"
 #include "experts/hopper/scaled_mainloop.cuh"
 #include "experts/hopper/up_epilogue.cuh"
 

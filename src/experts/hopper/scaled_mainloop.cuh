@@ -6,11 +6,11 @@
 #pragma once
 
 #include "core/cuda/divisor.h"
+#include "experts/block_scale.h"
 #include "experts/hopper/mainloop.cuh"
 
 namespace anabranch::cuda::hopper {
 
-constexpr int kScaleBlock = 128;  // elements that share a scale: of a row, or rows and columns of a weight
 static_assert(2 * kBlockK == kScaleBlock);
 
 // Scales of rows, [rows, blocks].

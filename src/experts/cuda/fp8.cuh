@@ -1,25 +1,12 @@
-// float8_e4m3fn: the scale of a block of elements, and their conversion. What is quantised is v / scale, rounded to
-// nearest even, with scale = max(max |v| / 448, 2^-126), or 1 for a block of zeros.
+// Conversion of numbers to float8_e4m3fn: v / scale, rounded to nearest even.
 #pragma once
 
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "experts/block_scale.h"
 
 namespace anabranch::cuda {
-
-constexpr float kLargestFp8 = 448.0f;
-
-// As unsigned numbers these are in the order of magnitudes, infinity behind all finite ones and NaN behind it.
-__device__ __forceinline__ uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
-
-// Of a block whose largest magnitude has these bits; NaN if one is no finite number.
-__device__ __forceinline__ float block_scale(uint32_t largest, bool power_of_two) {
-  if (largest >= 0x7f800000u) return float_from_bits(0x7fc00000u);
-  if (largest == 0) return 1.0f;
-  const float scale = fmaxf(float_from_bits(largest) / kLargestFp8, 0x1p-126f);
-  return power_of_two ? float_from_bits((bits_of(scale) + 0x7fffffu) & 0x7f800000u) : scale;
-}
 
 // Two numbers as two bytes, the first in the lower one.
 __device__ __forceinline__ uint32_t pack_fp8(float low, float high) {

@@ -176,14 +176,26 @@ class GroupedProduct {
     };
 #pragma unroll 1
     for (int ahead = 0; ahead < Shape::kStages - 1; ++ahead) copy();
-#pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
+    wait_for_copies<Shape::kStages - 2>();
+    __syncthreads();
+    if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
+    const auto advance = [&] {
       wait_for_copies<Shape::kStages - 2>();
-      __syncthreads();  // the block is there for all, and the one before it has been used by all
-      if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
-      copy();  // the block that is kStages - 1 ahead
-      if constexpr (kMultiplies) warp.add(used, used + Shape::kBytesA, acc);
+      __syncthreads();  // the next block is there for all, and this one has been read by all
       used = after(used);
+      if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
+    };
+#pragma unroll 1
+    for (int block = 0; block < blocks; block += Warp::kBlocks) {
+#pragma unroll
+      for (int i = 0; i < Warp::kBlocks; ++i) {
+        copy();  // the block that is kStages - 1 ahead
+        if constexpr (kMultiplies) {
+          warp.add(used, used + Shape::kBytesA, i == 0, acc, advance);
+        } else {
+          advance();
+        }
+      }
     }
     if constexpr (kMultiplies) warp.finish(acc);
     wait_for_copies<0>();  // of zeros, and groups are counted anew for the next tile

@@ -350,7 +350,7 @@ int32_t add_factors(const Sizes& s, Random& random, Args* args, Call* call) {
   call->input(ARGUMENT(x), quantized_x ? int32_t{AB_FLOAT8_E4M3} : dtype, {s.R, s.D});
   if (quantized_x) call->input(ARGUMENT(x_scales), AB_FLOAT32, {s.R, s.D / 128});
   if (!quantized_w || random.chance(0.3)) {
-    call->input(ARGUMENT(w), dtype, transposed ? Shape{s.E, s.F, s.D} : Shape{s.E, s.D, s.F});
+    call->input(ARGUMENT(w), fp8 ? any_float(random) : dtype, transposed ? Shape{s.E, s.F, s.D} : Shape{s.E, s.D, s.F});
   }
   if (quantized_w) {
     call->input(ARGUMENT(w_q), AB_FLOAT8_E4M3, {s.E, s.F, s.D});
@@ -409,6 +409,12 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
                    {"precision", &args->precision},     {"fp8_scales", &args->fp8_scales}};
 }
 
+// Quantised weights are made of any.
+template <class Args>
+int32_t dtype_of_weights(Random& random, const Args* args, int32_t dtype) {
+  return args->precision == AB_PRECISION_FP8 ? any_float(random) : dtype;
+}
+
 // What both directions of the feed-forward network read; returns its dtype.
 template <class Args>
 int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
@@ -421,7 +427,7 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   call->input(ARGUMENT(x), dtype, {by_slot ? s.T : s.R, s.D});
   if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K);
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
-  call->input(ARGUMENT(w_in), dtype, {s.E, s.D, s.P, s.F});
+  call->input(ARGUMENT(w_in), dtype_of_weights(random, args, dtype), {s.E, s.D, s.P, s.F});
   call->options = {{"activation", &args->activation},
                    {"topk", &args->topk},
                    {"skip_rest", &args->skip_rest},
@@ -480,7 +486,7 @@ void make_expert_ffn_forward(const Operation& operation, Random& random, Call* c
   args->weight_early = weighted && (first_half || random.chance(0.5)) ? 1 : 0;
   args->skip_rest = random.chance(0.2) ? 1 : 0;
   if (random.chance(0.4)) call->input(ARGUMENT(b_in), dtype, {s.E, s.P, s.F});
-  if (!first_half) call->input(ARGUMENT(w_out), dtype, {s.E, s.F, s.D});
+  if (!first_half) call->input(ARGUMENT(w_out), dtype_of_weights(random, args, dtype), {s.E, s.F, s.D});
   add_quantized_weights(s, random, true, args, call);
   if (!first_half && random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
   if (weighted) call->input(ARGUMENT(weights), any_float(random), slots_of(s, args));
@@ -499,7 +505,7 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   auto* args = call->start<ab_expert_ffn_backward_args>(operation);
   const Sizes s = choose_precision(random, args);
   const int32_t dtype = add_network(s, random, args, call);
-  call->input(ARGUMENT(w_out), dtype, {s.E, s.F, s.D});
+  call->input(ARGUMENT(w_out), dtype_of_weights(random, args, dtype), {s.E, s.F, s.D});
   add_quantized_weights(s, random, false, args, call);
   if (random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
   if (random.chance(0.5)) call->input(ARGUMENT(weights), any_float(random), slots_of(s, args));

@@ -6,7 +6,7 @@ of a rounding for it: then it moves by a step of e4m3, an eighth of itself at mo
 oracle knows: `moves` is 0 where both ends of what an element may be are rounded to one number. So bounds are computed
 with the data, element by element, by the derivative of what comes behind; nearly all of them are at float32's level.
 
-For 16-bit dtypes roundings are counted as in `expert_cases`, fewer of them: h is rounded in the oracle too, neither a nor
+For 16-bit dtypes roundings are counted, each of a relative error of the unit roundoff at most. There are few: h is rounded in the oracle too, neither a nor
 dh is before it is quantised, and da' never.
 """
 
@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from expert_cases import FLOAT32, UNIT_ROUNDOFF
 
 from anabranch.activation import as_activation
 from anabranch.reference import experts as reference
 from anabranch.reference.fp8 import BLOCK, e4m3, quantize_rows, quantize_weights, scales_of
 
+#: A sum of n float32 products is off by about sqrt(n) 2^-24 of the norm of its terms, with n of some hundreds.
+FLOAT32 = 2e-6
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 E4M3 = ml_dtypes.float8_e4m3fn
 #: Of an element of a product, in units of the norm of its terms. A GPU's tensor cores keep at least 14 bits of a sum.
 DELTA = {"cpu": FLOAT32, "gpu": 2.0**-12}
@@ -67,7 +69,7 @@ class Moved(NamedTuple):
 
 
 def bounds(net, activation, fp8_scales, *, weight_early, delta):
-    """The `Moved` of a `Network` whose arrays are in our own layout."""
+    """The `Moved` of an `expert_cases.Network`, or what is like one, whose arrays are in our own layout."""
     given = {name: np.asarray(array, np.float64) for name, array in net.arrays.items()}
     d_y, sizes, dtype = np.asarray(net.d_y, np.float64), net.group_sizes, net.rows.dtype
     E, D, P, F = given["w_in"].shape

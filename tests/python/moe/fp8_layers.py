@@ -1,7 +1,8 @@
 """The layer with precision="fp8" against the oracle, by the bounds of `fp8` on the rows of its plan."""
 
+import types
+
 import numpy as np
-from expert_cases import Network
 from moe_cases import EXPERT_AXIS
 from routed_cases import run_routed
 
@@ -16,15 +17,12 @@ def rows_of(arrays, experts, weights, d_output):
     used = layout.slot_of_row >= 0
     slot = np.maximum(layout.slot_of_row, 0)
     token = slot // experts.shape[1]
-    named = {name: arrays[name] for name in ("w_in", "w_out", "b_in", "b_out")}
-    net = Network(
-        rows=np.where(used[:, None], arrays["x"][token], 0).astype(arrays["x"].dtype),
-        group_sizes=layout.group_sizes,
-        weights=np.where(used, weights.reshape(-1)[slot], 0).astype(np.float32),
-        d_y=np.where(used[:, None], d_output[token], 0).astype(d_output.dtype),
-        **named,
-    )
-    return net, token
+    named = {name: arrays[name] for name in ("w_in", "w_out", "b_in", "b_out") if arrays[name] is not None}
+    rows = np.where(used[:, None], arrays["x"][token], 0).astype(arrays["x"].dtype)
+    of_rows = np.where(used, weights.reshape(-1)[slot], 0).astype(np.float32)
+    d_y = np.where(used[:, None], d_output[token], 0).astype(d_output.dtype)
+    given = named | {"rows": rows, "weights": of_rows}
+    return types.SimpleNamespace(rows=rows, arrays=given, group_sizes=layout.group_sizes, d_y=d_y), token
 
 
 def by_token(rows, token, num_tokens):

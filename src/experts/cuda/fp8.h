@@ -53,15 +53,4 @@ ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream)
 ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream);
 ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream);
 
-inline ab_status no_fp8_kernels(const char* argument, const char* got) {
-  return error(AB_UNSUPPORTED,
-               "%s: got %s, expected another one: FP8 runs on the CPU alone, there are no kernels of a GPU", argument,
-               got);
-}
-
-template <class Args>
-ab_status refuse_fp8(const Args& args) {
-  return is_fp8(args) ? no_fp8_kernels("precision", "AB_PRECISION_FP8") : ok();
-}
-
 }  // namespace anabranch::cuda

@@ -194,7 +194,8 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  * With AB_PRECISION_FP8 h = Q(x) Q(W_in), x being quantised before any row is gathered, and y = Q(a) Q(W_out), where
  * `a`, times an early weight, is quantised from float32. `a` itself comes rounded to the dtype of x or, with a_scales,
  * quantised. Quantised weights have P before F whatever order w_in has; w_in and w_out may be NULL where these are
- * given, which are read instead, and without w_in gate and up stand side by side in b_in and h. */
+ * given, which are read instead, and without w_in gate and up stand side by side in b_in and h. w_in and w_out may have
+ * any float dtype, forward and backward. */
 typedef struct ab_expert_ffn_forward_args {
   size_t size;
   int32_t activation;   /* ab_activation */

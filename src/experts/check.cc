@@ -175,12 +175,18 @@ ab_status check_activation(const Args* args) {
   return check_parameter("activation_limit", args->activation_limit, kind >= AB_SWIGLU_CLAMPED);
 }
 
+// Those of the network's weights, which are quantised from any.
+template <class Args>
+Dtypes dtypes_of_weights(const Args* args) {
+  return is_fp8(*args) ? kFloats : dtype_of(args->x);
+}
+
 // W_in, as it is or quantised with its axes in this order.
 template <class Args>
 ab_status check_w_in(const Args* args, bool quantized_transposed, FfnSizes* s) {
   size_t order = kDpf;
   if (args->w_in != nullptr || args->w_in_q == nullptr) {
-    AB_RETURN_IF_ERROR(check_ordered("w_in", args->w_in, dtype_of(args->x),
+    AB_RETURN_IF_ERROR(check_ordered("w_in", args->w_in, dtypes_of_weights(args),
                                      {{"E", s->E}, {"D", s->D}, {"2 or 1"}, {"F"}}, kInOrders, &order));
     s->P = axis(args->w_in, 2);
     s->F = axis(args->w_in, 3);
@@ -213,7 +219,7 @@ ab_status check_w_out(const Args* args, bool quantized_transposed, FfnSizes* s) 
   const Axis E{"E", s->E}, D{"D", s->D}, F{"F", s->F};
   if (args->w_out != nullptr || args->w_out_q == nullptr) {
     size_t order = kFd;
-    AB_RETURN_IF_ERROR(check_ordered("w_out", args->w_out, dtype_of(args->x), {E, F, D}, kOutOrders, &order));
+    AB_RETURN_IF_ERROR(check_ordered("w_out", args->w_out, dtypes_of_weights(args), {E, F, D}, kOutOrders, &order));
     s->layout.out_transposed = order == kDf;
   }
   if (!is_fp8(*args)) return ok();

@@ -7,6 +7,7 @@ them is added up here, explicitly: nothing is differentiated through a collectiv
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -103,8 +104,16 @@ def _gathered(config: LayerConfig, placement: Placement, operands: Operands, *, 
     operands = quantize_weights(config, round_weights(config, operands), backward=backward)
     if not placement.parallel.fsdp_axes:
         return operands
+
+    def gather(name: str, array: jax.Array, dimension: int) -> jax.Array:
+        if config.ffn.fp8 and name in ("w_in", "w_out"):  # nobody reads them: they tell sizes and the order of axes
+            sizes = list(array.shape)
+            sizes[dimension] *= math.prod(jax.lax.axis_size(axis) for axis in placement.parallel.fsdp_axes)
+            return jnp.zeros(sizes, operands.x.dtype)
+        return jax.lax.all_gather(array, placement.parallel.fsdp_axes, axis=dimension, tiled=True)
+
     whole = {
-        name: jax.lax.all_gather(array, placement.parallel.fsdp_axes, axis=dimension, tiled=True)
+        name: gather(name, array, dimension)
         for name, dimension in _fsdp_dimensions(placement).items()
         if (array := getattr(operands, name)) is not None
     }

@@ -169,19 +169,16 @@ class WarpProduct {
   __device__ WarpProduct(int row, int column)
       : a_(typename decltype(a_)::A{}, row), b_(typename decltype(b_)::B{}, column) {}
 
-  // k-blocks whose terms tensor cores sum up before the ordinary units add these sums.
-  static constexpr int kBlocks = kSplits ? 2 : 1;  // 32 terms
-
   // Loads what add() needs first of two k-blocks.
   __device__ __forceinline__ void load(uint32_t block_a, uint32_t block_b) {
     a_.load_a(block_a, 0, left_);
     b_.load_b(block_b, 0, 0, right_);
   }
 
-  // acc += their product, up to what finish() adds. first: of kBlocks. advance(): called when nothing of the blocks is
-  // needed any more but what the warp has in registers; it loads what is needed first of the next ones.
+  // acc += their product, up to what finish() adds. advance(): called when nothing of the blocks is needed any more but
+  // what the warp has in registers; it loads what is needed first of the next ones.
   template <class Advance>
-  __device__ __forceinline__ void add(uint32_t block_a, uint32_t block_b, bool first, Accumulators<Shape>& acc,
+  __device__ __forceinline__ void add(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& acc,
                                       const Advance& advance) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -198,7 +195,6 @@ class WarpProduct {
           advance();
         }
         if constexpr (kSplits) {
-          if (first && step == 0) add_sums(n, acc);
           // a b = a_high b_high + (a_high b_low + a_low b_high), the small terms first.
           multiply(a.low, b.high, n, sum_);
           multiply(a.high, b.low, n, sum_);
@@ -208,32 +204,33 @@ class WarpProduct {
         }
       }
     }
+    if constexpr (kSplits) {
+      if (++summed_ == kBlocksOfSum) finish(acc);
+    }
   }
 
   // Tensor cores round sums towards zero: they sum some k-blocks' terms, and the ordinary units, which round to
   // nearest, add these sums up.
   __device__ __forceinline__ void finish(Accumulators<Shape>& acc) {
     if constexpr (kSplits) {
+      summed_ = 0;
 #pragma unroll
-      for (int n = 0; n < kFours; ++n) add_sums(n, acc);
-    }
-  }
-
- private:
-  // Those of the n-th 32 columns, which are zero then.
-  __device__ __forceinline__ void add_sums(int n, Accumulators<Shape>& acc) {
+      for (int i = 0; i < kDown; ++i) {
 #pragma unroll
-    for (int i = 0; i < kDown; ++i) {
+        for (int j = 0; j < Shape::kFragmentsAcross; ++j) {
 #pragma unroll
-      for (int j = n * 4; j < n * 4 + 4; ++j) {
-#pragma unroll
-        for (int each = 0; each < 4; ++each) {
-          acc[i][j][each] += sum_[i][j][each];
-          sum_[i][j][each] = 0.0f;
+          for (int n = 0; n < 4; ++n) {
+            acc[i][j][n] += sum_[i][j][n];
+            sum_[i][j][n] = 0.0f;
+          }
         }
       }
     }
   }
+
+ private:
+  static constexpr int kBlocksOfSum = 2;  // 32 terms
+
   __device__ __forceinline__ void multiply(const uint32_t (&a)[kDown][4], const uint32_t (&b)[4][2], int n,
                                            Accumulators<Shape>& sums) {
 #pragma unroll
@@ -248,6 +245,7 @@ class WarpProduct {
   uint32_t left_[kDown][4];  // of A: what is needed next
   uint32_t right_[4][2];     // of B
   Accumulators<Shape> sum_ = {};
+  int summed_ = 0;
 };
 
 }  // namespace anabranch::cuda::portable

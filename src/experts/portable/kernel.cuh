@@ -186,15 +186,12 @@ class GroupedProduct {
       if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
     };
 #pragma unroll 1
-    for (int block = 0; block < blocks; block += Warp::kBlocks) {
-#pragma unroll
-      for (int i = 0; i < Warp::kBlocks; ++i) {
-        copy();  // the block that is kStages - 1 ahead
-        if constexpr (kMultiplies) {
-          warp.add(used, used + Shape::kBytesA, i == 0, acc, advance);
-        } else {
-          advance();
-        }
+    for (int block = 0; block < blocks; ++block) {
+      copy();  // the block that is kStages - 1 ahead
+      if constexpr (kMultiplies) {
+        warp.add(used, used + Shape::kBytesA, acc, advance);
+      } else {
+        advance();
       }
     }
     if constexpr (kMultiplies) warp.finish(acc);

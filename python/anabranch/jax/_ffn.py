@@ -296,14 +296,14 @@ class SlotProduct:
         buffer.
         """
         assert weights is None or self.early_weights is None
-        (R, D), E, quantised = self.x.shape, self.group_sizes.shape[0], self.w_factor is not None
+        (R, D), E = self.x.shape, self.group_sizes.shape[0]
         if self.w_factor is not None:
             N = self.w_factor.q.shape[1]
         else:
             assert self.w is not None
             N = self.w.shape[1 if self.transpose_w else 2]
-        # Rows of quantised factors are rounded to the dtype of their sums.
-        row_dtype, of_fp8 = (dtype, {"fp8_scales": 0}) if quantised else (self.x.dtype, {})
+        # Those of quantised factors are rounded to the dtype of their sums.
+        row_dtype = self.x.dtype if self.w_factor is None else dtype
         results = _ffi.call(
             "ab_xla_grouped_matmul_combine",
             {
@@ -327,7 +327,6 @@ class SlotProduct:
             skip_rest=int(self.skip_rest),
             backward=int(self.backward),
             precision=self.precision,
-            **of_fp8,
         )
         out: jax.Array = results["out"]
         return out

@@ -102,8 +102,8 @@ AB_API ab_status ab_quantize_weights(const ab_quantize_weights_args* args, const
 AB_API ab_status ab_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec,
                                                size_t* bytes);
 
-/* y = x w[e] on the rows of expert e; with transpose_w, y = x w[e]^T. With AB_PRECISION_FP8 x may be quantised; then y
- * may have any float dtype, and w too. */
+/* y = x w[e] on the rows of expert e; with transpose_w, y = x w[e]^T. With AB_PRECISION_FP8 w may have any float dtype,
+ * and x may be quantised; then y may have any, too. */
 typedef struct ab_grouped_matmul_args {
   size_t size;
   int32_t transpose_w;

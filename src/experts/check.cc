@@ -82,7 +82,7 @@ template <class Args>
 ab_status check_product_weights(const Args* args, GroupedSizes* s) {
   const bool transposed = args->transpose_w != 0;
   if (args->w != nullptr || args->w_q == nullptr) {
-    const Dtypes dtype = dtype_of_results(args->x);
+    const Dtypes dtype = is_fp8(*args) ? kFloats : dtype_of(args->x);
     if (transposed) {
       AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"N"}, {"D", s->D}}));
     } else {

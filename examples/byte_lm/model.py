@@ -25,6 +25,7 @@ class ModelConfig:
     hidden: int
     experts: int
     topk: int
+    precision: str
     score_function: str
     shared_experts: int
     aux_loss: float
@@ -84,6 +85,7 @@ class Block(nnx.Module):
             shared_features=config.shared_experts * config.hidden,
             aux_loss_coeff=config.aux_loss,
             parallel=config.parallel,
+            precision=config.precision,
             dtype=config.dtype,
             rngs=rngs,
         )

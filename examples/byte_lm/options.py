@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from anabranch.jax import Parallel
+from anabranch.precision import BLOCK, NUMBERS
 from byte_lm.data import stdlib_folder
 from byte_lm.model import ModelConfig
 from mesh import parse_mesh
@@ -33,6 +34,9 @@ class Options:
     experts: int = _option("experts", 8, "experts of a layer, E", 1)
     topk: int = _option("experts", 2, "experts that a byte passes through, K", 1)
     hidden: int = _option("experts", 256, "width of one expert, F", 1)
+    precision: str = _option(
+        "experts", "highest", "how factors of the experts' products multiply; fp8: quantised", choices=tuple(NUMBERS)
+    )
     shared_experts: int = _option("experts", 0, "experts that every byte passes through, beside the K", 0)
     score_function: str = _option(
         "experts", "softmax", "router's score function", choices=("softmax", "sigmoid", "sqrtsoftplus")
@@ -85,6 +89,9 @@ class Options:
         ):
             if value % parts:
                 raise ValueError(f"--{name}: got {value}, expected a multiple of {parts} for --mesh {self.mesh}")
+        for name, value, block in (("width", self.width, BLOCK), ("hidden", self.hidden, BLOCK * sizes["tensor"])):
+            if self.precision == "fp8" and value % block:
+                raise ValueError(f"--{name}: got {value}, expected a multiple of {block} for --precision fp8")
         if not self.prompt.encode():
             raise ValueError(f"--prompt: got {self.prompt!r}, expected at least one byte")
 

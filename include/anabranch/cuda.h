@@ -59,6 +59,13 @@ AB_API ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* args
 AB_API ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec* exec, size_t* bytes);
 
+/* AB_UNSUPPORTED where the arguments are right, as everything with AB_PRECISION_FP8: there are no kernels for it. */
+AB_API ab_status ab_cuda_quantize_rows(const ab_quantize_rows_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_quantize_rows_workspace(const ab_quantize_rows_args* args, const ab_exec* exec, size_t* bytes);
+AB_API ab_status ab_cuda_quantize_weights(const ab_quantize_weights_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec,
+                                                    size_t* bytes);
+
 /* Products run on the first kernels that can take them:
  *   hopper    on compute capability 9.0, of bfloat16 and float16 where rows of x, w and y are whole 16-byte chunks from
  *             aligned addresses on;

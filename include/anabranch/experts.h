@@ -49,18 +49,73 @@ typedef enum ab_precision {
   AB_PRECISION_HIGHEST = 0,
   /* A GPU may round operands to TF32, which has 10 binary digits behind the first: each to within 2^-10 of its size. A
    * CPU, and a kernel without such instructions, multiplies as with HIGHEST, which is at least as exact. */
-  AB_PRECISION_TF32 = 1
+  AB_PRECISION_TF32 = 1,
+  /* Both factors of y = x w and the like are quantised, see below, whatever their dtype. Gradients of weights are
+   * products of what is not quantised, float32 operands as with HIGHEST. Widths (D, F, N) are multiples of 128. */
+  AB_PRECISION_FP8 = 2
 } ab_precision;
 
-/* y = x w[e] on the rows of expert e; with transpose_w, y = x w[e]^T. */
+/* How a block's scale is made of its largest number, in an operation with AB_PRECISION_FP8; 0 in others. */
+typedef enum ab_fp8_scales {
+  AB_FP8_SCALES_FLOAT32 = 0,
+  AB_FP8_SCALES_POWER_OF_TWO = 1 /* rounded up to a power of two */
+} ab_fp8_scales;
+
+/* Quantised numbers: a tensor q of AB_FLOAT8_E4M3 and one of float32 scales, one for every block; a block is 128
+ * consecutive elements of one row of x, or 128 x 128 of the matrix of one expert, in W_in [E, D, P, F] of one part. The
+ * number is q * scale. To the bit, on every backend, in float32 with denormals, each operation rounded to nearest even:
+ *
+ *     m = max |v| over the block;
+ *     scale = max(m / 448, 2^-126), or 1 where m = 0; POWER_OF_TWO: the smallest power of two not below that;
+ *     q = v / scale, a division, rounded to nearest even once more, to e4m3; it is never above 448. -0 stays -0.
+ *
+ * A block with a NaN or an infinity has the scale NaN (0x7fc00000) and NaN (0x7f) in every q: so a row's block makes
+ * that row's results NaN, and a weight's block those of all rows in its columns.
+ *
+ * Factors of a product stand with the dimension that is summed over next to next (w_q): FP8 tensor cores take no
+ * others. Scales lie as their weights do, in either case. What is not given quantised is quantised in the workspace. */
+
+/* q and scales of rows. */
+typedef struct ab_quantize_rows_args {
+  size_t size;
+  int32_t fp8_scales;      /* ab_fp8_scales */
+  const ab_tensor* x;      /* [R, D] float, D a multiple of 128 */
+  const ab_tensor* q;      /* [R, D] e4m3 */
+  const ab_tensor* scales; /* [R, D/128] float32 */
+} ab_quantize_rows_args;
+
+AB_API ab_status ab_quantize_rows(const ab_quantize_rows_args* args, const ab_exec* exec);
+AB_API ab_status ab_quantize_rows_workspace(const ab_quantize_rows_args* args, const ab_exec* exec, size_t* bytes);
+
+/* q and scales of weights, as they are and transposed, one of both at least. w may lie in memory as the network's
+ * weights may, [E, D, N] as W_out; what comes out is row-major. */
+typedef struct ab_quantize_weights_args {
+  size_t size;
+  int32_t fp8_scales;            /* ab_fp8_scales */
+  const ab_tensor* w;            /* [E, D, N] or [E, D, P, F] float; D, N and F multiples of 128 */
+  const ab_tensor* q;            /* [E, D, N] or [E, D, P, F] e4m3, or NULL */
+  const ab_tensor* q_transposed; /* [E, N, D] or [E, P, F, D] e4m3, or NULL */
+  const ab_tensor* scales;       /* [E, D/128, N/128] or [E, D/128, P, F/128] float32 */
+} ab_quantize_weights_args;
+
+AB_API ab_status ab_quantize_weights(const ab_quantize_weights_args* args, const ab_exec* exec);
+AB_API ab_status ab_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec,
+                                               size_t* bytes);
+
+/* y = x w[e] on the rows of expert e; with transpose_w, y = x w[e]^T. With AB_PRECISION_FP8 w may have any float dtype,
+ * and x may be quantised; then y may have any, too. */
 typedef struct ab_grouped_matmul_args {
   size_t size;
   int32_t transpose_w;
-  const ab_tensor* x;           /* [R, D] */
-  const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D] */
+  const ab_tensor* x;           /* [R, D]; e4m3 together with x_scales */
+  const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D]; may be NULL with w_q, which is read instead */
   const ab_tensor* group_sizes; /* [E] int32 */
   const ab_tensor* y;           /* [R, N] */
   int32_t precision;            /* ab_precision */
+  int32_t fp8_scales;           /* ab_fp8_scales */
+  const ab_tensor* x_scales;    /* [R, D/128] float32, or NULL */
+  const ab_tensor* w_q;         /* [E, N, D] e4m3 together with w_scales, or NULL */
+  const ab_tensor* w_scales;    /* [E, D/128, N/128] float32; with transpose_w [E, N/128, D/128] */
 } ab_grouped_matmul_args;
 
 AB_API ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
@@ -75,7 +130,7 @@ typedef struct ab_grouped_matmul_dw_args {
   const ab_tensor* d_y;         /* [R, N] */
   const ab_tensor* group_sizes; /* [E] int32 */
   const ab_tensor* d_w;         /* [E, D, N], any float dtype */
-  int32_t precision;            /* ab_precision */
+  int32_t precision;            /* ab_precision, but not FP8 */
 } ab_grouped_matmul_dw_args;
 
 AB_API ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);
@@ -84,7 +139,8 @@ AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args*
 
 /* A grouped product whose rows are summed by token, without a buffer of all rows on a GPU. On the rows of expert e
  *
- *     rows = x w[e] + bias[e], or with transpose_w x w[e]^T + bias[e], rounded to the dtype of x;
+ *     rows = x w[e] + bias[e], or with transpose_w x w[e]^T + bias[e], rounded to the dtype of x, or if that is e4m3
+ *            to the dtype of out;
  *     out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]], plus addend[t]:
  *
  * to the bit what ab_expert_ffn_forward makes of `a`, or ab_expert_ffn_backward of dh, and ab_combine of their rows.
@@ -94,17 +150,20 @@ AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args*
  * and no zeros are written for them; where it does, out has any value there.
  * Sums are float32, slots in ascending order, then the addend, and are rounded once, to the dtype of out. out may be
  * the addend itself, of the same address and dtype; otherwise the two may not overlap. Workspace: [R, N] of the dtype
- * of x, and some MiB a thread; on a GPU as many columns of it as fit where gradients of weights will stand: a network's
- * backward pass has room for one of the size of w, its forward pass for both. */
+ * of rows, and some MiB a thread; on a GPU as many columns of it as fit where gradients of weights will stand: a
+ * network's backward pass has room for one of the size of w, its forward pass for both.
+ * With AB_PRECISION_FP8 x may be what ab_expert_ffn_forward quantised, a with a_scales, or ab_expert_ffn_backward, dh_q
+ * with dh_scales, the latter seen as [R, P F]. Those have P before F, as w_q must then; blocks never mix gate and up.
+ */
 typedef struct ab_grouped_matmul_combine_args {
   size_t size;
   int32_t transpose_w;
   int32_t weight_early;         /* 1: together with weights */
   int32_t skip_rest;            /* 1: row_of_slot names rows of slots only; see above */
-  const ab_tensor* x;           /* [R, D] */
-  const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D] */
+  const ab_tensor* x;           /* [R, D]; e4m3 together with x_scales */
+  const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D]; may be NULL with w_q, which is read instead */
   const ab_tensor* group_sizes; /* [E] int32 */
-  const ab_tensor* bias;        /* [E, N], or NULL */
+  const ab_tensor* bias;        /* [E, N] of the dtype of rows, or NULL */
   const ab_tensor* slot_of_row; /* [R] int32 */
   const ab_tensor* row_of_slot; /* [T, K] int32 */
   const ab_tensor* weights;     /* [T, K] float, or NULL: ones */
@@ -112,6 +171,10 @@ typedef struct ab_grouped_matmul_combine_args {
   const ab_tensor* out;         /* [T, N] float */
   int32_t backward;             /* 1: rows are gradients; for the size of the workspace alone, see above */
   int32_t precision;            /* ab_precision */
+  int32_t fp8_scales;           /* ab_fp8_scales */
+  const ab_tensor* x_scales;    /* [R, D/128] float32, or NULL */
+  const ab_tensor* w_q;         /* [E, N, D] e4m3 together with w_scales, or NULL */
+  const ab_tensor* w_scales;    /* [E, D/128, N/128] float32; with transpose_w [E, N/128, D/128] */
 } ab_grouped_matmul_combine_args;
 
 AB_API ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
@@ -126,7 +189,13 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  *
  * Where y is NULL and a is given, this is the first half alone, for ab_grouped_matmul_combine: without w_out and b_out,
  * and with no other weights than early ones.
- * Workspace: without a, [R, F] of the dtype of x; and some MiB a thread. */
+ * Workspace: without a, [R, F] of the dtype of x; and some MiB a thread.
+ *
+ * With AB_PRECISION_FP8 h = Q(x) Q(W_in), x being quantised before any row is gathered, and y = Q(a) Q(W_out), where
+ * `a`, times an early weight, is quantised from float32. `a` itself comes rounded to the dtype of x or, with a_scales,
+ * quantised. Quantised weights have P before F whatever order w_in has; w_in and w_out may be NULL where these are
+ * given, which are read instead, and without w_in gate and up stand side by side in b_in and h. w_in and w_out may have
+ * any float dtype, forward and backward. */
 typedef struct ab_expert_ffn_forward_args {
   size_t size;
   int32_t activation;   /* ab_activation */
@@ -149,7 +218,15 @@ typedef struct ab_expert_ffn_forward_args {
   /* of activations that have them, see ab_activation */
   float activation_alpha;
   float activation_limit;
-  int32_t precision; /* ab_precision */
+  int32_t precision;  /* ab_precision */
+  int32_t fp8_scales; /* ab_fp8_scales */
+  /* quantised inputs: each of the two with its scales, or NULL */
+  const ab_tensor* w_in_q;       /* [E, P, F, D] e4m3 */
+  const ab_tensor* w_in_scales;  /* [E, D/128, P, F/128] float32 */
+  const ab_tensor* w_out_q;      /* [E, D, F] e4m3; NULL without y */
+  const ab_tensor* w_out_scales; /* [E, F/128, D/128] float32 */
+  /* output */
+  const ab_tensor* a_scales; /* [R, F/128] float32, and a is e4m3; or NULL. Padding: 1 */
 } ab_expert_ffn_forward_args;
 
 AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
@@ -172,7 +249,12 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * two can stand in the memory of d_w_in, if it is large enough and not accumulated into.
  *
  * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
- * them be float32 and accumulate. */
+ * them be float32 and accumulate.
+ *
+ * With AB_PRECISION_FP8 da' = Q(d_out) Q(W_out)^T, d_out being quantised before any row is gathered, and
+ * dx = Q(dh) Q(W_in)^T, where dh is quantised as it stands, rounded to its dtype; all else is as written. Quantised
+ * weights, dh_q and dh_scales have P before F whatever order w_in has; w_in and w_out may be NULL where quantised ones
+ * are given. A call without h reads dh_q and dh_scales for dx_rows, if they are given, else it quantises dh. */
 typedef struct ab_expert_ffn_backward_args {
   size_t size;
   int32_t activation;
@@ -202,7 +284,16 @@ typedef struct ab_expert_ffn_backward_args {
   /* as in the forward pass */
   float activation_alpha;
   float activation_limit;
-  int32_t precision; /* ab_precision */
+  int32_t precision;  /* ab_precision */
+  int32_t fp8_scales; /* ab_fp8_scales */
+  /* quantised inputs: each of the two with its scales, or NULL */
+  const ab_tensor* w_in_q;       /* [E, D, P, F] e4m3 */
+  const ab_tensor* w_in_scales;  /* [E, D/128, P, F/128] float32 */
+  const ab_tensor* w_out_q;      /* [E, F, D] e4m3 */
+  const ab_tensor* w_out_scales; /* [E, F/128, D/128] float32 */
+  /* outputs, or both NULL */
+  const ab_tensor* dh_q;      /* [R, P, F] e4m3; zero in padding */
+  const ab_tensor* dh_scales; /* [R, P, F/128] float32; 1 in padding */
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

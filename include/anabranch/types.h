@@ -39,7 +39,8 @@ typedef enum ab_dtype {
   AB_INT64 = 5,
   AB_FLOAT16 = 6,
   AB_BFLOAT16 = 7,
-  AB_FLOAT32 = 8
+  AB_FLOAT32 = 8,
+  AB_FLOAT8_E4M3 = 9 /* float8_e4m3fn: one byte, largest number 448, NaN 0x7f and 0xff, no infinity */
 } ab_dtype;
 
 /* A view of memory that the caller owns. */

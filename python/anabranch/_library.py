@@ -22,6 +22,8 @@ HANDLERS = (
     "ab_xla_grouped_matmul_combine",
     "ab_xla_grouped_matmul_dw",
     "ab_xla_plan",
+    "ab_xla_quantize_rows",
+    "ab_xla_quantize_weights",
     "ab_xla_router_backward",
     "ab_xla_router_forward",
     "ab_xla_score_sum",
@@ -42,6 +44,7 @@ WORKSPACE_BOUNDS = (
 #: ab_dtype by the name of the dtype.
 DTYPES = {
     "bool": 1, "uint8": 2, "int16": 3, "int32": 4, "int64": 5, "float16": 6, "bfloat16": 7, "float32": 8,
+    "float8_e4m3fn": 9,
 }  # fmt: skip
 
 

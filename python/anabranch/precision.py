@@ -1,4 +1,4 @@
-"""How float32 operands of the experts' products are multiplied, for every front end."""
+"""How the operands of the experts' products are multiplied, for every front end."""
 
 from typing import Any
 
@@ -6,10 +6,56 @@ from anabranch.checks import choice
 
 HIGHEST = 0
 TF32 = 1
+FP8 = 2
 #: The numbers of ab_precision by their names, the default first.
-NUMBERS = {"highest": HIGHEST, "tf32": TF32}
+NUMBERS = {"highest": HIGHEST, "tf32": TF32, "fp8": FP8}
+#: Of products without experts' weights, which are never quantised.
+OF_DENSE = ("highest", "tf32")
+#: The numbers of ab_fp8_scales by their names, the default first.
+FP8_SCALES = {"float32": 0, "power_of_two": 1}
+#: Elements along each side of a block that has a scale.
+BLOCK = 128
 
 
 def precision_number(value: Any) -> int:
-    """The argument `precision`, one of `NUMBERS`."""
+    """The argument `precision` of the experts, one of `NUMBERS`."""
     return NUMBERS[choice("precision", value, tuple(NUMBERS))]
+
+
+def dense_precision_number(value: Any) -> int:
+    """The argument `precision` of a product without experts' weights, one of `OF_DENSE`."""
+    return NUMBERS[choice("precision", value, OF_DENSE)]
+
+
+def dense_precision(value: str) -> str:
+    """What a layer whose experts have this precision asks of its products without experts' weights.
+
+    >>> dense_precision("fp8"), dense_precision("tf32")
+    ('highest', 'tf32')
+    """
+    return value if value in OF_DENSE else "highest"
+
+
+def fp8_scales_number(value: Any) -> int:
+    """The argument `fp8_scales`, one of `FP8_SCALES`."""
+    return FP8_SCALES[choice("fp8_scales", value, tuple(FP8_SCALES))]
+
+
+def check_fp8(precision: int, fp8_scales: Any, quantized: Any = None) -> int:
+    """The argument `fp8_scales` of a call of that precision; it, and quantised experts, are refused without FP8."""
+    number = fp8_scales_number(fp8_scales)
+    if precision != FP8 and number:
+        raise ValueError(f'fp8_scales: got {fp8_scales!r} without precision="fp8", expected "float32"')
+    if precision != FP8 and quantized is not None:
+        raise ValueError(f'quantized: got a {type(quantized).__name__} without precision="fp8", expected None')
+    return number
+
+
+def check_fp8_widths(name: str, described: str, **sizes: int) -> None:
+    """Refuses widths that are no whole blocks. described: of the argument, for the error."""
+    for width, size in sizes.items():
+        if size % BLOCK:
+            raise ValueError(
+                f'{name}: got {described}, expected {width} a multiple of {BLOCK}, since precision="fp8" has a scale '
+                f"for every block of {BLOCK}"
+            )

@@ -1,5 +1,6 @@
-// float32, bfloat16 and float16 as storage; arithmetic is float32. Written with integer operations so that compilers
-// turn the conversions into vector code on every instruction set. Internal linkage: included by *.isa.cc files.
+// float32, bfloat16, float16 and float8_e4m3fn as storage; arithmetic is float32. Written with integer operations so
+// that compilers turn the conversions into vector code on every instruction set. Internal linkage: included by *.isa.cc
+// files.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,9 @@ struct BFloat16 {
 };
 struct Float16 {
   uint16_t bits;
+};
+struct Float8E4M3 {
+  uint8_t bits;
 };
 
 AB_INLINE float float_from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
@@ -37,6 +41,16 @@ AB_INLINE float to_float(Float16 value) {
   const uint32_t special = magnitude | 0x7f800000u;  // infinity or NaN keeps its mantissa
   return float_from_bits((magnitude >= 0x0f800000u ? special : scaled) | sign);
 #endif
+}
+
+// Denormals are multiples of 2^-9; others get float32's exponent and have their mantissa moved.
+AB_INLINE float to_float(Float8E4M3 value) {
+  const uint32_t magnitude = value.bits & 0x7fu;
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x80u) << 24;
+  const uint32_t denormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f);
+  const uint32_t normal = (magnitude << 20) + 0x3c000000u;
+  const uint32_t finite = magnitude < 8u ? denormal : normal;
+  return float_from_bits((magnitude == 0x7fu ? 0x7fc00000u : finite) | sign);
 }
 
 template <class T>
@@ -82,7 +96,21 @@ AB_INLINE Float16 from_float<Float16>(float value) {
 #endif
 }
 
-// Calls f(T{}) with the C++ type of a float dtype that has been checked.
+// As float16's, with 20 bits that go and a last place of 2^-9 in denormal results. What is above 448 becomes that, as
+// GPUs convert; NaN becomes 0x7f.
+template <>
+AB_INLINE Float8E4M3 from_float<Float8E4M3>(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t sign = (bits >> 24) & 0x80u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t in_range = magnitude < 0x43e00000u ? magnitude : 0x43e00000u;  // 448
+  const uint32_t normal = (in_range - 0x3c000000u + 0x7ffffu + ((in_range >> 20) & 1u)) >> 20;
+  const uint32_t denormal = bits_of(float_from_bits(in_range) + 0x1p14f) - 0x46800000u;
+  const uint32_t finite = (in_range < 0x3c800000u ? denormal : normal) | sign;
+  return {static_cast<uint8_t>(magnitude > 0x7f800000u ? 0x7fu : finite)};
+}
+
+// Calls f(T{}) with the C++ type of a float dtype that has been checked, e4m3 apart.
 template <class F>
 AB_INLINE auto with_float_type(int32_t dtype, F&& f) {
   switch (dtype) {

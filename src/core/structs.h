@@ -40,6 +40,8 @@ AB_STRUCT(ab_combine_args, addend);
 AB_STRUCT(ab_combine_backward_args, d_weights);
 AB_STRUCT(ab_sort_chunks_args, row_id_map);
 AB_STRUCT(ab_expand_row_id_map_args, slot_of_row);
+AB_STRUCT(ab_quantize_rows_args, scales);
+AB_STRUCT(ab_quantize_weights_args, scales);
 AB_STRUCT(ab_grouped_matmul_args, y);
 AB_STRUCT(ab_grouped_matmul_dw_args, d_w);
 AB_STRUCT(ab_grouped_matmul_combine_args, out);

@@ -8,6 +8,8 @@
 namespace anabranch {
 namespace {
 
+constexpr int32_t kLastDtype = AB_FLOAT8_E4M3;
+
 const char* dtype_name(int32_t dtype) {
   switch (dtype) {
     case AB_BOOL: return "bool";
@@ -18,6 +20,7 @@ const char* dtype_name(int32_t dtype) {
     case AB_FLOAT16: return "float16";
     case AB_BFLOAT16: return "bfloat16";
     case AB_FLOAT32: return "float32";
+    case AB_FLOAT8_E4M3: return "float8_e4m3";
     default: return "unknown dtype";
   }
 }
@@ -59,7 +62,7 @@ Text shape_text(const ab_tensor& tensor) {
 Text expected_text(Dtypes dtypes, std::initializer_list<Axis> shape) {
   Text text;
   const char* before = "";
-  for (int32_t dtype = AB_BOOL; dtype <= AB_FLOAT32; ++dtype) {
+  for (int32_t dtype = AB_BOOL; dtype <= kLastDtype; ++dtype) {
     if ((dtypes & (1u << dtype)) == 0) continue;
     text.add("%s%s", before, dtype_name(dtype));
     before = " or ";
@@ -134,7 +137,7 @@ Text order_text(std::initializer_list<Axis> shape, std::span<const Order> orders
 // All but how it lies in memory.
 ab_status check_view(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
   if (tensor == nullptr) return AB_INVALID("%s: got NULL, expected %s", name, expected_text(dtypes, shape).chars());
-  const bool known = tensor->dtype >= AB_BOOL && tensor->dtype <= AB_FLOAT32;
+  const bool known = tensor->dtype >= AB_BOOL && tensor->dtype <= kLastDtype;
   if (!known || (dtypes & (1u << tensor->dtype)) == 0 || !has_shape(*tensor, shape)) {
     return AB_INVALID("%s: got %s (%d) %s, expected %s", name, dtype_name(tensor->dtype), tensor->dtype,
                       shape_text(*tensor).chars(), expected_text(dtypes, shape).chars());
@@ -156,7 +159,8 @@ ab_status check_memory(const char* name, const ab_tensor& tensor) {
 int64_t dtype_size(int32_t dtype) {
   switch (dtype) {
     case AB_BOOL:
-    case AB_UINT8: return 1;
+    case AB_UINT8:
+    case AB_FLOAT8_E4M3: return 1;
     case AB_INT16:
     case AB_FLOAT16:
     case AB_BFLOAT16: return 2;

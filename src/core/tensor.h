@@ -15,6 +15,7 @@ using Dtypes = uint32_t;
 constexpr Dtypes dtype_bit(ab_dtype dtype) { return 1u << dtype; }
 constexpr Dtypes kFloat32 = dtype_bit(AB_FLOAT32);
 constexpr Dtypes kFloats = dtype_bit(AB_FLOAT32) | dtype_bit(AB_BFLOAT16) | dtype_bit(AB_FLOAT16);
+constexpr Dtypes kE4m3 = dtype_bit(AB_FLOAT8_E4M3);  // not one of kFloats: it has no range without scales
 constexpr Dtypes kInt32 = dtype_bit(AB_INT32);
 constexpr Dtypes kIndices = dtype_bit(AB_INT16) | dtype_bit(AB_INT32) | dtype_bit(AB_INT64);
 constexpr Dtypes kBool = dtype_bit(AB_BOOL);

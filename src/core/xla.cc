@@ -21,6 +21,7 @@ int32_t dtype_of(ffi::DataType dtype) {
     case ffi::DataType::F16: return AB_FLOAT16;
     case ffi::DataType::BF16: return AB_BFLOAT16;
     case ffi::DataType::F32: return AB_FLOAT32;
+    case ffi::DataType::F8E4M3FN: return AB_FLOAT8_E4M3;
     default: return 0;
   }
 }

@@ -3,6 +3,8 @@
 #include <cmath>
 
 #include "dispatch/maps.h"
+#include "experts/block_scale.h"
+#include "experts/precision.h"
 
 namespace anabranch {
 namespace {
@@ -10,16 +12,38 @@ namespace {
 // The dtype of x, as the only one allowed for the others.
 Dtypes dtype_of(const ab_tensor* x) { return dtype_bit(static_cast<ab_dtype>(x->dtype)); }
 
+// Those of a product of x: quantised ones say nothing about it.
+Dtypes dtype_of_results(const ab_tensor* x) { return x->dtype == AB_FLOAT8_E4M3 ? kFloats : dtype_of(x); }
+
 // An option that is on or off.
 ab_status check_flag(const char* name, int32_t value) {
   return value == 0 || value == 1 ? ok() : AB_INVALID("%s: got %d, expected 0 or 1", name, value);
 }
 
-ab_status check_precision(int32_t value) {
-  if (value == AB_PRECISION_HIGHEST || value == AB_PRECISION_TF32) return ok();
-  return AB_INVALID("precision: got %d, expected %d or %d, an ab_precision", value, AB_PRECISION_HIGHEST,
-                    AB_PRECISION_TF32);
+ab_status check_fp8_scales(int32_t value) {
+  if (value == AB_FP8_SCALES_FLOAT32 || value == AB_FP8_SCALES_POWER_OF_TWO) return ok();
+  return AB_INVALID("fp8_scales: got %d, expected %d or %d, an ab_fp8_scales", value, AB_FP8_SCALES_FLOAT32,
+                    AB_FP8_SCALES_POWER_OF_TWO);
 }
+
+template <class Args>
+ab_status check_precision(const Args* args) {
+  if (args->precision < AB_PRECISION_HIGHEST || args->precision > AB_PRECISION_FP8) {
+    return AB_INVALID("precision: got %d, expected %d to %d, an ab_precision", args->precision, AB_PRECISION_HIGHEST,
+                      AB_PRECISION_FP8);
+  }
+  AB_RETURN_IF_ERROR(check_fp8_scales(args->fp8_scales));
+  if (is_fp8(*args) || args->fp8_scales == 0) return ok();
+  return AB_INVALID("fp8_scales: got %d, expected 0 without AB_PRECISION_FP8", args->fp8_scales);
+}
+
+// An axis that is cut into blocks of one scale.
+ab_status check_blocks(const char* name, const char* axis, int64_t size) {
+  if (size % kScaleBlock == 0) return ok();
+  return AB_INVALID("%s: got %s=%lld, expected a multiple of %lld to be quantised", name, axis,
+                    static_cast<long long>(size), static_cast<long long>(kScaleBlock));
+}
+int64_t blocks(int64_t size) { return size / kScaleBlock; }
 
 ab_status check_weight_early(int32_t value, const ab_tensor* weights) {
   if (value == 0 || (value == 1 && weights != nullptr)) return ok();
@@ -33,25 +57,72 @@ ab_status check_unused(const char* name, const ab_tensor* tensor, const char* wh
 
 int64_t axis(const ab_tensor* tensor, int i) { return tensor->shape[i]; }
 
+// Numbers and their scales, which come together.
+ab_status check_quantized(const char* name, const ab_tensor* q, std::initializer_list<Axis> shape,
+                          const char* scales_name, const ab_tensor* scales, std::initializer_list<Axis> scales_shape) {
+  if (q == nullptr && scales == nullptr) return ok();
+  AB_RETURN_IF_ERROR(check_tensor(name, q, kE4m3, shape));
+  return check_tensor(scales_name, scales, kFloat32, scales_shape);
+}
+
+// A tensor that is quantised where it has scales: these belong to e4m3 and to nothing else.
+ab_status check_scales_of(const char* name, const ab_tensor* tensor, const char* scales_name, const ab_tensor* scales,
+                          std::initializer_list<Axis> scales_shape) {
+  if (tensor != nullptr && tensor->dtype == AB_FLOAT8_E4M3) {
+    return check_tensor(scales_name, scales, kFloat32, scales_shape);
+  }
+  if (scales == nullptr) return ok();
+  return AB_INVALID("%s: got a tensor, expected NULL where %s is not float8_e4m3", scales_name, name);
+}
+
+constexpr const char* kWithoutFp8 = "without AB_PRECISION_FP8";
+
+// The weights of a product [D, N] whose rows are x.
+template <class Args>
+ab_status check_product_weights(const Args* args, GroupedSizes* s) {
+  const bool transposed = args->transpose_w != 0;
+  if (args->w != nullptr || args->w_q == nullptr) {
+    const Dtypes dtype = is_fp8(*args) ? kFloats : dtype_of(args->x);
+    if (transposed) {
+      AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"N"}, {"D", s->D}}));
+    } else {
+      AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"D", s->D}, {"N"}}));
+    }
+    s->N = axis(args->w, transposed ? 1 : 2);
+  } else {
+    AB_RETURN_IF_ERROR(check_tensor("w_q", args->w_q, kE4m3, {{"E", s->E}, {"N"}, {"D", s->D}}));
+    s->N = axis(args->w_q, 1);
+  }
+  if (!is_fp8(*args)) return ok();
+  AB_RETURN_IF_ERROR(check_blocks("w", "N", s->N));
+  const Axis d_blocks{"D/128", blocks(s->D)};
+  const Axis n_blocks{"N/128", blocks(s->N)};
+  return check_quantized("w_q", args->w_q, {{"E", s->E}, {"N", s->N}, {"D", s->D}}, "w_scales", args->w_scales,
+                         {{"E", s->E}, transposed ? n_blocks : d_blocks, transposed ? d_blocks : n_blocks});
+}
+
 // x, w and group_sizes of a product over rows.
 template <class Args>
 ab_status check_product(const Args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("transpose_w", args->transpose_w));
-  AB_RETURN_IF_ERROR(check_precision(args->precision));
-  AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
+  AB_RETURN_IF_ERROR(check_precision(args));
+  if (!is_fp8(*args)) {
+    AB_RETURN_IF_ERROR(check_unused("x_scales", args->x_scales, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("w_q", args->w_q, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("w_scales", args->w_scales, kWithoutFp8));
+  }
+  AB_RETURN_IF_ERROR(check_tensor("x", args->x, is_fp8(*args) ? kFloats | kE4m3 : kFloats, {{"R"}, {"D"}}));
   AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
   s->R = axis(args->x, 0);
   s->D = axis(args->x, 1);
   s->E = axis(args->group_sizes, 0);
   AB_RETURN_IF_ERROR(check_num_rows("x", s->R));
-  const Dtypes dtype = dtype_of(args->x);
-  if (args->transpose_w != 0) {
-    AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"N"}, {"D", s->D}}));
-  } else {
-    AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"D", s->D}, {"N"}}));
+  if (is_fp8(*args)) {
+    AB_RETURN_IF_ERROR(check_blocks("x", "D", s->D));
+    AB_RETURN_IF_ERROR(
+        check_scales_of("x", args->x, "x_scales", args->x_scales, {{"R", s->R}, {"D/128", blocks(s->D)}}));
   }
-  s->N = axis(args->w, args->transpose_w != 0 ? 1 : 2);
-  return ok();
+  return check_product_weights(args, s);
 }
 
 // The layouts of W_in [E, D, P, F] and W_out [E, F, D], in the order of preference.
@@ -104,11 +175,72 @@ ab_status check_activation(const Args* args) {
   return check_parameter("activation_limit", args->activation_limit, kind >= AB_SWIGLU_CLAMPED);
 }
 
-// What forward and backward have in common; has_down: both products are part of it, not the first alone.
+// Those of the network's weights, which are quantised from any.
 template <class Args>
-ab_status check_common(const Args* args, bool has_down, FfnSizes* s) {
+Dtypes dtypes_of_weights(const Args* args) {
+  return is_fp8(*args) ? kFloats : dtype_of(args->x);
+}
+
+// W_in, as it is or quantised with its axes in this order.
+template <class Args>
+ab_status check_w_in(const Args* args, bool quantized_transposed, FfnSizes* s) {
+  size_t order = kDpf;
+  if (args->w_in != nullptr || args->w_in_q == nullptr) {
+    AB_RETURN_IF_ERROR(check_ordered("w_in", args->w_in, dtypes_of_weights(args),
+                                     {{"E", s->E}, {"D", s->D}, {"2 or 1"}, {"F"}}, kInOrders, &order));
+    s->P = axis(args->w_in, 2);
+    s->F = axis(args->w_in, 3);
+  } else if (quantized_transposed) {
+    AB_RETURN_IF_ERROR(check_tensor("w_in_q", args->w_in_q, kE4m3, {{"E", s->E}, {"2 or 1"}, {"F"}, {"D", s->D}}));
+    s->P = axis(args->w_in_q, 1);
+    s->F = axis(args->w_in_q, 2);
+  } else {
+    AB_RETURN_IF_ERROR(check_tensor("w_in_q", args->w_in_q, kE4m3, {{"E", s->E}, {"D", s->D}, {"2 or 1"}, {"F"}}));
+    s->P = axis(args->w_in_q, 2);
+    s->F = axis(args->w_in_q, 3);
+  }
+  s->layout.in_transposed = order == kPfd || order == kFpd;
+  s->layout.interleaved = (order == kDfp || order == kFpd) && s->P > 1;
+  if (s->P != 1 && s->P != 2) {
+    return AB_INVALID("%s: got %lld parts, expected 2 (gate, up) or 1", args->w_in != nullptr ? "w_in" : "w_in_q",
+                      static_cast<long long>(s->P));
+  }
+  if (!is_fp8(*args)) return ok();
+  AB_RETURN_IF_ERROR(check_blocks("w_in", "F", s->F));
+  const Axis E{"E", s->E}, D{"D", s->D}, P{"P", s->P}, F{"F", s->F};
+  const std::initializer_list<Axis> scales = {E, {"D/128", blocks(s->D)}, P, {"F/128", blocks(s->F)}};
+  return quantized_transposed
+             ? check_quantized("w_in_q", args->w_in_q, {E, P, F, D}, "w_in_scales", args->w_in_scales, scales)
+             : check_quantized("w_in_q", args->w_in_q, {E, D, P, F}, "w_in_scales", args->w_in_scales, scales);
+}
+
+template <class Args>
+ab_status check_w_out(const Args* args, bool quantized_transposed, FfnSizes* s) {
+  const Axis E{"E", s->E}, D{"D", s->D}, F{"F", s->F};
+  if (args->w_out != nullptr || args->w_out_q == nullptr) {
+    size_t order = kFd;
+    AB_RETURN_IF_ERROR(check_ordered("w_out", args->w_out, dtypes_of_weights(args), {E, F, D}, kOutOrders, &order));
+    s->layout.out_transposed = order == kDf;
+  }
+  if (!is_fp8(*args)) return ok();
+  const std::initializer_list<Axis> scales = {E, {"F/128", blocks(s->F)}, {"D/128", blocks(s->D)}};
+  return quantized_transposed
+             ? check_quantized("w_out_q", args->w_out_q, {E, D, F}, "w_out_scales", args->w_out_scales, scales)
+             : check_quantized("w_out_q", args->w_out_q, {E, F, D}, "w_out_scales", args->w_out_scales, scales);
+}
+
+// What forward and backward have in common; has_down: both products are part of it, not the first alone; forward's
+// products take quantised weights transposed.
+template <class Args>
+ab_status check_common(const Args* args, bool has_down, bool quantized_transposed, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_activation(args));
-  AB_RETURN_IF_ERROR(check_precision(args->precision));
+  AB_RETURN_IF_ERROR(check_precision(args));
+  if (!is_fp8(*args)) {
+    AB_RETURN_IF_ERROR(check_unused("w_in_q", args->w_in_q, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("w_in_scales", args->w_in_scales, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("w_out_q", args->w_out_q, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("w_out_scales", args->w_out_scales, kWithoutFp8));
+  }
   AB_RETURN_IF_ERROR(check_flag("skip_rest", args->skip_rest));
   const bool by_slot = args->slot_of_row != nullptr;
   if (by_slot ? args->topk < 1 : args->topk != 0) {
@@ -124,28 +256,19 @@ ab_status check_common(const Args* args, bool has_down, FfnSizes* s) {
   s->R = by_slot ? axis(args->slot_of_row, 0) : axis(args->x, 0);
   AB_RETURN_IF_ERROR(check_num_rows(by_slot ? "slot_of_row" : "x", s->R));
   if (by_slot) AB_RETURN_IF_ERROR(check_num_slots("slot_of_row", s->T, s->K));
-  const Dtypes dtype = dtype_of(args->x);
-  size_t order = 0;
-  AB_RETURN_IF_ERROR(
-      check_ordered("w_in", args->w_in, dtype, {{"E", s->E}, {"D", s->D}, {"2 or 1"}, {"F"}}, kInOrders, &order));
-  s->layout.in_transposed = order == kPfd || order == kFpd;
-  s->layout.interleaved = (order == kDfp || order == kFpd) && axis(args->w_in, 2) > 1;
-  s->P = axis(args->w_in, 2);
-  s->F = axis(args->w_in, 3);
-  if (s->P != 1 && s->P != 2) {
-    return AB_INVALID("w_in: got %lld parts, expected 2 (gate, up) or 1", static_cast<long long>(s->P));
-  }
+  if (is_fp8(*args)) AB_RETURN_IF_ERROR(check_blocks("x", "D", s->D));
+  AB_RETURN_IF_ERROR(check_w_in(args, quantized_transposed, s));
   if (s->P == 1 && args->activation >= AB_SWIGLU_CLAMPED) {
     return AB_INVALID("activation: got %d, one of two inputs, expected one of one input where w_in has 1 part",
                       args->activation);
   }
   if (has_down) {
-    AB_RETURN_IF_ERROR(
-        check_ordered("w_out", args->w_out, dtype, {{"E", s->E}, {"F", s->F}, {"D", s->D}}, kOutOrders, &order));
-    s->layout.out_transposed = order == kDf;
-    AB_RETURN_IF_ERROR(check_optional("b_out", args->b_out, dtype, {{"E", s->E}, {"D", s->D}}));
+    AB_RETURN_IF_ERROR(check_w_out(args, quantized_transposed, s));
+    AB_RETURN_IF_ERROR(check_optional("b_out", args->b_out, dtype_of(args->x), {{"E", s->E}, {"D", s->D}}));
   } else {
     AB_RETURN_IF_ERROR(check_unused("w_out", args->w_out, "without y"));
+    AB_RETURN_IF_ERROR(check_unused("w_out_q", args->w_out_q, "without y"));
+    AB_RETURN_IF_ERROR(check_unused("w_out_scales", args->w_out_scales, "without y"));
     AB_RETURN_IF_ERROR(check_unused("b_out", args->b_out, "without y"));
   }
   return by_slot ? check_optional("weights", args->weights, kFloats, {{"T", s->T}, {"K", s->K}})
@@ -154,16 +277,67 @@ ab_status check_common(const Args* args, bool has_down, FfnSizes* s) {
 
 }  // namespace
 
+QuantizedSizes weights_of(int64_t E, int64_t D, int64_t P, int64_t F, bool d_inside, bool p_inside) {
+  QuantizedSizes s;
+  s.E = E;
+  s.D = D;
+  s.P = P;
+  s.F = F;
+  s.d_stride = d_inside ? 1 : P * F;
+  s.f_stride = (d_inside ? D : 1) * (p_inside ? P : 1);
+  s.p_stride = (d_inside ? D : 1) * (p_inside ? 1 : F);
+  return s;
+}
+
+ab_status check(const ab_quantize_rows_args* args, QuantizedSizes* s) {
+  AB_RETURN_IF_ERROR(check_fp8_scales(args->fp8_scales));
+  AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
+  s->R = axis(args->x, 0);
+  s->D = axis(args->x, 1);
+  AB_RETURN_IF_ERROR(check_num_rows("x", s->R));
+  AB_RETURN_IF_ERROR(check_blocks("x", "D", s->D));
+  AB_RETURN_IF_ERROR(check_tensor("q", args->q, kE4m3, {{"R", s->R}, {"D", s->D}}));
+  return check_tensor("scales", args->scales, kFloat32, {{"R", s->R}, {"D/128", blocks(s->D)}});
+}
+
+ab_status check(const ab_quantize_weights_args* args, QuantizedSizes* s) {
+  AB_RETURN_IF_ERROR(check_fp8_scales(args->fp8_scales));
+  const bool has_parts = args->w != nullptr && args->w->rank == 4;
+  size_t order = 0;
+  if (has_parts) {
+    AB_RETURN_IF_ERROR(check_ordered("w", args->w, kFloats, {{"E"}, {"D"}, {"P"}, {"F"}}, kInOrders, &order));
+  } else {
+    AB_RETURN_IF_ERROR(check_ordered("w", args->w, kFloats, {{"E"}, {"D"}, {"N"}}, kOutOrders, &order));
+  }
+  *s = weights_of(axis(args->w, 0), axis(args->w, 1), has_parts ? axis(args->w, 2) : 1,
+                  axis(args->w, has_parts ? 3 : 2), has_parts ? order == kPfd || order == kFpd : order == kDf,
+                  has_parts && (order == kDfp || order == kFpd));
+  AB_RETURN_IF_ERROR(check_blocks("w", "D", s->D));
+  AB_RETURN_IF_ERROR(check_blocks("w", has_parts ? "F" : "N", s->F));
+  if (args->q == nullptr && args->q_transposed == nullptr) {
+    return AB_INVALID("q: got NULL, expected a tensor, or one for q_transposed");
+  }
+  const Axis E{"E", s->E}, D{"D", s->D}, P{"P", s->P}, F{has_parts ? "F" : "N", s->F};
+  const Axis d_blocks{"D/128", blocks(s->D)}, f_blocks{has_parts ? "F/128" : "N/128", blocks(s->F)};
+  if (has_parts) {
+    AB_RETURN_IF_ERROR(check_optional("q", args->q, kE4m3, {E, D, P, F}));
+    AB_RETURN_IF_ERROR(check_optional("q_transposed", args->q_transposed, kE4m3, {E, P, F, D}));
+    return check_tensor("scales", args->scales, kFloat32, {E, d_blocks, P, f_blocks});
+  }
+  AB_RETURN_IF_ERROR(check_optional("q", args->q, kE4m3, {E, D, F}));
+  AB_RETURN_IF_ERROR(check_optional("q_transposed", args->q_transposed, kE4m3, {E, F, D}));
+  return check_tensor("scales", args->scales, kFloat32, {E, d_blocks, f_blocks});
+}
+
 ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_product(args, s));
-  return check_tensor("y", args->y, dtype_of(args->x), {{"R", s->R}, {"N", s->N}});
+  return check_tensor("y", args->y, dtype_of_results(args->x), {{"R", s->R}, {"N", s->N}});
 }
 
 ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
   AB_RETURN_IF_ERROR(check_product(args, s));
   AB_RETURN_IF_ERROR(check_flag("skip_rest", args->skip_rest));
   AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
-  AB_RETURN_IF_ERROR(check_optional("bias", args->bias, dtype_of(args->x), {{"E", s->E}, {"N", s->N}}));
   AB_RETURN_IF_ERROR(check_tensor("slot_of_row", args->slot_of_row, kInt32, {{"R", s->R}}));
   Maps maps;
   AB_RETURN_IF_ERROR(check_row_of_slot(args->row_of_slot, -1, {"K"}, &maps));
@@ -172,12 +346,18 @@ ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
   AB_RETURN_IF_ERROR(check_optional("weights", args->weights, kFloats, {{"T", s->T}, {"K", s->K}}));
   AB_RETURN_IF_ERROR(check_flag("backward", args->backward));
   AB_RETURN_IF_ERROR(check_optional("addend", args->addend, kFloats, {{"T", s->T}, {"N", s->N}}));
-  return check_tensor("out", args->out, kFloats, {{"T", s->T}, {"N", s->N}});
+  AB_RETURN_IF_ERROR(check_tensor("out", args->out, kFloats, {{"T", s->T}, {"N", s->N}}));
+  const ab_tensor* of_rows = args->x->dtype == AB_FLOAT8_E4M3 ? args->out : args->x;
+  s->rows_dtype = of_rows->dtype;
+  return check_optional("bias", args->bias, dtype_of(of_rows), {{"E", s->E}, {"N", s->N}});
 }
 
 ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
-  AB_RETURN_IF_ERROR(check_precision(args->precision));
+  if (args->precision != AB_PRECISION_HIGHEST && args->precision != AB_PRECISION_TF32) {
+    return AB_INVALID("precision: got %d, expected %d or %d, an ab_precision that gradients of weights have",
+                      args->precision, AB_PRECISION_HIGHEST, AB_PRECISION_TF32);
+  }
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
   s->R = axis(args->x, 0);
   s->D = axis(args->x, 1);
@@ -192,7 +372,7 @@ ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
 
 ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   const bool has_down = args->y != nullptr || args->a == nullptr;
-  AB_RETURN_IF_ERROR(check_common(args, has_down, s));
+  AB_RETURN_IF_ERROR(check_common(args, has_down, true, s));
   AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
   if (!has_down && args->weight_early == 0) {
     AB_RETURN_IF_ERROR(check_unused("weights", args->weights, "without y, or weight_early"));
@@ -200,21 +380,31 @@ ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   const Dtypes dtype = dtype_of(args->x);
   AB_RETURN_IF_ERROR(check_hidden("b_in", args->b_in, dtype, {"E", s->E}, *s));
   if (has_down) AB_RETURN_IF_ERROR(check_tensor("y", args->y, dtype, {{"R", s->R}, {"D", s->D}}));
-  AB_RETURN_IF_ERROR(check_optional("a", args->a, dtype, {{"R", s->R}, {"F", s->F}}));
+  if (!is_fp8(*args)) AB_RETURN_IF_ERROR(check_unused("a_scales", args->a_scales, kWithoutFp8));
+  AB_RETURN_IF_ERROR(check_optional("a", args->a, is_fp8(*args) ? dtype | kE4m3 : dtype, {{"R", s->R}, {"F", s->F}}));
+  AB_RETURN_IF_ERROR(check_scales_of("a", args->a, "a_scales", args->a_scales, {{"R", s->R}, {"F/128", blocks(s->F)}}));
   return check_hidden("h", args->h, dtype, {"R", s->R}, *s);
 }
 
 ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
-  AB_RETURN_IF_ERROR(check_common(args, true, s));
+  AB_RETURN_IF_ERROR(check_common(args, true, false, s));
   AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
   if (args->accumulate != 0 && args->d_w_in == nullptr && args->d_w_out == nullptr) {
     return AB_INVALID("accumulate: got 1, expected 0, or 1 together with d_w_in or d_w_out");
   }
   const Dtypes dtype = dtype_of(args->x);
   const Dtypes gradients = args->accumulate != 0 ? kFloat32 : dtype | kFloat32;
+  if (!is_fp8(*args)) {
+    AB_RETURN_IF_ERROR(check_unused("dh_q", args->dh_q, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("dh_scales", args->dh_scales, kWithoutFp8));
+  } else {
+    AB_RETURN_IF_ERROR(check_quantized("dh_q", args->dh_q, {{"R", s->R}, {"P", s->P}, {"F", s->F}}, "dh_scales",
+                                       args->dh_scales, {{"R", s->R}, {"P", s->P}, {"F/128", blocks(s->F)}}));
+  }
   AB_RETURN_IF_ERROR(check_hidden("h", args->h, dtype, {"R", s->R}, *s));
   if (args->h == nullptr) {
-    const bool needs_dh = args->dx_rows != nullptr || args->d_w_in != nullptr || args->d_b_in != nullptr;
+    const bool dx_takes_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
+    const bool needs_dh = dx_takes_dh || args->d_w_in != nullptr || args->d_b_in != nullptr;
     if ((needs_dh && args->dh == nullptr) || (args->d_w_out != nullptr && args->weighted_a == nullptr)) {
       return AB_INVALID("h: got NULL, expected [R, P, F], or %s that an earlier call gave",
                         needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
@@ -224,6 +414,7 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
     if (args->d_w_out == nullptr) {
       AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h, or d_w_out"));
     }
+    if (args->dx_rows == nullptr) AB_RETURN_IF_ERROR(check_unused("dh_q", args->dh_q, "without h, or dx_rows"));
     if (args->skip_rest != 0) return AB_INVALID("skip_rest: got %d, expected 0 without h", args->skip_rest);
   }
   const bool by_token = args->slot_of_row != nullptr;

@@ -1,4 +1,4 @@
-// How float32 operands of a product are multiplied.
+// How the operands of a product are multiplied.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,16 @@
 namespace anabranch {
 
 // ab_precision, of arguments that have been checked.
-enum class Precision : int32_t { highest = AB_PRECISION_HIGHEST, tf32 = AB_PRECISION_TF32 };
+enum class Precision : int32_t { highest = AB_PRECISION_HIGHEST, tf32 = AB_PRECISION_TF32, fp8 = AB_PRECISION_FP8 };
 
 template <class Args>
 Precision precision_of(const Args& args) {
   return static_cast<Precision>(args.precision);
+}
+
+template <class Args>
+bool is_fp8(const Args& args) {
+  return args.precision == AB_PRECISION_FP8;
 }
 
 }  // namespace anabranch

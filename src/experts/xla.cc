@@ -7,10 +7,30 @@ using anabranch::xla::Field;
 
 // Gradients never accumulate here: XLA's results are buffers of their own.
 
+constexpr Field kQuantizeRowsFields[] = {
+    AB_INT32(ab_quantize_rows_args, fp8_scales),
+    AB_TENSOR(ab_quantize_rows_args, x),
+    AB_TENSOR(ab_quantize_rows_args, q),
+    AB_TENSOR(ab_quantize_rows_args, scales),
+};
+
+constexpr Field kQuantizeWeightsFields[] = {
+    AB_INT32(ab_quantize_weights_args, fp8_scales), AB_TENSOR(ab_quantize_weights_args, w),
+    AB_TENSOR(ab_quantize_weights_args, q),         AB_TENSOR(ab_quantize_weights_args, q_transposed),
+    AB_TENSOR(ab_quantize_weights_args, scales),
+};
+
 constexpr Field kGroupedMatmulFields[] = {
-    AB_INT32(ab_grouped_matmul_args, transpose_w), AB_TENSOR(ab_grouped_matmul_args, x),
-    AB_TENSOR(ab_grouped_matmul_args, w),          AB_TENSOR(ab_grouped_matmul_args, group_sizes),
-    AB_TENSOR(ab_grouped_matmul_args, y),          AB_LATER_INT32(ab_grouped_matmul_args, precision),
+    AB_INT32(ab_grouped_matmul_args, transpose_w),
+    AB_TENSOR(ab_grouped_matmul_args, x),
+    AB_TENSOR(ab_grouped_matmul_args, w),
+    AB_TENSOR(ab_grouped_matmul_args, group_sizes),
+    AB_TENSOR(ab_grouped_matmul_args, y),
+    AB_LATER_INT32(ab_grouped_matmul_args, precision),
+    AB_LATER_INT32(ab_grouped_matmul_args, fp8_scales),
+    AB_TENSOR(ab_grouped_matmul_args, x_scales),
+    AB_TENSOR(ab_grouped_matmul_args, w_q),
+    AB_TENSOR(ab_grouped_matmul_args, w_scales),
 };
 
 constexpr Field kGroupedMatmulDwFields[] = {
@@ -22,13 +42,24 @@ constexpr Field kGroupedMatmulDwFields[] = {
 };
 
 constexpr Field kGroupedMatmulCombineFields[] = {
-    AB_INT32(ab_grouped_matmul_combine_args, transpose_w),  AB_LATER_INT32(ab_grouped_matmul_combine_args, backward),
-    AB_INT32(ab_grouped_matmul_combine_args, weight_early), AB_INT32(ab_grouped_matmul_combine_args, skip_rest),
-    AB_TENSOR(ab_grouped_matmul_combine_args, x),           AB_TENSOR(ab_grouped_matmul_combine_args, w),
-    AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes), AB_TENSOR(ab_grouped_matmul_combine_args, bias),
-    AB_TENSOR(ab_grouped_matmul_combine_args, slot_of_row), AB_TENSOR(ab_grouped_matmul_combine_args, row_of_slot),
-    AB_TENSOR(ab_grouped_matmul_combine_args, weights),     AB_TENSOR(ab_grouped_matmul_combine_args, addend),
-    AB_TENSOR(ab_grouped_matmul_combine_args, out),         AB_LATER_INT32(ab_grouped_matmul_combine_args, precision),
+    AB_INT32(ab_grouped_matmul_combine_args, transpose_w),
+    AB_LATER_INT32(ab_grouped_matmul_combine_args, backward),
+    AB_INT32(ab_grouped_matmul_combine_args, weight_early),
+    AB_INT32(ab_grouped_matmul_combine_args, skip_rest),
+    AB_TENSOR(ab_grouped_matmul_combine_args, x),
+    AB_TENSOR(ab_grouped_matmul_combine_args, w),
+    AB_TENSOR(ab_grouped_matmul_combine_args, group_sizes),
+    AB_TENSOR(ab_grouped_matmul_combine_args, bias),
+    AB_TENSOR(ab_grouped_matmul_combine_args, slot_of_row),
+    AB_TENSOR(ab_grouped_matmul_combine_args, row_of_slot),
+    AB_TENSOR(ab_grouped_matmul_combine_args, weights),
+    AB_TENSOR(ab_grouped_matmul_combine_args, addend),
+    AB_TENSOR(ab_grouped_matmul_combine_args, out),
+    AB_LATER_INT32(ab_grouped_matmul_combine_args, precision),
+    AB_LATER_INT32(ab_grouped_matmul_combine_args, fp8_scales),
+    AB_TENSOR(ab_grouped_matmul_combine_args, x_scales),
+    AB_TENSOR(ab_grouped_matmul_combine_args, w_q),
+    AB_TENSOR(ab_grouped_matmul_combine_args, w_scales),
 };
 
 constexpr Field kFfnForwardFields[] = {
@@ -50,6 +81,12 @@ constexpr Field kFfnForwardFields[] = {
     AB_TENSOR(ab_expert_ffn_forward_args, y),
     AB_TENSOR(ab_expert_ffn_forward_args, h),
     AB_TENSOR(ab_expert_ffn_forward_args, a),
+    AB_LATER_INT32(ab_expert_ffn_forward_args, fp8_scales),
+    AB_TENSOR(ab_expert_ffn_forward_args, w_in_q),
+    AB_TENSOR(ab_expert_ffn_forward_args, w_in_scales),
+    AB_TENSOR(ab_expert_ffn_forward_args, w_out_q),
+    AB_TENSOR(ab_expert_ffn_forward_args, w_out_scales),
+    AB_TENSOR(ab_expert_ffn_forward_args, a_scales),
 };
 
 constexpr Field kFfnBackwardFields[] = {
@@ -76,10 +113,19 @@ constexpr Field kFfnBackwardFields[] = {
     AB_TENSOR(ab_expert_ffn_backward_args, d_b_out),
     AB_TENSOR(ab_expert_ffn_backward_args, d_weights),
     AB_TENSOR(ab_expert_ffn_backward_args, weighted_a),
+    AB_LATER_INT32(ab_expert_ffn_backward_args, fp8_scales),
+    AB_TENSOR(ab_expert_ffn_backward_args, w_in_q),
+    AB_TENSOR(ab_expert_ffn_backward_args, w_in_scales),
+    AB_TENSOR(ab_expert_ffn_backward_args, w_out_q),
+    AB_TENSOR(ab_expert_ffn_backward_args, w_out_scales),
+    AB_TENSOR(ab_expert_ffn_backward_args, dh_q),
+    AB_TENSOR(ab_expert_ffn_backward_args, dh_scales),
 };
 
 }  // namespace
 
+AB_XLA_HANDLER(quantize_rows, kQuantizeRowsFields, ab_quantize_rows_workspace);
+AB_XLA_HANDLER(quantize_weights, kQuantizeWeightsFields, ab_quantize_weights_workspace);
 AB_XLA_HANDLER(grouped_matmul, kGroupedMatmulFields, ab_grouped_matmul_workspace);
 AB_XLA_HANDLER(grouped_matmul_dw, kGroupedMatmulDwFields, ab_grouped_matmul_dw_workspace);
 AB_XLA_HANDLER(grouped_matmul_combine, kGroupedMatmulCombineFields, ab_grouped_matmul_combine_workspace);

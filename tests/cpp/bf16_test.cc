@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "anabranch/experts.h"
+#include "grouped_matmul_args.h"
 #include "support.h"
 
 namespace anabranch::testing {
@@ -21,8 +22,7 @@ TEST(Bf16, IsRefusedWhereItIsAskedForAndNotThere) {
   const Tensor<int32_t> groups({1}, std::vector<int32_t>{2});
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
     const Tensor<uint16_t> x({2, 2}, dtype), w({1, 2, 2}, dtype), y({2, 2}, dtype);
-    const ab_grouped_matmul_args product{sizeof(product),     0, x.view(), w.view(), groups.view(), y.view(),
-                                         AB_PRECISION_HIGHEST};
+    const ab_grouped_matmul_args product = grouped_matmul_args(x.view(), w.view(), groups.view(), y.view());
     const ab_grouped_matmul_dw_args gradient{sizeof(gradient),    0, x.view(), y.view(), groups.view(), w.view(),
                                              AB_PRECISION_HIGHEST};
     const ab_status product_status = call(ab_grouped_matmul, ab_grouped_matmul_workspace, product);

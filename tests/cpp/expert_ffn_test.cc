@@ -307,8 +307,8 @@ TEST(ExpertFfn, RefusesWhatDoesNotFit) {
     args.activation_limit = 7.0f;
   };
   refused(without_alpha, "activation_alpha: got 0, expected a finite number above 0");
-  refused([](auto& args) { args.precision = 2; }, "precision: got 2, expected 0 or 1, an ab_precision");
-  refused([](auto& args) { args.precision = -1; }, "precision: got -1, expected 0 or 1, an ab_precision");
+  refused([](auto& args) { args.precision = 3; }, "precision: got 3, expected 0 to 2, an ab_precision");
+  refused([](auto& args) { args.precision = -1; }, "precision: got -1, expected 0 to 2, an ab_precision");
   refused([](auto& args) { args.topk = 0; }, "topk: got 0, expected at least 1");
   refused([](auto& args) { args.slot_of_row = nullptr; }, "topk: got 2, expected 0 without slot_of_row");
   refused([](auto& args) { args.x = nullptr; }, "x: got NULL, expected");

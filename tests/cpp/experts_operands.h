@@ -125,52 +125,51 @@ struct Network {
         d_weights({T, K}) {}
 
   ab_expert_ffn_forward_args forward_args() const {
-    return {sizeof(ab_expert_ffn_forward_args),
-            activation,
-            early,
-            static_cast<int32_t>(K),
-            0,
-            x.view(),
-            slot_of_row.view(),
-            group_sizes.view(),
-            w_in.view(),
-            b_in.view(),
-            w_out.view(),
-            b_out.view(),
-            weights.view(),
-            y.view(),
-            h.view(),
-            nullptr,
-            alpha,
-            limit,
-            precision};
+    ab_expert_ffn_forward_args args{};
+    args.size = sizeof(args);
+    args.activation = activation;
+    args.weight_early = early;
+    args.topk = static_cast<int32_t>(K);
+    args.x = x.view();
+    args.slot_of_row = slot_of_row.view();
+    args.group_sizes = group_sizes.view();
+    args.w_in = w_in.view();
+    args.b_in = b_in.view();
+    args.w_out = w_out.view();
+    args.b_out = b_out.view();
+    args.weights = weights.view();
+    args.y = y.view();
+    args.h = h.view();
+    args.activation_alpha = alpha;
+    args.activation_limit = limit;
+    args.precision = precision;
+    return args;
   }
   ab_expert_ffn_backward_args backward_args() const {
-    return {sizeof(ab_expert_ffn_backward_args),
-            activation,
-            static_cast<int32_t>(K),
-            0,
-            0,
-            x.view(),
-            slot_of_row.view(),
-            group_sizes.view(),
-            w_in.view(),
-            w_out.view(),
-            b_out.view(),
-            weights.view(),
-            h.view(),
-            d_out.view(),
-            dh.view(),
-            dx_rows.view(),
-            d_w_in.view(),
-            d_b_in.view(),
-            d_w_out.view(),
-            d_b_out.view(),
-            d_weights.view(),
-            nullptr,
-            alpha,
-            limit,
-            precision};
+    ab_expert_ffn_backward_args args{};
+    args.size = sizeof(args);
+    args.activation = activation;
+    args.topk = static_cast<int32_t>(K);
+    args.x = x.view();
+    args.slot_of_row = slot_of_row.view();
+    args.group_sizes = group_sizes.view();
+    args.w_in = w_in.view();
+    args.w_out = w_out.view();
+    args.b_out = b_out.view();
+    args.weights = weights.view();
+    args.h = h.view();
+    args.d_out = d_out.view();
+    args.dh = dh.view();
+    args.dx_rows = dx_rows.view();
+    args.d_w_in = d_w_in.view();
+    args.d_b_in = d_b_in.view();
+    args.d_w_out = d_w_out.view();
+    args.d_b_out = d_b_out.view();
+    args.d_weights = d_weights.view();
+    args.activation_alpha = alpha;
+    args.activation_limit = limit;
+    args.precision = precision;
+    return args;
   }
   ab_status forward(int threads = 0) const {
     return call(ab_expert_ffn_forward, ab_expert_ffn_forward_workspace, forward_args(), threads);

@@ -8,6 +8,7 @@
 
 #include "anabranch/experts.h"
 #include "anabranch/router.h"
+#include "grouped_matmul_args.h"
 #include "support.h"
 
 // In place of the standard library's: memory that can run out, and is counted. Not inlined, or compilers see a pointer
@@ -80,7 +81,7 @@ TEST(Failures, OfOneDnnAreCalledWhatTheyAre) {
   const Tensor<float> w({1, 2, 2}, {1, 2, 3, 4});
   const Tensor<int32_t> groups({1}, std::vector<int32_t>{2});
   const Tensor<float> y({2, 2});
-  const ab_grouped_matmul_args args{sizeof(args), 0, x.view(), w.view(), groups.view(), y.view(), AB_PRECISION_HIGHEST};
+  const ab_grouped_matmul_args args = grouped_matmul_args(x.view(), w.view(), groups.view(), y.view());
   const auto run = [&](int failure) {
     onednn_failure = failure;
     const ab_status status = call(ab_grouped_matmul, ab_grouped_matmul_workspace, args, 1);

@@ -212,7 +212,7 @@ TEST(GroupedMatmulCombine, RefusesWhatDoesNotFit) {
         args.weights = nullptr;
       },
       "weight_early: got 1, expected 0, or 1 together with weights");
-  refused([](auto& args) { args.precision = 2; }, "precision: got 2, expected 0 or 1, an ab_precision");
+  refused([](auto& args) { args.precision = 3; }, "precision: got 3, expected 0 to 2, an ab_precision");
   refused([](auto& args) { args.x = nullptr; }, "x: got NULL, expected");
   refused([&](auto& args) { args.w = odd.view(); }, "w: got float32 (8) [1, 1], expected float32 [E=2, D=4, N]");
   refused([&](auto& args) { args.group_sizes = odd.view(); },

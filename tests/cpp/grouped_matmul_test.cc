@@ -4,13 +4,15 @@
 #include <string>
 
 #include "experts_operands.h"
+#include "grouped_matmul_args.h"
 
 namespace anabranch::testing {
 namespace {
 
 ab_status grouped_matmul(const Floats& x, const Floats& w, const Ints& sizes, const Floats& y, bool transpose,
                          int32_t precision = AB_PRECISION_HIGHEST) {
-  const ab_grouped_matmul_args args{sizeof(args), transpose, x.view(), w.view(), sizes.view(), y.view(), precision};
+  const ab_grouped_matmul_args args =
+      grouped_matmul_args(x.view(), w.view(), sizes.view(), y.view(), transpose ? 1 : 0, precision);
   return call(ab_grouped_matmul, ab_grouped_matmul_workspace, args);
 }
 
@@ -116,7 +118,7 @@ TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
                  "y: got float32 (8) [4, 4], expected float32 [R=4, N=5]");
   EXPECT_REFUSED(ab_grouped_matmul(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_args: got NULL");
   EXPECT_REFUSED(ab_grouped_matmul_dw(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_dw_args: got NULL");
-  ab_grouped_matmul_args args{sizeof(args), 2, x.view(), w.view(), sizes.view(), y.view(), AB_PRECISION_HIGHEST};
+  ab_grouped_matmul_args args = grouped_matmul_args(x.view(), w.view(), sizes.view(), y.view(), 2);
   EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "transpose_w: got 2, expected 0 or 1");
   args.transpose_w = 0;
   EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
@@ -128,12 +130,15 @@ TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
                  "d_w: got float32 (8) [2, 5, 3], expected");
   EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), -1), AB_INVALID_ARGUMENT,
                  "accumulate: got -1, expected 0 or 1");
-  for (const int32_t precision : {-1, 2}) {
-    const std::string text = "precision: got " + std::to_string(precision) + ", expected 0 or 1, an ab_precision";
-    EXPECT_REFUSED(grouped_matmul(x, w, sizes, y, false, precision), AB_INVALID_ARGUMENT, text.c_str());
+  for (const int32_t precision : {-1, 3}) {
+    const std::string got = "precision: got " + std::to_string(precision);
+    EXPECT_REFUSED(grouped_matmul(x, w, sizes, y, false, precision), AB_INVALID_ARGUMENT,
+                   (got + ", expected 0 to 2, an ab_precision").c_str());
     EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), 0, precision), AB_INVALID_ARGUMENT,
-                   text.c_str());
+                   (got + ", expected 0 or 1, an ab_precision that gradients of weights have").c_str());
   }
+  EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), 0, AB_PRECISION_FP8),
+                 AB_INVALID_ARGUMENT, "precision: got 2, expected 0 or 1");
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Weights whose strides say another order of axes than the row-major one.
 #include <algorithm>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -102,6 +103,40 @@ TEST(Layouts, ResultsAreThoseOfRowMajorWeights) {
     compare(want.d_w_out, laid.d_w_out.values(), "d_w_out");
     compare(want.d_b_out, as_is(laid.net.d_b_out), "d_b_out");
     compare(want.d_weights, as_is(laid.net.d_weights), "d_weights");
+  }
+}
+
+// Quantised factors lie in an order of their own, so that nothing depends on that of the weights.
+TEST(Layouts, QuantisedProductsHaveTheSameBits) {
+  const auto compute = [](Network<float>& net) {
+    net.precision = AB_PRECISION_FP8;
+    EXPECT_OK(net.forward());
+    EXPECT_OK(net.backward());
+  };
+  const auto expect_same = [](const Floats& want, const std::vector<double>& got, const char* name) {
+    EXPECT_TRUE(std::ranges::equal(want.values(), got)) << name;
+  };
+  Network<float> want(65, 2, 128, 2, 256, {90, 0, 1, 39}, slots_in_order(130));
+  compute(want);
+  for (const Layout& layout : std::span(kLayouts).subspan(2)) {
+    Laid laid(layout, 128, 256);
+    compute(laid.net);
+    EXPECT_EQ(laid.net.y.values(), want.y.values());
+    EXPECT_EQ(laid.net.dx_rows.values(), want.dx_rows.values());
+    EXPECT_EQ(laid.net.d_weights.values(), want.d_weights.values());
+    expect_same(want.h, laid.h.values(), "h");
+    expect_same(want.dh, laid.dh.values(), "dh");
+    expect_near(want.d_w_in, laid.d_w_in.values(), 1e-6, "d_w_in");
+    expect_near(want.d_b_in, laid.d_b_in.values(), 1e-6, "d_b_in");
+    expect_near(want.d_w_out, laid.d_w_out.values(), 1e-6, "d_w_out");
+
+    // A later call that has dh and not what it was quantised to.
+    ab_expert_ffn_backward_args later = laid.net.backward_args();
+    later.h = later.d_out = nullptr;
+    later.d_weights = later.d_w_in = later.d_b_in = later.d_w_out = later.d_b_out = nullptr;
+    std::fill(laid.net.dx_rows.values().begin(), laid.net.dx_rows.values().end(), 0.0f);
+    EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, later));
+    EXPECT_EQ(laid.net.dx_rows.values(), want.dx_rows.values());
   }
 }
 

@@ -5,6 +5,7 @@
 #include "anabranch/router.h"
 #include "dispatch_operands.h"
 #include "experts_operands.h"
+#include "grouped_matmul_args.h"
 
 namespace anabranch::testing {
 namespace {
@@ -44,7 +45,7 @@ TEST(Sizes, OfTensorsWithoutElementsAreBoundedToo) {
   const ab_tensor w = no_memory(AB_FLOAT32, {0, kHuge, 1});
   const ab_tensor groups = no_memory(AB_INT32, {0});
   const ab_tensor y = no_memory(AB_FLOAT32, {0, 1});
-  const ab_grouped_matmul_args args{sizeof(args), 0, &x, &w, &groups, &y, AB_PRECISION_HIGHEST};
+  const ab_grouped_matmul_args args = grouped_matmul_args(&x, &w, &groups, &y);
   EXPECT_REFUSED(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args), AB_INVALID_ARGUMENT, "x: got float32 [0,");
 
   // Rows and sequences of nothing, of which a loop would see no end.

@@ -6,6 +6,7 @@
 
 #include "anabranch/cuda.h"
 #include "experts_case.h"
+#include "grouped_matmul_args.h"
 
 namespace anabranch::testing {
 namespace {
@@ -40,13 +41,7 @@ struct GroupedMatmul {
   }
 
   ab_grouped_matmul_args args(const FloatTensor& y) const {
-    return {sizeof(ab_grouped_matmul_args),
-            c.transpose ? 1 : 0,
-            x.view(),
-            w.view(),
-            sizes.view(),
-            y.view(),
-            AB_PRECISION_HIGHEST};
+    return grouped_matmul_args(x.view(), w.view(), sizes.view(), y.view(), c.transpose ? 1 : 0);
   }
   void on_cpu(const FloatTensor& y) const { EXPECT_OK(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args(y))); }
   void on_gpu(const FloatTensor& y) const {
@@ -221,8 +216,8 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
   Mirrors mirrors;
   const ab_tensor x_view{x, AB_BFLOAT16, 2, {R, D}, nullptr};
   const ab_tensor y_view{y, AB_BFLOAT16, 2, {R, N}, nullptr};
-  const ab_grouped_matmul_args args{
-      sizeof(args), 0, &x_view, mirrors.add(w.view()), mirrors.add(sizes.view()), &y_view, AB_PRECISION_HIGHEST};
+  const ab_grouped_matmul_args args =
+      grouped_matmul_args(&x_view, mirrors.add(w.view()), mirrors.add(sizes.view()), &y_view);
   EXPECT_OK(ab_cuda_grouped_matmul(&args, nullptr));
   mirrors.fetch();
   const FloatTensor got({kTail, N}, small.dtype);
@@ -230,6 +225,27 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
   compare(small, got, want);
   cudaFree(x);
   cudaFree(y);
+}
+
+// What is wrong is said first.
+TEST_F(ExpertsCuda, Fp8HasNoKernels) {
+  const Case c{{2, 2}, 4, 128, 128};
+  const GroupedMatmul op(c);
+  const FloatTensor y({4, 128}, c.dtype);
+  ab_grouped_matmul_args args = op.args(y);
+  args.precision = AB_PRECISION_FP8;
+  size_t bytes = 0;
+  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_UNSUPPORTED, "precision: got AB_PRECISION_FP8");
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_workspace(&args, nullptr, &bytes), AB_UNSUPPORTED, "precision: got");
+  args.x_scales = y.view();
+  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "x_scales: got a tensor, expected NULL");
+
+  const Tensor<uint8_t> q({4, 128}, AB_FLOAT8_E4M3);
+  const Tensor<float> scales({4, 1});
+  ab_quantize_rows_args rows{sizeof(rows), 0, y.view(), q.view(), scales.view()};
+  EXPECT_REFUSED(ab_cuda_quantize_rows(&rows, nullptr), AB_UNSUPPORTED, "q: got float8_e4m3");
+  rows.scales = nullptr;
+  EXPECT_REFUSED(ab_cuda_quantize_rows(&rows, nullptr), AB_INVALID_ARGUMENT, "scales: got NULL");
 }
 
 TEST_F(ExpertsCuda, BadArgumentsAreRefused) {
@@ -243,8 +259,8 @@ TEST_F(ExpertsCuda, BadArgumentsAreRefused) {
   size_t bytes = 0;
   EXPECT_REFUSED(ab_cuda_grouped_matmul_workspace(&args, nullptr, &bytes), AB_INVALID_ARGUMENT, "w: got bfloat16");
   args = op.args(y);
-  args.precision = 2;
-  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "precision: got 2, expected 0 or 1");
+  args.precision = 3;
+  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "precision: got 3, expected 0 to 2");
   EXPECT_REFUSED(ab_cuda_grouped_matmul(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_args: got NULL");
 }
 

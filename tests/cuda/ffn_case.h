@@ -154,53 +154,53 @@ struct Network {
 
   ForwardArgs forward_args() const {
     const bool weighted = c.weighting != Weighting::none;
-    return {sizeof(ForwardArgs),
-            c.activation,
-            c.weighting == Weighting::early ? 1 : 0,
-            static_cast<int32_t>(c.K),
-            0,
-            x.view(),
-            c.by_slot() ? slots.view() : nullptr,
-            sizes.view(),
-            w_in_view.view(),
-            c.biases ? b_in_view.view() : nullptr,
-            w_out_view.view(),
-            c.biases ? b_out.view() : nullptr,
-            weighted ? weights.view() : nullptr,
-            y.view(),
-            h_view.view(),
-            nullptr,
-            alpha_of(c.activation),
-            limit_of(c.activation),
-            c.precision};
+    ForwardArgs args{};
+    args.size = sizeof(args);
+    args.activation = c.activation;
+    args.weight_early = c.weighting == Weighting::early ? 1 : 0;
+    args.topk = static_cast<int32_t>(c.K);
+    args.x = x.view();
+    args.slot_of_row = c.by_slot() ? slots.view() : nullptr;
+    args.group_sizes = sizes.view();
+    args.w_in = w_in_view.view();
+    args.b_in = c.biases ? b_in_view.view() : nullptr;
+    args.w_out = w_out_view.view();
+    args.b_out = c.biases ? b_out.view() : nullptr;
+    args.weights = weighted ? weights.view() : nullptr;
+    args.y = y.view();
+    args.h = h_view.view();
+    args.activation_alpha = alpha_of(c.activation);
+    args.activation_limit = limit_of(c.activation);
+    args.precision = c.precision;
+    return args;
   }
   // From kept_h, so that both sides begin with the same.
   BackwardArgs backward_args() const {
-    return {sizeof(BackwardArgs),
-            c.activation,
-            static_cast<int32_t>(c.K),
-            c.accumulate ? 1 : 0,
-            0,
-            x.view(),
-            c.by_slot() ? slots.view() : nullptr,
-            sizes.view(),
-            w_in_view.view(),
-            w_out_view.view(),
-            c.biases ? b_out.view() : nullptr,
-            c.weighting != Weighting::none ? weights.view() : nullptr,
-            kept_h_view.view(),
-            d_out.view(),
-            dh_view.view(),
-            dx_rows.view(),
-            d_w_in_view.view(),
-            d_b_in_view.view(),
-            d_w_out_view.view(),
-            d_b_out.view(),
-            d_weights.view(),
-            nullptr,
-            alpha_of(c.activation),
-            limit_of(c.activation),
-            c.precision};
+    BackwardArgs args{};
+    args.size = sizeof(args);
+    args.activation = c.activation;
+    args.topk = static_cast<int32_t>(c.K);
+    args.accumulate = c.accumulate ? 1 : 0;
+    args.x = x.view();
+    args.slot_of_row = c.by_slot() ? slots.view() : nullptr;
+    args.group_sizes = sizes.view();
+    args.w_in = w_in_view.view();
+    args.w_out = w_out_view.view();
+    args.b_out = c.biases ? b_out.view() : nullptr;
+    args.weights = c.weighting != Weighting::none ? weights.view() : nullptr;
+    args.h = kept_h_view.view();
+    args.d_out = d_out.view();
+    args.dh = dh_view.view();
+    args.dx_rows = dx_rows.view();
+    args.d_w_in = d_w_in_view.view();
+    args.d_b_in = d_b_in_view.view();
+    args.d_w_out = d_w_out_view.view();
+    args.d_b_out = d_b_out.view();
+    args.d_weights = d_weights.view();
+    args.activation_alpha = alpha_of(c.activation);
+    args.activation_limit = limit_of(c.activation);
+    args.precision = c.precision;
+    return args;
   }
 
   void on_cpu() const {

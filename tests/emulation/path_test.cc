@@ -6,6 +6,7 @@
 
 #include "anabranch/cuda.h"
 #include "float_tensor.h"
+#include "grouped_matmul_args.h"
 
 namespace anabranch::testing {
 namespace {
@@ -35,7 +36,7 @@ cuda::WeightGradient gradient(int32_t x, int32_t d_y) {
 ab_status multiply_nothing() {
   const FloatTensor x({0, 3}, AB_FLOAT32), w({2, 3, 4}, AB_FLOAT32), y({0, 4}, AB_FLOAT32);
   const Tensor<int32_t> sizes({2}, {0, 0});
-  const ab_grouped_matmul_args args{sizeof(args), 0, x.view(), w.view(), sizes.view(), y.view(), AB_PRECISION_HIGHEST};
+  const ab_grouped_matmul_args args = grouped_matmul_args(x.view(), w.view(), sizes.view(), y.view());
   return ab_cuda_grouped_matmul(&args, nullptr);
 }
 

@@ -10,7 +10,8 @@ namespace {
 int64_t element_size(int32_t dtype) {
   switch (dtype) {
     case AB_BOOL:
-    case AB_UINT8: return 1;
+    case AB_UINT8:
+    case AB_FLOAT8_E4M3: return 1;
     case AB_INT16:
     case AB_FLOAT16:
     case AB_BFLOAT16: return 2;
@@ -111,6 +112,13 @@ Operand& Call::output(const char* name, const ab_tensor** field, int32_t dtype, 
   Operand& operand = input(name, field, dtype, std::move(shape));
   operand.output = true;
   return operand;
+}
+
+void Call::cut() {
+  for (Operand& operand : operands) {
+    const auto offset = reinterpret_cast<const char*>(operand.field) - reinterpret_cast<const char*>(args_.data());
+    if (static_cast<size_t>(offset) >= size()) *operand.field = nullptr;
+  }
 }
 
 std::vector<char> Call::args() const {

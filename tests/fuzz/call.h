@@ -53,6 +53,9 @@ class Call {
   // The size that the struct claims.
   size_t& size() { return *reinterpret_cast<size_t*>(args_.data()); }
 
+  // What stands past the size that the struct claims is not given.
+  void cut();
+
   // The struct in memory of the size that it claims.
   std::vector<char> args() const;
 

@@ -39,6 +39,18 @@ struct Sizes {
     P = random.between(1, 2);
     B = T % 5 == 0 && T > 0 && random.chance(0.5) ? 5 : 1;
   }
+  // Of operands that are quantised: few experts, since their matrices are large.
+  static Sizes quantizable(Random& random) {
+    Sizes s(random);
+    s.T = std::min<int64_t>(s.T, 140);
+    s.E = std::min<int64_t>(s.E, 3);
+    s.K = std::min(s.K, s.E);
+    s.R = random.chance(0.5) ? s.T * s.K : std::min<int64_t>(s.R, 140);
+    s.D = random.one_of<int64_t>({0, 128, 128, 256});
+    s.F = random.one_of<int64_t>({0, 128, 128, 256});
+    return s;
+  }
+
   Shape statistics(Random& random) const { return B == 1 && random.chance(0.5) ? Shape{E} : Shape{B, E}; }
 };
 
@@ -286,17 +298,77 @@ void make_expand_row_id_map(const Operation& operation, Random& random, Call* ca
   call->output(ARGUMENT(slot_of_row), AB_INT32, {s.R});
 }
 
-void make_grouped_matmul(const Operation& operation, Random& random, Call* call) {
-  const Sizes s(random);
-  auto* args = call->start<ab_grouped_matmul_args>(operation);
-  args->precision = static_cast<int32_t>(random.between(0, 1));
-  args->transpose_w = static_cast<int32_t>(random.between(0, 1));
+void make_quantize_rows(const Operation& operation, Random& random, Call* call) {
+  const Sizes s = Sizes::quantizable(random);
+  auto* args = call->start<ab_quantize_rows_args>(operation);
+  args->fp8_scales = static_cast<int32_t>(random.between(0, 1));
+  call->input(ARGUMENT(x), any_float(random), {s.R, s.D});
+  call->output(ARGUMENT(q), AB_FLOAT8_E4M3, {s.R, s.D});
+  call->output(ARGUMENT(scales), AB_FLOAT32, {s.R, s.D / 128});
+  call->options = {{"fp8_scales", &args->fp8_scales}};
+}
+
+void make_quantize_weights(const Operation& operation, Random& random, Call* call) {
+  const Sizes s = Sizes::quantizable(random);
+  auto* args = call->start<ab_quantize_weights_args>(operation);
+  args->fp8_scales = static_cast<int32_t>(random.between(0, 1));
+  const bool has_parts = random.chance(0.5);
+  const int64_t P = has_parts && random.chance(0.2) ? 3 : s.P;
+  call->input(ARGUMENT(w), any_float(random), has_parts ? Shape{s.E, s.D, P, s.F} : Shape{s.E, s.D, s.F});
+  const bool as_it_is = random.chance(0.7);
+  if (as_it_is) {
+    call->output(ARGUMENT(q), AB_FLOAT8_E4M3, has_parts ? Shape{s.E, s.D, P, s.F} : Shape{s.E, s.D, s.F});
+  }
+  if (!as_it_is || random.chance(0.5)) {
+    call->output(ARGUMENT(q_transposed), AB_FLOAT8_E4M3, has_parts ? Shape{s.E, P, s.F, s.D} : Shape{s.E, s.F, s.D});
+  }
+  call->output(ARGUMENT(scales), AB_FLOAT32,
+               has_parts ? Shape{s.E, s.D / 128, P, s.F / 128} : Shape{s.E, s.D / 128, s.F / 128});
+  call->options = {{"fp8_scales", &args->fp8_scales}};
+}
+
+// Sizes, and how operands are multiplied: the two go together.
+template <class Args>
+Sizes choose_precision(Random& random, Args* args) {
+  if (random.chance(0.7)) {
+    args->precision = static_cast<int32_t>(random.between(0, 1));
+    return Sizes(random);
+  }
+  args->precision = AB_PRECISION_FP8;
+  args->fp8_scales = static_cast<int32_t>(random.between(0, 1));
+  return Sizes::quantizable(random);
+}
+
+// x and w of a product, either of which may be quantised; returns the dtype of what comes of them.
+template <class Args>
+int32_t add_factors(const Sizes& s, Random& random, Args* args, Call* call) {
+  const bool fp8 = args->precision == AB_PRECISION_FP8;
   const int32_t dtype = any_float(random);
-  call->input(ARGUMENT(x), dtype, {s.R, s.D});
-  call->input(ARGUMENT(w), dtype, args->transpose_w == 1 ? Shape{s.E, s.F, s.D} : Shape{s.E, s.D, s.F});
+  const bool quantized_x = fp8 && random.chance(0.5);
+  const bool quantized_w = fp8 && random.chance(0.5);
+  const bool transposed = args->transpose_w == 1;
+  call->input(ARGUMENT(x), quantized_x ? int32_t{AB_FLOAT8_E4M3} : dtype, {s.R, s.D});
+  if (quantized_x) call->input(ARGUMENT(x_scales), AB_FLOAT32, {s.R, s.D / 128});
+  if (!quantized_w || random.chance(0.3)) {
+    call->input(ARGUMENT(w), fp8 ? any_float(random) : dtype, transposed ? Shape{s.E, s.F, s.D} : Shape{s.E, s.D, s.F});
+  }
+  if (quantized_w) {
+    call->input(ARGUMENT(w_q), AB_FLOAT8_E4M3, {s.E, s.F, s.D});
+    call->input(ARGUMENT(w_scales), AB_FLOAT32,
+                transposed ? Shape{s.E, s.F / 128, s.D / 128} : Shape{s.E, s.D / 128, s.F / 128});
+  }
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
+  return quantized_x ? any_float(random) : dtype;
+}
+
+void make_grouped_matmul(const Operation& operation, Random& random, Call* call) {
+  auto* args = call->start<ab_grouped_matmul_args>(operation);
+  const Sizes s = choose_precision(random, args);
+  args->transpose_w = static_cast<int32_t>(random.between(0, 1));
+  const int32_t dtype = add_factors(s, random, args, call);
   call->output(ARGUMENT(y), dtype, {s.R, s.F});
-  call->options = {{"transpose_w", &args->transpose_w}, {"precision", &args->precision}};
+  call->options = {
+      {"transpose_w", &args->transpose_w}, {"precision", &args->precision}, {"fp8_scales", &args->fp8_scales}};
 }
 
 void make_grouped_matmul_dw(const Operation& operation, Random& random, Call* call) {
@@ -313,21 +385,17 @@ void make_grouped_matmul_dw(const Operation& operation, Random& random, Call* ca
 }
 
 void make_grouped_matmul_combine(const Operation& operation, Random& random, Call* call) {
-  const Sizes s(random);
   auto* args = call->start<ab_grouped_matmul_combine_args>(operation);
-  args->precision = static_cast<int32_t>(random.between(0, 1));
+  const Sizes s = choose_precision(random, args);
   args->transpose_w = static_cast<int32_t>(random.between(0, 1));
   args->skip_rest = random.chance(0.3) ? 1 : 0;
   const bool weighted = random.chance(0.5);
   args->weight_early = weighted && random.chance(0.5) ? 1 : 0;
-  const int32_t dtype = any_float(random);
-  call->input(ARGUMENT(x), dtype, {s.R, s.D});
-  call->input(ARGUMENT(w), dtype, args->transpose_w == 1 ? Shape{s.E, s.F, s.D} : Shape{s.E, s.D, s.F});
-  call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
+  const int32_t dtype = add_factors(s, random, args, call);
   if (random.chance(0.4)) call->input(ARGUMENT(bias), dtype, {s.E, s.F});
   add_maps(s, &args->row_of_slot, &args->slot_of_row, call);
   if (weighted) call->input(ARGUMENT(weights), any_float(random), {s.T, s.K});
-  const int32_t out = any_float(random);
+  const int32_t out = args->x_scales != nullptr ? dtype : any_float(random);
   const bool in_place = random.chance(0.2);
   const Operand* addend = nullptr;
   if (in_place || random.chance(0.3)) {
@@ -336,17 +404,20 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
   Operand& result = call->output(ARGUMENT(out), out, {s.T, s.F});
   result.in = in_place ? addend : nullptr;
   result.skips = &args->skip_rest;  // maps at random do name the rest
-  call->options = {{"transpose_w", &args->transpose_w},
-                   {"weight_early", &args->weight_early},
-                   {"skip_rest", &args->skip_rest},
-                   {"backward", &args->backward},
-                   {"precision", &args->precision}};
+  call->options = {{"transpose_w", &args->transpose_w}, {"weight_early", &args->weight_early},
+                   {"skip_rest", &args->skip_rest},     {"backward", &args->backward},
+                   {"precision", &args->precision},     {"fp8_scales", &args->fp8_scales}};
+}
+
+// Quantised weights are made of any.
+template <class Args>
+int32_t dtype_of_weights(Random& random, const Args* args, int32_t dtype) {
+  return args->precision == AB_PRECISION_FP8 ? any_float(random) : dtype;
 }
 
 // What both directions of the feed-forward network read; returns its dtype.
 template <class Args>
 int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
-  args->precision = static_cast<int32_t>(random.between(0, 1));
   args->activation = static_cast<int32_t>(random.between(AB_SILU, s.P == 2 ? AB_SITU : AB_LINEAR));
   if (args->activation == AB_SWIGLU_OAI || args->activation == AB_SITU) args->activation_alpha = 1.25f;
   if (args->activation >= AB_SWIGLU_CLAMPED) args->activation_limit = 0.5f;
@@ -356,12 +427,27 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   call->input(ARGUMENT(x), dtype, {by_slot ? s.T : s.R, s.D});
   if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K);
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
-  call->input(ARGUMENT(w_in), dtype, {s.E, s.D, s.P, s.F});
+  call->input(ARGUMENT(w_in), dtype_of_weights(random, args, dtype), {s.E, s.D, s.P, s.F});
   call->options = {{"activation", &args->activation},
                    {"topk", &args->topk},
                    {"skip_rest", &args->skip_rest},
-                   {"precision", &args->precision}};
+                   {"precision", &args->precision},
+                   {"fp8_scales", &args->fp8_scales}};
   return dtype;
+}
+
+// Quantised weights beside the others, of which forward takes the transposes.
+template <class Args>
+void add_quantized_weights(const Sizes& s, Random& random, bool transposed, Args* args, Call* call) {
+  if (args->precision != AB_PRECISION_FP8) return;
+  if (random.chance(0.5)) {
+    call->input(ARGUMENT(w_in_q), AB_FLOAT8_E4M3, transposed ? Shape{s.E, s.P, s.F, s.D} : Shape{s.E, s.D, s.P, s.F});
+    call->input(ARGUMENT(w_in_scales), AB_FLOAT32, {s.E, s.D / 128, s.P, s.F / 128});
+  }
+  if (args->w_out != nullptr && random.chance(0.5)) {
+    call->input(ARGUMENT(w_out_q), AB_FLOAT8_E4M3, transposed ? Shape{s.E, s.D, s.F} : Shape{s.E, s.F, s.D});
+    call->input(ARGUMENT(w_out_scales), AB_FLOAT32, {s.E, s.F / 128, s.D / 128});
+  }
 }
 
 // Lets the weights, and what goes with them, lie in memory in one of the layouts of experts.h.
@@ -392,52 +478,52 @@ Shape slots_of(const Sizes& s, const Args* args) {
 }
 
 void make_expert_ffn_forward(const Operation& operation, Random& random, Call* call) {
-  const Sizes s(random);
   auto* args = call->start<ab_expert_ffn_forward_args>(operation);
+  const Sizes s = choose_precision(random, args);
   const int32_t dtype = add_network(s, random, args, call);
   const bool first_half = random.chance(0.25);
   const bool weighted = random.chance(0.5);
   args->weight_early = weighted && (first_half || random.chance(0.5)) ? 1 : 0;
   args->skip_rest = random.chance(0.2) ? 1 : 0;
   if (random.chance(0.4)) call->input(ARGUMENT(b_in), dtype, {s.E, s.P, s.F});
-  if (!first_half) call->input(ARGUMENT(w_out), dtype, {s.E, s.F, s.D});
+  if (!first_half) call->input(ARGUMENT(w_out), dtype_of_weights(random, args, dtype), {s.E, s.F, s.D});
+  add_quantized_weights(s, random, true, args, call);
   if (!first_half && random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
   if (weighted) call->input(ARGUMENT(weights), any_float(random), slots_of(s, args));
   if (!first_half) call->output(ARGUMENT(y), dtype, {s.R, s.D});
   if (random.chance(0.6)) call->output(ARGUMENT(h), dtype, {s.R, s.P, s.F}).skips = &args->skip_rest;
   if (first_half || random.chance(0.4)) {
-    call->output(ARGUMENT(a), dtype, {s.R, s.F}).skips = &args->skip_rest;
+    const bool quantized = args->precision == AB_PRECISION_FP8 && random.chance(0.5);
+    call->output(ARGUMENT(a), quantized ? int32_t{AB_FLOAT8_E4M3} : dtype, {s.R, s.F}).skips = &args->skip_rest;
+    if (quantized) call->output(ARGUMENT(a_scales), AB_FLOAT32, {s.R, s.F / 128}).skips = &args->skip_rest;
   }
   if (random.chance(0.5)) lay_out(random, call);
   call->options.push_back({"weight_early", &args->weight_early});
 }
 
 void make_expert_ffn_backward(const Operation& operation, Random& random, Call* call) {
-  const Sizes s(random);
   auto* args = call->start<ab_expert_ffn_backward_args>(operation);
+  const Sizes s = choose_precision(random, args);
   const int32_t dtype = add_network(s, random, args, call);
-  call->input(ARGUMENT(w_out), dtype, {s.E, s.F, s.D});
+  call->input(ARGUMENT(w_out), dtype_of_weights(random, args, dtype), {s.E, s.F, s.D});
+  add_quantized_weights(s, random, false, args, call);
   if (random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
   if (random.chance(0.5)) call->input(ARGUMENT(weights), any_float(random), slots_of(s, args));
   const bool has_h = random.chance(0.75);
   bool wants_d_w_in = random.chance(0.6);
   const bool wants_d_w_out = random.chance(0.6);
   const bool wants_d_b_out = random.chance(0.4);
-  bool needs_dh = false;
   args->accumulate = (wants_d_w_in || wants_d_w_out) && random.chance(0.3) ? 1 : 0;
   args->skip_rest = has_h && random.chance(0.2) ? 1 : 0;
   const auto gradient = [&] { return args->accumulate == 1 || random.chance(0.3) ? int32_t{AB_FLOAT32} : dtype; };
   if (wants_d_w_in) {
     call->output(ARGUMENT(d_w_in), gradient(), {s.E, s.D, s.P, s.F}).is_read = [args] { return args->accumulate == 1; };
-    needs_dh = true;
   }
   if (random.chance(0.5)) {
     call->output(ARGUMENT(dx_rows), dtype, {s.R, s.D});
-    needs_dh = true;
   }
   if (random.chance(0.4)) {
     call->output(ARGUMENT(d_b_in), dtype, {s.E, s.P, s.F});
-    needs_dh = true;
   }
   if (wants_d_w_out) {
     call->output(ARGUMENT(d_w_out), gradient(), {s.E, s.F, s.D}).is_read = [args] { return args->accumulate == 1; };
@@ -445,6 +531,14 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   if (wants_d_b_out) call->output(ARGUMENT(d_b_out), dtype, {s.E, s.D});
   if (has_h || wants_d_w_out || wants_d_b_out) {
     call->input(ARGUMENT(d_out), any_float(random), {args->slot_of_row != nullptr ? s.T : s.R, s.D});
+  }
+  if (args->precision == AB_PRECISION_FP8 && (has_h || args->dx_rows != nullptr) && random.chance(0.5)) {
+    Operand& dh_q = call->output(ARGUMENT(dh_q), AB_FLOAT8_E4M3, {s.R, s.P, s.F});
+    Operand& dh_scales = call->output(ARGUMENT(dh_scales), AB_FLOAT32, {s.R, s.P, s.F / 128});
+    for (Operand* operand : {&dh_q, &dh_scales}) {
+      operand->skips = &args->skip_rest;
+      operand->is_read = [args] { return args->h == nullptr; };
+    }
   }
   if (has_h) {
     const Operand& h = call->input(ARGUMENT(h), dtype, {s.R, s.P, s.F});
@@ -461,7 +555,10 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
     }
     if (random.chance(0.5)) call->output(ARGUMENT(d_weights), AB_FLOAT32, slots_of(s, args));
   } else {
-    if (needs_dh) call->input(ARGUMENT(dh), dtype, {s.R, s.P, s.F});
+    const bool dx_takes_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
+    if (dx_takes_dh || args->d_w_in != nullptr || args->d_b_in != nullptr) {
+      call->input(ARGUMENT(dh), dtype, {s.R, s.P, s.F});
+    }
     if (wants_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F});
   }
   call->options.push_back({"accumulate", &args->accumulate});
@@ -497,6 +594,8 @@ const std::vector<Operation> kOperations = {
     OPERATION(combine_backward, nullptr),
     OPERATION(sort_chunks, QUERY(sort_chunks)),
     OPERATION(expand_row_id_map, nullptr),
+    OPERATION(quantize_rows, QUERY(quantize_rows)),
+    OPERATION(quantize_weights, QUERY(quantize_weights)),
     OPERATION(grouped_matmul, QUERY(grouped_matmul)),
     OPERATION(grouped_matmul_dw, QUERY(grouped_matmul_dw)),
     OPERATION(grouped_matmul_combine, QUERY(grouped_matmul_combine)),

@@ -17,6 +17,8 @@ from anabranch.jax.moe import MoEOutput, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.plan import Plan, plan
 from anabranch.jax.quantile import quantile_bias
+from anabranch.jax.quantize_experts import quantize_experts
+from anabranch.jax.quantized import QuantizedExperts
 from anabranch.jax.ragged_dot import ragged_dot
 from anabranch.jax.ragged_exchange import (
     compute_ragged_all_to_all_params,
@@ -40,6 +42,7 @@ __all__ = [
     "Parallel",
     "Plan",
     "PureJaxPermState",
+    "QuantizedExperts",
     "RoutedExpertsOutput",
     "Routing",
     "RoutingMapFormat",
@@ -63,6 +66,7 @@ __all__ = [
     "pure_jax_token_combine",
     "pure_jax_token_dispatch",
     "quantile_bias",
+    "quantize_experts",
     "ragged_dot",
     "route",
     "routed_experts",

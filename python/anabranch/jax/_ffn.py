@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from anabranch.activation import Activation
 from anabranch.jax import _ffi, _workspaces
+from anabranch.jax.quantized import Factor, QuantizedExperts, for_pass
 from anabranch.layouts import OURS, Layouts
-from anabranch.precision import HIGHEST
+from anabranch.precision import BLOCK, FP8, HIGHEST
 
 SILU = Activation("silu")
 
@@ -33,6 +34,27 @@ class FfnConfig:
     """Of w_in and w_out, and so of b_in and h."""
     precision: int = HIGHEST
     """See anabranch.precision."""
+    fp8_scales: int = 0
+    """The same."""
+
+    @property
+    def fp8(self) -> bool:
+        """Whether factors are quantised."""
+        return self.precision == FP8
+
+    def attributes(self) -> dict[str, Any]:
+        """The options that forward and backward calls have in common."""
+        return {
+            "activation": self.activation.number,
+            "activation_alpha": self.activation.alpha,
+            "activation_limit": self.activation.limit,
+            "topk": self.topk,
+            **self.of_products(),
+        }
+
+    def of_products(self) -> dict[str, Any]:
+        """The options of every product; without FP8 calls are those of before there was one."""
+        return {"precision": self.precision} | ({"fp8_scales": self.fp8_scales} if self.fp8 else {})
 
     def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
         """(E, D, P, F) of w_in."""
@@ -65,6 +87,36 @@ class FfnOperands(NamedTuple):
     """[E, D]."""
     weights: jax.Array | None
     """float [T, K] with slot_of_row, else [R]. None: 1."""
+    quantized: QuantizedExperts | None = None
+    """With FP8, for a rule by slot what `factors` makes of these."""
+
+    def by_name(self) -> dict[str, jax.Array | None]:
+        """What a call of either pass takes, by the names there."""
+        return {name: array for name, array in self._asdict().items() if name != "quantized"} | _names_of(
+            self.quantized
+        )
+
+
+def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
+    """The factors of one pass by the names of the C interface."""
+    if quantized is None:
+        return {}
+    q = quantized
+    return {
+        "w_in_q": q.w_in_transposed if q.w_in is None else q.w_in,
+        "w_in_scales": q.w_in_scales,
+        "w_out_q": q.w_out_transposed if q.w_out is None else q.w_out,
+        "w_out_scales": q.w_out_scales,
+    }
+
+
+def factors(config: FfnConfig, operands: FfnOperands, *, backward: bool) -> FfnOperands:
+    """The operands with what a pass with FP8 multiplies with, of what was given or of the weights."""
+    if not config.fp8:
+        return operands
+    o = operands
+    found = for_pass(o.quantized, o.w_in, o.w_out, config.layouts, config.fp8_scales, backward=backward)
+    return operands._replace(quantized=found)
 
 
 class MatrixGradient(NamedTuple):
@@ -98,30 +150,29 @@ def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tu
 
     Weights multiply y, or before W_out if they come early; pass none where combine applies them.
     """
-    results = _forward(config, operands._asdict(), "y", operands.x.shape[1], keep_h=keep_h)
+    operands = factors(config, operands, backward=False)
+    results = _forward(config, operands.by_name(), "y", operands.x.shape[1], keep_h=keep_h)
     return results["y"], results["h"]
 
 
 def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: int, *, keep_h: bool) -> dict[str, Any]:
-    """The result, y or a, of so many columns, and h."""
+    """The result, y or a, of so many columns, and h; with FP8 a is quantised, and has scales."""
     x, w_in, slots = operands["x"], operands["w_in"], operands["slot_of_row"]
     R = x.shape[0] if slots is None else slots.shape[0]
     _, _, P, F = config.sizes(w_in)
+    quantised = config.fp8 and result == "a"
     return _ffi.call(
         "ab_xla_expert_ffn_forward",
         operands,
         {
-            result: jax.ShapeDtypeStruct((R, columns), x.dtype),
+            result: jax.ShapeDtypeStruct((R, columns), jnp.float8_e4m3fn if quantised else x.dtype),
+            "a_scales": jax.ShapeDtypeStruct((R, F // BLOCK), jnp.float32) if quantised else None,
             "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if keep_h else None,
         },
         workspace=0 if result == "a" else _workspaces.ffn_forward(R, F, x.dtype),
         orders=config.orders(),
-        activation=config.activation.number,
-        activation_alpha=config.activation.alpha,
-        activation_limit=config.activation.limit,
-        precision=config.precision,
+        **config.attributes(),
         weight_early=int(config.weight_early),
-        topk=config.topk,
         skip_rest=int(config.skip_rest and result == "a"),
     )
 
@@ -135,6 +186,7 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
       h: [R, P, F], kept by the forward rule. Its buffer is taken over.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
     """
+    operands = factors(config, operands, backward=True)
     x, weights, w_in = operands.x, operands.weights, operands.w_in
     results = _backward(
         config,
@@ -180,7 +232,7 @@ def _backward(
     skip_rest: int = 0,
 ) -> dict[str, Any]:
     """The results, from h or from what a call before made of it; dh takes h's place."""
-    inputs = operands._asdict()
+    inputs = operands.by_name()
     del inputs["b_in"]
     return _ffi.call(
         "ab_xla_expert_ffn_backward",
@@ -189,11 +241,7 @@ def _backward(
         aliases={"h": "dh"} if "h" in hidden else None,
         workspace=workspace,
         orders=config.orders(),
-        activation=config.activation.number,
-        activation_alpha=config.activation.alpha,
-        activation_limit=config.activation.limit,
-        precision=config.precision,
-        topk=config.topk,
+        **config.attributes(),
         skip_rest=skip_rest,
     )
 
@@ -210,8 +258,8 @@ class SlotProduct:
 
     x: jax.Array
     """[R, D]"""
-    w: jax.Array
-    """[E, D, N]; with transpose_w [E, N, D]"""
+    w: jax.Array | None
+    """[E, D, N]; with transpose_w [E, N, D]; None with w_factor"""
     group_sizes: jax.Array
     """int32 [E]"""
     slot_of_row: jax.Array
@@ -227,6 +275,17 @@ class SlotProduct:
     """See FfnConfig."""
     backward: bool = False
     """The rows are gradients: how much memory they may take follows from it."""
+    x_scales: jax.Array | None = None
+    """float32 [R, D/128]: x is e4m3, and with it w_factor is there."""
+    w_factor: Factor | None = None
+    """e4m3 [E, N, D], and scales as w stands."""
+    row_dtype: Any = None
+    """In which rows travel; None: in that of x."""
+
+    @property
+    def dtype(self) -> Any:
+        """In which rows travel."""
+        return self.x.dtype if self.row_dtype is None else self.row_dtype
 
     def sum(
         self, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any, addend: jax.Array | None = None
@@ -237,14 +296,24 @@ class SlotProduct:
         buffer.
         """
         assert weights is None or self.early_weights is None
-        (R, D), E, N = self.x.shape, self.w.shape[0], self.w.shape[1 if self.transpose_w else 2]
+        (R, D), E = self.x.shape, self.group_sizes.shape[0]
+        if self.w_factor is not None:
+            N = self.w_factor.q.shape[1]
+        else:
+            assert self.w is not None
+            N = self.w.shape[1 if self.transpose_w else 2]
+        # Those of quantised factors are rounded to the dtype of their sums.
+        row_dtype = self.x.dtype if self.w_factor is None else dtype
         results = _ffi.call(
             "ab_xla_grouped_matmul_combine",
             {
                 "x": self.x,
                 "w": self.w,
                 "group_sizes": self.group_sizes,
-                "bias": self.bias,
+                "bias": None if self.bias is None else self.bias.astype(row_dtype),
+                "x_scales": self.x_scales,
+                "w_q": self.w_factor.q if self.w_factor is not None else None,
+                "w_scales": self.w_factor.scales if self.w_factor is not None else None,
                 "slot_of_row": self.slot_of_row,
                 "row_of_slot": row_of_slot,
                 "weights": weights if self.early_weights is None else self.early_weights,
@@ -252,7 +321,7 @@ class SlotProduct:
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
             aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
-            workspace=_workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward),
+            workspace=_workspaces.grouped_matmul_combine(R, E, D, N, row_dtype, backward=self.backward),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
             skip_rest=int(self.skip_rest),
@@ -274,6 +343,8 @@ class HiddenGradients(NamedTuple):
     """Of w_out and b_out; None: left for `d_w_out_of`."""
     weights: jax.Array
     """Of the shape and dtype of the weights."""
+    dh_factor: Factor | None = None
+    """Of dh, quantised before it was rounded, with its scales [R, P, F/128]; None without FP8."""
 
 
 def ffn_forward_by_slot(
@@ -284,19 +355,22 @@ def ffn_forward_by_slot(
     Early weights are the operands'; late ones are for the sum.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
-    first_half = operands._asdict() | {"w_out": None, "b_out": None}
+    first_half = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
     F = config.sizes(operands.w_in)[3]
     results = _forward(config, first_half, "a", F, keep_h=keep_h)
     y = SlotProduct(
         results["a"],
-        operands.w_out,
+        None if config.fp8 else operands.w_out,
         operands.group_sizes,
         operands.slot_of_row,
         config.precision,
         operands.b_out,
         operands.weights,
-        transpose_w=config.layouts.w_out == "df",
+        transpose_w=config.layouts.w_out == "df" and not config.fp8,
         skip_rest=config.skip_rest,
+        x_scales=results["a_scales"],
+        w_factor=None if operands.quantized is None else operands.quantized.factor("w_out", transposed=True),
+        row_dtype=operands.x.dtype,
     )
     return y, results["h"]
 
@@ -326,6 +400,8 @@ def ffn_backward_by_slot(
         {"h": h},
         {
             "dh": _like(h),
+            "dh_q": jax.ShapeDtypeStruct((R, P, F), jnp.float8_e4m3fn) if config.fp8 else None,
+            "dh_scales": jax.ShapeDtypeStruct((R, P, F // BLOCK), jnp.float32) if config.fp8 else None,
             "weighted_a": jax.ShapeDtypeStruct((R, F), dtype),
             "d_w_out": _like(operands.w_out, w_out_dtype) if first else None,
             "d_b_out": _like(operands.b_out) if first else None,
@@ -339,6 +415,7 @@ def ffn_backward_by_slot(
         results["weighted_a"],
         MatrixGradient(results["d_w_out"], results["d_b_out"]) if first else None,
         results["d_weights"].astype(operands.weights.dtype),
+        Factor(results["dh_q"], results["dh_scales"]) if config.fp8 else None,
     )
 
 
@@ -366,21 +443,28 @@ def d_w_out_of(
     return MatrixGradient(results["d_w_out"], results["d_b_out"])
 
 
-def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array) -> SlotProduct:
-    """The gradient of the rows that were read, [R, D], from dh [R, P, F] of `ffn_backward_by_slot`."""
+def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_factor: Factor | None = None) -> SlotProduct:
+    """The gradient of the rows that were read, [R, D], from dh of `ffn_backward_by_slot`, with FP8 of its dh_factor."""
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     E, D, P, F = config.sizes(operands.w_in)
+    R, of_rows = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)
+    rest: dict[str, Any] = dict(skip_rest=config.skip_rest, backward=True, row_dtype=operands.x.dtype)
+    if dh_factor is not None:
+        assert operands.quantized is not None
+        q, scales = operands.quantized.w_in, operands.quantized.w_in_scales
+        assert q is not None and scales is not None
+        return SlotProduct(
+            dh_factor.q.reshape(R, P * F),
+            None,
+            *of_rows,
+            transpose_w=True,
+            x_scales=dh_factor.scales.reshape(R, P * F // BLOCK),
+            w_factor=Factor(q.reshape(E, D, P * F), scales.reshape(E, D // BLOCK, P * F // BLOCK)),
+            **rest,
+        )
     transposed = config.layouts.w_in.startswith("d")  # our own is what the forward pass multiplies with as it is
-    return SlotProduct(
-        dh.reshape(dh.shape[0], P * F),
-        operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D)),
-        operands.group_sizes,
-        operands.slot_of_row,
-        config.precision,
-        transpose_w=transposed,
-        skip_rest=config.skip_rest,
-        backward=True,
-    )
+    w_in = operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D))
+    return SlotProduct(dh.reshape(R, P * F), w_in, *of_rows, transpose_w=transposed, **rest)
 
 
 def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:

@@ -30,6 +30,7 @@ from anabranch.jax._operands import (
     gradients,
     layer_output,
     output_names,
+    quantize_weights,
     round_weights,
     weight_dtypes,
 )
@@ -48,7 +49,7 @@ class Residuals(NamedTuple):
 
 def forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[LayerOutput, Residuals]:
     """The forward rule on what one device has; `keep_h`: a gradient is wanted."""
-    leading, operands = operands.x.shape[:-1], flat_tokens(operands)
+    leading, operands = operands.x.shape[:-1], flat_tokens(quantize_weights(config, operands, backward=False))
     selection, sums, gate = select(config, operands, keep=keep_h, counts=False)  # the plan's are the same
     layout = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
@@ -72,7 +73,8 @@ def backward(
 
     selection: as it went into the experts. gradient_dtypes: of w_in and w_out, each that of x or float32.
     """
-    given, operands, selection = operands, flat_tokens(operands), flat_selection(selection)
+    given, operands = operands, flat_tokens(quantize_weights(config, operands, backward=True))
+    selection = flat_selection(selection)
     gate, layout, h = residuals
     assert h is not None  # the forward rule was run with keep_h
     if layout is None:
@@ -82,7 +84,8 @@ def backward(
     hidden = ffn_backward_by_slot(config.ffn, ffn, h, d_out, w_out_dtype)
     d_weights = cotangents.of_weights(hidden.weights)
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
-    d_x = d_rows_of(config.ffn, ffn, hidden.dh).sum(layout.row_of_slot, None, given.x.dtype, selected.x)
+    rows = d_rows_of(config.ffn, ffn, hidden.dh, hidden.dh_factor)
+    d_x = rows.sum(layout.row_of_slot, None, given.x.dtype, selected.x)
     d_x, dh = jax.lax.optimization_barrier((d_x, hidden.dh))  # the sum comes first: see ffn_backward_by_slot
     up, down = d_w_in_of(config.ffn, ffn, dh, w_in_dtype), hidden.down
     assert down is not None
@@ -175,7 +178,7 @@ def sharded_forward(config: LayerConfig, operands: Operands, *, keep_h: bool) ->
     results = (*_tokens(t, names, TOKEN_RESULTS), *_tokens(t, kept, kept))
     static = _Static(_unaligned(config), keep_h, weight_dtypes(operands))
     call = TokenCall(_shard_forward, static, _tokens(t, Operands._fields, TOKENS), results)
-    found = dict(zip((*names, *kept), call(*round_weights(operands)), strict=True))
+    found = dict(zip((*names, *kept), call(*round_weights(config, operands)), strict=True))
     # What is inside of a call has no names outside.
     naming = {"h": named_h, "logits": named_logits, "output": lambda output: output}
     found = {name: naming.get(name, named_routing)(array) for name, array in found.items()}
@@ -194,5 +197,5 @@ def sharded_backward(
     of_tokens = (*TOKENS, *Selection._fields, *_Kept._fields, "output")
     fields = (*Operands._fields, *Selection._fields, *_Kept._fields, *Cotangents._fields)
     call = TokenCall(_shard_backward, static, _tokens(t, fields, of_tokens), _tokens(t, given, TOKENS))
-    arrays = call(*round_weights(operands), *selection, *kept, *cotangents)
+    arrays = call(*round_weights(config, operands), *selection, *kept, *cotangents)
     return gradients(dict(zip(given, arrays, strict=True)))

@@ -16,15 +16,16 @@ from anabranch.jax._operands import (
     LayerOutput,
     Operands,
     Selection,
+    quantized_fields,
     round_weights,
     weight_dtypes,
 )
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
-from anabranch.jax.experts import experts_arrays
+from anabranch.jax.experts import check_fp8_operands, experts_arrays
 from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
 from anabranch.layouts import Layouts
-from anabranch.precision import precision_number
+from anabranch.precision import check_fp8, precision_number
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -38,7 +39,7 @@ def _forward(
     if placement is not None:
         return placed_forward(config, placement, operands, keep=keep)
     if runs_as_it_is(operands.x):
-        return forward(config, round_weights(operands), keep_h=keep)
+        return forward(config, round_weights(config, operands), keep_h=keep)
     return sharded_forward(config, operands, keep_h=keep)
 
 
@@ -63,7 +64,7 @@ def _mixture_backward(
     if placement is not None:
         return (placed_backward(config, placement, operands, selection, kept, d),)
     if isinstance(kept, Residuals):
-        return (backward(config, round_weights(operands), selection, kept, d, weight_dtypes(operands)),)
+        return (backward(config, round_weights(config, operands), selection, kept, d, weight_dtypes(operands)),)
     return (sharded_backward(config, operands, selection, kept, d),)
 
 
@@ -71,15 +72,17 @@ _mixture.defvjp(_mixture_forward, _mixture_backward)
 
 
 def network_config(
-    activation: Any, parts: int, topk: int, weight_early: Any, layouts: Layouts, precision: Any
+    activation: Any, parts: int, topk: int, weight_early: Any, layouts: Layouts, precision: Any, fp8_scales: Any
 ) -> FfnConfig:
     """Checks the options of the experts; parts: P of w_in."""
+    number = precision_number(precision)
     return FfnConfig(
         activation=as_activation(activation, parts),
         weight_early=_check.boolean("weight_early", weight_early),
         topk=topk,
         layouts=layouts,
-        precision=precision_number(precision),
+        precision=number,
+        fp8_scales=check_fp8(number, fp8_scales),
         # No time for zeros that nobody reads, unless JAX looks for NaN in what the rules hand on.
         skip_rest=not (jax.config.jax_debug_nans or jax.config.jax_debug_infs),  # type: ignore[attr-defined]
     )
@@ -106,11 +109,17 @@ def experts_operands(
     return arrays, E, P
 
 
+def quantized_operands(config: FfnConfig, arrays: dict[str, Any], quantized: Any) -> dict[str, Any]:
+    """Checks widths and the argument `quantized`, beside arrays by the names of Operands; its fields there."""
+    return quantized_fields(check_fp8_operands(config, arrays["w_in"], quantized))
+
+
 def mixture(config: LayerConfig, operands: Operands, parallel: Parallel | None) -> LayerOutput:
     """The layer on checked operands. Inside a jax.shard_map over the whole mesh, results are those of the shard."""
     placement = None
     if parallel is not None and not all_manual(mesh_of(operands.x)):
-        placement = place(parallel, operands._asdict(), config.ffn.topk, config.align_size, config.ffn.layouts)
+        ffn, arrays = config.ffn, operands._asdict()
+        placement = place(parallel, arrays, ffn.topk, config.align_size, ffn.layouts, fp8=ffn.fp8)
         operands = divide(placement, operands)
     return _mixture(config, placement, Operands(*vary_alike(*operands)))
 

@@ -8,6 +8,7 @@ import jax
 
 from anabranch.jax._arrays import flat
 from anabranch.jax._ffn import FfnConfig, FfnOperands
+from anabranch.jax.quantized import QuantizedExperts, for_pass
 from anabranch.jax.router import RouterOptions
 
 
@@ -42,6 +43,26 @@ class Operands(NamedTuple):
     """float32 [..., K]."""
     qb_bin_bounds: jax.Array | None = None
     """float32 [2]."""
+    quantized_w_in: jax.Array | None = None
+    """This and those below: the fields of a QuantizedExperts."""
+    quantized_w_in_transposed: jax.Array | None = None
+    quantized_w_in_scales: jax.Array | None = None
+    quantized_w_out: jax.Array | None = None
+    quantized_w_out_transposed: jax.Array | None = None
+    quantized_w_out_scales: jax.Array | None = None
+
+    @property
+    def quantized(self) -> QuantizedExperts | None:
+        """Quantised experts, given or of a pass; None: there are none."""
+        found = QuantizedExperts(*(getattr(self, f"quantized_{name}") for name in QuantizedExperts._fields))
+        return None if found.w_in_scales is None else found
+
+
+def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
+    """The fields of Operands, or what else belongs to them, of a QuantizedExperts."""
+    if quantized is None:
+        return {}
+    return {f"quantized_{name}": value for name, value in quantized._asdict().items()}
 
 
 #: Operands with the leading dimensions of x.
@@ -164,10 +185,21 @@ def flat_selection(selection: Selection) -> Selection:
     return Selection(*map(flat, selection))
 
 
-def round_weights(operands: Operands) -> Operands:
-    """The operands with the experts' weights in the dtype of x, in which they multiply."""
+def round_weights(config: LayerConfig, operands: Operands) -> Operands:
+    """The operands with the experts' weights in the dtype of x, in which they multiply unless they are quantised."""
+    if config.ffn.fp8:
+        return operands
     dtype = operands.x.dtype
     return operands._replace(w_in=operands.w_in.astype(dtype), w_out=operands.w_out.astype(dtype))
+
+
+def quantize_weights(config: LayerConfig, operands: Operands, *, backward: bool) -> Operands:
+    """The operands with what a pass with FP8 multiplies with; others as they are."""
+    if not config.ffn.fp8:
+        return operands
+    o, ffn = operands, config.ffn
+    found = for_pass(o.quantized, o.w_in, o.w_out, ffn.layouts, ffn.fp8_scales, backward=backward)
+    return operands._replace(**quantized_fields(found))
 
 
 def weight_dtypes(operands: Operands) -> tuple[Any, Any]:
@@ -186,4 +218,5 @@ def ffn_operands(operands: Operands, route: Any, weights: jax.Array | None) -> F
         b_in=operands.b_in,
         b_out=operands.b_out,
         weights=weights,
+        quantized=operands.quantized,
     )

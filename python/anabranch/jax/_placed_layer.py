@@ -7,6 +7,7 @@ them is added up here, explicitly: nothing is differentiated through a collectiv
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -41,13 +42,16 @@ from anabranch.jax._operands import (
     gradients,
     layer_output,
     output_names,
+    quantize_weights,
+    quantized_fields,
     round_weights,
     weight_dtypes,
 )
 from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.exchange import Transport, keep_within, transport
-from anabranch.jax.parallel import Placement
+from anabranch.jax.parallel import Placement, quantized_specs
 from anabranch.jax.plan import plan
+from anabranch.jax.quantized import QuantizedExperts
 
 #: What the forward rule keeps, by name: arrays whose first dimension is divided over the token axes.
 Kept = dict[str, Any]
@@ -56,13 +60,15 @@ Kept = dict[str, Any]
 def _fsdp_dimensions(placement: Placement) -> dict[str, int]:
     """The dimension of each operand that is divided over the FSDP axes, D."""
     of_layouts = {name: placement.layouts.axis(name, "d") for name in ("w_in", "w_out")}
-    return {"gate": 0, "b_out": 1} | of_layouts
+    d = {name: axes.index("d") for name, axes in QuantizedExperts.shapes("e", "d", "p", "f", "d", "f").items()}
+    return {"gate": 0, "b_out": 1} | of_layouts | {f"quantized_{name}": axis for name, axis in d.items()}
 
 
 def operand_specs(placement: Placement) -> dict[str, PartitionSpec]:
     """How every operand is divided, by its name."""
     of_tokens = _token_spec(placement)
-    return {**placement.parallel.specs(*placement.layouts), **dict.fromkeys(TOKENS, of_tokens)}
+    of_quantized = quantized_fields(quantized_specs(placement.parallel))
+    return {**placement.parallel.specs(*placement.layouts), **of_quantized, **dict.fromkeys(TOKENS, of_tokens)}
 
 
 def _token_spec(placement: Placement) -> PartitionSpec:
@@ -93,13 +99,21 @@ def _operands(given: dict[str, Any]) -> Operands:
 # ---------------------------------------------------------------- what one device does
 
 
-def _gathered(placement: Placement, operands: Operands) -> Operands:
-    """The operands with what FSDP divides whole; the experts' weights travel in the dtype of x."""
-    operands = round_weights(operands)
+def _gathered(config: LayerConfig, placement: Placement, operands: Operands, *, backward: bool) -> Operands:
+    """The operands with what FSDP divides whole; the experts' weights travel in the dtype of x, with FP8 quantised."""
+    operands = quantize_weights(config, round_weights(config, operands), backward=backward)
     if not placement.parallel.fsdp_axes:
         return operands
+
+    def gather(name: str, array: jax.Array, dimension: int) -> jax.Array:
+        if config.ffn.fp8 and name in ("w_in", "w_out"):  # nobody reads them: they tell sizes and the order of axes
+            sizes = list(array.shape)
+            sizes[dimension] *= math.prod(jax.lax.axis_size(axis) for axis in placement.parallel.fsdp_axes)
+            return jnp.zeros(sizes, operands.x.dtype)
+        return jax.lax.all_gather(array, placement.parallel.fsdp_axes, axis=dimension, tiled=True)
+
     whole = {
-        name: jax.lax.all_gather(array, placement.parallel.fsdp_axes, axis=dimension, tiled=True)
+        name: gather(name, array, dimension)
         for name, dimension in _fsdp_dimensions(placement).items()
         if (array := getattr(operands, name)) is not None
     }
@@ -163,7 +177,7 @@ def _forward(
 ) -> tuple[dict[str, jax.Array], Kept]:
     whole = _operands(given)
     leading, dtype = whole.x.shape[:-1], whole.x.dtype
-    operands = flat_tokens(_gathered(placement, whole))
+    operands = flat_tokens(_gathered(config, placement, whole, backward=False))
     selection, sums, gate = select(config, operands, keep=keep, counts=True)
     experts, wrong = selection.experts, jnp.zeros((), jnp.int32)
     if config.router is None:
@@ -198,7 +212,8 @@ def _backward(
     # Without it XLA would see that the forward pass gathers and sends the same, and keep that until now.
     given, cotangents = jax.lax.optimization_barrier((given, cotangents))
     whole = _operands(given)
-    operands, selection = flat_tokens(_gathered(placement, whole)), flat_selection(selection)
+    operands = flat_tokens(_gathered(config, placement, whole, backward=True))
+    selection = flat_selection(selection)
     chosen = transport(placement.transport, placement.bounds)
     route = chosen.route(**{name[6:]: array for name, array in kept.items() if name.startswith("route.")})
     # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs,
@@ -212,7 +227,7 @@ def _backward(
     d_weights = cotangents.of_weights(_sum_of_parts(placement, chosen.collect_weights(route, hidden.weights)))
     gate = GateResiduals(kept.get("logits"), kept.get("lse"))
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
-    rows = d_rows_of(options, ffn, hidden.dh)
+    rows = d_rows_of(options, ffn, hidden.dh, hidden.dh_factor)
     d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, selected.x)
     # Left until here, so that XLA can compute them while d_x travels.
     w_in_dtype, w_out_dtype = weight_dtypes(whole)

@@ -174,7 +174,7 @@ class Ring:
             return rows.sum(route.row_of_slot, weights, dtype, addend)
         weights = None if weights is None else self._gather(weights)
         P, T = self.bounds.ranks, self.bounds.tokens
-        sums = rows.sum(route.row_of_slot, weights, rows.x.dtype)
+        sums = rows.sum(route.row_of_slot, weights, rows.dtype)
         width = sums.shape[1]
         arrived = _all_to_all(sums.reshape(P, T, width), self.bounds.axis).reshape(P * T, width)
         row_of_rank = jnp.arange(P * T, dtype=jnp.int32).reshape(P, T).T
@@ -258,7 +258,7 @@ class _Rows(abc.ABC):
         addend: jax.Array | None = None,
     ) -> jax.Array:
         """See Transport. Rows travel in their own dtype and are added here, k ascending."""
-        arrived = rows.sum(route.row_of_arrived, None, rows.x.dtype)
+        arrived = rows.sum(route.row_of_arrived, None, rows.dtype)
         return gather_sum(self._return(route, arrived), route.row_of_slot, weights, dtype, addend)
 
     def collect_weights(self, route: RowRoute, weights: jax.Array) -> jax.Array:

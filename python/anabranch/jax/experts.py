@@ -4,6 +4,7 @@ Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert w
 for a gated expert, 1 for an ungated one.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,9 @@ from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.jax._sharding import check_whole, vary_alike
+from anabranch.jax.quantized import QuantizedExperts, check_quantized, quantize_matrix, quantize_rows
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.precision import precision_number
+from anabranch.precision import FP8, HIGHEST, check_fp8, check_fp8_widths, precision_number
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
@@ -102,16 +104,31 @@ def experts_arrays(
     return arrays, sizes["e"], sizes["p"]
 
 
+def check_fp8_operands(config: FfnConfig, w_in: jax.Array, quantized: Any) -> QuantizedExperts | None:
+    """Checks the widths that w_in tells, and the argument `quantized`, where factors are quantised."""
+    check_fp8(config.precision, "float32", quantized)
+    if not config.fp8:
+        return None
+    E, D, P, F = config.sizes(w_in)
+    check_fp8_widths("w_in", _check.describe(w_in), D=D, F=F)
+    return check_quantized(quantized, E, D, P, F)
+
+
 # ---------------------------------------------------------------- grouped matmul
 
 
 def grouped_product(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, precision: int
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, precision: int, fp8_scales: int = 0
 ) -> jax.Array:
     """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e; the rule without its gradient."""
     y = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transpose_w else 2]), x.dtype)
     operands = {"x": x, "w": w, "group_sizes": group_sizes}
-    results = _ffi.call("ab_xla_grouped_matmul", operands, {"y": y}, transpose_w=int(transpose_w), precision=precision)
+    options: dict[str, Any] = {"transpose_w": int(transpose_w), "precision": precision}
+    if precision == FP8:
+        rows, weights = quantize_rows(x, fp8_scales), quantize_matrix(w, fp8_scales, transposed=not transpose_w)
+        operands = {"x": rows.q, "x_scales": rows.scales, "w_q": weights.q, "w_scales": weights.scales}
+        operands["group_sizes"], options["fp8_scales"] = group_sizes, fp8_scales
+    results = _ffi.call("ab_xla_grouped_matmul", operands, {"y": y}, **options)
     return results["y"]
 
 
@@ -126,32 +143,47 @@ def grouped_weight_gradient(
     return _ffi.call("ab_xla_grouped_matmul_dw", operands, results, workspace=workspace, precision=precision)["d_w"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def grouped_matmul_rule(
-    transpose_w: bool, precision: int, x: jax.Array, w: jax.Array, group_sizes: jax.Array
-) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class GroupedProduct:
+    """Options of a grouped product."""
+
+    transpose_w: bool = False
+    precision: int = HIGHEST
+    """See anabranch.precision."""
+    fp8_scales: int = 0
+    """The same."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_matmul_rule(options: GroupedProduct, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`grouped_matmul` on checked arrays, with its gradient."""
-    return grouped_product(x, w, group_sizes, transpose_w=transpose_w, precision=precision)
+    return grouped_product(x, w, group_sizes, **dataclasses.asdict(options))
 
 
-def _grouped_matmul_forward(transpose_w: bool, precision: int, *operands: jax.Array) -> tuple[Any, Any]:
-    return grouped_product(*operands, transpose_w=transpose_w, precision=precision), operands
+def _grouped_matmul_forward(options: GroupedProduct, *operands: jax.Array) -> tuple[Any, Any]:
+    return grouped_product(*operands, **dataclasses.asdict(options)), operands
 
 
-def _grouped_matmul_backward(
-    transpose_w: bool, precision: int, residuals: Any, d_y: jax.Array
-) -> tuple[Any, Any, None]:
+def _grouped_matmul_backward(options: GroupedProduct, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
     x, w, group_sizes = residuals
-    d_x = grouped_product(d_y.astype(x.dtype), w, group_sizes, transpose_w=not transpose_w, precision=precision)
-    left, right = (d_y, x) if transpose_w else (x, d_y)
-    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=precision), None
+    o, of_weights = options, HIGHEST if options.precision == FP8 else options.precision
+    back = dataclasses.replace(o, transpose_w=not o.transpose_w)
+    d_x = grouped_product(d_y.astype(x.dtype), w, group_sizes, **dataclasses.asdict(back))
+    left, right = (d_y, x) if o.transpose_w else (x, d_y)
+    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=of_weights), None
 
 
 grouped_matmul_rule.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
 
 
 def grouped_matmul(
-    x: Any, w: Any, group_sizes: Any, *, transpose_w: bool = False, precision: str = "highest"
+    x: Any,
+    w: Any,
+    group_sizes: Any,
+    *,
+    transpose_w: bool = False,
+    precision: str = "highest",
+    fp8_scales: str = "float32",
 ) -> jax.Array:
     """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
 
@@ -161,7 +193,9 @@ def grouped_matmul(
       group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
       transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
-      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`.
+      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`. "fp8": x and w
+        are quantised, d_y and w in the gradient of x; D and N are multiples of 128.
+      fp8_scales: with "fp8", "float32" or "power_of_two", see `moe`.
 
     Returns:
       [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
@@ -171,7 +205,7 @@ def grouped_matmul(
       ValueError: shapes do not fit, or an unknown precision.
 
     Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
-    w. Source: semantics, section 6.
+    w. Source: semantics, sections 6 and 11.
 
     >>> w = jnp.array([[[1.0], [1.0]], [[2.0], [3.0]]])
     >>> grouped_matmul(jnp.ones((3, 2)), w, jnp.array([1, 2])).ravel().tolist()
@@ -182,8 +216,12 @@ def grouped_matmul(
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
+    number = precision_number(precision)
+    options = GroupedProduct(transpose_w, number, check_fp8(number, fp8_scales))
+    if number == FP8:
+        check_fp8_widths("w", _check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
     check_whole("grouped_matmul", x=x, w=w, group_sizes=sizes)
-    return grouped_matmul_rule(transpose_w, precision_number(precision), *vary_alike(x, w, sizes))
+    return grouped_matmul_rule(options, *vary_alike(x, w, sizes))
 
 
 # ---------------------------------------------------------------- feed-forward network
@@ -233,6 +271,8 @@ def expert_ffn(
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
     precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
 ) -> jax.Array:
     """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
 
@@ -254,7 +294,8 @@ def expert_ffn(
         "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
         transposed.
       w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
-      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`.
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised.
+      fp8_scales, quantized: with "fp8", see `moe`.
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
@@ -264,7 +305,7 @@ def expert_ffn(
       ValueError: shapes do not fit, an unknown activation or precision, or weight_early without weights.
 
     Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
-    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Source: semantics, section 6.
+    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Source: semantics, sections 6 and 11.
 
     >>> w_in, w_out = jnp.ones((1, 1, 1, 3)), jnp.ones((1, 3, 1))
     >>> expert_ffn(jnp.ones((2, 1)), w_in, w_out, jnp.array([1]), activation="relu").tolist()
@@ -285,6 +326,15 @@ def expert_ffn(
     early = _check.boolean("weight_early", weight_early)
     if early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    config = FfnConfig(as_activation(activation, P), early, layouts=layouts, precision=precision_number(precision))
-    check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands._asdict().items() if n != "x"})
-    return _expert_ffn(config, FfnOperands(*vary_alike(*operands)))
+    number = precision_number(precision)
+    config = FfnConfig(
+        as_activation(activation, P),
+        early,
+        layouts=layouts,
+        precision=number,
+        fp8_scales=check_fp8(number, fp8_scales),
+    )
+    operands = operands._replace(quantized=check_fp8_operands(config, arrays["w_in"], quantized))
+    check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands.by_name().items() if n != "x"})
+    leaves, tree = jax.tree.flatten(operands)
+    return _expert_ffn(config, jax.tree.unflatten(tree, vary_alike(*leaves)))

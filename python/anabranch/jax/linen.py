@@ -19,9 +19,11 @@ from anabranch.jax._initializers import (
 )
 from anabranch.jax.moe import layer_config, moe
 from anabranch.jax.parallel import Parallel
+from anabranch.jax.quantized import QuantizedExperts
 from anabranch.jax.router_te import score_function_name
 from anabranch.jax.shared_expert import shared_expert
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.precision import dense_precision
 
 Axes = tuple[str | None, ...]
 
@@ -75,7 +77,8 @@ class MoEBlock(nn.Module):
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate_kernel>).
       wi_layout, wo_layout: the axes of `wi`, `wi_bias` and `wo`, as `w_in_layout` and `w_out_layout` of `moe`.
       precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
-        expert's, too.
+        expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+      fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
 
     Raises:
       TypeError, ValueError: when it is made, an attribute is wrong; the message names it.
@@ -129,6 +132,7 @@ class MoEBlock(nn.Module):
     wi_layout: str = "dpf"
     wo_layout: str = "fd"
     precision: str = "highest"
+    fp8_scales: str = "float32"
 
     def __post_init__(self) -> None:
         """Checks the attributes."""
@@ -195,6 +199,7 @@ class MoEBlock(nn.Module):
             w_in_layout=_check.choice("wi_layout", self.wi_layout, IN_LAYOUTS),
             w_out_layout=_check.choice("wo_layout", self.wo_layout, OUT_LAYOUTS),
             precision=self.precision,
+            fp8_scales=self.fp8_scales,
         )
         layer_config(E, 2, **options)
         return options
@@ -250,7 +255,7 @@ class MoEBlock(nn.Module):
             gate_init = self._initializer("kernel_init", default_gate_init)
             gate_axes = self.gate_kernel_axes and (self.gate_kernel_axes[0], None)
             gate = self._parameter("shared_gate_kernel", gate_init, gate_axes, (D, 1))
-        options: dict[str, Any] = dict(activation=self.activation_type, precision=self.precision)
+        options: dict[str, Any] = dict(activation=self.activation_type, precision=dense_precision(self.precision))
         return shared_expert(x, w_in, w_out, w_gate=gate, token_mask=token_mask, **options)
 
     @nn.compact
@@ -260,6 +265,7 @@ class MoEBlock(nn.Module):
         *,
         token_mask: jax.Array | None = None,
         forced_experts: jax.Array | None = None,
+        quantized: QuantizedExperts | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Applies the block.
 
@@ -267,6 +273,7 @@ class MoEBlock(nn.Module):
           inputs: [..., D] of any float dtype; computed in `dtype`.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
+          quantized: with precision "fp8", wi and wo as `quantize_experts` gave them; None: quantised here.
 
         Returns:
           (output [..., D], aux_loss: float32 scalar, what is to be added to the loss, the sum of the load-balance loss
@@ -300,6 +307,7 @@ class MoEBlock(nn.Module):
             expert_bias=self._expert_bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
+            quantized=quantized,
             **self._options(),
         )
         for name in ("tokens_per_expert", "dropped", "dropped_by_source", "aux_loss", "z_loss", "experts"):

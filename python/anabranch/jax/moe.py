@@ -19,12 +19,14 @@ from anabranch.jax._mixture import (
     experts_operands,
     mixture,
     network_config,
+    quantized_operands,
 )
 from anabranch.jax._operands import LayerConfig, LayerOutput, Operands
 from anabranch.jax._sharding import Axes
 from anabranch.jax.balance import load_balance_loss, mean_of_squares
 from anabranch.jax.experts import check_layouts
 from anabranch.jax.parallel import Parallel
+from anabranch.jax.quantized import QuantizedExperts
 from anabranch.jax.router import quantile_operand, router_operands, router_options
 
 
@@ -76,6 +78,7 @@ def layer_config(
     w_out_layout: str = "fd",
     qb_bins: int | None = None,
     precision: str = "highest",
+    fp8_scales: str = "float32",
 ) -> LayerConfig:
     """Checks those arguments of `moe` that are options; the layers do it when they are made. parts: P of w_in."""
     options = router_options(
@@ -93,7 +96,7 @@ def layer_config(
     layouts = check_layouts(w_in_layout, w_out_layout)
     return LayerConfig(
         router=options,
-        ffn=network_config(activation, parts, options.topk, weight_early, layouts, precision),
+        ffn=network_config(activation, parts, options.topk, weight_early, layouts, precision, fp8_scales),
         aux_loss=_check.number("aux_loss_coeff", aux_loss_coeff) != 0,
         z_loss=_check.number("z_loss_coeff", z_loss_coeff) != 0,
         align_size=check_align_size(align_size),
@@ -130,6 +133,8 @@ def moe(
     qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
     qb_bins: int | None = None,
     precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -168,7 +173,15 @@ def moe(
       precision: how float32 operands of the experts' products multiply, forward and backward. "highest": as float32, on
         a GPU's tensor cores by products of their parts, with an error at float32's level. "tf32": a GPU may round them
         to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". No effect
-        on bfloat16 and float16, nor on the logits.
+        on bfloat16 and float16, nor on the logits. "fp8": x, w_in, w_out, and what the experts compute of them, are
+        quantised to float8_e4m3fn where they multiply, whatever their dtype, with a scale for every 128 elements of a
+        row and every 128 x 128 of a matrix; so are the factors of the gradient of x. Gradients of the experts'
+        matrices, the gate and all sums are as without. D and F are multiples of 128. See docs/jax.md.
+      fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
+        rounded up to one.
+      quantized: with "fp8", w_in and w_out as `quantize_experts` gave them, which are multiplied with in their place;
+        None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
+        theirs.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
@@ -223,6 +236,7 @@ def moe(
         w_out_layout=w_out_layout,
         qb_bins=qb_bins,
         precision=precision,
+        fp8_scales=fp8_scales,
     )
     assert config.router is not None
     expert_bias, token_mask, forced_experts = router_operands(
@@ -237,6 +251,7 @@ def moe(
         forced_experts=forced_experts,
         qb_bin_bounds=quantile_operand(config.router, expert_bias, qb_bin_bounds),
         **of_experts,
+        **quantized_operands(config.ffn, of_experts, quantized),
     )
     shards = axes_of_sums(parallel, x)
     result = mixture(config, operands, parallel)

@@ -19,8 +19,10 @@ from anabranch.jax._initializers import (
 from anabranch.jax.moe import MoEOutput, layer_config, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.quantile import host_bounds, quantile_bias
+from anabranch.jax.quantized import QuantizedExperts
 from anabranch.jax.shared_expert import shared_expert
 from anabranch.layouts import OURS, Layouts
+from anabranch.precision import check_fp8_widths, dense_precision
 
 
 class RouterState(nnx.Variable):
@@ -83,7 +85,8 @@ class MoE(nnx.Module):
       w_in_layout, w_out_layout: the axes of w_in, w_out and b_in, as in `moe`; the shapes above are those of "dpf" and
         "fd". Shared experts have those always.
       precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
-        expert's, too.
+        expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+      fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
       dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
       param_dtype: dtype of the parameters.
       kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
@@ -134,6 +137,7 @@ class MoE(nnx.Module):
         w_in_layout: str = "dpf",
         w_out_layout: str = "fd",
         precision: str = "highest",
+        fp8_scales: str = "float32",
         dtype: Any | None = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer | None = None,
@@ -172,10 +176,12 @@ class MoE(nnx.Module):
             w_in_layout=w_in_layout,
             w_out_layout=w_out_layout,
             precision=precision,
+            fp8_scales=fp8_scales,
             qb_bins=qb_bins if quantile else None,
         )
         layouts = Layouts(w_in_layout, w_out_layout)
-        layer_config(E, parts, **options)
+        if layer_config(E, parts, **options).ffn.fp8:
+            check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
         self.in_features = D
         self.dtype = None if dtype is None else jnp.dtype(_check.dtype("dtype", dtype, _check.FLOATS))
         self.activation = activation
@@ -213,6 +219,7 @@ class MoE(nnx.Module):
         *,
         token_mask: jax.Array | None = None,
         forced_experts: jax.Array | None = None,
+        quantized: QuantizedExperts | None = None,
     ) -> MoEOutput:
         """Applies the layer.
 
@@ -220,6 +227,7 @@ class MoE(nnx.Module):
           x: [..., D] float32, bfloat16 or float16.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
+          quantized: with precision "fp8", w_in and w_out as `quantize_experts` gave them; None: quantised here.
 
         Returns:
           MoEOutput of `moe`; output [..., D] of the dtype of the computation.
@@ -246,6 +254,7 @@ class MoE(nnx.Module):
             token_mask=token_mask,
             forced_experts=forced_experts,
             qb_bin_bounds=self.qb_bin_bounds,
+            quantized=quantized,
             **self.options,
         )
         if self.shared_in is None:
@@ -257,7 +266,7 @@ class MoE(nnx.Module):
             activation=self.activation,
             w_gate=None if self.shared_gate is None else self.shared_gate[...],
             token_mask=token_mask,
-            precision=self.options["precision"],
+            precision=dense_precision(self.options["precision"]),
         )
         return result._replace(output=result.output + shared)
 

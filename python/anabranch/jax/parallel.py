@@ -12,7 +12,9 @@ from anabranch.jax import _check
 from anabranch.jax._sharding import Axes, axes_of_type, entry_of, mesh_of, spec_of
 from anabranch.jax.exchange import TRANSPORTS, Bounds, choose
 from anabranch.jax.experts import check_layouts
+from anabranch.jax.quantized import QuantizedExperts
 from anabranch.layouts import Layouts
+from anabranch.precision import BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +106,14 @@ class Parallel:
         }
 
 
+def quantized_specs(parallel: Parallel) -> QuantizedExperts:
+    """How the fields of a QuantizedExperts are sharded: as the weights are, whose blocks no device has a part of."""
+    d, f = entry_of(tuple(parallel.fsdp_axes)), parallel.tensor_axis
+    axes = QuantizedExperts.shapes(parallel.expert_axis, d, None, f, d, f)
+    specs: dict[str, Any] = {name: PartitionSpec(*of) for name, of in axes.items()}
+    return QuantizedExperts(**specs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """A `Parallel` on the mesh and the shapes of one call.
@@ -140,15 +150,17 @@ def _axis_names(name: str, axes: Any) -> Axes:
     return tuple(names)
 
 
-def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int, layouts: Layouts) -> Placement:
-    """Checks that `arrays`, by the names of moe's arguments, can be spread as `parallel` says.
+def place(
+    parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int, layouts: Layouts, *, fp8: bool = False
+) -> Placement:
+    """Checks that `arrays`, by the names of moe's arguments, can be spread as `parallel` says; fp8: in whole blocks.
 
     Raises:
       ValueError: an axis that the mesh does not have or that is manual already, a dimension that can't be divided, or
         an explicit sharding of an operand that is another one.
     """
     x, num_experts = arrays["x"], arrays["w_in"].shape[0]
-    mesh = _mesh(parallel, x)
+    mesh = mesh_for(parallel, x)
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
     def size(*axes: str) -> int:
@@ -169,7 +181,16 @@ def place(parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int
         divide("x", "that dimension of tokens", number, axes)
     divide("x", "D", x.shape[-1], tuple(parallel.fsdp_axes))
     divide("w_in", "E", num_experts, (ep,) if ep else ())
-    divide("w_in", "F", layouts.sizes("w_in", arrays["w_in"].shape)["f"], (tp,) if tp else ())
+    F = layouts.sizes("w_in", arrays["w_in"].shape)["f"]
+    divide("w_in", "F", F, (tp,) if tp else ())
+    if fp8:
+        for dimension, number, axes in (("D", x.shape[-1], tuple(parallel.fsdp_axes)), ("F", F, (tp,) if tp else ())):
+            if number % (BLOCK * size(*axes)):
+                raise ValueError(
+                    f"w_in: got {_check.describe(arrays['w_in'])}, expected {dimension} a multiple of {BLOCK} times "
+                    f'{size(*axes)}, the devices along {", ".join(map(repr, axes))}: with precision="fp8" a block of '
+                    f"{BLOCK} has one scale, and must not be spread over devices"
+                )
     for name, spec in parallel.specs(*layouts).items():
         if name != "x" and arrays.get(name) is not None:
             _check_spec(name, arrays[name], spec)
@@ -220,7 +241,7 @@ def shards_of_this_device(parallel: Parallel) -> Axes:
     return tuple(parallel.data_axes)
 
 
-def _mesh(parallel: Parallel, x: jax.Array) -> Any:
+def mesh_for(parallel: Parallel, x: jax.Array) -> Any:
     """The mesh of a call: that of the context first, which the given one has to agree with."""
     mesh = mesh_of(x)
     if mesh.empty:

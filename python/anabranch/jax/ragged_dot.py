@@ -6,7 +6,7 @@ import jax
 
 from anabranch.jax import _check
 from anabranch.jax._sharding import check_whole, vary_alike
-from anabranch.jax.experts import grouped_matmul_rule, grouped_rows
+from anabranch.jax.experts import GroupedProduct, grouped_matmul_rule, grouped_rows
 from anabranch.precision import HIGHEST, TF32
 
 
@@ -110,4 +110,4 @@ def ragged_dot(
     if out_sharding is not None:
         raise ValueError(f"out_sharding: got {_check.shown(out_sharding)}, expected None; see jax.shard_map")
     check_whole("ragged_dot", lhs=lhs, rhs=rhs, group_sizes=sizes)
-    return grouped_matmul_rule(False, number, *vary_alike(lhs, rhs, sizes))
+    return grouped_matmul_rule(GroupedProduct(precision=number), *vary_alike(lhs, rhs, sizes))

@@ -15,10 +15,12 @@ from anabranch.jax._mixture import (
     experts_operands,
     mixture,
     network_config,
+    quantized_operands,
 )
 from anabranch.jax._operands import LayerConfig, Operands
 from anabranch.jax.experts import check_layouts
 from anabranch.jax.parallel import Parallel
+from anabranch.jax.quantized import QuantizedExperts
 from anabranch.rows import check_num_slots
 
 
@@ -52,6 +54,8 @@ def routed_experts(
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
     precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
 ) -> RoutedExpertsOutput:
     """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
 
@@ -73,7 +77,8 @@ def routed_experts(
       parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights go as x does.
         Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
-      precision: how float32 operands multiply, "highest" or "tf32", as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, as in `moe`.
+      fp8_scales, quantized: with "fp8", as in `moe`.
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;
@@ -88,7 +93,7 @@ def routed_experts(
     That of a weight is exact also where the weight is 0, and 0 where there is no expert or no room.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
 
-    Source: semantics, section 9.
+    Source: semantics, sections 9 and 11.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,12 +117,18 @@ def routed_experts(
     check_parallel(parallel)
     config = LayerConfig(
         router=None,
-        ffn=network_config(activation, parts, K, weight_early, layouts, precision),
+        ffn=network_config(activation, parts, K, weight_early, layouts, precision, fp8_scales),
         align_size=check_align_size(align_size),
     )
     shards = axes_of_sums(parallel, x)
     operands = Operands(
-        x=x, gate=None, gate_bias=None, experts=experts, weights=weights.astype(jnp.float32), **of_experts
+        x=x,
+        gate=None,
+        gate_bias=None,
+        experts=experts,
+        weights=weights.astype(jnp.float32),
+        **of_experts,
+        **quantized_operands(config.ffn, of_experts, quantized),
     )
     result = mixture(config, operands, parallel)
     counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert

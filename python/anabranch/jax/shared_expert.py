@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check
 from anabranch.jax.experts import activate, activate_gated
-from anabranch.precision import TF32, precision_number
+from anabranch.precision import TF32, dense_precision_number
 
 
 def _product(x: jax.Array, w: jax.Array, precision: int) -> jax.Array:
@@ -66,7 +66,7 @@ def shared_expert(
     if P not in (1, 2):
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [D, 2, S] (gate, up) or [D, 1, S]")
     w_out = _check.array("w_out", w_out, dtype, (("S", S), ("D", D)))
-    act, number = as_activation(activation, P), precision_number(precision)
+    act, number = as_activation(activation, P), dense_precision_number(precision)
     column = getattr(w_gate, "ndim", 1) == 2
     w_gate = _check.optional_array("w_gate", w_gate, _check.FLOATS, (("D", D), ("1", 1)) if column else (("D", D),))
     mask = _check.optional_array("token_mask", token_mask, _check.BOOL, x.shape[:-1])

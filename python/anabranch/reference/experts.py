@@ -1,6 +1,7 @@
 """The experts in numpy float64: grouped products and the feed-forward network, with their gradients.
 
-`docs/semantics.md`, section 6, as code. Rows of one expert stand together, `group_sizes` rows each.
+`docs/semantics.md`, section 6, as code. Rows of one expert stand together, `group_sizes` rows each. With `fp8_scales`,
+"float32" or "power_of_two", products are those of section 11: exact ones of quantised factors.
 """
 
 import math
@@ -10,6 +11,7 @@ import numpy as np
 
 from anabranch.activation import PLAIN, as_activation
 
+from .fp8 import rows_factor, weights_factor
 from .scores import as_float64
 
 GELU_SCALE = np.sqrt(2 / np.pi)
@@ -37,24 +39,28 @@ def _groups(group_sizes, num_rows):
     return [(e, slice(offsets[e], offsets[e + 1])) for e in range(len(offsets) - 1)]
 
 
-def grouped_matmul(x, w, group_sizes):
+def grouped_matmul(x, w, group_sizes, fp8_scales=None):
     """y = x w[e] on the rows of expert e; rows past the sum of the sizes are zero.
 
     Args: x [R, D], w [E, D, N], group_sizes int[E]. Returns: float64[R, N].
     """
-    x, w = as_float64(x, "x"), as_float64(w, "w")
+    x, w = rows_factor(x, fp8_scales), weights_factor(w, fp8_scales)
     y = np.zeros((x.shape[0], w.shape[2]))
     for e, rows in _groups(group_sizes, x.shape[0]):
         y[rows] = x[rows] @ w[e]
     return y
 
 
-def grouped_matmul_backward(d_y, x, w, group_sizes):
-    """(d_x float64[R, D] = d_y w[e]^T, d_w float64[E, D, N] = x^T d_y); zero past the sizes."""
-    d_y, x, w = as_float64(d_y, "d_y"), as_float64(x, "x"), as_float64(w, "w")
+def grouped_matmul_backward(d_y, x, w, group_sizes, fp8_scales=None):
+    """(d_x float64[R, D] = d_y w[e]^T, d_w float64[E, D, N] = x^T d_y); zero past the sizes.
+
+    With fp8_scales d_x is a product of quantised factors, d_w is not.
+    """
+    d_y, x = as_float64(d_y, "d_y"), as_float64(x, "x")
+    left, w = rows_factor(d_y, fp8_scales), weights_factor(w, fp8_scales)
     d_x, d_w = np.zeros_like(x), np.zeros_like(w)
     for e, rows in _groups(group_sizes, x.shape[0]):
-        d_x[rows] = d_y[rows] @ w[e].T
+        d_x[rows] = left[rows] @ w[e].T
         d_w[e] = x[rows].T @ d_y[rows]
     return d_x, d_w
 
@@ -199,10 +205,10 @@ def _real_rows(num_rows, group_sizes, slot_of_row):
     return real[:, None]
 
 
-def _up(rows, w_in, b_in, group_sizes):
+def _up(rows, w_in, b_in, group_sizes, fp8_scales):
     """h [R, 2 or 1, F] = x W_in[e] + b_in[e]."""
     num_experts, width, parts, hidden = w_in.shape
-    h = grouped_matmul(rows, w_in.reshape(num_experts, width, parts * hidden), group_sizes)
+    h = grouped_matmul(rows, w_in.reshape(num_experts, width, parts * hidden), group_sizes, fp8_scales)
     if b_in is not None:
         h += _bias_rows(as_float64(b_in, "b_in").reshape(num_experts, -1), group_sizes, rows.shape[0])
     return h.reshape(-1, parts, hidden)
@@ -220,6 +226,7 @@ def expert_ffn(
     row_weights=None,
     weight_early=False,
     slot_of_row=None,
+    fp8_scales=None,
 ):
     """y = w (a W_out[e] + b_out[e]) on the rows of expert e, a = phi(gate, up) of h = x W_in[e] + b_in[e].
 
@@ -227,21 +234,21 @@ def expert_ffn(
       rows: [R, D]. w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]. w_out: [E, F, D].
       group_sizes: int[E]. activation: a name or an `Activation`. b_in: [E, 2 or 1, F]. b_out: [E, D].
       row_weights: w [R]; 1 by default.
-      weight_early: multiply a instead of y by w; the same result up to rounding.
+      weight_early: multiply a instead of y by w; the same result up to rounding, which quantisation is.
       slot_of_row: int[R]; rows with -1 are padding, zero in the result, biases or not.
+      fp8_scales: of quantised factors, x and W_in, a (or w a) and W_out; None: they multiply as they are.
 
     Returns: float64[R, D].
     """
-    w_in, w_out = as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
     real = _real_rows(len(rows), group_sizes, slot_of_row)
     rows = np.where(real, as_float64(rows, "rows"), 0.0)
     w = 1.0 if row_weights is None else as_float64(row_weights, "row_weights")[:, None]
-    a = hidden(_up(rows, w_in, b_in, group_sizes), activation)
+    a = hidden(_up(rows, w_in, b_in, group_sizes, fp8_scales), activation)
     bias = 0.0 if b_out is None else _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))
     if weight_early:
-        y = grouped_matmul(w * a, w_out, group_sizes) + w * bias
+        y = grouped_matmul(w * a, w_out, group_sizes, fp8_scales) + w * bias
     else:
-        y = w * (grouped_matmul(a, w_out, group_sizes) + bias)
+        y = w * (grouped_matmul(a, w_out, group_sizes, fp8_scales) + bias)
     return np.where(real, y, 0.0)
 
 
@@ -258,35 +265,39 @@ def expert_ffn_backward(
     row_weights=None,
     slot_of_row=None,
     kept_dtype=None,
+    fp8_scales=None,
 ):
     """Gradients of `expert_ffn`, the same early and late: d_y [R, D] is d_out of the row's token.
 
     da' = d_y W_out^T;  d_w = <da', a> + <d_y, b_out>;  da = w da';  dh = phi'(h) da;
     dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh;  dx = dh W_in^T.
 
-    kept_dtype: h is rounded to it, as a forward pass does that keeps it; slopes that jump at a limit ask for it.
+    kept_dtype: h is rounded to it, as a forward pass does that keeps it; slopes that jump at a limit ask for it. So
+      is dh before it is quantised.
+    fp8_scales: da' = Q1(d_y) Q2(W_out)^T and dx = Q1(dh) Q2(W_in)^T, of an h that is a quantised product, too.
 
     Returns: `ExpertGradients`. An expert without rows gets exactly zero.
     """
-    w_in, w_out = as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
     real = _real_rows(len(rows), group_sizes, slot_of_row)
     rows = np.where(real, as_float64(rows, "rows"), 0.0)
     d_y = np.where(real, as_float64(d_y, "d_y"), 0.0)
     w = np.ones((len(rows), 1))
     if row_weights is not None:
         w = np.where(real, as_float64(row_weights, "row_weights")[:, None], 0.0)
-    h = _up(rows, w_in, b_in, group_sizes)
+    h = _up(rows, w_in, b_in, group_sizes, fp8_scales)
     if kept_dtype is not None:
         h = h.astype(kept_dtype).astype(np.float64)
     a = hidden(h, activation)
 
-    d_weighted_a, d_w_out = grouped_matmul_backward(d_y, w * a, w_out, group_sizes)
+    d_weighted_a, d_w_out = grouped_matmul_backward(d_y, w * a, w_out, group_sizes, fp8_scales)
     d_row_weights = (d_weighted_a * a).sum(-1)
     if b_out is not None:
         d_row_weights += (d_y * _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))).sum(-1)
-    flat_w_in = w_in.reshape(*w_in.shape[:2], -1)
+    flat_w_in = np.reshape(w_in, (*w_in.shape[:2], -1))
     d_h = hidden_backward(w * d_weighted_a, h, activation).reshape(len(rows), flat_w_in.shape[2])
-    d_rows, d_w_in = grouped_matmul_backward(d_h, rows, flat_w_in, group_sizes)
+    _, d_w_in = grouped_matmul_backward(d_h, rows, flat_w_in, group_sizes)
+    d_h_kept = d_h if fp8_scales is None or kept_dtype is None else d_h.astype(kept_dtype)
+    d_rows, _ = grouped_matmul_backward(d_h_kept, rows, flat_w_in, group_sizes, fp8_scales)
     return ExpertGradients(
         d_rows,
         d_w_in.reshape(w_in.shape),

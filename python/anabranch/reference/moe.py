@@ -42,7 +42,7 @@ class MoEOptions:
 
     topk to forced_experts and experts: as in `router.route`, per token with x's leading dimensions.
     gate_bias: [E], added to the logits.
-    activation, b_in, b_out, weight_early, align_size, kept: as in `routed_experts`.
+    activation, b_in, b_out, weight_early, align_size, kept, fp8_scales: as in `routed_experts`.
     aux_loss_coeff, z_loss_coeff: of the losses in `balance`; a loss whose coefficient is 0 is 0.
     kept_dtype: of the backward pass, as in `experts.expert_ffn_backward`.
     """
@@ -67,6 +67,7 @@ class MoEOptions:
     align_size: int = 0
     experts: np.ndarray | None = None
     kept: np.ndarray | None = None
+    fp8_scales: str | None = None
     kept_dtype: np.dtype | None = None
 
     def routing(self):
@@ -91,7 +92,7 @@ class MoEOptions:
 
     def network(self):
         """The keyword arguments of `routed_experts`."""
-        names = ("activation", "b_in", "b_out", "weight_early", "align_size", "kept")
+        names = ("activation", "b_in", "b_out", "weight_early", "align_size", "kept", "fp8_scales")
         return {name: getattr(self, name) for name in names}
 
 
@@ -132,6 +133,7 @@ def routed_experts(
     weight_early=False,
     align_size=0,
     kept=None,
+    fp8_scales=None,
 ):
     """out[t] = sum_k weights[t, k] expert_e(x[t]), e = experts[t, k].
 
@@ -141,6 +143,7 @@ def routed_experts(
       activation, b_in, b_out, weight_early: as in `experts.expert_ffn`.
       align_size: as in `dispatch.plan`.
       kept: bool with the shape of the experts; False: the slot found no room (`capacity.kept_slots`). None: all did.
+      fp8_scales: as in `experts.expert_ffn`.
 
     Returns: `RoutedExpertsOutput`; dropped counts what is no expert but -1, and what found no room.
     """
@@ -157,6 +160,7 @@ def routed_experts(
         row_weights=_row_weights(layout, weights) if weight_early else None,
         weight_early=weight_early,
         slot_of_row=layout.slot_of_row,
+        fp8_scales=fp8_scales,
     )
     output = combine(y, layout, None if weight_early else weights)
     return RoutedExpertsOutput(output.reshape(np.shape(x)), layout.tokens_per_expert, layout.dropped)
@@ -177,10 +181,11 @@ def routed_experts_backward(
     align_size=0,
     kept=None,
     kept_dtype=None,
+    fp8_scales=None,
 ):
     """Gradients of `routed_experts` from the cotangent of its output; the same early and late.
 
-    kept_dtype: as in `experts.expert_ffn_backward`.
+    kept_dtype, fp8_scales: as in `experts.expert_ffn_backward`.
 
     Returns: dict of x, weights, w_in, w_out, b_in, b_out (None where not given); float64.
     """
@@ -198,6 +203,7 @@ def routed_experts_backward(
         row_weights=_row_weights(layout, weights),
         slot_of_row=layout.slot_of_row,
         kept_dtype=kept_dtype,
+        fp8_scales=fp8_scales,
     )
     row = layout.row_of_slot
     d_weights = np.zeros(row.shape)

@@ -19,6 +19,7 @@ from anabranch.torch.permutation_te import (
 )
 from anabranch.torch.plan import Plan, plan
 from anabranch.torch.quantile import quantile_bias
+from anabranch.torch.quantized import QuantizedExperts, quantize_experts
 from anabranch.torch.routed_experts import RoutedExpertsOutput, routed_experts
 from anabranch.torch.router import Routing, route
 from anabranch.torch.router_te import fused_compute_score_for_moe_aux_loss, fused_topk_with_score_function
@@ -30,6 +31,7 @@ __all__ = [
     "MoE",
     "MoEOutput",
     "Plan",
+    "QuantizedExperts",
     "RoutedExpertsOutput",
     "Routing",
     "RoutingMapFormat",
@@ -52,6 +54,7 @@ __all__ = [
     "moe_unpermute",
     "plan",
     "quantile_bias",
+    "quantize_experts",
     "route",
     "routed_experts",
     "shared_expert",

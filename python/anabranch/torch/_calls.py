@@ -241,23 +241,28 @@ combine = Operation("combine", "t:rows,row_of_slot,weights,out,addend")
 combine_backward = Operation("combine_backward", "t:d_out,rows,row_of_slot,slot_of_row,weights,d_rows,d_weights")
 sort_chunks = Operation("sort_chunks", "i:inverse t:x,split_sizes,sorted_indices,out,row_id_map")
 expand_row_id_map = Operation("expand_row_id_map", "t:row_id_map,pad_offsets,row_of_slot,slot_of_row")
-grouped_matmul = Operation("grouped_matmul", "i:transpose_w t:x,w,group_sizes,y i:precision")
+quantize_rows = Operation("quantize_rows", "i:fp8_scales t:x,q,scales")
+quantize_weights = Operation("quantize_weights", "i:fp8_scales t:w,q,q_transposed,scales")
+grouped_matmul = Operation(
+    "grouped_matmul", "i:transpose_w t:x,w,group_sizes,y i:precision,fp8_scales t:x_scales,w_q,w_scales"
+)
 grouped_matmul_dw = Operation("grouped_matmul_dw", "i:accumulate t:x,d_y,group_sizes,d_w i:precision")
 grouped_matmul_combine = Operation(
     "grouped_matmul_combine",
     "i:transpose_w,weight_early,skip_rest t:x,w,group_sizes,bias,slot_of_row,row_of_slot,weights,addend,out "
-    "i:backward,precision",
+    "i:backward,precision,fp8_scales t:x_scales,w_q,w_scales",
 )
 expert_ffn_forward = Operation(
     "expert_ffn_forward",
     "i:activation,weight_early,topk,skip_rest t:x,slot_of_row,group_sizes,w_in,b_in,w_out,b_out,weights,y,h,a "
-    "f:activation_alpha,activation_limit i:precision",
+    "f:activation_alpha,activation_limit i:precision,fp8_scales t:w_in_q,w_in_scales,w_out_q,w_out_scales,a_scales",
 )
 expert_ffn_backward = Operation(
     "expert_ffn_backward",
     "i:activation,topk,accumulate,skip_rest "
     "t:x,slot_of_row,group_sizes,w_in,w_out,b_out,weights,h,d_out,dh,dx_rows,d_w_in,d_b_in,d_w_out,d_b_out,d_weights,"
-    "weighted_a f:activation_alpha,activation_limit i:precision",
+    "weighted_a f:activation_alpha,activation_limit i:precision,fp8_scales "
+    "t:w_in_q,w_in_scales,w_out_q,w_out_scales,dh_q,dh_scales",
 )
 
 #: Every operation, by name.

@@ -16,6 +16,8 @@ from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch._layer import LayerConfig, Operands, wanted_cotangents
 from anabranch.torch.exchange import Ranks, Route, keep_within, transport
+from anabranch.torch.experts import as_multiplied
+from anabranch.torch.quantized import of_backward, of_forward
 from anabranch.torch.router import logits_gradient, routing_of
 
 
@@ -101,10 +103,11 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         route.row_of_slot,
         route.slot_of_row,
         route.group_sizes,
-        operands.w_in.to(x.dtype),
+        as_multiplied(layer.network, operands.w_in, x.dtype),
         operands.b_in,
-        operands.w_out.to(x.dtype),
+        as_multiplied(layer.network, operands.w_out, x.dtype),
         operands.b_out,
+        *of_forward(operands.quantized),
         *_network(config, chosen.topk),
     )
     output = chosen.collect(route, sums, None if there is not None else weights, x.dtype)
@@ -136,7 +139,8 @@ class _GroupMixture(Function):
         ctx.save_for_backward(
             *(operands.x, operands.w_in, operands.w_out, operands.b_in, operands.b_out),
             *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
-            *(result.h, result.logits, result.lse, *(getattr(result, name) for name in Route._fields)),
+            *(result.h, result.logits, result.lse, *of_backward(operands.quantized)),
+            *(getattr(result, name) for name in Route._fields),
         )
 
     @staticmethod
@@ -151,7 +155,8 @@ class _GroupMixture(Function):
 def _backward(ctx, d):
     """The gradients by the names of their operands. Every rank sends and collects, whatever it needs itself."""
     (
-        x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse, *route
+        x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, *route,
     ) = ctx.saved_tensors  # fmt: skip
     config, route, dtype = ctx.config, Route(*route), x.dtype
     layer, chosen = config.layer, transport(config.transport, config.ranks)
@@ -163,10 +168,11 @@ def _backward(ctx, d):
     P = config.ranks.ranks
     arrived, d_rows = chosen.send(route, x), chosen.send(route, d_output)
     there = chosen.send_weights(route, weights) / P
-    up, down = w_in.to(dtype), w_out.to(dtype)
-    dh, d_w_out, d_b_out, d_there = _ops.experts_hidden(
+    up, down = (as_multiplied(layer.network, w, dtype) for w in (w_in, w_out))
+    quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
+    dh, d_w_out, d_b_out, d_there, *of_dh = _ops.experts_hidden(
         d_rows, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out, w_out.dtype,
-        wants["w_out"], *options,
+        wants["w_out"], *quantized, *options,
     )  # fmt: skip
     d_w = chosen.collect_weights(route, d_there)
     found, addend = {}, None
@@ -183,8 +189,8 @@ def _backward(ctx, d):
         if gate_bias is not None:
             found["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
     d_arrived, d_w_in, d_b_in = _ops.experts_inputs(
-        dh, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down, w_in.dtype,
-        True, wants["w_in"], *options,
+        dh, *of_dh, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down, w_in.dtype,
+        True, wants["w_in"], *quantized, *options,
     )  # fmt: skip
     of_all = weights.new_full((x.shape[0], chosen.returning), P)
     return found | {

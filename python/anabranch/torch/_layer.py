@@ -14,7 +14,8 @@ from anabranch.torch import _ops
 from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch._mixture_ops import MixtureOptions, mixture_options
-from anabranch.torch.experts import Network
+from anabranch.torch.experts import Network, as_multiplied
+from anabranch.torch.quantized import QuantizedExperts, of_backward, of_forward, quantized_of
 from anabranch.torch.router import Wanted, logits_gradient, reads_lse
 
 
@@ -73,6 +74,25 @@ class Operands(NamedTuple):
     experts: Tensor | None = None
     """int32 [T, K]; an index outside [0, E) is no expert."""
     qb_bin_bounds: Tensor | None = None
+    quantized_w_in: Tensor | None = None
+    """This and those below: the fields of a QuantizedExperts."""
+    quantized_w_in_transposed: Tensor | None = None
+    quantized_w_in_scales: Tensor | None = None
+    quantized_w_out: Tensor | None = None
+    quantized_w_out_transposed: Tensor | None = None
+    quantized_w_out_scales: Tensor | None = None
+
+    @property
+    def quantized(self) -> QuantizedExperts | None:
+        """None: there are none."""
+        return quantized_of(self[-len(QuantizedExperts._fields) :])
+
+
+def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Tensor | None]:
+    """The fields of Operands of a QuantizedExperts."""
+    if not isinstance(quantized, QuantizedExperts):  # None, or what the checks refuse
+        return {}
+    return {f"quantized_{name}": tensor for name, tensor in quantized._asdict().items()}
 
 
 class LayerOutput(NamedTuple):
@@ -116,7 +136,8 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
             logits = logits + o.gate_bias.float()
     results: tuple[Tensor, ...] = _ops.mixture(
         x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
-        _as(o.w_in, x.dtype), o.b_in, _as(o.w_out, x.dtype), o.b_out, *config.options,
+        as_multiplied(config.network, o.w_in, x.dtype), o.b_in,
+        as_multiplied(config.network, o.w_out, x.dtype), o.b_out, *of_forward(o.quantized), *config.options,
     )  # fmt: skip
     return *results, x.new_empty((0,), dtype=torch.float32) if logits is None else logits
 
@@ -144,6 +165,7 @@ class _Mixture(Function):
             *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
             *(selection.weights, selection.experts, result.lse),
             *(result.h, result.logits, result.row_of_slot, result.slot_of_row, result.group_sizes),
+            *of_backward(o.quantized),
         )
 
     @staticmethod
@@ -158,24 +180,26 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     """The gradients by the names of their operands."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
-        h, logits, row_of_slot, slot_of_row, group_sizes,
+        h, logits, row_of_slot, slot_of_row, group_sizes, *quantized,
     ) = ctx.saved_tensors  # fmt: skip
     config, dtype = ctx.config, x.dtype
     wants = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
     wants_logits = config.router is not None and (wants["x"] or wants["gate"] or wants["gate_bias"])
     if d_output is None:
         d_output = torch.zeros_like(x)
-    up, down = _as(w_in, dtype), _as(w_out, dtype)
+    up, down = (as_multiplied(config.network, w, dtype) for w in (w_in, w_out))
     of_experts = (d_output, h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
     d_sums = wanted_cotangents(config, d_score_sum, d_lse)
     # A cotangent of the weights is added to what the experts give: then routing has to wait for it.
     if at_once := wants_logits and d_weights is None:
-        dh, d_w_out, d_b_out, d_w, d_logits = _ops.mixture_hidden(
+        dh, d_w_out, d_b_out, d_w, *of_dh, d_logits = _ops.mixture_hidden(
             *of_experts, logits, experts, token_mask, lse, *d_sums, w_out.dtype, wants["w_out"],
-            *config.options,
+            *quantized, *config.options,
         )  # fmt: skip
     else:
-        dh, d_w_out, d_b_out, d_w = _ops.experts_hidden(*of_experts, w_out.dtype, wants["w_out"], *config.network)
+        dh, d_w_out, d_b_out, d_w, *of_dh = _ops.experts_hidden(
+            *of_experts, w_out.dtype, wants["w_out"], *quantized, *config.network
+        )
     found = {"w_out": d_w_out if wants["w_out"] else None, "b_out": None if b_out is None else d_b_out}
     addend = None
     if config.router is None:
@@ -190,8 +214,8 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
         if gate_bias is not None:
             found["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
     d_x, d_w_in, d_b_in = _ops.experts_inputs(
-        dh, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, wants["x"], wants["w_in"],
-        *config.network,
+        dh, *of_dh, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, wants["x"],
+        wants["w_in"], *quantized, *config.network,
     )  # fmt: skip
     found |= {"x": d_x if wants["x"] else None, "w_in": d_w_in if wants["w_in"] else None}
     return found | {"b_in": None if b_in is None else d_b_in}

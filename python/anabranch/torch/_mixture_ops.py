@@ -14,6 +14,7 @@ from anabranch.rows import num_rows_needed
 from anabranch.torch._define import define
 from anabranch.torch._dispatch_ops import calls_of_plan
 from anabranch.torch._experts_ops import (
+    QUANTIZED,
     allocate_experts,
     allocate_experts_hidden,
     calls_of_experts,
@@ -54,7 +55,7 @@ def mixture_options(
         router = RouterOptions(network.topk)
     _, score_function, normalize, scaling_factor = attributes(router).values()
     of_router = (router.num_groups, router.group_topk, router.group_score_topk, router.qb_bins)
-    of_network = (network.activation, int(network.weight_early), network.topk, network.precision)
+    of_network = (network.activation, int(network.weight_early), network.topk, network.precision, network.fp8_scales)
     return MixtureOptions(
         (num_experts, align_size, score_function, normalize, *of_router, *of_network, *map(int, wanted)),
         (scaling_factor, network.activation_alpha, network.activation_limit),
@@ -65,20 +66,20 @@ def mixture_options(
 
 def _parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> _Parts:
     num_experts, align_size, score_function, normalize, num_groups, group_topk, group_score_topk, qb_bins = integers[:8]
-    activation, weight_early, topk, precision, *wanted = integers[8:]
+    activation, weight_early, topk, precision, fp8_scales, *wanted = integers[8:]
     scaling_factor, alpha, limit = numbers
     return _Parts(
         num_experts,
         align_size,
         (topk, score_function, normalize, scaling_factor),
         (num_groups, group_topk, group_score_topk, -1, qb_bins, *map(bool, wanted)),
-        (activation, alpha, limit, weight_early, topk, w_in_layout, w_out_layout, precision),
+        (activation, alpha, limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales),
     )
 
 
 def _allocate_mixture(
     x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out, b_out,
-    *options,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     o = _parts(*options)
 
@@ -97,13 +98,14 @@ def _allocate_mixture(
         T, K = weights.shape
     R = num_rows_needed(T * K, o.num_experts, o.align_size)
     rows = (integers(T, K), integers(R), integers(o.num_experts))
-    output, h = allocate_experts(x, weights, *rows, w_in, b_in, w_out, b_out, *o.network)
+    quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
+    output, h = allocate_experts(x, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.network)
     return output, integers(o.num_experts), integers(), *routing, h, *rows
 
 
 def _mixture(
     results, x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out,
-    b_out, *options,
+    b_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     o, calls = _parts(*options), []
     output, tokens_per_expert, dropped, *routing, h, row_of_slot, slot_of_row, group_sizes = results
@@ -119,8 +121,9 @@ def _mixture(
         experts, o.num_experts, slot_of_row.shape[0], o.align_size, 1,
     )  # fmt: skip
     of_experts = calls_of_experts(
-        (output, h), x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, *o.network
-    )
+        (output, h), x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
+    )  # fmt: skip
     return [*calls, of_plan, *of_experts]
 
 
@@ -129,9 +132,9 @@ def _mixture(
 mixture = define(
     "mixture(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
     "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"{_OPTIONS}) -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, "
-    "Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, Tensor slot_of_row, "
-    "Tensor group_sizes)",
+    f"{QUANTIZED}, {_OPTIONS}) -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
+    "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, "
+    "Tensor slot_of_row, Tensor group_sizes)",
     _allocate_mixture,
     _mixture,
 )
@@ -139,38 +142,41 @@ mixture = define(
 
 def _allocate_mixture_hidden(
     d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out, *options,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     of_experts = allocate_experts_hidden(
         d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-        *_parts(*options).network,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(*options).network,
     )  # fmt: skip
     return *of_experts, torch.empty_like(logits)
 
 
 def _mixture_hidden(
     results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out, *options,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     o = _parts(*options)
     *of_experts, d_logits = results
     hidden = calls_of_experts_hidden(
         of_experts, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-        *o.network,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
     )  # fmt: skip
-    d_weights = of_experts[-1]
+    d_weights = of_experts[3]
     routing = calls_of_route_backward(
         d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.routing
     )
-    return hidden, routing
+    return *hidden, routing
 
 
 #: The first half of the backward pass, `experts_hidden`, and `route_backward` of its gradient of the weights.
 mixture_hidden = define(
     "mixture_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
-    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool wants_w_out, {_OPTIONS}) -> "
-    "(Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor d_logits)",
+    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool wants_w_out, {QUANTIZED}, "
+    f"{_OPTIONS}) -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales, "
+    "Tensor d_logits)",
     _allocate_mixture_hidden,
     _mixture_hidden,
 )

@@ -17,6 +17,7 @@ from anabranch.torch._experts_ops import (
     ffn_backward,
     grouped_matmul,
     grouped_matmul_dw,
+    quantize_experts,
 )
 from anabranch.torch._mixture_ops import mixture, mixture_hidden
 from anabranch.torch._router_ops import (
@@ -50,6 +51,7 @@ __all__ = (
     "moe_aux_loss_backward",
     "plan",
     "plan_of_map",
+    "quantize_experts",
     "route",
     "route_backward",
     "route_dense",

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from anabranch.activation import Activation, as_activation
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.precision import precision_number
+from anabranch.precision import FP8, HIGHEST, check_fp8, check_fp8_widths, precision_number
 from anabranch.torch import _check, _ops
 from anabranch.torch._autograd import Function, wants_gradient
+from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands, of_backward, of_forward, quantized_of
 
 
 class Network(NamedTuple):
@@ -28,14 +29,18 @@ class Network(NamedTuple):
     w_in_layout: str
     w_out_layout: str
     precision: int
+    fp8_scales: int = 0
 
 
-def network(activation: Any, parts: int, weight_early: Any, topk: int, layouts: Layouts, precision: Any) -> Network:
+def network(
+    activation: Any, parts: int, weight_early: Any, topk: int, layouts: Layouts, precision: Any, fp8_scales: Any
+) -> Network:
     """Checks the options of the experts; parts: P of w_in; topk: 0 where x holds rows."""
     act = as_activation(activation, parts)
     early = _check.boolean("weight_early", weight_early)
     number = precision_number(precision)
-    return Network(act.number, act.alpha, act.limit, early, topk, layouts.w_in, layouts.w_out, number)
+    of_fp8 = number, check_fp8(number, fp8_scales)
+    return Network(act.number, act.alpha, act.limit, early, topk, layouts.w_in, layouts.w_out, *of_fp8)
 
 
 def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
@@ -85,12 +90,12 @@ def grouped_rows(name: str, value: Any) -> Tensor:
 
 class _GroupedMatmul(Function):
     @staticmethod
-    def forward(x, w, group_sizes, transpose_w, precision):
-        return _ops.grouped_matmul(x, w, group_sizes, transpose_w, precision)
+    def forward(x, w, group_sizes, transpose_w, precision, fp8_scales):
+        return _ops.grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, w, group_sizes, ctx.transpose_w, ctx.precision = inputs
+        x, w, group_sizes, ctx.transpose_w, *ctx.precision = inputs
         ctx.dtypes = x.dtype, w.dtype
         ctx.save_for_backward(x if wants_gradient(ctx, 1) else None, w if wants_gradient(ctx, 0) else None, group_sizes)
 
@@ -100,15 +105,22 @@ class _GroupedMatmul(Function):
         x, w, group_sizes = ctx.saved_tensors
         d_x = d_w = None
         if w is not None:
-            d_x = _ops.grouped_matmul(d_y.to(ctx.dtypes[0]), w, group_sizes, not ctx.transpose_w, ctx.precision)
+            d_x = _ops.grouped_matmul(d_y.to(ctx.dtypes[0]), w, group_sizes, not ctx.transpose_w, *ctx.precision)
         if x is not None:
             left, right = (d_y, x) if ctx.transpose_w else (x, d_y)
-            d_w = _ops.grouped_matmul_dw(left, right, group_sizes, ctx.dtypes[1], ctx.precision)
-        return d_x, d_w, None, None, None
+            precision = HIGHEST if ctx.precision[0] == FP8 else ctx.precision[0]
+            d_w = _ops.grouped_matmul_dw(left, right, group_sizes, ctx.dtypes[1], precision)
+        return d_x, d_w, None, None, None, None
 
 
 def grouped_matmul(
-    x: Tensor, w: Tensor, group_sizes: Tensor, *, transpose_w: bool = False, precision: str = "highest"
+    x: Tensor,
+    w: Tensor,
+    group_sizes: Tensor,
+    *,
+    transpose_w: bool = False,
+    precision: str = "highest",
+    fp8_scales: str = "float32",
 ) -> Tensor:
     """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
 
@@ -118,7 +130,9 @@ def grouped_matmul(
       group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
       transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
-      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`.
+      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`. "fp8": x and w
+        are quantised, d_y and w in the gradient of x; D and N are multiples of 128.
+      fp8_scales: with "fp8", "float32" or "power_of_two", see `moe`.
 
     Returns:
       [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
@@ -128,7 +142,7 @@ def grouped_matmul(
       ValueError: shapes do not fit, an unknown precision, or devices differ.
 
     Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
-    w. Not differentiable twice. Source: semantics, section 6.
+    w. Not differentiable twice. Source: semantics, sections 6 and 11.
 
     >>> w = torch.tensor([[[1.0], [1.0]], [[2.0], [3.0]]])
     >>> grouped_matmul(torch.ones(3, 2), w, torch.tensor([1, 2])).ravel().tolist()
@@ -140,20 +154,32 @@ def grouped_matmul(
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     _check.on_device_of("x", x, w=w, group_sizes=sizes)
-    y: Tensor = _GroupedMatmul.call(x, w, sizes, transpose_w, precision_number(precision))
+    number = precision_number(precision)
+    of_fp8 = number, check_fp8(number, fp8_scales)
+    if number == FP8:
+        check_fp8_widths("w", _check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
+    y: Tensor = _GroupedMatmul.call(x, w, sizes, transpose_w, *of_fp8)
     return y
 
 
 # ---------------------------------------------------------------- feed-forward network
 
 
+def as_multiplied(options: Network, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Experts' weights as the operations take them beside x of a dtype: in that, unless they are quantised there."""
+    return weight if options.precision == FP8 or weight.dtype == dtype else weight.to(dtype)
+
+
 class _ExpertFfn(Function):
     """y and h of rows; w_in and w_out may be float32 where rows are not: their gradients are float32 sums."""
 
+    tensors = tuple(f"quantized_{name}" for name in QuantizedExperts._fields)
+
     @staticmethod
-    def forward(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights):
-        up, down = w_in.to(rows.dtype), w_out.to(rows.dtype)
-        return _ops.ffn(rows, None, group_sizes, up, b_in, down, b_out, weights, *options)
+    def forward(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *tensors):
+        up, down = (as_multiplied(options, w, rows.dtype) for w in (w_in, w_out))
+        quantized = of_forward(quantized_of(tensors))
+        return _ops.ffn(rows, None, group_sizes, up, b_in, down, b_out, weights, *quantized, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -161,18 +187,19 @@ class _ExpertFfn(Function):
         _, h = output
         ctx.mark_non_differentiable(h)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(h, *tensors)
+        ctx.save_for_backward(h, *tensors[:7], *of_backward(quantized_of(tensors[7:])))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_y, _):
         if d_y is None:
-            return (None,) * 8
-        h, rows, group_sizes, w_in, b_in, w_out, b_out, weights = ctx.saved_tensors
-        up, down = w_in.to(rows.dtype), w_out.to(rows.dtype)
+            return (None,) * 14
+        h, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *quantized = ctx.saved_tensors
+        up, down = (as_multiplied(ctx.options, w, rows.dtype) for w in (w_in, w_out))
         found = _ops.ffn_backward(
-            d_y, h, rows, None, group_sizes, up, b_in, down, b_out, weights, w_in.dtype, w_out.dtype, *ctx.options
-        )
+            d_y, h, rows, None, group_sizes, up, b_in, down, b_out, weights, w_in.dtype, w_out.dtype, *quantized,
+            *ctx.options,
+        )  # fmt: skip
         d_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = found
         return (
             None,
@@ -183,6 +210,7 @@ class _ExpertFfn(Function):
             d_w_out,
             None if b_out is None else d_b_out,
             None if weights is None else d_weights.to(weights.dtype),
+            *(None,) * len(QuantizedExperts._fields),
         )
 
 
@@ -195,9 +223,11 @@ def network_of_rows(
     b_in: Tensor | None,
     b_out: Tensor | None,
     weights: Tensor | None,
+    quantized: QuantizedExperts | None = None,
 ) -> Tensor:
     """`expert_ffn` on checked arguments."""
-    y: Tensor = _ExpertFfn.call(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights)[0]
+    fields = (None,) * len(QuantizedExperts._fields) if quantized is None else quantized
+    y: Tensor = _ExpertFfn.call(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *fields)[0]
     return y
 
 
@@ -215,6 +245,8 @@ def expert_ffn(
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
     precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
 ) -> Tensor:
     """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
 
@@ -237,7 +269,8 @@ def expert_ffn(
         "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
         transposed.
       w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
-      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`.
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised.
+      fp8_scales, quantized: with "fp8", see `moe`.
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
@@ -249,7 +282,7 @@ def expert_ffn(
 
     Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
     expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Not differentiable twice. Source:
-    semantics, section 6.
+    semantics, sections 6 and 11.
 
     >>> w_in, w_out = torch.ones(1, 1, 1, 3), torch.ones(1, 3, 1)
     >>> expert_ffn(torch.ones(2, 1), w_in, w_out, torch.tensor([1]), activation="relu").tolist()
@@ -261,8 +294,9 @@ def expert_ffn(
     dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))
     _, P = check_experts(layouts, rows, dtypes, w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
     weights = _check.optional_tensor("weights", weights, _check.FLOATS, (("R", rows.shape[0]),))
-    options = network(activation, P, weight_early, 0, layouts, precision)
+    options = network(activation, P, weight_early, 0, layouts, precision, fp8_scales)
+    quantized = check_fp8_operands(options.precision, layouts, "rows", rows, w_in, quantized)
     if options.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     _check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)
-    return network_of_rows(options, rows, sizes, w_in, w_out, b_in, b_out, weights)
+    return network_of_rows(options, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)

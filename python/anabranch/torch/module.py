@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from anabranch._text import shown
 from anabranch.activation import Activation
+from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch import _check
 from anabranch.torch._autograd import without_autocast
 from anabranch.torch._counts import add_counts
@@ -19,6 +20,7 @@ from anabranch.torch._wrapping import check_wrapping
 from anabranch.torch.moe import MoEOutput, as_autocast, layer_config, moe
 from anabranch.torch.parallel import check_parallel, check_ranks, sharded
 from anabranch.torch.quantile import host_bounds, quantile_bias
+from anabranch.torch.quantized import QuantizedExperts, quantize_experts
 from anabranch.torch.shared_expert import shared_expert
 
 if TYPE_CHECKING:  # not every build of torch has it
@@ -85,7 +87,8 @@ class MoE(nn.Module):
       transport, capacity_factor: of `group`, as in `moe`.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
       precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
-        expert's, too.
+        expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+      fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
       dtype: dtype of the computation, float32, bfloat16 or float16, under torch.autocast too; None: that of the input,
         under torch.autocast autocast's for a float32 input.
       param_dtype: dtype of the parameters; None: torch's default dtype.
@@ -151,6 +154,7 @@ class MoE(nn.Module):
         capacity_factor: float | None = None,
         align_size: int = 0,
         precision: str = "highest",
+        fp8_scales: str = "float32",
         dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -195,11 +199,13 @@ class MoE(nn.Module):
             loss_group=loss_group,
             align_size=align_size,
             precision=precision,
+            fp8_scales=fp8_scales,
             w_in_layout="fpd" if self.interleaved else "pfd",
             w_out_layout="df",
         )
         self.parts = 2 if self.gated else 1
-        layer_config(E, self.parts, **self.selection_options, **self.options)
+        if layer_config(E, self.parts, **self.selection_options, **self.options).network.precision == FP8:
+            check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
         self.group, mesh = check_ranks(group)
         self.parallel_options: dict[str, Any] = dict(
             group=self.group, transport=transport, capacity_factor=capacity_factor
@@ -286,7 +292,12 @@ class MoE(nn.Module):
                 setattr(self, name, torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device))
 
     def forward(
-        self, x: Tensor, *, token_mask: Tensor | None = None, forced_experts: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        forced_experts: Tensor | None = None,
+        quantized: QuantizedExperts | None = None,
     ) -> MoEOutput:
         """Applies the layer.
 
@@ -295,6 +306,7 @@ class MoE(nn.Module):
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay). What only selects, the expert bias and groups,
             has then no part, and there is no histogram.
+          quantized: with precision "fp8", what `quantized()` gave; None: the experts are quantised here.
 
         Returns:
           MoEOutput of `moe`; output [..., D] of the dtype of the computation.
@@ -307,11 +319,10 @@ class MoE(nn.Module):
         selection: dict[str, Any] = {}
         if forced_experts is None:
             selection = self.selection_options | {"expert_bias": self.expert_bias, "qb_bin_bounds": self.qb_bin_bounds}
-        up, up_bias = getattr(self, self.up_name), getattr(self, f"{self.up_name}_bias")
-        E, F = self.local_experts, self.hidden_features
+        up_bias = getattr(self, f"{self.up_name}_bias")
         if self.group is not None:
             check_wrapping(self, self.group, list(self.expert_parameters().values()))
-        halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
+        w_in, w_out = self._matrices()
 
         def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
             return value if value.dtype == torch.float32 else value.to(x.dtype)
@@ -320,13 +331,14 @@ class MoE(nn.Module):
             result = moe(
                 x,
                 self.gate.weight.T,
-                weight(part_of(up)).reshape(*halves, self.in_features),
-                weight(part_of(self.down_proj)),
+                weight(w_in),
+                weight(w_out),
                 gate_bias=self.gate.bias,
-                b_in=None if up_bias is None else part_of(up_bias).to(x.dtype).reshape(halves),
+                b_in=None if up_bias is None else part_of(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
                 b_out=None if self.down_proj_bias is None else part_of(self.down_proj_bias).to(x.dtype),
                 token_mask=token_mask,
                 forced_experts=forced_experts,
+                quantized=quantized,
                 **selection,
                 **self.options,
                 **self.parallel_options,
@@ -346,9 +358,31 @@ class MoE(nn.Module):
                 token_mask=token_mask,
                 w_in_layout="pfd",
                 w_out_layout="df",
-                precision=self.options["precision"],
+                precision=dense_precision(self.options["precision"]),
             )
             return MoEOutput(result.output + shared, *result[1:])
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """w_in and w_out of `moe`, of this rank's experts."""
+        E, F = self.local_experts, self.hidden_features
+        halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
+        return part_of(getattr(self, self.up_name)).reshape(*halves, self.in_features), part_of(self.down_proj)
+
+    def quantized(self, *, gradients: bool = True) -> QuantizedExperts:
+        """The layer's experts as `quantize_experts` makes them, of this rank, for calls with precision="fp8".
+
+        It is the caller's to renew when the parameters change. Under fully_shard they are whole in a forward pass.
+
+        Args:
+          gradients: as in `quantize_experts`.
+
+        Raises:
+          ValueError: the layer has another precision.
+        """
+        if self.options["precision"] != "fp8":
+            raise ValueError(f'quantized: got a layer with precision={self.options["precision"]!r}, expected "fp8"')
+        names = ("fp8_scales", "w_in_layout", "w_out_layout")
+        return quantize_experts(*self._matrices(), **{name: self.options[name] for name in names}, gradients=gradients)
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """The experts' parameters by name: with a group this rank's own, which on no other rank are the same."""

@@ -16,10 +16,11 @@ from anabranch.torch import _check
 from anabranch.torch._autograd import has_autocast
 from anabranch.torch._group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch._group_layer import GroupConfig, GroupOutput, group_mixture
-from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, config_of, mixture
+from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, config_of, mixture, quantized_fields
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
+from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands
 from anabranch.torch.router import quantile_operand, router_operands
 
 if TYPE_CHECKING:  # not every build of torch has it
@@ -110,6 +111,7 @@ def layer_config(
     w_out_layout: str = "fd",
     qb_bins: int | None = None,
     precision: str = "highest",
+    fp8_scales: str = "float32",
     loss_group: Any = None,
 ) -> LayerConfig:
     """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
@@ -128,7 +130,7 @@ def layer_config(
     if check_group("loss_group", loss_group) is not None and not any(coefficients):
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
     layouts = check_layouts(w_in_layout, w_out_layout)
-    ffn = network(activation, parts, weight_early, options.topk, layouts, precision)
+    ffn = network(activation, parts, weight_early, options.topk, layouts, precision, fp8_scales)
     return config_of(options, ffn, num_experts, check_align_size(align_size), *map(bool, coefficients))
 
 
@@ -161,6 +163,8 @@ def moe(
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
     precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
     loss_group: "ProcessGroup | None" = None,
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
@@ -202,7 +206,16 @@ def moe(
         a GPU's tensor cores by products of their parts, with an error at float32's level. "tf32": a GPU may round them
         to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". No effect
         on bfloat16 and float16, nor on the logits: these are a product of torch's own, for which
-        torch.set_float32_matmul_precision is; it has no effect on the experts.
+        torch.set_float32_matmul_precision is; it has no effect on the experts. "fp8": x, w_in, w_out, and what the
+        experts compute of them, are quantised to float8_e4m3fn where they multiply, whatever their dtype, with a scale
+        for every 128 elements of a row and every 128 x 128 of a matrix; so are the factors of the gradient of x.
+        Gradients of the experts' matrices, the gate and all sums are as without. D and F are multiples of 128. See
+        docs/torch.md.
+      fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
+        rounded up to one.
+      quantized: with "fp8", w_in and w_out as `quantize_experts` gave them, which are multiplied with in their place;
+        None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
+        theirs.
       loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
         whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
         is in. None: those of the tokens of `group`, or without one of this call's.
@@ -246,6 +259,7 @@ def moe(
         x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
         token_mask=token_mask, forced_experts=forced_experts,
     )  # fmt: skip
+    tensors |= quantized_fields(quantized)
     options = dict(
         topk=topk,
         score_function=score_function,
@@ -263,14 +277,15 @@ def moe(
         w_out_layout=w_out_layout,
         qb_bins=qb_bins,
         precision=precision,
+        fp8_scales=fp8_scales,
     )
     parallel = check_parallel(group, transport, capacity_factor)
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
     config: LayerConfig = _right_before.check(
         tensors.values(),
-        (ranks, has_loss_group, *options.values()),
-        lambda: _checked(ranks, tensors, loss_group=loss_group, **options),
+        (ranks, has_loss_group, type(quantized), *options.values()),
+        lambda: _checked(ranks, tensors, quantized, loss_group=loss_group, **options),
     )
     router = config.router
     assert router is not None
@@ -294,6 +309,7 @@ def moe(
         token_mask=flat(token_mask, 0),
         forced_experts=flat(forced_experts),
         qb_bin_bounds=bounds,
+        **quantized_fields(quantized),
     )
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
     result: LayerOutput | GroupOutput
@@ -329,7 +345,7 @@ def moe(
     )
 
 
-def _checked(ranks: int, tensors: dict[str, Any], **options: Any) -> LayerConfig:
+def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, **options: Any) -> LayerConfig:
     """Checks the tensors and the options of `moe`; x and biases are as autocast has them."""
     x, w_in, expert_bias, token_mask, forced_experts = (
         tensors[name] for name in ("x", "w_in", "expert_bias", "token_mask", "forced_experts")
@@ -344,6 +360,7 @@ def _checked(ranks: int, tensors: dict[str, Any], **options: Any) -> LayerConfig
     _check.tensor("gate", tensors["gate"], _check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(E, parts, **options)
     assert config.router is not None
+    check_fp8_operands(config.network.precision, layouts, "x", x, w_in, quantized)
     _check.optional_tensor("gate_bias", tensors["gate_bias"], _check.FLOATS, (("E", E),))
     router_operands(config.router, E, tuple(leading), expert_bias, token_mask, forced_experts)
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")

@@ -10,10 +10,11 @@ from anabranch.activation import Activation
 from anabranch.rows import check_num_slots
 from anabranch.torch import _check
 from anabranch.torch._group_layer import GroupConfig, group_mixture
-from anabranch.torch._layer import LayerConfig, Operands, config_of, mixture
+from anabranch.torch._layer import LayerConfig, Operands, config_of, mixture, quantized_fields
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat, unflat
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
+from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
@@ -48,6 +49,8 @@ def routed_experts(
     w_in_layout: str = "dpf",
     w_out_layout: str = "fd",
     precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
@@ -70,7 +73,8 @@ def routed_experts(
       weight_early: weights multiply before W_out instead of at the combine; same result.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
-      precision: how float32 operands multiply, "highest" or "tf32", as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, as in `moe`.
+      fp8_scales, quantized: with "fp8", as in `moe`.
       group, transport, capacity_factor: ranks that share the experts, as in `moe`; experts are numbered over all.
         Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
 
@@ -87,7 +91,7 @@ def routed_experts(
     That of a weight is exact also where the weight is 0, and 0 where there is no expert or no room.
     Kept for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
 
-    Source: semantics, section 9.
+    Source: semantics, sections 9 and 11.
 
     >>> experts, weights = torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.5, -0.5], [2.0, 0.0]])
     >>> w_in, w_out = torch.ones(2, 4, 1, 8), torch.ones(2, 8, 4) * torch.tensor([1.0, 2.0])[:, None, None]
@@ -98,6 +102,7 @@ def routed_experts(
     x = as_autocast(x)
     b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
     tensors = dict(x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, experts=experts, weights=weights)
+    tensors |= quantized_fields(quantized)
     options = dict(
         activation=activation,
         weight_early=weight_early,
@@ -105,17 +110,27 @@ def routed_experts(
         w_in_layout=w_in_layout,
         w_out_layout=w_out_layout,
         precision=precision,
+        fp8_scales=fp8_scales,
     )
     parallel = check_parallel(group, transport, capacity_factor)
     ranks = 1 if parallel is None else parallel.ranks
     config: LayerConfig = _right_before.check(
-        tensors.values(), (ranks, *options.values()), lambda: _checked(ranks, tensors, **options)
+        tensors.values(),
+        (ranks, type(quantized), *options.values()),
+        lambda: _checked(ranks, tensors, quantized, **options),
     )
     leading, K, experts = x.shape[:-1], experts.shape[-1], _check.as_indices(experts)
     tokens = flat(x)
     assert tokens is not None
     operands = Operands(
-        x=tokens, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, weights=flat(weights.float()), experts=flat(experts)
+        x=tokens,
+        w_in=w_in,
+        w_out=w_out,
+        b_in=b_in,
+        b_out=b_out,
+        weights=flat(weights.float()),
+        experts=flat(experts),
+        **quantized_fields(quantized),
     )
     if parallel is None:
         result = mixture(config, operands)
@@ -129,6 +144,7 @@ def routed_experts(
 def _checked(
     ranks: int,
     tensors: dict[str, Any],
+    quantized: Any,
     *,
     activation: Any,
     weight_early: Any,
@@ -136,9 +152,11 @@ def _checked(
     w_in_layout: Any,
     w_out_layout: Any,
     precision: Any,
+    fp8_scales: Any,
 ) -> LayerConfig:
     """Checks the tensors and the options of `routed_experts`; x and biases are as autocast has them."""
-    x, w_in, w_out, b_in, b_out, experts, weights = tensors.values()
+    names = ("x", "w_in", "w_out", "b_in", "b_out", "experts", "weights")
+    x, w_in, w_out, b_in, b_out, experts, weights = (tensors[name] for name in names)
     x = _check.tensor("x", x, _check.FLOATS, (..., "D"))
     *leading, _ = x.shape
     layouts = check_layouts(w_in_layout, w_out_layout)
@@ -153,7 +171,8 @@ def _checked(
     check_num_slots("experts", math.prod(leading), K)
     _check.tensor("weights", weights, _check.FLOATS, (*leading, ("K", K)))
     _check.on_device_of("x", x, experts=experts, weights=weights)
-    options = network(activation, parts, weight_early, K, layouts, precision)
+    options = network(activation, parts, weight_early, K, layouts, precision, fp8_scales)
+    check_fp8_operands(options.precision, layouts, "x", x, w_in, quantized)
     return config_of(None, options, local * ranks, check_align_size(align_size))
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from anabranch.activation import Activation
+from anabranch.precision import dense_precision_number
 from anabranch.torch import _check
 from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
@@ -88,7 +89,8 @@ def shared_expert(
         gated, plain = (", ".join(layouts.shape("w_in", e="", d="D", p=p, f="S")[1:]) for p in "21")
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
     w_out = _check.tensor("w_out", w_out, dtypes, layouts.shape("w_out", e="", f=("S", S), d=D)[1:])
-    options = network(activation, P, False, 0, layouts, precision)
+    dense_precision_number(precision)
+    options = network(activation, P, False, 0, layouts, precision, "float32")
     column = isinstance(w_gate, Tensor) and w_gate.dim() == 2
     w_gate = _check.optional_tensor("w_gate", w_gate, _check.FLOATS, (D, ("1", 1)) if column else (D,))
     mask = _check.optional_tensor("token_mask", token_mask, _check.BOOL, tuple(x.shape[:-1]))

@@ -5,6 +5,7 @@
 #include "core/threads.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
+#include "experts/cpu/quantized_factors.h"
 
 namespace anabranch {
 namespace {
@@ -13,13 +14,18 @@ struct Backward {
   const ab_expert_ffn_backward_args& args;
   FfnSizes s;
   Activation activation;
+  bool fp8;
   HiddenParts parts;
   int threads;
   Workspace workspace;
   GroupedRows rows;
-  Matrix weighted_a;  // w a, [R, F]
-  Matrix dh;          // [R, P F]
-  float* dots;        // [parts, R]: <da', a> over the columns of each part
+  Matrix weighted_a;   // w a, [R, F]
+  Matrix dh;           // [R, P F]
+  QuantizedRows dh_q;  // [R, P F] with the gate's columns before those of up, data nullptr: not wanted
+  Matrix d_y;          // the first factor of da', read where there is h
+  WeightFactor w_out;  // W_out^T
+  WeightFactor w_in;   // W_in^T
+  float* dots;         // [parts, R]: <da', a> over the columns of each part
   Products products;
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* exec,
@@ -27,6 +33,7 @@ struct Backward {
       : args(arguments),
         s(sizes),
         activation(activation_of(args.activation, args.activation_alpha, args.activation_limit)),
+        fp8(is_fp8(args)),
         parts{{s.P == 2, s.layout.interleaved}, s.F},
         threads(threads_for(exec, s.R, 2 * (s.P + 1) * s.D * s.F)),
         workspace(memory),
@@ -34,10 +41,53 @@ struct Backward {
         weighted_a(args.weighted_a != nullptr ? matrix_of(args.weighted_a, 0, s.F)
                                               : row_buffer(args.d_w_out != nullptr, s.F)),
         dh(args.dh != nullptr ? matrix_of(args.dh, 0, s.P * s.F) : row_buffer(wants_dh(), s.P * s.F)),
+        dh_q{args.dh_q != nullptr ? quantized_matrix(args.dh_q, args.dh_scales, s.P * s.F)
+                                  : take_quantized_rows(workspace, fp8 && args.dx_rows != nullptr, s.R, s.P * s.F),
+             wants_powers_of_two(args)},
+        d_y(fp8 ? take_quantized_rows(workspace, args.h != nullptr, d_out_rows(), s.D) : matrix_of(args.d_out, 0, s.D)),
         dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
-        products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {}
+        products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {
+    take_weights();
+  }
 
-  bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
+  bool wants_dh() const {
+    return (args.dx_rows != nullptr && !fp8) || args.d_w_in != nullptr || args.d_b_in != nullptr;
+  }
+  int64_t d_out_rows() const { return args.d_out == nullptr ? 0 : args.d_out->shape[0]; }
+
+  void take_weights() {
+    if (!fp8) {
+      w_out = WeightFactor(matrices_of(args.w_out, !s.layout.out_transposed));
+      w_in = WeightFactor(matrices_of(args.w_in, !s.layout.in_transposed));
+      return;
+    }
+    const bool power_of_two = wants_powers_of_two(args);
+    if (args.h != nullptr) {
+      w_out =
+          WeightFactor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
+    }
+    if (args.dx_rows != nullptr) {
+      w_in = WeightFactor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), true, power_of_two);
+    }
+  }
+
+  void quantize() {
+    if (fp8 && args.h != nullptr) {
+      quantize_rows(threads, matrix_of(args.d_out, 0, s.D), 1, d_out_rows(), s.D, {d_y, dh_q.power_of_two});
+    }
+    w_out.fill(threads);
+    w_in.fill(threads);
+    d_y.rows = rows.tokens;
+    if (!fp8 || args.h != nullptr || args.dx_rows == nullptr || args.dh_q != nullptr) return;
+    for (int64_t part = 0; part < s.P; ++part) {
+      const Matrix from = part == 0 ? parts.gate(dh, 0, 0) : parts.up(dh, 0, 0);
+      quantize_rows(threads, from, parts.order.step(), s.R, s.F, part_of_dh_q(0, part, 0));
+    }
+  }
+
+  QuantizedRows part_of_dh_q(int64_t row, int64_t part, int64_t begin) const {
+    return {at(dh_q.q, row, part * s.F + begin), dh_q.power_of_two};
+  }
 
   Matrix row_buffer(bool wanted, int64_t columns) {
     return {workspace.take_rows(wanted ? s.R : 0, columns, args.x->dtype), args.x->dtype, columns, nullptr};
@@ -47,7 +97,7 @@ struct Backward {
 
   // da' = d_y W_out^T;  dh = phi'(h) w da';  w a and <da', a> on the way.
   void hidden() {
-    const ColumnParts pieces(s.F, rows.num_tiles);
+    const ColumnParts pieces(s.F, rows.num_tiles, w_out.matrices().column_step());
     if (dots != nullptr && pieces.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
     parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
       const RowTile& tile = rows.tiles[task / pieces.count()];
@@ -65,20 +115,24 @@ struct Backward {
   void hidden_tile(const RowTile& tile, int64_t begin, int64_t n, float* dot, int thread) {
     if (tile.expert < 0) {
       parts.clear(dh, tile.begin, begin, tile.rows, n);
+      for (int64_t part = 0; part < s.P; ++part) {
+        products.kernels().clear_quantized(part_of_dh_q(tile.begin, part, begin), tile.rows, n);
+      }
       if (weighted_a.data != nullptr) clear_rows(at(weighted_a, tile.begin, begin), tile.rows, n);
       return;
     }
     float* c = products.tile(thread);
-    const bool as_stored = s.layout.out_transposed;  // (D, F): the transposed matrix
-    const Matrix w = matrix_of(args.w_out, tile.expert * s.F * s.D, as_stored ? s.F : s.D);
-    const RightHandSide rhs{as_stored ? at(w, 0, begin) : at(w, begin, 0), {c, AB_FLOAT32, n, nullptr}};
-    products.multiply(thread, at(d_y(), tile.begin, 0), false, {&rhs, 1}, !as_stored, tile.rows, n, s.D);
+    const bool transposed = w_out.matrices().transposed;
+    const Matrix w = w_out.matrices().of_expert(tile.expert, s.F, s.D);
+    const RightHandSide rhs{transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
+    products.multiply(thread, at(d_y, tile.begin, 0), false, {&rhs, 1}, transposed, tile.rows, n, s.D);
     const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
     const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
     const Matrix d_parts[2] = {parts.gate(dh, tile.begin, begin), parts.up(dh, tile.begin, begin)};
+    const QuantizedRows q_parts[2] = {part_of_dh_q(tile.begin, 0, begin), part_of_dh_q(tile.begin, s.P - 1, begin)};
     const int32_t* tokens = rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;
     products.kernels().hidden_backward(activation, parts.order, {c, n, tile.rows, n, tokens},
-                                       rows.scale == nullptr ? nullptr : rows.scale + tile.begin, h, d_parts,
+                                       rows.scale == nullptr ? nullptr : rows.scale + tile.begin, h, d_parts, q_parts,
                                        at(weighted_a, tile.begin, begin), dot);
   }
 
@@ -94,7 +148,7 @@ struct Backward {
         const int64_t n = std::min(kTileColumns, s.D - begin);
         float memory[kTileColumns];
         const float* bias = bias_row(products.kernels(), args.b_out, tile.expert, s.D, begin, n, memory);
-        products.kernels().row_dots(at(d_y(), tile.begin, begin), tile.rows, n, bias, dot);
+        products.kernels().row_dots(at(d_out(), tile.begin, begin), tile.rows, n, bias, dot);
       }
     });
     float* to = data<float>(args.d_weights);
@@ -116,9 +170,9 @@ struct Backward {
   void weights() {
     const Matrix x = matrix_of(args.x, 0, s.D, rows.tokens);
     if (args.d_w_out != nullptr) {
-      gradient_of_matrix(s.layout.out_transposed, weighted_a, s.F, d_y(), s.D, args.d_w_out);
+      gradient_of_matrix(s.layout.out_transposed, weighted_a, s.F, d_out(), s.D, args.d_w_out);
     }
-    if (args.d_b_out != nullptr) bias_gradient(products, threads, rows, d_y(), s.D, rows.scale, args.d_b_out);
+    if (args.d_b_out != nullptr) bias_gradient(products, threads, rows, d_out(), s.D, rows.scale, args.d_b_out);
     if (args.d_w_in != nullptr) gradient_of_matrix(s.layout.in_transposed, x, s.D, dh, s.P * s.F, args.d_w_in);
     if (args.d_b_in != nullptr) bias_gradient(products, threads, rows, dh, s.P * s.F, nullptr, args.d_b_in);
   }
@@ -138,11 +192,11 @@ struct Backward {
   void inputs() {
     if (args.dx_rows == nullptr) return;
     multiply_grouped_rows(products, threads, rows,
-                          {dh, {args.w_in, !s.layout.in_transposed}, matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
+                          {fp8 ? dh_q.q : dh, w_in.matrices(), matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
   }
 
   // d_out of each row's token.
-  Matrix d_y() const { return matrix_of(args.d_out, 0, s.D, rows.tokens); }
+  Matrix d_out() const { return matrix_of(args.d_out, 0, s.D, rows.tokens); }
 };
 
 }  // namespace
@@ -168,6 +222,7 @@ ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const 
   Backward op(*args, s, exec, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
+  op.quantize();
   if (args->h != nullptr) op.hidden();
   op.weights();
   op.inputs();

@@ -5,6 +5,7 @@
 #include "core/threads.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
+#include "experts/cpu/quantized_factors.h"
 
 namespace anabranch {
 namespace {
@@ -13,11 +14,17 @@ struct Forward {
   const ab_expert_ffn_forward_args& args;
   FfnSizes s;
   Activation activation;
-  HiddenParts parts;
+  bool fp8;
+  HiddenParts parts;          // of h and b_in
+  HiddenParts product_parts;  // of W_in as a factor
   int threads;
   Workspace workspace;
   GroupedRows rows;
-  Matrix a;  // [R, F]
+  Matrix x;            // rows of tokens, or of experts
+  Matrix a;            // [R, F], data nullptr: not wanted
+  QuantizedRows a_q;   // likewise
+  WeightFactor w_in;   // [D, P F]
+  WeightFactor w_out;  // [F, D]
   Products products;
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* exec,
@@ -25,21 +32,53 @@ struct Forward {
       : args(arguments),
         s(sizes),
         activation(activation_of(args.activation, args.activation_alpha, args.activation_limit)),
+        fp8(is_fp8(args)),
         parts{{s.P == 2, s.layout.interleaved}, s.F},
+        product_parts{{s.P == 2, s.layout.interleaved && !fp8}, s.F},
         threads(threads_for(exec, s.R, (s.P + 1) * s.D * s.F)),
         workspace(memory),
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
-        a(args.a != nullptr ? matrix_of(args.a, 0, s.F) : row_buffer(s.F)),
+        x(fp8 ? take_quantized_rows(workspace, true, x_rows(), s.D) : matrix_of(args.x, 0, s.D)),
+        a(take_a()),
+        a_q{take_quantized_a(), wants_powers_of_two(args)},
         products(workspace, threads, std::max(s.D, s.P * s.F),
-                 std::max(std::min(s.D, kTileColumns), s.P * std::min(s.F, kTileColumns))) {}
+                 std::max(std::min(s.D, kTileColumns), s.P * std::min(s.F, kTileColumns))) {
+    take_weights();
+  }
 
-  Matrix row_buffer(int64_t columns) {
-    return {workspace.take_rows(s.R, columns, args.x->dtype), args.x->dtype, columns, nullptr};
+  int64_t x_rows() const { return args.x->shape[0]; }
+
+  Matrix take_a() {
+    if (args.a != nullptr && args.a_scales == nullptr) return matrix_of(args.a, 0, s.F);
+    return {workspace.take_rows(fp8 ? 0 : s.R, s.F, args.x->dtype), args.x->dtype, s.F, nullptr};
+  }
+  Matrix take_quantized_a() {
+    if (args.a_scales != nullptr) return quantized_matrix(args.a, args.a_scales, s.F);
+    return take_quantized_rows(workspace, fp8 && args.y != nullptr, s.R, s.F);
+  }
+  void take_weights() {
+    if (!fp8) {
+      w_in = WeightFactor(matrices_of(args.w_in, s.layout.in_transposed));
+      w_out = WeightFactor(matrices_of(args.w_out, s.layout.out_transposed));
+      return;
+    }
+    const bool power_of_two = wants_powers_of_two(args);
+    w_in = WeightFactor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
+    if (args.y == nullptr) return;
+    w_out =
+        WeightFactor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false, power_of_two);
+  }
+
+  void quantize() {
+    if (fp8) quantize_rows(threads, matrix_of(args.x, 0, s.D), 1, x_rows(), s.D, {x, wants_powers_of_two(args)});
+    w_in.fill(threads);
+    w_out.fill(threads);
+    x.rows = rows.tokens;
   }
 
   // h = x W_in + b_in;  a = phi(h_gate, h_up), times the row's weight where it comes early.
   void up() {
-    const ColumnParts pieces(s.F, rows.num_tiles);
+    const ColumnParts pieces(s.F, rows.num_tiles, w_in.matrices().column_step());
     parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
       const RowTile& tile = rows.tiles[task / pieces.count()];
       const int64_t part = task % pieces.count();
@@ -50,36 +89,55 @@ struct Forward {
     });
   }
 
-  // Columns begin..begin+n of gate and up, in the tile as hidden rows have them: side by side, or alternating.
+  // Columns begin..begin+n of gate and up, in the tile as W_in has them: side by side, or alternating.
   void up_tile(const RowTile& tile, int64_t begin, int64_t n, int thread) {
     const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
     const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
     if (tile.expert < 0) {
       parts.clear(kept, tile.begin, begin, tile.rows, n);
       clear_rows(at(a, tile.begin, begin), tile.rows, n);
+      products.kernels().clear_quantized(columns_of(a_q, tile, begin), tile.rows, n);
       return;
     }
     float* c = products.tile(thread);
     const int64_t width = s.P * n;
     // Columns that stand together are one product, if it is not too wide.
-    const bool together = s.layout.interleaved || n == s.F;
+    const bool interleaved = product_parts.order.interleaved;
+    const bool together = interleaved || n == s.F;
     const bool whole = s.P == 1 || (together && width <= kTileColumns);
-    const int64_t first = parts.column(begin);
-    const int64_t second = s.layout.interleaved ? first + n : s.F + begin;
+    const int64_t first = product_parts.column(begin);
+    const int64_t second = interleaved ? first + n : s.F + begin;
     const RightHandSide rhs[2] = {{columns_of_w_in(tile.expert, first), {c, AB_FLOAT32, width, nullptr}},
                                   {columns_of_w_in(tile.expert, second), {c + n, AB_FLOAT32, width, nullptr}}};
-    products.multiply(thread, at(matrix_of(args.x, 0, s.D, rows.tokens), tile.begin, 0), false,
-                      {rhs, whole ? size_t{1} : 2}, s.layout.in_transposed, tile.rows, whole ? width : n, s.D);
+    products.multiply(thread, at(x, tile.begin, 0), false, {rhs, whole ? size_t{1} : 2}, w_in.matrices().transposed,
+                      tile.rows, whole ? width : n, s.D);
     float memory[2 * kTileColumns];
-    const float* bias = nullptr;
-    if (args.b_in != nullptr) {
-      const int64_t of_expert = s.P * s.F;
-      bias_row(products.kernels(), args.b_in, tile.expert, of_expert, first, n, memory);
-      if (s.P == 2) bias_row(products.kernels(), args.b_in, tile.expert, of_expert, second, n, memory + n);
-      bias = memory;
+    const float* bias = args.b_in == nullptr ? nullptr : memory;
+    if (bias != nullptr) load_bias(tile.expert, begin, n, memory);
+    products.kernels().hidden(activation, parts.order, product_parts.order, {c, width, tile.rows, n, tokens_of(tile)},
+                              bias, args.weight_early != 0 ? scale_of(tile) : nullptr, h, at(a, tile.begin, begin),
+                              columns_of(a_q, tile, begin));
+  }
+
+  // b_in of columns begin..begin+n of gate and up, in the order of the tile.
+  void load_bias(int64_t expert, int64_t begin, int64_t n, float* to) const {
+    const int64_t of_expert = s.P * s.F;
+    const auto load = [&](int64_t column, int64_t count, float* values) {
+      bias_row(products.kernels(), args.b_in, expert, of_expert, column, count, values);
+    };
+    if (!parts.order.interleaved) {
+      load(begin, n, to);
+      if (s.P == 2) load(s.F + begin, n, to + n);
+    } else if (product_parts.order.interleaved) {
+      load(2 * begin, 2 * n, to);
+    } else {
+      float pairs[2 * kTileColumns];
+      load(2 * begin, 2 * n, pairs);
+      for (int64_t j = 0; j < n; ++j) {
+        to[j] = pairs[2 * j];
+        to[n + j] = pairs[2 * j + 1];
+      }
     }
-    products.kernels().hidden(activation, parts.order, {c, width, tile.rows, n, tokens_of(tile)}, bias,
-                              args.weight_early != 0 ? scale_of(tile) : nullptr, h, at(a, tile.begin, begin));
   }
 
   // y = a W_out + b_out, times the row's weight; `a` has it already where it comes early.
@@ -88,13 +146,16 @@ struct Forward {
     const float* late = args.weight_early != 0 ? nullptr : rows.scale;
     multiply_grouped_rows(
         products, threads, rows,
-        {a, {args.w_out, s.layout.out_transposed}, matrix_of(args.y, 0, s.D), s.D, s.F, late, args.b_out, rows.scale});
+        {fp8 ? a_q.q : a, w_out.matrices(), matrix_of(args.y, 0, s.D), s.D, s.F, late, args.b_out, rows.scale});
   }
 
   // The matrix of an expert from one of its P F columns on, [D, columns], or transposed as it is stored.
   Matrix columns_of_w_in(int64_t expert, int64_t column) const {
-    const Matrix w = matrix_of(args.w_in, expert * s.D * s.P * s.F, s.layout.in_transposed ? s.D : s.P * s.F);
-    return s.layout.in_transposed ? at(w, column, 0) : at(w, 0, column);
+    const Matrix w = w_in.matrices().of_expert(expert, s.P * s.F, s.D);
+    return w_in.matrices().transposed ? at(w, column, 0) : at(w, 0, column);
+  }
+  static QuantizedRows columns_of(const QuantizedRows& rows, const RowTile& tile, int64_t begin) {
+    return {at(rows.q, tile.begin, begin), rows.power_of_two};
   }
   const int32_t* tokens_of(const RowTile& tile) const {
     return rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;
@@ -120,10 +181,11 @@ ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(Products::check(args->x->dtype, args->x->dtype));
   Forward op(*args, s, exec, exec);
+  AB_RETURN_IF_ERROR(Products::check(op.x.dtype, op.x.dtype));
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
+  op.quantize();
   op.up();
   op.down();
   return op.products.status();

@@ -4,6 +4,7 @@
 #include "core/entry.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
+#include "experts/cpu/quantized_factors.h"
 
 namespace anabranch {
 namespace {
@@ -21,13 +22,6 @@ struct GroupedMatmul {
         products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)) {}
 };
 
-template <class Args>
-ab_status workspace_of(const Args* args, const ab_exec* exec, size_t* bytes) {
-  GroupedSizes s;
-  AB_RETURN_IF_ERROR(check(args, &s));
-  return report_workspace(GroupedMatmul(s, exec, nullptr).workspace.size(), bytes);
-}
-
 }  // namespace
 }  // namespace anabranch
 
@@ -37,26 +31,33 @@ extern "C" {
 
 ab_status ab_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec, size_t* bytes) {
   AB_ENTER_QUERY(args, exec, bytes);
-  return workspace_of(args, exec, bytes);
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  GroupedMatmul op(s, exec, nullptr);
+  const ProductFactors factors(op.workspace, *args, s);
+  return report_workspace(op.workspace.size(), bytes);
 }
 
 ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(Products::check(args->x->dtype, args->w->dtype));
   GroupedMatmul op(s, exec, exec);
+  const ProductFactors factors(op.workspace, *args, s);
+  AB_RETURN_IF_ERROR(Products::check(factors.x().dtype, factors.w().dtype));
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, nullptr, nullptr, 0, 0);
-  multiply_grouped_rows(
-      op.products, op.threads, op.rows,
-      {matrix_of(args->x, 0, s.D), {args->w, args->transpose_w != 0}, matrix_of(args->y, 0, s.N), s.N, s.D});
+  factors.fill(op.threads);
+  multiply_grouped_rows(op.products, op.threads, op.rows,
+                        {factors.x(), factors.w(), matrix_of(args->y, 0, s.N), s.N, s.D});
   return op.products.status();
 }
 
 ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec, size_t* bytes) {
   AB_ENTER_QUERY(args, exec, bytes);
-  return workspace_of(args, exec, bytes);
+  GroupedSizes s;
+  AB_RETURN_IF_ERROR(check(args, &s));
+  return report_workspace(GroupedMatmul(s, exec, nullptr).workspace.size(), bytes);
 }
 
 ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec) {

@@ -5,6 +5,7 @@
 #include "core/entry.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
+#include "experts/cpu/quantized_factors.h"
 
 namespace anabranch {
 namespace {
@@ -15,6 +16,7 @@ struct GroupedMatmulCombine {
   int threads;
   Workspace workspace;
   GroupedRows rows;
+  ProductFactors<ab_grouped_matmul_combine_args> factors;
   Products products;
   ab_tensor y;  // [R, N]
   ab_exec for_sum;
@@ -26,8 +28,9 @@ struct GroupedMatmulCombine {
         threads(threads_for(exec, s.R, s.D * s.N)),
         workspace(memory),
         rows(workspace, s.R, s.E, true, is_early()),
+        factors(workspace, args, s),
         products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)),
-        y{workspace.take_rows(s.R, s.N, args.x->dtype), args.x->dtype, 2, {s.R, s.N}, nullptr},
+        y{workspace.take_rows(s.R, s.N, s.rows_dtype), s.rows_dtype, 2, {s.R, s.N}, nullptr},
         for_sum(*exec) {}
 
   bool is_early() const { return args.weight_early != 0; }
@@ -51,15 +54,9 @@ struct GroupedMatmulCombine {
 
   ab_status run() {
     rows.fill(threads, args.group_sizes, args.slot_of_row, is_early() ? args.weights : nullptr, s.T, s.K);
+    factors.fill(threads);
     multiply_grouped_rows(products, threads, rows,
-                          {matrix_of(args.x, 0, s.D),
-                           {args.w, args.transpose_w != 0},
-                           matrix_of(&y, 0, s.N),
-                           s.N,
-                           s.D,
-                           nullptr,
-                           args.bias,
-                           rows.scale});
+                          {factors.x(), factors.w(), matrix_of(&y, 0, s.N), s.N, s.D, nullptr, args.bias, rows.scale});
     AB_RETURN_IF_ERROR(products.status());
     const ab_combine_args combine = sum();
     return ab_combine(&combine, &for_sum);
@@ -87,8 +84,8 @@ ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, 
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(Products::check(args->x->dtype, args->x->dtype));
   GroupedMatmulCombine op(*args, s, exec, exec);
+  AB_RETURN_IF_ERROR(Products::check(op.factors.x().dtype, op.factors.w().dtype));
   AB_RETURN_IF_ERROR(op.take_workspace_of_sum());
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   return op.run();

@@ -6,7 +6,6 @@ namespace anabranch {
 namespace {
 
 constexpr int64_t kRowStep = 16;        // tile sizes are multiples of it, but for the last of a group
-constexpr int64_t kColumnStep = 64;     // widths of column parts are multiples of it
 constexpr int64_t kLeastColumns = 128;  // narrower products waste the packing of their rows
 constexpr int64_t kEnoughTasks = 32;
 
@@ -47,9 +46,9 @@ int64_t cut_tiles(const RowRange* groups, int64_t R, int64_t E, RowTile* tiles) 
   return count + cut_range(-1, covered, R - covered, tiles + count);
 }
 
-ColumnParts::ColumnParts(int64_t num_columns, int64_t row_tiles) : columns(num_columns) {
+ColumnParts::ColumnParts(int64_t num_columns, int64_t row_tiles, int64_t step) : columns(num_columns) {
   const int64_t wanted = ceil_div(kEnoughTasks, std::max<int64_t>(row_tiles, 1));
-  const int64_t even = ceil_div(ceil_div(num_columns, wanted), kColumnStep) * kColumnStep;
+  const int64_t even = ceil_div(ceil_div(num_columns, wanted), step) * step;
   width = std::min(num_columns, std::max(even, kLeastColumns));
 }
 

@@ -2,6 +2,7 @@
 
 #include "core/dtype.h"
 #include "experts/activation.h"
+#include "experts/cpu/quantize_block.h"
 
 namespace anabranch::AB_ISA {
 namespace {
@@ -34,7 +35,26 @@ void prefetch(const T* row, int64_t count) {
 
 bool is_padding(const ResultTile& tile, int64_t i) { return tile.tokens != nullptr && tile.tokens[i] < 0; }
 
+void load_quantized(const Matrix& from, int64_t rows, int64_t padded_rows, int64_t columns, float* to) {
+  const BlockScales& scales = from.scales;
+  for (int64_t i = 0; i < padded_rows; ++i, to += columns) {
+    const Float8E4M3* row = i < rows ? row_of<const Float8E4M3>(from, i) : nullptr;
+    if (i + 1 < rows) prefetch(row_of<const Float8E4M3>(from, i + 1), columns);
+    if (row == nullptr) {
+      fill_zero(to, columns);
+      continue;
+    }
+    const int64_t stored = from.rows == nullptr ? i : from.rows[i];
+    const float* scale = scales.data + stored / scales.block_rows * scales.row_stride;
+    for (int64_t begin = 0; begin < columns; begin += kScaleBlock) {
+      const float s = scale[begin / kScaleBlock * scales.column_stride];
+      for (int64_t j = begin; j < begin + kScaleBlock; ++j) to[j] = s * to_float(row[j]);
+    }
+  }
+}
+
 void load(const Matrix& from, int64_t rows, int64_t padded_rows, int64_t columns, float* to) {
+  if (from.dtype == AB_FLOAT8_E4M3) return load_quantized(from, rows, padded_rows, columns, to);
   with_float_type(from.dtype, [&]<class T>(T) {
     for (int64_t i = 0; i < padded_rows; ++i, to += columns) {
       const T* row = i < rows ? row_of<const T>(from, i) : nullptr;
@@ -139,21 +159,28 @@ void load_hidden(const float* tile, const float* bias, int64_t step, int64_t cou
 }
 
 template <class T>
-void hidden_row(const Activation& activation, Activate activate, const HiddenColumns& order, const float* tile,
-                const float* bias, float w, int64_t columns, T* h_gate, T* h_up, T* a) {
+void hidden_row(const Activation& activation, Activate activate, const HiddenColumns& order,
+                const HiddenColumns& tile_order, const float* tile, const float* bias, float w, int64_t columns,
+                T* h_gate, T* h_up, T* a, const QuantizedRows& a_q, int64_t row) {
   const int64_t step = order.step();
-  const int64_t up_begin = order.interleaved ? 1 : columns;
+  const int64_t tile_step = tile_order.step();
+  const int64_t up_begin = tile_order.interleaved ? 1 : columns;
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
     const int64_t count = least(kChunk, columns - begin);
     float gate[kChunk];
     float up[kChunk];
     float product[kChunk];
     const int64_t at = begin * step;
-    load_hidden(tile + at, bias == nullptr ? nullptr : bias + at, step, count, gate);
-    if (order.gated)
-      load_hidden(tile + up_begin + at, bias == nullptr ? nullptr : bias + up_begin + at, step, count, up);
+    const int64_t in_tile = begin * tile_step;
+    load_hidden(tile + in_tile, bias == nullptr ? nullptr : bias + in_tile, tile_step, count, gate);
+    if (order.gated) {
+      const int64_t up_at = up_begin + in_tile;
+      load_hidden(tile + up_at, bias == nullptr ? nullptr : bias + up_at, tile_step, count, up);
+    }
     activate(activation, gate, up, count, product);
-    for (int64_t j = 0; j < count; ++j) a[begin + j] = from_float<T>(w * product[j]);
+    for (int64_t j = 0; j < count; ++j) product[j] *= w;
+    for (int64_t j = 0; a != nullptr && j < count; ++j) a[begin + j] = from_float<T>(product[j]);
+    if (a_q.q.data != nullptr) quantize_values(product, count, a_q, row, begin);
     if (h_gate != nullptr) store_columns(h_gate + at, step, count, [&](int64_t j) { return gate[j]; });
     if (order.gated && h_up != nullptr) store_columns(h_up + at, step, count, [&](int64_t j) { return up[j]; });
   }
@@ -164,26 +191,47 @@ void clear_columns(T* to, int64_t step, int64_t count) {
   store_columns(to, step, count, [](int64_t) { return 0.0f; });
 }
 
-void hidden(const Activation& activation, const HiddenColumns& order, const ResultTile& tile, const float* bias,
-            const float* scale, const Matrix (&h)[2], const Matrix& a) {
+void clear_quantized(const QuantizedRows& rows, int64_t count, int64_t columns) {
+  const BlockScales& scales = rows.q.scales;
+  for (int64_t i = 0; rows.q.data != nullptr && i < count; ++i) {
+    fill_zero(row_of<Float8E4M3>(rows.q, i), columns);
+    for (int64_t j = 0; j < columns / kScaleBlock; ++j) {
+      scales.data[i * scales.row_stride + j * scales.column_stride] = 1.0f;
+    }
+  }
+}
+
+// Of row i alone.
+void clear_quantized_row(const QuantizedRows& rows, int64_t i, int64_t columns) {
+  QuantizedRows row = rows;
+  if (row.q.data == nullptr) return;
+  row.q.data = row_of<Float8E4M3>(rows.q, i);
+  row.q.scales.data += i * rows.q.scales.row_stride;
+  clear_quantized(row, 1, columns);
+}
+
+void hidden(const Activation& activation, const HiddenColumns& order, const HiddenColumns& tile_order,
+            const ResultTile& tile, const float* bias, const float* scale, const Matrix (&h)[2], const Matrix& a,
+            const QuantizedRows& a_q) {
   const Activate activate = activate_of(activation, order.gated);
   with_float_type(a.dtype, [&]<class T>(T) {
     for (int64_t i = 0; i < tile.rows; ++i) {
       T* h_gate = h[0].data == nullptr ? nullptr : row_of<T>(h[0], i);
       T* h_up = h[1].data == nullptr ? nullptr : row_of<T>(h[1], i);
-      T* to = row_of<T>(a, i);
+      T* to = a.data == nullptr ? nullptr : row_of<T>(a, i);
       if (i + 1 < tile.rows) {
-        prefetch(row_of<const T>(a, i + 1), tile.columns);
+        if (to != nullptr) prefetch(row_of<const T>(a, i + 1), tile.columns);
         if (h_gate != nullptr) prefetch(row_of<const T>(h[0], i + 1), order.step() * tile.columns);
         if (h_up != nullptr && !order.interleaved) prefetch(row_of<const T>(h[1], i + 1), tile.columns);
       }
       if (is_padding(tile, i)) {
-        fill_zero(to, tile.columns);
+        if (to != nullptr) fill_zero(to, tile.columns);
+        clear_quantized_row(a_q, i, tile.columns);
         if (h_gate != nullptr) clear_columns(h_gate, order.step(), tile.columns);
         if (h_up != nullptr) clear_columns(h_up, order.step(), tile.columns);
       } else {
-        hidden_row(activation, activate, order, tile.data + i * tile.stride, bias, scale == nullptr ? 1.0f : scale[i],
-                   tile.columns, h_gate, h_up, to);
+        hidden_row(activation, activate, order, tile_order, tile.data + i * tile.stride, bias,
+                   scale == nullptr ? 1.0f : scale[i], tile.columns, h_gate, h_up, to, a_q, i);
       }
     }
   });
@@ -206,10 +254,17 @@ void add_products(const float* x, const float* y, int64_t count, float (&lanes)[
 }
 
 // Reads a chunk of h before it writes dh, which may be the same memory. Returns <da', a>.
+// Quantised as they would stand in a row of T.
+template <class T>
+void quantize_rounded(float* values, int64_t count, const QuantizedRows& rows, int64_t row, int64_t column) {
+  for (int64_t j = 0; j < count; ++j) values[j] = to_float(from_float<T>(values[j]));
+  quantize_values(values, count, rows, row, column);
+}
+
 template <class T>
 float hidden_backward_row(const Activation& activation, ActivateWithSlopes activate, const HiddenColumns& order,
                           const float* d_a, float w, int64_t columns, const T* h_gate, const T* h_up, T* d_gate,
-                          T* d_up, T* weighted_a) {
+                          T* d_up, const QuantizedRows (&dh_q)[2], int64_t row, T* weighted_a) {
   const int64_t step = order.step();
   float lanes[kLanes] = {};
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
@@ -224,16 +279,20 @@ float hidden_backward_row(const Activation& activation, ActivateWithSlopes activ
     activate(activation, gate, up, count, a);
     add_products(d, a.value, count, lanes);
     for (int64_t j = 0; weighted_a != nullptr && j < count; ++j) weighted_a[begin + j] = from_float<T>(w * a.value[j]);
-    if (d_gate == nullptr) continue;
-    store_columns(d_gate + at, step, count, [&](int64_t j) { return a.by_gate[j] * (w * d[j]); });
-    if (order.gated) store_columns(d_up + at, step, count, [&](int64_t j) { return a.by_up[j] * (w * d[j]); });
+    for (int64_t j = 0; j < count; ++j) a.by_gate[j] *= w * d[j];
+    if (d_gate != nullptr) store_columns(d_gate + at, step, count, [&](int64_t j) { return a.by_gate[j]; });
+    if (dh_q[0].q.data != nullptr) quantize_rounded<T>(a.by_gate, count, dh_q[0], row, begin);
+    if (!order.gated) continue;
+    for (int64_t j = 0; j < count; ++j) a.by_up[j] *= w * d[j];
+    if (d_up != nullptr) store_columns(d_up + at, step, count, [&](int64_t j) { return a.by_up[j]; });
+    if (dh_q[1].q.data != nullptr) quantize_rounded<T>(a.by_up, count, dh_q[1], row, begin);
   }
   return sum_lanes(lanes);
 }
 
 void hidden_backward(const Activation& activation, const HiddenColumns& order, const ResultTile& tile,
-                     const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2], const Matrix& weighted_a,
-                     float* dot) {
+                     const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2], const QuantizedRows (&dh_q)[2],
+                     const Matrix& weighted_a, float* dot) {
   const ActivateWithSlopes activate = activate_with_slopes_of(activation, order.gated);
   with_float_type(h[0].dtype, [&]<class T>(T) {
     for (int64_t i = 0; i < tile.rows; ++i) {
@@ -249,12 +308,13 @@ void hidden_backward(const Activation& activation, const HiddenColumns& order, c
         if (d_gate != nullptr) clear_columns(d_gate, order.step(), tile.columns);
         if (d_up != nullptr) clear_columns(d_up, order.step(), tile.columns);
         if (a != nullptr) fill_zero(a, tile.columns);
+        for (const QuantizedRows& part : dh_q) clear_quantized_row(part, i, tile.columns);
         continue;
       }
       const T* h_up = order.gated ? row_of<const T>(h[1], i) : nullptr;
       const float product = hidden_backward_row(activation, activate, order, tile.data + i * tile.stride,
                                                 scale == nullptr ? 1.0f : scale[i], tile.columns,
-                                                row_of<const T>(h[0], i), h_up, d_gate, d_up, a);
+                                                row_of<const T>(h[0], i), h_up, d_gate, d_up, dh_q, i, a);
       if (dot != nullptr) dot[i] += product;
     }
   });
@@ -335,6 +395,6 @@ void multiply(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t 
 
 }  // namespace
 
-const ExpertKernels kExperts = {load, store, hidden, hidden_backward, row_dots, column_sums, multiply};
+const ExpertKernels kExperts = {load, store, hidden, hidden_backward, clear_quantized, row_dots, column_sums, multiply};
 
 }  // namespace anabranch::AB_ISA

@@ -44,7 +44,20 @@ int threads_for(const ab_exec* exec, int64_t R, int64_t elements_per_row) {
   return static_cast<double>(R) * static_cast<double>(elements_per_row) < kWorthThreads ? 1 : num_threads(exec);
 }
 
+ExpertMatrices matrices_of(const ab_tensor* tensor, bool transposed) {
+  const Matrix m = matrix_of(tensor, 0, 0);
+  return {m.data, m.dtype, transposed};
+}
+
+Matrix ExpertMatrices::of_expert(int64_t e, int64_t N, int64_t D) const {
+  Matrix m{data, dtype, transposed ? D : N, nullptr, scales};
+  if (data != nullptr) m.data = static_cast<char*>(data) + e * N * D * dtype_size(dtype);
+  if (scales.data != nullptr) m.scales.data += e * (N / kScaleBlock) * (D / kScaleBlock);
+  return m;
+}
+
 void clear_rows(const Matrix& m, int64_t rows, int64_t columns) {
+  if (m.data == nullptr) return;
   const int64_t size = dtype_size(m.dtype);
   for (int64_t i = 0; i < rows; ++i) {
     std::memset(static_cast<char*>(m.data) + i * m.stride * size, 0, static_cast<size_t>(columns * size));
@@ -59,7 +72,7 @@ const float* bias_row(const ExpertKernels& kernels, const ab_tensor* bias, int64
 }
 
 void multiply_grouped_rows(Products& products, int threads, const GroupedRows& rows, const RowProduct& op) {
-  const ColumnParts parts(op.N, rows.num_tiles);
+  const ColumnParts parts(op.N, rows.num_tiles, op.w.column_step());
   parallel_for(threads, rows.num_tiles * parts.count(), [&](int64_t task, int thread) {
     const RowTile& tile = rows.tiles[task / parts.count()];
     const int64_t part = task % parts.count();
@@ -73,7 +86,7 @@ void multiply_grouped_rows(Products& products, int threads, const GroupedRows& r
         continue;
       }
       float* c = products.tile(thread);
-      const Matrix w = matrix_of(op.w.tensor, tile.expert * op.N * op.D, op.w.transposed ? op.D : op.N);
+      const Matrix w = op.w.of_expert(tile.expert, op.N, op.D);
       const RightHandSide rhs{op.w.transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
       products.multiply(thread, at(op.x, tile.begin, 0), false, {&rhs, 1}, op.w.transposed, tile.rows, n, op.D,
                         rows.R - tile.begin);

@@ -5,6 +5,7 @@
 
 #include "anabranch/types.h"
 #include "core/workspace.h"
+#include "experts/block_scale.h"
 #include "experts/cpu/groups.h"
 #include "experts/cpu/product.h"
 
@@ -31,11 +32,19 @@ struct GroupedRows {
 // Threads for an operation of so many multiply-adds: small ones are faster on one.
 int threads_for(const ab_exec* exec, int64_t R, int64_t elements_per_row);
 
-// Matrices [E, rows, columns] of which each expert's matrix is one op(B).
+// Matrices of which each expert's is one op(B): [E, D, N], or transposed [E, N, D].
 struct ExpertMatrices {
-  const ab_tensor* tensor;
+  void* data;
+  int32_t dtype;
   bool transposed;
+  BlockScales scales = {};  // of e4m3: the first expert's
+
+  Matrix of_expert(int64_t e, int64_t N, int64_t D) const;
+
+  // What parts of the N columns are multiples of.
+  int64_t column_step() const { return dtype == AB_FLOAT8_E4M3 ? kScaleBlock : 64; }
 };
+ExpertMatrices matrices_of(const ab_tensor* tensor, bool transposed);
 
 // y[r] = scale[r] x[r] op(W[e]) + bias_scale[r] bias[e] for every row; zero in padding. x [R, D], y [R, N].
 struct RowProduct {
@@ -73,7 +82,7 @@ struct HiddenParts {
   void clear(const Matrix& rows, int64_t row, int64_t begin, int64_t num_rows, int64_t columns) const;
 };
 
-// The first `columns` elements of `rows` rows become zero.
+// The first `columns` elements of `rows` rows become zero; data nullptr: nothing does.
 void clear_rows(const Matrix& m, int64_t rows, int64_t columns);
 
 // Row e of a bias [E, N], columns begin..begin+count, as float32 in `to`; nullptr without a bias.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "experts/block_scale.h"
 #include "experts/cpu/gemm.h"
 #include "experts/cpu/groups.h"
 
@@ -49,11 +50,21 @@ Matrix matrix_of(const ab_tensor* tensor, int64_t offset, int64_t stride, const 
   return {data, tensor == nullptr ? AB_FLOAT32 : tensor->dtype, stride, rows};
 }
 
+Matrix quantized_matrix(const ab_tensor* tensor, const ab_tensor* scales, int64_t columns) {
+  return {data<void>(tensor), AB_FLOAT8_E4M3, columns, nullptr, {data<float>(scales), columns / kScaleBlock, 1, 1}};
+}
+
 Matrix at(const Matrix& m, int64_t row, int64_t column) {
   if (m.data == nullptr) return m;
-  const int64_t skip = m.rows == nullptr ? row * m.stride : 0;
-  return {static_cast<char*>(m.data) + (skip + column) * dtype_size(m.dtype), m.dtype, m.stride,
-          m.rows == nullptr ? nullptr : m.rows + row};
+  Matrix from = m;
+  const int64_t skipped = m.rows == nullptr ? row : 0;
+  from.data = static_cast<char*>(m.data) + (skipped * m.stride + column) * dtype_size(m.dtype);
+  if (m.rows != nullptr) from.rows += row;
+  if (m.scales.data != nullptr) {
+    from.scales.data += skipped / m.scales.block_rows * m.scales.row_stride;
+    from.scales.data += column / kScaleBlock * m.scales.column_stride;
+  }
+  return from;
 }
 
 Products::Products(Workspace& workspace, int threads, int64_t widest, int64_t tile_columns)

@@ -18,7 +18,10 @@ constexpr int64_t kTileDepth = 512;  // terms of a sum in one block; twice as ma
 // Rows of a tensor, `stride` elements apart from `offset` on; rows: gathered.
 Matrix matrix_of(const ab_tensor* tensor, int64_t offset, int64_t stride, const int32_t* rows = nullptr);
 
-// The same matrix from (row, column) on.
+// Quantised rows, each with its own scales; `tensor` nullptr: nothing. With three axes the last two are one.
+Matrix quantized_matrix(const ab_tensor* tensor, const ab_tensor* scales, int64_t columns);
+
+// The same matrix from (row, column) on; of a quantised one, where a block begins.
 Matrix at(const Matrix& m, int64_t row, int64_t column);
 
 // op(B) [k, n] of a product and where it goes: C float32, or of another dtype where Products::can_write says so.

@@ -9,6 +9,7 @@
 #include "core/workspace.h"
 #include "experts/check.h"
 #include "experts/cuda/bias_gradient.h"
+#include "experts/cuda/fp8.h"
 #include "experts/cuda/hidden_gradient.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
@@ -194,6 +195,7 @@ ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_arg
   AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
   return report_workspace(cuda::Backward(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -201,6 +203,7 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
   const cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;

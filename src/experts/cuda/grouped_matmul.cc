@@ -4,6 +4,7 @@
 #include "core/entry.h"
 #include "core/tensor.h"
 #include "experts/check.h"
+#include "experts/cuda/fp8.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/weight_gradient.h"
@@ -53,6 +54,7 @@ ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, c
   AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
   return report_workspace(0, bytes);
 }
 
@@ -60,6 +62,7 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul", &device));
   return cuda::compute_rows_product(cuda::rows_product(*args, s), device, cuda::stream_of(exec));

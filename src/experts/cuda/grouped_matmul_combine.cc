@@ -1,5 +1,6 @@
 // ab_cuda_grouped_matmul_combine: for every chunk of columns the product of the rows, then their sums by token.
 #include "experts/cuda/grouped_matmul_combine.h"
+#include "experts/cuda/fp8.h"
 
 #include <algorithm>
 
@@ -102,6 +103,7 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
   AB_ENTER_QUERY(args, exec, bytes);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
   return report_workspace(cuda::buffer_bytes(*args, s), bytes);
 }
 
@@ -109,6 +111,7 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
   const size_t bytes = cuda::buffer_bytes(*args, s);
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   cuda::Device device;

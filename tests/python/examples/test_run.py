@@ -231,6 +231,8 @@ def test_help_names_every_option():
         (["--mesh", "expert=2,expert=2"], "--mesh: got expert twice in 'expert=2,expert=2'"),
         (["--prompt", ""], "--prompt: got ''"),
         (["--dtype", "float64"], "invalid choice: 'float64'"),
+        (["--precision", "fp8", "--width", "96"], "--width: got 96, expected a multiple of 128 for --precision fp8"),
+        (["--precision", "fp8", "--mesh", "tensor=4"], "--hidden: got 256, expected a multiple of 512"),
         (["--resume", "--fresh"], "not allowed with"),
     ],
 )

@@ -74,20 +74,20 @@ def precisions(monkeypatch, function):
 
 
 def operations():
-    """(operation, its arguments but the last, the precision) of every one where it is the last."""
+    """(operation, its arguments before the precision) of every one; those that may be quantised have one more."""
     x, h, d_out, weights = torch.ones(R, D), torch.ones(R, 2, F), torch.ones(R, D), torch.ones(R, 1)
     w_in, w_out, slots = torch.ones(E, D, 2, F), torch.ones(E, F, D), torch.arange(R, dtype=torch.int32)
     maps, dtype = (slots[:, None], slots, SIZES), torch.float32
     of_rows, of_tokens = (0, 0.0, 0.0, False, 0, "dpf", "fd"), (0, 0.0, 0.0, False, 1, "dpf", "fd")
-    matrices = w_in, None, w_out, None
+    matrices, none = (w_in, None, w_out, None), (None,) * 4
     yield _ops.grouped_matmul, (x, torch.ones(E, D, F), SIZES, False)
     yield _ops.grouped_matmul_dw, (x, d_out, SIZES, dtype)
-    yield _ops.ffn, (x, None, SIZES, *matrices, None, *of_rows)
-    yield _ops.ffn_backward, (d_out, h, x, None, SIZES, *matrices, None, dtype, dtype, *of_rows)
-    yield _ops.experts, (x, None, *maps, *matrices, *of_tokens)
-    yield _ops.experts_hidden, (d_out, h, x, weights, slots, SIZES, *matrices, dtype, True, *of_tokens)
-    yield _ops.experts_inputs, (h, x, None, *maps, w_in, None, w_out, dtype, True, False, *of_tokens)
-    yield _ops.experts_inputs, (h, x, None, *maps, w_in, None, w_out, dtype, False, True, *of_tokens)
+    yield _ops.ffn, (x, None, SIZES, *matrices, None, *none, *of_rows)
+    yield _ops.ffn_backward, (d_out, h, x, None, SIZES, *matrices, None, dtype, dtype, *none, *of_rows)
+    yield _ops.experts, (x, None, *maps, *matrices, *none, *of_tokens)
+    yield _ops.experts_hidden, (d_out, h, x, weights, slots, SIZES, *matrices, dtype, True, *none, *of_tokens)
+    yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, True, False, *none, *of_tokens)
+    yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, False, True, *none, *of_tokens)
 
 
 PRODUCTS = list(operations())
@@ -133,8 +133,8 @@ def test_what_it_is_not(value):
 @pytest.mark.parametrize(("operation", "arguments"), PRODUCTS, ids=[str(operation) for operation, _ in PRODUCTS])
 def test_c_reads_it(operation, arguments):
     """A number that no option has comes back as the library's error."""
-    with pytest.raises(ValueError, match="precision: got 7, expected 0 or 1, an ab_precision"):
-        operation(*arguments, 7)
+    with pytest.raises(ValueError, match=r"precision: got 7, expected 0 (to 2|or 1), an ab_precision"):
+        operation(*arguments, 7, *([] if operation is _ops.grouped_matmul_dw else [0]))
 
 
 def test_a_layer_shows_it():

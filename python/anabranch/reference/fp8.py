@@ -1,0 +1,99 @@
+"""Quantised factors of the experts' products: e4m3 numbers with a float32 scale for every block of 128.
+
+`docs/semantics.md`, section 11, as code. Arithmetic is float32 where it decides bits, as in the library, so that both
+quantise to the same numbers.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .scores import as_float64
+
+BLOCK = 128
+LARGEST = np.float32(448)  # of e4m3 (float8_e4m3fn), 1.75 * 2^8
+SMALLEST_EXPONENT = -6  # of a normal number; below it the step stays 2^-9
+FRACTION_BITS = 3
+SMALLEST_SCALE = np.float32(2.0**-126)  # normal, so that no backend loses digits of it
+FP8_SCALES = ("float32", "power_of_two")
+
+
+class Quantized(NamedTuple):
+    """An array and what it is multiplied by.
+
+    values: e4m3 numbers as float32, of the array's shape. scales: float32, one for each block.
+    block: the sizes of a block along every axis of the array.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    block: tuple[int, ...]
+
+    def exact(self):
+        """The factor as it multiplies, values times scales, float64."""
+        return self.values.astype(np.float64) * _spread(self.scales, self.block).astype(np.float64)
+
+
+def e4m3(v):
+    """v, |v| < 464, rounded to the nearest e4m3 number, ties to even. float32."""
+    v = np.asarray(v, np.float32)
+    _, exponent = np.frexp(v)  # |v| in [2^(exponent - 1), 2^exponent)
+    step = np.ldexp(np.float32(1), np.maximum(exponent - 1, SMALLEST_EXPONENT) - FRACTION_BITS)
+    return np.rint(v / step) * step
+
+
+def scales_of(largest, fp8_scales):
+    """max(largest / 448, 2^-126), or 1 where a block is 0, NaN where it is not finite; float32.
+
+    "power_of_two": the smallest power of two that is not below.
+    """
+    if fp8_scales not in FP8_SCALES:
+        raise ValueError(f"fp8_scales: got {fp8_scales!r}, expected one of {', '.join(map(repr, FP8_SCALES))}")
+    largest = np.asarray(largest, np.float32)
+    scales = np.where(largest == 0, np.float32(1), np.maximum(largest / LARGEST, SMALLEST_SCALE))
+    scales = np.where(np.isfinite(scales), scales, np.float32(np.nan))
+    if fp8_scales == "power_of_two":
+        fraction, exponent = np.frexp(scales)  # fraction in [1/2, 1)
+        scales = np.where(np.isfinite(scales), np.ldexp(np.float32(1), exponent - (fraction == 0.5)), scales)
+    return scales.astype(np.float32)
+
+
+def _spread(scales, block):
+    """Every block's scale on all of its elements."""
+    for axis, size in enumerate(block):
+        scales = np.repeat(scales, size, axis)
+    return scales
+
+
+def _quantize(array, block, fp8_scales):
+    array = as_float64(array).astype(np.float32)
+    for size, length in zip(array.shape, block, strict=True):
+        if size % length:
+            raise ValueError(f"array: got {list(array.shape)}, expected multiples of {list(block)}")
+    counts = [size // length for size, length in zip(array.shape, block, strict=True)]
+    parts = [part for pair in zip(counts, block, strict=True) for part in pair]
+    # np.max passes a NaN on, and of infinities np.isfinite knows.
+    largest = np.abs(array).reshape(parts).max(axis=tuple(range(1, 2 * len(block), 2)), initial=0.0)
+    scales = scales_of(largest, fp8_scales)
+    with np.errstate(invalid="ignore"):
+        return Quantized(e4m3(array / _spread(scales, block)), scales, tuple(block))
+
+
+def quantize_rows(x, fp8_scales="float32"):
+    """Q1: 128 consecutive elements of a row share a scale. x [R, D], scales [R, D / 128]."""
+    return _quantize(x, (1, BLOCK), fp8_scales)
+
+
+def quantize_weights(w, fp8_scales="float32"):
+    """Q2: 128 x 128 elements of one expert, and of one P, do. w [E, D, N] or [E, D, P, F]; scales [E, D / 128, ...]."""
+    return _quantize(w, (1, BLOCK, *(1,) * (np.ndim(w) - 3), BLOCK), fp8_scales)
+
+
+def rows_factor(x, fp8_scales):
+    """The rows x [R, D] as they multiply: Q1(x), or where fp8_scales is None x itself. float64."""
+    return as_float64(x, "x") if fp8_scales is None else quantize_rows(x, fp8_scales).exact()
+
+
+def weights_factor(w, fp8_scales):
+    """The weights w as they multiply: Q2(w), or where fp8_scales is None w itself. float64."""
+    return as_float64(w, "w") if fp8_scales is None else quantize_weights(w, fp8_scales).exact()

@@ -22,6 +22,17 @@ foreach(arguments "Major::mn, RowsEpilogue" "Major::k, RowsEpilogue" "Major::mn,
   anabranch_hopper_instance(rows_product_${name} rows_product "launch_rows_product<${arguments}>"
                             "const RowsProduct&, TileChoice")
 endforeach()
+foreach(columns plain gated)
+  anabranch_hopper_instance(fp8_up_${columns} fp8_up "launch_fp8_up<HiddenColumns::${columns}>" "const Fp8Up&")
+endforeach()
+foreach(columns plain gated interleaved)
+  anabranch_hopper_instance(fp8_hidden_gradient_${columns} fp8_hidden_gradient
+                            "launch_fp8_hidden_gradient<HiddenColumns::${columns}>" "const Fp8HiddenGradient&")
+endforeach()
+foreach(epilogue RowsEpilogue ScaleBiasEpilogue)
+  anabranch_hopper_instance(fp8_rows_product_${epilogue} fp8_rows_product "launch_fp8_rows_product<${epilogue}>"
+                            "const Fp8RowsProduct&")
+endforeach()
 foreach(gathered nothing x d_y)
   anabranch_hopper_instance(weight_gradient_${gathered} weight_gradient "launch_weight_gradient<Gathered::${gathered}>"
                             "const WeightGradient&, TileChoice, const SegmentBounds&, const SegmentList&")

@@ -1,4 +1,5 @@
-// Matrix products of Hopper's tensor cores: wgmma m64nNk16, factors in shared memory, float32 accumulators.
+// Matrix products of Hopper's tensor cores: wgmma m64nNk16, factors in shared memory, float32 accumulators; and m64nNk32
+// of elements of 8 bits, which stand in pairs where elements of 16 bits do.
 //
 // A factor stands in shared memory in panels of 64 x 64 elements of 16 bits: 64 rows of 128 bytes with the 128-byte
 // swizzle, as TMA writes them. Major::k: a row holds 64 of k of one row of A (column of B). Major::mn: a row holds one
@@ -78,6 +79,10 @@ __device__ __forceinline__ void copy_accumulators(float (&to)[kCount], const flo
 template <int kColumns, Major kMajorA, Major kMajorB, class Element>
 struct Wgmma;
 
+// The same of float8_e4m3fn, sums over 32 of k; both factors Major::k.
+template <int kColumns>
+struct Wgmma8;
+
 // Begins d = the first of 16 rows of b in every row of d, if the 15 others are 0: a b with ones in the first column of
 // a, which is in registers and else 0. b: Major::mn.
 template <int kColumns, class Element>
@@ -140,6 +145,29 @@ __device__ __forceinline__ uint32_t first_column_of_ones() {
             "n"(static_cast<int>(kMajorB)));                                                          \
     }                                                                                                 \
   }
+// A, B, ACCUMULATE, HIGH: operand numbers.
+#define AB_WGMMA8(COLUMNS, LAST, A, B, ACCUMULATE, HIGH)                                              \
+  template <>                                                                                         \
+  struct Wgmma8<COLUMNS> {                                                                            \
+    static __device__ __forceinline__ void begin(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, \
+                                                 int accumulate) {                                    \
+      asm volatile(                                                                                   \
+          "{\n"                                                                                       \
+          ".reg .pred accumulate;\n"                                                                  \
+          ".reg .b64 a, b;\n"                                                                         \
+          "setp.ne.b32 accumulate, " ACCUMULATE                                                       \
+          ", 0;\n"                                                                                    \
+          "mov.b64 a, {" A ", " HIGH                                                                  \
+          "};\n"                                                                                      \
+          "mov.b64 b, {" B ", " HIGH                                                                  \
+          "};\n"                                                                                      \
+          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3 {" AB_R##LAST               \
+          "}, a, b, accumulate, 1, 1;\n"                                                              \
+          "}\n"                                                                                       \
+          : AB_D##LAST                                                                                \
+          : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh));                                   \
+    }                                                                                                 \
+  }
 // ONES, ZEROS, B, THERE, HIGH: operand numbers.
 #define AB_WGMMA_OF_ONES(COLUMNS, ELEMENT, TYPE, LAST, ONES, ZEROS, B, THERE, HIGH)                     \
   template <>                                                                                           \
@@ -173,12 +201,15 @@ AB_WGMMA(128, 7, "%64", "%65", "%66", "%67", "%68", "%69");
 AB_WGMMA(192, 11, "%96", "%97", "%98", "%99", "%100", "%101");
 AB_WGMMA(256, 15, "%128", "%129", "%130", "%131", "%132", "%133");
 
+AB_WGMMA8(128, 7, "%64", "%65", "%66", "%67");
+
 AB_WGMMA_ONES(128, 7, "%64", "%65", "%66", "%67", "%68");
 AB_WGMMA_ONES(192, 11, "%96", "%97", "%98", "%99", "%100");
 AB_WGMMA_ONES(256, 15, "%128", "%129", "%130", "%131", "%132");
 
 #undef AB_WGMMA_ONES
 #undef AB_WGMMA_OF_ONES
+#undef AB_WGMMA8
 #undef AB_WGMMA
 #undef AB_WGMMA_OF
 #undef AB_D15

@@ -9,7 +9,7 @@
 #include "core/workspace.h"
 #include "experts/check.h"
 #include "experts/cuda/bias_gradient.h"
-#include "experts/cuda/fp8.h"
+#include "experts/cuda/fp8_factors.h"
 #include "experts/cuda/hidden_gradient.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
@@ -27,7 +27,13 @@ struct Backward {
   Workspace workspace;
   Floats weighted_a;  // [R, F]
   Floats dh;          // [R, P, F]
-  void* scratch;      // of one step at a time
+  bool fp8;
+  // of float8_e4m3fn
+  Fp8Output d_y8;
+  Fp8Output dh8;  // none where nothing needs it
+  Fp8Factor w_out;
+  Fp8Factor w_in;
+  void* scratch;  // of one step at a time
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -36,7 +42,48 @@ struct Backward {
         workspace(memory),
         weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(args.d_w_out != nullptr, s.F)),
         dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(wants_dh(), s.P * s.F)),
-        scratch(workspace.take_bytes(scratch_bytes())) {}
+        fp8(is_fp8(args)) {
+    if (fp8) take_fp8();
+    scratch = workspace.take_bytes(scratch_bytes());
+  }
+
+  void take_fp8() {
+    const bool power_of_two = wants_powers_of_two(args);
+    dh8 = args.dh_q != nullptr ? Fp8Output{args.dh_q->data, static_cast<float*>(args.dh_scales->data), power_of_two}
+                               : take_fp8_rows(workspace, args.dx_rows != nullptr, s.R, s.P * s.F, power_of_two);
+    if (args.h != nullptr) {
+      d_y8 = take_fp8_rows(workspace, true, args.d_out->shape[0], s.D, power_of_two);
+      w_out = Fp8Factor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
+    }
+    if (args.dx_rows != nullptr) {
+      w_in = Fp8Factor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), true, power_of_two);
+    }
+  }
+
+  ab_status compute_hidden_fp8(const Device& device, cudaStream_t stream) const {
+    AB_RETURN_IF_ERROR(quantize_rows(Floats(args.d_out), args.d_out->shape[0], s.D, d_y8, stream));
+    AB_RETURN_IF_ERROR(w_out.fill(stream));
+    Fp8HiddenGradient hidden8;
+    static_cast<HiddenGradient&>(hidden8) = hidden();
+    hidden8.d_y8 = rows_of(d_y8);
+    hidden8.w8 = w_out.factor();
+    hidden8.dh8 = dh8;
+    return compute_hidden_gradient(hidden8, device, stream);
+  }
+
+  // Where dh came from an earlier call without its quantised form, it is quantised as it stands, one part after the
+  // other: rows of gate and up are blocks of their own.
+  ab_status compute_inputs_fp8(const Device& device, cudaStream_t stream) const {
+    if (args.h == nullptr && args.dh_q == nullptr) {
+      AB_RETURN_IF_ERROR(quantize_rows(dh, s.R, s.P * s.F, dh8, stream));
+    }
+    AB_RETURN_IF_ERROR(w_in.fill(stream));
+    Fp8RowsProduct inputs8;
+    static_cast<RowsProduct&>(inputs8) = inputs();
+    inputs8.x8 = rows_of(dh8);
+    inputs8.w8 = w_in.factor();
+    return compute_rows_product(inputs8, device, stream);
+  }
 
   bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
 
@@ -154,7 +201,7 @@ struct Backward {
   // dx = dh W_in^T
   RowsProduct inputs() const {
     return {.x = dh.data,
-            .w = args.w_in->data,
+            .w = data<const void>(args.w_in),
             .transposed = !s.layout.in_transposed,
             .group_sizes = group_sizes(),
             .y = args.dx_rows->data,
@@ -169,7 +216,9 @@ struct Backward {
 
   ab_status run(const Device& device, cudaStream_t stream) const {
     const int multiprocessors = device.multiprocessors;
-    if (args.h != nullptr) AB_RETURN_IF_ERROR(compute_hidden_gradient(hidden(), device, stream));
+    if (args.h != nullptr) {
+      AB_RETURN_IF_ERROR(fp8 ? compute_hidden_fp8(device, stream) : compute_hidden_gradient(hidden(), device, stream));
+    }
     if (args.d_weights != nullptr) AB_RETURN_IF_ERROR(compute_slot_gradient(slots(device), multiprocessors, stream));
     if (args.d_w_out != nullptr) AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, device, stream));
     if (args.d_b_out != nullptr) {
@@ -179,7 +228,8 @@ struct Backward {
     if (args.d_b_in != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(in_bias(), scratch, multiprocessors, stream));
     }
-    return args.dx_rows == nullptr ? ok() : compute_rows_product(inputs(), device, stream);
+    if (args.dx_rows == nullptr) return ok();
+    return fp8 ? compute_inputs_fp8(device, stream) : compute_rows_product(inputs(), device, stream);
   }
 };
 
@@ -195,7 +245,6 @@ ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_arg
   AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
   return report_workspace(cuda::Backward(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -203,7 +252,6 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
   const cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;

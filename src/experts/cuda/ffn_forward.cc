@@ -5,7 +5,7 @@
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
-#include "experts/cuda/fp8.h"
+#include "experts/cuda/fp8_factors.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/up.h"
@@ -18,14 +18,52 @@ struct Forward {
   FfnSizes s;
   RowMap map;
   Workspace workspace;
+  bool fp8;
   Floats a;  // [R, F]
+  // of float8_e4m3fn
+  Fp8Output x8;
+  Fp8Output a8;
+  Fp8Factor w_in;
+  Fp8Factor w_out;
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
         s(sizes),
         map(args.slot_of_row, s.T, s.K, s.R),
         workspace(memory),
-        a(args.a != nullptr ? Floats(args.a) : row_buffer(s.F)) {}
+        fp8(is_fp8(args)),
+        a(args.a != nullptr || fp8 ? Floats(args.a) : row_buffer(s.F)) {
+    if (fp8) take_fp8();
+  }
+
+  void take_fp8() {
+    const bool power_of_two = wants_powers_of_two(args);
+    x8 = take_fp8_rows(workspace, true, args.x->shape[0], s.D, power_of_two);
+    a8 = args.a_scales != nullptr
+             ? Fp8Output{args.a->data, static_cast<float*>(args.a_scales->data), power_of_two}
+             : take_fp8_rows(workspace, true, s.R, s.F, power_of_two);
+    w_in = Fp8Factor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
+    if (args.y == nullptr) return;
+    w_out = Fp8Factor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false, power_of_two);
+  }
+
+  ab_status run_fp8(const Device& device, cudaStream_t stream) const {
+    AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), args.x->shape[0], s.D, x8, stream));
+    AB_RETURN_IF_ERROR(w_in.fill(stream));
+    Fp8Up up8;
+    static_cast<Up&>(up8) = up();
+    up8.x8 = rows_of(x8);
+    up8.w8 = w_in.factor();
+    up8.a8 = a8;
+    AB_RETURN_IF_ERROR(compute_up(up8, device, stream));
+    if (args.y == nullptr) return ok();
+    AB_RETURN_IF_ERROR(w_out.fill(stream));
+    Fp8RowsProduct down8;
+    static_cast<RowsProduct&>(down8) = down();
+    down8.x8 = rows_of(a8);
+    down8.w8 = w_out.factor();
+    return compute_rows_product(down8, device, stream);
+  }
 
   Floats row_buffer(int64_t columns) { return {workspace.take_rows(s.R, columns, args.x->dtype), args.x->dtype}; }
 
@@ -48,7 +86,7 @@ struct Forward {
 
   RowsProduct down() const {
     return {.x = a.data,
-            .w = args.w_out->data,
+            .w = data<const void>(args.w_out),
             .transposed = s.layout.out_transposed,
             .group_sizes = data<const int32_t>(args.group_sizes),
             .y = args.y->data,
@@ -56,7 +94,7 @@ struct Forward {
             .map = map,
             .weights = Floats(args.weights),
             .weight_early = args.weight_early != 0,
-            .dtype = a.dtype,
+            .dtype = args.x->dtype,
             .precision = precision_of(args),
             .R = s.R,
             .E = s.E,
@@ -64,6 +102,12 @@ struct Forward {
             .N = s.D};
   }
 };
+
+// What the kernels of float8_e4m3fn can't give.
+ab_status check_fp8(const ab_expert_ffn_forward_args& args) {
+  if (!is_fp8(args) || args.a == nullptr || args.a_scales != nullptr) return ok();
+  return error(AB_UNSUPPORTED, "a: got 16 or 32 bits, expected float8_e4m3 and a_scales, or none, with AB_PRECISION_FP8");
+}
 
 }  // namespace
 }  // namespace anabranch::cuda
@@ -77,7 +121,7 @@ ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args*
   AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
+  AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   return report_workspace(cuda::Forward(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -85,12 +129,13 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
+  AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   const cuda::Forward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("expert_ffn_forward", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
+  if (op.fp8) return op.run_fp8(device, stream);
   AB_RETURN_IF_ERROR(cuda::compute_up(op.up(), device, stream));
   return args->y == nullptr ? ok() : cuda::compute_rows_product(op.down(), device, stream);
 }

@@ -1,20 +1,56 @@
-// What a GPU has no kernels for.
+// Products of float8_e4m3fn with float32 scales of blocks of 128 elements, on Hopper's tensor cores.
 #pragma once
 
 #include "core/status.h"
-#include "experts/precision.h"
+#include "experts/block_scale.h"
+#include "experts/cuda/hidden_gradient.h"
+#include "experts/cuda/rows_product.h"
+#include "experts/cuda/up.h"
 
 namespace anabranch::cuda {
 
-inline ab_status no_fp8_kernels(const char* argument, const char* got) {
-  return error(AB_UNSUPPORTED,
-               "%s: got %s, expected another one: FP8 runs on the CPU alone, there are no kernels of a GPU", argument,
-               got);
-}
+// Rows of K elements, a scale for every 128 neighbours of a row.
+struct Fp8Rows {
+  const void* values = nullptr;   // [rows, K]
+  const float* scales = nullptr;  // [rows, K / 128]
+};
 
-template <class Args>
-ab_status refuse_fp8(const Args& args) {
-  return is_fp8(args) ? no_fp8_kernels("precision", "AB_PRECISION_FP8") : ok();
-}
+// Rows that a product writes.
+struct Fp8Output {
+  void* values = nullptr;
+  float* scales = nullptr;
+  bool power_of_two = false;  // scales are
+};
+
+// The right factor of a product, its columns in rows, so that what is summed over stands next to next; a scale for every
+// 128 x 128 of an expert and part. Where scales stand is told in elements.
+struct Fp8Weights {
+  const void* values = nullptr;  // [E, P, columns, K], or [E, columns, K]
+  const float* scales = nullptr;
+  int64_t of_expert = 0;   // from expert to expert
+  int64_t of_k = 0;        // from 128 of K to the next
+  int64_t of_columns = 0;  // from 128 columns to the next
+  int64_t of_part = 0;     // from gate to up
+};
+
+// The phases, with factors and results of 8 bits beside what their plain forms say; `a` has no other form then.
+struct Fp8Up : Up {
+  Fp8Rows x8;  // gathered
+  Fp8Weights w8;
+  Fp8Output a8;
+};
+struct Fp8RowsProduct : RowsProduct {
+  Fp8Rows x8;
+  Fp8Weights w8;
+};
+struct Fp8HiddenGradient : HiddenGradient {
+  Fp8Rows d_y8;  // gathered
+  Fp8Weights w8;
+  Fp8Output dh8;  // [R, P, F], gate before up; or none
+};
+
+ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream);
+ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream);
+ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

@@ -4,7 +4,8 @@
 #include "core/entry.h"
 #include "core/tensor.h"
 #include "experts/check.h"
-#include "experts/cuda/fp8.h"
+#include "core/workspace.h"
+#include "experts/cuda/fp8_product.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/weight_gradient.h"
@@ -15,11 +16,11 @@ namespace {
 RowsProduct rows_product(const ab_grouped_matmul_args& args, const GroupedSizes& s) {
   RowsProduct product;
   product.x = args.x->data;
-  product.w = args.w->data;
+  product.w = data<const void>(args.w);
   product.transposed = args.transpose_w != 0;
   product.group_sizes = data<const int32_t>(args.group_sizes);
   product.y = args.y->data;
-  product.dtype = args.x->dtype;
+  product.dtype = args.y->dtype;
   product.precision = precision_of(args);
   product.R = s.R;
   product.E = s.E;
@@ -54,18 +55,21 @@ ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, c
   AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
-  return report_workspace(0, bytes);
+  return report_workspace(cuda::Fp8Product(*args, s, nullptr).workspace.size(), bytes);
 }
 
 ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
+  const cuda::Fp8Product fp8(*args, s, exec);
+  AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul", &device));
-  return cuda::compute_rows_product(cuda::rows_product(*args, s), device, cuda::stream_of(exec));
+  const cudaStream_t stream = cuda::stream_of(exec);
+  if (!fp8.wanted) return cuda::compute_rows_product(cuda::rows_product(*args, s), device, stream);
+  AB_RETURN_IF_ERROR(fp8.fill(stream));
+  return cuda::compute_rows_product(fp8.of(cuda::rows_product(*args, s)), device, stream);
 }
 
 ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,

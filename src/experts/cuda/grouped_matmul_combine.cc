@@ -1,6 +1,6 @@
 // ab_cuda_grouped_matmul_combine: for every chunk of columns the product of the rows, then their sums by token.
 #include "experts/cuda/grouped_matmul_combine.h"
-#include "experts/cuda/fp8.h"
+#include "experts/cuda/fp8_product.h"
 
 #include <algorithm>
 
@@ -33,15 +33,16 @@ Rows window(const ab_tensor* tensor, int64_t first) {
 RowsProduct rows_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
                     void* buffer) {
   const bool transposed = args.transpose_w != 0;
+  const int32_t dtype = s.rows_dtype;
   RowsProduct rows{.x = args.x->data,
-                   .w = from(args.w->data, transposed ? first * s.D : first, args.x->dtype),
+                   .w = from(data<const void>(args.w), transposed ? first * s.D : first, dtype),
                    .transposed = transposed,
                    .group_sizes = data<const int32_t>(args.group_sizes),
                    .y = buffer,
-                   .bias = from(data<const void>(args.bias), first, args.x->dtype),
+                   .bias = from(data<const void>(args.bias), first, dtype),
                    .map = RowMap(args.slot_of_row, s.T, s.K, s.R),
                    .weight_early = args.weight_early != 0,
-                   .dtype = args.x->dtype,
+                   .dtype = dtype,
                    .precision = precision_of(args),
                    .R = s.R,
                    .E = s.E,
@@ -56,7 +57,7 @@ RowsProduct rows_of(const ab_grouped_matmul_combine_args& args, const CombinedSi
 // Their sums.
 GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
                  void* buffer) {
-  const ab_tensor rows{buffer, args.x->dtype, 2, {s.R, columns}, nullptr};
+  const ab_tensor rows{buffer, s.rows_dtype, 2, {s.R, columns}, nullptr};
   GatherSum sum;
   sum.maps.T = s.T;
   sum.maps.K = s.K;
@@ -70,11 +71,14 @@ GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 }
 
 int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  return chunk_columns(s.R, s.E, s.N, s.D, args.backward != 0);
+  const int64_t columns = chunk_columns(s.R, s.E, s.N, s.D, args.backward != 0);
+  if (!is_fp8(args)) return columns;
+  constexpr int64_t kTileColumns = 256;  // of its products, which begin at whole blocks of scales
+  return std::min((columns + kTileColumns - 1) / kTileColumns * kTileColumns, s.N);
 }
 
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  return combined_rows_bytes(s.R, s.E, s.N, s.D, args.backward != 0, args.x->dtype);
+  return rows_bytes(s.R, chunk_of(args, s), s.rows_dtype);
 }
 
 }  // namespace
@@ -83,10 +87,13 @@ size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSi
 // each of these kernels waits for all of the one before it, as its first access to memory, so that none begins to read
 // or write before every earlier one has ended.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
-                               void* buffer, const Device& device, cudaStream_t stream) {
+                               void* buffer, const Device& device, cudaStream_t stream,
+                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8) {
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
-    AB_RETURN_IF_ERROR(compute_rows_product(rows_of(args, s, first, count, buffer), device, stream));
+    const RowsProduct rows = rows_of(args, s, first, count, buffer);
+    AB_RETURN_IF_ERROR(fp8 == nullptr ? compute_rows_product(rows, device, stream)
+                                      : compute_rows_product(fp8->of(rows, first), device, stream));
     AB_RETURN_IF_ERROR(compute_sum(sum_of(args, s, first, count, buffer), stream));
   }
   return ok();
@@ -103,21 +110,24 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
   AB_ENTER_QUERY(args, exec, bytes);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
-  return report_workspace(cuda::buffer_bytes(*args, s), bytes);
+  cuda::Fp8Product fp8(*args, s, nullptr);
+  fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
+  return report_workspace(fp8.workspace.size(), bytes);
 }
 
 ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_fp8(*args));
-  const size_t bytes = cuda::buffer_bytes(*args, s);
-  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
+  cuda::Fp8Product fp8(*args, s, exec);
+  void* buffer = fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
+  AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_combine", &device));
-  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), bytes == 0 ? nullptr : exec->workspace, device,
-                                    cuda::stream_of(exec));
+  const cudaStream_t stream = cuda::stream_of(exec);
+  if (fp8.wanted) AB_RETURN_IF_ERROR(fp8.fill(stream));
+  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream,
+                                    fp8.wanted ? &fp8 : nullptr);
 }
 
 }  // extern "C"

@@ -9,12 +9,14 @@
 #include "anabranch/experts.h"
 #include "core/cuda/device.h"
 #include "experts/check.h"
+#include "experts/cuda/fp8_product.h"
 
 namespace anabranch::cuda {
 
 // Enqueues what checked arguments ask for, so many columns at a time: multiples of 64, or all. buffer: [R, columns] of
-// the dtype of x, at a multiple of 16 bytes.
+// the dtype of the rows, at a multiple of 16 bytes. fp8: factors that are there, or nullptr.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& sizes, int64_t columns,
-                               void* buffer, const Device& device, cudaStream_t stream);
+                               void* buffer, const Device& device, cudaStream_t stream,
+                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8 = nullptr);
 
 }  // namespace anabranch::cuda

@@ -1,7 +1,9 @@
 #include "anabranch/cuda.h"
 #include "core/entry.h"
 #include "experts/check.h"
-#include "experts/cuda/fp8.h"
+#include "core/cuda/device.h"
+#include "core/cuda/launch.h"
+#include "experts/cuda/fp8_factors.h"
 
 using namespace anabranch;
 
@@ -18,7 +20,12 @@ ab_status ab_cuda_quantize_rows(const ab_quantize_rows_args* args, const ab_exec
   AB_ENTER(args, exec);
   QuantizedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  return cuda::no_fp8_kernels("q", "float8_e4m3");
+  if (s.R * s.D == 0) return ok();
+  cuda::Device device;
+  AB_RETURN_IF_ERROR(cuda::find_device("quantize_rows", &device));
+  return cuda::quantize_rows(
+      Floats(args->x), s.R, s.D,
+      {args->q->data, static_cast<float*>(args->scales->data), cuda::wants_powers_of_two(*args)}, cuda::stream_of(exec));
 }
 
 ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec, size_t* bytes) {
@@ -32,7 +39,12 @@ ab_status ab_cuda_quantize_weights(const ab_quantize_weights_args* args, const a
   AB_ENTER(args, exec);
   QuantizedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  return cuda::no_fp8_kernels("q", "float8_e4m3");
+  if (s.E * s.D * s.P * s.F == 0) return ok();
+  cuda::Device device;
+  AB_RETURN_IF_ERROR(cuda::find_device("quantize_weights", &device));
+  return cuda::quantize_weights(Floats(args->w), s, data<void>(args->q), data<void>(args->q_transposed),
+                                static_cast<float*>(args->scales->data), cuda::wants_powers_of_two(*args),
+                                cuda::stream_of(exec));
 }
 
 }  // extern "C"

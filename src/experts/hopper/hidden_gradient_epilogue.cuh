@@ -15,6 +15,7 @@
 #include "core/cuda/vector.cuh"
 #include "experts/activation.h"
 #include "experts/hopper/column_pairs.cuh"
+#include "experts/hopper/fp8_row_quantizer.cuh"
 #include "experts/hopper/hidden_columns.h"
 #include "experts/hopper/quads.cuh"
 #include "experts/hopper/row_weights.cuh"
@@ -22,8 +23,8 @@
 
 namespace anabranch::cuda::hopper {
 
-// kShuffled: the columns of W_out are.
-template <class Element, HiddenColumns kHidden, bool kShuffled>
+// kShuffled: the columns of W_out are. Quantizer: of dh, where it is wanted with 8 bits too.
+template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer = QuantizesNothing>
 struct HiddenGradientEpilogue {
   static constexpr int kParts = parts_of(kHidden);
   static constexpr bool kInterleaved = kHidden == HiddenColumns::interleaved;
@@ -36,6 +37,7 @@ struct HiddenGradientEpilogue {
   int32_t columns;  // F
   int32_t R;
   Activation activation;
+  [[no_unique_address]] Quantizer quantizer;
 
   template <class Shape>
   static constexpr bool kTakesRegisters = !kShuffled;
@@ -72,7 +74,7 @@ struct HiddenGradientEpilogue {
 
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int panel,
-                        const float (&acc)[Shape::kColumns / 2], const Prefetched<Shape>& prefetched) const {
+                        float (&acc)[Shape::kColumns / 2], const Prefetched<Shape>& prefetched) const {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1);
     if constexpr (!kShuffled) row = __shfl_sync(kAllLanes, row, 0);  // known to be the warp's, it takes no registers
     if (tile.row + row < tile.end_row) {
@@ -100,11 +102,22 @@ struct HiddenGradientEpilogue {
         Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a(half, column));
       }
     }
+    if constexpr (kQuantizes) {
+      const float nothing[64] = {};
+#pragma unroll 1
+      for (int column = 0; column < Shape::kColumns; column += kScaled) {
+        quantizer.write(nothing, row_of(tile, row, 0), tile.column + column,
+                        {places.reach(0, column), places.reach(1, column)});
+      }
+    }
     if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});
   }
 
  private:
   using Eight = Vector<Element, 8>;
+
+  static constexpr bool kQuantizes = !std::is_same_v<Quantizer, QuantizesNothing>;
+  static constexpr int kScaled = 128;  // columns that are quantised together
 
   static constexpr int kBlock = 32;            // columns that the lanes of a row have 8 each of
   static constexpr int kPrefetchedBlocks = 2;  // blocks
@@ -187,8 +200,7 @@ struct HiddenGradientEpilogue {
 
   template <class Shape, Formula kFormula>
   __device__ __forceinline__ void write_differentiated(const SubtileWriter& writer, const Tile& tile, int row,
-                                                       const float (&acc)[Shape::kColumns / 2],
-                                                       const RowPair& rows) const {
+                                                       float (&acc)[Shape::kColumns / 2], const RowPair& rows) const {
     Places places(*this, tile, row);
     float dot[2] = {0.0f, 0.0f};
     constexpr int kBlocks = Shape::kColumns / kBlock;
@@ -216,8 +228,15 @@ struct HiddenGradientEpilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (places.reach(half, block * kBlock)) {
-          write_eight<kFormula>(places, half, block * kBlock, da + half * 2, now, rows, dot[half]);
+          write_eight<kFormula>(places, half, block * kBlock, da + half * 2, now, rows, dot[half],
+                                acc + block * kBlock / 2);
         }
+      }
+      if constexpr (kQuantizes) {
+        if (block % (kScaled / kBlock) != kScaled / kBlock - 1) continue;
+        const int column = (block + 1) * kBlock - kScaled;
+        quantizer.write(acc + column / 2, row_of(tile, row, 0), tile.column + column,
+                        {places.reach(0, column), places.reach(1, column)});
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
@@ -226,7 +245,7 @@ struct HiddenGradientEpilogue {
   // Of 8 columns of a row. acc: 4 neighbouring pairs of columns, 4 apart.
   template <Formula kFormula>
   __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
-                                              const Hidden& now, const RowPair& rows, float& dot) const {
+                                              const Hidden& now, const RowPair& rows, float& dot, float* kept) const {
     const float weight = rows.weight[half];
     uint32_t in[2 + kParts][kPairs];   // da' of the first columns and of the second ones, h
     uint32_t out[kParts + 1][kPairs];  // dh, w a
@@ -255,6 +274,10 @@ struct HiddenGradientEpilogue {
           }
           result[kParts] = pack<Element>(at[0].weighted_a, at[1].weighted_a);
         });
+    quantizer.keep(kept, half, rows.real[half], [&](int part, int i) {
+      if constexpr (!kInterleaved) return out[part][i];
+      return __byte_perm(out[0][i], out[1][i], part == 0 ? 0x5410 : 0x7632);
+    });
 #pragma unroll
     for (int chunk = 0; chunk < kParts; ++chunk) {
       uint32_t words[kPairs];

@@ -10,6 +10,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/registers.cuh"
 #include "experts/hopper/mainloop.cuh"
+#include "experts/hopper/scaled_mainloop.cuh"
 #include "experts/hopper/subtile_writer.cuh"
 #include "experts/hopper/tile_queue.cuh"
 
@@ -122,7 +123,7 @@ class GroupedProduct {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
     const int warp = warp_index() - kWarpgroup / kWarp;  // of the consumers
     SubtileWriter writer(shared_.subtiles[warp]);
-    constexpr bool kInRegister = !P::Epilogue::kTakesPosition;
+    constexpr bool kInRegister = !P::Epilogue::kTakesPosition && !OperandA::kScaled;
     int position = first_tile;
     volatile int32_t& position_in_memory = shared_.positions[warp];
     if (!kInRegister) position_in_memory = first_tile;
@@ -179,6 +180,9 @@ class GroupedProduct {
     const int rows = tile.end_row - tile.row - member * Shape::kWarpgroupRows;
     if (Shape::kTileWarpgroups > 1 && rows <= 0) {
       skip_k_blocks(shared_.ring, tile, blocks_of(p_.b, tile));
+    } else if constexpr (OperandA::kScaled) {
+      multiply_scaled_k_blocks(shared_.ring, p_.a, p_.b, tile, member, acc[0]);
+      during_last_products();
     } else if (Shape::kWarpgroupPanels == 1 || rows <= kPanel) {
       multiply_k_blocks<1, Element, OperandA>(shared_.ring, p_.b, n, tile, member, acc, during_last_products);
     } else {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
+#include "experts/cuda/fp8.h"
 #include "experts/cuda/segments.h"
 #include "experts/hopper/hidden_columns.h"
 #include "experts/hopper/products.h"
@@ -25,6 +26,14 @@ template <class Out>
 struct ScaleBiasEpilogue;
 template <Major kMajorB, template <class> class Epilogue>
 ab_status launch_rows_product(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
+
+// The same of float8_e4m3fn, in tiles of one shape; weights have what is summed over next to next.
+template <HiddenColumns kColumns>
+ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream);
+template <HiddenColumns kColumns>
+ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
+template <template <class> class Epilogue>
+ab_status launch_fp8_rows_product(const Fp8RowsProduct& product, int multiprocessors, cudaStream_t stream);
 
 // What of a gradient is gathered.
 enum class Gathered { nothing, x, d_y };

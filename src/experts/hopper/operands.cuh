@@ -14,6 +14,7 @@ namespace anabranch::cuda::hopper {
 struct LoadedByTma {
   static constexpr bool kGathered = false;
   static constexpr bool kTakesBias = false;
+  static constexpr bool kScaled = false;
   template <int>
   using Gather = NoGather;
 };
@@ -21,6 +22,7 @@ struct LoadedByTma {
 struct LoadedByThreads : GatherSource {
   static constexpr bool kGathered = true;
   static constexpr bool kTakesBias = false;
+  static constexpr bool kScaled = false;
 
   __device__ void prefetch_maps() const {}
 

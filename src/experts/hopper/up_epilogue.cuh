@@ -79,7 +79,7 @@ struct UpEpilogue : PrefetchesNothing {
     }
   }
 
- private:
+ protected:
   using Values = SubtileValues<Element>;
   static constexpr int kHiddenScale = kParts / kHiddenMaps;  // columns of a map of h for each of `a`
 

@@ -1,0 +1,34 @@
+// Conversion of numbers to float8_e4m3fn: v / scale, rounded to nearest even.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "experts/block_scale.h"
+
+namespace anabranch::cuda {
+
+// Two numbers as two bytes, the first in the lower one.
+__device__ __forceinline__ uint32_t pack_fp8(float low, float high) {
+  uint16_t bytes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
+  return bytes;
+}
+
+// The same of quotients that one reciprocal gives, for numbers that are sums in float32 and so rounded already: of a
+// quotient that lies between two numbers of 8 bits to 24 binary digits it may take either.
+class Fp8Scaler {
+ public:
+  __device__ __forceinline__ Fp8Scaler(uint32_t largest, bool power_of_two)
+      : scale_(block_scale(largest, power_of_two)), inverse_(1.0f / scale_) {}
+  __device__ __forceinline__ float scale() const { return scale_; }
+  __device__ __forceinline__ uint32_t pack(float low, float high) const {
+    return pack_fp8(low * inverse_, high * inverse_);
+  }
+
+ private:
+  float scale_;
+  float inverse_;
+};
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,64 @@
+// The factors of products of float8_e4m3fn: given so, or quantised into the workspace.
+#pragma once
+
+#include "core/workspace.h"
+#include "experts/check.h"
+#include "experts/cuda/quantize.h"
+
+namespace anabranch::cuda {
+
+template <class Args>
+bool wants_powers_of_two(const Args& args) {
+  return args.fp8_scales == AB_FP8_SCALES_POWER_OF_TWO;
+}
+
+inline Fp8Output take_fp8_rows(Workspace& workspace, bool wanted, int64_t rows, int64_t columns, bool power_of_two) {
+  const int64_t count = wanted ? rows : 0;
+  void* values = workspace.take_rows(count, columns, AB_FLOAT8_E4M3);
+  return {values, workspace.take<float>(count * (columns / kScaleBlock)), power_of_two};
+}
+
+inline Fp8Rows rows_of(const Fp8Output& out) { return {out.values, out.scales}; }
+
+// The second factor, weights [E, D, P, F] of these sizes: what is summed over is D, or transposed P and F.
+class Fp8Factor {
+ public:
+  Fp8Factor() = default;
+  Fp8Factor(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
+            const QuantizedSizes& sizes, bool transposed, bool power_of_two)
+      : w_(w), sizes_(sizes), transposed_(transposed), power_of_two_(power_of_two), pending_(q == nullptr) {
+    const int64_t D = sizes.D / kScaleBlock;
+    const int64_t F = sizes.F / kScaleBlock;
+    factor_.of_expert = D * sizes.P * F;
+    // [E, D, P, F] blocks; transposed, those of P and F follow each other as what is summed over does.
+    factor_.of_k = transposed ? 1 : sizes.P * F;
+    factor_.of_columns = transposed ? sizes.P * F : 1;
+    factor_.of_part = F;
+    if (pending_) {
+      factor_.values = workspace.take_rows(sizes.E * sizes.D, sizes.P * sizes.F, AB_FLOAT8_E4M3);
+      factor_.scales = workspace.take<float>(sizes.E * factor_.of_expert);
+    } else {
+      factor_.values = q->data;
+      factor_.scales = static_cast<const float*>(scales->data);
+    }
+  }
+
+  ab_status fill(cudaStream_t stream) const {
+    if (!pending_) return ok();
+    void* q = const_cast<void*>(factor_.values);
+    return quantize_weights(Floats(w_), sizes_, transposed_ ? q : nullptr, transposed_ ? nullptr : q,
+                            const_cast<float*>(factor_.scales), power_of_two_, stream);
+  }
+
+  const Fp8Weights& factor() const { return factor_; }
+
+ private:
+  const ab_tensor* w_ = nullptr;
+  QuantizedSizes sizes_;
+  bool transposed_ = false;
+  bool power_of_two_ = false;
+  bool pending_ = false;
+  Fp8Weights factor_;
+};
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,46 @@
+// Both factors of a grouped product of float8_e4m3fn, where it is one.
+#pragma once
+
+#include "experts/cuda/fp8_factors.h"
+#include "experts/precision.h"
+
+namespace anabranch::cuda {
+
+template <class Args>
+struct Fp8Product {
+  const Args& args;
+  GroupedSizes s;
+  Workspace workspace;
+  bool wanted;
+  Fp8Output x8;
+  Fp8Factor w;
+
+  Fp8Product(const Args& arguments, const GroupedSizes& sizes, const ab_exec* memory)
+      : args(arguments), s(sizes), workspace(memory), wanted(is_fp8(arguments)) {
+    if (!wanted) return;
+    const bool transposed = args.transpose_w != 0;
+    x8 = args.x_scales != nullptr ? Fp8Output{args.x->data, static_cast<float*>(args.x_scales->data)}
+                                  : take_fp8_rows(workspace, true, s.R, s.D, wants_powers_of_two(args));
+    w = Fp8Factor(workspace, args.w, args.w_q, args.w_scales,
+                  weights_of(s.E, transposed ? s.N : s.D, 1, transposed ? s.D : s.N, false, false), transposed,
+                  wants_powers_of_two(args));
+  }
+
+  ab_status fill(cudaStream_t stream) const {
+    if (args.x_scales == nullptr) AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), s.R, s.D, x8, stream));
+    return w.fill(stream);
+  }
+
+  // Of columns from `first` on.
+  Fp8RowsProduct of(const RowsProduct& product, int64_t first = 0) const {
+    Fp8RowsProduct p;
+    static_cast<RowsProduct&>(p) = product;
+    p.x8 = rows_of(x8);
+    p.w8 = w.factor();
+    p.w8.values = static_cast<const char*>(p.w8.values) + first * s.D;
+    p.w8.scales += first / kScaleBlock * p.w8.of_columns;
+    return p;
+  }
+};
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,60 @@
+// What the launches of products of float8_e4m3fn have in common: maps and contractions count pairs of elements.
+#pragma once
+
+#include "core/cuda/tensor_map.h"
+#include "experts/cuda/fp8.h"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/hopper/launch_product.cuh"
+#include "experts/hopper/launchers.h"
+#include "experts/hopper/row_operand.cuh"
+#include "experts/hopper/scaled_mainloop.cuh"
+
+namespace anabranch::cuda::hopper {
+
+constexpr int32_t kPairDtype = AB_BFLOAT16;  // as large as two elements
+using Fp8Shape = InPairs<Tile128x256>;
+
+inline Floats pairs_of(const Fp8Rows& rows) { return {const_cast<void*>(rows.values), kPairDtype}; }
+
+// Rows of `columns` elements; gathered by the map, or in their order.
+inline ab_status prepare_fp8_rows(const char* name, const Fp8Rows& rows, const RowMap& map, int64_t R, int64_t columns,
+                                  ScaledRows<RowOperand>* operand) {
+  operand->scales = {rows.scales, nullptr, Divisor(1), static_cast<int32_t>(R), static_cast<int32_t>(columns / kScaleBlock)};
+  return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), map, columns / 2, static_cast<RowOperand*>(operand));
+}
+inline ab_status prepare_fp8_rows(const char* name, const Fp8Rows& rows, const RowMap& map, int64_t, int64_t columns,
+                                  ScaledRows<GatheredRowOperand>* operand) {
+  operand->scales = {rows.scales, map.slots, map.by_topk, map.sources(), static_cast<int32_t>(columns / kScaleBlock)};
+  return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), map, columns / 2,
+                                       static_cast<GatheredRowOperand*>(operand));
+}
+
+// `columns`: of tiles. Halves of a tile are gate's and up's columns, or neighbours.
+inline WeightScales scales_of(const Fp8Weights& w, int64_t columns, bool gated) {
+  WeightScales scales;
+  scales.scales = w.scales;
+  scales.of_expert = static_cast<uint32_t>(w.of_expert);
+  scales.of_k = static_cast<uint32_t>(w.of_k);
+  scales.of_columns = static_cast<uint32_t>(w.of_columns);
+  scales.of_half = static_cast<uint32_t>(gated ? w.of_part : w.of_columns);
+  scales.columns = static_cast<int32_t>(columns);
+  scales.half_columns = gated ? 0 : kScaleBlock;
+  return scales;
+}
+
+// As columns of tiles, `count` of them from `column` on, of E matrices of `of_expert` columns each.
+inline ab_status make_fp8_weights_map(const char* name, const Fp8Weights& w, int64_t E, int64_t column, int64_t count,
+                                      int64_t of_expert, int64_t k, int box_columns, CUtensorMap* map) {
+  return make_matrices_map(name, static_cast<const char*>(w.values) + column * k, kPairDtype, E, count, k / 2, kPanel,
+                           box_columns, map, k / 2, of_expert);
+}
+
+template <class P>
+ab_status launch_fp8_product(const char* name, P* product, const int32_t* group_sizes, int64_t R, int64_t E, int64_t k,
+                             int64_t column_tiles, bool skips_rest, int multiprocessors, cudaStream_t stream) {
+  product->tiles = {groups_of(group_sizes, E, R), static_cast<int32_t>(k / 2), static_cast<int32_t>(column_tiles),
+                    skips_rest};
+  return launch_product(name, *product, most_row_tiles(R, E, P::Shape::kRows) * column_tiles, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::hopper

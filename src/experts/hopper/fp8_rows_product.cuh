@@ -1,0 +1,31 @@
+// Launches products over rows of float8_e4m3fn.
+#pragma once
+
+#include "experts/hopper/fp8_launch.cuh"
+#include "experts/hopper/rows_product.cuh"
+
+namespace anabranch::cuda::hopper {
+
+template <class Element, class Epilogue>
+ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  using Weights = WeightOperand<Major::k>;
+  Product<Fp8Shape, Element, ScaledRows<RowOperand>, ScaledWeights<Weights>, RowTiles,
+          RowTileScheduler<Fp8Shape::kRows, Fp8Shape::kColumns, Fp8Shape::kBlocks>, Epilogue>
+      product;
+  AB_RETURN_IF_ERROR(prepare_fp8_rows("x", p.x8, p.map, p.R, p.D, &product.a));
+  AB_RETURN_IF_ERROR(make_fp8_weights_map("w", p.w8, p.E, 0, p.N, p.stored_columns(), p.D,
+                                          Fp8Shape::kColumns / Fp8Shape::kBlocks, &product.b.map));
+  product.b.scales = scales_of(p.w8, p.N, false);
+  AB_RETURN_IF_ERROR(prepare_epilogue(p, &product.epilogue));
+  return launch_fp8_product("grouped product", &product, p.group_sizes, p.R, p.E, p.D,
+                            ceil_div(p.N, Fp8Shape::kColumns), p.skips_rest, multiprocessors, stream);
+}
+
+template <template <class> class Epilogue>
+ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  return p.dtype == AB_BFLOAT16
+             ? launch_fp8_rows_product<BFloat16, Epilogue<BFloat16>>(p, multiprocessors, stream)
+             : launch_fp8_rows_product<Float16, Epilogue<Float16>>(p, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::hopper

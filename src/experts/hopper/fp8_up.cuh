@@ -1,0 +1,66 @@
+// Launches the up product of float8_e4m3fn.
+#pragma once
+
+#include "experts/hopper/fp8_launch.cuh"
+#include "experts/hopper/fp8_up_epilogue.cuh"
+#include "experts/hopper/up.cuh"
+
+namespace anabranch::cuda::hopper {
+
+inline ab_status prepare_fp8_up_weights(const Fp8Up& up, GatedWeightOperand<Major::k>* weights) {
+  const FfnSizes& s = up.s;
+  const auto make_map = [&](int64_t column, CUtensorMap* map) {
+    return make_fp8_weights_map("w_in", up.w8, s.E, column, s.F, 2 * s.F, s.D, Fp8Shape::kColumns / 2, map);
+  };
+  AB_RETURN_IF_ERROR(make_map(0, &weights->gate));
+  return make_map(s.F, &weights->up);
+}
+inline ab_status prepare_fp8_up_weights(const Fp8Up& up, WeightOperand<Major::k>* weights) {
+  const FfnSizes& s = up.s;
+  return make_fp8_weights_map("w_in", up.w8, s.E, 0, s.F, s.F, s.D, Fp8Shape::kColumns / Fp8Shape::kBlocks,
+                              &weights->map);
+}
+
+template <HiddenColumns kHidden, class Element, class OperandA>
+ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
+  constexpr int kParts = parts_of(kHidden);
+  constexpr int kWidth = Fp8Shape::kColumns / kParts;  // columns of `a`
+  const FfnSizes& s = up.s;
+  using Weights = UpWeights<kHidden, Major::k>;
+  Product<Fp8Shape, Element, ScaledRows<OperandA>, ScaledWeights<Weights>, RowTiles,
+          RowTileScheduler<Fp8Shape::kRows, kWidth, Fp8Shape::kBlocks>, Fp8UpEpilogue<Element, kHidden>>
+      product;
+  AB_RETURN_IF_ERROR(prepare_fp8_rows("x", up.x8, up.map, s.R, s.D, &product.a));
+  AB_RETURN_IF_ERROR(prepare_fp8_up_weights(up, static_cast<Weights*>(&product.b)));
+  product.b.scales = scales_of(up.w8, s.F, kParts == 2);
+  auto& out = product.epilogue;
+  AB_RETURN_IF_ERROR(
+      make_row_window_map("a", up.a8.values, kPairDtype, s.F / 2, kScaleBlock / 2, kSubtileRows, &out.a, s.F / 2));
+  for (int64_t i = 0; i < out.kHiddenMaps; ++i) {
+    // Without h some memory, for the map.
+    void* h = up.h.data == nullptr ? up.a8.values : static_cast<char*>(up.h.data) + i * s.F * 2;
+    const int64_t stride = up.h.data == nullptr ? s.F / 2 : kParts * s.F;
+    AB_RETURN_IF_ERROR(make_row_window_map("h", h, up.x.dtype, up.h.data == nullptr ? s.F / 2 : s.F,
+                                           kSubtileColumns<Element>, kSubtileRows, &out.h[i], stride));
+  }
+  out.weights = RowWeights(up.map, up.weights);
+  out.columns = static_cast<int32_t>(s.F);
+  out.activation = up.activation;
+  out.keeps_h = up.h.data != nullptr;
+  out.bias = static_cast<const Element*>(up.b_in.data);
+  out.scales = up.a8.scales;
+  out.power_of_two = up.a8.power_of_two;
+  return launch_fp8_product("up product", &product, up.group_sizes, s.R, s.E, s.D, ceil_div(s.F, kWidth),
+                            up.skips_rest, multiprocessors, stream);
+}
+
+template <HiddenColumns kHidden>
+ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
+  const auto with_element = [&]<class Element>(Element) {
+    return up.map.slots == nullptr ? launch_fp8_up<kHidden, Element, RowOperand>(up, multiprocessors, stream)
+                                   : launch_fp8_up<kHidden, Element, GatheredRowOperand>(up, multiprocessors, stream);
+  };
+  return up.x.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
+}
+
+}  // namespace anabranch::cuda::hopper

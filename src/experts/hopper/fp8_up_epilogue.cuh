@@ -1,0 +1,156 @@
+// The epilogue of the up product whose `a` is float8_e4m3fn: h as ever, then a row's 128 columns of `a` with their scale.
+#pragma once
+
+#include "experts/cuda/fp8.cuh"
+#include "experts/hopper/scaled_mainloop.cuh"
+#include "experts/hopper/up_epilogue.cuh"
+
+namespace anabranch::cuda::hopper {
+
+// Maps of `a` count pairs of elements.
+template <class Element, HiddenColumns kHidden>
+struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
+  using Base = UpEpilogue<Element, kHidden>;
+  using Base::kParts;
+
+  float* scales;  // of `a`: [R, F / 128]
+  bool power_of_two;
+  const Element* bias;  // [E, kParts, F], or nullptr
+
+  // In the accumulators' own registers, since there are no others: they become `a`.
+  template <class Shape>
+  __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, float (&acc)[Shape::kColumns / 2],
+                        NothingPrefetched) const {
+    if (tile.row + row >= tile.end_row) return;
+    constexpr int kWidth = Shape::kColumns / kParts;
+    const RowPair rows(this->weights, tile, row);
+    if (bias != nullptr) add_bias<kWidth>(tile, acc);
+#pragma unroll
+    for (int block = 0; block < kWidth; block += kScaleBlock) {
+      if (tile.column + block >= this->columns) return;
+      float(&a)[kScaleBlock / 2] = *reinterpret_cast<float(*)[kScaleBlock / 2]>(acc + block / 2);
+#pragma unroll
+      for (int column = block; column < block + kScaleBlock; column += kSubtileColumns<Element>) {
+        const float* parts[kParts];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) parts[part] = acc + (part * kWidth + column) / 2;
+        float subtile[Values::kCount];
+        write_hidden(writer, tile, row, column, parts, rows);
+        this->activate_columns(parts[0], parts[kParts - 1], subtile);
+        this->weight(subtile, rows);
+#pragma unroll
+        for (int i = 0; i < Values::kCount; ++i) acc[column / 2 + i] = subtile[i];
+      }
+      write_quantized(writer, tile, row, block, a, rows);
+    }
+  }
+
+  template <class Shape>
+  __device__ void write_zeros(SubtileWriter& writer, const Tile& tile, int row) const {
+    constexpr int kWidth = Shape::kColumns / kParts;
+    writer.write_zeros<kWidth / 2>(Pairs{this->a, this->columns / 2}, in_pairs(tile), row);
+    for (int block = 0; block < kWidth; block += kScaleBlock) write_scales(tile, row, block, {1.0f, 1.0f});
+    if (!this->keeps_h) return;
+#pragma unroll
+    for (const CUtensorMap& map : this->h) {
+      writer.write_zeros<Shape::kColumns / Base::kHiddenMaps>(
+          typename Base::Destination{map, Base::kHiddenScale * this->columns}, Base::hidden_tile(tile), row);
+    }
+  }
+
+ private:
+  using Values = SubtileValues<Element>;
+
+  struct Pairs {
+    using Out = BFloat16;  // as large
+    const CUtensorMap& map;
+    int32_t columns;
+    __device__ void send(uint32_t subtile, const Tile& tile, int row, int column) const {
+      store_box(map, subtile, WindowCoordinates{tile.column + column, tile.row + row, tile.end_row});
+    }
+  };
+  static __device__ Tile in_pairs(Tile tile) {
+    tile.column /= 2;
+    return tile;
+  }
+
+  __device__ __forceinline__ void write_scales(const Tile& tile, int row, int column, const float (&of)[2]) const {
+    const int32_t blocks = this->columns / kScaleBlock;
+    const int32_t block = (tile.column + column) / kScaleBlock;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t at = tile.row + row + half * 8 + lane_index() / 4;
+      if (lane_index() % 4 == 0 && at < tile.end_row && block < blocks) scales[int64_t{at} * blocks + block] = of[half];
+    }
+  }
+
+  // Of padding, which becomes zeros.
+  static __device__ __forceinline__ uint32_t mask_of(const RowPair& rows, int half) {
+    return rows.real[half] ? 0xffffffffu : 0u;
+  }
+
+  // A subtile of h, if it is kept.
+  __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                               const float* const (&hidden)[kParts], const RowPair& rows) const {
+    if (!this->keeps_h) return;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      uint32_t words[Values::kCount / 2];
+#pragma unroll
+      for (int i = 0; i < Values::kCount / 2; ++i) {
+        words[i] = pack<Element>(hidden[part][2 * i], hidden[part][2 * i + 1]) & mask_of(rows, i % 2);
+      }
+      writer.write_packed_subtile(typename Base::Destination{this->h[part], this->columns}, tile, row, column, words);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void add_bias(const Tile& tile, float (&acc)[kParts * kWidth / 2]) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t first = (int64_t{tile.expert} * kParts + part) * this->columns + tile.column;
+#pragma unroll
+      for (int i = 0; i < kWidth / 2; i += 4) {
+        const int column = i * 2 + lane_index() % 4 * 2;
+        if (tile.column + column >= this->columns) continue;
+        const auto pair = *reinterpret_cast<const uint32_t*>(bias + first + column);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          acc[part * kWidth / 2 + i + j] += j % 2 == 0 ? low_half<Element>(pair) : high_half<Element>(pair);
+        }
+      }
+    }
+  }
+
+  // 128 columns: of every 8 the lane has 2, in both its rows.
+  __device__ __forceinline__ void write_quantized(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                                  const float (&a)[kScaleBlock / 2], const RowPair& rows) const {
+    uint32_t largest[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kScaleBlock / 2; ++i) {
+      uint32_t& of_row = largest[i / 2 % 2];
+      of_row = max(of_row, magnitude_bits(a[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t& of_row = largest[i];
+      of_row &= mask_of(rows, i);
+      of_row = max(of_row, __shfl_xor_sync(kAllLanes, of_row, 1));
+      of_row = max(of_row, __shfl_xor_sync(kAllLanes, of_row, 2));
+    }
+    const Fp8Scaler scaler[2] = {{largest[0], power_of_two}, {largest[1], power_of_two}};
+    write_scales(tile, row, column, {scaler[0].scale(), scaler[1].scale()});
+    // Of 16 columns a lane has two pairs, in words as the writer takes them two neighbouring ones.
+    uint32_t words[kScaleBlock / 8];
+#pragma unroll
+    for (int i = 0; i < kScaleBlock / 8; ++i) {
+      const int first = i / 2 * 8 + i % 2 * 2;
+      const Fp8Scaler& of_row = scaler[i % 2];
+      const uint32_t pairs = of_row.pack(a[first], a[first + 1]) | of_row.pack(a[first + 4], a[first + 5]) << 16;
+      words[i] = gather_pair(pairs & mask_of(rows, i % 2));
+    }
+    writer.write_packed_subtile(Pairs{this->a, this->columns / 2}, in_pairs(tile), row, column / 2, words);
+  }
+};
+
+}  // namespace anabranch::cuda::hopper

@@ -1,0 +1,122 @@
+// The main loop of products of float8_e4m3fn, whose sums over 128 of k are multiplied by the scales of both factors.
+//
+// Two elements of 8 bits stand where one of 16 does: tensor maps, gathers, tiles and the ring count pairs, and a k-block
+// is one block of scales deep. Tensor cores sum inside a block, whose sum may keep as few as 14 binary digits; the sums
+// of blocks are float32, by ordinary additions. While one warpgroup adds, the other one multiplies.
+#pragma once
+
+#include "core/cuda/divisor.h"
+#include "experts/block_scale.h"
+#include "experts/hopper/mainloop.cuh"
+
+namespace anabranch::cuda::hopper {
+
+static_assert(2 * kBlockK == kScaleBlock);
+
+// Scales of rows, [rows, blocks].
+struct RowScales {
+  const float* scales;
+  const int32_t* slots;  // row r is row slots[r] / slots_per_row; nullptr: row r itself
+  Divisor slots_per_row;
+  int32_t rows;    // there are
+  int32_t blocks;  // of a row
+
+  // Whose scales a row of the product has; -1: it is padding.
+  __device__ int32_t row_of(int32_t row) const {
+    if (slots == nullptr) return row;
+    const int32_t slot = slots[row];
+    const int32_t source = slots_per_row.quotient(slot);
+    return slot >= 0 && source < rows ? source : -1;
+  }
+  __device__ float at(int32_t row, int32_t block) const { return scales[int64_t{row} * blocks + block]; }
+};
+
+// Scales of weights, fewer than 2^32. A tile's first 128 columns have one, and its last.
+struct WeightScales {
+  const float* scales;
+  uint32_t of_expert;    // elements from expert to expert
+  uint32_t of_k;         // from block to block along k
+  uint32_t of_columns;   // along the columns that tiles count
+  uint32_t of_half;      // from the first half of a tile to the last
+  int32_t columns;       // there are, counted as tiles do
+  int32_t half_columns;  // of a tile's columns, where its last half begins: 0 where that is up's
+
+  __device__ uint32_t of(const Tile& tile) const {
+    return static_cast<uint32_t>(tile.expert) * of_expert + static_cast<uint32_t>(tile.column / kScaleBlock) * of_columns;
+  }
+  __device__ bool has_half(const Tile& tile) const { return tile.column + half_columns < columns; }
+};
+
+template <class Operand>
+struct ScaledRows : Operand {
+  static constexpr bool kScaled = true;
+  RowScales scales;
+};
+
+template <class Operand>
+struct ScaledWeights : Operand {
+  WeightScales scales;
+};
+
+// acc = A B for the warpgroup's 64 rows; `member`: which of the tile's.
+template <class OperandA, class OperandB, class Shape>
+__device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& ring, const OperandA& operand_a,
+                                                         const OperandB& operand_b, const Tile& tile, int member,
+                                                         float (&acc)[Shape::kColumns / 2]) {
+  static_assert(Shape::kWarpgroupPanels == 1 && Shape::kTilesInFlight == 1 && Shape::kColumns == 2 * kScaleBlock);
+  static_assert(OperandA::kMajor == Major::k && OperandB::kMajor == Major::k);
+  constexpr int kHalf = kScaleBlock / 2;  // accumulators of a thread
+  auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
+  const Descriptor first_a = make_descriptor(shared_address(ring.a[0])) + member * kNextPanel;
+  const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
+#pragma unroll
+  for (float& value : acc) value = 0.0f;
+  const RowScales& row_scales = operand_a.scales;
+  const WeightScales& weight_scales = operand_b.scales;
+  int32_t of_rows[2];  // -1: padding
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int32_t row = tile.row + member * kPanel + warp_index() % 4 * (kPanel / 4) + i * 8 + lane_index() / 4;
+    of_rows[i] = row < tile.end_row ? row_scales.row_of(row) : -1;
+  }
+  uint32_t of_columns = weight_scales.of(tile);
+  const bool has_half = weight_scales.has_half(tile);
+#pragma unroll 1
+  for (int block = 0; block < tile.k_blocks; ++block) {
+    ring.full[at.stage].wait(at.phase);
+    if constexpr (OperandA::kGathered) fence_async_proxy();
+    const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
+    const Descriptor b = first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel;
+    float rows[2];
+    float columns[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sums[kHalf];
+      begin_accumulators(sums);
+      fence_accumulators();
+#pragma unroll
+      for (int k = 0; k < kBlockK / kWgmmaK; ++k) {
+        Wgmma8<kScaleBlock>::begin(sums, a + k * kNextK<Major::k>,
+                                   b + half * (kScaleBlock / kPanel) * kNextPanel + k * kNextK<Major::k>, k);
+      }
+      commit_products();
+      if (half == 0) {
+        // While the tensor cores multiply.
+#pragma unroll
+        for (int i = 0; i < 2; ++i) rows[i] = of_rows[i] < 0 ? 0.0f : row_scales.at(of_rows[i], block);
+        columns[0] = weight_scales.scales[of_columns];
+        columns[1] = has_half ? weight_scales.scales[of_columns + weight_scales.of_half] : 0.0f;
+        of_columns += weight_scales.of_k;
+      }
+      wait_for_products<0>();
+      finish_accumulators(sums);
+      if (half == 1) ring.release(at);
+      const float scales[2] = {rows[0] * columns[half], rows[1] * columns[half]};
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) acc[half * kHalf + i] = fmaf(sums[i], scales[i / 2 % 2], acc[half * kHalf + i]);
+    }
+    at.advance();
+  }
+}
+
+}  // namespace anabranch::cuda::hopper

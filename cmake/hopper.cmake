@@ -22,10 +22,8 @@ foreach(arguments "Major::mn, RowsEpilogue" "Major::k, RowsEpilogue" "Major::mn,
   anabranch_hopper_instance(rows_product_${name} rows_product "launch_rows_product<${arguments}>"
                             "const RowsProduct&, TileChoice")
 endforeach()
-foreach(columns plain gated)
-  anabranch_hopper_instance(fp8_up_${columns} fp8_up "launch_fp8_up<HiddenColumns::${columns}>" "const Fp8Up&")
-endforeach()
 foreach(columns plain gated interleaved)
+  anabranch_hopper_instance(fp8_up_${columns} fp8_up "launch_fp8_up<HiddenColumns::${columns}>" "const Fp8Up&")
   anabranch_hopper_instance(fp8_hidden_gradient_${columns} fp8_hidden_gradient
                             "launch_fp8_hidden_gradient<HiddenColumns::${columns}>" "const Fp8HiddenGradient&")
 endforeach()

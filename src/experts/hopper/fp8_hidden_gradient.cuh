@@ -7,14 +7,14 @@
 
 namespace anabranch::cuda::hopper {
 
-template <HiddenColumns kHidden, class Element, class OperandA>
+template <HiddenColumns kHidden, class Element>
 ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
-  Product<Fp8Shape, Element, ScaledRows<OperandA>, ScaledWeights<ShuffledWeightOperand>, RowTiles,
+  Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, ScaledWeights<ShuffledWeightOperand>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, Fp8Shape::kColumns, Fp8Shape::kBlocks>,
           HiddenGradientEpilogue<Element, kHidden, true, Fp8RowQuantizer<Element, parts_of(kHidden)>>>
       product;
-  AB_RETURN_IF_ERROR(prepare_fp8_rows("d_out", g.d_y8, g.map, s.R, s.D, &product.a));
+  AB_RETURN_IF_ERROR(gather_fp8_rows("d_out", g.d_y8, g.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(make_shuffled_matrices_map("w_out", g.w8.values, kPairDtype, s.E, s.F, s.D / 2, kPanel,
                                                 &product.b.map));
   product.b.scales = scales_of(g.w8, s.F, false);
@@ -34,12 +34,8 @@ ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiproces
 
 template <HiddenColumns kHidden>
 ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
-  const auto with_element = [&]<class Element>(Element) {
-    return g.map.slots == nullptr
-               ? launch_fp8_hidden_gradient<kHidden, Element, RowOperand>(g, multiprocessors, stream)
-               : launch_fp8_hidden_gradient<kHidden, Element, GatheredRowOperand>(g, multiprocessors, stream);
-  };
-  return g.h.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
+  return g.h.dtype == AB_BFLOAT16 ? launch_fp8_hidden_gradient<kHidden, BFloat16>(g, multiprocessors, stream)
+                                  : launch_fp8_hidden_gradient<kHidden, Float16>(g, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

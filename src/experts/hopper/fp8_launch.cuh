@@ -16,14 +16,16 @@ using Fp8Shape = InPairs<Tile128x256>;
 
 inline Floats pairs_of(const Fp8Rows& rows) { return {const_cast<void*>(rows.values), kPairDtype}; }
 
-// Rows of `columns` elements; gathered by the map, or in their order.
-inline ab_status prepare_fp8_rows(const char* name, const Fp8Rows& rows, const RowMap& map, int64_t R, int64_t columns,
+// Rows of `columns` elements, in their order.
+inline ab_status prepare_fp8_rows(const char* name, const Fp8Rows& rows, int64_t R, int64_t columns,
                                   ScaledRows<RowOperand>* operand) {
-  operand->scales = {rows.scales, nullptr, Divisor(1), static_cast<int32_t>(R), static_cast<int32_t>(columns / kScaleBlock)};
-  return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), map, columns / 2, static_cast<RowOperand*>(operand));
+  operand->scales = {rows.scales, nullptr, Divisor(1), static_cast<int32_t>(R),
+                     static_cast<int32_t>(columns / kScaleBlock)};
+  return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), {}, columns / 2, static_cast<RowOperand*>(operand));
 }
-inline ab_status prepare_fp8_rows(const char* name, const Fp8Rows& rows, const RowMap& map, int64_t, int64_t columns,
-                                  ScaledRows<GatheredRowOperand>* operand) {
+// Rows that a map names; without one in their order.
+inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const RowMap& map, int64_t columns,
+                                 ScaledRows<GatheredRowOperand>* operand) {
   operand->scales = {rows.scales, map.slots, map.by_topk, map.sources(), static_cast<int32_t>(columns / kScaleBlock)};
   return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), map, columns / 2,
                                        static_cast<GatheredRowOperand*>(operand));

@@ -12,11 +12,15 @@ ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, 
   Product<Fp8Shape, Element, ScaledRows<RowOperand>, ScaledWeights<Weights>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, Fp8Shape::kColumns, Fp8Shape::kBlocks>, Epilogue>
       product;
-  AB_RETURN_IF_ERROR(prepare_fp8_rows("x", p.x8, p.map, p.R, p.D, &product.a));
+  AB_RETURN_IF_ERROR(prepare_fp8_rows("x", p.x8, p.R, p.D, &product.a));
   AB_RETURN_IF_ERROR(make_fp8_weights_map("w", p.w8, p.E, 0, p.N, p.stored_columns(), p.D,
                                           Fp8Shape::kColumns / Fp8Shape::kBlocks, &product.b.map));
   product.b.scales = scales_of(p.w8, p.N, false);
   AB_RETURN_IF_ERROR(prepare_epilogue(p, &product.epilogue));
+  // The main loop adds no bias, whichever weights it has.
+  if constexpr (std::is_same_v<Epilogue, ScaleBiasEpilogue<Element>>) {
+    product.epilogue.bias = static_cast<const Element*>(p.bias);
+  }
   return launch_fp8_product("grouped product", &product, p.group_sizes, p.R, p.E, p.D,
                             ceil_div(p.N, Fp8Shape::kColumns), p.skips_rest, multiprocessors, stream);
 }

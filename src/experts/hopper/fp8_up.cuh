@@ -21,27 +21,28 @@ inline ab_status prepare_fp8_up_weights(const Fp8Up& up, WeightOperand<Major::k>
                               &weights->map);
 }
 
-template <HiddenColumns kHidden, class Element, class OperandA>
+template <HiddenColumns kHidden, class Element>
 ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
   constexpr int kParts = parts_of(kHidden);
   constexpr int kWidth = Fp8Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
-  using Weights = UpWeights<kHidden, Major::k>;
-  Product<Fp8Shape, Element, ScaledRows<OperandA>, ScaledWeights<Weights>, RowTiles,
+  using Weights = std::conditional_t<kParts == 2, GatedWeightOperand<Major::k>, WeightOperand<Major::k>>;
+  Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, ScaledWeights<Weights>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, kWidth, Fp8Shape::kBlocks>, Fp8UpEpilogue<Element, kHidden>>
       product;
-  AB_RETURN_IF_ERROR(prepare_fp8_rows("x", up.x8, up.map, s.R, s.D, &product.a));
+  AB_RETURN_IF_ERROR(gather_fp8_rows("x", up.x8, up.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_fp8_up_weights(up, static_cast<Weights*>(&product.b)));
   product.b.scales = scales_of(up.w8, s.F, kParts == 2);
   auto& out = product.epilogue;
   AB_RETURN_IF_ERROR(
       make_row_window_map("a", up.a8.values, kPairDtype, s.F / 2, kScaleBlock / 2, kSubtileRows, &out.a, s.F / 2));
-  for (int64_t i = 0; i < out.kHiddenMaps; ++i) {
-    // Without h some memory, for the map.
-    void* h = up.h.data == nullptr ? up.a8.values : static_cast<char*>(up.h.data) + i * s.F * 2;
-    const int64_t stride = up.h.data == nullptr ? s.F / 2 : kParts * s.F;
-    AB_RETURN_IF_ERROR(make_row_window_map("h", h, up.x.dtype, up.h.data == nullptr ? s.F / 2 : s.F,
-                                           kSubtileColumns<Element>, kSubtileRows, &out.h[i], stride));
+  for (int64_t i = 0; i < out.kHiddenMaps && up.h.data != nullptr; ++i) {
+    using HiddenElement = typename Fp8UpEpilogue<Element, kHidden>::HiddenElement;
+    const int32_t dtype = sizeof(HiddenElement) == 4 ? AB_FLOAT32 : up.x.dtype;
+    void* h = static_cast<char*>(up.h.data) + i * s.F * 2;
+    const int64_t row_bytes = kParts * s.F * 2;
+    AB_RETURN_IF_ERROR(make_row_window_map("h", h, dtype, s.F, kSubtileColumns<HiddenElement>, kSubtileRows, &out.h[i],
+                                           row_bytes / static_cast<int64_t>(sizeof(HiddenElement))));
   }
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);
@@ -56,11 +57,8 @@ ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t strea
 
 template <HiddenColumns kHidden>
 ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
-  const auto with_element = [&]<class Element>(Element) {
-    return up.map.slots == nullptr ? launch_fp8_up<kHidden, Element, RowOperand>(up, multiprocessors, stream)
-                                   : launch_fp8_up<kHidden, Element, GatheredRowOperand>(up, multiprocessors, stream);
-  };
-  return up.x.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
+  return up.x.dtype == AB_BFLOAT16 ? launch_fp8_up<kHidden, BFloat16>(up, multiprocessors, stream)
+                                   : launch_fp8_up<kHidden, Float16>(up, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -7,15 +7,26 @@
 
 namespace anabranch::cuda::hopper {
 
-// Maps of `a` count pairs of elements.
+// Gate and up stand side by side in tiles, whichever way they do in h and the bias. Maps of `a` count pairs of elements;
+// a gate and its up that are neighbours in h count as one element of 32 bits.
 template <class Element, HiddenColumns kHidden>
 struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
   using Base = UpEpilogue<Element, kHidden>;
   using Base::kParts;
 
+  static constexpr bool kInterleaved = kHidden == HiddenColumns::interleaved;
+  using HiddenElement = std::conditional_t<kInterleaved, float, Element>;
+
   float* scales;  // of `a`: [R, F / 128]
   bool power_of_two;
-  const Element* bias;  // [E, kParts, F], or nullptr
+  const Element* bias;  // [E, kParts, F], or [E, F, 2]; or nullptr
+
+  __device__ void prefetch_maps() const {
+    prefetch_map(this->a);
+    if (!this->keeps_h) return;
+#pragma unroll
+    for (const CUtensorMap& map : this->h) prefetch_map(map);
+  }
 
   // In the accumulators' own registers, since there are no others: they become `a`.
   template <class Shape>
@@ -53,22 +64,24 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     if (!this->keeps_h) return;
 #pragma unroll
     for (const CUtensorMap& map : this->h) {
-      writer.write_zeros<Shape::kColumns / Base::kHiddenMaps>(
-          typename Base::Destination{map, Base::kHiddenScale * this->columns}, Base::hidden_tile(tile), row);
+      writer.write_zeros<kWidth>(HiddenRows{map, this->columns}, tile, row);
     }
   }
 
  private:
   using Values = SubtileValues<Element>;
 
-  struct Pairs {
-    using Out = BFloat16;  // as large
+  template <class Element_>
+  struct RowsOf {
+    using Out = Element_;
     const CUtensorMap& map;
     int32_t columns;
     __device__ void send(uint32_t subtile, const Tile& tile, int row, int column) const {
       store_box(map, subtile, WindowCoordinates{tile.column + column, tile.row + row, tile.end_row});
     }
   };
+  using Pairs = RowsOf<BFloat16>;  // as large as two elements of `a`
+  using HiddenRows = RowsOf<HiddenElement>;
   static __device__ Tile in_pairs(Tile tile) {
     tile.column /= 2;
     return tile;
@@ -93,30 +106,54 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
   __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                const float* const (&hidden)[kParts], const RowPair& rows) const {
     if (!this->keeps_h) return;
+    if constexpr (kInterleaved) {
+      constexpr int kColumns = kSubtileColumns<float>;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      uint32_t words[Values::kCount / 2];
+      for (int first = 0; first < kSubtileColumns<Element>; first += kColumns) {
+        float words[kColumns / 2];
 #pragma unroll
-      for (int i = 0; i < Values::kCount / 2; ++i) {
-        words[i] = pack<Element>(hidden[part][2 * i], hidden[part][2 * i + 1]) & mask_of(rows, i % 2);
+        for (int i = 0; i < kColumns / 2; ++i) {
+          const uint32_t word = pack<Element>(hidden[0][first / 2 + i], hidden[1][first / 2 + i]);
+          words[i] = float_from_bits(word & mask_of(rows, i / 2 % 2));
+        }
+        writer.write_subtile(HiddenRows{this->h[0], this->columns}, tile, row, column + first, words);
       }
-      writer.write_packed_subtile(typename Base::Destination{this->h[part], this->columns}, tile, row, column, words);
+    } else {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        uint32_t words[Values::kCount / 2];
+#pragma unroll
+        for (int i = 0; i < Values::kCount / 2; ++i) {
+          words[i] = pack<Element>(hidden[part][2 * i], hidden[part][2 * i + 1]) & mask_of(rows, i % 2);
+        }
+        writer.write_packed_subtile(HiddenRows{this->h[part], this->columns}, tile, row, column, words);
+      }
     }
   }
 
   template <int kWidth>
   __device__ __forceinline__ void add_bias(const Tile& tile, float (&acc)[kParts * kWidth / 2]) const {
+    const int64_t of_expert = int64_t{tile.expert} * kParts * this->columns;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int64_t first = (int64_t{tile.expert} * kParts + part) * this->columns + tile.column;
+    for (int i = 0; i < kWidth / 2; i += 4) {
+      const int32_t column = tile.column + i * 2 + lane_index() % 4 * 2;
+      if (column >= this->columns) continue;
+      uint32_t words[kParts];  // of the lane's two columns
+      if constexpr (kInterleaved) {
+        const auto both = *reinterpret_cast<const uint2*>(bias + of_expert + 2 * column);
+        words[0] = __byte_perm(both.x, both.y, 0x5410);
+        words[1] = __byte_perm(both.x, both.y, 0x7632);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kWidth / 2; i += 4) {
-        const int column = i * 2 + lane_index() % 4 * 2;
-        if (tile.column + column >= this->columns) continue;
-        const auto pair = *reinterpret_cast<const uint32_t*>(bias + first + column);
+        for (int part = 0; part < kParts; ++part) {
+          words[part] = *reinterpret_cast<const uint32_t*>(bias + of_expert + part * this->columns + column);
+        }
+      }
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          acc[part * kWidth / 2 + i + j] += j % 2 == 0 ? low_half<Element>(pair) : high_half<Element>(pair);
+          acc[part * kWidth / 2 + i + j] += j % 2 == 0 ? low_half<Element>(words[part]) : high_half<Element>(words[part]);
         }
       }
     }

@@ -89,8 +89,8 @@ class GroupedProduct {
  private:
   // Of a thread. At the start each has 65536 / kThreads of them, rounded down to a multiple of 8. Gathering takes more.
   static constexpr bool kProducerTakesMore = kGathers && !P::Epilogue::template kTakesRegisters<Shape>;
-  static constexpr int kProducerRegisters = kProducerTakesMore ? 56 : 40;
-  static constexpr int kConsumerRegisters = kProducerTakesMore ? 224 : 232;
+  static constexpr int kProducerRegisters = OperandA::kScaled || kProducerTakesMore ? 56 : 40;
+  static constexpr int kConsumerRegisters = OperandA::kScaled || kProducerTakesMore ? 224 : 232;
   static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3,
                 "more registers than a multiprocessor has");
 
@@ -121,20 +121,18 @@ class GroupedProduct {
 
   __device__ void consume(int warpgroup) {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
-    const int warp = warp_index() - kWarpgroup / kWarp;  // of the consumers
-    SubtileWriter writer(shared_.subtiles[warp]);
+    SubtileWriter writer(shared_.subtiles[consumer_warp_anew()]);
     constexpr bool kInRegister = !P::Epilogue::kTakesPosition && !OperandA::kScaled;
     int position = first_tile;
-    volatile int32_t& position_in_memory = shared_.positions[warp];
-    if (!kInRegister) position_in_memory = first_tile;
+    if (!kInRegister) position_in_memory() = first_tile;
     for (;;) {
       int n = position;
-      if constexpr (!kInRegister) n = position_in_memory;
-      const Tile tile = shared_.queue.get(n);
+      if constexpr (!kInRegister) n = position_in_memory();
+      Tile tile = OperandA::kScaled ? shared_.queue.peek(n) : shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
       const int thread = thread_index_anew();
       const int member = Shape::kTilesInFlight == 1 ? thread / kWarpgroup - 1 : 0;
-      const int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kSubtileRows;
+      int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kSubtileRows;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
       auto prefetched = p_.epilogue.template begin_prefetch<Shape>(writer, tile, first_row);
       shared_.ring.begin_mainloop(n);
@@ -142,6 +140,12 @@ class GroupedProduct {
         multiply(n, tile, member, acc, [&] { p_.epilogue.template finish_prefetch<Shape>(prefetched); });
       } else {
         shared_.ring.end_mainloop(n);
+      }
+      if constexpr (OperandA::kScaled) {
+        // Found anew rather than kept: accumulators of two kinds leave no registers.
+        tile = shared_.queue.get(position_in_memory());
+        first_row = consumer_warp_anew() * kSubtileRows;
+        writer = SubtileWriter::anew(shared_.subtiles[consumer_warp_anew()]);
       }
 #pragma unroll
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
@@ -155,9 +159,9 @@ class GroupedProduct {
       if constexpr (kInRegister) {
         position += Shape::kTilesInFlight;
       } else {
-        const int done = position_in_memory;
+        const int done = position_in_memory();
         __syncwarp();
-        if (lane_index() == 0) position_in_memory = done + Shape::kTilesInFlight;
+        if (lane_index() == 0) position_in_memory() = done + Shape::kTilesInFlight;
         __syncwarp();
       }
     }
@@ -170,6 +174,9 @@ class GroupedProduct {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
   }
+
+  static __device__ int consumer_warp_anew() { return thread_index_anew() / kWarp - kWarpgroup / kWarp; }
+  __device__ volatile int32_t& position_in_memory() { return shared_.positions[consumer_warp_anew()]; }
 
   // Only panels that have rows of the expert.
   template <class DuringLast>

@@ -13,7 +13,7 @@ namespace anabranch::cuda::hopper {
 
 static_assert(2 * kBlockK == kScaleBlock);
 
-// Scales of rows, [rows, blocks].
+// Scales of rows, [rows, blocks], fewer than 2^32, and one at least.
 struct RowScales {
   const float* scales;
   const int32_t* slots;  // row r is row slots[r] / slots_per_row; nullptr: row r itself
@@ -21,14 +21,15 @@ struct RowScales {
   int32_t rows;    // there are
   int32_t blocks;  // of a row
 
-  // Whose scales a row of the product has; -1: it is padding.
-  __device__ int32_t row_of(int32_t row) const {
-    if (slots == nullptr) return row;
-    const int32_t slot = slots[row];
-    const int32_t source = slots_per_row.quotient(slot);
-    return slot >= 0 && source < rows ? source : -1;
+  // Where the scales of a row of the product begin; of padding, whose results are not used, any.
+  __device__ uint32_t of(int32_t row) const {
+    int32_t source = row;
+    if (slots != nullptr) {
+      const int32_t slot = slots[row];
+      source = slot < 0 ? rows : slots_per_row.quotient(slot);
+    }
+    return source < rows ? static_cast<uint32_t>(source) * static_cast<uint32_t>(blocks) : 0u;
   }
-  __device__ float at(int32_t row, int32_t block) const { return scales[int64_t{row} * blocks + block]; }
 };
 
 // Scales of weights, fewer than 2^32. A tile's first 128 columns have one, and its last.
@@ -44,7 +45,8 @@ struct WeightScales {
   __device__ uint32_t of(const Tile& tile) const {
     return static_cast<uint32_t>(tile.expert) * of_expert + static_cast<uint32_t>(tile.column / kScaleBlock) * of_columns;
   }
-  __device__ bool has_half(const Tile& tile) const { return tile.column + half_columns < columns; }
+  // From the scale of the first half to that of the last, or any where there are no such columns.
+  __device__ uint32_t half_of(const Tile& tile) const { return tile.column + half_columns < columns ? of_half : 0u; }
 };
 
 template <class Operand>
@@ -73,16 +75,16 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
   for (float& value : acc) value = 0.0f;
   const RowScales& row_scales = operand_a.scales;
   const WeightScales& weight_scales = operand_b.scales;
-  int32_t of_rows[2];  // -1: padding
+  uint32_t of_rows[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int32_t row = tile.row + member * kPanel + warp_index() % 4 * (kPanel / 4) + i * 8 + lane_index() / 4;
-    of_rows[i] = row < tile.end_row ? row_scales.row_of(row) : -1;
+    of_rows[i] = row_scales.of(min(row, tile.end_row - 1));
   }
   uint32_t of_columns = weight_scales.of(tile);
-  const bool has_half = weight_scales.has_half(tile);
+  const uint32_t of_half = weight_scales.half_of(tile);
 #pragma unroll 1
-  for (int block = 0; block < tile.k_blocks; ++block) {
+  for (int left = tile.k_blocks; left > 0; --left) {
     ring.full[at.stage].wait(at.phase);
     if constexpr (OperandA::kGathered) fence_async_proxy();
     const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
@@ -103,9 +105,9 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
       if (half == 0) {
         // While the tensor cores multiply.
 #pragma unroll
-        for (int i = 0; i < 2; ++i) rows[i] = of_rows[i] < 0 ? 0.0f : row_scales.at(of_rows[i], block);
+        for (int i = 0; i < 2; ++i) rows[i] = row_scales.scales[of_rows[i]++];
         columns[0] = weight_scales.scales[of_columns];
-        columns[1] = has_half ? weight_scales.scales[of_columns + weight_scales.of_half] : 0.0f;
+        columns[1] = weight_scales.scales[of_columns + of_half];
         of_columns += weight_scales.of_k;
       }
       wait_for_products<0>();

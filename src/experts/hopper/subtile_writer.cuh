@@ -43,6 +43,13 @@ class SubtileWriter {
   // subtiles: kSubtileBuffers buffers of kSubtileBytes, 1024-byte aligned.
   __device__ explicit SubtileWriter(char* subtiles) : subtiles_(shared_address(subtiles)) {}
 
+  // The same of a warp whose earlier writer is forgotten: nothing of it takes registers while a product runs.
+  static __device__ __forceinline__ SubtileWriter anew(char* subtiles) {
+    if (lane_index() == 0) wait_for_stores_to_read<0>();
+    __syncwarp();
+    return SubtileWriter(subtiles);
+  }
+
   // Rows row, ..., row + 15 of the tile, all its columns. acc: of m64nkColumns.
   template <int kColumns, class Destination>
   __device__ void write(const Destination& to, const Tile& tile, int row, const float (&acc)[kColumns / 2]) {

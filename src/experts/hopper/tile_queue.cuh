@@ -30,20 +30,25 @@ class TileQueue {
   }
 
   // The n-th tile, for one whole warp, whose first lane reads it. A warp may leave tiles out that it is no reader of.
-  __device__ Tile get(int n) {
+  __device__ Tile get(int n) { return read(n, true); }
+
+  // The same of a tile that the warp will get().
+  __device__ Tile peek(int n) { return read(n, false); }
+
+ private:
+  static constexpr int kStages = 4;
+
+  __device__ Tile read(int n, bool last) {
     const auto at = RingPosition<kStages>::of(n);
     full_[at.stage].wait(at.phase);
     __syncwarp();  // no lane may fall a phase behind
     Tile tile{};
     if (lane_index() == 0) {
       tile = tiles_[at.stage];
-      empty_[at.stage].arrive();
+      if (last) empty_[at.stage].arrive();
     }
     return of_first_lane(tile);
   }
-
- private:
-  static constexpr int kStages = 4;
 
   static __device__ Tile of_first_lane(const Tile& tile) {
     static_assert(sizeof(Tile) == 12 * sizeof(int32_t), "ten members, all of them below");

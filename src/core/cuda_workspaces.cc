@@ -85,9 +85,15 @@ ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E, int64_
 
 ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t backward,
                                                          int32_t dtype, size_t* bytes) {
-  AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
-  return cuda::answer({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes,
-                      [&] { return cuda::combined_rows_bytes(R, E, N, D, backward != 0, dtype); });
+  const bool fp8 = dtype == AB_FLOAT8_E4M3;
+  if (!fp8) AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
+  return cuda::answer({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes, [&] {
+    return cuda::rows_bytes(R, cuda::combined_columns(R, E, N, D, backward != 0, fp8), fp8 ? AB_BFLOAT16 : dtype);
+  });
+}
+
+ab_status ab_cuda_fp8_rows_workspace_bound(int64_t R, int64_t D, size_t* bytes) {
+  return cuda::answer({{{"R", R}, {"D", D}}}, bytes, [&] { return cuda::fp8_rows_bytes(R, D); });
 }
 
 ab_status ab_cuda_expert_ffn_forward_workspace_bound(int64_t R, int64_t F, int32_t dtype, size_t* bytes) {

@@ -1,5 +1,6 @@
 // Hopper's products where there are none.
 #include "core/status.h"
+#include "experts/hopper/fp8_products.h"
 #include "experts/hopper/products.h"
 
 namespace anabranch::cuda::hopper {
@@ -23,5 +24,13 @@ ab_status multiply(const Up&, TileChoice, int, cudaStream_t) { return refused();
 ab_status multiply(const RowsProduct&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status multiply(const HiddenGradient&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status multiply(const WeightGradient&, TileChoice, void*, int, cudaStream_t) { return refused(); }
+
+const char* why_not(const Fp8Up&) { return kNot; }
+const char* why_not(const Fp8RowsProduct&) { return kNot; }
+const char* why_not(const Fp8HiddenGradient&) { return kNot; }
+int64_t parts_of_dots(const Fp8HiddenGradient&) { return 0; }
+ab_status multiply(const Fp8Up&, int, cudaStream_t) { return refused(); }
+ab_status multiply(const Fp8RowsProduct&, int, cudaStream_t) { return refused(); }
+ab_status multiply(const Fp8HiddenGradient&, int, cudaStream_t) { return refused(); }
 
 }  // namespace anabranch::cuda::hopper

@@ -169,12 +169,19 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
             "a_scales": jax.ShapeDtypeStruct((R, F // BLOCK), jnp.float32) if quantised else None,
             "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if keep_h else None,
         },
-        workspace=0 if result == "a" else _workspaces.ffn_forward(R, F, x.dtype),
+        workspace=_forward_workspace(config, x, R, F, result),
         orders=config.orders(),
         **config.attributes(),
         weight_early=int(config.weight_early),
         skip_rest=int(config.skip_rest and result == "a"),
     )
+
+
+def _forward_workspace(config: FfnConfig, x: jax.Array, R: int, F: int, result: str) -> int:
+    of_x = _workspaces.fp8_rows(*x.shape) if config.fp8 else 0
+    if result == "a":
+        return of_x
+    return of_x + (_workspaces.fp8_rows(R, F) if config.fp8 else _workspaces.ffn_forward(R, F, x.dtype))
 
 
 def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> FfnGradients:
@@ -211,7 +218,8 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
             d_weights=True,
             d_w_out=True,
             d_w_in=True,
-        ),
+        )
+        + (_workspaces.fp8_rows(h.shape[0], h.size // max(h.shape[0], 1)) if config.fp8 else 0),
     )
     d_weights = None if weights is None else results["d_weights"].astype(weights.dtype)
     return FfnGradients(
@@ -234,6 +242,8 @@ def _backward(
     """The results, from h or from what a call before made of it; dh takes h's place."""
     inputs = operands.by_name()
     del inputs["b_in"]
+    if config.fp8 and d_out is not None and "h" in hidden:
+        workspace += _workspaces.fp8_rows(*d_out.shape)
     return _ffi.call(
         "ab_xla_expert_ffn_backward",
         {**inputs, "d_out": d_out, **hidden},
@@ -321,7 +331,7 @@ class SlotProduct:
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
             aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
-            workspace=_workspaces.grouped_matmul_combine(R, E, D, N, row_dtype, backward=self.backward),
+            workspace=_workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
             skip_rest=int(self.skip_rest),

@@ -53,9 +53,14 @@ def grouped_matmul_dw(R: int, E: int, D: int, N: int, x_dtype: Any, d_y_dtype: A
 
 
 def grouped_matmul_combine(R: int, E: int, D: int, N: int, dtype: Any, *, backward: bool = False) -> int:
-    """For a chunk of the columns of the rows [R, N]; dtype: of x [R, D]; backward: they are gradients."""
+    """For a chunk of the columns of the rows [R, N]; dtype: of x [R, D], e4m3 too; backward: they are gradients."""
     sizes = (_size(R), _size(E), _size(D), _size(N))
     return _bound("grouped_matmul_combine", *sizes, _flag(backward), _dtype(dtype))
+
+
+def fp8_rows(R: int, D: int) -> int:
+    """For rows [R, D] that are quantised."""
+    return _bound("fp8_rows", _size(R), _size(D))
 
 
 def ffn_forward(R: int, F: int, dtype: Any) -> int:

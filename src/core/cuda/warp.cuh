@@ -37,4 +37,9 @@ __device__ __forceinline__ float max_lanes(float value) {
   return reduce_lanes<kLanes>(value, [](float a, float b) { return fmaxf(a, b); });
 }
 
+template <int kLanes>
+__device__ __forceinline__ uint32_t max_lanes(uint32_t value) {
+  return reduce_lanes<kLanes>(value, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+}
+
 }  // namespace anabranch::cuda

@@ -63,19 +63,24 @@ struct Backward {
   ab_status compute_hidden_fp8(const Device& device, cudaStream_t stream) const {
     AB_RETURN_IF_ERROR(quantize_rows(Floats(args.d_out), args.d_out->shape[0], s.D, d_y8, stream));
     AB_RETURN_IF_ERROR(w_out.fill(stream));
-    Fp8HiddenGradient hidden8;
-    static_cast<HiddenGradient&>(hidden8) = hidden();
-    hidden8.d_y8 = rows_of(d_y8);
-    hidden8.w8 = w_out.factor();
-    hidden8.dh8 = dh8;
-    return compute_hidden_gradient(hidden8, device, stream);
+    return compute_hidden_gradient(hidden_fp8(), device, stream);
+  }
+
+  Fp8HiddenGradient hidden_fp8() const {
+    Fp8HiddenGradient gradient;
+    static_cast<HiddenGradient&>(gradient) = hidden();
+    gradient.d_y8 = rows_of(d_y8);
+    gradient.w8 = w_out.factor();
+    gradient.dh8 = dh8;
+    return gradient;
   }
 
   // Where dh came from an earlier call without its quantised form, it is quantised as it stands, one part after the
   // other: rows of gate and up are blocks of their own.
   ab_status compute_inputs_fp8(const Device& device, cudaStream_t stream) const {
     if (args.h == nullptr && args.dh_q == nullptr) {
-      AB_RETURN_IF_ERROR(quantize_rows(dh, s.R, s.P * s.F, dh8, stream));
+      AB_RETURN_IF_ERROR(s.layout.interleaved ? quantize_pairs(dh, s.R, s.F, dh8, stream)
+                                              : quantize_rows(dh, s.R, s.P * s.F, dh8, stream));
     }
     AB_RETURN_IF_ERROR(w_in.fill(stream));
     Fp8RowsProduct inputs8;
@@ -125,7 +130,7 @@ struct Backward {
     slots.map = map;
     slots.group_sizes = group_sizes();
     slots.dots = static_cast<const float*>(scratch);
-    slots.parts = dot_parts(hidden(), device);
+    slots.parts = fp8 ? dot_parts(hidden_fp8()) : dot_parts(hidden(), device);
     slots.d_y = Floats(args.d_out);
     slots.b_out = Floats(args.b_out);
     slots.d_weights = data<float>(args.d_weights);

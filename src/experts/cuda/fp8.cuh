@@ -10,9 +10,13 @@ namespace anabranch::cuda {
 
 // Two numbers as two bytes, the first in the lower one.
 __device__ __forceinline__ uint32_t pack_fp8(float low, float high) {
+#if __CUDA_ARCH__ >= 890
   uint16_t bytes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(high), "f"(low));
   return bytes;
+#else
+  return from_float<Float8E4M3>(low).bits | uint32_t{from_float<Float8E4M3>(high).bits} << 8;
+#endif
 }
 
 // The same of quotients that one reciprocal gives, for numbers that are sums in float32 and so rounded already: of a

@@ -49,6 +49,10 @@ struct Fp8HiddenGradient : HiddenGradient {
   Fp8Output dh8;  // [R, P, F], gate before up; or none
 };
 
+// Parts of <da', a> that the gradient below writes.
+int64_t dot_parts(const Fp8HiddenGradient& gradient);
+
+// Errors where the GPU or the operands are such that there are no kernels.
 ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream);
 ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream);
 ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream);

@@ -15,7 +15,8 @@ bool wants_powers_of_two(const Args& args) {
 inline Fp8Output take_fp8_rows(Workspace& workspace, bool wanted, int64_t rows, int64_t columns, bool power_of_two) {
   const int64_t count = wanted ? rows : 0;
   void* values = workspace.take_rows(count, columns, AB_FLOAT8_E4M3);
-  return {values, workspace.take<float>(count * (columns / kScaleBlock)), power_of_two};
+  void* scales = workspace.take_rows(count, columns / kScaleBlock, AB_FLOAT32);
+  return {values, static_cast<float*>(scales), power_of_two};
 }
 
 inline Fp8Rows rows_of(const Fp8Output& out) { return {out.values, out.scales}; }

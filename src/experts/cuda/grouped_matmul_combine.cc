@@ -71,10 +71,7 @@ GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 }
 
 int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  const int64_t columns = chunk_columns(s.R, s.E, s.N, s.D, args.backward != 0);
-  if (!is_fp8(args)) return columns;
-  constexpr int64_t kTileColumns = 256;  // of its products, which begin at whole blocks of scales
-  return std::min((columns + kTileColumns - 1) / kTileColumns * kTileColumns, s.N);
+  return combined_columns(s.R, s.E, s.N, s.D, args.backward != 0, is_fp8(args));
 }
 
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {

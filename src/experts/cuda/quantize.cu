@@ -57,9 +57,26 @@ __device__ __forceinline__ void store_eight(uint8_t* to, uint2 bytes) {
   }
 }
 
-// A block of scales is 16 threads, which take kAtOnce of them.
+// How blocks of scales lie in rows: block b of `parts` and `of_part` a row begins at
+//     row_stride * row + part_stride * part + block_stride * block, elements `stride` apart.
+struct RowBlocks {
+  int64_t count;
+  int32_t parts;
+  int32_t of_part;
+  int64_t row_stride;
+  int64_t part_stride;
+  int64_t block_stride;
+  int64_t stride;
+
+  __device__ int64_t first(int64_t block) const {
+    const int64_t row_part = block / of_part;
+    return row_part / parts * row_stride + row_part % parts * part_stride + block % of_part * block_stride;
+  }
+};
+
+// A block of scales is 16 threads, which take kAtOnce of them. kWhole: blocks follow each other, aligned.
 template <class T, bool kWhole>
-__global__ void __launch_bounds__(kThreads) quantize_blocks(const T* x, int64_t blocks, uint8_t* q, float* scales,
+__global__ void __launch_bounds__(kThreads) quantize_blocks(const T* x, RowBlocks blocks, uint8_t* q, float* scales,
                                                             bool power_of_two) {
   constexpr int kAtOnce = 4;
   wait_for_previous_kernel();
@@ -68,17 +85,16 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks(const T* x, int64_t 
   float values[kAtOnce][kEach];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    const int64_t block = min(first + i * (kThreads / kLanes), blocks - 1);
-    load_eight<kWhole>(x + block * kScaleBlock + place, 1, values[i]);
+    const int64_t block = min(first + i * (kThreads / kLanes), blocks.count - 1);
+    const int64_t from = kWhole ? block * kScaleBlock + place : blocks.first(block) + place * blocks.stride;
+    load_eight<kWhole>(x + from, blocks.stride, values[i]);
   }
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    uint32_t largest = largest_of(values[i]);
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
+    const uint32_t largest = max_lanes<kLanes>(largest_of(values[i]));
     const float scale = block_scale(largest, power_of_two);
     const int64_t block = first + i * (kThreads / kLanes);
-    if (block >= blocks) continue;
+    if (block >= blocks.count) continue;
     store_eight<kWhole>(q + block * kScaleBlock + place, quantized(values[i], scale));
     if (place == 0) scales[block] = scale;
   }
@@ -104,7 +120,7 @@ __global__ void __launch_bounds__(kThreads) quantize_weight_blocks(const T* w, W
   constexpr int kSide = static_cast<int>(kScaleBlock);
   constexpr int kRowBytes = kSide + 4;
   constexpr int kRounds = kSide * kLanes / kThreads;
-  __shared__ __align__(16) uint8_t tile[kSide * kRowBytes];
+  alignas(16) __shared__ uint8_t tile[kSide * kRowBytes];
   __shared__ uint32_t largest_of_warps[kThreads / kWarp];
   wait_for_previous_kernel();
   int32_t index = static_cast<int32_t>(blockIdx.x);
@@ -127,7 +143,7 @@ __global__ void __launch_bounds__(kThreads) quantize_weight_blocks(const T* w, W
   }
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) largest = max(largest, largest_of(values[i]));
-  largest = __reduce_max_sync(kAllLanes, largest);
+  largest = max_lanes<kWarp>(largest);
   if (lane_index() == 0) largest_of_warps[threadIdx.x / kWarp] = largest;
   __syncthreads();
 #pragma unroll
@@ -182,18 +198,30 @@ __global__ void __launch_bounds__(kThreads) quantize_weight_blocks(const T* w, W
   }
 }
 
-}  // namespace
-
-ab_status quantize_rows(const Floats& x, int64_t R, int64_t D, const Fp8Output& out, cudaStream_t stream) {
+ab_status quantize_row_blocks(const Floats& x, const RowBlocks& blocks, const Fp8Output& out, cudaStream_t stream) {
   constexpr int64_t kOfBlock = kThreads / kLanes * 4;
-  const int64_t blocks = R * (D / kScaleBlock);
-  const bool whole = common_alignment({address(x.data), 2 * address(out.values)}) == kAccessBytes;
+  if (blocks.count == 0) return ok();
+  const bool whole =
+      blocks.stride == 1 && common_alignment({address(x.data), 2 * address(out.values)}) == kAccessBytes;
   return with_float_type(x.dtype, [&]<class T>(T) {
-    const Launch shape{(blocks + kOfBlock - 1) / kOfBlock, kThreads, 0, stream, true};
+    const Launch shape{(blocks.count + kOfBlock - 1) / kOfBlock, kThreads, 0, stream, true};
     return launch("quantize_rows", whole ? quantize_blocks<T, true> : quantize_blocks<T, false>, shape,
                   static_cast<const T*>(x.data), blocks, static_cast<uint8_t*>(out.values), out.scales,
                   out.power_of_two);
   });
+}
+
+}  // namespace
+
+ab_status quantize_rows(const Floats& x, int64_t R, int64_t D, const Fp8Output& out, cudaStream_t stream) {
+  const int64_t of_row = D / kScaleBlock;
+  return quantize_row_blocks(x, {R * of_row, 1, static_cast<int32_t>(of_row), D, 0, kScaleBlock, 1}, out, stream);
+}
+
+ab_status quantize_pairs(const Floats& x, int64_t R, int64_t F, const Fp8Output& out, cudaStream_t stream) {
+  const int64_t of_part = F / kScaleBlock;
+  return quantize_row_blocks(x, {2 * R * of_part, 2, static_cast<int32_t>(of_part), 2 * F, 1, 2 * kScaleBlock, 2}, out,
+                             stream);
 }
 
 ab_status quantize_weights(const Floats& w, const QuantizedSizes& s, void* q, void* q_transposed, float* scales,
@@ -209,6 +237,7 @@ ab_status quantize_weights(const Floats& w, const QuantizedSizes& s, void* q, vo
   blocks.parts = static_cast<int32_t>(s.P);
   blocks.inner_is_f = inner_is_f;
   const int64_t count = s.E * s.P * (s.D / kScaleBlock) * (s.F / kScaleBlock);
+  if (count == 0) return ok();
   const bool whole = blocks.inner_stride == 1 && common_alignment({address(w.data), 2 * address(q),
                                                                    2 * address(q_transposed)}) == kAccessBytes;
   return with_float_type(w.dtype, [&]<class T>(T) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/workspace.h"
+#include "experts/block_scale.h"
 #include "experts/column_chunks.h"
 
 namespace anabranch::cuda {
@@ -17,9 +18,17 @@ inline size_t rows_bytes(int64_t R, int64_t columns, int32_t dtype) {
   return workspace.size();
 }
 
-// A chunk of the columns of rows [R, N], which are summed by token.
-inline size_t combined_rows_bytes(int64_t R, int64_t E, int64_t N, int64_t D, bool backward, int32_t dtype) {
-  return rows_bytes(R, chunk_columns(R, E, N, D, backward), dtype);
+// Columns of a chunk of rows [R, N], which are summed by token. Products of float8_e4m3fn have tiles of their own.
+inline int64_t combined_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool backward, bool fp8) {
+  return fp8 ? chunk_columns(R, E, N, D, backward, 256) : chunk_columns(R, E, N, D, backward);
+}
+
+// Rows that are quantised, with their scales.
+inline size_t fp8_rows_bytes(int64_t R, int64_t columns) {
+  Workspace workspace;
+  workspace.take_rows(R, columns, AB_FLOAT8_E4M3);
+  workspace.take_rows(R, columns / kScaleBlock, AB_FLOAT32);
+  return workspace.size();
 }
 
 // Parts of <da', a>, each over some of the columns: one for each 64 columns at most.

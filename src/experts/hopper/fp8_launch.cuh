@@ -31,16 +31,15 @@ inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const Ro
                                        static_cast<GatheredRowOperand*>(operand));
 }
 
-// `columns`: of tiles. Halves of a tile are gate's and up's columns, or neighbours.
-inline WeightScales scales_of(const Fp8Weights& w, int64_t columns, bool gated) {
+// Halves of a tile are gate's and up's columns, or neighbours.
+inline WeightScales scales_of(const Fp8Weights& w, int64_t E, bool gated) {
   WeightScales scales;
   scales.scales = w.scales;
   scales.of_expert = static_cast<uint32_t>(w.of_expert);
   scales.of_k = static_cast<uint32_t>(w.of_k);
   scales.of_columns = static_cast<uint32_t>(w.of_columns);
   scales.of_half = static_cast<uint32_t>(gated ? w.of_part : w.of_columns);
-  scales.columns = static_cast<int32_t>(columns);
-  scales.half_columns = gated ? 0 : kScaleBlock;
+  scales.last = static_cast<uint32_t>(E * w.of_expert - 1);
   return scales;
 }
 

@@ -35,18 +35,17 @@ struct RowScales {
 // Scales of weights, fewer than 2^32. A tile's first 128 columns have one, and its last.
 struct WeightScales {
   const float* scales;
-  uint32_t of_expert;    // elements from expert to expert
-  uint32_t of_k;         // from block to block along k
-  uint32_t of_columns;   // along the columns that tiles count
-  uint32_t of_half;      // from the first half of a tile to the last
-  int32_t columns;       // there are, counted as tiles do
-  int32_t half_columns;  // of a tile's columns, where its last half begins: 0 where that is up's
+  uint32_t of_expert;   // elements from expert to expert
+  uint32_t of_k;        // from block to block along k
+  uint32_t of_columns;  // along the columns that tiles count
+  uint32_t of_half;     // from the first half of a tile to the last
+  uint32_t last;        // there is
 
   __device__ uint32_t of(const Tile& tile) const {
     return static_cast<uint32_t>(tile.expert) * of_expert + static_cast<uint32_t>(tile.column / kScaleBlock) * of_columns;
   }
-  // From the scale of the first half to that of the last, or any where there are no such columns.
-  __device__ uint32_t half_of(const Tile& tile) const { return tile.column + half_columns < columns ? of_half : 0u; }
+  // Of the last half, or any scale where there are no such columns.
+  __device__ uint32_t half_of(uint32_t first) const { return min(first + of_half, last); }
 };
 
 template <class Operand>
@@ -68,7 +67,6 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
   static_assert(Shape::kWarpgroupPanels == 1 && Shape::kTilesInFlight == 1 && Shape::kColumns == 2 * kScaleBlock);
   static_assert(OperandA::kMajor == Major::k && OperandB::kMajor == Major::k);
   constexpr int kHalf = kScaleBlock / 2;  // accumulators of a thread
-  auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
   const Descriptor first_a = make_descriptor(shared_address(ring.a[0])) + member * kNextPanel;
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
 #pragma unroll
@@ -82,9 +80,16 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
     of_rows[i] = row_scales.of(min(row, tile.end_row - 1));
   }
   uint32_t of_columns = weight_scales.of(tile);
-  const uint32_t of_half = weight_scales.half_of(tile);
+  // Whether the first product of a block adds to what is there is false, but for all the compiler knows may be true: so
+  // all products have the same registers, and wait until those of the ones before have been read. Else it begins the
+  // next products in others, which there are too few of.
+  float sums[kHalf];
+#pragma unroll
+  for (float& value : sums) value = 0.0f;
+  const int never = static_cast<int>(tile.expert < 0);
 #pragma unroll 1
-  for (int left = tile.k_blocks; left > 0; --left) {
+  for (int k_block = tile.first_k_block; k_block < tile.first_k_block + tile.k_blocks; ++k_block) {
+    const auto at = OperandRing<Shape>::Position::of(k_block);
     ring.full[at.stage].wait(at.phase);
     if constexpr (OperandA::kGathered) fence_async_proxy();
     const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
@@ -93,13 +98,11 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
     float columns[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sums[kHalf];
-      begin_accumulators(sums);
       fence_accumulators();
 #pragma unroll
       for (int k = 0; k < kBlockK / kWgmmaK; ++k) {
         Wgmma8<kScaleBlock>::begin(sums, a + k * kNextK<Major::k>,
-                                   b + half * (kScaleBlock / kPanel) * kNextPanel + k * kNextK<Major::k>, k);
+                                   b + half * (kScaleBlock / kPanel) * kNextPanel + k * kNextK<Major::k>, k == 0 ? never : 1);
       }
       commit_products();
       if (half == 0) {
@@ -107,7 +110,7 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
 #pragma unroll
         for (int i = 0; i < 2; ++i) rows[i] = row_scales.scales[of_rows[i]++];
         columns[0] = weight_scales.scales[of_columns];
-        columns[1] = weight_scales.scales[of_columns + of_half];
+        columns[1] = weight_scales.scales[weight_scales.half_of(of_columns)];
         of_columns += weight_scales.of_k;
       }
       wait_for_products<0>();
@@ -117,7 +120,6 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) acc[half * kHalf + i] = fmaf(sums[i], scales[i / 2 % 2], acc[half * kHalf + i]);
     }
-    at.advance();
   }
 }
 

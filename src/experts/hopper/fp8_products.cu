@@ -1,0 +1,68 @@
+#include "experts/hopper/fp8_products.h"
+
+#include "experts/hopper/fp8_launch.cuh"
+#include "experts/hopper/launchers.h"
+#include "experts/hopper/limits.h"
+
+namespace anabranch::cuda::hopper {
+namespace {
+
+// Kernels count scales in uint32.
+constexpr int64_t kMostScales = int64_t{1} << 32;
+constexpr const char* kNotCountedScales = "more scales than 2^32";
+
+// Both factors, `rows` of k elements.
+const char* why_not_factors(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t E, int64_t k) {
+  if (rows * (k / kScaleBlock) >= kMostScales || E * w.of_expert >= kMostScales) return kNotCountedScales;
+  const bool fit = fits_tensor_map(x.values, kPairDtype, k / 2) && fits_tensor_map(w.values, kPairDtype, k / 2);
+  return fit ? nullptr : kNotChunks;
+}
+
+// As rows of the dtype that h has.
+Floats as_16_bit(const void* data, int32_t dtype) { return {const_cast<void*>(data), dtype}; }
+
+}  // namespace
+
+const char* why_not(const Fp8Up& up) {
+  const FfnSizes& s = up.s;
+  const int32_t dtype = up.x.dtype;
+  const auto hidden = {up.b_in, up.h, as_16_bit(up.a8.values, dtype)};
+  if (const char* why = why_not_fused(s, up.map, as_16_bit(up.x8.values, dtype), hidden)) return why;
+  return why_not_factors(up.x8, up.map.sources(), up.w8, s.E, s.D);
+}
+
+const char* why_not(const Fp8HiddenGradient& g) {
+  const FfnSizes& s = g.s;
+  const int32_t dtype = g.h.dtype;
+  const auto hidden = {g.h, g.dh, g.weighted_a, as_16_bit(g.dh8.values, dtype)};
+  if (const char* why = why_not_fused(s, g.map, as_16_bit(g.d_y8.values, dtype), hidden)) return why;
+  return why_not_factors(g.d_y8, g.map.sources(), g.w8, s.E, s.D);
+}
+
+const char* why_not(const Fp8RowsProduct& p) {
+  if (!is_16_bit(p.dtype)) return kNot16Bit;
+  if (!are_counted({p.R, p.E, p.D, p.N}) || !tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns)) return kNotCounted;
+  const bool fit = fits_tensor_map(p.y, p.dtype, p.N) && (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N));
+  return fit ? why_not_factors(p.x8, p.R, p.w8, p.E, p.D) : kNotChunks;
+}
+
+int64_t parts_of_dots(const Fp8HiddenGradient& g) { return ceil_div(g.s.F, Fp8Shape::kColumns); }
+
+ab_status multiply(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
+  return with_hidden_columns(
+      up.s, [&]<HiddenColumns kColumns>() { return launch_fp8_up<kColumns>(up, multiprocessors, stream); });
+}
+
+ab_status multiply(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+  return with_hidden_columns(
+      g.s, [&]<HiddenColumns kColumns>() { return launch_fp8_hidden_gradient<kColumns>(g, multiprocessors, stream); });
+}
+
+// A bias is added by the epilogue that knows weights.
+ab_status multiply(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  const bool plain = p.weights.data == nullptr && p.bias == nullptr;
+  return (plain ? launch_fp8_rows_product<RowsEpilogue> : launch_fp8_rows_product<ScaleBiasEpilogue>)(
+      p, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::hopper

@@ -1,0 +1,21 @@
+// The products of float8_e4m3fn on Hopper's tensor cores, as products.h has those of 16 bits; in tiles of one shape.
+#pragma once
+
+#include "experts/cuda/fp8.h"
+
+namespace anabranch::cuda::hopper {
+
+// Why the kernels can't take an operation; nullptr: they can. h, dh, biases and results have 16 bits.
+const char* why_not(const Fp8Up& up);
+const char* why_not(const Fp8RowsProduct& product);
+const char* why_not(const Fp8HiddenGradient& gradient);
+
+// Parts that a hidden gradient's dots come in.
+int64_t parts_of_dots(const Fp8HiddenGradient& gradient);
+
+// Enqueue it.
+ab_status multiply(const Fp8Up& up, int multiprocessors, cudaStream_t stream);
+ab_status multiply(const Fp8RowsProduct& product, int multiprocessors, cudaStream_t stream);
+ab_status multiply(const Fp8HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
+
+}  // namespace anabranch::cuda::hopper

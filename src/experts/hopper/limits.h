@@ -1,0 +1,61 @@
+// What kernels can take of sizes and addresses, for products.cu and fp8_products.cu.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "core/cuda/tensor_map.h"
+#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/hopper/hidden_columns.h"
+#include "experts/hopper/row_operand.cuh"
+
+namespace anabranch::cuda::hopper {
+
+// Of rows, of what is contracted or of columns with a tile more, and of tiles: what kernels count in int32.
+constexpr int64_t kMostIndices = int64_t{1} << 30;
+static_assert(kMostIndices <= kMostWindowRows, "row windows take as many rows as kernels count");
+
+constexpr int64_t kTileRows = 128;           // of every shape of tiles
+constexpr int64_t kFewestTileColumns = 128;  // of any
+
+inline bool is_16_bit(int32_t dtype) { return dtype == AB_BFLOAT16 || dtype == AB_FLOAT16; }
+
+inline bool are_counted(std::initializer_list<int64_t> sizes) {
+  return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0 && size <= kMostIndices; });
+}
+
+inline bool tiles_are_counted(int64_t R, int64_t E, int64_t columns, int64_t tile_columns) {
+  return most_row_tiles(R, E, kTileRows) * ceil_div(columns, tile_columns) <= kMostIndices;
+}
+
+constexpr const char* kNot16Bit = "dtypes are not one of 16 bits";
+constexpr const char* kNotCounted = "a size is 0, or there are more rows, columns or tiles than 2^30";
+constexpr const char* kNotChunks = "rows are no whole 16-byte chunks from aligned addresses on";
+constexpr const char* kNotGathered = "more chunks to gather than 2^32";
+
+// Of the feed-forward network's products with fused epilogues: `rows` of D are read, and `hidden`, rows of F or none,
+// are read or written.
+inline const char* why_not_fused(const FfnSizes& s, const RowMap& map, const Floats& rows,
+                          std::initializer_list<Floats> hidden) {
+  const auto fits = [&](const Floats& m) { return m.data == nullptr || fits_tensor_map(m.data, rows.dtype, s.F); };
+  if (!is_16_bit(rows.dtype)) return kNot16Bit;
+  // In the narrowest tile half of the columns are the gate's.
+  if (!are_counted({s.R, s.E, s.D, s.P * s.F}) || !tiles_are_counted(s.R, s.E, s.F, kFewestTileColumns / 2)) {
+    return kNotCounted;
+  }
+  if (!fits_tensor_map(rows.data, rows.dtype, s.D) || !std::all_of(hidden.begin(), hidden.end(), fits)) {
+    return kNotChunks;
+  }
+  return fits_gather(map, s.D) ? nullptr : kNotGathered;
+}
+
+template <class F>
+ab_status with_hidden_columns(const FfnSizes& s, const F& f) {
+  switch (hidden_columns_of(s)) {
+    case HiddenColumns::plain: return f.template operator()<HiddenColumns::plain>();
+    case HiddenColumns::gated: return f.template operator()<HiddenColumns::gated>();
+    default: return f.template operator()<HiddenColumns::interleaved>();
+  }
+}
+
+}  // namespace anabranch::cuda::hopper

@@ -59,14 +59,22 @@ AB_API ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* args
 AB_API ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec* exec, size_t* bytes);
 
-/* AB_UNSUPPORTED where the arguments are right, as everything with AB_PRECISION_FP8: there are no kernels for it. */
+/* On every GPU. */
 AB_API ab_status ab_cuda_quantize_rows(const ab_quantize_rows_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_quantize_rows_workspace(const ab_quantize_rows_args* args, const ab_exec* exec, size_t* bytes);
 AB_API ab_status ab_cuda_quantize_weights(const ab_quantize_weights_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec,
                                                     size_t* bytes);
 
-/* Products run on the first kernels that can take them:
+/* With AB_PRECISION_FP8 products run on hopper's kernels alone, see below: on compute capability 9.0, of operands from
+ * addresses that are multiples of 16 on, where results and what is kept have 16 bits: else AB_UNSUPPORTED. Sums of 128
+ * products keep what these tensor cores keep of float32, 14 binary digits at least; those of blocks are float32.
+ * ab_cuda_expert_ffn_forward gives `a` quantised or not at all. Workspace: for every factor that is quantised inside,
+ * its elements and 4 bytes for each block; `a` is not there in 16 bits.
+ * `a` and dh are divided by their scales by way of a reciprocal: where a quotient lies between two numbers of e4m3 to 24
+ * binary digits it may become either.
+ *
+ * Products run on the first kernels that can take them:
  *   hopper    on compute capability 9.0, of bfloat16 and float16 where rows of x, w and y are whole 16-byte chunks from
  *             aligned addresses on;
  *   portable  on the tensor cores of every device, of float32, bfloat16 and float16, any width and address, where all

@@ -32,10 +32,10 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E,
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N,
                                                                 int32_t backward, int32_t dtype, size_t* bytes);
 
-/* What an operation with AB_PRECISION_FP8 takes more for each of these that it quantises: x [R, D] of a grouped product,
- * in ab_cuda_expert_ffn_forward x [T, D] and, for a call without a, `a` [R, F] in the place of what stands below; in
- * ab_cuda_expert_ffn_backward d_out [T, D], for a call with h, and dh [R, P F], where dx_rows is wanted and dh_q is not
- * given. For weights that come quantised. */
+/* What an operation with AB_PRECISION_FP8 takes more for each of these that it quantises: x [R, D] of a grouped
+ * product, in ab_cuda_expert_ffn_forward x [T, D] and, for a call without a, `a` [R, F] in the place of what stands
+ * below; in ab_cuda_expert_ffn_backward d_out [T, D], for a call with h, and dh [R, P F], where dx_rows is wanted and
+ * dh_q is not given. For weights that come quantised. */
 AB_API ab_status ab_cuda_fp8_rows_workspace_bound(int64_t R, int64_t D, size_t* bytes);
 
 /* For a call without a; one that wants a needs none. dtype: of x. */

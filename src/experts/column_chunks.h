@@ -16,8 +16,7 @@ namespace anabranch {
 // last, which may be narrow.
 //
 // tile_columns: of the tiles that the product takes, if nothing is left over.
-inline int64_t chunk_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool backward,
-                             int64_t tile_columns = 192) {
+inline int64_t chunk_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool backward, int64_t tile_columns = 192) {
   constexpr int64_t kFewestTiles = 4;                 // of a chunk, in the mean
   constexpr int64_t kFewestColumns = 2048;            // of rows that are cut: of fewer, a chunk more costs too much
   constexpr int64_t kSmallBuffer = int64_t{1} << 22;  // elements: not worth cutting, since launches count, not memory

@@ -227,27 +227,6 @@ TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
   cudaFree(y);
 }
 
-// What is wrong is said first.
-TEST_F(ExpertsCuda, Fp8HasNoKernels) {
-  const Case c{{2, 2}, 4, 128, 128};
-  const GroupedMatmul op(c);
-  const FloatTensor y({4, 128}, c.dtype);
-  ab_grouped_matmul_args args = op.args(y);
-  args.precision = AB_PRECISION_FP8;
-  size_t bytes = 0;
-  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_UNSUPPORTED, "precision: got AB_PRECISION_FP8");
-  EXPECT_REFUSED(ab_cuda_grouped_matmul_workspace(&args, nullptr, &bytes), AB_UNSUPPORTED, "precision: got");
-  args.x_scales = y.view();
-  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "x_scales: got a tensor, expected NULL");
-
-  const Tensor<uint8_t> q({4, 128}, AB_FLOAT8_E4M3);
-  const Tensor<float> scales({4, 1});
-  ab_quantize_rows_args rows{sizeof(rows), 0, y.view(), q.view(), scales.view()};
-  EXPECT_REFUSED(ab_cuda_quantize_rows(&rows, nullptr), AB_UNSUPPORTED, "q: got float8_e4m3");
-  rows.scales = nullptr;
-  EXPECT_REFUSED(ab_cuda_quantize_rows(&rows, nullptr), AB_INVALID_ARGUMENT, "scales: got NULL");
-}
-
 TEST_F(ExpertsCuda, BadArgumentsAreRefused) {
   const Case c{{2, 2}, 4, 3, 5};
   const GroupedMatmul op(c);

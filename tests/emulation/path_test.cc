@@ -40,6 +40,23 @@ ab_status multiply_nothing() {
   return ab_cuda_grouped_matmul(&args, nullptr);
 }
 
+// What is wrong is said first.
+TEST(WithoutAVariable, Fp8NeedsHopper) {
+  const FloatTensor x({4, 128}, AB_BFLOAT16), w({2, 128, 128}, AB_BFLOAT16), y({4, 128}, AB_BFLOAT16);
+  const Tensor<int32_t> sizes({2}, {2, 2});
+  ab_grouped_matmul_args args = grouped_matmul_args(x.view(), w.view(), sizes.view(), y.view());
+  args.precision = AB_PRECISION_FP8;
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_grouped_matmul_workspace(&args, nullptr, &bytes));
+  std::vector<uint8_t> workspace(bytes + 64);
+  ab_exec exec{sizeof(exec), 0, nullptr, workspace.data() + (64 - reinterpret_cast<uintptr_t>(workspace.data()) % 64),
+               bytes};
+  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, &exec), AB_UNSUPPORTED,
+                 "precision: got AB_PRECISION_FP8, expected another");
+  args.x_scales = y.view();
+  EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, &exec), AB_INVALID_ARGUMENT, "x_scales: got");
+}
+
 TEST(WithoutAVariable, TheFirstPathThatCanIsTaken) {
   PathChoice choice = cuda::choose_path(product(), kAmpere);
   EXPECT_EQ(choice.path, Path::portable);

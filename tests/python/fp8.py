@@ -28,6 +28,11 @@ DELTA = {"cpu": FLOAT32, "gpu": 2.0**-12}
 ROUNDINGS = {"y": 1, "rows": 1, "w_in": 2, "b_in": 2, "w_out": 2, "b_out": 1, "weights": 0}
 
 
+def rows_dtype(platform, dtype="float32"):
+    """In which a case's rows come on this platform: GPUs take 16 bits alone."""
+    return "bfloat16" if platform == "gpu" and dtype == "float32" else dtype
+
+
 def moves(v, off, fp8_scales):
     """How far Q1(v) may move where v [R, D] is off by `off`, elementwise."""
     v, off = (np.asarray(array, np.float64).reshape(len(v), -1, BLOCK) for array in (v, off))

@@ -13,17 +13,18 @@ from anabranch.bench.processes import rows_of_a_process
 from anabranch.bench.selection import check_dtypes, sized
 from anabranch.bench.torch import implementations
 from anabranch.bench.torch_layers import BY as IN_TORCH
-from anabranch.bench.torch_layers import EAGER, GRAPH, MODES, REDUCE, make
+from anabranch.bench.torch_layers import EAGER, FP8_BY, GRAPH, MODES, REDUCE, make
 
 CAPTION = """from x [T, D] to the output; forward, and both: forward and backward, of x and of all weights. moe, MoE:
 ours, the function and the module; grouped_mm: topk, sort, torch's grouped products, index_add; hf-...: Qwen3-MoE's
-layer of transformers with that implementation of its experts; jax: ours through JAX, under jit, as `bench layer` has
-it. eager, compiled (torch.compile with fullgraph) and reduce-overhead: many calls with the queue full, by the host's
-clock. graph: captured by hand, by events. x: the time over that of moe called alike, of jit and reduce-overhead over
-that of its graph. host: until a call returns while the device is busy with something else; -: it waits for the device,
-or is a graph. Medians; each implementation in a process of its own"""
+layer of transformers with that implementation of its experts; fp8: moe with precision="fp8", which quantises the
+experts in each pass; fp8-kept: with experts that were quantised before; jax: ours through JAX, under jit, as `bench
+layer` has it. eager, compiled (torch.compile with fullgraph) and reduce-overhead: many calls with the queue full, by
+the host's clock. graph: captured by hand, by events. x: the time over that of moe called alike, of jit and
+reduce-overhead over that of its graph. host: until a call returns while the device is busy with something else; -: it
+waits for the device, or is a graph. Medians; each implementation in a process of its own"""
 
-BY = (*IN_TORCH, "jax")
+BY = (*IN_TORCH, *FP8_BY, "jax")
 DTYPES = ("bfloat16",)
 SHAPES = tuple(NAMED["qwen3-30b"]._replace(T=T) for T in (8192, 32768))
 _HOST_CALLS = 10

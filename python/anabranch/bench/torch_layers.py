@@ -1,5 +1,6 @@
 """The layer in torch: ours as a function and as a module, and as others write it, on the same operands."""
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,11 @@ MODES = {
 }
 
 BY = tuple(MODES)
+
+#: Ours with precision="fp8", on a GPU: experts are quantised in every pass, or were before.
+FP8, FP8_KEPT = "fp8", "fp8-kept"
+MODES |= {FP8: (EAGER, GRAPH), FP8_KEPT: (EAGER, GRAPH)}
+FP8_BY = (FP8, FP8_KEPT)
 
 
 class Layer(NamedTuple):
@@ -69,9 +75,9 @@ def batched_bytes(shape: LayerShape, itemsize: int) -> int:
 def make(by: str, shape: LayerShape, given: Operands) -> Layer:
     """A layer by its name in BY, on the values of operands, the experts of which are not given."""
     x, gate, w_in, w_out = (leaf.detach() for leaf in given.leaves)
-    if by in ("moe", "grouped_mm"):
+    if by in ("moe", "grouped_mm", *FP8_BY):
         weights = tuple(w.requires_grad_() for w in (gate, w_in, w_out))
-        function = _ours if by == "moe" else grouped_mm_layer
+        function = grouped_mm_layer if by == "grouped_mm" else functools.partial(_ours, **_fp8(by, w_in, w_out))
         return Layer(
             lambda tokens: function(tokens, *weights, topk=shape.K), (x.requires_grad_(), *weights), given.d_out
         )
@@ -91,10 +97,19 @@ def make(by: str, shape: LayerShape, given: Operands) -> Layer:
     return Layer(lambda tokens: module(tokens[None])[0], leaves, given.d_out)
 
 
-def _ours(x: Any, gate: Any, w_in: Any, w_out: Any, *, topk: int) -> Any:
+def _ours(x: Any, gate: Any, w_in: Any, w_out: Any, *, topk: int, **options: Any) -> Any:
     from anabranch.torch import moe
 
-    return moe(x, gate, w_in, w_out, topk=topk).output
+    return moe(x, gate, w_in, w_out, topk=topk, **options).output
+
+
+def _fp8(by: str, w_in: Any, w_out: Any) -> dict[str, Any]:
+    """The options of moe of such a layer."""
+    from anabranch.torch import quantize_experts
+
+    if by not in FP8_BY:
+        return {}
+    return {"precision": "fp8", "quantized": quantize_experts(w_in, w_out) if by == FP8_KEPT else None}
 
 
 def _module(shape: LayerShape) -> Any:

@@ -1,5 +1,5 @@
-// Matrix products of Hopper's tensor cores: wgmma m64nNk16, factors in shared memory, float32 accumulators; and m64nNk32
-// of elements of 8 bits, which stand in pairs where elements of 16 bits do.
+// Matrix products of Hopper's tensor cores: wgmma m64nNk16, factors in shared memory, float32 accumulators; and
+// m64nNk32 of elements of 8 bits, which stand in pairs where elements of 16 bits do.
 //
 // A factor stands in shared memory in panels of 64 x 64 elements of 16 bits: 64 rows of 128 bytes with the 128-byte
 // swizzle, as TMA writes them. Major::k: a row holds 64 of k of one row of A (column of B). Major::mn: a row holds one

@@ -39,9 +39,8 @@ struct Forward {
   void take_fp8() {
     const bool power_of_two = wants_powers_of_two(args);
     x8 = take_fp8_rows(workspace, true, args.x->shape[0], s.D, power_of_two);
-    a8 = args.a_scales != nullptr
-             ? Fp8Output{args.a->data, static_cast<float*>(args.a_scales->data), power_of_two}
-             : take_fp8_rows(workspace, true, s.R, s.F, power_of_two);
+    a8 = args.a_scales != nullptr ? Fp8Output{args.a->data, static_cast<float*>(args.a_scales->data), power_of_two}
+                                  : take_fp8_rows(workspace, true, s.R, s.F, power_of_two);
     w_in = Fp8Factor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
     if (args.y == nullptr) return;
     w_out = Fp8Factor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false, power_of_two);
@@ -106,7 +105,8 @@ struct Forward {
 // What the kernels of float8_e4m3fn can't give.
 ab_status check_fp8(const ab_expert_ffn_forward_args& args) {
   if (!is_fp8(args) || args.a == nullptr || args.a_scales != nullptr) return ok();
-  return error(AB_UNSUPPORTED, "a: got 16 or 32 bits, expected float8_e4m3 and a_scales, or none, with AB_PRECISION_FP8");
+  return error(AB_UNSUPPORTED,
+               "a: got 16 or 32 bits, expected float8_e4m3 and a_scales, or none, with AB_PRECISION_FP8");
 }
 
 }  // namespace

@@ -14,7 +14,8 @@ ab_status check_fp8(const Operation& operation, const Device& device) {
   const bool first = choice.path == Path::hopper;
   const char* why_not = first ? hopper::why_not(operation) : choice.why_not_hopper;
   if (first && why_not == nullptr) return ok();
-  return error(AB_UNSUPPORTED, "precision: got AB_PRECISION_FP8, expected another one, since Hopper's kernels can't: %s",
+  return error(AB_UNSUPPORTED,
+               "precision: got AB_PRECISION_FP8, expected another one, since Hopper's kernels can't: %s",
                why_not == nullptr ? "ANABRANCH_CUDA_PATH names others" : why_not);
 }
 

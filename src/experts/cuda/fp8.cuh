@@ -19,8 +19,9 @@ __device__ __forceinline__ uint32_t pack_fp8(float low, float high) {
 #endif
 }
 
-// The same of quotients that one reciprocal gives, for numbers that are sums in float32 and so rounded already: of a
-// quotient that lies between two numbers of 8 bits to 24 binary digits it may take either.
+// The same of quotients that one reciprocal gives, for what products are: of a quotient that lies between two numbers
+// of 8 bits to 24 binary digits it may take either. The division's, by two operations more, would cost the hidden
+// gradient an eighth of its time.
 class Fp8Scaler {
  public:
   __device__ __forceinline__ Fp8Scaler(uint32_t largest, bool power_of_two)

@@ -22,8 +22,8 @@ struct Fp8Output {
   bool power_of_two = false;  // scales are
 };
 
-// The right factor of a product, its columns in rows, so that what is summed over stands next to next; a scale for every
-// 128 x 128 of an expert and part. Where scales stand is told in elements.
+// The right factor of a product, its columns in rows, so that what is summed over stands next to next; a scale for
+// every 128 x 128 of an expert and part. Where scales stand is told in elements.
 struct Fp8Weights {
   const void* values = nullptr;  // [E, P, columns, K], or [E, columns, K]
   const float* scales = nullptr;

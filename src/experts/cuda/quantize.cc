@@ -1,8 +1,8 @@
 #include "anabranch/cuda.h"
-#include "core/entry.h"
-#include "experts/check.h"
 #include "core/cuda/device.h"
 #include "core/cuda/launch.h"
+#include "core/entry.h"
+#include "experts/check.h"
 #include "experts/cuda/fp8_factors.h"
 
 using namespace anabranch;
@@ -23,9 +23,9 @@ ab_status ab_cuda_quantize_rows(const ab_quantize_rows_args* args, const ab_exec
   if (s.R * s.D == 0) return ok();
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device("quantize_rows", &device));
-  return cuda::quantize_rows(
-      Floats(args->x), s.R, s.D,
-      {args->q->data, static_cast<float*>(args->scales->data), cuda::wants_powers_of_two(*args)}, cuda::stream_of(exec));
+  return cuda::quantize_rows(Floats(args->x), s.R, s.D,
+                             {args->q->data, static_cast<float*>(args->scales->data), cuda::wants_powers_of_two(*args)},
+                             cuda::stream_of(exec));
 }
 
 ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec, size_t* bytes) {

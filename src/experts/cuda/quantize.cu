@@ -76,8 +76,8 @@ struct RowBlocks {
 
 // A block of scales is 16 threads, which take kAtOnce of them. kWhole: blocks follow each other, aligned.
 template <class T, bool kWhole>
-__global__ void __launch_bounds__(kThreads) quantize_blocks(const T* x, RowBlocks blocks, uint8_t* q, float* scales,
-                                                            bool power_of_two) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_blocks(const T* x, RowBlocks blocks, uint8_t* q, float* scales, bool power_of_two) {
   constexpr int kAtOnce = 4;
   wait_for_previous_kernel();
   const int64_t first = int64_t{blockIdx.x} * (kThreads / kLanes * kAtOnce) + threadIdx.x / kLanes;
@@ -114,9 +114,9 @@ struct WeightBlocks {
 };
 
 template <class T, bool kWhole>
-__global__ void __launch_bounds__(kThreads) quantize_weight_blocks(const T* w, WeightBlocks s, uint8_t* q,
-                                                                   uint8_t* q_transposed, float* scales,
-                                                                   bool power_of_two) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_weight_blocks(const T* w, WeightBlocks s, uint8_t* q, uint8_t* q_transposed, float* scales,
+                           bool power_of_two) {
   constexpr int kSide = static_cast<int>(kScaleBlock);
   constexpr int kRowBytes = kSide + 4;
   constexpr int kRounds = kSide * kLanes / kThreads;
@@ -201,8 +201,7 @@ __global__ void __launch_bounds__(kThreads) quantize_weight_blocks(const T* w, W
 ab_status quantize_row_blocks(const Floats& x, const RowBlocks& blocks, const Fp8Output& out, cudaStream_t stream) {
   constexpr int64_t kOfBlock = kThreads / kLanes * 4;
   if (blocks.count == 0) return ok();
-  const bool whole =
-      blocks.stride == 1 && common_alignment({address(x.data), 2 * address(out.values)}) == kAccessBytes;
+  const bool whole = blocks.stride == 1 && common_alignment({address(x.data), 2 * address(out.values)}) == kAccessBytes;
   return with_float_type(x.dtype, [&]<class T>(T) {
     const Launch shape{(blocks.count + kOfBlock - 1) / kOfBlock, kThreads, 0, stream, true};
     return launch("quantize_rows", whole ? quantize_blocks<T, true> : quantize_blocks<T, false>, shape,
@@ -238,8 +237,8 @@ ab_status quantize_weights(const Floats& w, const QuantizedSizes& s, void* q, vo
   blocks.inner_is_f = inner_is_f;
   const int64_t count = s.E * s.P * (s.D / kScaleBlock) * (s.F / kScaleBlock);
   if (count == 0) return ok();
-  const bool whole = blocks.inner_stride == 1 && common_alignment({address(w.data), 2 * address(q),
-                                                                   2 * address(q_transposed)}) == kAccessBytes;
+  const bool whole = blocks.inner_stride == 1 &&
+                     common_alignment({address(w.data), 2 * address(q), 2 * address(q_transposed)}) == kAccessBytes;
   return with_float_type(w.dtype, [&]<class T>(T) {
     return launch("quantize_weights", whole ? quantize_weight_blocks<T, true> : quantize_weight_blocks<T, false>,
                   {count, kThreads, 0, stream, true}, static_cast<const T*>(w.data), blocks, static_cast<uint8_t*>(q),

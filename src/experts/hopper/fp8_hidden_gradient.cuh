@@ -15,8 +15,8 @@ ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiproces
           HiddenGradientEpilogue<Element, kHidden, true, Fp8RowQuantizer<Element, parts_of(kHidden)>>>
       product;
   AB_RETURN_IF_ERROR(gather_fp8_rows("d_out", g.d_y8, g.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(make_shuffled_matrices_map("w_out", g.w8.values, kPairDtype, s.E, s.F, s.D / 2, kPanel,
-                                                &product.b.map));
+  AB_RETURN_IF_ERROR(
+      make_shuffled_matrices_map("w_out", g.w8.values, kPairDtype, s.E, s.F, s.D / 2, kPanel, &product.b.map));
   product.b.scales = scales_of(g.w8, s.E, false);
   auto& out = product.epilogue;
   out.h = static_cast<const Element*>(g.h.data);

@@ -9,6 +9,7 @@ namespace {
 
 // Kernels count scales in uint32.
 constexpr int64_t kMostScales = int64_t{1} << 32;
+constexpr const char* kNotRowsOf16Bit = "rows have 32 bits, which may be bfloat16 or float16";
 constexpr const char* kNotCountedScales = "more scales than 2^32";
 
 // Both factors, `rows` of k elements.
@@ -26,6 +27,7 @@ Floats as_16_bit(const void* data, int32_t dtype) { return {const_cast<void*>(da
 const char* why_not(const Fp8Up& up) {
   const FfnSizes& s = up.s;
   const int32_t dtype = up.x.dtype;
+  if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
   const auto hidden = {up.b_in, up.h, as_16_bit(up.a8.values, dtype)};
   if (const char* why = why_not_fused(s, up.map, as_16_bit(up.x8.values, dtype), hidden)) return why;
   return why_not_factors(up.x8, up.map.sources(), up.w8, s.E, s.D);
@@ -34,13 +36,14 @@ const char* why_not(const Fp8Up& up) {
 const char* why_not(const Fp8HiddenGradient& g) {
   const FfnSizes& s = g.s;
   const int32_t dtype = g.h.dtype;
+  if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
   const auto hidden = {g.h, g.dh, g.weighted_a, as_16_bit(g.dh8.values, dtype)};
   if (const char* why = why_not_fused(s, g.map, as_16_bit(g.d_y8.values, dtype), hidden)) return why;
   return why_not_factors(g.d_y8, g.map.sources(), g.w8, s.E, s.D);
 }
 
 const char* why_not(const Fp8RowsProduct& p) {
-  if (!is_16_bit(p.dtype)) return kNot16Bit;
+  if (!is_16_bit(p.dtype)) return kNotRowsOf16Bit;
   if (!are_counted({p.R, p.E, p.D, p.N}) || !tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns)) return kNotCounted;
   const bool fit = fits_tensor_map(p.y, p.dtype, p.N) && (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N));
   return fit ? why_not_factors(p.x8, p.R, p.w8, p.E, p.D) : kNotChunks;
@@ -61,8 +64,8 @@ ab_status multiply(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t
 // A bias is added by the epilogue that knows weights.
 ab_status multiply(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   const bool plain = p.weights.data == nullptr && p.bias == nullptr;
-  return (plain ? launch_fp8_rows_product<RowsEpilogue> : launch_fp8_rows_product<ScaleBiasEpilogue>)(
-      p, multiprocessors, stream);
+  return (plain ? launch_fp8_rows_product<RowsEpilogue>
+                : launch_fp8_rows_product<ScaleBiasEpilogue>)(p, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "core/cuda/access.cuh"
-#include "experts/cuda/fp8.cuh"
 #include "core/cuda/warp.cuh"
+#include "experts/cuda/fp8.cuh"
 
 namespace anabranch::cuda::hopper {
 
@@ -47,7 +47,8 @@ struct Fp8RowQuantizer {
 #pragma unroll
         for (int i = 0; i < kBlocks * kWords; ++i) {
           const uint32_t word = word_of(i / kWords, i % kWords);
-          largest = max(largest, max(magnitude_bits(low_half<Element>(word)), magnitude_bits(high_half<Element>(word))));
+          largest =
+              max(largest, max(magnitude_bits(low_half<Element>(word)), magnitude_bits(high_half<Element>(word))));
         }
         largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
         largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 2));

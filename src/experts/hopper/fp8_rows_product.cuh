@@ -27,9 +27,8 @@ ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, 
 
 template <template <class> class Epilogue>
 ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  return p.dtype == AB_BFLOAT16
-             ? launch_fp8_rows_product<BFloat16, Epilogue<BFloat16>>(p, multiprocessors, stream)
-             : launch_fp8_rows_product<Float16, Epilogue<Float16>>(p, multiprocessors, stream);
+  return p.dtype == AB_BFLOAT16 ? launch_fp8_rows_product<BFloat16, Epilogue<BFloat16>>(p, multiprocessors, stream)
+                                : launch_fp8_rows_product<Float16, Epilogue<Float16>>(p, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -51,8 +51,8 @@ ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t strea
   out.bias = static_cast<const Element*>(up.b_in.data);
   out.scales = up.a8.scales;
   out.power_of_two = up.a8.power_of_two;
-  return launch_fp8_product("up product", &product, up.group_sizes, s.R, s.E, s.D, ceil_div(s.F, kWidth),
-                            up.skips_rest, multiprocessors, stream);
+  return launch_fp8_product("up product", &product, up.group_sizes, s.R, s.E, s.D, ceil_div(s.F, kWidth), up.skips_rest,
+                            multiprocessors, stream);
 }
 
 template <HiddenColumns kHidden>

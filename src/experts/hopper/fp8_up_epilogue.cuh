@@ -1,4 +1,5 @@
-// The epilogue of the up product whose `a` is float8_e4m3fn: h as ever, then a row's 128 columns of `a` with their scale.
+// The epilogue of the up product whose `a` is float8_e4m3fn: h as ever, then a row's 128 columns of `a` with their
+// scale.
 #pragma once
 
 #include "experts/cuda/fp8.cuh"
@@ -7,8 +8,8 @@
 
 namespace anabranch::cuda::hopper {
 
-// Gate and up stand side by side in tiles, whichever way they do in h and the bias. Maps of `a` count pairs of elements;
-// a gate and its up that are neighbours in h count as one element of 32 bits.
+// Gate and up stand side by side in tiles, whichever way they do in h and the bias. Maps of `a` count pairs of
+// elements; a gate and its up that are neighbours in h count as one element of 32 bits.
 template <class Element, HiddenColumns kHidden>
 struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
   using Base = UpEpilogue<Element, kHidden>;
@@ -39,7 +40,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
 #pragma unroll
     for (int block = 0; block < kWidth; block += kScaleBlock) {
       if (tile.column + block >= this->columns) return;
-      float(&a)[kScaleBlock / 2] = *reinterpret_cast<float(*)[kScaleBlock / 2]>(acc + block / 2);
+      float (&a)[kScaleBlock / 2] = *reinterpret_cast<float (*)[kScaleBlock / 2]>(acc + block / 2);
 #pragma unroll
       for (int column = block; column < block + kScaleBlock; column += kSubtileColumns<Element>) {
         const float* parts[kParts];
@@ -153,7 +154,8 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
       for (int part = 0; part < kParts; ++part) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          acc[part * kWidth / 2 + i + j] += j % 2 == 0 ? low_half<Element>(words[part]) : high_half<Element>(words[part]);
+          acc[part * kWidth / 2 + i + j] +=
+              j % 2 == 0 ? low_half<Element>(words[part]) : high_half<Element>(words[part]);
         }
       }
     }

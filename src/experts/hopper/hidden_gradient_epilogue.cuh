@@ -37,7 +37,7 @@ struct HiddenGradientEpilogue {
   int32_t columns;  // F
   int32_t R;
   Activation activation;
-  [[no_unique_address]] Quantizer quantizer;
+  Quantizer quantizer;
 
   template <class Shape>
   static constexpr bool kTakesRegisters = !kShuffled;
@@ -73,8 +73,8 @@ struct HiddenGradientEpilogue {
   }
 
   template <class Shape>
-  __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int panel,
-                        float (&acc)[Shape::kColumns / 2], const Prefetched<Shape>& prefetched) const {
+  __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int panel, float (&acc)[Shape::kColumns / 2],
+                        const Prefetched<Shape>& prefetched) const {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1);
     if constexpr (!kShuffled) row = __shfl_sync(kAllLanes, row, 0);  // known to be the warp's, it takes no registers
     if (tile.row + row < tile.end_row) {

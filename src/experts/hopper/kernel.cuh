@@ -124,7 +124,10 @@ class GroupedProduct {
     SubtileWriter writer(shared_.subtiles[consumer_warp_anew()]);
     constexpr bool kInRegister = !P::Epilogue::kTakesPosition && !OperandA::kScaled;
     int position = first_tile;
-    if (!kInRegister) position_in_memory() = first_tile;
+    if (!kInRegister) {
+      position_in_memory() = first_tile;
+      __syncwarp();
+    }
     for (;;) {
       int n = position;
       if constexpr (!kInRegister) n = position_in_memory();

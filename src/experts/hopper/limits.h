@@ -36,7 +36,7 @@ constexpr const char* kNotGathered = "more chunks to gather than 2^32";
 // Of the feed-forward network's products with fused epilogues: `rows` of D are read, and `hidden`, rows of F or none,
 // are read or written.
 inline const char* why_not_fused(const FfnSizes& s, const RowMap& map, const Floats& rows,
-                          std::initializer_list<Floats> hidden) {
+                                 std::initializer_list<Floats> hidden) {
   const auto fits = [&](const Floats& m) { return m.data == nullptr || fits_tensor_map(m.data, rows.dtype, s.F); };
   if (!is_16_bit(rows.dtype)) return kNot16Bit;
   // In the narrowest tile half of the columns are the gate's.

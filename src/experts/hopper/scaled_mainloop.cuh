@@ -1,8 +1,8 @@
 // The main loop of products of float8_e4m3fn, whose sums over 128 of k are multiplied by the scales of both factors.
 //
-// Two elements of 8 bits stand where one of 16 does: tensor maps, gathers, tiles and the ring count pairs, and a k-block
-// is one block of scales deep. Tensor cores sum inside a block, whose sum may keep as few as 14 binary digits; the sums
-// of blocks are float32, by ordinary additions. While one warpgroup adds, the other one multiplies.
+// Two elements of 8 bits stand where one of 16 does: tensor maps, gathers, tiles and the ring count pairs, and a
+// k-block is one block of scales deep. Tensor cores sum inside a block, whose sum may keep as few as 14 binary digits;
+// the sums of blocks are float32, by ordinary additions. While one warpgroup adds, the other one multiplies.
 #pragma once
 
 #include "core/cuda/divisor.h"
@@ -42,7 +42,8 @@ struct WeightScales {
   uint32_t last;        // there is
 
   __device__ uint32_t of(const Tile& tile) const {
-    return static_cast<uint32_t>(tile.expert) * of_expert + static_cast<uint32_t>(tile.column / kScaleBlock) * of_columns;
+    return static_cast<uint32_t>(tile.expert) * of_expert +
+           static_cast<uint32_t>(tile.column / kScaleBlock) * of_columns;
   }
   // Of the last half, or any scale where there are no such columns.
   __device__ uint32_t half_of(uint32_t first) const { return min(first + of_half, last); }
@@ -102,7 +103,8 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
 #pragma unroll
       for (int k = 0; k < kBlockK / kWgmmaK; ++k) {
         Wgmma8<kScaleBlock>::begin(sums, a + k * kNextK<Major::k>,
-                                   b + half * (kScaleBlock / kPanel) * kNextPanel + k * kNextK<Major::k>, k == 0 ? never : 1);
+                                   b + half * (kScaleBlock / kPanel) * kNextPanel + k * kNextK<Major::k>,
+                                   k == 0 ? never : 1);
       }
       commit_products();
       if (half == 0) {

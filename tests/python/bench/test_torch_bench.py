@@ -36,6 +36,15 @@ def test_every_layer_is_moe(by):
     torch.testing.assert_close((output, d_x, d_gate, d_w_in, d_w_out), want, rtol=1e-4, atol=1e-4)
 
 
+def test_quantised_experts_are_quantised_within_or_before():
+    shape = SHAPE._replace(D=128, F=128)
+    given = operands(shape, "float32", "uniform", device="cpu")
+    within, kept = (torch_layers.make(by, shape, given).both() for by in torch_layers.FP8_BY)
+    torch.testing.assert_close(within, kept, rtol=0, atol=0)
+    exact = torch_layers.make("moe", shape, given).forward()
+    assert 0.01 < (within[0] - exact).norm() / exact.norm() < 0.2
+
+
 def test_the_implementation_is_the_one_that_is_named(monkeypatch):
     moe = pytest.importorskip("transformers.integrations.moe")
     called = []

@@ -60,6 +60,7 @@ def quantized_of(net, **options):
 )
 def test_the_network(platform, dtype, D, parts, F, activation, fp8_scales, weight_early, layouts):
     """The output and every gradient, a tensor and an expert, with cold and uneven ones."""
+    dtype = fp8.rows_dtype(platform, dtype)
     net = network(np.random.default_rng(31), SIZES, D, parts, F, dtype=dtype, spare=SPARE)
     options = dict(activation=activation, weight_early=weight_early, fp8_scales=fp8_scales)
     y, gradients = run(net, *layouts, **options)
@@ -69,7 +70,7 @@ def test_the_network(platform, dtype, D, parts, F, activation, fp8_scales, weigh
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize(("dtype", "D", "N"), [("float32", 384, 128), ("bfloat16", 128, 384)])
 def test_a_grouped_product(platform, transpose_w, dtype, D, N):
-    rng, sizes = np.random.default_rng(33), SIZES
+    rng, sizes, dtype = np.random.default_rng(33), SIZES, fp8.rows_dtype(platform, dtype)
     x, d_y = random_array(rng, (R, D), dtype), random_array(rng, (R, N), dtype)
     w = random_array(rng, (len(sizes), N, D) if transpose_w else (len(sizes), D, N), dtype)
     options = dict(transpose_w=transpose_w, precision="fp8", fp8_scales="power_of_two")
@@ -138,7 +139,7 @@ def _bytes_of_torch(*arrays, **options):
 
 def test_zeros_outliers_and_tiny_numbers_have_blocks_of_their_own(platform):
     """A block with one number of 1e4 keeps few digits of the others, and no other block knows of it."""
-    net = network(np.random.default_rng(37), SIZES, 256, 2, 128, spare=SPARE)
+    net = network(np.random.default_rng(37), SIZES, 256, 2, 128, dtype=fp8.rows_dtype(platform), spare=SPARE)
     rows, w_in, d_y = (np.array(a) for a in (net.rows, net.w_in, net.d_y))
     rows[3, :128], rows[5, 200], rows[8], d_y[42, 128:256], d_y[9, 5] = 0, 1e4, rows[8] * 1e-30, 0, -1e4
     w_in[2, 7, 1, 3], w_in[0, 128:256, 0] = 1e4, 0
@@ -147,9 +148,9 @@ def test_zeros_outliers_and_tiny_numbers_have_blocks_of_their_own(platform):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_makes_its_block_none(bad):
+def test_what_is_no_number_makes_its_block_none(platform, bad):
     """In a row that row's results, in a matrix those of its expert, and nothing of others: as the oracle has it."""
-    net = network(np.random.default_rng(38), SIZES, 256, 2, 128, spare=SPARE)
+    net = network(np.random.default_rng(38), SIZES, 256, 2, 128, dtype=fp8.rows_dtype(platform), spare=SPARE)
     clean = all_results(run(net))
     ends = np.concatenate([[0], np.cumsum(SIZES)])
     bad_row, of_bad_expert = ends[2] + 5, np.arange(ends[4], ends[5])
@@ -176,11 +177,21 @@ def all_results(run):
     return {"y": np.asarray(y)} | {name: np.asarray(array) for name, array in gradients.items()}
 
 
-def test_sizes_are_clipped_to_the_rows():
-    net = network(np.random.default_rng(39), [9, 0, 7], 128, 2, 128)
+def test_sizes_are_clipped_to_the_rows(platform):
+    net = network(np.random.default_rng(39), [9, 0, 7], 128, 2, 128, dtype=fp8.rows_dtype(platform))
     y, gradients = run(net)
     net.group_sizes = np.array([9, -5, 2**31 - 1], np.int32)
     again, found = run(net)
     np.testing.assert_array_equal(np.asarray(again), np.asarray(y))
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(gradient), err_msg=name)
+
+
+def test_a_gpu_takes_rows_of_16_bits_alone(platform):
+    net = network(np.random.default_rng(39), [9, 0, 7], 128, 2, 128)
+    if platform == "cpu":
+        run(net)
+        return
+    errors = NotImplementedError, jax.errors.JaxRuntimeError
+    with pytest.raises(errors, match=r"precision: got AB_PRECISION_FP8, .* 32 bits"):
+        np.asarray(run(net)[0])

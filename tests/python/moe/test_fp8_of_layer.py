@@ -36,7 +36,7 @@ def quantized_of(arrays, **options):
 )
 def test_the_layer_after_the_router(platform, dtype, fp8_scales, weight_early, layouts):
     """Also of experts that repeat, of none, of a cold one; 16-bit layers have float32 matrices."""
-    arrays = routed_operands(60, 5, 2, 256, 128, dtype=dtype, bias=True)
+    arrays = routed_operands(60, 5, 2, 256, 128, dtype=fp8.rows_dtype(platform, dtype), bias=True)
     arrays["experts"] = np.where(arrays["experts"] == 3, 4, arrays["experts"])
     for name in ("w_in", "w_out"):
         arrays[name] = arrays[name].astype(np.float32)
@@ -47,7 +47,8 @@ def test_the_layer_after_the_router(platform, dtype, fp8_scales, weight_early, l
 
 def test_the_whole_layer(platform):
     """The router, its losses and its gradients are those of "highest", but for what comes from the experts."""
-    arrays = operands(48, 4, 2, 128, 256, bias=True, cold=1)
+    dtype = fp8.rows_dtype(platform)
+    arrays = operands(48, 4, 2, 128, 256, bias=True, cold=1, dtype=dtype)
     options = dict(topk=2, aux_loss_coeff=0.1, z_loss_coeff=0.01)
     highest, _, _ = run_layer(arrays, **options)
     result, gradients, cotangents = run_layer(arrays, precision="fp8", **options)
@@ -55,6 +56,7 @@ def test_the_whole_layer(platform):
         np.testing.assert_array_equal(getattr(result, name), getattr(highest, name), err_msg=name)
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     settings = dict(experts=selected(arrays, options), **{n: arrays[n] for n in ("gate_bias", "b_in", "b_out")})
+    settings["kept_dtype"] = arrays["x"].dtype
     want = reference.moe_backward(*main, *cotangents, **options, **settings, fp8_scales="float32")
     found = reference.moe(*main, **options, **settings, fp8_scales="float32")
     got = {name: np.asarray(array) for name, array in gradients.items()} | {"output": np.asarray(result.output)}
@@ -72,7 +74,7 @@ def test_the_whole_layer(platform):
     )
     # What reaches the router has passed no rounding of e4m3 that a sum could tip: d_w is <da', a>.
     terms = gate_terms(arrays, options | settings, want)
-    limit = BOUND["float32"] * fp8.DELTA[platform] / fp8.DELTA["cpu"]
+    limit = BOUND[dtype] + BOUND["float32"] * fp8.DELTA[platform] / fp8.DELTA["cpu"]
     for name, axis in (("gate", 1), ("gate_bias", 0)):
         assert_close_per_expert(got[name], want[name], 4 * limit, f"d_{name}", axis, terms[name])
 

@@ -1,0 +1,176 @@
+// What is quantised on CUDA against the CPU, which has the same numbers to the bit. Products of quantised factors are
+// tested from Python, against the oracle.
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "anabranch/cuda.h"
+#include "device.h"
+#include "float_tensor.h"
+#include "quantized.h"
+
+namespace anabranch::testing {
+namespace {
+
+class Fp8Cuda : public CudaTest {};
+
+constexpr int32_t kKinds[] = {AB_FP8_SCALES_FLOAT32, AB_FP8_SCALES_POWER_OF_TWO};
+constexpr int32_t kDtypes[] = {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};
+
+// Normal numbers, and every 13th run of 128 one of the things that a block may hold.
+void fill(FloatTensor& x) {
+  x.fill_normal(3);
+  const std::function<float(int64_t)> of[] = {
+      [](int64_t) { return 0.0f; },
+      [](int64_t j) { return j % 2 == 0 ? -0.0f : 0.0f; },
+      [](int64_t j) { return j == 77 ? 1e4f : 0.01f * static_cast<float>(j); },
+      [](int64_t j) { return j == 5 ? -std::numeric_limits<float>::infinity() : 1.0f; },
+      [](int64_t j) { return j == 127 ? NAN : 1.0f; },
+      [](int64_t j) { return std::ldexp(static_cast<float>(j - 64), -149); },
+      [](int64_t j) { return std::ldexp(static_cast<float>(j), -125); },
+      [](int64_t j) { return std::ldexp(static_cast<float>(7 * j % 449), -10); },
+  };
+  for (int64_t run = 0; run < x.size() / kBlock; run += 13) {
+    const auto& value = of[run / 13 % 8];
+    for (int64_t j = 0; j < kBlock; ++j) x.set(run * kBlock + j, value(j));
+  }
+}
+
+TEST_F(Fp8Cuda, RowsAreTheCpusToTheBit) {
+  for (const int32_t dtype : kDtypes) {
+    for (const int32_t kind : kKinds) {
+      for (const int64_t D : {128, 384, 2048}) {
+        for (const int64_t shift : {0, 4}) {
+          const int64_t R = 131;
+          FloatTensor x({R, D}, dtype);
+          fill(x);
+          const Bytes want = e4m3({R, D}), got = e4m3({R, D});
+          const Tensor<float> want_scales({R, D / kBlock}), got_scales({R, D / kBlock});
+          ab_quantize_rows_args args{sizeof(args), kind, x.view(), want.view(), want_scales.view()};
+          EXPECT_OK(call(ab_quantize_rows, ab_quantize_rows_workspace, args));
+          Mirrors mirrors;
+          args.x = mirrors.add(x.view(), shift);
+          args.q = mirrors.add(got.view(), shift);
+          args.scales = mirrors.add(got_scales.view(), shift);
+          EXPECT_OK(ab_cuda_quantize_rows(&args, nullptr));
+          mirrors.fetch();
+          EXPECT_EQ(got.values(), want.values()) << dtype << " " << kind << " " << D << " " << shift;
+          EXPECT_TRUE(same_bits(got_scales.values(), want_scales.values())) << dtype << " " << kind << " " << D;
+        }
+      }
+    }
+  }
+}
+
+// [E, D, P, F] in an order of memory.
+TEST_F(Fp8Cuda, WeightsAreTheCpusToTheBitInEveryOrder) {
+  constexpr int64_t E = 2, D = 256, P = 2, F = 384;
+  const int64_t sizes[] = {E, D, P, F};
+  const std::vector<int> orders[] = {{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}};
+  for (size_t i = 0; i < std::size(orders); ++i) {
+    for (const int32_t dtype : kDtypes) {
+      FloatTensor w({E, D, P, F}, dtype);
+      fill(w);
+      int64_t strides[4];
+      int64_t stride = 1;
+      for (size_t axis = 4; axis-- > 0; stride *= sizes[orders[i][axis]]) strides[orders[i][axis]] = stride;
+      ab_tensor view = *w.view();
+      view.strides = strides;
+      const Bytes want = e4m3({E, D, P, F}), got = e4m3({E, D, P, F});
+      const Bytes want_transposed = e4m3({E, P, F, D}), got_transposed = e4m3({E, P, F, D});
+      const Tensor<float> want_scales({E, D / kBlock, P, F / kBlock}), got_scales({E, D / kBlock, P, F / kBlock});
+      const int32_t kind = kKinds[i % 2];
+      ab_quantize_weights_args args{sizeof(args), kind, &view, want.view(), want_transposed.view(), want_scales.view()};
+      EXPECT_OK(call(ab_quantize_weights, ab_quantize_weights_workspace, args));
+      Mirrors mirrors;
+      ab_tensor on_device = *mirrors.add(w.view());
+      on_device.strides = strides;
+      args.w = &on_device;
+      args.q = i == 2 ? nullptr : mirrors.add(got.view());
+      args.q_transposed = i == 1 ? nullptr : mirrors.add(got_transposed.view());
+      args.scales = mirrors.add(got_scales.view());
+      EXPECT_OK(ab_cuda_quantize_weights(&args, nullptr));
+      mirrors.fetch();
+      EXPECT_TRUE(args.q == nullptr || got.values() == want.values()) << i << " " << dtype;
+      EXPECT_TRUE(args.q_transposed == nullptr || got_transposed.values() == want_transposed.values()) << i;
+      EXPECT_TRUE(same_bits(got_scales.values(), want_scales.values())) << i << " " << dtype;
+    }
+  }
+}
+
+TEST_F(Fp8Cuda, EmptySizesAreOrdinary) {
+  for (const auto& [R, D] : {std::pair{0, 128}, std::pair{3, 0}}) {
+    const Tensor<float> x({R, D}), scales({R, D / kBlock});
+    const Bytes q = e4m3({R, D});
+    const ab_quantize_rows_args args{sizeof(args), 0, x.view(), q.view(), scales.view()};
+    EXPECT_OK(ab_cuda_quantize_rows(&args, nullptr));
+  }
+  const Tensor<float> w({2, 0, 128}), scales({2, 0, 1});
+  const Bytes q = e4m3({2, 0, 128});
+  const ab_quantize_weights_args args{sizeof(args), 0, w.view(), q.view(), nullptr, scales.view()};
+  EXPECT_OK(ab_cuda_quantize_weights(&args, nullptr));
+}
+
+// dx_rows from dh alone, whose gate and up alternate or not, and from dh_q: the same bits.
+TEST_F(Fp8Cuda, ACallWithoutHQuantisesDh) {
+  constexpr int64_t E = 2, D = 128, P = 2, F = 256, R = 75;
+  for (const bool interleaved : {false, true}) {
+    FloatTensor x({R, D}, AB_BFLOAT16), w_in({E, D, P, F}, AB_BFLOAT16), dh({R, P, F}, AB_BFLOAT16);
+    FloatTensor w_out({E, F, D}, AB_BFLOAT16);
+    x.fill_normal(1);
+    w_in.fill_normal(2);
+    dh.fill_normal(3);
+    w_out.fill_normal(4);
+    FloatTensor parted({R, P, F}, AB_BFLOAT16);
+    for (int64_t i = 0; i < R * P * F; ++i) {
+      const int64_t row = i / (P * F), part = i / F % P, f = i % F;
+      parted.set(i, dh.get(interleaved ? (row * F + f) * P + part : i));
+    }
+    const Bytes q = e4m3({R, P, F});
+    const Tensor<float> scales({R, P, F / kBlock});
+    const ab_tensor rows{parted.view()->data, AB_BFLOAT16, 2, {R, P * F}, nullptr};
+    const ab_tensor q_rows{q.view()->data, AB_FLOAT8_E4M3, 2, {R, P * F}, nullptr};
+    const ab_tensor scale_rows{scales.view()->data, AB_FLOAT32, 2, {R, P * F / kBlock}, nullptr};
+    const ab_quantize_rows_args quantize{sizeof(quantize), 0, &rows, &q_rows, &scale_rows};
+    EXPECT_OK(call(ab_quantize_rows, ab_quantize_rows_workspace, quantize));
+
+    const FloatTensor from_dh({R, D}, AB_BFLOAT16), from_dh_q({R, D}, AB_BFLOAT16);
+    const Tensor<int32_t> sizes({E}, {40, 35});
+    const int64_t in_strides[] = {D * P * F, P * F, 1, P};
+    const int64_t h_strides[] = {P * F, 1, P};
+    for (const bool quantised : {false, true}) {
+      Mirrors mirrors;
+      ab_tensor w = *mirrors.add(w_in.view());
+      ab_tensor d = *mirrors.add(dh.view());
+      if (interleaved) {
+        w.strides = in_strides;
+        d.strides = h_strides;
+      }
+      ab_expert_ffn_backward_args args{};
+      args.size = sizeof(args);
+      args.precision = AB_PRECISION_FP8;
+      args.x = mirrors.add(x.view());
+      args.w_in = &w;
+      args.w_out = mirrors.add(w_out.view());
+      args.group_sizes = mirrors.add(sizes.view());
+      if (!quantised) args.dh = &d;
+      args.dx_rows = mirrors.add((quantised ? from_dh_q : from_dh).view());
+      if (quantised) {
+        args.dh_q = mirrors.add(q.view());
+        args.dh_scales = mirrors.add(scales.view());
+      }
+      size_t bytes = 0;
+      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+      DeviceWorkspace workspace(bytes);
+      const ab_status status = ab_cuda_expert_ffn_backward(&args, &workspace.exec());
+      if (status.code == AB_UNSUPPORTED) GTEST_SKIP() << status.message;
+      EXPECT_OK(status);
+      mirrors.fetch();
+      workspace.check();
+    }
+    for (int64_t i = 0; i < R * D; ++i) ASSERT_EQ(from_dh.get(i), from_dh_q.get(i)) << interleaved << " " << i;
+  }
+}
+
+}  // namespace
+}  // namespace anabranch::testing

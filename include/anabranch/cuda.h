@@ -70,9 +70,9 @@ AB_API ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_ar
  * addresses that are multiples of 16 on, where results and what is kept have 16 bits: else AB_UNSUPPORTED. Sums of 128
  * products keep what these tensor cores keep of float32, 14 binary digits at least; those of blocks are float32.
  * ab_cuda_expert_ffn_forward gives `a` quantised or not at all. Workspace: for every factor that is quantised inside,
- * its elements and 4 bytes for each block; `a` is not there in 16 bits.
- * `a` and dh are divided by their scales by way of a reciprocal: where a quotient lies between two numbers of e4m3 to 24
- * binary digits it may become either.
+ * its elements and 4 bytes for each block; `a` is not there in 16 bits. `a` and dh are divided
+ * by their scales by way of a reciprocal: where a quotient lies between two numbers of e4m3 to 24 binary digits it may
+ * become either.
  *
  * Products run on the first kernels that can take them:
  *   hopper    on compute capability 9.0, of bfloat16 and float16 where rows of x, w and y are whole 16-byte chunks from

@@ -91,6 +91,8 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
             "MoE",
             "c",
             "grouped_mm",
+            "fp8",
+            "fp8-kept",
             "hf-batched_mm",
             "hf-eager",
             "hf-grouped_mm",

@@ -88,15 +88,24 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
 #pragma unroll
   for (float& value : sums) value = 0.0f;
   const int never = static_cast<int>(tile.expert < 0);
+  float rows[2];
+  float columns[2];
+  const auto load_scales = [&] {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rows[i] = row_scales.scales[of_rows[i]++];
+    columns[0] = weight_scales.scales[of_columns];
+    columns[1] = weight_scales.scales[weight_scales.half_of(of_columns)];
+    of_columns += weight_scales.of_k;
+  };
+  load_scales();
+  const int last_k_block = tile.first_k_block + tile.k_blocks;
 #pragma unroll 1
-  for (int k_block = tile.first_k_block; k_block < tile.first_k_block + tile.k_blocks; ++k_block) {
+  for (int k_block = tile.first_k_block; k_block < last_k_block; ++k_block) {
     const auto at = OperandRing<Shape>::Position::of(k_block);
     ring.full[at.stage].wait(at.phase);
     if constexpr (OperandA::kGathered) fence_async_proxy();
     const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
     const Descriptor b = first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel;
-    float rows[2];
-    float columns[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       fence_accumulators();
@@ -107,18 +116,14 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
                                    k == 0 ? never : 1);
       }
       commit_products();
-      if (half == 0) {
-        // While the tensor cores multiply.
-#pragma unroll
-        for (int i = 0; i < 2; ++i) rows[i] = row_scales.scales[of_rows[i]++];
-        columns[0] = weight_scales.scales[of_columns];
-        columns[1] = weight_scales.scales[weight_scales.half_of(of_columns)];
-        of_columns += weight_scales.of_k;
-      }
       wait_for_products<0>();
       finish_accumulators(sums);
-      if (half == 1) ring.release(at);
       const float scales[2] = {rows[0] * columns[half], rows[1] * columns[half]};
+      if (half == 1) {
+        ring.release(at);
+        // A block ahead, since they take as long as its products.
+        if (k_block + 1 < last_k_block) load_scales();
+      }
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) acc[half * kHalf + i] = fmaf(sums[i], scales[i / 2 % 2], acc[half * kHalf + i]);
     }

@@ -98,7 +98,8 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_
  * ab_cuda_grouped_matmul or the products of the feed-forward network, whichever has such operands, and ab_cuda_combine.
  * Workspace: [R, C] of the dtype of x. W is as many elements as w has, without transpose_w and where R <= E N twice as
  * many (those of the gated W_in), or if that is more, 2^22. Where R N <= W or N < 2048, C = N; else C = min(N, 192
- * ceil(n / chunks)) for n = ceil(N / 192) tiles, in as many chunks as R C <= W takes, but no more than floor(n / 4). */
+ * ceil(n / chunks)) for n = ceil(N / 192) tiles, in as many chunks as R C <= W takes, but no more than floor(n / 4);
+ * with AB_PRECISION_FP8 256 in the place of 192, and [R, C] of the dtype of out. */
 AB_API ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args,
                                                           const ab_exec* exec, size_t* bytes);

@@ -1,11 +1,12 @@
-// What is quantised on CUDA against the CPU, which has the same numbers to the bit. Products of quantised factors are
-// tested from Python, against the oracle.
+// What is quantised on CUDA against the CPU, which has the same numbers to the bit. Products of quantised factors:
+// fp8_products_cuda_test.cc.
 #include <cmath>
 #include <functional>
 #include <limits>
 
 #include "anabranch/cuda.h"
 #include "device.h"
+#include "experts/cuda/fp8_factors.h"
 #include "float_tensor.h"
 #include "quantized.h"
 
@@ -111,64 +112,21 @@ TEST_F(Fp8Cuda, EmptySizesAreOrdinary) {
   EXPECT_OK(ab_cuda_quantize_weights(&args, nullptr));
 }
 
-// dx_rows from dh alone, whose gate and up alternate or not, and from dh_q: the same bits.
-TEST_F(Fp8Cuda, ACallWithoutHQuantisesDh) {
-  constexpr int64_t E = 2, D = 128, P = 2, F = 256, R = 75;
-  for (const bool interleaved : {false, true}) {
-    FloatTensor x({R, D}, AB_BFLOAT16), w_in({E, D, P, F}, AB_BFLOAT16), dh({R, P, F}, AB_BFLOAT16);
-    FloatTensor w_out({E, F, D}, AB_BFLOAT16);
-    x.fill_normal(1);
-    w_in.fill_normal(2);
-    dh.fill_normal(3);
-    w_out.fill_normal(4);
-    FloatTensor parted({R, P, F}, AB_BFLOAT16);
-    for (int64_t i = 0; i < R * P * F; ++i) {
-      const int64_t row = i / (P * F), part = i / F % P, f = i % F;
-      parted.set(i, dh.get(interleaved ? (row * F + f) * P + part : i));
+// Scales are read up to the last one: columns from a place on have fewer.
+TEST(Fp8Factor, ColumnsFromAPlaceOnEndWithTheScales) {
+  const QuantizedSizes sizes{0, 3, 256, 2, 640};
+  const Bytes q = e4m3({3, 2, 640, 256});
+  const Tensor<float> scales({3, 2, 2, 5});
+  for (const bool transposed : {false, true}) {
+    Workspace none(nullptr);
+    const cuda::Fp8Factor factor(none, nullptr, q.view(), scales.view(), sizes, transposed, false);
+    const int64_t k = transposed ? 2 * 640 : 256;
+    for (const int64_t first : {0, 128}) {
+      const cuda::Fp8Weights from = factor.factor_from(first, k);
+      EXPECT_EQ(from.values, q.values().data() + first * k);
+      EXPECT_EQ(from.scales, scales.values().data() + first / kBlock * (transposed ? 10 : 1));
+      EXPECT_EQ(from.scales + from.count, scales.values().data() + scales.size()) << transposed << " " << first;
     }
-    const Bytes q = e4m3({R, P, F});
-    const Tensor<float> scales({R, P, F / kBlock});
-    const ab_tensor rows{parted.view()->data, AB_BFLOAT16, 2, {R, P * F}, nullptr};
-    const ab_tensor q_rows{q.view()->data, AB_FLOAT8_E4M3, 2, {R, P * F}, nullptr};
-    const ab_tensor scale_rows{scales.view()->data, AB_FLOAT32, 2, {R, P * F / kBlock}, nullptr};
-    const ab_quantize_rows_args quantize{sizeof(quantize), 0, &rows, &q_rows, &scale_rows};
-    EXPECT_OK(call(ab_quantize_rows, ab_quantize_rows_workspace, quantize));
-
-    const FloatTensor from_dh({R, D}, AB_BFLOAT16), from_dh_q({R, D}, AB_BFLOAT16);
-    const Tensor<int32_t> sizes({E}, {40, 35});
-    const int64_t in_strides[] = {D * P * F, P * F, 1, P};
-    const int64_t h_strides[] = {P * F, 1, P};
-    for (const bool quantised : {false, true}) {
-      Mirrors mirrors;
-      ab_tensor w = *mirrors.add(w_in.view());
-      ab_tensor d = *mirrors.add(dh.view());
-      if (interleaved) {
-        w.strides = in_strides;
-        d.strides = h_strides;
-      }
-      ab_expert_ffn_backward_args args{};
-      args.size = sizeof(args);
-      args.precision = AB_PRECISION_FP8;
-      args.x = mirrors.add(x.view());
-      args.w_in = &w;
-      args.w_out = mirrors.add(w_out.view());
-      args.group_sizes = mirrors.add(sizes.view());
-      if (!quantised) args.dh = &d;
-      args.dx_rows = mirrors.add((quantised ? from_dh_q : from_dh).view());
-      if (quantised) {
-        args.dh_q = mirrors.add(q.view());
-        args.dh_scales = mirrors.add(scales.view());
-      }
-      size_t bytes = 0;
-      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
-      DeviceWorkspace workspace(bytes);
-      const ab_status status = ab_cuda_expert_ffn_backward(&args, &workspace.exec());
-      if (status.code == AB_UNSUPPORTED) GTEST_SKIP() << status.message;
-      EXPECT_OK(status);
-      mirrors.fetch();
-      workspace.check();
-    }
-    for (int64_t i = 0; i < R * D; ++i) ASSERT_EQ(from_dh.get(i), from_dh_q.get(i)) << interleaved << " " << i;
   }
 }
 

@@ -354,7 +354,7 @@ class HiddenGradients(NamedTuple):
     weights: jax.Array
     """Of the shape and dtype of the weights."""
     dh_factor: Factor | None = None
-    """Of dh, quantised before it was rounded, with its scales [R, P, F/128]; None without FP8."""
+    """dh, quantised, with its scales [R, P, F/128]; None without FP8."""
 
 
 def ffn_forward_by_slot(

@@ -209,8 +209,8 @@ def moe(
         torch.set_float32_matmul_precision is; it has no effect on the experts. "fp8": x, w_in, w_out, and what the
         experts compute of them, are quantised to float8_e4m3fn where they multiply, whatever their dtype, with a scale
         for every 128 elements of a row and every 128 x 128 of a matrix; so are the factors of the gradient of x.
-        Gradients of the experts' matrices, the gate and all sums are as without. D and F are multiples of 128. See
-        docs/torch.md.
+        Gradients of the experts' matrices, the gate and all sums are as without. D and F are multiples of 128; on
+        a GPU, of compute capability 9.0, x is bfloat16 or float16, else NotImplementedError. See docs/torch.md.
       fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
         rounded up to one.
       quantized: with "fp8", w_in and w_out as `quantize_experts` gave them, which are multiplied with in their place;

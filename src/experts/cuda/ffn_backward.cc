@@ -66,14 +66,7 @@ struct Backward {
     return compute_hidden_gradient(hidden_fp8(), device, stream);
   }
 
-  Fp8HiddenGradient hidden_fp8() const {
-    Fp8HiddenGradient gradient;
-    static_cast<HiddenGradient&>(gradient) = hidden();
-    gradient.d_y8 = rows_of(d_y8);
-    gradient.w8 = w_out.factor();
-    gradient.dh8 = dh8;
-    return gradient;
-  }
+  Fp8HiddenGradient hidden_fp8() const { return {hidden(), rows_of(d_y8), w_out.factor(), dh8}; }
 
   // Where dh came from an earlier call without its quantised form, it is quantised as it stands, one part after the
   // other: rows of gate and up are blocks of their own.
@@ -83,11 +76,7 @@ struct Backward {
                                               : quantize_rows(dh, s.R, s.P * s.F, dh8, stream));
     }
     AB_RETURN_IF_ERROR(w_in.fill(stream));
-    Fp8RowsProduct inputs8;
-    static_cast<RowsProduct&>(inputs8) = inputs();
-    inputs8.x8 = rows_of(dh8);
-    inputs8.w8 = w_in.factor();
-    return compute_rows_product(inputs8, device, stream);
+    return compute_rows_product(Fp8RowsProduct{inputs(), rows_of(dh8), w_in.factor()}, device, stream);
   }
 
   bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }

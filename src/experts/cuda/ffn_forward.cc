@@ -49,19 +49,10 @@ struct Forward {
   ab_status run_fp8(const Device& device, cudaStream_t stream) const {
     AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), args.x->shape[0], s.D, x8, stream));
     AB_RETURN_IF_ERROR(w_in.fill(stream));
-    Fp8Up up8;
-    static_cast<Up&>(up8) = up();
-    up8.x8 = rows_of(x8);
-    up8.w8 = w_in.factor();
-    up8.a8 = a8;
-    AB_RETURN_IF_ERROR(compute_up(up8, device, stream));
+    AB_RETURN_IF_ERROR(compute_up(Fp8Up{up(), rows_of(x8), w_in.factor(), a8}, device, stream));
     if (args.y == nullptr) return ok();
     AB_RETURN_IF_ERROR(w_out.fill(stream));
-    Fp8RowsProduct down8;
-    static_cast<RowsProduct&>(down8) = down();
-    down8.x8 = rows_of(a8);
-    down8.w8 = w_out.factor();
-    return compute_rows_product(down8, device, stream);
+    return compute_rows_product(Fp8RowsProduct{down(), rows_of(a8), w_out.factor()}, device, stream);
   }
 
   Floats row_buffer(int64_t columns) { return {workspace.take_rows(s.R, columns, args.x->dtype), args.x->dtype}; }

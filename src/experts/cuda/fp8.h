@@ -27,6 +27,7 @@ struct Fp8Output {
 struct Fp8Weights {
   const void* values = nullptr;  // [E, P, columns, K], or [E, columns, K]
   const float* scales = nullptr;
+  int64_t count = 0;       // of scales, from `scales` on
   int64_t of_expert = 0;   // from expert to expert
   int64_t of_k = 0;        // from 128 of K to the next
   int64_t of_columns = 0;  // from 128 columns to the next

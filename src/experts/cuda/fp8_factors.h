@@ -31,13 +31,14 @@ class Fp8Factor {
     const int64_t D = sizes.D / kScaleBlock;
     const int64_t F = sizes.F / kScaleBlock;
     factor_.of_expert = D * sizes.P * F;
+    factor_.count = sizes.E * factor_.of_expert;
     // [E, D, P, F] blocks; transposed, those of P and F follow each other as what is summed over does.
     factor_.of_k = transposed ? 1 : sizes.P * F;
     factor_.of_columns = transposed ? sizes.P * F : 1;
     factor_.of_part = F;
     if (pending_) {
       factor_.values = workspace.take_rows(sizes.E * sizes.D, sizes.P * sizes.F, AB_FLOAT8_E4M3);
-      factor_.scales = workspace.take<float>(sizes.E * factor_.of_expert);
+      factor_.scales = workspace.take<float>(factor_.count);
     } else {
       factor_.values = q->data;
       factor_.scales = static_cast<const float*>(scales->data);
@@ -52,6 +53,16 @@ class Fp8Factor {
   }
 
   const Fp8Weights& factor() const { return factor_; }
+
+  // Its columns from `first` on, a multiple of 128, of `k` elements each.
+  Fp8Weights factor_from(int64_t first, int64_t k) const {
+    Fp8Weights window = factor_;
+    const int64_t scales = first / kScaleBlock * window.of_columns;
+    window.values = static_cast<const char*>(window.values) + first * k;
+    window.scales += scales;
+    window.count -= scales;
+    return window;
+  }
 
  private:
   const ab_tensor* w_ = nullptr;

@@ -33,13 +33,7 @@ struct Fp8Product {
 
   // Of columns from `first` on.
   Fp8RowsProduct of(const RowsProduct& product, int64_t first = 0) const {
-    Fp8RowsProduct p;
-    static_cast<RowsProduct&>(p) = product;
-    p.x8 = rows_of(x8);
-    p.w8 = w.factor();
-    p.w8.values = static_cast<const char*>(p.w8.values) + first * s.D;
-    p.w8.scales += first / kScaleBlock * p.w8.of_columns;
-    return p;
+    return {product, rows_of(x8), w.factor_from(first, s.D)};
   }
 };
 

@@ -1,6 +1,5 @@
 // ab_cuda_grouped_matmul_combine: for every chunk of columns the product of the rows, then their sums by token.
 #include "experts/cuda/grouped_matmul_combine.h"
-#include "experts/cuda/fp8_product.h"
 
 #include <algorithm>
 
@@ -10,6 +9,7 @@
 #include "core/tensor.h"
 #include "dispatch/combine.h"
 #include "experts/column_chunks.h"
+#include "experts/cuda/fp8_product.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/rows_product.h"
 #include "experts/cuda/workspace_sizes.h"

@@ -3,7 +3,7 @@
 
 #include "experts/hopper/fp8_launch.cuh"
 #include "experts/hopper/fp8_row_quantizer.cuh"
-#include "experts/hopper/hidden_gradient_epilogue.cuh"
+#include "experts/hopper/hidden_gradient.cuh"
 
 namespace anabranch::cuda::hopper {
 
@@ -14,20 +14,13 @@ ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiproces
           RowTileScheduler<Fp8Shape::kRows, Fp8Shape::kColumns, Fp8Shape::kBlocks>,
           HiddenGradientEpilogue<Element, kHidden, true, Fp8RowQuantizer<Element, parts_of(kHidden)>>>
       product;
-  AB_RETURN_IF_ERROR(gather_fp8_rows("d_out", g.d_y8, g.map, s.D, &product.a));
+  AB_RETURN_IF_ERROR(gather_fp8_rows("d_out", g.d_y8, g.w8, g.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(
       make_shuffled_matrices_map("w_out", g.w8.values, kPairDtype, s.E, s.F, s.D / 2, kPanel, &product.b.map));
-  product.b.scales = scales_of(g.w8, s.E, false);
-  auto& out = product.epilogue;
-  out.h = static_cast<const Element*>(g.h.data);
-  out.dh = static_cast<Element*>(g.dh.data);
-  out.weighted_a = static_cast<Element*>(g.weighted_a.data);
-  out.dots = g.dots;
-  out.weights = RowWeights(g.map, g.weights);
-  out.columns = static_cast<int32_t>(s.F);
-  out.R = static_cast<int32_t>(s.R);
-  out.activation = g.activation;
-  out.quantizer = {static_cast<uint8_t*>(g.dh8.values), g.dh8.scales, static_cast<int32_t>(s.F), g.dh8.power_of_two};
+  product.b.scales = scales_of(g.w8, false);
+  prepare_epilogue(g, &product.epilogue);
+  product.epilogue.quantizer = {static_cast<uint8_t*>(g.dh8.values), g.dh8.scales, static_cast<int32_t>(s.F),
+                                g.dh8.power_of_two};
   return launch_fp8_product("hidden gradient", &product, g.group_sizes, s.R, s.E, s.D,
                             ceil_div(s.F, Fp8Shape::kColumns), g.skips_rest, multiprocessors, stream);
 }

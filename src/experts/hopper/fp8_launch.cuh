@@ -23,23 +23,25 @@ inline ab_status prepare_fp8_rows(const char* name, const Fp8Rows& rows, int64_t
                      static_cast<int32_t>(columns / kScaleBlock)};
   return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), {}, columns / 2, static_cast<RowOperand*>(operand));
 }
-// Rows that a map names; without one in their order.
-inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const RowMap& map, int64_t columns,
-                                 ScaledRows<GatheredRowOperand>* operand) {
-  operand->scales = {rows.scales, map.slots, map.by_topk, map.sources(), static_cast<int32_t>(columns / kScaleBlock)};
+// Rows that a map names; without one in their order. Padding is multiplied by the first row's scales, or where there is
+// no row by some of w's, which has as many.
+inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const Fp8Weights& w, const RowMap& map,
+                                 int64_t columns, ScaledRows<GatheredRowOperand>* operand) {
+  const float* scales = map.sources() == 0 ? w.scales : rows.scales;
+  operand->scales = {scales, map.slots, map.by_topk, map.sources(), static_cast<int32_t>(columns / kScaleBlock)};
   return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), map, columns / 2,
                                        static_cast<GatheredRowOperand*>(operand));
 }
 
 // Halves of a tile are gate's and up's columns, or neighbours.
-inline WeightScales scales_of(const Fp8Weights& w, int64_t E, bool gated) {
+inline WeightScales scales_of(const Fp8Weights& w, bool gated) {
   WeightScales scales;
   scales.scales = w.scales;
   scales.of_expert = static_cast<uint32_t>(w.of_expert);
   scales.of_k = static_cast<uint32_t>(w.of_k);
   scales.of_columns = static_cast<uint32_t>(w.of_columns);
   scales.of_half = static_cast<uint32_t>(gated ? w.of_part : w.of_columns);
-  scales.last = static_cast<uint32_t>(E * w.of_expert - 1);
+  scales.last = static_cast<uint32_t>(w.count - 1);
   return scales;
 }
 

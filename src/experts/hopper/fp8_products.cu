@@ -13,8 +13,8 @@ constexpr const char* kNotRowsOf16Bit = "rows have 32 bits, which may be bfloat1
 constexpr const char* kNotCountedScales = "more scales than 2^32";
 
 // Both factors, `rows` of k elements.
-const char* why_not_factors(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t E, int64_t k) {
-  if (rows * (k / kScaleBlock) >= kMostScales || E * w.of_expert >= kMostScales) return kNotCountedScales;
+const char* why_not_factors(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t k) {
+  if (rows * (k / kScaleBlock) >= kMostScales || w.count >= kMostScales) return kNotCountedScales;
   const bool fit = fits_tensor_map(x.values, kPairDtype, k / 2) && fits_tensor_map(w.values, kPairDtype, k / 2);
   return fit ? nullptr : kNotChunks;
 }
@@ -30,7 +30,7 @@ const char* why_not(const Fp8Up& up) {
   if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
   const auto hidden = {up.b_in, up.h, as_16_bit(up.a8.values, dtype)};
   if (const char* why = why_not_fused(s, up.map, as_16_bit(up.x8.values, dtype), hidden)) return why;
-  return why_not_factors(up.x8, up.map.sources(), up.w8, s.E, s.D);
+  return why_not_factors(up.x8, up.map.sources(), up.w8, s.D);
 }
 
 const char* why_not(const Fp8HiddenGradient& g) {
@@ -39,14 +39,14 @@ const char* why_not(const Fp8HiddenGradient& g) {
   if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
   const auto hidden = {g.h, g.dh, g.weighted_a, as_16_bit(g.dh8.values, dtype)};
   if (const char* why = why_not_fused(s, g.map, as_16_bit(g.d_y8.values, dtype), hidden)) return why;
-  return why_not_factors(g.d_y8, g.map.sources(), g.w8, s.E, s.D);
+  return why_not_factors(g.d_y8, g.map.sources(), g.w8, s.D);
 }
 
 const char* why_not(const Fp8RowsProduct& p) {
   if (!is_16_bit(p.dtype)) return kNotRowsOf16Bit;
   if (!are_counted({p.R, p.E, p.D, p.N}) || !tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns)) return kNotCounted;
   const bool fit = fits_tensor_map(p.y, p.dtype, p.N) && (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N));
-  return fit ? why_not_factors(p.x8, p.R, p.w8, p.E, p.D) : kNotChunks;
+  return fit ? why_not_factors(p.x8, p.R, p.w8, p.D) : kNotChunks;
 }
 
 int64_t parts_of_dots(const Fp8HiddenGradient& g) { return ceil_div(g.s.F, Fp8Shape::kColumns); }

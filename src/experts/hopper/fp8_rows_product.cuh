@@ -15,7 +15,7 @@ ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, 
   AB_RETURN_IF_ERROR(prepare_fp8_rows("x", p.x8, p.R, p.D, &product.a));
   AB_RETURN_IF_ERROR(make_fp8_weights_map("w", p.w8, p.E, 0, p.N, p.stored_columns(), p.D,
                                           Fp8Shape::kColumns / Fp8Shape::kBlocks, &product.b.map));
-  product.b.scales = scales_of(p.w8, p.E, false);
+  product.b.scales = scales_of(p.w8, false);
   AB_RETURN_IF_ERROR(prepare_epilogue(p, &product.epilogue));
   // The main loop adds no bias, whichever weights it has.
   if constexpr (std::is_same_v<Epilogue, ScaleBiasEpilogue<Element>>) {

@@ -30,9 +30,9 @@ ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t strea
   Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, ScaledWeights<Weights>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, kWidth, Fp8Shape::kBlocks>, Fp8UpEpilogue<Element, kHidden>>
       product;
-  AB_RETURN_IF_ERROR(gather_fp8_rows("x", up.x8, up.map, s.D, &product.a));
+  AB_RETURN_IF_ERROR(gather_fp8_rows("x", up.x8, up.w8, up.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_fp8_up_weights(up, static_cast<Weights*>(&product.b)));
-  product.b.scales = scales_of(up.w8, s.E, kParts == 2);
+  product.b.scales = scales_of(up.w8, kParts == 2);
   auto& out = product.epilogue;
   AB_RETURN_IF_ERROR(
       make_row_window_map("a", up.a8.values, kPairDtype, s.F / 2, kScaleBlock / 2, kSubtileRows, &out.a, s.F / 2));

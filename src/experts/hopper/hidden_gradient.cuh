@@ -23,6 +23,19 @@ inline ab_status prepare_hidden_gradient_weights(const HiddenGradient& g, Weight
   return make_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.D, s.F, kPanel, kPanel, &weights->map);
 }
 
+// All of it but the quantiser.
+template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer>
+void prepare_epilogue(const HiddenGradient& g, HiddenGradientEpilogue<Element, kHidden, kShuffled, Quantizer>* out) {
+  out->h = static_cast<const Element*>(g.h.data);
+  out->dh = static_cast<Element*>(g.dh.data);
+  out->weighted_a = static_cast<Element*>(g.weighted_a.data);
+  out->dots = g.dots;
+  out->weights = RowWeights(g.map, g.weights);
+  out->columns = static_cast<int32_t>(g.s.F);
+  out->R = static_cast<int32_t>(g.s.R);
+  out->activation = g.activation;
+}
+
 template <class Shape, class Element, class OperandA, HiddenColumns kHidden, Major kMajor>
 ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
@@ -32,15 +45,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_hidden_gradient_weights(g, &product.b));
-  auto& out = product.epilogue;
-  out.h = static_cast<const Element*>(g.h.data);
-  out.dh = static_cast<Element*>(g.dh.data);
-  out.weighted_a = static_cast<Element*>(g.weighted_a.data);
-  out.dots = g.dots;
-  out.weights = RowWeights(g.map, g.weights);
-  out.columns = static_cast<int32_t>(s.F);
-  out.R = static_cast<int32_t>(s.R);
-  out.activation = g.activation;
+  prepare_epilogue(g, &product.epilogue);
   product.tiles = {groups_of(g.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, Shape::kColumns)), g.skips_rest};
   const int64_t tiles = most_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;

@@ -37,7 +37,7 @@ struct HiddenGradientEpilogue {
   int32_t columns;  // F
   int32_t R;
   Activation activation;
-  Quantizer quantizer;
+  Quantizer quantizer;  // takes room even if empty: host and device disagree on [[no_unique_address]]
 
   template <class Shape>
   static constexpr bool kTakesRegisters = !kShuffled;

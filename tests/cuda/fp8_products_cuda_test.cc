@@ -1,0 +1,199 @@
+// Products of float8_e4m3fn on Hopper: what one call makes of several products, and rows that no token has. Values and
+// gradients are tested from Python, against the oracle.
+#include "anabranch/cuda.h"
+#include "device.h"
+#include "float_tensor.h"
+#include "quantized.h"
+
+namespace anabranch::testing {
+namespace {
+
+// Skips, loudly, where there is no GPU that has such products.
+class Fp8ProductsCuda : public CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped()) return;
+    cudaDeviceProp properties;
+    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+    if (properties.major != 9 || properties.minor != 0) {
+      GTEST_SKIP() << "NO HOPPER GPU FOUND: products of float8_e4m3fn did not run";
+    }
+  }
+};
+
+// dx_rows from dh alone, whose gate and up alternate or not, and from dh_q: the same bits.
+TEST_F(Fp8ProductsCuda, ACallWithoutHQuantisesDh) {
+  constexpr int64_t E = 2, D = 128, P = 2, F = 256, R = 75;
+  for (const bool interleaved : {false, true}) {
+    FloatTensor x({R, D}, AB_BFLOAT16), w_in({E, D, P, F}, AB_BFLOAT16), dh({R, P, F}, AB_BFLOAT16);
+    FloatTensor w_out({E, F, D}, AB_BFLOAT16);
+    x.fill_normal(1);
+    w_in.fill_normal(2);
+    dh.fill_normal(3);
+    w_out.fill_normal(4);
+    FloatTensor parted({R, P, F}, AB_BFLOAT16);
+    for (int64_t i = 0; i < R * P * F; ++i) {
+      const int64_t row = i / (P * F), part = i / F % P, f = i % F;
+      parted.set(i, dh.get(interleaved ? (row * F + f) * P + part : i));
+    }
+    const Bytes q = e4m3({R, P, F});
+    const Tensor<float> scales({R, P, F / kBlock});
+    const ab_tensor rows{parted.view()->data, AB_BFLOAT16, 2, {R, P * F}, nullptr};
+    const ab_tensor q_rows{q.view()->data, AB_FLOAT8_E4M3, 2, {R, P * F}, nullptr};
+    const ab_tensor scale_rows{scales.view()->data, AB_FLOAT32, 2, {R, P * F / kBlock}, nullptr};
+    const ab_quantize_rows_args quantize{sizeof(quantize), 0, &rows, &q_rows, &scale_rows};
+    EXPECT_OK(call(ab_quantize_rows, ab_quantize_rows_workspace, quantize));
+
+    const FloatTensor from_dh({R, D}, AB_BFLOAT16), from_dh_q({R, D}, AB_BFLOAT16);
+    const Tensor<int32_t> sizes({E}, {40, 35});
+    const int64_t in_strides[] = {D * P * F, P * F, 1, P};
+    const int64_t h_strides[] = {P * F, 1, P};
+    for (const bool quantised : {false, true}) {
+      Mirrors mirrors;
+      ab_tensor w = *mirrors.add(w_in.view());
+      ab_tensor d = *mirrors.add(dh.view());
+      if (interleaved) {
+        w.strides = in_strides;
+        d.strides = h_strides;
+      }
+      ab_expert_ffn_backward_args args{};
+      args.size = sizeof(args);
+      args.precision = AB_PRECISION_FP8;
+      args.x = mirrors.add(x.view());
+      args.w_in = &w;
+      args.w_out = mirrors.add(w_out.view());
+      args.group_sizes = mirrors.add(sizes.view());
+      if (!quantised) args.dh = &d;
+      args.dx_rows = mirrors.add((quantised ? from_dh_q : from_dh).view());
+      if (quantised) {
+        args.dh_q = mirrors.add(q.view());
+        args.dh_scales = mirrors.add(scales.view());
+      }
+      size_t bytes = 0;
+      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+      DeviceWorkspace workspace(bytes);
+      EXPECT_OK(ab_cuda_expert_ffn_backward(&args, &workspace.exec()));
+      mirrors.fetch();
+      workspace.check();
+    }
+    for (int64_t i = 0; i < R * D; ++i) ASSERT_EQ(from_dh.get(i), from_dh_q.get(i)) << interleaved << " " << i;
+  }
+}
+
+// More rows than the operation has memory for come in chunks of columns, the last of which begins within the scales.
+TEST_F(Fp8ProductsCuda, ChunksOfColumnsAreOneProduct) {
+  constexpr int64_t E = 2, R = 8192, N = 2176, K = 2, T = R / K;
+  for (const bool transposed : {false, true}) {
+    for (const bool given : {false, true}) {
+      const int64_t D = transposed ? 1024 : 128;
+      FloatTensor x({R, D}, AB_BFLOAT16);
+      FloatTensor w(transposed ? std::vector{E, N, D} : std::vector{E, D, N}, AB_BFLOAT16);
+      x.fill_normal(1);
+      w.fill_normal(2);
+      const Tensor<int32_t> sizes({E}, {R - 1000, 1000});
+      Tensor<int32_t> slots({R}), rows({T, K});
+      for (int32_t i = 0; i < R; ++i) slots[i] = rows[i] = i;
+      const Bytes q = e4m3({E, N, D}), q_transposed = e4m3({E, D, N});
+      const Tensor<float> scales({E, w.view()->shape[1] / kBlock, w.view()->shape[2] / kBlock});
+      const ab_quantize_weights_args quantize{
+          sizeof(quantize), 0, w.view(), (transposed ? q_transposed : q).view(), (transposed ? q : q_transposed).view(),
+          scales.view()};
+      EXPECT_OK(call(ab_quantize_weights, ab_quantize_weights_workspace, quantize));
+
+      const FloatTensor y({R, N}, AB_BFLOAT16), want({T, N}, AB_BFLOAT16), got({T, N}, AB_BFLOAT16);
+      using Product = ab_grouped_matmul_args;
+      Product product{};
+      product.size = sizeof(product);
+      product.transpose_w = transposed;
+      product.x = x.view();
+      product.w = given ? nullptr : w.view();
+      product.group_sizes = sizes.view();
+      product.y = y.view();
+      product.precision = AB_PRECISION_FP8;
+      if (given) {
+        product.w_q = q.view();
+        product.w_scales = scales.view();
+      }
+      run_on_copies(ab_cuda_grouped_matmul_workspace, ab_cuda_grouped_matmul, product, &Product::x, &Product::w,
+                    &Product::group_sizes, &Product::y, &Product::w_q, &Product::w_scales);
+      Mirrors mirrors;
+      ab_combine_args sum{sizeof(sum), mirrors.add(y.view()),    mirrors.add(rows.view()),
+                          nullptr,     mirrors.add(want.view()), nullptr};
+      EXPECT_OK(ab_cuda_combine(&sum, nullptr));
+      mirrors.fetch();
+
+      using Both = ab_grouped_matmul_combine_args;
+      Both both{};
+      both.size = sizeof(both);
+      both.transpose_w = transposed;
+      both.x = product.x;
+      both.w = product.w;
+      both.group_sizes = sizes.view();
+      both.slot_of_row = slots.view();
+      both.row_of_slot = rows.view();
+      both.out = got.view();
+      both.precision = AB_PRECISION_FP8;
+      both.w_q = product.w_q;
+      both.w_scales = product.w_scales;
+      run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, both, &Both::x, &Both::w,
+                    &Both::group_sizes, &Both::slot_of_row, &Both::row_of_slot, &Both::out, &Both::w_q,
+                    &Both::w_scales);
+      EXPECT_TRUE(got.is(want)) << transposed << " " << given;
+    }
+  }
+}
+
+// Rows of padding alone, where there is no token whose scales they could take.
+TEST_F(Fp8ProductsCuda, PaddingNeedsNoTokens) {
+  constexpr int64_t E = 2, D = 256, P = 2, F = 128, R = 9, K = 2;
+  const FloatTensor x({0, D}, AB_BFLOAT16), d_out({0, D}, AB_BFLOAT16);
+  FloatTensor w_in({E, D, P, F}, AB_BFLOAT16), w_out({E, F, D}, AB_BFLOAT16);
+  w_in.fill_normal(1);
+  w_out.fill_normal(2);
+  const Tensor<int32_t> sizes({E}, {4, 5}), slots({R}, std::vector<int32_t>(R, -1));
+  FloatTensor y({R, D}, AB_BFLOAT16), h({R, P, F}, AB_BFLOAT16), dh({R, P, F}, AB_BFLOAT16), dx({R, D}, AB_BFLOAT16);
+  FloatTensor d_w_in({E, D, P, F}, AB_BFLOAT16);
+  for (FloatTensor* out : {&y, &h, &dh, &dx, &d_w_in}) {
+    for (int64_t i = 0; i < out->size(); ++i) out->set(i, NAN);
+  }
+  using Forward = ab_expert_ffn_forward_args;
+  Forward forward{};
+  forward.size = sizeof(forward);
+  forward.topk = K;
+  forward.precision = AB_PRECISION_FP8;
+  forward.x = x.view();
+  forward.slot_of_row = slots.view();
+  forward.group_sizes = sizes.view();
+  forward.w_in = w_in.view();
+  forward.w_out = w_out.view();
+  forward.y = y.view();
+  forward.h = h.view();
+  run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, forward, &Forward::x,
+                &Forward::slot_of_row, &Forward::group_sizes, &Forward::w_in, &Forward::w_out, &Forward::y,
+                &Forward::h);
+  using Backward = ab_expert_ffn_backward_args;
+  Backward backward{};
+  backward.size = sizeof(backward);
+  backward.topk = K;
+  backward.precision = AB_PRECISION_FP8;
+  backward.x = x.view();
+  backward.slot_of_row = slots.view();
+  backward.group_sizes = sizes.view();
+  backward.w_in = w_in.view();
+  backward.w_out = w_out.view();
+  backward.h = h.view();
+  backward.d_out = d_out.view();
+  backward.dh = dh.view();
+  backward.dx_rows = dx.view();
+  backward.d_w_in = d_w_in.view();
+  run_on_copies(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, backward, &Backward::x,
+                &Backward::slot_of_row, &Backward::group_sizes, &Backward::w_in, &Backward::w_out, &Backward::h,
+                &Backward::d_out, &Backward::dh, &Backward::dx_rows, &Backward::d_w_in);
+  for (const FloatTensor* out : {&y, &h, &dh, &dx, &d_w_in}) {
+    for (int64_t i = 0; i < out->size(); ++i) ASSERT_EQ(out->get(i), 0.0f) << i;
+  }
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -97,7 +97,7 @@ TEST_F(Fp8ProductsCuda, ChunksOfColumnsAreOneProduct) {
       const Bytes q = e4m3({E, N, D}), q_transposed = e4m3({E, D, N});
       const Tensor<float> scales({E, w.view()->shape[1] / kBlock, w.view()->shape[2] / kBlock});
       const ab_quantize_weights_args quantize{
-          sizeof(quantize), 0, w.view(), (transposed ? q_transposed : q).view(), (transposed ? q : q_transposed).view(),
+          sizeof(quantize), 0, w.view(), (transposed ? q : q_transposed).view(), (transposed ? q_transposed : q).view(),
           scales.view()};
       EXPECT_OK(call(ab_quantize_weights, ab_quantize_weights_workspace, quantize));
 

@@ -71,6 +71,14 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
 inline int __all_sync(unsigned lanes, int predicate) { return __ballot_sync(lanes, predicate) == ~0u; }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
+  unsigned word = 0;
+  for (int i = 0; i < 4; ++i) {
+    word |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7u) * 8 & 0xffu) << 8 * i;
+  }
+  return word;
+}
 template <class T>
 T __ldca(const T* from) {
   return *from;

@@ -1,0 +1,126 @@
+// What the kernels that quantise have in common: a thread's 8 neighbours, and their quotients to the bit as a CPU's.
+#pragma once
+
+#include "core/cuda/vector.cuh"
+#include "experts/cuda/fp8.cuh"
+
+namespace anabranch::cuda {
+
+constexpr int kNeighbours = 8;  // that a thread has
+constexpr int kNeighbourLanes = static_cast<int>(kScaleBlock) / kNeighbours;
+constexpr int kQuantizeThreads = 256;
+
+// 8 elements as they are in memory.
+template <class T>
+class Neighbours {
+  static constexpr int kOfAccess = kAccessBytes / static_cast<int>(sizeof(T));
+
+ public:
+  // Next to next, and aligned.
+  __device__ __forceinline__ void load(const T* from) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) vectors_[i].load_if(true, from + i * kOfAccess);
+  }
+  __device__ __forceinline__ void load(const T* from, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float values[kOfAccess];
+#pragma unroll
+      for (int j = 0; j < kOfAccess; ++j) values[j] = to_float(from[(i * kOfAccess + j) * stride]);
+      vectors_[i] = Vector<T, kOfAccess>::from(values);
+    }
+  }
+  // Every other one of 16 aligned ones, from the first or the second on.
+  __device__ __forceinline__ void load_of_pairs(const T* from, bool second) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      Vector<T, kOfAccess> pairs[2];
+      pairs[0].load_if(true, from + 2 * i * kOfAccess);
+      pairs[1].load_if(true, from + (2 * i + 1) * kOfAccess);
+      vectors_[i] = chosen(pairs, second);
+    }
+  }
+  __device__ __forceinline__ float operator[](int i) const { return vectors_[i / kOfAccess][i % kOfAccess]; }
+
+  __device__ __forceinline__ uint32_t largest() const {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kNeighbours; ++i) largest = max(largest, magnitude_bits((*this)[i]));
+    return largest;
+  }
+
+ private:
+  static constexpr int kVectors = kNeighbours / kOfAccess;
+
+  static __device__ __forceinline__ Vector<T, kOfAccess> chosen(const Vector<T, kOfAccess> (&pairs)[2], bool second) {
+    if constexpr (sizeof(T) == 2) {
+      uint32_t words[kOfAccess / 2];
+#pragma unroll
+      for (int i = 0; i < kOfAccess / 2; ++i) {
+        const Vector<T, kOfAccess>& from = pairs[4 * i / kOfAccess];
+        const int first = 2 * i % (kOfAccess / 2);
+        words[i] = __byte_perm(from.word(first), from.word(first + 1), second ? 0x7632 : 0x5410);
+      }
+      return Vector<T, kOfAccess>::of_words(words);
+    } else {
+      float values[kOfAccess];
+#pragma unroll
+      for (int i = 0; i < kOfAccess; ++i) {
+        const Vector<T, kOfAccess>& from = pairs[2 * i / kOfAccess];
+        const int first = 2 * i % kOfAccess;
+        values[i] = second ? from[first + 1] : from[first];
+      }
+      return Vector<T, kOfAccess>::from(values);
+    }
+  }
+
+  Vector<T, kOfAccess> vectors_[kVectors];
+};
+
+// v / scale, rounded as a division rounds, for many v: the reciprocal's product, corrected twice by what it leaves.
+class Fp8Divider {
+ public:
+  __device__ __forceinline__ explicit Fp8Divider(float scale)
+      : scale_(scale), inverse_(1.0f / scale), divides_(scale < kLeast) {}
+
+  __device__ __forceinline__ float scale() const { return scale_; }
+
+  __device__ __forceinline__ float quotient(float v) const {
+    if (divides_) return v / scale_;
+    float found = v * inverse_;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) found = fmaf(fmaf(-found, scale_, v), inverse_, found);
+    return copysignf(found, v);  // of zeros the corrections lose it
+  }
+
+  template <class T>
+  __device__ __forceinline__ uint2 pack(const Neighbours<T>& of) const {
+    uint32_t words[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      words[i] = pack_fp8(quotient(of[4 * i]), quotient(of[4 * i + 1])) |
+                 pack_fp8(quotient(of[4 * i + 2]), quotient(of[4 * i + 3])) << 16;
+    }
+    return {words[0], words[1]};
+  }
+
+ private:
+  // Below it what the product leaves of a quotient that does not become 0 may have bits below the least float.
+  static constexpr float kLeast = 0x1p-90f;
+
+  float scale_;
+  float inverse_;
+  bool divides_;
+};
+
+template <bool kWhole>
+__device__ __forceinline__ void store_neighbours(uint8_t* to, uint2 bytes) {
+  if constexpr (kWhole) {
+    *reinterpret_cast<uint2*>(to) = bytes;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kNeighbours; ++i) to[i] = static_cast<uint8_t>((i < 4 ? bytes.x : bytes.y) >> i % 4 * 8);
+  }
+}
+
+}  // namespace anabranch::cuda

@@ -104,7 +104,10 @@ struct RingPosition {
   uint32_t phase = 0;
 
   // The position of the n-th use of the ring.
-  static __device__ RingPosition of(int n) { return {n % kStages, static_cast<uint32_t>(n / kStages) & 1u}; }
+  static __device__ RingPosition of(int n) {
+    const auto use = static_cast<uint32_t>(n);  // whose remainders take fewer operations
+    return {static_cast<int>(use % kStages), use / kStages & 1u};
+  }
 
   __device__ void advance() {
     if (++stage == kStages) {

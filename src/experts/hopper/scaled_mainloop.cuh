@@ -97,15 +97,19 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
     columns[1] = weight_scales.scales[weight_scales.half_of(of_columns)];
     of_columns += weight_scales.of_k;
   };
-  load_scales();
-  const int last_k_block = tile.first_k_block + tile.k_blocks;
-#pragma unroll 1
-  for (int k_block = tile.first_k_block; k_block < last_k_block; ++k_block) {
-    const auto at = OperandRing<Shape>::Position::of(k_block);
+  const auto wait_for = [&](const typename OperandRing<Shape>::Position& at) {
     ring.full[at.stage].wait(at.phase);
     if constexpr (OperandA::kGathered) fence_async_proxy();
+  };
+  load_scales();
+  const int last_k_block = tile.first_k_block + tile.k_blocks;
+  auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
+  wait_for(at);
+#pragma unroll 1
+  for (int k_block = tile.first_k_block; k_block < last_k_block; ++k_block) {
     const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
     const Descriptor b = first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel;
+    const auto now = at;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       fence_accumulators();
@@ -116,14 +120,16 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
                                    k == 0 ? never : 1);
       }
       commit_products();
+      // While they run, all that the next ones need.
+      const float scales[2] = {rows[0] * columns[half], rows[1] * columns[half]};
+      if (half == 1 && k_block + 1 < last_k_block) {
+        load_scales();
+        at = OperandRing<Shape>::Position::of(k_block + 1);
+        wait_for(at);
+      }
       wait_for_products<0>();
       finish_accumulators(sums);
-      const float scales[2] = {rows[0] * columns[half], rows[1] * columns[half]};
-      if (half == 1) {
-        ring.release(at);
-        // A block ahead, since they take as long as its products.
-        if (k_block + 1 < last_k_block) load_scales();
-      }
+      if (half == 1) ring.release(now);
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) acc[half * kHalf + i] = fmaf(sums[i], scales[i / 2 % 2], acc[half * kHalf + i]);
     }

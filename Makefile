@@ -12,7 +12,7 @@ help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
 	@echo "make test    set up, build, run the C, C++ and Python tests and the sanitizer builds"
 	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer;"
-	@echo "                ARGS='cpp python memcheck racecheck portable' for some steps"
+	@echo "                ARGS='cpp python memcheck racecheck portable' for some steps; ARCHITECTURES=80 for Ampere's code alone"
 	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
 	@echo "                ARGS='--json out.json', ARGS=torch for the layer in torch; both: BUILD=folder PYTHON=python3 to use what is there already"
 	@echo "make fuzz    random calls of the C interface under the sanitizers; SECONDS=3600 SEED=1 for how long and which"
@@ -80,12 +80,13 @@ wheel:
 	VENV="$(VENV)" scripts/wheel
 
 # BUILD=folder: one that is built already, with PYTHON's packages; nothing is installed or compiled then.
+# ARCHITECTURES=80: code for these alone, in a folder of its own, build/gpu-80.
 test-gpu:
 ifdef BUILD
-	BUILD="$(BUILD)" PYTHON="$(PYTHON)" scripts/test-gpu $(ARGS)
+	BUILD="$(BUILD)" PYTHON="$(PYTHON)" ARCHITECTURES="$(ARCHITECTURES)" scripts/test-gpu $(ARGS)
 else
 	$(SETUP) gpu
-	VENV="$(VENV)" scripts/test-gpu $(ARGS)
+	VENV="$(VENV)" ARCHITECTURES="$(ARCHITECTURES)" scripts/test-gpu $(ARGS)
 endif
 
 bench-gpu:

@@ -6,8 +6,8 @@
 // First what tensor cores do by mma.sync alone, operands in registers: nothing on the portable path can be faster. And
 // what they do beside additions, which take their time: splitting and rounding float32 operands and adding up sums are
 // such instructions. Then a line for every shape: gated experts with rows gathered and weighted, whose slots are spread
-// evenly. The path is the library's own choice; ANABRANCH_CUDA_PATH=portable or plain has it otherwise. Random data,
-// the L2 cache flushed before each call, the median of the repeats.
+// evenly. The path, which the line names, is the library's own choice; ANABRANCH_CUDA_PATH=portable or plain has it
+// otherwise. Random data, the L2 cache flushed before each call, the median of the repeats.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -258,8 +258,10 @@ void measure(const Shape& s, int repeats) {
       time_of(repeats, prepared("forward", ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, forward));
   const double back = time_of(
       repeats, prepared("backward", ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, backward));
-  std::printf("%6ld %5ld %5ld %4ld %3ld  %-8s   %10.1f us %6.1f   %10.1f us %6.1f\n", s.T, s.D, s.F, s.E, s.K,
-              name_of(s), there, products / there * 1e-6, back, 2 * products / back * 1e-6);
+  const char* path = nullptr;
+  check("path", ab_cuda_experts_path(s.dtype, s.T, s.K, s.E, s.D, 2, s.F, &path, nullptr));
+  std::printf("%6ld %5ld %5ld %4ld %3ld  %-8s  %-8s   %10.1f us %6.1f   %10.1f us %6.1f\n", s.T, s.D, s.F, s.E, s.K,
+              name_of(s), path, there, products / there * 1e-6, back, 2 * products / back * 1e-6);
   std::fflush(stdout);
 }
 
@@ -316,7 +318,7 @@ int main(int count, char** arguments) {
   std::printf("TF32 beside one, two and three additions each: %.0f, %.0f, %.0f\n",
               rate_in_registers<float, 1>(multiprocessors), rate_in_registers<float, 2>(multiprocessors),
               rate_in_registers<float, 3>(multiprocessors));
-  std::printf("     T     D     F    E   K  dtype         forward  TFLOP/s        backward  TFLOP/s\n");
+  std::printf("     T     D     F    E   K  dtype     path          forward  TFLOP/s        backward  TFLOP/s\n");
   for (const Shape& shape : shapes) measure(shape, repeats);
   return 0;
 }

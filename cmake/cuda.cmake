@@ -29,8 +29,9 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  # The release's set: machine code for Ampere and Hopper, and PTX for what comes after.
-  set(CMAKE_CUDA_ARCHITECTURES 80-real 90)
+  # The release's set: machine code for Ampere, which Ada runs too, Hopper and both Blackwells. PTX is the first
+  # Blackwell's: for 11.0, which runs neither's code, and for what comes after.
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100 120-real)
 endif()
 enable_language(CUDA)
 set(CMAKE_CUDA_STANDARD 20)

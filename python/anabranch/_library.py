@@ -145,7 +145,7 @@ def load_cuda() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(f"{path}: {error}") from error
-    return _with_symbols(library, tuple(map(on_cuda, ("ab_describe", *HANDLERS))))
+    return _with_symbols(library, tuple(map(on_cuda, ("ab_describe", *HANDLERS, "ab_experts_path"))))
 
 
 def _facts(describe: Any) -> dict[str, str]:

@@ -46,7 +46,12 @@ __device__ __forceinline__ float load(const Cotangent& cotangent, int64_t i) {
 // enough to a thread, and find room in shared memory.
 constexpr int blocks_of(Scores scores, int size, int slots, bool reads_rows) {
   if (reads_rows) return slots == 1 && scores == Scores::softmax ? 3 : 2;
-  return slots > 1 ? 4 : size == 2 ? 8 : 5;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  constexpr int kMost = 6;  // a multiprocessor has 1536 threads there, 2048 before
+#else
+  constexpr int kMost = 8;
+#endif
+  return slots > 1 ? 4 : size == 2 ? kMost : 5;
 }
 
 // One lane's part in the gradients of a round's tokens, which go through these functions from top to bottom. kSize:

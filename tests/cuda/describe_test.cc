@@ -1,19 +1,65 @@
-// What the library says of itself, with or without a GPU.
+// What the library says of itself, with or without a GPU, and of the path that experts take.
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "anabranch/cuda.h"
+#include "device.h"
 
+namespace anabranch::testing {
 namespace {
 
-TEST(Describe, TellsTheVersionsThatTheHeaderNames) {
+std::string lines_of_the_library() {
   char text[8192];
   ab_cuda_describe(text, sizeof(text));
-  const std::string lines = std::string("\n") + text;
+  return std::string("\n") + text;
+}
+
+TEST(Describe, TellsTheVersionsThatTheHeaderNames) {
+  const std::string lines = lines_of_the_library();
   for (const char* key : {"\nversion=", "\ncuda=", "\ndriver="}) {
     EXPECT_NE(lines.find(key), std::string::npos) << "no" << key << " in:" << lines;
   }
 }
 
+struct LayersPath {
+  const char* path = "none";
+  const char* why_not = nullptr;
+
+  LayersPath(int32_t dtype, int64_t D) { EXPECT_OK(ab_cuda_experts_path(dtype, 64, 2, 8, D, 2, 48, &path, &why_not)); }
+};
+
+using DescribeCuda = CudaTest;
+
+// Whatever the device is, and ANABRANCH_CUDA_PATH.
+TEST_F(DescribeCuda, ALayersPathIsTheFirstOfTheDeviceThatCanTakeIt) {
+  constexpr char kKey[] = "\nexperts on device 0=";
+  const std::string lines = lines_of_the_library();
+  const size_t at = lines.find(kKey);
+  ASSERT_NE(at, std::string::npos) << lines;
+  const size_t begin = at + sizeof(kKey) - 1;
+  const std::string first = lines.substr(begin, lines.find(' ', begin) - begin);
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) EXPECT_EQ(LayersPath(dtype, 32).path, first);
+  const LayersPath wide(AB_FLOAT32, 32);
+  const LayersPath odd(AB_BFLOAT16, 31);
+  if (first == "hopper") {
+    EXPECT_EQ(LayersPath(AB_BFLOAT16, 32).why_not, nullptr);
+    EXPECT_STREQ(wide.why_not, "dtypes are not one of 16 bits");
+    EXPECT_STREQ(odd.why_not, "rows are no whole 16-byte chunks from aligned addresses on");
+  }
+  const std::string next = first == "hopper" ? "portable" : first;
+  EXPECT_EQ(wide.path, next);
+  EXPECT_EQ(odd.path, next);
+}
+
+TEST(DescribeWithoutCuda, APathSaysWhyThereIsNone) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  const char* path = nullptr;
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, &path, nullptr), AB_UNSUPPORTED,
+                 "experts_path: no usable GPU");
+  EXPECT_EQ(path, nullptr);
+}
+
 }  // namespace
+}  // namespace anabranch::testing

@@ -76,22 +76,63 @@ TEST(WithoutAVariable, TheFirstPathThatCanIsTaken) {
   EXPECT_OK(multiply_nothing());
 }
 
+// Of a layer, on the emulated device of 8.0.
+struct LayersPath {
+  const char* path = nullptr;
+  const char* why_not = nullptr;
+
+  explicit LayersPath(int32_t dtype, int64_t T = 64, int64_t D = 32) {
+    EXPECT_OK(ab_cuda_experts_path(dtype, T, 2, 8, D, 2, 48, &path, &why_not));
+  }
+};
+
+TEST(WithoutAVariable, ALayerRunsOnThePathOfItsProducts) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    const LayersPath layer(dtype);
+    EXPECT_STREQ(layer.path, "portable");
+    EXPECT_STREQ(layer.why_not, "the compute capability is not 9.0");
+  }
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 0).path, "portable");
+  const LayersPath wide(AB_BFLOAT16, 64, (int64_t{1} << 30) + 1);
+  EXPECT_STREQ(wide.path, "plain");
+  EXPECT_STREQ(wide.why_not, "2^30 rows, columns or tiles, or more");
+}
+
+TEST(WithoutAVariable, ALayerThatIsNoneIsRefused) {
+  const char* path = nullptr;
+  const auto refused = [&](int32_t dtype, int64_t T, int64_t K, int64_t F, int64_t P, const char* why) {
+    EXPECT_REFUSED(ab_cuda_experts_path(dtype, T, K, 8, 32, P, F, &path, nullptr), AB_INVALID_ARGUMENT, why);
+  };
+  refused(AB_INT32, 4, 2, 48, 2, "dtype: got ab_dtype 4, expected float16, bfloat16 or float32");
+  refused(AB_FLOAT32, 4, 2, -1, 2, "F: got -1, expected 0 to 2^31 - 1");
+  refused(AB_FLOAT32, 4, 2, 48, 3, "P: got 3, expected 1 or 2");
+  refused(AB_FLOAT32, int64_t{1} << 30, 2, 48, 2, "T: got 1073741824 with K = 2, expected T K < 2^31");
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, nullptr, nullptr), AB_INVALID_ARGUMENT,
+                 "path: got NULL");
+  EXPECT_OK(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, &path, nullptr));
+}
+
 TEST(Portable, TheVariableLeavesHopperOut) {
   const PathChoice choice = cuda::choose_path(product(), kHopper);
   EXPECT_EQ(choice.path, Path::portable);
   EXPECT_STREQ(choice.why_not_hopper, "ANABRANCH_CUDA_PATH names a later path");
   EXPECT_EQ(cuda::choose_path(gradient(AB_FLOAT32, AB_BFLOAT16), kHopper).path, Path::plain);
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16).why_not, "ANABRANCH_CUDA_PATH names a later path");
 }
 
 TEST(Plain, TheVariableLeavesTensorCoresOut) {
   const PathChoice choice = cuda::choose_path(product(), kHopper);
   EXPECT_EQ(choice.path, Path::plain);
   EXPECT_STREQ(choice.why_not_portable, "ANABRANCH_CUDA_PATH names a later path");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16).path, "plain");
 }
 
 TEST(Unknown, AnotherNameIsAnErrorOfEveryCall) {
   EXPECT_REFUSED(multiply_nothing(), AB_UNSUPPORTED,
                  "ANABRANCH_CUDA_PATH: got fast, expected hopper, portable, plain or nothing");
+  const char* path = nullptr;
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, &path, nullptr), AB_UNSUPPORTED,
+                 "ANABRANCH_CUDA_PATH: got fast");
 }
 
 }  // namespace

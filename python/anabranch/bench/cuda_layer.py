@@ -7,6 +7,7 @@ from typing import Any
 from anabranch import _library
 from anabranch.bench import gpu, layer_result
 from anabranch.bench.errors import BenchError, as_bench_errors
+from anabranch.bench.experts_path import experts_path
 from anabranch.bench.layer_result import Measured
 from anabranch.bench.layer_shape import SHAPES, LayerShape
 from anabranch.bench.processes import rows_of_a_process
@@ -20,12 +21,15 @@ same with our ragged_dot; torch: topk, sort, grouped_mm,
 index_add, eager operations in CUDA graphs. Each in a process of its own, in
 which product, bfloat16 8192^3 by cuBLAS, is timed right before and after; share: of their mean. Medians of 20 batches
 of calls with the queue full; *: the host's launches are the limit. routing: uniform, by the random gate; zipf, K
-distinct experts with shares 1 / (1 + e) given; largest load: over the mean. needed: weights, x, their gradients, the
-output, its cotangent and h; total: arguments + outputs - aliased + temporaries, as XLA plans; peak: by the device"""
+distinct experts with shares 1 / (1 + e) given; path: which of our kernels the experts ran on; largest load: over the
+mean. needed: weights, x, their gradients, the output, its cotangent and h; total: arguments + outputs - aliased +
+temporaries, as XLA plans; peak: by the device"""
 
 BY = ("jax", "c", "ragged-dot", "xla", "torch")
 VARIANTS = ("jax-transposed", "jax-interleaved", "jax-biases", "jax-swiglu-oai")
 """Timed where they are named: see layer_in_jax.LAYERS."""
+PEERS = ("xla", "torch")
+"""Those whose experts are not ours."""
 ROUTINGS = ("uniform", "zipf")
 DTYPES = ("bfloat16",)
 
@@ -102,6 +106,13 @@ def _require_gpu() -> None:
 
 
 def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
+    measured = _times(case, quick, trace)
+    if case[2] in PEERS or measured.forward is measured.both is None:
+        return measured
+    return measured._replace(path=experts_path(case[0], DTYPES[0]))
+
+
+def _times(case: Case, quick: bool, trace: str | None) -> Measured:
     shape, routing, by = case
     settings: dict[str, Any] = {"repeats": 5 if quick else gpu.REPEATS, "product_size": _PRODUCT_SIZE}
     if by in ("c", "torch"):

@@ -5,6 +5,7 @@ from typing import Any
 
 from anabranch.bench import gpu
 from anabranch.bench.errors import BenchError, as_bench_errors
+from anabranch.bench.experts_path import experts_path
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_shape import NAMED, LayerShape
 from anabranch.bench.processes import rows_of_a_process
@@ -12,9 +13,9 @@ from anabranch.bench.selection import check_dtypes, implementations, sized
 
 CAPTION = """the layer on all GPUs as ranks along one expert axis, T tokens a rank, random gate; TFLOP/s a rank, of
 6 T K D F forward and 12 T K D F backward (the difference between forward and backward, and forward). capacity: the
-capacity_factor, none: buffers for the worst case; dropped: slots, of all ranks. collectives: T K rows of D a rank,
-exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring needs (all_gather: T rows there,
-all_to_all_sums: as many back);
+capacity_factor, none: buffers for the worst case; path: which of our kernels the experts ran on; dropped: slots, of all
+ranks. collectives: T K rows of D a rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring
+needs (all_gather: T rows there, all_to_all_sums: as many back);
 xla: jax.lax's under jit, torch: NCCL's all_to_all, a process a GPU. GB/s: of what a rank sends to others. Medians of
 20 batches with the queue full"""
 
@@ -103,11 +104,13 @@ def _measure(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterat
         except BenchError as error:  # such as memory that did not suffice, which it may with another bound
             yield {**_head(shape, by), "transport": transport, "capacity": capacity, "error": str(error)}
         else:
-            yield layer_row(shape, devices, transport, capacity, measured)
+            yield layer_row(shape, devices, transport, capacity, measured, experts_path(shape, DTYPES[0]))
 
 
-def layer_row(shape: LayerShape, ranks: int, transport: str, capacity: float | None, measured: Any) -> dict[str, Any]:
-    """The row of mesh_in_jax.LayerTimes."""
+def layer_row(
+    shape: LayerShape, ranks: int, transport: str, capacity: float | None, measured: Any, path: str
+) -> dict[str, Any]:
+    """The row of mesh_in_jax.LayerTimes; path: which of our kernels the experts ran on."""
     forward, both, dropped = measured
     backward = both.median - forward.median
     return {
@@ -115,6 +118,7 @@ def layer_row(shape: LayerShape, ranks: int, transport: str, capacity: float | N
         "ranks": ranks,
         "transport": transport,
         "capacity": capacity,
+        "path": path,
         "forward ms": 1e3 * forward.median,
         "backward ms": 1e3 * backward,
         "forward TFLOP/s": shape.forward_flops() / forward.median / 1e12,

@@ -8,12 +8,13 @@ from typing import Any
 from anabranch.bench import gpu, torch_rows
 from anabranch.bench.cuda_layer_graphs import operands
 from anabranch.bench.errors import BenchError, as_bench_errors
+from anabranch.bench.experts_path import experts_path
 from anabranch.bench.layer_shape import NAMED, LayerShape
 from anabranch.bench.processes import rows_of_a_process
 from anabranch.bench.selection import check_dtypes, sized
 from anabranch.bench.torch import implementations
 from anabranch.bench.torch_layers import BY as IN_TORCH
-from anabranch.bench.torch_layers import EAGER, FP8_BY, GRAPH, MODES, REDUCE, make
+from anabranch.bench.torch_layers import EAGER, FP8_BY, GRAPH, MODES, OURS, REDUCE, make
 
 CAPTION = """from x [T, D] to the output; forward, and both: forward and backward, of x and of all weights. moe, MoE:
 ours, the function and the module; grouped_mm: topk, sort, torch's grouped products, index_add; hf-...: Qwen3-MoE's
@@ -22,7 +23,8 @@ experts in each pass; fp8-kept: with experts that were quantised before; jax: ou
 layer` has it. eager, compiled (torch.compile with fullgraph) and reduce-overhead: many calls with the queue full, by
 the host's clock. graph: captured by hand, by events. x: the time over that of moe called alike, of jit and
 reduce-overhead over that of its graph. host: until a call returns while the device is busy with something else; -: it
-waits for the device, or is a graph. Medians; each implementation in a process of its own"""
+waits for the device, or is a graph. path: which of our kernels the experts ran on. Medians; each implementation in a
+process of its own"""
 
 BY = (*IN_TORCH, *FP8_BY, "jax")
 DTYPES = ("bfloat16",)
@@ -82,11 +84,13 @@ def _through_jax(shape: LayerShape, quick: bool) -> dict[str, Any]:
         return torch_rows.row(shape, DTYPES[0], "jax", torch_rows.JIT, note=str(error)) | {"error": str(error)}
     seconds = {name: 1e-3 * time for name in torch_rows.PASSES if (time := found[f"{name} ms"]) is not None}
     spread = {name: [1e-3 * t for t in found["spread"][f"{name} ms"]] for name in seconds}
-    return torch_rows.row(shape, DTYPES[0], "jax", torch_rows.JIT, seconds=seconds, spread=spread, note=found["note"])
+    also = {"path": found["path"], "note": found["note"]}
+    return torch_rows.row(shape, DTYPES[0], "jax", torch_rows.JIT, seconds=seconds, spread=spread, **also)
 
 
 def _measure(shape: LayerShape, by: str, repeats: int) -> Iterator[dict[str, Any]]:
     """The rows of one implementation, one a mode. The process should have done nothing on the device before."""
+    path = experts_path(shape, DTYPES[0]) if by in OURS else None
     for mode in MODES[by]:
         seconds, host, notes = {}, {}, []
         spread = {}
@@ -102,7 +106,15 @@ def _measure(shape: LayerShape, by: str, repeats: int) -> Iterator[dict[str, Any
             if timing.host_bound:
                 notes.append(f"{name}: the host is the limit")
         yield torch_rows.row(
-            shape, DTYPES[0], by, mode, seconds=seconds, host_seconds=host, spread=spread, note="; ".join(notes)
+            shape,
+            DTYPES[0],
+            by,
+            mode,
+            seconds=seconds,
+            host_seconds=host,
+            spread=spread,
+            path=path,
+            note="; ".join(notes),
         )
 
 

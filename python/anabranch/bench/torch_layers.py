@@ -29,6 +29,9 @@ FP8, FP8_KEPT = "fp8", "fp8-kept"
 MODES |= {FP8: (EAGER, GRAPH), FP8_KEPT: (EAGER, GRAPH)}
 FP8_BY = (FP8, FP8_KEPT)
 
+#: Those whose experts are ours.
+OURS = ("moe", "MoE", *FP8_BY)
+
 
 class Layer(NamedTuple):
     """A layer on its operands.

@@ -21,11 +21,13 @@ def row(
     host_seconds: Mapping[str, float] | None = None,
     spread: Mapping[str, Sequence[float]] | None = None,
     rate: str = "TFLOP/s",
+    path: str | None = None,
     note: str = "",
 ) -> dict[str, Any]:
     """A row for the JSON file: milliseconds and rates of PASSES, and microseconds of the host; None: not measured.
 
     rate: the unit, out of RATES.
+    path: which of our kernels the experts ran on, of a GPU's.
     """
     seconds, host_seconds = seconds or {}, host_seconds or {}
     forward = shape.forward_flops()
@@ -35,6 +37,7 @@ def row(
         "dtype": dtype,
         "by": by,
         "mode": mode,
+        "path": path,
         **{f"{name} ms": 1e3 * seconds[name] if name in seconds else None for name in PASSES},
         **{f"{name} {rate}": flops[name] / seconds[name] / RATES[rate] if name in seconds else None for name in PASSES},
         **{f"host {name} us": 1e6 * host_seconds[name] if name in host_seconds else None for name in PASSES},
@@ -69,8 +72,9 @@ def with_ratios(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as one table."""
+    """The rows as one table, with paths where there are any."""
     figures = [f"{name} {unit}" for unit in ("ms", *RATES) for name in PASSES]
     figures += [f"x {name}" for name in PASSES] + [f"host {name} us" for name in PASSES]
-    names = ("T,D,F,E,K", "dtype", "by", "mode", *figures, "note")
+    paths = ["path"] if any(found["path"] for found in rows) else []
+    names = ("T,D,F,E,K", "dtype", "by", "mode", *paths, *figures, "note")
     return {"": [{name: found[name] for name in names if name in found} for found in rows]}

@@ -21,6 +21,7 @@ from anabranch.bench import (
     layer_in_jax,
     layer_result,
 )
+from anabranch.bench.experts_path import experts_path
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_result import Measured, Memory
 from anabranch.bench.layer_shape import LayerShape
@@ -220,6 +221,7 @@ FIGURES = Measured(
     largest_load=1.25,
     memory=Memory(arguments=3 << 30, outputs=2 << 30, aliased=1 << 30, temporaries=4 << 30),
     peak=9 << 30,
+    path="hopper",
 )
 
 
@@ -233,13 +235,13 @@ def test_figures_become_a_row_and_tables():
     assert row["product TFLOP/s"] == pytest.approx(700)
     assert row["forward share"] == pytest.approx(rates[0] / 700)
     assert row["spread"]["both ms"] == pytest.approx([4.5, 6]) and row["host bound"] == ["both"]
-    assert (row["total GiB"], row["peak GiB"]) == (8, 9)
+    assert (row["total GiB"], row["peak GiB"], row["path"]) == (8, 9, "hopper")
     assert row["total / needed"] == pytest.approx(8 * 2**30 / shape.step_bytes(2))
     tables = layer_result.tables([row])
     speed, memory = (table[0] for table in tables.values())
     assert (speed["forward ms"], speed["backward ms"], speed["largest load"]) == (pytest.approx(2), "3*", 1.25)
     assert (memory["temporaries"], memory["aliased"], memory["peak"]) == (4, 1, 9)
-    assert "| zipf " in format_table(tables["rates"])
+    assert "| zipf " in format_table(tables["rates"]) and "| hopper |" in format_table(tables["rates"])
     json.dumps(row)
 
 
@@ -248,10 +250,23 @@ def test_what_was_not_measured_is_said():
     rows.append(
         layer_result.row(SHAPE, "uniform", "bfloat16", "xla", FIGURES._replace(both=None, memory=None, peak=None))
     )
-    assert rows[0]["forward ms"] is None and rows[0]["backward share"] is None
+    assert rows[0]["forward ms"] is None and rows[0]["backward share"] is None and rows[0]["path"] is None
     assert rows[1]["forward ms"] is not None and rows[1]["backward ms"] is None and rows[1]["both TFLOP/s"] is None
     tables = layer_result.tables(rows)
     assert tables["rates"][0]["note"] == "out of memory" and tables["memory of forward and backward, GiB"] == []
+
+
+@pytest.mark.parametrize("by", [*cuda_layer.BY, *cuda_layer.VARIANTS])
+def test_what_was_measured_of_ours_names_the_path_of_its_experts(by, monkeypatch):
+    monkeypatch.setattr(cuda_layer, "experts_path", lambda shape, dtype: f"{shape.D} in {dtype}")
+    path = None if by in ("xla", "torch") else "32 in bfloat16"
+    for measured, wanted in (
+        (FIGURES._replace(path=None), path),
+        (FIGURES._replace(path=None, both=None), path),
+        (Measured(note="out of memory"), None),
+    ):
+        monkeypatch.setattr(cuda_layer, "_times", lambda *_, measured=measured: measured)
+        assert cuda_layer._measure((SHAPE, "uniform", by), True, None) == measured._replace(path=wanted)
 
 
 @pytest.fixture
@@ -365,7 +380,8 @@ def test_the_layer_is_measured_on_a_gpu(tmp_path):
         pytest.skip("NO GPU FOUND: the benchmark is not tried")
     torch = pytest.importorskip("torch")
     file = tmp_path / "rows.json"
-    arguments = ["--device", "cuda", "--quick", "--shape", "2048,256,128,16,2", "--json", str(file)]
+    shape = LayerShape(2048, 256, 128, 16, 2)
+    arguments = ["--device", "cuda", "--quick", "--shape", str(shape), "--json", str(file)]
     arguments += ["--routing", "uniform", "--routing", "zipf"]
     result = subprocess.run(
         [sys.executable, "-m", "anabranch", "bench", "layer", *arguments],
@@ -382,3 +398,4 @@ def test_the_layer_is_measured_on_a_gpu(tmp_path):
     for row in rows:
         assert row["note"] == "" and row["forward ms"] > 0 and row["both ms"] > 0, row
         assert row["by"] in ("c", "torch") or row["peak GiB"] > 0
+        assert row["path"] == (None if row["by"] in cuda_layer.PEERS else experts_path(shape, "bfloat16"))

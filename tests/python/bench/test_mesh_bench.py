@@ -19,8 +19,8 @@ COMMAND = ["bench", "mesh", "--device", "cuda"]
 
 def test_figures_become_rows_and_tables():
     times = LayerTimes(Timing(1e-3, 9e-4, 2e-3), Timing(4e-3, 3e-3, 5e-3), 7)
-    row = cuda_mesh.layer_row(SHAPE, 4, "ring", 1.25, times)
-    assert (row["forward ms"], row["dropped"], row["ranks"]) == (1.0, 7, 4)
+    row = cuda_mesh.layer_row(SHAPE, 4, "ring", 1.25, times, "portable")
+    assert (row["forward ms"], row["dropped"], row["ranks"], row["path"]) == (1.0, 7, 4, "portable")
     assert row["backward ms"] == pytest.approx(3.0)
     flops = 6 * SHAPE.T * SHAPE.K * SHAPE.D * SHAPE.F
     assert row["forward TFLOP/s"] == pytest.approx(flops / 1e-3 / 1e12)
@@ -29,7 +29,7 @@ def test_figures_become_rows_and_tables():
     assert exchange["GB/s"] == pytest.approx((3 << 20) / 2e-3 / 1e9)
     assert exchange["spread"]["ms"] == [1.0, 3.0]
     tables = cuda_mesh.tables([row, exchange])
-    assert [one["transport"] for one in tables["layer"]] == ["ring"]
+    assert [(one["transport"], one["path"]) for one in tables["layer"]] == [("ring", "portable")]
     assert [one["collective"] for one in tables["collectives"]] == ["all_to_all"]
 
 
@@ -41,10 +41,11 @@ def test_a_bound_that_fails_does_not_hide_the_other(monkeypatch):
 
     monkeypatch.setattr(cuda_mesh.gpu, "jax_with_gpu", lambda: types.SimpleNamespace(device_count=lambda: 2))
     monkeypatch.setattr(mesh_in_jax, "measure_layer", measure_layer)
+    monkeypatch.setattr(cuda_mesh, "experts_path", lambda shape, dtype: f"{shape.D} in {dtype}")
     which = {"shape": [SHAPE], "by": ["jax"], "transport": ["ring"]}
     failed, bounded = cuda_mesh.rows(dtypes=["bfloat16"], quick=True, **which)
     assert failed["error"] == "jax: RuntimeError: MemoryError: full" and failed["capacity"] is None
-    assert bounded["capacity"] == 1.25 and "error" not in bounded
+    assert bounded["capacity"] == 1.25 and "error" not in bounded and bounded["path"] == "32 in bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from anabranch.bench import cuda_torch, gpu, torch_layers, torch_rows  # noqa: E
 from anabranch.bench import torch as torch_bench  # noqa: E402
 from anabranch.bench.cuda_layer_graphs import operands  # noqa: E402
 from anabranch.bench.errors import BenchError  # noqa: E402
+from anabranch.bench.experts_path import experts_path  # noqa: E402
+from anabranch.bench.gpu import Timing  # noqa: E402
 from anabranch.bench.layer_shape import LayerShape  # noqa: E402
 from anabranch.bench.measure import format_table  # noqa: E402
 
@@ -82,6 +84,7 @@ def test_rows_on_the_cpu(capsys, monkeypatch):
         assert row["forward GFLOP/s"] == pytest.approx(SHAPE.forward_flops() / row["forward ms"] / 1e6)
     (table,) = torch_rows.tables(rows).values()
     assert "host both us" in format_table(table) and "TFLOP/s" not in format_table(table)
+    assert "path" not in format_table(table) and {row["path"] for row in rows} == {None}
 
 
 def test_what_is_compiled_is_timed_too(monkeypatch):
@@ -102,7 +105,7 @@ def no_gpu_needed(monkeypatch):
             raise BenchError("out of luck")
         if operation == "layer":
             spread = {"forward ms": [1.9, 2.1], "both ms": [5.9, 6.1]}
-            return [{"forward ms": 2.0, "both ms": 6.0, "note": "", "spread": spread}]
+            return [{"forward ms": 2.0, "both ms": 6.0, "path": "hopper", "note": "", "spread": spread}]
         shape = LayerShape(*map(int, flags[flags.index("--shape") + 1].split(",")))
         seconds = {"forward": 1e-3, "both": 4e-3} if by == "moe" else {"forward": 2e-3}
         return [torch_rows.row(shape, "bfloat16", by, mode, seconds=seconds) for mode in torch_layers.MODES[by]]
@@ -124,6 +127,19 @@ def test_every_implementation_has_a_process_of_its_own(no_gpu_needed, capsys):
     found = {(row["by"], row["mode"]): (row["x forward"], row["x both"]) for row in rows}
     assert found["moe", "graph"] == (1, 1) and found["grouped_mm", "graph"] == (2, None)
     assert found["jax", "jit"] == pytest.approx((2, 1.5))
+    assert {row["by"]: row["path"] for row in rows} == {"moe": None, "grouped_mm": None, "jax": "hopper"}
+    (table,) = torch_rows.tables(rows).values()
+    assert "| hopper |" in format_table(table)
+
+
+@pytest.mark.parametrize("by", cuda_torch.BY[:-1])
+def test_rows_of_a_gpu_name_the_path_of_our_experts(by, monkeypatch):
+    monkeypatch.setattr(cuda_torch, "experts_path", lambda shape, dtype: f"{shape.D} in {dtype}")
+    monkeypatch.setattr(cuda_torch, "_times", lambda *_: (Timing(1e-3, 1e-3, 1e-3), None))
+    monkeypatch.setattr(gpu, "torch_with_gpu", lambda: torch)
+    peers = ("grouped_mm", *(name for name in torch_layers.BY if name.startswith("hf-")))
+    paths = {row["path"] for row in cuda_torch._measure(SHAPE, by, 1)}
+    assert paths == {None if by in peers else "32 in bfloat16"}
 
 
 def test_what_fails_has_a_row_that_says_so(no_gpu_needed, capsys):
@@ -202,7 +218,8 @@ def test_the_layer_in_torch_is_measured_on_a_gpu(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("NO GPU FOUND: the benchmark is not tried")
     file = tmp_path / "rows.json"
-    arguments = ["--device", "cuda", "--quick", "--shape", "2048,256,128,16,2", "--json", str(file)]
+    shape = LayerShape(2048, 256, 128, 16, 2)
+    arguments = ["--device", "cuda", "--quick", "--shape", str(shape), "--json", str(file)]
     result = subprocess.run(
         [sys.executable, "-m", "anabranch", "bench", "torch", *arguments],
         capture_output=True,
@@ -219,3 +236,4 @@ def test_the_layer_in_torch_is_measured_on_a_gpu(tmp_path):
         assert row["both ms"] > 0 and row["forward ms"] > 0, row
         waits = row["mode"] in ("graph", "jit") or row["by"] == "hf-eager"
         assert (row["host both us"] is None) == waits, row
+        assert row["path"] == (experts_path(shape, "bfloat16") if row["by"] in ("moe", "MoE", "jax") else None)

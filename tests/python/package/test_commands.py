@@ -110,7 +110,7 @@ def test_a_missing_library_breaks_no_import_and_is_explained():
         (__file__, "invalid ELF header"),
         (
             None,
-            "got a library without ab_cuda_describe and 16 more, expected one of anabranch " + anabranch.__version__,
+            "got a library without ab_cuda_describe and 17 more, expected one of anabranch " + anabranch.__version__,
         ),
     ],
 )

@@ -159,7 +159,7 @@ def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tu
 def _forward(
     config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, keep_h: bool
 ) -> dict[str, Any]:
-    """The result, y or a, of so many columns, and h; with FP8 a is quantised, and has scales. inputs: by their names."""
+    """The result, y or a, of so many columns, and h; with FP8 a is quantised, and has scales. inputs: what it reads."""
     x, w_in, slots = operands.x, operands.w_in, operands.slot_of_row
     R = x.shape[0] if slots is None else slots.shape[0]
     _, _, P, F = config.sizes(w_in)

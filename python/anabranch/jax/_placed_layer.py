@@ -169,7 +169,7 @@ def _ffn_operands(
     tokens: tuple[jax.Array, Factor | None],
     weights: jax.Array | None,
 ) -> FfnOperands:
-    """What the experts of this device read; tokens: as `_sent` returns them. b_out counts once, not on every part of F."""
+    """What the experts of this device read; tokens: from `_sent`. b_out counts once, not on every part of F."""
     b_out = operands.b_out
     if b_out is not None and placement.parallel.tensor_axis is not None:
         b_out = jnp.where(jax.lax.axis_index(placement.parallel.tensor_axis) == 0, b_out, 0)

@@ -40,8 +40,8 @@ class Parallel:
         (source, token, slot), the same on every run; they are counted by source.
       fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs travel to the experts as e4m3
         numbers with the scales that they multiply with, 33/32 bytes an element; what comes back travels as without.
-        Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and with b_out what it adds to those of the
-        weights, are then of x and of cotangents that are off by 2^-4 of themselves at most (docs/scaling.md).
+        Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and what b_out adds to those of the
+        weights, are of x and of cotangents as they arrive: docs/scaling.md has their bound.
       mesh: the mesh; None: that of jax.set_mesh, or of the type of x.
 
     Raises:

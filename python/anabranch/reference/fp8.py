@@ -90,9 +90,9 @@ def quantize_weights(w, fp8_scales="float32"):
 
 
 def received(x, fp8_scales, dtype):
-    """Rows x [R, D] that travelled as Q1(x), as what is not quantised reads them: q * scale in float32, rounded to dtype.
+    """Rows x [R, D] that travelled as Q1(x), as a product reads them that is not quantised. float64.
 
-    A scale that was rounded up may lead past the largest number of the dtype, which it then is. float64.
+    That is q * scale in float32, rounded to dtype; where a scale that was rounded up leads past it, its largest number.
     """
     sent = quantize_rows(x, fp8_scales)
     largest = np.nextafter(np.asarray(np.inf, dtype), np.asarray(0, dtype)).astype(np.float32)

@@ -1,5 +1,7 @@
 """Tokens that travel as FP8: what the experts multiply is the same to the bit, what is not quantised reads the oracle's."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,9 @@ def test_drops_of_bounded_buffers(transport):
     assert dropped.sum() > 10
     options = dict(activation="silu", fp8_scales="power_of_two", weight_early=transport == "ragged")
     with jax.set_mesh(mesh):
-        check_routed(arrays, put=placed(mesh, parallel), parallel=parallel, sent=True, kept=kept, align_size=8, **options)
+        check_routed(
+            arrays, put=placed(mesh, parallel), parallel=parallel, sent=True, kept=kept, align_size=8, **options
+        )
 
 
 @transports
@@ -110,26 +114,33 @@ def test_a_message_brings_every_bit_and_is_read_within_its_bound(dtype, fp8_scal
     assert np.where(whole, np.abs(read - exact) <= bound, True).all()
 
 
-@pytest.mark.parametrize("P", [2, 4])
-def test_bytes_of_a_message_in_a_compiled_program_are_those_of_the_model(P):
-    """Tokens and cotangents as one message of 33/32 bytes an element; the elements of what comes back as before."""
-    T, D, E, K = 32, 256, 8, 2
-    mesh, arrays = mesh_of(expert=P), made(bias=False)
-    given = [arrays[name][: P * T] if name in ("x", "experts", "weights") else arrays[name] for name in
-             ("x", "experts", "weights", "w_in", "w_out")]  # fmt: skip
-    parallel = Parallel(expert_axis="expert", transport="ring", fp8_exchange=True, mesh=mesh)
-    tokens = len(given[0]) // P
+def test_what_a_program_sends_is_what_the_choice_of_a_transport_counts():
+    """One message of 33/32 bytes an element there, forward, and for x and its cotangent backward; nothing else does."""
+    P, T, D, E, K = 4, 16, 256, 8, 2
+    arrays, mesh = made(bias=False), mesh_of(expert=P)
+    given = [arrays[name] for name in ("x", "experts", "weights", "w_in", "w_out")]
+    bounds = Bounds(P, E, 0, T, K, K, None, "expert")
+    # Of what is gathered a rank has one part; an all_to_all's result is one part.
+    parts = {"all-gather": P, "all-to-all": 1}
+    for transport, kind in (("ring", "all-gather"), ("all_to_all", "all-to-all")):
+        parallel = Parallel(expert_axis="expert", transport=transport, fp8_exchange=True, mesh=mesh)
 
-    def loss(x, *rest):
-        return jnp.sum(routed_experts(x, *rest, precision="fp8", parallel=parallel).output.astype(jnp.float32) ** 2)
+        def forward(*given, parallel=parallel):
+            return routed_experts(*given, precision="fp8", parallel=parallel).output
 
-    found = [size for kind, size in collectives(jax.grad(loss, (0, 3)), *given) if kind == "all-gather"]
-    words = P * tokens * (D // 4 + D // 128)
-    assert found.count(words) == 3 and P * tokens * D not in found, found
-    bounds = Bounds(P, E, 0, tokens, K, K, None, "expert")
-    sent, plain = traffic(bounds, 2, True), traffic(bounds, 2)
-    assert sent["ring"] * D == (P - 1) / P * words * 4 + (P - 1) * tokens * D * 2
-    assert {name: sent[name] / plain[name] for name in plain} == dict.fromkeys(plain, (33 / 32 + 2) / 4)
+        def backward(d_output, *given, forward=forward):
+            return jax.vjp(forward, *given)[1](d_output)
+
+        rows = T if transport == "ring" else bounds.region
+        message, back = (kind, parts[kind] * rows * (D // 4 + D // 128)), ("all-to-all", rows * D)
+        found = [collectives(function, *given) for function in (forward, functools.partial(backward, arrays["x"]))]
+        # On the CPU XLA sees that the backward pass's message of x is the forward pass's, of which nothing else is left.
+        assert [of.count(message) for of in found] == [1, 2] and [of.count(back) for of in found] == [1, 1], found
+        assert not any(name in parts and size > max(message[1], back[1]) for of in found for name, size in of)
+        counted = (P - 1) * (rows * (D // 4 + D // 128) * 4 + rows * D * 2)
+        assert traffic(bounds, 2, True)[transport] * D == counted
+    plain = traffic(bounds, 2)
+    assert traffic(bounds, 2, True) == {name: size * (33 / 32 + 2) / 4 for name, size in plain.items()}
     assert choose("gpu", bounds, 2, True) == choose("gpu", bounds, 2)
 
 
@@ -153,7 +164,9 @@ def test_the_router_is_as_without():
     given = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     found = []
     for fp8_exchange in (False, True):
-        parallel = Parallel(expert_axis="expert", data_axes="data", transport="ring", fp8_exchange=fp8_exchange, mesh=mesh)
+        parallel = Parallel(
+            expert_axis="expert", data_axes="data", transport="ring", fp8_exchange=fp8_exchange, mesh=mesh
+        )
 
         def loss(x, gate, w_in, w_out, parallel=parallel):
             options = dict(topk=2, aux_loss_coeff=0.1, z_loss_coeff=0.1, precision="fp8", parallel=parallel)

@@ -426,6 +426,31 @@ TEST(Fp8, WeightsGivenQuantisedAreAsGood) {
   expect_same_results(net, want);
 }
 
+// Tokens and cotangents that come quantised are multiplied as they are, whatever else stands in x and d_out.
+TEST(Fp8, RowsGivenQuantisedAreAsGood) {
+  const int32_t kind = AB_FP8_SCALES_POWER_OF_TWO;
+  const QuantizedNetwork want(2, kind), net(2, kind);
+  want.compute();
+  const QuantizedTensor x(net.x.view(), kind), d_out(net.d_out.view(), kind);
+  for (ab_expert_ffn_forward_args args : {net.up_and_down(), net.up()}) {
+    args.x = nullptr;
+    args.x_q = x.q.view();
+    args.x_scales = x.scales.view();
+    EXPECT_OK(QuantizedNetwork::run(args));
+  }
+  ab_expert_ffn_backward_args backward = net.backward_all();
+  backward.d_out_q = d_out.q.view();
+  backward.d_out_scales = d_out.scales.view();
+  EXPECT_OK(QuantizedNetwork::run(backward));
+  expect_same_results(net, want);
+
+  const Floats nothing({net.T, net.D}, std::vector<float>(net.d_out.values().size()));
+  backward.d_out = nothing.view();
+  EXPECT_OK(QuantizedNetwork::run(backward));
+  EXPECT_TRUE(same_bits(net.dh.values(), want.dh.values()));
+  EXPECT_TRUE(std::ranges::all_of(net.d_w_out.values(), [](float value) { return value == 0.0f; }));
+}
+
 // Weights of another dtype than the rows are quantised from what they are.
 TEST(Fp8, WeightsMayBeFloat32BesideRowsOfBfloat16) {
   const std::vector<int32_t> slots = mixed_slots(12, 10);
@@ -710,6 +735,23 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
       },
       "w_out_q: got a tensor, expected NULL without y");
   forward_refused([&](auto& args) { args.x = w_out.q.view(); }, "x: got float8_e4m3");
+  const QuantizedTensor x(net.x.view(), 0);
+  forward_refused(
+      [&](auto& args) {
+        without(args);
+        args.x_q = x.q.view();
+      },
+      "x_q: got a tensor, expected NULL without AB_PRECISION_FP8");
+  forward_refused([&](auto& args) { args.x_q = x.q.view(); }, "x_scales: got NULL, expected float32 [T=30, D/128=2]");
+  forward_refused([&](auto& args) { args.x_scales = x.scales.view(); },
+                  "x_q: got NULL, expected float8_e4m3 [T=30, D=256]");
+  forward_refused([](auto& args) { args.x = nullptr; }, "x: got NULL, expected");
+  forward_refused(
+      [&](auto& args) {
+        args.x = nullptr;
+        args.x_q = net.x.view();
+      },
+      "x_q: got float32 (8) [30, 256], expected float8_e4m3 [T, D]");
 
   const auto backward_refused = [&](auto change, const char* text) {
     ab_expert_ffn_backward_args args = net.backward_all();
@@ -730,6 +772,36 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
   backward_refused([&](auto& args) { args.w_out_q = w_out.q.view(); }, "w_out_scales: got NULL, expected");
   backward_refused([](auto& args) { args.h = args.d_weights = args.dx_rows = nullptr; },
                    "dh_q: got a tensor, expected NULL without h, or dx_rows");
+  const QuantizedTensor d_out(net.d_out.view(), 0);
+  const auto quantised = [&](auto& args) {
+    args.d_out_q = d_out.q.view();
+    args.d_out_scales = d_out.scales.view();
+  };
+  backward_refused(
+      [&](auto& args) {
+        args.precision = 1;
+        args.dh_q = args.dh_scales = nullptr;
+        quantised(args);
+      },
+      "d_out_q: got a tensor, expected NULL without AB_PRECISION_FP8");
+  backward_refused(
+      [&](auto& args) {
+        quantised(args);
+        args.d_out_scales = nullptr;
+      },
+      "d_out_scales: got NULL, expected float32 [T=30, D/128=2]");
+  backward_refused(
+      [&](auto& args) {
+        quantised(args);
+        args.d_out = nullptr;
+      },
+      "d_out: got NULL, expected");
+  backward_refused(
+      [&](auto& args) {
+        quantised(args);
+        args.h = args.d_weights = nullptr;
+      },
+      "d_out_q: got a tensor, expected NULL without h");
 
   Network<float> ragged(3, 2, 100, 2, 128, {6}, slots_in_order(6));
   ragged.precision = AB_PRECISION_FP8;

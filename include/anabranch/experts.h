@@ -195,8 +195,8 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  * `a`, times an early weight, is quantised from float32. `a` itself comes rounded to the dtype of x or, with a_scales,
  * quantised. Quantised weights have P before F whatever order w_in has; w_in and w_out may be NULL where these are
  * given, which are read instead, and without w_in gate and up stand side by side in b_in and h. w_in and w_out may have
- * any float dtype, forward and backward. x may be NULL where x_q is given, which is read instead; its dtype then is
- * that of y, h or b_in, whichever is there. */
+ * any float dtype, forward and backward. x may be NULL where x_q is given, which is read instead; its dtype is then
+ * that of y, h, b_in and an `a` that is not quantised. */
 typedef struct ab_expert_ffn_forward_args {
   size_t size;
   int32_t activation;   /* ab_activation */

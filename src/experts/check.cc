@@ -206,10 +206,14 @@ ab_status check_rows(const ab_expert_ffn_backward_args* args, const char* rows_n
   return check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}});
 }
 
-// The dtype of x, also where that is given quantised alone; that of none matters where nothing has it.
+// The dtype of x. Where that is given quantised alone: of the first that has it and a float dtype, so that others are
+// refused beside it; where nothing has it, it makes no difference.
 int32_t dtype_of_network(const ab_expert_ffn_forward_args* args) {
-  for (const ab_tensor* tensor : {args->x, args->y, args->h, args->b_in}) {
-    if (tensor != nullptr) return tensor->dtype;
+  for (const ab_tensor* tensor : {args->x, args->y, args->h, args->a, args->b_in}) {
+    if (tensor == nullptr) continue;
+    for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+      if (tensor->dtype == dtype) return dtype;
+    }
   }
   return AB_BFLOAT16;
 }

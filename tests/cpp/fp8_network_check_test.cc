@@ -91,6 +91,25 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
         args.x_q = net.x.view();
       },
       "x_q: got float32 (8) [30, 256], expected float8_e4m3 [T, D]");
+  const Tensor<int32_t> integers({net.R, net.D});
+  const Tensor<uint16_t> narrow({net.R, net.P, net.F});
+  const auto quantised_alone = [&](auto& args) {
+    args.x = nullptr;
+    args.x_q = x.q.view();
+    args.x_scales = x.scales.view();
+  };
+  forward_refused(
+      [&](auto& args) {
+        quantised_alone(args);
+        args.y = integers.view();
+      },
+      "y: got int32 (4) [70, 256], expected float32 [R=70, D=256]");
+  forward_refused(
+      [&](auto& args) {
+        quantised_alone(args);
+        args.h = narrow.view();
+      },
+      "h: got bfloat16 (7) [70, 2, 384], expected float32 [R=70, P=2, F=384]");
 
   const auto backward_refused = [&](auto change, const char* text) {
     ab_expert_ffn_backward_args args = net.backward_all();

@@ -162,31 +162,6 @@ TEST(Fp8, WeightsGivenQuantisedAreAsGood) {
   expect_same_results(net, want);
 }
 
-// Tokens and cotangents that come quantised are multiplied as they are, whatever else stands in x and d_out.
-TEST(Fp8, RowsGivenQuantisedAreAsGood) {
-  const int32_t kind = AB_FP8_SCALES_POWER_OF_TWO;
-  const QuantizedNetwork want(2, kind), net(2, kind);
-  want.compute();
-  const QuantizedTensor x(net.x.view(), kind), d_out(net.d_out.view(), kind);
-  for (ab_expert_ffn_forward_args args : {net.up_and_down(), net.up()}) {
-    args.x = nullptr;
-    args.x_q = x.q.view();
-    args.x_scales = x.scales.view();
-    EXPECT_OK(QuantizedNetwork::run(args));
-  }
-  ab_expert_ffn_backward_args backward = net.backward_all();
-  backward.d_out_q = d_out.q.view();
-  backward.d_out_scales = d_out.scales.view();
-  EXPECT_OK(QuantizedNetwork::run(backward));
-  expect_same_results(net, want);
-
-  const Floats nothing({net.T, net.D}, std::vector<float>(net.d_out.values().size()));
-  backward.d_out = nothing.view();
-  EXPECT_OK(QuantizedNetwork::run(backward));
-  EXPECT_TRUE(same_bits(net.dh.values(), want.dh.values()));
-  EXPECT_TRUE(std::ranges::all_of(net.d_w_out.values(), [](float value) { return value == 0.0f; }));
-}
-
 // Weights of another dtype than the rows are quantised from what they are.
 TEST(Fp8, WeightsMayBeFloat32BesideRowsOfBfloat16) {
   const std::vector<int32_t> slots = mixed_slots(12, 10);

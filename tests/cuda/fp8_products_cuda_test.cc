@@ -1,7 +1,6 @@
 // Products of float8_e4m3fn on Hopper: what one call makes of several products, and rows that no token has. Values and
 // gradients are tested from Python, against the oracle.
 #include "anabranch/cuda.h"
-#include "core/tensor.h"
 #include "device.h"
 #include "float_tensor.h"
 #include "quantized.h"
@@ -82,85 +81,94 @@ TEST_F(Fp8ProductsCuda, ACallWithoutHQuantisesDh) {
   }
 }
 
-// Tokens and cotangents that come quantised give the bits of those that a call quantises; the tokens may be there
-// alone.
-TEST_F(Fp8ProductsCuda, RowsGivenQuantisedAreAsGood) {
-  constexpr int64_t E = 2, D = 256, P = 2, F = 256, T = 60, R = 75;
-  constexpr int32_t K = 2;
-  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
-    FloatTensor x({T, D}, dtype), d_out({T, D}, dtype), weights({T, K}, AB_FLOAT32);
-    FloatTensor w_in({E, D, P, F}, dtype), w_out({E, F, D}, dtype);
-    int seed = 0;
-    for (FloatTensor* tensor : {&x, &d_out, &weights, &w_in, &w_out}) tensor->fill_normal(++seed);
-    Tensor<int32_t> slots({R}, std::vector<int32_t>(R));
+// A network with a map, whose tokens and cotangents come quantised or not; tokens that do come in the place of x.
+struct GivenRows {
+  static constexpr int64_t E = 2, D = 256, P = 2, F = 256, T = 60, R = 75;
+  static constexpr int32_t K = 2;
+  FloatTensor x, d_out, w_in, w_out;
+  Tensor<float> weights{{T, K}};
+  Tensor<int32_t> slots{{R}}, sizes{{E}, {40, 33}};
+  Bytes x_q = e4m3({T, D}), d_out_q = e4m3({T, D});
+  Tensor<float> x_scales{{T, D / kBlock}}, d_out_scales{{T, D / kBlock}};
+
+  GivenRows(int32_t dtype, int32_t kind)
+      : x({T, D}, dtype), d_out({T, D}, dtype), w_in({E, D, P, F}, dtype), w_out({E, F, D}, dtype), kind_(kind) {
+    unsigned seed = 0;
+    for (FloatTensor* tensor : {&x, &d_out, &w_in, &w_out}) tensor->fill_normal(++seed);
+    for (int64_t i = 0; i < T * K; ++i) weights[i] = 0.25f * static_cast<float>(i % 5 - 2);
     for (int64_t r = 0; r < R; ++r) slots[r] = r % 7 == 3 ? -1 : static_cast<int32_t>(r * 37 % (T * K));
-    const Tensor<int32_t> sizes({E}, {40, 33});
-    const auto quantised = [](const FloatTensor& rows, const Bytes& q, const Tensor<float>& scales) {
-      const ab_quantize_rows_args args{sizeof(args), 0, rows.view(), q.view(), scales.view()};
-      EXPECT_OK(call(ab_quantize_rows, ab_quantize_rows_workspace, args));
-    };
-    const Bytes x_q = e4m3({T, D}), d_out_q = e4m3({T, D});
-    const Tensor<float> x_scales({T, D / kBlock}), d_out_scales({T, D / kBlock});
-    quantised(x, x_q, x_scales);
-    quantised(d_out, d_out_q, d_out_scales);
-    std::vector<std::vector<uint8_t>> found[2];
-    for (const bool given : {false, true}) {
-      const FloatTensor h({R, P, F}, dtype), dh({R, P, F}, dtype), weighted_a({R, F}, dtype);
-      const Tensor<float> a_scales({R, F / kBlock}), d_weights({T, K});
-      const Bytes a = e4m3({R, F});
-      Mirrors mirrors;
-      ab_expert_ffn_forward_args forward{};
-      forward.size = sizeof(forward);
-      forward.precision = AB_PRECISION_FP8;
-      forward.topk = K;
-      if (!given) forward.x = mirrors.add(x.view());
-      if (given) {
-        forward.x_q = mirrors.add(x_q.view());
-        forward.x_scales = mirrors.add(x_scales.view());
-      }
-      forward.slot_of_row = mirrors.add(slots.view());
-      forward.group_sizes = mirrors.add(sizes.view());
-      forward.w_in = mirrors.add(w_in.view());
-      forward.h = mirrors.add(h.view());
-      forward.a = mirrors.add(a.view());
-      forward.a_scales = mirrors.add(a_scales.view());
-      ab_expert_ffn_backward_args backward{};
-      backward.size = sizeof(backward);
-      backward.precision = AB_PRECISION_FP8;
-      backward.topk = K;
-      backward.x = mirrors.add(x.view());
-      backward.slot_of_row = forward.slot_of_row;
-      backward.group_sizes = forward.group_sizes;
-      backward.w_in = forward.w_in;
-      backward.w_out = mirrors.add(w_out.view());
-      backward.weights = mirrors.add(weights.view());
-      backward.h = forward.h;
-      backward.d_out = mirrors.add(d_out.view());
-      if (given) {
-        backward.d_out_q = mirrors.add(d_out_q.view());
-        backward.d_out_scales = mirrors.add(d_out_scales.view());
-      }
-      backward.dh = mirrors.add(dh.view());
-      backward.weighted_a = mirrors.add(weighted_a.view());
-      backward.d_weights = mirrors.add(d_weights.view());
-      size_t bytes = 0, backward_bytes = 0;
-      EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes));
-      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &backward_bytes));
-      DeviceWorkspace workspace(bytes), backward_workspace(backward_bytes);
-      EXPECT_OK(ab_cuda_expert_ffn_forward(&forward, &workspace.exec()));
-      EXPECT_OK(ab_cuda_expert_ffn_backward(&backward, &backward_workspace.exec()));
-      mirrors.fetch();
-      workspace.check();
-      backward_workspace.check();
-      for (const ab_tensor* tensor :
-           {h.view(), dh.view(), weighted_a.view(), a.view(), a_scales.view(), d_weights.view()}) {
-        int64_t count = dtype_size(tensor->dtype);
-        for (int32_t i = 0; i < tensor->rank; ++i) count *= tensor->shape[i];
-        const auto* data = static_cast<const uint8_t*>(tensor->data);
-        found[given].emplace_back(data, data + count);
-      }
+    quantise(x, x_q, x_scales);
+    quantise(d_out, d_out_q, d_out_scales);
+  }
+
+  // The bytes of h, `a`, its scales, dh, w a and d_weights.
+  std::vector<std::vector<uint8_t>> results(bool given) const {
+    const int32_t dtype = x.dtype();
+    const FloatTensor h({R, P, F}, dtype), dh({R, P, F}, dtype), weighted_a({R, F}, dtype);
+    const Bytes a = e4m3({R, F});
+    const Tensor<float> a_scales({R, F / kBlock}), d_weights({T, K});
+    ab_expert_ffn_forward_args forward{};
+    ab_expert_ffn_backward_args backward{};
+    Mirrors mirrors;
+    (given ? forward.x_q : forward.x) = mirrors.add((given ? x_q.view() : x.view()));
+    if (given) forward.x_scales = mirrors.add(x_scales.view());
+    if (given) backward.d_out_q = mirrors.add(d_out_q.view());
+    if (given) backward.d_out_scales = mirrors.add(d_out_scales.view());
+    forward.a = mirrors.add(a.view());
+    forward.a_scales = mirrors.add(a_scales.view());
+    backward.x = mirrors.add(x.view());
+    backward.d_out = mirrors.add(d_out.view());
+    backward.w_out = mirrors.add(w_out.view());
+    backward.weights = mirrors.add(weights.view());
+    backward.dh = mirrors.add(dh.view());
+    backward.weighted_a = mirrors.add(weighted_a.view());
+    backward.d_weights = mirrors.add(d_weights.view());
+    forward.w_in = backward.w_in = mirrors.add(w_in.view());
+    forward.slot_of_row = backward.slot_of_row = mirrors.add(slots.view());
+    forward.group_sizes = backward.group_sizes = mirrors.add(sizes.view());
+    forward.h = backward.h = mirrors.add(h.view());
+    run(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, &forward);
+    run(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, &backward);
+    mirrors.fetch();
+    std::vector<std::vector<uint8_t>> found;
+    for (const ab_tensor* tensor :
+         {h.view(), a.view(), a_scales.view(), dh.view(), weighted_a.view(), d_weights.view()}) {
+      const auto* data = static_cast<const uint8_t*>(tensor->data);
+      found.emplace_back(data, data + bytes_of(*tensor));
     }
-    EXPECT_EQ(found[1], found[0]) << dtype;
+    return found;
+  }
+
+ private:
+  int32_t kind_;
+
+  void quantise(const FloatTensor& rows, const Bytes& q, const Tensor<float>& scales) const {
+    const ab_quantize_rows_args args{sizeof(args), kind_, rows.view(), q.view(), scales.view()};
+    EXPECT_OK(call(ab_quantize_rows, ab_quantize_rows_workspace, args));
+  }
+
+  template <class Args>
+  void run(ab_status (*query)(const Args*, const ab_exec*, size_t*),
+           ab_status (*operation)(const Args*, const ab_exec*), Args* args) const {
+    args->size = sizeof(Args);
+    args->precision = AB_PRECISION_FP8;
+    args->fp8_scales = kind_;
+    args->topk = K;
+    size_t bytes = 0;
+    EXPECT_OK(query(args, nullptr, &bytes));
+    DeviceWorkspace workspace(bytes);
+    EXPECT_OK(operation(args, &workspace.exec()));
+    workspace.check();
+  }
+};
+
+// The bits of those that a call quantises itself.
+TEST_F(Fp8ProductsCuda, RowsGivenQuantisedAreAsGood) {
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int32_t kind : {AB_FP8_SCALES_FLOAT32, AB_FP8_SCALES_POWER_OF_TWO}) {
+      const GivenRows network(dtype, kind);
+      EXPECT_EQ(network.results(true), network.results(false)) << dtype << " " << kind;
+    }
   }
 }
 

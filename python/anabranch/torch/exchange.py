@@ -172,7 +172,7 @@ class Ring(Transport):
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
         """See Transport. At most one rank has a value for a slot; the others add 0."""
         arrived = self.ranks.exchange(weights)
-        return arrived.view(self.ranks.ranks, self.ranks.tokens, -1).sum(0)
+        return arrived.view(self.ranks.ranks, self.ranks.tokens, self.topk).sum(0)
 
 
 class Padded(Transport):

@@ -78,8 +78,8 @@ def routed_experts(
       precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, as in `moe`.
       fp8_scales, quantized: with "fp8", as in `moe`.
       group, transport, capacity_factor, fp8_exchange: ranks that share the experts, as in `moe`; experts are numbered
-        over all.
-        Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
+        over all. Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe`
+        min(K, E/P).
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Every index that is no expert but -1 counts as dropped.

@@ -195,7 +195,8 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  * `a`, times an early weight, is quantised from float32. `a` itself comes rounded to the dtype of x or, with a_scales,
  * quantised. Quantised weights have P before F whatever order w_in has; w_in and w_out may be NULL where these are
  * given, which are read instead, and without w_in gate and up stand side by side in b_in and h. w_in and w_out may have
- * any float dtype, forward and backward. */
+ * any float dtype, forward and backward. x may be NULL where x_q is given, which is read instead; its dtype is then
+ * that of y, h, b_in and an `a` that is not quantised. */
 typedef struct ab_expert_ffn_forward_args {
   size_t size;
   int32_t activation;   /* ab_activation */
@@ -227,6 +228,9 @@ typedef struct ab_expert_ffn_forward_args {
   const ab_tensor* w_out_scales; /* [E, F/128, D/128] float32 */
   /* output */
   const ab_tensor* a_scales; /* [R, F/128] float32, and a is e4m3; or NULL. Padding: 1 */
+  /* quantised inputs, or both NULL */
+  const ab_tensor* x_q;      /* e4m3 of the shape of x */
+  const ab_tensor* x_scales; /* [T, D/128] with slot_of_row, else [R, D/128], float32 */
 } ab_expert_ffn_forward_args;
 
 AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
@@ -254,7 +258,8 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * With AB_PRECISION_FP8 da' = Q(d_out) Q(W_out)^T, d_out being quantised before any row is gathered, and
  * dx = Q(dh) Q(W_in)^T, where dh is quantised as it stands, rounded to its dtype; all else is as written. Quantised
  * weights, dh_q and dh_scales have P before F whatever order w_in has; w_in and w_out may be NULL where quantised ones
- * are given. A call without h reads dh_q and dh_scales for dx_rows, if they are given, else it quantises dh. */
+ * are given. A call without h reads dh_q and dh_scales for dx_rows, if they are given, else it quantises dh. Q(d_out)
+ * is d_out_q, where that is given; d_out is there beside it, for all else. */
 typedef struct ab_expert_ffn_backward_args {
   size_t size;
   int32_t activation;
@@ -294,6 +299,9 @@ typedef struct ab_expert_ffn_backward_args {
   /* outputs, or both NULL */
   const ab_tensor* dh_q;      /* [R, P, F] e4m3; zero in padding */
   const ab_tensor* dh_scales; /* [R, P, F/128] float32; 1 in padding */
+  /* quantised inputs, or both NULL; for da', so with h alone */
+  const ab_tensor* d_out_q;      /* e4m3 of the shape of d_out */
+  const ab_tensor* d_out_scales; /* [T, D/128] with slot_of_row, else [R, D/128], float32 */
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

@@ -92,6 +92,7 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
             "c",
             "grouped_mm",
             "fp8",
+            "fp8-exchange",
             "fp8-kept",
             "hf-batched_mm",
             "hf-eager",

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from anabranch.precision import BLOCK
 from anabranch.rows import num_rows_needed
 
 
@@ -52,11 +53,15 @@ def capacity_of(factor: float | None, tokens: int, topk: int) -> int | None:
     return None if factor is None else math.ceil(factor * tokens * topk)
 
 
-def traffic(bounds: ExchangeSizes, itemsize: int) -> dict[str, float]:
-    """Bytes a rank sends for every column of D in a forward pass, there and back, by transport (docs/scaling.md)."""
+def traffic(bounds: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> dict[str, float]:
+    """Bytes a rank sends for every column of D in a forward pass, there and back, by transport (docs/scaling.md).
+
+    itemsize: of x. fp8_exchange: tokens travel as a byte an element, and 4 for every block of 128.
+    """
     b, others = bounds, bounds.ranks - 1
+    there = 1 + 4 / BLOCK if fp8_exchange else itemsize
     return {
-        "ring": 2 * others * b.tokens * itemsize,
-        "all_to_all": 2 * others * b.region * itemsize,
-        "ragged": 2 * b.tokens * b.topk * others / b.ranks * itemsize,
+        "ring": others * b.tokens * (there + itemsize),
+        "all_to_all": others * b.region * (there + itemsize),
+        "ragged": b.tokens * b.topk * others / b.ranks * (there + itemsize),
     }

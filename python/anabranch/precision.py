@@ -51,6 +51,12 @@ def check_fp8(precision: int, fp8_scales: Any, quantized: Any = None) -> int:
     return number
 
 
+def check_fp8_exchange(precision: int, fp8_exchange: bool) -> None:
+    """Refuses tokens that travel quantised in a call of a precision that does not quantise them."""
+    if fp8_exchange and precision != FP8:
+        raise ValueError('fp8_exchange: got True without precision="fp8", expected False')
+
+
 def check_fp8_widths(name: str, described: str, **sizes: int) -> None:
     """Refuses widths that are no whole blocks. described: of the argument, for the error."""
     for width, size in sizes.items():

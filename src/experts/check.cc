@@ -12,6 +12,8 @@ namespace {
 // The dtype of x, as the only one allowed for the others.
 Dtypes dtype_of(const ab_tensor* x) { return dtype_bit(static_cast<ab_dtype>(x->dtype)); }
 
+Dtypes dtype_of(const FfnSizes& s) { return dtype_bit(static_cast<ab_dtype>(s.dtype)); }
+
 // Those of a product of x: quantised ones say nothing about it.
 Dtypes dtype_of_results(const ab_tensor* x) { return x->dtype == AB_FLOAT8_E4M3 ? kFloats : dtype_of(x); }
 
@@ -157,6 +159,13 @@ ab_status check_hidden(const char* name, const ab_tensor* tensor, Dtypes dtypes,
                        {s.layout.interleaved ? &kInterleaved : &kSideBySide, 1}, &found);
 }
 
+// Rows that are tokens, or those of experts, quantised.
+ab_status check_quantized_rows(const char* name, const ab_tensor* q, const char* scales_name, const ab_tensor* scales,
+                               const FfnSizes& s) {
+  const Axis rows = s.K > 0 ? Axis{"T", s.T} : Axis{"R", s.R};
+  return check_quantized(name, q, {rows, {"D", s.D}}, scales_name, scales, {rows, {"D/128", blocks(s.D)}});
+}
+
 // A number above 0 where an activation has such a parameter, else 0, exactly.
 ab_status check_parameter(const char* name, float value, bool has) {
   if (has ? std::isfinite(value) && value > 0.0f : value == 0.0f) return ok();
@@ -180,6 +189,35 @@ template <class Args>
 Dtypes dtypes_of_weights(const Args* args) {
   return is_fp8(*args) ? kFloats : dtype_of(args->x);
 }
+
+// x of the network, as it is or quantised: the sizes of its rows.
+ab_status check_rows(const ab_expert_ffn_forward_args* args, const char* rows_name, const ab_tensor** rows) {
+  if (!is_fp8(*args)) {
+    AB_RETURN_IF_ERROR(check_unused("x_q", args->x_q, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("x_scales", args->x_scales, kWithoutFp8));
+  }
+  const bool is_there = args->x != nullptr || args->x_q == nullptr;
+  *rows = is_there ? args->x : args->x_q;
+  return is_there ? check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}})
+                  : check_tensor("x_q", args->x_q, kE4m3, {{rows_name}, {"D"}});
+}
+ab_status check_rows(const ab_expert_ffn_backward_args* args, const char* rows_name, const ab_tensor** rows) {
+  *rows = args->x;
+  return check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}});
+}
+
+// The dtype of x. Where that is given quantised alone: of the first that has it and a float dtype, so that others are
+// refused beside it; where nothing has it, it makes no difference.
+int32_t dtype_of_network(const ab_expert_ffn_forward_args* args) {
+  for (const ab_tensor* tensor : {args->x, args->y, args->h, args->a, args->b_in}) {
+    if (tensor == nullptr) continue;
+    for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+      if (tensor->dtype == dtype) return dtype;
+    }
+  }
+  return AB_BFLOAT16;
+}
+int32_t dtype_of_network(const ab_expert_ffn_backward_args* args) { return args->x->dtype; }
 
 // W_in, as it is or quantised with its axes in this order.
 template <class Args>
@@ -246,14 +284,16 @@ ab_status check_common(const Args* args, bool has_down, bool quantized_transpose
   if (by_slot ? args->topk < 1 : args->topk != 0) {
     return AB_INVALID("topk: got %d, expected %s", args->topk, by_slot ? "at least 1" : "0 without slot_of_row");
   }
-  AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{by_slot ? "T" : "R"}, {"D"}}));
+  const ab_tensor* x = nullptr;
+  AB_RETURN_IF_ERROR(check_rows(args, by_slot ? "T" : "R", &x));
   AB_RETURN_IF_ERROR(check_tensor("group_sizes", args->group_sizes, kInt32, {{"E"}}));
   AB_RETURN_IF_ERROR(check_optional("slot_of_row", args->slot_of_row, kInt32, {{"R"}}));
   s->E = axis(args->group_sizes, 0);
-  s->D = axis(args->x, 1);
-  s->T = by_slot ? axis(args->x, 0) : 0;
+  s->D = axis(x, 1);
+  s->T = by_slot ? axis(x, 0) : 0;
   s->K = args->topk;
-  s->R = by_slot ? axis(args->slot_of_row, 0) : axis(args->x, 0);
+  s->R = by_slot ? axis(args->slot_of_row, 0) : axis(x, 0);
+  s->dtype = dtype_of_network(args);
   AB_RETURN_IF_ERROR(check_num_rows(by_slot ? "slot_of_row" : "x", s->R));
   if (by_slot) AB_RETURN_IF_ERROR(check_num_slots("slot_of_row", s->T, s->K));
   if (is_fp8(*args)) AB_RETURN_IF_ERROR(check_blocks("x", "D", s->D));
@@ -264,7 +304,7 @@ ab_status check_common(const Args* args, bool has_down, bool quantized_transpose
   }
   if (has_down) {
     AB_RETURN_IF_ERROR(check_w_out(args, quantized_transposed, s));
-    AB_RETURN_IF_ERROR(check_optional("b_out", args->b_out, dtype_of(args->x), {{"E", s->E}, {"D", s->D}}));
+    AB_RETURN_IF_ERROR(check_optional("b_out", args->b_out, dtype_of(*s), {{"E", s->E}, {"D", s->D}}));
   } else {
     AB_RETURN_IF_ERROR(check_unused("w_out", args->w_out, "without y"));
     AB_RETURN_IF_ERROR(check_unused("w_out_q", args->w_out_q, "without y"));
@@ -377,7 +417,8 @@ ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   if (!has_down && args->weight_early == 0) {
     AB_RETURN_IF_ERROR(check_unused("weights", args->weights, "without y, or weight_early"));
   }
-  const Dtypes dtype = dtype_of(args->x);
+  AB_RETURN_IF_ERROR(check_quantized_rows("x_q", args->x_q, "x_scales", args->x_scales, *s));
+  const Dtypes dtype = dtype_of(*s);
   AB_RETURN_IF_ERROR(check_hidden("b_in", args->b_in, dtype, {"E", s->E}, *s));
   if (has_down) AB_RETURN_IF_ERROR(check_tensor("y", args->y, dtype, {{"R", s->R}, {"D", s->D}}));
   if (!is_fp8(*args)) AB_RETURN_IF_ERROR(check_unused("a_scales", args->a_scales, kWithoutFp8));
@@ -392,12 +433,15 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   if (args->accumulate != 0 && args->d_w_in == nullptr && args->d_w_out == nullptr) {
     return AB_INVALID("accumulate: got 1, expected 0, or 1 together with d_w_in or d_w_out");
   }
-  const Dtypes dtype = dtype_of(args->x);
+  const Dtypes dtype = dtype_of(*s);
   const Dtypes gradients = args->accumulate != 0 ? kFloat32 : dtype | kFloat32;
   if (!is_fp8(*args)) {
     AB_RETURN_IF_ERROR(check_unused("dh_q", args->dh_q, kWithoutFp8));
     AB_RETURN_IF_ERROR(check_unused("dh_scales", args->dh_scales, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("d_out_q", args->d_out_q, kWithoutFp8));
+    AB_RETURN_IF_ERROR(check_unused("d_out_scales", args->d_out_scales, kWithoutFp8));
   } else {
+    AB_RETURN_IF_ERROR(check_quantized_rows("d_out_q", args->d_out_q, "d_out_scales", args->d_out_scales, *s));
     AB_RETURN_IF_ERROR(check_quantized("dh_q", args->dh_q, {{"R", s->R}, {"P", s->P}, {"F", s->F}}, "dh_scales",
                                        args->dh_scales, {{"R", s->R}, {"P", s->P}, {"F/128", blocks(s->F)}}));
   }
@@ -410,6 +454,7 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
                         needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
     }
     AB_RETURN_IF_ERROR(check_unused("d_weights", args->d_weights, "without h"));
+    AB_RETURN_IF_ERROR(check_unused("d_out_q", args->d_out_q, "without h"));
     if (!needs_dh) AB_RETURN_IF_ERROR(check_unused("dh", args->dh, "without h, or something that follows from it"));
     if (args->d_w_out == nullptr) {
       AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h, or d_w_out"));

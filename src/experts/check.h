@@ -50,6 +50,7 @@ struct FfnSizes {
   int64_t D = 0;
   int64_t P = 0;
   int64_t F = 0;
+  int32_t dtype = AB_FLOAT32;  // of x, which need not be there where it is quantised
   WeightLayout layout;
 
   int64_t slots() const { return T * K; }

@@ -87,6 +87,8 @@ constexpr Field kFfnForwardFields[] = {
     AB_TENSOR(ab_expert_ffn_forward_args, w_out_q),
     AB_TENSOR(ab_expert_ffn_forward_args, w_out_scales),
     AB_TENSOR(ab_expert_ffn_forward_args, a_scales),
+    AB_TENSOR(ab_expert_ffn_forward_args, x_q),
+    AB_TENSOR(ab_expert_ffn_forward_args, x_scales),
 };
 
 constexpr Field kFfnBackwardFields[] = {
@@ -120,6 +122,8 @@ constexpr Field kFfnBackwardFields[] = {
     AB_TENSOR(ab_expert_ffn_backward_args, w_out_scales),
     AB_TENSOR(ab_expert_ffn_backward_args, dh_q),
     AB_TENSOR(ab_expert_ffn_backward_args, dh_scales),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_out_q),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_out_scales),
 };
 
 }  // namespace

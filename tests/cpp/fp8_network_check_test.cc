@@ -74,6 +74,42 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
       },
       "w_out_q: got a tensor, expected NULL without y");
   forward_refused([&](auto& args) { args.x = w_out.q.view(); }, "x: got float8_e4m3");
+  const QuantizedTensor x(net.x.view(), 0);
+  forward_refused(
+      [&](auto& args) {
+        without(args);
+        args.x_q = x.q.view();
+      },
+      "x_q: got a tensor, expected NULL without AB_PRECISION_FP8");
+  forward_refused([&](auto& args) { args.x_q = x.q.view(); }, "x_scales: got NULL, expected float32 [T=30, D/128=2]");
+  forward_refused([&](auto& args) { args.x_scales = x.scales.view(); },
+                  "x_q: got NULL, expected float8_e4m3 [T=30, D=256]");
+  forward_refused([](auto& args) { args.x = nullptr; }, "x: got NULL, expected");
+  forward_refused(
+      [&](auto& args) {
+        args.x = nullptr;
+        args.x_q = net.x.view();
+      },
+      "x_q: got float32 (8) [30, 256], expected float8_e4m3 [T, D]");
+  const Tensor<int32_t> integers({net.R, net.D});
+  const Tensor<uint16_t> narrow({net.R, net.P, net.F});
+  const auto quantised_alone = [&](auto& args) {
+    args.x = nullptr;
+    args.x_q = x.q.view();
+    args.x_scales = x.scales.view();
+  };
+  forward_refused(
+      [&](auto& args) {
+        quantised_alone(args);
+        args.y = integers.view();
+      },
+      "y: got int32 (4) [70, 256], expected float32 [R=70, D=256]");
+  forward_refused(
+      [&](auto& args) {
+        quantised_alone(args);
+        args.h = narrow.view();
+      },
+      "h: got bfloat16 (7) [70, 2, 384], expected float32 [R=70, P=2, F=384]");
 
   const auto backward_refused = [&](auto change, const char* text) {
     ab_expert_ffn_backward_args args = net.backward_all();
@@ -94,6 +130,36 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
   backward_refused([&](auto& args) { args.w_out_q = w_out.q.view(); }, "w_out_scales: got NULL, expected");
   backward_refused([](auto& args) { args.h = args.d_weights = args.dx_rows = nullptr; },
                    "dh_q: got a tensor, expected NULL without h, or dx_rows");
+  const QuantizedTensor d_out(net.d_out.view(), 0);
+  const auto quantised = [&](auto& args) {
+    args.d_out_q = d_out.q.view();
+    args.d_out_scales = d_out.scales.view();
+  };
+  backward_refused(
+      [&](auto& args) {
+        args.precision = 1;
+        args.dh_q = args.dh_scales = nullptr;
+        quantised(args);
+      },
+      "d_out_q: got a tensor, expected NULL without AB_PRECISION_FP8");
+  backward_refused(
+      [&](auto& args) {
+        quantised(args);
+        args.d_out_scales = nullptr;
+      },
+      "d_out_scales: got NULL, expected float32 [T=30, D/128=2]");
+  backward_refused(
+      [&](auto& args) {
+        quantised(args);
+        args.d_out = nullptr;
+      },
+      "d_out: got NULL, expected");
+  backward_refused(
+      [&](auto& args) {
+        quantised(args);
+        args.h = args.d_weights = nullptr;
+      },
+      "d_out_q: got a tensor, expected NULL without h");
 
   Network<float> ragged(3, 2, 100, 2, 128, {6}, slots_in_order(6));
   ragged.precision = AB_PRECISION_FP8;

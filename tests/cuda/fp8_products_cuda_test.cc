@@ -81,6 +81,97 @@ TEST_F(Fp8ProductsCuda, ACallWithoutHQuantisesDh) {
   }
 }
 
+// A network with a map, whose tokens and cotangents come quantised or not; tokens that do come in the place of x.
+struct GivenRows {
+  static constexpr int64_t E = 2, D = 256, P = 2, F = 256, T = 60, R = 75;
+  static constexpr int32_t K = 2;
+  FloatTensor x, d_out, w_in, w_out;
+  Tensor<float> weights{{T, K}};
+  Tensor<int32_t> slots{{R}}, sizes{{E}, {40, 33}};
+  Bytes x_q = e4m3({T, D}), d_out_q = e4m3({T, D});
+  Tensor<float> x_scales{{T, D / kBlock}}, d_out_scales{{T, D / kBlock}};
+
+  GivenRows(int32_t dtype, int32_t kind)
+      : x({T, D}, dtype), d_out({T, D}, dtype), w_in({E, D, P, F}, dtype), w_out({E, F, D}, dtype), kind_(kind) {
+    unsigned seed = 0;
+    for (FloatTensor* tensor : {&x, &d_out, &w_in, &w_out}) tensor->fill_normal(++seed);
+    for (int64_t i = 0; i < T * K; ++i) weights[i] = 0.25f * static_cast<float>(i % 5 - 2);
+    for (int64_t r = 0; r < R; ++r) slots[r] = r % 7 == 3 ? -1 : static_cast<int32_t>(r * 37 % (T * K));
+    quantise(x, x_q, x_scales);
+    quantise(d_out, d_out_q, d_out_scales);
+  }
+
+  // The bytes of h, `a`, its scales, dh, w a and d_weights.
+  std::vector<std::vector<uint8_t>> results(bool given) const {
+    const int32_t dtype = x.dtype();
+    const FloatTensor h({R, P, F}, dtype), dh({R, P, F}, dtype), weighted_a({R, F}, dtype);
+    const Bytes a = e4m3({R, F});
+    const Tensor<float> a_scales({R, F / kBlock}), d_weights({T, K});
+    ab_expert_ffn_forward_args forward{};
+    ab_expert_ffn_backward_args backward{};
+    Mirrors mirrors;
+    (given ? forward.x_q : forward.x) = mirrors.add((given ? x_q.view() : x.view()));
+    if (given) forward.x_scales = mirrors.add(x_scales.view());
+    if (given) backward.d_out_q = mirrors.add(d_out_q.view());
+    if (given) backward.d_out_scales = mirrors.add(d_out_scales.view());
+    forward.a = mirrors.add(a.view());
+    forward.a_scales = mirrors.add(a_scales.view());
+    backward.x = mirrors.add(x.view());
+    backward.d_out = mirrors.add(d_out.view());
+    backward.w_out = mirrors.add(w_out.view());
+    backward.weights = mirrors.add(weights.view());
+    backward.dh = mirrors.add(dh.view());
+    backward.weighted_a = mirrors.add(weighted_a.view());
+    backward.d_weights = mirrors.add(d_weights.view());
+    forward.w_in = backward.w_in = mirrors.add(w_in.view());
+    forward.slot_of_row = backward.slot_of_row = mirrors.add(slots.view());
+    forward.group_sizes = backward.group_sizes = mirrors.add(sizes.view());
+    forward.h = backward.h = mirrors.add(h.view());
+    run(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, &forward);
+    run(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, &backward);
+    mirrors.fetch();
+    std::vector<std::vector<uint8_t>> found;
+    for (const ab_tensor* tensor :
+         {h.view(), a.view(), a_scales.view(), dh.view(), weighted_a.view(), d_weights.view()}) {
+      const auto* data = static_cast<const uint8_t*>(tensor->data);
+      found.emplace_back(data, data + bytes_of(*tensor));
+    }
+    return found;
+  }
+
+ private:
+  int32_t kind_;
+
+  void quantise(const FloatTensor& rows, const Bytes& q, const Tensor<float>& scales) const {
+    const ab_quantize_rows_args args{sizeof(args), kind_, rows.view(), q.view(), scales.view()};
+    EXPECT_OK(call(ab_quantize_rows, ab_quantize_rows_workspace, args));
+  }
+
+  template <class Args>
+  void run(ab_status (*query)(const Args*, const ab_exec*, size_t*),
+           ab_status (*operation)(const Args*, const ab_exec*), Args* args) const {
+    args->size = sizeof(Args);
+    args->precision = AB_PRECISION_FP8;
+    args->fp8_scales = kind_;
+    args->topk = K;
+    size_t bytes = 0;
+    EXPECT_OK(query(args, nullptr, &bytes));
+    DeviceWorkspace workspace(bytes);
+    EXPECT_OK(operation(args, &workspace.exec()));
+    workspace.check();
+  }
+};
+
+// The bits of those that a call quantises itself.
+TEST_F(Fp8ProductsCuda, RowsGivenQuantisedAreAsGood) {
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int32_t kind : {AB_FP8_SCALES_FLOAT32, AB_FP8_SCALES_POWER_OF_TWO}) {
+      const GivenRows network(dtype, kind);
+      EXPECT_EQ(network.results(true), network.results(false)) << dtype << " " << kind;
+    }
+  }
+}
+
 // More rows than the operation has memory for come in chunks of columns, the last of which begins within the scales.
 TEST_F(Fp8ProductsCuda, ChunksOfColumnsAreOneProduct) {
   constexpr int64_t E = 2, R = 8192, N = 2176, K = 2, T = R / K;

@@ -415,6 +415,19 @@ int32_t dtype_of_weights(Random& random, const Args* args, int32_t dtype) {
   return args->precision == AB_PRECISION_FP8 ? any_float(random) : dtype;
 }
 
+// x of the network, which forward takes quantised, too, beside it or in its place.
+void add_rows(const Shape& shape, Random& random, int32_t dtype, ab_expert_ffn_forward_args* args, Call* call) {
+  const bool quantized = args->precision == AB_PRECISION_FP8 && random.chance(0.4);
+  if (quantized) {
+    call->input(ARGUMENT(x_q), AB_FLOAT8_E4M3, shape);
+    call->input(ARGUMENT(x_scales), AB_FLOAT32, {shape[0], shape[1] / 128});
+  }
+  if (!quantized || random.chance(0.5)) call->input(ARGUMENT(x), dtype, shape);
+}
+void add_rows(const Shape& shape, Random&, int32_t dtype, ab_expert_ffn_backward_args* args, Call* call) {
+  call->input(ARGUMENT(x), dtype, shape);
+}
+
 // What both directions of the feed-forward network read; returns its dtype.
 template <class Args>
 int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
@@ -424,7 +437,7 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   const int32_t dtype = any_float(random);
   const bool by_slot = random.chance(0.5);
   args->topk = by_slot ? static_cast<int32_t>(s.K) : 0;
-  call->input(ARGUMENT(x), dtype, {by_slot ? s.T : s.R, s.D});
+  add_rows({by_slot ? s.T : s.R, s.D}, random, dtype, args, call);
   if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K);
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   call->input(ARGUMENT(w_in), dtype_of_weights(random, args, dtype), {s.E, s.D, s.P, s.F});
@@ -530,7 +543,12 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   }
   if (wants_d_b_out) call->output(ARGUMENT(d_b_out), dtype, {s.E, s.D});
   if (has_h || wants_d_w_out || wants_d_b_out) {
-    call->input(ARGUMENT(d_out), any_float(random), {args->slot_of_row != nullptr ? s.T : s.R, s.D});
+    const Shape shape = {args->slot_of_row != nullptr ? s.T : s.R, s.D};
+    call->input(ARGUMENT(d_out), any_float(random), shape);
+    if (has_h && args->precision == AB_PRECISION_FP8 && random.chance(0.4)) {
+      call->input(ARGUMENT(d_out_q), AB_FLOAT8_E4M3, shape);
+      call->input(ARGUMENT(d_out_scales), AB_FLOAT32, {shape[0], shape[1] / 128});
+    }
   }
   if (args->precision == AB_PRECISION_FP8 && (has_h || args->dx_rows != nullptr) && random.chance(0.5)) {
     Operand& dh_q = call->output(ARGUMENT(dh_q), AB_FLOAT8_E4M3, {s.R, s.P, s.F});

@@ -17,7 +17,7 @@ import numpy as np
 
 from anabranch.activation import as_activation
 from anabranch.reference import experts as reference
-from anabranch.reference.fp8 import BLOCK, e4m3, quantize_rows, quantize_weights, scales_of
+from anabranch.reference.fp8 import BLOCK, e4m3, quantize_rows, quantize_weights, received, scales_of
 
 #: A sum of n float32 products is off by about sqrt(n) 2^-24 of the norm of its terms, with n of some hundreds.
 FLOAT32 = 2e-6
@@ -79,8 +79,11 @@ class Moved(NamedTuple):
     weights: np.ndarray | None
 
 
-def bounds(net, activation, fp8_scales, *, weight_early, delta):
-    """The `Moved` of an `expert_cases.Network`, or what is like one, whose arrays are in our own layout."""
+def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
+    """The `Moved` of an `expert_cases.Network`, or what is like one, whose arrays are in our own layout.
+
+    sent: rows and d_y travelled quantised.
+    """
     given = {name: np.asarray(array, np.float64) for name, array in net.arrays.items()}
     d_y, sizes, dtype = np.asarray(net.d_y, np.float64), net.group_sizes, net.rows.dtype
     E, D, P, F = given["w_in"].shape
@@ -127,6 +130,9 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta):
     kept, off_kept = _rounded(d_h, off_d_h, dtype)
     rows = reference.grouped_matmul(moves(kept, off_kept, fp8_scales), np.abs(q_in).swapaxes(1, 2), sizes)
     rows += delta * _norm_of_terms(quantize_rows(kept, fp8_scales).exact(), q_in.swapaxes(1, 2), sizes)
+    inputs = np.where(used[:, None], given["rows"], 0.0)
+    if sent:
+        inputs, d_y = (received(rows_sent, fp8_scales, dtype) for rows_sent in (inputs, d_y))
     weights = (off_a * np.abs(d_a) + np.abs(a) * off_d_a).sum(1) + delta * np.linalg.norm(a * d_a, axis=1)
     if "b_out" in given:
         weights += delta * np.linalg.norm(d_y * given["b_out"][expert], axis=1)
@@ -135,7 +141,7 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta):
         linear = _over_rows(np.abs(left), off_right, sizes) + _over_rows(off_left, np.abs(right), sizes)
         return linear + delta * np.sqrt(_over_rows(left**2, right**2, sizes))
 
-    inputs, ones = np.where(used[:, None], given["rows"], 0.0), np.ones((len(d_y), 1))
+    ones = np.ones((len(d_y), 1))
     return Moved(
         y,
         rows,

@@ -12,15 +12,18 @@ from anabranch.bench.processes import rows_of_a_process
 from anabranch.bench.selection import check_dtypes, implementations, sized
 
 CAPTION = """the layer on all GPUs as ranks along one expert axis, T tokens a rank, random gate; TFLOP/s a rank, of
-6 T K D F forward and 12 T K D F backward (the difference between forward and backward, and forward). capacity: the
-capacity_factor, none: buffers for the worst case; path: which of our kernels the experts ran on; dropped: slots, of all
-ranks. collectives: T K rows of D a rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring
-needs (all_gather: T rows there, all_to_all_sums: as many back);
+6 T K D F forward and 12 T K D F backward (the difference between forward and backward, and forward). fp8: the layer
+with precision="fp8"; fp8-exchange: and with tokens that travel so. capacity: the capacity_factor, none: buffers for
+the worst case; path: which of our kernels the experts ran on; dropped: slots, of all ranks. collectives: T K rows of D
+a rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring needs (all_gather: T rows there,
+all_to_all_sums: as many back);
 xla: jax.lax's under jit, torch: NCCL's all_to_all, a process a GPU. GB/s: of what a rank sends to others. Medians of
 20 batches with the queue full"""
 
 DTYPES = ("bfloat16",)
-BY = ("jax", "xla", "torch")
+#: The layer, and collectives by themselves.
+OURS = ("jax", "fp8", "fp8-exchange")
+BY = (*OURS, "xla", "torch")
 TRANSPORTS = ("ring", "all_to_all", "ragged")
 CAPACITIES = (None, 1.25)
 
@@ -58,7 +61,7 @@ def rows(
         (sizes, who, way)
         for sizes in sized(shape or SHAPES, tokens, quick)
         for who in timed
-        for way in (ways if who == "jax" else ways[:1])
+        for way in (ways if who in OURS else ways[:1])
     ]
     repeats = 5 if quick else gpu.REPEATS
     for case in cases:
@@ -100,21 +103,21 @@ def _measure(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterat
     for capacity in CAPACITIES:
         try:
             with as_bench_errors(by):
-                measured = mesh_in_jax.measure_layer(shape, DTYPES[0], transport, capacity, repeats=repeats)
+                measured = mesh_in_jax.measure_layer(shape, DTYPES[0], by, transport, capacity, repeats=repeats)
         except BenchError as error:  # such as memory that did not suffice, which it may with another bound
             yield {**_head(shape, by), "transport": transport, "capacity": capacity, "error": str(error)}
         else:
-            yield layer_row(shape, devices, transport, capacity, measured, experts_path(shape, DTYPES[0]))
+            yield layer_row(shape, by, devices, transport, capacity, measured, experts_path(shape, DTYPES[0]))
 
 
 def layer_row(
-    shape: LayerShape, ranks: int, transport: str, capacity: float | None, measured: Any, path: str
+    shape: LayerShape, by: str, ranks: int, transport: str, capacity: float | None, measured: Any, path: str
 ) -> dict[str, Any]:
     """The row of mesh_in_jax.LayerTimes; path: which of our kernels the experts ran on."""
     forward, both, dropped = measured
     backward = both.median - forward.median
     return {
-        **_head(shape, "jax"),
+        **_head(shape, by),
         "ranks": ranks,
         "transport": transport,
         "capacity": capacity,
@@ -154,5 +157,5 @@ def _rows_of_a_process(shape: LayerShape, by: str, transport: str, quick: bool) 
     try:
         yield from rows_of_a_process("mesh", flags, quiet=True)
     except BenchError as error:
-        what = {"transport": transport} if by == "jax" else {"collective": "all"}
+        what = {"transport": transport} if by in OURS else {"collective": "all"}
         yield {**_head(shape, by), **what, "error": str(error)}

@@ -42,29 +42,35 @@ def operands(mesh: Mesh, parallel: Parallel, shape: LayerShape, dtype: str, seed
     return made
 
 
-def layer(parallel: Parallel) -> layer_in_jax.Layer:
+def layer(parallel: Parallel, precision: str = "highest") -> layer_in_jax.Layer:
     """moe() spread over the ranks, as layer_in_jax calls it."""
 
     def run(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk: int) -> jax.Array:
         del experts  # the gate decides
-        output: jax.Array = moe(x, gate, w_in, w_out, topk=topk, parallel=parallel).output
+        output: jax.Array = moe(x, gate, w_in, w_out, topk=topk, precision=precision, parallel=parallel).output
         return output
 
     return layer_in_jax.Layer(run)
 
 
 def measure_layer(
-    shape: LayerShape, dtype: str, transport: str, capacity_factor: float | None, *, repeats: int
+    shape: LayerShape, dtype: str, by: str, transport: str, capacity_factor: float | None, *, repeats: int
 ) -> LayerTimes:
-    """Times of the layer with shape.T tokens a rank, forward, and forward and backward."""
-    mesh = ranks()
-    parallel = Parallel(expert_axis=AXIS, transport=transport, capacity_factor=capacity_factor)
+    """Times of the layer with shape.T tokens a rank, forward, and forward and backward.
+
+    Args:
+      by: "jax", or with precision="fp8" "fp8", or "fp8-exchange" where tokens travel so, too.
+    """
+    mesh, precision = ranks(), "highest" if by == "jax" else "fp8"
+    parallel = Parallel(
+        expert_axis=AXIS, transport=transport, capacity_factor=capacity_factor, fp8_exchange=by == "fp8-exchange"
+    )
     with jax.set_mesh(mesh):
         given = operands(mesh, parallel, shape, dtype)
-        run = layer(parallel)
+        run = layer(parallel, precision)
 
         def dropped(x: Any, gate: Any, w_in: Any, w_out: Any) -> jax.Array:
-            return moe(x, gate, w_in, w_out, topk=shape.K, parallel=parallel).dropped
+            return moe(x, gate, w_in, w_out, topk=shape.K, precision=precision, parallel=parallel).dropped
 
         forward = _seconds(layer_in_jax.forward(run, shape.K), given, repeats)
         both = _seconds(layer_in_jax.forward_and_backward(run, shape.K), given, repeats)

@@ -89,12 +89,13 @@ class FfnOperands(NamedTuple):
     """float [T, K] with slot_of_row, else [R]. None: 1."""
     quantized: QuantizedExperts | None = None
     """With FP8, for a rule by slot what `factors` makes of these."""
+    x_factor: Factor | None = None
+    """x quantised, which the forward rule by slot reads in its place; None: it quantises x."""
 
     def by_name(self) -> dict[str, jax.Array | None]:
         """What a call of either pass takes, by the names there."""
-        return {name: array for name, array in self._asdict().items() if name != "quantized"} | _names_of(
-            self.quantized
-        )
+        named = {name: array for name, array in self._asdict().items() if name not in ("quantized", "x_factor")}
+        return named | _names_of(self.quantized)
 
 
 def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
@@ -151,25 +152,27 @@ def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tu
     Weights multiply y, or before W_out if they come early; pass none where combine applies them.
     """
     operands = factors(config, operands, backward=False)
-    results = _forward(config, operands.by_name(), "y", operands.x.shape[1], keep_h=keep_h)
+    results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], keep_h=keep_h)
     return results["y"], results["h"]
 
 
-def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: int, *, keep_h: bool) -> dict[str, Any]:
-    """The result, y or a, of so many columns, and h; with FP8 a is quantised, and has scales."""
-    x, w_in, slots = operands["x"], operands["w_in"], operands["slot_of_row"]
+def _forward(
+    config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, keep_h: bool
+) -> dict[str, Any]:
+    """The result, y or a, of so many columns, and h; with FP8 a is quantised, and has scales. inputs: what it reads."""
+    x, w_in, slots = operands.x, operands.w_in, operands.slot_of_row
     R = x.shape[0] if slots is None else slots.shape[0]
     _, _, P, F = config.sizes(w_in)
     quantised = config.fp8 and result == "a"
     return _ffi.call(
         "ab_xla_expert_ffn_forward",
-        operands,
+        inputs,
         {
             result: jax.ShapeDtypeStruct((R, columns), jnp.float8_e4m3fn if quantised else x.dtype),
             "a_scales": jax.ShapeDtypeStruct((R, F // BLOCK), jnp.float32) if quantised else None,
             "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if keep_h else None,
         },
-        workspace=_forward_workspace(config, x, R, F, result),
+        workspace=_forward_workspace(config, operands, R, F, result),
         orders=config.orders(),
         **config.attributes(),
         weight_early=int(config.weight_early),
@@ -177,8 +180,9 @@ def _forward(config: FfnConfig, operands: dict[str, Any], result: str, columns: 
     )
 
 
-def _forward_workspace(config: FfnConfig, x: jax.Array, R: int, F: int, result: str) -> int:
-    of_x = _workspaces.fp8_rows(*x.shape) if config.fp8 else 0
+def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int, result: str) -> int:
+    x = operands.x
+    of_x = _workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_factor is None else 0
     if result == "a":
         return of_x
     return of_x + (_workspaces.fp8_rows(R, F) if config.fp8 else _workspaces.ffn_forward(R, F, x.dtype))
@@ -242,7 +246,7 @@ def _backward(
     """The results, from h or from what a call before made of it; dh takes h's place."""
     inputs = operands.by_name()
     del inputs["b_in"]
-    if config.fp8 and d_out is not None and "h" in hidden:
+    if config.fp8 and d_out is not None and "h" in hidden and "d_out_q" not in hidden:
         workspace += _workspaces.fp8_rows(*d_out.shape)
     return _ffi.call(
         "ab_xla_expert_ffn_backward",
@@ -366,8 +370,10 @@ def ffn_forward_by_slot(
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     first_half = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
+    if operands.x_factor is not None:
+        first_half |= {"x": None, "x_q": operands.x_factor.q, "x_scales": operands.x_factor.scales}
     F = config.sizes(operands.w_in)[3]
-    results = _forward(config, first_half, "a", F, keep_h=keep_h)
+    results = _forward(config, operands, first_half, "a", F, keep_h=keep_h)
     y = SlotProduct(
         results["a"],
         None if config.fp8 else operands.w_out,
@@ -386,7 +392,12 @@ def ffn_forward_by_slot(
 
 
 def ffn_backward_by_slot(
-    config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array, w_out_dtype: Any = None
+    config: FfnConfig,
+    operands: FfnOperands,
+    h: jax.Array,
+    d_out: jax.Array,
+    w_out_dtype: Any = None,
+    d_out_factor: Factor | None = None,
 ) -> HiddenGradients:
     """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token: what comes first.
 
@@ -399,15 +410,19 @@ def ffn_backward_by_slot(
       h: as for `ffn_backward`.
       d_out: as for `ffn_backward`.
       w_out_dtype: of the gradient of w_out, that of x or float32; None: not computed here.
+      d_out_factor: d_out quantised, which da' is a product of; None: it is quantised here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
     first = w_out_dtype is not None
+    hidden = {"h": h}
+    if d_out_factor is not None:
+        hidden |= {"d_out_q": d_out_factor.q, "d_out_scales": d_out_factor.scales}
     results = _backward(
         config,
         operands,
         d_out,
-        {"h": h},
+        hidden,
         {
             "dh": _like(h),
             "dh_q": jax.ShapeDtypeStruct((R, P, F), jnp.float8_e4m3fn) if config.fp8 else None,

@@ -25,7 +25,7 @@ from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, va
 from anabranch.jax.experts import check_fp8_operands, experts_arrays
 from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
 from anabranch.layouts import Layouts
-from anabranch.precision import check_fp8, precision_number
+from anabranch.precision import check_fp8, check_fp8_exchange, precision_number
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -88,10 +88,13 @@ def network_config(
     )
 
 
-def check_parallel(parallel: Any) -> None:
-    """Refuses what is not a Parallel, nor None."""
-    if parallel is not None and not isinstance(parallel, Parallel):
+def check_parallel(parallel: Any, config: FfnConfig) -> None:
+    """Refuses what is not a Parallel, nor None, or has no use with the options of the experts."""
+    if parallel is None:
+        return
+    if not isinstance(parallel, Parallel):
         raise TypeError(f"parallel: got {_check.describe(parallel)}, expected a Parallel")
+    check_fp8_exchange(config.precision, parallel.fp8_exchange)
 
 
 def check_align_size(align_size: Any) -> int:

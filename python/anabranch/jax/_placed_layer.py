@@ -51,7 +51,8 @@ from anabranch.jax._sharding import axes_of, entry_of, spec_of, vary_like
 from anabranch.jax.exchange import Transport, keep_within, transport
 from anabranch.jax.parallel import Placement, quantized_specs
 from anabranch.jax.plan import plan
-from anabranch.jax.quantized import QuantizedExperts
+from anabranch.jax.quantized import Factor, QuantizedExperts, quantize_rows
+from anabranch.jax.quantized_message import dequantize, pack, unpack
 
 #: What the forward rule keeps, by name: arrays whose first dimension is divided over the token axes.
 Kept = dict[str, Any]
@@ -135,6 +136,16 @@ def _sum_of_parts(placement: Placement, array: jax.Array) -> jax.Array:
     return array if placement.parallel.tensor_axis is None else jax.lax.psum(array, placement.parallel.tensor_axis)
 
 
+def _sent(
+    config: LayerConfig, placement: Placement, chosen: Transport, route: Any, tokens: jax.Array
+) -> tuple[jax.Array, Factor | None]:
+    """Tokens [T, D] as they arrive at their experts, and if they travel as FP8 their quantised form."""
+    if not placement.parallel.fp8_exchange:
+        return chosen.send(route, tokens), None
+    arrived = unpack(chosen.send(route, pack(quantize_rows(tokens, config.ffn.fp8_scales))), tokens.shape[1])
+    return dequantize(arrived, tokens.dtype), arrived
+
+
 def _collected(
     placement: Placement,
     chosen: Transport,
@@ -152,13 +163,18 @@ def _collected(
 
 
 def _ffn_operands(
-    placement: Placement, operands: Operands, route: Any, tokens: jax.Array, weights: jax.Array | None
+    placement: Placement,
+    operands: Operands,
+    route: Any,
+    tokens: tuple[jax.Array, Factor | None],
+    weights: jax.Array | None,
 ) -> FfnOperands:
-    """What the experts of this device read. b_out counts once, not on every part of F."""
+    """What the experts of this device read; tokens: from `_sent`. b_out counts once, not on every part of F."""
     b_out = operands.b_out
     if b_out is not None and placement.parallel.tensor_axis is not None:
         b_out = jnp.where(jax.lax.axis_index(placement.parallel.tensor_axis) == 0, b_out, 0)
-    return ffn_operands(operands._replace(x=tokens, b_out=b_out), route, weights)
+    x, x_factor = tokens
+    return ffn_operands(operands._replace(x=x, b_out=b_out), route, weights)._replace(x_factor=x_factor)
 
 
 def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:
@@ -188,7 +204,7 @@ def _forward(
     route = named_routing(chosen.plan(experts))
     early = chosen.send_weights(route, selection.weights) if config.ffn.weight_early else None
     late = None if config.ffn.weight_early else selection.weights
-    arrived = chosen.send(route, operands.x)
+    arrived = _sent(config, placement, chosen, route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, early)
     y, h = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, keep_h=keep)
     h = named_h(h)
@@ -218,12 +234,11 @@ def _backward(
     route = chosen.route(**{name[6:]: array for name, array in kept.items() if name.startswith("route.")})
     # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs,
     # and what came back from them in the forward pass need not be kept.
-    ffn = _ffn_operands(
-        placement, operands, route, chosen.send(route, operands.x), chosen.send_weights(route, selection.weights)
-    )
-    d_rows = chosen.send(route, flat(cotangents.output))
+    arrived = _sent(config, placement, chosen, route, operands.x)
+    ffn = _ffn_operands(placement, operands, route, arrived, chosen.send_weights(route, selection.weights))
+    d_rows, d_rows_factor = _sent(config, placement, chosen, route, flat(cotangents.output))
     options = _ffn_config(config, chosen)
-    hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows)
+    hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows, d_out_factor=d_rows_factor)
     d_weights = cotangents.of_weights(_sum_of_parts(placement, chosen.collect_weights(route, hidden.weights)))
     gate = GateResiduals(kept.get("logits"), kept.get("lse"))
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)

@@ -380,7 +380,7 @@ _RATES = {
 }
 
 
-def choose(platform: str, bounds: Bounds, itemsize: int) -> str:
+def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = False) -> str:
     """The transport that `transport="auto"` stands for: the one of the shortest estimated time, bytes by rate.
 
     >>> tokens = dict(tokens=8192, topk=8, slots_per_token=8, align_size=0, capacity=None)
@@ -388,7 +388,7 @@ def choose(platform: str, bounds: Bounds, itemsize: int) -> str:
     ('ring', 'ragged')
     """
     rates = _RATES.get(platform, _RATES["gpu"])
-    bytes_sent = traffic(bounds, itemsize)
+    bytes_sent = traffic(bounds, itemsize, fp8_exchange)
     return min(rates, key=lambda name: bytes_sent[name] / rates[name])
 
 

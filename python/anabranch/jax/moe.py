@@ -92,11 +92,12 @@ def layer_config(
         scaling_factor=scaling_factor,
         qb_bins=qb_bins,
     )
-    check_parallel(parallel)
     layouts = check_layouts(w_in_layout, w_out_layout)
+    ffn = network_config(activation, parts, options.topk, weight_early, layouts, precision, fp8_scales)
+    check_parallel(parallel, ffn)
     return LayerConfig(
         router=options,
-        ffn=network_config(activation, parts, options.topk, weight_early, layouts, precision, fp8_scales),
+        ffn=ffn,
         aux_loss=_check.number("aux_loss_coeff", aux_loss_coeff) != 0,
         z_loss=_check.number("z_loss_coeff", z_loss_coeff) != 0,
         align_size=check_align_size(align_size),

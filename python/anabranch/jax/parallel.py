@@ -38,6 +38,10 @@ class Parallel:
       capacity_factor: None: nothing is ever dropped, buffers hold the worst case. Else a device takes at most
         ceil(capacity_factor * T * K) slots, T the tokens of a device, and drops those that come last in the order
         (source, token, slot), the same on every run; they are counted by source.
+      fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs travel to the experts as e4m3
+        numbers with the scales that they multiply with, 33/32 bytes an element; what comes back travels as without.
+        Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and what b_out adds to those of the
+        weights, are of x and of cotangents as they arrive: docs/scaling.md has their bound.
       mesh: the mesh; None: that of jax.set_mesh, or of the type of x.
 
     Raises:
@@ -54,6 +58,7 @@ class Parallel:
     transport: str = "auto"
     capacity_factor: float | None = None
     mesh: Any = None
+    fp8_exchange: bool = False
 
     def __post_init__(self) -> None:
         for name in ("data_axes", "fsdp_axes"):
@@ -78,6 +83,8 @@ class Parallel:
         if self.expert_axis is None and (self.transport != "auto" or self.capacity_factor is not None):
             name = "transport" if self.transport != "auto" else "capacity_factor"
             raise ValueError(f"{name}: got {getattr(self, name)!r} without expert_axis, expected none")
+        if _check.boolean("fp8_exchange", self.fp8_exchange) and self.expert_axis is None:
+            raise ValueError("fp8_exchange: got True without expert_axis, expected False")
         if self.capacity_factor is not None and _check.number("capacity_factor", self.capacity_factor) <= 0:
             raise ValueError(f"capacity_factor: got {self.capacity_factor}, expected a number > 0")
         if self.mesh is not None and not isinstance(self.mesh, (Mesh, jax.sharding.AbstractMesh)):
@@ -212,7 +219,7 @@ def place(
     )
     transport = "ring" if ep is None else parallel.transport
     if transport == "auto":
-        transport = choose(_platform(parallel.mesh, mesh), bounds, x.dtype.itemsize)
+        transport = choose(_platform(parallel.mesh, mesh), bounds, x.dtype.itemsize, parallel.fp8_exchange)
     context = jax.sharding.get_abstract_mesh()
     return Placement(
         parallel=parallel,

@@ -114,10 +114,11 @@ def routed_experts(
         raise ValueError(f"experts: got {_check.describe(experts)}, expected [..., K] with K >= 1")
     check_num_slots("experts", math.prod(leading), K)
     weights = _check.array("weights", weights, _check.FLOATS, (*leading, ("K", K)))
-    check_parallel(parallel)
+    ffn = network_config(activation, parts, K, weight_early, layouts, precision, fp8_scales)
+    check_parallel(parallel, ffn)
     config = LayerConfig(
         router=None,
-        ffn=network_config(activation, parts, K, weight_early, layouts, precision, fp8_scales),
+        ffn=ffn,
         align_size=check_align_size(align_size),
     )
     shards = axes_of_sums(parallel, x)

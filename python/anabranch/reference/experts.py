@@ -11,7 +11,7 @@ import numpy as np
 
 from anabranch.activation import PLAIN, as_activation
 
-from .fp8 import rows_factor, weights_factor
+from .fp8 import received, rows_factor, weights_factor
 from .scores import as_float64
 
 GELU_SCALE = np.sqrt(2 / np.pi)
@@ -266,6 +266,7 @@ def expert_ffn_backward(
     slot_of_row=None,
     kept_dtype=None,
     fp8_scales=None,
+    sent_dtype=None,
 ):
     """Gradients of `expert_ffn`, the same early and late: d_y [R, D] is d_out of the row's token.
 
@@ -275,6 +276,7 @@ def expert_ffn_backward(
     kept_dtype: h is rounded to it, as a forward pass does that keeps it; slopes that jump at a limit ask for it. So
       is dh before it is quantised.
     fp8_scales: da' = Q1(d_y) Q2(W_out)^T and dx = Q1(dh) Q2(W_in)^T, of an h that is a quantised product, too.
+    sent_dtype: with fp8_scales, x and d_y travelled quantised (`fp8.received`), and all else reads them in this dtype.
 
     Returns: `ExpertGradients`. An expert without rows gets exactly zero.
     """
@@ -289,7 +291,10 @@ def expert_ffn_backward(
         h = h.astype(kept_dtype).astype(np.float64)
     a = hidden(h, activation)
 
-    d_weighted_a, d_w_out = grouped_matmul_backward(d_y, w * a, w_out, group_sizes, fp8_scales)
+    d_weighted_a, _ = grouped_matmul_backward(d_y, w * a, w_out, group_sizes, fp8_scales)
+    if sent_dtype is not None:
+        rows, d_y = (received(sent, fp8_scales, sent_dtype) for sent in (rows, d_y))
+    _, d_w_out = grouped_matmul_backward(d_y, w * a, w_out, group_sizes)
     d_row_weights = (d_weighted_a * a).sum(-1)
     if b_out is not None:
         d_row_weights += (d_y * _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))).sum(-1)

@@ -89,6 +89,18 @@ def quantize_weights(w, fp8_scales="float32"):
     return _quantize(w, (1, BLOCK, *(1,) * (np.ndim(w) - 3), BLOCK), fp8_scales)
 
 
+def received(x, fp8_scales, dtype):
+    """Rows x [R, D] that travelled as Q1(x), as a product reads them that is not quantised. float64.
+
+    That is q * scale in float32, rounded to dtype; where a scale that was rounded up leads past it, its largest number.
+    """
+    sent = quantize_rows(x, fp8_scales)
+    largest = np.nextafter(np.asarray(np.inf, dtype), np.asarray(0, dtype)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        product = sent.values * _spread(sent.scales, sent.block)
+    return np.clip(product, -largest, largest).astype(dtype).astype(np.float64)
+
+
 def rows_factor(x, fp8_scales):
     """The rows x [R, D] as they multiply: Q1(x), or where fp8_scales is None x itself. float64."""
     return as_float64(x, "x") if fp8_scales is None else quantize_rows(x, fp8_scales).exact()

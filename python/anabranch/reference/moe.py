@@ -44,7 +44,7 @@ class MoEOptions:
     gate_bias: [E], added to the logits.
     activation, b_in, b_out, weight_early, align_size, kept, fp8_scales: as in `routed_experts`.
     aux_loss_coeff, z_loss_coeff: of the losses in `balance`; a loss whose coefficient is 0 is 0.
-    kept_dtype: of the backward pass, as in `experts.expert_ffn_backward`.
+    kept_dtype, sent_dtype: of the backward pass, as in `experts.expert_ffn_backward`.
     """
 
     topk: int
@@ -69,6 +69,7 @@ class MoEOptions:
     kept: np.ndarray | None = None
     fp8_scales: str | None = None
     kept_dtype: np.dtype | None = None
+    sent_dtype: np.dtype | None = None
 
     def routing(self):
         """The keyword arguments of `route` and `route_backward`, token dimensions flattened."""
@@ -182,10 +183,11 @@ def routed_experts_backward(
     kept=None,
     kept_dtype=None,
     fp8_scales=None,
+    sent_dtype=None,
 ):
     """Gradients of `routed_experts` from the cotangent of its output; the same early and late.
 
-    kept_dtype, fp8_scales: as in `experts.expert_ffn_backward`.
+    kept_dtype, fp8_scales, sent_dtype: as in `experts.expert_ffn_backward`.
 
     Returns: dict of x, weights, w_in, w_out, b_in, b_out (None where not given); float64.
     """
@@ -204,6 +206,7 @@ def routed_experts_backward(
         slot_of_row=layout.slot_of_row,
         kept_dtype=kept_dtype,
         fp8_scales=fp8_scales,
+        sent_dtype=sent_dtype,
     )
     row = layout.row_of_slot
     d_weights = np.zeros(row.shape)
@@ -275,8 +278,9 @@ def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, d
     """
     o = MoEOptions(**options)
     flat_x, logits, routing, n = _route(x, gate, o)
+    of_backward = o.network() | {"kept_dtype": o.kept_dtype, "sent_dtype": o.sent_dtype}
     grads = routed_experts_backward(
-        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **o.network(), kept_dtype=o.kept_dtype
+        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **of_backward
     )
     of_weights = grads["weights"] + np.reshape(np.broadcast_to(d_weights, (*np.shape(x)[:-1], o.topk)), (-1, o.topk))
     counts = routing.tokens_per_expert

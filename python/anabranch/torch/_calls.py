@@ -255,14 +255,15 @@ grouped_matmul_combine = Operation(
 expert_ffn_forward = Operation(
     "expert_ffn_forward",
     "i:activation,weight_early,topk,skip_rest t:x,slot_of_row,group_sizes,w_in,b_in,w_out,b_out,weights,y,h,a "
-    "f:activation_alpha,activation_limit i:precision,fp8_scales t:w_in_q,w_in_scales,w_out_q,w_out_scales,a_scales",
+    "f:activation_alpha,activation_limit i:precision,fp8_scales t:w_in_q,w_in_scales,w_out_q,w_out_scales,a_scales,"
+    "x_q,x_scales",
 )
 expert_ffn_backward = Operation(
     "expert_ffn_backward",
     "i:activation,topk,accumulate,skip_rest "
     "t:x,slot_of_row,group_sizes,w_in,w_out,b_out,weights,h,d_out,dh,dx_rows,d_w_in,d_b_in,d_w_out,d_b_out,d_weights,"
     "weighted_a f:activation_alpha,activation_limit i:precision,fp8_scales "
-    "t:w_in_q,w_in_scales,w_out_q,w_out_scales,dh_q,dh_scales",
+    "t:w_in_q,w_in_scales,w_out_q,w_out_scales,dh_q,dh_scales,d_out_q,d_out_scales",
 )
 
 #: Every operation, by name.

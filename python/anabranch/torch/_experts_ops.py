@@ -80,6 +80,22 @@ def _factor(name, w, layout, q, scales, precision, fp8_scales, *, transposed):
     return {f"{name}_q": q, f"{name}_scales": scales}, [call]
 
 
+def _allocate_quantize_rows(x, fp8_scales):
+    R, D = x.shape
+    return _e4m3(x, R, D), _scales(x, R, D // BLOCK)
+
+
+def _quantize_rows(results, x, fp8_scales):
+    q, scales = results
+    return _calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)
+
+
+#: Rows [R, D] and the scales of their blocks, [R, D/128].
+quantize_rows = define(
+    "quantize_rows(Tensor x, int fp8_scales) -> (Tensor q, Tensor scales)", _allocate_quantize_rows, _quantize_rows
+)
+
+
 def _allocate_quantize_experts(w_in, w_out, w_in_layout, w_out_layout, gradients, fp8_scales):
     layouts, found = Layouts(w_in_layout, w_out_layout), []
     for name, w in (("w_in", w_in), ("w_out", w_out)):
@@ -278,16 +294,17 @@ ffn_backward = define(
 
 
 def allocate_experts(
-    x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    x, x_q, x_scales, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
     w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
-    return torch.empty_like(x), x.new_empty(_hidden(w_in_layout, slot_of_row.shape[0], P, F))
+    read = x if x_q is None else x_q
+    return x.new_empty(read.shape), x.new_empty(_hidden(w_in_layout, slot_of_row.shape[0], P, F))
 
 
 def calls_of_experts(
-    results, x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    results, x, x_q, x_scales, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
     w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
@@ -300,7 +317,9 @@ def calls_of_experts(
     a, a_scales = (_e4m3(x, R, F), _scales(x, R, F // BLOCK)) if fp8 else (x.new_empty((R, F)), None)
     up = _calls.expert_ffn_forward(
         {
-            "x": x,
+            "x": x if x_q is None else None,
+            "x_q": x_q,
+            "x_scales": x_scales,
             "slot_of_row": slot_of_row,
             "group_sizes": group_sizes,
             "w_in": w_in,
@@ -345,18 +364,20 @@ def calls_of_experts(
 
 
 #: The experts of tokens [T, D] by the rows of a plan, summed with their weights, if there are any: the output, and h.
+#: With FP8 tokens may come quantised: of x then counts its dtype, which results have.
 experts = define(
-    "experts(Tensor x, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, Tensor w_in, "
-    f"Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_NETWORK}) -> (Tensor output, Tensor h)",
+    "experts(Tensor x, Tensor? x_q, Tensor? x_scales, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, "
+    f"Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_NETWORK}) -> "
+    "(Tensor output, Tensor h)",
     allocate_experts,
     calls_of_experts,
 )
 
 
 def allocate_experts_hidden(
-    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
-    w_in_layout, w_out_layout, precision, fp8_scales,
+    d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha,
+    activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     _, _, P, F = _sizes(w_in, w_in_layout)
     R, fp8 = h.shape[0], precision == FP8
@@ -371,9 +392,9 @@ def allocate_experts_hidden(
 
 
 def calls_of_experts_hidden(
-    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
-    w_in_layout, w_out_layout, precision, fp8_scales,
+    results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha,
+    activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
 ):  # fmt: skip
     dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales = results
     of_fp8, fp8 = (precision, fp8_scales), precision == FP8
@@ -389,6 +410,8 @@ def calls_of_experts_hidden(
             "weights": weights,
             "h": h,
             "d_out": d_out,
+            "d_out_q": d_out_q,
+            "d_out_scales": d_out_scales,
             "dh": dh,
             "d_w_out": d_w_out if wants_w_out else None,
             "d_b_out": None if b_out is None else d_b_out,
@@ -410,12 +433,12 @@ def calls_of_experts_hidden(
 
 
 #: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0]: not wanted.
-#: With FP8 also dh quantised, and its scales.
+#: With FP8 also dh quantised, and its scales; d_out may come quantised beside what it is as a number of its dtype.
 experts_hidden = define(
-    "experts_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, ScalarType w_out_dtype, bool wants_w_out, "
-    f"{QUANTIZED}, {_NETWORK}) -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales)",
+    "experts_hidden(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
+    "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
+    f"ScalarType w_out_dtype, bool wants_w_out, {QUANTIZED}, {_NETWORK}) -> (Tensor dh, Tensor d_w_out, "
+    "Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales)",
     allocate_experts_hidden,
     calls_of_experts_hidden,
 )

@@ -15,9 +15,10 @@ from anabranch.torch import _ops
 from anabranch.torch._autograd import Function, without_autocast
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch._layer import LayerConfig, Operands, wanted_cotangents
-from anabranch.torch.exchange import Ranks, Route, keep_within, transport
+from anabranch.torch.exchange import Ranks, Route, Transport, keep_within, transport
 from anabranch.torch.experts import as_multiplied
 from anabranch.torch.quantized import of_backward, of_forward
+from anabranch.torch.quantized_message import QuantizedRows, dequantize, pack, quantize_rows, unpack
 from anabranch.torch.router import logits_gradient, routing_of
 
 
@@ -27,6 +28,7 @@ class GroupConfig(NamedTuple):
     layer: LayerConfig
     ranks: Ranks
     transport: str
+    fp8_exchange: bool
 
 
 class GroupOutput(NamedTuple):
@@ -65,6 +67,12 @@ def _network(config: GroupConfig, topk: int) -> Any:
     return config.layer.network._replace(topk=topk)
 
 
+def _sent(config: GroupConfig, chosen: Transport, route: Route, tokens: Tensor) -> QuantizedRows:
+    """Tokens [T, D] that travel as FP8, as they arrive at their experts."""
+    message = pack(quantize_rows(tokens, config.layer.network.fp8_scales))
+    return unpack(chosen.send(route, message), tokens.shape[1])
+
+
 def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     x, layer, ranks = operands.x, config.layer, config.ranks
     no_floats = x.new_empty((0,), dtype=torch.float32)
@@ -98,7 +106,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     early = layer.network.weight_early
     there = chosen.send_weights(route, weights) if early or chosen.weights_there else None
     sums, h = _ops.experts(
-        chosen.send(route, x),
+        *((x, *_sent(config, chosen, route, x)) if config.fp8_exchange else (chosen.send(route, x), None, None)),
         there,
         route.row_of_slot,
         route.slot_of_row,
@@ -165,14 +173,18 @@ def _backward(ctx, d):
     d_output = torch.zeros_like(x) if d["output"] is None else d["output"]
     # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs.
     # Their gradients are means over the P ranks: 1/P comes with the weights, and d_x takes it back where it is summed.
-    P = config.ranks.ranks
-    arrived, d_rows = chosen.send(route, x), chosen.send(route, d_output)
+    P, d_rows_sent = config.ranks.ranks, (None, None)
+    if config.fp8_exchange:
+        d_rows_sent = _sent(config, chosen, route, d_output)
+        arrived, d_rows = dequantize(_sent(config, chosen, route, x), dtype), dequantize(d_rows_sent, d_output.dtype)
+    else:
+        arrived, d_rows = chosen.send(route, x), chosen.send(route, d_output)
     there = chosen.send_weights(route, weights) / P
     up, down = (as_multiplied(layer.network, w, dtype) for w in (w_in, w_out))
     quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
     dh, d_w_out, d_b_out, d_there, *of_dh = _ops.experts_hidden(
-        d_rows, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out, w_out.dtype,
-        wants["w_out"], *quantized, *options,
+        d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out,
+        w_out.dtype, wants["w_out"], *quantized, *options,
     )  # fmt: skip
     d_w = chosen.collect_weights(route, d_there)
     found, addend = {}, None

@@ -188,17 +188,17 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     if d_output is None:
         d_output = torch.zeros_like(x)
     up, down = (as_multiplied(config.network, w, dtype) for w in (w_in, w_out))
-    of_experts = (d_output, h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
+    of_experts = (h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
     d_sums = wanted_cotangents(config, d_score_sum, d_lse)
     # A cotangent of the weights is added to what the experts give: then routing has to wait for it.
     if at_once := wants_logits and d_weights is None:
         dh, d_w_out, d_b_out, d_w, *of_dh, d_logits = _ops.mixture_hidden(
-            *of_experts, logits, experts, token_mask, lse, *d_sums, w_out.dtype, wants["w_out"],
+            d_output, *of_experts, logits, experts, token_mask, lse, *d_sums, w_out.dtype, wants["w_out"],
             *quantized, *config.options,
         )  # fmt: skip
     else:
         dh, d_w_out, d_b_out, d_w, *of_dh = _ops.experts_hidden(
-            *of_experts, w_out.dtype, wants["w_out"], *quantized, *config.network
+            d_output, None, None, *of_experts, w_out.dtype, wants["w_out"], *quantized, *config.network
         )
     found = {"w_out": d_w_out if wants["w_out"] else None, "b_out": None if b_out is None else d_b_out}
     addend = None

@@ -99,7 +99,7 @@ def _allocate_mixture(
     R = num_rows_needed(T * K, o.num_experts, o.align_size)
     rows = (integers(T, K), integers(R), integers(o.num_experts))
     quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
-    output, h = allocate_experts(x, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.network)
+    output, h = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.network)
     return output, integers(o.num_experts), integers(), *routing, h, *rows
 
 
@@ -121,7 +121,7 @@ def _mixture(
         experts, o.num_experts, slot_of_row.shape[0], o.align_size, 1,
     )  # fmt: skip
     of_experts = calls_of_experts(
-        (output, h), x, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        (output, h), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
         w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
     )  # fmt: skip
     return [*calls, of_plan, *of_experts]
@@ -146,7 +146,7 @@ def _allocate_mixture_hidden(
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     of_experts = allocate_experts_hidden(
-        d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
+        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
         w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(*options).network,
     )  # fmt: skip
     return *of_experts, torch.empty_like(logits)
@@ -160,8 +160,8 @@ def _mixture_hidden(
     o = _parts(*options)
     *of_experts, d_logits = results
     hidden = calls_of_experts_hidden(
-        of_experts, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
-        w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
+        of_experts, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
     )  # fmt: skip
     d_weights = of_experts[3]
     routing = calls_of_route_backward(

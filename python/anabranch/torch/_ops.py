@@ -18,6 +18,7 @@ from anabranch.torch._experts_ops import (
     grouped_matmul,
     grouped_matmul_dw,
     quantize_experts,
+    quantize_rows,
 )
 from anabranch.torch._mixture_ops import mixture, mixture_hidden
 from anabranch.torch._router_ops import (
@@ -52,6 +53,7 @@ __all__ = (
     "plan",
     "plan_of_map",
     "quantize_experts",
+    "quantize_rows",
     "route",
     "route_backward",
     "route_dense",

@@ -172,7 +172,7 @@ class Ring(Transport):
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
         """See Transport. At most one rank has a value for a slot; the others add 0."""
         arrived = self.ranks.exchange(weights)
-        return arrived.view(self.ranks.ranks, self.ranks.tokens, -1).sum(0)
+        return arrived.view(self.ranks.ranks, self.ranks.tokens, self.topk).sum(0)
 
 
 class Padded(Transport):
@@ -253,9 +253,9 @@ TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "all_to_all": Padded}
 _RATES = {"cuda": {"ring": 220e9, "all_to_all": 240e9}, "cpu": {"ring": 1e10, "all_to_all": 1e10}}
 
 
-def choose(device: str, sizes: ExchangeSizes, itemsize: int) -> str:
+def choose(device: str, sizes: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> str:
     """The transport that transport="auto" stands for: the one of the shortest estimated time, bytes by rate."""
-    rates, bytes_sent = _RATES.get(device, _RATES["cuda"]), traffic(sizes, itemsize)
+    rates, bytes_sent = _RATES.get(device, _RATES["cuda"]), traffic(sizes, itemsize, fp8_exchange)
     _, name = min([(bytes_sent[name] / rate, name) for name, rate in rates.items()])
     return name
 

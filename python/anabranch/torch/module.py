@@ -84,7 +84,7 @@ class MoE(nn.Module):
       group: ranks that share the experts, P of them, as in `moe`: rank r has experts r E/P and on. Of a process group
         the experts' parameters are plain tensors, this rank's part; of a DeviceMesh of one dimension, which for
         fully_shard is one of a larger mesh, DTensors that know what is whole. None: this process has all.
-      transport, capacity_factor: of `group`, as in `moe`.
+      transport, capacity_factor, fp8_exchange: of `group`, as in `moe`.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
       precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
         expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
@@ -152,6 +152,7 @@ class MoE(nn.Module):
         group: "ProcessGroup | DeviceMesh | None" = None,
         transport: str = "auto",
         capacity_factor: float | None = None,
+        fp8_exchange: bool = False,
         align_size: int = 0,
         precision: str = "highest",
         fp8_scales: str = "float32",
@@ -204,14 +205,15 @@ class MoE(nn.Module):
             w_out_layout="df",
         )
         self.parts = 2 if self.gated else 1
-        if layer_config(E, self.parts, **self.selection_options, **self.options).network.precision == FP8:
+        number = layer_config(E, self.parts, **self.selection_options, **self.options).network.precision
+        if number == FP8:
             check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
         self.group, mesh = check_ranks(group)
         self.parallel_options: dict[str, Any] = dict(
-            group=self.group, transport=transport, capacity_factor=capacity_factor
+            group=self.group, transport=transport, capacity_factor=capacity_factor, fp8_exchange=fp8_exchange
         )
         self.ranks, self.rank = 1, 0
-        if (parallel := check_parallel(**self.parallel_options)) is not None:
+        if (parallel := check_parallel(**self.parallel_options, precision=number)) is not None:
             self.ranks, self.rank = parallel.ranks, parallel.rank
         if E % self.ranks:
             raise ValueError(f"num_experts: got {E}, expected a multiple of the {self.ranks} ranks of group")

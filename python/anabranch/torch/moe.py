@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.activation import Activation
+from anabranch.precision import precision_number
 from anabranch.router_options import router_options
 from anabranch.torch import _check
 from anabranch.torch._autograd import has_autocast
@@ -169,6 +170,7 @@ def moe(
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
+    fp8_exchange: bool = False,
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -225,6 +227,10 @@ def moe(
       capacity_factor: None: nothing is ever dropped, buffers hold the worst case. Else a rank takes at most
         ceil(capacity_factor T K) slots, T the tokens of a rank, and drops those that come last in the order (source,
         token, slot), the same on every run.
+      fp8_exchange: with a group and precision "fp8", tokens and the cotangents of their outputs travel to the experts
+        as e4m3 numbers with the scales that they multiply with, 33/32 bytes an element; what comes back travels as
+        without. Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and what b_out adds to those of
+        the weights, are of x and of cotangents as they arrive: docs/scaling.md has their bound.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
@@ -279,7 +285,7 @@ def moe(
         precision=precision,
         fp8_scales=fp8_scales,
     )
-    parallel = check_parallel(group, transport, capacity_factor)
+    parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
     config: LayerConfig = _right_before.check(
@@ -320,7 +326,7 @@ def moe(
         T, repeats = tokens.shape[0], forced_experts is not None
         E, local = config.num_experts, w_in.shape[0]
         placed = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
-        result = group_mixture(GroupConfig(config, *placed), operands)
+        result = group_mixture(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
         counts, by_source, histogram = counts_of_all(
             parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
         )

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.exchange_sizes import capacity_of
+from anabranch.precision import check_fp8_exchange
 from anabranch.torch import _check
 from anabranch.torch._group import check_group, summed
 from anabranch.torch.exchange import TRANSPORTS, Ranks, choose
@@ -18,6 +19,7 @@ class Parallel(NamedTuple):
     group: Any
     transport: str
     capacity_factor: float | None
+    fp8_exchange: bool
     ranks: int
     """P."""
     rank: int
@@ -46,18 +48,24 @@ def sharded(value: Tensor, mesh: Any) -> Tensor:
     return of_all
 
 
-def check_parallel(group: Any, transport: Any, capacity_factor: Any) -> Parallel | None:
-    """Checks the arguments; None: no group."""
+def check_parallel(
+    group: Any, transport: Any, capacity_factor: Any, fp8_exchange: Any, precision: int
+) -> Parallel | None:
+    """Checks the arguments beside a precision of the experts; None: no group."""
     transport = _check.choice("transport", transport, ("auto", *TRANSPORTS))
     if capacity_factor is not None and _check.number("capacity_factor", capacity_factor) <= 0:
         raise ValueError(f"capacity_factor: got {capacity_factor}, expected a number > 0")
+    fp8_exchange = _check.boolean("fp8_exchange", fp8_exchange)
+    check_fp8_exchange(precision, fp8_exchange)
     if group is None:
+        if fp8_exchange:
+            raise ValueError("fp8_exchange: got True without group, expected False")
         if transport != "auto" or capacity_factor is not None:
             name, value = ("transport", transport) if transport != "auto" else ("capacity_factor", capacity_factor)
             raise ValueError(f"{name}: got {value!r} without group, expected none")
         return None
     group = check_group("group", group)
-    return Parallel(group, transport, capacity_factor, dist.get_world_size(group), dist.get_rank(group))
+    return Parallel(group, transport, capacity_factor, fp8_exchange, dist.get_world_size(group), dist.get_rank(group))
 
 
 def place(
@@ -99,7 +107,9 @@ def place(
         rank=parallel.rank,
     )
     name = parallel.transport
-    return ranks, choose(x.device.type, ranks, x.dtype.itemsize) if name == "auto" else name
+    if name == "auto":
+        name = choose(x.device.type, ranks, x.dtype.itemsize, parallel.fp8_exchange)
+    return ranks, name
 
 
 def counts_of_all(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from anabranch.activation import Activation
+from anabranch.precision import precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch import _check
 from anabranch.torch._group_layer import GroupConfig, group_mixture
@@ -54,6 +55,7 @@ def routed_experts(
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
+    fp8_exchange: bool = False,
 ) -> RoutedExpertsOutput:
     """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
 
@@ -75,8 +77,9 @@ def routed_experts(
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
       precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, as in `moe`.
       fp8_scales, quantized: with "fp8", as in `moe`.
-      group, transport, capacity_factor: ranks that share the experts, as in `moe`; experts are numbered over all.
-        Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
+      group, transport, capacity_factor, fp8_exchange: ranks that share the experts, as in `moe`; experts are numbered
+        over all. Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe`
+        min(K, E/P).
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Every index that is no expert but -1 counts as dropped.
@@ -112,7 +115,7 @@ def routed_experts(
         precision=precision,
         fp8_scales=fp8_scales,
     )
-    parallel = check_parallel(group, transport, capacity_factor)
+    parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
     ranks = 1 if parallel is None else parallel.ranks
     config: LayerConfig = _right_before.check(
         tensors.values(),
@@ -136,7 +139,7 @@ def routed_experts(
         result = mixture(config, operands)
         return RoutedExpertsOutput(unflat(result.output, leading), result.tokens_per_expert, result.dropped)
     placed = place(parallel, x, tokens.shape[0], K, config.num_experts, w_in.shape[0], config.align_size, repeats=True)
-    own = group_mixture(GroupConfig(config, *placed), operands)
+    own = group_mixture(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
     counts, by_source, _ = counts_of_all(parallel, own.tokens_per_expert, own.dropped, own.qb_histogram)
     return RoutedExpertsOutput(unflat(own.output, leading), counts, by_source.sum(dtype=torch.int32))
 

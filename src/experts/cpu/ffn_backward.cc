@@ -44,7 +44,7 @@ struct Backward {
         dh_q{args.dh_q != nullptr ? quantized_matrix(args.dh_q, args.dh_scales, s.P * s.F)
                                   : take_quantized_rows(workspace, fp8 && args.dx_rows != nullptr, s.R, s.P * s.F),
              wants_powers_of_two(args)},
-        d_y(fp8 ? take_quantized_rows(workspace, args.h != nullptr, d_out_rows(), s.D) : matrix_of(args.d_out, 0, s.D)),
+        d_y(take_d_y()),
         dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
         products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {
     take_weights();
@@ -54,6 +54,13 @@ struct Backward {
     return (args.dx_rows != nullptr && !fp8) || args.d_w_in != nullptr || args.d_b_in != nullptr;
   }
   int64_t d_out_rows() const { return args.d_out == nullptr ? 0 : args.d_out->shape[0]; }
+  bool quantizes_d_out() const { return fp8 && args.h != nullptr && args.d_out_q == nullptr; }
+
+  Matrix take_d_y() {
+    if (!fp8) return matrix_of(args.d_out, 0, s.D);
+    return args.d_out_q != nullptr ? quantized_matrix(args.d_out_q, args.d_out_scales, s.D)
+                                   : take_quantized_rows(workspace, quantizes_d_out(), d_out_rows(), s.D);
+  }
 
   void take_weights() {
     if (!fp8) {
@@ -72,7 +79,7 @@ struct Backward {
   }
 
   void quantize() {
-    if (fp8 && args.h != nullptr) {
+    if (quantizes_d_out()) {
       quantize_rows(threads, matrix_of(args.d_out, 0, s.D), 1, d_out_rows(), s.D, {d_y, dh_q.power_of_two});
     }
     w_out.fill(threads);

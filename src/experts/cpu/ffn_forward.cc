@@ -38,7 +38,7 @@ struct Forward {
         threads(threads_for(exec, s.R, (s.P + 1) * s.D * s.F)),
         workspace(memory),
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
-        x(fp8 ? take_quantized_rows(workspace, true, x_rows(), s.D) : matrix_of(args.x, 0, s.D)),
+        x(take_x()),
         a(take_a()),
         a_q{take_quantized_a(), wants_powers_of_two(args)},
         products(workspace, threads, std::max(s.D, s.P * s.F),
@@ -46,11 +46,16 @@ struct Forward {
     take_weights();
   }
 
-  int64_t x_rows() const { return args.x->shape[0]; }
+  int64_t x_rows() const { return s.K > 0 ? s.T : s.R; }
 
+  Matrix take_x() {
+    if (!fp8) return matrix_of(args.x, 0, s.D);
+    return args.x_q != nullptr ? quantized_matrix(args.x_q, args.x_scales, s.D)
+                               : take_quantized_rows(workspace, true, x_rows(), s.D);
+  }
   Matrix take_a() {
     if (args.a != nullptr && args.a_scales == nullptr) return matrix_of(args.a, 0, s.F);
-    return {workspace.take_rows(fp8 ? 0 : s.R, s.F, args.x->dtype), args.x->dtype, s.F, nullptr};
+    return {workspace.take_rows(fp8 ? 0 : s.R, s.F, s.dtype), s.dtype, s.F, nullptr};
   }
   Matrix take_quantized_a() {
     if (args.a_scales != nullptr) return quantized_matrix(args.a, args.a_scales, s.F);
@@ -70,7 +75,9 @@ struct Forward {
   }
 
   void quantize() {
-    if (fp8) quantize_rows(threads, matrix_of(args.x, 0, s.D), 1, x_rows(), s.D, {x, wants_powers_of_two(args)});
+    if (fp8 && args.x_q == nullptr) {
+      quantize_rows(threads, matrix_of(args.x, 0, s.D), 1, x_rows(), s.D, {x, wants_powers_of_two(args)});
+    }
     w_in.fill(threads);
     w_out.fill(threads);
     x.rows = rows.tokens;

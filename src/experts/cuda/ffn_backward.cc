@@ -49,10 +49,11 @@ struct Backward {
 
   void take_fp8() {
     const bool power_of_two = wants_powers_of_two(args);
-    dh8 = args.dh_q != nullptr ? Fp8Output{args.dh_q->data, static_cast<float*>(args.dh_scales->data), power_of_two}
+    dh8 = args.dh_q != nullptr ? given_fp8_rows(args.dh_q, args.dh_scales, power_of_two)
                                : take_fp8_rows(workspace, args.dx_rows != nullptr, s.R, s.P * s.F, power_of_two);
     if (args.h != nullptr) {
-      d_y8 = take_fp8_rows(workspace, true, args.d_out->shape[0], s.D, power_of_two);
+      d_y8 = args.d_out_q != nullptr ? given_fp8_rows(args.d_out_q, args.d_out_scales, power_of_two)
+                                     : take_fp8_rows(workspace, true, args.d_out->shape[0], s.D, power_of_two);
       w_out = Fp8Factor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
     }
     if (args.dx_rows != nullptr) {
@@ -61,7 +62,9 @@ struct Backward {
   }
 
   ab_status compute_hidden_fp8(const Device& device, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(quantize_rows(Floats(args.d_out), args.d_out->shape[0], s.D, d_y8, stream));
+    if (args.d_out_q == nullptr) {
+      AB_RETURN_IF_ERROR(quantize_rows(Floats(args.d_out), args.d_out->shape[0], s.D, d_y8, stream));
+    }
     AB_RETURN_IF_ERROR(w_out.fill(stream));
     return compute_hidden_gradient(hidden_fp8(), device, stream);
   }

@@ -38,16 +38,19 @@ struct Forward {
 
   void take_fp8() {
     const bool power_of_two = wants_powers_of_two(args);
-    x8 = take_fp8_rows(workspace, true, args.x->shape[0], s.D, power_of_two);
-    a8 = args.a_scales != nullptr ? Fp8Output{args.a->data, static_cast<float*>(args.a_scales->data), power_of_two}
+    x8 = args.x_q != nullptr ? given_fp8_rows(args.x_q, args.x_scales, power_of_two)
+                             : take_fp8_rows(workspace, true, x_rows(), s.D, power_of_two);
+    a8 = args.a_scales != nullptr ? given_fp8_rows(args.a, args.a_scales, power_of_two)
                                   : take_fp8_rows(workspace, true, s.R, s.F, power_of_two);
     w_in = Fp8Factor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
     if (args.y == nullptr) return;
     w_out = Fp8Factor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false, power_of_two);
   }
 
+  int64_t x_rows() const { return s.K > 0 ? s.T : s.R; }
+
   ab_status run_fp8(const Device& device, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), args.x->shape[0], s.D, x8, stream));
+    if (args.x_q == nullptr) AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), x_rows(), s.D, x8, stream));
     AB_RETURN_IF_ERROR(w_in.fill(stream));
     AB_RETURN_IF_ERROR(compute_up(Fp8Up{up(), rows_of(x8), w_in.factor(), a8}, device, stream));
     if (args.y == nullptr) return ok();
@@ -55,7 +58,7 @@ struct Forward {
     return compute_rows_product(Fp8RowsProduct{down(), rows_of(a8), w_out.factor()}, device, stream);
   }
 
-  Floats row_buffer(int64_t columns) { return {workspace.take_rows(s.R, columns, args.x->dtype), args.x->dtype}; }
+  Floats row_buffer(int64_t columns) { return {workspace.take_rows(s.R, columns, s.dtype), s.dtype}; }
 
   Up up() const {
     Up up;
@@ -65,7 +68,7 @@ struct Forward {
     up.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
     up.precision = precision_of(args);
     up.skips_rest = args.skip_rest != 0;
-    up.x = Floats(args.x);
+    up.x = Floats(data<void>(args.x), s.dtype);
     up.w_in = Floats(args.w_in);
     up.b_in = Floats(args.b_in);
     if (args.weight_early != 0) up.weights = Floats(args.weights);
@@ -84,7 +87,7 @@ struct Forward {
             .map = map,
             .weights = Floats(args.weights),
             .weight_early = args.weight_early != 0,
-            .dtype = args.x->dtype,
+            .dtype = s.dtype,
             .precision = precision_of(args),
             .R = s.R,
             .E = s.E,

@@ -19,6 +19,10 @@ inline Fp8Output take_fp8_rows(Workspace& workspace, bool wanted, int64_t rows, 
   return {values, static_cast<float*>(scales), power_of_two};
 }
 
+inline Fp8Output given_fp8_rows(const ab_tensor* q, const ab_tensor* scales, bool power_of_two) {
+  return {q->data, static_cast<float*>(scales->data), power_of_two};
+}
+
 inline Fp8Rows rows_of(const Fp8Output& out) { return {out.values, out.scales}; }
 
 // The second factor, weights [E, D, P, F] of these sizes: what is summed over is D, or transposed P and F.

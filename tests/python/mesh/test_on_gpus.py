@@ -7,8 +7,10 @@ import in_processes  # noqa: F401  finds the modules below
 import jax
 import numpy as np
 import pytest
+from fp8_layers import check_routed
 from meshes import kept_and_dropped, placed
 from moe_cases import check_layer, operands
+from routed_cases import routed_operands, run_routed
 
 from anabranch.jax import Parallel
 from mesh import make_mesh, parse_mesh
@@ -103,3 +105,28 @@ def test_layer_on_a_mesh_of_gpus(gpu, case):
             arrays, put=placed(mesh, parallel), parallel=parallel, kept=kept, align_size=case.align_size, **options
         )
     np.testing.assert_array_equal(result.dropped_by_source, dropped)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+def test_tokens_travel_between_gpus_as_fp8(gpu, transport):
+    """Against the oracle, and to the bit as tokens that travel as they are; a NaN among them, too."""
+    devices = jax.devices("gpu")
+    if len(devices) < 2 or devices[0].compute_capability != "9.0":
+        pytest.skip("FEWER THAN 2 HOPPER GPUS FOUND: tokens did not travel between them as FP8")
+    arrays = routed_operands(256, 8, 3, 256, 256, dtype="bfloat16", bias=True)
+    mesh = make_mesh(parse_mesh("expert=2"))
+    options = dict(activation="silu", fp8_scales="float32", weight_early=transport == "all_to_all")
+    with jax.set_mesh(mesh):
+        found = []
+        for fp8_exchange in (False, True):
+            parallel = Parallel(expert_axis="expert", transport=transport, fp8_exchange=fp8_exchange)
+            given = dict(put=placed(mesh, parallel), parallel=parallel, **options)
+            found.append(check_routed(arrays, "gpu", sent=fp8_exchange, **given))
+        (want, of_want), (got, of_got) = found
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(of_got["x"], of_want["x"])
+        arrays["x"][3, 130] = np.nan
+        (output, *_), *_ = run_routed(arrays, precision="fp8", **given)
+        assert (arrays["experts"][3] >= 0).any()
+        np.testing.assert_array_equal(np.isnan(np.asarray(output, np.float32)).any(axis=1).nonzero()[0], [3])

@@ -32,14 +32,15 @@ def by_token(rows, token, num_tokens):
     return out
 
 
-def assert_layer(arrays, experts, weights, d_output, got, want, options, platform="cpu"):
-    """The output and the gradients of x, the experts and, where they are there, the weights, by name.
+def assert_layer(arrays, experts, weights, d_output, got, want, options, platform="cpu", sent=False):
+    """The output and the gradients of x, the experts and, where they are there, the weights, by name; sent: as FP8.
 
     Outputs and gradients of x are of rows that are rounded, and rounded again as their sums.
     """
     net, token = rows_of(arrays, experts, weights, d_output)
     delta, early = fp8.DELTA[platform], options.get("weight_early", False)
-    moved = fp8.bounds(net, options["activation"], options["fp8_scales"], weight_early=early, delta=delta)._asdict()
+    of_network = dict(weight_early=early, delta=delta, sent=sent)
+    moved = fp8.bounds(net, options["activation"], options["fp8_scales"], **of_network)._asdict()
     dtype, T = arrays["x"].dtype, len(experts)
     whole = [slice(0, T)]
     for name, of_rows in (("output", "y"), ("x", "rows")):
@@ -59,18 +60,23 @@ def assert_layer(arrays, experts, weights, d_output, got, want, options, platfor
         fp8.assert_within(got["weights"], want["weights"], of_slots.reshape(weights.shape), dtype, 0, "weights", whole)
 
 
-def check_routed(arrays, platform="cpu", quantized=None, put=None, **options):
-    """`routed_experts` against the oracle: outputs, counts, and every gradient of one random cotangent."""
+def check_routed(arrays, platform="cpu", quantized=None, put=None, sent=False, kept=None, **options):
+    """`routed_experts` against the oracle: outputs, counts, and every gradient of one random cotangent.
+
+    sent: tokens travel as FP8. kept: bool [T, K], the slots that find room; None: all.
+    """
     given = options | ({} if quantized is None else {"quantized": quantized})
     (output, counts, dropped), gradients, d_output = run_routed(arrays, precision="fp8", put=put, **given)
     names = ("activation", "weight_early", "fp8_scales")
     settings = {name: options[name] for name in names if name in options}
-    found = reference.routed_experts(**arrays, **settings)
+    found = reference.routed_experts(**arrays, **settings, kept=kept)
     np.testing.assert_array_equal(counts, found.tokens_per_expert)
     assert int(dropped) == int(found.dropped)
-    kept = dict(kept_dtype=arrays["x"].dtype)
-    want = reference.routed_experts_backward(**arrays, **settings, **kept, d_output=d_output)
+    dtype = arrays["x"].dtype
+    of_backward = settings | dict(kept=kept, kept_dtype=dtype, sent_dtype=dtype if sent else None)
+    want = reference.routed_experts_backward(**arrays, **of_backward, d_output=d_output)
     got = {name: np.asarray(array) for name, array in gradients.items()} | {"output": np.asarray(output)}
     experts, weights = arrays["experts"], np.asarray(arrays["weights"], np.float32)
-    assert_layer(arrays, experts, weights, d_output, got, want | {"output": found.output}, settings, platform)
+    experts = experts if kept is None else np.where(kept, experts, -1)
+    assert_layer(arrays, experts, weights, d_output, got, want | {"output": found.output}, settings, platform, sent)
     return output, gradients

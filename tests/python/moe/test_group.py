@@ -68,7 +68,7 @@ def run(folder, cases, ranks, backend="gloo"):
     given = []
     for index, case in enumerate(cases):
         arrays, rng = case.arrays(), np.random.default_rng(5)
-        cotangents = {"d_output": rng.standard_normal((T, D)).astype(arrays["x"].dtype)}
+        cotangents = {"d_output": rng.standard_normal(arrays["x"].shape).astype(arrays["x"].dtype)}
         if not case.routed:
             cotangents |= {"d_aux_loss": np.float32(0.7), "d_z_loss": np.float32(-1.3)}
             cotangents["d_weights"] = rng.standard_normal((T, K)).astype(np.float32)

@@ -74,6 +74,7 @@ CALLS = {
         transport="ring",
         capacity_factor=1.5,
         mesh=MESH,
+        fp8_exchange=True,
     ),
     ab.combine: dict(rows=floats(R, D), plan=PLAN, weights=floats(T, K)),
     ab.compute_ragged_all_to_all_params: RAGGED,

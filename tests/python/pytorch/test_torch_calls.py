@@ -141,10 +141,10 @@ def samples():
     yield _ops.ffn_backward, (rows, h, rows, None, *experts_of, normal(R), *dtypes, *none, *network)
     yield _ops.ffn_backward, (rows, h, rows, None, group_sizes, w_in, None, w_out, None, None, *dtypes, *none, *network)
     network = (*network[:4], K, *network[5:])
-    yield _ops.experts, (x, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
-    _, h = _ops.experts(x, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
+    yield _ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
+    _, h = _ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
     for wanted in (True, False):
-        hidden = (x, h, x, weights, slot_of_row, *experts_of, torch.float32, wanted, *none, *network)
+        hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, wanted, *none, *network)
         yield _ops.experts_hidden, hidden
         dh, *_, dh_q, dh_scales = _ops.experts_hidden(*hidden)
         inputs = (
@@ -176,10 +176,14 @@ def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
     )
     forward, back = (q_in_transposed, in_scales, q_out_transposed, out_scales), (q_in, in_scales, q_out, out_scales)
     experts_of = (group_sizes, w_in, None, w_out, None)
-    yield _ops.experts, (x, weights, row_of_slot, slot_of_row, *experts_of, *(None,) * 4, *network)
-    _, h = _ops.experts(x, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
-    arguments = (x, h, x, weights, slot_of_row, *experts_of, torch.float32, True, *back, *network)
+    yield _ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *(None,) * 4, *network)
+    _, h = _ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
+    arguments = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, True, *back, *network)
     yield _ops.experts_hidden, arguments
+    q, scales = _ops.quantize_rows(x, 1)
+    yield _ops.quantize_rows, (x, 1)
+    yield _ops.experts, (x[:1], q, scales, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
+    yield _ops.experts_hidden, (x, q, scales, *arguments[3:])
     dh, *_, dh_q, dh_scales = _ops.experts_hidden(*arguments)
     maps = (row_of_slot, slot_of_row, group_sizes)
     inputs = (dh, dh_q, dh_scales, x, x, *maps, w_in, None, w_out, torch.float32, True, True)

@@ -84,8 +84,11 @@ def operations():
     yield _ops.grouped_matmul_dw, (x, d_out, SIZES, dtype)
     yield _ops.ffn, (x, None, SIZES, *matrices, None, *none, *of_rows)
     yield _ops.ffn_backward, (d_out, h, x, None, SIZES, *matrices, None, dtype, dtype, *none, *of_rows)
-    yield _ops.experts, (x, None, *maps, *matrices, *none, *of_tokens)
-    yield _ops.experts_hidden, (d_out, h, x, weights, slots, SIZES, *matrices, dtype, True, *none, *of_tokens)
+    yield _ops.experts, (x, None, None, None, *maps, *matrices, *none, *of_tokens)
+    yield (
+        _ops.experts_hidden,
+        (d_out, None, None, h, x, weights, slots, SIZES, *matrices, dtype, True, *none, *of_tokens),
+    )
     yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, True, False, *none, *of_tokens)
     yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, False, True, *none, *of_tokens)
 

@@ -29,9 +29,24 @@ def test_the_layer_on_all_ranks_is_the_layer(transport):
 
 
 def test_times_and_drops():
-    whole = mesh_in_jax.measure_layer(SHAPE, "float32", "ring", None, repeats=2)
+    whole = mesh_in_jax.measure_layer(SHAPE, "float32", "jax", "ring", None, repeats=2)
     assert 0 < whole.forward.median and 0 < whole.both.median and whole.dropped == 0
-    assert mesh_in_jax.measure_layer(SHAPE, "float32", "ring", 0.5, repeats=2).dropped > 0
+    assert mesh_in_jax.measure_layer(SHAPE, "float32", "jax", "ring", 0.5, repeats=2).dropped > 0
+
+
+@pytest.mark.parametrize("by", ["fp8", "fp8-exchange"])
+def test_what_is_timed_with_fp8(by, monkeypatch):
+    given = []
+
+    def moe(*operands, parallel, **options):
+        given.append((options["precision"], parallel.fp8_exchange))
+        return layer(*operands, parallel=parallel, **options)
+
+    layer = mesh_in_jax.moe
+    monkeypatch.setattr(mesh_in_jax, "moe", moe)
+    wide = SHAPE._replace(D=128, F=128)
+    assert 0 < mesh_in_jax.measure_layer(wide, "float32", by, "ring", None, repeats=2).both.median
+    assert set(given) == {("fp8", by == "fp8-exchange")}
 
 
 def test_collectives_move_what_they_say():

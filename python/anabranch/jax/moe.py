@@ -19,7 +19,7 @@ from anabranch.jax._mixture import (
     experts_operands,
     mixture,
     network_config,
-    quantized_operands,
+    with_quantized,
 )
 from anabranch.jax._operands import LayerConfig, LayerOutput, Operands
 from anabranch.jax._sharding import Axes
@@ -243,6 +243,7 @@ def moe(
     expert_bias, token_mask, forced_experts = router_operands(
         config.router, E, tuple(leading), expert_bias, token_mask, forced_experts
     )
+    config, of_quantized = with_quantized(config, x, of_experts, quantized, parallel)
     operands = Operands(
         x=x,
         gate=gate,
@@ -252,7 +253,7 @@ def moe(
         forced_experts=forced_experts,
         qb_bin_bounds=quantile_operand(config.router, expert_bias, qb_bin_bounds),
         **of_experts,
-        **quantized_operands(config.ffn, of_experts, quantized),
+        **of_quantized,
     )
     shards = axes_of_sums(parallel, x)
     result = mixture(config, operands, parallel)

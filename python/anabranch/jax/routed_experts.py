@@ -15,7 +15,7 @@ from anabranch.jax._mixture import (
     experts_operands,
     mixture,
     network_config,
-    quantized_operands,
+    with_quantized,
 )
 from anabranch.jax._operands import LayerConfig, Operands
 from anabranch.jax.experts import check_layouts
@@ -120,6 +120,7 @@ def routed_experts(
         ffn=network_config(activation, parts, K, weight_early, layouts, precision, fp8_scales),
         align_size=check_align_size(align_size),
     )
+    config, of_quantized = with_quantized(config, x, of_experts, quantized, parallel)
     shards = axes_of_sums(parallel, x)
     operands = Operands(
         x=x,
@@ -128,7 +129,7 @@ def routed_experts(
         experts=experts,
         weights=weights.astype(jnp.float32),
         **of_experts,
-        **quantized_operands(config.ffn, of_experts, quantized),
+        **of_quantized,
     )
     result = mixture(config, operands, parallel)
     counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert

@@ -379,8 +379,9 @@ class MoE(nn.Module):
         Raises:
           ValueError: the layer has another precision.
         """
-        if self.options["precision"] != "fp8":
-            raise ValueError(f'quantized: got a layer with precision={self.options["precision"]!r}, expected "fp8"')
+        if self.options["precision"] not in ("fp8", "auto"):
+            precision = self.options["precision"]
+            raise ValueError(f'quantized: got a layer with precision={precision!r}, expected "fp8" or "auto"')
         names = ("fp8_scales", "w_in_layout", "w_out_layout")
         return quantize_experts(*self._matrices(), **{name: self.options[name] for name in names}, gradients=gradients)
 

@@ -51,7 +51,7 @@ def fp8_scales_number(value: Any) -> int:
 
 
 def check_fp8(precision: int, fp8_scales: Any, quantized: Any = None) -> int:
-    """The argument `fp8_scales` of a call of that precision; it, and quantised experts, are refused where FP8 can't be."""
+    """The argument `fp8_scales` of a call of that precision; it, and quantised experts, need FP8 or AUTO."""
     number = fp8_scales_number(fp8_scales)
     if precision not in (FP8, AUTO) and number:
         raise ValueError(f'fp8_scales: got {fp8_scales!r} without precision="fp8", expected "float32"')

@@ -91,7 +91,7 @@ def choose_precision(
     >>> qwen3 = LayerSize(32768, 2048, 768, 128, 8)
     >>> choice = choose_precision(qwen3, dtype="bfloat16", capability="9.0")
     >>> choice.precision, round(1e3 * choice.highest, 1), round(1e3 * choice.fp8, 1)
-    ('fp8', 13.6, 12.7)
+    ('fp8', 13.6, 12.6)
     >>> choose_precision(qwen3._replace(T=2048), dtype="bfloat16", capability="9.0").precision
     'highest'
     >>> choose_precision(qwen3, dtype="bfloat16", capability=None)

@@ -22,8 +22,8 @@ from anabranch.jax._operands import (
     round_weights,
     weight_dtypes,
 )
-from anabranch.jax._precision_choice import Spread, decided
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
+from anabranch.jax._precision_choice import Spread, decided
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
 from anabranch.jax.experts import check_fp8_operands, experts_arrays
 from anabranch.jax.parallel import Parallel, Placement, mesh_for, place, shards_of_this_device

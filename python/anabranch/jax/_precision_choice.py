@@ -1,4 +1,4 @@
-"""precision="auto" of JAX's layers: the facts of a call that the choice is made from, and the choice in its options."""
+"""precision="auto" of JAX's layers: the facts of a call that the choice is made from, and the choice."""
 
 import dataclasses
 import math

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
-from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax._precision_choice import Spread, decided
+from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.quantized import QuantizedExperts, check_quantized, quantize_matrix, quantize_rows
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 from anabranch.precision import (
@@ -304,8 +304,9 @@ def expert_ffn(
         "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
         transposed.
       w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
-      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised.
-      fp8_scales, quantized: with "fp8", see `moe`.
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised;
+        "auto": where that is faster.
+      fp8_scales, quantized: with "fp8" or "auto", see `moe`.
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.

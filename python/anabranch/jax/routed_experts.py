@@ -77,8 +77,9 @@ def routed_experts(
       parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights go as x does.
         Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
-      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, as in `moe`.
-      fp8_scales, quantized: with "fp8", as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, "auto":
+        where that is faster, as in `moe`.
+      fp8_scales, quantized: with "fp8" or "auto", as in `moe`.
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;

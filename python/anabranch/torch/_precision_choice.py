@@ -1,4 +1,4 @@
-"""precision="auto" of torch's layers: the facts of a call that the choice is made from, and the choice in its options."""
+"""precision="auto" of torch's layers: the facts of a call that the choice is made from, and the choice."""
 
 import math
 from collections.abc import Iterable
@@ -35,15 +35,17 @@ def facts_of(precision: Any, leaves: Iterable[Any], biases: Iterable[Any]) -> Fa
 
     Args:
       precision: the argument.
-      leaves: what may want a gradient. Under torch.no_grad() too, since an activation checkpoint runs there first, and
-        has to compute the same as in the step; under torch.inference_mode() nothing does.
+      leaves: what may want a gradient, under torch.no_grad() too: an activation checkpoint runs there first, and has to
+        compute what the step will.
       biases: b_in and b_out.
     """
     if precision != "auto":
         return None
     leaves, biases = (tuple(t for t in tensors if isinstance(t, Tensor)) for tensors in (leaves, biases))
-    trains = not torch.is_inference_mode_enabled() and any(t.requires_grad for t in (*leaves, *biases))
-    return Facts(trains, all(t.storage_offset() * t.element_size() % _CHUNK_BYTES == 0 for t in biases))
+    return Facts(
+        any(t.requires_grad for t in (*leaves, *biases)),
+        all(t.storage_offset() * t.element_size() % _CHUNK_BYTES == 0 for t in biases),
+    )
 
 
 def capability_of(device: torch.device) -> str | None:

@@ -277,8 +277,9 @@ def expert_ffn(
         "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
         transposed.
       w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
-      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised.
-      fp8_scales, quantized: with "fp8", see `moe`.
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised;
+        "auto": where that is faster.
+      fp8_scales, quantized: with "fp8" or "auto", see `moe`.
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.

@@ -221,9 +221,11 @@ def moe(
         for every 128 elements of a row and every 128 x 128 of a matrix; so are the factors of the gradient of x.
         Gradients of the experts' matrices, the gate and all sums are as without. D and F are multiples of 128; on
         a GPU, of compute capability 9.0, x is bfloat16 or float16, else NotImplementedError. See docs/torch.md.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest"; the numbers are those of what
+        is chosen.
       fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
         rounded up to one.
-      quantized: with "fp8", w_in and w_out as `quantize_experts` gave them, which are multiplied with in their place;
+      quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in their place;
         None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
         theirs.
       loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
@@ -356,9 +358,7 @@ def moe(
     )
 
 
-def _checked(
-    ranks: int, tensors: dict[str, Any], quantized: Any, facts: Facts | None, **options: Any
-) -> LayerConfig:
+def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, facts: Facts | None, **options: Any) -> LayerConfig:
     """Checks the tensors and the options of `moe`; x and biases are as autocast has them."""
     x, w_in, expert_bias, token_mask, forced_experts = (
         tensors[name] for name in ("x", "w_in", "expert_bias", "token_mask", "forced_experts")

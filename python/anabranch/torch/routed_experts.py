@@ -75,8 +75,9 @@ def routed_experts(
       weight_early: weights multiply before W_out instead of at the combine; same result.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
-      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, as in `moe`.
-      fp8_scales, quantized: with "fp8", as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, "auto":
+        where that is faster, as in `moe`.
+      fp8_scales, quantized: with "fp8" or "auto", as in `moe`.
       group, transport, capacity_factor: ranks that share the experts, as in `moe`; experts are numbered over all.
         Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
 

@@ -18,17 +18,17 @@ CAPABILITY = "9.0"
 
 _TERA = 1e12
 #: Operations a second of 16-bit products and of the gradients of both matrices, which are 16-bit products with either
-#: precision: fitted to 18 layers of "The whole layer" and "FP8". Power sets them, a product of 8192^2 has 670 to 690.
-RATE_16 = 673 * _TERA
-RATE_WEIGHT_GRADIENTS = 600 * _TERA
+#: precision: fitted to 18 layers of "The whole layer, bfloat16" and "FP8". Power sets them, a product of 8192^2 has 670 to 690.
+RATE_16 = 674 * _TERA
+RATE_WEIGHT_GRADIENTS = 588 * _TERA
 #: Of FP8 products where the contraction is long, and the length at which half of that is left: fitted to "FP8".
 RATE_FP8 = 1052 * _TERA
-HALF_RATE_TERMS = 200
-#: Bytes a second of a copy: "The router on a GPU".
+HALF_RATE_TERMS = 235
+#: Bytes a second of a copy: "Router, T = 65536, bfloat16".
 COPY = 4.29 * _TERA
 #: The part of an epilogue's bytes that no product hides: fitted as the rates were, 16 bits and FP8.
-EPILOGUE_16 = 0.8
-EPILOGUE_FP8 = 0.62
+EPILOGUE_16 = 0.91
+EPILOGUE_FP8 = 0.55
 #: Bytes a second, read and written, that weights (one orientation) and rows are quantised at: "FP8".
 QUANTIZE_WEIGHTS = 3.2 * _TERA
 QUANTIZE_ROWS = 3.5 * _TERA
@@ -91,7 +91,7 @@ def choose_precision(
     >>> qwen3 = LayerSize(32768, 2048, 768, 128, 8)
     >>> choice = choose_precision(qwen3, dtype="bfloat16", capability="9.0")
     >>> choice.precision, round(1e3 * choice.highest, 1), round(1e3 * choice.fp8, 1)
-    ('fp8', 13.6, 12.6)
+    ('fp8', 13.8, 12.7)
     >>> choose_precision(qwen3._replace(T=2048), dtype="bfloat16", capability="9.0").precision
     'highest'
     >>> choose_precision(qwen3, dtype="bfloat16", capability=None)

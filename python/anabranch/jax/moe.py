@@ -177,12 +177,13 @@ def moe(
         quantised to float8_e4m3fn where they multiply, whatever their dtype, with a scale for every 128 elements of a
         row and every 128 x 128 of a matrix; so are the factors of the gradient of x. Gradients of the experts'
         matrices, the gate and all sums are as without. D and F are multiples of 128; on
-        a GPU, of compute capability 9.0, x is bfloat16 or float16, else jax.errors.JaxRuntimeError. See docs/jax.md. "auto": "fp8" where it can be
-        had and is predicted to be faster, else "highest"; the numbers are those of what is chosen.
+        a GPU, of compute capability 9.0, x is bfloat16 or float16, else jax.errors.JaxRuntimeError. See docs/jax.md.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest"; the numbers are those of what
+        is chosen.
       fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
         rounded up to one.
-      quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in their place;
-        None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
+      quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in
+        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
         theirs.
 
     Returns:

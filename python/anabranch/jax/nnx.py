@@ -228,7 +228,8 @@ class MoE(nnx.Module):
           x: [..., D] float32, bfloat16 or float16.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
-          quantized: with precision "fp8" or "auto", w_in and w_out as `quantize_experts` gave them; None: quantised here.
+          quantized: with precision "fp8" or "auto", w_in and w_out as `quantize_experts` gave them; None: quantised
+            here.
 
         Returns:
           MoEOutput of `moe`; output [..., D] of the dtype of the computation.

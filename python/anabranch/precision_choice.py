@@ -18,7 +18,7 @@ CAPABILITY = "9.0"
 
 _TERA = 1e12
 #: Operations a second of 16-bit products and of the gradients of both matrices, which are 16-bit products with either
-#: precision: fitted to 18 layers of "The whole layer, bfloat16" and "FP8". Power sets them, a product of 8192^2 has 670 to 690.
+#: precision: fitted to 18 layers of "The whole layer, bfloat16" and "FP8". Power sets them: cuBLAS has 670 to 690.
 RATE_16 = 674 * _TERA
 RATE_WEIGHT_GRADIENTS = 588 * _TERA
 #: Of FP8 products where the contraction is long, and the length at which half of that is left: fitted to "FP8".

@@ -183,8 +183,8 @@ def moe(
       fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
         rounded up to one.
       quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in
-        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
-        theirs.
+        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and
+        w_out get theirs.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,

@@ -39,13 +39,12 @@ def facts_of(precision: Any, leaves: Iterable[Any], biases: Iterable[Any]) -> Fa
         compute what the step will.
       biases: b_in and b_out.
     """
-    if precision != "auto":
+    if not isinstance(precision, str) or precision != "auto":
         return None
     leaves, biases = (tuple(t for t in tensors if isinstance(t, Tensor)) for tensors in (leaves, biases))
-    return Facts(
-        any(t.requires_grad for t in (*leaves, *biases)),
-        all(t.storage_offset() * t.element_size() % _CHUNK_BYTES == 0 for t in biases),
-    )
+    trains = any(t.requires_grad for t in (*leaves, *biases))
+    strided = (t for t in biases if t.layout == torch.strided)  # others are refused by the checks
+    return Facts(trains, all(t.storage_offset() * t.element_size() % _CHUNK_BYTES == 0 for t in strided))
 
 
 def capability_of(device: torch.device) -> str | None:

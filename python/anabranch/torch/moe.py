@@ -226,8 +226,8 @@ def moe(
       fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
         rounded up to one.
       quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in
-        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
-        theirs.
+        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and
+        w_out get theirs.
       loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
         whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
         is in. None: those of the tokens of `group`, or without one of this call's.

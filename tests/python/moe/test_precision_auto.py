@@ -197,6 +197,9 @@ def test_on_a_mesh_sizes_are_those_of_a_device(asked):
 def test_errors_name_every_precision():
     rows, w_in, w_out = of_jax()
     sizes = jnp.array([8, 10, 6])
+    of_torch = [torch.ones(*shape) for shape in ((T, D), (D, E), (E, D, 2, F), (E, F, D))]
+    with pytest.raises(TypeError, match=r"b_out: got .*sparse"):
+        abt.moe(*of_torch, topk=K, precision="auto", b_out=torch.ones(E, D).to_sparse())
     with pytest.raises(ValueError, match=f"precision: got 'fp16', expected one of {NAMES}"):
         ab.expert_ffn(rows, w_in, w_out, sizes, precision="fp16")
     with pytest.raises(ValueError, match=f"precision: got 'fp16', expected one of {NAMES}"):

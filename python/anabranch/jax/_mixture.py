@@ -1,6 +1,8 @@
 """The layer as one differentiable function, wherever its arrays are: on one device, in shards, on a mesh."""
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -21,9 +23,10 @@ from anabranch.jax._operands import (
     weight_dtypes,
 )
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
+from anabranch.jax._precision_choice import Spread, decided
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
 from anabranch.jax.experts import check_fp8_operands, experts_arrays
-from anabranch.jax.parallel import Parallel, Placement, place, shards_of_this_device
+from anabranch.jax.parallel import Parallel, Placement, mesh_for, place, shards_of_this_device
 from anabranch.layouts import Layouts
 from anabranch.precision import check_fp8, check_fp8_exchange, precision_number
 
@@ -112,9 +115,35 @@ def experts_operands(
     return arrays, E, P
 
 
-def quantized_operands(config: FfnConfig, arrays: dict[str, Any], quantized: Any) -> dict[str, Any]:
-    """Checks widths and the argument `quantized`, beside arrays by the names of Operands; its fields there."""
-    return quantized_fields(check_fp8_operands(config, arrays["w_in"], quantized))
+def _spread(parallel: Parallel | None, x: jax.Array) -> Spread:
+    """How the layer is spread over devices; inside a jax.shard_map over the whole mesh its sizes are those of one."""
+    if parallel is None or all_manual(mesh_of(x)):
+        return Spread()
+    mesh = mesh_for(parallel, x)
+
+    def devices(*axes: str | None) -> int:
+        return math.prod(mesh.shape[axis] for axis in axes if axis is not None)
+
+    return Spread(
+        mesh if parallel.mesh is None else parallel.mesh,
+        tokens=devices(*parallel.token_axes),
+        experts=devices(parallel.expert_axis),
+        hidden=devices(parallel.tensor_axis),
+        widths=devices(*parallel.fsdp_axes),
+    )
+
+
+def with_quantized(
+    config: LayerConfig, x: jax.Array, arrays: dict[str, Any], quantized: Any, parallel: Parallel | None
+) -> tuple[LayerConfig, dict[str, Any]]:
+    """Checks widths and the argument `quantized`, beside arrays by the names of Operands; decides what "auto" means.
+
+    Returns:
+      The config with a precision, and what is multiplied with of `quantized`, as fields of Operands.
+    """
+    found = check_fp8_operands(config.ffn, arrays["w_in"], quantized)
+    ffn = decided(config.ffn, x, arrays["w_in"], found, _spread(parallel, x))
+    return dataclasses.replace(config, ffn=ffn), quantized_fields(found if ffn.fp8 else None)
 
 
 def mixture(config: LayerConfig, operands: Operands, parallel: Parallel | None) -> LayerOutput:

@@ -15,10 +15,19 @@ import jax.numpy as jnp
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax._precision_choice import Spread, decided
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.quantized import QuantizedExperts, check_quantized, quantize_matrix, quantize_rows
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.precision import FP8, HIGHEST, check_fp8, check_fp8_widths, precision_number
+from anabranch.precision import (
+    AUTO,
+    FP8,
+    HIGHEST,
+    check_fp8,
+    check_fp8_widths,
+    precision_number,
+    product_precision_number,
+)
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
@@ -105,12 +114,13 @@ def experts_arrays(
 
 
 def check_fp8_operands(config: FfnConfig, w_in: jax.Array, quantized: Any) -> QuantizedExperts | None:
-    """Checks the widths that w_in tells, and the argument `quantized`, where factors are quantised."""
+    """Checks the widths that w_in tells, and the argument `quantized`, where factors are, or may be, quantised."""
     check_fp8(config.precision, "float32", quantized)
-    if not config.fp8:
+    if not (config.fp8 or config.precision == AUTO):
         return None
     E, D, P, F = config.sizes(w_in)
-    check_fp8_widths("w_in", _check.describe(w_in), D=D, F=F)
+    if config.fp8:
+        check_fp8_widths("w_in", _check.describe(w_in), D=D, F=F)
     return check_quantized(quantized, E, D, P, F)
 
 
@@ -216,7 +226,7 @@ def grouped_matmul(
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
-    number = precision_number(precision)
+    number = product_precision_number(precision)
     options = GroupedProduct(transpose_w, number, check_fp8(number, fp8_scales))
     if number == FP8:
         check_fp8_widths("w", _check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
@@ -294,8 +304,9 @@ def expert_ffn(
         "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
         transposed.
       w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
-      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised.
-      fp8_scales, quantized: with "fp8", see `moe`.
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised;
+        "auto": where that is faster.
+      fp8_scales, quantized: with "fp8" or "auto", see `moe`.
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
@@ -334,7 +345,9 @@ def expert_ffn(
         precision=number,
         fp8_scales=check_fp8(number, fp8_scales),
     )
-    operands = operands._replace(quantized=check_fp8_operands(config, arrays["w_in"], quantized))
+    quantized = check_fp8_operands(config, arrays["w_in"], quantized)
+    config = decided(config, rows, arrays["w_in"], quantized, Spread())
+    operands = operands._replace(quantized=quantized if config.fp8 else None)
     check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands.by_name().items() if n != "x"})
     leaves, tree = jax.tree.flatten(operands)
     return _expert_ffn(config, jax.tree.unflatten(tree, vary_alike(*leaves)))

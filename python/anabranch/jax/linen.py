@@ -78,6 +78,7 @@ class MoEBlock(nn.Module):
       wi_layout, wo_layout: the axes of `wi`, `wi_bias` and `wo`, as `w_in_layout` and `w_out_layout` of `moe`.
       precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
         expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest".
       fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
 
     Raises:
@@ -273,7 +274,7 @@ class MoEBlock(nn.Module):
           inputs: [..., D] of any float dtype; computed in `dtype`.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
-          quantized: with precision "fp8", wi and wo as `quantize_experts` gave them; None: quantised here.
+          quantized: with precision "fp8" or "auto", wi and wo as `quantize_experts` gave them; None: quantised here.
 
         Returns:
           (output [..., D], aux_loss: float32 scalar, what is to be added to the loss, the sum of the load-balance loss

@@ -19,7 +19,7 @@ from anabranch.jax._mixture import (
     experts_operands,
     mixture,
     network_config,
-    quantized_operands,
+    with_quantized,
 )
 from anabranch.jax._operands import LayerConfig, LayerOutput, Operands
 from anabranch.jax._sharding import Axes
@@ -179,11 +179,13 @@ def moe(
         row and every 128 x 128 of a matrix; so are the factors of the gradient of x. Gradients of the experts'
         matrices, the gate and all sums are as without. D and F are multiples of 128; on
         a GPU, of compute capability 9.0, x is bfloat16 or float16, else jax.errors.JaxRuntimeError. See docs/jax.md.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest"; the numbers are those of what
+        is chosen.
       fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
         rounded up to one.
-      quantized: with "fp8", w_in and w_out as `quantize_experts` gave them, which are multiplied with in their place;
-        None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
-        theirs.
+      quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in
+        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and
+        w_out get theirs.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
@@ -240,6 +242,7 @@ def moe(
         precision=precision,
         fp8_scales=fp8_scales,
     )
+    config, of_quantized = with_quantized(config, x, of_experts, quantized, parallel)
     assert config.router is not None
     expert_bias, token_mask, forced_experts = router_operands(
         config.router, E, tuple(leading), expert_bias, token_mask, forced_experts
@@ -253,7 +256,7 @@ def moe(
         forced_experts=forced_experts,
         qb_bin_bounds=quantile_operand(config.router, expert_bias, qb_bin_bounds),
         **of_experts,
-        **quantized_operands(config.ffn, of_experts, quantized),
+        **of_quantized,
     )
     shards = axes_of_sums(parallel, x)
     result = mixture(config, operands, parallel)

@@ -86,6 +86,7 @@ class MoE(nnx.Module):
         "fd". Shared experts have those always.
       precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
         expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest".
       fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
       dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
       param_dtype: dtype of the parameters.
@@ -227,7 +228,8 @@ class MoE(nnx.Module):
           x: [..., D] float32, bfloat16 or float16.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
-          quantized: with precision "fp8", w_in and w_out as `quantize_experts` gave them; None: quantised here.
+          quantized: with precision "fp8" or "auto", w_in and w_out as `quantize_experts` gave them; None: quantised
+            here.
 
         Returns:
           MoEOutput of `moe`; output [..., D] of the dtype of the computation.

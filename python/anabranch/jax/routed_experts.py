@@ -15,7 +15,7 @@ from anabranch.jax._mixture import (
     experts_operands,
     mixture,
     network_config,
-    quantized_operands,
+    with_quantized,
 )
 from anabranch.jax._operands import LayerConfig, Operands
 from anabranch.jax.experts import check_layouts
@@ -77,8 +77,9 @@ def routed_experts(
       parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights go as x does.
         Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
-      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, as in `moe`.
-      fp8_scales, quantized: with "fp8", as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, "auto":
+        where that is faster, as in `moe`.
+      fp8_scales, quantized: with "fp8" or "auto", as in `moe`.
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;
@@ -121,6 +122,7 @@ def routed_experts(
         ffn=ffn,
         align_size=check_align_size(align_size),
     )
+    config, of_quantized = with_quantized(config, x, of_experts, quantized, parallel)
     shards = axes_of_sums(parallel, x)
     operands = Operands(
         x=x,
@@ -129,7 +131,7 @@ def routed_experts(
         experts=experts,
         weights=weights.astype(jnp.float32),
         **of_experts,
-        **quantized_operands(config.ffn, of_experts, quantized),
+        **of_quantized,
     )
     result = mixture(config, operands, parallel)
     counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert

@@ -49,6 +49,14 @@ def config_of(
     return LayerConfig(router, ffn, num_experts, align_size, options, wanted, aux_loss, z_loss)
 
 
+def with_network(config: LayerConfig, network: Network) -> LayerConfig:
+    """The same with other options of the experts."""
+    c = config
+    if network == c.network:
+        return c
+    return config_of(c.router, network, c.num_experts, c.align_size, c.aux_loss, c.z_loss)
+
+
 def wanted_cotangents(
     config: LayerConfig, d_score_sum: Tensor | None, d_lse: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from anabranch.activation import Activation, as_activation
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.precision import FP8, HIGHEST, check_fp8, check_fp8_widths, precision_number
+from anabranch.precision import (
+    FP8,
+    HIGHEST,
+    check_fp8,
+    check_fp8_widths,
+    precision_number,
+    product_precision_number,
+)
 from anabranch.torch import _check, _ops
 from anabranch.torch._autograd import Function, wants_gradient
+from anabranch.torch._precision_choice import decided, facts_of
 from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands, of_backward, of_forward, quantized_of
 
 
@@ -154,7 +162,7 @@ def grouped_matmul(
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     _check.on_device_of("x", x, w=w, group_sizes=sizes)
-    number = precision_number(precision)
+    number = product_precision_number(precision)
     of_fp8 = number, check_fp8(number, fp8_scales)
     if number == FP8:
         check_fp8_widths("w", _check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
@@ -269,8 +277,9 @@ def expert_ffn(
         "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
         transposed.
       w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
-      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised.
-      fp8_scales, quantized: with "fp8", see `moe`.
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised;
+        "auto": where that is faster.
+      fp8_scales, quantized: with "fp8" or "auto", see `moe`.
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
@@ -299,4 +308,7 @@ def expert_ffn(
     if options.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     _check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)
+    facts = facts_of(precision, (rows, w_in, w_out, weights), (b_in, b_out))
+    options = decided(options, rows, w_in, quantized, facts)
+    quantized = quantized if options.precision == FP8 else None
     return network_of_rows(options, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)

@@ -88,6 +88,7 @@ class MoE(nn.Module):
       align_size: rows of an expert are padded to a multiple of this; 0: not padded.
       precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
         expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest".
       fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
       dtype: dtype of the computation, float32, bfloat16 or float16, under torch.autocast too; None: that of the input,
         under torch.autocast autocast's for a float32 input.
@@ -308,7 +309,7 @@ class MoE(nn.Module):
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay). What only selects, the expert bias and groups,
             has then no part, and there is no histogram.
-          quantized: with precision "fp8", what `quantized()` gave; None: the experts are quantised here.
+          quantized: with precision "fp8" or "auto", what `quantized()` gave; None: the experts are quantised here.
 
         Returns:
           MoEOutput of `moe`; output [..., D] of the dtype of the computation.
@@ -381,8 +382,9 @@ class MoE(nn.Module):
         Raises:
           ValueError: the layer has another precision.
         """
-        if self.options["precision"] != "fp8":
-            raise ValueError(f'quantized: got a layer with precision={self.options["precision"]!r}, expected "fp8"')
+        if self.options["precision"] not in ("fp8", "auto"):
+            precision = self.options["precision"]
+            raise ValueError(f'quantized: got a layer with precision={precision!r}, expected "fp8" or "auto"')
         names = ("fp8_scales", "w_in_layout", "w_out_layout")
         return quantize_experts(*self._matrices(), **{name: self.options[name] for name in names}, gradients=gradients)
 

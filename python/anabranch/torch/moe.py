@@ -11,13 +11,22 @@ import torch
 from torch import Tensor
 
 from anabranch.activation import Activation
-from anabranch.precision import precision_number
+from anabranch.precision import FP8, precision_number
 from anabranch.router_options import router_options
 from anabranch.torch import _check
 from anabranch.torch._autograd import has_autocast
 from anabranch.torch._group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch._group_layer import GroupConfig, GroupOutput, group_mixture
-from anabranch.torch._layer import LayerConfig, LayerOutput, Operands, config_of, mixture, quantized_fields
+from anabranch.torch._layer import (
+    LayerConfig,
+    LayerOutput,
+    Operands,
+    config_of,
+    mixture,
+    quantized_fields,
+    with_network,
+)
+from anabranch.torch._precision_choice import Facts, decided, facts_of
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
@@ -213,11 +222,13 @@ def moe(
         for every 128 elements of a row and every 128 x 128 of a matrix; so are the factors of the gradient of x.
         Gradients of the experts' matrices, the gate and all sums are as without. D and F are multiples of 128; on
         a GPU, of compute capability 9.0, x is bfloat16 or float16, else NotImplementedError. See docs/torch.md.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest"; the numbers are those of what
+        is chosen.
       fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
         rounded up to one.
-      quantized: with "fp8", w_in and w_out as `quantize_experts` gave them, which are multiplied with in their place;
-        None: they are quantised here, forward and again backward. No gradient runs through it; w_in and w_out get
-        theirs.
+      quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in
+        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and
+        w_out get theirs.
       loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
         whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
         is in. None: those of the tokens of `group`, or without one of this call's.
@@ -288,10 +299,11 @@ def moe(
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
+    facts = facts_of(precision, (x, gate, gate_bias, w_in, w_out), (b_in, b_out))
     config: LayerConfig = _right_before.check(
         tensors.values(),
-        (ranks, has_loss_group, type(quantized), *options.values()),
-        lambda: _checked(ranks, tensors, quantized, loss_group=loss_group, **options),
+        (ranks, has_loss_group, type(quantized), facts, *options.values()),
+        lambda: _checked(ranks, tensors, quantized, facts, loss_group=loss_group, **options),
     )
     router = config.router
     assert router is not None
@@ -315,7 +327,7 @@ def moe(
         token_mask=flat(token_mask, 0),
         forced_experts=flat(forced_experts),
         qb_bin_bounds=bounds,
-        **quantized_fields(quantized),
+        **quantized_fields(quantized if config.network.precision == FP8 else None),
     )
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
     result: LayerOutput | GroupOutput
@@ -351,7 +363,7 @@ def moe(
     )
 
 
-def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, **options: Any) -> LayerConfig:
+def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, facts: Facts | None, **options: Any) -> LayerConfig:
     """Checks the tensors and the options of `moe`; x and biases are as autocast has them."""
     x, w_in, expert_bias, token_mask, forced_experts = (
         tensors[name] for name in ("x", "w_in", "expert_bias", "token_mask", "forced_experts")
@@ -366,12 +378,12 @@ def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, **options: Any
     _check.tensor("gate", tensors["gate"], _check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(E, parts, **options)
     assert config.router is not None
-    check_fp8_operands(config.network.precision, layouts, "x", x, w_in, quantized)
+    found = check_fp8_operands(config.network.precision, layouts, "x", x, w_in, quantized)
     _check.optional_tensor("gate_bias", tensors["gate_bias"], _check.FLOATS, (("E", E),))
     router_operands(config.router, E, tuple(leading), expert_bias, token_mask, forced_experts)
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
     _check.on_device_of("x", x, **{name: tensors[name] for name in names})
-    return config
+    return with_network(config, decided(config.network, x, w_in, found, facts))
 
 
 _right_before = _check.RightBefore()

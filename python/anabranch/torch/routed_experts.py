@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from anabranch.activation import Activation
-from anabranch.precision import precision_number
+from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch import _check
 from anabranch.torch._group_layer import GroupConfig, group_mixture
 from anabranch.torch._layer import LayerConfig, Operands, config_of, mixture, quantized_fields
+from anabranch.torch._precision_choice import Facts, decided, facts_of
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat, unflat
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
@@ -75,8 +76,9 @@ def routed_experts(
       weight_early: weights multiply before W_out instead of at the combine; same result.
       align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
       w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
-      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, as in `moe`.
-      fp8_scales, quantized: with "fp8", as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, "auto":
+        where that is faster, as in `moe`.
+      fp8_scales, quantized: with "fp8" or "auto", as in `moe`.
       group, transport, capacity_factor, fp8_exchange: ranks that share the experts, as in `moe`; experts are numbered
         over all. Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe`
         min(K, E/P).
@@ -117,10 +119,11 @@ def routed_experts(
     )
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
     ranks = 1 if parallel is None else parallel.ranks
+    facts = facts_of(precision, (x, weights, w_in, w_out), (b_in, b_out))
     config: LayerConfig = _right_before.check(
         tensors.values(),
-        (ranks, type(quantized), *options.values()),
-        lambda: _checked(ranks, tensors, quantized, **options),
+        (ranks, type(quantized), facts, *options.values()),
+        lambda: _checked(ranks, tensors, quantized, facts, **options),
     )
     leading, K, experts = x.shape[:-1], experts.shape[-1], _check.as_indices(experts)
     tokens = flat(x)
@@ -133,7 +136,7 @@ def routed_experts(
         b_out=b_out,
         weights=flat(weights.float()),
         experts=flat(experts),
-        **quantized_fields(quantized),
+        **quantized_fields(quantized if config.network.precision == FP8 else None),
     )
     if parallel is None:
         result = mixture(config, operands)
@@ -148,6 +151,7 @@ def _checked(
     ranks: int,
     tensors: dict[str, Any],
     quantized: Any,
+    facts: Facts | None,
     *,
     activation: Any,
     weight_early: Any,
@@ -175,7 +179,8 @@ def _checked(
     _check.tensor("weights", weights, _check.FLOATS, (*leading, ("K", K)))
     _check.on_device_of("x", x, experts=experts, weights=weights)
     options = network(activation, parts, weight_early, K, layouts, precision, fp8_scales)
-    check_fp8_operands(options.precision, layouts, "x", x, w_in, quantized)
+    found = check_fp8_operands(options.precision, layouts, "x", x, w_in, quantized)
+    options = decided(options, x, w_in, found, facts)
     return config_of(None, options, local * ranks, check_align_size(align_size))
 
 

@@ -7,9 +7,13 @@
 
 namespace anabranch::cuda {
 
-// Slots in blocks, each with a counter for every expert and one for what is invalid.
+// Slots in blocks, each with a counter for every expert and one for what is invalid. Few slots are one block's, with as
+// many warps as that takes.
 struct SlotBlocks {
   static constexpr int kMostWarps = 8;
+  static constexpr int64_t kMostSlotsAlone = 4096;
+  static constexpr int kMostWarpsAlone = 16;
+  static constexpr int64_t kMostCountersAlone = 12 << 10;  // of its warps, in shared memory
   static constexpr int kSlotsPerWarp = 128;
   static constexpr int64_t kMostCounters = int64_t{1} << 22;  // of all blocks together
 
@@ -19,12 +23,21 @@ struct SlotBlocks {
 
   SlotBlocks() = default;
   SlotBlocks(int64_t slots, int64_t E) : warps(E <= 2048 ? kMostWarps : 2) {
-    const int64_t most_warps = std::max(kMostCounters / (E + 1), int64_t{1}) * warps;
     const int64_t units = (slots + kSlotsPerWarp - 1) / kSlotsPerWarp;
+    const int64_t warps_alone = std::clamp(units, int64_t{1}, int64_t{kMostWarpsAlone});
+    if (slots <= kMostSlotsAlone && warps_alone * E <= kMostCountersAlone) {
+      warps = static_cast<int>(warps_alone);
+      slots_per_warp = std::max((units + warps - 1) / warps, int64_t{1}) * kSlotsPerWarp;
+      count = 1;
+      return;
+    }
+    const int64_t most_warps = std::max(kMostCounters / (E + 1), int64_t{1}) * warps;
     slots_per_warp = std::max((units + most_warps - 1) / most_warps, int64_t{1}) * kSlotsPerWarp;
     const int64_t per_block = slots_per_warp * warps;
     count = std::max((slots + per_block - 1) / per_block, int64_t{1});
   }
+
+  bool alone() const { return count == 1; }
 };
 
 // The counters of every block, and their sums.

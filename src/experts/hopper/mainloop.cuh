@@ -64,8 +64,7 @@ struct OperandRing {
 template <class Shape, class OperandA, class OperandB>
 __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const OperandA& a, const OperandB& b,
                                               const Tile& tile, bool leads) {
-  constexpr uint32_t kBytes =
-      (OperandA::kGathered ? 0 : Shape::kBytesA) + (OperandB::kGathered ? 0 : Shape::kBytesB);  // of the copy engine
+  const uint32_t bytes = a.template bytes<Shape::kRows>(tile) + b.template bytes<Shape::kColumns>(tile);
   typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
   typename OperandB::template Gather<Shape::kColumns> gather_b(b, tile);
   auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
@@ -90,7 +89,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     ring.empty[at.stage].wait(at.phase ^ 1u);
     __syncwarp();  // no lane may fall a phase behind
     if (leads && lane_index() == 0) {
-      full.arrive_and_expect(kBytes);
+      full.arrive_and_expect(bytes);
       a.template load<Shape::kRows>(shared_address(ring.a[at.stage]), full, tile, k_block, Multicast<1>{});
       b.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, k_block,
                                        Multicast<Shape::kBlocks>::of(tile.multicasts_b != 0));

@@ -17,6 +17,12 @@ struct LoadedByTma {
   static constexpr bool kScaled = false;
   template <int>
   using Gather = NoGather;
+
+  // That load() brings of a tile's rows or columns, kSides of them.
+  template <int kSides>
+  __device__ static constexpr uint32_t bytes(const Tile&) {
+    return kSides * kSwizzleBytes;
+  }
 };
 
 struct LoadedByThreads : GatherSource {
@@ -26,21 +32,40 @@ struct LoadedByThreads : GatherSource {
 
   __device__ void prefetch_maps() const {}
 
+  template <int>
+  __device__ static constexpr uint32_t bytes(const Tile&) {
+    return 0;
+  }
   template <int, class AnyMulticast>
   __device__ void load(uint32_t, Barrier&, const Tile&, int, const AnyMulticast&) const {}
 };
 
-// A of a product over rows: rows of a matrix [R, D], those of other experts zero.
+// A of a product over rows: rows of a matrix [R, D], those of other experts zero. Where a tile has few rows, its other
+// rows are what stood in shared memory before: zeros cost the copy engine as much time as rows.
 struct RowOperand : LoadedByTma {
   static constexpr Major kMajor = Major::k;
+  static constexpr int kFewRows = 32;
   CUtensorMap map;  // row window, boxes [kRows][64]
+  CUtensorMap few;  // the same, boxes [kFewRows][64]
 
-  __device__ void prefetch_maps() const { prefetch_map(map); }
+  __device__ void prefetch_maps() const {
+    prefetch_map(map);
+    prefetch_map(few);
+  }
+
+  template <int kRows>
+  __device__ static uint32_t bytes(const Tile& tile) {
+    return (has_few(tile) ? kFewRows : kRows) * kSwizzleBytes;
+  }
 
   template <int kRows>
   __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block, const Multicast<1>&) const {
-    load_box(map, to, barrier, WindowCoordinates{tile.k + k_block * kBlockK, tile.row, tile.end_row});
+    load_box(has_few(tile) ? few : map, to, barrier,
+             WindowCoordinates{tile.k + k_block * kBlockK, tile.row, tile.end_row});
   }
+
+ private:
+  __device__ static bool has_few(const Tile& tile) { return tile.end_row - tile.row <= kFewRows; }
 };
 
 // B of a product over rows: one expert's weights, kScale of whose columns there are for each of the tile's.

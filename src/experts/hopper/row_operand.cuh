@@ -24,7 +24,8 @@ inline GatherSource gather_source(const Floats& matrix, const RowMap& map, int64
 
 template <int kRows>
 ab_status prepare_rows(const char* name, const Floats& matrix, const RowMap&, int64_t columns, RowOperand* operand) {
-  return make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, kRows, &operand->map);
+  AB_RETURN_IF_ERROR(make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, kRows, &operand->map));
+  return make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, RowOperand::kFewRows, &operand->few);
 }
 template <int kRows>
 ab_status prepare_rows(const char*, const Floats& matrix, const RowMap& map, int64_t columns,

@@ -7,6 +7,7 @@
 #include "experts/cuda/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
+#include "experts/hopper/row_operand.cuh"
 #include "experts/hopper/scale_bias_epilogue.cuh"
 
 namespace anabranch::cuda::hopper {
@@ -60,7 +61,7 @@ int64_t most_tiles(const RowsProduct& p, const P& product) {
 template <class Shape, class Element, Major kMajorB, class Epilogue>
 ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   RowsProductOf<Shape, Element, RowOperand, kMajorB, Epilogue> product;
-  AB_RETURN_IF_ERROR(make_row_window_map("x", p.x, p.dtype, p.D, kPanel, Shape::kRows, &product.a.map));
+  AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, kMajorB, Epilogue>(p, &product)));
   return launch_product("grouped product", product, most_tiles(p, product), multiprocessors, stream);
 }

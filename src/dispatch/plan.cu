@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kThreadsAlone, 1) plan_few_slots(const Plan pl
 #pragma unroll 1
   for (int slot = begin + lane_index(); slot - lane_index() < end; slot += kWarp) {
     const int32_t expert = plan.expert_at(slot);
-    const unsigned same = __match_any_sync(kAllLanes, expert);
+    const unsigned same = lanes_with_same(expert, plan.expert_bits);
     const unsigned before_it = same & ((1u << lane_index()) - 1u);
     if (expert == kInvalid && before_it == 0) atomicAdd(totals + E, __popc(same));
     const int32_t before = expert >= 0 ? own[expert] : 0;
@@ -456,7 +456,7 @@ ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   const size_t E = static_cast<size_t>(plan.call.E);
   const int threads = plan.blocks.warps * cuda::kWarp;
   const size_t shared = E * (sizeof(int64_t) + (1 + static_cast<size_t>(plan.blocks.warps)) * sizeof(int32_t));
-  if (plan.blocks.alone()) {
+  if (plan.blocks.alone) {
     const size_t more = (E + 1 + 2 * static_cast<size_t>(plan.slots)) * sizeof(int32_t);
     AB_RETURN_IF_ERROR(cuda::launch("plan", cuda::plan_few_slots, {1, threads, shared + more, stream, true}, plan));
     return cuda::compact_row_ids(plan, stream);

@@ -1,14 +1,15 @@
 // ab_cuda_plan: a stable counting sort by expert in three kernels. Blocks of slots count their experts; one scan over
 // the blocks turns counts into first rows within each expert; every block places its slots, 32 at a time in order.
-// Few slots are planned by one block, in one kernel. Where slots come from a map, a last kernel compacts the row_id_map
-// of each token.
+// Where slots come from a map, a fourth kernel compacts the row_id_map of each token. Few slots: plan_few.h.
 #include "anabranch/cuda.h"
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "core/entry.h"
 #include "core/tensor.h"
+#include "dispatch/lanes_with_same.cuh"
 #include "dispatch/plan.h"
+#include "dispatch/plan_few.h"
 #include "dispatch/workspace_sizes.h"
 
 namespace anabranch::cuda {
@@ -16,28 +17,25 @@ namespace {
 
 constexpr int kMostWarps = SlotBlocks::kMostWarps;
 constexpr int kThreads = kMostWarps * kWarp;
-constexpr int kThreadsAlone = SlotBlocks::kMostWarpsAlone * kWarp;
-
-constexpr int32_t kInvalid = -2;
 
 struct Plan {
   PlanCall call;
   int64_t slots = 0;
   SlotBlocks blocks;
   int expert_bits = 0;  // that tell the values of expert_at() apart
-  // workspace, of several blocks
+  // workspace
   int32_t* counts = nullptr;  // [blocks, E+1] slots of (block, expert), the last: invalid; then slots in earlier blocks
   int32_t* totals = nullptr;  // [E+1]
 
   __device__ int64_t first_slot(int64_t block, int warp) const {
     return (block * blocks.warps + warp) * blocks.slots_per_warp;
   }
-  // The expert of a slot that is there: an index in range, -1 for none, or kInvalid.
+  // The expert of a slot that is there: an index in range, -1 for none, -2 for an invalid one.
   __device__ int32_t expert_at(int64_t slot) const {
     if (slot >= slots) return -1;
     const int32_t expert =
         call.format == SlotFormat::experts ? call.entry<int32_t>(slot) : call.expert_of(slot / call.maps.K, slot);
-    return expert >= -1 && expert < call.E ? expert : kInvalid;
+    return expert >= -1 && expert < call.E ? expert : -2;
   }
 };
 
@@ -123,11 +121,10 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan
 }
 
 // Where the rows of an expert begin: with padding (int64: padding may pass 2^31 before it is clipped), and as if
-// without. And how many slots it has.
+// without.
 struct Starts {
-  int64_t* aligned;       // [E], in shared memory
-  int32_t* packed;        // [E]
-  const int32_t* totals;  // [E+1], the last: invalid
+  int64_t* aligned;  // [E], in shared memory
+  int32_t* packed;   // [E]
 };
 
 __device__ void find_starts(const Plan& plan, const Starts& starts) {
@@ -146,13 +143,13 @@ __device__ void find_starts(const Plan& plan, const Starts& starts) {
     return static_cast<uint64_t>(static_cast<uint32_t>(count)) << 32 | units_of(count);
   };
   uint64_t own = 0;
-  for (int e = begin; e < end; ++e) own += both_of(starts.totals[e]);
+  for (int e = begin; e < end; ++e) own += both_of(plan.totals[e]);
   uint64_t total;
   uint64_t before = sum_before(own, &total);
   for (int e = begin; e < end; ++e) {
     starts.packed[e] = static_cast<int32_t>(before >> 32);
     starts.aligned[e] = static_cast<int64_t>(before & 0xffffffffu) * regions.align;
-    before += both_of(starts.totals[e]);
+    before += both_of(plan.totals[e]);
   }
   __syncthreads();
   if (regions.experts == E) return;
@@ -172,9 +169,9 @@ __device__ void write_sizes(const Plan& plan, const Starts& starts) {
   const PlanCall& call = plan.call;
   const Regions& regions = call.regions;
   const int E = static_cast<int>(call.E);
-  int32_t past_end = threadIdx.x == 0 ? starts.totals[E] : 0;
+  int32_t past_end = threadIdx.x == 0 ? plan.totals[E] : 0;
   for (int e = static_cast<int>(threadIdx.x); e < E; e += static_cast<int>(blockDim.x)) {
-    const int32_t count = starts.totals[e];
+    const int32_t count = plan.totals[e];
     const int64_t begin = regions.clip(e, starts.aligned[e]);
     const int64_t end = regions.clip(e, starts.aligned[e] + regions.aligned(count));
     past_end += static_cast<int32_t>(count - (regions.clip(e, starts.aligned[e] + count) - begin));
@@ -195,7 +192,7 @@ __device__ void fill_padding(const Plan& plan, const Starts& starts) {
   const Regions& regions = call.regions;
   const auto E = static_cast<int>(call.E);
   const auto experts = static_cast<int>(regions.experts);
-  const auto end_of_slots = [&](int e) { return regions.clip(e, starts.aligned[e] + starts.totals[e]); };
+  const auto end_of_slots = [&](int e) { return regions.clip(e, starts.aligned[e] + plan.totals[e]); };
   if (regions.align > 1) {
     const int warps = static_cast<int>(gridDim.x) * plan.blocks.warps;
     for (int e = static_cast<int>(blockIdx.x) * plan.blocks.warps + warp_index(); e < E; e += warps) {
@@ -211,17 +208,6 @@ __device__ void fill_padding(const Plan& plan, const Starts& starts) {
       call.maps.slot_of_row[row] = -1;
     }
   }
-}
-
-// The lanes whose lowest bits are the same. Faster than __match_any_sync, which takes a turn for each different value.
-__device__ __forceinline__ unsigned lanes_with_same(int32_t value, int bits) {
-  unsigned same = kAllLanes;
-  for (int bit = 0; bit < bits; ++bit) {
-    const bool set = (value >> bit & 1) != 0;
-    const unsigned lanes = __ballot_sync(kAllLanes, set);
-    same &= set ? lanes : ~lanes;
-  }
-  return same;
 }
 
 // A warp's next kBatch * 32 slots.
@@ -248,32 +234,13 @@ __device__ __forceinline__ Ranks rank_batch(const Plan& plan, int64_t first, int
   return batch;
 }
 
-// rank: how many slots of its expert there are before it.
-__device__ __forceinline__ void place_slot(const Plan& plan, const Starts& starts, int64_t slot, int32_t expert,
-                                           int32_t rank) {
-  const PlanCall& call = plan.call;
-  const Regions& regions = call.regions;
-  int32_t row = -1;
-  if (expert >= 0) {
-    const int64_t at = starts.aligned[expert] + rank;
-    if (at < (regions.experts == call.E ? regions.rows : regions.end(expert))) row = static_cast<int32_t>(at);
-  }
-  if (row >= 0) call.maps.slot_of_row[row] = static_cast<int32_t>(slot);
-  if (call.maps.row_of_slot != nullptr) call.maps.row_of_slot[slot] = row;
-  if (call.row_id_map != nullptr) {  // compact_row_ids puts it where it belongs
-    const auto E = static_cast<int>(call.E);
-    const int64_t t = slot / E;
-    call.row_id_map[t * (2 * call.E + 1) + (slot - t * E)] = expert >= 0 ? starts.packed[expert] + rank : -1;
-  }
-}
-
 // It reads slots before it waits: so the kernels before it let it start only when they have waited for who wrote them.
 // The last block has no slots: it writes the sizes.
 __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   extern __shared__ int64_t memory[];
   const PlanCall& call = plan.call;
   const int E = static_cast<int>(call.E);
-  const Starts starts{memory, reinterpret_cast<int32_t*>(memory + E), plan.totals};
+  const Starts starts{memory, reinterpret_cast<int32_t*>(memory + E)};
   int32_t* counters = starts.packed + E;  // [warps][E] slots of each warp; then those of the blocks and warps before
   int32_t* own = counters + warp_index() * E;
   for (int e = lane_index(); e < E; e += kWarp) own[e] = 0;
@@ -300,8 +267,20 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
     }
   }
   __syncthreads();
+  const bool one_region = call.regions.experts == E;
   const auto place = [&](int64_t slot, int32_t expert, int32_t rank) {
-    if (slot < plan.slots) place_slot(plan, starts, slot, expert, rank);
+    if (slot >= plan.slots) return;
+    int32_t row = -1;
+    if (expert >= 0) {
+      const int64_t at = starts.aligned[expert] + rank;
+      if (at < (one_region ? call.regions.rows : call.regions.end(expert))) row = static_cast<int32_t>(at);
+    }
+    if (row >= 0) call.maps.slot_of_row[row] = static_cast<int32_t>(slot);
+    if (call.maps.row_of_slot != nullptr) call.maps.row_of_slot[slot] = row;
+    if (call.row_id_map != nullptr) {  // compact_row_ids puts it where it belongs
+      const int64_t t = slot / E;
+      call.row_id_map[t * (2 * call.E + 1) + (slot - t * E)] = expert >= 0 ? starts.packed[expert] + rank : -1;
+    }
   };
   if (plan.blocks.slots_per_warp == kBatchSlots) {
 #pragma unroll
@@ -319,67 +298,8 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   fill_padding(plan, starts);
 }
 
-// Where slots are so few, a kernel's code takes longer to arrive than to run: loops are not unrolled.
-__global__ void __launch_bounds__(kThreadsAlone, 1) plan_few_slots(const Plan plan) {
-  extern __shared__ int64_t memory[];
-  const int E = static_cast<int>(plan.call.E);
-  const int warps = plan.blocks.warps;
-  const auto slots = static_cast<int>(plan.slots);
-  auto* const packed = reinterpret_cast<int32_t*>(memory + E);
-  int32_t* const totals = packed + E;
-  int32_t* const counters = totals + E + 1;     // [warps][E] slots of each warp; then those of the warps before
-  int32_t* const ranks = counters + warps * E;  // [slots] among those of its expert and warp
-  int32_t* const experts = ranks + slots;       // [slots]
-  const Starts starts{memory, packed, totals};
-  const auto thread = static_cast<int>(threadIdx.x);
-  const auto threads = static_cast<int>(blockDim.x);
-  for (int i = thread; i < E + 1 + warps * E; i += threads) totals[i] = 0;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  __syncthreads();
-  int32_t* const own = counters + warp_index() * E;
-  const auto begin = static_cast<int>(plan.first_slot(0, warp_index()));
-  const int end = min(begin + static_cast<int>(plan.blocks.slots_per_warp), slots);
-#pragma unroll 1
-  for (int slot = begin + lane_index(); slot - lane_index() < end; slot += kWarp) {
-    const int32_t expert = plan.expert_at(slot);
-    const unsigned same = lanes_with_same(expert, plan.expert_bits);
-    const unsigned before_it = same & ((1u << lane_index()) - 1u);
-    if (expert == kInvalid && before_it == 0) atomicAdd(totals + E, __popc(same));
-    const int32_t before = expert >= 0 ? own[expert] : 0;
-    __syncwarp();
-    if (expert >= 0 && before_it == 0) own[expert] = before + __popc(same);
-    __syncwarp();
-    if (slot < end) {
-      ranks[slot] = before + __popc(before_it);
-      experts[slot] = expert;
-    }
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int e = thread; e < E; e += threads) {
-    int32_t rank = 0;
-#pragma unroll 1
-    for (int warp = 0; warp < warps; ++warp) {
-      const int32_t count = counters[warp * E + e];
-      counters[warp * E + e] = rank;
-      rank += count;
-    }
-    totals[e] = rank;
-  }
-  __syncthreads();
-  find_starts(plan, starts);
-  write_sizes(plan, starts);
-#pragma unroll 1
-  for (int slot = begin + lane_index(); slot < end; slot += kWarp) {
-    const int32_t expert = experts[slot];
-    place_slot(plan, starts, slot, expert, ranks[slot] + (expert >= 0 ? own[expert] : 0));
-  }
-  fill_padding(plan, starts);
-}
-
 // A warp a token: its rows in descending order, then their experts, then how many.
-__global__ void __launch_bounds__(kThreads) compact_ids_of_tokens(const Plan plan) {
+__global__ void __launch_bounds__(kThreads) compact_row_ids(const Plan plan) {
   extern __shared__ int32_t rows_of_tokens[];  // [warps][E]
   wait_for_previous_kernel();
   const int E = static_cast<int>(plan.call.E);
@@ -406,16 +326,6 @@ __global__ void __launch_bounds__(kThreads) compact_ids_of_tokens(const Plan pla
     if (lane_index() == 0) ids[2 * E] = n;
     __syncwarp();
   }
-}
-
-// Where there is a row_id_map.
-ab_status compact_row_ids(const Plan& plan, cudaStream_t stream) {
-  if (plan.call.row_id_map == nullptr) return ok();
-  const int warps = plan.call.E <= 1024 ? kMostWarps : 4;
-  const int64_t blocks = (plan.call.maps.T + warps - 1) / warps;
-  const size_t shared = static_cast<size_t>(warps * plan.call.E) * sizeof(int32_t);
-  return launch("plan: compact_row_ids", compact_ids_of_tokens,
-                {blocks < 1056 ? blocks : 1056, warps * kWarp, shared, stream, true}, plan);
 }
 
 ab_status parse(const ab_plan_args* args, void* workspace, Plan* plan, size_t* bytes) {
@@ -453,22 +363,24 @@ ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   AB_RETURN_IF_ERROR(cuda::parse(args, exec->workspace, &plan, &bytes));
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
+  if (cuda::is_few(plan.call)) return cuda::plan_few(plan.call, plan.expert_bits, stream);
   const size_t E = static_cast<size_t>(plan.call.E);
   const int threads = plan.blocks.warps * cuda::kWarp;
-  const size_t shared = E * (sizeof(int64_t) + (1 + static_cast<size_t>(plan.blocks.warps)) * sizeof(int32_t));
-  if (plan.blocks.alone) {
-    const size_t more = (E + 1 + 2 * static_cast<size_t>(plan.slots)) * sizeof(int32_t);
-    AB_RETURN_IF_ERROR(cuda::launch("plan", cuda::plan_few_slots, {1, threads, shared + more, stream, true}, plan));
-    return cuda::compact_row_ids(plan, stream);
-  }
   AB_RETURN_IF_ERROR(cuda::launch("plan: count_slots", cuda::count_slots,
                                   {plan.blocks.count, threads, (E + 1) * sizeof(int32_t), stream, true}, plan));
   const int64_t strips = (plan.call.E + 1 + cuda::kScanColumns - 1) / cuda::kScanColumns;
   AB_RETURN_IF_ERROR(cuda::launch("plan: scan_blocks", cuda::scan_blocks,
                                   {strips, cuda::kScanWarps * cuda::kWarp, 0, stream, true}, plan));
+  const size_t shared = E * (sizeof(int64_t) + (1 + static_cast<size_t>(plan.blocks.warps)) * sizeof(int32_t));
   AB_RETURN_IF_ERROR(cuda::launch("plan: place_slots", cuda::place_slots,
                                   {plan.blocks.count + 1, threads, shared, stream, true}, plan));
-  return cuda::compact_row_ids(plan, stream);
+  if (plan.call.row_id_map == nullptr) return ok();
+  const int warps = plan.call.E <= 1024 ? cuda::kMostWarps : 4;
+  const int64_t blocks = (plan.call.maps.T + warps - 1) / warps;
+  return cuda::launch("plan: compact_row_ids", cuda::compact_row_ids,
+                      {blocks < 1056 ? blocks : 1056, warps * cuda::kWarp,
+                       static_cast<size_t>(warps) * E * sizeof(int32_t), stream, true},
+                      plan);
 }
 
 }  // extern "C"

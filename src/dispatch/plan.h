@@ -17,11 +17,9 @@ struct Regions {
   int64_t rows = 0;
   int64_t align = 1;
 
-  // Of an expert; without a division where there is one region.
-  AB_INLINE int64_t region(int64_t expert) const { return expert < experts ? 0 : expert / experts; }
-  AB_INLINE int64_t begin(int64_t expert) const { return region(expert) * rows; }
-  AB_INLINE int64_t end(int64_t expert) const { return (region(expert) + 1) * rows; }
-  AB_INLINE int64_t aligned(int64_t count) const { return align == 1 ? count : (count + align - 1) / align * align; }
+  AB_INLINE int64_t begin(int64_t expert) const { return expert / experts * rows; }
+  AB_INLINE int64_t end(int64_t expert) const { return (expert / experts + 1) * rows; }
+  AB_INLINE int64_t aligned(int64_t count) const { return (count + align - 1) / align * align; }
   // A row within the region of an expert.
   AB_INLINE int64_t clip(int64_t expert, int64_t row) const { return row < end(expert) ? row : end(expert); }
 };

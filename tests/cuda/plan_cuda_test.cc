@@ -143,6 +143,23 @@ TEST_F(PlanCuda, BoundedRowsAndDestinations) {
   }
 }
 
+TEST_F(PlanCuda, AsManySlotsRowsAndExpertsAsOneBlockTakesAndMore) {
+  unsigned seed = 200;
+  for (const Case& c : {Case{512, 8, 128}, Case{4096, 1, 384}, Case{4097, 1, 384}, Case{4096, 1, 385}, Case{1, 8, 1536},
+                        Case{1, 8, 1537}, Case{513, 8, 128, 0, 0, 3000}}) {
+    for (const double skew : {0.0, 0.9}) {
+      Case skewed = c;
+      skewed.skew = skew;
+      check(skewed, ++seed);
+      if (HasFatalFailure()) return;
+    }
+  }
+  for (const int64_t rows : {16384, 16385}) {
+    check({500, 8, 64, 0, 0, rows}, ++seed);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_F(PlanCuda, Maps) {
   unsigned seed = 90;
   for (const Slots slots : {Slots::byte_map, Slots::bit_map}) {

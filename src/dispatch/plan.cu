@@ -3,6 +3,7 @@
 // Where slots come from a map, a fourth kernel compacts the row_id_map of each token. Few slots: plan_few.h.
 #include "anabranch/cuda.h"
 #include "core/cuda/block_sum.cuh"
+#include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "core/entry.h"
@@ -49,7 +50,7 @@ __device__ __forceinline__ void load_batch(const Plan& plan, int64_t first, int 
 }
 
 __global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {
-  extern __shared__ int32_t counters[];  // [E+1]
+  int32_t* const counters = &dynamic_shared_memory<int32_t>();  // [E+1]
   const int64_t E = plan.call.E;
   for (int64_t e = threadIdx.x; e <= E; e += blockDim.x) counters[e] = 0;
   wait_for_previous_kernel();
@@ -237,7 +238,7 @@ __device__ __forceinline__ Ranks rank_batch(const Plan& plan, int64_t first, int
 // It reads slots before it waits: so the kernels before it let it start only when they have waited for who wrote them.
 // The last block has no slots: it writes the sizes.
 __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
-  extern __shared__ int64_t memory[];
+  int64_t* const memory = &dynamic_shared_memory<int64_t>();
   const PlanCall& call = plan.call;
   const int E = static_cast<int>(call.E);
   const Starts starts{memory, reinterpret_cast<int32_t*>(memory + E)};
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
 
 // A warp a token: its rows in descending order, then their experts, then how many.
 __global__ void __launch_bounds__(kThreads) compact_row_ids(const Plan plan) {
-  extern __shared__ int32_t rows_of_tokens[];  // [warps][E]
+  int32_t* const rows_of_tokens = &dynamic_shared_memory<int32_t>();  // [warps][E]
   wait_for_previous_kernel();
   const int E = static_cast<int>(plan.call.E);
   int32_t* rows = rows_of_tokens + warp_index() * E;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/cuda/block_sum.cuh"
+#include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
 #include "dispatch/lanes_with_same.cuh"
 
@@ -32,7 +33,7 @@ int warps_of(int64_t slots) {
 // The code takes longer to arrive from memory than to run, where the weights of other layers have driven it out of the
 // caches: there is little of it, and loops are not unrolled.
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1) place_few_slots(const FewSlots few) {
-  extern __shared__ int32_t starts[];  // [E] of experts
+  int32_t* const starts = &dynamic_shared_memory<int32_t>();  // [E] of experts
   const PlanCall& call = few.call;
   const auto thread = static_cast<int>(threadIdx.x);
   const auto threads = static_cast<int>(blockDim.x);

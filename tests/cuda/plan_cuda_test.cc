@@ -1,4 +1,4 @@
-// The plan on the GPU against the CPU's, to the last integer, and the loss on statistics.
+// The plan on the GPU against the CPU's, to the last integer.
 #include <algorithm>
 #include <random>
 
@@ -181,73 +181,6 @@ TEST_F(PlanCuda, Maps) {
 TEST_F(PlanCuda, MoreSlotsAWarpThanItsRegistersHold) {
   check({20000, 8, 8192, 8, 0, -1, 0.5}, 1);
   check({40, 3, 8192, 0, 0, -1, 0.0, Slots::byte_map}, 2);
-}
-
-class BalanceCuda : public CudaTest {};
-
-TEST_F(BalanceCuda, LossAndScoreSumAreTheCpus) {
-  for (const int64_t B : {1, 5}) {
-    constexpr int64_t E = 70;
-    constexpr int64_t T = 500;
-    std::mt19937 random(3);
-    std::uniform_real_distribution<float> uniform;
-    Tensor<float> scores({T, E});
-    for (float& value : scores.values()) value = uniform(random);
-    const std::vector<int64_t> shape = B == 1 ? std::vector<int64_t>{E} : std::vector<int64_t>{B, E};
-    Tensor<int32_t> counts(shape);
-    for (int32_t& count : counts.values()) count = static_cast<int32_t>(random() % 50);
-    Tensor<int32_t> tokens(B == 1 ? std::vector<int64_t>{} : std::vector<int64_t>{B});
-    for (int64_t b = 0; b < B; ++b) tokens[b] = b == 2 ? 0 : 100;
-    struct Side {
-      explicit Side(const std::vector<int64_t>& s) : sum(s), loss({}), gradient(s) {}
-      Tensor<float> sum;
-      Tensor<float> loss;
-      Tensor<float> gradient;
-    };
-    const Side want(shape);
-    const Side got(shape);
-    for (const bool device : {false, true}) {
-      const Side& side = device ? got : want;
-      ab_score_sum_args sums{sizeof(sums), scores.view(), side.sum.view()};
-      Mirrors mirrors;
-      if (device) {
-        sums.scores = mirrors.add(sums.scores);
-        sums.score_sum = mirrors.add(sums.score_sum);
-        size_t bytes = 0;
-        EXPECT_OK(ab_cuda_score_sum_workspace(&sums, nullptr, &bytes));
-        DeviceWorkspace workspace(bytes);
-        EXPECT_OK(ab_cuda_score_sum(&sums, &workspace.exec()));
-        mirrors.fetch();
-      } else {
-        EXPECT_OK(call(ab_score_sum, ab_score_sum_workspace, sums));
-      }
-      ab_load_balance_loss_args loss{};
-      loss.size = sizeof(loss);
-      loss.topk = 4;
-      loss.coeff = 0.1f;
-      loss.score_sum = side.sum.view();
-      loss.tokens_per_expert = counts.view();
-      loss.num_tokens = tokens.view();
-      loss.loss = side.loss.view();
-      loss.d_score_sum = side.gradient.view();
-      Mirrors more;
-      if (!device) {
-        EXPECT_OK(ab_load_balance_loss(&loss, nullptr));
-        continue;
-      }
-      for (const ab_tensor** tensor :
-           {&loss.score_sum, &loss.tokens_per_expert, &loss.num_tokens, &loss.loss, &loss.d_score_sum}) {
-        *tensor = more.add(*tensor);
-      }
-      EXPECT_OK(ab_cuda_load_balance_loss(&loss, nullptr));
-      more.fetch();
-    }
-    for (int64_t i = 0; i < want.sum.size(); ++i) {
-      EXPECT_NEAR(got.sum[i], want.sum[i], 1e-4f);
-      EXPECT_EQ(got.gradient[i], want.gradient[i]);
-    }
-    EXPECT_NEAR(got.loss[0], want.loss[0], 1e-6f * want.loss[0]);
-  }
 }
 
 }  // namespace

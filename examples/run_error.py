@@ -20,7 +20,9 @@ def cause(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def as_run_error(what: str, kinds: type[Exception] = OSError, after: str = "") -> Iterator[None]:
+def as_run_error(
+    what: str, kinds: type[Exception] | tuple[type[Exception], ...] = OSError, after: str = ""
+) -> Iterator[None]:
     """Any failure of `kinds` within as a RunError.
 
     Args:

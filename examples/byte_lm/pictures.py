@@ -1,7 +1,8 @@
 """The pictures of a run: the loss over the steps, and where the bytes of each layer went over the steps."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
@@ -71,6 +72,35 @@ def draw_loss(path: Path, history: History, step_bytes: int, comparison: "Compar
         axes.set_ylim(0.92 * low, max(min(1.05 * train.max(), 3 * low), 1.1 * max(ends)))
         axes.set_xlim(0, len(train))
         axes.set_xlabel(f"training step, {step_bytes:,} bytes each")
+        axes.set_ylabel("bits per byte")
+        axes.grid(axis="y", alpha=0.25)
+        axes.legend(frameon=False)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def draw_comparison(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Bits per byte of several runs: of the training text, smoothed, and, as points, of held-out windows.
+
+    Args:
+      runs: `curves` of a run's summary.json by the name to show.
+    """
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+        figure.suptitle("How well the models predict the next byte", x=0.02, ha="left")
+        axes.set_title("in bits per byte; lines: training text, smoothed; points: held-out windows", color=GREY)
+        highest, lowest = [], []
+        for index, (name, curve) in enumerate(runs.items()):
+            train, held_out = np.array(curve["train_bits"]), np.array(curve["held_out_bits"]).reshape(-1, 2)
+            smoothed = smooth(train, max(len(train) // 60, 1))
+            colour, dashed = f"C{index}", "--" if index % 2 else "-"
+            axes.plot(np.arange(1, len(train) + 1), smoothed, dashed, color=colour, linewidth=1.6, label=name)
+            axes.plot(*held_out.T, "ox+s^"[index % 5], color=colour, markersize=6, fillstyle="none")
+            highest.append(train.max())
+            lowest.append(min(smoothed.min(), *held_out[:, 1]))
+        axes.set_ylim(0.92 * min(lowest), max(min(max(highest), 3 * min(lowest)), 1.1 * min(lowest)))
+        axes.set_xlim(0, None)
+        axes.set_xlabel("training step")
         axes.set_ylabel("bits per byte")
         axes.grid(axis="y", alpha=0.25)
         axes.legend(frameon=False)

@@ -83,6 +83,16 @@ def table(comparison: Comparison, files: int) -> str:
     )
 
 
+def curves(history: History) -> dict[str, Any]:
+    """Bits per byte of every step's batch, and of held-out windows as [step, bits] where they were measured."""
+    return {
+        "train_bits": [round(bits, 4) for bits in history.train_bits],
+        "held_out_bits": [
+            [step, round(bits, 4)] for step, bits in enumerate(history.held_out_bits, 1) if np.isfinite(bits)
+        ],
+    }
+
+
 def summarise(
     options: Options,
     corpus: Corpus,
@@ -103,6 +113,7 @@ def summarise(
         "train_bits_per_byte": round(float(np.mean(history.train_bits[-RECENT:])), 4),
         "max_over_mean_load": [round(float(value), 3) for value in imbalance(history)],
         "held_out": None if comparison is None else dataclasses.asdict(comparison),
+        "curves": curves(history),
         "parameters": {"all": total, "active": active},
         "corpus": {
             "train_bytes": len(corpus.train),

@@ -7,13 +7,15 @@ from anabranch.bench import gpu
 from anabranch.bench.errors import BenchError, as_bench_errors
 from anabranch.bench.experts_path import experts_path
 from anabranch.bench.gpu import Timing
+from anabranch.bench.layer_result import LayerTimes
 from anabranch.bench.layer_shape import NAMED, LayerShape
 from anabranch.bench.processes import rows_of_a_process
 from anabranch.bench.selection import check_dtypes, implementations, sized
 
 CAPTION = """the layer on all GPUs as ranks along one expert axis, T tokens a rank, random gate; TFLOP/s a rank, of
 6 T K D F forward and 12 T K D F backward (the difference between forward and backward, and forward). fp8: the layer
-with precision="fp8"; fp8-exchange: and with tokens that travel so. capacity: the capacity_factor, none: buffers for
+with precision="fp8"; fp8-exchange: and with tokens that travel so; moe: the layer through torch, a process a GPU,
+called one by one (eager) or as a CUDA graph of many calls (graph). capacity: the capacity_factor, none: buffers for
 the worst case; path: which of our kernels the experts ran on; dropped: slots, of all ranks. collectives: T K rows of D
 a rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring needs (all_gather: T rows there,
 all_to_all_sums: as many back);
@@ -22,10 +24,14 @@ xla: jax.lax's under jit, torch: NCCL's all_to_all, a process a GPU. GB/s: of wh
 
 DTYPES = ("bfloat16",)
 #: The layer, and collectives by themselves.
-OURS = ("jax", "fp8", "fp8-exchange")
+OURS = ("jax", "fp8", "fp8-exchange", "moe")
 BY = (*OURS, "xla", "torch")
 TRANSPORTS = ("ring", "all_to_all", "ragged")
 CAPACITIES = (None, 1.25)
+
+#: How JAX's programs are called, and which transports torch's ranks have.
+JIT = "jit"
+IN_TORCH = ("ring", "all_to_all")
 
 #: Those that others have published figures of.
 SHAPES = tuple(NAMED[name]._replace(T=8192) for name in ("qwen3-30b", "mixtral"))
@@ -48,7 +54,7 @@ def rows(
       shape: None: SHAPES, whose T is that of a rank.
       tokens: T, in the place of the shapes' own.
       by: out of BY; None: all that are installed.
-      transport: out of TRANSPORTS; None: all.
+      transport: out of TRANSPORTS; None: all, of moe those that it has.
 
     Raises:
       BenchError: an argument is wrong; of a single case, whatever fails, such as fewer than two GPUs. Of several cases
@@ -62,7 +68,10 @@ def rows(
         for sizes in sized(shape or SHAPES, tokens, quick)
         for who in timed
         for way in (ways if who in OURS else ways[:1])
+        if who != "moe" or way in IN_TORCH
     ]
+    if not cases:
+        raise BenchError(f"--transport: got {', '.join(ways)} with moe, expected {' or '.join(IN_TORCH)}")
     repeats = 5 if quick else gpu.REPEATS
     for case in cases:
         if len(cases) == 1:
@@ -90,9 +99,12 @@ def _measure(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterat
         timing, sent = mesh_in_torch.measure_all_to_all(shape.T * shape.K * shape.D, repeats=repeats)
         yield collective_row(shape, by, "all_to_all", timing, sent)
         return
-    devices = gpu.jax_with_gpu().device_count()
+    devices = gpu.torch_with_gpu().cuda.device_count() if by == "moe" else gpu.jax_with_gpu().device_count()
     if devices < 2:
         raise BenchError(f"mesh: got {devices} GPU, expected 2 or more")
+    if by == "moe":
+        yield from _in_torch(shape, devices, transport, repeats)
+        return
     from anabranch.bench import mesh_in_jax
 
     if by == "xla":
@@ -107,17 +119,41 @@ def _measure(shape: LayerShape, by: str, transport: str, repeats: int) -> Iterat
         except BenchError as error:  # such as memory that did not suffice, which it may with another bound
             yield {**_head(shape, by), "transport": transport, "capacity": capacity, "error": str(error)}
         else:
-            yield layer_row(shape, by, devices, transport, capacity, measured, experts_path(shape, DTYPES[0]))
+            yield layer_row(shape, by, JIT, devices, transport, capacity, measured, experts_path(shape, DTYPES[0]))
+
+
+def _in_torch(shape: LayerShape, ranks: int, transport: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """The rows of the layer through torch."""
+    from anabranch.bench import mesh_in_torch
+
+    path = experts_path(shape, DTYPES[0])
+    for capacity in CAPACITIES:
+        try:
+            with as_bench_errors("moe"):
+                by_mode = mesh_in_torch.measure_layer(shape, DTYPES[0], transport, capacity, repeats=repeats)
+        except BenchError as error:
+            yield {**_head(shape, "moe"), "transport": transport, "capacity": capacity, "error": str(error)}
+        else:
+            for mode, measured in by_mode.items():
+                yield layer_row(shape, "moe", mode, ranks, transport, capacity, measured, path)
 
 
 def layer_row(
-    shape: LayerShape, by: str, ranks: int, transport: str, capacity: float | None, measured: Any, path: str
+    shape: LayerShape,
+    by: str,
+    mode: str,
+    ranks: int,
+    transport: str,
+    capacity: float | None,
+    measured: LayerTimes,
+    path: str,
 ) -> dict[str, Any]:
-    """The row of mesh_in_jax.LayerTimes; path: which of our kernels the experts ran on."""
+    """The row of what was measured; mode: how the layer was called, path: which of our kernels the experts ran on."""
     forward, both, dropped = measured
     backward = both.median - forward.median
     return {
         **_head(shape, by),
+        "mode": mode,
         "ranks": ranks,
         "transport": transport,
         "capacity": capacity,

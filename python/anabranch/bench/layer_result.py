@@ -23,6 +23,14 @@ class Memory(NamedTuple):
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
+class LayerTimes(NamedTuple):
+    """Of one call on all ranks of a mesh, and how many slots it dropped."""
+
+    forward: Timing
+    both: Timing
+    dropped: int
+
+
 class Measured(NamedTuple):
     """One layer by one implementation. None: not measured, and `note` says why.
 

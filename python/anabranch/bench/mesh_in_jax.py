@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from anabranch.bench import gpu, layer_in_jax
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_in_jax import Operands
+from anabranch.bench.layer_result import LayerTimes
 from anabranch.bench.layer_shape import LayerShape
 from anabranch.jax import Parallel, moe
 
 AXIS = "expert"
 _BATCH_SECONDS = 40e-3
-
-
-class LayerTimes(NamedTuple):
-    """Of one call on all ranks, and what it dropped."""
-
-    forward: Timing
-    both: Timing
-    dropped: int
 
 
 def ranks() -> Mesh:

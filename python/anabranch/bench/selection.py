@@ -28,7 +28,7 @@ def implementations(operation: str, given: Sequence[str] | None, known: Sequence
             raise BenchError(f"--by: got {by} with {operation}, expected {', '.join(known)}")
     if given is not None:
         return list(dict.fromkeys(given))
-    found = [by for by in known if by not in ("c", "torch") or importlib.util.find_spec("torch")]
+    found = [by for by in known if by not in ("c", "torch", "moe") or importlib.util.find_spec("torch")]
     if len(found) < len(known):
         left_out = " and ".join(by for by in known if by not in found)
         print(f"{operation}: without {left_out}: torch is not installed", file=sys.stderr)

@@ -10,8 +10,8 @@ from anabranch.__main__ import main
 from anabranch.bench import cuda_mesh, mesh_in_jax
 from anabranch.bench.errors import BenchError
 from anabranch.bench.gpu import Timing
+from anabranch.bench.layer_result import LayerTimes
 from anabranch.bench.layer_shape import LayerShape
-from anabranch.bench.mesh_in_jax import LayerTimes
 
 SHAPE = LayerShape(T=1024, D=32, F=48, E=8, K=2)
 COMMAND = ["bench", "mesh", "--device", "cuda"]
@@ -19,7 +19,7 @@ COMMAND = ["bench", "mesh", "--device", "cuda"]
 
 def test_figures_become_rows_and_tables():
     times = LayerTimes(Timing(1e-3, 9e-4, 2e-3), Timing(4e-3, 3e-3, 5e-3), 7)
-    row = cuda_mesh.layer_row(SHAPE, "fp8", 4, "ring", 1.25, times, "portable")
+    row = cuda_mesh.layer_row(SHAPE, "fp8", "jit", 4, "ring", 1.25, times, "portable")
     assert (row["forward ms"], row["dropped"], row["ranks"], row["path"]) == (1.0, 7, 4, "portable")
     assert row["backward ms"] == pytest.approx(3.0)
     flops = 6 * SHAPE.T * SHAPE.K * SHAPE.D * SHAPE.F
@@ -52,8 +52,9 @@ def test_a_bound_that_fails_does_not_hide_the_other(monkeypatch):
     "arguments,message",
     [
         (["--tokens", str(2**30)], f"--tokens: got {2**30} with K = 8, expected T * K < 2^31"),
-        (["--by", "c"], "--by: got c with mesh, expected jax, fp8, fp8-exchange, xla, torch"),
+        (["--by", "c"], "--by: got c with mesh, expected jax, fp8, fp8-exchange, moe, xla, torch"),
         (["--dtype", "float32"], "--dtype: got float32 with mesh, expected bfloat16"),
+        (["--by", "moe", "--transport", "ragged"], "--transport: got ragged with moe, expected ring or all_to_all"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message, capsys):
@@ -79,12 +80,16 @@ def test_every_case_is_measured_by_a_process_of_its_own(monkeypatch, tmp_path, c
 
     monkeypatch.setattr(cuda_mesh, "rows_of_a_process", rows_of_a_process)
     file = tmp_path / "rows.json"
-    which = ["--shape", str(SHAPE), "--by", "jax", "--by", "fp8-exchange", "--by", "xla", "--by", "torch"]
+    by = [flag for name in ("jax", "fp8-exchange", "moe", "xla", "torch") for flag in ("--by", name)]
+    which = ["--shape", str(SHAPE), *by]
     assert main([*COMMAND, *which, "--json", str(file)]) == 1
     rows = json.loads(file.read_text())["rows"]["mesh"]
-    assert [row["by"] for row in rows] == [*["jax"] * 3, *["fp8-exchange"] * 3, "xla", "torch"]
+    assert [row["by"] for row in rows] == [*["jax"] * 3, *["fp8-exchange"] * 3, "moe", "moe", "xla", "torch"]
     assert rows[-1]["error"] == "no second GPU"
-    assert [flags[flags.index("--transport") + 1] for flags in started[:6]] == ["ring", "all_to_all", "ragged"] * 2
+    assert [flags[flags.index("--transport") + 1] for flags in started[:8]] == [
+        *["ring", "all_to_all", "ragged"] * 2,
+        *["ring", "all_to_all"],
+    ]
     assert "no second GPU" in capsys.readouterr().out
 
 
@@ -98,8 +103,9 @@ def test_the_mesh_is_measured_on_gpus(tmp_path):
         pytest.skip("FEWER THAN TWO GPUs FOUND: the benchmark of many is not tested")
     file = tmp_path / "rows.json"
     hopper = jax.devices("gpu")[0].compute_capability == "9.0"
-    timed = ["jax", "xla", *(["fp8", "fp8-exchange"] if hopper else [])]
+    timed = ["jax", "xla", "moe", *(["fp8", "fp8-exchange"] if hopper else [])]
     by = [flag for name in timed for flag in ("--by", name)]
     assert main([*COMMAND, "--quick", "--shape", "512,128,128,8,2", *by, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]["mesh"]
     assert {row["by"] for row in rows} == set(timed) and not any("error" in row for row in rows)
+    assert {row["mode"] for row in rows if row["by"] == "moe"} == {"eager", "graph"}

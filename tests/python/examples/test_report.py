@@ -1,11 +1,14 @@
+import json
 import math
 
 import jax
 import numpy as np
+import pytest
 
-from byte_lm.checkpoint import History
+from byte_lm import compare
+from byte_lm.checkpoint import SUMMARY, History
 from byte_lm.pictures import shares, smooth
-from byte_lm.report import Comparison, count_parameters, imbalance, table
+from byte_lm.report import Comparison, count_parameters, curves, imbalance, table
 from byte_lm.step import Program
 
 
@@ -39,3 +42,26 @@ def test_active_parameters_are_all_but_those_of_the_experts_not_taken(options):
     moe = params["blocks"][0]["moe"]
     of_all_experts = math.prod(moe["w_in"].get_value().shape) + math.prod(moe["w_out"].get_value().shape)
     assert total - active == options.layers * of_all_experts * (options.experts - options.topk) // options.experts
+
+
+def test_the_curves_of_several_runs_stand_in_one_picture(tmp_path, capsys):
+    history = History()
+    for step in range(9):
+        history.append(8.0 - step / 2, 7.00004 if step % 4 == 0 else np.nan, 1.0, np.array([[3, 1]]))
+    found = curves(history)
+    assert found["train_bits"] == [8.0 - step / 2 for step in range(9)]
+    assert found["held_out_bits"] == [[1, 7.0], [5, 7.0], [9, 7.0]]
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / SUMMARY).write_text(json.dumps({"curves": found}))
+    picture = tmp_path / "both.png"
+    assert compare.main([f"a={tmp_path / 'one'}", f"b={tmp_path / 'other'}", "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "other" / SUMMARY).write_text("{}")
+    assert compare.main([f"b={tmp_path / 'other'}"]) == 1
+    assert "got no curves, expected the summary of a run" in capsys.readouterr().err
+    assert compare.main([f"b={tmp_path / 'nothing'}"]) == 1
+    assert "FileNotFoundError" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compare.main(["folder"])
+    assert "got 'folder', expected NAME=FOLDER" in capsys.readouterr().err

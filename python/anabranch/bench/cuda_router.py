@@ -30,7 +30,7 @@ CASES = [
     RouterCase(512, 10, normalize=False),
     RouterCase(512, 32, "sigmoid", bias=True),
 ]
-TOKENS = (65536, 256)
+TOKENS = (65536, 8192, 4096, 256)
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 #: Most calls of one jitted program. Ours compile at once; XLA's take a moment each.

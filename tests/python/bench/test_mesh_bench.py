@@ -105,7 +105,9 @@ def test_the_mesh_is_measured_on_gpus(tmp_path):
     hopper = jax.devices("gpu")[0].compute_capability == "9.0"
     timed = ["jax", "xla", "moe", *(["fp8", "fp8-exchange"] if hopper else [])]
     by = [flag for name in timed for flag in ("--by", name)]
-    assert main([*COMMAND, "--quick", "--shape", "512,128,128,8,2", *by, "--json", str(file)]) == 0
+    assert (
+        main([*COMMAND, "--quick", "--shape", "512,128,128,8,2", "--transport", "ring", *by, "--json", str(file)]) == 0
+    )
     rows = json.loads(file.read_text())["rows"]["mesh"]
     assert {row["by"] for row in rows} == set(timed) and not any("error" in row for row in rows)
     assert {row["mode"] for row in rows if row["by"] == "moe"} == {"eager", "graph"}

@@ -154,8 +154,8 @@ struct Operands {
   }
 };
 
-// A warp's part of the product of two k-blocks. What is needed next is loaded while something else is multiplied, and
-// what is needed first as soon as the k-blocks are there.
+// A warp's part of the product of two k-blocks. What is needed next is loaded while something else is multiplied: what
+// is needed first of two k-blocks, before the last products of the ones before.
 template <class Shape, class Element, Precision kPrecision, Major kMajorA, Major kMajorB>
 class WarpProduct {
   static constexpr bool kSplits = splits(sizeof(Element), kPrecision);
@@ -175,13 +175,16 @@ class WarpProduct {
     b_.load_b(block_b, 0, 0, right_);
   }
 
-  // acc += their product, up to what finish() adds.
-  __device__ __forceinline__ void add(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& acc) {
+  // acc += their product, up to what finish() adds. advance(): called when nothing of them is needed any more but what
+  // the warp has in registers, to load what is needed first of the next ones.
+  template <class Advance>
+  __device__ __forceinline__ void add(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& acc,
+                                      const Advance& advance) {
     if constexpr (kSplits) {
-      multiply(block_a, block_b, sum_);
+      multiply(block_a, block_b, sum_, advance);
       if (++summed_ == kBlocksOfSum) finish(acc);
     } else {
-      multiply(block_a, block_b, acc);
+      multiply(block_a, block_b, acc, advance);
     }
   }
 
@@ -207,7 +210,9 @@ class WarpProduct {
  private:
   static constexpr int kBlocksOfSum = 2;  // 32 terms
 
-  __device__ __forceinline__ void multiply(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& sums) {
+  template <class Advance>
+  __device__ __forceinline__ void multiply(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& sums,
+                                           const Advance& advance) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const OperandsA a(left_);
@@ -219,6 +224,8 @@ class WarpProduct {
           b_.load_b(block_b, n + 1, step, right_);
         } else if (step + 1 < kSteps) {
           b_.load_b(block_b, 0, step + 1, right_);
+        } else {
+          advance();
         }
         // a b = a_high b_high + (a_high b_low + a_low b_high), the small terms first.
         if constexpr (kSplits) {

@@ -1,6 +1,7 @@
 // The grouped product on tensor cores as every GPU since Ampere has them: persistent blocks, two or three a
-// multiprocessor, of four warps. A block copies k-blocks of both factors to a ring of stages (cp.async), some ahead of
-// the one that all warps multiply, then hands its accumulators to the epilogue by way of shared memory:
+// multiprocessor of four warps each, or one of eight. A block copies k-blocks of both factors to a ring of stages
+// (cp.async), some ahead of the one that all warps multiply, then hands its accumulators to the epilogue by way of
+// shared memory:
 //
 //   main loop   [kStages] { A: kBytesA, B: kBytesB }       one barrier a k-block
 //   epilogue    [kStagedRows][kTileColumns, some] float    in the same place, fragment after fragment,
@@ -71,9 +72,9 @@ struct alignas(256) SharedMemory {
 // What a block takes of a multiprocessor's.
 template <class Shape>
 constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<Shape>)) + (1 << 10);
-constexpr int kLeastSharedBytes = 100 << 10;  // that a multiprocessor has; two blocks run on it
+constexpr int kLeastSharedBytes = 100 << 10;  // that a multiprocessor has
 static_assert(2 * kSharedBytes<LargeTile> <= kLeastSharedBytes);
-static_assert(2 * kSharedBytes<SplitTile> <= kLeastSharedBytes);
+static_assert(kSharedBytes<SplitTile> <= kLeastSharedBytes);
 static_assert(2 * kSharedBytes<SmallTile> <= kLeastSharedBytes);
 
 template <class P>
@@ -176,14 +177,24 @@ class GroupedProduct {
     };
 #pragma unroll 1
     for (int ahead = 0; ahead < Shape::kStages - 1; ++ahead) copy();
+    const auto begin_block = [&] {
+      wait_for_copies<Shape::kStages - 2>();
+      __syncthreads();  // it is there for all, and the one before it has been read by all
+      if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
+    };
+    begin_block();
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
-      wait_for_copies<Shape::kStages - 2>();
-      __syncthreads();  // the block is there for all, and the one before it has been used by all
-      if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
       copy();  // the block that is kStages - 1 ahead
-      if constexpr (kMultiplies) warp.add(used, used + Shape::kBytesA, acc);
-      used = after(used);
+      const auto advance = [&] {
+        used = after(used);
+        begin_block();
+      };
+      if constexpr (kMultiplies) {
+        warp.add(used, used + Shape::kBytesA, acc, advance);
+      } else {
+        advance();
+      }
     }
     if constexpr (kMultiplies) warp.finish(acc);
     wait_for_copies<0>();  // of zeros, and groups are counted anew for the next tile

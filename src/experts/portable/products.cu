@@ -52,8 +52,9 @@ ab_status with_elements(int32_t dtype, Precision precision, const F& f) {
 
 // Calls f.template operator()<kDtype, kPrecision, kTile>() for products over rows.
 template <class F>
-ab_status with_kernel(int32_t dtype, Precision precision, int64_t R, int64_t E, const F& f) {
-  const TileChoice tile = choose_tile(R, E, static_cast<int>(dtype_size(dtype)), precision);
+ab_status with_kernel(int32_t dtype, Precision precision, int64_t R, int64_t E, int64_t columns, int multiprocessors,
+                      const F& f) {
+  const TileChoice tile = choose_tile(R, E, columns, multiprocessors, static_cast<int>(dtype_size(dtype)), precision);
   return with_elements(dtype, precision, [&]<int32_t kDtype, Precision kPrecision>() {
     return tile == TileChoice::small ? f.template operator()<kDtype, kPrecision, TileChoice::small>()
                                      : f.template operator()<kDtype, kPrecision, TileChoice::main>();
@@ -93,20 +94,21 @@ const char* why_not(const WeightGradient& g) {
 int64_t parts_of_dots(const HiddenGradient& g) { return tiles_of(g.s.F, kTileColumns); }
 
 ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(up.x.dtype, up.precision, up.s.R, up.s.E,
+  return with_kernel(up.x.dtype, up.precision, up.s.R, up.s.E, up.s.P * up.s.F, multiprocessors,
                      [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
                        return launch_up<kDtype, kPrecision, kTile>(up, multiprocessors, stream);
                      });
 }
 
 ab_status multiply(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(p.dtype, p.precision, p.R, p.E, [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
-    return launch_rows_product<kDtype, kPrecision, kTile>(p, multiprocessors, stream);
-  });
+  return with_kernel(p.dtype, p.precision, p.R, p.E, p.N, multiprocessors,
+                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
+                       return launch_rows_product<kDtype, kPrecision, kTile>(p, multiprocessors, stream);
+                     });
 }
 
 ab_status multiply(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
-  return with_kernel(g.h.dtype, g.precision, g.s.R, g.s.E,
+  return with_kernel(g.h.dtype, g.precision, g.s.R, g.s.E, g.s.F, multiprocessors,
                      [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
                        return launch_hidden_gradient<kDtype, kPrecision, kTile>(g, multiprocessors, stream);
                      });

@@ -8,9 +8,9 @@
 
 namespace anabranch::cuda::portable {
 
-// Cycles of a multiprocessor for a term of every sum of R rows in E groups and 128 columns.
+// Cycles of a multiprocessor for a term of every sum of R rows in E groups.
 template <class Shape>
-double cycles_of(int64_t R, int64_t E, int element_bytes, bool splits) {
+double cycles_of(int64_t R, int64_t E, int64_t columns, int multiprocessors, int element_bytes, bool splits) {
   // Of A100, by what NVIDIA published: multiply-adds of 16-bit elements, and of TF32, three products each if split.
   const double multiply_adds = element_bytes == 2 ? 1024 : splits ? 512.0 / 3 : 512;
   constexpr double kCacheBytes = 48;     // that arrive from the L2 cache, a cycle
@@ -20,15 +20,21 @@ double cycles_of(int64_t R, int64_t E, int element_bytes, bool splits) {
   const double split = splits ? read / kSplitElements : 0;
   const double load = (Shape::kRows + kTileColumns) * element_bytes / kCacheBytes;
   // Half a tile of rows is empty at the end of a group, in the mean.
-  const double tiles = static_cast<double>(R) / Shape::kRows + static_cast<double>(std::min(E, R)) / 2;
-  return tiles * std::max(multiply + split, load);
+  const double row_tiles = static_cast<double>(R) / Shape::kRows + static_cast<double>(std::min(E, R)) / 2;
+  const double tiles = row_tiles * static_cast<double>((columns + kTileColumns - 1) / kTileColumns);
+  // Where there are few, a multiprocessor has one of them, or none.
+  return std::max(tiles / multiprocessors, 1.0) * std::max(multiply + split, load);
 }
 
-inline TileChoice choose_tile(int64_t R, int64_t E, int element_bytes, Precision precision) {
+// columns: of the product.
+inline TileChoice choose_tile(int64_t R, int64_t E, int64_t columns, int multiprocessors, int element_bytes,
+                              Precision precision) {
   const bool split = splits(static_cast<size_t>(element_bytes), precision);
-  const double main =
-      split ? cycles_of<SplitTile>(R, E, element_bytes, true) : cycles_of<LargeTile>(R, E, element_bytes, false);
-  return cycles_of<SmallTile>(R, E, element_bytes, split) < main ? TileChoice::small : TileChoice::main;
+  const auto cycles = [&]<class Shape>(Shape) {
+    return cycles_of<Shape>(R, E, columns, multiprocessors, element_bytes, split);
+  };
+  const double main = split ? cycles(SplitTile{}) : cycles(LargeTile{});
+  return cycles(SmallTile{}) < main ? TileChoice::small : TileChoice::main;
 }
 
 }  // namespace anabranch::cuda::portable

@@ -44,8 +44,8 @@ struct TileShape {
 // A warp has 64 x 64, for which it reads half as much from shared memory as for four of 32 x 32. Three stages are what
 // two blocks can have on the smallest multiprocessors (100 KiB: compute capabilities 8.6, 8.9 and 12.0).
 using LargeTile = TileShape<128, 2, 2, 3, 2>;
-// Of split operands: 32 x 64 a warp, as its registers allow.
-using SplitTile = TileShape<64, 2, 2, 4, 2>;
+// Of split operands: 32 x 64 a warp, as its registers allow. Two blocks of 64 x 128 would copy half as much again.
+using SplitTile = TileShape<128, 4, 2, 5, 1>;
 // For groups of few rows, whose time is that of reading weights.
 using SmallTile = TileShape<32, 1, 4, 4, 3>;
 

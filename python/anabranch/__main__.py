@@ -45,7 +45,8 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         nargs="?",
         choices=[*dict.fromkeys([*OPERATIONS, *CUDA_OPERATIONS]), "all"],
         default="all",
-        help=f"all: {', '.join(TOGETHER)}; torch: the layer in torch, beside its own and transformers'",
+        help=f"all: {', '.join(TOGETHER)}; torch: the layer in torch, beside its own and transformers'; decode: the "
+        "layer of few tokens",
     )
     bench.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
     bench.add_argument("--quick", action="store_true", help="fewer repeats and only the first shape of each table")
@@ -69,15 +70,16 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
         type=_shape,
         metavar="T,D,F,E,K",
         action="append",
-        help=f"layer, mesh, torch: the sizes, or {', '.join(NAMED)} at T = 32768; default: twelve shapes; mesh: two, "
-        "with T = 8192, which is that of a GPU; torch: qwen3-30b at T = 8192 and 32768, on the CPU two small ones",
+        help=f"layer, mesh, torch, decode: the sizes, or {', '.join(NAMED)} at T = 32768; default: twelve shapes; "
+        "mesh: two, with T = 8192, which is that of a GPU; torch: qwen3-30b at T = 8192 and 32768, on the CPU two "
+        "small ones; decode: three, whose T plays no part",
     )
     cuda.add_argument(
         "--tokens",
         type=_positive,
         metavar="T",
         action="append",
-        help="router, plan, layer, mesh, torch: numbers of tokens",
+        help="router, plan, layer, mesh, torch, decode: numbers of tokens",
     )
     cuda.add_argument(
         "--routing",

@@ -30,6 +30,7 @@ CUDA_OPERATIONS = {
     "plan": ("rows", "tokens", "by"),
     "dispatch": (),
     "layer": ("shape", "tokens", "routing", "by", "trace"),
+    "decode": ("shape", "tokens"),
     "mesh": ("shape", "tokens", "by", "transport"),
     "torch": ("shape", "tokens", "by"),
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 namespace anabranch::cuda::hopper {
@@ -25,16 +26,18 @@ constexpr TileModel kTileModels[] = {
 constexpr double kCacheBytesAlone = 48;
 constexpr double kCacheBytesInPairs = 56;
 
-// Cycles until so many tiles are computed, each element a sum over k.
-inline double cycles_of(const TileModel& tile, double tiles, double k, int multiprocessors, double cache_bytes) {
+// Cycles until so many tiles are computed, each element a sum over k. rows: that there are of a tile, in the mean.
+inline double cycles_of(const TileModel& tile, double rows, double tiles, double k, int multiprocessors,
+                        double cache_bytes) {
   constexpr double kMultiplyAdds = 2048;  // of 16-bit elements, a cycle
   constexpr double kStoreBytes = 28;      // of results through shared memory, a cycle
   constexpr double kStart = 1500;         // until the first operands of a tile are there, if nothing hides it
   constexpr double kSwitch = 750;         // from tile to tile, if something does
-  const double area = static_cast<double>(tile.rows) * tile.columns;
-  const double multiply = area * k / kMultiplyAdds;
-  const double load = 2.0 * (tile.rows + tile.columns) * k / cache_bytes;
-  const double store = 2 * area / kStoreBytes;
+  const int half = tile.rows / 2;
+  const double multiplied_rows = rows <= half ? half : tile.rows;
+  const double multiply = multiplied_rows * tile.columns * k / kMultiplyAdds;
+  const double load = 2.0 * (rows + tile.columns) * k / cache_bytes;
+  const double store = 2 * rows * tile.columns / kStoreBytes;
   const double compute = std::max(multiply, load);
   const double waves = std::max(tiles / multiprocessors + 0.5, 1.0);
   return kStart + waves * (tile.overlaps ? std::max(compute, store) + kSwitch : compute + store);
@@ -43,15 +46,20 @@ inline double cycles_of(const TileModel& tile, double tiles, double k, int multi
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // `can`: whether kernels are built for a shape.
-template <class Tiles, class Can>
-TileModel choose_tile(const Tiles& tiles, double k, int multiprocessors, double cache_bytes, const Can& can) {
+template <class Cycles, class Can>
+TileModel choose_least(const Cycles& cycles, const Can& can) {
   return *std::ranges::min_element(kTileModels, [&](const auto& a, const auto& b) {
     if (can(a) != can(b)) return can(a);
-    const auto cycles = [&](const TileModel& tile) {
-      return cycles_of(tile, tiles(tile), k, multiprocessors, cache_bytes);
-    };
     return cycles(a) < cycles(b);
   });
+}
+
+template <class Tiles, class Can>
+TileModel choose_tile(const Tiles& tiles, double k, int multiprocessors, double cache_bytes, const Can& can) {
+  const auto cycles = [&](const TileModel& tile) {
+    return cycles_of(tile, tile.rows, tiles(tile), k, multiprocessors, cache_bytes);
+  };
+  return choose_least(cycles, can);
 }
 
 // For N columns of R rows of E groups, contractions of length D.
@@ -64,7 +72,22 @@ TileModel choose_among(int64_t R, int64_t E, int64_t N, int64_t D, int multiproc
   };
   return choose_tile(tiles, static_cast<double>(D), multiprocessors, kCacheBytesInPairs, can);
 }
+
+// Where a group's rows fill less than half a tile, in the mean: each group that has rows, were they dealt out by
+// chance, has one row of tiles.
+inline TileModel choose_for_few_rows(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors) {
+  const auto groups = static_cast<double>(E);
+  const double used = groups * (1.0 - std::pow(1.0 - 1.0 / groups, static_cast<double>(R)));
+  const auto cycles = [&](const TileModel& tile) {
+    return cycles_of(tile, static_cast<double>(R) / used, used * static_cast<double>(ceil_div(N, tile.columns)),
+                     static_cast<double>(D), multiprocessors, kCacheBytesInPairs);
+  };
+  return choose_least(cycles, [](const TileModel&) { return true; });
+}
+
 inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors) {
+  constexpr int64_t kFewRows = 64;
+  if (0 < R && R < kFewRows * E) return choose_for_few_rows(R, E, N, D, multiprocessors);
   return choose_among(R, E, N, D, multiprocessors, [](const TileModel&) { return true; });
 }
 

@@ -197,7 +197,8 @@ hopper::TileChoice tile_taken(const Options& options, const Named& named, const 
   const long D = named.contracted(shape);
   const long N = named.N(shape);
   switch (named.kind) {
-    case Kind::rows: return hopper::choose_row_tile(options.rows, shape.E, N, D, multiprocessors).choice;
+    case Kind::rows:
+      return hopper::choose_row_tile(options.rows, shape.E, N, D, named.transposed, multiprocessors).choice;
     case Kind::up:
     case Kind::hidden: return hopper::choose_fused_tile(options.rows, shape.E, N, D, multiprocessors).choice;
     default:

@@ -96,10 +96,10 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_
 
 /* In chunks of columns: the product of the rows with some columns of w, then the sums of these, and on. Same bits as
  * ab_cuda_grouped_matmul or the products of the feed-forward network, whichever has such operands, and ab_cuda_combine.
- * Workspace: [R, C] of the dtype of x. W is as many elements as w has, without transpose_w and where R <= E N twice as
- * many (those of the gated W_in), or if that is more, 2^22. Where R N <= W or N < 2048, C = N; else C = min(N, 192
- * ceil(n / chunks)) for n = ceil(N / 192) tiles, in as many chunks as R C <= W takes, but no more than floor(n / 4);
- * with AB_PRECISION_FP8 256 in the place of 192, and [R, C] of the dtype of out. */
+ * Workspace: [R, C] of the dtype of x, with AB_PRECISION_FP8 of that of out. W is as many elements as w has, without
+ * backward and where R <= E N twice as many (those of the gated W_in), or if that is more, 2^22. Where R N <= W or
+ * N < 2048, C = N; else C = min(N, t ceil(n / chunks)) for n = ceil(N / t) tiles, in as many chunks as R C <= W takes,
+ * but no more than floor(n / 4); t = 256 with AB_PRECISION_FP8, or with backward and D >= 1536, else 192. */
 AB_API ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args,
                                                           const ab_exec* exec, size_t* bytes);

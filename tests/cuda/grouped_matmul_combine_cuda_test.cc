@@ -3,6 +3,7 @@
 #include "dispatch_case.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/grouped_matmul_combine.h"
+#include "experts/cuda/workspace_sizes.h"
 #include "ffn_case.h"
 
 namespace anabranch::testing {
@@ -448,6 +449,10 @@ TEST(GroupedMatmulCombineWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
   EXPECT_EQ(chunk_columns(1 << 20, 1, 13, 7, false), 13);
   EXPECT_EQ(chunk_columns(1000, 1, 4096, 1, false), 4096);  // few rows
   EXPECT_EQ(chunk_columns(0, 0, 0, 0, true), 0);
+  EXPECT_EQ(cuda::combined_columns(262144, 128, 2048, 1528, true, false), 1152);
+  EXPECT_EQ(cuda::combined_columns(262144, 128, 2048, 1536, true, false), 1024);  // long sums
+  EXPECT_EQ(cuda::combined_columns(262144, 128, 2048, 1536, false, false), 2048);
+  EXPECT_EQ(cuda::combined_columns(262144, 128, 2048, 1528, true, true), 1024);
   const Network net({{200, 300}, 600, 13, 70, 2, 300, 2});
   const Summed summed(net, 0, AB_BFLOAT16);
   const Args args = summed.down();

@@ -18,9 +18,12 @@ inline size_t rows_bytes(int64_t R, int64_t columns, int32_t dtype) {
   return workspace.size();
 }
 
-// Columns of a chunk of rows [R, N], which are summed by token. Products of float8_e4m3fn have tiles of their own.
+// Columns of a chunk of rows [R, N], which are summed by token. Products of float8_e4m3fn have tiles of 256 columns,
+// and so have long sums with transposed weights on Hopper (hopper/tile_choice.h).
 inline int64_t combined_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool backward, bool fp8) {
-  return fp8 ? chunk_columns(R, E, N, D, backward, 256) : chunk_columns(R, E, N, D, backward);
+  constexpr int64_t kLongSums = 1536;
+  const bool wide_tiles = fp8 || (backward && D >= kLongSums);
+  return chunk_columns(R, E, N, D, backward, wide_tiles ? 256 : 192);
 }
 
 // Rows that are quantised, with their scales.

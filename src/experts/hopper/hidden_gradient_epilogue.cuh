@@ -42,6 +42,7 @@ struct HiddenGradientEpilogue {
   template <class Shape>
   static constexpr bool kTakesRegisters = !kShuffled;
   static constexpr bool kTakesPosition = !kShuffled;
+  static constexpr bool kKeeps = false;
 
   __device__ void prefetch_maps() const {}
 

@@ -9,6 +9,7 @@
 
 #include "core/cuda/launch.h"
 #include "core/cuda/registers.cuh"
+#include "experts/hopper/late_subtiles.cuh"
 #include "experts/hopper/mainloop.cuh"
 #include "experts/hopper/scaled_mainloop.cuh"
 #include "experts/hopper/subtile_writer.cuh"
@@ -24,6 +25,9 @@ namespace anabranch::cuda::hopper {
 //                                                     what begin_prefetch() has found the place of
 //   write(writer, tile, row, panel, acc, prefetched)  panel after panel, with what begin_prefetch() gave
 //   write_zeros(writer, tile, row)                    instead, for a tile without k-blocks
+// If it has 16-bit results and kKeeps, it may instead of write() be told to
+//   keep(late, tile, row, acc)                        them (LateSubtiles), and while products of the next tile run
+//   write_kept(writer, tile, row, column, words)      a subtile after the other, or nothing where there is no column
 template <class Shape_, class Element_, class OperandA_, class OperandB_, class Tiles_, class Scheduler_,
           class Epilogue_>
 struct Product {
@@ -46,6 +50,7 @@ struct alignas(1024) SharedMemory {
   OperandRing<Shape> ring;
   alignas(1024) char subtiles[Shape::kConsumers * 4][kSubtileBuffers * kSubtileBytes];
   TileQueue queue;
+  LatePlace late[Shape::kConsumers * 4];
   int32_t positions[Shape::kConsumers * 4];  // among the tiles, of consumer warps that have no register for it
 };
 
@@ -56,6 +61,8 @@ class GroupedProduct {
   using OperandB = typename P::OperandB;
   static constexpr bool kGathers = OperandA::kGathered || OperandB::kGathered;
   static constexpr int kGatherers = kGathers ? 4 : 0;  // warps
+  // Tiles in turn hide what they store anyway, and sums of scaled products leave no registers.
+  static constexpr bool kKeeps = P::Epilogue::kKeeps && Shape::kTilesInFlight == 1 && !OperandA::kScaled;
 
  public:
   __device__ GroupedProduct(const P& product, SharedMemory<Shape>& shared) : p_(product), shared_(shared) {}
@@ -124,6 +131,15 @@ class GroupedProduct {
     SubtileWriter writer(shared_.subtiles[consumer_warp_anew()]);
     constexpr bool kInRegister = !P::Epilogue::kTakesPosition && !OperandA::kScaled;
     int position = first_tile;
+    LateSubtiles<kKeeps ? Shape::kColumns / kKeptColumns : 0> late;
+    const auto write_next = [&] {
+      if constexpr (kKeeps) {
+        late.template write_next<kKeptColumns>(p_.epilogue, writer, shared_.late[consumer_warp_anew()]);
+      }
+    };
+    const auto write_rest = [&] {
+      while (late.are_left()) write_next();
+    };
     if (!kInRegister) {
       position_in_memory() = first_tile;
       __syncwarp();
@@ -140,7 +156,10 @@ class GroupedProduct {
       auto prefetched = p_.epilogue.template begin_prefetch<Shape>(writer, tile, first_row);
       shared_.ring.begin_mainloop(n);
       if (tile.k_blocks > 0) {
-        multiply(n, tile, member, acc, [&] { p_.epilogue.template finish_prefetch<Shape>(prefetched); });
+        multiply(n, tile, member, acc, write_next, [&] {
+          p_.epilogue.template finish_prefetch<Shape>(prefetched);
+          write_rest();
+        });
       } else {
         shared_.ring.end_mainloop(n);
       }
@@ -154,7 +173,12 @@ class GroupedProduct {
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
         const int row = first_row + panel * kPanel;
         if (tile.k_blocks > 0) {
-          p_.epilogue.template write<Shape>(writer, tile, row, panel, acc[panel], prefetched);
+          if constexpr (!kKeeps) {
+            p_.epilogue.template write<Shape>(writer, tile, row, panel, acc[panel], prefetched);
+          } else if (tile.row + row < tile.end_row) {
+            late.begin(tile, row, shared_.late[consumer_warp_anew()]);
+            p_.epilogue.keep(late, tile, row, acc[panel]);
+          }
         } else {
           p_.epilogue.template write_zeros<Shape>(writer, tile, row);
         }
@@ -168,6 +192,7 @@ class GroupedProduct {
         __syncwarp();
       }
     }
+    write_rest();
     writer.finish();
   }
 
@@ -178,14 +203,15 @@ class GroupedProduct {
     return index;
   }
 
+  static constexpr int kKeptColumns = kSubtileColumns<typename P::Element>;
   static __device__ int consumer_warp_anew() { return thread_index_anew() / kWarp - kWarpgroup / kWarp; }
   __device__ volatile int32_t& position_in_memory() { return shared_.positions[consumer_warp_anew()]; }
 
   // Only panels that have rows of the expert.
-  template <class DuringLast>
+  template <class During, class DuringLast>
   __device__ __forceinline__ void multiply(int n, const Tile& tile, int member,
                                            float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2],
-                                           const DuringLast& during_last_products) {
+                                           const During& during_products, const DuringLast& during_last_products) {
     using Element = typename P::Element;
     const int rows = tile.end_row - tile.row - member * Shape::kWarpgroupRows;
     if (Shape::kTileWarpgroups > 1 && rows <= 0) {
@@ -194,10 +220,11 @@ class GroupedProduct {
       multiply_scaled_k_blocks(shared_.ring, p_.a, p_.b, tile, member, acc[0]);
       during_last_products();
     } else if (Shape::kWarpgroupPanels == 1 || rows <= kPanel) {
-      multiply_k_blocks<1, Element, OperandA>(shared_.ring, p_.b, n, tile, member, acc, during_last_products);
+      multiply_k_blocks<1, Element, OperandA>(shared_.ring, p_.b, n, tile, member, acc, during_products,
+                                              during_last_products);
     } else {
       multiply_k_blocks<Shape::kWarpgroupPanels, Element, OperandA>(shared_.ring, p_.b, n, tile, member, acc,
-                                                                    during_last_products);
+                                                                    during_products, during_last_products);
     }
   }
 

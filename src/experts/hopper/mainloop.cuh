@@ -102,11 +102,13 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
 
 // acc = A B, and the bias that B may have, over the k-blocks of the block's n-th tile, for the first kUsed panels of
 // the warpgroup's rows; `member`: which part of the tile's rows the warpgroup has. Ends the main loop.
-// during_last_products is called once, with the last products on their way.
-template <int kUsed, class Element, class OperandA, class OperandB, class Shape, class DuringLast>
+// With the products of a k-block on their way during_products is called, and at the end, with the last ones on their
+// way, during_last_products.
+template <int kUsed, class Element, class OperandA, class OperandB, class Shape, class During, class DuringLast>
 __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, const OperandB& operand_b, int n,
                                                   const Tile& tile, int member,
                                                   float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2],
+                                                  const During& during_products,
                                                   const DuringLast& during_last_products) {
   using Multiply = Wgmma<Shape::kColumns, OperandA::kMajor, OperandB::kMajor, Element>;
   auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
@@ -148,6 +150,7 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
     // The k-block before is done: its stage can be filled again.
     wait_for_products<1>();
     if (block > 0) ring.release(before);
+    during_products();
     before = at;
     at.advance();
   }

@@ -59,8 +59,9 @@ TileChoice choose_tile(const Up& up, int multiprocessors) {
 }
 
 TileChoice choose_tile(const RowsProduct& p, int multiprocessors) {
-  const auto choose = has_weights(p) ? choose_fused_tile : choose_row_tile;
-  return choose(p.R, p.E, p.N, p.D, multiprocessors).choice;
+  return (has_weights(p) ? choose_fused_tile(p.R, p.E, p.N, p.D, multiprocessors)
+                         : choose_row_tile(p.R, p.E, p.N, p.D, p.transposed, multiprocessors))
+      .choice;
 }
 
 TileChoice choose_tile(const HiddenGradient& g, int multiprocessors) {

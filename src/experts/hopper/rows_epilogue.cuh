@@ -1,7 +1,7 @@
 // The plain epilogue: accumulators are rounded and stored.
 #pragma once
 
-#include "experts/hopper/subtile_writer.cuh"
+#include "experts/hopper/late_subtiles.cuh"
 
 namespace anabranch::cuda::hopper {
 
@@ -9,6 +9,10 @@ namespace anabranch::cuda::hopper {
 template <class Out_>
 struct RowsEpilogue : PrefetchesNothing {
   using Out = Out_;
+  static constexpr bool kKeeps = true;
+  template <class Shape>
+  static constexpr bool kTakesRegisters = Shape::kTilesInFlight == 1;
+
   CUtensorMap map;  // row window, boxes of a subtile
   int32_t columns;
 
@@ -22,6 +26,18 @@ struct RowsEpilogue : PrefetchesNothing {
   template <class Shape>
   __device__ void write_zeros(SubtileWriter& writer, const Tile& tile, int row) const {
     writer.write_zeros<Shape::kColumns>(*this, tile, row);
+  }
+
+  template <class Late>
+  __device__ __forceinline__ void keep(Late& late, const Tile&, int, const float* acc) const {
+#pragma unroll
+    for (int subtile = 0; subtile < Late::kCount; ++subtile) {
+      pack_subtile<Out>(acc + subtile * kSubtileColumns<Out> / 2, late.words(subtile));
+    }
+  }
+  __device__ __forceinline__ void write_kept(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                             const SubtileWords& words) const {
+    if (tile.column + column < columns) writer.write_packed_subtile(*this, tile, row, column, words);
   }
 
   __device__ void send(uint32_t subtile, const Tile& tile, int row, int column) const {

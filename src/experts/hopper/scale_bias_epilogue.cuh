@@ -9,6 +9,10 @@ namespace anabranch::cuda::hopper {
 
 template <class Out>
 struct ScaleBiasEpilogue : PrefetchesNothing {
+  static constexpr bool kKeeps = true;
+  template <class Shape>
+  static constexpr bool kTakesRegisters = Shape::kTilesInFlight == 1;
+
   RowsEpilogue<Out> y;
   const Out* bias;  // [E, bias_columns], from the first column of y on, where weights multiply it alone; or nullptr
   int64_t bias_columns;
@@ -25,20 +29,43 @@ struct ScaleBiasEpilogue : PrefetchesNothing {
     const bool all_real = rows.all_real();
 #pragma unroll
     for (int column = 0; column < Shape::kColumns; column += kSubtileColumns<Out>) {
-      const int32_t left = y.columns - tile.column - column;
-      if (left <= 0) return;
-      SubtileValues<Out> values(acc + column / 2);
-      if (scales_products) values.scale(rows);
-      const int64_t end = tile.expert * bias_columns + y.columns;
-      if (bias != nullptr) values.add_weighted(bias + (end - left), left, rows);
-      if (!all_real) values.clear_padding(rows);
-      writer.write_subtile(y, tile, row, column, values.values);
+      if (tile.column + column >= y.columns) return;
+      const SubtileValues<Out> found = subtile_of(tile, column, acc, rows, all_real);
+      writer.write_subtile(y, tile, row, column, found.values);
     }
+  }
+
+  template <class Late>
+  __device__ __forceinline__ void keep(Late& late, const Tile& tile, int row, const float* acc) const {
+    const RowPair rows(weights, tile, row);
+    const bool all_real = rows.all_real();
+#pragma unroll
+    for (int subtile = 0; subtile < Late::kCount; ++subtile) {
+      const int column = subtile * kSubtileColumns<Out>;
+      pack_subtile<Out>(subtile_of(tile, column, acc, rows, all_real).values, late.words(subtile));
+    }
+  }
+  __device__ __forceinline__ void write_kept(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                             const SubtileWords& words) const {
+    y.write_kept(writer, tile, row, column, words);
   }
 
   template <class Shape>
   __device__ void write_zeros(SubtileWriter& writer, const Tile& tile, int row) const {
     y.template write_zeros<Shape>(writer, tile, row);
+  }
+
+ private:
+  // Of the tile's columns from `column` on.
+  __device__ __forceinline__ SubtileValues<Out> subtile_of(const Tile& tile, int column, const float* acc,
+                                                           const RowPair& rows, bool all_real) const {
+    SubtileValues<Out> found(acc + column / 2);
+    if (scales_products) found.scale(rows);
+    const int32_t left = y.columns - tile.column - column;
+    const int64_t end = tile.expert * bias_columns + y.columns;
+    if (bias != nullptr) found.add_weighted(bias + (end - left), left, rows);
+    if (!all_real) found.clear_padding(rows);
+    return found;
   }
 };
 

@@ -20,6 +20,15 @@ constexpr int kSubtileBuffers = 2;  // of a warp
 template <class Out>
 constexpr int kSubtileColumns = kSwizzleBytes / static_cast<int>(sizeof(Out));
 
+// A subtile of 16-bit elements, packed two by two as accumulators have them.
+using SubtileWords = uint32_t[kSwizzleBytes / 8];
+
+template <class Out>
+__device__ __forceinline__ void pack_subtile(const float* values, SubtileWords& words) {
+#pragma unroll
+  for (int i = 0; i < kSwizzleBytes / 8; ++i) words[i] = pack<Out>(values[2 * i], values[2 * i + 1]);
+}
+
 // Epilogues that read nothing ahead.
 struct NothingPrefetched {};
 class SubtileWriter;
@@ -28,6 +37,7 @@ struct PrefetchesNothing {
   template <class Shape>
   static constexpr bool kTakesRegisters = false;
   static constexpr bool kTakesPosition = false;
+  static constexpr bool kKeeps = false;
 
   template <class Shape>
   __device__ NothingPrefetched begin_prefetch(const SubtileWriter&, const Tile&, int) const {
@@ -71,10 +81,10 @@ class SubtileWriter {
     send(to, subtile, tile, row, column);
   }
 
-  // The same of 16-bit elements that are packed already, two by two as acc has them.
+  // The same of 16-bit elements that are packed already.
   template <class Destination>
   __device__ __forceinline__ void write_packed_subtile(const Destination& to, const Tile& tile, int row, int column,
-                                                       const uint32_t (&words)[kSwizzleBytes / 8]) {
+                                                       const SubtileWords& words) {
     const uint32_t subtile = next_subtile();
     fill_packed(subtile, [&](int word) { return words[word]; });
     send(to, subtile, tile, row, column);

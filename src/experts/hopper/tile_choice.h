@@ -22,9 +22,11 @@ constexpr TileModel kTileModels[] = {
     {TileChoice::k128x128, 128, 128, true},
 };
 
-// Bytes that arrive at a multiprocessor from the L2 cache, a cycle: where two blocks share a factor (InPairs), more.
+// Bytes that arrive at a multiprocessor from the L2 cache, a cycle: where two blocks share a factor (InPairs), more,
+// and less of that where weights are taken transposed.
 constexpr double kCacheBytesAlone = 48;
 constexpr double kCacheBytesInPairs = 56;
+constexpr double kCacheBytesTransposed = 50;
 
 // Cycles until so many tiles are computed, each element a sum over k. rows: that there are of a tile, in the mean.
 inline double cycles_of(const TileModel& tile, double rows, double tiles, double k, int multiprocessors,
@@ -64,13 +66,14 @@ TileModel choose_tile(const Tiles& tiles, double k, int multiprocessors, double 
 
 // For N columns of R rows of E groups, contractions of length D.
 template <class Can>
-TileModel choose_among(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors, const Can& can) {
+TileModel choose_among(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors, double cache_bytes,
+                       const Can& can) {
   const auto tiles = [&](const TileModel& tile) {
     // Half a tile of rows is empty at the end of a group, in the mean.
     const double row_tiles = static_cast<double>(R) / tile.rows + static_cast<double>(std::min(E, R)) / 2;
     return row_tiles * static_cast<double>(ceil_div(N, tile.columns));
   };
-  return choose_tile(tiles, static_cast<double>(D), multiprocessors, kCacheBytesInPairs, can);
+  return choose_tile(tiles, static_cast<double>(D), multiprocessors, cache_bytes, can);
 }
 
 // Where a group's rows fill less than half a tile, in the mean: each group that has rows, were they dealt out by
@@ -85,10 +88,12 @@ inline TileModel choose_for_few_rows(int64_t R, int64_t E, int64_t N, int64_t D,
   return choose_least(cycles, [](const TileModel&) { return true; });
 }
 
-inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors) {
+// transposed: whether the weights are taken so.
+inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t D, bool transposed, int multiprocessors) {
   constexpr int64_t kFewRows = 64;
   if (0 < R && R < kFewRows * E) return choose_for_few_rows(R, E, N, D, multiprocessors);
-  return choose_among(R, E, N, D, multiprocessors, [](const TileModel&) { return true; });
+  return choose_among(R, E, N, D, multiprocessors, transposed ? kCacheBytesTransposed : kCacheBytesInPairs,
+                      [](const TileModel&) { return true; });
 }
 
 // Shapes that leave registers for gathering, or for an epilogue that works on h; and halves of their columns are whole
@@ -97,7 +102,7 @@ inline bool leaves_registers(const TileModel& tile) { return tile.choice != Tile
 
 // The same for products whose epilogue works on h, in columns of W_in or W_out.
 inline TileModel choose_fused_tile(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors) {
-  return choose_among(R, E, N, D, multiprocessors, leaves_registers);
+  return choose_among(R, E, N, D, multiprocessors, kCacheBytesInPairs, leaves_registers);
 }
 
 // For [D, N] of each of E groups, sums over its rows, R in all.

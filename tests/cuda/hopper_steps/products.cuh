@@ -78,7 +78,7 @@ ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, boo
     product.a = {{static_cast<const char*>(p.x), operands.rows.data(), Divisor(1), static_cast<int32_t>(p.R),
                   static_cast<int32_t>(p.D / 8)}};
   } else {
-    AB_RETURN_IF_ERROR(make_row_window_map("x", p.x, p.dtype, p.D, kPanel, Shape::kRows, &product.a.map));
+    AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   }
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, A, kMajorB, RowsEpilogue<Element>>(p, &product)));
   return launch_product("grouped product", product, most_tiles(p, product), multiprocessors(), nullptr, overlaps);

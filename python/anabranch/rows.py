@@ -7,7 +7,9 @@ from anabranch import checks
 
 def num_rows_needed(num_slots: int, num_experts: int, align_size: int = 0) -> int:
     """Rows that hold every slot whatever the routing: floor((N + min(E, N) (a - 1)) / a) a, a = max(align_size, 1)."""
-    a = max(align_size, 1)
+    if align_size <= 1:
+        return num_slots  # which a program may not know
+    a = align_size
     return (num_slots + min(num_experts, num_slots) * (a - 1)) // a * a
 
 

@@ -1,6 +1,6 @@
 """What every autograd function of ours has in common."""
 
-import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +10,69 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 
+class _Gradients(torch.autograd.Function):
+    """Gradients as they are, whose derivative by what they depend on is an error."""
+
+    @staticmethod
+    def forward(name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Of `count` gradients and of what they depend on."""
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name}: got a derivative of its gradient to take, expected none: no function of anabranch is "
+            "differentiable twice"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, name: str, count: int, *tensors: Tensor) -> Any:
+        return _Gradients.apply(name, count, *tensors), in_dims[2 : 2 + count]
+
+
+class _Unpacked:
+    """The context of a backward pass with what it saved unpacked: a checkpoint unpacks once."""
+
+    def __init__(self, context: Any) -> None:
+        self._context, self.saved_tensors = context, context.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass whose results know that they depend on cotangents and on what was saved, and no more than that.
+
+    torch's `once_differentiable` forgets what was saved, and all of it inside of torch.func: then a derivative of a
+    gradient is zero without a word.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *cotangents: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *cotangents)
+        unpacked = _Unpacked(ctx)
+        with torch.no_grad():
+            found = backward(unpacked, *cotangents)
+        found = list(found) if isinstance(found, tuple) else [found]
+        places = [i for i, gradient in enumerate(found) if gradient is not None]
+        causes = [t for t in (*cotangents, *unpacked.saved_tensors) if t is not None and t.dtype.is_floating_point]
+        gradients = _Gradients.apply(name, len(places), *(found[i] for i in places), *causes)
+        for i, gradient in zip(places, gradients, strict=True):
+            found[i] = gradient
+        return tuple(found)
+
+    return once
+
+
 class Function(torch.autograd.Function):
-    """An autograd function of operations: its backward pass is not differentiable, and vmap runs it slice by slice.
+    """An autograd function of operations: a derivative of its gradient is an error, and vmap runs it slice by slice.
+
+    Its backward pass depends on what it saved with `save_for_backward`, in a context, and on nothing else.
 
     Attributes:
       tensors: names of what its forward pass takes as `*tensors`. Where there is no gradient, torch.compile tells one
@@ -22,6 +83,7 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.backward = staticmethod(_once(cls.__name__.lstrip("_"), cls.backward))  # type: ignore[method-assign]
         signature, kind = inspect.signature(cls.forward), inspect.Parameter.POSITIONAL_OR_KEYWORD
         if cls.tensors:
             named = [p for p in signature.parameters.values() if p.kind == kind]
@@ -32,7 +94,11 @@ class Function(torch.autograd.Function):
     @classmethod
     def call(cls, *arguments: Any) -> Any:
         """`apply`; outside of torch.func without what that spends on arguments' defaults, which there are none of."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            # Views, since torch.compile does not see that what torch.func.grad differentiates by needs a gradient:
+            # it would keep the forward pass alone.
+            return cls.apply(*(a.view_as(a) if isinstance(a, Tensor) else a for a in arguments))
+        if torch._C._are_functorch_transforms_active():
             return cls.apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
 
@@ -61,18 +127,6 @@ def in_slices(function: Callable[..., Any], info: Any, in_dims: Any, arguments: 
         return torch.stack(slices), 0
     outputs = tuple(torch.stack(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*slices, strict=True))
     return outputs, tuple(0 if isinstance(output, Tensor) else None for output in outputs)
-
-
-def without_autocast(device: torch.device) -> Any:
-    """A context in which nothing is rounded but by us."""
-    if has_autocast(device) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
-def has_autocast(device: torch.device) -> bool:
-    """Whether torch.autocast knows a device; of tensors on "meta" there is nothing to compute."""
-    return device.type in ("cpu", "cuda")
 
 
 def wants_gradient(context: Any, index: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from anabranch.checks import INDEX_LIMIT, boolean, choice, describe, integer, number
 
@@ -27,6 +28,7 @@ __all__ = (
     "on_device_of",
     "optional_tensor",
     "tensor",
+    "too_many",
     "written",
 )
 
@@ -70,6 +72,8 @@ def tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {describe(value)}, expected a tensor, {_expected(dtypes, shape)}")
+    if value.is_nested and value.layout == torch.strided:  # which has no shape
+        raise TypeError(f"{name}: got a nested tensor, expected a dense one, {_expected(dtypes, shape)}")
     if value.layout != torch.strided:
         layout = str(value.layout).removeprefix("torch.")
         raise TypeError(f"{name}: got {describe(value)} of layout {layout}, expected a dense tensor")
@@ -87,11 +91,23 @@ def optional_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape:
     return None if value is None else tensor(name, value, dtypes, shape)
 
 
+def too_many(number: Any) -> bool:
+    """Whether there are too many of something for int32; of a size that depends on data nobody knows in a program."""
+    return bool(guard_or_false(number >= INDEX_LIMIT))
+
+
 def written(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor:
     """Like `tensor`, of one that is written to: its elements have to be numbers of their own."""
     value = tensor(name, value, dtypes, shape)
-    if any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
-        raise ValueError(f"{name}: got {describe(value)} with a stride of 0, expected one that can be written to")
+    if value.is_contiguous():
+        return value
+    reach = 0
+    for step, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and step <= reach:
+            raise ValueError(
+                f"{name}: got {describe(value)} with strides {value.stride()}, expected no element in another's place"
+            )
+        reach += step * (size - 1)
     return value
 
 

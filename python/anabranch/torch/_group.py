@@ -48,7 +48,6 @@ class _SumOverRanks(Function):
         ctx.ranks = dist.get_world_size(inputs[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_sums):
         return d_sums * ctx.ranks, None
 
@@ -71,7 +70,6 @@ class _WithMeanGradients(Function):
         ctx.group = inputs[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
         packed = torch.cat([d.reshape(-1).float() for d in gradients])
         means = summed(packed, ctx.group) / dist.get_world_size(ctx.group)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from anabranch.torch import _ops
-from anabranch.torch._autograd import Function, without_autocast
+from anabranch.torch._autocast import without_autocast
+from anabranch.torch._autograd import Function
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch._layer import LayerConfig, Operands, wanted_cotangents
 from anabranch.torch.exchange import Ranks, Route, Transport, keep_within, transport
@@ -152,7 +153,6 @@ class _GroupMixture(Function):
         )
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_output, *rest):
         d = dict(zip(GroupOutput._fields, (d_output, *rest), strict=True))
         with without_autocast(ctx.device):

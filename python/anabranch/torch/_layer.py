@@ -11,7 +11,8 @@ from torch import Tensor
 
 from anabranch.router_options import RouterOptions
 from anabranch.torch import _ops
-from anabranch.torch._autograd import Function, without_autocast
+from anabranch.torch._autocast import without_autocast
+from anabranch.torch._autograd import Function
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch._mixture_ops import MixtureOptions, mixture_options
 from anabranch.torch.experts import Network, as_multiplied
@@ -177,7 +178,6 @@ class _Mixture(Function):
         )
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_output, _counts, _dropped, d_weights, _experts, d_score_sum, d_lse, *_):
         with without_autocast(ctx.device):
             found = _backward(ctx, d_output, d_weights, d_score_sum, d_lse)

@@ -125,7 +125,6 @@ class _MoEAuxLoss(Function):
         ctx.save_for_backward(tokens_per_expert, num_tokens)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_loss):
         d_probs = _ops.moe_aux_loss_backward(d_loss, *ctx.saved_tensors, ctx.rows, ctx.dtype, *ctx.options)
         return d_probs, None, None, None, None, None

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from anabranch.rows import check_num_rows
@@ -23,7 +22,6 @@ class _SortChunks(Function):
             ctx.mark_non_differentiable(output)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         return _ops.sort_chunks(d_out, *ctx.saved_tensors, True)[0], None, None
 

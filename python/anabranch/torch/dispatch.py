@@ -31,7 +31,6 @@ class _Dispatch(Function):
             ctx.mark_non_differentiable(output)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_rows):
         (row_of_slot,) = ctx.saved_tensors
         return _ops.combine(d_rows, row_of_slot, None, None, ctx.dtype), None, None
@@ -50,7 +49,6 @@ class _Combine(Function):
         ctx.save_for_backward(rows if needs_rows else None, row_of_slot, slot_of_row, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_out):
         rows, row_of_slot, slot_of_row, weights = ctx.saved_tensors
         wanted = rows is not None

@@ -21,6 +21,7 @@ from anabranch.precision import (
     product_precision_number,
 )
 from anabranch.torch import _check, _ops
+from anabranch.torch._autocast import as_autocast, bias_like
 from anabranch.torch._autograd import Function, wants_gradient
 from anabranch.torch._precision_choice import decided, facts_of
 from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands, of_backward, of_forward, quantized_of
@@ -88,7 +89,7 @@ def check_experts(
 def grouped_rows(name: str, value: Any) -> Tensor:
     """Checks rows [R, D] of groups."""
     rows = _check.tensor(name, value, _check.FLOATS, ("R", "D"))
-    if rows.shape[0] >= _check.INDEX_LIMIT:
+    if _check.too_many(rows.shape[0]):
         raise ValueError(f"{name}: got {_check.describe(rows)}, expected fewer than 2^31 rows")
     return rows
 
@@ -108,7 +109,6 @@ class _GroupedMatmul(Function):
         ctx.save_for_backward(x if wants_gradient(ctx, 1) else None, w if wants_gradient(ctx, 0) else None, group_sizes)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_y):
         x, w, group_sizes = ctx.saved_tensors
         d_x = d_w = None
@@ -150,13 +150,15 @@ def grouped_matmul(
       ValueError: shapes do not fit, an unknown precision, or devices differ.
 
     Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
-    w. Not differentiable twice. Source: semantics, sections 6 and 11.
+    w. Not differentiable twice. Under torch.autocast float32 x and w are rounded to autocast's dtype first. Source:
+    semantics, sections 6 and 11.
 
     >>> w = torch.tensor([[[1.0], [1.0]], [[2.0], [3.0]]])
     >>> grouped_matmul(torch.ones(3, 2), w, torch.tensor([1, 2])).ravel().tolist()
     [2.0, 5.0, 5.0]
     """
-    x = grouped_rows("x", x)
+    x = grouped_rows("x", as_autocast(x))
+    w = bias_like(x, w)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = _check.boolean("transpose_w", transpose_w)
@@ -198,7 +200,6 @@ class _ExpertFfn(Function):
         ctx.save_for_backward(h, *tensors[:7], *of_backward(quantized_of(tensors[7:])))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_y, _):
         if d_y is None:
             return (None,) * 14
@@ -290,14 +291,15 @@ def expert_ffn(
         differ.
 
     Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
-    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Not differentiable twice. Source:
-    semantics, sections 6 and 11.
+    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Not differentiable twice. Under
+    torch.autocast float32 rows and biases are rounded to autocast's dtype first. Source: semantics, sections 6 and 11.
 
     >>> w_in, w_out = torch.ones(1, 1, 1, 3), torch.ones(1, 3, 1)
     >>> expert_ffn(torch.ones(2, 1), w_in, w_out, torch.tensor([1]), activation="relu").tolist()
     [[3.0], [0.0]]
     """
-    rows = grouped_rows("rows", rows)
+    rows = grouped_rows("rows", as_autocast(rows))
+    b_in, b_out = bias_like(rows, b_in), bias_like(rows, b_out)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
     layouts = check_layouts(w_in_layout, w_out_layout)
     dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))

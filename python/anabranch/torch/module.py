@@ -12,12 +12,12 @@ from anabranch._text import shown
 from anabranch.activation import Activation
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch import _check
-from anabranch.torch._autograd import without_autocast
+from anabranch.torch._autocast import as_autocast, without_autocast
 from anabranch.torch._counts import add_counts
 from anabranch.torch._group import check_group, part_of, summed, with_mean_gradients
 from anabranch.torch._parameters import Initializer, Projection, SharedExpert, draw, fan_in_normal_
 from anabranch.torch._wrapping import check_wrapping
-from anabranch.torch.moe import MoEOutput, as_autocast, layer_config, moe
+from anabranch.torch.moe import MoEOutput, layer_config, moe
 from anabranch.torch.parallel import check_parallel, check_ranks, sharded
 from anabranch.torch.quantile import host_bounds, quantile_bias
 from anabranch.torch.quantized import QuantizedExperts, quantize_experts
@@ -390,7 +390,8 @@ class MoE(nn.Module):
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """The experts' parameters by name: with a group this rank's own, which on no other rank are the same."""
-        return dict(self.named_parameters(recurse=False))
+        of_modules = ("gate.", "shared_expert.", "shared_expert_gate.")
+        return {name: p for name, p in self.named_parameters() if not name.startswith(of_modules)}
 
     def _groups(self) -> list[Any]:
         return [group for group in (self.group, self.options["loss_group"]) if group is not None]

@@ -14,7 +14,7 @@ from anabranch.activation import Activation
 from anabranch.precision import FP8, precision_number
 from anabranch.router_options import router_options
 from anabranch.torch import _check
-from anabranch.torch._autograd import has_autocast
+from anabranch.torch._autocast import as_autocast, bias_like
 from anabranch.torch._group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch._group_layer import GroupConfig, GroupOutput, group_mixture
 from anabranch.torch._layer import (
@@ -82,23 +82,6 @@ def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
         return tensor
     whole: Tensor = torch.ops.aten._unsafe_view(tensor, [*leading, tensor.shape[-1]])
     return whole
-
-
-def rounds(tensor: Any) -> bool:
-    """Whether torch.autocast is on for the device of a float32 tensor."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or not has_autocast(tensor.device):
-        return False
-    return torch.is_autocast_enabled(tensor.device.type)
-
-
-def as_autocast(x: Any) -> Any:
-    """x in the dtype of torch.autocast, where that is on."""
-    return x.to(torch.get_autocast_dtype(x.device.type)) if rounds(x) else x
-
-
-def bias_like(x: Tensor, bias: Any) -> Any:
-    """A bias in the dtype of x, where torch.autocast is on."""
-    return bias.to(x.dtype) if isinstance(x, Tensor) and rounds(bias) else bias
 
 
 def layer_config(

@@ -44,7 +44,6 @@ class _DispatchProbs(Function):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_rows):
         (row_of_slot,) = ctx.saved_tensors
         return _take(d_rows, row_of_slot), None, None
@@ -63,6 +62,31 @@ def _mask(inp: Tensor, value: Any) -> Tensor:
     return routing_map != 0
 
 
+def _on_host(num_out_tokens: Any, default: int) -> Any:
+    """A number of rows that may be an integer scalar in the host's memory, as Megatron has it, or None."""
+    if num_out_tokens is None:
+        return default
+    if isinstance(num_out_tokens, Tensor):
+        if num_out_tokens.dim() or num_out_tokens.device.type != "cpu" or num_out_tokens.dtype not in _check.INDICES:
+            raise TypeError(
+                f"num_out_tokens: got {_check.describe(num_out_tokens)} on {num_out_tokens.device}, expected an int or "
+                "an integer scalar on the CPU: a device would have to be waited for"
+            )
+        return int(num_out_tokens)
+    return num_out_tokens
+
+
+def _rows_of_mask(num_out_tokens: Any) -> int:
+    """R of a mask."""
+    number = _on_host(num_out_tokens, -1)
+    if type(number) is int and number == -1:
+        raise ValueError(
+            "num_out_tokens: got none with a mask, expected the number of its nonzero entries: to count them, a device "
+            "would have to be waited for"
+        )
+    return check_num_rows("num_out_tokens", number, 1)
+
+
 def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor, Tensor]:
     """(row_of_slot [T, K], slot_of_row [R]) of an index map, sorted by expert and then by slot."""
     index = _check.indices("routing_map", value, (("T", inp.shape[0]), "K"))
@@ -71,7 +95,7 @@ def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor,
     _check.on_device_of("inp", inp, routing_map=index)
     check_num_slots("routing_map", *index.shape)
     N = index.numel()
-    R = _check.integer("num_out_tokens", num_out_tokens, -1, _check.INDEX_LIMIT - 1)
+    R = _check.integer("num_out_tokens", _on_host(num_out_tokens, -1), -1, _check.INDEX_LIMIT - 1)
     R = N if R <= 0 else R
     keys = torch.where(index < 0, _NO_EXPERT, index).reshape(-1)
     order = keys.argsort(stable=True)
@@ -121,7 +145,11 @@ def _probabilities(inp: Tensor, value: Any, routing_map: Tensor) -> Tensor:
 
 
 def moe_permute(
-    inp: Tensor, routing_map: Tensor, num_out_tokens: int, max_token_num: int = -1, map_type: str = "mask"
+    inp: Tensor,
+    routing_map: Tensor,
+    num_out_tokens: int | Tensor | None,
+    max_token_num: int = -1,
+    map_type: str = "mask",
 ) -> tuple[Tensor, Tensor]:
     """Copies every token to one row for each of its experts; rows of an expert stand together, in token order.
 
@@ -129,8 +157,9 @@ def moe_permute(
       inp: [T, D] float32, bfloat16 or float16, or without a gradient bool, uint8, int16, int32, int64.
       routing_map: of map_type "mask" bool, int8, int16, int32 or int64 [T, E], nonzero where the token goes to the
         expert; of "index" int16, int32 or int64 [T, K], experts, of which a negative one is none.
-      num_out_tokens: R, how many rows there are: with a mask the number of its nonzero entries; with indices 0 or -1
-        stand for T K. Entries past it get no row, rows that are left are zero.
+      num_out_tokens: R, how many rows there are, an int or an integer scalar on the CPU: with a mask the number of its
+        nonzero entries; with indices 0, -1 or None stand for T K. Entries past it get no row, rows that are left are
+        zero.
       max_token_num: takes part in nothing; TransformerEngine sizes a buffer with it.
       map_type: "mask" or "index".
 
@@ -157,12 +186,12 @@ def moe_permute(
         row_of_slot, slot_of_row = _indexed_rows(inp, routing_map, num_out_tokens)
         return _Dispatch.call(inp, row_of_slot, slot_of_row), row_of_slot.t().reshape(-1)
     mask = _mask(inp, routing_map)
-    rows, _, row_id_map, _ = _permute(inp, mask, check_num_rows("num_out_tokens", num_out_tokens, 1), 0, None)
+    rows, _, row_id_map, _ = _permute(inp, mask, _rows_of_mask(num_out_tokens), 0, None)
     return rows, row_id_map
 
 
 def moe_permute_with_probs(
-    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`moe_permute` of a mask, and the probability of every row.
 
@@ -192,7 +221,7 @@ def moe_permute_with_probs(
     inp = _tokens(inp)
     mask = _mask(inp, routing_map)
     probs = _probabilities(inp, probs, mask)
-    num_rows = check_num_rows("num_out_tokens", num_out_tokens, 1)
+    num_rows = _rows_of_mask(num_out_tokens)
     rows, permuted_probs, row_id_map, _ = _permute(inp, mask, num_rows, 0, probs)
     assert permuted_probs is not None
     return rows, permuted_probs, row_id_map

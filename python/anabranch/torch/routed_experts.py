@@ -10,11 +10,12 @@ from anabranch.activation import Activation
 from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch import _check
+from anabranch.torch._autocast import as_autocast, bias_like
 from anabranch.torch._group_layer import GroupConfig, group_mixture
 from anabranch.torch._layer import LayerConfig, Operands, config_of, mixture, quantized_fields
 from anabranch.torch._precision_choice import Facts, decided, facts_of
 from anabranch.torch.experts import check_experts, check_layouts, network
-from anabranch.torch.moe import as_autocast, bias_like, check_align_size, flat, unflat
+from anabranch.torch.moe import check_align_size, flat, unflat
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
 from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands
 

@@ -117,7 +117,6 @@ class _Route(Function):
         ctx.save_for_backward(inputs[1], experts, inputs[3], lse)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_weights, _experts, _counts, d_score_sum, d_lse, _histogram):
         logits, experts, token_mask, lse = ctx.saved_tensors
         d_logits = logits_gradient(ctx.options, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse)
@@ -127,7 +126,7 @@ class _Route(Function):
 def check_slots(leading: tuple[int, ...], topk: int) -> None:
     """Refuses more than 2^31 - 1 slots: indices are int32."""
     tokens = math.prod(leading)
-    if tokens * topk >= _check.INDEX_LIMIT:
+    if _check.too_many(tokens * topk):
         raise ValueError(f"logits: got {tokens} tokens with topk {topk}, expected fewer than 2^31 slots")
 
 

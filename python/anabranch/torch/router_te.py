@@ -50,7 +50,6 @@ class _Dense(Function):
         ctx.save_for_backward(inputs[2], experts)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_probs, _map, _experts, _histogram):
         logits, experts = ctx.saved_tensors
         shared = attributes(ctx.options).values()
@@ -71,7 +70,6 @@ class _AuxScores(Function):
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_scores, _map):
         (logits,) = ctx.saved_tensors
         d_logits = None if d_scores is None else _ops.aux_scores_backward(logits, d_scores, ctx.score_function)

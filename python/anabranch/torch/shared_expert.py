@@ -6,10 +6,11 @@ from torch import Tensor
 from anabranch.activation import Activation
 from anabranch.precision import dense_precision_number
 from anabranch.torch import _check
-from anabranch.torch._autograd import Function, without_autocast
+from anabranch.torch._autocast import as_autocast, without_autocast
+from anabranch.torch._autograd import Function
 from anabranch.torch._gate import gate_backward, logits_of
 from anabranch.torch.experts import check_layouts, grouped_rows, network, network_of_rows
-from anabranch.torch.moe import as_autocast, flat, unflat
+from anabranch.torch.moe import flat, unflat
 
 
 class _Logits(Function):
@@ -25,7 +26,6 @@ class _Logits(Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_logits):
         x, w = ctx.saved_tensors
         with without_autocast(x.device):

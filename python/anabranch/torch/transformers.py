@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anabranch._text import shown
 from anabranch.torch import _check
+from anabranch.torch._autocast import as_autocast
 from anabranch.torch._experts_module import Experts, described, experts_modules, flag, model_name
 from anabranch.torch.balance import load_balance_loss
 from anabranch.torch.dispatch import combine, dispatch
 from anabranch.torch.experts import expert_ffn
-from anabranch.torch.moe import as_autocast
 from anabranch.torch.plan import plan
 from anabranch.torch.routed_experts import routed_experts
 from anabranch.torch.router import route

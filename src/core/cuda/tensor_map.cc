@@ -13,33 +13,34 @@ namespace {
 
 constexpr int64_t kAlignment = 16;  // of addresses and strides
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function; nullptr where there is no driver that has it. What was found once is kept; a failure is not,
-// since a later call may find what this one could not.
-Encode find_encode() {
-  static std::atomic<Encode> found{nullptr};
-  if (const Encode encode = found.load(std::memory_order_relaxed); encode != nullptr) return encode;
-  constexpr unsigned kSince = 12000;  // CUDA 12.0
+// A function of the driver; nullptr where there is no driver that has it. What was found once is kept in `found`; a
+// failure is not, since a later call may find what this one could not.
+template <class Function>
+Function find(const char* name, unsigned since, std::atomic<Function>& found) {
+  if (const Function function = found.load(std::memory_order_relaxed); function != nullptr) return function;
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
-  const cudaError_t failure =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSince, cudaEnableDefault, &result);
+  const cudaError_t failure = cudaGetDriverEntryPointByVersion(name, &function, since, cudaEnableDefault, &result);
   if (failure != cudaSuccess || result != cudaDriverEntryPointSuccess) {
     cudaGetLastError();  // clears it
     return nullptr;
   }
-  found.store(reinterpret_cast<Encode>(function), std::memory_order_relaxed);
-  return reinterpret_cast<Encode>(function);
+  found.store(reinterpret_cast<Function>(function), std::memory_order_relaxed);
+  return reinterpret_cast<Function>(function);
 }
 
-// Makes the runtime's context that of this thread, which it is not before the thread's first call of most of the
-// runtime's functions. For a capture of a graph this is no call to object to.
-bool take_context() {
+std::atomic<decltype(&cuTensorMapEncodeTiled)> found_encode{nullptr};
+std::atomic<decltype(&cuCtxGetCurrent)> found_current{nullptr};
+
+// Where this thread has no context, which is so before its first call of most of the runtime's functions, makes the
+// runtime's that of this thread. For a capture of a graph this is no call to object to.
+void take_context() {
+  constexpr unsigned kSince = 4000;  // CUDA 4.0
+  const auto current = find("cuCtxGetCurrent", kSince, found_current);
+  CUcontext context = nullptr;
+  if (current == nullptr || current(&context) != CUDA_SUCCESS || context != nullptr) return;
   int device = 0;
-  if (cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess) return true;
-  cudaGetLastError();  // clears it
-  return false;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) cudaGetLastError();  // clears it
 }
 
 CUtensorMapDataType map_type(int32_t dtype) {
@@ -55,17 +56,15 @@ template <size_t kRank>
 ab_status encode(const char* name, const void* data, int32_t dtype, const std::array<cuuint64_t, kRank>& sizes,
                  const std::array<cuuint64_t, kRank - 1>& strides, const std::array<cuuint32_t, kRank>& box,
                  CUtensorMap* map) {
-  const Encode function = find_encode();
+  constexpr unsigned kSince = 12000;  // CUDA 12.0
+  const auto function = find("cuTensorMapEncodeTiled", kSince, found_encode);
   if (function == nullptr) return error(AB_UNSUPPORTED, "%s: the driver has no cuTensorMapEncodeTiled", name);
   std::array<cuuint32_t, kRank> steps;
   steps.fill(1);
-  const auto call = [&] {
-    return function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes.data(), strides.data(), box.data(),
-                    steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  CUresult failure = call();
-  if (failure == CUDA_ERROR_INVALID_CONTEXT && take_context()) failure = call();
+  take_context();
+  const CUresult failure = function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes.data(), strides.data(),
+                                    box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (failure == CUDA_SUCCESS) return ok();
   return error(AB_INTERNAL, "%s: cuTensorMapEncodeTiled failed with %d", name, static_cast<int>(failure));
 }

@@ -57,6 +57,24 @@ def assert_same(got, want):
 # ---------------------------------------------------------------- what it computes
 
 
+def test_vmap_counts_every_slice_once():
+    x = normal(3, 5, D)
+    layer, again = made(**BIASED), made(**BIASED)
+    torch.func.vmap(lambda x: layer(x).output)(x)
+    for slice_ in x:
+        again(slice_)
+    assert_same(dict(layer.named_buffers()), dict(again.named_buffers()))
+    assert layer.tokens_per_expert.sum() == 3 * 5 * K
+
+
+def test_a_weight_that_is_parametrised_is_of_the_experts():
+    layer = made()
+    torch.nn.utils.parametrizations.weight_norm(layer, "down_proj")
+    assert set(layer.expert_parameters()) == {
+        "gate_up_proj", "parametrizations.down_proj.original0", "parametrizations.down_proj.original1",
+    }  # fmt: skip
+
+
 def functional(layer, x, options, **given):
     """moe() and shared_expert() on the parameters of a layer."""
     own = {

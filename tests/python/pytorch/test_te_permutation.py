@@ -135,6 +135,23 @@ def test_masks_of_every_dtype(dtype):
     assert all(torch.equal(a, b) for a, b in zip(moe_permute_with_probs(X, PROBS, mask, T * K), want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_the_number_of_rows_may_be_a_scalar_on_the_host(dtype):
+    """As Megatron has it where experts have a capacity; of indices None and -1 stand for all."""
+    number = MASK.sum()
+    scalar = number.cpu().to(dtype)
+    for got, want in [
+        (moe_permute(X, MASK, scalar), moe_permute(X, MASK, int(number))),
+        (moe_permute_with_probs(X, PROBS, MASK, scalar), moe_permute_with_probs(X, PROBS, MASK, int(number))),
+        (moe_permute(X, EXPERTS, None, map_type="index"), moe_permute(X, EXPERTS, T * K, map_type="index")),
+        (
+            moe_permute(X, EXPERTS, torch.tensor(7, dtype=dtype, device="cpu"), map_type="index"),
+            moe_permute(X, EXPERTS, 7, map_type="index"),
+        ),
+    ]:
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("map_type", ["mask", "index"])
 def test_numbers_without_a_gradient_move_too(map_type):
     routing_map = {"mask": MASK, "index": EXPERTS}[map_type]
@@ -205,9 +222,14 @@ BAD = [
     (moe_permute, dict(routing_map=MASK.to(torch.uint8)), TypeError, "routing_map: got uint8[12, 6], expected bool or int8"),
     (moe_permute, dict(routing_map=MASK.float()), TypeError, "routing_map: got float32[12, 6]"),
     (moe_permute, dict(routing_map=MASK.to("meta")), ValueError, "routing_map: got a tensor on meta"),
-    (moe_permute, dict(num_out_tokens=-1), ValueError, "num_out_tokens: got -1, expected an integer in [0, "),
-    (moe_permute, dict(num_out_tokens=None), TypeError, "num_out_tokens: got NoneType None"),
-    (moe_permute, dict(num_out_tokens=torch.tensor(5)), TypeError, "num_out_tokens: got int64[]"),
+    (moe_permute, dict(num_out_tokens=-2), ValueError, "num_out_tokens: got -2, expected an integer in [0, "),
+    (moe_permute, dict(num_out_tokens=-1), ValueError, "num_out_tokens: got none with a mask, expected the number of"),
+    (moe_permute, dict(num_out_tokens=None), ValueError, "num_out_tokens: got none with a mask, expected the number of"),
+    (moe_permute, dict(num_out_tokens=torch.tensor(-1)), ValueError, "num_out_tokens: got none with a mask"),
+    (moe_permute, dict(num_out_tokens=torch.tensor(5.0)), TypeError, "num_out_tokens: got float32[]"),
+    (moe_permute, dict(num_out_tokens=torch.tensor([5])), TypeError, "num_out_tokens: got int64[1]"),
+    (moe_permute, dict(num_out_tokens=COUNTS.sum().to("meta")), TypeError, "num_out_tokens: got int64[] on meta"),
+    (moe_permute_with_probs, dict(num_out_tokens=None), ValueError, "num_out_tokens: got none with a mask"),
     (moe_permute, dict(max_token_num=-2), ValueError, "max_token_num: got -2"),
     (moe_permute, dict(map_type="both"), ValueError, "map_type: got 'both', expected one of 'mask', 'index'"),
     (moe_permute, INDEX, TypeError, "routing_map: got bool[12, 6], expected int16 or int32 or int64"),

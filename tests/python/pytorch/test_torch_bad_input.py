@@ -92,6 +92,7 @@ def variants(good):
         yield tensor.to(torch.float8_e4m3fn)
         if tensor.dim() > 1:
             yield torch.nested.nested_tensor([on_cpu], layout=torch.jagged)
+            yield torch.nested.nested_tensor([on_cpu], layout=torch.strided)
 
 
 def public():

@@ -95,6 +95,21 @@ def test_compiled_for_any_number_of_tokens():
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiled_for_a_number_of_tokens_that_depends_on_data(function):
+    def chosen(x, chosen, *others):
+        return function(x[chosen], *others)
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(chosen, fullgraph=True, backend="aot_eager")
+        x, *others = operands()
+        for threshold in (0.0, 0.5):
+            mask = x[:, 0] > threshold
+            got = gradients(lambda x, *o, mask=mask: compiled(x, mask, *o), [x, *others])
+            assert_close(got, gradients(lambda x, *o, mask=mask: chosen(x, mask, *o), [x, *others]))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_grad_and_vmap_of_torch_func(function):
     arguments = operands()
     value, want = gradients(function, arguments)
@@ -175,7 +190,7 @@ def test_a_graph_that_is_kept_gives_the_same_bits_again(function):
 def test_a_second_derivative_is_an_error(function):
     leaves = [a.requires_grad_() for a in operands()]
     (gradient, *_) = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="differentiable twice"):
         gradient.sum().backward()
 
 
@@ -249,6 +264,31 @@ def test_autocast_is_the_layer_in_its_dtype(device, gate_dtype):
     )
     assert torch.equal(value, want_value)
     assert [g.dtype for g in got] == [torch.float32, gate_dtype, torch.float32, torch.float32]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
+def test_autocast_is_the_experts_in_its_dtype(device, rows_dtype):
+    """Of mixed operands too, as they come from products under autocast."""
+    x, _, w_in, w_out = operands()
+    x, biases, sizes = (
+        x.to(rows_dtype),
+        [normal(E, 2, F, seed=7), normal(E, D, seed=8)],
+        torch.tensor([4, 0, 9, 3, 1, 5]),
+    )
+
+    def experts(rounded, x, w_in, w_out, b_in, b_out):
+        y = expert_ffn(rounded(x), w_in, w_out, sizes, b_in=rounded(b_in), b_out=rounded(b_out))
+        z = grouped_matmul(rounded(x), rounded(w_in.flatten(2)), sizes)
+        assert y.dtype == z.dtype == torch.bfloat16
+        return y.float().square().sum() + z.float().square().sum()
+
+    arguments = (x, w_in, w_out, *biases)
+    with torch.autocast(device, torch.bfloat16):
+        value, got = gradients(functools.partial(experts, lambda a: a), arguments)
+    want_value, want = gradients(functools.partial(experts, lambda a: a.to(torch.bfloat16)), arguments)
+    assert torch.equal(value, want_value)
+    assert [g.dtype for g in got] == [a.dtype for a in arguments]
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

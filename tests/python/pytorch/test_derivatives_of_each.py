@@ -1,0 +1,192 @@
+"""What torch differentiates by itself, each function at a time, with its operands as they came: never a zero in silence."""
+
+import pytest
+import torch
+from test_torch_transforms import assert_close, gradients, normal
+
+import anabranch.torch as ab
+
+pytestmark = pytest.mark.usefixtures("device")
+
+T, E, K, D, F = 12, 4, 2, 8, 6
+
+LAYER = ab.MoE(D, F, E, topk=K, device="meta")
+
+
+def experts():
+    return torch.arange(T * K).reshape(T, K) % E
+
+
+def sizes():
+    return torch.tensor([3, 0, 7, 2])
+
+
+def order():
+    return torch.tensor([2, 0, 3, 1])
+
+
+def routing_map():
+    return torch.zeros(T, E, dtype=torch.bool).scatter(1, experts(), True)
+
+
+def with_biases(x, gate, gate_bias, w_in, w_out):
+    result = ab.moe(
+        x,
+        gate,
+        w_in,
+        w_out,
+        topk=K,
+        score_function="sigmoid",
+        gate_bias=gate_bias,
+        aux_loss_coeff=0.1,
+        z_loss_coeff=0.1,
+    )
+    return result.output, result.weights, result.aux_loss, result.z_loss
+
+
+def module(x, down_proj):
+    fixed = {name: torch.linspace(-1, 1, p.numel()).reshape(p.shape) for name, p in LAYER.named_parameters()}
+    return torch.func.functional_call(LAYER, fixed | {"down_proj": down_proj}, (x,)).output
+
+
+def unpermuted(rows, probs):
+    _, row_id_map = ab.moe_permute(torch.zeros(T, D), routing_map(), T * K)
+    return ab.moe_unpermute(rows, row_id_map, probs, restore_shape=(T, D))
+
+
+#: Of each function: what calls it, and the shapes of what is differentiated.
+CASES = {
+    "moe": (lambda *a: ab.moe(*a, topk=K).output, [(T, D), (D, E), (E, D, 2, F), (E, F, D)]),
+    "moe with losses": (with_biases, [(T, D), (D, E), (E,), (E, D, 2, F), (E, F, D)]),
+    "MoE": (module, [(T, D), (E, D, F)]),
+    "routed_experts": (
+        lambda x, *a: ab.routed_experts(x, experts(), *a).output,
+        [(T, D), (T, K), (E, D, 2, F), (E, F, D)],
+    ),
+    "expert_ffn": (
+        lambda rows, w_in, w_out, weights: ab.expert_ffn(rows, w_in, w_out, sizes(), weights=weights),
+        [(T, D), (E, D, 2, F), (E, F, D), (T,)],
+    ),
+    "grouped_matmul": (lambda x, w: ab.grouped_matmul(x, w, sizes()), [(T, D), (E, D, F)]),
+    "shared_expert": (lambda x, *a: ab.shared_expert(x, *a[:2], w_gate=a[2]), [(T, D), (D, 2, F), (F, D), (D,)]),
+    "route": (lambda logits: ab.route(logits, K)[0], [(T, E)]),
+    "lse of route": (lambda logits: ab.route(logits, K).lse, [(T, E)]),
+    "dispatch": (lambda x: ab.dispatch(x, ab.plan(experts(), E)), [(T, D)]),
+    "combine": (lambda rows, w: ab.combine(rows, ab.plan(experts(), E), w), [(T * K, D), (T, K)]),
+    "fused_topk_with_score_function": (
+        lambda logits: ab.fused_topk_with_score_function(logits, K, False, None, None, 2.0, "sigmoid", None)[0],
+        [(T, E)],
+    ),
+    "fused_compute_score_for_moe_aux_loss": (
+        lambda logits: ab.fused_compute_score_for_moe_aux_loss(logits, K, "softmax")[1],
+        [(T, E)],
+    ),
+    "fused_moe_aux_loss": (lambda probs: ab.fused_moe_aux_loss(probs, sizes(), T, E, K, 0.1), [(T, E)]),
+    "moe_permute": (lambda x: ab.moe_permute(x, routing_map(), T * K)[0], [(T, D)]),
+    "moe_permute_with_probs": (
+        lambda x, probs: ab.moe_permute_with_probs(x, probs, routing_map(), T * K)[:2],
+        [(T, D), (T, E)],
+    ),
+    "moe_unpermute": (unpermuted, [(T * K, D), (T, E)]),
+    "moe_sort_chunks_by_index": (lambda x: ab.moe_sort_chunks_by_index(x, sizes(), order()), [(T, D)]),
+    "moe_sort_chunks_by_index_with_probs": (
+        lambda x, probs: ab.moe_sort_chunks_by_index_with_probs(x, probs, sizes(), order())[:2],
+        [(T, D), (T,)],
+    ),
+}
+#: What is linear in all that is differentiated: its gradient depends on the cotangent alone.
+LINEAR = {name for name in CASES if name.startswith(("dispatch", "moe_permute", "moe_sort", "fused_moe_aux_loss"))}
+
+
+def leaves_of(name):
+    return [normal(*shape, seed=i, scale=0.5) for i, shape in enumerate(CASES[name][1])]
+
+
+def outputs(name, leaves):
+    found = CASES[name][0](*leaves)
+    return (found,) if isinstance(found, torch.Tensor) else found
+
+
+def curved(name):
+    """A loss that is linear in no result."""
+    return lambda *leaves: sum(torch.sin(o).sum() for o in outputs(name, leaves))
+
+
+def straight(name):
+    """A loss whose cotangents are constants."""
+    return lambda *leaves: sum((o * normal(*o.shape, seed=9)).sum() for o in outputs(name, leaves))
+
+
+def places(name):
+    return tuple(range(len(CASES[name][1])))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_of_a_gradient_is_an_error(name):
+    def norm(*leaves):
+        return sum(g.square().sum() for g in torch.func.grad(curved(name), argnums=places(name))(*leaves))
+
+    with pytest.raises(RuntimeError, match="differentiable twice"):
+        torch.func.grad(norm, argnums=places(name))(*leaves_of(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_with_a_graph_has_one_where_it_depends_on_something(name):
+    """By each operand with the others frozen, too; the cotangent may be a constant."""
+    for trained in [places(name), *((i,) for i in places(name))]:
+        leaves = [leaf.requires_grad_(i in trained) for i, leaf in enumerate(leaves_of(name))]
+        wanted = [leaves[i] for i in trained]
+        found = torch.autograd.grad(straight(name)(*leaves), wanted, create_graph=True)
+        if name in LINEAR:
+            assert not any(g.requires_grad for g in found)
+            found = torch.autograd.grad(curved(name)(*leaves), wanted, create_graph=True)
+        assert all(g.requires_grad for g in found) or len(trained) == 1
+        for gradient in found:
+            if gradient.requires_grad:
+                with pytest.raises(RuntimeError, match="differentiable twice"):
+                    torch.autograd.grad(gradient.square().sum(), wanted, retain_graph=True)
+        assert_close(
+            [g.detach() for g in found],
+            list(torch.autograd.grad((straight, curved)[name in LINEAR](name)(*leaves), wanted)),
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tangent_is_an_error(name):
+    leaves = leaves_of(name)
+    value, vjp = torch.func.vjp(curved(name), *leaves)
+    with pytest.raises(NotImplementedError, match=r"jvp|tangent"):
+        torch.func.jvp(curved(name), tuple(leaves), tuple(leaves))
+    with pytest.raises(NotImplementedError, match=r"jvp|tangent"):
+        torch.func.jvp(lambda d: vjp(d)[0], (torch.ones_like(value),), (torch.ones_like(value),))
+
+
+def test_torch_compile_around_torch_func_is_the_eager_gradient():
+    """All of them in one program, since that is compiled once."""
+
+    def found(leaves):
+        return {n: torch.func.grad(curved(n), argnums=places(n))(*leaves[n]) for n in CASES}
+
+    torch._dynamo.reset()
+    leaves = {n: leaves_of(n) for n in CASES}
+    got = torch.compile(found, fullgraph=True, backend="aot_eager")(leaves)
+    for name in CASES:
+        want = gradients(curved(name), leaves[name])[1]
+        assert all(g.abs().max() > 0 for g in want)
+        assert_close(got[name], want)
+
+
+@pytest.mark.parametrize("name", ["moe", "grouped_matmul"])
+@pytest.mark.parametrize("outer", ["torch.func", "autograd"])
+def test_a_gradient_of_a_gradient_is_an_error_when_compiled(name, outer):
+    def norm(*leaves):
+        return torch.func.grad(curved(name))(*leaves).square().sum()
+
+    torch._dynamo.reset()
+    leaves = leaves_of(name)
+    function = torch.func.grad(norm) if outer == "torch.func" else norm
+    if outer == "autograd":
+        leaves[0].requires_grad_()
+    # torch 2.11 keeps the reason of some to itself.
+    with pytest.raises(Exception, match=r"got a derivative to take|Observed exception"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves).sum().backward()

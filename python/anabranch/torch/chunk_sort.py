@@ -55,6 +55,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
 
     Source: the function of this name in transformer_engine.pytorch.
 
+    >>> import torch
     >>> sizes, order = torch.tensor([1, 2]), torch.tensor([1, 0])
     >>> moe_sort_chunks_by_index(torch.arange(3.0)[:, None], sizes, order).ravel().tolist()
     [1.0, 2.0, 0.0]
@@ -84,6 +85,7 @@ def moe_sort_chunks_by_index_with_probs(
 
     Source: the function of this name in transformer_engine.pytorch.
 
+    >>> import torch
     >>> probs, sizes, order = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1, 2]), torch.tensor([1, 0])
     >>> moe_sort_chunks_by_index_with_probs(torch.arange(3.0)[:, None], probs, sizes, order)[1].tolist()
     [0.20000000298023224, 0.30000001192092896, 0.10000000149011612]

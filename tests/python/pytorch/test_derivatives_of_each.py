@@ -13,20 +13,21 @@ T, E, K, D, F = 12, 4, 2, 8, 6
 LAYER = ab.MoE(D, F, E, topk=K, device="meta")
 
 
-def experts():
-    return torch.arange(T * K).reshape(T, K) % E
+def experts(like):
+    # A compiled program does not always know torch's default device.
+    return torch.arange(T * K, device=like.device).reshape(T, K) % E
 
 
-def sizes():
-    return torch.tensor([3, 0, 7, 2])
+def sizes(like):
+    return torch.tensor([3, 0, 7, 2], device=like.device)
 
 
-def order():
-    return torch.tensor([2, 0, 3, 1])
+def order(like):
+    return torch.tensor([2, 0, 3, 1], device=like.device)
 
 
-def routing_map():
-    return torch.zeros(T, E, dtype=torch.bool).scatter(1, experts(), True)
+def routing_map(like):
+    return torch.zeros(T, E, dtype=torch.bool, device=like.device).scatter(1, experts(like), True)
 
 
 def with_biases(x, gate, gate_bias, w_in, w_out):
@@ -45,12 +46,14 @@ def with_biases(x, gate, gate_bias, w_in, w_out):
 
 
 def module(x, down_proj):
-    fixed = {name: torch.linspace(-1, 1, p.numel()).reshape(p.shape) for name, p in LAYER.named_parameters()}
+    fixed = {
+        name: torch.linspace(-1, 1, p.numel(), device=x.device).reshape(p.shape) for name, p in LAYER.named_parameters()
+    }
     return torch.func.functional_call(LAYER, fixed | {"down_proj": down_proj}, (x,)).output
 
 
 def unpermuted(rows, probs):
-    _, row_id_map = ab.moe_permute(torch.zeros(T, D), routing_map(), T * K)
+    _, row_id_map = ab.moe_permute(torch.zeros(T, D, device=rows.device), routing_map(rows), T * K)
     return ab.moe_unpermute(rows, row_id_map, probs, restore_shape=(T, D))
 
 
@@ -60,19 +63,19 @@ CASES = {
     "moe with losses": (with_biases, [(T, D), (D, E), (E,), (E, D, 2, F), (E, F, D)]),
     "MoE": (module, [(T, D), (E, D, F)]),
     "routed_experts": (
-        lambda x, *a: ab.routed_experts(x, experts(), *a).output,
+        lambda x, *a: ab.routed_experts(x, experts(x), *a).output,
         [(T, D), (T, K), (E, D, 2, F), (E, F, D)],
     ),
     "expert_ffn": (
-        lambda rows, w_in, w_out, weights: ab.expert_ffn(rows, w_in, w_out, sizes(), weights=weights),
+        lambda rows, w_in, w_out, weights: ab.expert_ffn(rows, w_in, w_out, sizes(rows), weights=weights),
         [(T, D), (E, D, 2, F), (E, F, D), (T,)],
     ),
-    "grouped_matmul": (lambda x, w: ab.grouped_matmul(x, w, sizes()), [(T, D), (E, D, F)]),
+    "grouped_matmul": (lambda x, w: ab.grouped_matmul(x, w, sizes(x)), [(T, D), (E, D, F)]),
     "shared_expert": (lambda x, *a: ab.shared_expert(x, *a[:2], w_gate=a[2]), [(T, D), (D, 2, F), (F, D), (D,)]),
     "route": (lambda logits: ab.route(logits, K)[0], [(T, E)]),
     "lse of route": (lambda logits: ab.route(logits, K).lse, [(T, E)]),
-    "dispatch": (lambda x: ab.dispatch(x, ab.plan(experts(), E)), [(T, D)]),
-    "combine": (lambda rows, w: ab.combine(rows, ab.plan(experts(), E), w), [(T * K, D), (T, K)]),
+    "dispatch": (lambda x: ab.dispatch(x, ab.plan(experts(x), E)), [(T, D)]),
+    "combine": (lambda rows, w: ab.combine(rows, ab.plan(experts(rows), E), w), [(T * K, D), (T, K)]),
     "fused_topk_with_score_function": (
         lambda logits: ab.fused_topk_with_score_function(logits, K, False, None, None, 2.0, "sigmoid", None)[0],
         [(T, E)],
@@ -81,16 +84,16 @@ CASES = {
         lambda logits: ab.fused_compute_score_for_moe_aux_loss(logits, K, "softmax")[1],
         [(T, E)],
     ),
-    "fused_moe_aux_loss": (lambda probs: ab.fused_moe_aux_loss(probs, sizes(), T, E, K, 0.1), [(T, E)]),
-    "moe_permute": (lambda x: ab.moe_permute(x, routing_map(), T * K)[0], [(T, D)]),
+    "fused_moe_aux_loss": (lambda probs: ab.fused_moe_aux_loss(probs, sizes(probs), T, E, K, 0.1), [(T, E)]),
+    "moe_permute": (lambda x: ab.moe_permute(x, routing_map(x), T * K)[0], [(T, D)]),
     "moe_permute_with_probs": (
-        lambda x, probs: ab.moe_permute_with_probs(x, probs, routing_map(), T * K)[:2],
+        lambda x, probs: ab.moe_permute_with_probs(x, probs, routing_map(x), T * K)[:2],
         [(T, D), (T, E)],
     ),
     "moe_unpermute": (unpermuted, [(T * K, D), (T, E)]),
-    "moe_sort_chunks_by_index": (lambda x: ab.moe_sort_chunks_by_index(x, sizes(), order()), [(T, D)]),
+    "moe_sort_chunks_by_index": (lambda x: ab.moe_sort_chunks_by_index(x, sizes(x), order(x)), [(T, D)]),
     "moe_sort_chunks_by_index_with_probs": (
-        lambda x, probs: ab.moe_sort_chunks_by_index_with_probs(x, probs, sizes(), order())[:2],
+        lambda x, probs: ab.moe_sort_chunks_by_index_with_probs(x, probs, sizes(x), order(x))[:2],
         [(T, D), (T,)],
     ),
 }

@@ -326,29 +326,6 @@ def test_registering_twice_is_once():
     assert transformers.PreTrainedModel.get_correct_experts_implementation is before
 
 
-SMALL_WITHOUT_INTERFACE = {
-    "doge": dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, num_experts=9),
-    "jetmoe": dict(hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8, vocab_size=64),
-    "longcat_flash": dict(hidden_size=32, num_layers=1, num_attention_heads=2, vocab_size=64, n_routed_experts=4),
-    "switch_transformers": dict(d_model=32, d_ff=16, num_layers=2, num_decoder_layers=2, num_heads=2, vocab_size=64),
-}
-
-
-@pytest.mark.parametrize("folder", SMALL_WITHOUT_INTERFACE)
-def test_a_model_that_would_not_use_it_is_refused(folder):
-    config = transformers.AutoConfig.for_model(folder, **SMALL_WITHOUT_INTERFACE[folder])
-    kind = transformers.AutoModel._model_mapping[type(config)]
-    message = r'experts_implementation="anabranch": got .*, which has no experts that follow the interface'
-    with torch.device("meta"):
-        with pytest.raises(NotImplementedError, match=message):
-            kind._from_config(config, experts_implementation="anabranch")
-        model = kind._from_config(transformers.AutoConfig.for_model(folder, **SMALL_WITHOUT_INTERFACE[folder]))
-    with pytest.raises(NotImplementedError, match=message):
-        adapter.check(model)
-    with pytest.raises(NotImplementedError, match=message):
-        model.set_experts_implementation("anabranch")
-
-
 def test_a_model_without_experts_takes_it():
     config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
     with torch.device("meta"):

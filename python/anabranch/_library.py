@@ -5,7 +5,8 @@ import functools
 import importlib.metadata
 import os
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anabranch
@@ -162,3 +163,13 @@ def describe() -> dict[str, str]:
 def describe_cuda() -> dict[str, str]:
     """What the CUDA library says: version, cuda, driver, and a line for each device; or error: why there is none."""
     return _facts(load_cuda().ab_cuda_describe)
+
+
+def cuda_capabilities(facts: Mapping[str, str]) -> list[str]:
+    """Of the devices that `describe_cuda` lists, in their order.
+
+    >>> cuda_capabilities({"cuda": "13.0", "device 0": "NVIDIA H200, compute capability 9.0, 132 multiprocessors"})
+    ['9.0']
+    """
+    named = (re.search(r"compute capability (\d+\.\d+)", facts[name]) for name in facts if name.startswith("device "))
+    return [found[1] for found in named if found]

@@ -1,5 +1,11 @@
 """Runs tests of operations that have CUDA kernels on a GPU too."""
 
+import os
+
+# Tests run beside each other, so there are more threads than cores. OpenMP's spin while they wait, for several times as
+# long as they compute; as many threads that sleep instead leave the cores to those that have something to do.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import jax
 import pytest
 

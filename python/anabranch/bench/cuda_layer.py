@@ -6,6 +6,7 @@ from typing import Any
 
 from anabranch import _library
 from anabranch.bench import gpu, layer_result
+from anabranch.bench.auto_choice import auto_choice
 from anabranch.bench.errors import BenchError, as_bench_errors
 from anabranch.bench.experts_path import experts_path
 from anabranch.bench.layer_result import Measured
@@ -21,7 +22,8 @@ same with our ragged_dot; torch: topk, sort, grouped_mm,
 index_add, eager operations in CUDA graphs. Each in a process of its own, in
 which product, bfloat16 8192^3 by cuBLAS, is timed right before and after; share: of their mean. Medians of 20 batches
 of calls with the queue full; *: the host's launches are the limit. routing: uniform, by the random gate; zipf, K
-distinct experts with shares 1 / (1 + e) given; path: which of our kernels the experts ran on; largest load: over the
+distinct experts with shares 1 / (1 + e) given; path: which of our kernels the experts ran on; auto: what
+precision="auto" chooses for these sizes, forward and for both passes, each of which quantises; largest load: over the
 mean. needed: weights, x, their gradients, the output, its cotangent and h; total: arguments + outputs - aliased +
 temporaries, as XLA plans; peak: by the device"""
 
@@ -109,7 +111,7 @@ def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
     measured = _times(case, quick, trace)
     if case[2] in PEERS or measured.forward is measured.both is None:
         return measured
-    return measured._replace(path=experts_path(case[0], DTYPES[0]))
+    return measured._replace(path=experts_path(case[0], DTYPES[0]), auto=auto_choice(case[0], DTYPES[0]))
 
 
 def _times(case: Case, quick: bool, trace: str | None) -> Measured:

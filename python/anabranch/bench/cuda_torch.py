@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from anabranch.bench import gpu, torch_rows
+from anabranch.bench.auto_choice import auto_choice
 from anabranch.bench.cuda_layer_graphs import operands
 from anabranch.bench.errors import BenchError, as_bench_errors
 from anabranch.bench.experts_path import experts_path
@@ -23,8 +24,9 @@ experts in each pass; fp8-kept: with experts that were quantised before; jax: ou
 layer` has it. eager, compiled (torch.compile with fullgraph) and reduce-overhead: many calls with the queue full, by
 the host's clock. graph: captured by hand, by events. x: the time over that of moe called alike, of jit and
 reduce-overhead over that of its graph. host: until a call returns while the device is busy with something else; -: it
-waits for the device, or is a graph. path: which of our kernels the experts ran on. Medians; each implementation in a
-process of its own"""
+waits for the device, or is a graph. path: which of our kernels the experts ran on; auto: what
+precision="auto" chooses for these sizes, forward and for both passes, each of which quantises. Medians; each
+implementation in a process of its own"""
 
 BY = (*IN_TORCH, *FP8_BY, "jax")
 DTYPES = ("bfloat16",)
@@ -84,13 +86,13 @@ def _through_jax(shape: LayerShape, quick: bool) -> dict[str, Any]:
         return torch_rows.row(shape, DTYPES[0], "jax", torch_rows.JIT, note=str(error)) | {"error": str(error)}
     seconds = {name: 1e-3 * time for name in torch_rows.PASSES if (time := found[f"{name} ms"]) is not None}
     spread = {name: [1e-3 * t for t in found["spread"][f"{name} ms"]] for name in seconds}
-    also = {"path": found["path"], "note": found["note"]}
+    also = {name: found[name] for name in ("path", "auto", "note")}
     return torch_rows.row(shape, DTYPES[0], "jax", torch_rows.JIT, seconds=seconds, spread=spread, **also)
 
 
 def _measure(shape: LayerShape, by: str, repeats: int) -> Iterator[dict[str, Any]]:
     """The rows of one implementation, one a mode. The process should have done nothing on the device before."""
-    path = experts_path(shape, DTYPES[0]) if by in OURS else None
+    path, auto = (of(shape, DTYPES[0]) if by in OURS else None for of in (experts_path, auto_choice))
     for mode in MODES[by]:
         seconds, host, notes = {}, {}, []
         spread = {}
@@ -114,6 +116,7 @@ def _measure(shape: LayerShape, by: str, repeats: int) -> Iterator[dict[str, Any
             host_seconds=host,
             spread=spread,
             path=path,
+            auto=auto,
             note="; ".join(notes),
         )
 

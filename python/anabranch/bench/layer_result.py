@@ -42,6 +42,7 @@ class Measured(NamedTuple):
     peak: bytes of the device's memory that were in use at most.
     note: "" or what is missing and why.
     path: which of our kernels the experts ran on; None: on none.
+    auto: what precision="auto" chooses for such a layer there; None: experts are not ours.
     """
 
     forward: Timing | None = None
@@ -53,6 +54,7 @@ class Measured(NamedTuple):
     peak: int | None = None
     note: str = ""
     path: str | None = None
+    auto: str | None = None
 
 
 def row(shape: LayerShape, routing: str, dtype: str, by: str, measured: Measured) -> dict[str, Any]:
@@ -78,6 +80,7 @@ def row(shape: LayerShape, routing: str, dtype: str, by: str, measured: Measured
         "dtype": dtype,
         "by": by,
         "path": measured.path,
+        "auto": measured.auto,
         **{f"{name} ms": None if seconds[name] is None else 1e3 * seconds[name] for name in columns},
         **{f"{name} TFLOP/s": None if rates[name] is None else rates[name] / 1e12 for name in columns},
         "product TFLOP/s": None if product is None else product / 1e12,
@@ -115,7 +118,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]
         return f"{row[name]:.3g}*" if star else row[name]
 
     return {
-        "rates": [{name: starred(row, name) for name in (*what, "path", *rates, "note")} for row in rows],
+        "rates": [{name: starred(row, name) for name in (*what, "path", "auto", *rates, "note")} for row in rows],
         "memory of forward and backward, GiB": [
             {
                 **{name: row[name] for name in what},

@@ -22,12 +22,14 @@ def row(
     spread: Mapping[str, Sequence[float]] | None = None,
     rate: str = "TFLOP/s",
     path: str | None = None,
+    auto: str | None = None,
     note: str = "",
 ) -> dict[str, Any]:
     """A row for the JSON file: milliseconds and rates of PASSES, and microseconds of the host; None: not measured.
 
     rate: the unit, out of RATES.
     path: which of our kernels the experts ran on, of a GPU's.
+    auto: what precision="auto" chooses for such a layer there.
     """
     seconds, host_seconds = seconds or {}, host_seconds or {}
     forward = shape.forward_flops()
@@ -38,6 +40,7 @@ def row(
         "by": by,
         "mode": mode,
         "path": path,
+        "auto": auto,
         **{f"{name} ms": 1e3 * seconds[name] if name in seconds else None for name in PASSES},
         **{f"{name} {rate}": flops[name] / seconds[name] / RATES[rate] if name in seconds else None for name in PASSES},
         **{f"host {name} us": 1e6 * host_seconds[name] if name in host_seconds else None for name in PASSES},
@@ -72,9 +75,9 @@ def with_ratios(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as one table, with paths where there are any."""
+    """The rows as one table, with paths and choices where there are any."""
     figures = [f"{name} {unit}" for unit in ("ms", *RATES) for name in PASSES]
     figures += [f"x {name}" for name in PASSES] + [f"host {name} us" for name in PASSES]
-    paths = ["path"] if any(found["path"] for found in rows) else []
-    names = ("T,D,F,E,K", "dtype", "by", "mode", *paths, *figures, "note")
+    of_gpu = [name for name in ("path", "auto") if any(found[name] for found in rows)]
+    names = ("T,D,F,E,K", "dtype", "by", "mode", *of_gpu, *figures, "note")
     return {"": [{name: found[name] for name in names if name in found} for found in rows]}

@@ -257,16 +257,18 @@ def test_what_was_not_measured_is_said():
 
 
 @pytest.mark.parametrize("by", [*cuda_layer.BY, *cuda_layer.VARIANTS])
-def test_what_was_measured_of_ours_names_the_path_of_its_experts(by, monkeypatch):
+def test_what_was_measured_of_ours_names_path_and_choice_of_its_experts(by, monkeypatch):
     monkeypatch.setattr(cuda_layer, "experts_path", lambda shape, dtype: f"{shape.D} in {dtype}")
-    path = None if by in ("xla", "torch") else "32 in bfloat16"
+    monkeypatch.setattr(cuda_layer, "auto_choice", lambda shape, dtype: f"fp8 for {shape.D} in {dtype}")
+    of_ours = dict(path="32 in bfloat16", auto="fp8 for 32 in bfloat16")
+    ours = dict(path=None, auto=None) if by in ("xla", "torch") else of_ours
     for measured, wanted in (
-        (FIGURES._replace(path=None), path),
-        (FIGURES._replace(path=None, both=None), path),
-        (Measured(note="out of memory"), None),
+        (FIGURES._replace(path=None), ours),
+        (FIGURES._replace(path=None, both=None), ours),
+        (Measured(note="out of memory"), {}),
     ):
         monkeypatch.setattr(cuda_layer, "_times", lambda *_, measured=measured: measured)
-        assert cuda_layer._measure((SHAPE, "uniform", by), True, None) == measured._replace(path=wanted)
+        assert cuda_layer._measure((SHAPE, "uniform", by), True, None) == measured._replace(**wanted)
 
 
 @pytest.fixture

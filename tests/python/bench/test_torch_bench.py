@@ -84,7 +84,8 @@ def test_rows_on_the_cpu(capsys, monkeypatch):
         assert row["forward GFLOP/s"] == pytest.approx(SHAPE.forward_flops() / row["forward ms"] / 1e6)
     (table,) = torch_rows.tables(rows).values()
     assert "host both us" in format_table(table) and "TFLOP/s" not in format_table(table)
-    assert "path" not in format_table(table) and {row["path"] for row in rows} == {None}
+    assert "path" not in format_table(table) and "auto" not in format_table(table)
+    assert {(row["path"], row["auto"]) for row in rows} == {(None, None)}
 
 
 def test_what_is_compiled_is_timed_too(monkeypatch):
@@ -105,7 +106,7 @@ def no_gpu_needed(monkeypatch):
             raise BenchError("out of luck")
         if operation == "layer":
             spread = {"forward ms": [1.9, 2.1], "both ms": [5.9, 6.1]}
-            return [{"forward ms": 2.0, "both ms": 6.0, "path": "hopper", "note": "", "spread": spread}]
+            return [{"forward ms": 2.0, "both ms": 6.0, "path": "hopper", "auto": "fp8", "note": "", "spread": spread}]
         shape = LayerShape(*map(int, flags[flags.index("--shape") + 1].split(",")))
         seconds = {"forward": 1e-3, "both": 4e-3} if by == "moe" else {"forward": 2e-3}
         return [torch_rows.row(shape, "bfloat16", by, mode, seconds=seconds) for mode in torch_layers.MODES[by]]
@@ -129,17 +130,18 @@ def test_every_implementation_has_a_process_of_its_own(no_gpu_needed, capsys):
     assert found["jax", "jit"] == pytest.approx((2, 1.5))
     assert {row["by"]: row["path"] for row in rows} == {"moe": None, "grouped_mm": None, "jax": "hopper"}
     (table,) = torch_rows.tables(rows).values()
-    assert "| hopper |" in format_table(table)
+    assert "| hopper | fp8  |" in format_table(table)
 
 
 @pytest.mark.parametrize("by", cuda_torch.BY[:-1])
-def test_rows_of_a_gpu_name_the_path_of_our_experts(by, monkeypatch):
+def test_rows_of_a_gpu_name_path_and_choice_of_our_experts(by, monkeypatch):
     monkeypatch.setattr(cuda_torch, "experts_path", lambda shape, dtype: f"{shape.D} in {dtype}")
+    monkeypatch.setattr(cuda_torch, "auto_choice", lambda shape, dtype: f"fp8 for {shape.F} in {dtype}")
     monkeypatch.setattr(cuda_torch, "_times", lambda *_: (Timing(1e-3, 1e-3, 1e-3), None))
     monkeypatch.setattr(gpu, "torch_with_gpu", lambda: torch)
     peers = ("grouped_mm", *(name for name in torch_layers.BY if name.startswith("hf-")))
-    paths = {row["path"] for row in cuda_torch._measure(SHAPE, by, 1)}
-    assert paths == {None if by in peers else "32 in bfloat16"}
+    found = {(row["path"], row["auto"]) for row in cuda_torch._measure(SHAPE, by, 1)}
+    assert found == {(None, None) if by in peers else ("32 in bfloat16", "fp8 for 48 in bfloat16")}
 
 
 def test_what_fails_has_a_row_that_says_so(no_gpu_needed, capsys):

@@ -162,17 +162,92 @@ MODELS: dict[str, tuple[str | None, dict]] = {
     "zaya": (None, dict(num_experts_per_tok=1)),
 }
 
-#: Models whose experts do not follow the library's interface: it has one way to compute them, whatever is asked for.
-WITHOUT_INTERFACE: dict[str, tuple[str | None, dict]] = {
-    "dbrx": (None, {}),
-    "doge": (None, {}),
-    "jetmoe": (None, {}),
-    "llama4": (None, {}),
-    "longcat_flash": (None, {}),
-    "nllb_moe": (None, {}),
-    "step3p7": (None, {}),
-    "switch_transformers": (None, {}),
+#: Models whose experts do not follow the library's interface, which has one way to compute them, whatever is asked for:
+#: by the folder in transformers.models the type of the model, and fields.
+WITHOUT_INTERFACE: dict[str, tuple[str, dict]] = {
+    "dbrx": (
+        "dbrx",
+        dict(
+            d_model=32,
+            n_heads=4,
+            n_layers=1,
+            vocab_size=64,
+            ffn_config=dict(ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2),
+            attn_config=dict(kv_n_heads=2, rope_theta=1e4),
+        ),
+    ),
+    "doge": (
+        "doge",
+        dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, num_experts=9),
+    ),
+    "jetmoe": (
+        "jetmoe",
+        dict(hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8, vocab_size=64),
+    ),
+    "llama4": (
+        "llama4_text",
+        dict(
+            hidden_size=32,
+            intermediate_size=16,
+            intermediate_size_mlp=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=4,
+            vocab_size=64,
+        ),
+    ),
+    "longcat_flash": (
+        "longcat_flash",
+        dict(hidden_size=32, num_layers=1, num_attention_heads=2, vocab_size=64, n_routed_experts=4),
+    ),
+    "nllb_moe": (
+        "nllb-moe",
+        dict(
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            encoder_sparse_step=1,
+            decoder_sparse_step=1,
+            num_experts=4,
+            vocab_size=64,
+        ),
+    ),
+    "step3p7": (
+        "step3p7",
+        dict(
+            text_config=dict(
+                hidden_size=32,
+                intermediate_size=16,
+                moe_intermediate_size=16,
+                share_expert_dim=16,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                n_routed_experts=4,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                mlp_layer_types=["sparse"],
+                vocab_size=64,
+                pad_token_id=0,
+            ),
+            vision_config=dict(hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2),
+        ),
+    ),
+    "switch_transformers": (
+        "switch_transformers",
+        dict(d_model=32, d_ff=16, num_layers=2, num_decoder_layers=2, num_heads=2, vocab_size=64),
+    ),
 }
+
+#: Models with modules called experts that no router chooses a token's of.
+WITHOUT_ROUTER = {"vitpose_backbone"}
 
 
 def module_of(folder):

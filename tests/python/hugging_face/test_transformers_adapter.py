@@ -1,107 +1,26 @@
 """The experts of transformers by our operations: what is recognised, what is refused, and what torch does with it."""
 
 import math
-import types
 
 import pytest
 import torch
 import transformers
+from stored_experts import E, check_same, gradients, made, operands, parts
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import use_experts_implementation
 
 import anabranch.torch.transformers as adapter
 from anabranch.torch import Activation
-
-E, D, F, K, T = 4, 12, 10, 2, 17
 
 
 @pytest.fixture(autouse=True)
 def registered():
     adapter.register()
     transformers.logging.set_verbosity_error()
-
-
-class Stored(nn.Module):
-    """Experts as the library's models have them, whose gate is a test's own."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.num_experts = E
-        shapes = (E, 2 * F, D), (E, D, F)
-        if config.transposed:
-            shapes = (E, D, 2 * F), (E, F, D)
-        self.gate_up_proj = nn.Parameter(torch.randn(shapes[0]))
-        self.down_proj = nn.Parameter(torch.randn(shapes[1]))
-        if config.bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.randn(E, 2 * F))
-            self.down_proj_bias = nn.Parameter(torch.randn(E, D))
-        self.act_fn = ACT2FN[config.act]
-        for name, value in config.numbers.items():
-            setattr(self, name, value)
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        """Every expert on every token: the plain definition."""
-        up, down = self.gate_up_proj, self.down_proj
-        if not self.is_transposed:
-            up, down = up.mT, down.mT
-        h = torch.einsum("td,edh->teh", hidden_states, up)
-        h = h + self.gate_up_proj_bias if self.has_bias else h
-        y = torch.einsum("teh,ehd->ted", self._apply_gate(h), down)
-        y = y + self.down_proj_bias if self.has_bias else y
-        selected = torch.nn.functional.one_hot(top_k_index.clamp(max=E), E + 1)[..., :E].to(y.dtype)
-        return torch.einsum("ted,tke,tk->td", y, selected, top_k_weights.to(y.dtype)).to(hidden_states.dtype)
-
-
-def made(gate=None, *, act="silu", transposed=False, bias=False, **numbers):
-    """Experts with a gate of their own, or the library's."""
-    body = {} if gate is None else {"_apply_gate": gate}
-    kind = type("TestExperts", (Stored,), body)
-    kind = use_experts_implementation(kind, is_transposed=transposed, has_bias=bias)
-    config = types.SimpleNamespace(
-        transposed=transposed,
-        bias=bias,
-        act=act,
-        numbers=numbers,
-        model_type="a_test",
-        _experts_implementation="anabranch",
-    )
-    torch.manual_seed(0)
-    return kind(config)
-
-
-def operands(dtype=torch.float32, device="cpu"):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(T, D, generator=generator).to(device, dtype).requires_grad_()
-    index = torch.rand(T, E, generator=generator).topk(K).indices.to(device)
-    return x, index, torch.rand(T, K, generator=generator).to(device).requires_grad_()
-
-
-def gradients(experts, implementation, operands, forward=None):
-    """The output, and all gradients for a random cotangent."""
-    experts.config._experts_implementation = implementation
-    x, index, weights = operands
-    for tensor in (x, weights, *experts.parameters()):
-        tensor.grad = None
-    output = (experts if forward is None else forward)(x, index, weights)
-    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output))
-    named = {"x": x, "weights": weights, **dict(experts.named_parameters())}
-    return {"output": output.detach(), **{name: tensor.grad for name, tensor in named.items()}}
-
-
-def check_same(found, expected, tolerance=1e-5):
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert found[name].dtype == expected[name].dtype and found[name].shape == expected[name].shape
-        error = (found[name] - expected[name]).abs().max() / expected[name].abs().max()
-        assert error <= tolerance, (name, float(error))
+    torch.compiler.reset()  # all classes here share the forward function that the library makes
 
 
 # ---------------------------------------------------------------- what is recognised
-
-
-def parts(gate_up):
-    return gate_up.chunk(2, dim=-1)
 
 
 def in_turns(gate_up):
@@ -239,6 +158,40 @@ def test_a_replaced_activation_is_found_anew():
         experts(*given)
 
 
+def test_a_clamp_far_out_is_refused():
+    def _apply_gate(self, gate_up):
+        g, u = parts(gate_up)
+        return nn.functional.silu(g.clamp(max=20000.0)) * u
+
+    with pytest.raises(NotImplementedError, match=r"whose _apply_gate .*expected one"):
+        adapter.check(made(_apply_gate))
+
+
+def without_a_gradient(self, gate_up):
+    g, u = parts(gate_up)
+    return nn.functional.silu(g).detach() * u
+
+
+def test_a_gate_with_other_gradients_is_refused():
+    with pytest.raises(NotImplementedError, match=r"whose _apply_gate .* has the values of silu and other gradients"):
+        adapter.check(made(without_a_gradient))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_found_without_gradients(mode):
+    experts, given = made(), operands()
+    with mode():
+        output = experts(*given)
+    torch.testing.assert_close(output, experts(*given), rtol=0, atol=0)
+
+
+def test_found_inside_a_checkpoint():
+    """Which counts what is saved, and would find less when it runs again."""
+    experts, given = made(), operands()
+    output = torch.utils.checkpoint.checkpoint(experts, *given, use_reentrant=False)
+    output.sum().backward()
+
+
 # ---------------------------------------------------------------- what torch does with it
 
 
@@ -371,29 +324,6 @@ def test_registering_twice_is_once():
     before = transformers.PreTrainedModel.get_correct_experts_implementation
     adapter.register()
     assert transformers.PreTrainedModel.get_correct_experts_implementation is before
-
-
-SMALL_WITHOUT_INTERFACE = {
-    "doge": dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, num_experts=9),
-    "jetmoe": dict(hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8, vocab_size=64),
-    "longcat_flash": dict(hidden_size=32, num_layers=1, num_attention_heads=2, vocab_size=64, n_routed_experts=4),
-    "switch_transformers": dict(d_model=32, d_ff=16, num_layers=2, num_decoder_layers=2, num_heads=2, vocab_size=64),
-}
-
-
-@pytest.mark.parametrize("folder", SMALL_WITHOUT_INTERFACE)
-def test_a_model_that_would_not_use_it_is_refused(folder):
-    config = transformers.AutoConfig.for_model(folder, **SMALL_WITHOUT_INTERFACE[folder])
-    kind = transformers.AutoModel._model_mapping[type(config)]
-    message = r'experts_implementation="anabranch": got .*, which has no experts that follow the interface'
-    with torch.device("meta"):
-        with pytest.raises(NotImplementedError, match=message):
-            kind._from_config(config, experts_implementation="anabranch")
-        model = kind._from_config(transformers.AutoConfig.for_model(folder, **SMALL_WITHOUT_INTERFACE[folder]))
-    with pytest.raises(NotImplementedError, match=message):
-        adapter.check(model)
-    with pytest.raises(NotImplementedError, match=message):
-        model.set_experts_implementation("anabranch")
 
 
 def test_a_model_without_experts_takes_it():

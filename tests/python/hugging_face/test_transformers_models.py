@@ -2,6 +2,7 @@
 
 import copy
 import pathlib
+import re
 
 import pytest
 import small_models
@@ -25,6 +26,12 @@ def follow_the_interface():
     return {path.parent.name for path in marked}
 
 
+def have_experts():
+    """The folders of models that define a module of experts, or a block of them, by its name."""
+    named = re.compile(r"^class \w*(Experts|SparseMLP|MoE|Moe)(MLP|Block)?\(nn\.", re.MULTILINE)
+    return {path.parent.name for path in SOURCES.glob("*/modeling_*.py") if named.search(path.read_text())}
+
+
 HERE = follow_the_interface()
 
 
@@ -37,6 +44,29 @@ def here(folders):
 def test_every_model_with_experts_is_known():
     """A new model of the library has to be added to the table, with the version that the tests install."""
     assert HERE and HERE <= set(small_models.MODELS)
+    others = have_experts() - HERE - small_models.WITHOUT_ROUTER
+    assert others and others <= set(small_models.WITHOUT_INTERFACE)
+
+
+@pytest.mark.parametrize("folder", small_models.WITHOUT_INTERFACE)
+def test_a_model_that_would_not_use_it_is_refused(folder):
+    model_type, fields = small_models.WITHOUT_INTERFACE[folder]
+    if not (SOURCES / folder).is_dir():
+        pytest.skip(f"not in transformers {transformers.__version__}")
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    kind = transformers.AutoModel._model_mapping[type(config)]
+    message = (
+        r'experts_implementation="anabranch": got .*, which has no experts that follow the interface of '
+        r"transformers\.integrations\.moe, .* in one way alone"
+    )
+    with torch.device("meta"):
+        with pytest.raises(NotImplementedError, match=message):
+            kind._from_config(config, experts_implementation="anabranch")
+        model = kind._from_config(transformers.AutoConfig.for_model(model_type, **fields))
+    with pytest.raises(NotImplementedError, match=message):
+        adapter.check(model)
+    with pytest.raises(NotImplementedError, match=message):
+        model.set_experts_implementation("anabranch")
 
 
 def block_of(model):

@@ -88,7 +88,11 @@ def run(folder, cases, ranks, backend="gloo"):
         )
         for rank in range(ranks)
     ]
-    output = [process.communicate(timeout=300)[0] for process in processes]
+    try:
+        output = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:  # one that has not ended keeps the others waiting for it
+            process.kill()
     assert not any(process.returncode for process in processes), "\n".join(output)[-4000:]
     return [
         (*given[i], [in_ranks.load(folder / f"{i}.{rank}.npz") for rank in range(ranks)]) for i in range(len(cases))

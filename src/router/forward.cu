@@ -147,6 +147,10 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(launch->warps) * tokens,
                           TokenTiles::kMultiprocessors * choice.blocks);
   *workspace_bytes = place_partials(call.tiles, op.E, op.tokens_per_expert, op.score_sum, workspace, &call.partials);
+  call.statistics_are_aligned =
+      op.E % 4 == 0 &&
+      (reinterpret_cast<uintptr_t>(call.partials.counts) | reinterpret_cast<uintptr_t>(call.partials.sums)) % kChunk ==
+          0;
   if (op.qb_histogram != nullptr) {
     call.scales = reinterpret_cast<TokenScale*>(static_cast<char*>(workspace) + *workspace_bytes);
     *workspace_bytes += token_scale_bytes(op.T);

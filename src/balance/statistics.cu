@@ -7,49 +7,56 @@ constexpr int kMostWarps = 32;
 constexpr int kColumns = 8;              // of a block: one sector of 32 bytes of a row
 constexpr int kRows = kWarp / kColumns;  // that a warp reads at once
 
-// Sums 8 columns of `blocks` rows: every thread its rows in turns, then the threads of a column in a fixed order.
+// Sums 8 columns of `blocks` rows: every thread its rows in turns, then the threads of a column, of a warp and of all.
 template <class Total, class T>
-__device__ void add_columns(const T* partial, int64_t blocks, int64_t E, int64_t column, Total* shared, T* out) {
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-  const int lane_column = lane_index() % kColumns;
-  const int row = warp_index() * kRows + lane_index() / kColumns;
+__device__ void add_columns(const T* partial, unsigned blocks, unsigned E, unsigned column, Total* shared, T* out) {
+  const auto warps = static_cast<unsigned>(blockDim.x) / kWarp;
+  const auto lane = static_cast<unsigned>(lane_index());
   Total total = 0;
+  const unsigned first = static_cast<unsigned>(warp_index()) * kRows + lane / kColumns;
+  const T* of_row = partial + static_cast<int64_t>(first) * E + column;
+  const int64_t step = static_cast<int64_t>(warps * kRows) * E;
+  wait_for_previous_kernel();
   if (column < E) {
 #pragma unroll 4
-    for (int64_t block = row; block < blocks; block += warps * kRows) {
-      total += static_cast<Total>(partial[block * E + column]);
-    }
+    for (unsigned row = first; row < blocks; row += warps * kRows, of_row += step) total += static_cast<Total>(*of_row);
   }
-  shared[row * kColumns + lane_column] = total;
-  __syncthreads();
-  if (warp_index() == 0) {
-    total = 0;
-    for (int other = lane_index() / kColumns; other < warps * kRows; other += kRows) {
-      total += shared[other * kColumns + lane_column];
-    }
+  const auto add_rows = [&] {
 #pragma unroll
     for (int distance = kColumns; distance < kWarp; distance *= 2) {
       total += __shfl_xor_sync(kAllLanes, total, distance);
     }
-    if (lane_index() < kColumns && column < E) out[column] = static_cast<T>(total);
+  };
+  add_rows();
+  if (lane < kColumns) shared[warp_index() * kColumns + lane] = total;
+  __syncthreads();
+  if (warp_index() != 0) return;
+  total = 0;
+#pragma unroll
+  for (unsigned turn = 0; turn < kMostWarps / kRows; ++turn) {
+    const unsigned warp = lane / kColumns + turn * kRows;
+    if (warp < warps) total += shared[warp * kColumns + lane % kColumns];
   }
+  add_rows();
+  if (lane < kColumns && column < E) out[column] = static_cast<T>(total);
 }
 
-// Half of the blocks add counts, if both are wanted.
+// Half of the blocks add counts, if both are wanted. What it takes to find a block's place is done while the kernel
+// before still runs.
 __global__ void __launch_bounds__(kMostWarps* kWarp)
-    add_kernel(Partials partials, int64_t blocks, int64_t E, int64_t strips, int32_t* counts, float* sums) {
-  __shared__ double shared[kMostWarps * kWarp];
+    add_kernel(Partials partials, unsigned blocks, unsigned E, unsigned strips, int32_t* counts, float* sums) {
+  __shared__ double shared[kMostWarps * kColumns];
   let_next_kernel_start();
-  wait_for_previous_kernel();
   const bool adds_counts = counts != nullptr && (sums == nullptr || blockIdx.x < gridDim.x / 2);
-  const int64_t strip = blockIdx.x - (counts != nullptr && !adds_counts ? gridDim.x / 2 : 0);
-  const int64_t sequence = strip / strips;
-  const int64_t column = strip % strips * kColumns + lane_index() % kColumns;
-  const int64_t first = sequence * blocks * E;
+  const unsigned strip = blockIdx.x - (counts != nullptr && !adds_counts ? gridDim.x / 2 : 0);
+  const unsigned sequence = strip / strips;
+  const unsigned column = strip % strips * kColumns + static_cast<unsigned>(lane_index()) % kColumns;
+  const int64_t first = static_cast<int64_t>(sequence) * blocks * E;
+  const int64_t result = static_cast<int64_t>(sequence) * E;
   if (adds_counts) {
-    add_columns(partials.counts + first, blocks, E, column, reinterpret_cast<int32_t*>(shared), counts + sequence * E);
+    add_columns(partials.counts + first, blocks, E, column, reinterpret_cast<int32_t*>(shared), counts + result);
   } else {
-    add_columns(partials.sums + first, blocks, E, column, shared, sums + sequence * E);
+    add_columns(partials.sums + first, blocks, E, column, shared, sums + result);
   }
 }
 
@@ -64,7 +71,8 @@ ab_status add_partials(const TokenTiles& tiles, int64_t E, const Partials& parti
   while (warps < kMostWarps && warps * kRows * 2 <= tiles.blocks_per_sequence) warps *= 2;
   const int64_t kinds = counts != nullptr && sums != nullptr ? 2 : 1;
   return launch("statistics", add_kernel, {kinds * tiles.sequences * strips, warps * kWarp, 0, stream, true}, partials,
-                tiles.blocks_per_sequence, E, strips, counts, sums);
+                static_cast<unsigned>(tiles.blocks_per_sequence), static_cast<unsigned>(E),
+                static_cast<unsigned>(strips), counts, sums);
 }
 
 }  // namespace anabranch::cuda

@@ -43,16 +43,20 @@ struct TokenTiles {
 
   AB_INLINE int64_t count() const { return sequences * blocks_per_sequence; }
   AB_INLINE int64_t begin(int64_t block) const {
-    const int64_t sequence = block / blocks_per_sequence;
+    const int64_t sequence = sequence_of(block);
     return sequence * tokens_per_sequence + rounds_before(block - sequence * blocks_per_sequence) * step;
   }
   AB_INLINE int64_t end(int64_t block) const {
-    const int64_t sequence = block / blocks_per_sequence;
+    const int64_t sequence = sequence_of(block);
     const int64_t end = rounds_before(block - sequence * blocks_per_sequence + 1) * step;
     return sequence * tokens_per_sequence + (end < tokens_per_sequence ? end : tokens_per_sequence);
   }
 
  private:
+  // Blocks of a launch are below 2^31; a GPU takes many times longer to divide 64 bits.
+  AB_INLINE int64_t sequence_of(int64_t block) const {
+    return static_cast<uint32_t>(block) / static_cast<uint32_t>(blocks_per_sequence);
+  }
   AB_INLINE int64_t rounds_before(int64_t block_of_sequence) const {
     return block_of_sequence * rounds + (block_of_sequence < longer_blocks ? block_of_sequence : longer_blocks);
   }

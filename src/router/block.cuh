@@ -2,6 +2,7 @@
 #pragma once
 
 #include "balance/statistics.cuh"
+#include "core/cuda/shared.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/forward.h"
 #include "router/row.cuh"
@@ -38,31 +39,56 @@ struct RouteCall {
   TokenTiles tiles;
   Partials partials;
   SharedLayout shared;
-  bool rows_are_aligned;  // logits begin at 16 bytes
-  bool dense_is_aligned;  // and so do dense outputs
-  bool always_exact;      // groups do not fit the lanes
-  TokenScale* scales;     // [T] of quantile balancing; nullptr: none
+  bool rows_are_aligned;        // logits begin at 16 bytes
+  bool dense_is_aligned;        // and so do dense outputs
+  bool statistics_are_aligned;  // rows of them begin at 16 bytes
+  bool always_exact;            // groups do not fit the lanes
+  TokenScale* scales;           // [T] of quantile balancing; nullptr: none
 };
 
 namespace {
 
-// Clears what the block counts in, waits for the kernel before, and brings the bias where `place` says.
-template <class PlaceOf>
-__device__ __forceinline__ void begin_block(const RouteCall& call, char* shared, const PlaceOf& place) {
-  if (call.op.tokens_per_expert != nullptr) {
-    int32_t* counts = reinterpret_cast<int32_t*>(shared + call.shared.counts);
+__device__ __forceinline__ void clear_counts(const RouteCall& call, char* shared) {
+  if (call.op.tokens_per_expert == nullptr) return;
+  int32_t* counts = reinterpret_cast<int32_t*>(shared + call.shared.counts);
 #pragma unroll 1
-    for (int e = static_cast<int>(threadIdx.x); e < call.op.E; e += static_cast<int>(blockDim.x)) counts[e] = 0;
-  }
-  wait_for_previous_kernel();
-  if (call.op.bias != nullptr) {
-    float* bias = reinterpret_cast<float*>(shared + call.shared.bias);
-#pragma unroll 1
-    for (int e = static_cast<int>(threadIdx.x); e < call.op.E; e += static_cast<int>(blockDim.x)) {
-      bias[place(e)] = load_float(call.op.bias, call.op.bias_dtype, e);
+  for (int e = static_cast<int>(threadIdx.x); e < call.op.E; e += static_cast<int>(blockDim.x)) counts[e] = 0;
+}
+
+// The bias on its way to shared memory, where `place` says: read() sends for as many experts' as a thread can have in
+// registers, store() puts them there and brings the rest. What is sent for in between arrives after them.
+class BiasReader {
+ public:
+  __device__ __forceinline__ explicit BiasReader(const RouterForward& op) : op_(op) {}
+
+  __device__ __forceinline__ void read() {
+    if (op_.bias == nullptr) return;
+#pragma unroll
+    for (unsigned i = 0; i < kAhead; ++i) {
+      const unsigned e = threadIdx.x + i * blockDim.x;
+      if (e < op_.E) ahead_[i] = load_float(op_.bias, op_.bias_dtype, e);
     }
   }
-}
+  template <class PlaceOf>
+  __device__ __forceinline__ void store(float* bias, const PlaceOf& place) const {
+    if (op_.bias == nullptr) return;
+#pragma unroll
+    for (unsigned i = 0; i < kAhead; ++i) {
+      const unsigned e = threadIdx.x + i * blockDim.x;
+      if (e < op_.E) bias[place(e)] = ahead_[i];
+    }
+#pragma unroll 1
+    for (unsigned e = threadIdx.x + kAhead * blockDim.x; e < op_.E; e += blockDim.x) {
+      bias[place(e)] = load_float(op_.bias, op_.bias_dtype, e);
+    }
+  }
+
+ private:
+  static constexpr unsigned kAhead = 4;
+
+  const RouterForward& op_;
+  float ahead_[kAhead];
+};
 
 // The block's part of clearing what count_cutoffs (quantile.cu) counts in; when the kernel before has ended.
 __device__ __forceinline__ void clear_histogram(const RouterForward& op) {
@@ -74,23 +100,41 @@ __device__ __forceinline__ void clear_histogram(const RouterForward& op) {
   }
 }
 
-// Adds up the warps' sums, which stand in their `keys`, and writes the statistics of the block.
+__device__ __forceinline__ float add(float a, float b) { return a + b; }
+__device__ __forceinline__ float4 add(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
+
+// Writes the statistics of the block for the experts from e on that a Count and a Sum hold. The sums of the warps stand
+// in their `keys`.
+template <class Count, class Sum>
+__device__ __forceinline__ void write_statistics(const RouteCall& call, unsigned memory, unsigned e) {
+  const RouterForward& op = call.op;
+  const int64_t place = static_cast<int64_t>(blockIdx.x) * op.E + e;
+  if (op.tokens_per_expert != nullptr) {
+    *reinterpret_cast<Count*>(call.partials.counts + place) = load_shared<Count>(memory + call.shared.counts + e * 4);
+  }
+  if (op.score_sum == nullptr) return;
+  Sum sum{};
+  unsigned of_warp = memory + call.shared.first_warp + call.shared.keys + e * 4;
+#pragma unroll 4
+  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp, of_warp += static_cast<unsigned>(call.shared.warp)) {
+    sum = add(sum, load_shared<Sum>(of_warp));
+  }
+  *reinterpret_cast<Sum*>(call.partials.sums + place) = sum;
+}
+
+// Adds up the warps' sums and writes the statistics of the block.
 __device__ __forceinline__ void end_block(const RouteCall& call, const char* shared) {
   __syncthreads();
-  const RouterForward& op = call.op;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * op.E;
-  const int32_t* counts = reinterpret_cast<const int32_t*>(shared + call.shared.counts);
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  const auto memory = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const auto E = static_cast<unsigned>(call.op.E);
+  if (call.statistics_are_aligned) {
 #pragma unroll 1
-  for (int e = static_cast<int>(threadIdx.x); e < op.E; e += static_cast<int>(blockDim.x)) {
-    if (op.tokens_per_expert != nullptr) call.partials.counts[row + e] = counts[e];
-    if (op.score_sum == nullptr) continue;
-    float sum = 0.0f;
-    for (int warp = 0; warp < warps; ++warp) {
-      const char* piece = shared + call.shared.first_warp + warp * call.shared.warp + call.shared.keys;
-      sum += reinterpret_cast<const float*>(piece)[e];
-    }
-    call.partials.sums[row + e] = sum;
+    for (unsigned e = threadIdx.x * 4; e < E; e += blockDim.x * 4) write_statistics<int4, float4>(call, memory, e);
+  } else {
+#pragma unroll 1
+    for (unsigned e = threadIdx.x; e < E; e += blockDim.x) write_statistics<int32_t, float>(call, memory, e);
   }
 }
 

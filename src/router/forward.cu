@@ -1,5 +1,7 @@
 // ab_cuda_router_forward: one read of the logits gives every output. Chooses and launches a variant of `route`
 // (route.cuh), or route_wide (forward_wide.cuh) where there is none for the shape.
+#include <algorithm>
+
 #include "anabranch/cuda.h"
 #include "core/entry.h"
 #include "core/tensor.h"
@@ -44,6 +46,16 @@ SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int r
 }
 
 constexpr int kFewWarps = 4;  // of a block, for few tokens
+
+// Of a block, of which each takes `tokens` at a time. Statistics of sequences that are a block each need no second
+// kernel.
+int warps_of_block(const RouterForward& op, int tokens) {
+  if (op.T > TokenTiles::kFewTokens) return kMostWarps;
+  const int64_t of_sequence = op.T / std::max<int64_t>(op.blocks.sequences, 1);
+  const bool statistics = op.tokens_per_expert != nullptr || op.score_sum != nullptr;
+  const bool only_most = of_sequence > kFewWarps * tokens && of_sequence <= kMostWarps * tokens;
+  return statistics && only_most ? kMostWarps : kFewWarps;
+}
 
 // The kernel for a call, none if route_wide is to take it.
 struct Choice {
@@ -93,7 +105,7 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
             ranks,
             candidates,
             variant->blocks,
-            op.T <= TokenTiles::kFewTokens ? kFewWarps : kMostWarps};
+            warps_of_block(op, kWarp / variant->lanes)};
   }
   return {};
 }
@@ -123,14 +135,17 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   launch->warps = choice.warps;
   if (choice.kernels.of_any != nullptr) {
     const int stage_bytes = kWarp * choice.items * size;
-    // A warp less where that lets one more block into the shared memory of a multiprocessor.
+    // A warp less where that lets one more block into the shared memory of a multiprocessor. Few tokens: as many as any
+    // device has room for.
+    const bool few = op.T <= TokenTiles::kFewTokens;
     constexpr int kSharedBytes = 227 << 10;
     constexpr int kReserved = 1 << 10;
+    const int most_bytes = few ? 96 << 10 : kSharedBytes / choice.blocks - kReserved;
+    const int least_warps = few ? kFewWarps : kMostWarps - 2;
     do {
       call.shared = lay_out_shared(op, choice.lanes, choice.items, 2 * stage_bytes, choice.ranks, choice.candidates,
                                    launch->warps);
-    } while (call.shared.total > kSharedBytes / choice.blocks - kReserved && launch->warps > kMostWarps - 2 &&
-             --launch->warps > 0);
+    } while (call.shared.total > most_bytes && launch->warps > least_warps && --launch->warps > 0);
     tokens = kWarp / choice.lanes;
   } else {
     constexpr int kSharedBytes = 200 << 10;
@@ -147,6 +162,10 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(launch->warps) * tokens,
                           TokenTiles::kMultiprocessors * choice.blocks);
   *workspace_bytes = place_partials(call.tiles, op.E, op.tokens_per_expert, op.score_sum, workspace, &call.partials);
+  call.statistics_are_aligned =
+      op.E % 4 == 0 &&
+      (reinterpret_cast<uintptr_t>(call.partials.counts) | reinterpret_cast<uintptr_t>(call.partials.sums)) % kChunk ==
+          0;
   if (op.qb_histogram != nullptr) {
     call.scales = reinterpret_cast<TokenScale*>(static_cast<char*>(workspace) + *workspace_bytes);
     *workspace_bytes += token_scale_bytes(op.T);

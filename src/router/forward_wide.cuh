@@ -23,7 +23,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) route_wide(const __grid_con
   const Outputs outputs{op, SharedArray<int32_t>(slots.experts), SharedArray<float>(slots.values),
                         memory + call.shared.rows, memory + call.shared.map};
   let_next_kernel_start();
-  begin_block(call, shared, [](int e) { return e; });
+  clear_counts(call, shared);
+  wait_for_previous_kernel();
+  BiasReader bias(op);
+  bias.read();
+  bias.store(reinterpret_cast<float*>(shared + call.shared.bias), [](unsigned e) { return e; });
   if (call.scales != nullptr) clear_histogram(op);
   outputs.clear_map(1);
   const int lane = lane_index();

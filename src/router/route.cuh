@@ -455,7 +455,7 @@ struct RowRouter {
 #pragma unroll
       for (unsigned row = 0; row < kTokens; ++row) {
         const auto of_row = load_shared<float4>(lane_sums + chunk_place(row * kRowChunks + chunk) * kChunk);
-        sum = {sum.x + of_row.x, sum.y + of_row.y, sum.z + of_row.z, sum.w + of_row.w};
+        sum = add(sum, of_row);
       }
       store_shared(memory + call.shared.keys + chunk * kChunk, sum);
     }
@@ -546,42 +546,47 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(cons
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
   let_next_kernel_start();
-  begin_block(call, shared, Router::bias_place);
-  if constexpr (Router::kBalanced) clear_histogram(op);
+  // What needs nothing of the kernel before is done by the time that one ends.
+  clear_counts(call, shared);
   Router router(call, shared);
   router.outputs.clear_map(kTokens);
   router.clear_sums();
-
-  const int64_t block_begin = call.tiles.begin(blockIdx.x);
-  const auto block_tokens = static_cast<unsigned>(call.tiles.end(blockIdx.x) - block_begin);
   const unsigned step = blockDim.x / kLanes;  // tokens of a round of the block
-  unsigned begin = warp_index() * kTokens;    // of the warp's tokens, from block_begin on
-  Rows rows(router.memory + call.shared.rows, router.E, call.rows_are_aligned, op.logits_dtype);
-  Rows next_rows(rows.address() + rows.bytes(), router.E, call.rows_are_aligned, op.logits_dtype);
-  const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * op.E * rows.element_size();
-  if (begin < block_tokens) rows.start(logits, min(block_tokens - begin, kTokens));
+  const auto end = static_cast<unsigned>(call.tiles.end(blockIdx.x));
+  unsigned first = static_cast<unsigned>(call.tiles.begin(blockIdx.x)) + warp_index() * kTokens;  // of the warp's
+  const Rows rows(router.memory + call.shared.rows, router.E, call.rows_are_aligned, op.logits_dtype);
+  unsigned present = rows.address();  // where the rows of this round are, and where those of the next
+  unsigned next = present + rows.bytes();
+  const auto logits_of = [&](unsigned token) {
+    return static_cast<const char*>(op.logits) + static_cast<uint64_t>(token) * (router.E * rows.element_size());
+  };
+  BiasReader bias(op);
+  wait_for_previous_kernel();
+  bias.read();
+  if (first < end) rows.start(logits_of(first), min(end - first, kTokens));
+  bias.store(reinterpret_cast<float*>(shared + call.shared.bias), Router::bias_place);
+  if constexpr (Router::kBalanced) clear_histogram(op);
   __syncthreads();
 
 #pragma unroll 1
-  for (; begin < block_tokens; begin += step) {
+  for (; first < end; first += step) {
     RoundTokens tokens;
-    tokens.first = static_cast<unsigned>(block_begin) + begin;
-    tokens.count = min(block_tokens - begin, kTokens);
+    tokens.first = first;
+    tokens.count = min(end - first, kTokens);
     tokens.own = tokens.first + router.token;
     tokens.present = router.token < tokens.count;
     tokens.live = tokens.present && (op.token_mask == nullptr || op.token_mask[tokens.own] != 0);
-    if (begin + step < block_tokens) {
-      logits += step * router.E * rows.element_size();
-      next_rows.start(logits, min(block_tokens - begin - step, kTokens));
+    if (first + step < end) {
+      rows.at(next).start(logits_of(first + step), min(end - first - step, kTokens));
       wait_for_copies<1>();
     } else {
       wait_for_copies<0>();
     }
     __syncwarp();
-    router.route_tokens(rows, tokens);
-    const Rows used = rows;
-    rows = next_rows;
-    next_rows = used;
+    router.route_tokens(rows.at(present), tokens);
+    const unsigned used = present;
+    present = next;
+    next = used;
   }
   router.finish_sums();
   end_block(call, shared);

@@ -245,7 +245,7 @@ TEST_F(RouterCuda, EveryWidth) {
   unsigned seed = 0;
   for (const int64_t E :
        {1, 3, 8, 9, 16, 32, 33, 64, 72, 96, 128, 130, 160, 192, 256, 384, 512, 768, 1000, 1024, 1032, 2304}) {
-    for (const int64_t T : {1, 7, 70, 2500}) {
+    for (const int64_t T : {1, 7, 200, 2500}) {
       if (T == 2500 && E > 600) continue;
       for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
         Case c{T, E, static_cast<int32_t>(std::min<int64_t>(E, 1 + ++seed % 10)), dtype};
@@ -330,7 +330,7 @@ TEST_F(RouterCuda, ManyExperts) {
 TEST_F(RouterCuda, UnalignedTensors) {
   unsigned seed = 700;
   for (const int64_t E : {8, 32, 64, 128, 256, 384, 512, 1000, 2304}) {
-    for (const int64_t T : {90, 2500}) {
+    for (const int64_t T : {6, 90, 2500}) {
       if (T == 2500 && E > 600) continue;
       for (const Form form :
            {Form::compact, Form::bytes, Form::bits, Form::int16, Form::int32, Form::int64, Form::aux}) {

@@ -60,6 +60,8 @@ def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
             found = backward(unpacked, *cotangents)
         found = list(found) if isinstance(found, tuple) else [found]
         places = [i for i, gradient in enumerate(found) if gradient is not None]
+        if not places:
+            return tuple(found)
         causes = [t for t in (*cotangents, *unpacked.saved_tensors) if t is not None and t.dtype.is_floating_point]
         gradients = _Gradients.apply(name, len(places), *(found[i] for i in places), *causes)
         for i, gradient in zip(places, gradients, strict=True):

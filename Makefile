@@ -30,8 +30,8 @@ demo:
 #   lint              4.5   the package's first build among it
 #   test-cpp         12.5   the CUDA code for one architecture 8.2, C++ tests 1.4, the CPU's library 0.8, emulated kernels 2.1
 #   test-sanitizers   7.4   AddressSanitizer's build 4.4, ThreadSanitizer's 1.8, fuzzing 1
-#   test-python      36     by the clock, two at a time, 18; beside other work
-# Together 62: 64 were measured, other work beside it for half of the time, and 2 have gone since. A new test or kernel is priced in the same way: `time make test-cpp`.
+#   test-python      33     by the clock, two at a time, 15
+# Together 58, measured as a whole; the parts but test-python, which is the rest, are from before. A new test or kernel is priced in the same way: `time make test-cpp`.
 test:
 	$(SETUP) test
 	$(MAKE) --no-print-directory test-cpp test-sanitizers test-python

@@ -55,7 +55,7 @@ def of_models(capabilities: Sequence[str]) -> dict[str, str]:
 
     >>> lines = of_models(["8.9"])
     >>> print(lines["precision auto"])
-    "highest" here, where is no GPU of compute capability 9.0; on one, predicted for bfloat16 and T = 32768:
+    "highest" here, where there is no GPU of compute capability 9.0; on one, predicted for bfloat16 and T = 32768:
     >>> print(lines["auto qwen3-30b"])
     forward fp8 (fp8 4.05 ms, highest 4.55), both fp8 (fp8 12.7 ms, highest 13.8)
     """
@@ -64,7 +64,7 @@ def of_models(capabilities: Sequence[str]) -> dict[str, str]:
     (tokens,) = {shape.T for shape in NAMED.values()}
     title = f"predicted for bfloat16 and T = {tokens}:"
     if CAPABILITY not in capabilities:
-        title = f'"highest" here, where is no GPU of compute capability {CAPABILITY}; on one, {title}'
+        title = f'"highest" here, where there is no GPU of compute capability {CAPABILITY}; on one, {title}'
     lines = {"precision auto": title}
     for model, shape in NAMED.items():
         choices = _choices(shape, "bfloat16", CAPABILITY)

@@ -34,6 +34,6 @@ def as_autocast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(x.device.type)) if rounds(x) else x
 
 
-def bias_like(x: Tensor, bias: Any) -> Any:
-    """A bias, or another operand that has to be of x's dtype, in the dtype of x where torch.autocast is on."""
-    return bias.to(x.dtype) if isinstance(x, Tensor) and rounds(bias) else bias
+def in_dtype_of(x: Any, operand: Any) -> Any:
+    """An operand that has to be of x's dtype, a bias for one, in that where torch.autocast is on."""
+    return operand.to(x.dtype) if isinstance(x, Tensor) and rounds(operand) else operand

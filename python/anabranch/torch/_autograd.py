@@ -1,6 +1,5 @@
 """What every autograd function of ours has in common."""
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,66 +8,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
-
-class _Gradients(torch.autograd.Function):
-    """Gradients as they are, whose derivative by what they depend on is an error."""
-
-    @staticmethod
-    def forward(name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Of `count` gradients and of what they depend on."""
-        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.name = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"{ctx.name}: got a derivative of its gradient to take, expected none: no function of anabranch is "
-            "differentiable twice"
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, name: str, count: int, *tensors: Tensor) -> Any:
-        return _Gradients.apply(name, count, *tensors), in_dims[2 : 2 + count]
-
-
-class _Unpacked:
-    """The context of a backward pass with what it saved unpacked: a checkpoint unpacks once."""
-
-    def __init__(self, context: Any) -> None:
-        self._context, self.saved_tensors = context, context.saved_tensors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-
-def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass whose results know that they depend on cotangents and on what was saved, and no more than that.
-
-    torch's `once_differentiable` forgets what was saved, and all of it inside of torch.func: then a derivative of a
-    gradient is zero without a word.
-    """
-
-    @functools.wraps(backward)
-    def once(ctx: Any, *cotangents: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return backward(ctx, *cotangents)
-        unpacked = _Unpacked(ctx)
-        with torch.no_grad():
-            found = backward(unpacked, *cotangents)
-        found = list(found) if isinstance(found, tuple) else [found]
-        places = [i for i, gradient in enumerate(found) if gradient is not None]
-        if not places:
-            return tuple(found)
-        causes = [t for t in (*cotangents, *unpacked.saved_tensors) if t is not None and t.dtype.is_floating_point]
-        gradients = _Gradients.apply(name, len(places), *(found[i] for i in places), *causes)
-        for i, gradient in zip(places, gradients, strict=True):
-            found[i] = gradient
-        return tuple(found)
-
-    return once
+from anabranch.torch._undifferentiable import once
 
 
 class Function(torch.autograd.Function):
@@ -85,7 +25,7 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.backward = staticmethod(_once(cls.__name__.lstrip("_"), cls.backward))  # type: ignore[method-assign]
+        cls.backward = staticmethod(once(cls.__name__.lstrip("_"), cls.backward))  # type: ignore[method-assign]
         signature, kind = inspect.signature(cls.forward), inspect.Parameter.POSITIONAL_OR_KEYWORD
         if cls.tensors:
             named = [p for p in signature.parameters.values() if p.kind == kind]

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 
 from anabranch.torch._autograd import in_slices
 from anabranch.torch._calls import Call, Layout
+from anabranch.torch._undifferentiable import undifferentiable
 
 _ops = torch.library.Library("anabranch", "DEF")
 #: Layouts that are kept: when there are more, all are forgotten.
@@ -69,70 +68,6 @@ def _laid_out(
     )
 
 
-class _Undifferentiable(torch.autograd.Function):
-    """An operation, of whose results no derivative can be taken: an error, where one is."""
-
-    @staticmethod
-    def forward(ctx: Any, operation: Any, keys: Any, *arguments: Any) -> Any:
-        ctx.operation = operation
-        return _below_autograd(operation, keys, arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(
-            f"{ctx.operation}: got a derivative to take of it, expected none: no gradient of anabranch is "
-            "differentiable, and torch.compile may have lost the rule of a function inside torch.func"
-        )
-
-
-#: Of autograd itself. `_Undifferentiable.apply` would go through torch.func, in whose layers a kernel stands already.
-_record = super(torch.autograd.Function, _Undifferentiable).apply
-
-
-def _below_autograd(operation: Any, keys: Any, arguments: Sequence[Any]) -> Any:
-    # Inside of an autograd function gradients are off, for the layers of torch.func below, too, which have theirs to
-    # take; torch's own way through the layers switches them on alike.
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
-        return operation.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
-
-
-#: What autograd gets keys of where nothing but it and the machine has a say: no modes, no subclasses, no torch.func.
-_PLAIN = tuple(
-    torch._C.DispatchKeySet(machine) | torch._C.DispatchKeySet(autograd)
-    for machine, autograd in (
-        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
-        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
-    )
-)
-
-
-def _undifferentiable(operation: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """What autograd does with an operation, whose derivatives are those of the autograd functions outside.
-
-    Where none of them stands between, as in a gradient of a gradient, a derivative would be zero without a word.
-
-    Args:
-      operation: as torch calls it.
-      run: the same on plain tensors, which saves the way through torch.
-    """
-
-    def record(keys: Any, *arguments: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(_has_tangent(a) for a in arguments):
-            raise NotImplementedError(f"{operation}: got a tangent, expected none: there is no forward-mode derivative")
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
-            with enable_single_level_autograd_function():
-                return _record(operation, keys, *arguments)
-        if keys in _PLAIN:
-            return run(*arguments)
-        return _below_autograd(operation, keys, arguments)
-
-    return record
-
-
-def _has_tangent(argument: Any) -> bool:
-    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
-
-
 def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call | Sequence[Call]]) -> Any:
     """Registers an operation.
 
@@ -177,5 +112,5 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
         _ops.impl(name, run, key)
     torch.library.register_fake(f"anabranch::{name}", fake, lib=_ops)
     torch.library.register_vmap(f"anabranch::{name}", of_slices, lib=_ops)
-    _ops.impl(name, _undifferentiable(operation, run), "Autograd", with_keyset=True)
+    _ops.impl(name, undifferentiable(operation, run), "Autograd", with_keyset=True)
     return operation

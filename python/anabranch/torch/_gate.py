@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.torch._define import _ops
+from anabranch.torch._undifferentiable import undifferentiable
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
@@ -28,6 +29,9 @@ def _mm_is_traced() -> bool:
 _MM_IS_TRACED = _mm_is_traced()
 _ops.define("mm_float32(Tensor a, Tensor b) -> Tensor")
 _ops.impl("mm_float32", _mm_float32, "CUDA")
+_ops.impl(
+    "mm_float32", undifferentiable(torch.ops.anabranch.mm_float32.default, _mm_float32), "Autograd", with_keyset=True
+)
 torch.library.register_fake(
     "anabranch::mm_float32", lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32), lib=_ops
 )

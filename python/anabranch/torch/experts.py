@@ -21,7 +21,7 @@ from anabranch.precision import (
     product_precision_number,
 )
 from anabranch.torch import _check, _ops
-from anabranch.torch._autocast import as_autocast, bias_like
+from anabranch.torch._autocast import as_autocast, in_dtype_of
 from anabranch.torch._autograd import Function, wants_gradient
 from anabranch.torch._precision_choice import decided, facts_of
 from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands, of_backward, of_forward, quantized_of
@@ -158,7 +158,7 @@ def grouped_matmul(
     [2.0, 5.0, 5.0]
     """
     x = grouped_rows("x", as_autocast(x))
-    w = bias_like(x, w)
+    w = in_dtype_of(x, w)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = _check.boolean("transpose_w", transpose_w)
@@ -299,7 +299,7 @@ def expert_ffn(
     [[3.0], [0.0]]
     """
     rows = grouped_rows("rows", as_autocast(rows))
-    b_in, b_out = bias_like(rows, b_in), bias_like(rows, b_out)
+    b_in, b_out = in_dtype_of(rows, b_in), in_dtype_of(rows, b_out)
     sizes = _check.indices("group_sizes", group_sizes, ("E",))
     layouts = check_layouts(w_in_layout, w_out_layout)
     dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))

@@ -390,8 +390,8 @@ class MoE(nn.Module):
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """The experts' parameters by name: with a group this rank's own, which on no other rank are the same."""
-        of_modules = ("gate.", "shared_expert.", "shared_expert_gate.")
-        return {name: p for name, p in self.named_parameters() if not name.startswith(of_modules)}
+        named = self.named_parameters()
+        return {name: p for name, p in named if "." not in name or name.startswith("parametrizations.")}
 
     def _groups(self) -> list[Any]:
         return [group for group in (self.group, self.options["loss_group"]) if group is not None]

@@ -14,7 +14,7 @@ from anabranch.activation import Activation
 from anabranch.precision import FP8, precision_number
 from anabranch.router_options import router_options
 from anabranch.torch import _check
-from anabranch.torch._autocast import as_autocast, bias_like
+from anabranch.torch._autocast import as_autocast, in_dtype_of
 from anabranch.torch._group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch._group_layer import GroupConfig, GroupOutput, group_mixture
 from anabranch.torch._layer import (
@@ -254,7 +254,7 @@ def moe(
     torch.Size([6, 8])
     """
     x = as_autocast(x)
-    b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
+    b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
     tensors = dict(
         x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
         token_mask=token_mask, forced_experts=forced_experts,

@@ -62,10 +62,14 @@ def _mask(inp: Tensor, value: Any) -> Tensor:
     return routing_map != 0
 
 
-def _on_host(num_out_tokens: Any, default: int) -> Any:
-    """A number of rows that may be an integer scalar in the host's memory, as Megatron has it, or None."""
+def _on_host(num_out_tokens: Any) -> Any:
+    """A number of rows that may be an integer scalar in the host's memory, as Megatron has it, or None: -1.
+
+    Raises:
+      TypeError: another tensor.
+    """
     if num_out_tokens is None:
-        return default
+        return -1
     if isinstance(num_out_tokens, Tensor):
         if num_out_tokens.dim() or num_out_tokens.device.type != "cpu" or num_out_tokens.dtype not in _check.INDICES:
             raise TypeError(
@@ -77,9 +81,13 @@ def _on_host(num_out_tokens: Any, default: int) -> Any:
 
 
 def _rows_of_mask(num_out_tokens: Any) -> int:
-    """R of a mask."""
-    number = _on_host(num_out_tokens, -1)
-    if type(number) is int and number == -1:
+    """R of a mask.
+
+    Raises:
+      TypeError, ValueError: no integer in [0, 2^31), or none, which with a mask says nothing.
+    """
+    number = _on_host(num_out_tokens)
+    if isinstance(number, int) and number == -1:
         raise ValueError(
             "num_out_tokens: got none with a mask, expected the number of its nonzero entries: to count them, a device "
             "would have to be waited for"
@@ -95,7 +103,7 @@ def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor,
     _check.on_device_of("inp", inp, routing_map=index)
     check_num_slots("routing_map", *index.shape)
     N = index.numel()
-    R = _check.integer("num_out_tokens", _on_host(num_out_tokens, -1), -1, _check.INDEX_LIMIT - 1)
+    R = _check.integer("num_out_tokens", _on_host(num_out_tokens), -1, _check.INDEX_LIMIT - 1)
     R = N if R <= 0 else R
     keys = torch.where(index < 0, _NO_EXPERT, index).reshape(-1)
     order = keys.argsort(stable=True)

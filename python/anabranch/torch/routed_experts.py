@@ -10,7 +10,7 @@ from anabranch.activation import Activation
 from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch import _check
-from anabranch.torch._autocast import as_autocast, bias_like
+from anabranch.torch._autocast import as_autocast, in_dtype_of
 from anabranch.torch._group_layer import GroupConfig, group_mixture
 from anabranch.torch._layer import LayerConfig, Operands, config_of, mixture, quantized_fields
 from anabranch.torch._precision_choice import Facts, decided, facts_of
@@ -106,7 +106,7 @@ def routed_experts(
     ([-16.0, 128.0], [1, 2])
     """
     x = as_autocast(x)
-    b_in, b_out = bias_like(x, b_in), bias_like(x, b_out)
+    b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
     tensors = dict(x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, experts=experts, weights=weights)
     tensors |= quantized_fields(quantized)
     options = dict(

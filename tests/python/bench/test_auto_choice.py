@@ -77,7 +77,7 @@ def test_the_guide_has_what_info_prints():
 
 def test_info_says_where_none_of_it_is_chosen(monkeypatch):
     elsewhere = of_models(["8.0"])
-    assert elsewhere.pop("precision auto").startswith('"highest" here, where is no GPU of compute capability 9.0')
+    assert elsewhere.pop("precision auto").startswith('"highest" here, where there is no GPU of compute capability 9.0')
     assert elsewhere == {name: line for name, line in of_models(["8.0", "9.0"]).items() if name != "precision auto"}
     monkeypatch.setenv("ANABRANCH_CUDA_PATH", "portable")
     assert of_models(["9.0"]) == {"precision auto": '"highest": ANABRANCH_CUDA_PATH names another path than hopper'}

@@ -193,3 +193,12 @@ def test_a_gradient_of_a_gradient_is_an_error_when_compiled(name, outer):
     # torch 2.11 keeps the reason of some to itself.
     with pytest.raises(Exception, match=r"got a derivative to take|Observed exception"):
         torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves).sum().backward()
+
+
+def test_the_product_of_the_gate_is_an_operation_alike():
+    """Which torch 2.9 alone compiles; what is there without numbers says what there is to say."""
+    a, b = (torch.ones(2, 2, dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(2))
+    product = torch.ops.anabranch.mm_float32(a, b)
+    assert product.requires_grad
+    with pytest.raises(RuntimeError, match="got a derivative to take"):
+        product.sum().backward()

@@ -325,7 +325,7 @@ struct RowGradients {
 
   // An expert that was selected twice (in a replay) would be written twice. Each slot leaves its number where it will
   // write, and looks whether it is still there; if one is not, all get the sums over equal experts, in the order of
-  // slots.
+  // slots. compute-sanitizer reports those writes of equal experts as a race, which they are: any of them may stay.
   __device__ __forceinline__ void add_repeated(const Rows& rows, Slots& slots) const {
 #pragma unroll
     for (unsigned s = 0; s < kSlots; ++s) {

@@ -323,22 +323,28 @@ struct RowGradients {
     return d;
   }
 
-  // An expert that was selected twice (in a replay) would be written twice. Each slot leaves its number where it will
-  // write, and looks whether it is still there; if one is not, all get the sums over equal experts, in the order of
-  // slots. compute-sanitizer reports those writes of equal experts as a race, which they are: any of them may stay.
-  __device__ __forceinline__ void add_repeated(const Rows& rows, Slots& slots) const {
-#pragma unroll
-    for (unsigned s = 0; s < kSlots; ++s) {
-      if (slots.expert[s] >= 0) rows.set_bits(token, static_cast<unsigned>(slots.expert[s]), lane + s * kLanes);
-    }
-    __syncwarp();
+  // Whether some expert was selected twice, which a replay may do. A slot is compared with those of half the lanes
+  // around it: every pair of lanes has one that looks.
+  __device__ __forceinline__ bool any_repeated(const Slots& slots) const {
     bool repeated = false;
+    const auto look = [&](int32_t expert, unsigned slot) { repeated |= expert == slots.expert[slot] && expert >= 0; };
 #pragma unroll
     for (unsigned s = 0; s < kSlots; ++s) {
-      if (slots.expert[s] < 0) continue;
-      repeated |= rows.bits(token, static_cast<unsigned>(slots.expert[s])) != lane + s * kLanes;
+#pragma unroll
+      for (unsigned other = 0; other < s; ++other) look(slots.expert[s], other);
+#pragma unroll
+      for (unsigned distance = 1; distance <= kLanes / 2; ++distance) {
+        const int32_t expert = __shfl_sync(kAllLanes, slots.expert[s], static_cast<int>(lane + distance), kLanes);
+#pragma unroll
+        for (unsigned other = 0; other < kSlots; ++other) look(expert, other);
+      }
     }
-    if (__any_sync(kAllLanes, repeated)) {
+    return __any_sync(kAllLanes, repeated);
+  }
+
+  // All slots of an expert get the sum over them, in the order of slots, and write the same.
+  __device__ __forceinline__ void add_repeated(Slots& slots) const {
+    if (any_repeated(slots)) {
       const auto experts = SharedArray<int32_t>(memory + call.experts).from(token * K);
       const auto gradients = SharedArray<float>(memory + call.gradients).from(token * K);
 #pragma unroll
@@ -391,7 +397,7 @@ struct RowGradients {
     }
     __syncwarp();
     if (op.weighted) {
-      add_repeated(rows, slots);
+      add_repeated(slots);
       write_slots(rows, row, slots);
       __syncwarp();
     }

@@ -62,7 +62,9 @@ const std::vector<Routing> kRoutings = {
     {512, 32, AB_SIGMOID, 1, true},
     // not in the aims: scores without a bias, a softmax with one, the function that costs most
     {16, 1, AB_SIGMOID, 0},
+    {64, 6, AB_SIGMOID, 1, true},
     {128, 8, AB_SIGMOID, 1},
+    {256, 16, AB_SIGMOID, 1},
     {384, 8, AB_SIGMOID, 1},
     {128, 8, AB_SOFTMAX, 1, true},
     {256, 8, AB_SQRTSOFTPLUS, 1, true},

@@ -509,16 +509,24 @@ constexpr Variant variant() {
 }
 
 // The first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a token does
-// not fill the device.
+// not fill the device. Four slots a lane beside 32 items need more registers than there are, but for softmax.
 template <Scores kScores>
 constexpr Variant kFewTokens[] = {variant<kScores, 32, 8, 1>(), variant<kScores, 32, 32, 1>(),
                                   variant<kScores, 32, 32, 2>()};
 template <Scores kScores>
-constexpr Variant kVariants[] = {variant<kScores, 1, 8, 2>(),   variant<kScores, 2, 32, 4>(),
-                                 variant<kScores, 4, 32, 2>(),  variant<kScores, 8, 32, 1>(),
-                                 variant<kScores, 8, 32, 4>(),  variant<kScores, 16, 24, 1>(),
-                                 variant<kScores, 16, 32, 1>(), variant<kScores, 16, 32, 2>(),
-                                 variant<kScores, 32, 32, 1>(), variant<kScores, 32, 32, 2>()};
+constexpr int kWide = kScores == Scores::softmax ? 1 : 2;
+template <Scores kScores>
+constexpr Variant kVariants[] = {
+    variant<kScores, 1, 8, 2>(),
+    variant<kScores, 2 * kWide<kScores>, 32 / kWide<kScores>, 4 / kWide<kScores>>(),
+    variant<kScores, 4, 32, 2>(),
+    variant<kScores, 8, 32, 1>(),
+    variant<kScores, 8 * kWide<kScores>, 32 / kWide<kScores>, 4 / kWide<kScores>>(),
+    variant<kScores, 16, 24, 1>(),
+    variant<kScores, 16, 32, 1>(),
+    variant<kScores, 16, 32, 2>(),
+    variant<kScores, 32, 32, 1>(),
+    variant<kScores, 32, 32, 2>()};
 
 }  // namespace
 

@@ -178,6 +178,103 @@ TEST_F(FfnCuda, ManyExperts) {
   check_either_way({sizes, R, 24, 16, 2, R, 2, AB_FLOAT32});
 }
 
+// No more rows than experts: a few of them have some, one more than are multiplied at a time.
+void check_few_rows(int layout, int64_t P, int64_t D, int64_t F, unsigned seed) {
+  std::vector<int32_t> sizes(48);
+  sizes[3] = 1;
+  sizes[4] = 2;
+  sizes[17] = 19;
+  sizes[46] = 8;
+  sizes[47] = 9;
+  FfnCase c{sizes, 45, D, F, P};
+  if (seed % 3 != 0) {
+    c.T = 19;
+    c.K = 3;
+  }
+  c.dtype = seed % 4 == 0 ? AB_FLOAT16 : AB_BFLOAT16;
+  c.layout = layout;
+  c.activation = static_cast<int32_t>(seed % (P == 2 ? AB_SITU + 1 : AB_SWIGLU_CLAMPED));
+  c.weighting = static_cast<Weighting>(seed % 3);
+  c.biases = seed % 2 != 0;
+  check(c, seed);
+}
+
+TEST_F(FfnCuda, FewRowsInAnyLayout) {
+  unsigned seed = 3000;
+  for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+    for (const int64_t P : {1, 2}) {
+      check_few_rows(layout, P, layout % 2 == 0 ? 64 : 128, P == 1 ? 72 : 64, ++seed);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(FfnCuda, FewRowsOfManyExperts) {
+  unsigned seed = 4000;
+  for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+    for (const int64_t P : {1, 2}) {
+      for (const auto& [D, F] : {std::pair<int64_t, int64_t>{64, 72}, {640, 192}, {72, 1088}}) {
+        check_few_rows(layout, P, D, F, ++seed);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+  check_either_way({{0, 1, 0, 0, 0, 0, 0, 1, 0}, 2, 2048, 768, 2, 1, 2});
+  check_either_way({{0, 1, 0, 0, 0, 0, 0, 1, 0}, 9, 64, 72, 2, 3, 3});
+  check_either_way({std::vector<int32_t>(300, 0), 300, 64, 72, 2, 100, 3});
+  check_either_way({std::vector<int32_t>(300, 1), 300, 64, 72, 2, 0, 0});
+}
+
+TEST_F(FfnCuda, NoSizeOfFewRowsReachesOutOfBounds) {
+  for (const int64_t K : {0, 2}) {
+    for (std::vector<int32_t> sizes :
+         {std::vector<int32_t>{-5, 3, INT32_MIN, 4, -1}, {2, INT32_MAX, INT32_MAX, 1}, {INT32_MAX, -1, INT32_MAX}}) {
+      sizes.resize(600, INT32_MAX);
+      check_either_way({sizes, 600, 64, 8, 2, 300 * K, K});
+      sizes.resize(700);
+      check_either_way({sizes, 20, 64, 8, 2, 10 * K, K});
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// What is not a number in a weight or a row stays out of padding, of other experts and of other rows.
+TEST_F(FfnCuda, NanInFewRowsStaysThere) {
+  for (const int layout : {0, 1}) {
+    for (const bool in_weights : {false, true}) {
+      std::vector<int32_t> sizes(40);
+      sizes[2] = 11;
+      sizes[30] = 9;
+      FfnCase c{sizes, 24, 64, 64, 2, in_weights ? 20 : 0, in_weights ? 2 : 0};
+      c.layout = layout;
+      Network net(c);
+      constexpr int64_t kRow = 9;
+      if (in_weights) {
+        net.w_in.set(2 * net.w_in.size() / 40, std::numeric_limits<float>::quiet_NaN());
+        net.w_out.set(2 * net.w_out.size() / 40, std::numeric_limits<float>::quiet_NaN());
+      } else {
+        net.x.set(kRow * c.D, std::numeric_limits<float>::quiet_NaN());
+        net.kept_h.set(kRow * 2 * c.F, std::numeric_limits<float>::quiet_NaN());
+      }
+      net.on_gpu();
+      for (int64_t r = 0; r < c.R; ++r) {
+        bool has_nan = false;
+        for (const FloatTensor* rows : {&net.y, &net.h, &net.dx_rows}) {
+          const int64_t width = rows->size() / c.R;
+          for (int64_t i = r * width; i < (r + 1) * width; ++i) {
+            if (net.slot_of(r) < 0) {
+              ASSERT_EQ(rows->get(i), 0.0f) << "padding row " << r;
+            } else if (std::isnan(rows->get(i))) {
+              has_nan = true;
+            }
+          }
+        }
+        ASSERT_EQ(has_nan, net.slot_of(r) >= 0 && (in_weights ? r < 11 : r == kRow)) << "row " << r;
+      }
+    }
+  }
+}
+
 TEST_F(FfnCuda, NoSizeReachesOutOfBounds) {
   for (const int64_t D : {64, 13}) {
     for (const int64_t K : {0, 2}) {

@@ -2,7 +2,9 @@
 
 #include "experts/cuda/clear_padding.h"
 #include "experts/cuda/path.h"
+#include "experts/cuda/rows_element.cuh"
 #include "experts/cuda/simple_product.cuh"
+#include "experts/few_rows/products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -13,27 +15,17 @@ struct ScaleBias {
   RowsProduct p;
 
   __device__ __forceinline__ void operator()(const Tile& tile, const simple::Results<kParts>& results) const {
-    const Floats y(p.y, p.dtype);
 #pragma unroll
     for (int i = 0; i < simple::kEach; ++i) {
       if (i >= results.rows) continue;
       const int32_t row = results.row + i;
       const int32_t slot = tile.expert == kNoExpert ? -1 : p.map.slot_of(row);
-      const float weight = slot < 0 ? 0.0f : p.weights[slot];
 #pragma unroll
       for (int j = 0; j < simple::kEach; ++j) {
         if (j >= results.columns) continue;
-        const int32_t column = results.column + j;
-        const float product = results.sums[0][i][j];
-        const float value = (p.weight_early ? product : weight * product) + bias(weight, tile.expert, column);
-        y.set(row * p.N + column, slot < 0 ? 0.0f : value);
+        write_rows_element(p, tile.expert, row, results.column + j, slot, results.sums[0][i][j]);
       }
     }
-  }
-
-  __device__ float bias(float weight, int64_t expert, int32_t column) const {
-    if (expert < 0 || p.bias == nullptr) return 0.0f;
-    return weight * Floats(const_cast<void*>(p.bias), p.dtype)[expert * p.stored_columns() + column];
   }
 };
 
@@ -56,6 +48,7 @@ SimpleProduct simple_product(const RowsProduct& p) {
 ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaStream_t stream) {
   if (p.R * p.N == 0) return ok();
   const int multiprocessors = device.multiprocessors;
+  if (few_rows::takes(p, device)) return few_rows::multiply(p, multiprocessors, stream);
   const Path path = choose_path(p, device).path;
   if (path == Path::portable) return portable::multiply(p, multiprocessors, stream);
   bool knows_padding = p.scales() || p.weighs_bias();

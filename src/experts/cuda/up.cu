@@ -2,6 +2,8 @@
 
 #include "experts/cuda/path.h"
 #include "experts/cuda/simple_product.cuh"
+#include "experts/cuda/up_element.cuh"
+#include "experts/few_rows/products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -21,33 +23,15 @@ struct Activate {
 #pragma unroll
       for (int j = 0; j < simple::kEach; ++j) {
         if (j >= results.columns) continue;
-        float h[kParts];
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) h[part] = results.sums[part][i][j];
-        write(tile.expert, row, results.column + j, slot, h);
+        write(tile.expert, row, results.column + j, slot, results.sums[0][i][j], results.sums[kParts - 1][i][j]);
       }
     }
   }
 
-  // One element; out of line, or copies of it were most of the kernel's code.
-  __device__ __noinline__ void write(int32_t expert, int64_t row, int64_t column, int32_t slot,
-                                     float (&h)[kParts]) const {
-    float a = 0.0f;
-    for (int part = 0; part < kParts; ++part) h[part] = slot < 0 ? 0.0f : h[part] + bias(expert, part, column);
-    if (slot >= 0) {
-      with_formula(up.activation, [&]<Formula kFormula>() {
-        a = up.weights[slot] * activate<kFormula>(up.activation, h[0], kParts == 2 ? h[kParts - 1] : 1.0f);
-      });
-    }
-    up.a.set(row * up.s.F + column, a);
-    if (up.h.data == nullptr) return;
-    for (int part = 0; part < kParts; ++part) {
-      up.h.set(row * kParts * up.s.F + up.s.hidden_column(part, column), h[part]);
-    }
-  }
-
-  __device__ float bias(int64_t expert, int part, int64_t column) const {
-    return up.b_in.data == nullptr ? 0.0f : up.b_in[expert * kParts * up.s.F + up.s.hidden_column(part, column)];
+  // Out of line, or copies of it were most of the kernel's code.
+  __device__ __noinline__ void write(int32_t expert, int64_t row, int64_t column, int32_t slot, float gate,
+                                     float other) const {
+    write_up(up, expert, row, column, slot, gate, other);
   }
 };
 
@@ -57,6 +41,7 @@ ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   if (s.R * s.F == 0) return ok();
   const int multiprocessors = device.multiprocessors;
+  if (few_rows::takes(up, device)) return few_rows::multiply(up, multiprocessors, stream);
   switch (choose_path(up, device).path) {
     case Path::hopper: return hopper::multiply(up, hopper::choose_tile(up, multiprocessors), multiprocessors, stream);
     case Path::portable: return portable::multiply(up, multiprocessors, stream);

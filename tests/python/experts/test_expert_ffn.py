@@ -116,6 +116,15 @@ def test_uneven_groups(num_experts, dtype):
     check(network(rng, sizes, 29, 2, 35, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("w_in_layout", "w_out_layout"), [("dpf", "fd"), ("pfd", "df"), ("fpd", "df")])
+def test_few_rows_of_many_experts(w_in_layout, w_out_layout, dtype):
+    sizes = np.zeros(40, np.int32)
+    sizes[[3, 17, 38, 39]] = 1, 19, 2, 9
+    net = network(np.random.default_rng(18), sizes, 136, 2, 72, dtype=dtype, spare=4)
+    check(net, "silu", w_in_layout=w_in_layout, w_out_layout=w_out_layout)
+
+
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("weights", [None, "float32", "bfloat16", "float16"])
 def test_optional_operands(biases, weights):

@@ -1,0 +1,243 @@
+// Products of few rows with weights whose columns stand with k inside. All that takes time is to read the weights, so a
+// warp reads them from memory straight into the registers that tensor cores take them from, each once for 8 rows.
+//
+//   unit        8 rows of an expert by 16 stored columns: 8 columns of the result's two parts, gate and up, or 16
+//   block       takes units in turn; each of its warps sums over a part of k, and their sums are added up in order
+//   shared      [kWarps][kWarp] float4, the warps' sums; and which rows there are: the same list in every block
+//
+// The weights' columns are the rows of the instruction's factor A, the first part's 8 above the second's, and rows are
+// the columns of factor B. A lane reads whole chunks of either, 8 neighbours of k; so k goes through the instructions
+// in another order than memory's, the same for both factors.
+#pragma once
+
+#include <algorithm>
+
+#include "core/cuda/block_sum.cuh"
+#include "core/cuda/dynamic_memory.cuh"
+#include "core/cuda/launch.h"
+#include "core/cuda/mma.cuh"
+#include "experts/cuda/row_map.h"
+#include "experts/cuda/tiles/groups.h"
+#include "experts/cuda/tiles/tile.cuh"
+
+namespace anabranch::cuda::few_rows {
+
+constexpr int kThreadsOfMultiprocessor = 1024;  // at a time: more of them pay more than more registers for each
+constexpr int kRows = 8;                        // of a unit
+constexpr int kColumns = 8;                     // of a unit and a part
+constexpr int kDepth = 32;                      // k of a step
+constexpr int kAhead = 2;                       // steps that are read at a time: whole lines of memory
+
+// The 16 stored columns of a unit: two runs of 8.
+struct StoredColumns {
+  int32_t columns = 0;       // of the result
+  bool in_parts = false;     // a column of the result has two stored ones; else a unit has 16 columns of the result
+  bool alternating = false;  // which are neighbours
+  int32_t part_step = 0;     // else so far from each other
+
+  __device__ int32_t of_unit() const { return in_parts ? kColumns : 2 * kColumns; }
+  // The stored one of a column of the unit's, or of the one that is kColumns further; 0 where there is none.
+  __device__ int64_t stored(int32_t column, int part) const {
+    if (in_parts) return column >= columns ? 0 : alternating ? 2 * column + part : column + int64_t{part} * part_step;
+    return column + part * kColumns >= columns ? 0 : column + part * kColumns;
+  }
+};
+
+struct Product {
+  const void* x = nullptr;  // rows of k elements
+  bool gathers = false;     // x by the slots' tokens
+  RowMap map;
+  Groups groups{};
+  const void* w = nullptr;  // [E] matrices of rows of k elements
+  int64_t matrix = 0;       // elements from one to the next
+  StoredColumns columns;
+  int32_t k = 0;
+  bool skips_rest = false;
+};
+
+// Rows of one expert, at most kRows.
+struct UnitRows {
+  int32_t expert;  // or kNoExpert: rows past the groups
+  int32_t begin;
+  int32_t end;
+};
+
+// Every group's last rows may be fewer than kRows, and so may those past the groups.
+inline int64_t most_unit_rows(int64_t R, int64_t E) { return R / kRows + std::min(R, E) + 1; }
+
+// The rows of all units; by all threads of the block. Returns how many there are.
+__device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
+  const auto threads = static_cast<int32_t>(blockDim.x);
+  const int32_t R = p.groups.R;
+  const auto units_of = [](int64_t rows) { return (rows + kRows - 1) / kRows; };
+  int32_t end_of_all = 0;
+  int32_t count = 0;
+#pragma unroll 1
+  for (int32_t first = 0; first < p.groups.E; first += threads) {
+    const int32_t group = first + static_cast<int32_t>(threadIdx.x);
+    const int64_t size = group < p.groups.E ? min(max(p.groups.sizes[group], 0), R) : 0;
+    // Rows below, units above: one sum for both, unless there are more rows than there should be.
+    int64_t total;
+    const int64_t before = sum_before(size | units_of(size) << 32, &total);
+    const auto begin = static_cast<int32_t>(min(end_of_all + (before & 0xffffffff), int64_t{R}));
+    const auto end = static_cast<int32_t>(min(begin + size, int64_t{R}));
+    int32_t place = count + static_cast<int32_t>(before >> 32);
+    auto units = static_cast<int32_t>(total >> 32);
+    if (end_of_all + (total & 0xffffffff) > R) {
+      place = count + sum_before(static_cast<int32_t>(units_of(end - begin)), &units);
+    }
+    end_of_all = static_cast<int32_t>(min(end_of_all + (total & 0xffffffff), int64_t{R}));
+    count += units;
+#pragma unroll 1
+    for (int32_t i = 0; begin + i * kRows < end; ++i) {
+      list[place + i] = {group, begin + i * kRows, min(begin + (i + 1) * kRows, end)};
+    }
+  }
+  if (!p.skips_rest) {
+#pragma unroll 1
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); end_of_all + i * kRows < R; i += threads) {
+      list[count + i] = {kNoExpert, end_of_all + i * kRows, min(end_of_all + (i + 1) * kRows, R)};
+    }
+    count += static_cast<int32_t>(units_of(R - end_of_all));
+  }
+  __syncthreads();
+  return count;
+}
+
+// A warp's sums over steps of k. A lane has a column of each part, and of these, and of a row, 8 neighbours of k in a
+// step. Columns and rows that are not there are read from others' places, since no result that is there has anything of
+// them; what is not there of k counts as zeros.
+template <class Element>
+class WarpSum {
+ public:
+  __device__ __forceinline__ WarpSum(const Product& p, const UnitRows& rows, int32_t column)
+      : k_(p.k), lane_k_(8 * (lane_index() % 4)) {
+    const int own = lane_index() / 4;
+    const int32_t row = min(rows.begin + own, rows.end - 1);
+    const int32_t source = p.gathers ? p.map.source_of(max(p.map.slot_of(row), 0)) : row;
+    x_ = static_cast<const Element*>(p.x) + int64_t{source} * p.k;
+    const auto* const matrix = static_cast<const Element*>(p.w) + rows.expert * p.matrix;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) w_[part] = matrix + p.columns.stored(column + own, part) * p.k;
+  }
+
+  __device__ __forceinline__ void run(int step, int end, float (&sums)[4]) const {
+#pragma unroll 1
+    for (; step + kAhead <= min(end, k_ / kDepth); step += kAhead) add<true>(step, end, sums);
+#pragma unroll 1
+    for (; step < end; step += kAhead) add<false>(step, end, sums);
+  }
+
+ private:
+  // kAll: all steps from `step` on are there, for all lanes.
+  template <bool kAll>
+  __device__ __forceinline__ void add(int step, int end, float (&sums)[4]) const {
+    const auto k_of = [&](int i) { return (step + i) * kDepth + lane_k_; };
+    const auto there = [&](int i) { return kAll || (step + i < end && k_of(i) < k_); };
+    uint4 w[kAhead][2];
+    uint4 x[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        w[i][part] = __ldcs(reinterpret_cast<const uint4*>(w_[part] + (there(i) ? k_of(i) : 0)));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) x[i] = *reinterpret_cast<const uint4*>(x_ + (there(i) ? k_of(i) : 0));
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      uint4(&a)[2] = w[i];
+      if (!there(i)) a[0] = a[1] = x[i] = {};
+      multiply_add_matrices<Element>(sums, {a[0].x, a[1].x, a[0].y, a[1].y}, x[i].x, x[i].y);
+      multiply_add_matrices<Element>(sums, {a[0].z, a[1].z, a[0].w, a[1].w}, x[i].z, x[i].w);
+    }
+  }
+
+  int32_t k_;
+  int32_t lane_k_;
+  const Element* x_;
+  const Element* w_[2];
+};
+
+// Epilogue: (expert, row, column, slot, sum, that of the other part), of a slot of -1: padding, or past the groups.
+template <class Element, int kWarps, class Epilogue>
+__global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWarps * kWarp))
+    few_rows_product(const __grid_constant__ Product p, const __grid_constant__ Epilogue epilogue) {
+  static_assert(kWarps * kWarp >= kRows * kColumns);
+  float4(*const sums)[kWarp] = &dynamic_shared_memory<float4[kWarp]>();
+  auto* const list = reinterpret_cast<UnitRows*>(sums + kWarps);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int32_t slices = (p.columns.columns + p.columns.of_unit() - 1) / p.columns.of_unit();
+  const int32_t units = list_rows(p, list) * slices;
+  const int steps = (p.k + kDepth - 1) / kDepth;
+  const int begin = steps * warp_index() / kWarps;
+  const int end = steps * (warp_index() + 1) / kWarps;
+
+#pragma unroll 1
+  for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += static_cast<int32_t>(gridDim.x)) {
+    const UnitRows rows = list[unit / slices];
+    const int32_t column = unit % slices * p.columns.of_unit();
+    // What this thread writes: neighbours have neighbouring columns.
+    const int own = static_cast<int>(threadIdx.x) % kColumns;
+    const int of_unit = static_cast<int>(threadIdx.x) / kColumns;
+    const int32_t row = rows.begin + of_unit;
+    const bool writes = of_unit < kRows && row < rows.end;
+    const bool sums_up = rows.expert != kNoExpert;
+    const int32_t slot = writes && sums_up ? p.map.slot_of(row) : -1;
+    if (sums_up) {
+      float of_warp[4] = {};
+      WarpSum<Element>(p, rows, column).run(begin, end, of_warp);
+      sums[warp_index()][lane_index()] = {of_warp[0], of_warp[1], of_warp[2], of_warp[3]};
+    }
+    __syncthreads();
+    if (writes) {
+      float parts[2] = {};
+      if (sums_up) {
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+          const auto* const of_lane = reinterpret_cast<const float*>(&sums[warp][own * 4 + of_unit / 2]);
+          parts[0] += of_lane[of_unit % 2];
+          parts[1] += of_lane[2 + of_unit % 2];
+        }
+      }
+#pragma unroll 1
+      for (int part = 0; part < (p.columns.in_parts ? 1 : 2); ++part) {
+        const int32_t of_result = column + part * kColumns + own;
+        if (of_result >= p.columns.columns) break;
+        epilogue(rows.expert, row, of_result, slot, part == 0 ? parts[0] : parts[1], parts[1]);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+template <class Element, int kWarps, class Epilogue>
+ab_status launch_product(const char* name, const Product& p, const Epilogue& epilogue, int multiprocessors,
+                         cudaStream_t stream) {
+  constexpr int kThreads = kWarps * kWarp;
+  const int64_t lists = most_unit_rows(p.groups.R, p.groups.E);
+  const int64_t units = lists * ((p.columns.columns + kColumns - 1) / kColumns);
+  const int64_t blocks = int64_t{kThreadsOfMultiprocessor / kThreads} * multiprocessors;
+  const size_t shared = sizeof(float4) * kThreads + sizeof(UnitRows) * static_cast<size_t>(lists);
+  return launch(name, few_rows_product<Element, kWarps, Epilogue>,
+                {std::min(units, blocks), kThreads, shared, stream, true}, p, epilogue);
+}
+
+// Warps of a block: the more, the more blocks' worth of a long sum is on its way, but each should have some steps of it.
+template <class Epilogue>
+ab_status launch_product(const char* name, int32_t dtype, const Product& p, const Epilogue& epilogue,
+                         int multiprocessors, cudaStream_t stream) {
+  constexpr int32_t kLeast = 14 * kDepth;  // k of a warp
+  const auto with_element = [&]<class Element>() {
+    const auto kernel = p.k >= 16 * kLeast  ? launch_product<Element, 16, Epilogue>
+                        : p.k >= 8 * kLeast ? launch_product<Element, 8, Epilogue>
+                                            : launch_product<Element, 4, Epilogue>;
+    return kernel(name, p, epilogue, multiprocessors, stream);
+  };
+  return dtype == AB_BFLOAT16 ? with_element.template operator()<BFloat16>()
+                              : with_element.template operator()<Float16>();
+}
+
+}  // namespace anabranch::cuda::few_rows

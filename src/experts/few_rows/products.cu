@@ -1,0 +1,51 @@
+#include "experts/few_rows/products.h"
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+
+#include "core/cuda/path.h"
+#include "core/tensor.h"
+
+namespace anabranch::cuda::few_rows {
+namespace {
+
+constexpr int64_t kMostRows = 1024;                // whose list is in shared memory
+constexpr int64_t kMostSize = int64_t{1} << 20;    // of what kernels count in int32
+constexpr double kMostElements = 400e6;            // of weights that are read: then tiles divide well enough among blocks
+
+// At most two rows an expert in the mean, and so few experts with any, were rows dealt out by chance, that tiles of
+// their weights would not occupy all multiprocessors alike.
+bool are_few(int64_t R, int64_t E, int64_t columns, int64_t k) {
+  if (R > std::min(2 * E, kMostRows)) return false;
+  const auto experts = static_cast<double>(E);
+  const double used = experts * (1.0 - std::pow(1.0 - 1.0 / experts, static_cast<double>(R)));
+  return used * static_cast<double>(columns) * static_cast<double>(k) <= kMostElements;
+}
+
+bool are_counted(std::initializer_list<int64_t> sizes) {
+  return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0 && size <= kMostSize; });
+}
+
+bool are_16_bit(int32_t dtype) { return dtype == AB_BFLOAT16 || dtype == AB_FLOAT16; }
+
+// Rows of k elements, all of whole 16-byte chunks.
+bool are_chunks(const void* data, int64_t k) { return reinterpret_cast<uintptr_t>(data) % 16 == 0 && k % 8 == 0; }
+
+bool may_be_taken(const Device& device) { return first_path(device).path != Path::plain; }
+
+}  // namespace
+
+bool takes(const Up& up, const Device& device) {
+  const FfnSizes& s = up.s;
+  return s.layout.in_transposed && are_16_bit(up.x.dtype) && up.w_in.dtype == up.x.dtype &&
+         are_counted({s.R, s.E, s.D, s.P * s.F}) && are_few(s.R, s.E, s.P * s.F, s.D) && up.map.sources() > 0 &&
+         are_chunks(up.x.data, s.D) && are_chunks(up.w_in.data, s.D) && may_be_taken(device);
+}
+
+bool takes(const RowsProduct& p, const Device& device) {
+  return p.transposed && are_16_bit(p.dtype) && are_counted({p.R, p.E, p.D, p.stored_columns()}) &&
+         are_few(p.R, p.E, p.N, p.D) && are_chunks(p.x, p.D) && are_chunks(p.w, p.D) && may_be_taken(device);
+}
+
+}  // namespace anabranch::cuda::few_rows

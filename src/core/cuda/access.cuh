@@ -25,6 +25,15 @@ __device__ __forceinline__ void load_if(bool there, const Scalar* from, Scalar* 
   if (there) *word = __ldcs(from);
 }
 
+// Reads what nobody comes back for, of lines that are read whole: 256 bytes at a time come to the second-level cache.
+__device__ __forceinline__ uint4 load_of_stream(const uint4* from) {
+  uint4 word;
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+               : "l"(from));
+  return word;
+}
+
 // Writes a word if it is there.
 __device__ __forceinline__ void store_if(bool there, uint4* to, const uint4& word) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.global.cs.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(

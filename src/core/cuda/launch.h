@@ -23,6 +23,9 @@ struct Launch {
   // Starts while the kernel before it on the stream still runs; it must wait with wait_for_previous_kernel().
   bool overlaps_previous = false;
   int cluster = 1;  // so many neighbouring blocks make a cluster; divides `blocks`
+  // If not 0: a multiprocessor's shared memory is to suffice for so many blocks at a time, and all else to be first-level
+  // cache. For kernels with many loads on their way, which take places there: a kernel before may have left it small.
+  int resident_blocks = 0;
 };
 
 #if defined(__CUDACC__)
@@ -46,6 +49,21 @@ bool can_overlap() {
          (kGenerations >> major & 1u) != 0;
 }
 
+// Asks for no more shared memory of a multiprocessor than so many bytes for a kernel's blocks, and what the system takes.
+template <class Kernel>
+cudaError_t share_memory(Kernel kernel, size_t bytes) {
+  constexpr size_t kOfSystem = 16 << 10;  // 1 KiB of a block
+  int device = 0;
+  int most = 0;
+  cudaError_t failure = cudaGetDevice(&device);
+  if (failure != cudaSuccess) return failure;
+  failure = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  if (failure != cudaSuccess) return failure;
+  const size_t percent = (bytes + kOfSystem) * 100 / static_cast<size_t>(most) + 1;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              static_cast<int>(percent < 100 ? percent : 100));
+}
+
 template <unsigned kGenerations = kOverlappingGenerations, class... Parameters, class... Arguments>
 ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& shape, const Arguments&... arguments) {
   if (shape.blocks == 0) return ok();
@@ -59,6 +77,10 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
       return error(AB_UNSUPPORTED, "%s: a block needs %zu bytes of shared memory, more than the device has", name,
                    shape.shared_bytes);
     }
+    if (failure != cudaSuccess) return failed(name, failure);
+  }
+  if (shape.resident_blocks > 0) {
+    const cudaError_t failure = share_memory(kernel, shape.shared_bytes * static_cast<size_t>(shape.resident_blocks));
     if (failure != cudaSuccess) return failed(name, failure);
   }
   cudaLaunchAttribute attributes[2]{};

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "core/cuda/access.cuh"
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
@@ -140,7 +141,7 @@ class WarpSum {
     for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        w[i][part] = __ldcs(reinterpret_cast<const uint4*>(w_[part] + (there(i) ? k_of(i) : 0)));
+        w[i][part] = load_of_stream(reinterpret_cast<const uint4*>(w_[part] + (there(i) ? k_of(i) : 0)));
       }
     }
 #pragma unroll
@@ -219,10 +220,11 @@ ab_status launch_product(const char* name, const Product& p, const Epilogue& epi
   constexpr int kThreads = kWarps * kWarp;
   const int64_t lists = most_unit_rows(p.groups.R, p.groups.E);
   const int64_t units = lists * ((p.columns.columns + kColumns - 1) / kColumns);
-  const int64_t blocks = int64_t{kThreadsOfMultiprocessor / kThreads} * multiprocessors;
+  constexpr int kBlocks = kThreadsOfMultiprocessor / kThreads;  // of a multiprocessor, at a time
   const size_t shared = sizeof(float4) * kThreads + sizeof(UnitRows) * static_cast<size_t>(lists);
   return launch(name, few_rows_product<Element, kWarps, Epilogue>,
-                {std::min(units, blocks), kThreads, shared, stream, true}, p, epilogue);
+                {std::min(units, int64_t{kBlocks} * multiprocessors), kThreads, shared, stream, true, 1, kBlocks}, p,
+                epilogue);
 }
 
 // Warps of a block: the more, the more blocks' worth of a long sum is on its way, but each should have some steps of it.
@@ -231,7 +233,7 @@ ab_status launch_product(const char* name, int32_t dtype, const Product& p, cons
                          int multiprocessors, cudaStream_t stream) {
   constexpr int32_t kLeast = 14 * kDepth;  // k of a warp
   const auto with_element = [&]<class Element>() {
-    const auto kernel = p.k >= 16 * kLeast  ? launch_product<Element, 16, Epilogue>
+    const auto kernel = p.k >= 28 * kLeast  ? launch_product<Element, 16, Epilogue>
                         : p.k >= 8 * kLeast ? launch_product<Element, 8, Epilogue>
                                             : launch_product<Element, 4, Epilogue>;
     return kernel(name, p, epilogue, multiprocessors, stream);

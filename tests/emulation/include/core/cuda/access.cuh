@@ -11,6 +11,7 @@ template <class Word>
 void load_if(bool there, const Word* from, Word* word) {
   if (there) *word = *from;
 }
+inline uint4 load_of_stream(const uint4* from) { return *from; }
 template <class Word>
 void store_if(bool there, Word* to, const Word& word) {
   if (there) *to = word;

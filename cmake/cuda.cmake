@@ -59,7 +59,10 @@ set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<N
 
 # Registers that do not suffice would cost the tensor cores' kernels more than any other mistake: ptxas warns.
 set(ANABRANCH_SPILL_WARNINGS -Xptxas=-warn-spills -Xptxas=-warn-lmem-usage)
-set_source_files_properties(${ANABRANCH_PORTABLE_INSTANCES} PROPERTIES COMPILE_OPTIONS "${ANABRANCH_SPILL_WARNINGS}")
+set(ANABRANCH_FEW_ROWS_SOURCES ${ANABRANCH_CUDA_SOURCES})
+list(FILTER ANABRANCH_FEW_ROWS_SOURCES INCLUDE REGEX "/few_rows/[^/]*$")
+set_source_files_properties(${ANABRANCH_PORTABLE_INSTANCES} ${ANABRANCH_FEW_ROWS_SOURCES} PROPERTIES
+                            COMPILE_OPTIONS "${ANABRANCH_SPILL_WARNINGS}")
 
 # wgmma and setmaxnreg are instructions of sm_90a alone, whatever else the library is compiled for.
 add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})

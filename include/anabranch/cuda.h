@@ -124,8 +124,8 @@ AB_API ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backw
 /* Which of these kernels the experts of a layer run on, on the current device, forward and backward: "hopper",
  * "portable" or "plain", of several the last; and why not on those before it, NULL for the first. Both are texts that
  * stay. It is for operands of one dtype (float16, bfloat16 or float32, an ab_dtype) that begin at multiples of 16
- * bytes, in any layout, T K rows without alignment; an operation itself looks at its own. P: 2 with a gate, else 1.
- * why_not may be NULL. */
+ * bytes, in any layout, T K rows without alignment; an operation itself looks at its own, and on "hopper" and
+ * "portable" alike products of few rows have kernels of their own. P: 2 with a gate, else 1. why_not may be NULL. */
 AB_API ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int64_t P, int64_t F,
                                       const char** path, const char** why_not);
 

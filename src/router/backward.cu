@@ -516,17 +516,16 @@ constexpr Variant kFewTokens[] = {variant<kScores, 32, 8, 1>(), variant<kScores,
 template <Scores kScores>
 constexpr int kWide = kScores == Scores::softmax ? 1 : 2;
 template <Scores kScores>
-constexpr Variant kVariants[] = {
-    variant<kScores, 1, 8, 2>(),
-    variant<kScores, 2 * kWide<kScores>, 32 / kWide<kScores>, 4 / kWide<kScores>>(),
-    variant<kScores, 4, 32, 2>(),
-    variant<kScores, 8, 32, 1>(),
-    variant<kScores, 8 * kWide<kScores>, 32 / kWide<kScores>, 4 / kWide<kScores>>(),
-    variant<kScores, 16, 24, 1>(),
-    variant<kScores, 16, 32, 1>(),
-    variant<kScores, 16, 32, 2>(),
-    variant<kScores, 32, 32, 1>(),
-    variant<kScores, 32, 32, 2>()};
+constexpr Variant kVariants[] = {variant<kScores, 1, 8, 2>(),
+                                 variant<kScores, 2 * kWide<kScores>, 32 / kWide<kScores>, 4 / kWide<kScores>>(),
+                                 variant<kScores, 4, 32, 2>(),
+                                 variant<kScores, 8, 32, 1>(),
+                                 variant<kScores, 8 * kWide<kScores>, 32 / kWide<kScores>, 4 / kWide<kScores>>(),
+                                 variant<kScores, 16, 24, 1>(),
+                                 variant<kScores, 16, 32, 1>(),
+                                 variant<kScores, 16, 32, 2>(),
+                                 variant<kScores, 32, 32, 1>(),
+                                 variant<kScores, 32, 32, 2>()};
 
 }  // namespace
 

@@ -23,8 +23,9 @@ struct Launch {
   // Starts while the kernel before it on the stream still runs; it must wait with wait_for_previous_kernel().
   bool overlaps_previous = false;
   int cluster = 1;  // so many neighbouring blocks make a cluster; divides `blocks`
-  // If not 0: a multiprocessor's shared memory is to suffice for so many blocks at a time, and all else to be first-level
-  // cache. For kernels with many loads on their way, which take places there: a kernel before may have left it small.
+  // If not 0: a multiprocessor's shared memory is to suffice for so many blocks at a time, and all else to be
+  // first-level cache. For kernels with many loads on their way, which take places there: a kernel before may have left
+  // it small.
   int resident_blocks = 0;
 };
 
@@ -49,7 +50,8 @@ bool can_overlap() {
          (kGenerations >> major & 1u) != 0;
 }
 
-// Asks for no more shared memory of a multiprocessor than so many bytes for a kernel's blocks, and what the system takes.
+// Asks for no more shared memory of a multiprocessor than so many bytes for a kernel's blocks, and what the system
+// takes.
 template <class Kernel>
 cudaError_t share_memory(Kernel kernel, size_t bytes) {
   constexpr size_t kOfSystem = 16 << 10;  // 1 KiB of a block

@@ -18,9 +18,8 @@ __device__ __forceinline__ void write_up(const Up& up, int32_t expert, int64_t r
   const float other = s.P == 2 ? add_bias(sum_up, 1) : 1.0f;
   float a = 0.0f;
   if (slot >= 0) {
-    with_formula(up.activation, [&]<Formula kFormula>() {
-      a = up.weights[slot] * activate<kFormula>(up.activation, gate, other);
-    });
+    with_formula(up.activation,
+                 [&]<Formula kFormula>() { a = up.weights[slot] * activate<kFormula>(up.activation, gate, other); });
   }
   up.a.set(row * s.F + column, a);
   if (up.h.data == nullptr) return;

@@ -36,7 +36,7 @@ struct StoredColumns {
   bool alternating = false;  // which are neighbours
   int32_t part_step = 0;     // else so far from each other
 
-  __device__ int32_t of_unit() const { return in_parts ? kColumns : 2 * kColumns; }
+  AB_INLINE int32_t of_unit() const { return in_parts ? kColumns : 2 * kColumns; }
   // The stored one of a column of the unit's, or of the one that is kColumns further; 0 where there is none.
   __device__ int64_t stored(int32_t column, int part) const {
     if (in_parts) return column >= columns ? 0 : alternating ? 2 * column + part : column + int64_t{part} * part_step;
@@ -54,6 +54,7 @@ struct Product {
   StoredColumns columns;
   int32_t k = 0;
   bool skips_rest = false;
+  int32_t slices = 0;  // units side by side; by launch_product()
 };
 
 // Rows of one expert, at most kRows.
@@ -170,16 +171,15 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWa
   auto* const list = reinterpret_cast<UnitRows*>(sums + kWarps);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int32_t slices = (p.columns.columns + p.columns.of_unit() - 1) / p.columns.of_unit();
-  const int32_t units = list_rows(p, list) * slices;
+  const int32_t units = list_rows(p, list) * p.slices;
   const int steps = (p.k + kDepth - 1) / kDepth;
   const int begin = steps * warp_index() / kWarps;
   const int end = steps * (warp_index() + 1) / kWarps;
 
 #pragma unroll 1
   for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += static_cast<int32_t>(gridDim.x)) {
-    const UnitRows rows = list[unit / slices];
-    const int32_t column = unit % slices * p.columns.of_unit();
+    const UnitRows rows = list[unit / p.slices];
+    const int32_t column = unit % p.slices * p.columns.of_unit();
     // What this thread writes: neighbours have neighbouring columns.
     const int own = static_cast<int>(threadIdx.x) % kColumns;
     const int of_unit = static_cast<int>(threadIdx.x) / kColumns;
@@ -215,27 +215,29 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWa
 }
 
 template <class Element, int kWarps, class Epilogue>
-ab_status launch_product(const char* name, const Product& p, const Epilogue& epilogue, int multiprocessors,
+ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, int multiprocessors,
                          cudaStream_t stream) {
   constexpr int kThreads = kWarps * kWarp;
-  const int64_t lists = most_unit_rows(p.groups.R, p.groups.E);
-  const int64_t units = lists * ((p.columns.columns + kColumns - 1) / kColumns);
   constexpr int kBlocks = kThreadsOfMultiprocessor / kThreads;  // of a multiprocessor, at a time
+  const int64_t lists = most_unit_rows(p.groups.R, p.groups.E);
+  p.slices = (p.columns.columns + p.columns.of_unit() - 1) / p.columns.of_unit();
   const size_t shared = sizeof(float4) * kThreads + sizeof(UnitRows) * static_cast<size_t>(lists);
-  return launch(name, few_rows_product<Element, kWarps, Epilogue>,
-                {std::min(units, int64_t{kBlocks} * multiprocessors), kThreads, shared, stream, true, 1, kBlocks}, p,
-                epilogue);
+  return launch(
+      name, few_rows_product<Element, kWarps, Epilogue>,
+      {std::min(lists * p.slices, int64_t{kBlocks} * multiprocessors), kThreads, shared, stream, true, 1, kBlocks}, p,
+      epilogue);
 }
 
-// Warps of a block: the more, the more blocks' worth of a long sum is on its way, but each should have some steps of it.
+// The longer the sums, the more warps share one; where, by measurement.
 template <class Epilogue>
 ab_status launch_product(const char* name, int32_t dtype, const Product& p, const Epilogue& epilogue,
                          int multiprocessors, cudaStream_t stream) {
-  constexpr int32_t kLeast = 14 * kDepth;  // k of a warp
+  constexpr int32_t kLong = 12 << 10;
+  constexpr int32_t kMiddling = 7 << 9;
   const auto with_element = [&]<class Element>() {
-    const auto kernel = p.k >= 28 * kLeast  ? launch_product<Element, 16, Epilogue>
-                        : p.k >= 8 * kLeast ? launch_product<Element, 8, Epilogue>
-                                            : launch_product<Element, 4, Epilogue>;
+    const auto kernel = p.k >= kLong       ? launch_product<Element, 16, Epilogue>
+                        : p.k >= kMiddling ? launch_product<Element, 8, Epilogue>
+                                           : launch_product<Element, 4, Epilogue>;
     return kernel(name, p, epilogue, multiprocessors, stream);
   };
   return dtype == AB_BFLOAT16 ? with_element.template operator()<BFloat16>()

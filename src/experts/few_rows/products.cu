@@ -10,14 +10,14 @@
 namespace anabranch::cuda::few_rows {
 namespace {
 
-constexpr int64_t kMostRows = 1024;                // whose list is in shared memory
-constexpr int64_t kMostSize = int64_t{1} << 20;    // of what kernels count in int32
-constexpr double kMostElements = 3e9;   // of weights that are read: of more, tiles divide well enough among blocks
+constexpr int64_t kMostRows = 1024;              // whose list is in shared memory
+constexpr int64_t kMostRowsOfExpert = 4;         // in the mean
+constexpr int64_t kMostSize = int64_t{1} << 20;  // of what kernels count in int32
+constexpr double kMostElements = 2e9;            // of weights that are read; of more, tiles are as fast
 
-// At most two rows an expert in the mean, and so few experts with any, were rows dealt out by chance, that tiles of
-// their weights would not occupy all multiprocessors alike.
+// Of the experts so many have rows, were these dealt out by chance, as their weights are read.
 bool are_few(int64_t R, int64_t E, int64_t columns, int64_t k) {
-  if (R > std::min(4 * E, kMostRows)) return false;
+  if (R > std::min(kMostRowsOfExpert * E, kMostRows)) return false;
   const auto experts = static_cast<double>(E);
   const double used = experts * (1.0 - std::pow(1.0 - 1.0 / experts, static_cast<double>(R)));
   return used * static_cast<double>(columns) * static_cast<double>(k) <= kMostElements;

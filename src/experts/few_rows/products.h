@@ -1,5 +1,5 @@
-// Products of so few rows that reading the weights is all that takes time, on tensor cores as every GPU since Ampere has
-// them. Operations and their operands are described beside the phases that use them, in experts/cuda.
+// Products of so few rows that reading the weights is all that takes time, on tensor cores as every GPU since Ampere
+// has them. Operations and their operands are described beside the phases that use them, in experts/cuda.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +11,8 @@
 
 namespace anabranch::cuda::few_rows {
 
-// Whether it is one of these: few rows, weights with k inside (as checkpoints have them), 16-bit elements, rows of whole
-// 16-byte chunks from aligned addresses on; and ANABRANCH_CUDA_PATH does not ask for the plain path.
+// Whether it is one of these: few rows, weights with k inside (as checkpoints have them), 16-bit elements, rows of
+// whole 16-byte chunks from aligned addresses on; and ANABRANCH_CUDA_PATH does not ask for the plain path.
 bool takes(const Up& up, const Device& device);
 bool takes(const RowsProduct& product, const Device& device);
 

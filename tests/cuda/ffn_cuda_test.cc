@@ -225,15 +225,58 @@ TEST_F(FfnCuda, FewRowsOfManyExperts) {
   check_either_way({std::vector<int32_t>(300, 1), 300, 64, 72, 2, 0, 0});
 }
 
-TEST_F(FfnCuda, NoSizeOfFewRowsReachesOutOfBounds) {
-  for (const int64_t K : {0, 2}) {
-    for (std::vector<int32_t> sizes :
-         {std::vector<int32_t>{-5, 3, INT32_MIN, 4, -1}, {2, INT32_MAX, INT32_MAX, 1}, {INT32_MAX, -1, INT32_MAX}}) {
-      sizes.resize(600, INT32_MAX);
-      check_either_way({sizes, 600, 64, 8, 2, 300 * K, K});
-      sizes.resize(700);
-      check_either_way({sizes, 20, 64, 8, 2, 10 * K, K});
+// Sums that 8 and 16 warps share, whose steps do not divide: of D, of F and, with the first layout, of the gradient.
+TEST_F(FfnCuda, FewRowsOfLongSums) {
+  std::vector<int32_t> sizes(12);
+  sizes[1] = 1;
+  sizes[4] = 9;
+  sizes[11] = 2;
+  for (const int layout : {0, 1, 3}) {
+    for (const auto& [D, F] : {std::pair<int64_t, int64_t>{3592, 16}, {16, 3592}, {12296, 8}, {8, 12296}}) {
+      FfnCase c{sizes, 13, D, F, 2, 8, 2};
+      c.layout = layout;
+      SCOPED_TRACE(::testing::Message() << c);
+      const Network want(c);
+      want.on_cpu();
+      const Network got(c);
+      got.on_gpu();
       if (HasFatalFailure()) return;
+      compare_rows("y", want, got.y, want.y);
+      compare_rows("h", want, got.h, want.h);
+      compare_rows("dx_rows", want, got.dx_rows, want.dx_rows);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Padding among the rows of experts, whole units of it among them.
+TEST_F(FfnCuda, FewRowsOfPaddedExperts) {
+  std::vector<int32_t> sizes(80);
+  sizes[5] = 64;
+  sizes[79] = 128;
+  for (const int layout : {0, 1, 3}) {
+    FfnCase c{sizes, 256, 64, 72, 2, 3, 2};
+    c.layout = layout;
+    check_either_way(c);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_F(FfnCuda, NoSizeOfFewRowsReachesOutOfBounds) {
+  for (const int layout : {0, 1}) {
+    for (const int64_t K : {0, 2}) {
+      for (std::vector<int32_t> sizes :
+           {std::vector<int32_t>{-5, 3, INT32_MIN, 4, -1}, {2, INT32_MAX, INT32_MAX, 1}, {INT32_MAX, -1, INT32_MAX}}) {
+        sizes.resize(600, INT32_MAX);
+        FfnCase c{sizes, 600, 64, 8, 2, 300 * K, K};
+        c.layout = layout;
+        check_either_way(c);
+        c.sizes.resize(700);
+        c.R = 20;
+        c.T = 10 * K;
+        check_either_way(c);
+        if (HasFatalFailure()) return;
+      }
     }
   }
 }

@@ -51,19 +51,21 @@ bool can_overlap() {
 }
 
 // Asks for no more shared memory of a multiprocessor than so many bytes for a kernel's blocks, and what the system
-// takes.
+// takes. It is a hint, so a failure is none of the launch.
 template <class Kernel>
-cudaError_t share_memory(Kernel kernel, size_t bytes) {
+void share_memory(Kernel kernel, size_t bytes) {
   constexpr size_t kOfSystem = 16 << 10;  // 1 KiB of a block
   int device = 0;
   int most = 0;
-  cudaError_t failure = cudaGetDevice(&device);
-  if (failure != cudaSuccess) return failure;
-  failure = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  if (failure != cudaSuccess) return failure;
-  const size_t percent = (bytes + kOfSystem) * 100 / static_cast<size_t>(most) + 1;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                              static_cast<int>(percent < 100 ? percent : 100));
+  if (cudaGetDevice(&device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) == cudaSuccess && most > 0) {
+    const size_t percent = (bytes + kOfSystem) * 100 / static_cast<size_t>(most) + 1;
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             static_cast<int>(percent < 100 ? percent : 100)) == cudaSuccess) {
+      return;
+    }
+  }
+  cudaGetLastError();  // clears it
 }
 
 template <unsigned kGenerations = kOverlappingGenerations, class... Parameters, class... Arguments>
@@ -82,8 +84,7 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
     if (failure != cudaSuccess) return failed(name, failure);
   }
   if (shape.resident_blocks > 0) {
-    const cudaError_t failure = share_memory(kernel, shape.shared_bytes * static_cast<size_t>(shape.resident_blocks));
-    if (failure != cudaSuccess) return failed(name, failure);
+    share_memory(kernel, shape.shared_bytes * static_cast<size_t>(shape.resident_blocks));
   }
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;

@@ -54,7 +54,8 @@ struct Product {
   StoredColumns columns;
   int32_t k = 0;
   bool skips_rest = false;
-  int32_t slices = 0;  // units side by side; by launch_product()
+  int32_t slices = 0;        // units side by side; by launch_product()
+  bool has_padding = false;  // among the rows of groups; by launch_product()
 };
 
 // Rows of one expert, at most kRows.
@@ -162,6 +163,13 @@ class WarpSum {
   const Element* w_[2];
 };
 
+// Whether there is one but padding among them; of a whole warp.
+__device__ __forceinline__ bool has_rows(const Product& p, const UnitRows& rows) {
+  if (rows.expert == kNoExpert || !p.has_padding) return rows.expert != kNoExpert;
+  const int32_t row = min(rows.begin + lane_index() % kRows, rows.end - 1);
+  return __ballot_sync(kAllLanes, p.map.slot_of(row) >= 0) != 0u;
+}
+
 // Epilogue: (expert, row, column, slot, sum, that of the other part), of a slot of -1: padding, or past the groups.
 template <class Element, int kWarps, class Epilogue>
 __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWarps * kWarp))
@@ -185,7 +193,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWa
     const int of_unit = static_cast<int>(threadIdx.x) / kColumns;
     const int32_t row = rows.begin + of_unit;
     const bool writes = of_unit < kRows && row < rows.end;
-    const bool sums_up = rows.expert != kNoExpert;
+    const bool sums_up = has_rows(p, rows);
     const int32_t slot = writes && sums_up ? p.map.slot_of(row) : -1;
     if (sums_up) {
       float of_warp[4] = {};
@@ -220,6 +228,7 @@ ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, 
   constexpr int kThreads = kWarps * kWarp;
   constexpr int kBlocks = kThreadsOfMultiprocessor / kThreads;  // of a multiprocessor, at a time
   const int64_t lists = most_unit_rows(p.groups.R, p.groups.E);
+  p.has_padding = p.groups.R > p.map.num_slots && p.map.slots != nullptr;
   p.slices = (p.columns.columns + p.columns.of_unit() - 1) / p.columns.of_unit();
   const size_t shared = sizeof(float4) * kThreads + sizeof(UnitRows) * static_cast<size_t>(lists);
   return launch(

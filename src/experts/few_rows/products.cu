@@ -15,7 +15,8 @@ constexpr int64_t kMostRowsOfExpert = 4;         // in the mean
 constexpr int64_t kMostSize = int64_t{1} << 20;  // of what kernels count in int32
 constexpr double kMostElements = 2e9;            // of weights that are read; of more, tiles are as fast
 
-// Of the experts so many have rows, were these dealt out by chance, as their weights are read.
+// Of the experts so many have rows, were these dealt out by chance, as their weights are read. Columns: all that are
+// stored, so that a window of them goes the way of the whole.
 bool are_few(int64_t R, int64_t E, int64_t columns, int64_t k) {
   if (R > std::min(kMostRowsOfExpert * E, kMostRows)) return false;
   const auto experts = static_cast<double>(E);
@@ -45,7 +46,8 @@ bool takes(const Up& up, const Device& device) {
 
 bool takes(const RowsProduct& p, const Device& device) {
   return p.transposed && are_16_bit(p.dtype) && are_counted({p.R, p.E, p.D, p.stored_columns()}) &&
-         are_few(p.R, p.E, p.N, p.D) && are_chunks(p.x, p.D) && are_chunks(p.w, p.D) && may_be_taken(device);
+         are_few(p.R, p.E, p.stored_columns(), p.D) && are_chunks(p.x, p.D) && are_chunks(p.w, p.D) &&
+         may_be_taken(device);
 }
 
 }  // namespace anabranch::cuda::few_rows

@@ -360,4 +360,27 @@ inline void compare(const Network& got, const Network& want) {
   compare_slots(want, got.d_weights, want.d_weights);
 }
 
+// Every result is the CPU's, and the same bits on another run.
+inline void check(const FfnCase& c, unsigned seed = 1) {
+  SCOPED_TRACE(::testing::Message() << c);
+  const Network want(c, seed);
+  want.on_cpu();
+  const Network got(c, seed);
+  got.on_gpu();
+  if (::testing::Test::HasFatalFailure()) return;
+  compare(got, want);
+  if (::testing::Test::HasFatalFailure()) return;
+  const Network again(c, seed);
+  again.on_gpu();
+  again.expect_same_bits(got);
+}
+
+// With biases and without.
+inline void check_either_way(FfnCase c) {
+  for (const bool biases : {true, false}) {
+    c.biases = biases;
+    check(c);
+  }
+}
+
 }  // namespace anabranch::testing

@@ -11,8 +11,9 @@
 
 namespace anabranch::cuda::few_rows {
 
-// Whether it is one of these: few rows, weights with k inside (as checkpoints have them), 16-bit elements, rows of
-// whole 16-byte chunks from aligned addresses on; and ANABRANCH_CUDA_PATH does not ask for the plain path.
+// Whether it is one of these: at most 4 rows an expert in the mean and 2e9 elements of weights to read, weights with k
+// inside (as checkpoints have them), 16-bit elements, rows of whole 16-byte chunks from aligned addresses on; and
+// ANABRANCH_CUDA_PATH does not ask for the plain path.
 bool takes(const Up& up, const Device& device);
 bool takes(const RowsProduct& product, const Device& device);
 

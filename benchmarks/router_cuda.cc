@@ -68,6 +68,11 @@ const std::vector<Routing> kRoutings = {
     {384, 8, AB_SIGMOID, 1},
     {128, 8, AB_SOFTMAX, 1, true},
     {256, 8, AB_SQRTSOFTPLUS, 1, true},
+    // and shapes whose kernels are others
+    {16, 4},
+    {32, 4},
+    {160, 8, AB_SIGMOID, 1, true},
+    {2304, 36},
 };
 
 // The functions of one build.

@@ -106,14 +106,16 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
             "jax-transposed",
             "moe",
             "ragged-dot",
+            "sonicmoe",
             "torch",
             "xla",
         ],
         action="append",
         help="router, plan, layer: what to time: ours through C or through JAX, torch eager, XLA's jit "
-        "of plain JAX; layer: that with our ragged_dot, too, and ours with transposed or interleaved weights, biases, "
-        "gpt-oss's activation; mesh: ours through JAX and (moe) through torch, XLA's collectives, NCCL through "
-        "torch; torch: ours as moe() and as MoE, torch's grouped products, transformers' experts, ours through JAX",
+        "of plain JAX; layer: that with our ragged_dot, too, ours with transposed or interleaved weights, biases, "
+        "gpt-oss's activation, and SonicMoE where it is installed; mesh: ours through JAX and (moe) through torch, "
+        "XLA's collectives, NCCL through torch; torch: ours as moe() and as MoE, torch's grouped products, "
+        "transformers' experts, ours through JAX",
     )
     cuda.add_argument(
         "--transport", choices=["ring", "all_to_all", "ragged"], action="append", help="mesh: default: all of them"

@@ -40,6 +40,19 @@ AB_INLINE float square_root(float x) {
 #endif
 }
 
+// a if so, else b, without a branch around what b takes: lanes seldom agree.
+AB_INLINE float choose(bool so, float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("{.reg .pred p; setp.ne.s32 p, %3, 0; selp.f32 %0, %1, %2, p;}"
+      : "=f"(r)
+      : "f"(a), "f"(b), "r"(static_cast<int>(so)));
+  return r;
+#else
+  return so ? a : b;
+#endif
+}
+
 // The smaller and the larger of x and a bound; NaN stays NaN.
 AB_INLINE float at_most(float x, float bound) { return x > bound ? bound : x; }
 AB_INLINE float at_least(float x, float bound) { return x < bound ? bound : x; }

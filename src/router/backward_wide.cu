@@ -15,7 +15,8 @@ namespace anabranch::cuda {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kStep = 8;  // neighbouring experts of a lane
+constexpr int kBlocks = 6;  // of a multiprocessor: seven would have to put registers by in local memory
+constexpr int kStep = 8;    // neighbouring experts of a lane
 
 struct WideCall {
   RouterBackward op;
@@ -318,7 +319,7 @@ struct WideGradients {
   }
 };
 
-__global__ void __launch_bounds__(kWarps* kWarp) backward_wide(const __grid_constant__ WideCall call) {
+__global__ void __launch_bounds__(kWarps* kWarp, kBlocks) backward_wide(const __grid_constant__ WideCall call) {
   extern __shared__ __align__(16) char shared[];
   const RouterBackward& op = call.op;
   const int E = static_cast<int>(op.E);

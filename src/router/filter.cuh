@@ -40,8 +40,7 @@ __device__ __forceinline__ __nv_bfloat162 swap_halves(__nv_bfloat162 pair) {
   return __halves2bfloat162(pair.y, pair.x);
 }
 
-// kFineness: 2 where only half of the row or so can be selected, or where the candidates have to hold one more than
-// kList: more than kCandidates are rare then.
+// kFineness: the finer the chunks, the fewer rows have more than kCandidates.
 template <int kLanes, int kItems, int kList, int kFineness = 1>
 struct Filter {
   using Mask = std::conditional_t<(kItems > 32), uint64_t, uint32_t>;  // a bit an item

@@ -64,7 +64,6 @@ struct Choice {
   int items = 0;
   int ranks = 0;
   int candidates = 0;
-  int blocks = 2;  // of a multiprocessor
   int warps = kMostWarps;
 };
 
@@ -99,13 +98,7 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
     }
     const int candidates = variant->candidates[list];
     const int ranks = candidates > 0 ? candidates : RouteVariant::list(list);
-    return {kernels,
-            variant->lanes,
-            variant->items,
-            ranks,
-            candidates,
-            variant->blocks,
-            warps_of_block(op, kWarp / variant->lanes)};
+    return {kernels, variant->lanes, variant->items, ranks, candidates, warps_of_block(op, kWarp / variant->lanes)};
   }
   return {};
 }
@@ -135,17 +128,23 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   launch->warps = choice.warps;
   if (choice.kernels.of_any != nullptr) {
     const int stage_bytes = kWarp * choice.items * size;
-    // A warp less where that lets one more block into the shared memory of a multiprocessor. Few tokens: as many as any
-    // device has room for.
+    const auto lay_out = [&](int warps) {
+      return lay_out_shared(op, choice.lanes, choice.items, 2 * stage_bytes, choice.ranks, choice.candidates, warps);
+    };
+    // As many warps as a block can have, or fewer, where more are on a multiprocessor then: its blocks are as many as
+    // registers allow and shared memory has room for. Few tokens: one block, on any device.
     const bool few = op.T <= TokenTiles::kFewTokens;
-    constexpr int kSharedBytes = 227 << 10;
-    constexpr int kReserved = 1 << 10;
-    const int most_bytes = few ? 96 << 10 : kSharedBytes / choice.blocks - kReserved;
-    const int least_warps = few ? kFewWarps : kMostWarps - 2;
-    do {
-      call.shared = lay_out_shared(op, choice.lanes, choice.items, 2 * stage_bytes, choice.ranks, choice.candidates,
-                                   launch->warps);
-    } while (call.shared.total > most_bytes && launch->warps > least_warps && --launch->warps > 0);
+    const int shared_bytes = (few ? 97 : 227) << 10;
+    constexpr int kReserved = 1 << 10;  // of a block
+    int most_resident = 0;
+    for (int warps = launch->warps; warps >= kFewWarps; --warps) {
+      const int blocks = std::min(few ? 1 : kBlocks, shared_bytes / (lay_out(warps).total + kReserved));
+      if (warps * blocks > most_resident) {
+        most_resident = warps * blocks;
+        launch->warps = warps;
+      }
+    }
+    call.shared = lay_out(launch->warps);
     tokens = kWarp / choice.lanes;
   } else {
     constexpr int kSharedBytes = 200 << 10;
@@ -160,7 +159,7 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
     }
   }
   call.tiles = TokenTiles(op.T, op.blocks.sequences, static_cast<int64_t>(launch->warps) * tokens,
-                          TokenTiles::kMultiprocessors * choice.blocks);
+                          TokenTiles::kMultiprocessors * kBlocks);
   *workspace_bytes = place_partials(call.tiles, op.E, op.tokens_per_expert, op.score_sum, workspace, &call.partials);
   call.statistics_are_aligned =
       op.E % 4 == 0 &&

@@ -9,13 +9,12 @@ namespace anabranch::cuda {
 // The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
 struct RouteVariant {
   using Kernels = KernelsBySize<RouteCall>;
-  static constexpr int kLists = 4;  // 8, 16, 32, 64
-  static constexpr int list(int i) { return 8 << i; }
-  static constexpr int kGrouped = 0;  // the list of `grouped`
+  static constexpr int kLists = 5;  // 4, 8, 16, 32, 64
+  static constexpr int list(int i) { return 4 << i; }
+  static constexpr int kGrouped = 1;  // the list of `grouped`
 
   int lanes;
   int items;
-  int blocks;               // of a multiprocessor, that registers allow
   Kernels kernels[kLists];  // nullptr: none
   int candidates[kLists];   // of a token, 0 where lanes == 1
   Kernels grouped;          // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
@@ -60,7 +59,7 @@ constexpr void add_list(RouteVariant* variant) {
 
 template <Mode kMode, int kLanes, int kItems, bool kGrouped, int... kListLengths>
 constexpr RouteVariant variant() {
-  RouteVariant v{kLanes, kItems, kBlocks<kItems>, {}, {}, {}};
+  RouteVariant v{kLanes, kItems, {}, {}, {}};
   (add_list<kMode, kLanes, kItems, kListLengths>(&v), ...);
   if constexpr (kGrouped)
     v.grouped = by_size<kMode, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true>();
@@ -69,11 +68,11 @@ constexpr RouteVariant variant() {
 
 template <Mode kMode>
 RouteVariants variants() {
-  constexpr RouteVariant k8 = variant<kMode, 1, 8, false, 8>();
-  constexpr RouteVariant k16 = variant<kMode, 1, 16, false, 8>();
-  constexpr RouteVariant k32 = variant<kMode, 1, 32, false, 8>();
+  constexpr RouteVariant k8 = variant<kMode, 1, 8, false, 4, 8>();
+  constexpr RouteVariant k16 = variant<kMode, 1, 16, false, 4, 8>();
+  constexpr RouteVariant k32 = variant<kMode, 1, 32, false, 4, 8>();
   constexpr RouteVariant k1024 = variant<kMode, 32, 32, false, 8, 64>();
-  return {{k8, k16, k32, variant<kMode, 2, 32, false, 8, 16>(), variant<kMode, 4, 32, true, 8, 16>(),
+  return {{k8, k16, k32, variant<kMode, 2, 32, false, 8, 16>(), variant<kMode, 4, 32, true, 4, 8, 16>(),
            variant<kMode, 8, 32, true, 8, 16, 32>(), variant<kMode, 8, 48, false, 8>(),
            variant<kMode, 16, 32, true, 8, 16, 32, 64>(), k1024},
           {k8, k16, k32, variant<kMode, 32, 8, true, 8, 32>(), variant<kMode, 32, 16, false, 8, 32>(), k1024}};

@@ -87,9 +87,11 @@ struct RowRouter {
   static constexpr bool kBalanced = kMode == Mode::balanced;
   static constexpr bool kBiased = kMode == Mode::biased || kBalanced;
   static constexpr bool kOneLane = kLanes == 1;
-  // With one more to find, a list of 8 runs over for some tokens in 10^4: one is enough to keep its block waiting.
-  static constexpr bool kFiner = kGrouped || (kBalanced && kList == 8);
-  using F = Filter<kLanes, kItems, kList, kFiner ? 2 : 1>;
+  // Chunks of the row are as fine as those of a list of 16: else short lists run over for some tokens in 10^5, one of
+  // which is enough to keep its block waiting. Where a bias leaves few registers, on four lanes, that costs more.
+  static constexpr bool kCoarse = kMode == Mode::biased && kLanes == 4 && kList == 8 && !kGrouped;
+  static constexpr int kFineness = kList < 16 && !kCoarse ? 16 / kList : 1;
+  using F = Filter<kLanes, kItems, kList, kFineness>;
   using Rows = StagedRows<kLanes, kItems, kSize>;
   static constexpr unsigned kTokens = kWarp / kLanes;
   static constexpr unsigned kSlots = (kList + kLanes - 1) / kLanes;      // of a lane
@@ -191,9 +193,9 @@ struct RowRouter {
     }
   }
 
-  // softmax of the row, and lse. Without a bias z become powers. *poison: NaN if the row is broken, else 0.
-  __device__ __forceinline__ RowSoftmax softmax_of_row(const RoundTokens& tokens, const Keys& keys, float (&z)[kItems],
-                                                       float* poison) const {
+  // softmax of the row, and lse. Without a bias z become powers. The factor is NaN if the row is broken.
+  __device__ __forceinline__ RowSoftmax softmax_of_row(const RoundTokens& tokens, const Keys& keys,
+                                                       float (&z)[kItems]) const {
     float top = z[0];
     if (words_are_logits) {
       top = fmaxf(__low2float(keys.maxima.all), __high2float(keys.maxima.all));
@@ -212,7 +214,6 @@ struct RowRouter {
     }
     sum = sum_lanes<kLanes>(sum);
     softmax.factor = reciprocal(sum);
-    *poison = sum - sum;
     if (op.lse != nullptr && tokens.present && lane == 0) op.lse[tokens.own] = tokens.live ? top + log_f32(sum) : 0.0f;
     return softmax;
   }
@@ -402,8 +403,9 @@ struct RowRouter {
     }
   }
 
-  __device__ __forceinline__ void weigh(const Rows& rows, const RowSoftmax& softmax, float poison,
-                                        const int32_t (&expert)[kSlots], float (&weight)[kSlots]) const {
+  __device__ __forceinline__ void weigh(const Rows& rows, const RowSoftmax& softmax, const int32_t (&expert)[kSlots],
+                                        float (&weight)[kSlots]) const {
+    const float poison = softmax.factor - softmax.factor;  // NaN or 0
 #pragma unroll
     for (unsigned s = 0; s < kSlots; ++s) {
       const float logit = rows.logit(token, static_cast<unsigned>(max(expert[s], 0)));
@@ -466,13 +468,12 @@ struct RowRouter {
     float z[kItems];  // logits; then their powers or scores
     Keys keys;
     RowSoftmax softmax{0.0f, 1.0f};
-    float poison = 0.0f;
     read_row(rows, tokens, z);
     if (!kBiased && selects) {
       take_keys(z, keys);
       if (kGrouped && !groups_by_score) keys.group.take_all(z);
     }
-    if (is_softmax || op.lse != nullptr) softmax = softmax_of_row(tokens, keys, z, &poison);
+    if (is_softmax || op.lse != nullptr) softmax = softmax_of_row(tokens, keys, z);
     if constexpr (kBiased) {
       take_biased_scores(softmax, z, keys);
     } else if (auxiliary || groups_by_score) {
@@ -485,7 +486,7 @@ struct RowRouter {
       int32_t expert[kSlots];
       float weight[kSlots];
       take_slots(tokens, expert);
-      if (op.wants_weights) weigh(rows, softmax, poison, expert, weight);
+      if (op.wants_weights) weigh(rows, softmax, expert, weight);
       write(rows, tokens, expert, weight);
     }
     __syncwarp();
@@ -533,12 +534,10 @@ struct RowRouter {
   }
 };
 
-// Blocks of a multiprocessor that registers are shared out for. Three with spilled rows are slower than two.
-template <int kItems>
-constexpr int kBlocks = kItems <= 16 ? 3 : 2;
+constexpr int kBlocks = 2;  // of a multiprocessor, that registers are shared out for
 
 template <Mode kMode, int kSize, int kLanes, int kItems, int kList, bool kGrouped>
-__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks<kItems>) route(const __grid_constant__ RouteCall call) {
+__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks) route(const __grid_constant__ RouteCall call) {
   using Router = RowRouter<kMode, kSize, kLanes, kItems, kList, kGrouped>;
   using Rows = typename Router::Rows;
   constexpr unsigned kTokens = Router::kTokens;

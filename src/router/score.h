@@ -48,7 +48,7 @@ AB_INLINE float root_of_exp(float z) {
 // sqrt(log(1 + exp(z)))
 AB_INLINE float sqrtsoftplus(float z) {
   const float h = root_of_exp(z);
-  return z < kSqrtSoftplusTail ? h : square_root(softplus(z, h * h));
+  return choose(z < kSqrtSoftplusTail, h, square_root(softplus(z, h * h)));
 }
 
 // sigmoid(z) / (2 s); s/2 in the tail.
@@ -57,7 +57,7 @@ AB_INLINE float sqrtsoftplus_gradient(float z) {
   const float e = h * h;
   const float r = reciprocal(1.0f + e);
   const float body = (z < 0.0f ? e * r : r) / (2.0f * square_root(softplus(z, e)));
-  return z < kSqrtSoftplusTail ? 0.5f * h : body;
+  return choose(z < kSqrtSoftplusTail, 0.5f * h, body);
 }
 
 // Both at once, for half the special functions of one after the other.
@@ -77,7 +77,7 @@ AB_INLINE ScoreAndSlope sqrtsoftplus_and_slope(float z) {
   const float r = reciprocal(1.0f + e);
   const float s = square_root(softplus(z, e));
   const bool tail = z < kSqrtSoftplusTail;
-  return {tail ? h : s, tail ? 0.5f * h : (z < 0.0f ? e * r : r) / (2.0f * s)};
+  return {choose(tail, h, s), choose(tail, 0.5f * h, (z < 0.0f ? e * r : r) / (2.0f * s))};
 }
 
 // Order-preserving bits: a < b as numbers iff as unsigned integers; -0 = +0, every NaN alike and above +inf.

@@ -17,20 +17,21 @@ from anabranch.bench.selection import check_dtypes, implementations, sized
 CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random
 operands; backward: of x, gate, w_in and w_out, the difference between forward and backward, and forward. TFLOP/s: of
 6 T K D F forward, 12 T K D F backward. jax: ours, moe() under jit; c: the same C functions in CUDA graphs, with the
-gate's products by torch; xla: lax.top_k, argsort, ragged_dot, segment_sum under jit; ragged-dot: the
-same with our ragged_dot; torch: topk, sort, grouped_mm,
-index_add, eager operations in CUDA graphs. Each in a process of its own, in
-which product, bfloat16 8192^3 by cuBLAS, is timed right before and after; share: of their mean. Medians of 20 batches
-of calls with the queue full; *: the host's launches are the limit. routing: uniform, by the random gate; zipf, K
-distinct experts with shares 1 / (1 + e) given; path: which of our kernels the experts ran on; auto: what
-precision="auto" chooses for these sizes, forward and for both passes, each of which quantises; largest load: over the
-mean. needed: weights, x, their gradients, the output, its cotangent and h; total: arguments + outputs - aliased +
-temporaries, as XLA plans; peak: by the device"""
+gate's products by torch; xla: lax.top_k, argsort, ragged_dot, segment_sum under jit; ragged-dot: the same with our
+ragged_dot; torch: topk, sort, grouped_mm, index_add, eager operations in CUDA graphs; sonicmoe, where it is named:
+SonicMoE's layer likewise. Each in a process of its own, in which product, bfloat16 8192^3 by cuBLAS, is timed right
+before and after; share: of their mean. Medians of 20 batches of calls with the queue full; *: the host's launches are
+the limit. routing: uniform, by the random gate; zipf, K distinct experts with shares 1 / (1 + e) given; path: which
+of our kernels the experts ran on; auto: what precision="auto" chooses for these sizes, forward and for both passes,
+each of which quantises; largest load: over the mean. needed: weights, x, their gradients, the output, its cotangent
+and h; total: arguments + outputs - aliased + temporaries, as XLA plans; peak: by the device"""
 
 BY = ("jax", "c", "ragged-dot", "xla", "torch")
 VARIANTS = ("jax-transposed", "jax-interleaved", "jax-biases", "jax-swiglu-oai")
 """Timed where they are named: see layer_in_jax.LAYERS."""
-PEERS = ("xla", "torch")
+SONICMOE = "sonicmoe"
+"""Timed where it is named: it is no dependency of ours."""
+PEERS = ("xla", "torch", SONICMOE)
 """Those whose experts are not ours."""
 ROUTINGS = ("uniform", "zipf")
 DTYPES = ("bfloat16",)
@@ -58,7 +59,7 @@ def rows(
       shape: None: those of layer_shape.SHAPES.
       tokens: T, in the place of the shapes' own.
       routing: out of ROUTINGS; None: uniform.
-      by: out of BY and VARIANTS; None: all of BY that are installed.
+      by: out of BY, VARIANTS and SONICMOE; None: all of BY that are installed.
       trace: a folder for profiler traces of ours, one folder a shape and routing in it.
 
     Raises:
@@ -90,7 +91,7 @@ def _cases(
 ) -> list[Case]:
     """All combinations, each once."""
     check_dtypes("layer on cuda", dtypes, DTYPES)
-    timed = implementations("layer", by, BY if by is None else (*BY, *VARIANTS))
+    timed = implementations("layer", by, BY if by is None else (*BY, *VARIANTS, SONICMOE))
     if trace is not None and "jax" not in timed:
         raise BenchError(f"--trace: got it with --by {' '.join(timed)}, expected jax among them: the trace is of ours")
     routings = dict.fromkeys(routing or ROUTINGS[:1])
@@ -117,12 +118,12 @@ def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
 def _times(case: Case, quick: bool, trace: str | None) -> Measured:
     shape, routing, by = case
     settings: dict[str, Any] = {"repeats": 5 if quick else gpu.REPEATS, "product_size": _PRODUCT_SIZE}
-    if by in ("c", "torch"):
-        from anabranch.bench import cuda_layer_c, cuda_layer_graphs, cuda_layer_torch
+    if by in ("c", "torch", SONICMOE):
+        from anabranch.bench import cuda_layer_c, cuda_layer_graphs, cuda_layer_sonicmoe, cuda_layer_torch
 
         # The report names JAX's devices, which starts JAX beside torch.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        calls_of = cuda_layer_c.calls if by == "c" else cuda_layer_torch.calls
+        calls_of = {"c": cuda_layer_c, "torch": cuda_layer_torch, SONICMOE: cuda_layer_sonicmoe}[by].calls
         return cuda_layer_graphs.measure(shape, DTYPES[0], routing, **settings, calls_of=calls_of)
     from anabranch.bench import cuda_layer_jax
 

@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -16,11 +17,14 @@ from anabranch.bench import (
     cuda_layer_c,
     cuda_layer_graphs,
     cuda_layer_jax,
+    cuda_layer_sonicmoe,
     cuda_layer_torch,
     gpu,
     layer_in_jax,
+    layer_in_torch,
     layer_result,
 )
+from anabranch.bench.errors import BenchError
 from anabranch.bench.experts_path import experts_path
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_result import Measured, Memory
@@ -97,6 +101,45 @@ def test_torch_computes_our_layer(layer):
     assert_close(calls["forward"]().numpy(), want[0], 2e-6, "output")
     load = layer_in_jax.largest_load(given, SHAPE.K)
     assert cuda_layer_graphs.largest_load(operands, SHAPE.K) == pytest.approx(load)
+
+
+def sonicmoe_by_torch(monkeypatch):
+    """Stands in for the package: its layer's contract, computed by torch's operations."""
+    pytest.importorskip("torch")
+    inference = []
+
+    def layer(x, router_w, w1, b1, w2, b2, K, stream_id, is_inference_mode_enabled=False):
+        """router_w [E, D]; w1 [2 F, D, E], a column's gate and up next to each other; w2 [D, F, E]; no biases."""
+        assert b1 is b2 is None and w1.stride()[1] == w2.stride()[1] == 1
+        inference.append(is_inference_mode_enabled)
+        logits, (columns, D, E) = x @ router_w.T, w1.shape
+        w_in = w1.permute(2, 1, 0).reshape(E, D, columns // 2, 2).transpose(2, 3)
+        output = layer_in_torch.grouped_mm_layer(x, router_w.T, w_in.contiguous(), w2.permute(2, 1, 0), topk=K)
+        return output, logits, None
+
+    monkeypatch.setitem(sys.modules, "sonicmoe", types.SimpleNamespace(moe_TC_softmax_topk_layer=layer))
+    return inference
+
+
+def test_sonicmoe_is_given_our_layer(monkeypatch):
+    inference = sonicmoe_by_torch(monkeypatch)
+    given = cuda_layer_graphs.operands(SHAPE, "float32", "uniform", device="cpu")
+    calls = cuda_layer_sonicmoe.calls(given, SHAPE.K)
+    assert inference == [True, False]
+    want = [result.detach().numpy() for result in cuda_layer_torch.calls(given, SHAPE.K)["forward and backward"]()]
+    output, d_x, d_router, d_up, d_down = calls["forward and backward"]()
+    E, D, F = SHAPE.E, SHAPE.D, SHAPE.F
+    d_w_in = d_up.reshape(E, F, 2, D).permute(0, 3, 2, 1)
+    got = (output, d_x, d_router.T, d_w_in, d_down.transpose(1, 2))
+    assert_same_layer([result.detach().numpy() for result in got], want)
+    assert_close(calls["forward"]().numpy(), want[0], 2e-6, "output")
+    assert inference == [True, False, False, True]
+    zipf = cuda_layer_graphs.operands(SHAPE, "float32", "zipf", device="cpu")
+    with pytest.raises(BenchError, match="--routing: got zipf with --by sonicmoe, expected uniform"):
+        cuda_layer_sonicmoe.calls(zipf, SHAPE.K)
+    monkeypatch.setitem(sys.modules, "sonicmoe", None)
+    with pytest.raises(BenchError, match="--by: got sonicmoe, which needs the package sonic-moe"):
+        cuda_layer_sonicmoe.calls(given, SHAPE.K)
 
 
 @ROUTINGS
@@ -256,12 +299,12 @@ def test_what_was_not_measured_is_said():
     assert tables["rates"][0]["note"] == "out of memory" and tables["memory of forward and backward, GiB"] == []
 
 
-@pytest.mark.parametrize("by", [*cuda_layer.BY, *cuda_layer.VARIANTS])
+@pytest.mark.parametrize("by", [*cuda_layer.BY, *cuda_layer.VARIANTS, cuda_layer.SONICMOE])
 def test_what_was_measured_of_ours_names_path_and_choice_of_its_experts(by, monkeypatch):
     monkeypatch.setattr(cuda_layer, "experts_path", lambda shape, dtype: f"{shape.D} in {dtype}")
     monkeypatch.setattr(cuda_layer, "auto_choice", lambda shape, dtype: f"fp8 for {shape.D} in {dtype}")
     of_ours = dict(path="32 in bfloat16", auto="fp8 for 32 in bfloat16")
-    ours = dict(path=None, auto=None) if by in ("xla", "torch") else of_ours
+    ours = dict(path=None, auto=None) if by in ("xla", "torch", "sonicmoe") else of_ours
     for measured, wanted in (
         (FIGURES._replace(path=None), ours),
         (FIGURES._replace(path=None, both=None), ours),
@@ -299,7 +342,7 @@ def main_json(*arguments):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(["bench", *arguments, "--json", "-"])
     if status != 0:
-        raise cuda_layer.BenchError(err.getvalue().strip().splitlines()[-1].removeprefix("bench: "))
+        raise BenchError(err.getvalue().strip().splitlines()[-1].removeprefix("bench: "))
     return json.loads(out.getvalue())
 
 
@@ -356,7 +399,7 @@ def has_gpu():
 def test_the_error_of_a_process_is_its_last_word(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a GPU that JAX was told to leave alone is a GPU for the library
     flags = ["--device", "cuda", "--by", "xla", "--quick"]
-    with pytest.raises(cuda_layer.BenchError, match=r"need a GPU: .*\(exit status 1\)$|need libanabranch_cuda.so"):
+    with pytest.raises(BenchError, match=r"need a GPU: .*\(exit status 1\)$|need libanabranch_cuda.so"):
         rows_of_a_process("layer", flags, quiet=True)
     assert "bench: benchmarks of CUDA kernels need" in capsys.readouterr().err
 

@@ -12,6 +12,7 @@
 namespace anabranch::cuda {
 
 constexpr int kMostWarps = 8;  // of a block
+constexpr int kBlocks = 2;     // of a multiprocessor, that registers are shared out for
 
 // Byte offsets of a block's shared memory; per-warp pieces are `warp` bytes apart from `first_warp` on.
 struct SharedLayout {

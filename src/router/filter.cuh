@@ -45,9 +45,11 @@ template <int kLanes, int kItems, int kList, int kFineness = 1>
 struct Filter {
   using Mask = std::conditional_t<(kItems > 32), uint64_t, uint32_t>;  // a bit an item
   static constexpr int kWords = kItems / 2;
-  // Words of chunk maxima that a lane keeps: 4 chunks of the row for each one that is wanted, if the row has them.
+  // Words of a lane's chunks: 4 chunks of the row for each one that is wanted, if the row has them. Of their maxima as
+  // many as the list has can matter.
   static constexpr int kWanted = 2 * kFineness * kList / kLanes > 1 ? 2 * kFineness * kList / kLanes : 1;
-  static constexpr int kMaxima = std::min({kWanted, kList, power_of_two_below(kWords)});
+  static constexpr int kChunks = std::min({kWanted, std::max(kList, 8), power_of_two_below(kWords)});
+  static constexpr int kMaxima = std::min(kChunks, kList);
   static constexpr bool kExists = kMaxima * kLanes >= kList;
 
   static constexpr int kCandidates = 2 * kList > kLanes ? 2 * kList : kLanes;  // of a row, at most
@@ -56,20 +58,27 @@ struct Filter {
 
   __nv_bfloat162 words[kWords];  // item i and item i + kWords
 
-  // The maxima of chunks, NaN where a chunk holds one.
+  // The largest maxima of chunks, and that of all, NaN where there is one in the lane's part of the row.
   struct Maxima {
     __nv_bfloat162 words[kMaxima];
     __nv_bfloat162 all;
   };
   __device__ __forceinline__ Maxima maxima() const {
-    Maxima m;
+    __nv_bfloat162 chunks[kChunks];
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      m.words[w % kMaxima] = w < kMaxima ? words[w] : __hmax2_nan(m.words[w % kMaxima], words[w]);
+      chunks[w % kChunks] = w < kChunks ? words[w] : __hmax2_nan(chunks[w % kChunks], words[w]);
     }
-    m.all = m.words[0];
+    Maxima m;
+    m.all = chunks[0];
 #pragma unroll
-    for (int w = 1; w < kMaxima; ++w) m.all = __hmax2_nan(m.all, m.words[w]);
+    for (int w = 1; w < kChunks; ++w) m.all = __hmax2_nan(m.all, chunks[w]);
+    if constexpr (kChunks > kMaxima) {
+      top_of_items<kChunks>([&](int i) { return chunks[i]; }, m.words);
+    } else {
+#pragma unroll
+      for (int w = 0; w < kMaxima; ++w) m.words[w] = chunks[w];
+    }
     return m;
   }
 

@@ -87,9 +87,9 @@ struct RowRouter {
   static constexpr bool kBalanced = kMode == Mode::balanced;
   static constexpr bool kBiased = kMode == Mode::biased || kBalanced;
   static constexpr bool kOneLane = kLanes == 1;
-  // Chunks of the row are as fine as those of a list of 16: else short lists run over for some tokens in 10^5, one of
-  // which is enough to keep its block waiting. Where a bias leaves few registers, on four lanes, that costs more.
-  static constexpr bool kCoarse = kMode == Mode::biased && kLanes == 4 && kList == 8 && !kGrouped;
+  // Chunks of the row are as fine as those of a list of 16: else short lists run over for some tokens in 10^5, each of
+  // which keeps its block waiting. For lists of 8 on four lanes that costs more than it saves.
+  static constexpr bool kCoarse = kLanes == 4 && kList == 8 && !kGrouped && !kBalanced;
   static constexpr int kFineness = kList < 16 && !kCoarse ? 16 / kList : 1;
   using F = Filter<kLanes, kItems, kList, kFineness>;
   using Rows = StagedRows<kLanes, kItems, kSize>;
@@ -534,10 +534,13 @@ struct RowRouter {
   }
 };
 
-constexpr int kBlocks = 2;  // of a multiprocessor, that registers are shared out for
+// Where a warp has one token, with fewer registers: by measurement, for few tokens and their statistics.
+template <int kLanes, int kItems>
+constexpr int kBlocksOf = kLanes == kWarp && kItems <= 16 ? kBlocks + 1 : kBlocks;
 
 template <Mode kMode, int kSize, int kLanes, int kItems, int kList, bool kGrouped>
-__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks) route(const __grid_constant__ RouteCall call) {
+__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocksOf<kLanes, kItems>)
+    route(const __grid_constant__ RouteCall call) {
   using Router = RowRouter<kMode, kSize, kLanes, kItems, kList, kGrouped>;
   using Rows = typename Router::Rows;
   constexpr unsigned kTokens = Router::kTokens;

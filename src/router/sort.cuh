@@ -105,7 +105,7 @@ __device__ __forceinline__ void top_of_items(const KeyOf& key_of, Key (&list)[kL
   for (int first = 0; first < kItems; first += kList) {
     Key chunk[kList];
 #pragma unroll
-    for (int i = 0; i < kList; ++i) chunk[i] = first + i < kItems ? key_of(first + i) : Key{0};
+    for (int i = 0; i < kList; ++i) chunk[i] = first + i < kItems ? key_of(first + i) : Key{};
     sort(chunk);
     if (first == 0) {
 #pragma unroll

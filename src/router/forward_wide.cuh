@@ -9,9 +9,7 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kWideBlocks = 3;  // of a multiprocessor
-
-__global__ void __launch_bounds__(kMostWarps* kWarp, kWideBlocks) route_wide(const __grid_constant__ RouteCall call) {
+__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks) route_wide(const __grid_constant__ RouteCall call) {
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
   const int E = static_cast<int>(op.E);

@@ -93,7 +93,8 @@ static __device__ __noinline__ void order_experts(const RouterForward& op, const
 }
 
 // experts[k] = the index of the k-th largest key, the first of equals, for k < count; -1 past those that are not 0.
-// Taken keys become 0. A lane knows the best of its own keys, so only the one that loses it looks again.
+// Taken keys become 0. A lane knows the best of its own keys, so only the one that loses it looks again: for short
+// rows, since in long ones the others would be done sooner if they looked, too.
 static __device__ __noinline__ void take_in_order(uint32_t* keys, int size, int count, int32_t* experts) {
   uint32_t best;
   unsigned at;
@@ -150,7 +151,17 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
     __syncwarp();
   }
   order_experts(op, softmax, t, selection.by_score, op.num_groups > 0 ? scratch.groups : nullptr, scratch.keys);
-  take_in_order(scratch.keys, E, selection.ranks, experts);
+  constexpr int kShortRow = 1024;
+  if (E <= kShortRow) {
+    take_in_order(scratch.keys, E, selection.ranks, experts);
+    return;
+  }
+#pragma unroll 1
+  for (int k = 0; k < selection.ranks; ++k) {
+    const int expert = take_largest(scratch.keys, 0, E, &value);
+    if (lane_index() == 0) experts[k] = expert;
+  }
+  __syncwarp();
 }
 
 }  // namespace anabranch::cuda

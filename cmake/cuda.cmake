@@ -54,23 +54,23 @@ file(GLOB_RECURSE ANABRANCH_CUDA_HOST_SOURCES CONFIGURE_DEPENDS src/*.cc)
 list(FILTER ANABRANCH_CUDA_HOST_SOURCES INCLUDE REGEX "/cuda/[^/]*$")
 
 # What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
-# them: not in Release. Where registers do not suffice, ptxas warns.
-set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all -Xptxas=-warn-spills
-                           $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
+# them: not in Release.
+set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
 
-# The tensor cores' kernels, which it would cost more than any other mistake, call no functions either.
-set(ANABRANCH_LOCAL_MEMORY_WARNINGS -Xptxas=-warn-lmem-usage)
+# Registers that do not suffice would cost the tensor cores' kernels more than any other mistake: ptxas warns. Of the others,
+# which are laid out for Hopper's, where warnings are errors: in the tests' builds, for Hopper.
+set(ANABRANCH_SPILL_WARNINGS -Xptxas=-warn-spills -Xptxas=-warn-lmem-usage)
 set(ANABRANCH_FEW_ROWS_SOURCES ${ANABRANCH_CUDA_SOURCES})
 list(FILTER ANABRANCH_FEW_ROWS_SOURCES INCLUDE REGEX "/few_rows/[^/]*$")
 set_source_files_properties(${ANABRANCH_PORTABLE_INSTANCES} ${ANABRANCH_FEW_ROWS_SOURCES} PROPERTIES
-                            COMPILE_OPTIONS "${ANABRANCH_LOCAL_MEMORY_WARNINGS}")
+                            COMPILE_OPTIONS "${ANABRANCH_SPILL_WARNINGS}")
 
 # wgmma and setmaxnreg are instructions of sm_90a alone, whatever else the library is compiled for.
 add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})
 set_target_properties(anabranch_hopper PROPERTIES CUDA_ARCHITECTURES 90a-real)
 target_include_directories(anabranch_hopper PRIVATE include src)
 target_include_directories(anabranch_hopper SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-target_compile_options(anabranch_hopper PRIVATE ${ANABRANCH_CUDA_OPTIONS} ${ANABRANCH_LOCAL_MEMORY_WARNINGS})
+target_compile_options(anabranch_hopper PRIVATE ${ANABRANCH_CUDA_OPTIONS} ${ANABRANCH_SPILL_WARNINGS})
 target_compile_definitions(anabranch_hopper PRIVATE ANABRANCH_CUDA_WAIT_LIMIT=${ANABRANCH_CUDA_WAIT_LIMIT})
 
 add_library(anabranch_cuda SHARED ${ANABRANCH_CUDA_SOURCES} ${ANABRANCH_CUDA_HOST_SOURCES}
@@ -84,6 +84,9 @@ if(ANABRANCH_XLA)
   anabranch_xla_sources(anabranch_cuda)
 endif()
 target_compile_options(anabranch_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${ANABRANCH_CUDA_OPTIONS}>")
+if(ANABRANCH_WERROR AND CMAKE_CUDA_ARCHITECTURES MATCHES "^90a?(-real)?$")
+  target_compile_options(anabranch_cuda PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-warn-spills>")
+endif()
 find_package(Threads REQUIRED)
 target_link_libraries(anabranch_cuda PRIVATE Threads::Threads)
 target_link_options(anabranch_cuda PRIVATE

@@ -88,7 +88,7 @@ struct RowRouter {
   static constexpr bool kBiased = kMode == Mode::biased || kBalanced;
   static constexpr bool kOneLane = kLanes == 1;
   // Chunks of the row are as fine as those of a list of 16: else short lists run over for some tokens in 10^5, each of
-  // which keeps its block waiting. For lists of 8 on four lanes that costs more than it saves.
+  // which keeps its block waiting. For lists of 8 on four lanes that costs as much as it saves.
   static constexpr bool kCoarse = kLanes == 4 && kList == 8 && !kGrouped && !kBalanced;
   static constexpr int kFineness = kList < 16 && !kCoarse ? 16 / kList : 1;
   using F = Filter<kLanes, kItems, kList, kFineness>;

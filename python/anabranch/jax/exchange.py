@@ -371,7 +371,7 @@ def _slices_of_all(rows: jax.Array, out: jax.Array, params: RaggedParams, axis: 
 TRANSPORTS: dict[str, Callable[[Bounds], Any]] = {"ring": Ring, "all_to_all": Padded, "ragged": Ragged}
 
 #: Bytes a second and rank that XLA's collectives move, by platform. On GPUs: measured on two and four H200s over NVLink
-#: (docs/performance.md, "Many devices"). Elsewhere only ratios count; on the CPU what stands in for the ragged exchange
+#: (docs/notes/expert_parallel.md). Elsewhere only ratios count; on the CPU what stands in for the ragged exchange
 #: gathers everything.
 _RATES = {
     "gpu": {"ring": 220e9, "all_to_all": 240e9, "ragged": 4.5e9},

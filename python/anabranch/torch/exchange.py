@@ -249,7 +249,7 @@ def _by_expert(chunks: Tensor, tails: Tensor, arriving: int, rows: int) -> tuple
 TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "all_to_all": Padded}
 
 #: Bytes a second and rank that collectives move, by kind of device. On GPUs: XLA's over NVLink, which
-#: are NCCL's (docs/performance.md, "Many devices"). On the CPU only the ratio counts.
+#: are NCCL's (docs/notes/expert_parallel.md). On the CPU only the ratio counts.
 _RATES = {"cuda": {"ring": 220e9, "all_to_all": 240e9}, "cpu": {"ring": 1e10, "all_to_all": 1e10}}
 
 

@@ -70,7 +70,7 @@ def test_info_has_a_line_for_each_model(monkeypatch, capsys):
 
 
 def test_the_guide_has_what_info_prints():
-    guide = (pathlib.Path(__file__).parents[3] / "docs/performance.md").read_text()
+    guide = (pathlib.Path(__file__).parents[3] / "docs/notes/fp8.md").read_text()
     lines = of_models(["9.0"])
     assert "\n".join(f"{name:<17}  {line}" for name, line in lines.items()) in guide
 

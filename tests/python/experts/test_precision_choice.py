@@ -85,7 +85,7 @@ def test_passes_are_named():
 def _measured():
     """(size, passes, kept, ms by precision) of the table in docs/performance.md#fp8."""
     text = (pathlib.Path(__file__).parents[3] / "docs/performance.md").read_text()
-    rows = re.findall(r"^\| (\d+(?:,\d+){4}) \|(.*)\|$", text.split("\n### FP8\n")[1].split("\n### ")[0], re.M)
+    rows = re.findall(r"^\| (\d+(?:,\d+){4}) \|(.*)\|$", text.split("\n## FP8\n")[1].split("\n## ")[0], re.M)
     found = {}
     for shape, cells in rows:
         times = [float(re.match(r" *([\d.]+)", cell)[1]) for cell in cells.split("|") if re.match(r" *[\d.]+", cell)]

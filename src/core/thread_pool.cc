@@ -30,11 +30,11 @@ void ThreadPool::run(Loop& loop, int threads) {
   job.left.wait(lock, [&] { return job.inside == 0; });
 }
 
-// Starts fewer where there is no memory or the system allows no more threads.
 void ThreadPool::start_threads(int count) {
   try {
     for (; num_threads_ < count; ++num_threads_) std::thread(&ThreadPool::help, this).detach();
   } catch (const std::exception&) {
+    // There is no memory, or the system allows no more threads: the loop runs on fewer.
   }
 }
 

@@ -1,6 +1,4 @@
 // OpenMP's threads: held up by other processes, and in regions of the caller's.
-#ifdef _OPENMP
-
 #include <gtest/gtest.h>
 #include <omp.h>
 #include <pthread.h>
@@ -95,5 +93,3 @@ TEST(OpenMp, CallsInRegionsHaveTheSameBits) {
 
 }  // namespace
 }  // namespace anabranch::testing
-
-#endif

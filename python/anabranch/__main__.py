@@ -8,6 +8,7 @@ import anabranch
 from anabranch.bench import CUDA_OPERATIONS, CUDA_TOGETHER, DTYPES, OPERATIONS, TOGETHER, BenchError
 from anabranch.bench import run as run_bench
 from anabranch.bench.layer_shape import NAMED, LayerShape, parse_shape
+from anabranch.bench.processes import busy_processes
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -58,6 +59,9 @@ def _add_bench(commands: Any) -> argparse.ArgumentParser:
     )
     bench.add_argument(
         "--dtype", choices=DTYPES, action="append", help="default: both; the layer on a GPU is bfloat16 alone"
+    )
+    bench.add_argument(
+        "--busy", type=_positive, metavar="N", default=0, help="also run N other processes, each busy on one thread"
     )
     cuda = bench.add_argument_group(
         "with --device cuda, of torch --shape, --tokens and --by on the CPU, too; each may be given several times"
@@ -174,14 +178,15 @@ def main(argv: list[str] | None = None) -> int:
         return command.run(as_json=options.json, selftest=options.selftest)
     operations, selection = _choose(bench, options)
     try:
-        return run_bench(
-            operations,
-            device=options.device,
-            dtypes=options.dtype,
-            quick=options.quick,
-            json_file=options.json,
-            selection=selection,
-        )
+        with busy_processes(options.busy):
+            return run_bench(
+                operations,
+                device=options.device,
+                dtypes=options.dtype,
+                quick=options.quick,
+                json_file=options.json,
+                selection=selection,
+            )
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

@@ -23,7 +23,7 @@ void ab_describe(char* text, size_t size) {
 #ifdef ANABRANCH_OPENMP
   const char* threading = "openmp";
 #else
-  const char* threading = "std::thread";
+  const char* threading = "private pool";
 #endif
   char isa[256];
   const ab_status unknown = anabranch::check_isa();

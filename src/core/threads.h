@@ -1,72 +1,55 @@
-// Loops over CPU threads. Which thread runs which index never shows in a result: an index owns what it writes.
+// Loops over CPU threads. An index owns what it writes, so results do not depend on which thread runs it.
 #pragma once
 
-#include <algorithm>
+#include <atomic>
 #include <cstdint>
 
-#ifdef ANABRANCH_OPENMP
-#include <omp.h>
-#else
-#include <atomic>
-#include <exception>
-#include <thread>
-#include <vector>
-#endif
-
 #include "anabranch/types.h"
-#include "core/ieee.h"
-#include "core/structs.h"
 
 namespace anabranch {
 
-// Whether this process was forked off one that had loaded the library. Threads do not follow into a child, and OpenMP
-// waits forever there for those of its pool.
+// Whether this process was forked from one that had loaded the library. A child has none of its parent's threads.
 bool is_forked_child();
 
-inline int default_threads() {
-#ifdef ANABRANCH_OPENMP
-  return std::clamp(omp_get_max_threads(), 1, kMostThreads);
-#else
-  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, unsigned{kMostThreads}));
-#endif
-}
+// OpenMP's number of threads, or the number of processors in a build without OpenMP.
+int default_threads();
 
 // Threads that exec asks for.
 inline int num_threads(const ab_exec* exec) { return exec->num_threads > 0 ? exec->num_threads : default_threads(); }
 
-// Calls body(index, thread) for 0 <= index < count, each once, in any order, on at most `threads` threads,
-// 0 <= thread < threads; on one in the child of a fork. A body must not throw.
+// A loop whose indices are taken one at a time, in order, by the threads that run it.
+class Loop {
+ public:
+  using Body = void (*)(const void* context, int64_t index, int thread);
+
+  Loop(int64_t count, Body body, const void* context) : count_(count), body_(body), context_(context) {}
+
+  int64_t count() const { return count_; }
+  void run_indices(int thread);  // until none is left
+
+ private:
+  const int64_t count_;
+  const Body body_;
+  const void* const context_;
+  std::atomic<int64_t> next_{0};
+};
+
+// Runs all indices of the loop on at most `threads` threads, of which the caller is number 0.
+void run_loop(Loop& loop, int threads);
+
+// Calls body(index, thread) once for each 0 <= index < count, in any order, on at most `threads` threads,
+// 0 <= thread < threads. A forked child runs on one thread. A body must not throw.
 template <class Body>
 void parallel_for(int threads, int64_t count, const Body& body) {
-  if (threads > count) threads = static_cast<int>(count);
-  if (threads <= 1 || is_forked_child()) {
+  if (threads <= 1 || count <= 1 || is_forked_child()) {
     for (int64_t i = 0; i < count; ++i) body(i, 0);
     return;
   }
-#ifdef ANABRANCH_OPENMP
-#pragma omp parallel num_threads(threads)
-  {
-    const ScopedIeeeArithmetic ieee;
-    const int thread = omp_get_thread_num();
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t i = 0; i < count; ++i) body(i, thread);
-  }
-#else
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int thread) {
-    const ScopedIeeeArithmetic ieee;
-    for (int64_t i = next++; i < count; i = next++) body(i, thread);
-  };
-  std::vector<std::thread> others;
-  try {
-    others.reserve(static_cast<size_t>(threads - 1));
-    for (int thread = 1; thread < threads; ++thread) others.emplace_back(work, thread);
-  } catch (const std::exception&) {
-    // No memory, or no thread more: those that have started do it.
-  }
-  work(0);
-  for (std::thread& other : others) other.join();
-#endif
+  Loop loop(
+      count,
+      [](const void* context, int64_t index, int thread) { (*static_cast<const Body*>(context))(index, thread); },
+      &body);
+  run_loop(loop, threads < count ? threads : static_cast<int>(count));
 }
 
 }  // namespace anabranch

@@ -1,5 +1,4 @@
-// Processes and threads that are not there: a child of a fork has none of its parent's, and the system may give no
-// more.
+// Threads that do not exist, start late or serve several callers at once.
 #include "core/threads.h"
 
 #include <dlfcn.h>
@@ -9,20 +8,33 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "anabranch/balance.h"
 #include "support.h"
 
 constexpr int kUnlimited = 1 << 30;
 static std::atomic<int> threads_left{kUnlimited};
+static std::atomic<bool> threads_held{false};
 
-// In place of the system's: at most so many threads.
+// Replaces the system's: starts at most threads_left threads, which wait while threads_held.
 extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* thread,
                                                                      const pthread_attr_t* attributes,
                                                                      void* (*function)(void*), void* argument) {
   using Create = decltype(&pthread_create);
+  using Start = std::pair<void* (*)(void*), void*>;
   static const auto create = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
-  return threads_left-- > 0 ? create(thread, attributes, function, argument) : EAGAIN;
+  if (threads_left-- <= 0) return EAGAIN;
+  if (!threads_held) return create(thread, attributes, function, argument);
+  const auto wait = [](void* memory) {
+    const Start start = *static_cast<Start*>(memory);
+    delete static_cast<Start*>(memory);
+    threads_held.wait(true);
+    return start.first(start.second);
+  };
+  return create(thread, attributes, wait, new Start(function, argument));
 }
 
 namespace anabranch::testing {
@@ -49,18 +61,41 @@ TEST(Fork, LeavesAChildThatRunsSerially) {
   EXPECT_TRUE(sums_on_threads());
 }
 
-// With threads of the standard library; OpenMP's ends the process where it cannot start one.
-TEST(ParallelFor, IsDoneByTheThreadsThatStart) {
+// Calls parallel_for, on the pool in this program, and checks that each index is done once.
+void expect_loop(int threads, int64_t count, int most_helpers) {
+  std::vector<std::atomic<int>> done(static_cast<size_t>(count));
+  parallel_for(threads, count, [&](int64_t i, int thread) {
+    EXPECT_LE(thread, most_helpers);
+    ++done[static_cast<size_t>(i)];
+  });
+  for (const std::atomic<int>& times : done) EXPECT_EQ(times, 1);
+}
+
+TEST(ThreadPool, UsesTheThreadsThatStart) {
   for (const int started : {0, 1, 3}) {
-    std::vector<std::atomic<int>> done(1000);
-    threads_left = started;
-    parallel_for(8, 1000, [&](int64_t i, int thread) {
-      EXPECT_LE(thread, started);
-      ++done[static_cast<size_t>(i)];
-    });
+    threads_left = started == 3 ? 2 : started;  // one has started before
+    expect_loop(8, 1000, started);
     threads_left = kUnlimited;
-    for (const std::atomic<int>& times : done) EXPECT_EQ(times, 1);
   }
+}
+
+TEST(ThreadPool, DoesNotWaitForThreadsThatStartLate) {
+  threads_held = true;
+  alarm(20);  // ends the test if the loop waits for them
+  expect_loop(16, 1000, 15);
+  alarm(0);
+  threads_held = false;
+  threads_held.notify_all();
+}
+
+TEST(ThreadPool, ServesCallersAtOnce) {
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 4; ++caller) {
+    callers.emplace_back([] {
+      for (int64_t count = 1; count < 200; ++count) expect_loop(3, count, 2);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
 """Benchmarks in processes of their own: what one does to an allocator or a device must not reach the next."""
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from anabranch.bench.errors import BenchError
@@ -30,6 +31,20 @@ def rows_of_a_process(operation: str, flags: Sequence[str], *, quiet: bool = Fal
             f"{last_words(result.stderr or '') or f'{operation} failed'} (exit status {result.returncode})"
         )
     return json.loads(result.stdout)["rows"][operation]
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Runs `count` processes that compute without a pause, each on one thread, until the block ends."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            processes.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def last_words(text: str) -> str:

@@ -8,9 +8,10 @@ import shutil
 import pytest
 from test_run import StopAfter, assert_same, command, train_until
 
+from byte_lm.__main__ import main
 from byte_lm.checkpoint import RunFolder
 from byte_lm.data import load_corpus
-from byte_lm.train import Run, main
+from byte_lm.train import Run
 from conftest import tiny
 from run_error import RunError
 

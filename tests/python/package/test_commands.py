@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 import anabranch
 from anabranch import _library, info
+from anabranch.__main__ import main
 from anabranch.jax import custom_calls
 from anabranch.selftest import compare
 
@@ -161,11 +163,29 @@ def test_bench_prints_a_table_and_json(tmp_path):
     assert report["machine"]["cpu backend"] == "available"
 
 
-@pytest.mark.parametrize("arguments", [(), ("info",), ("bench",)])
-def test_help(arguments):
-    result = _run(*arguments, "--help")
-    assert result.returncode == 0
-    assert "usage: python -m anabranch" in result.stdout
+def test_a_file_that_can_not_be_written_is_refused_before_anything_is_timed(capsys):
+    assert main(["bench", "router", "--json", "/nowhere/rows.json"]) == 2
+    assert capsys.readouterr().err == "bench: --json: got /nowhere/rows.json, expected a file that can be written\n"
+
+
+def test_ctrl_c_ends_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(info, "collect", lambda: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["info"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "anabranch: interrupted\n"
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "anabranch", "bench", "--help"], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_every_exported_handler_is_registered():

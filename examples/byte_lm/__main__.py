@@ -2,7 +2,8 @@
 
 import sys
 
-from run_error import needs, run_main
+from launch import num_processes
+from run_error import RunError, needs, run_main
 
 with needs("demo"):
     from byte_lm.options import Options, parse
@@ -10,7 +11,15 @@ with needs("demo"):
 
 
 def train(options: Options, start: str) -> int:
-    """Trains; returns the exit status."""
+    """Trains; returns the exit status.
+
+    Raises:
+      RunError: what `run` raises, or this is one of several processes.
+    """
+    if num_processes() > 1:
+        raise RunError(
+            f"processes: got {num_processes()} of launch.py, expected 1; --mesh gives that one several devices"
+        )
     print("byte_lm: loading JAX and the corpus", file=sys.stderr, flush=True)  # it takes seconds
     try:
         with needs("demo"):

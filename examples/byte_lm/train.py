@@ -17,7 +17,6 @@ from byte_lm.options import Options
 from byte_lm.sampling import continued
 from byte_lm.step import Program, TrainState
 from byte_lm.trigram import Trigram
-from launch import num_processes
 from mesh import make_mesh, parse_mesh
 from progress import Progress
 from run_error import RunError, as_run_error
@@ -34,13 +33,9 @@ def run(options: Options, start: str = "auto") -> "Run":
       start: "auto" goes on from a checkpoint if there is one, "resume" needs one, "fresh" begins anew.
 
     Raises:
-      RunError: it is one of several processes, the corpus has too little text, there are too few devices, the
-        checkpoint in the folder does not fit the options or can't be read, or something can't be written.
+      RunError: the corpus has too little text, there are too few devices, the checkpoint in the folder does not fit the
+        options or can't be read, or something can't be written.
     """
-    if num_processes() > 1:
-        raise RunError(
-            f"processes: got {num_processes()} of launch.py, expected 1; --mesh gives that one several devices"
-        )
     corpus = load_corpus(options.corpus)
     shortest = min(len(corpus.train), len(corpus.held_out))
     if shortest < options.seq + 2:

@@ -6,7 +6,8 @@ import resource
 import shutil
 
 import pytest
-from test_run import StopAfter, assert_same, command, train_until
+from test_run import assert_same, command, train_until
+from write_state import StopAfter
 
 from byte_lm.__main__ import main
 from byte_lm.checkpoint import RunFolder
@@ -18,9 +19,8 @@ from run_error import RunError
 
 @pytest.fixture(scope="module")
 def trained(corpus_folder, tmp_path_factory):
-    """A run of ten steps, saved after five and after ten."""
-    options = dataclasses.replace(tiny(corpus_folder, tmp_path_factory.mktemp("run") / "out"), steps=10)
-    return train_until(options, 10)
+    """A run that was stopped after ten steps, saved after five and after ten."""
+    return train_until(tiny(corpus_folder, tmp_path_factory.mktemp("run") / "out"), 10)
 
 
 @pytest.fixture
@@ -103,7 +103,6 @@ def files_of_at_most(size):
 
 
 def test_a_save_that_fails_loses_no_checkpoint(trained, options):
-    options = dataclasses.replace(options, steps=10)
     folder = RunFolder(options.out)
     run = Run.begin(options, "auto", load_corpus(options.corpus), folder)
 
@@ -131,7 +130,7 @@ def test_options_that_can_not_be_written_leave_none_in_part(options):
 
 def test_a_report_that_can_not_be_written_is_an_error(copy, capsys):
     (copy.out / "loss.png").mkdir()
-    assert "could not write the report of 10 steps, all saved: IsADirectoryError: " in told_by_main(copy, capsys)
+    assert "could not write the report of 40 steps, all saved: IsADirectoryError: " in told_by_main(copy, capsys)
 
 
 @pytest.mark.parametrize("below", ["file", "file/out", "/proc/out"])

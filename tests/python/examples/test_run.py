@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from write_state import StopAfter
 
 import progress
 from byte_lm.__main__ import main
@@ -25,17 +26,6 @@ from byte_lm.train import Run, run
 from run_error import RunError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-
-
-class StopAfter:
-    """Asks to stop once so many steps are done."""
-
-    def __init__(self, run, steps):
-        self.run, self.steps = run, steps
-
-    @property
-    def requested(self):
-        return self.run.done >= self.steps
 
 
 def train_until(options, steps, start="auto"):

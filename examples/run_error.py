@@ -46,7 +46,9 @@ def needs(extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}. In the folder of the repository: pip install '.[{extra}]'")
+        program = Path(sys.argv[0])
+        name = program.parent.name if program.stem == "__main__" else program.stem
+        sys.exit(f"{name}: {str(error).rstrip('.')}. In the folder of the repository: pip install '.[{extra}]'")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -35,7 +35,8 @@ def told_by_main(options, capsys, *more):
     assert main([*command(options)[0][3:], *more]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
-    lines = [line for line in error.splitlines() if line and "step/s" not in line]
+    loading, *lines = [line for line in error.splitlines() if line and "step/s" not in line]
+    assert loading == "byte_lm: loading JAX and the corpus"
     assert len(lines) == 1 and lines[0].startswith("byte_lm: ")
     return lines[0]
 

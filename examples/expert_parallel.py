@@ -11,27 +11,11 @@ import argparse
 import pathlib
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
-
-from anabranch.jax import Parallel
-from anabranch.jax.exchange import TRANSPORTS
-from anabranch.jax.nnx import MoE
-from checkpoints import Checkpoints
 from launch import join
 from mesh import ask_for_devices, make_mesh, parse_mesh
-from run_error import RunError
+from run_error import RunError, needs, run_main
 
 D, F, E, K, BATCH, SEQ = 32, 64, 8, 2, 8, 16
-
-
-def batch(step: int) -> np.ndarray:
-    """The tokens of a step, the same wherever it runs."""
-    return np.random.default_rng(step).standard_normal((BATCH, SEQ, D)).astype(np.float32)
 
 
 def check(options: argparse.Namespace, sizes: dict[str, int]) -> None:
@@ -55,29 +39,57 @@ def check(options: argparse.Namespace, sizes: dict[str, int]) -> None:
         raise ValueError(f"--steps: got {options.steps}, expected a number >= 1")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Reads the command line and trains."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", default="", help="for example expert=2,data=2, with axes data, expert, tensor")
-    parser.add_argument("--transport", default="auto", choices=("auto", *TRANSPORTS), help="how tokens travel")
+    parser.add_argument("--transport", default="auto", help="how tokens travel: auto, ring, all_to_all or ragged")
     parser.add_argument("--fsdp", action="store_true", help="divide matrices over the data axis, too")
     parser.add_argument("--steps", type=int, default=10, help="training steps in all")
     parser.add_argument("--checkpoint", type=pathlib.Path, help="folder to go on from and to save to")
     options = parser.parse_args(arguments)
     try:
-        sizes = parse_mesh(options.mesh)
-        check(options, sizes)
-        if not join():
-            ask_for_devices(sizes)
-        mesh = make_mesh(sizes)
+        check(options, parse_mesh(options.mesh))
     except ValueError as error:
         parser.error(str(error))
+    return options
+
+
+if __name__ == "__main__":
+    OPTIONS = parse()  # before imports that take seconds and may fail
+
+with needs("demo"):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from anabranch.jax import Parallel
+    from anabranch.jax.nnx import MoE
+    from checkpoints import Checkpoints
+
+
+def run(options: argparse.Namespace) -> None:
+    """Makes the mesh and trains on it.
+
+    Raises:
+      RunError: the devices or an option do not fit.
+    """
+    sizes = parse_mesh(options.mesh)
+    if not join():
+        ask_for_devices(sizes)
     try:
-        train(options, mesh)
-    except RunError as error:
-        print(f"expert_parallel: {error}", file=sys.stderr)
-        return 2
-    return 0
+        mesh = make_mesh(sizes)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    train(options, mesh)
+
+
+def batch(step: int) -> np.ndarray:
+    """The tokens of a step, the same wherever it runs."""
+    return np.random.default_rng(step).standard_normal((BATCH, SEQ, D)).astype(np.float32)
 
 
 def train(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
@@ -86,13 +98,16 @@ def train(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
     Raises:
       RunError: a checkpoint can't be read or written, or has more steps than there are to be.
     """
-    parallel = Parallel(
-        expert_axis="expert",
-        data_axes="data",
-        fsdp_axes="data" if options.fsdp else (),
-        tensor_axis="tensor",
-        transport=options.transport,
-    )
+    try:
+        parallel = Parallel(
+            expert_axis="expert",
+            data_axes="data",
+            fsdp_axes="data" if options.fsdp else (),
+            tensor_axis="tensor",
+            transport=options.transport,
+        )
+    except ValueError as error:
+        raise RunError(f"--{error}") from None
 
     def make(seed: int) -> tuple[nnx.GraphDef, nnx.State]:
         layer = MoE(D, F, E, K, aux_loss_coeff=0.01, parallel=parallel, rngs=nnx.Rngs(seed))
@@ -146,4 +161,4 @@ def train(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main("expert_parallel", lambda: run(OPTIONS)))

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 
+from run_error import run_main
+
 _COORDINATOR, _COUNT, _INDEX = "LAUNCH_COORDINATOR", "LAUNCH_PROCESSES", "LAUNCH_PROCESS"
 
 
@@ -130,4 +132,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main("launch", main))

@@ -1,9 +1,10 @@
 """The mesh that an example runs on, from the command line."""
 
 import math
+from typing import TYPE_CHECKING
 
-import jax
-from jax.sharding import AxisType
+if TYPE_CHECKING:
+    import jax
 
 AXES = ("data", "expert", "tensor")
 
@@ -31,17 +32,22 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 def ask_for_devices(sizes: dict[str, int]) -> None:
     """Makes JAX divide the CPU into as many devices as the mesh needs; to be called before it has looked for any."""
+    import jax
+
     jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
 
 
-def make_mesh(sizes: dict[str, int]) -> jax.sharding.Mesh:
+def make_mesh(sizes: dict[str, int]) -> "jax.sharding.Mesh":
     """The mesh, of as many devices as it needs.
 
     Raises:
       ValueError: there are fewer, or more in several processes: each of these has to have a part in the mesh.
     """
+    import jax
+
     wanted = math.prod(sizes.values())
     if wanted > jax.device_count() or (jax.process_count() > 1 and wanted != jax.device_count()):
         raise ValueError(f"--mesh: got {wanted} devices, expected {jax.device_count()}, those there are")
     devices = jax.devices()[:wanted]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)

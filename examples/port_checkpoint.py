@@ -1,6 +1,6 @@
 """Trains one layer of a checkpoint for a step and puts it back: a file of safetensors in, one out.
 
-    pip install 'anabranch[jax,checkpoints]'
+    pip install '.[jax,checkpoints]'    # in the folder of the repository
     python examples/port_checkpoint.py
 
 The file is made here, with two layers of gpt-oss's form and small sizes. Layer 1 is read into the arrays of `moe`,
@@ -13,14 +13,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from run_error import needs, run_main
 
-from anabranch.checkpoints import FAMILIES, Block, load, store
-from anabranch.jax import moe
+if __name__ == "__main__":
+    # Before imports that take seconds and may fail.
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+
+with needs("jax,checkpoints"):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from safetensors import safe_open
+    from safetensors.numpy import save_file
+
+    from anabranch.checkpoints import FAMILIES, Block, load, store
+    from anabranch.jax import moe
 
 FAMILY = FAMILIES["gpt_oss"]
 E, D, F, K, T = 16, 64, 48, 4, 256
@@ -79,9 +86,8 @@ def train_layer(source: Path, destination: Path, layer: int) -> tuple[Block, flo
     return block, float(before), float(after)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> None:
     """Makes a checkpoint, trains its layer 1, and compares what was written."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         source, destination = Path(folder, "model.safetensors"), Path(folder, "trained.safetensors")
         write_checkpoint(source, layers=2)
@@ -98,8 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"Checked: the loss of layer 1 fell from {before:.4f} to {after:.4f}; its {len(old) - len(others)} tensors "
         f"came back from the new file bit for bit, the other {len(others)} are those of the old one."
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main("port_checkpoint", main))

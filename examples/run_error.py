@@ -1,7 +1,10 @@
-"""The error of the examples: what a user can mend, told in one line."""
+"""How the examples end: what a user can fix is one line and an exit status, never a traceback."""
 
 import contextlib
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 #: Characters of a cause that are told, at most.
 TOLD = 240
@@ -35,3 +38,38 @@ def as_run_error(
         raise
     except kinds as error:
         raise RunError(f"{what}: {cause(error)}{after}") from error
+
+
+@contextlib.contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Around imports, which take seconds: where one fails, the program ends with the command that installs it."""
+    try:
+        yield
+    except ImportError as error:
+        program = Path(sys.argv[0])
+        name = program.parent.name if program.stem == "__main__" else program.stem
+        sys.exit(f"{name}: {str(error).rstrip('.')}. In the folder of the repository: pip install '.[{extra}]'")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run_main(name: str, main: Callable[[], int | None]) -> int:
+    """Runs an example.
+
+    Returns:
+      The exit status: 2 after a RunError, 130 after Ctrl-C, 141 where the reader of standard output is gone.
+    """
+    try:
+        try:
+            return main() or 0
+        finally:
+            sys.stdout.flush()
+    except RunError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again when it exits
+        return 141

@@ -1,6 +1,6 @@
 """Trains a model of Hugging Face Transformers twice, with the library's own experts and with ours, from the same start.
 
-    pip install 'anabranch[transformers]'
+    pip install '.[transformers]'    # in the folder of the repository
     python examples/transformers_finetune.py
 
 The text is Python source, the standard library's. Without `--model` the model is a small random Qwen3-MoE that reads
@@ -16,16 +16,46 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-import transformers
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from run_error import RunError, as_run_error, needs, run_main
 
-import anabranch.torch.transformers
-from byte_lm.data import load_corpus, stdlib_folder, training_batch
-from run_error import RunError, as_run_error
+DTYPES = ("float32", "bfloat16")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a folder or a config.json (default: a small random Qwen3-MoE)")
+    parser.add_argument("--text", type=Path, help="folder of *.py files to train on (default: the standard library's)")
+    parser.add_argument("--beside", default="default", help='the library\'s: "default", "eager", "grouped_mm", ...')
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step")
+    parser.add_argument("--seq", type=int, default=256, help="tokens per sequence")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device", help="such as cuda:1 (default: the first GPU if there is one, else cpu)")
+    options = parser.parse_args(arguments)
+    for name, least in (("steps", 2), ("batch", 1), ("seq", 2)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name}: got {getattr(options, name)}, expected at least {least}")
+    if options.model is not None and not options.model.exists():
+        parser.error(f"--model: got {options.model}, expected a folder or a file")
+    return options
+
+
+if __name__ == "__main__":
+    OPTIONS = parse()  # before imports that take seconds and may fail
+
+with needs("transformers"):
+    import numpy as np
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    import anabranch.torch.transformers
+    from byte_lm.data import load_corpus, stdlib_folder, training_batch
+    from progress import Progress
 
 OURS = anabranch.torch.transformers.NAME
 SMALL = dict(
@@ -41,7 +71,6 @@ SMALL = dict(
     num_experts_per_tok=4,
     max_position_embeddings=4096,
 )
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Of a loss: how far training with the same values but other roundings may drift in a few dozen steps.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
@@ -53,31 +82,19 @@ class Run(NamedTuple):
     seconds: list[float]
 
 
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a folder or a config.json (default: a small random Qwen3-MoE)")
-    parser.add_argument("--text", type=Path, default=stdlib_folder(), help="folder of *.py files to train on")
-    parser.add_argument("--beside", default="default", help='the library\'s: "default", "eager", "grouped_mm", ...')
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=4, help="sequences a step")
-    parser.add_argument("--seq", type=int, default=256, help="tokens a sequence")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    chosen = parser.parse_args(arguments)
-    for name, least in (("steps", 2), ("batch", 1), ("seq", 2)):
-        if getattr(chosen, name) < least:
-            raise RunError(f"--{name}: got {getattr(chosen, name)}, expected at least {least}")
+def check(chosen: argparse.Namespace) -> None:
+    """Checks what only the libraries know, and sets the default device.
+
+    Raises:
+      RunError: an option is wrong.
+    """
     known = ("default", "eager", *ALL_EXPERTS_FUNCTIONS.valid_keys())
     if chosen.beside not in known:
         raise RunError(f"--beside: got {chosen.beside}, expected one of {', '.join(known)}")
+    if chosen.device is None:
+        chosen.device = "cuda" if torch.cuda.is_available() else "cpu"
     with as_run_error(f"--device: could not use {chosen.device}", (RuntimeError, AssertionError)):
         torch.empty(1, device=chosen.device)
-    if chosen.model is not None and not chosen.model.exists():
-        raise RunError(f"--model: got {chosen.model}, expected a folder or a file")
-    return chosen
 
 
 def has_weights(model: Path) -> bool:
@@ -89,8 +106,11 @@ def build(chosen: argparse.Namespace, implementation: str) -> PreTrainedModel:
     """The model at its start: the same for every implementation."""
     torch.manual_seed(chosen.seed)
     named = {} if implementation == "default" else {"experts_implementation": implementation}
-    named |= {"dtype": DTYPES[chosen.dtype]}
-    with as_run_error(f"--model: could not make {chosen.model or 'the small model'}", (OSError, ValueError, KeyError)):
+    named |= {"dtype": getattr(torch, chosen.dtype)}
+    with as_run_error(
+        f"--model: could not make {chosen.model or 'the small model'}",
+        (OSError, ValueError, KeyError, NotImplementedError),
+    ):
         if chosen.model is not None and has_weights(chosen.model):
             model = AutoModelForCausalLM.from_pretrained(chosen.model, **named)
         else:
@@ -102,7 +122,7 @@ def build(chosen: argparse.Namespace, implementation: str) -> PreTrainedModel:
 
 def text_tokens(chosen: argparse.Namespace, vocab_size: int) -> np.ndarray:
     """The text as tokens: the model's own, where it has a tokenizer, else bytes."""
-    text = load_corpus(chosen.text).train
+    text = load_corpus(chosen.text or stdlib_folder()).train
     folder = chosen.model
     if folder is not None and folder.is_dir() and any(folder.glob("tokenizer*")):
         enough = text[: 8 * chosen.steps * chosen.batch * chosen.seq].tobytes().decode(errors="ignore")
@@ -126,7 +146,7 @@ def train(chosen: argparse.Namespace, model: PreTrainedModel, tokens: np.ndarray
     wait: Callable[[], None] = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr)
     run = Run([], [])
-    progress = tqdm(batches(chosen, tokens), desc=name, total=chosen.steps, unit="step", mininterval=1)
+    progress = Progress(batches(chosen, tokens), desc=name, total=chosen.steps, file=sys.stderr)
     for ids in progress:
         wait()
         begin = time.perf_counter()
@@ -158,9 +178,11 @@ def report(chosen: argparse.Namespace, theirs: Run, ours: Run) -> None:
         raise RunError(f"losses: got a difference of {max(differences):.1e}, expected {TOLERANCE[chosen.dtype]:.0e}")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(chosen: argparse.Namespace) -> None:
     """Both trainings and their comparison."""
-    chosen = options(arguments)
+    check(chosen)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # of weights that are read; it would fill a line of a log
     anabranch.torch.transformers.register()
     runs = []
     for name in (chosen.beside, OURS):
@@ -174,7 +196,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (RunError, NotImplementedError) as error:
-        sys.exit(f"transformers_finetune: {error}")
+    sys.exit(run_main("transformers_finetune", lambda: main(OPTIONS)))

@@ -2,13 +2,43 @@
 
 import sys
 
+from launch import num_processes
+from run_error import RunError, needs, run_main
 
-def start() -> int:
-    """Says that it has begun, since importing JAX takes seconds, and runs the demo."""
-    print("byte_lm: loading JAX and the corpus", file=sys.stderr, flush=True)
-    from byte_lm.train import main
-
-    return main()
+with needs("demo"):
+    from byte_lm.options import Options, parse
+    from mesh import ask_for_devices, parse_mesh
 
 
-sys.exit(start())
+def train(options: Options, start: str) -> int:
+    """Trains; returns the exit status.
+
+    Raises:
+      RunError: what `run` raises, or this is one of several processes.
+    """
+    if num_processes() > 1:
+        raise RunError(
+            f"processes: got {num_processes()} of launch.py, expected 1; --mesh gives that one several devices"
+        )
+    print("byte_lm: loading JAX and the corpus", file=sys.stderr, flush=True)  # it takes seconds
+    try:
+        with needs("demo"):
+            from byte_lm.train import run
+        if options.mesh:
+            ask_for_devices(parse_mesh(options.mesh))
+        run(options, start)
+    except KeyboardInterrupt:
+        print(
+            f"\nStopped at once. The checkpoints in {options.out} are whole; the same command goes on from the newest."
+        )
+        return 130
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Reads the command line and trains; returns the exit status."""
+    return run_main("byte_lm", lambda: train(*parse(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

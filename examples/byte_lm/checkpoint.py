@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from byte_lm.options import Options
 from byte_lm.step import TrainState
 from checkpoints import Checkpoints
 from run_error import RunError, as_run_error
@@ -81,11 +82,7 @@ class RunFolder:
         Raises:
           RunError: they differ, and the message names every difference; or the file can't be read.
         """
-        file, advice = self.path / CONFIG, "; --fresh begins anew"
-        with as_run_error(f"{file}: expected the options of the run whose checkpoint is there", Exception, advice):
-            saved = json.loads(file.read_text())
-            if not isinstance(saved, dict):
-                raise TypeError(f"got {type(saved).__name__}")
+        saved = self._config()
         different = [
             f"{name}: got {value}, expected {saved.get(name)}"
             for name, value in config.items()
@@ -96,6 +93,26 @@ class RunFolder:
                 f"the run in {self.path} was made with other options ({'; '.join(different)}). "
                 "Give those, another --out, or --fresh to begin anew."
             )
+
+    def options(self) -> Options:
+        """The options of the run whose checkpoint is here, as far as they decide its model; others are the defaults.
+
+        Raises:
+          RunError: the file can't be read.
+        """
+        saved = self._config()
+        saved.pop("corpus", None)  # a fingerprint of the text, not its folder
+        with as_run_error(f"{self.path / CONFIG}: expected the options of a run", (TypeError, ValueError)):
+            return Options(**saved)
+
+    def _config(self) -> dict[str, Any]:
+        """What `write_config` has written."""
+        file, advice = self.path / CONFIG, "; --fresh begins anew"
+        with as_run_error(f"{file}: expected the options of the run whose checkpoint is there", Exception, advice):
+            saved = json.loads(file.read_text())
+            if not isinstance(saved, dict):
+                raise TypeError(f"got {type(saved).__name__}")
+        return saved
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Writes what `check_config` compares, whole or not at all."""

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from byte_lm import pictures
-from byte_lm.checkpoint import SUMMARY
-from run_error import RunError, as_run_error
+from run_error import RunError, as_run_error, needs, run_main
 
 
 def _run(text: str) -> tuple[str, Path]:
@@ -25,6 +23,8 @@ def read(folder: Path) -> dict[str, Any]:
     Raises:
       RunError: there is none, or it is another file.
     """
+    from byte_lm.checkpoint import SUMMARY
+
     path = folder / SUMMARY
     with as_run_error(str(path), (OSError, ValueError)):
         summary = json.loads(path.read_text())
@@ -34,21 +34,31 @@ def read(folder: Path) -> dict[str, Any]:
     return curves
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Draws the picture; returns the exit status."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="byte_lm.compare", description="The curves of several runs in one picture.")
     parser.add_argument("runs", nargs="+", type=_run, metavar="NAME=FOLDER", help="what to call a run, and its --out")
     parser.add_argument("--out", type=Path, default=Path("compare.png"), help="the picture (default: %(default)s)")
-    options = parser.parse_args(argv)
-    try:
-        curves = {name: read(folder) for name, folder in options.runs}
-        with as_run_error(f"--out: {options.out}"):
-            pictures.draw_comparison(options.out, curves)
-    except RunError as error:
-        print(f"byte_lm.compare: {error}", file=sys.stderr)
-        return 1
+    return parser.parse_args(arguments)
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Draws the picture.
+
+    Raises:
+      RunError: a summary can't be read, or the picture can't be written.
+    """
+    with needs("demo"):
+        from byte_lm import pictures
+    curves = {name: read(folder) for name, folder in options.runs}
+    with as_run_error(f"--out: {options.out}", (OSError, ValueError)):
+        pictures.draw_comparison(options.out, curves)
     print(options.out)
-    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Reads the command line and draws; returns the exit status."""
+    return run_main("byte_lm.compare", lambda: draw(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -1,44 +1,67 @@
-"""Sampling text from the model."""
+"""`python -m byte_lm.generate`, from the folder `examples`: continues a text with the model of a run."""
 
-from collections.abc import Callable
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from run_error import RunError, needs, run_main
+
+with needs("demo"):
+    from byte_lm.options import DEFAULT_OUT, LARGEST, Options
 
 
-def generate(
-    logits_of: Callable[[jax.Array], jax.Array],
-    prompt: bytes,
-    length: int,
-    seq: int,
-    temperature: float,
-    key: jax.Array,
-) -> bytes:
-    """Continues `prompt` by `length` bytes, each drawn from softmax(logits / temperature).
-
-    The model reads a window of at most `seq` bytes that slides along. Shorter texts are padded on the right, where a
-    causal model does not look.
-
-    Args:
-      logits_of: int32 [1, seq] -> float32 [1, seq, 256].
-      prompt: at least one byte; its last `seq` bytes count.
-      temperature: 0: the likeliest byte.
-      key: random key.
-    """
-    recent = prompt[-seq:]
-    window = jnp.zeros((seq,), jnp.int32).at[: len(recent)].set(jnp.frombuffer(recent, jnp.uint8).astype(jnp.int32))
-
-    def extend(carry: tuple[jax.Array, jax.Array], key: jax.Array):
-        window, used = carry
-        logits = logits_of(window[None])[0, used - 1]
-        byte = jnp.argmax(logits) if temperature == 0 else jax.random.categorical(key, logits / temperature)
-        full = used == seq
-        window = jnp.where(full, jnp.roll(window, -1), window)
-        window = window.at[jnp.where(full, seq - 1, used)].set(byte)
-        return (window, jnp.minimum(used + 1, seq)), byte.astype(jnp.uint8)
-
-    _, text = jax.jit(lambda start, keys: jax.lax.scan(extend, start, keys))(
-        (window, jnp.int32(len(recent))), jax.random.split(key, length)
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line. The options of a run are the defaults of those that have its names."""
+    default = {field.name: field.default for field in dataclasses.fields(Options)}
+    parser = argparse.ArgumentParser(
+        prog="byte_lm.generate",
+        description="Continues a text with the model of the newest checkpoint of a run of byte_lm.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    return bytes(np.asarray(text))
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="FOLDER", help="the run's --out")
+    parser.add_argument("--prompt", default=default["prompt"], metavar="TEXT", help="the text to continue")
+    parser.add_argument("--bytes", type=int, default=default["sample_bytes"], metavar="N", help="bytes to add")
+    parser.add_argument(
+        "--temperature", type=float, default=default["temperature"], help="0: always the likeliest byte"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="another one draws another text")
+    options = parser.parse_args(arguments)
+    for name, least in (("bytes", 1), ("temperature", 0), ("seed", 0)):
+        value = getattr(options, name)
+        if not least <= value <= LARGEST[type(value)]:
+            parser.error(f"--{name}: got {value}, expected a number from {least} to {LARGEST[type(value)]}")
+    if not options.prompt.encode():
+        parser.error("--prompt: got '', expected at least one byte")
+    return options
+
+
+def write(options: argparse.Namespace) -> None:
+    """Prints the prompt and what the model makes of it.
+
+    Raises:
+      RunError: there is no checkpoint in the folder, or it can't be read.
+    """
+    with needs("demo"):
+        from byte_lm.checkpoint import CONFIG, RunFolder
+        from byte_lm.sampling import continued
+        from byte_lm.step import Program
+    if not (options.out / CONFIG).exists():
+        raise RunError(f"--out: got {options.out}, expected the folder of a run of byte_lm")
+    folder = RunFolder(options.out)
+    try:
+        saved = folder.options()
+        program = Program.of(saved)
+        state, _ = folder.restore(program.shapes, (saved.layers, saved.experts))
+    finally:
+        folder.close()
+    print(continued(program, state, options.prompt, options.bytes, options.temperature, options.seed))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Reads the command line and writes; returns the exit status."""
+    return run_main("byte_lm.generate", lambda: write(parse(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

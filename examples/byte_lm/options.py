@@ -4,13 +4,16 @@ import argparse
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anabranch.jax import Parallel
 from anabranch.precision import BLOCK, NUMBERS
 from byte_lm.data import stdlib_folder
-from byte_lm.model import ModelConfig
 from mesh import parse_mesh
+
+# The command line is read before JAX is imported, which takes seconds and may fail.
+if TYPE_CHECKING:
+    from anabranch.jax import Parallel
+    from byte_lm.model import ModelConfig
 
 #: The folder `out` of this checkout.
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / "out" / "byte_lm"
@@ -96,12 +99,16 @@ class Options:
             raise ValueError(f"--prompt: got {self.prompt!r}, expected at least one byte")
 
     @property
-    def parallel(self) -> Parallel | None:
+    def parallel(self) -> "Parallel | None":
         """How the expert layers are spread over the mesh; None without one."""
+        from anabranch.jax import Parallel
+
         return Parallel(expert_axis="expert", data_axes="data", tensor_axis="tensor") if self.mesh else None
 
-    def model(self) -> ModelConfig:
+    def model(self) -> "ModelConfig":
         """The part that shapes the model."""
+        from byte_lm.model import ModelConfig
+
         return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)})
 
     def fixed(self) -> dict[str, Any]:

@@ -8,40 +8,21 @@ import time
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from byte_lm import report
 from byte_lm.checkpoint import History, RunFolder
 from byte_lm.data import Corpus, held_out_starts, load_corpus, training_batch
-from byte_lm.generate import generate
 from byte_lm.interrupt import StopRequest
-from byte_lm.options import Options, parse
+from byte_lm.options import Options
+from byte_lm.sampling import continued
 from byte_lm.step import Program, TrainState
 from byte_lm.trigram import Trigram
-from launch import num_processes
-from mesh import ask_for_devices, make_mesh, parse_mesh
+from mesh import make_mesh, parse_mesh
+from progress import Progress
 from run_error import RunError, as_run_error
 
 #: Measurements on held-out text during a whole run, for the loss curve, and the windows that each one reads.
 MEASUREMENTS, MEASURED_WINDOWS = 10, 128
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; returns the process's exit status."""
-    options, start = parse(arguments)
-    if options.mesh:
-        ask_for_devices(parse_mesh(options.mesh))
-    try:
-        run(options, start)
-    except RunError as error:
-        print(f"byte_lm: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            f"\nStopped at once. The checkpoints in {options.out} are whole; the same command goes on from the newest."
-        )
-        return 130
-    return 0
 
 
 def run(options: Options, start: str = "auto") -> "Run":
@@ -52,13 +33,9 @@ def run(options: Options, start: str = "auto") -> "Run":
       start: "auto" goes on from a checkpoint if there is one, "resume" needs one, "fresh" begins anew.
 
     Raises:
-      RunError: it is one of several processes, the corpus has too little text, there are too few devices, the
-        checkpoint in the folder does not fit the options or can't be read, or something can't be written.
+      RunError: the corpus has too little text, there are too few devices, the checkpoint in the folder does not fit the
+        options or can't be read, or something can't be written.
     """
-    if num_processes() > 1:
-        raise RunError(
-            f"processes: got {num_processes()} of launch.py, expected 1; --mesh gives that one several devices"
-        )
     corpus = load_corpus(options.corpus)
     shortest = min(len(corpus.train), len(corpus.held_out))
     if shortest < options.seq + 2:
@@ -132,14 +109,7 @@ class Run:
         options = self.options
         starts = held_out_starts(self.corpus.held_out, options.seq, MEASURED_WINDOWS)
         measure_every = math.ceil(options.steps / MEASUREMENTS)
-        with tqdm(
-            total=options.steps,
-            initial=self.done,
-            desc="compiling",
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 10,
-        ) as progress:
+        with Progress(total=options.steps, initial=self.done, desc="compiling", file=sys.stderr) as progress:
             while self.done < options.steps and not stop.requested:
                 measure = (self.done + 1) % measure_every == 0
                 self.step(starts if measure else None)
@@ -189,13 +159,7 @@ class Run:
 
     def sample(self) -> str:
         """The prompt and what the model makes of it."""
-        options, prompt = self.options, self.options.prompt.encode()
-        text = generate(
-            lambda tokens: self.program.logits(self.state, tokens),
-            prompt,
-            options.sample_bytes,
-            options.seq,
-            options.temperature,
-            jax.random.key(options.seed),
+        options = self.options
+        return continued(
+            self.program, self.state, options.prompt, options.sample_bytes, options.temperature, options.seed
         )
-        return (prompt + text).decode(errors="replace")

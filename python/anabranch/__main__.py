@@ -1,11 +1,12 @@
 """`python -m anabranch info` and `python -m anabranch bench`."""
 
 import argparse
+import os
 import sys
 from typing import Any
 
 import anabranch
-from anabranch.bench import CUDA_OPERATIONS, CUDA_TOGETHER, DTYPES, OPERATIONS, TOGETHER, BenchError
+from anabranch.bench import CUDA_OPERATIONS, CUDA_TOGETHER, DTYPES, OPERATIONS, TOGETHER, ArgumentError, BenchError
 from anabranch.bench import run as run_bench
 from anabranch.bench.layer_shape import NAMED, LayerShape, parse_shape
 from anabranch.bench.processes import busy_processes
@@ -156,7 +157,22 @@ def _choose(bench: argparse.ArgumentParser, options: argparse.Namespace) -> tupl
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one of the commands; returns the exit status."""
+    """Runs one of the commands; returns the exit status: 2 for a wrong argument, 1 for any other failure."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("anabranch: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of standard output is gone, as in `| head`. Python would complain again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m anabranch", description="The Mixture-of-Experts layer.")
     parser.add_argument("--version", action="version", version=f"anabranch {anabranch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -189,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
             )
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ArgumentError) else 1
 
 
 if __name__ == "__main__":

@@ -108,9 +108,13 @@ def run(*, as_json: bool, selftest: bool = False) -> int:
         test.prepare()
     facts = collect()
     if selftest and facts["cpu backend"] == "available":
-        for name, outcome, ok in test.run(with_torch="torch built for" in facts):
+        with_jax, with_torch = (not facts[f"{name} devices"].startswith("none: ") for name in ("jax", "torch"))
+        for name, outcome, ok in test.run(with_jax=with_jax, with_torch=with_torch):
             facts[f"selftest {name}"] = outcome
             passed = passed and ok
+        if not (with_jax or with_torch):
+            facts["selftest"] = "FAILED: nothing was tested, neither JAX nor PyTorch can be used"
+            passed = False
     if as_json:
         print(json.dumps(facts, indent=2))
     else:

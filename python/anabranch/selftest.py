@@ -6,7 +6,6 @@ outputs, counts and every gradient are compared. With PyTorch, the layer and its
 against the float64 oracle.
 """
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -23,21 +22,23 @@ Outcome = tuple[str, str, bool]
 
 def prepare() -> None:
     """Asks JAX for some CPU devices; to be called before it has looked for any."""
-    if importlib.util.find_spec("jax") is None:
+    try:
+        import jax
+    except ImportError:  # `info` says why
         return
-    import jax
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
 
 
-def run(*, with_torch: bool) -> Iterator[Outcome]:
-    """Compares with what is installed.
+def run(*, with_jax: bool, with_torch: bool) -> Iterator[Outcome]:
+    """Compares in the frameworks that can be used.
 
     Args:
-      with_torch: whether there is a torch that is supported.
+      with_jax: whether JAX finds devices.
+      with_torch: whether a supported torch is installed.
     """
-    if importlib.util.find_spec("jax") is not None:
+    if with_jax:
         yield from transports()
     if with_torch:
         yield from layers_in_torch()

@@ -2,16 +2,19 @@
 
 import importlib
 import json
+import os
+import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anabranch.bench.errors import BenchError
+from anabranch import _packages
+from anabranch.bench.errors import ArgumentError, BenchError
 from anabranch.bench.measure import format_table
 from anabranch.bench.processes import rows_of_a_process
 
-__all__ = ["CUDA_OPERATIONS", "CUDA_TOGETHER", "DTYPES", "OPERATIONS", "TOGETHER", "BenchError", "run"]
+__all__ = ["CUDA_OPERATIONS", "CUDA_TOGETHER", "DTYPES", "OPERATIONS", "TOGETHER", "ArgumentError", "BenchError", "run"]
 
 #: The operations on the CPU, and what can be chosen of each.
 OPERATIONS = {
@@ -63,10 +66,13 @@ def run(
       The exit status: 1 where a row has an `error`.
 
     Raises:
-      BenchError: this machine lacks something, or the selection names something that is not there.
+      BenchError: this machine lacks something.
+      ArgumentError: the selection names something that does not exist, or json_file can't be written.
     """
     from anabranch import info
 
+    if json_file not in (None, "-"):
+        _check_file(json_file)
     modules = {name: _module(name, device) for name in operations}
     together = len(operations) == 1 or device == "cuda"
     # On the CPU each has a process of its own: what one does to the allocator must not reach the next.
@@ -92,8 +98,18 @@ def run(
     return int(any("error" in row for of_operation in rows.values() for row in of_operation))
 
 
+def _check_file(name: str) -> None:
+    """Refuses a file that can't be written, before the benchmarks take their minutes."""
+    path = pathlib.Path(name)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ArgumentError(f"--json: got {name}, expected a file that can be written")
+
+
 def _module(operation: str, device: str) -> Any:
-    return importlib.import_module(f"anabranch.bench.{'cuda_' * (device == 'cuda')}{operation}")
+    try:
+        return importlib.import_module(f"anabranch.bench.{'cuda_' * (device == 'cuda')}{operation}")
+    except ImportError as error:
+        raise BenchError(_packages.explain(operation, error)) from error
 
 
 def _rows(

@@ -48,24 +48,22 @@ def auto_choice(shape: LayerShape, dtype: str) -> str:
 
 
 def of_models(capabilities: Sequence[str]) -> dict[str, str]:
-    """Lines for `info`: what "auto" chooses for one layer of models, on this machine's GPUs or on one that has FP8.
+    """Lines for `info`: what "auto" chooses for one layer of models on the GPUs of this machine.
 
     Args:
       capabilities: of the GPUs.
 
-    >>> lines = of_models(["8.9"])
-    >>> print(lines["precision auto"])
-    "highest" here, where there is no GPU of compute capability 9.0; on one, predicted for bfloat16 and T = 32768:
-    >>> print(lines["auto qwen3-30b"])
+    >>> of_models(["8.9"])
+    {'precision auto': '"highest": got no GPU of compute capability 9.0, expected one for FP8'}
+    >>> print(of_models(["9.0"])["auto qwen3-30b"])
     forward fp8 (fp8 4.05 ms, highest 4.55), both fp8 (fp8 12.7 ms, highest 13.8)
     """
+    if CAPABILITY not in capabilities:
+        return {"precision auto": f'"highest": got no GPU of compute capability {CAPABILITY}, expected one for FP8'}
     if why := why_not_fp8(_ANY_SIZE, "bfloat16", CAPABILITY):
         return {"precision auto": f'"highest": {why}'}
     (tokens,) = {shape.T for shape in NAMED.values()}
-    title = f"predicted for bfloat16 and T = {tokens}:"
-    if CAPABILITY not in capabilities:
-        title = f'"highest" here, where there is no GPU of compute capability {CAPABILITY}; on one, {title}'
-    lines = {"precision auto": title}
+    lines = {"precision auto": f"predicted for bfloat16 and T = {tokens}:"}
     for model, shape in NAMED.items():
         choices = _choices(shape, "bfloat16", CAPABILITY)
         lines[f"auto {model}"] = ", ".join(f"{name} {_text(choice)}" for name, choice in choices.items())

@@ -7,7 +7,7 @@ from typing import Any
 from anabranch import _library
 from anabranch.bench import gpu, layer_result
 from anabranch.bench.auto_choice import auto_choice
-from anabranch.bench.errors import BenchError, as_bench_errors
+from anabranch.bench.errors import ArgumentError, BenchError, as_bench_errors
 from anabranch.bench.experts_path import experts_path
 from anabranch.bench.layer_result import Measured
 from anabranch.bench.layer_shape import SHAPES, LayerShape
@@ -63,7 +63,8 @@ def rows(
       trace: a folder for profiler traces of ours, one folder a shape and routing in it.
 
     Raises:
-      BenchError: an argument is wrong, or this machine has no GPU. What fails by itself has a row with `error`.
+      ArgumentError: an argument is wrong.
+      BenchError: this machine has no GPU. What fails by itself has a row with `error`.
     """
     chosen = _cases(dtypes, quick, shape, tokens, routing, by, trace)
     _require_gpu()
@@ -93,7 +94,7 @@ def _cases(
     check_dtypes("layer on cuda", dtypes, DTYPES)
     timed = implementations("layer", by, BY if by is None else (*BY, *VARIANTS, SONICMOE))
     if trace is not None and "jax" not in timed:
-        raise BenchError(f"--trace: got it with --by {' '.join(timed)}, expected jax among them: the trace is of ours")
+        raise ArgumentError(f"--trace: got it with --by {' '.join(timed)}, expected jax among them: it traces ours")
     routings = dict.fromkeys(routing or ROUTINGS[:1])
     return [(sizes, kind, who) for sizes in sized(shape or SHAPES, tokens, quick) for kind in routings for who in timed]
 

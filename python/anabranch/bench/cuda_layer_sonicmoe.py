@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from anabranch.bench.cuda_layer_graphs import Operands
-from anabranch.bench.errors import BenchError
+from anabranch.bench.errors import ArgumentError, BenchError
 
 
 def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
@@ -13,7 +13,8 @@ def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
     Each is called once here: every product then searches for its fastest kernel, which takes seconds to minutes.
 
     Raises:
-      BenchError: experts are given, which its layer does not take, or the package is not installed.
+      ArgumentError: experts are given, which its layer does not take.
+      BenchError: the package is not installed.
     """
     by_name = _calls(given, topk)
     for call in by_name.values():
@@ -25,7 +26,7 @@ def _calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
     import torch
 
     if given.experts is not None:
-        raise BenchError("--routing: got zipf with --by sonicmoe, expected uniform: its layer takes no given experts")
+        raise ArgumentError("--routing: got zipf with --by sonicmoe, expected uniform: it takes no given experts")
     try:
         from sonicmoe import moe_TC_softmax_topk_layer
     except ImportError as error:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anabranch.bench import gpu
-from anabranch.bench.errors import BenchError, as_bench_errors
+from anabranch.bench.errors import ArgumentError, BenchError, as_bench_errors
 from anabranch.bench.experts_path import experts_path
 from anabranch.bench.gpu import Timing
 from anabranch.bench.layer_result import LayerTimes
@@ -57,8 +57,9 @@ def rows(
       transport: out of TRANSPORTS; None: all, of moe those that it has.
 
     Raises:
-      BenchError: an argument is wrong; of a single case, whatever fails, such as fewer than two GPUs. Of several cases
-        those that fail have a row with `error`.
+      ArgumentError: an argument is wrong.
+      BenchError: the only case failed, for example with fewer than two GPUs. Of several cases those that fail have a
+        row with `error`.
     """
     check_dtypes("mesh", dtypes, DTYPES)
     timed = implementations("mesh", by, BY)
@@ -71,7 +72,7 @@ def rows(
         if who != "moe" or way in IN_TORCH
     ]
     if not cases:
-        raise BenchError(f"--transport: got {', '.join(ways)} with moe, expected {' or '.join(IN_TORCH)}")
+        raise ArgumentError(f"--transport: got {', '.join(ways)} with moe, expected {' or '.join(IN_TORCH)}")
     repeats = 5 if quick else gpu.REPEATS
     for case in cases:
         if len(cases) == 1:

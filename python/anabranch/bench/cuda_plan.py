@@ -6,7 +6,7 @@ from typing import Any
 
 from anabranch.bench import gpu
 from anabranch.bench.cuda_call import cuda_call
-from anabranch.bench.errors import BenchError
+from anabranch.bench.errors import ArgumentError
 
 CAPTION = """microseconds a call, median of the repeats, over 8 sets of experts; skewed: expert e has a share of
 1 / (1 + e). plan (through C) and torch (a stable sort, searchsorted, a scatter) from graphs of many calls, timed on the
@@ -78,7 +78,8 @@ def rows(
       by: out of gpu.BY; None: all that this machine has.
 
     Raises:
-      BenchError: more experts a token than there are, or this machine lacks something.
+      ArgumentError: K > E.
+      BenchError: this machine lacks something.
     """
     from anabranch.bench.in_torch import torch_plan
 
@@ -89,7 +90,7 @@ def rows(
         chosen = [(T, E, K) for T in tokens or [32768] for E, K in pairs]
     for _, E, K in chosen:
         if K > E:
-            raise BenchError(f"rows: got {E},{K}, expected E,K with K <= E")
+            raise ArgumentError(f"--rows: got {E},{K}, expected E,K with K <= E")
     by = gpu.choose_by(by)
     rate = gpu.copy_rate()
     for T, E, K in chosen[:1] if quick else chosen:

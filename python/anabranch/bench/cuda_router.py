@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from anabranch.bench import gpu
 from anabranch.bench.cuda_call import cuda_call
-from anabranch.bench.errors import BenchError
+from anabranch.bench.errors import ArgumentError
 from anabranch.bench.router_case import RouterCase
 
 CAPTION = """microseconds a call, median of the repeats, over operands rotated past the L2 cache (at most 64 sets).
@@ -253,13 +253,14 @@ def rows(
       by: out of gpu.BY; None: all that this machine has.
 
     Raises:
-      BenchError: no such routing, or this machine lacks something.
+      ArgumentError: a routing of `rows` is not in CASES.
+      BenchError: this machine lacks something.
     """
     known = [case[:2] for case in CASES]
     for pair in rows or ():
         if pair not in known:
-            raise BenchError(
-                "rows: got {},{}, expected out of ".format(*pair) + " ".join("{},{}".format(*k) for k in known)
+            raise ArgumentError(
+                "--rows: got {},{}, expected out of ".format(*pair) + " ".join("{},{}".format(*k) for k in known)
             )
     by = gpu.choose_by(by)
     chosen = [case for case in CASES if rows is None or case[:2] in rows]

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 
 
 class BenchError(RuntimeError):
-    """This machine lacks what was asked for, or there is no such benchmark; the message says what."""
+    """This machine lacks what was asked for; the message says what."""
+
+
+class ArgumentError(BenchError):
+    """An argument of the command line is wrong: "--name: got X, expected Y"."""
 
 
 @contextlib.contextmanager

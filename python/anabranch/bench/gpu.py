@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from anabranch.bench.errors import BenchError
+from anabranch._packages import explain
+from anabranch.bench.errors import ArgumentError, BenchError
 
 L2_BYTES = 60 << 20
 MOST_SETS = 64
@@ -54,7 +55,7 @@ def torch_with_gpu() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise BenchError("benchmarks of CUDA kernels need torch for memory, streams and graphs") from error
+        raise BenchError(explain("a benchmark of CUDA kernels", error)) from error
     if not torch.cuda.is_available():
         raise BenchError("benchmarks of CUDA kernels need a GPU, and torch finds none")
     return torch
@@ -72,7 +73,9 @@ def jax_with_gpu() -> Any:
         import jax
 
         jax.devices("cuda")  # starts it
-    except (ImportError, RuntimeError) as error:
+    except ImportError as error:
+        raise BenchError(explain("a benchmark through JAX", error)) from error
+    except RuntimeError as error:
         raise BenchError(f"benchmarks through JAX need a GPU that JAX sees: {error}") from error
     return jax
 
@@ -301,11 +304,12 @@ def choose_by(by: Sequence[str] | None) -> list[str]:
     """What to time, out of BY; None: all but what this machine lacks, which is said on standard error.
 
     Raises:
-      BenchError: something that was asked for is lacking.
+      ArgumentError: a name is not in BY.
+      BenchError: something that was asked for is missing.
     """
     for name in by or ():
         if name not in BY:
-            raise BenchError(f"--by: got {name}, expected {', '.join(BY)}")
+            raise ArgumentError(f"--by: got {name}, expected {', '.join(BY)}")
     torch_with_gpu()
     if by is None:
         try:

@@ -4,15 +4,15 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from anabranch.bench.errors import BenchError
+from anabranch.bench.errors import ArgumentError
 from anabranch.bench.layer_shape import LayerShape
 
 
 def check_dtypes(operation: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Raises BenchError for a --dtype that is not known."""
+    """Raises ArgumentError for a --dtype that is not known."""
     for dtype in given:
         if dtype not in known:
-            raise BenchError(f"--dtype: got {dtype} with {operation}, expected {', '.join(known)}")
+            raise ArgumentError(f"--dtype: got {dtype} with {operation}, expected {', '.join(known)}")
 
 
 def implementations(operation: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
@@ -21,11 +21,11 @@ def implementations(operation: str, given: Sequence[str] | None, known: Sequence
     Calls through C need it too, for memory, streams and graphs.
 
     Raises:
-      BenchError: a name is not known.
+      ArgumentError: a name is not known.
     """
     for by in given or ():
         if by not in known:
-            raise BenchError(f"--by: got {by} with {operation}, expected {', '.join(known)}")
+            raise ArgumentError(f"--by: got {by} with {operation}, expected {', '.join(known)}")
     if given is not None:
         return list(dict.fromkeys(given))
     found = [by for by in known if by not in ("c", "torch", "moe") or importlib.util.find_spec("torch")]
@@ -39,11 +39,11 @@ def sized(shapes: Sequence[LayerShape], tokens: Sequence[int] | None, quick: boo
     """The shapes with the numbers of tokens of --tokens, or their own; each once, the first alone if quick.
 
     Raises:
-      BenchError: T * K is 2^31 or more.
+      ArgumentError: T * K is 2^31 or more.
     """
     chosen = [shape._replace(T=T) for shape in shapes for T in tokens or (shape.T,)]
     chosen = list(dict.fromkeys(chosen[:1] if quick else chosen))
     for shape in chosen:
         if shape.T * shape.K >= 2**31:
-            raise BenchError(f"--tokens: got {shape.T} with K = {shape.K}, expected T * K < 2^31")
+            raise ArgumentError(f"--tokens: got {shape.T} with K = {shape.K}, expected T * K < 2^31")
     return chosen

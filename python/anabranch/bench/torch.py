@@ -5,9 +5,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from anabranch._packages import explain
 from anabranch.bench import torch_rows
 from anabranch.bench.cuda_layer_graphs import operands
-from anabranch.bench.errors import BenchError
+from anabranch.bench.errors import ArgumentError, BenchError
 from anabranch.bench.layer_shape import LayerShape
 from anabranch.bench.measure import interleaved
 from anabranch.bench.selection import sized
@@ -44,7 +45,8 @@ def rows(
       by: out of BY; None: all that are installed.
 
     Raises:
-      BenchError: an argument is wrong, or torch is not installed.
+      ArgumentError: an argument is wrong.
+      BenchError: torch is not installed.
     """
     chosen = implementations(by, BY)
     modes = (EAGER,) if quick else (EAGER, COMPILED)
@@ -56,15 +58,16 @@ def implementations(given: Sequence[str] | None, known: Sequence[str]) -> list[s
     """What --by names, each once; None: all that are installed, and what is not is said.
 
     Raises:
-      BenchError: a name is not known, or torch or transformers is not installed.
+      ArgumentError: a name is not known.
+      BenchError: torch or transformers is not installed.
     """
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise BenchError(f"the layer in torch needs torch: {error}") from error
+        raise BenchError(explain("the layer in torch", error)) from error
     for by in given or ():
         if by not in known:
-            raise BenchError(f"--by: got {by} with torch, expected {', '.join(known)}")
+            raise ArgumentError(f"--by: got {by} with torch, expected {', '.join(known)}")
     wanted = list(dict.fromkeys(given or known))
     found = installed(wanted)
     if len(found) < len(wanted):

@@ -3,8 +3,11 @@
 import contextlib
 
 from anabranch._library import LibraryError
+from anabranch._packages import needed_by
 from anabranch.activation import Activation
-from anabranch.jax import _ffi
+
+with needed_by("anabranch.jax"):
+    from anabranch.jax import _ffi
 from anabranch.jax._ffi import custom_calls
 from anabranch.jax.balance import fused_moe_aux_loss, load_balance_loss, z_loss
 from anabranch.jax.chunk_sort import sort_chunks_by_index

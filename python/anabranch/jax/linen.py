@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from anabranch._packages import needed_by
 from anabranch.activation import Activation, as_activation
 from anabranch.dense_router import normalizes
 from anabranch.jax import _check
@@ -24,6 +24,9 @@ from anabranch.jax.router_te import score_function_name
 from anabranch.jax.shared_expert import shared_expert
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 from anabranch.precision import dense_precision
+
+with needed_by("anabranch.jax.linen"):
+    import flax.linen as nn
 
 Axes = tuple[str | None, ...]
 

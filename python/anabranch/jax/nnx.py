@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from anabranch._packages import needed_by
 from anabranch.activation import Activation
 from anabranch.jax import _check
 from anabranch.jax._initializers import (
@@ -23,6 +23,9 @@ from anabranch.jax.quantized import QuantizedExperts
 from anabranch.jax.shared_expert import shared_expert
 from anabranch.layouts import OURS, Layouts
 from anabranch.precision import check_fp8_widths, dense_precision
+
+with needed_by("anabranch.jax.nnx"):
+    from flax import nnx
 
 
 class RouterState(nnx.Variable):

@@ -1,9 +1,12 @@
 """Anabranch for PyTorch: route, plan, dispatch, experts, combine, and the whole layer, on the same two libraries."""
 
 from anabranch._library import LibraryError
+from anabranch._packages import needed_by
 from anabranch.activation import Activation
 from anabranch.dense_router import RoutingMapFormat
-from anabranch.torch.balance import fused_moe_aux_loss, load_balance_loss, z_loss
+
+with needed_by("anabranch.torch"):
+    from anabranch.torch.balance import fused_moe_aux_loss, load_balance_loss, z_loss
 from anabranch.torch.chunk_sort import moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs
 from anabranch.torch.clipping import clip_grad_norm_
 from anabranch.torch.data_parallel import ddp_ignore_experts

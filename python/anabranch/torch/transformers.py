@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from anabranch._packages import needed_by
 from anabranch._text import shown
 from anabranch.torch import _check
 from anabranch.torch._autocast import as_autocast
@@ -154,8 +155,9 @@ def register() -> None:
     Gradients: of the hidden states, the weights of the experts and every parameter, as of `routed_experts`; not
     differentiable twice. Source: the interface of transformers.integrations.moe.
     """
-    try:
+    with needed_by("anabranch.torch.transformers"):
         from transformers import PreTrainedModel
+    try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError(f"anabranch.torch.transformers: expected transformers >= {OLDEST} ({error})") from error

@@ -18,6 +18,8 @@ from oracle import assert_close
 
 CASES = pytest.mark.parametrize("case", cuda_router.CASES, ids=lambda case: f"{case.E},{case.K}")
 T = 40
+#: One of each kind, for what XLA compiles.
+KINDS = [case for case in cuda_router.CASES if (case.E, case.K) in ((64, 8), (128, 4), (256, 8), (384, 8))]
 
 
 def operands(case, seed=0):
@@ -32,7 +34,7 @@ def assert_same_routing(ours, peer, case):
     np.testing.assert_array_equal(peer[1], ours[1], err_msg=f"routing map of {case}")
 
 
-@CASES
+@pytest.mark.parametrize("case", KINDS, ids=lambda case: f"{case.E},{case.K}")
 def test_xla_computes_our_routing(case):
     given = operands(case)
     arrays = given.logits, given.bias

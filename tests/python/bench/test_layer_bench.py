@@ -179,7 +179,7 @@ def measured_on_cpu(by="jax", **options):
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("by", ["jax", "ragged-dot", "xla"])
+@pytest.mark.parametrize("by", ["jax", "ragged-dot"])
 def test_a_layer_is_measured_through_jax(by, tmp_path):
     measured = measured_on_cpu(by, trace=str(tmp_path / "trace"))
     for timing in (measured.forward, measured.both):

@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -11,9 +12,12 @@ from byte_lm.options import Options
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """These tests run the same few programs many times, here and in processes of their own."""
+    """These tests run the same few programs many times: here, in processes of their own and in xdist's other workers."""
+    of_session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        of_session = of_session.parent  # the workers' folders are in it
     cache = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "jax_compilation_cache_dir": str(of_session / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

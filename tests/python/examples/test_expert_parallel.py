@@ -19,16 +19,21 @@ from run_error import RunError
         (["--mesh=expert=2,expert=4"], "--mesh: got expert twice in 'expert=2,expert=4', expected every axis once"),
         (["--mesh=expert=3"], "--mesh: got 'expert=3', 3 parts of 8 sequences, expected a divisor of 8"),
         (["--mesh=tensor=3"], "--mesh: got 'tensor=3', 3 parts of 64 columns of an expert, expected a divisor of 64"),
-        (["--transport=nope"], "argument --transport: invalid choice: 'nope'"),
         (["--steps=-5"], "--steps: got -5, expected a number >= 1"),
         (["--steps=many"], "argument --steps: invalid int value: 'many'"),
     ],
 )
 def test_bad_options_are_refused_with_what_was_expected(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit_:
-        expert_parallel.main(arguments)
+        expert_parallel.parse(arguments)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_unknown_transport_is_refused():
+    options = expert_parallel.parse(["--transport=nope"])
+    with pytest.raises(RunError, match=r"^--transport: got 'nope', expected one of 'auto', 'ring', "):
+        expert_parallel.train(options, make_mesh(parse_mesh("")))
 
 
 def train(folder, steps, capsys):

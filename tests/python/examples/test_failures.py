@@ -6,20 +6,21 @@ import resource
 import shutil
 
 import pytest
-from test_run import StopAfter, assert_same, command, train_until
+from test_run import assert_same, command, train_until
+from write_state import StopAfter
 
+from byte_lm.__main__ import main
 from byte_lm.checkpoint import RunFolder
 from byte_lm.data import load_corpus
-from byte_lm.train import Run, main
+from byte_lm.train import Run
 from conftest import tiny
 from run_error import RunError
 
 
 @pytest.fixture(scope="module")
 def trained(corpus_folder, tmp_path_factory):
-    """A run of ten steps, saved after five and after ten."""
-    options = dataclasses.replace(tiny(corpus_folder, tmp_path_factory.mktemp("run") / "out"), steps=10)
-    return train_until(options, 10)
+    """A run that was stopped after ten steps, saved after five and after ten."""
+    return train_until(tiny(corpus_folder, tmp_path_factory.mktemp("run") / "out"), 10)
 
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def told_by_main(options, capsys, *more):
     assert main([*command(options)[0][3:], *more]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
-    lines = [line for line in error.splitlines() if line and "step/s" not in line]
+    loading, *lines = [line for line in error.splitlines() if line and "step/s" not in line]
+    assert loading == "byte_lm: loading JAX and the corpus"
     assert len(lines) == 1 and lines[0].startswith("byte_lm: ")
     return lines[0]
 
@@ -102,7 +104,6 @@ def files_of_at_most(size):
 
 
 def test_a_save_that_fails_loses_no_checkpoint(trained, options):
-    options = dataclasses.replace(options, steps=10)
     folder = RunFolder(options.out)
     run = Run.begin(options, "auto", load_corpus(options.corpus), folder)
 
@@ -130,7 +131,7 @@ def test_options_that_can_not_be_written_leave_none_in_part(options):
 
 def test_a_report_that_can_not_be_written_is_an_error(copy, capsys):
     (copy.out / "loss.png").mkdir()
-    assert "could not write the report of 10 steps, all saved: IsADirectoryError: " in told_by_main(copy, capsys)
+    assert "could not write the report of 40 steps, all saved: IsADirectoryError: " in told_by_main(copy, capsys)
 
 
 @pytest.mark.parametrize("below", ["file", "file/out", "/proc/out"])

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from byte_lm.generate import generate
+from byte_lm.sampling import generate
 
 
 def counting(tokens):

@@ -1,6 +1,7 @@
 """The demo on a mesh: the same training, and checkpoints that move between one device and four."""
 
 import dataclasses
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,35 +11,35 @@ import pytest
 from test_run import EXAMPLES, command, train_until
 from write_state import arrays_of
 
-from byte_lm.train import run
 from mesh import make_mesh, parse_mesh
 
 MESH = "expert=2,data=2"
 
 
-def in_its_own_process(arguments, environment):
-    """Runs a program where JAX has not looked for devices yet."""
+def on_mesh(*jobs):
+    """Does jobs of write_state.py, each (options, step to stop after, file), where JAX has not looked for devices yet."""
+    (python, _, _, *_), environment = command(jobs[0][0])
     environment.pop("XLA_FLAGS", None)
-    result = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    listed = [(command(options)[0][3:], steps, file and str(file)) for options, steps, file in jobs]
+    result = subprocess.run(
+        [python, str(Path(__file__).with_name("write_state.py")), json.dumps(listed)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def on_mesh(options):
-    """Runs the demo."""
-    in_its_own_process(*command(options))
-
-
-def held_on_mesh(options, file):
-    """{name: array} of what a run holds that has gone on to its last step."""
-    (python, _, _, *values), environment = command(options)
-    in_its_own_process([python, str(Path(__file__).with_name("write_state.py")), str(file), *values], environment)
+def arrays_in(file):
     with np.load(file) as arrays:
         return dict(arrays)
 
 
-def held_here(options):
-    """The same on this process's one device."""
-    return arrays_of(train_until(dataclasses.replace(options, mesh=""), options.steps, "resume"))
+def held_here(options, steps):
+    """{name: array} of what a run holds on this process's one device, when it has gone on to that step."""
+    return arrays_of(train_until(dataclasses.replace(options, mesh=""), steps))
 
 
 def assert_same_bits(got, want):
@@ -60,51 +61,49 @@ def assert_close(got, want, rtol, atol):
 
 @pytest.fixture(scope="module")
 def first_steps(module_options, tmp_path_factory):
-    """Four steps on one device and on four: options and what the run held in the end, of each."""
+    """Four of eight steps on one device and on four: options and what the run held then, of each."""
     folder = tmp_path_factory.mktemp("first")
-    one = dataclasses.replace(module_options, batch=4, steps=4, out=folder / "one")
+    one = dataclasses.replace(module_options, batch=4, steps=8, out=folder / "one")
     four = dataclasses.replace(one, mesh=MESH, out=folder / "four")
-    return (one, arrays_of(train_until(one, 4))), (four, held_on_mesh(four, folder / "four.npz"))
+    on_mesh((four, 4, folder / "four.npz"))
+    return (one, arrays_of(train_until(one, 4))), (four, arrays_in(folder / "four.npz"))
 
 
-@pytest.fixture
-def copies(first_steps, tmp_path):
-    """Copies of both runs' folders, to go on in: options."""
-
-    def copy(options):
-        shutil.copytree(options.out, tmp_path / options.out.name)
-        return dataclasses.replace(options, out=tmp_path / options.out.name)
-
-    return [copy(options) for options, _ in first_steps]
+def copy_of(options, folder):
+    shutil.copytree(options.out, folder / options.out.name)
+    return dataclasses.replace(options, out=folder / options.out.name)
 
 
-def test_what_is_read_has_the_bits_that_were_saved(first_steps, copies, tmp_path):
+@pytest.fixture(scope="module")
+def read_on_mesh(first_steps, tmp_path_factory):
+    """What the mesh reads of both runs, and the options of the first one, which then goes on there to its report."""
+    folder = tmp_path_factory.mktemp("mesh")
+    copies = [dataclasses.replace(copy_of(options, folder), mesh=MESH) for options, _ in first_steps]
+    files = [folder / f"{options.out.name}.npz" for options in copies]
+    on_mesh(*[(options, 4, file) for options, file in zip(copies, files, strict=True)], (copies[0], 8, None))
+    return [arrays_in(file) for file in files], copies[0]
+
+
+def test_what_is_read_has_the_bits_that_were_saved(first_steps, read_on_mesh, tmp_path):
     """Every parameter, the routers' and the optimiser's state, steps and history, on whatever mesh they are read."""
-    for (options, held), copy in zip(first_steps, copies, strict=True):
+    for (options, held), read in zip(first_steps, read_on_mesh[0], strict=True):
         moments = [name for name in held if ".mu" in name or ".nu" in name]
         assert len(moments) == 2 * len([name for name in held if name.startswith("state.params")])
-        assert held["state.step"] == len(held["history.train_bits"]) == options.steps
+        assert held["state.step"] == len(held["history.train_bits"]) == 4
         assert all(held[name].any() for name in moments)
-        assert_same_bits(held_here(copy), held)
-        there = dataclasses.replace(copy, mesh=MESH)
-        assert_same_bits(held_on_mesh(there, tmp_path / f"{copy.out.name}.npz"), held)
+        assert_same_bits(held_here(copy_of(options, tmp_path), 4), held)
+        assert_same_bits(read, held)
 
 
-def test_checkpoints_move_between_one_device_and_four(first_steps, copies, tmp_path):
-    (one, held_by_one), (_, held_by_four) = first_steps
+def test_checkpoints_move_between_one_device_and_four(first_steps, read_on_mesh, tmp_path):
+    (one, held_by_one), (four, held_by_four) = first_steps
     assert_close(held_by_four, held_by_one, 1e-4, 1e-3)
 
-    one_then_four, four_then_one = (dataclasses.replace(options, steps=8) for options in copies)
-    one_then_four = dataclasses.replace(one_then_four, mesh=MESH)
-    four_then_one = dataclasses.replace(four_then_one, mesh="")
-    shutil.copytree(one.out, tmp_path / "one_then_one")
-    one_then_one = dataclasses.replace(one, steps=8, out=tmp_path / "one_then_one")
-    on_mesh(one_then_four)
-    run(four_then_one)
-    run(one_then_one)
-    want = held_here(one_then_one)
-    assert_close(held_here(one_then_four), want, 1e-3, 1e-3)
-    assert_close(held_here(four_then_one), want, 1e-3, 1e-3)
+    one_then_four = read_on_mesh[1]
+    assert json.loads((one_then_four.out / "summary.json").read_text())["finished"]
+    want = held_here(copy_of(one, tmp_path), 8)
+    assert_close(held_here(one_then_four, 8), want, 1e-3, 1e-3)
+    assert_close(held_here(copy_of(four, tmp_path), 8), want, 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def test_the_curves_of_several_runs_stand_in_one_picture(tmp_path, capsys):
     assert compare.main([f"a={tmp_path / 'one'}", f"b={tmp_path / 'other'}", "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     (tmp_path / "other" / SUMMARY).write_text("{}")
-    assert compare.main([f"b={tmp_path / 'other'}"]) == 1
+    assert compare.main([f"b={tmp_path / 'other'}"]) == 2
     assert "got no curves, expected the summary of a run" in capsys.readouterr().err
-    assert compare.main([f"b={tmp_path / 'nothing'}"]) == 1
+    assert compare.main([f"b={tmp_path / 'nothing'}"]) == 2
     assert "FileNotFoundError" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         compare.main(["folder"])

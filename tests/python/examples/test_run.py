@@ -14,25 +14,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from write_state import StopAfter
 
+import progress
+from byte_lm.__main__ import main
 from byte_lm.checkpoint import RunFolder
 from byte_lm.data import load_corpus
+from byte_lm.generate import main as generate
 from byte_lm.options import Options
-from byte_lm.train import Run, main, run
+from byte_lm.train import Run, run
 from run_error import RunError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-
-
-class StopAfter:
-    """Asks to stop once so many steps are done."""
-
-    def __init__(self, run, steps):
-        self.run, self.steps = run, steps
-
-    @property
-    def requested(self):
-        return self.run.done >= self.steps
 
 
 def train_until(options, steps, start="auto"):
@@ -124,7 +117,8 @@ def test_ctrl_c_saves_and_the_next_start_goes_on(options, tmp_path):
     with log.open("w") as progress:
         process = subprocess.Popen(arguments, env=variables, stdout=subprocess.PIPE, stderr=progress, text=True)
     deadline = time.monotonic() + 200
-    while "training" not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
+    saved = options.out / "checkpoints" / str(options.save_every)
+    while not saved.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=100)
@@ -165,6 +159,46 @@ def test_a_finished_run_started_again_reports_without_training(finished, copy_of
     again = run(copy_of_finished)
     assert again.history.seconds == finished[0].history.seconds
     assert_same(finished[0], again)
+
+
+def test_a_text_is_continued_as_the_sample_of_the_run(finished, capsys):
+    options = finished[0].options
+    arguments = [f"--out={options.out}", f"--bytes={options.sample_bytes}", f"--seed={options.seed}"]
+    assert generate(arguments) == 0
+    assert capsys.readouterr().out == (options.out / "sample.txt").read_text() + "\n"
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--out=/nowhere", "--out: got /nowhere, expected the folder of a run of byte_lm"),
+        ("--bytes=0", "--bytes: got 0, expected a number from 1"),
+        ("--temperature=nan", "--temperature: got nan, expected a number from 0"),
+        ("--prompt=", "--prompt: got '', expected at least one byte"),
+    ],
+)
+def test_a_text_that_can_not_be_continued_is_an_error(argument, message, capsys):
+    try:
+        status = generate([argument])
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_a_line_each_in_a_log_and_a_bar_on_a_terminal(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "IN_LOG", 0)
+    written = io.StringIO()
+    written.isatty = lambda: terminal
+    with progress.Progress(range(3), desc="training", file=written) as steps:
+        for _ in steps:
+            pass
+    assert ("\r" in written.getvalue()) == terminal
+    lines = written.getvalue().splitlines()
+    assert terminal or [line.split(" steps, ")[0] for line in lines if line][:4] == [
+        f"training: {done}/3" for done in range(4)
+    ]
 
 
 def test_the_model_learns(finished):
@@ -210,13 +244,13 @@ def test_resume_without_a_checkpoint_is_an_error(options, capsys):
     assert "--resume: got no checkpoint" in capsys.readouterr().err
 
 
-def test_help_names_every_option():
-    result = subprocess.run(
-        [sys.executable, "-m", "byte_lm", "--help"], env=environment(), capture_output=True, text=True, check=True
-    )
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    printed = capsys.readouterr().out
     names = [field.name.replace("_", "-") for field in dataclasses.fields(Options)]
     for name in [*names, "resume", "fresh"]:
-        assert f"--{name}" in result.stdout
+        assert f"--{name}" in printed
 
 
 @pytest.mark.parametrize(

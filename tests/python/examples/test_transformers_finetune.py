@@ -12,8 +12,12 @@ from run_error import RunError
 FEW = ["--steps=3", "--seq=32", "--batch=2"]
 
 
+def finetune(*arguments):
+    transformers_finetune.main(transformers_finetune.parse([*arguments]))
+
+
 def test_trains_the_small_model_with_both(capsys):
-    transformers_finetune.main(["--steps=6", *FEW[1:]])
+    finetune("--steps=6", *FEW[1:])
     printed = capsys.readouterr().out
     assert re.search(r"model\.layers\.1\.mlp\.experts: Activation\(name='silu'.*pfd, df", printed)
     step, theirs, ours = re.findall(r"^ +(\d+) +(\d\.\d+) +(\d\.\d+)$", printed, re.MULTILINE)[-1]
@@ -33,29 +37,35 @@ def written(folder, **fields):
 
 def test_trains_a_checkpoint_from_a_folder(tmp_path, capsys):
     transformers.GptOssForCausalLM(written(tmp_path)).save_pretrained(tmp_path)
-    transformers_finetune.main([f"--model={tmp_path}", "--beside=eager", *FEW])
+    finetune(f"--model={tmp_path}", "--beside=eager", *FEW)
     printed = capsys.readouterr().out
     assert "swiglu_oai" in printed and "ms with eager" in printed
 
 
 def test_trains_a_configuration(tmp_path, capsys):
     written(tmp_path)
-    transformers_finetune.main([f"--model={tmp_path / 'config.json'}", "--dtype=bfloat16", *FEW])
+    finetune(f"--model={tmp_path / 'config.json'}", "--dtype=bfloat16", *FEW)
     assert "largest difference of a loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option, message", [("--model=none", "got none, expected a folder"), ("--steps=0", "got 0, expected at least 2")]
+)
+def test_options_are_refused_before_anything_is_imported(option, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        transformers_finetune.parse([option])
+    assert f"error: {option.partition('=')[0]}: {message}" in capsys.readouterr().err
 
 
 def test_says_what_is_wrong(tmp_path):
     def refused(*arguments):
         with pytest.raises(RunError) as error:
-            transformers_finetune.main([*FEW, *arguments])
+            finetune(*FEW, *arguments)
         return str(error.value)
 
-    assert refused(f"--model={tmp_path / 'none'}").startswith(f"--model: got {tmp_path / 'none'}, expected a folder")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
     assert refused(f"--model={tmp_path}").startswith(f"--model: could not make {tmp_path}")
     written(tmp_path, vocab_size=100)
     assert refused(f"--model={tmp_path}").startswith("--model: got one of 100 tokens, expected more than ")
     assert refused("--beside=none").startswith("--beside: got none, expected one of default, eager, ")
     assert refused("--device=abacus").startswith("--device: could not use abacus: RuntimeError")
-    with pytest.raises(RunError, match="--steps: got 0, expected at least 2"):
-        transformers_finetune.main(["--steps=0"])

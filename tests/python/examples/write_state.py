@@ -1,5 +1,10 @@
-"""Begins or resumes a run, trains to --steps, and writes what it then holds: `write_state.py FILE.npz OPTIONS`."""
+"""Begins or resumes runs, trains them, and writes what each of them then holds: `write_state.py JOBS`, a list in JSON.
 
+A job is [options of the command line, step to stop after, file for the arrays or null]; without a file the run is
+finished with its report.
+"""
+
+import json
 import sys
 
 import jax
@@ -7,10 +12,20 @@ import numpy as np
 
 from byte_lm.checkpoint import RunFolder
 from byte_lm.data import load_corpus
-from byte_lm.interrupt import StopRequest
-from byte_lm.options import parse
+from byte_lm.options import Options, parse
 from byte_lm.train import Run
 from mesh import ask_for_devices, make_mesh, parse_mesh
+
+
+class StopAfter:
+    """Asks to stop once so many steps are done."""
+
+    def __init__(self, run, steps):
+        self.run, self.steps = run, steps
+
+    @property
+    def requested(self):
+        return self.run.done >= self.steps
 
 
 def arrays_of(run: Run) -> dict[str, np.ndarray]:
@@ -22,20 +37,30 @@ def arrays_of(run: Run) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in {**state, **history}.items()}
 
 
-def main() -> None:
-    """Writes the arrays once each of them is where its sharding says."""
-    file, *arguments = sys.argv[1:]
-    options, start = parse(arguments)
-    ask_for_devices(parse_mesh(options.mesh))
+def do(options: Options, start: str, steps: int, file: str | None) -> None:
+    """One job; writes the arrays once each of them is where its sharding says."""
     folder = RunFolder(options.out)
-    with jax.set_mesh(make_mesh(parse_mesh(options.mesh))):
-        run = Run.begin(options, start, load_corpus(options.corpus), folder)
-        run.train(StopRequest())
-        for array, sharding in zip(jax.tree.leaves(run.state), jax.tree.leaves(run.program.shardings), strict=True):
-            if not array.sharding.is_equivalent_to(sharding, array.ndim):
-                raise ValueError(f"sharding: got {array.sharding}, expected {sharding}")
+    run = Run.begin(options, start, load_corpus(options.corpus), folder)
+    run.train(StopAfter(run, steps))
+    for array, sharding in zip(jax.tree.leaves(run.state), jax.tree.leaves(run.program.shardings), strict=True):
+        if not array.sharding.is_equivalent_to(sharding, array.ndim):
+            raise ValueError(f"sharding: got {array.sharding}, expected {sharding}")
+    if file is None:
+        run.finish()
+    else:
         np.savez(file, **arrays_of(run))
     folder.close()
+
+
+def main() -> None:
+    """All jobs; they are on the mesh of the first one."""
+    jobs = json.loads(sys.argv[1])
+    parsed = [(*parse(arguments), steps, file) for arguments, steps, file in jobs]
+    sizes = parse_mesh(parsed[0][0].mesh)
+    ask_for_devices(sizes)
+    with jax.set_mesh(make_mesh(sizes)):
+        for job in parsed:
+            do(*job)
 
 
 if __name__ == "__main__":

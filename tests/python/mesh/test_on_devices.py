@@ -1,4 +1,4 @@
-"""Runs the checks of `on_devices/` with 8 CPU devices, each file in a process of its own: all other tests have one."""
+"""Runs the checks of `on_devices/` with 8 CPU devices, in processes of their own: all other tests have one device."""
 
 import os
 import pathlib
@@ -9,12 +9,14 @@ import jax
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-FILES = sorted(path.name for path in (HERE / "on_devices").glob("check_*.py"))
+FILES = sorted((HERE / "on_devices").glob("check_*.py"))
+#: A process imports JAX, for seconds of its own; several can run at once.
+PROCESSES = 3
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_checks_pass_on_8_devices(file):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", str(HERE / "on_devices" / file)]
+@pytest.mark.parametrize("files", [FILES[first::PROCESSES] for first in range(PROCESSES)], ids=lambda f: f[0].stem)
+def test_checks_pass_on_8_devices(files):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *map(str, files)]
     # On a machine of few cores the devices' threads do better without many of ours for each. A JAX for GPUs is to
     # leave them alone.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}

@@ -139,7 +139,7 @@ def _new_case(model):
     top = Top()
     value = model.block(np, tensors, top=top, **inputs)
     assert top.margin > 1e-5, "a selection so close that float32 may differ: another seed"
-    with jax.enable_x64(True), compiling_fast():
+    with jax.enable_x64(True):
         floats, rest = floats_and_rest(tensors)
         given, other = floats_and_rest(inputs)
 
@@ -153,16 +153,6 @@ def _new_case(model):
         )
         assert relative_error(again, value) < 1e-13  # the gradient is that of the same function
         return Case(tensors, inputs, cotangent, value, *jax.tree.map(np.asarray, gradients))
-
-
-@contextlib.contextmanager
-def compiling_fast():
-    """Hundreds of small programs run once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

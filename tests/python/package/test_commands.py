@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 import anabranch
 from anabranch import _library, info
+from anabranch.__main__ import main
 from anabranch.jax import custom_calls
 from anabranch.selftest import compare
 
@@ -91,16 +93,29 @@ def test_the_selftest_would_say_what_differs():
     assert not compare(wanted | {"output": np.array([3.0, np.nan])}, wanted, 1e-5)[1]
 
 
-def test_a_missing_library_breaks_no_import_and_is_explained():
-    program = "import anabranch.jax, jax.numpy as jnp; anabranch.jax.route(jnp.ones((2, 3)), 1)"
-    environment = os.environ | {"ANABRANCH_LIBRARY": "/nowhere/libanabranch.so"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+def _program(source, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", source],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert "LibraryError: libanabranch.so: not found in /nowhere/libanabranch.so" in result.stderr
-    info = _run("info", ANABRANCH_LIBRARY="/nowhere/libanabranch.so")
-    assert info.returncode == 1
-    assert "missing: libanabranch.so: not found in /nowhere/libanabranch.so" in info.stdout
+
+
+def test_a_missing_library_breaks_no_import_and_is_explained():
+    program = """
+import anabranch.jax, jax.numpy as jnp
+from anabranch import info
+try:
+    anabranch.jax.route(jnp.ones((2, 3)), 1)
+finally:
+    print(info.run(as_json=False))
+"""
+    result = _program(program, ANABRANCH_LIBRARY="/nowhere/libanabranch.so")
+    why = "libanabranch.so: not found in /nowhere/libanabranch.so"
+    assert f"LibraryError: {why}" in result.stderr
+    assert f"missing: {why}" in result.stdout and result.stdout.endswith("\n1\n")
 
 
 @pytest.mark.parametrize(
@@ -118,35 +133,31 @@ def test_a_cuda_library_that_is_none_breaks_nothing_and_is_explained(library, wh
     library = library or _library.load()._name  # one without functions for CUDA
     program = (
         "import anabranch.jax, numpy; print(anabranch.jax.route(numpy.ones((2, 3), 'float32'), 1).experts[0]); "
-        "from anabranch import info; print(info.collect()['cuda backend'])"
+        "from anabranch import info; print(info._cuda()['cuda backend'])"
     )
-    environment = os.environ | {"ANABRANCH_CUDA_LIBRARY": library, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+    result = _program(program, ANABRANCH_CUDA_LIBRARY=library)
     assert re.fullmatch(rf"\[0\]\nmissing: .*{why}.*\n", result.stdout), result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_a_lower_instruction_set_can_be_asked_for(isa):
-    facts = json.loads(_run("info", "--json", ANABRANCH_ISA=isa).stdout)
-    assert facts["library isa"] in (isa, "baseline")
+    program = "from anabranch import _library; print(_library.describe()['isa'])"
+    assert _program(program, ANABRANCH_ISA=isa).stdout.strip() in (isa, "baseline")
 
 
 def test_an_unknown_instruction_set_is_an_error_that_says_so():
     why = "ANABRANCH_ISA: got avx3, expected baseline, avx2, avx512 or nothing"
-    facts = json.loads(_run("info", "--json", ANABRANCH_ISA="avx3", ANABRANCH_BF16="convert").stdout)
+    program = """
+import json
+import anabranch.jax, numpy
+from anabranch import info
+print(json.dumps(info.collect()))
+anabranch.jax.route(numpy.ones((2, 3), "float32"), 1)
+"""
+    result = _program(program, ANABRANCH_ISA="avx3", ANABRANCH_BF16="convert")
+    facts = json.loads(result.stdout)
     assert facts["library isa"] == f"refused, {why}"
     assert {"ANABRANCH_ISA=avx3", "ANABRANCH_BF16=convert"} <= set(facts["environment"].split(", "))
-
-    program = (
-        "import anabranch.jax, numpy; print(anabranch.jax.route(numpy.ones((2, 3), 'float32'), 1).experts[0]); "
-        "from anabranch import info; print(info.collect()['cuda backend'])"
-    )
-    environment = os.environ | {"ANABRANCH_ISA": "avx3", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
     assert result.returncode == 1
     assert why in result.stderr
 
@@ -161,11 +172,29 @@ def test_bench_prints_a_table_and_json(tmp_path):
     assert report["machine"]["cpu backend"] == "available"
 
 
-@pytest.mark.parametrize("arguments", [(), ("info",), ("bench",)])
-def test_help(arguments):
-    result = _run(*arguments, "--help")
-    assert result.returncode == 0
-    assert "usage: python -m anabranch" in result.stdout
+def test_a_file_that_can_not_be_written_is_refused_before_anything_is_timed(capsys):
+    assert main(["bench", "router", "--json", "/nowhere/rows.json"]) == 2
+    assert capsys.readouterr().err == "bench: --json: got /nowhere/rows.json, expected a file that can be written\n"
+
+
+def test_ctrl_c_ends_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(info, "collect", lambda: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["info"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "anabranch: interrupted\n"
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "anabranch", "bench", "--help"], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_every_exported_handler_is_registered():

@@ -35,7 +35,14 @@ def test_docstring_examples(name):
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("guide", [name for name, blocks in BLOCKS.items() if any(b[0] == "python" for b in blocks)])
+#: These run on several devices: tests/python/mesh/on_devices/check_guides.py.
+ON_DEVICES = ("jax.md", "scaling.md")
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [name for name, blocks in BLOCKS.items() if any(b[0] == "python" for b in blocks) and name not in ON_DEVICES],
+)
 def test_python_blocks_of_a_guide(guide, capsys):
     """The blocks of one page run in order in one namespace; a block fenced as `text` right after one is its output."""
     namespace: dict[str, object] = {}

@@ -179,11 +179,11 @@ def run(operands, **options):
     return expert_ffn(**operands, group_sizes=SIZES, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "gated"),
-    [*((name, gated) for name in PLAIN for gated in (True, False)), *((act, True) for act in TWO_INPUTS)],
-    ids=lambda v: getattr(v, "name", v),
-)
+#: Activations with gated experts and without.
+NETWORKS = [*((name, gated) for name in PLAIN for gated in (True, False)), *((act, True) for act in TWO_INPUTS)]
+
+
+@pytest.mark.parametrize("name, gated", NETWORKS, ids=lambda v: getattr(v, "name", v))
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_forward_agrees_with_a_loop_over_rows(name, gated, biased, weighted):
@@ -200,12 +200,17 @@ def test_forward_agrees_with_a_loop_over_rows(name, gated, biased, weighted):
 
 
 @pytest.mark.parametrize(
-    ("name", "gated"),
-    [*((name, gated) for name in PLAIN for gated in (True, False)), *((act, True) for act in TWO_INPUTS)],
+    "name, gated, biased, weighted",
+    [
+        *((*network, True, True) for network in NETWORKS),
+        *(
+            (*network, *without)
+            for network in NETWORKS[:2]
+            for without in ((True, False), (False, True), (False, False))
+        ),
+    ],
     ids=lambda v: getattr(v, "name", v),
 )
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
 def test_gradients(name, gated, biased, weighted):
     o, g = random_experts(3, gated, biased, weighted)
     grads = expert_ffn_backward(g, **o, group_sizes=SIZES, activation=name)

@@ -11,6 +11,6 @@ _docs = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_docs)
 
 
-@pytest.mark.parametrize("guide", ["jax.md", "scaling.md"])
+@pytest.mark.parametrize("guide", _docs.ON_DEVICES)
 def test_python_blocks(guide, capsys):
     _docs.test_python_blocks_of_a_guide(guide, capsys)

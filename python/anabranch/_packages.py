@@ -1,0 +1,35 @@
+"""The optional packages, and what an import says where one of them is missing."""
+
+import contextlib
+from collections.abc import Iterator
+
+#: What pip installs for an optional package, and the extra of pyproject.toml that holds it.
+OPTIONAL = {
+    "jax": ("jax>=0.10", "jax"),
+    "flax": ("flax>=0.12", "jax"),
+    "torch": ("torch>=2.9", "torch"),
+    "transformers": ("transformers>=5.9", "transformers"),
+}
+
+
+def explain(what: str, error: ImportError) -> str:
+    """Why something can't be imported, with the command that installs an optional package.
+
+    >>> explain("anabranch.jax.nnx", ModuleNotFoundError("No module named 'flax'", name="flax"))
+    "anabranch.jax.nnx needs flax, which is not installed: pip install 'flax>=0.12' (extra: jax)"
+    """
+    if error.name not in OPTIONAL or not isinstance(error, ModuleNotFoundError):
+        return f"{what}: {error}"
+    requirement, extra = OPTIONAL[error.name]
+    return f"{what} needs {error.name}, which is not installed: pip install '{requirement}' (extra: {extra})"
+
+
+@contextlib.contextmanager
+def needed_by(what: str) -> Iterator[None]:
+    """Around imports: a missing optional package is a ModuleNotFoundError that says how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL:
+            raise
+        raise ModuleNotFoundError(explain(what, error), name=error.name) from None

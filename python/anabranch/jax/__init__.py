@@ -16,13 +16,14 @@ from anabranch.jax.dispatch_pure_jax import PureJaxPermState, pure_jax_token_com
 from anabranch.jax.dispatch_te import routing_map_to_selected_experts, token_combine, token_dispatch
 from anabranch.jax.experts import expert_ffn, grouped_matmul
 from anabranch.jax.grouped_dense import grouped_dense
+from anabranch.jax.megablox import gmm
 from anabranch.jax.moe import MoEOutput, moe
 from anabranch.jax.parallel import Parallel
 from anabranch.jax.plan import Plan, plan
 from anabranch.jax.quantile import quantile_bias
 from anabranch.jax.quantize_experts import quantize_experts
 from anabranch.jax.quantized import QuantizedExperts
-from anabranch.jax.ragged_dot import ragged_dot
+from anabranch.jax.ragged_dot import ragged_dot, ragged_dot_general
 from anabranch.jax.ragged_exchange import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
@@ -59,6 +60,7 @@ __all__ = [
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
+    "gmm",
     "grouped_dense",
     "grouped_matmul",
     "load_balance_loss",
@@ -71,6 +73,7 @@ __all__ = [
     "quantile_bias",
     "quantize_experts",
     "ragged_dot",
+    "ragged_dot_general",
     "route",
     "routed_experts",
     "routing_map_to_selected_experts",

@@ -33,6 +33,7 @@ __all__ = (
     "number",
     "optional_array",
     "shown",
+    "sizes",
 )
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -95,17 +96,18 @@ def optional_array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence
 
 
 def narrow(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> jax.Array:
-    """Like `array`, of indices, sizes or a map; int64 becomes int32.
+    """Like `array`, of indices, sizes or a map; dtypes that are wider than int32 become int32.
 
     What int32 can't hold becomes the nearest that it can: zero stays zero and an index or a size that is out of range
     stays so, since all ranges end below 2^31.
     """
     value = _checked(name, value, dtypes, shape)
-    if value.dtype == np.int64:
+    if value.dtype in (np.int64, np.uint32, np.uint64):
+        lowest = max(_INT32.min, np.iinfo(value.dtype).min)
         if not isinstance(value, jax.Array):
-            value = np.clip(value, _INT32.min, _INT32.max).astype(np.int32)
-        elif jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            value = jnp.clip(value, _INT32.min, _INT32.max)
+            value = np.clip(value, lowest, _INT32.max)
+        elif value.dtype == np.uint32 or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            value = jnp.clip(value, lowest, _INT32.max)
         value = value.astype(np.int32)
     return jnp.asarray(value)
 
@@ -113,6 +115,11 @@ def narrow(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) 
 def indices(name: str, value: Any, shape: Sequence[Axis]) -> jax.Array:
     """Indices or sizes of any of INDICES as int32, an index or size out of range as one that is out of range."""
     return narrow(name, value, INDICES, shape).astype(jnp.int32)
+
+
+def sizes(name: str, value: Any, shape: Sequence[Axis]) -> jax.Array:
+    """Sizes of groups or chunks, of any integer dtype, as int32; see `indices`."""
+    return narrow(name, value, INTEGERS, shape).astype(jnp.int32)
 
 
 def amounts(

@@ -66,7 +66,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any, probs:
     Args:
       inp: [..., D], leading dimensions flattened to R; float32, bfloat16, float16, or without a gradient bool, uint8,
         int16, int32, int64.
-      split_sizes: int16, int32 or int64 [S], the rows of every chunk. Rows past their sum stay where they are.
+      split_sizes: integers [S], the rows of every chunk. Rows past their sum stay where they are.
       sorted_indices: int16, int32 or int64 [S], a permutation of 0 ... S-1.
       probs: float32, bfloat16 or float16, R numbers that go with the rows; None: none.
 
@@ -106,7 +106,7 @@ def sort_by_index(
     """`sort_chunks_by_index` of rows by their name in the public function; `of`: whose integers these are."""
     ((name, inp),) = rows.items()
     inp = _check.array(name, inp, ANY_DTYPE, (..., "R", "D"))
-    split_sizes = _check.indices(f"{of}split_sizes", split_sizes, ("S",))
+    split_sizes = _check.sizes(f"{of}split_sizes", split_sizes, ("S",))
     sorted_indices = _check.indices(f"{of}sorted_indices", sorted_indices, (("S", split_sizes.shape[0]),))
     check_whole(function, **{name: inp, "split_sizes": split_sizes, "sorted_indices": sorted_indices})
     x = flat(inp)

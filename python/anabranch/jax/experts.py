@@ -23,6 +23,7 @@ from anabranch.precision import (
     AUTO,
     FP8,
     HIGHEST,
+    TF32,
     check_fp8,
     check_fp8_widths,
     precision_number,
@@ -127,10 +128,41 @@ def check_fp8_operands(config: FfnConfig, w_in: jax.Array, quantized: Any) -> Qu
 # ---------------------------------------------------------------- grouped matmul
 
 
+def alike(dtype: Any, precision: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+    """The operands and the precision of a GEMM whose operands and result have one dtype.
+
+    Args:
+      dtype: of the result.
+      precision: of float32 operands, a number of anabranch.precision.
+      x, w: operands of any float dtype.
+
+    Returns:
+      All three as they are, if x and w have `dtype`. Else x and w in float32, so that nothing is rounded before the
+      result is; without a float32 operand the precision is TF32, which holds every 16-bit value exactly.
+    """
+    if x.dtype == w.dtype == dtype:
+        return x, w, precision
+    exact_in_tf32 = jnp.float32 not in (x.dtype, w.dtype)
+    return x.astype(jnp.float32), w.astype(jnp.float32), TF32 if exact_in_tf32 else precision
+
+
 def grouped_product(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, transpose_w: bool, precision: int, fp8_scales: int = 0
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_w: bool,
+    precision: int,
+    fp8_scales: int = 0,
+    dtype: Any = None,
 ) -> jax.Array:
-    """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e; the rule without its gradient."""
+    """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e, of the given dtype (None: that of x).
+
+    The rule without its gradient. Dtypes may differ, except with FP8; see `alike`.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if precision != FP8:
+        x, w, precision = alike(dtype, precision, x, w)
     y = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transpose_w else 2]), x.dtype)
     operands = {"x": x, "w": w, "group_sizes": group_sizes}
     options: dict[str, Any] = {"transpose_w": int(transpose_w), "precision": precision}
@@ -139,18 +171,24 @@ def grouped_product(
         operands = {"x": rows.q, "x_scales": rows.scales, "w_q": weights.q, "w_scales": weights.scales}
         operands["group_sizes"], options["fp8_scales"] = group_sizes, fp8_scales
     results = _ffi.call("ab_xla_grouped_matmul", operands, {"y": y}, **options)
-    return results["y"]
+    return results["y"].astype(dtype)
 
 
 def grouped_weight_gradient(
     x: jax.Array, d_y: jax.Array, group_sizes: jax.Array, dtype: Any, *, precision: int
 ) -> jax.Array:
-    """d_w[E, D, N] = x^T d_y over the rows of expert e, of any float dtype; zero for an expert without rows."""
+    """d_w[E, D, N] = x^T d_y over the rows of expert e, of any float dtype; zero for an expert without rows.
+
+    A GPU's tensor cores need operands of one dtype, and a result of that dtype or float32: others are converted here.
+    """
+    if x.dtype != d_y.dtype:
+        x, d_y = x.astype(jnp.float32), d_y.astype(jnp.float32)
     E, (R, D), N = group_sizes.shape[0], x.shape, d_y.shape[1]
     operands = {"x": x, "d_y": d_y, "group_sizes": group_sizes}
-    results = {"d_w": jax.ShapeDtypeStruct((E, D, N), dtype)}
+    results = {"d_w": jax.ShapeDtypeStruct((E, D, N), dtype if dtype == x.dtype else jnp.float32)}
     workspace = _workspaces.grouped_matmul_dw(R, E, D, N, x.dtype, d_y.dtype)
-    return _ffi.call("ab_xla_grouped_matmul_dw", operands, results, workspace=workspace, precision=precision)["d_w"]
+    called = _ffi.call("ab_xla_grouped_matmul_dw", operands, results, workspace=workspace, precision=precision)
+    return called["d_w"].astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +200,8 @@ class GroupedProduct:
     """See anabranch.precision."""
     fp8_scales: int = 0
     """The same."""
+    dtype: Any = None
+    """Of the result; None: that of x."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -177,8 +217,8 @@ def _grouped_matmul_forward(options: GroupedProduct, *operands: jax.Array) -> tu
 def _grouped_matmul_backward(options: GroupedProduct, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
     x, w, group_sizes = residuals
     o, of_weights = options, HIGHEST if options.precision == FP8 else options.precision
-    back = dataclasses.replace(o, transpose_w=not o.transpose_w)
-    d_x = grouped_product(d_y.astype(x.dtype), w, group_sizes, **dataclasses.asdict(back))
+    back = dataclasses.replace(o, transpose_w=not o.transpose_w, dtype=x.dtype)
+    d_x = grouped_product(d_y, w, group_sizes, **dataclasses.asdict(back))
     left, right = (d_y, x) if o.transpose_w else (x, d_y)
     return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=of_weights), None
 
@@ -200,7 +240,7 @@ def grouped_matmul(
     Args:
       x: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
       w: [E, D, N], or with transpose_w [E, N, D]; dtype of x.
-      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+      group_sizes: integers [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
       transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
       precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`. "fp8": x and w
@@ -222,7 +262,7 @@ def grouped_matmul(
     [2.0, 5.0, 5.0]
     """
     x = grouped_rows("x", x)
-    sizes = _check.indices("group_sizes", group_sizes, ("E",))
+    sizes = _check.sizes("group_sizes", group_sizes, ("E",))
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = _check.boolean("transpose_w", transpose_w)
     w = _check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
@@ -292,7 +332,7 @@ def expert_ffn(
       rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
       w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, as for w_out and the biases.
       w_out: [E, F, D].
-      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+      group_sizes: integers [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
       activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" (squared)
         or "linear", which stands for act(h_gate) h_up, or an `Activation`, of two inputs and with parameters.
@@ -323,7 +363,7 @@ def expert_ffn(
     [[3.0], [0.0]]
     """
     rows = grouped_rows("rows", rows)
-    sizes = _check.indices("group_sizes", group_sizes, ("E",))
+    sizes = _check.sizes("group_sizes", group_sizes, ("E",))
     layouts = check_layouts(w_in_layout, w_out_layout)
     given = w_in, w_out, b_in, b_out
     arrays, _, P = experts_arrays(layouts, rows, (str(rows.dtype),), *given, num_experts=sizes.shape[0])

@@ -9,51 +9,51 @@ import jax.numpy as jnp
 from anabranch.jax import _check
 from anabranch.jax._ffn import SlotProduct
 from anabranch.jax._sharding import check_whole, vary_alike
-from anabranch.jax.experts import grouped_product, grouped_rows, grouped_weight_gradient
-from anabranch.jax.ragged_dot import check_product
+from anabranch.jax.experts import (
+    GroupedProduct,
+    alike,
+    grouped_matmul_rule,
+    grouped_product,
+    grouped_rows,
+    grouped_weight_gradient,
+)
+from anabranch.jax.ragged_dot import precision_of_factors, refuse_argument, result_dtype
 from anabranch.precision import HIGHEST
 
 
 class _Config(NamedTuple):
     transpose: bool
     precision: int
-
-
-def _forward(
-    config: _Config, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array | None
-) -> jax.Array:
-    if bias is None:
-        return grouped_product(x, kernel, group_sizes, transpose_w=config.transpose, precision=config.precision)
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # each of them a token of its own
-    product = SlotProduct(x, kernel, group_sizes, rows, config.precision, bias, transpose_w=config.transpose)
-    return product.sum(rows[:, None], None, x.dtype)
+    dtype: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_dense(
-    config: _Config, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array | None
+def _biased_product(
+    config: _Config, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array
 ) -> jax.Array:
-    return _forward(config, x, kernel, group_sizes, bias)
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # each of them a token of its own
+    of_sum = config.dtype if bias.dtype == config.dtype else jnp.float32
+    x, kernel, precision = alike(of_sum, config.precision, x, kernel)
+    product = SlotProduct(x, kernel, group_sizes, rows, precision, bias, transpose_w=config.transpose)
+    return product.sum(rows[:, None], None, config.dtype)
 
 
-def _grouped_dense_forward(config: _Config, *operands: Any) -> tuple[jax.Array, Any]:
-    return _forward(config, *operands), operands
+def _biased_product_forward(config: _Config, *operands: jax.Array) -> tuple[jax.Array, Any]:
+    return _biased_product(config, *operands), operands
 
 
-def _grouped_dense_backward(config: _Config, operands: Any, d_y: jax.Array) -> tuple[Any, ...]:
+def _biased_product_backward(config: _Config, operands: Any, d_y: jax.Array) -> tuple[Any, ...]:
     x, kernel, group_sizes, bias = operands
-    transpose, precision = config
-    d_x = grouped_product(d_y, kernel, group_sizes, transpose_w=not transpose, precision=precision)
+    transpose, precision, _ = config
+    d_x = grouped_product(d_y, kernel, group_sizes, transpose_w=not transpose, precision=precision, dtype=x.dtype)
     left, right = (d_y, x) if transpose else (x, d_y)
     d_kernel = grouped_weight_gradient(left, right, group_sizes, kernel.dtype, precision=precision)
-    if bias is None:
-        return d_x, d_kernel, None, None
-    ones = jnp.ones((x.shape[0], 1), x.dtype)  # the sum over the rows of every group, of d_y as it is
+    ones = jnp.ones((x.shape[0], 1), d_y.dtype)  # the sum over the rows of every group, of d_y as it is
     d_bias = grouped_weight_gradient(ones, d_y, group_sizes, bias.dtype, precision=HIGHEST)[:, 0]
     return d_x, d_kernel, None, d_bias
 
 
-_grouped_dense.defvjp(_grouped_dense_forward, _grouped_dense_backward)
+_biased_product.defvjp(_biased_product_forward, _biased_product_backward)
 
 
 def _transposes(contracting_dims: Any) -> bool:
@@ -87,17 +87,17 @@ def grouped_dense(
 
     Args:
       x: float32, bfloat16 or float16 [M, K]; rows of one group stand together, group 0 first.
-      kernel: [G, K, N]; dtype of x.
-      group_sizes: int16, int32 or int64 [G], on the device.
+      kernel: [G, K, N], any of these dtypes.
+      group_sizes: integers [G], on the device. Sizes past M are cut, negative ones count as 0.
       contracting_dims: ((1,), (1,)), or ((1,), (2,)) for a kernel [G, N, K], which is used as it is stored.
-      bias: [G, N], dtype of x, or None.
+      bias: [G, N], any of these dtypes, or None. It takes part in the promotion of dtypes.
       precision, preferred_element_type, group_offset: as in `ragged_dot`.
       quantizer_set: None; there is no quantisation here.
       kernel_fsdp_info: (None, -1); arrays are whole, or a jax.shard_map's.
       kernel_amax: None; other versions of TransformerEngine take it, before precision.
 
     Returns:
-      [M, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero, bias or not.
+      [M, N], dtypes as in `ragged_dot`. Rows past the sum of the sizes are zero, bias or not.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -115,21 +115,24 @@ def grouped_dense(
       [3.0, 13.0, 13.0, 0.0]
     """
     x = grouped_rows("x", x)
-    sizes = _check.indices("group_sizes", group_sizes, ("G",))
-    (_, K), G, dtype = x.shape, sizes.shape[0], (str(x.dtype),)
+    sizes = _check.sizes("group_sizes", group_sizes, ("G",))
+    (_, K), G = x.shape, sizes.shape[0]
     transpose = _transposes(contracting_dims)
     shape = (("G", G), "N", ("K", K)) if transpose else (("G", G), ("K", K), "N")
-    kernel = _check.array("kernel", kernel, dtype, shape)
+    kernel = _check.array("kernel", kernel, _check.FLOATS, shape)
     N = kernel.shape[1 if transpose else 2]
-    bias = _check.optional_array("bias", bias, dtype, (("G", G), ("N", N)))
-    number = check_product(x.dtype, precision, preferred_element_type, group_offset)
+    bias = _check.optional_array("bias", bias, _check.FLOATS, (("G", G), ("N", N)))
+    number = precision_of_factors(precision)
+    dtype = result_dtype(preferred_element_type, x, kernel, *(() if bias is None else (bias,)))
+    refuse_argument("group_offset", group_offset, "all groups are computed; slice group_sizes and the rows")
     for name, value in (("kernel_amax", kernel_amax), ("quantizer_set", quantizer_set)):
-        if value is not None:
-            raise ValueError(f"{name}: got {_check.describe(value)}, expected None: there is no quantisation here")
+        refuse_argument(name, value, "quantisation is unsupported")
     if not isinstance(kernel_fsdp_info, (tuple, list)) or tuple(kernel_fsdp_info) != (None, -1):
         raise ValueError(
             f"kernel_fsdp_info: got {_check.shown(kernel_fsdp_info)}, expected (None, -1): gather the kernel, or use "
             "moe(..., parallel=...)"
         )
     check_whole("grouped_dense", x=x, kernel=kernel, group_sizes=sizes, bias=bias)
-    return _grouped_dense(_Config(transpose, number), *vary_alike(x, kernel, sizes, bias))
+    if bias is None:
+        return grouped_matmul_rule(GroupedProduct(transpose, number, dtype=dtype), *vary_alike(x, kernel, sizes))
+    return _biased_product(_Config(transpose, number, dtype), *vary_alike(x, kernel, sizes, bias))

@@ -138,6 +138,8 @@ class MoEBlock(nn.Module):
     precision: str = "highest"
     fp8_scales: str = "float32"
 
+    # Methods that Flax wraps can't be called before a module is set up (tabulate asserts it), and those that are called
+    # later would be rows of tabulate's table: so helpers are marked nowrap.
     def __post_init__(self) -> None:
         """Checks the attributes."""
         self._options()
@@ -162,6 +164,7 @@ class MoEBlock(nn.Module):
             initializer(name, getattr(self, name))
         super().__post_init__()
 
+    @nn.nowrap
     def _check_what_has_no_use(self) -> None:
         """Attributes of TransformerEngine's that may ask for nothing else than what is done anyway."""
         axes, of_parallel = self.data_parallelism_axes, () if self.parallel is None else self.parallel.data_axes
@@ -181,6 +184,7 @@ class MoEBlock(nn.Module):
             if value is not None:
                 raise ValueError(f"{name}: got {_check.describe(value)}, expected None; {reason}")
 
+    @nn.nowrap
     def _options(self) -> dict[str, Any]:
         """The options by the names of `moe`, checked by the names here."""
         E = _check.integer("num_experts", self.num_experts, 1, _check.INDEX_LIMIT - 1)
@@ -208,11 +212,13 @@ class MoEBlock(nn.Module):
         layer_config(E, 2, **options)
         return options
 
+    @nn.nowrap
     def _parameter(self, name: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
         partitioned = nn.with_logical_partitioning(init, axes) if axes else init
         value: jax.Array = self.param(name, partitioned, shape, self.dtype)  # type: ignore[assignment]
         return value
 
+    @nn.nowrap
     def _of_experts(self, name: str, argument: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
         """The parameter of an argument of `moe`, in its layout; axes and shape in our own."""
         order = Layouts(self.wi_layout, self.wo_layout).from_ours(argument)
@@ -233,9 +239,11 @@ class MoEBlock(nn.Module):
 
         return self._parameter(name, in_layout, ordered(axes), ordered(shape))
 
+    @nn.nowrap
     def _initializer(self, name: str, default: Initializer | None = None) -> Initializer:
         return initializer(name, getattr(self, name), default)
 
+    @nn.nowrap
     def _expert_bias(self) -> jax.Array | None:
         if not (self.use_expert_routing_bias or self.use_expert_bias):
             return None
@@ -247,6 +255,7 @@ class MoEBlock(nn.Module):
         value: jax.Array = self.variable("router_state", "expert_bias", initial).value
         return value
 
+    @nn.nowrap
     def _shared(self, x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
         """The shared expert's output."""
         D, S, axes = x.shape[-1], self.shared_features, self.wi_kernel_axes

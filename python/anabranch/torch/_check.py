@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from anabranch.checks import INDEX_LIMIT, boolean, choice, describe, integer, number
+from anabranch.rows import check_num_rows
 
 __all__ = (
     "BOOL",
@@ -24,9 +25,11 @@ __all__ = (
     "describe",
     "indices",
     "integer",
+    "num_rows",
     "number",
     "on_device_of",
     "optional_tensor",
+    "size",
     "tensor",
     "too_many",
     "written",
@@ -89,6 +92,16 @@ def tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence
 def optional_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor | None:
     """Like `tensor`; None stays None."""
     return None if value is None else tensor(name, value, dtypes, shape)
+
+
+def size(name: str, value: Any, minimum: int = 0, maximum: int = INDEX_LIMIT - 1) -> int:
+    """Like `integer`, of a number that may follow from shapes: a symbolic one stays symbolic in an exported program."""
+    return value if isinstance(value, torch.SymInt) else integer(name, value, minimum, maximum)  # type: ignore[return-value]
+
+
+def num_rows(name: str, value: Any, align_size: int = 1) -> int:
+    """Returns a number of rows that is a multiple of align_size and below 2^31; a symbolic one as in `size`."""
+    return check_num_rows(name, value, align_size, size)
 
 
 def too_many(number: Any) -> bool:

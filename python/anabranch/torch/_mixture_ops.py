@@ -96,7 +96,7 @@ def _allocate_mixture(
         )
         routing = (weights, experts, *statistics)
         T, K = weights.shape
-    R = num_rows_needed(T * K, o.num_experts, o.align_size)
+    R = num_rows_needed(T * K, o.num_experts, o.align_size, torch.sym_min)
     rows = (integers(T, K), integers(R), integers(o.num_experts))
     quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
     output, h = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.network)

@@ -19,8 +19,7 @@ _DENSE_COUNTS = (*_check.INDICES, torch.uint8, *_check.FLOATS)
 def _num_tokens(name: str, value: Any, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A number of tokens, a Python int or a tensor (a scalar, or of `shape`), as float32."""
     if not isinstance(value, Tensor):
-        number = _check.integer(name, value, 0, _check.INDEX_LIMIT - 1)
-        return torch.full((), float(number), dtype=torch.float32, device=like.device)
+        return torch.full((), _check.size(name, value), dtype=torch.float32, device=like.device)
     tokens = _check.tensor(name, value, _COUNTS, () if value.dim() == 0 else shape)
     _check.on_device_of("the sums", like, **{name: tokens})
     return tokens.detach().float()
@@ -166,7 +165,7 @@ def fused_moe_aux_loss(
     if isinstance(total_num_tokens, Tensor):
         tokens = _check.tensor("total_num_tokens", total_num_tokens, _check.INDICES, ()).long()
     else:
-        number = _check.integer("total_num_tokens", total_num_tokens, 0, _check.INDEX_LIMIT - 1)
+        number = _check.size("total_num_tokens", total_num_tokens)
         tokens = torch.full((), number, dtype=torch.int64, device=probs.device)
     _check.on_device_of("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
     loss: Tensor = _MoEAuxLoss.call(probs, counts.detach(), tokens, topk, E, coeff)

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from anabranch.rows import check_num_rows
 from anabranch.torch import _check, _ops
 from anabranch.torch._autograd import Function
 from anabranch.torch.dispatch import ANY_DTYPE
@@ -28,7 +27,7 @@ class _SortChunks(Function):
 
 def _operands(inp: Any, split_sizes: Any, sorted_index: Any) -> tuple[Tensor, Tensor, Tensor]:
     inp = _check.tensor("inp", inp, ANY_DTYPE, ("R", "D"))
-    check_num_rows("inp", inp.shape[0], 1)
+    _check.num_rows("inp", inp.shape[0])
     sizes = _check.indices("split_sizes", split_sizes, ("S",))
     order = _check.indices("sorted_index", sorted_index, (("S", sizes.shape[0]),))
     _check.on_device_of("inp", inp, split_sizes=sizes, sorted_index=order)

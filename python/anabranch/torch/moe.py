@@ -327,7 +327,7 @@ def moe(
         )
     aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
     if any(coefficients):
-        number = torch.full_like(aux, float(tokens.shape[0])) if token_mask is None else token_mask.sum().float()
+        number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
         squares = result.lse.square().sum() if z_loss_coeff else aux  # of a masked token lse is 0
         sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
         if (losses_over := group if loss_group is None else loss_group) is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch._text import shown
-from anabranch.rows import check_num_rows, check_num_slots
+from anabranch.rows import check_num_slots
 from anabranch.torch import _check, _ops
 from anabranch.torch._autograd import Function
 from anabranch.torch.dispatch import ANY_DTYPE, _Combine, _Dispatch
@@ -92,7 +92,7 @@ def _rows_of_mask(num_out_tokens: Any) -> int:
             "num_out_tokens: got none with a mask, expected the number of its nonzero entries: to count them, a device "
             "would have to be waited for"
         )
-    return check_num_rows("num_out_tokens", number, 1)
+    return _check.num_rows("num_out_tokens", number)
 
 
 def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor,
     _check.on_device_of("inp", inp, routing_map=index)
     check_num_slots("routing_map", *index.shape)
     N = index.numel()
-    R = _check.integer("num_out_tokens", _on_host(num_out_tokens), -1, _check.INDEX_LIMIT - 1)
+    R = _check.size("num_out_tokens", _on_host(num_out_tokens), -1)
     R = N if R <= 0 else R
     keys = torch.where(index < 0, _NO_EXPERT, index).reshape(-1)
     order = keys.argsort(stable=True)
@@ -278,14 +278,14 @@ def moe_permute_and_pad_with_probs(
     given = _check.tensor("tokens_per_expert", tokens_per_expert, _check.INDICES, (("E", mask.shape[1]),))
     a = _check.integer("align_size", align_size, 1, _check.INDEX_LIMIT - 1)
     if num_rows is not None:
-        R = check_num_rows("num_rows", num_rows, a)
+        R = _check.num_rows("num_rows", num_rows, a)
     elif given.device.type != "cpu":
         raise ValueError(
             f"tokens_per_expert: got a tensor on {given.device}, expected one on the CPU, whose sum says how many rows "
             "there are, or num_rows"
         )
     else:
-        R = check_num_rows("tokens_per_expert", int(_round_up(given.clamp(min=0), a).sum()), a)
+        R = _check.num_rows("tokens_per_expert", int(_round_up(given.clamp(min=0), a).sum()), a)
     rows, permuted_probs, row_id_map, counts = _permute(inp, mask, R, a, probs)
     assert permuted_probs is not None
     padded = _round_up(counts, a)
@@ -349,7 +349,7 @@ def moe_unpermute(
     """
     inp = _check.tensor("inp", inp, _check.FLOATS, ("R", "D"))
     R, D = inp.shape
-    check_num_rows("inp", R, 1)
+    _check.num_rows("inp", R)
     if probs is not None and merging_probs is not None:
         raise ValueError("probs: got one together with merging_probs, its other name, expected None")
     name, weights = ("probs", probs) if probs is not None else ("merging_probs", merging_probs)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anabranch.rows import check_num_rows, check_num_slots, num_rows_needed
+from anabranch.rows import check_num_slots, num_rows_needed
 from anabranch.torch import _check, _ops
 
 
@@ -82,7 +82,7 @@ def plan(
     P = _check.integer("num_destinations", num_destinations, 1, E)
     if E % P:
         raise ValueError(f"num_destinations: got {P}, expected a divisor of {E} experts")
-    needed = P * num_rows_needed(T * K, E // P, align_size)
+    needed = P * num_rows_needed(T * K, E // P, align_size, torch.sym_min)
     if num_rows is None and needed >= _check.INDEX_LIMIT:
         raise ValueError(
             f"num_rows: got None, which align_size {align_size} and num_destinations {P} make {needed}, expected "
@@ -90,7 +90,7 @@ def plan(
         )
     R = needed
     if num_rows is not None:
-        R = check_num_rows("num_rows", num_rows, P * max(align_size, 1))
+        R = _check.num_rows("num_rows", num_rows, P * max(align_size, 1))
     return plan_of(experts, E, R, align_size, P)
 
 

@@ -153,6 +153,13 @@ def test_jaxs_own_argument_is_not_left_aside(precision, number):
     assert precisions(biased) == {*each({COMBINE, *PRODUCTS}, number), of_bias}
 
 
+def test_copies_of_16_bits_multiply_as_tf32():
+    """Which holds them exactly; a gradient's factor of float32 is not one of them."""
+    x, w = (a.astype(jnp.bfloat16) for a in (ones(R, D), ones(E, D, F)))
+    wide = program(lambda x, w: ab.ragged_dot(x, w, SIZES, preferred_element_type=jnp.float32), x, w)
+    assert precisions(wide) == {("grouped_matmul", 1), *each(PRODUCTS, 0)}
+
+
 @pytest.mark.parametrize(
     "precision", [("high",), ("high", "high", "high"), (), "tf32", 1, True, ["high", "sharp"], [[]]]
 )

@@ -30,6 +30,7 @@ MASK, MAP = np.ones(T, bool), np.ones((T, E), bool)
 DISPATCHED = ab.token_dispatch(floats(T, D), MAP, T * E, align_size=4)
 PURE = ab.pure_jax_token_dispatch(floats(T, D), EXPERTS, E, K, 4)
 ARRIVED = ab.local_permute_after_a2a(floats(R, D), np.ones((P, E), np.int32), 0, P)
+CONTRACTED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 RAGGED = dict(all_shards_tokens_per_expert=np.ones((P, E), np.int32), shard_id=0, num_expert_shards=P)
 ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
 MATRICES = dict(w_in=floats(E, D, 2, F), w_out=floats(E, F, D), b_in=floats(E, 2, F), b_out=floats(E, D))
@@ -88,6 +89,7 @@ CALLS = {
     ),
     ab.fused_topk_with_score_function: dict(logits=floats(T, E))
     | {n: v for n, v in ROUTING.items() if n != "token_mask"},
+    ab.gmm: dict(lhs=floats(R, D), rhs=floats(E, D, F), group_sizes=np.ones(E, np.int32), transpose_rhs=False),
     ab.grouped_dense: dict(
         x=floats(R, D), kernel=floats(E, D, F), group_sizes=np.ones(E, np.int32), bias=floats(E, F), precision="highest"
     ),
@@ -117,6 +119,9 @@ CALLS = {
     ),
     ab.quantile_bias: dict(histogram=np.ones((E, 4), np.int32), lower=-1.0, upper=1.0, topk=K),
     ab.ragged_dot: dict(lhs=floats(R, D), rhs=floats(E, D, F), group_sizes=np.ones(E, np.int32)),
+    ab.ragged_dot_general: dict(
+        lhs=floats(R, D), rhs=floats(R, F), group_sizes=np.ones(E, np.int32), ragged_dot_dimension_numbers=CONTRACTED
+    ),
     ab.quantize_experts: dict(w_in=floats(E, 128, 2, 128), w_out=floats(E, 128, 128)),
     ab.route: dict(logits=floats(T, E), **ROUTING),
     ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),

@@ -116,7 +116,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         operands.b_in,
         as_multiplied(layer.network, operands.w_out, x.dtype),
         operands.b_out,
-        *of_forward(operands.quantized),
+        *of_forward(operands.quantized()),
         *_network(config, chosen.topk),
     )
     output = chosen.collect(route, sums, None if there is not None else weights, x.dtype)
@@ -148,7 +148,7 @@ class _GroupMixture(Function):
         ctx.save_for_backward(
             *(operands.x, operands.w_in, operands.w_out, operands.b_in, operands.b_out),
             *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
-            *(result.h, result.logits, result.lse, *of_backward(operands.quantized)),
+            *(result.h, result.logits, result.lse, *of_backward(operands.quantized())),
             *(getattr(result, name) for name in Route._fields),
         )
 

@@ -91,9 +91,11 @@ class Operands(NamedTuple):
     quantized_w_out_transposed: Tensor | None = None
     quantized_w_out_scales: Tensor | None = None
 
-    @property
     def quantized(self) -> QuantizedExperts | None:
-        """None: there are none."""
+        """The operand of that name; None: it was not given.
+
+        This is a method because Dynamo of torch 2.9 and 2.10 does not follow properties of a NamedTuple.
+        """
         return quantized_of(self[-len(QuantizedExperts._fields) :])
 
 
@@ -146,7 +148,7 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     results: tuple[Tensor, ...] = _ops.mixture(
         x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         as_multiplied(config.network, o.w_in, x.dtype), o.b_in,
-        as_multiplied(config.network, o.w_out, x.dtype), o.b_out, *of_forward(o.quantized), *config.options,
+        as_multiplied(config.network, o.w_out, x.dtype), o.b_out, *of_forward(o.quantized()), *config.options,
     )  # fmt: skip
     return *results, x.new_empty((0,), dtype=torch.float32) if logits is None else logits
 
@@ -174,7 +176,7 @@ class _Mixture(Function):
             *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
             *(selection.weights, selection.experts, result.lse),
             *(result.h, result.logits, result.row_of_slot, result.slot_of_row, result.group_sizes),
-            *of_backward(o.quantized),
+            *of_backward(o.quantized()),
         )
 
     @staticmethod

@@ -81,13 +81,20 @@ def once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------- operations
 
 
-class _Undifferentiable(torch.autograd.Function):
-    """An operation, of whose results no derivative can be taken: an error, where one is."""
+class _Undifferentiable(torch.autograd.function._SingleLevelFunction):
+    """An operation whose results have no derivative: taking one raises.
+
+    The base class is torch's own for one level of torch.func: an operation's kernel already runs inside of a level, and
+    `torch.autograd.Function` would enter all of them again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, operation: Any, keys: Any, *arguments: Any) -> Any:
-        ctx.operation = operation
+    def forward(operation: Any, keys: Any, *arguments: Any) -> Any:
         return _below_autograd(operation, keys, arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.operation = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -95,10 +102,6 @@ class _Undifferentiable(torch.autograd.Function):
             f"{ctx.operation}: got a derivative to take of it, expected none: no gradient of anabranch is "
             "differentiable, and torch.compile may have lost the rule of a function inside torch.func"
         )
-
-
-#: Of autograd itself. `_Undifferentiable.apply` would go through torch.func, in whose layers a kernel stands already.
-_record = super(torch.autograd.Function, _Undifferentiable).apply
 
 
 def _below_autograd(operation: Any, keys: Any, arguments: Sequence[Any]) -> Any:
@@ -134,7 +137,7 @@ def undifferentiable(operation: Any, run: Callable[..., Any]) -> Callable[..., A
             raise NotImplementedError(f"{operation}: got a tangent, expected none: there is no forward-mode derivative")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
             with enable_single_level_autograd_function():
-                return _record(operation, keys, *arguments)
+                return _Undifferentiable.apply(operation, keys, *arguments)
         if keys in _PLAIN:
             return run(*arguments)
         return _below_autograd(operation, keys, arguments)

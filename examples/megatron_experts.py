@@ -1,0 +1,146 @@
+"""Megatron-Core's mixture of experts computed by anabranch: its grouped experts, and the functions of TransformerEngine.
+
+Put this file where Python finds it. Experts are a module of the layer's specification:
+
+    experts = layer_spec.submodules.mlp.submodules.experts
+    experts.module = AnabranchTEGroupedMLP  # where it was TEGroupedMLP; AnabranchGroupedMLP for GroupedMLP
+
+Parameters, their names and checkpoints stay Megatron's. Experts are gated with silu and have no biases; every other
+option that changes what they compute is an error. `use_fused_functions()` replaces the eight functions of
+TransformerEngine that `moe_router_fusion` and `moe_permute_fusion` call.
+"""
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import GroupedMLP, TEGroupedMLP
+from torch import Tensor
+
+import anabranch.torch as ab
+from anabranch.torch import expert_ffn
+
+EXPECTED = {
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "delay_wgrad_compute": False,  # weight gradients come with the others
+}
+"""What these options have to be. Others that matter have to be what they are by default."""
+
+IRRELEVANT = frozenset(
+    # shapes and parameters, which are the module's own
+    "hidden_size ffn_hidden_size moe_ffn_hidden_size moe_latent_size params_dtype bf16 expert_model_parallel_size "
+    "init_method output_layer_init_method perform_initialization use_cpu_initialization "
+    # how the same numbers are computed: the activation is always fused, and recomputed in the backward pass
+    "bias_activation_fusion bias_dropout_fusion recompute_granularity recompute_modules "
+    # matters with moe_apply_probs_on_input alone
+    "moe_router_topk".split()
+)
+"""Options that the replaced classes read and that change no result."""
+
+
+def check_config(config: Any, replaced: type) -> None:
+    """Refuses a configuration that `replaced` would compute otherwise.
+
+    What matters is derived: the options that the source of `replaced` reads, and all of quantisation by name. An option
+    of a newer Megatron is among them and has to have its default value.
+
+    Raises:
+      ValueError: names the option, its value and what is expected.
+    """
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(config)
+    }
+    read = set(re.findall(r"\bconfig\.([a-z]\w*)", inspect.getsource(replaced))) - IRRELEVANT
+    quantised = {name for name in defaults if re.search(r"fp\d(?!\d)|quant", name)}
+    for name in sorted(read | quantised | EXPECTED.keys()):
+        expected = EXPECTED.get(name, defaults.get(name))
+        if (found := getattr(config, name, expected)) != expected:
+            raise ValueError(f"{name}: got {found}, expected {expected}")
+
+
+def _counts(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
+    """On the rows' device: Megatron may have them on the host. This does not wait for the device."""
+    return torch.as_tensor(tokens_per_expert).to(rows.device, non_blocking=True)
+
+
+class AnabranchGroupedMLP(GroupedMLP):
+    """Megatron's GroupedMLP: `weight1` [D, E 2F] holds [E, D, 2F], `weight2` [E F, D] holds [E, F, D]."""
+
+    def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
+        check_config(config, GroupedMLP)
+        super().__init__(num_local_experts, config, *args, **kwargs)
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Rows [R, D] of the experts in order. Their probabilities [R] multiply before the second product."""
+        rows, E, D = permuted_local_hidden_states, self.num_local_experts, self.config.hidden_size
+        w_in, w_out = self.weight1.view(E, D, 2, -1), self.weight2.view(E, -1, D)
+        counts = _counts(tokens_per_expert, rows)
+        return expert_ffn(rows, w_in, w_out, counts, weights=permuted_probs, weight_early=True), None
+
+
+class AnabranchTEGroupedMLP(TEGroupedMLP):
+    """Megatron's TEGroupedMLP: one parameter per expert, which every call stacks.
+
+    `linear_fc1.weight0` [2F, D] and so on, `linear_fc2.weight0` [D, F] and so on.
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
+        check_config(config, TEGroupedMLP)
+        super().__init__(num_local_experts, config, *args, **kwargs)
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Rows [R, D] of the experts in order. Their probabilities [R] multiply before the second product.
+
+        Raises:
+          ValueError: `linear_fc1` or `linear_fc2` has hooks on its forward pass, which is not called
+            (`overlap_param_gather` sets some).
+        """
+        rows, weights = permuted_local_hidden_states, []
+        for name in ("linear_fc1", "linear_fc2"):
+            linear = getattr(self, name)
+            if linear._forward_pre_hooks or linear._forward_hooks:
+                raise ValueError(f"{name}: got a module with forward hooks, expected none: they would not run")
+            weights.append(torch.stack([getattr(linear, f"weight{e}") for e in range(self.num_local_experts)]))
+        y = expert_ffn(
+            rows,
+            weights[0].unflatten(1, (2, -1)),
+            weights[1],
+            _counts(tokens_per_expert, rows),
+            weights=permuted_probs,
+            weight_early=True,
+            w_in_layout="pfd",
+            w_out_layout="df",
+        )
+        return y, None
+
+
+FUSED_FUNCTIONS = {
+    "fused_topk_with_score_function": ab.fused_topk_with_score_function,
+    "fused_compute_score_for_moe_aux_loss": ab.fused_compute_score_for_moe_aux_loss,
+    "fused_moe_aux_loss": ab.fused_moe_aux_loss,
+    "fused_permute": ab.moe_permute,
+    "fused_permute_with_probs": ab.moe_permute_with_probs,
+    "fused_unpermute": ab.moe_unpermute,
+    "fused_sort_chunks_by_index": ab.moe_sort_chunks_by_index,
+    "fused_sort_chunks_by_index_with_probs": ab.moe_sort_chunks_by_index_with_probs,
+}
+"""By Megatron's names: what it takes from TransformerEngine for the router and for moving tokens."""
+
+
+def use_fused_functions() -> None:
+    """Makes Megatron call ours where it would call TransformerEngine's, whether that is installed or not."""
+    for name, function in FUSED_FUNCTIONS.items():
+        setattr(moe_utils, name, function)
+    if not moe_utils.HAVE_TE:  # then Megatron also lacks the name of a GEMM that it asks for first
+        moe_utils.te_general_gemm = None
+        moe_utils.HAVE_TE = True

@@ -1,0 +1,301 @@
+"""examples/megatron_experts.py on Megatron-Core itself. Stand-ins replace only what needs CUDA."""
+
+import contextlib
+import dataclasses
+import itertools
+import types
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("megatron.core", reason="Megatron-Core is not installed: its adapters are not tested")
+
+import megatron_experts
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts, grouped_gemm_util, moe_utils, router
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SIZES, R, D, F = (5, 0, 7, 1), 13, 8, 12
+E = len(SIZES)
+OPTIONS = dict(
+    num_layers=1,
+    hidden_size=D,
+    num_attention_heads=2,
+    num_moe_experts=E,
+    moe_router_topk=2,
+    ffn_hidden_size=F,
+    moe_ffn_hidden_size=F,
+    gated_linear_unit=True,
+    activation_func=nn.functional.silu,
+    add_bias_linear=False,
+    use_cpu_initialization=True,
+)
+
+
+def normal(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory):
+    """A group of one, no compiler, and in place of CUDA's streams and devices what does nothing and the CPU."""
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
+        patch.setattr(torch.cuda, "Stream", mock.MagicMock)
+        patch.setattr(torch.cuda, "current_stream", mock.MagicMock())
+        patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        patch.setattr(router, "save_to_aux_losses_tracker", lambda *_, **__: None)  # a tensor on CUDA, to be printed
+        patch.setattr(experts, "HAVE_TE", experts.HAVE_TE)
+        for name in (*megatron_experts.FUSED_FUNCTIONS, "HAVE_TE", "te_general_gemm"):
+            patch.setattr(moe_utils, name, getattr(moe_utils, name, None), raising=False)
+        megatron_experts.use_fused_functions()
+        yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def grouped_gemm(monkeypatch):
+    """In place of the package grouped_gemm, which needs CUDA."""
+
+    def gmm(rows, weights, sizes, trans_b):
+        return torch.cat([part @ w for part, w in zip(rows.split(sizes.tolist()), weights, strict=True)])
+
+    monkeypatch.setattr(grouped_gemm_util, "grouped_gemm_is_available", lambda: True)
+    monkeypatch.setattr(grouped_gemm_util, "ops", types.SimpleNamespace(gmm=gmm))
+
+
+class GroupedLinear(nn.Module):
+    """In place of TransformerEngine's, which needs CUDA: one weight per expert."""
+
+    def __init__(self, num_gemms, input_size, output_size, **_):
+        super().__init__()
+        for e in range(num_gemms):
+            weight = normal(output_size, input_size, seed=input_size + e) / input_size**0.5
+            self.register_parameter(f"weight{e}", nn.Parameter(weight))
+
+    def forward(self, x, sizes):
+        parts = zip(x.split(list(sizes)), self.parameters(), strict=True)
+        return torch.cat([part @ weight.T for part, weight in parts]), None
+
+
+def mlp(kind, config=None, **options):
+    """Megatron's experts, or ours."""
+    config = config or TransformerConfig(**OPTIONS | options)
+    config.bf16 = True  # GroupedMLP asks for it; parameters are float32
+    groups = ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp"])
+    linears = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    submodules = [linears] if issubclass(kind, experts.TEGroupedMLP) else []
+    torch.manual_seed(0)
+    return kind(E, config, *submodules, pg_collection=groups)
+
+
+KINDS = {
+    experts.GroupedMLP: megatron_experts.AnabranchGroupedMLP,
+    experts.TEGroupedMLP: megatron_experts.AnabranchTEGroupedMLP,
+}
+
+
+def results(module, rows, sizes):
+    """The output and the gradients of rows, probabilities and parameters."""
+    leaves = [normal(rows, D, seed=0).requires_grad_(), normal(rows, seed=5).abs().requires_grad_()]
+    output, bias = module(leaves[0], torch.tensor(sizes), leaves[1])
+    assert bias is None
+    return output, *torch.autograd.grad(output, [*leaves, *module.parameters()], normal(rows, D, seed=9))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [SIZES, (0,) * E])
+def test_experts_compute_what_they_replace(kind, sizes):
+    theirs, ours = mlp(kind), mlp(KINDS[kind])
+    ours.load_state_dict(theirs.state_dict())
+    close(results(ours, sum(sizes), sizes), results(theirs, sum(sizes), sizes))
+
+
+CHANGED = dict(
+    gated_linear_unit=False,
+    activation_func=nn.functional.gelu,
+    add_bias_linear=True,
+    activation_func_clamp_value=7.0,
+    activation_func_fp8_input_store=True,
+    delay_wgrad_compute=True,
+    fine_grained_activation_offloading=True,
+    fp4="e2m1",
+    fp8="hybrid",
+    glu_linear_offset=1.0,
+    moe_apply_probs_on_input=True,
+    quant_recipe=object(),
+    use_te_activation_func=True,
+)
+#: Without effect on GroupedMLP.
+OF_TE = {
+    "activation_func_clamp_value",
+    "fine_grained_activation_offloading",
+    "glu_linear_offset",
+    "use_te_activation_func",
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_option_that_changes_the_result_is_refused(name):
+    config = TransformerConfig(**OPTIONS)
+    setattr(config, name, CHANGED[name])
+    for theirs, ours in KINDS.items():
+        if theirs is experts.TEGroupedMLP or name not in OF_TE:
+            with pytest.raises(ValueError, match=f"^{name}: got "):
+                mlp(ours, config)
+
+
+def test_an_option_of_a_newer_version_is_refused():
+    """One of quantisation by its name, any other where the replaced class reads it."""
+
+    @dataclasses.dataclass
+    class Newer(TransformerConfig):
+        fp2: bool = False
+        expert_dropout: float = 0.0
+        of_attention: float = 0.0
+
+    class NewerMLP:
+        def forward(self):
+            return self.config.expert_dropout
+
+    megatron_experts.check_config(Newer(**OPTIONS, of_attention=1.0), NewerMLP)
+    for name, value in {"fp2": True, "expert_dropout": 0.1}.items():
+        with pytest.raises(ValueError, match=f"^{name}: got {value}, expected "):
+            megatron_experts.check_config(Newer(**OPTIONS, **{name: value}), NewerMLP)
+
+
+def test_hooks_that_would_not_run_are_refused():
+    module = mlp(megatron_experts.AnabranchTEGroupedMLP)
+    module.linear_fc2.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="^linear_fc2: got a module with forward hooks"):
+        results(module, R, SIZES)
+
+
+def both(function, leaf, others=()):
+    """(fused, not fused): the results of a function of Megatron's and the gradients of what is in float."""
+    found = []
+    for fused in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (leaf, *others)]
+        outputs = function(fused, *leaves)
+        wanted = [o for o in outputs if o.requires_grad]
+        cotangents = [normal(*o.shape, seed=i) for i, o in enumerate(wanted)]
+        found.append([*outputs, *torch.autograd.grad(wanted, leaves, cotangents, allow_unused=True)])
+    return found
+
+
+def routings():
+    """Every way of Megatron's router to select and to weight."""
+    for topk, scale, groups in itertools.product((1, 2, 4), (None, 2.5), ((None, None), (4, 2))):
+        if groups[1] and topk % groups[1]:
+            continue
+        options = dict(topk=topk, scaling_factor=scale, num_groups=groups[0], group_topk=groups[1])
+        yield options | dict(score_function="softmax", use_pre_softmax=True)
+        if topk > 1:
+            yield options | dict(score_function="softmax", use_pre_softmax=False)
+        for bias in (None, normal(8, seed=2)):
+            yield options | dict(score_function="sigmoid", expert_bias=bias)
+
+
+def test_the_router_is_megatrons():
+    count = 0
+    for options in routings():
+        got, want = both(
+            lambda fused, logits, o=options: moe_utils.topk_routing_with_score_function(logits, fused=fused, **o),
+            normal(24, 8, seed=1),
+        )
+        close(got, want)
+        count += 1
+    assert count == 38
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_scores_and_balance_loss_are_megatrons(score_function):
+    def loss(fused, logits):
+        routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, score_function, fused=fused)
+        counts = routing_map.sum(0)
+        value = moe_utils.switch_load_balancing_loss_func(scores, counts, 24, 2, 8, 0.1, fused=fused)
+        return scores, counts, value.reshape(())
+
+    close(*both(loss, normal(24, 8, seed=1)))
+
+
+@pytest.mark.parametrize("capacity", [None, 4], ids=["dropless", "padded to capacity"])
+def test_permutation_is_megatrons(capacity):
+    """There and back, with probabilities beside the rows or at the end; then chunks in another order."""
+    T, order = 24, torch.tensor([2, 0, 3, 1])
+    probs = torch.rand(T, E, generator=torch.Generator().manual_seed(3))
+    routing_map = probs >= probs.topk(2, 1).values[:, 1:]
+    if capacity:  # every expert has as many tokens
+        routing_map = torch.zeros(T, E, dtype=torch.bool)
+        for e in range(E):
+            routing_map[torch.randperm(T, generator=torch.Generator().manual_seed(e))[:capacity], e] = True
+    sizes = routing_map.sum(0)
+
+    def early(fused, x, probs):
+        rows, of_rows, indices = moe_utils.permute(
+            x, routing_map, probs, int(sizes.sum()), fused=fused, drop_and_pad=bool(capacity)
+        )
+        rows, of_rows = moe_utils.sort_chunks_by_idxs(rows, sizes, order, of_rows, fused=fused)
+        back, sizes_back = torch.argsort(order), sizes[order]
+        again, _ = moe_utils.sort_chunks_by_idxs(rows * of_rows[:, None], sizes_back, back, fused=fused)
+        return rows, of_rows, moe_utils.unpermute(again, indices, x.shape, fused=fused, drop_and_pad=bool(capacity))
+
+    def late(fused, x, probs):
+        rows, _, indices = moe_utils.permute(
+            x, routing_map, num_out_tokens=int(sizes.sum()), fused=fused, drop_and_pad=bool(capacity)
+        )
+        options = dict(probs=probs, routing_map=routing_map, fused=fused, drop_and_pad=bool(capacity))
+        return rows, moe_utils.unpermute(rows, indices, x.shape, **options)
+
+    for function in (early, late):
+        close(*both(function, normal(T, D, seed=1), [probs]))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_layer_is_megatrons(dispatcher):
+    """Our router, permutation and experts against Megatron's own with SequentialMLP."""
+    options = OPTIONS | dict(
+        moe_token_dispatcher_type=dispatcher,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.1,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )
+    submodules = get_gpt_layer_local_spec(num_experts=E).submodules.mlp.submodules
+    theirs = MoELayer(TransformerConfig(**options), submodules)
+    submodules = dataclasses.replace(submodules, experts=megatron_experts.AnabranchGroupedMLP)
+    ours = MoELayer(TransformerConfig(**options), submodules)
+    ours.config.moe_router_fusion = ours.config.moe_permute_fusion = True  # after what would look for a GPU
+    with torch.no_grad():
+        ours.router.load_state_dict(theirs.router.state_dict())
+        local = theirs.experts.local_experts
+        ours.experts.weight1.view(E, D, 2 * F).copy_(torch.stack([e.linear_fc1.weight.T for e in local]))
+        ours.experts.weight2.view(E, F, D).copy_(torch.stack([e.linear_fc2.weight.T for e in local]))
+    found = []
+    for layer in (ours, theirs):
+        x = normal(6, 2, D, seed=1).requires_grad_()
+        output, _ = layer(x)
+        parameters = [x, layer.router.weight]
+        of_experts = list(layer.experts.parameters())
+        gradients = torch.autograd.grad(output, parameters + of_experts, normal(6, 2, D, seed=2))
+        found.append((output, *gradients[:2]))
+        if layer is ours:
+            w1, w2 = gradients[2].view(E, D, 2 * F), gradients[3].view(E, F, D)
+        else:
+            w1, w2 = (torch.stack([g.T for g in gradients[2 + i :: 2]]) for i in range(2))
+        found[-1] += (w1, w2)
+    close(*found)

@@ -106,6 +106,7 @@ def place(
         capacity=capacity_of(parallel.capacity_factor, tokens, topk, P, slots_per_token),
         group=parallel.group.group_name,
         rank=parallel.rank,
+        capacity_factor=parallel.capacity_factor,
     )
     name = parallel.transport
     if name == "auto":

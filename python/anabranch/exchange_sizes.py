@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
+from anabranch.checks import INDEX_LIMIT
 from anabranch.precision import BLOCK
 from anabranch.rows import num_rows_needed
 
@@ -47,10 +50,39 @@ class ExchangeSizes:
         """Rows of the region of a buffer that is for one rank: the most that one rank can have for another."""
         return num_rows_needed(self.pair_slots, self.local_experts, self.align_size)
 
+    def rows(self, transport: str) -> int:
+        """Rows of a rank's largest buffer."""
+        if transport == "ring":
+            return num_rows_needed(self.arriving_slots, self.local_experts, self.align_size)
+        if transport == "all_to_all":
+            return self.ranks * self.region
+        return max(
+            num_rows_needed(self.tokens * self.topk, self.experts, self.align_size),
+            num_rows_needed(self.arriving_slots, self.experts, self.align_size),
+        )
 
-def capacity_of(factor: float | None, tokens: int, topk: int) -> int | None:
-    """Slots that a rank takes of all that go to it; None: all."""
-    return None if factor is None else math.ceil(factor * tokens * topk)
+    def check(self, transport: str, too_many: Callable[[Any], bool] = lambda number: number >= INDEX_LIMIT) -> None:
+        """Raises ValueError unless int32 holds the counts and row indices of all ranks.
+
+        too_many: whether int32 can't hold a number, for numbers that a program may not know.
+        """
+        if too_many(self.ranks * self.tokens * self.topk):
+            raise ValueError(
+                f"x: got {self.tokens} tokens with topk {self.topk} on each of {self.ranks} ranks, expected fewer than "
+                "2^31 slots of all ranks"
+            )
+        if too_many(rows := self.rows(transport)):
+            raise ValueError(
+                f"align_size: got {self.align_size}, with which transport {transport!r} needs {rows} rows, expected "
+                "fewer than 2^31"
+            )
+
+
+def capacity_of(factor: float | None, tokens: int, topk: int, ranks: int, slots_per_token: int) -> int | None:
+    """Slots that a rank takes of all that go to it; None: all, also where the factor allows for more."""
+    if factor is None or factor * topk >= ranks * slots_per_token:
+        return None
+    return math.ceil(factor * tokens * topk)
 
 
 def traffic(bounds: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> dict[str, float]:

@@ -1,12 +1,12 @@
 """`load` and `store`: between the tensors of a block, by name, and our arrays, by argument."""
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from anabranch import checks
 from anabranch._text import shown, typed
 from anabranch.checkpoints.families import FAMILIES
 from anabranch.checkpoints.family import Family, Stored, with_parts
@@ -44,22 +44,36 @@ _PLACES = {
 }
 
 
-def load(family: str | Family, tensors: Any, prefix: str = "") -> Block:
+def load(
+    family: str | Family,
+    tensors: Any,
+    prefix: str = "",
+    *,
+    num_experts: int | None = None,
+    intermediate_size: int | None = None,
+) -> Block:
     """The arrays of one Mixture-of-Experts block, in the dtypes of the checkpoint.
+
+    Every size is checked against every tensor that has it. The experts are never counted by their names: a checkpoint
+    without its last experts is an error.
 
     Args:
       family: a name in `FAMILIES`, which is the model_type of the model's config.json, or a description of your own.
       tensors: name -> array (anything that np.asarray takes): a mapping, or an open file of safetensors, of which only
         the block's tensors are read.
       prefix: what the names of the block begin with, "model.layers.3.mlp." for instance.
+      num_experts: E, of the model's config.json. None: as the router's tensors say. Required for a family whose router
+        does not tell it, longcat_flash.
+      intermediate_size: F. None: as the experts' tensors say. Required for a family that stores the experts as
+        [E F, D], dbrx: without its last rows such a tensor looks like one of a smaller F.
 
     Returns:
       A `Block`. An array that is one tensor in the checkpoint is a view of it.
 
     Raises:
       TypeError: tensors is no mapping, or a tensor has no floating dtype (quantised weights have to be dequantised).
-      ValueError: an unknown family, a tensor that is missing, has another shape or dtype than the others, or that the
-        family has no place for. Messages name the tensor, what came and what was expected.
+      ValueError: an unknown family, a size that has to be given, a tensor that is missing, has another shape or dtype
+        than the others, or that the family has no place for. Messages name the tensor, what came and what was expected.
 
     >>> import numpy as np
     >>> from anabranch.checkpoints import load
@@ -71,13 +85,19 @@ def load(family: str | Family, tensors: Any, prefix: str = "") -> Block:
     """
     family = _family(family)
     source = _Source(tensors, prefix, family.roots)
-    sizes = _sizes(family)
+    sizes = _sizes(family) | _given_sizes(family, num_experts, intermediate_size)
+    gate = source.full(family.gate.names[0])
     block = Block({}, {}, {}, {})
     for place in _places(family):
+        if place.part != "router" and "e" not in sizes:
+            raise ValueError("num_experts: got None, expected E, which the router of this family does not tell")
         array = _together(source, place.stored, sizes).reshape([sizes[letter] for letter in place.axes])
         getattr(block, place.part)[place.argument] = array.transpose(place.from_stored)
-    for name in family.others:
-        block.others[name] = source.read(name, "a tensor")
+        _check_num_experts(family, gate, sizes)
+    for name, axes in family.others.items():
+        block.others[name] = source.read(name, f"a tensor {_shape_text(axes, sizes)}")
+        _fit(source.full(name), block.others[name].shape, axes, sizes)
+    _check_num_experts(family, gate, sizes)
     if source.unread:
         raise ValueError(
             f"{prefix or 'tensors'}: got {_some(prefix + name for name in source.unread)}, for which the family has no "
@@ -117,8 +137,10 @@ def store(family: str | Family, block: Block, prefix: str = "") -> dict[str, np.
         _fit(f"{place.part}[{place.argument!r}]", array.shape, axes, sizes)
         for name, tensor in _apart(array.transpose(place.to_stored), place.stored, sizes):
             tensors[prefix + name] = tensor
-    for name in family.others:
-        tensors[prefix + name] = _taken(block, "others", name, given, "a tensor")
+    for name, axes in family.others.items():
+        tensors[prefix + name] = _taken(block, "others", name, given, _shape_text(axes, sizes))
+        _fit(f"others[{name!r}]", tensors[prefix + name].shape, axes, sizes)
+    _check_num_experts(family, "router['gate']", sizes)
     if given:
         raise ValueError(
             f"block: got {_some(f'{part}[{argument!r}]' for part, argument in given)}, expected nothing there"
@@ -171,6 +193,33 @@ def _sizes(family: Family) -> dict[str, int]:
     return {"1": 1, "p": family.parts}
 
 
+def _given_sizes(family: Family, num_experts: Any, intermediate_size: Any) -> dict[str, int]:
+    """The sizes that the caller of `load` knows, by their letters."""
+    given = {}
+    if num_experts is not None:
+        given["e"] = checks.integer("num_experts", num_experts, 1)
+    if intermediate_size is not None:
+        given["f"] = checks.integer("intermediate_size", intermediate_size, 1)
+    elif any("ef" in place.stored.axes for place in _places(family)):
+        raise ValueError("intermediate_size: got None, expected F, which tensors [E F, D] do not tell")
+    return given
+
+
+def _check_num_experts(family: Family, gate: str, sizes: dict[str, int]) -> None:
+    """Relates E to the logits of the router, as far as both are known; a router that tells E sets it."""
+    logits, extra = sizes.get("r"), family.extra_logits
+    if isinstance(extra, str):
+        extra = sizes.get(extra)
+    if logits is not None and extra is not None:
+        E = sizes.setdefault("e", logits - extra)
+        if logits != E + extra:
+            raise ValueError(f"{gate}: got {logits} logits, expected {E + extra}, {extra} more than E = {E}")
+    if logits is not None and logits < sizes.get("e", 0):
+        raise ValueError(f"{gate}: got {logits} logits, expected at least E = {sizes['e']}")
+    if sizes.get("e", 1) < 1:
+        raise ValueError(f"{gate}: got {sizes['e']} experts, expected at least one")
+
+
 class _Source:
     """The tensors behind a prefix, read one at a time; `unread`: the names of the block that were not asked for."""
 
@@ -181,7 +230,11 @@ class _Source:
                 raise TypeError(f"tensors: got {typed(tensors)}, expected a mapping of names to arrays")
             self._read = tensors.__getitem__
         self._prefix = prefix
-        self.names = {name.removeprefix(prefix) for name in tensors.keys() if name.startswith(prefix)}
+        names = [name.removeprefix(prefix) for name in tensors.keys() if name.startswith(prefix)]
+        self.names = set(names)
+        if len(names) > len(self.names):
+            twice = {prefix + name for name in names if names.count(name) > 1}
+            raise ValueError(f"tensors: got {_some(twice)} more than once, expected every name once")
         self.unread = {name for name in self.names if name.startswith(tuple(roots))}
 
     def read(self, name: str, expected: str) -> np.ndarray:
@@ -209,9 +262,6 @@ def _pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...],
 
 def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndarray:
     """The whole array in the order of the checkpoint: a view where it is one tensor."""
-    if stored.an_expert_each and "e" not in sizes:
-        absent = (e for e in itertools.count() if stored.names[0].format(e=e) not in source.names)
-        sizes["e"] = max(next(absent), 1)
     array = None
     pieces = list(_pieces(stored, sizes.get("e", 0)))
     for at, name in pieces:

@@ -1,7 +1,7 @@
 """How the checkpoints of a model family store one Mixture-of-Experts block: a description as data.
 
 Letters of axes: e experts, d model width of the experts, f their width, p gate and up; r logits of the router and c its
-input, where they are not e and d; s width of the shared expert.
+input, where they are not e and d; s width of the shared expert, n shared experts; v and k, a table [v, k] of experts.
 """
 
 import re
@@ -60,7 +60,9 @@ class Family:
       w_in, w_out: of the experts; w_in without a "p" in it is that of ungated experts.
       gate_bias, expert_bias, b_in, b_out: as the arguments of `moe`; None: the family has none.
       shared_in, shared_out, shared_gate: the shared expert, w_in, w_out and w_gate of `shared_expert`.
-      others: names of further tensors of the block, which `load` hands on as they are.
+      others: further tensors of the block, which `load` hands on as they are: name -> axes.
+      extra_logits: for a router with logits r: how many more they are than experts, a number or the letter of a size;
+        None: the checkpoint does not tell, and `load` has to be told the number of experts.
       router_options: the options of `moe` that say how the family routes, as far as the family fixes them; {} where its
         routing is its own, for `routed_experts`.
       activation: that of the experts, with the parameters that the family was published with; None where it differs
@@ -78,7 +80,8 @@ class Family:
     shared_in: Stored | None = None
     shared_out: Stored | None = None
     shared_gate: Stored | None = None
-    others: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+    extra_logits: int | str | None = None
     router_options: Mapping[str, Any] = field(default_factory=dict)
     activation: Any = "silu"
     roots: tuple[str, ...] = ("",)

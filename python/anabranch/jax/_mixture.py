@@ -29,6 +29,7 @@ from anabranch.jax.experts import check_fp8_operands, experts_arrays
 from anabranch.jax.parallel import Parallel, Placement, mesh_for, place, shards_of_this_device
 from anabranch.layouts import Layouts
 from anabranch.precision import check_fp8, check_fp8_exchange, precision_number
+from anabranch.rows import check_num_slots
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -156,6 +157,15 @@ def mixture(config: LayerConfig, operands: Operands, parallel: Parallel | None) 
     return _mixture(config, placement, Operands(*vary_alike(*operands)))
 
 
-def axes_of_sums(parallel: Parallel | None, x: jax.Array) -> Axes:
-    """The mesh axes over which the sums of `mixture` are still parts, as `parallel` wants them added up."""
-    return shards_of_this_device(parallel) if parallel is not None and all_manual(mesh_of(x)) else ()
+def axes_of_sums(parallel: Parallel | None, x: jax.Array, topk: int) -> Axes:
+    """The mesh axes over which the sums of `mixture` are still parts, as `parallel` wants them added up.
+
+    Raises:
+      ValueError: axes that can't be added up here, or counts of all shards that int32 can't hold.
+    """
+    if parallel is None or not all_manual(mesh_of(x)):
+        return ()
+    axes = shards_of_this_device(parallel)
+    shards = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    check_num_slots("x", shards * math.prod(x.shape[:-1]), topk)
+    return axes

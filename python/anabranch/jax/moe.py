@@ -258,7 +258,7 @@ def moe(
         **of_experts,
         **of_quantized,
     )
-    shards = axes_of_sums(parallel, x)
+    shards = axes_of_sums(parallel, x, topk)
     result = mixture(config, operands, parallel)
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
     aux, z, counts = _losses(topk, coefficients, result, token_mask, math.prod(leading), shards)

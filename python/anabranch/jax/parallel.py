@@ -204,8 +204,8 @@ def place(
 
     T = math.prod(x.shape[:-1]) // size(*parallel.token_axes)
     ranks = size(ep) if ep else 1
-    factor = parallel.capacity_factor
     selected = arrays["forced_experts"] is not None or arrays["experts"] is not None
+    slots_per_token = topk if selected else min(topk, num_experts // ranks)  # experts that are given may repeat
     bounds = Bounds(
         axis=ep,
         ranks=ranks,
@@ -213,13 +213,13 @@ def place(
         align_size=align_size,
         tokens=T,
         topk=topk,
-        # Experts that are given may repeat.
-        slots_per_token=topk if selected else min(topk, num_experts // ranks),
-        capacity=capacity_of(factor, T, topk),
+        slots_per_token=slots_per_token,
+        capacity=capacity_of(parallel.capacity_factor, T, topk, ranks, slots_per_token),
     )
     transport = "ring" if ep is None else parallel.transport
     if transport == "auto":
         transport = choose(_platform(parallel.mesh, mesh), bounds, x.dtype.itemsize, parallel.fp8_exchange)
+    bounds.check(transport)
     context = jax.sharding.get_abstract_mesh()
     return Placement(
         parallel=parallel,

@@ -48,7 +48,7 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
 
     Args:
       histogram: int32 [E, bins], `route(..., qb_bin_bounds=(lower, upper), qb_bins=bins).qb_histogram`; of several
-        batches, their sum.
+        batches, their sum. NaN is the result where the counts of an expert add up to 2^31 or more.
       lower, upper: numbers or float32 scalars, the bounds of its bins.
       topk: K, 1 <= K < E.
 
@@ -84,4 +84,6 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
     width = (upper - lower) / bins
     some = through[:, -1] > 0
     quantiles = jnp.where(some, lower + (held[:, 0].astype(jnp.float32) + part) * width, lower)
+    overflown = jnp.any(through < 0, axis=1)  # the first sum that int32 can't hold is negative
+    quantiles = jnp.where(overflown, jnp.nan, quantiles)
     return jax.lax.stop_gradient(quantiles - jnp.mean(quantiles))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from anabranch.jax import _check
 from anabranch.jax.chunk_sort import sort_by_index
@@ -55,6 +56,12 @@ def _traffic(all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards
         rank = jnp.clip(_check.indices("shard_id", given, ()), 0, P - 1)
     else:
         rank = jnp.int32(_check.integer("shard_id", shard_id, 0, P - 1))
+    if isinstance(all_shards_tokens_per_expert, np.ndarray):
+        rows = all_shards_tokens_per_expert.astype(np.int64).reshape(P, P, -1).sum(-1)  # [source, destination]
+        if (most := max(rows.sum(0).max(), rows.sum(1).max())) >= _check.INDEX_LIMIT:
+            raise ValueError(
+                f"all_shards_tokens_per_expert: got {most} rows that a rank sends or receives, expected fewer than 2^31"
+            )
     counts = _check.indices("all_shards_tokens_per_expert", counts, counts.shape)
     return counts.reshape(P, P, -1), rank
 

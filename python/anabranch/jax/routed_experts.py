@@ -123,7 +123,7 @@ def routed_experts(
         align_size=check_align_size(align_size),
     )
     config, of_quantized = with_quantized(config, x, of_experts, quantized, parallel)
-    shards = axes_of_sums(parallel, x)
+    shards = axes_of_sums(parallel, x, K)
     operands = Operands(
         x=x,
         gate=None,

@@ -105,7 +105,7 @@ def fused_topk_with_score_function(
       topk_indices_dtype: int16, int32 or int64: the second result is the indices [..., K], best first, instead of a
         map; not together with another routing_map_format than the default.
       qb_histogram: int32 [E, bins]: quantile balancing, as in `route`, which needs expert_bias and qb_bin_bounds. The
-        third result is this and the counts of the tokens here.
+        third result is this and the counts of the tokens here; a count stays at 2^31 - 1 where int32 can't hold more.
       qb_bin_bounds: float32 [2] or a pair, lower < upper.
       qb_histogram_mode: "two_kernel" or "fused_atomic": the same here.
 
@@ -159,7 +159,9 @@ def fused_topk_with_score_function(
     dense = _DenseOptions(options, *layout, bool(compute_aux_scores))
     bounds = quantile_operand(options, expert_bias, qb_bin_bounds)
     first, routing_map, counts = _dense(dense, *vary_alike(logits, expert_bias, bounds))
-    return (first, routing_map) if qb_histogram is None else (first, routing_map, qb_histogram + counts)
+    if qb_histogram is None:
+        return first, routing_map
+    return first, routing_map, qb_histogram + jnp.minimum(counts, _check.INDEX_LIMIT - 1 - qb_histogram)
 
 
 def _qb_bins(num_experts: int, histogram: Any, bounds: Any, mode: Any) -> int | None:

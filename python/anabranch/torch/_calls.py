@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch import _library
+from anabranch.checks import INDEX_LIMIT
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
 _MAX_RANK = 6
@@ -99,6 +100,9 @@ class Operation:
             each of the function's is.
           options: by field; what is missing is 0.
         """
+        for field, value in options.items():
+            if isinstance(value, int) and not -INDEX_LIMIT <= value < INDEX_LIMIT:  # ctypes would wrap it
+                raise ValueError(f"{field}: got {value}, expected an integer that int32 holds")
         return Call(self, {name: t for name, t in tensors.items() if t is not None}, orders or {}, options)
 
 

@@ -30,7 +30,7 @@ def _add_slices(info: Any, in_dims: Any, total: Tensor, counts: Tensor) -> tuple
         counts = counts.expand(info.batch_size, *counts.shape)
         of_counts = 0
     if of_total is None:
-        add_counts(total, counts.sum(of_counts, dtype=counts.dtype))
+        add_counts(total, counts.sum(of_counts, dtype=total.dtype))
     else:
         add_counts(total.movedim(of_total, 0), counts.movedim(of_counts, 0))
     return None, None

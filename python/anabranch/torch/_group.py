@@ -53,11 +53,12 @@ class _SumOverRanks(Function):
 
 
 def sum_over_ranks(group: Any, *values: Tensor) -> list[Tensor]:
-    """The sums of small tensors over the ranks of a group, by one all-reduce: of counts below 2^53 exact."""
+    """The sums of small tensors over the ranks of a group, by one all-reduce; of integers int64, exact below 2^53."""
     packed = torch.cat([value.reshape(-1).double() for value in values])
     total = _SumOverRanks.call(packed, group)
     parts = total.split([value.numel() for value in values])
-    return [part.to(value.dtype).reshape(value.shape) for part, value in zip(parts, values, strict=True)]
+    dtypes = [value.dtype if value.is_floating_point() else torch.int64 for value in values]
+    return [p.to(dtype).reshape(v.shape) for p, dtype, v in zip(parts, dtypes, values, strict=True)]
 
 
 class _WithMeanGradients(Function):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anabranch.torch import _ops
+from anabranch.torch._alike import compared
 from anabranch.torch._autocast import without_autocast
 from anabranch.torch._autograd import Function
 from anabranch.torch._gate import gate_backward, logits_of
@@ -82,7 +83,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         weights, experts = operands.weights, operands.experts
         assert weights is not None and experts is not None
         none = (experts < 0) | (experts >= layer.num_experts)
-        wrong = (none & (experts != -1)).sum(dtype=torch.int32)
+        wrong = (none & (experts != -1)).sum(dtype=torch.int32) + compared(config, x, experts)
         experts = torch.where(none, -1, experts)
         counts = _ops.plan(experts, layer.num_experts, 0, 0, 1)[0]
         score_sum, lse, logits, histogram = no_floats, no_floats.clone(), no_floats.clone(), no_integers
@@ -100,8 +101,8 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
             operands.qb_bin_bounds,
             wanted=layer.wanted._replace(tokens_per_expert=True),
         )
-        wrong = x.new_zeros((), dtype=torch.int32)
-    kept, dropped = keep_within(ranks, experts)
+        wrong = compared(config, x, experts)
+    kept, weights, dropped = keep_within(ranks, experts, weights)
     chosen = transport(config.transport, ranks)
     route = chosen.plan(kept)
     early = layer.network.weight_early

@@ -11,6 +11,7 @@ import torch
 
 from anabranch.router_options import RouterOptions, attributes
 from anabranch.rows import num_rows_needed
+from anabranch.torch._check import too_many
 from anabranch.torch._define import define
 from anabranch.torch._dispatch_ops import calls_of_plan
 from anabranch.torch._experts_ops import (
@@ -97,6 +98,8 @@ def _allocate_mixture(
         routing = (weights, experts, *statistics)
         T, K = weights.shape
     R = num_rows_needed(T * K, o.num_experts, o.align_size, torch.sym_min)
+    if too_many(R):
+        raise ValueError(f"align_size: got {o.align_size}, which makes {R} rows, expected fewer than 2^31")
     rows = (integers(T, K), integers(R), integers(o.num_experts))
     quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
     output, h = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.network)

@@ -41,6 +41,7 @@ class Ranks(ExchangeSizes):
 
     group: str = ""
     rank: int = 0
+    capacity_factor: float | None = None
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[n, ...] of every rank, [P n, ...]."""
@@ -75,22 +76,27 @@ class Route(NamedTuple):
     """int32 [rows that leave]; [0]"""
 
 
-def keep_within(ranks: Ranks, experts: Tensor) -> tuple[Tensor, Tensor]:
+def keep_within(ranks: Ranks, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Drops what is past a rank's capacity: the last in the order (source, token, slot), whatever the transport.
 
+    Ranks with different capacities would lose slots that none of them counts: then all weights are NaN, on every rank.
+
     Returns:
-      (experts int32 [T, K] with -1 for dropped slots; how many of this rank's were dropped, int32 []).
+      (experts int32 [T, K] with -1 for dropped slots; weights; how many of this rank's slots were dropped, int32 []).
     """
     if ranks.capacity is None:
-        return experts, experts.new_zeros(())
+        return experts, weights, experts.new_zeros(())
     destination = torch.where(experts >= 0, experts // ranks.local_experts, -1)
     # A plan's rows count the slots of each destination in the order of (token, slot).
     slots = experts.shape[0] * experts.shape[1]
     counts, _, offsets, row_of_slot, _, _ = _ops.plan(destination, ranks.ranks, slots, 0, 1)
-    before = ranks.gather(counts).view(ranks.ranks, ranks.ranks)[: ranks.rank].sum(0, dtype=torch.int32)
+    own = torch.cat([counts, counts.new_full((1,), ranks.capacity)])
+    of_ranks = ranks.gather(own).view(ranks.ranks, ranks.ranks + 1)
+    weights = torch.where((of_ranks[:, -1] == ranks.capacity).all(), weights, torch.nan)
+    before = of_ranks[: ranks.rank, :-1].sum(0, dtype=torch.int32)
     position = row_of_slot + (before - offsets[:-1])[destination.clamp(min=0)]
     dropped = (destination >= 0) & (position >= ranks.capacity)
-    return torch.where(dropped, -1, experts), dropped.sum(dtype=torch.int32)
+    return torch.where(dropped, -1, experts), weights, dropped.sum(dtype=torch.int32)
 
 
 class Transport(abc.ABC):

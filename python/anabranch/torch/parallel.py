@@ -95,20 +95,23 @@ def place(
         raise ValueError(
             f"w_in: got {local_experts} experts, expected {num_experts} / {P}, as each of the group's {P} ranks has"
         )
+    slots_per_token = topk if repeats else min(topk, local_experts)
     ranks = Ranks(
         ranks=P,
         experts=num_experts,
         align_size=align_size,
         tokens=tokens,
         topk=topk,
-        slots_per_token=topk if repeats else min(topk, local_experts),
-        capacity=capacity_of(parallel.capacity_factor, tokens, topk),
+        slots_per_token=slots_per_token,
+        capacity=capacity_of(parallel.capacity_factor, tokens, topk, P, slots_per_token),
         group=parallel.group.group_name,
         rank=parallel.rank,
+        capacity_factor=parallel.capacity_factor,
     )
     name = parallel.transport
     if name == "auto":
         name = choose(x.device.type, ranks, x.dtype.itemsize, parallel.fp8_exchange)
+    ranks.check(name, _check.too_many)
     return ranks, name
 
 

@@ -128,7 +128,7 @@ def fused_topk_with_score_function(
       topk_indices: int16, int32 or int64 [..., K]: the experts of every token, best first, are written to it, and it is
         the second result in place of a map; not together with another routing_map_format than the default.
       qb_histogram: int32 [E, bins]: quantile balancing, as in `route`, which needs expert_bias and qb_bin_bounds. The
-        counts of the tokens here are added to it, in place.
+        counts of the tokens here are added to it, in place; a count stays at 2^31 - 1 where int32 can't hold more.
       qb_bin_bounds: float32 [2] or a pair, lower < upper.
       qb_histogram_mode: "two_kernel" or "fused_atomic": the same here.
 
@@ -180,7 +180,7 @@ def fused_topk_with_score_function(
         bounds,
     )
     if histogram is not None:
-        histogram.add_(counts)
+        histogram.add_(torch.minimum(counts, _check.INDEX_LIMIT - 1 - histogram))
     if indices is not None:
         indices.copy_(experts.reshape(indices.shape))
         return probs.reshape(logits.shape), indices

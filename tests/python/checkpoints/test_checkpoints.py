@@ -13,7 +13,7 @@ from anabranch.checkpoints import FAMILIES, Block, Family, Stored, load, store
 from anabranch.checkpoints.families import SOFTMAX
 
 E, D, F, S = 4, 6, 5, 7
-LETTERS = {"e": E, "d": D, "f": F, "s": S, "p": 2, "r": E + 2, "c": 9, "1": 1}
+LETTERS = {"e": E, "d": D, "f": F, "s": S, "p": 2, "c": 9, "1": 1, "n": 2, "v": 11, "k": 2}
 PLACES = {
     "gate": "router",
     "gate_bias": "router",
@@ -35,21 +35,36 @@ def bits(shape, dtype, seed):
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(shape)
 
 
-def tensors_of(stored, dtype, seed):
+def sizes_of(family):
+    """The size of every axis by its letter; a router has 3 more logits than experts where the checkpoint does not tell."""
+    extra = family.extra_logits
+    return LETTERS | {"r": E + (3 if extra is None else LETTERS.get(extra, extra))}
+
+
+def shape_of(axes, sizes):
+    return tuple(int(np.prod([sizes[letter] for letter in axis])) for axis in axes.split())
+
+
+def tensors_of(stored, dtype, seed, sizes=LETTERS):
     """Random tensors of one array by name."""
-    shape = [int(np.prod([LETTERS[letter] for letter in axis])) for axis in stored.axes.split()]
-    names = [name.format(e=e) for e in range(E if stored.an_expert_each else 1) for name in stored.names]
-    return {name: bits(shape, dtype, seed + i) for i, name in enumerate(names)}
+    names = [name.format(e=e) for e in range(sizes["e"] if stored.an_expert_each else 1) for name in stored.names]
+    return {name: bits(shape_of(stored.axes, sizes), dtype, seed + i) for i, name in enumerate(names)}
 
 
 def checkpoint(family, prefix="", dtype=np.float32):
     """Random tensors of a block."""
     described = [getattr(family, name) for name in PLACES if getattr(family, name) is not None]
-    tensors = {}
+    tensors, sizes = {}, sizes_of(family)
     for i, stored in enumerate(described):
-        tensors |= tensors_of(stored, dtype, 1000 * i)
-    tensors |= {name: bits((3, 2), np.int32, 7) for name in family.others}
+        tensors |= tensors_of(stored, dtype, 1000 * i, sizes)
+    tensors |= {name: bits(shape_of(axes, sizes), np.int32, 7) for name, axes in family.others.items()}
     return {prefix + name: array for name, array in tensors.items()}
+
+
+def known(family):
+    """The sizes that `load` has to be told."""
+    told = {"longcat_flash": {"num_experts": E}, "dbrx": {"intermediate_size": F}}
+    return next((sizes for name, sizes in told.items() if FAMILIES[name] is family), {})
 
 
 def same_bits(a, b):
@@ -60,7 +75,7 @@ def same_bits(a, b):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_block_comes_back_bit_for_bit(name, dtype):
     tensors = checkpoint(FAMILIES[name], "model.layers.3.mlp.", dtype)
-    block = load(name, tensors, "model.layers.3.mlp.")
+    block = load(name, tensors, "model.layers.3.mlp.", **known(FAMILIES[name]))
     back = store(name, block, "model.layers.3.mlp.")
     assert back.keys() == tensors.keys()
     for tensor in tensors:
@@ -70,11 +85,11 @@ def test_a_block_comes_back_bit_for_bit(name, dtype):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_arrays_have_the_shapes_of_their_arguments(name):
     family = FAMILIES[name]
-    block = load(name, checkpoint(family))
+    block = load(name, checkpoint(family), **known(family))
     sizes = {"d": D, "p": family.parts, "f": F}
     assert block.experts["w_in"].shape == (E, *(sizes[letter] for letter in family.w_in_layout))
     assert block.experts["w_out"].shape == (E, *(sizes[letter] for letter in family.w_out_layout))
-    width, logits = (LETTERS[letter] for letter in (family.gate.axes[-1], family.gate.axes[0]))
+    width, logits = (sizes_of(family)[letter] for letter in (family.gate.axes[-1], family.gate.axes[0]))
     assert block.router["gate"].shape == (width, logits)
     if family.expert_bias is not None:
         assert block.router["expert_bias"].shape in {(E,), (logits,)}
@@ -92,7 +107,7 @@ def test_arrays_have_the_shapes_of_their_arguments(name):
 def test_only_what_the_checkpoint_has_in_pieces_is_copied(name):
     family = FAMILIES[name]
     tensors = checkpoint(family)
-    block = load(name, tensors)
+    block = load(name, tensors, **known(family))
     for place, part in PLACES.items():
         stored = getattr(family, place)
         if stored is None:
@@ -126,7 +141,7 @@ def test_values_stand_where_the_formulas_have_them():
     }
     for name, form in forms.items():
         family = FAMILIES[name]
-        w_in = load(name, checkpoint(family) | form).experts["w_in"]
+        w_in = load(name, checkpoint(family) | form, **known(family)).experts["w_in"]
         ours = w_in.transpose(0, *(1 + family.w_in_layout.index(letter) for letter in "pfd"))
         assert same_bits(np.ascontiguousarray(ours[:, 0]), gate), name
         assert same_bits(np.ascontiguousarray(ours[:, 1]), up), name
@@ -200,6 +215,84 @@ def test_a_wrong_tensor_is_an_error_that_names_it(wrong):
     tensors = changed(checkpoint(FAMILIES["mixtral"]), **changes)
     with pytest.raises(ValueError, match=message):
         load("mixtral", {f"m.{name}": tensor for name, tensor in tensors.items()}, "m.")
+
+
+def experts_changed(family, wrong):
+    """The block's tensors with the experts' changed, and the name that the error has to contain.
+
+    wrong: "last", "middle": without that expert; "more": with one more; "fewer": all of them without the last one.
+    """
+    tensors = checkpoint(family)
+    each = [stored for stored in (family.w_in, family.w_out, family.b_in, family.b_out) if stored is not None]
+    fewer, more = (sizes_of(family) | {"e": E + change} for change in (-1, 1))
+    if wrong in ("last", "middle") and family.w_out.an_expert_each:
+        name = family.w_out.names[0].format(e={"last": E - 1, "middle": 1}[wrong])
+        return {n: a for n, a in tensors.items() if n != name}, name
+    if wrong == "more" and family.w_out.an_expert_each:
+        name = family.w_out.names[0].format(e=E)
+        return tensors | {name: np.zeros((1, 1), np.float32)}, name
+    first = family.w_in.names[0]
+    if family.w_in.an_expert_each:
+        names = [name.format(e=E - 1) for stored in each for name in stored.names]
+        return {n: a for n, a in tensors.items() if n not in names}, first.format(e=E - 1)
+    for stored in each:
+        tensors |= tensors_of(stored, np.float32, 0, more if wrong == "more" else fewer)
+    return tensors, first
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_missing_or_a_surplus_expert_is_an_error_that_names_its_tensor(name):
+    family = FAMILIES[name]
+    for wrong in ("last", "middle", "more", "fewer"):
+        tensors, named = experts_changed(family, wrong)
+        with pytest.raises(ValueError, match=rf"m\.{re.escape(named)}\b"):
+            load(name, {f"m.{n}": a for n, a in tensors.items()}, "m.", **known(family))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_size_is_that_of_every_tensor(name):
+    """A tensor with one axis longer by one step is refused, the tensors of the router among them."""
+    family, right = FAMILIES[name], checkpoint(FAMILIES[name])
+    free = {"gate.tid2eid"}  # a table of any number of tokens and experts
+    for tensor, array in right.items():
+        for axis in range(array.ndim if tensor not in free else 0):
+            times = 2 * E if array.shape[axis] % 2 == 0 or "mlp.w" in tensor else 1  # so that parts divide it
+            longer = np.zeros([size + times * (i == axis) for i, size in enumerate(array.shape)], array.dtype)
+            with pytest.raises(ValueError, match="got"):
+                load(name, right | {tensor: longer}, **known(family))
+
+
+def test_sizes_that_the_checkpoint_does_not_tell_have_to_be_given():
+    longcat, dbrx = (checkpoint(FAMILIES[name]) for name in ("longcat_flash", "dbrx"))
+    with pytest.raises(ValueError, match=r"num_experts: got None, expected E, which the router"):
+        load("longcat_flash", longcat)
+    with pytest.raises(ValueError, match=r"router\.classifier\.weight: got 7 logits, expected at least E = 8"):
+        load("longcat_flash", longcat, num_experts=8)
+    with pytest.raises(ValueError, match=r"intermediate_size: got None, expected F"):
+        load("dbrx", dbrx)
+    with pytest.raises(ValueError, match=r"experts\.mlp\.w1: got \[20, 6\], expected \[E F, D\] with E = 4, F = 4"):
+        load("dbrx", dbrx, intermediate_size=4)
+    with pytest.raises(ValueError, match=r"gate\.weight: got \[4, 6\], expected \[E, D\] with E = 3"):
+        load("mixtral", checkpoint(FAMILIES["mixtral"]), num_experts=3)
+    for name, message in (
+        ("zaya", r"gate\.router_mlp\.out_proj\.weight: got 5 logits, expected 4, 1 more than E = 3"),
+        ("inkling", r"gate\.bias: got \[4\], expected \[E\] with E = 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(name, checkpoint(FAMILIES[name]), num_experts=3)
+    with pytest.raises(TypeError, match="num_experts: got float 4.0"):
+        load("mixtral", checkpoint(FAMILIES["mixtral"]), num_experts=4.0)
+    with pytest.raises(ValueError, match=r"gate\.weight: got 0 experts, expected at least one"):
+        load("mixtral", {"gate.weight": np.zeros((0, D), np.float32)})
+
+
+def test_a_name_that_a_file_has_twice_is_an_error():
+    class Twice(dict):
+        def keys(self):
+            return [*super().keys(), "m.gate.weight"]
+
+    with pytest.raises(ValueError, match=r"tensors: got m\.gate\.weight more than once"):
+        load("mixtral", Twice(checkpoint(FAMILIES["mixtral"], "m.")), "m.")
 
 
 def test_other_wrong_arguments():

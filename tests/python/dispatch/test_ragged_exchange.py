@@ -47,6 +47,12 @@ def test_chunk_sort_is_the_oracles(data):
     assert_close(d_inp, reference.sort_chunks_by_index_backward(d, sizes, order), 0.0, "d_inp")
 
 
+def test_rows_that_int32_does_not_hold_are_an_error():
+    counts = np.full((2, 4), 2**29)
+    with pytest.raises(ValueError, match=r"all_shards_tokens_per_expert: got 2147483648 rows that a rank sends"):
+        compute_ragged_all_to_all_params(counts, 0, 2)
+
+
 def test_probs_go_with_their_chunks():
     rng = np.random.default_rng(0)
     inp, probs, d = normal(rng, (3, 4, 5)), normal(rng, (3, 4)), normal(rng, (12,))

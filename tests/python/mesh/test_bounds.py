@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.exchange_sizes import capacity_of
 from anabranch.jax.exchange import Bounds, Padded, Ragged, choose, traffic
 from anabranch.rows import num_rows_needed
 
@@ -61,6 +62,23 @@ def test_padding_of_every_source_and_expert_has_room():
     """One slot for each expert from each rank, and 8 rows for it."""
     b = bounds(4, 2, 1, 8, align_size=8)
     assert Padded(b).bounds.region == 2 * 8 and Ragged(b)._arriving == 4 * 2 * 8 and Ragged(b)._leaving == 8 * 8
+
+
+def test_a_capacity_beyond_all_slots_drops_nothing():
+    """Which is no number that int32 has to hold."""
+    for factor in (4.0, 3e5, 3e38):
+        assert capacity_of(factor, tokens=4096, topk=2, ranks=4, slots_per_token=2) is None
+    assert capacity_of(3.9, tokens=10, topk=2, ranks=4, slots_per_token=2) == 78
+    assert capacity_of(1e-30, tokens=10, topk=2, ranks=4, slots_per_token=2) == 1
+
+
+@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+def test_counts_and_rows_that_int32_does_not_hold_are_an_error(transport):
+    bounds(256, 4, 2**20, 4, align_size=128).check(transport)
+    with pytest.raises(ValueError, match=r"x: got 1048576 tokens with topk 4 on each of 512 ranks, expected fewer"):
+        bounds(512, 4, 2**20, 4, capacity=10).check(transport)
+    with pytest.raises(ValueError, match=rf"align_size: got 2147483647, with which transport '{transport}' needs"):
+        bounds(2, 4, 8, 4, align_size=2**31 - 1).check(transport)
 
 
 def test_traffic_and_choice():

@@ -20,6 +20,7 @@ import frameworks
 import in_torch
 from anabranch.reference import moe as reference
 from anabranch.torch import MoEOutput, moe
+from anabranch.torch._group import sum_over_ranks
 from oracle import assert_close, assert_close_per_expert
 
 T, E, K, D, F = 48, 8, 3, 16, 24
@@ -247,6 +248,23 @@ def test_a_group_of_one_is_the_layer(group_of_one, transport):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
+@pytest.mark.parametrize("transport", ["ring", "all_to_all"])
+def test_a_capacity_beyond_all_slots_drops_nothing(group_of_one, transport):
+    """3e7 T K is no int32; 1e38 T K is no int64."""
+    arrays = {n: in_torch.tensor(a) for n, a in operands(T, E, K, D, F).items() if a is not None}
+    want = moe(**arrays, topk=K)
+    for factor in (3e7, 1e38):
+        got = moe(**arrays, topk=K, group=group_of_one, transport=transport, capacity_factor=factor)
+        assert got.dropped == 0
+        torch.testing.assert_close(got.output, want.output)
+
+
+def test_counts_are_added_up_over_ranks_in_int64(group_of_one):
+    most, half = torch.tensor([2**31 - 1], dtype=torch.int32), torch.tensor([0.5])
+    counts, floats = sum_over_ranks(group_of_one, most, half)
+    assert counts.dtype == torch.int64 and counts.item() == 2**31 - 1 and torch.equal(floats, half)
+
+
 def test_what_does_not_go_together_is_an_error(group_of_one):
     arrays = {n: in_torch.tensor(a) for n, a in operands(T, E, K, D, F).items() if a is not None}
     for changes, error, message in (
@@ -255,6 +273,8 @@ def test_what_does_not_go_together_is_an_error(group_of_one):
         (dict(group="world"), TypeError, "group: got str 'world', expected a torch.distributed.ProcessGroup"),
         (dict(group=group_of_one, transport="tree"), ValueError, "transport: got 'tree', expected one of"),
         (dict(group=group_of_one, capacity_factor=-1.0), ValueError, "capacity_factor: got -1.0"),
+        (dict(align_size=2**31 - 1), ValueError, "align_size: got 2147483647, which makes 17179869176 rows"),
+        (dict(group=group_of_one, align_size=2**31 - 1), ValueError, "align_size: got 2147483647, with which transport"),
         (dict(group=group_of_one, gate=torch.zeros(D, E + 1)), ValueError, "gate: got"),
     ):
         with pytest.raises(error, match=message):

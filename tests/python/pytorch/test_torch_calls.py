@@ -39,6 +39,12 @@ def test_a_status_is_an_error_that_says_what_the_library_says():
         _ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST, 0)
 
 
+def test_an_integer_that_int32_does_not_hold_is_an_error():
+    """ctypes would wrap it."""
+    with pytest.raises(ValueError, match="num_experts: got 4294967296, expected an integer that int32 holds"):
+        _ops.plan(torch.zeros(4, 1, dtype=torch.int32), 2**32, 4, 0, 1)
+
+
 def test_layouts_are_made_once_for_all_threads(monkeypatch):
     """A backward pass on a GPU runs on another thread than its forward pass."""
     made = []

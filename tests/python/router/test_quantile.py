@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, logits
 
+import in_torch
 from anabranch import torch
 from anabranch.jax import fused_topk_with_score_function, quantile_bias, route
 from anabranch.reference import quantile as reference
@@ -235,6 +236,26 @@ def test_counts_beyond_float32_stay_exact():
     want = reference.quantile_bias(histogram, 0.0, 4.0, 1)
     assert want[1] - want[0] > 1.9
     np.testing.assert_allclose(quantile_bias(histogram, 0.0, 4.0, 1), want, atol=1e-5)
+
+
+def test_counts_beyond_int32_are_nan_and_never_wrapped():
+    """JAX has no int64 by default; torch's sums are int64."""
+    counts = np.full((2, 4), 2**30, np.int32)
+    assert np.isnan(quantile_bias(counts, 0.0, 4.0, 1)).all()
+    np.testing.assert_allclose(torch.quantile_bias(in_torch.tensor(counts), 0.0, 4.0, 1), 0.0)
+    z, full = logits(3, 4, "float32"), np.full((4, 2), 2**31 - 2, np.int32)
+    bias, bounds = np.zeros(4, np.float32), (-1.0, 1.0)
+    ours = fused_topk_with_score_function(
+        z, 1, score_function="sigmoid", expert_bias=bias, qb_histogram=full, qb_bin_bounds=bounds
+    )[2]
+    theirs = in_torch.tensor(full)
+    torch.fused_topk_with_score_function(
+        *(in_torch.tensor(z), 1, False, None, None, None, "sigmoid", in_torch.tensor(bias)),
+        qb_histogram=theirs,
+        qb_bin_bounds=bounds,
+    )
+    np.testing.assert_array_equal(ours, theirs)
+    assert np.max(ours) == 2**31 - 1 and np.min(ours) == 2**31 - 2
 
 
 def test_biases_of_quantiles_balance_and_get_no_gradient():

@@ -36,6 +36,17 @@ def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
 
 
 @transports
+def test_a_capacity_beyond_all_slots_drops_nothing(transport):
+    """3e8 T K is no int32."""
+    arrays = {name: array for name, array in operands(T, E, K, D, F).items() if array is not None}
+    parallel = Parallel(expert_axis="expert", transport=transport, capacity_factor=3e8)
+    with jax.set_mesh(mesh_of(expert=4)):
+        got = jax.jit(lambda a: moe(**a, topk=K, parallel=parallel))(arrays)
+    assert int(got.dropped) == 0
+    np.testing.assert_allclose(got.output, moe(**arrays, topk=K).output, rtol=1e-5, atol=1e-5)
+
+
+@transports
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drops_beside_sharded_weights_and_slices_of_f(transport, dtype):
     """FSDP over data and tensor parallelism over F: neither changes which slots find room."""

@@ -54,6 +54,19 @@ CALLS = [
 ]
 
 
+def test_counts_of_all_shards_that_int32_does_not_hold():
+    """Traced alone: 2^29 tokens with 2 experts on each of 4 devices."""
+    arrays = _arguments(D=1)
+    arrays["x"] = jax.ShapeDtypeStruct((2**31, 1), arrays["x"].dtype)
+
+    def layer(x, *others):
+        return moe(x, *others, topk=2, parallel=Parallel(data_axes="a")).output
+
+    on_mesh = jax.shard_map(layer, in_specs=(P("a"), P(), P(), P()), out_specs=P("a"), check_vma=False)
+    with jax.set_mesh(mesh_of(a=4)), pytest.raises(ValueError, match=r"x: got 2147483648 x 2 slots, expected fewer"):
+        jax.eval_shape(on_mesh, *arrays.values())
+
+
 @pytest.mark.parametrize("fields,sizes,message", CALLS, ids=[str(f) for f, *_ in CALLS])
 def test_what_the_mesh_or_the_shapes_do_not_allow(fields, sizes, message):
     with jax.set_mesh(mesh_of(a=4, b=2)), pytest.raises(ValueError, match=message):

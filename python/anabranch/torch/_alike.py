@@ -1,0 +1,133 @@
+"""Whether all ranks of a group call the layer with the same sizes and options.
+
+With different ones they would lose tokens, or wait for each other in collectives of different sizes. What is new to a
+rank is compared through the group's store, by the hosts alone: without a collective, and without waiting for a device.
+What a rank has compared before costs one look-up.
+"""
+
+import dataclasses
+import json
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ops = torch.library.Library("anabranch", "FRAGMENT")
+
+#: Arguments of the layer, in the order of the values of `compared`.
+_NAMES = (
+    "x (tokens)",
+    *("transport", "x (dtype)", "score_function"),
+    *("capacity_factor", "scaling_factor", "activation (alpha)", "activation (limit)"),
+    *("x (width)", "w_in (experts)", "topk", "forced_experts", "align_size", "fp8_exchange"),
+    *("normalize", "num_groups", "group_topk", "group_score_topk", "qb_bins"),
+    *("weight_early", "activation", "precision", "fp8_scales"),
+    *("aux_loss_coeff (used)", "z_loss_coeff (used)", "gate (given)"),
+)
+
+
+@dataclasses.dataclass
+class _Compared:
+    """What the ranks of a group have compared: sets of values, and how often they did."""
+
+    values: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
+    times: int = 0
+
+
+_of_group: weakref.WeakKeyDictionary[Any, _Compared] = weakref.WeakKeyDictionary()
+
+
+def _check(group: Any, values: tuple[Any, ...]) -> None:
+    """Raises ValueError on every rank of a group where a value is another one on another rank.
+
+    All ranks come here in the same call. A rank whose values are new waits for the others, as long as the group's store
+    waits. Where the others know their values they don't compare, so that this rank raises when that time is over.
+    """
+    compared = _of_group.setdefault(group, _Compared())
+    if values in compared.values:
+        return
+    ranks, rank, store = dist.get_world_size(group), dist.get_rank(group), _store(group)
+    if ranks == 1 or store is None:
+        return
+    time = compared.times
+    compared.times += 1
+    store.set(_key(time, rank), json.dumps(values))
+    try:
+        of_ranks = [json.loads(text) for text in store.multi_get([_key(time, other) for other in range(ranks)])]
+    except RuntimeError as error:
+        shown = ", ".join(f"{name} {value}" for name, value in zip(_NAMES, values, strict=True))
+        raise RuntimeError(f"group: got new options on rank {rank} ({shown}), expected them on all ranks") from error
+    if time > 0:  # Every rank has read the values before these.
+        store.delete_key(_key(time - 1, rank))
+    for other, theirs in enumerate(of_ranks):
+        for name, first, value in zip(_NAMES, of_ranks[0], theirs, strict=True):
+            if value != first:
+                raise ValueError(
+                    f"{name}: got {first} on rank 0 and {value} on rank {other} of the group, expected one value on all"
+                )
+    compared.values.add(values)
+
+
+def _key(time: int, rank: int) -> str:
+    return f"anabranch/options/{time}/{rank}"
+
+
+def _store(group: Any) -> Any:
+    """The store of a process group; None: it has none, or its other ranks are not there."""
+    if dist.get_backend(group) == "fake":
+        return None
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    return store
+
+
+def _compare(experts: Tensor, group: str, texts: Any, numbers: Any, integers: Any) -> Tensor:
+    _check(dist.distributed_c10d._resolve_process_group(group), (experts.shape[0], *texts, *numbers, *integers))
+    return _none_dropped(experts)
+
+
+def _none_dropped(experts: Tensor, *_: Any) -> Tensor:
+    return experts.new_zeros(())
+
+
+_ops.define("compare(Tensor experts, str group, str[] texts, float[] numbers, SymInt[] integers) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _ops.impl("compare", _compare, _device)
+torch.library.register_fake("anabranch::compare", _none_dropped, lib=_ops)
+
+
+def compared(config: Any, x: Tensor, experts: Tensor) -> Tensor:
+    """How many assignments were dropped before any rank has sent one: int32 [], 0.
+
+    A result, so that a compiled program compares when it runs.
+
+    Args:
+      config: a GroupConfig; x: [T, D] and experts: int32 [T, K] of this rank.
+
+    Raises:
+      ValueError: a size or an option is another one on another rank. Every rank raises.
+    """
+    layer, ranks, router = config.layer, config.ranks, config.layer.router
+    network = layer.network
+    texts = [config.transport, str(x.dtype), "" if router is None else router.score_function]
+    numbers = [
+        0.0 if ranks.capacity_factor is None else ranks.capacity_factor,
+        1.0 if router is None else router.scaling_factor,
+        network.activation_alpha,
+        network.activation_limit,
+    ]
+    of_router = (
+        (0,) * 5
+        if router is None
+        else (router.normalize, router.num_groups, router.group_topk, router.group_score_topk, router.qb_bins)
+    )
+    integers = [
+        *(x.shape[1], ranks.local_experts, ranks.topk, ranks.slots_per_token, ranks.align_size, config.fp8_exchange),
+        *of_router,
+        *(network.weight_early, network.activation, network.precision, network.fp8_scales),
+        *(layer.aux_loss, layer.z_loss, router is not None),
+    ]
+    compare = torch.ops.anabranch.compare.default if torch.compiler.is_compiling() else _compare
+    found: Tensor = compare(experts, ranks.group, texts, numbers, list(map(int, integers)))
+    return found

@@ -144,8 +144,9 @@ def test_both_ways_give_the_same_bits_with_fp8():
     for dtype in (torch.float32, torch.bfloat16):
         x = tokens(dtype, 128)
         want = run(layer, layer, x)
-        with Watched(layer, ["gate"]):
+        with Watched(layer, ["gate"]) as calls:
             assert_same(run(layer, layer, x), want)
+        assert calls == ["gate"]
 
 
 def test_both_ways_give_the_same_bits_compiled():

@@ -181,10 +181,27 @@ class SharedExpert(OnRanks):
         )
         return unflat(y, x.shape[:-1])
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name in (self.up_name, "down_proj"):
-            if f"{prefix}{name}.weight" in state_dict:  # of older versions
-                state_dict[prefix + name] = state_dict.pop(f"{prefix}{name}.weight")
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name in (prefix + self.up_name, f"{prefix}down_proj"):
+            if (old := f"{name}.weight") not in state_dict:
+                continue
+            value, parameter = state_dict.pop(old), self._parameters.get(name.removeprefix(prefix))
+            if hasattr(parameter, "placements") and not hasattr(value, "placements"):
+                # What divides whole tensors goes by the new name, and did not find it.
+                error_msgs.append(f"{old}: got a whole tensor for a DTensor, expected it under its new name, {name}")
+                state_dict.pop(name, None)
+            else:
+                state_dict[name] = value
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

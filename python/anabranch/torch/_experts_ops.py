@@ -446,13 +446,13 @@ experts_hidden = define(
 
 def _allocate_experts_inputs(
     dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
-    w_in_dtype, wants_x, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
+    w_in_dtype, d_x_dtype, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
     fp8_scales,
 ):  # fmt: skip
     nothing = x.new_empty((0,))
     return (
-        torch.empty_like(x) if wants_x else nothing,
+        nothing if d_x_dtype is None else torch.empty_like(x, dtype=d_x_dtype),
         torch.empty_like(w_in, dtype=w_in_dtype) if wants_w_in else nothing.clone(),
         nothing.clone() if b_in is None else torch.empty_like(b_in),
     )
@@ -460,14 +460,14 @@ def _allocate_experts_inputs(
 
 def _experts_inputs(
     results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
-    w_in_dtype, wants_x, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
+    w_in_dtype, d_x_dtype, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
     activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
     fp8_scales,
 ):  # fmt: skip
     d_x, d_w_in, d_b_in = results
     E, D, P, F = _sizes(w_in, w_in_layout)
     R, fp8, calls = dh.shape[0], precision == FP8, []
-    if wants_x:
+    if d_x_dtype is not None:
         transposed = w_in_layout.startswith("d") or fp8
         if fp8:
             of_in, quantize_in = _factor(
@@ -483,22 +483,17 @@ def _experts_inputs(
         else:
             w = w_in.view((E, D, P * F) if transposed else (E, P * F, D))
             factors = {"x": dh.view(R, P * F), "w": w}
-        of_x = _calls.grouped_matmul_combine(
-            {
-                **factors,
-                "group_sizes": group_sizes,
-                "slot_of_row": slot_of_row,
-                "row_of_slot": row_of_slot,
-                "addend": addend,
-                "out": d_x,
-            },
-            transpose_w=transposed,
-            skip_rest=1,
-            backward=1,
-            precision=precision,
-            fp8_scales=fp8_scales,
-        )
-        calls.append(of_x)
+        of_precision = {"precision": precision, "fp8_scales": fp8_scales}
+        factors["group_sizes"] = group_sizes
+        of_sum = {"row_of_slot": row_of_slot, "addend": addend, "out": d_x}
+        if fp8 and d_x_dtype != x.dtype:  # in one call rows of FP8 operands would have the dtype of d_x, not of x
+            rows = x.new_empty((R, D))
+            calls.append(_calls.grouped_matmul({**factors, "y": rows}, transpose_w=transposed, **of_precision))
+            calls.append(_calls.combine({"rows": rows, **of_sum}))
+        else:
+            tensors = {**factors, "slot_of_row": slot_of_row, **of_sum}
+            options = {"transpose_w": transposed, "skip_rest": 1, "backward": 1, **of_precision}
+            calls.append(_calls.grouped_matmul_combine(tensors, **options))
     if not wants_w_in and b_in is None:
         return calls
     of_weights = _calls.expert_ffn_backward(
@@ -523,11 +518,12 @@ def _experts_inputs(
     return [*calls, of_weights]
 
 
-#: The second half: the gradients of x, to which `addend` is added, of w_in and of b_in; [0]: none, not wanted.
+#: The second half: the gradients of x, to which `addend` is added, of w_in and of b_in; [0]: none, not wanted. The
+#: gradient of x has `d_x_dtype`; None: not wanted.
 experts_inputs = define(
     "experts_inputs(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, bool wants_x, bool wants_w_in, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, ScalarType? d_x_dtype, bool wants_w_in, "
     f"{QUANTIZED}, {_NETWORK}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
     _allocate_experts_inputs,
     _experts_inputs,

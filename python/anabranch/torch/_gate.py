@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.torch._autocast import without_autocast
+from anabranch.torch._autograd import Function
 from anabranch.torch._define import _ops
 from anabranch.torch._undifferentiable import undifferentiable
 
@@ -79,11 +81,17 @@ def logits_of(x: Tensor, gate: Tensor) -> Tensor:
     return x.float() @ gate.float()
 
 
+def biased_logits_of(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
+    """x gate + bias, float32 [T, E]; the bias [E] may be None."""
+    logits = logits_of(x, gate)
+    return logits if bias is None else logits + bias.float()
+
+
 class GateGradients(NamedTuple):
     """What `gate_backward` returns."""
 
     x: Tensor
-    """[T, D] float32, or bfloat16 where x and the gate are."""
+    """[T, D] of the dtype of x, as the gradient of a module's input has it."""
     gate: Tensor
     """[D, E] float32."""
 
@@ -91,17 +99,48 @@ class GateGradients(NamedTuple):
 def gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> GateGradients:
     """From the gradient of the logits, float32 [T, E].
 
-    Where x and the gate are bfloat16, it is rounded to bfloat16 before it multiplies on a GPU, and so is the part of x.
-    Float16 ends at 65504 and at 6e-8, so nothing is rounded to it: what is float16 goes as float32.
+    Where x and the gate are bfloat16, a GPU rounds it to bfloat16 before it multiplies. Float16 ends at 65504 and at
+    6e-8, so it is never rounded to float16: what is float16 goes as float32.
     """
+    d_x, d_gate = _gate_backward(x, gate, d_logits)
+    return GateGradients(d_x.to(x.dtype), d_gate)
+
+
+def _gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype == gate.dtype == torch.bfloat16:
         if x.device.type == "cpu":
-            return GateGradients((d_logits @ gate.float().T).to(torch.bfloat16), x.float().T @ d_logits)
+            return d_logits @ gate.float().T, x.float().T @ d_logits
         rounded = d_logits.to(torch.bfloat16)
-        return GateGradients(rounded @ gate.T, _product(x.T, rounded))
+        return rounded @ gate.T, _product(x.T, rounded)
     if torch.float16 in (x.dtype, gate.dtype):
         x, gate = x.float(), gate.float()
-        return GateGradients(_product_of_halves(d_logits, gate.T), _product_of_halves(x.T, d_logits))
-    if x.dtype == gate.dtype == torch.float32:
-        return GateGradients(d_logits @ gate.T, x.T @ d_logits)
-    return GateGradients(_product_of_halves(d_logits, gate.T), _product_of_halves(x.T, d_logits))
+    elif x.dtype == gate.dtype == torch.float32:
+        return d_logits @ gate.T, x.T @ d_logits
+    return _product_of_halves(d_logits, gate.T), _product_of_halves(x.T, d_logits)
+
+
+class _Logits(Function):
+    @staticmethod
+    def forward(x, gate, bias):
+        with without_autocast(x.device):
+            return biased_logits_of(x, gate, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, gate, bias = inputs
+        ctx.save_for_backward(x, gate)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx, d_logits):
+        x, gate = ctx.saved_tensors
+        with without_autocast(x.device):
+            found = gate_backward(x, gate, d_logits)
+        d_bias = None if ctx.bias_dtype is None else d_logits.sum(0).to(ctx.bias_dtype)
+        return found.x, found.gate.to(gate.dtype), d_bias
+
+
+def logits(x: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`biased_logits_of` with its gradients."""
+    found: Tensor = _Logits.call(x, gate, bias)
+    return found

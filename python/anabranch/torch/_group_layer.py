@@ -15,7 +15,7 @@ from anabranch.torch import _ops
 from anabranch.torch._alike import compared
 from anabranch.torch._autocast import without_autocast
 from anabranch.torch._autograd import Function
-from anabranch.torch._gate import gate_backward, logits_of
+from anabranch.torch._gate import biased_logits_of, gate_backward
 from anabranch.torch._layer import LayerConfig, Operands, wanted_cotangents
 from anabranch.torch.exchange import Ranks, Route, Transport, keep_within, transport
 from anabranch.torch.experts import as_multiplied
@@ -88,10 +88,11 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         counts = _ops.plan(experts, layer.num_experts, 0, 0, 1)[0]
         score_sum, lse, logits, histogram = no_floats, no_floats.clone(), no_floats.clone(), no_integers
     else:
-        assert operands.gate is not None
-        logits = logits_of(x, operands.gate)
-        if operands.gate_bias is not None:
-            logits = logits + operands.gate_bias.float()
+        if operands.gate is None:
+            assert operands.logits is not None
+            logits = operands.logits
+        else:
+            logits = biased_logits_of(x, operands.gate, operands.gate_bias)
         weights, experts, counts, score_sum, lse, histogram = routing_of(
             layer.router,
             logits,
@@ -123,6 +124,8 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     output = chosen.collect(route, sums, None if there is not None else weights, x.dtype)
     if layer.router is None:
         weights, experts = no_floats.clone(), no_integers.clone()
+    elif operands.gate is None:
+        logits = no_floats  # a function must not return its operand
     return GroupOutput(
         output, counts, wrong + dropped, weights, experts, score_sum, lse, histogram, h, logits, *route
     )  # fmt: skip
@@ -149,7 +152,8 @@ class _GroupMixture(Function):
         ctx.save_for_backward(
             *(operands.x, operands.w_in, operands.w_out, operands.b_in, operands.b_out),
             *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
-            *(result.h, result.logits, result.lse, *of_backward(operands.quantized())),
+            *(result.h, result.logits if operands.logits is None else operands.logits, result.lse),
+            *of_backward(operands.quantized()),
             *(getattr(result, name) for name in Route._fields),
         )
 
@@ -196,6 +200,9 @@ def _backward(ctx, d):
             d_w = d_w + d["weights"]
         d_sums = wanted_cotangents(layer, d["score_sum"], d["lse"])
         d_logits = logits_gradient(layer.router, logits, experts, token_mask, lse, d_w, *d_sums)
+        if wants["logits"]:
+            found["logits"] = d_logits
+    if gate is not None:
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
         addend, found["gate"] = through.x, through.gate.to(gate.dtype)
@@ -203,11 +210,13 @@ def _backward(ctx, d):
             found["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
     d_arrived, d_w_in, d_b_in = _ops.experts_inputs(
         dh, *of_dh, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down, w_in.dtype,
-        True, wants["w_in"], *quantized, *options,
+        dtype, wants["w_in"], *quantized, *options,
     )  # fmt: skip
     of_all = weights.new_full((x.shape[0], chosen.returning), P)
+    d_x_of, d_x_dtype = ("port", torch.float32) if wants["port"] else ("x", dtype)
+    d_x = chosen.collect(route, d_arrived, of_all, d_x_dtype, addend)
     return found | {
-        "x": chosen.collect(route, d_arrived, of_all, dtype, addend),
+        d_x_of: d_x,
         "w_in": d_w_in if wants["w_in"] else None,
         "b_in": None if b_in is None else d_b_in,
         "w_out": d_w_out if wants["w_out"] else None,

@@ -13,7 +13,7 @@ from anabranch.router_options import RouterOptions
 from anabranch.torch import _ops
 from anabranch.torch._autocast import without_autocast
 from anabranch.torch._autograd import Function
-from anabranch.torch._gate import gate_backward, logits_of
+from anabranch.torch._gate import biased_logits_of, gate_backward
 from anabranch.torch._mixture_ops import MixtureOptions, mixture_options
 from anabranch.torch.experts import Network, as_multiplied
 from anabranch.torch.quantized import QuantizedExperts, of_backward, of_forward, quantized_of
@@ -66,7 +66,10 @@ def wanted_cotangents(
 
 
 class Operands(NamedTuple):
-    """The tensors of the layer, flat: x is [T, D]. None: not given."""
+    """The tensors of the layer, flat: x is [T, D]. None: not given.
+
+    A router has either a gate or logits that were computed outside. With logits x has no gradient; `port` has it.
+    """
 
     x: Tensor
     w_in: Tensor
@@ -83,6 +86,10 @@ class Operands(NamedTuple):
     experts: Tensor | None = None
     """int32 [T, K]; an index outside [0, E) is no expert."""
     qb_bin_bounds: Tensor | None = None
+    logits: Tensor | None = None
+    """float32 [T, E]."""
+    port: Tensor | None = None
+    """Float32 [T, D], never read; its gradient is the experts' part of the gradient of x. See `_called_gate`."""
     quantized_w_in: Tensor | None = None
     """This and those below: the fields of a QuantizedExperts."""
     quantized_w_in_transposed: Tensor | None = None
@@ -139,18 +146,15 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     """A LayerOutput."""
-    o, x, logits = operands, operands.x, None
-    if config.router is not None:
-        assert o.gate is not None
-        logits = logits_of(x, o.gate)
-        if o.gate_bias is not None:
-            logits = logits + o.gate_bias.float()
+    o, x = operands, operands.x
+    logits = o.logits if o.gate is None else biased_logits_of(x, o.gate, o.gate_bias)
     results: tuple[Tensor, ...] = _ops.mixture(
         x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         as_multiplied(config.network, o.w_in, x.dtype), o.b_in,
         as_multiplied(config.network, o.w_out, x.dtype), o.b_out, *of_forward(o.quantized()), *config.options,
     )  # fmt: skip
-    return *results, x.new_empty((0,), dtype=torch.float32) if logits is None else logits
+    # A function must not return its operand, so given logits are not a result.
+    return *results, logits if o.logits is None and logits is not None else x.new_empty((0,), dtype=torch.float32)
 
 
 class _Mixture(Function):
@@ -175,7 +179,8 @@ class _Mixture(Function):
         ctx.save_for_backward(
             *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
             *(selection.weights, selection.experts, result.lse),
-            *(result.h, result.logits, result.row_of_slot, result.slot_of_row, result.group_sizes),
+            *(result.h, result.logits if o.logits is None else o.logits),
+            *(result.row_of_slot, result.slot_of_row, result.group_sizes),
             *of_backward(o.quantized()),
         )
 
@@ -194,7 +199,8 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     ) = ctx.saved_tensors  # fmt: skip
     config, dtype = ctx.config, x.dtype
     wants = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
-    wants_logits = config.router is not None and (wants["x"] or wants["gate"] or wants["gate_bias"])
+    through_gate = gate is not None and (wants["x"] or wants["gate"] or wants["gate_bias"])
+    wants_logits = through_gate or wants["logits"]
     if d_output is None:
         d_output = torch.zeros_like(x)
     up, down = (as_multiplied(config.network, w, dtype) for w in (w_in, w_out))
@@ -218,17 +224,22 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
         if not at_once:
             d_w = d_w + d_weights
             d_logits = logits_gradient(config.router, logits, experts, token_mask, lse, d_w, *d_sums)
+        if wants["logits"]:
+            found["logits"] = d_logits
+    if through_gate:
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
         addend, found["gate"] = through.x, _as(through.gate, gate.dtype)
         if gate_bias is not None:
             found["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
+    d_x_dtype = dtype if wants["x"] else torch.float32 if wants["port"] else None
     d_x, d_w_in, d_b_in = _ops.experts_inputs(
-        dh, *of_dh, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, wants["x"],
+        dh, *of_dh, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, d_x_dtype,
         wants["w_in"], *quantized, *config.network,
     )  # fmt: skip
-    found |= {"x": d_x if wants["x"] else None, "w_in": d_w_in if wants["w_in"] else None}
-    return found | {"b_in": None if b_in is None else d_b_in}
+    if d_x_dtype is not None:
+        found["x" if wants["x"] else "port"] = d_x
+    return found | {"w_in": d_w_in if wants["w_in"] else None, "b_in": None if b_in is None else d_b_in}
 
 
 def mixture(config: LayerConfig, operands: Operands) -> LayerOutput:

@@ -1,11 +1,11 @@
-"""The layer's parameters: how they are drawn, and those that are modules of their own."""
+"""How the layer's parameters are drawn."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Initializer = Callable[[Tensor], Any]
 
@@ -58,50 +58,3 @@ def draw(init: Initializer, parameter: Tensor, num_experts: int = 1, first: int 
         _fill(init, matrix)
         if before <= expert < before + experts:
             part[expert - before].copy_(matrix[row : row + rows, column : column + columns])
-
-
-class Projection(nn.Module):
-    """The parameters of a linear map: `weight` [out, in] and `bias` [out] or None. The layer multiplies them itself."""
-
-    init: Initializer
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, init: Initializer, **factory: Any):
-        super().__init__()
-        self.init = init
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, **factory))
-        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **factory)) if bias else None)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draws the weight and zeroes the bias."""
-        draw(self.init, self.weight)
-        if self.bias is not None:
-            self.bias.zero_()
-
-    def extra_repr(self) -> str:
-        """The sizes."""
-        out_features, in_features = self.weight.shape
-        return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
-
-
-class SharedExpert(nn.Module):
-    """The parameters of a shared expert of width S.
-
-    `gate_up_proj.weight` [2 S, D], gate rows first, then up rows, or `up_proj.weight` [S, D] where not gated, and
-    `down_proj.weight` [D, S].
-    """
-
-    def __init__(self, features: int, shared_features: int, gated: bool, init: Initializer, **factory: Any):
-        super().__init__()
-        self.parts, self.up_name = (2, "gate_up_proj") if gated else (1, "up_proj")
-        up = Projection(features, self.parts * shared_features, False, init, **factory)
-        self.add_module(self.up_name, up)
-        self.down_proj = Projection(shared_features, features, False, init, **factory)
-
-    def operands(self) -> tuple[Tensor, Tensor]:
-        """w_in [2 or 1, S, D] and w_out [D, S] of `shared_expert`: views."""
-        up: Tensor = getattr(self, self.up_name).weight
-        return up.reshape(self.parts, -1, up.shape[-1]), self.down_proj.weight

@@ -1,8 +1,7 @@
 """The layer as an nn.Module: its parameters as checkpoints have them, and the state of its router."""
 
-import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,16 +11,17 @@ from anabranch._text import shown
 from anabranch.activation import Activation
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch import _check
-from anabranch.torch._autocast import as_autocast, without_autocast
+from anabranch.torch._autocast import as_autocast
+from anabranch.torch._called_gate import fork
 from anabranch.torch._counts import add_counts
-from anabranch.torch._group import check_group, part_of, summed, with_mean_gradients
-from anabranch.torch._parameters import Initializer, Projection, SharedExpert, draw, fan_in_normal_
+from anabranch.torch._group import check_group, part_of, summed
+from anabranch.torch._parameters import Initializer, draw, fan_in_normal_
+from anabranch.torch._submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch._wrapping import check_wrapping
-from anabranch.torch.moe import MoEOutput, layer_config, moe
+from anabranch.torch.moe import MoEOutput, layer_config, layer_of
 from anabranch.torch.parallel import check_parallel, check_ranks, sharded
 from anabranch.torch.quantile import host_bounds, quantile_bias
 from anabranch.torch.quantized import QuantizedExperts, quantize_experts
-from anabranch.torch.shared_expert import shared_expert
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # not every build of torch has it
 _COUNTS = ("tokens_per_expert", "qb_histogram")
 
 
-class MoE(nn.Module):
+class MoE(OnRanks):
     """A Mixture-of-Experts feed-forward layer.
 
     Parameters, as checkpoints that keep the experts of a layer together have them; the layer takes views of them,
@@ -42,8 +42,8 @@ class MoE(nn.Module):
     | `gate_up_proj`, `gate_up_proj_bias` | [E, 2 F, D], [E, 2 F] | gate rows, then up rows; `interleaved`: in turns |
     | `up_proj`, `up_proj_bias` | [E, F, D], [E, F] | in their place where not `gated` |
     | `down_proj`, `down_proj_bias` | [E, D, F], [E, D] | biases with `use_bias` |
-    | `shared_expert.gate_up_proj.weight` (`up_proj`) | [2 S, D] ([S, D]) | with `shared_features` S > 0 |
-    | `shared_expert.down_proj.weight` | [D, S] | the same |
+    | `shared_expert.gate_up_proj` (`up_proj`) | [2 S, D] ([S, D]) | with `shared_features` S > 0 |
+    | `shared_expert.down_proj` | [D, S] | the same |
     | `shared_expert_gate.weight` | [1, D] | with `shared_gate` |
 
     With `group` a rank has E/P of the experts.
@@ -106,8 +106,12 @@ class MoE(nn.Module):
     the shared expert's too: nothing is left to average over them, and it does no harm. DistributedDataParallel has to
     leave the experts alone, see `ddp_ignore_experts`; fully_shard takes a layer whose `group` is a DeviceMesh.
 
-    Under FSDP wrap the layer, not its submodules: their parameters are used in its own forward pass. A copy of a layer
-    with groups is on the same ranks; it can't be pickled, and its state dict can.
+    The submodules `gate`, `shared_expert` and `shared_expert_gate` are called as modules: hooks on them,
+    parametrizations, adapters and other modules in their place work, see docs/torch.md. A forward hook on `gate` sees
+    the router's logits, float32 [..., E]. A gate without any of these is computed in one operation with the rest, with
+    the same bits.
+
+    A copy of a layer with groups is on the same ranks; it can't be pickled, and its state dict can.
 
     >>> layer = MoE(16, 32, num_experts=4, topk=2, aux_loss_coeff=0.01)
     >>> result = layer(torch.ones(3, 5, 16))
@@ -118,7 +122,7 @@ class MoE(nn.Module):
     expert_bias: Tensor | None
     down_proj: Tensor
     down_proj_bias: Tensor | None
-    gate: Projection
+    gate: nn.Module
     tokens_per_expert: Tensor | None
     qb_histogram: Tensor | None
 
@@ -227,13 +231,18 @@ class MoE(nn.Module):
             value = torch.empty((self.local_experts, *shape), **factory) if wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(sharded(value, mesh)))
 
-        self.gate = Projection(D, E, use_gate_bias, self.kernel_init, **factory)
+        self.gate = Gate(D, E, use_gate_bias, self.kernel_init, self.group, **factory)
         parameter(self.up_name, True, self.parts * F, D)
         parameter(f"{self.up_name}_bias", use_bias, self.parts * F)
         parameter("down_proj", True, D, F)
         parameter("down_proj_bias", use_bias, D)
-        self.shared_expert = SharedExpert(D, S, self.gated, self.kernel_init, **factory) if S else None
-        self.shared_expert_gate = Projection(D, 1, False, self.kernel_init, **factory) if shared_gate else None
+        self.shared_expert: nn.Module | None = None
+        if S:
+            dense: dict[str, Any] = dict(activation=activation, precision=dense_precision(precision), group=self.group)
+            self.shared_expert = SharedExpert(D, S, self.gated, self.kernel_init, **dense, **factory)
+        self.shared_expert_gate: nn.Module | None = None
+        if shared_gate:
+            self.shared_expert_gate = Gate(D, 1, False, self.kernel_init, self.group, **factory)
         has_bias = self.use_expert_bias or quantile
         bias = torch.empty(E, dtype=torch.float32, device=device) if has_bias else None
         self.register_buffer("expert_bias", bias)
@@ -269,7 +278,7 @@ class MoE(nn.Module):
         a group, or as DTensors, every rank has to have the same seed, and draws all experts to keep its own.
         """
         for module in self.modules():
-            if isinstance(module, Projection):
+            if isinstance(module, Gate | SharedExpert):
                 module.reset_parameters()
         self._reset_own_parameters()
         self._begin_counting()
@@ -319,9 +328,11 @@ class MoE(nn.Module):
         """
         x = _check.tensor("x", x, _check.FLOATS, (..., ("in_features", self.in_features)))
         x = as_autocast(x) if self.dtype is None else x.to(self.dtype)
-        selection: dict[str, Any] = {}
+        mask = _check.optional_tensor("token_mask", token_mask, _check.BOOL, tuple(x.shape[:-1]))
+        _check.on_device_of("x", x, token_mask=mask)
+        bias, selection = None, {}
         if forced_experts is None:
-            selection = self.selection_options | {"expert_bias": self.expert_bias, "qb_bin_bounds": self.qb_bin_bounds}
+            bias, selection = self.expert_bias, self.selection_options | {"qb_bin_bounds": self.qb_bin_bounds}
         up_bias = getattr(self, f"{self.up_name}_bias")
         if self.group is not None:
             check_wrapping(self, self.group, list(self.expert_parameters().values()))
@@ -330,40 +341,42 @@ class MoE(nn.Module):
         def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
             return value if value.dtype == torch.float32 else value.to(x.dtype)
 
-        with without_autocast(x.device):
-            result = moe(
-                x,
-                self.gate.weight.T,
-                weight(w_in),
-                weight(w_out),
-                gate_bias=self.gate.bias,
-                b_in=None if up_bias is None else part_of(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
-                b_out=None if self.down_proj_bias is None else part_of(self.down_proj_bias).to(x.dtype),
-                token_mask=token_mask,
-                forced_experts=forced_experts,
-                quantized=quantized,
-                **selection,
-                **self.options,
-                **self.parallel_options,
-            )
-            if self.training and forced_experts is None:
-                self._count(result)
-            if self.shared_expert is None:
-                return result
-            w_gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight[0]
-            w_in, w_out, w_gate = with_mean_gradients(self.group, *self.shared_expert.operands(), w_gate)
-            shared = shared_expert(
-                x,
-                weight(w_in),
-                weight(w_out),
-                activation=self.activation,
-                w_gate=w_gate,
-                token_mask=token_mask,
-                w_in_layout="pfd",
-                w_out_layout="df",
-                precision=dense_precision(self.options["precision"]),
-            )
-            return MoEOutput(result.output + shared, *result[1:])
+        tensors: dict[str, Any] = dict(
+            w_in=weight(w_in),
+            w_out=weight(w_out),
+            b_in=None if up_bias is None else part_of(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
+            b_out=None if self.down_proj_bias is None else part_of(self.down_proj_bias).to(x.dtype),
+            expert_bias=bias,
+            token_mask=token_mask,
+            forced_experts=forced_experts,
+        )
+        leaves: tuple[Tensor, ...] = ()
+        if is_plain(self.gate):
+            tensors |= dict(x=x, gate=self.gate.weight.T, gate_bias=self.gate.bias)
+        else:
+            for_gate, port = fork(x, mask)
+            logits = _called("gate", self.gate(for_gate), (*x.shape[:-1], ("E", self.num_experts)))
+            tensors |= dict(x=x.detach(), logits=logits.float(), port=port)
+            leaves = (x, *self.gate.parameters())
+        options = self.options | self.parallel_options | selection
+        result = layer_of(tensors, quantized=quantized, leaves=leaves, **options)
+        if self.training and forced_experts is None:
+            self._count(result)
+        if self.shared_expert is None:
+            return result
+        return MoEOutput(result.output + self._shared(x, mask), *result[1:])
+
+    def _shared(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
+        """What the shared expert makes of x [..., D]."""
+        assert self.shared_expert is not None
+        if token_mask is not None:  # 0 * NaN in the gradients of the weights would be NaN
+            x = torch.where(token_mask[..., None], x, 0)
+        given = {}
+        if self.shared_expert_gate is not None:
+            logits = _called("shared_expert_gate", self.shared_expert_gate(x), (*x.shape[:-1], ("1", 1)))
+            given["weights"] = torch.sigmoid(logits.float())
+        output = _called("shared_expert", self.shared_expert(x, **given), tuple(x.shape)).to(x.dtype)
+        return output if token_mask is None else torch.where(token_mask[..., None], output, 0)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """w_in and w_out of `moe`, of this rank's experts."""
@@ -395,22 +408,6 @@ class MoE(nn.Module):
 
     def _groups(self) -> list[Any]:
         return [group for group in (self.group, self.options["loss_group"]) if group is not None]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MoE":
-        """A copy that is on the same ranks."""
-        memo |= {id(group): group for group in self._groups()}
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but process groups, which are of a running program."""
-        if self._groups():
-            raise TypeError(
-                "MoE: got a layer with a process group to pickle, expected one without; save its state_dict()"
-            )
-        return self.__dict__
 
     @torch.no_grad()
     def _count(self, result: MoEOutput) -> None:
@@ -474,7 +471,7 @@ class MoE(nn.Module):
         options |= dict(
             use_expert_bias=self.use_expert_bias,
             balance=None if self.qb_bin_bounds is None else "quantile",
-            use_gate_bias=self.gate.bias is not None,
+            use_gate_bias=getattr(self.gate, "bias", None) is not None,
             gated=self.gated,
             interleaved=self.interleaved,
             use_bias=self.down_proj_bias is not None,
@@ -506,6 +503,11 @@ def _dtype(name: str, value: Any) -> torch.dtype:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in _check.FLOATS)
         raise TypeError(f"{name}: got {str(value).removeprefix('torch.')}, expected {names}")
     return value
+
+
+def _called(name: str, output: Any, shape: Sequence[_check.Axis]) -> Tensor:
+    """Checks what a submodule has returned."""
+    return _check.tensor(f"{name}(x)", output, _check.FLOATS, shape)
 
 
 def _rate(value: Any) -> float:

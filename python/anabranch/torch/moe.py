@@ -3,6 +3,7 @@
 `moe` checks its arguments, runs the layer's rules (`_layer`), and computes the losses from the sums that these return.
 """
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -259,8 +260,8 @@ def moe(
         x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
         token_mask=token_mask, forced_experts=forced_experts,
     )  # fmt: skip
-    tensors |= quantized_fields(quantized)
-    options = dict(
+    return layer_of(
+        tensors,
         topk=topk,
         score_function=score_function,
         normalize=normalize,
@@ -275,14 +276,65 @@ def moe(
         align_size=align_size,
         w_in_layout=w_in_layout,
         w_out_layout=w_out_layout,
+        qb_bin_bounds=qb_bin_bounds,
         qb_bins=qb_bins,
         precision=precision,
         fp8_scales=fp8_scales,
+        quantized=quantized,
+        loss_group=loss_group,
+        group=group,
+        transport=transport,
+        capacity_factor=capacity_factor,
+        fp8_exchange=fp8_exchange,
+    )
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(layer_config).parameters.items()
+    if name not in ("num_experts", "parts", "loss_group")
+}
+_TENSORS = (
+    *("x", "w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts"),
+    *("logits", "port"),
+)
+
+
+def layer_of(
+    tensors: dict[str, Any],
+    *,
+    group: Any = None,
+    transport: str = "auto",
+    capacity_factor: float | None = None,
+    fp8_exchange: bool = False,
+    loss_group: Any = None,
+    quantized: QuantizedExperts | None = None,
+    qb_bin_bounds: Tensor | tuple[float, float] | None = None,
+    leaves: Sequence[Tensor] = (),
+    **options: Any,
+) -> MoEOutput:
+    """`moe` on x and biases as autocast has them, with a gate or with logits.
+
+    Args:
+      tensors: arguments of `moe` by name. In place of the gate there may be `logits` float32 [..., E] and `port`
+        float32 [..., D]; then x has no gradient, see `_called_gate`.
+      leaves: what may want a gradient beside the tensors, for precision "auto".
+      options, others: as in `moe`.
+    """
+    tensors = {name: tensors.get(name) for name in _TENSORS} | quantized_fields(quantized)
+    x, w_in, gate, gate_bias, expert_bias, token_mask, forced_experts = (
+        tensors[name] for name in ("x", "w_in", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
+    )
+    options = _DEFAULTS | options
+    precision, aux_loss_coeff, z_loss_coeff = (
+        options[name] for name in ("precision", "aux_loss_coeff", "z_loss_coeff")
     )
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
-    facts = facts_of(precision, (x, gate, gate_bias, w_in, w_out), (b_in, b_out))
+    facts = facts_of(
+        precision, (x, gate, gate_bias, w_in, tensors["w_out"], *leaves), (tensors["b_in"], tensors["b_out"])
+    )
     config: LayerConfig = _right_before.check(
         tensors.values(),
         (ranks, has_loss_group, type(quantized), facts, *options.values()),
@@ -301,15 +353,17 @@ def moe(
     operands = Operands(
         x=tokens,
         w_in=w_in,
-        w_out=w_out,
-        b_in=b_in,
-        b_out=b_out,
+        w_out=tensors["w_out"],
+        b_in=tensors["b_in"],
+        b_out=tensors["b_out"],
         gate=gate,
         gate_bias=gate_bias,
         expert_bias=expert_bias,
         token_mask=flat(token_mask, 0),
         forced_experts=flat(forced_experts),
         qb_bin_bounds=bounds,
+        logits=flat(tensors["logits"]),
+        port=flat(tensors["port"]),
         **quantized_fields(quantized if config.network.precision == FP8 else None),
     )
     coefficients = float(aux_loss_coeff), float(z_loss_coeff)
@@ -358,7 +412,8 @@ def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, facts: Facts |
     if local < 1:
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected at least one expert")
     E = local * ranks
-    _check.tensor("gate", tensors["gate"], _check.FLOATS, (("D", D), ("E", E)))
+    if tensors["logits"] is None:
+        _check.tensor("gate", tensors["gate"], _check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(E, parts, **options)
     assert config.router is not None
     found = check_fp8_operands(config.network.precision, layouts, "x", x, w_in, quantized)

@@ -6,31 +6,10 @@ from torch import Tensor
 from anabranch.activation import Activation
 from anabranch.precision import dense_precision_number
 from anabranch.torch import _check
-from anabranch.torch._autocast import as_autocast, without_autocast
-from anabranch.torch._autograd import Function
-from anabranch.torch._gate import gate_backward, logits_of
+from anabranch.torch._autocast import as_autocast
+from anabranch.torch._gate import logits
 from anabranch.torch.experts import check_layouts, grouped_rows, network, network_of_rows
 from anabranch.torch.moe import flat, unflat
-
-
-class _Logits(Function):
-    """<x, w> of tokens [T, D], float32 [T], as the router's gate has its products."""
-
-    @staticmethod
-    def forward(x, w):
-        with without_autocast(x.device):
-            return logits_of(x, w[:, None])[:, 0].clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, d_logits):
-        x, w = ctx.saved_tensors
-        with without_autocast(x.device):
-            found = gate_backward(x, w[:, None], d_logits[:, None])
-        return found.x.to(x.dtype), found.gate[:, 0].to(w.dtype)
 
 
 def shared_expert(
@@ -80,7 +59,42 @@ def shared_expert(
     [[3.0, 3.0]]
     """
     x = _check.tensor("x", as_autocast(x), _check.FLOATS, (..., "D"))
-    D, dtypes = ("D", x.shape[-1]), tuple(dict.fromkeys((x.dtype, torch.float32)))
+    D = ("D", x.shape[-1])
+    column = isinstance(w_gate, Tensor) and w_gate.dim() == 2
+    w_gate = _check.optional_tensor("w_gate", w_gate, _check.FLOATS, (D, ("1", 1)) if column else (D,))
+    mask = _check.optional_tensor("token_mask", token_mask, _check.BOOL, tuple(x.shape[:-1]))
+    _check.on_device_of("x", x, w_gate=w_gate, token_mask=mask)
+    if mask is not None:  # in x, too: 0 * NaN in the gradients of the weights would be NaN
+        x = torch.where(mask[..., None], x, 0)
+    tokens = grouped_rows("x", flat(x))
+    weights = None if w_gate is None else torch.sigmoid(logits(tokens, w_gate.reshape(-1, 1))[:, 0])
+    y = dense_expert(
+        tokens,
+        w_in,
+        w_out,
+        weights,
+        activation=activation,
+        w_in_layout=w_in_layout,
+        w_out_layout=w_out_layout,
+        precision=precision,
+    )
+    output = unflat(y, x.shape[:-1])
+    return output if mask is None else torch.where(mask[..., None], output, 0)
+
+
+def dense_expert(
+    tokens: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights: Tensor | None,
+    *,
+    activation: str | Activation,
+    w_in_layout: str,
+    w_out_layout: str,
+    precision: str,
+) -> Tensor:
+    """`shared_expert` of tokens [T, D] as they are, multiplied by weights float32 [T]; None: 1."""
+    D, dtypes = ("D", tokens.shape[-1]), tuple(dict.fromkeys((tokens.dtype, torch.float32)))
     layouts = check_layouts(w_in_layout, w_out_layout)
     w_in = _check.tensor("w_in", w_in, dtypes, layouts.shape("w_in", e="", d=D, p="2 or 1", f="S")[1:])
     sizes = layouts.sizes("w_in", (1, *w_in.shape))
@@ -89,17 +103,8 @@ def shared_expert(
         gated, plain = (", ".join(layouts.shape("w_in", e="", d="D", p=p, f="S")[1:]) for p in "21")
         raise ValueError(f"w_in: got {_check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
     w_out = _check.tensor("w_out", w_out, dtypes, layouts.shape("w_out", e="", f=("S", S), d=D)[1:])
+    _check.on_device_of("x", tokens, w_in=w_in, w_out=w_out)
     dense_precision_number(precision)
     options = network(activation, P, False, 0, layouts, precision, "float32")
-    column = isinstance(w_gate, Tensor) and w_gate.dim() == 2
-    w_gate = _check.optional_tensor("w_gate", w_gate, _check.FLOATS, (D, ("1", 1)) if column else (D,))
-    mask = _check.optional_tensor("token_mask", token_mask, _check.BOOL, tuple(x.shape[:-1]))
-    _check.on_device_of("x", x, w_in=w_in, w_out=w_out, w_gate=w_gate, token_mask=mask)
-    if mask is not None:  # in x, too: 0 * NaN in the gradients of the weights would be NaN
-        x = torch.where(mask[..., None], x, 0)
-    tokens = grouped_rows("x", flat(x))
-    rows = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=x.device)
-    weights = None if w_gate is None else torch.sigmoid(_Logits.call(tokens, w_gate.reshape(x.shape[-1])))
-    y = network_of_rows(options, tokens, rows, w_in[None], w_out[None], None, None, weights)
-    output = unflat(y, x.shape[:-1])
-    return output if mask is None else torch.where(mask[..., None], output, 0)
+    rows = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
+    return network_of_rows(options, tokens, rows, w_in[None], w_out[None], None, None, weights)

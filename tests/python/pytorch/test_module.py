@@ -108,12 +108,12 @@ def functional(layer, x, options, **given):
     if "shared_features" not in options:
         return result
     dense = layer.shared_expert
-    up = (dense.gate_up_proj if parts == 2 else dense.up_proj).weight.view(parts, -1, D)
+    up = (dense.gate_up_proj if parts == 2 else dense.up_proj).view(parts, -1, D)
     gate = layer.shared_expert_gate.weight[0] if options.get("shared_gate") else None
     shared = shared_expert(
         x,
         up.permute(2, 0, 1),
-        dense.down_proj.weight.T,
+        dense.down_proj.T,
         w_gate=gate,
         activation=options.get("activation", "silu"),
         token_mask=given.get("token_mask"),
@@ -178,7 +178,7 @@ def test_parameters_start_at_the_fan_in_of_one_expert():
         (layer.gate_up_proj, 256),
         (layer.down_proj, 512),
         (layer.gate.weight, 256),
-        (layer.shared_expert.down_proj.weight, 128),
+        (layer.shared_expert.down_proj, 128),
     ):
         assert weight.dtype == torch.bfloat16
         values = weight.detach().float()
@@ -198,7 +198,7 @@ def test_gradients_of_float32_parameters_are_not_rounded(dtype):
     result, found = gradients(layer, normal(40, D))
     assert result.output.dtype == dtype
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-    for name in ("gate_up_proj", "down_proj", "shared_expert.gate_up_proj.weight", "shared_expert.down_proj.weight"):
+    for name in ("gate_up_proj", "down_proj", "shared_expert.gate_up_proj", "shared_expert.down_proj"):
         assert (found[name] != found[name].to(dtype).float()).any(), name
 
 
@@ -399,7 +399,7 @@ def test_the_state_dict_is_all_there_is():
     layer, other, x = made(**whole()), MoE(D, F, E, K, **whole()), normal(9, D)
     assert set(layer.state_dict()) == {
         *("gate.weight", "gate.bias", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
-        *("shared_expert.gate_up_proj.weight", "shared_expert.down_proj.weight", "shared_expert_gate.weight"),
+        *("shared_expert.gate_up_proj", "shared_expert.down_proj", "shared_expert_gate.weight"),
         "expert_bias",
     }
     assert set(made(gated=False, use_bias=True).state_dict()) == {

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 import tempfile
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
@@ -107,6 +108,54 @@ def check_fsdp_of_mixed_precision(rank):
         gradient = layer.get_parameter(name).grad.full_tensor()
         assert gradient.dtype == torch.float32
         assert (gradient - parameter.grad).norm() < 16 * 2.0**-8 * parameter.grad.norm(), name
+
+
+def check_called_gate(rank):
+    """A gate with a hook is called; results and gradients have the same bits as without."""
+    x, real = of_rank(rank, RANKS)[0]
+    for transport in ("ring", "all_to_all"):
+        found = []
+        for hooked in (False, True):
+            layer, leaf, calls = made(group=dist.group.WORLD, transport=transport), x.clone().requires_grad_(), []
+            if hooked:
+                layer.gate.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            result = layer(leaf, token_mask=real)
+            (loss_of(result) + torch.cos(result.weights).sum()).backward()
+            assert len(calls) == hooked
+            found.append([*result, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got, want)
+
+
+SUBMODULES = ("gate", "shared_expert", "shared_expert_gate")
+
+
+def check_fsdp_of_submodules(rank):
+    """Each submodule is sharded by itself, with either FSDP: a step of training is that of one process."""
+    one, want = one_process(RANKS, Block())
+    torch.optim.SGD(one.parameters(), lr=0.1).step()
+    for version in (2, 1):
+        model = Block(loss_group=dist.group.WORLD)
+        for name in SUBMODULES:
+            module = getattr(model.moe, name)
+            if version == 2:
+                fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
+            else:
+                setattr(model.moe, name, FullyShardedDataParallel(module, device_id=torch.device("cpu")))
+        if version == 2:
+            fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        else:
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        check_results(accumulate(model, rank), rank, want)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        if version == 2:
+            got = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        else:
+            with FullyShardedDataParallel.summon_full_params(model):
+                named = model.named_parameters()
+                got = {name.replace("_fsdp_wrapped_module.", ""): parameter.clone() for name, parameter in named}
+        for name, parameter in one.named_parameters():
+            torch.testing.assert_close(got[name], parameter, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def check_ddp(rank):
@@ -208,10 +257,33 @@ def check_checkpoints(rank):
         state = other.state_dict()
         checkpoint.load(state, checkpoint_id=folder[0])
         dist.barrier()
+        check_old_names(model.moe, one.state_dict(), f"{folder[0]}/old")
     other.load_state_dict(state)
     assert other.gate_up_proj.to_local().shape[0] == E // RANKS
     assert torch.equal(other.gate_up_proj.full_tensor(), one.gate_up_proj)
     assert torch.equal(other.gate.weight, one.gate.weight)
+
+
+def check_old_names(layer, whole, folder):
+    """Of the shared expert, as version 0.1.0 has them, sharded and whole."""
+
+    def old(state):
+        return {f"{name}.weight" if "shared_expert." in name else name: value for name, value in state.items()}
+
+    with pytest.raises(RuntimeError, match=r"shared_expert.down_proj.weight: got a whole tensor for a DTensor"):
+        set_model_state_dict(layer, old(whole), options=WHOLE)
+    checkpoint.save(old(layer.state_dict()), checkpoint_id=folder)
+    with torch.no_grad():
+        layer.shared_expert.down_proj.zero_()
+    state = old(layer.state_dict())
+    checkpoint.load(state, checkpoint_id=folder)
+    layer.load_state_dict(state)
+    assert torch.equal(layer.shared_expert.down_proj.full_tensor(), whole["shared_expert.down_proj"])
+    with torch.no_grad():
+        layer.shared_expert.down_proj.zero_()
+    renamed = {re.sub(r"(shared_expert\.\w+)\.weight$", r"\1", name): value for name, value in old(whole).items()}
+    set_model_state_dict(layer, renamed, options=WHOLE)
+    assert torch.equal(layer.shared_expert.down_proj.full_tensor(), whole["shared_expert.down_proj"])
 
 
 def options_of_state():
@@ -268,6 +340,8 @@ def check_bad_arguments(rank):
 CHECKS = (
     check_fsdp,
     check_fsdp_of_mixed_precision,
+    check_called_gate,
+    check_fsdp_of_submodules,
     check_ddp,
     check_ddp_of_a_layer,
     check_clipping,

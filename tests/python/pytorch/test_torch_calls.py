@@ -166,7 +166,8 @@ def samples():
             b_in if wanted else None,
             w_out,
         )
-        yield _ops.experts_inputs, (*inputs, torch.float32, wanted, wanted, *none, *network)
+        d_x_dtype = torch.float32 if wanted else None
+        yield _ops.experts_inputs, (*inputs, torch.float32, d_x_dtype, wanted, *none, *network)
     yield from samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights)
     yield from samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network)
 
@@ -192,9 +193,9 @@ def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
     yield _ops.experts_hidden, (x, q, scales, *arguments[3:])
     dh, *_, dh_q, dh_scales = _ops.experts_hidden(*arguments)
     maps = (row_of_slot, slot_of_row, group_sizes)
-    inputs = (dh, dh_q, dh_scales, x, x, *maps, w_in, None, w_out, torch.float32, True, True)
-    yield _ops.experts_inputs, (*inputs, *back, *network)
-    yield _ops.experts_inputs, (*inputs, *(None,) * 4, *network)
+    inputs = (dh, dh_q, dh_scales, x, x, *maps, w_in, None, w_out, torch.float32)
+    yield _ops.experts_inputs, (*inputs, torch.float32, True, *back, *network)
+    yield _ops.experts_inputs, (*inputs, torch.bfloat16, True, *(None,) * 4, *network)
 
 
 def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network):

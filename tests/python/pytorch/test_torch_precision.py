@@ -89,8 +89,8 @@ def operations():
         _ops.experts_hidden,
         (d_out, None, None, h, x, weights, slots, SIZES, *matrices, dtype, True, *none, *of_tokens),
     )
-    yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, True, False, *none, *of_tokens)
-    yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, False, True, *none, *of_tokens)
+    yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, dtype, False, *none, *of_tokens)
+    yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, None, True, *none, *of_tokens)
 
 
 PRODUCTS = list(operations())

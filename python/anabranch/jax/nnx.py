@@ -56,8 +56,9 @@ class MoE(nnx.Module):
     Parameters (`nnx.Param`): `gate` [D, E], `w_in` [E, D, 2, F] (gate and up columns; [E, D, 1, F] where not gated),
     `w_out` [E, F, D], with `use_gate_bias` also `gate_bias` [E], with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out`
     [E, D], with `shared_features` S > 0 also `shared_in` [D, 2 or 1, S] and `shared_out` [S, D], with `shared_gate`
-    also `shared_gate` [D, 1]. State (`RouterState`): `expert_bias` float32 [E] with
-    `use_expert_bias`.
+    also `shared_gate` [D, 1]. State (`RouterState`): `expert_bias` float32 [E] with `use_expert_bias` or `balance`. A
+    forward pass reads it as float32 and an update makes it float32 again where `nnx.update`, `nnx.merge` or a cast of
+    the state has made it another float dtype: 16 bits lose steps of 1e-3.
 
     Args:
       in_features: D, width of the model.
@@ -255,7 +256,7 @@ class MoE(nnx.Module):
             gate_bias=None if self.gate_bias is None else self.gate_bias[...],
             b_in=value(self.b_in),
             b_out=value(self.b_out),
-            expert_bias=None if self.expert_bias is None else self.expert_bias[...],
+            expert_bias=None if self.expert_bias is None else self._bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
             qb_bin_bounds=self.qb_bin_bounds,
@@ -275,6 +276,16 @@ class MoE(nnx.Module):
         )
         return result._replace(output=result.output + shared)
 
+    def _bias(self) -> jax.Array:
+        """The expert bias as float32.
+
+        Raises:
+          TypeError, ValueError: the variable holds something else than a float array [E].
+        """
+        bias = jnp.asarray(self.expert_bias[...])  # type: ignore[index]
+        dtypes, E = (*_check.FLOATS, "float64"), self.gate.shape[1]
+        return _check.array("expert_bias", bias, dtypes, (("E", E),)).astype(jnp.float32)
+
     def update_quantile_bias(self, qb_histogram: jax.Array) -> None:
         """Sets the selection bias to the one under which every expert would have had its share of the tokens.
 
@@ -288,10 +299,11 @@ class MoE(nnx.Module):
         """
         if self.expert_bias is None or self.qb_bin_bounds is None:
             raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
-        shape = (("E", self.expert_bias.shape[0]), ("bins", self.options["qb_bins"]))
+        shape = (("E", self.gate.shape[1]), ("bins", self.options["qb_bins"]))
         lower, upper = self.qb_bin_bounds
         counts = _check.array("qb_histogram", qb_histogram, ("int32",), shape)
-        self.expert_bias[...] = quantile_bias(counts, lower, upper, self.options["topk"])
+        # set_value takes the dtype of the new value; an assignment to [...] would round to that of the old one.
+        self.expert_bias.set_value(quantile_bias(counts, lower, upper, self.options["topk"]))
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float = 1e-3) -> None:
         """Moves the selection bias towards balance: b += rate * sign(mean load - load).
@@ -309,10 +321,11 @@ class MoE(nnx.Module):
         """
         if self.expert_bias is None:
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
-        load = _check.amounts("tokens_per_expert", tokens_per_expert, _check.INDICES, self.expert_bias.shape)
+        bias = self._bias()
+        load = _check.amounts("tokens_per_expert", tokens_per_expert, _check.INDICES, bias.shape)
         load = load.astype(jnp.float32)
         step = _check.array("rate", rate, _check.FLOATS, ()) if isinstance(rate, jax.Array) else _rate(rate)
-        self.expert_bias[...] += step * jnp.sign(load.mean() - load)
+        self.expert_bias.set_value((bias + step * jnp.sign(load.mean() - load)).astype(jnp.float32))
 
 
 def _rate(value: Any) -> float:

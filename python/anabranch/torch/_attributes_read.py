@@ -84,9 +84,11 @@ def _called(function: types.FunctionType, names: Iterable[str]) -> Iterator[Any]
 
 
 def _attribute(owner: Any, name: str) -> Any:
+    # Without a default: torch.compile guards one by hasattr, which evaluates a property outside the program. That of a
+    # parametrized tensor then fills the cache of torch.nn.utils.parametrize, on which the program is guarded, too.
     try:
-        return getattr(owner, name, _ABSENT)
-    except Exception:  # a property that can't be had
+        return getattr(owner, name)
+    except Exception:  # absent, or a property that raises
         return _ABSENT
 
 
@@ -168,7 +170,7 @@ def unchanged(module: nn.Module, reads: Reads) -> bool:
         for part in path:
             owner = getattr(owner, part, None)
         for name, value in attributes:
-            now = getattr(owner, name, _ABSENT)
+            now = _attribute(owner, name)
             if (compiling or now is not value) and not _same(now, value):
                 return False
     if compiling:

@@ -24,7 +24,14 @@ from anabranch.torch import _check, _ops
 from anabranch.torch._autocast import as_autocast, in_dtype_of
 from anabranch.torch._autograd import Function, wants_gradient
 from anabranch.torch._precision_choice import decided, facts_of
-from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands, of_backward, of_forward, quantized_of
+from anabranch.torch.quantized import (
+    QuantizedExperts,
+    check_current,
+    check_fp8_operands,
+    of_backward,
+    of_forward,
+    quantized_of,
+)
 
 
 class Network(NamedTuple):
@@ -307,6 +314,7 @@ def expert_ffn(
     weights = _check.optional_tensor("weights", weights, _check.FLOATS, (("R", rows.shape[0]),))
     options = network(activation, P, weight_early, 0, layouts, precision, fp8_scales)
     quantized = check_fp8_operands(options.precision, layouts, "rows", rows, w_in, quantized)
+    check_current(quantized, w_in, w_out)
     if options.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     _check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)

@@ -21,13 +21,15 @@ from anabranch.torch._wrapping import check_wrapping
 from anabranch.torch.moe import MoEOutput, layer_config, layer_of
 from anabranch.torch.parallel import check_parallel, check_ranks, sharded
 from anabranch.torch.quantile import host_bounds, quantile_bias
-from anabranch.torch.quantized import QuantizedExperts, quantize_experts
+from anabranch.torch.quantized import QuantizedExperts, check_current, quantize_experts
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import DeviceMesh, ProcessGroup
 
 #: Fields of the output that a layer adds up, where it keeps them.
 _COUNTS = ("tokens_per_expert", "qb_histogram")
+#: What the expert bias is restored to float32 from.
+_BIAS_DTYPES = (*_check.FLOATS, torch.float64)
 
 
 class MoE(OnRanks):
@@ -48,10 +50,11 @@ class MoE(OnRanks):
 
     With `group` a rank has E/P of the experts.
 
-    State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], which is part of the state dict
-    and stays float32 whatever `.to(dtype)` makes of the parameters. Beside it, neither a buffer nor in the state dict,
-    what this process, or with `group` all its ranks, has counted since the last update: `tokens_per_expert` int64 [E]
-    with `use_expert_bias`, and `qb_histogram` int64 [E, bins] with `balance="quantile"`. In training mode every forward
+    State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], which is part of the state dict.
+    It stays float32 under `.to(dtype)`. Loading or updating converts a buffer of another float dtype to float32, because
+    16 bits lose steps of 1e-3; a forward pass reads it as float32. Beside it, neither a buffer nor in the state dict, what
+    this process, or with `group` all its ranks, has counted since the last update: `tokens_per_expert` int64 [E] with
+    `use_expert_bias`, and `qb_histogram` int64 [E, bins] with `balance="quantile"`. In training mode every forward
     pass adds its counts, so that gradient accumulation adds up; what an activation checkpoint computes again is not
     counted again. Nothing is counted in eval mode or where `forced_experts` are given: a pass that is no step of
     training, under torch.no_grad() too, belongs into eval mode. The mode changes nothing else.
@@ -294,6 +297,32 @@ class MoE(OnRanks):
         self._move_counts()
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.expert_bias is not None:  # load_state_dict(assign=True) takes the tensor of the state dict as it is
+            self._restore_bias()
+
+    def _bias(self) -> Tensor | None:
+        """The expert bias as float32; None: the layer has none.
+
+        Raises:
+          TypeError, ValueError: the buffer was replaced by something else than a float tensor [E].
+        """
+        if self.expert_bias is None and not self.use_expert_bias and self.qb_bin_bounds is None:
+            return None
+        return _check.tensor("expert_bias", self.expert_bias, _BIAS_DTYPES, (("E", self.num_experts),)).float()
+
+    def _restore_bias(self) -> Tensor:
+        """Makes the buffer float32 if something has made it another float dtype; its value stays."""
+        bias = self._bias()
+        assert bias is not None and self.expert_bias is not None
+        if self.expert_bias.dtype != torch.float32:
+            if torch.compiler.is_compiling():
+                self.expert_bias = bias
+            else:  # DDP and FSDP hold the tensor object
+                self.expert_bias.data = bias
+        return self.expert_bias
+
     def _move_counts(self) -> None:
         """The counts to where the bias is."""
         assert self.expert_bias is not None
@@ -302,6 +331,18 @@ class MoE(OnRanks):
             counts = getattr(self, name)
             if counts is not None and counts.device != device:
                 setattr(self, name, torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device))
+
+    def _counts(self) -> dict[str, Tensor]:
+        """The counts that the layer keeps, by name, where the bias is.
+
+        Raises:
+          TypeError, ValueError: one was replaced by something else than an int64 tensor of its shape.
+        """
+        self._move_counts()  # fully_shard moves buffers by itself
+        shape = (("E", self.num_experts), ("bins", self.selection_options["qb_bins"]))
+        of_shape = dict(zip(_COUNTS, (shape[:1], shape), strict=True))
+        kept = {name: value for name in _COUNTS if (value := getattr(self, name)) is not None}
+        return {name: _check.tensor(name, value, (torch.int64,), of_shape[name]) for name, value in kept.items()}
 
     def forward(
         self,
@@ -332,11 +373,12 @@ class MoE(OnRanks):
         _check.on_device_of("x", x, token_mask=mask)
         bias, selection = None, {}
         if forced_experts is None:
-            bias, selection = self.expert_bias, self.selection_options | {"qb_bin_bounds": self.qb_bin_bounds}
+            bias, selection = self._bias(), self.selection_options | {"qb_bin_bounds": self.qb_bin_bounds}
         up_bias = getattr(self, f"{self.up_name}_bias")
         if self.group is not None:
             check_wrapping(self, self.group, list(self.expert_parameters().values()))
         w_in, w_out = self._matrices()
+        check_current(quantized, w_in, w_out)
 
         def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
             return value if value.dtype == torch.float32 else value.to(x.dtype)
@@ -380,14 +422,21 @@ class MoE(OnRanks):
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """w_in and w_out of `moe`, of this rank's experts."""
-        E, F = self.local_experts, self.hidden_features
+        E, F, D = self.local_experts, self.hidden_features, self.in_features
+        # These are reshaped, which takes any shape of as many elements; `moe` checks the others.
+        for name, shape in ((self.up_name, (E, self.parts * F, D)), (f"{self.up_name}_bias", (E, self.parts * F))):
+            value = getattr(self, name)
+            if value is not None and tuple(part_of(value).shape) != shape:
+                got = _check.describe(part_of(value))
+                raise ValueError(f"{name}: got {got}, expected [{', '.join(map(str, shape))}]")
         halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
-        return part_of(getattr(self, self.up_name)).reshape(*halves, self.in_features), part_of(self.down_proj)
+        return part_of(getattr(self, self.up_name)).reshape(*halves, D), part_of(self.down_proj)
 
     def quantized(self, *, gradients: bool = True) -> QuantizedExperts:
         """The layer's experts as `quantize_experts` makes them, of this rank, for calls with precision="fp8".
 
-        It is the caller's to renew when the parameters change. Under fully_shard they are whole in a forward pass.
+        Call it again when the parameters have changed, see `quantize_experts`. Under fully_shard parameters are whole
+        in a forward pass only.
 
         Args:
           gradients: as in `quantize_experts`.
@@ -411,12 +460,16 @@ class MoE(OnRanks):
 
     @torch.no_grad()
     def _count(self, result: MoEOutput) -> None:
-        if self.expert_bias is None:
-            return
-        self._move_counts()  # fully_shard moves buffers by itself
-        for name in _COUNTS:
-            if getattr(self, name) is not None:
-                add_counts(getattr(self, name), getattr(result, name))
+        if self.expert_bias is not None:
+            for name, counts in self._counts().items():
+                add_counts(counts, getattr(result, name))
+
+    def _state(self, name: str) -> tuple[Tensor, Tensor]:
+        """The expert bias, float32 again, and the counts of this name, for an update in place."""
+        bias = self._restore_bias()
+        if bias.is_meta:
+            raise ValueError("expert_bias: got a tensor on meta, expected one with values, in which an update is kept")
+        return bias, self._counts()[name]
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float | Tensor = 1e-3, group: "ProcessGroup | None" = None) -> None:
@@ -436,14 +489,16 @@ class MoE(OnRanks):
 
         Raises:
           TypeError: an argument has the wrong type or dtype.
-          ValueError: an argument is out of range, or the layer was made without `use_expert_bias`.
+          ValueError: an argument is out of range, the layer was made without `use_expert_bias`, or its state has no
+            values (on meta) or no longer the shape or dtype that it was made with.
         """
         if self.expert_bias is None or self.tokens_per_expert is None:
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
         step = _check.tensor("rate", rate, _check.FLOATS, ()) if isinstance(rate, Tensor) else _rate(rate)
-        load = summed(self.tokens_per_expert, check_group("group", group))
-        self.expert_bias += step * torch.sign(load.sum() - self.num_experts * load).float()
-        self.tokens_per_expert.zero_()
+        bias, counts = self._state("tokens_per_expert")
+        load = summed(counts, check_group("group", group))
+        bias += step * torch.sign(load.sum() - self.num_experts * load).float()
+        counts.zero_()
 
     @torch.no_grad()
     def update_quantile_bias(self, group: "ProcessGroup | None" = None) -> None:
@@ -460,10 +515,11 @@ class MoE(OnRanks):
         """
         if self.expert_bias is None or self.qb_histogram is None or self.qb_bin_bounds is None:
             raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
-        counts = summed(self.qb_histogram, check_group("group", group))
-        bias = quantile_bias(counts, *self.qb_bin_bounds, self.options["topk"])
-        self.expert_bias.copy_(torch.where(counts.sum() > 0, bias, self.expert_bias))
-        self.qb_histogram.zero_()
+        bias, counts = self._state("qb_histogram")
+        total = summed(counts, check_group("group", group))
+        balanced = quantile_bias(total, *self.qb_bin_bounds, self.options["topk"])
+        bias.copy_(torch.where(total.sum() > 0, balanced, bias))
+        counts.zero_()
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are not the default ones."""

@@ -31,7 +31,7 @@ from anabranch.torch._precision_choice import Facts, decided, facts_of
 from anabranch.torch.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
-from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands
+from anabranch.torch.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.router import quantile_operand, router_operands
 
 if TYPE_CHECKING:  # not every build of torch has it
@@ -340,6 +340,7 @@ def layer_of(
         (ranks, has_loss_group, type(quantized), facts, *options.values()),
         lambda: _checked(ranks, tensors, quantized, facts, loss_group=loss_group, **options),
     )
+    check_current(quantized, w_in, w_out)
     router = config.router
     assert router is not None
     leading, tokens = x.shape[:-1], flat(x)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 from anabranch.precision import AUTO, BLOCK, FP8, check_fp8, check_fp8_widths, fp8_scales_number
@@ -62,6 +63,36 @@ def check_fp8_operands(
     return quantized
 
 
+#: By `w_in_transposed` of quantised experts: the tensors w_in and w_out that they were made of, see `_written`.
+_made_of: Any = WeakTensorKeyDictionary()
+
+
+def _written(weight: Tensor) -> tuple[int, int] | None:
+    """The tensor that a weight is or is a view of, and how often it was written to in place; None: not counted."""
+    if weight.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(weight):
+        return None
+    base = weight._base if weight._is_view() else weight
+    return id(base), weight._version
+
+
+def check_current(quantized: Any, w_in: Tensor, w_out: Tensor) -> None:
+    """Refuses experts that were quantised before their weights were written to, as an optimizer does.
+
+    It compares version counters, which the host has. Weights that are another tensor than before are not compared:
+    offloading replaces tensors without a change of their values. A compiled program does not check.
+
+    Raises:
+      ValueError: w_in or w_out has changed.
+    """
+    of = getattr(quantized, "w_in_transposed", None)
+    if torch.compiler.is_compiling() or not isinstance(of, Tensor):
+        return
+    for name, weight, before in zip(("w_in", "w_out"), (w_in, w_out), _made_of.get(of, (None, None)), strict=True):
+        now = _written(weight)
+        if before and now and now[0] == before[0] and now != before:
+            raise ValueError(f"quantized: got experts that were quantised before {name} changed, expected them renewed")
+
+
 def of_forward(quantized: QuantizedExperts | None) -> tuple[Tensor | None, ...]:
     """What the operations of a forward pass take; None: they quantise."""
     q = quantized
@@ -85,8 +116,10 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Quantises the experts' matrices, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
 
-    These take it beside the weights, as `quantized`, and do not quantise them again: once a step rather than once a
-    pass, or once for all where the weights stay. It is the caller's to renew when the weights change.
+    These take it beside the weights, as `quantized`, and do not quantise them again: once per step rather than once per
+    pass, or once for all where the weights stay. When the weights change, quantise them again. A call raises where the
+    weights were written to in place since, for example by an optimizer. It does not notice weights that are another
+    tensor than before, changes through `.data`, or any change in a compiled program or under FSDP.
 
     Args:
       w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128. With a group, this
@@ -123,4 +156,6 @@ def quantize_experts(
     number, gradients = fp8_scales_number(fp8_scales), _check.boolean("gradients", gradients)
     found = _ops.quantize_experts(w_in.detach(), w_out.detach(), *layouts, gradients, number)
     quantized = QuantizedExperts(*found)
+    if not torch.compiler.is_compiling():
+        _made_of[quantized.w_in_transposed] = _written(w_in), _written(w_out)
     return quantized if gradients else quantized._replace(w_in=None, w_out=None)

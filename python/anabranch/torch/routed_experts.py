@@ -17,7 +17,7 @@ from anabranch.torch._precision_choice import Facts, decided, facts_of
 from anabranch.torch.experts import check_experts, check_layouts, network
 from anabranch.torch.moe import check_align_size, flat, unflat
 from anabranch.torch.parallel import check_parallel, counts_of_all, place
-from anabranch.torch.quantized import QuantizedExperts, check_fp8_operands
+from anabranch.torch.quantized import QuantizedExperts, check_current, check_fp8_operands
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
@@ -126,6 +126,7 @@ def routed_experts(
         (ranks, type(quantized), facts, *options.values()),
         lambda: _checked(ranks, tensors, quantized, facts, **options),
     )
+    check_current(quantized, w_in, w_out)
     leading, K, experts = x.shape[:-1], experts.shape[-1], _check.as_indices(experts)
     tokens = flat(x)
     assert tokens is not None

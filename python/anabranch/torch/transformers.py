@@ -34,7 +34,10 @@ OLDEST = "5.9"
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
-    value = getattr(module, name, None)
+    try:
+        value = getattr(module, name)  # without a default, see _attributes_read
+    except AttributeError:
+        value = None
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {shown(value)}, expected a tensor of {model_name(module)}")
     if is_traceable_wrapper_subclass(value):

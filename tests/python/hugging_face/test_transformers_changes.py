@@ -82,6 +82,24 @@ def test_a_parametrized_weight_is_taken():
     check_same(found, expected)
 
 
+def of_a_parameter(self, gate_up):
+    g, u = parts(gate_up.to(self.down_proj.dtype))
+    return self.act_fn(g) * u
+
+
+@pytest.mark.parametrize("gate", [None, of_a_parameter], ids=["default", "reads a parameter"])
+def test_a_parametrised_weight_compiles_while_its_value_is_cached(gate):
+    """As PEFT runs the experts. Nothing may evaluate the weight outside of the program, or its guards fail."""
+    experts, given = made(gate), operands()
+    want = experts(*given)
+    nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+    adapter.check(experts)
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    with nn.utils.parametrize.cached():
+        got = compiled(*given)
+    torch.testing.assert_close(got, want)
+
+
 def switched(self, gate_up):
     g, u = parts(gate_up)
     return (nn.functional.gelu(g) if self.mode in (1, True, "gelu") else nn.functional.silu(g)) * u

@@ -91,6 +91,24 @@ def test_expert_bias_is_no_parameter():
     assert variables["router_state"]["expert_bias"].shape == (6,)
 
 
+def test_an_update_of_a_rounded_state_is_not_lost():
+    """The documented formula promotes: the counts' mean is float32."""
+    x = _x(9, 12)
+    block, variables, _ = _apply(x, use_expert_bias=True, score_function="sigmoid")
+    variables["router_state"]["expert_bias"] = jnp.full(6, 7.0, jnp.bfloat16)
+    _, sown = block.apply(variables, x, mutable=["intermediates"])
+    (load,) = sown["intermediates"]["tokens_per_expert"]
+    bias = variables["router_state"]["expert_bias"]
+    for _ in range(20):
+        bias = bias + 1e-3 * jnp.sign(load.mean() - load)
+    want = 7 + 0.02 * np.sign(float(load.mean()) - np.asarray(load))
+    np.testing.assert_allclose(bias, want, rtol=1e-6)
+    with pytest.raises(ValueError, match="expert_bias: got"):
+        block.apply({**variables, "router_state": {"expert_bias": jnp.zeros(1)}}, x)
+    with pytest.raises(TypeError, match="expert_bias: got"):
+        block.apply({**variables, "router_state": {"expert_bias": jnp.zeros(6, jnp.int32)}}, x)
+
+
 def test_what_the_block_sows_moves_an_expert_bias_and_shows_drops():
     x = _x(64, 12)
     block, variables, _ = _apply(x, use_expert_routing_bias=True, score_function="sigmoid")

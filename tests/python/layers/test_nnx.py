@@ -139,6 +139,46 @@ def test_expert_bias_is_state_and_moves_towards_balance():
     assert spread() < before / 2
 
 
+def _rounded(state):
+    return jax.tree.map(lambda array: array.astype(jnp.bfloat16), state)
+
+
+def _updated(layer):
+    nnx.update(layer, _rounded(nnx.state(layer)))
+    return layer
+
+
+def _merged(layer):
+    graph, state = nnx.split(layer)
+    return nnx.merge(graph, _rounded(state))
+
+
+@pytest.mark.parametrize("way", [_updated, _merged], ids=["update", "merge"])
+def test_an_update_is_not_lost_where_the_state_was_rounded(way):
+    counts, x = jnp.arange(6), _x(64, 12)
+    layer = _layer(use_expert_bias=True, balance="quantile", score_function="sigmoid", qb_bins=400)
+    histogram = layer(x).qb_histogram
+    layer.expert_bias[...] = jnp.full(6, 7.0)
+    layer = way(layer)
+    update = nnx.jit(lambda layer: layer.update_expert_bias(counts, 1e-3))
+    for _ in range(20):
+        update(layer)
+    np.testing.assert_allclose(layer.expert_bias[...], 7 + 0.02 * np.sign(2.5 - np.arange(6)), rtol=1e-6)
+    layer = way(layer)
+    layer.update_quantile_bias(histogram)
+    np.testing.assert_array_equal(layer.expert_bias[...], quantile_bias(histogram, -1.0, 1.0, 2))
+    assert layer.expert_bias[...].dtype == jnp.float32
+
+
+def test_an_expert_bias_of_another_kind_is_refused():
+    layer = _layer(use_expert_bias=True, score_function="sigmoid")
+    for value, error in ((jnp.zeros(6, jnp.int32), TypeError), (jnp.zeros(1), ValueError)):
+        layer.expert_bias.set_value(value)
+        for call in (lambda: layer(_x(3, 12)), lambda: layer.update_expert_bias(jnp.arange(6))):
+            with pytest.raises(error, match="expert_bias: got "):
+                call()
+
+
 def test_quantile_balancing_sets_the_bias():
     layer, x = _layer(score_function="sigmoid", balance="quantile", qb_bins=400), _x(400, 12)
     layer.gate[...] = layer.gate[...].at[:, 0].add(2.0 * jnp.abs(layer.gate[...]).sum() / 72)

@@ -340,7 +340,7 @@ def layer_of(
         (ranks, has_loss_group, type(quantized), facts, *options.values()),
         lambda: _checked(ranks, tensors, quantized, facts, loss_group=loss_group, **options),
     )
-    check_current(quantized, w_in, w_out)
+    check_current(quantized, w_in, tensors["w_out"])
     router = config.router
     assert router is not None
     leading, tokens = x.shape[:-1], flat(x)

@@ -34,7 +34,7 @@ void ThreadPool::start_threads(int count) {
   try {
     for (; num_threads_ < count; ++num_threads_) std::thread(&ThreadPool::help, this).detach();
   } catch (const std::exception&) {
-    // There is no memory, or the system allows no more threads: the loop runs on fewer.
+    return;  // no memory, or the system allows no more threads: the loop runs on fewer
   }
 }
 

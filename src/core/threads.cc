@@ -1,9 +1,9 @@
 #include "core/threads.h"
 
 #include <pthread.h>
-#include <time.h>
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 
 #ifdef ANABRANCH_OPENMP
@@ -36,34 +36,32 @@ void Loop::run_indices(int thread) {
 
 namespace {
 
-int64_t nanoseconds(clockid_t clock) {
-  timespec time;
-  clock_gettime(clock, &time);
-  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-}
+using Clock = std::chrono::steady_clock;
+
+int64_t now() { return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count(); }
 
 // OpenMP's threads spin for some milliseconds after a region, ours or the framework's, and then start within a
 // microsecond. But a region waits for all its threads. Where another process has taken the processor of one, the region
 // lasts a time slice longer, several milliseconds. The pool's threads start later, and never hold up a loop that way.
 //
-// A region was held up if it took longer than its threads' processor time together: one thread would have been as fast.
-// For kPause times the time lost the pool runs all loops, so regions that are held up cost at most 1 / kPause of any
-// long time.
+// A region was held up if it took longer than its threads worked together: one thread would have been as fast. For
+// kPause times the time lost the pool runs all loops, so regions that are held up cost at most 1 / kPause of any long
+// time.
 constexpr int64_t kPause = 32;
 constexpr int64_t kLongestPause = 1'000'000'000;  // ns
 
-std::atomic<int64_t> pause_end{0};  // CLOCK_MONOTONIC, ns
+std::atomic<int64_t> pause_end{0};  // on Clock, ns
 
 void run_region(Loop& loop, int threads, int64_t start) {
-  std::atomic<int64_t> processor_time{0};
+  std::atomic<int64_t> worked{0};
 #pragma omp parallel num_threads(threads)
   {
-    const int64_t begin = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+    const int64_t begin = now();
     loop.run_indices(omp_get_thread_num());
-    processor_time += nanoseconds(CLOCK_THREAD_CPUTIME_ID) - begin;
+    worked += now() - begin;
   }
-  const int64_t end = nanoseconds(CLOCK_MONOTONIC);
-  const int64_t lost = end - start - processor_time;
+  const int64_t end = now();
+  const int64_t lost = end - start - worked;
   if (lost > 0) pause_end = end + std::min(kPause * lost, kLongestPause);
 }
 
@@ -73,9 +71,9 @@ int default_threads() { return std::clamp(omp_get_max_threads(), 1, kMostThreads
 
 void run_loop(Loop& loop, int threads) {
   if (omp_get_active_level() >= omp_get_max_active_levels()) return loop.run_indices(0);  // in a region of the caller's
-  const int64_t now = nanoseconds(CLOCK_MONOTONIC);
-  if (now < pause_end) return ThreadPool::instance().run(loop, threads);
-  run_region(loop, threads, now);
+  const int64_t start = now();
+  if (start < pause_end) return ThreadPool::instance().run(loop, threads);
+  run_region(loop, threads, start);
 }
 
 #else

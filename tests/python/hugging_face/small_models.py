@@ -8,6 +8,7 @@ import torch
 #: Of the configuration's fields those that it has.
 SIZES = dict(
     vocab_size=96,
+    unpadded_vocab_size=96,
     hidden_size=32,
     intermediate_size=24,
     moe_intermediate_size=20,
@@ -120,12 +121,18 @@ MODELS: dict[str, tuple[str | None, dict]] = {
     "hunyuan_v1_moe": (None, {}),
     "hy_v3": (None, {}),
     "hy_v4": (None, {}),
+    "hy_v4_vl": (
+        "HYV4VLTextModel",
+        dict(rope_parameters=_SECTIONS | {"mrope_section": [2, 1, 1]}, qk_rope_head_dim=8),
+    ),
     "inkling": (None, {}),
     "inkling2": (None, {}),
+    "inkling2_loop": (None, {}),
     "jamba": (None, dict(layer_types=_OF_ITS_OWN, attn_layer_offset=1, attn_layer_period=2)),
     "kimi_linear": (None, {}),
     "kolibri1": (None, {}),
     "laguna": (None, {}),
+    "lara_mini": (None, {}),
     "lfm2_moe": (None, dict(layer_types=["conv", "full_attention"])),
     "mellum": (None, {}),
     "mimo_v2_flash": (None, {}),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anabranch.jax._arrays import flat
 from anabranch.jax._names import named_logits, named_routing
 from anabranch.jax._operands import LayerConfig, Operands, Selection, Sums
 from anabranch.jax._products import bfloat16_matmul, halves_matmul, matmul
@@ -25,6 +26,14 @@ def _logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     if x.dtype == jnp.float16 and gate.dtype != jnp.float16:
         return halves_matmul(x.astype(jnp.float32), gate.astype(jnp.float32), (1, 0))
     return matmul(x, gate, (1, 0))
+
+
+def router_logits(x: jax.Array, gate: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """The logits that the layer's router computes of x [..., D], float32 [..., E]."""
+    logits = _logits(flat(x), gate)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    return logits.reshape(*x.shape[:-1], gate.shape[1])
 
 
 def gate_residuals(config: LayerConfig) -> tuple[str, ...]:
@@ -71,7 +80,7 @@ class GateGradients(NamedTuple):
     """What `select_backward` returns."""
 
     x: jax.Array | None
-    """[T, D] float32, or bfloat16 where x and the gate are: the part that came through the logits."""
+    """[T, D] of the dtype of x: the part that came through the logits."""
     gate: jax.Array | None
     """[D, E] float32."""
     bias: jax.Array | None
@@ -117,9 +126,11 @@ def select_backward(
     if x.dtype == gate.dtype == jnp.bfloat16:
         d_x = bfloat16_matmul(d_logits, gate, (1, 1), jnp.bfloat16)
         return GateGradients(d_x, bfloat16_matmul(x, d_logits, (0, 0), jnp.float32), bias, None)
-    if x.dtype == jnp.float16:
+    dtype = x.dtype
+    if dtype == jnp.float16:
         x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
-        d_x = halves_matmul(d_logits, gate, (1, 1))
-        return GateGradients(d_x, halves_matmul(x, d_logits, (0, 0)), bias, None)
-    product = halves_matmul if x.dtype.itemsize == 2 and gate.dtype == jnp.float32 else matmul
-    return GateGradients(product(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0)), bias, None)
+        d_x, d_gate = halves_matmul(d_logits, gate, (1, 1)), halves_matmul(x, d_logits, (0, 0))
+    else:
+        product = halves_matmul if dtype.itemsize == 2 and gate.dtype == jnp.float32 else matmul
+        d_x, d_gate = product(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0))
+    return GateGradients(d_x.astype(dtype), d_gate, bias, None)

@@ -9,6 +9,7 @@ from anabranch._packages import needed_by
 from anabranch.activation import Activation, as_activation
 from anabranch.dense_router import normalizes
 from anabranch.jax import _check
+from anabranch.jax._gate import router_logits
 from anabranch.jax._initializers import (
     Initializer,
     default_gate_init,
@@ -292,7 +293,8 @@ class MoEBlock(nn.Module):
           (output [..., D], aux_loss: float32 scalar, what is to be added to the loss, the sum of the load-balance loss
           and the z-loss, or None where neither has a coefficient).
           Sown into the collection `intermediates`: `tokens_per_expert` int32 [E], `dropped` int32, `dropped_by_source`
-          int32 [S], `aux_loss` and `z_loss` float32, each by itself, and `experts` int32 [..., K].
+          int32 [S], `aux_loss` and `z_loss` float32, each by itself, and `experts` int32 [..., K]. Sown into the
+          collection `router_logits`, where it is mutable: `logits`, float32 [..., E], computed for that.
         """
         inputs = _check.array("inputs", inputs, _check.FLOATS, (..., "D")).astype(self.dtype)
         E, D, F = self.num_experts, inputs.shape[-1], self.intermediate_size
@@ -309,14 +311,18 @@ class MoEBlock(nn.Module):
         in_init = self._initializer("kernel_init", default_in_init)
         out_init = self._initializer("kernel_init", default_out_init)
         bias_init, use_bias = self._initializer("bias_init"), self.use_ffn_bias or self.use_bias
+        gate = self._parameter("gate_kernel", gate_init, self.gate_kernel_axes, (D, E))
+        gate_bias = self._parameter("gate_bias", bias_init, (), (E,)) if self.use_gate_bias else None
+        if self.is_mutable_collection("router_logits") and not self.is_initializing():
+            self.sow("router_logits", "logits", router_logits(inputs, gate, gate_bias))
         result = moe(
             inputs,
-            self._parameter("gate_kernel", gate_init, self.gate_kernel_axes, (D, E)),
+            gate,
             self._of_experts("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
             self._of_experts("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
             b_in=self._of_experts("wi_bias", "b_in", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
             b_out=self._parameter("wo_bias", bias_init, out_bias_axes, (E, D)) if use_bias else None,
-            gate_bias=self._parameter("gate_bias", bias_init, (), (E,)) if self.use_gate_bias else None,
+            gate_bias=gate_bias,
             expert_bias=self._expert_bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from anabranch._packages import needed_by
 from anabranch.activation import Activation
 from anabranch.jax import _check
+from anabranch.jax._gate import router_logits
 from anabranch.jax._initializers import (
     Initializer,
     default_gate_init,
@@ -236,7 +237,8 @@ class MoE(nnx.Module):
             here.
 
         Returns:
-          MoEOutput of `moe`; output [..., D] of the dtype of the computation.
+          MoEOutput of `moe`; output [..., D] of the dtype of the computation. Inside `nnx.capture` with
+          `nnx.Intermediate` it sows `router_logits`, float32 [..., E], which it computes for that.
         """
         x = _check.array("x", x, _check.FLOATS, (..., ("in_features", self.in_features)))
         dtype = x.dtype if self.dtype is None else self.dtype
@@ -263,6 +265,9 @@ class MoE(nnx.Module):
             quantized=quantized,
             **self.options,
         )
+        if any(type(captured) is nnx.Intermediate for captured in getattr(self, "__captures__", ())):
+            bias = None if self.gate_bias is None else self.gate_bias[...]
+            self.sow(nnx.Intermediate, "router_logits", router_logits(x, self.gate[...], bias))
         if self.shared_in is None:
             return result
         shared = shared_expert(

@@ -247,3 +247,34 @@ def test_an_initialiser_may_say_how_its_kernel_is_sharded():
     block = MoEBlock(**OPTIONS, kernel_init=init, wi_kernel_axes=(), wo_kernel_axes=())
     boxed = jax.eval_shape(block.init, jax.random.key(0), _x(4, 12))["params"]
     assert boxed["gate_kernel"].names == ("data",)
+
+
+def test_the_logits_can_be_tapped():
+    x = _x(2, 5, 12)
+    block, variables, (output, _) = _apply(x, use_gate_bias=True, score_function="sigmoid")
+    assert set(variables) == {"params"}
+    (tapped, _), sown = block.apply(variables, x, mutable=["router_logits"])
+    (logits,) = sown["router_logits"]["logits"]
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(logits, x @ variables["params"]["gate_kernel"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(tapped, output)
+    _, sown = block.apply(variables, x, mutable=["intermediates"])
+    np.testing.assert_array_equal(jax.lax.top_k(logits, 2)[1], sown["intermediates"]["experts"][0])
+    assert "router_logits" not in sown
+
+
+def test_methods_can_be_intercepted():
+    x, seen = _x(2, 5, 12), []
+    block, variables, (output, _) = _apply(x)
+
+    def doubled(call, arguments, options, context):
+        if context.method_name != "__call__":
+            return call(*arguments, **options)
+        seen.append(type(context.module))
+        found, loss = call(*arguments, **options)
+        return 2 * found, loss
+
+    with nn.intercept_methods(doubled):
+        got, _ = block.apply(variables, x)
+    assert seen == [MoEBlock]
+    np.testing.assert_array_equal(got, 2 * output)

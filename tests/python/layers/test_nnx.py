@@ -270,3 +270,31 @@ def test_it_trains():
 
     losses = [float(step(layer, optimizer)) for _ in range(150)]
     assert losses[-1] < 0.3 * losses[0]
+
+
+def test_the_logits_can_be_tapped():
+    layer, x = _layer(use_gate_bias=True, dtype=jnp.bfloat16), _x(2, 5, 12)
+    layer.gate_bias[...] = _x(6, seed=9)
+    before, state = layer(x), nnx.to_flat_state(nnx.state(layer))
+    result, captured = nnx.jit(lambda layer, x: nnx.capture(layer, nnx.Intermediate)(x))(layer, x)
+    (logits,) = captured["router_logits"].get_value()
+    want = x.astype(jnp.bfloat16).astype(jnp.float32) @ layer.gate[...] + layer.gate_bias[...]
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, want, rtol=2e-2, atol=2e-2)
+    np.testing.assert_array_equal(jax.lax.top_k(logits, 2)[1], result.experts)
+    np.testing.assert_array_equal(layer(x).output, before.output)
+    assert [path for path, _ in nnx.to_flat_state(nnx.state(layer))] == [path for path, _ in state]
+
+
+def test_replaced_parameters_are_used():
+    layer, x = _layer(shared_features=8), _x(7, 12)
+    before = layer(x).output
+    for name in ("gate", "w_in", "shared_out"):
+        old = getattr(layer, name)
+        setattr(layer, name, nnx.Param(1.5 * old[...]))
+        assert not np.array_equal(layer(x).output, before), name
+        setattr(layer, name, nnx.Param(old[...][..., 1:]))
+        with pytest.raises(ValueError, match=": got float32"):
+            layer(x)
+        setattr(layer, name, old)
+    np.testing.assert_array_equal(layer(x).output, before)

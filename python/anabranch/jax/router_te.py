@@ -26,6 +26,7 @@ from anabranch.dense_router import (
     normalizes,
 )
 from anabranch.jax import _check, _ffi, _workspaces
+from anabranch.jax._reverse_mode import ReverseMode
 from anabranch.jax._sharding import TokenCall, vary_alike
 from anabranch.jax.router import (
     RouterOptions,
@@ -275,5 +276,5 @@ def _dense_bwd(options, residuals, cotangents):
     return *call(logits, cotangents[0], *(experts or [None])), None, None
 
 
-_dense = jax.custom_vjp(_dense, nondiff_argnums=(0,))
+_dense = ReverseMode(_dense, "fused_topk_with_score_function", nondiff_argnums=(0,))
 _dense.defvjp(_dense_fwd, _dense_bwd)

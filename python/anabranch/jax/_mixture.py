@@ -1,7 +1,6 @@
 """The layer as one differentiable function, wherever its arrays are: on one device, in shards, on a mesh."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -24,6 +23,7 @@ from anabranch.jax._operands import (
 )
 from anabranch.jax._placed_layer import divide, placed_backward, placed_forward
 from anabranch.jax._precision_choice import Spread, decided
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
 from anabranch.jax.experts import check_fp8_operands, experts_arrays
 from anabranch.jax.parallel import Parallel, Placement, mesh_for, place, shards_of_this_device
@@ -32,7 +32,7 @@ from anabranch.precision import check_fp8, check_fp8_exchange, precision_number
 from anabranch.rows import check_num_slots
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@reverse_mode("moe", nondiff_argnums=(0, 1))
 def _mixture(config: LayerConfig, placement: Placement | None, operands: Operands) -> LayerOutput:
     return _forward(config, placement, operands, keep=False)[0]
 

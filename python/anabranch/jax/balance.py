@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi, _workspaces
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import TokenCall
 
 _COUNTS = (*_check.INTEGERS, "float32")
@@ -173,7 +174,7 @@ def _spread(_: None, like: jax.Array, d_sum: jax.Array) -> tuple[jax.Array]:
     return (jnp.broadcast_to(d_sum.astype(like.dtype), (like.shape[0], d_sum.shape[0])),)
 
 
-@jax.custom_vjp
+@reverse_mode("fused_moe_aux_loss")
 def _score_sum(scores: jax.Array) -> jax.Array:
     """float32 column sums of [T, C], in an order that no thread count changes."""
     return TokenCall(_sum, None, operands=(1,), results=(0,))(scores)[0]

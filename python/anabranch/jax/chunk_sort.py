@@ -1,7 +1,6 @@
 """Chunk sort: chunks of rows in another order, and back."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.dispatch import ANY_DTYPE
 from anabranch.rows import check_num_rows
@@ -36,7 +36,7 @@ class _Options:
     dtype: str
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@reverse_mode("sort_chunks_by_index", nondiff_argnums=(0,))
 def _sort_chunks(
     options: _Options, x: jax.Array, split_sizes: jax.Array, sorted_indices: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

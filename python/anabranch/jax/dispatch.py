@@ -5,7 +5,6 @@ k-th expert of token t.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi
 from anabranch.jax._arrays import flat
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import TokenCall, axes_of_shard, check_whole, vary_alike
 from anabranch.jax.plan import Plan
 from anabranch.rows import check_num_rows, check_num_slots
@@ -128,7 +128,7 @@ class _Options:
     dtype: str  # of the differentiated input
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@reverse_mode("dispatch", nondiff_argnums=(0,))
 def _dispatch(options: _Options, x: jax.Array, plan: Plan) -> jax.Array:
     return dispatch_forward(x, plan)
 
@@ -230,7 +230,7 @@ def combine_backward(
     return CombineGradients(d_rows, d_weights[0] if d_weights else None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@reverse_mode("combine", nondiff_argnums=(0,))
 def _combine(options: _Options, rows: jax.Array, plan: Plan, weights: jax.Array | None) -> jax.Array:
     return combine_forward(rows, plan, weights)
 

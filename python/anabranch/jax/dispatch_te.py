@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._arrays import flat, take
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import TokenCall, axes_of_shard, check_alike, vary_alike
 from anabranch.jax.dispatch import CombineGradients, gather_sum, gather_sum_backward, spread
 from anabranch.rows import check_num_rows, check_num_slots
@@ -252,7 +253,7 @@ def _own_rows(row_id_map: jax.Array, num_rows: int) -> jax.Array:
     return _with_places(row_id_map, _places(row_id_map, None) - shard.index * num_rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@reverse_mode("token_dispatch", nondiff_argnums=(0,))
 def _token_dispatch(
     options: _DispatchOptions, inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None
 ) -> TokenDispatch:
@@ -401,7 +402,7 @@ def _combine_backward_shard(
     return tuple(gradient for gradient in gradients if gradient is not None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@reverse_mode("token_combine", nondiff_argnums=(0,))
 def _token_combine(
     options: _CombineOptions,
     inp: jax.Array,

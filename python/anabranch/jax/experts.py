@@ -16,6 +16,7 @@ from anabranch.activation import Activation, as_activation
 from anabranch.jax import _check, _ffi, _workspaces
 from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.jax._precision_choice import Spread, decided
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.quantized import QuantizedExperts, check_quantized, quantize_matrix, quantize_rows
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
@@ -204,7 +205,7 @@ class GroupedProduct:
     """Of the result; None: that of x."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@reverse_mode("grouped_matmul", nondiff_argnums=(0,))
 def grouped_matmul_rule(options: GroupedProduct, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`grouped_matmul` on checked arrays, with its gradient."""
     return grouped_product(x, w, group_sizes, **dataclasses.asdict(options))
@@ -277,7 +278,7 @@ def grouped_matmul(
 # ---------------------------------------------------------------- feed-forward network
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@reverse_mode("expert_ffn", nondiff_argnums=(0,))
 def _expert_ffn(config: FfnConfig, operands: FfnOperands) -> jax.Array:
     return ffn_forward(config, operands, keep_h=False)[0]
 

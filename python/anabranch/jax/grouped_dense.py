@@ -1,6 +1,5 @@
 """A dense layer for each group of rows, under TransformerEngine's name and arguments."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 
 from anabranch.jax import _check
 from anabranch.jax._ffn import SlotProduct
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.experts import (
     GroupedProduct,
@@ -27,7 +27,7 @@ class _Config(NamedTuple):
     dtype: Any
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@reverse_mode("grouped_dense", nondiff_argnums=(0,))
 def _biased_product(
     config: _Config, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array
 ) -> jax.Array:

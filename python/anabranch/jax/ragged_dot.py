@@ -1,12 +1,12 @@
 """`jax.lax.ragged_dot` and `ragged_dot_general` by this library's grouped GEMMs: the same calls and gradients."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import check_whole, vary_alike
 from anabranch.jax.experts import (
     GroupedProduct,
@@ -133,7 +133,7 @@ def ragged_dot(
     return product_of_rows("ragged_dot", lhs, rhs, group_sizes, **options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@reverse_mode("ragged_dot_general", nondiff_argnums=(0, 1))
 def _contract_rows(precision: int, dtype: Any, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
     """y[g] = lhs^T rhs over the rows of group g."""
     return grouped_weight_gradient(lhs, rhs, sizes, dtype, precision=precision)

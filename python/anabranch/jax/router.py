@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax import _check, _ffi, _workspaces
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import TokenCall, all_manual, mesh_of, vary_alike
 from anabranch.jax.quantile import bin_bounds
 from anabranch.router_options import RouterOptions, attributes, forward_attributes, router_options
@@ -285,6 +286,7 @@ def _token_axes(options: RouterOptions, logits: jax.Array) -> tuple[int, int]:
     return tokens, tokens - 1 if options.sequence_stats else 0
 
 
+@reverse_mode("route", nondiff_argnums=(0,))
 def _route(
     options: RouterOptions,
     logits: jax.Array,
@@ -313,7 +315,6 @@ def _route_bwd(options, residuals, cotangents):
 
 
 # symbolic_zeros: what has no cotangent costs nothing in the backward pass.
-_route = jax.custom_vjp(_route, nondiff_argnums=(0,))
 _route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)
 
 # A jax.shard_map that is not compiled knows no symbolic zeros.

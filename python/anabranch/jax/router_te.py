@@ -26,6 +26,7 @@ from anabranch.dense_router import (
     normalizes,
 )
 from anabranch.jax import _check, _ffi, _workspaces
+from anabranch.jax._reverse_mode import reverse_mode
 from anabranch.jax._sharding import TokenCall, vary_alike
 from anabranch.jax.router import (
     RouterOptions,
@@ -253,6 +254,7 @@ def _dense_backward(options: _DenseOptions, logits: jax.Array, d_first: jax.Arra
     return (results["d_logits"].reshape(logits.shape),)
 
 
+@reverse_mode("fused_topk_with_score_function", nondiff_argnums=(0,))
 def _dense(options: _DenseOptions, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
     """(probs or auxiliary scores, routing map, counts or None) of logits, expert_bias, qb_bin_bounds."""
     return _dense_fwd(options, *operands)[0]
@@ -275,5 +277,4 @@ def _dense_bwd(options, residuals, cotangents):
     return *call(logits, cotangents[0], *(experts or [None])), None, None
 
 
-_dense = jax.custom_vjp(_dense, nondiff_argnums=(0,))
 _dense.defvjp(_dense_fwd, _dense_bwd)

@@ -82,7 +82,7 @@ def _store(group: Any) -> Any:
     return store
 
 
-def _compare(experts: Tensor, group: str, texts: Any, numbers: Any, integers: Any) -> Tensor:
+def _compare(experts: Tensor, group: Any, texts: Any, numbers: Any, integers: Any) -> Tensor:
     _check(dist.distributed_c10d._resolve_process_group(group), (experts.shape[0], *texts, *numbers, *integers))
     return _none_dropped(experts)
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import forward_ad
 
-from anabranch.torch._undifferentiable import once
+from anabranch.torch._undifferentiable import once, without_forward_mode
 
 
 class Function(torch.autograd.Function):
@@ -40,8 +41,9 @@ class Function(torch.autograd.Function):
             # Views, since torch.compile does not see that what torch.func.grad differentiates by needs a gradient:
             # it would keep the forward pass alone.
             return cls.apply(*(a.view_as(a) if isinstance(a, Tensor) else a for a in arguments))
-        if torch._C._are_functorch_transforms_active():
-            return cls.apply(*arguments)
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            with without_forward_mode(cls.__name__.lstrip("_")):
+                return cls.apply(*arguments)
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
 
     @classmethod

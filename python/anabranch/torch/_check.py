@@ -23,6 +23,7 @@ __all__ = (
     "boolean",
     "choice",
     "describe",
+    "host_values",
     "indices",
     "integer",
     "num_rows",
@@ -134,6 +135,13 @@ def as_indices(value: Tensor) -> Tensor:
     if value.dtype == torch.int64:
         value = value.clamp(-INDEX_LIMIT, INDEX_LIMIT - 1)
     return value.to(torch.int32)
+
+
+def host_values(value: Tensor) -> Any:
+    """The numbers of a CPU tensor as nested lists; None where they are a program's or a transformation's."""
+    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    plain = type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+    return value.tolist() if eager and plain and torch._C._len_torch_dispatch_stack() == 0 else None
 
 
 def on_device_of(name: str, first: Tensor, **others: Tensor | None) -> None:

@@ -6,13 +6,30 @@ own, for where torch drops the autograd function around it (`undifferentiable`).
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+
+
+@contextlib.contextmanager
+def without_forward_mode(name: str) -> Iterator[None]:
+    """Torch's refusal of a forward-mode derivative of an autograd function, in words that name ours.
+
+    torch.compile takes no autograd function that has a `jvp` of its own.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        if "jvp function" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{name}: got a forward-mode derivative to take, expected none: anabranch has reverse mode only"
+        ) from None
+
 
 # ---------------------------------------------------------------- backward passes
 
@@ -70,7 +87,8 @@ def once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
         if not places:
             return tuple(found)
         causes = [t for t in (*cotangents, *unpacked.saved_tensors) if t is not None and t.dtype.is_floating_point]
-        gradients = _Gradients.apply(name, len(places), *(found[i] for i in places), *causes)
+        with without_forward_mode(name):
+            gradients = _Gradients.apply(name, len(places), *(found[i] for i in places), *causes)
         for i, gradient in zip(places, gradients, strict=True):
             found[i] = gradient
         return tuple(found)

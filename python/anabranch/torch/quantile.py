@@ -31,10 +31,10 @@ def _ascending(names: tuple[str, str], ends: Any) -> tuple[float, float]:
 def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bounds")) -> Tensor:
     """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper as far as the host knows; names: its ends'.
 
-    Numbers go to the device of `like` without waiting for it.
+    The host knows numbers, and in eager mode CPU tensors. Numbers go to the device of `like` without waiting for it.
     """
     if not isinstance(value, (tuple, list)):
-        return _check.tensor("qb_bin_bounds", value, (torch.float32,), (("2", 2),))
+        return _known_ascending(names, _check.tensor("qb_bin_bounds", value, (torch.float32,), (("2", 2),)))
     if len(value) != 2:
         raise ValueError(f"qb_bin_bounds: got {shown(value)}, expected (lower, upper)")
     if not any(isinstance(end, Tensor) for end in value):
@@ -46,7 +46,15 @@ def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bound
         torch.full((), _check.number(name, end), dtype=torch.float32, device=like.device)
         for name, end in zip(names, value, strict=True)
     ]  # fmt: skip
-    return torch.stack(ends)
+    return _known_ascending(names, torch.stack(ends))
+
+
+def _known_ascending(names: tuple[str, str], bounds: Tensor) -> Tensor:
+    """Bounds [2], checked where the host can read them without waiting for a device."""
+    known = _check.host_values(bounds)
+    if known is not None and not (math.isfinite(known[0]) and math.isfinite(known[1]) and known[0] < known[1]):
+        raise ValueError(f"{names[0]}: got {known[0]}, {known[1]}, expected lower < upper, both finite")
+    return bounds
 
 
 def host_bounds(value: Any) -> tuple[float, float]:

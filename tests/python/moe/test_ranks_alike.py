@@ -59,7 +59,11 @@ def main(folder, rank):
 
     for number, (different, message) in enumerate(DIFFERENT):
         new_on_both = {"scaling_factor": 2.0 + number}
-        told(error_of(lambda options=new_on_both | different if rank else new_on_both: call(**options)), message, "ValueError")
+        told(
+            error_of(lambda options=new_on_both | different if rank else new_on_both: call(**options)),
+            message,
+            "ValueError",
+        )
     for capacity_factor in (1.5, 1.25):
         assert not call(capacity_factor=capacity_factor).output.isnan().any()
     times = _alike._of_group[dist.group.WORLD].times
@@ -67,7 +71,10 @@ def main(folder, rank):
     assert found.weights.isnan().all() and found.output.isnan().any()
     assert _alike._of_group[dist.group.WORLD].times == times
     compiled = torch.compile(moe, fullgraph=True, backend="eager")
-    assert not call(compiled, capacity_factor=1.25).output.isnan().any() and _alike._of_group[dist.group.WORLD].times == times
+    assert (
+        not call(compiled, capacity_factor=1.25).output.isnan().any()
+        and _alike._of_group[dist.group.WORLD].times == times
+    )
     told(error_of(lambda: call(compiled, align_size=8 + rank)), "align_size: got 8 on rank 0 and 9 on rank 1")
     # Options that are new on one rank alone: it does not wait for ever, nor do the others when it is gone.
     _alike._store(dist.group.WORLD).set_timeout(datetime.timedelta(seconds=2))

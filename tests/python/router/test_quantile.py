@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch as pytorch
 from cases import DTYPES, logits
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import in_torch
 from anabranch import torch
@@ -288,6 +290,7 @@ BAD = [
     (dict(qb_bins=2**20 + 1), "qb_bins: got 1048577"),
     (dict(qb_bin_bounds=(1.0, 1.0)), "qb_bin_bounds: got 1.0, 1.0, expected lower < upper"),
     (dict(qb_bin_bounds=np.array([1.0, 0.0], np.float32)), "qb_bin_bounds: got 1.0, 0.0"),
+    (dict(qb_bin_bounds=np.array([-INF, INF], np.float32)), "qb_bin_bounds: got -inf, inf, expected lower < upper"),
     (dict(qb_bin_bounds=(1.0, 2.0, 3.0)), "qb_bin_bounds: got (1.0, 2.0, 3.0), expected (lower, upper)"),
     (dict(qb_bin_bounds=jnp.zeros(3)), "qb_bin_bounds: got float32[3]"),
     (dict(qb_bin_bounds=(float("nan"), 1.0)), "qb_bin_bounds: got nan"),
@@ -300,6 +303,40 @@ def test_what_does_not_go_together_is_an_error(arguments, message):
     good = {"topk": 2, "score_function": "sigmoid", "expert_bias": BIAS, "qb_bin_bounds": (-1.0, 1.0), "qb_bins": 10}
     with pytest.raises(ValueError, match=re.escape(message)):
         route(Z, **(good | arguments))
+
+
+@pytest.mark.parametrize("ends", [(1.0, 1.0), (1.0, -1.0), (NAN, 1.0), (-1.0, INF)], ids=str)
+def test_bounds_in_a_cpu_tensor_are_checked_in_eager_mode(ends):
+    logits, bias, bounds = pytorch.zeros(6, 8), pytorch.zeros(8), pytorch.tensor(ends)
+    options = dict(score_function="sigmoid", expert_bias=bias)
+    message = re.escape(f"got {ends[0]}, {ends[1]}, expected lower < upper, both finite")
+    with pytest.raises(ValueError, match=f"qb_bin_bounds: {message}"):
+        torch.route(logits, 2, **options, qb_bin_bounds=bounds, qb_bins=10)
+    with pytest.raises(ValueError, match=f"qb_bin_bounds: {message}"):
+        torch.route(
+            logits, 2, **options, qb_bin_bounds=(bounds[0], ends[1] if ends[1] < INF else bounds[1]), qb_bins=10
+        )
+    histogram = pytorch.zeros(8, 10, dtype=pytorch.int32)
+    with pytest.raises(ValueError, match=f"qb_bin_bounds: {message}"):
+        positional = (logits, 2, False, None, None, None, "sigmoid", bias)
+        torch.fused_topk_with_score_function(*positional, qb_histogram=histogram, qb_bin_bounds=bounds)
+    with pytest.raises(ValueError, match=f"lower: {message}"):
+        torch.quantile_bias(histogram, *bounds.unbind(), 2)
+
+
+def test_bounds_of_a_program_or_a_transformation_are_data():
+    logits, options = pytorch.zeros(3, 6, 8), dict(score_function="sigmoid", expert_bias=pytorch.zeros(8), qb_bins=10)
+
+    def histogram(logits, bounds):
+        return torch.route(logits, 2, **options, qb_bin_bounds=bounds).qb_histogram
+
+    bounds = pytorch.tensor([[-1.0, 1.0], [0.0, 2.0], [1.0, 1.0]])
+    found = pytorch.func.vmap(histogram)(logits, bounds)
+    assert pytorch.equal(found[0], histogram(logits[0], bounds[0]))
+    compiled = pytorch.compile(histogram, fullgraph=True, backend="eager")
+    assert pytorch.equal(compiled(logits[1], bounds[1]), found[1])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert histogram(logits[0], bounds[0]).shape == (8, 10)
 
 
 COUNTS = jnp.zeros((8, 10), jnp.int32)

@@ -1,0 +1,132 @@
+"""Derivatives that JAX can't take of each public function are errors in our own words, whoever asks for them.
+
+Nothing is compiled but what makes arguments: the errors come before an operation runs.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import anabranch.jax as ab
+
+T, E, K, D, F = 6, 4, 2, 8, 6
+EXPERTS = np.arange(T * K, dtype=np.int32).reshape(T, K) % E
+SIZES, ORDER = np.array([1, 0, 3, 2], np.int32), np.array([2, 0, 3, 1], np.int32)
+MAP = np.zeros((T, E), bool)
+np.put_along_axis(MAP, EXPERTS, True, 1)
+COUNTS = np.array([[1, 0, 2, 1], [2, 1, 0, 0]], np.int32)
+
+
+def row_id_map():
+    return ab.token_dispatch(jnp.zeros((T, D)), MAP, T * K).row_id_map
+
+
+def unpermuted(rows):
+    return ab.local_unpermute_before_a2a(rows, ab.local_permute_after_a2a(rows, COUNTS, 0, 2)[2])
+
+
+#: Of each function: what calls it, and the shapes of what is differentiated.
+CASES = {
+    "moe": (lambda *a: ab.moe(*a, topk=K, aux_loss_coeff=0.1).output, [(T, D), (D, E), (E, D, 2, F), (E, F, D)]),
+    "routed_experts": (
+        lambda x, *a: ab.routed_experts(x, EXPERTS, *a).output,
+        [(T, D), (T, K), (E, D, 2, F), (E, F, D)],
+    ),
+    "expert_ffn": (lambda *a: ab.expert_ffn(*a, SIZES), [(T, D), (E, D, 2, F), (E, F, D)]),
+    "grouped_matmul": (lambda *a: ab.grouped_matmul(*a, SIZES), [(T, D), (E, D, F)]),
+    "ragged_dot": (lambda *a: ab.ragged_dot(*a, SIZES), [(T, D), (E, D, F)]),
+    "grouped_dense": (lambda *a: ab.grouped_dense(*a, SIZES), [(T, D), (E, D, F)]),
+    "route": (lambda logits: ab.route(logits, K).weights, [(T, E)]),
+    "dispatch": (lambda x: ab.dispatch(x, ab.plan(EXPERTS, E)), [(T, D)]),
+    "combine": (lambda rows, w: ab.combine(rows, ab.plan(EXPERTS, E), w), [(T * K, D), (T, K)]),
+    "fused_topk_with_score_function": (lambda logits: ab.fused_topk_with_score_function(logits, K)[0], [(T, E)]),
+    "fused_compute_score_for_moe_aux_loss": (
+        lambda logits: ab.fused_compute_score_for_moe_aux_loss(logits, K, "softmax")[1],
+        [(T, E)],
+    ),
+    "fused_moe_aux_loss": (lambda probs: ab.fused_moe_aux_loss(probs, SIZES, K, 0.1), [(T, E)]),
+    "token_dispatch": (lambda x, p: ab.token_dispatch(x, MAP, T * K, p)[:2], [(T, D), (T, E)]),
+    "token_combine": (lambda rows, p: ab.token_combine(rows, row_id_map(), p), [(T * K, D), (T, E)]),
+    "pure_jax_token_dispatch": (lambda x: ab.pure_jax_token_dispatch(x, EXPERTS, E, K)[0], [(T, D)]),
+    "sort_chunks_by_index": (lambda x: ab.sort_chunks_by_index(x, SIZES, ORDER)[0], [(T, D)]),
+    "local_permute_after_a2a": (lambda x: ab.local_permute_after_a2a(x, COUNTS, 0, 2)[0], [(T, D)]),
+    "local_unpermute_before_a2a": (unpermuted, [(T, D)]),
+}
+#: Integers, or plain JAX, which has all derivatives of them.
+OTHERS = {
+    *("compute_ragged_all_to_all_params", "compute_reverse_ragged_all_to_all_params", "custom_calls", "plan"),
+    *("quantile_bias", "quantize_experts", "load_balance_loss", "z_loss", "shared_expert"),
+    *("routing_map_to_selected_experts", "pure_jax_token_combine"),
+}
+
+
+def test_every_public_function_is_here():
+    assert {name for name in ab.__all__ if inspect.isfunction(getattr(ab, name))} == CASES.keys() | OTHERS
+
+
+def arguments_of(name):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in CASES[name][1])
+
+
+def curved(name):
+    """A loss that is linear in no result."""
+    return lambda *arguments: sum(jnp.sin(o).sum() for o in jax.tree.leaves(CASES[name][0](*arguments)))
+
+
+FORWARD = r"^\w+: got a forward-mode derivative to take, expected jax\.grad or jax\.vjp"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_forward_mode_derivative_is_an_error_of_ours(name):
+    loss, arguments = curved(name), arguments_of(name)
+    for forward in (
+        lambda *a: jax.jvp(loss, a, a),
+        lambda *a: jax.jvp(jax.jit(loss), a, a),
+        lambda *a: jax.jacfwd(loss)(*a),
+        lambda *a: jax.jit(lambda *a: jax.jvp(loss, a, a)).lower(*a),
+        lambda *a: jax.jit(lambda *a: jax.linearize(loss, *a)[1](*a)).lower(*a),
+    ):
+        with pytest.raises(TypeError, match=FORWARD):
+            forward(*arguments)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_derivative_is_an_error_of_ours(name):
+    loss, arguments = curved(name), arguments_of(name)
+    every = tuple(range(len(arguments)))
+
+    def square(*a):
+        return sum((d**2).sum() for d in jax.grad(loss, argnums=every)(*a))
+
+    expected = rf"got a gradient of a gradient, expected one of first order|{FORWARD}"
+    for second in (jax.grad(square), jax.grad(jax.jit(square)), jax.hessian(loss)):
+        with pytest.raises(TypeError, match=expected):
+            second(*arguments)
+
+
+def test_what_is_not_compiled_raises_alike():
+    loss, arguments = curved("route"), arguments_of("route")
+    for forward in (
+        lambda: jax.linearize(loss, *arguments)[1](*arguments),
+        lambda: jax.vmap(lambda d: jax.jvp(loss, arguments, (d,)))(jnp.ones((2, T, E))),
+    ):
+        with pytest.raises(TypeError, match=FORWARD):
+            forward()
+
+
+def test_reverse_mode_goes_on_through_every_transformation():
+    """A gradient under vmap, scan, checkpoint and jit, each of which handles the operation of the tangents."""
+    loss, (logits,) = curved("route"), arguments_of("route")
+    want = jax.grad(loss)(logits)
+
+    def scanned(z):
+        return jax.lax.scan(lambda total, row: (total + loss(row), None), jnp.float32(0), jnp.stack([z, z]))[0]
+
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(jax.jit(loss)))(logits), want, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(scanned)(logits), 2 * want, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(jax.grad(loss))(logits[None])[0], want, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda z: jax.vmap(loss)(z[None]).sum())(logits), want, rtol=1e-6)

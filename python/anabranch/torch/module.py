@@ -51,10 +51,10 @@ class MoE(nn.Module):
     With `group` a rank has E/P of the experts.
 
     State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], which is part of the state dict.
-    It stays float32 under `.to(dtype)`. Loading or updating converts a buffer of another float dtype to float32, because
-    16 bits lose steps of 1e-3; a forward pass reads it as float32. Beside it, neither a buffer nor in the state dict, what
-    this process, or with `group` all its ranks, has counted since the last update: `tokens_per_expert` int64 [E] with
-    `use_expert_bias`, and `qb_histogram` int64 [E, bins] with `balance="quantile"`. In training mode every forward
+    It stays float32 under `.to(dtype)`. Loading or updating makes a buffer of another float dtype float32 again, since
+    16 bits lose steps of 1e-3; a forward pass reads it as float32. Beside it, neither a buffer nor in the state dict,
+    what this process, or with `group` all its ranks, has counted since the last update: `tokens_per_expert` int64 [E]
+    with `use_expert_bias`, and `qb_histogram` int64 [E, bins] with `balance="quantile"`. In training mode every forward
     pass adds its counts, so that gradient accumulation adds up; what an activation checkpoint computes again is not
     counted again. Nothing is counted in eval mode or where `forced_experts` are given: a pass that is no step of
     training, under torch.no_grad() too, belongs into eval mode. The mode changes nothing else.

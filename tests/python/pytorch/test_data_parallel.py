@@ -1,12 +1,18 @@
 """Two processes that share a batch are one process: DDP and FSDP over Gloo, losses, gradients and the router's state."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import batch, check_gradients, check_results, loss_of, made, of_rank, one_process, run_in_processes
+from one_batch import D, batch, check_gradients, check_results, loss_of, made, of_rank, one_process, run_in_processes
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from anabranch.torch import MoE
 
 RANKS = 2
 
@@ -101,6 +107,90 @@ def check_compiled(rank):
         torch.testing.assert_close(parameter.grad, expected.grad)
 
 
+class Model(nn.Module):
+    """A layer with something before it; with `saved` in an activation checkpoint."""
+
+    def __init__(self, saved=False, **options):
+        super().__init__()
+        self.saved = saved
+        torch.manual_seed(1)
+        self.before = nn.Linear(D, D)
+        self.moe = made(**options)
+
+    def forward(self, x, **given):
+        x = x + self.before(x)
+        return checkpoint(self.moe, x, use_reentrant=False, **given) if self.saved else self.moe(x, **given)
+
+
+def fsdp1(module, **options):
+    cpu = torch.device("cpu")
+    return FullyShardedDataParallel(module, use_orig_params=True, device_id=cpu, **options)
+
+
+def fsdp2(module):
+    return fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)))
+
+
+def check_layer(rank, wrap):
+    check_steps(rank, made(), made(loss_group=dist.group.WORLD), wrap)
+
+
+def check_saved(rank, wrap):
+    """An activation checkpoint around the layer, inside of the wrapper."""
+    check_steps(rank, Model(), Model(saved=True, loss_group=dist.group.WORLD), wrap)
+
+
+def check_model(rank, wrap):
+    """A model whose layer FSDP shards by itself; the first micro-batch is compiled, the second one eager.
+
+    Compiled first: torch can't trace FSDP1's parameters while they have gradients.
+    """
+    torch._dynamo.reset()
+    model = Model(loss_group=dist.group.WORLD)
+    if wrap is not DistributedDataParallel:
+        model.moe = wrap(model.moe)
+    check_steps(rank, Model(), model, wrap, functools.partial(torch.compile, backend="aot_eager"))
+
+
+def check_steps(rank, one, module, wrap, compiled=lambda wrapped: wrapped):
+    one, want = one_process(RANKS, one)
+    wrapped = wrap(module)
+    calls = compiled(wrapped), wrapped
+    results = []
+    for call, (x, real) in zip(calls, of_rank(rank, RANKS), strict=True):
+        results.append(call(x, token_mask=real))
+        loss_of(results[-1]).backward()
+    check_results(results, rank, want)
+    if isinstance(wrapped, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+            check_gradients(wrapped, one, lambda _, gradient: gradient)
+    else:
+        check_gradients(module, one, lambda _, g: g.full_tensor() if hasattr(g, "full_tensor") else g)
+    layer, own = (next(m for m in root.modules() if isinstance(m, MoE)) for root in (module, one))
+    layer.update_expert_bias(0.1, dist.group.WORLD)
+    own.update_expert_bias(0.1)
+    assert torch.equal(layer.expert_bias, own.expert_bias)
+
+
+def check_buffers_of_16_bits(rank):
+    """FSDP1 casts buffers in place: updates are not lost."""
+    module = made(loss_group=dist.group.WORLD)
+    module.expert_bias.fill_(7.0)
+    wrapped = fsdp1(module, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    ((x, mask), _) = of_rank(rank, RANKS)
+    for step in range(3):
+        result = wrapped(x, token_mask=mask)
+        assert module.expert_bias.dtype == (torch.float32 if step else torch.bfloat16)
+        counts = module.tokens_per_expert.clone()
+        dist.all_reduce(counts)
+        before = module.expert_bias.float().clone()
+        module.update_expert_bias(1e-3, dist.group.WORLD)
+        moved = 1e-3 * torch.sign(counts.float().mean() - counts)
+        torch.testing.assert_close(module.expert_bias, before + moved)
+    assert (module.expert_bias != 7).any() and wrapped.state_dict()["expert_bias"].dtype == torch.float32
+    assert torch.isfinite(result.output).all()
+
+
 CHECKS = (
     check_ddp,
     check_fsdp,
@@ -108,6 +198,13 @@ CHECKS = (
     check_sharded_before_there_is_memory,
     check_a_group_without_losses,
     check_compiled,
+    functools.partial(check_layer, wrap=fsdp1),
+    *(
+        functools.partial(check, wrap=wrap)
+        for check in (check_saved, check_model)
+        for wrap in (DistributedDataParallel, fsdp1, fsdp2)
+    ),
+    check_buffers_of_16_bits,
 )
 
 

@@ -131,6 +131,7 @@ typedef struct ab_grouped_matmul_dw_args {
   const ab_tensor* group_sizes; /* [E] int32 */
   const ab_tensor* d_w;         /* [E, D, N], any float dtype */
   int32_t precision;            /* ab_precision, but not FP8 */
+  int32_t reserved;             /* 0; a later option may take its place */
 } ab_grouped_matmul_dw_args;
 
 AB_API ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);

@@ -10,7 +10,8 @@
  * (d_y, d_out) and weights of rows may have any of the three. Products accumulate in float32. bfloat16 runs on
  * bfloat16 instructions where the CPU has them (AVX-512-BF16 or AMX) and is converted to float32 tile by tile
  * elsewhere; the environment variable ANABRANCH_BF16 = native | convert overrides that choice, and is an error
- * (AB_UNSUPPORTED) of every call with bfloat16 products where it asks for what is not there.
+ * (AB_UNSUPPORTED) of every call with bfloat16 products where it asks for what is not there. The bfloat16 instructions
+ * treat denormal operands and results as 0; "convert" keeps denormals.
  *
  * The weights of the feed-forward network may lie in memory in other orders than row-major, which strides tell: W_in
  * [E, D, P, F] as (E, D, P, F), (E, P, F, D), the way of PyTorch's Linear, (E, D, F, P), gate and up interleaved, or
@@ -131,6 +132,7 @@ typedef struct ab_grouped_matmul_dw_args {
   const ab_tensor* group_sizes; /* [E] int32 */
   const ab_tensor* d_w;         /* [E, D, N], any float dtype */
   int32_t precision;            /* ab_precision, but not FP8 */
+  int32_t reserved;             /* 0; a later option may take its place */
 } ab_grouped_matmul_dw_args;
 
 AB_API ab_status ab_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);
@@ -249,8 +251,9 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * computes them from dh, only w a.
  *
  * In several calls: the first gives dh, weighted_a and d_weights; those after it, without h, read dh or weighted_a and
- * give the rest. If d_w_out comes first too, and d_w_in last, w a and what ab_grouped_matmul_combine holds between the
- * two can stand in the memory of d_w_in, if it is large enough and not accumulated into.
+ * give the rest. They ignore what stands in padding rows of dh and weighted_a, which must be finite. If d_w_out comes
+ * first too, and d_w_in last, w a and what ab_grouped_matmul_combine holds between the two can stand in the memory of
+ * d_w_in, if it is large enough and not accumulated into.
  *
  * d_w_in and d_w_out have the dtype of x or are float32, each for itself. To sum gradients over several batches, let
  * them be float32 and accumulate.

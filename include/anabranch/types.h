@@ -7,11 +7,12 @@
  *
  * `args` holds the operation's options and pointers to tensor views; a NULL view means "not given" for an input and
  * "not wanted" for an output. Set `args->size` to sizeof(*args): it lets the struct grow without breaking callers. What
- * an older header lacks is not given, and what only a newer one has must be zero; structs of version 0.1.0 and later
- * are taken.
+ * an older header lacks is not given, and what only a newer one has must be zero. Sizes that are taken: those of
+ * version 0.1.0 and of this header, and larger multiples of 8 up to 4096.
  * Functions check everything that can be known without reading device data and return a status that names the argument,
  * what came and what was expected. They are thread-safe and keep no state. Every element of a wanted output is written.
- * Arithmetic is IEEE inside them (denormals kept, round to nearest), whatever the calling thread has set.
+ * Arithmetic on the CPU is IEEE (denormals kept, round to nearest), whatever the calling thread has set, except for
+ * native bfloat16 GEMMs, whose instructions flush denormals: see experts.h.
  */
 #ifndef ANABRANCH_TYPES_H_
 #define ANABRANCH_TYPES_H_

@@ -6,17 +6,23 @@
 namespace anabranch {
 namespace {
 
-// More is the size of no struct, and not read.
-constexpr size_t kMostBytes = 4096;
+constexpr size_t kMostBytes = 4096;  // a larger size is an error, and the struct is not read
+
+bool is_size_of_struct(size_t size, std::span<const size_t> sizes) {
+  const size_t known = sizes.back();
+  return size <= known ? std::ranges::find(sizes, size) != sizes.end() : size % 8 == 0 && size <= kMostBytes;
+}
 
 }  // namespace
 
-ab_status take_struct(const char* name, const void* given, size_t oldest, size_t known, void* to) {
+ab_status take_struct(const char* name, const void* given, std::span<const size_t> sizes, void* to) {
   if (given == nullptr) return AB_INVALID("%s: got NULL, expected a pointer to its arguments", name);
+  const size_t known = sizes.back();
   size_t size = 0;
   std::memcpy(&size, given, sizeof(size));
-  if (size < oldest || size > kMostBytes) {
-    return AB_INVALID("%s: got size %zu, expected %zu, or at least %zu of an older header", name, size, known, oldest);
+  if (!is_size_of_struct(size, sizes)) {
+    return AB_INVALID("%s: got size %zu, expected %zu, %zu as in an older header, or a larger multiple of 8 up to %zu",
+                      name, size, known, sizes.front(), kMostBytes);
   }
   const char* bytes = static_cast<const char*>(given);
   for (size_t i = known; i < size; ++i) {

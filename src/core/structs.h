@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <type_traits>
 
 #include "anabranch/balance.h"
@@ -16,51 +17,60 @@ namespace anabranch {
 // Products with a number of threads stay far from the end of int.
 constexpr int kMostThreads = 4096;
 
-// A struct's name, and its size in version 0.1.0, up to the field that was its last then. Fields that came later stand
-// behind it, and 0 means that they are not given.
+// A struct's name, and its sizes in the headers that callers may have been compiled against: those of the released
+// versions, oldest first, then today's. Fields are only added at the end; those that an older struct lacks are 0, which
+// means that they are not given.
 template <class Struct>
 struct StructOf;
 
-#define AB_STRUCT(type, last_field)                                                                    \
-  template <>                                                                                          \
-  struct StructOf<type> {                                                                              \
-    static constexpr const char* kName = #type;                                                        \
-    static constexpr size_t kOldest = offsetof(type, last_field) + sizeof(decltype(type::last_field)); \
+#define AB_END_OF(type, field) (offsetof(type, field) + sizeof(decltype(type::field)))
+
+// The last field in version 0.1.0 (of a later struct: in its first release), and today's last field. A last field ends
+// where the struct ends: padding behind it would be uninitialised in older callers, so no later field may lie in it.
+#define AB_STRUCT(type, last_field_0_1_0, last_field)                                                             \
+  template <>                                                                                                     \
+  struct StructOf<type> {                                                                                         \
+    static constexpr const char* kName = #type;                                                                   \
+    static constexpr size_t kSizes[] = {AB_END_OF(type, last_field_0_1_0), sizeof(type)};                         \
+    static_assert(kSizes[0] % alignof(type) == 0, #type " of version 0.1.0 ends in padding");                     \
+    static_assert(AB_END_OF(type, last_field) == sizeof(type), #type " ends in padding or in another last field"); \
   }
 
-AB_STRUCT(ab_exec, workspace_size);
-AB_STRUCT(ab_router_forward_args, aux_scores);
-AB_STRUCT(ab_router_backward_args, d_logits);
-AB_STRUCT(ab_load_balance_loss_args, d_score_sum);
-AB_STRUCT(ab_score_sum_args, score_sum);
-AB_STRUCT(ab_moe_aux_loss_args, d_probs);
-AB_STRUCT(ab_plan_args, row_id_map);
-AB_STRUCT(ab_dispatch_args, rows);
-AB_STRUCT(ab_combine_args, addend);
-AB_STRUCT(ab_combine_backward_args, d_weights);
-AB_STRUCT(ab_sort_chunks_args, row_id_map);
-AB_STRUCT(ab_expand_row_id_map_args, slot_of_row);
-AB_STRUCT(ab_quantize_rows_args, scales);
-AB_STRUCT(ab_quantize_weights_args, scales);
-AB_STRUCT(ab_grouped_matmul_args, y);
-AB_STRUCT(ab_grouped_matmul_dw_args, d_w);
-AB_STRUCT(ab_grouped_matmul_combine_args, out);
-AB_STRUCT(ab_expert_ffn_forward_args, a);
-AB_STRUCT(ab_expert_ffn_backward_args, weighted_a);
+AB_STRUCT(ab_exec, workspace_size, workspace_size);
+AB_STRUCT(ab_router_forward_args, aux_scores, qb_histogram);
+AB_STRUCT(ab_router_backward_args, d_logits, routing_map);
+AB_STRUCT(ab_load_balance_loss_args, d_score_sum, d_score_sum);
+AB_STRUCT(ab_score_sum_args, score_sum, score_sum);
+AB_STRUCT(ab_moe_aux_loss_args, d_probs, d_probs);
+AB_STRUCT(ab_plan_args, row_id_map, row_id_map);
+AB_STRUCT(ab_dispatch_args, rows, rows);
+AB_STRUCT(ab_combine_args, addend, addend);
+AB_STRUCT(ab_combine_backward_args, d_weights, d_weights);
+AB_STRUCT(ab_sort_chunks_args, row_id_map, row_id_map);
+AB_STRUCT(ab_expand_row_id_map_args, slot_of_row, slot_of_row);
+AB_STRUCT(ab_quantize_rows_args, scales, scales);
+AB_STRUCT(ab_quantize_weights_args, scales, scales);
+AB_STRUCT(ab_grouped_matmul_args, y, w_scales);
+AB_STRUCT(ab_grouped_matmul_dw_args, d_w, reserved);
+AB_STRUCT(ab_grouped_matmul_combine_args, out, w_scales);
+AB_STRUCT(ab_expert_ffn_forward_args, a, x_scales);
+AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, d_out_scales);
 
+#undef AB_END_OF
 #undef AB_STRUCT
 
-// Copies `given`, whose first field says its size, to the `known` bytes at `to`: what an older struct lacks becomes 0,
-// and what a newer one has more must be 0. At least `oldest` bytes must be there.
-ab_status take_struct(const char* name, const void* given, size_t oldest, size_t known, void* to);
+// Copies `given`, whose first field is its size, to the struct at `to`, which has the last of `sizes`. Other sizes that
+// are taken: the released ones before it, whose missing fields become 0, and larger multiples of 8 up to 4096 whose
+// extra bytes are 0.
+ab_status take_struct(const char* name, const void* given, std::span<const size_t> sizes, void* to);
 
 template <class Struct>
 ab_status take_struct(const Struct* given, Struct* to) {
   static_assert(std::is_trivially_copyable_v<Struct>);
-  return take_struct(StructOf<Struct>::kName, given, StructOf<Struct>::kOldest, sizeof(Struct), to);
+  return take_struct(StructOf<Struct>::kName, given, StructOf<Struct>::kSizes, to);
 }
 
-// The same of an ab_exec, whose number of threads must be one that a machine may have; NULL stands for the defaults.
+// The same for an ab_exec, whose number of threads must be one that a machine may have; NULL stands for the defaults.
 ab_status take_exec(const ab_exec* given, ab_exec* to);
 
 }  // namespace anabranch

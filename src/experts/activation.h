@@ -75,6 +75,23 @@ AB_INLINE float sigmoid(float x) {
 #endif
 }
 
+// sigmoid(x) and 1 - sigmoid(x), each with a small relative error for every x.
+struct SigmoidAt {
+  float value;
+  float rest;
+};
+AB_INLINE SigmoidAt sigmoid_and_rest(float x) {
+  const float size = __builtin_fabsf(x);
+#if defined(__CUDA_ARCH__)
+  const float e = exp2_flushed_f32(-kLog2E * size);
+#else
+  const float e = exp_f32(-size);
+#endif
+  const float large = reciprocal(1.0f + e);
+  const float small = e * large;
+  return {x < 0.0f ? small : large, x < 0.0f ? large : small};
+}
+
 // h sigmoid(x).
 AB_INLINE float times_sigmoid(float h, float x) {
 #if defined(__CUDA_ARCH__)
@@ -191,12 +208,13 @@ AB_INLINE ActivationAt activate_with_slopes(const Activation& a, float g, float 
     return {inside * up, v > a.limit ? 0.0f : (s + multiply_add(-v, s, v)) * up, is_past(u, a.limit) ? 0.0f : inside};
   }
   if constexpr (kFormula == Formula::situ) {
-    const float s = sigmoid(g);
+    // In saturation the slope is a sum of two small terms: 1 - s must not be a difference of numbers near 1.
+    const SigmoidAt s = sigmoid_and_rest(g);
     const TanhAt gate = tanh_f32(g * a.inverse_alpha);
     const TanhAt up = tanh_f32(u * a.inverse_limit);
-    const float v = a.alpha * gate.value * s;
+    const float v = a.alpha * gate.value * s.value;
     const float limited_up = a.limit * up.value;
-    return {v * limited_up, multiply_add(gate.slope, s, multiply_add(-v, s, v)) * limited_up, v * up.slope};
+    return {v * limited_up, multiply_add(gate.slope, s.value, v * s.rest) * limited_up, v * up.slope};
   }
 }
 

@@ -398,6 +398,7 @@ ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
     return AB_INVALID("precision: got %d, expected %d or %d, an ab_precision that gradients of weights have",
                       args->precision, AB_PRECISION_HIGHEST, AB_PRECISION_TF32);
   }
+  if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, kFloats, {{"R"}, {"D"}}));
   s->R = axis(args->x, 0);
   s->D = axis(args->x, 1);

@@ -170,6 +170,26 @@ TEST(ExpertFfn, TwoCallsAreOne) {
   }
 }
 
+// A call without h ignores what it is given in padding rows of dh and w a, within the groups and past them.
+TEST(ExpertFfn, PaddingRowsOfTheSecondCallAreIgnored) {
+  const std::vector<int32_t> slots = {4, -1, 0, 7, 3, -1, 2};
+  Network<float> one(3, 2, 5, 2, 6, {3, 2}, slots);
+  EXPECT_OK(one.forward());
+  EXPECT_OK(one.backward());
+  Network<float> two(3, 2, 5, 2, 6, {3, 2}, slots);
+  EXPECT_OK(two.forward());
+  Floats weighted_a({7, 6});
+  const auto [first, second] = in_two_calls(two.backward_args(), weighted_a.view(), false);
+  EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, first));
+  for (const int64_t r : {1, 3, 5, 6}) {
+    std::fill_n(&two.dh[r * 12], 12, 3.0f);
+    std::fill_n(&weighted_a[r * 6], 6, 3.0f);
+  }
+  EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, second));
+  two.dh.values() = one.dh.values();
+  expect_same_results(two, one, "with padding");
+}
+
 TEST(ExpertFfn, EachOutputIsTheSameAlone) {
   Network<float> all(7, 2, 6, 2, 5, {6, 0, 8}, slots_in_order(14));
   EXPECT_OK(all.forward());

@@ -63,7 +63,8 @@ class Mirrors {
     for (Mirror& mirror : mirrors_) cudaFree(mirror.memory);
   }
 
-  // A view of a copy on the device, `shift` bytes past an aligned address; nullptr for nullptr.
+  // A view of a copy on the device, `shift` bytes past an aligned address; nullptr for nullptr. An empty tensor has no
+  // data, as torch's has none.
   const ab_tensor* add(const ab_tensor* host, int64_t shift = 0) {
     if (host == nullptr) return nullptr;
     mirrors_.push_back({});
@@ -74,7 +75,7 @@ class Mirrors {
     EXPECT_CUDA(cudaMalloc(&mirror.memory, mirror.all_bytes()));
     EXPECT_CUDA(cudaMemset(mirror.memory, kPattern, mirror.all_bytes()));
     mirror.view = *host;
-    mirror.view.data = static_cast<char*>(mirror.memory) + mirror.begin();
+    mirror.view.data = mirror.bytes == 0 ? nullptr : static_cast<char*>(mirror.memory) + mirror.begin();
     if (mirror.bytes > 0) {
       EXPECT_CUDA(cudaMemcpy(mirror.view.data, host->data, static_cast<size_t>(mirror.bytes), cudaMemcpyHostToDevice));
     }

@@ -281,6 +281,30 @@ TEST_F(FfnCuda, TwoCallsAreOne) {
   }
 }
 
+TEST_F(FfnCuda, PaddingRowsOfTheSecondCallAreIgnored) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    const FfnCase c{kGroups, 150, 64, 72, 2, 61, 3, dtype};
+    const Network one(c);
+    one.on_gpu();
+    Network two(c);
+    FloatTensor weighted_a({c.R, c.F}, dtype);
+    const auto [first, second] = in_two_calls(two.backward_args(), weighted_a.view(), false);
+    Network::forward_on_gpu(two.forward_args());
+    Network::backward_on_gpu(first);
+    int64_t padding = 0;
+    for (int64_t r = 0; r < c.R; ++r) {
+      if (two.slot_of(r) >= 0) continue;
+      for (int64_t i = 0; i < c.P * c.F; ++i) two.dh.set(r * c.P * c.F + i, 3.0f);
+      for (int64_t i = 0; i < c.F; ++i) weighted_a.set(r * c.F + i, 3.0f);
+      padding += r < two.ends.back() ? 1 : 0;
+    }
+    ASSERT_GT(padding, 0);
+    Network::backward_on_gpu(second);
+    for (int64_t i = 0; i < two.dh.size(); ++i) two.dh.set(i, one.dh.get(i));
+    two.expect_same_bits(one);
+  }
+}
+
 TEST_F(FfnCuda, EachOutputIsTheSameAlone) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const int64_t D : {72, 13}) {

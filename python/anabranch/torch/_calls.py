@@ -250,7 +250,7 @@ quantize_weights = Operation("quantize_weights", "i:fp8_scales t:w,q,q_transpose
 grouped_matmul = Operation(
     "grouped_matmul", "i:transpose_w t:x,w,group_sizes,y i:precision,fp8_scales t:x_scales,w_q,w_scales"
 )
-grouped_matmul_dw = Operation("grouped_matmul_dw", "i:accumulate t:x,d_y,group_sizes,d_w i:precision")
+grouped_matmul_dw = Operation("grouped_matmul_dw", "i:accumulate t:x,d_y,group_sizes,d_w i:precision,reserved")
 grouped_matmul_combine = Operation(
     "grouped_matmul_combine",
     "i:transpose_w,weight_early,skip_rest t:x,w,group_sizes,bias,slot_of_row,row_of_slot,weights,addend,out "

@@ -83,7 +83,9 @@ struct ExpertKernels {
   void (*row_dots)(const Matrix& m, int64_t rows, int64_t columns, const float* vector, float* dot);
 
   // sum[j] = sum over i of scale[i] m[i, j], in blocks of rows so that the error grows with the blocks, not the rows.
-  void (*column_sums)(const Matrix& m, int64_t rows, int64_t columns, const float* scale, float* sum);
+  // Rows of a negative token are skipped; scale == nullptr: 1, tokens == nullptr: no padding.
+  void (*column_sums)(const Matrix& m, int64_t rows, int64_t columns, const int32_t* tokens, const float* scale,
+                      float* sum);
 
   // C (+)= op(A) op(B), row-major, [m, k] [k, n]: for builds without oneDNN.
   void (*multiply)(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,

@@ -337,7 +337,8 @@ void row_dots(const Matrix& m, int64_t rows, int64_t columns, const float* vecto
   });
 }
 
-void column_sums(const Matrix& m, int64_t rows, int64_t columns, const float* scale, float* sum) {
+void column_sums(const Matrix& m, int64_t rows, int64_t columns, const int32_t* tokens, const float* scale,
+                 float* sum) {
   constexpr int64_t kRows = 128;
   fill_zero(sum, columns);
   with_float_type(m.dtype, [&]<class T>(T) {
@@ -347,8 +348,8 @@ void column_sums(const Matrix& m, int64_t rows, int64_t columns, const float* sc
         const int64_t count = least(kStrip, columns - begin);
         float block[kStrip] = {};
         for (int64_t i = first; i < last; ++i) {
+          if (tokens != nullptr && tokens[i] < 0) continue;
           const T* row = row_of<const T>(m, i);
-          if (row == nullptr) continue;
           const float w = scale == nullptr ? 1.0f : scale[i];
           for (int64_t j = 0; j < count; ++j) block[j] += w * to_float(row[begin + j]);
         }

@@ -142,6 +142,7 @@ void bias_gradient(Products& products, int threads, const GroupedRows& rows, con
     const RowRange& group = rows.groups[e];
     float sum[kTileColumns];
     products.kernels().column_sums(at(m, group.begin, begin), group.rows, n,
+                                   rows.tokens == nullptr ? nullptr : rows.tokens + group.begin,
                                    scale == nullptr ? nullptr : scale + group.begin, sum);
     products.kernels().store({sum, n, 1, n, nullptr}, nullptr, nullptr, nullptr, matrix_of(d_bias, e * N + begin, N));
   });

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 
 ab_status clear_padding(const RowMap& map, const Floats& m, int64_t R, int64_t columns, int multiprocessors,
                         cudaStream_t stream) {
-  if (map.slots == nullptr || R * columns == 0) return ok();
+  if (!map.by_slot || R * columns == 0) return ok();
   const int64_t row_bytes = columns * dtype_size(m.dtype);
   constexpr int64_t kRows = kWarps * kWarp;
   const Launch shape{std::min((R + kRows - 1) / kRows, int64_t{kBlocks} * multiprocessors), kRows, 0, stream, true};

@@ -79,7 +79,7 @@ ab_status compute_hidden_gradient(const HiddenGradient& op, const Device& device
     case Path::plain: break;
   }
   SimpleProduct product;
-  product.a = {op.d_y.data, op.d_y.dtype, 0, s.D, 1, op.map.slots != nullptr};
+  product.a = {op.d_y.data, op.d_y.dtype, 0, s.D, 1, op.map.by_slot};
   const bool transposed = s.layout.out_transposed;
   product.b = {op.w_out.data, op.w_out.dtype, s.F * s.D, transposed ? s.F : 1, transposed ? 1 : s.D};
   product.map = op.map;

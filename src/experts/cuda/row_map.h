@@ -10,26 +10,31 @@
 namespace anabranch::cuda {
 
 struct RowMap {
-  const int32_t* slots = nullptr;  // [R], on the device; nullptr: row r is slot r and reads row r
+  bool by_slot = false;            // rows belong to slots of tokens; else row r is slot r and reads row r
+  const int32_t* slots = nullptr;  // [R] with by_slot, on the device; may be nullptr where R = 0
   int32_t num_slots = 0;           // T K, or R
   int32_t topk = 1;
   Divisor by_topk;
 
   RowMap() = default;
   RowMap(const int32_t* slots_of_rows, int64_t slots_there_are, int64_t K)
-      : slots(slots_of_rows),
+      : by_slot(true),
+        slots(slots_of_rows),
         num_slots(static_cast<int32_t>(slots_there_are)),
         topk(static_cast<int32_t>(K)),
         by_topk(topk) {}
-  // Of R rows, or with slot_of_row of tokens' slots: T tokens of K each.
+  // Of R rows, or with slot_of_row of tokens' slots: T tokens of K each. The tensor decides, not its data, which is
+  // NULL where it is empty.
   RowMap(const ab_tensor* slot_of_row, int64_t T, int64_t K, int64_t R)
       : RowMap(data<const int32_t>(slot_of_row), slot_of_row == nullptr ? R : T * K,
-               slot_of_row == nullptr || K == 0 ? 1 : K) {}
+               slot_of_row == nullptr || K == 0 ? 1 : K) {
+    by_slot = slot_of_row != nullptr;
+  }
 
   // Whatever the device's data is; -1: the row is padding.
-  AB_INLINE int32_t slot_of(int32_t row) const { return slots == nullptr ? row : checked(slots[row]); }
+  AB_INLINE int32_t slot_of(int32_t row) const { return by_slot ? checked(slots[row]) : row; }
   AB_INLINE int32_t checked(int32_t slot) const { return slot >= 0 && slot < num_slots ? slot : -1; }
-  AB_INLINE int32_t source_of(int32_t slot) const { return slots == nullptr ? slot : by_topk.quotient(slot); }
+  AB_INLINE int32_t source_of(int32_t slot) const { return by_slot ? by_topk.quotient(slot) : slot; }
 
   // Rows of what is read: tokens.
   AB_INLINE int32_t sources() const { return num_slots / topk; }

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) add_dots(const SlotGradient g) {
     float sum = 0.0f;
     for (int64_t part = 0; counts && part < g.parts; ++part) sum += g.dots[part * g.s.R + row];
     // Slots of no row have been cleared; rows that are slots themselves are all written here.
-    if (counts || g.map.slots == nullptr) g.d_weights[slot] = sum;
+    if (counts || !g.map.by_slot) g.d_weights[slot] = sum;
   }
 }
 
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g,
         if (lane_index() == i) sum += product;
       }
     }
-    if (slot >= 0 && (tile.expert != kNoExpert || g.map.slots == nullptr)) g.d_weights[slot] = sum;
+    if (slot >= 0 && (tile.expert != kNoExpert || !g.map.by_slot)) g.d_weights[slot] = sum;
   }
   let_next_kernel_start();
 }
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g,
 }  // namespace
 
 ab_status compute_slot_gradient(const SlotGradient& g, int multiprocessors, cudaStream_t stream) {
-  if (g.map.slots != nullptr) {
+  if (g.map.by_slot) {
     AB_RETURN_IF_ERROR(launch("slot gradient: clear_slots", clear_slots,
                               one_by_one(g.s.slots(), multiprocessors, stream), g.d_weights, g.s.slots()));
   }

@@ -48,7 +48,7 @@ ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream) {
     case Path::plain: break;
   }
   SimpleProduct product;
-  product.a = {up.x.data, up.x.dtype, 0, s.D, 1, up.map.slots != nullptr};
+  product.a = {up.x.data, up.x.dtype, 0, s.D, 1, up.map.by_slot};
   const int64_t step = s.layout.in_transposed ? s.D : 1;  // from one of the P F columns to the next
   product.b = {up.w_in.data, up.w_in.dtype, s.D * s.P * s.F, s.layout.in_transposed ? 1 : s.P * s.F,
                s.hidden_column(0, 1) * step};

@@ -9,8 +9,8 @@ namespace {
 
 SimpleProduct simple_product(const WeightGradient& g) {
   SimpleProduct product;
-  product.a = {g.x.data, g.x.dtype, 0, g.D, 1, g.gathers_x && g.map.slots != nullptr};
-  product.b = {g.d_y.data, g.d_y.dtype, 0, g.N, 1, g.gathers_d_y && g.map.slots != nullptr};
+  product.a = {g.x.data, g.x.dtype, 0, g.D, 1, g.gathers_x && g.map.by_slot};
+  product.b = {g.d_y.data, g.d_y.dtype, 0, g.N, 1, g.gathers_d_y && g.map.by_slot};
   product.map = g.map;
   product.group_sizes = g.group_sizes;
   product.R = g.R;

@@ -228,7 +228,7 @@ ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, 
   constexpr int kThreads = kWarps * kWarp;
   constexpr int kBlocks = kThreadsOfMultiprocessor / kThreads;  // of a multiprocessor, at a time
   const int64_t lists = most_unit_rows(p.groups.R, p.groups.E);
-  p.has_padding = p.groups.R > p.map.num_slots && p.map.slots != nullptr;
+  p.has_padding = p.groups.R > p.map.num_slots && p.map.by_slot;
   p.slices = (p.columns.columns + p.columns.of_unit() - 1) / p.columns.of_unit();
   const size_t shared = sizeof(float4) * kThreads + sizeof(UnitRows) * static_cast<size_t>(lists);
   return launch(

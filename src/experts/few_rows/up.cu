@@ -19,7 +19,7 @@ ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   Product product;
   product.x = up.x.data;
-  product.gathers = up.map.slots != nullptr;
+  product.gathers = up.map.by_slot;
   product.map = up.map;
   product.groups = groups_of(up.group_sizes, s.E, s.R);
   product.w = up.w_in.data;

@@ -65,7 +65,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, TileChoice tile, int m
   };
   const auto with_element = [&]<class Element>(Element) {
     if constexpr (kIsOurs) {
-      if (g.map.slots == nullptr) return with_operand.template operator()<RowOperand, Element>();
+      if (!g.map.by_slot) return with_operand.template operator()<RowOperand, Element>();
     }
     return with_operand.template operator()<GatheredRowOperand, Element>();
   };

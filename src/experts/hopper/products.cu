@@ -13,8 +13,8 @@ bool has_weights(const RowsProduct& p) { return p.scales() || p.weighs_bias(); }
 
 SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
 
-bool gathers_x(const WeightGradient& g) { return g.gathers_x && g.map.slots != nullptr; }
-bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.slots != nullptr; }
+bool gathers_x(const WeightGradient& g) { return g.gathers_x && g.map.by_slot; }
+bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.by_slot; }
 
 }  // namespace
 

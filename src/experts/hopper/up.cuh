@@ -96,7 +96,7 @@ ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStre
   };
   const auto with_element = [&]<class Element>(Element) {
     if constexpr (kIsOurs) {
-      if (up.map.slots == nullptr) return with_operand.template operator()<RowOperand, Element>();
+      if (!up.map.by_slot) return with_operand.template operator()<RowOperand, Element>();
     }
     return with_operand.template operator()<GatheredRowOperand, Element>();
   };

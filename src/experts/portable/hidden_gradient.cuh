@@ -12,7 +12,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
   const FfnSizes& s = g.s;
   RowsProductOf<Element, kPrecision, kTile, kMajor, HiddenGradientEpilogue<Element>> product;
   product.a.rows = matrix_rows<Element>(g.d_y.data, s.D, 0);
-  product.a.gathered = g.map.slots != nullptr;
+  product.a.gathered = g.map.by_slot;
   product.b.rows = matrix_rows<Element>(g.w_out.data, kMajor == Major::k ? s.D : s.F, s.D * s.F);
   product.b.columns = static_cast<int32_t>(s.F);
   product.b.part_columns = kTileColumns;

@@ -13,7 +13,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   const int64_t N = s.P * s.F;
   RowsProductOf<Element, kPrecision, kTile, kMajor, UpEpilogue<Element>> product;
   product.a.rows = matrix_rows<Element>(up.x.data, s.D, 0);
-  product.a.gathered = up.map.slots != nullptr;
+  product.a.gathered = up.map.by_slot;
   const HiddenLayout hidden(s);
   const bool in_parts = s.P == 2 && !hidden.interleaved;
   product.b.rows = kMajor == Major::k ? matrix_rows<Element>(up.w_in.data, s.D, s.D * N)

@@ -19,7 +19,7 @@ ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& b
   const auto prepare = [&](auto& factor, const Floats& rows, bool gathered, int64_t columns) {
     factor.rows = matrix_rows<Element>(rows.data, columns, 0);
     factor.map = g.map;
-    factor.gathered = gathered && g.map.slots != nullptr;
+    factor.gathered = gathered && g.map.by_slot;
     factor.columns = static_cast<int32_t>(columns);
   };
   prepare(product.a, g.x, g.gathers_x, g.D);

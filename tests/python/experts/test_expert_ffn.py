@@ -212,6 +212,21 @@ def test_every_pair_of_gate_and_up_far_from_and_at_the_limits(activation, dtype)
     assert (np.abs(got - want["rows"]) <= scale * np.abs(want["rows"]) + terms).all()
 
 
+@pytest.mark.parametrize("a", [1.0, 4.0])
+def test_slopes_of_situ_are_exact_in_saturation(a):
+    # Both slopes tend to 0, so an absolute error would hide there. Near g = -a/4 the slope of the gate changes sign.
+    activation = Activation.situ(a=a, b=2.0)
+    gates = np.concatenate([-np.geomspace(4 * a, 40, 9), np.geomspace(1e-3, min(16 * a, 40), 60)])
+    ups = np.geomspace(0.1, 30, 9)
+    gate, up = (axis.ravel() for axis in np.meshgrid(gates, np.concatenate([-ups, ups])))
+    net = network(np.random.default_rng(14), [len(gate)], 2, 2, 1, biases=False, weights=None)
+    net.rows = jnp.asarray(np.stack([gate, up], axis=1), "float32")
+    net.w_in, net.w_out = jnp.eye(2).reshape(1, 2, 2, 1), jnp.ones((1, 1, 2))
+    net.d_y = jnp.ones((len(gate), 2))
+    want = oracle(net, activation)[1]["rows"]
+    np.testing.assert_allclose(np.asarray(run(net, activation)[1]["rows"], np.float64), want, rtol=1e-5, atol=1e-36)
+
+
 @pytest.mark.parametrize(
     "activation", [Activation.swiglu_clamped(2.0), Activation.swiglu_oai(), Activation.situ()], ids=lambda a: a.name
 )

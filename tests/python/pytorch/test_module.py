@@ -388,6 +388,16 @@ def test_functional_call_of_torch_func():
     assert_same(got, {name: gradient for name, gradient in want.items() if name != "x"})
 
 
+def test_exported_for_any_number_of_tokens():
+    """A program that was exported in training mode counts as the layer does."""
+    layer, again = made(**BIASED), made(**BIASED)
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    program = torch.export.export(again, (normal(9, D),), dynamic_shapes={"x": {0: tokens}}, strict=False).module()
+    for T in (9, 5):
+        assert_same(program(normal(T, D)), layer(normal(T, D)))
+    assert_same(again.tokens_per_expert, layer.tokens_per_expert)
+
+
 # ---------------------------------------------------------------- as a module
 
 

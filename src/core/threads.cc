@@ -44,9 +44,10 @@ int64_t now() { return std::chrono::nanoseconds(Clock::now().time_since_epoch())
 // microsecond. But a region waits for all its threads. Where another process has taken the processor of one, the region
 // lasts a time slice longer, several milliseconds. The pool's threads start later, and never hold up a loop that way.
 //
-// A region was held up if it took longer than its threads worked together: one thread would have been as fast. For
-// kPause times the time lost the pool runs all loops, so regions that are held up cost at most 1 / kPause of any long
-// time.
+// A region loses the time that it takes longer than its threads work together: one thread would have been as fast. It
+// was held up if that is more than waking a thread on a calm machine takes. For kPause times the time lost the pool
+// runs all loops, so regions that are held up cost about 1 / kPause of the time at most.
+constexpr int64_t kWakeUp = 200'000;  // ns
 constexpr int64_t kPause = 32;
 constexpr int64_t kLongestPause = 1'000'000'000;  // ns
 
@@ -62,7 +63,7 @@ void run_region(Loop& loop, int threads, int64_t start) {
   }
   const int64_t end = now();
   const int64_t lost = end - start - worked;
-  if (lost > 0) pause_end = end + std::min(kPause * lost, kLongestPause);
+  if (lost > kWakeUp) pause_end = end + std::min(kPause * lost, kLongestPause);
 }
 
 }  // namespace

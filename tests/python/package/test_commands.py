@@ -191,7 +191,8 @@ def test_a_reader_that_has_gone_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "anabranch", "--version"]
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")
 

@@ -58,7 +58,7 @@ def test_a_bound_that_fails_does_not_hide_the_other(monkeypatch):
     ],
 )
 def test_bad_arguments_are_named(arguments, message, capsys):
-    assert main([*COMMAND, *arguments]) == 1
+    assert main([*COMMAND, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -74,6 +74,9 @@ class Gate(OnRanks, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Tokens [..., D] to logits, float32 [..., E]."""
         if not _holds_data(self.weight):
+            if self.group is not None:
+                kind = type(self.weight).__name__
+                raise ValueError(f"weight: got a {kind} in a layer with group, expected a plain tensor")
             return super().forward(x).float()  # as the tensor's class defines it
         x = _check.tensor("x", x, _check.FLOATS, (..., ("in_features", self.in_features)))
         tokens = flat(x)

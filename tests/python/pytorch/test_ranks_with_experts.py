@@ -14,6 +14,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
@@ -219,6 +220,10 @@ def check_wrapped_wrongly(rank):
     block = fully_shard(Block(group=dist.group.WORLD), mesh=init_device_mesh("cpu", (RANKS,)))
     with pytest.raises(ValueError, match="group: got a process group under fully_shard"):
         block(x)
+    layer = made(group=dist.group.WORLD)
+    distribute_module(layer.gate, init_device_mesh("cpu", (RANKS,)))
+    with pytest.raises(ValueError, match="weight: got a DTensor in a layer with group"):
+        layer(x)
     mesh = two_by_two()
     with pytest.raises((RuntimeError, KeyError), match=r"overlapping meshes|ascending order"):  # or in torch 2.9
         fully_shard(made(group=mesh["expert"]), mesh=mesh)

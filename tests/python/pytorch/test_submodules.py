@@ -139,6 +139,21 @@ def test_both_ways_give_the_same_bits_whatever_is_asked():
     assert len(calls) > 8
 
 
+def test_transforms_and_export_of_a_called_gate():
+    layer, x = made(), tokens()
+
+    def gradient(x):
+        return torch.func.grad(lambda x: torch.sin(layer(x).output).sum())(x)
+
+    want = layer(x).output, torch.func.vmap(gradient)(x)
+    with Watched(layer, ["gate"]) as calls:
+        assert_same(torch.func.vmap(gradient)(x), want[1])
+        assert calls == ["gate"]
+        assert_same(torch.export.export(layer, (x,), strict=False).module()(x).output, want[0])
+        with pytest.raises(RuntimeError, match="got a derivative of its gradient to take"):
+            torch.func.grad(lambda x: gradient(x).sum())(x)
+
+
 def test_both_ways_give_the_same_bits_with_fp8():
     layer = MoE(128, 128, 4, 2, precision="fp8").eval()
     for dtype in (torch.float32, torch.bfloat16):

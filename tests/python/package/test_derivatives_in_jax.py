@@ -18,6 +18,7 @@ SIZES, ORDER = np.array([1, 0, 3, 2], np.int32), np.array([2, 0, 3, 1], np.int32
 MAP = np.zeros((T, E), bool)
 np.put_along_axis(MAP, EXPERTS, True, 1)
 COUNTS = np.array([[1, 0, 2, 1], [2, 1, 0, 0]], np.int32)
+ROWS_CONTRACTED = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
 def row_id_map():
@@ -38,6 +39,11 @@ CASES = {
     "expert_ffn": (lambda *a: ab.expert_ffn(*a, SIZES), [(T, D), (E, D, 2, F), (E, F, D)]),
     "grouped_matmul": (lambda *a: ab.grouped_matmul(*a, SIZES), [(T, D), (E, D, F)]),
     "ragged_dot": (lambda *a: ab.ragged_dot(*a, SIZES), [(T, D), (E, D, F)]),
+    "ragged_dot_general": (
+        lambda x, d_y: ab.ragged_dot_general(x, d_y, SIZES, ROWS_CONTRACTED),
+        [(T, D), (T, F)],
+    ),
+    "gmm": (lambda *a: ab.gmm(*a, SIZES), [(T, D), (E, D, F)]),
     "grouped_dense": (lambda *a: ab.grouped_dense(*a, SIZES), [(T, D), (E, D, F)]),
     "route": (lambda logits: ab.route(logits, K).weights, [(T, E)]),
     "dispatch": (lambda x: ab.dispatch(x, ab.plan(EXPERTS, E)), [(T, D)]),

@@ -15,7 +15,8 @@ help:
 	@echo "                ARGS='cpp python memcheck racecheck portable' for some steps; ARCHITECTURES=80 for Ampere's code alone"
 	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
 	@echo "                ARGS='--json out.json', ARGS=torch for the layer in torch; both: BUILD=folder PYTHON=python3 to use what is there already"
-	@echo "make fuzz    random calls of the C interface under the sanitizers; SECONDS=3600 SEED=1 for how long and which"
+	@echo "make fuzz    random calls of the C interface: the CPU's library under the sanitizers, then the CUDA code on an"
+	@echo "             emulated GPU beside it, under each CPU setting; SECONDS=600 a setting; SEED=1, else the day's date"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
 	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"
 	@echo "make wheel   sdist and wheel in dist/, audited, and used where there is no compiler; CUDA=OFF for the CPU alone"
@@ -28,8 +29,8 @@ demo:
 
 # CPU-minutes (user and system) of a fresh clone on two cores of an AMD EPYC, without a compiler cache:
 #   lint              4.5   the package's first build among it
-#   test-cpp         12.5   the CUDA code for one architecture 8.2, C++ tests 1.4, the CPU's library 0.8, emulated kernels 2.1
-#   test-sanitizers   7.4   AddressSanitizer's build 4.4, ThreadSanitizer's 1.8, fuzzing 1
+#   test-cpp         13.1   the CUDA code for one architecture 8.2, C++ tests 1.4, the CPU's library 0.8, emulated kernels 2.7
+#   test-sanitizers   7     AddressSanitizer's build 4.4, ThreadSanitizer's 1.8, fuzzing 0.6
 #   test-python      33     by the clock, two at a time, 15
 # Together 58, measured as a whole; the parts but test-python, which is the rest, are from before. A new test or kernel is priced in the same way: `time make test-cpp`.
 test:
@@ -48,26 +49,32 @@ define cpp_tests
 endef
 
 # Where nvcc is, this is the one build of the CUDA code, for one architecture.
+CUDA_TESTS = -DCMAKE_CUDA_ARCHITECTURES=90-real
+
 test-cpp:
-	$(call cpp_tests,tests,-DCMAKE_CUDA_ARCHITECTURES=90-real)
+	$(call cpp_tests,tests,$(CUDA_TESTS))
 
 ASAN = -DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=address$(comma)undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo
 
 test-sanitizers:
 	$(call cpp_tests,asan,$(ASAN),UBSAN_OPTIONS=print_stacktrace=1)
-	$(call fuzz,1)
 	$(call cpp_tests,tsan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=thread -DANABRANCH_OPENMP=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo,,-R Thread)
 
-# The fuzzer of the C interface; with the argument for its first seed, where SEED gives none.
+# Case i of a run has the seed SEED + i: days are a million seeds apart. A seed that fails joins tests/fuzz/seeds, which
+# the tests of both builds begin with.
 SECONDS = 60
-define fuzz
-	UBSAN_OPTIONS=print_stacktrace=1 build/asan/tests/fuzz/fuzz --seconds $(SECONDS) --seed $(or $(SEED),$(1))
-endef
+SEED = $(shell date +%Y%m%d)000000
 
 fuzz:
 	$(SETUP) test
 	$(call cpp_build,asan,$(ASAN),--target fuzz)
-	$(call fuzz,$(shell date +%s))
+	$(call cpp_build,tests,$(CUDA_TESTS),--target emulated_fuzz)
+	for setting in $(shell cat tests/fuzz/settings); do \
+	  for program in build/asan/tests/fuzz/fuzz build/tests/tests/emulation/emulated_fuzz; do \
+	    echo "$$setting $$program"; \
+	    env $$setting UBSAN_OPTIONS=print_stacktrace=1 $$program --seconds $(SECONDS) --seed $(SEED) || exit 1; \
+	  done; \
+	done
 
 # The installed wheel's library; of CUDA, where the wheel has none, what test-cpp has built.
 test-python:

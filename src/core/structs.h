@@ -27,12 +27,12 @@ struct StructOf;
 
 // The last field in version 0.1.0 (of a later struct: in its first release), and today's last field. A last field ends
 // where the struct ends: padding behind it would be uninitialised in older callers, so no later field may lie in it.
-#define AB_STRUCT(type, last_field_0_1_0, last_field)                                                             \
-  template <>                                                                                                     \
-  struct StructOf<type> {                                                                                         \
-    static constexpr const char* kName = #type;                                                                   \
-    static constexpr size_t kSizes[] = {AB_END_OF(type, last_field_0_1_0), sizeof(type)};                         \
-    static_assert(kSizes[0] % alignof(type) == 0, #type " of version 0.1.0 ends in padding");                     \
+#define AB_STRUCT(type, last_field_0_1_0, last_field)                                                              \
+  template <>                                                                                                      \
+  struct StructOf<type> {                                                                                          \
+    static constexpr const char* kName = #type;                                                                    \
+    static constexpr size_t kSizes[] = {AB_END_OF(type, last_field_0_1_0), sizeof(type)};                          \
+    static_assert(kSizes[0] % alignof(type) == 0, #type " of version 0.1.0 ends in padding");                      \
     static_assert(AB_END_OF(type, last_field) == sizeof(type), #type " ends in padding or in another last field"); \
   }
 

@@ -23,8 +23,8 @@ TEST(Bf16, IsRefusedWhereItIsAskedForAndNotThere) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
     const Tensor<uint16_t> x({2, 2}, dtype), w({1, 2, 2}, dtype), y({2, 2}, dtype);
     const ab_grouped_matmul_args product = grouped_matmul_args(x.view(), w.view(), groups.view(), y.view());
-    const ab_grouped_matmul_dw_args gradient{sizeof(gradient),    0, x.view(), y.view(), groups.view(), w.view(),
-                                             AB_PRECISION_HIGHEST};
+    const ab_grouped_matmul_dw_args gradient{sizeof(gradient),     0, x.view(), y.view(), groups.view(), w.view(),
+                                             AB_PRECISION_HIGHEST, 0};
     const ab_status product_status = call(ab_grouped_matmul, ab_grouped_matmul_workspace, product);
     const ab_status gradient_status = call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, gradient);
     if (dtype == AB_BFLOAT16) {

@@ -19,8 +19,8 @@ ab_status grouped_matmul(const Floats& x, const Floats& w, const Ints& sizes, co
 template <class T>
 ab_status grouped_matmul_dw(const Tensor<T>& x, const Tensor<T>& d_y, const Ints& sizes, const Floats& d_w,
                             int32_t accumulate = 0, int32_t precision = AB_PRECISION_HIGHEST) {
-  const ab_grouped_matmul_dw_args args{sizeof(args), accumulate, x.view(), d_y.view(),
-                                       sizes.view(), d_w.view(), precision};
+  const ab_grouped_matmul_dw_args args{sizeof(args), accumulate, x.view(),  d_y.view(),
+                                       sizes.view(), d_w.view(), precision, 0};
   return call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args);
 }
 
@@ -118,6 +118,10 @@ TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
                  "y: got float32 (8) [4, 4], expected float32 [R=4, N=5]");
   EXPECT_REFUSED(ab_grouped_matmul(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_args: got NULL");
   EXPECT_REFUSED(ab_grouped_matmul_dw(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_dw_args: got NULL");
+  ab_grouped_matmul_dw_args unknown_option{};
+  unknown_option.size = sizeof(unknown_option);
+  unknown_option.reserved = 3;
+  EXPECT_REFUSED(ab_grouped_matmul_dw(&unknown_option, nullptr), AB_INVALID_ARGUMENT, "reserved: got 3, expected 0");
   ab_grouped_matmul_args args = grouped_matmul_args(x.view(), w.view(), sizes.view(), y.view(), 2);
   EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, "transpose_w: got 2, expected 0 or 1");
   args.transpose_w = 0;

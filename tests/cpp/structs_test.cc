@@ -62,8 +62,8 @@ template <class Struct>
 void check_every_size(size_t released, ab_status (*run)(const Struct*)) {
   const std::string name = StructOf<Struct>::kName;
   for (size_t size = 0; size <= 4200; ++size) {
-    const bool is_taken = size == released || size == sizeof(Struct) ||
-                          (size > sizeof(Struct) && size <= 4096 && size % 8 == 0);
+    const bool is_taken =
+        size == released || size == sizeof(Struct) || (size > sizeof(Struct) && size <= 4096 && size % 8 == 0);
     const size_t bytes = std::max(size, sizeof(size_t));
     const std::unique_ptr<void, void (*)(void*)> memory(std::malloc(bytes), std::free);
     std::memset(memory.get(), 0xff, bytes);

@@ -46,7 +46,8 @@ struct GroupedMatmulDw {
             d_y.view(),
             sizes.view(),
             d_w.view(),
-            AB_PRECISION_HIGHEST};
+            AB_PRECISION_HIGHEST,
+            0};
   }
   void on_cpu(const FloatTensor& d_w) const {
     EXPECT_OK(call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args(d_w)));
@@ -230,8 +231,8 @@ TEST(WeightGradientWithoutCuda, WorkspaceIsBounded) {
     static char memory[64];
     ab_tensor views[] = {x, d_y, sizes, d_w};
     for (ab_tensor& view : views) view.data = memory;
-    const ab_grouped_matmul_dw_args args{sizeof(args), 0,         &views[0],           &views[1],
-                                         &views[2],    &views[3], AB_PRECISION_HIGHEST};
+    const ab_grouped_matmul_dw_args args{sizeof(args),         0, &views[0], &views[1], &views[2], &views[3],
+                                         AB_PRECISION_HIGHEST, 0};
     size_t bytes = 0;
     EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&args, nullptr, &bytes));
     return bytes;

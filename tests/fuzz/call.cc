@@ -3,22 +3,10 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
+#include <set>
 
 namespace anabranch::fuzz {
 namespace {
-
-int64_t element_size(int32_t dtype) {
-  switch (dtype) {
-    case AB_BOOL:
-    case AB_UINT8:
-    case AB_FLOAT8_E4M3: return 1;
-    case AB_INT16:
-    case AB_FLOAT16:
-    case AB_BFLOAT16: return 2;
-    case AB_INT64: return 8;
-    default: return 4;
-  }
-}
 
 bool has_rank(const ab_tensor& view) { return view.rank >= 0 && view.rank <= AB_MAX_RANK; }
 
@@ -54,10 +42,9 @@ int64_t index_value(Random& random, int64_t limit, bool special) {
   return random.one_of<int64_t>({INT32_MIN, INT32_MAX, -2, limit + 1, static_cast<int32_t>(random.bits())});
 }
 
-void fill_values(Random& random, const Operand& operand, std::vector<char>* content) {
-  const double specials = random.chance(0.2) ? 0.1 : 0.0;
-  const int64_t size = element_size(operand.view.dtype);
-  for (size_t i = 0; i + static_cast<size_t>(size) <= content->size(); i += static_cast<size_t>(size)) {
+void fill_values(Random& random, double specials, const Operand& operand, std::vector<char>* content) {
+  const size_t size = element_size(operand.view.dtype);
+  for (size_t i = 0; i + size <= content->size(); i += size) {
     char* to = content->data() + i;
     const bool special = specials > 0 && random.chance(specials);
     switch (operand.view.dtype) {
@@ -77,7 +64,30 @@ void fill_values(Random& random, const Operand& operand, std::vector<char>* cont
   }
 }
 
+// Puts -1 where an int32 stands for the second time.
+void make_distinct(std::vector<char>* content) {
+  std::set<int32_t> seen;
+  for (size_t i = 0; i + sizeof(int32_t) <= content->size(); i += sizeof(int32_t)) {
+    int32_t index = 0;
+    std::memcpy(&index, content->data() + i, sizeof(index));
+    if (!seen.insert(index).second) put(content->data() + i, int32_t{-1});
+  }
+}
+
 }  // namespace
+
+size_t element_size(int32_t dtype) {
+  switch (dtype) {
+    case AB_BOOL:
+    case AB_UINT8:
+    case AB_FLOAT8_E4M3: return 1;
+    case AB_INT16:
+    case AB_FLOAT16:
+    case AB_BFLOAT16: return 2;
+    case AB_INT64: return 8;
+    default: return 4;
+  }
+}
 
 bool has_elements(const ab_tensor& view) {
   return has_rank(view) && std::find(view.shape, view.shape + view.rank, 0) == view.shape + view.rank;
@@ -87,7 +97,7 @@ int64_t small_bytes(const ab_tensor& view) {
   constexpr int64_t kMost = 1 << 23;
   if (!has_rank(view)) return -1;
   if (!has_elements(view)) return 0;
-  int64_t bytes = element_size(view.dtype);
+  auto bytes = static_cast<int64_t>(element_size(view.dtype));
   for (int32_t i = 0; i < view.rank; ++i) {
     if (view.shape[i] < 0 || view.shape[i] > kMost || bytes * view.shape[i] > kMost) return -1;
     bytes *= view.shape[i];
@@ -129,7 +139,23 @@ std::vector<char> Call::args() const {
   return bytes;
 }
 
+// Lets an input have part of the memory of one before it.
+bool Call::share(Random& random, Operand* operand) {
+  const size_t bytes = static_cast<size_t>(small_bytes(operand->view));
+  for (Operand& other : operands) {
+    if (&other == operand) return false;
+    const bool fits = !other.output && other.view.dtype == operand->view.dtype && other.content.size() >= bytes;
+    if (!fits || bytes == 0 || !random.chance(0.1) || is_taken_over(other)) continue;
+    const size_t size = element_size(operand->view.dtype);
+    const auto last = static_cast<int64_t>((other.content.size() - bytes) / size);
+    operand->view.data = other.memory.data() + static_cast<size_t>(random.between(0, last)) * size;
+    return true;
+  }
+  return false;
+}
+
 void Call::allocate(Random& random) {
+  is_extreme = random.chance(0.2);
   for (Operand& operand : operands) {
     if (mutated) operand.in = nullptr;  // the two may no longer go together
     if (operand.in != nullptr) {
@@ -138,30 +164,41 @@ void Call::allocate(Random& random) {
     }
     const int64_t bytes = small_bytes(operand.view);
     if (bytes < 0 || (bytes == 0 && random.chance(0.5))) continue;
-    operand.memory.reset(static_cast<char*>(std::malloc(static_cast<size_t>(bytes))));
-    operand.view.data = operand.memory.get();
+    const bool may_share = !operand.output && !operand.distinct && !is_taken_over(operand);
+    if (may_share && share(random, &operand)) continue;
+    const size_t size = element_size(operand.view.dtype);
+    const size_t shift = random.chance(0.5) ? static_cast<size_t>(random.between(1, 15)) * size : 0;
+    operand.memory.allocate(static_cast<size_t>(bytes), shift);
+    operand.view.data = operand.memory.data();
     operand.content.resize(static_cast<size_t>(bytes));
-    if (!operand.output || operand.is_kept()) fill_values(random, operand, &operand.content);
+    if (operand.output && !operand.is_kept()) continue;
+    const bool is_number = operand.view.dtype >= AB_FLOAT16;
+    const bool special = is_number ? is_extreme && random.chance(0.5) : random.chance(0.2);
+    fill_values(random, special ? 0.1 : 0.0, operand, &operand.content);
+    if (operand.distinct) make_distinct(&operand.content);
   }
+}
+
+bool Call::is_taken_over(const Operand& operand) const {
+  return std::any_of(operands.begin(), operands.end(),
+                     [&](const Operand& other) { return other.in == &operand && other.is_given(); });
 }
 
 void Call::reset(uint64_t garbage) {
   for (Operand& operand : operands) {
     if (operand.content.empty()) continue;
     if (operand.output && !operand.is_kept()) {
-      fill_garbage(operand.memory.get(), operand.content.size(), garbage);
+      fill_garbage(operand.memory.data(), operand.content.size(), garbage);
     } else {
-      std::memcpy(operand.memory.get(), operand.content.data(), operand.content.size());
+      std::memcpy(operand.memory.data(), operand.content.data(), operand.content.size());
     }
   }
 }
 
 const Operand* Call::changed_input() const {
   for (const Operand& operand : operands) {
-    const bool taken_over = std::any_of(operands.begin(), operands.end(),
-                                        [&](const Operand& other) { return other.in == &operand && other.is_given(); });
-    if (operand.output || taken_over || operand.content.empty()) continue;
-    if (std::memcmp(operand.memory.get(), operand.content.data(), operand.content.size()) != 0) return &operand;
+    if (operand.output || is_taken_over(operand) || operand.content.empty()) continue;
+    if (std::memcmp(operand.memory.data(), operand.content.data(), operand.content.size()) != 0) return &operand;
   }
   return nullptr;
 }
@@ -172,7 +209,7 @@ const Operand* Call::written_output(uint64_t garbage) const {
     if (!operand.output || operand.content.empty()) continue;
     expected = operand.content;
     if (!operand.is_kept()) fill_garbage(expected.data(), expected.size(), garbage);
-    if (std::memcmp(operand.memory.get(), expected.data(), expected.size()) != 0) return &operand;
+    if (std::memcmp(operand.memory.data(), expected.data(), expected.size()) != 0) return &operand;
   }
   return nullptr;
 }
@@ -182,9 +219,15 @@ std::vector<std::vector<char>> Call::results() const {
   for (const Operand& operand : operands) {
     if (!operand.is_compared()) continue;
     const Operand& owner = operand.in == nullptr ? operand : *operand.in;
-    results.emplace_back(owner.memory.get(), owner.memory.get() + owner.content.size());
+    results.emplace_back(owner.memory.data(), owner.memory.data() + owner.content.size());
   }
   return results;
+}
+
+const Operand* Call::overrun() const {
+  const auto found = std::find_if(operands.begin(), operands.end(),
+                                  [](const Operand& operand) { return !operand.memory.is_intact(); });
+  return found == operands.end() ? nullptr : &*found;
 }
 
 std::string Call::text() const {

@@ -4,14 +4,21 @@
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "anabranch/types.h"
+#include "memory.h"
 #include "random.h"
 
 namespace anabranch::fuzz {
+
+// Whether the CUDA code is called, on tests/emulation's GPU.
+#if defined(ANABRANCH_FUZZ_EMULATED)
+constexpr bool kEmulated = true;
+#else
+constexpr bool kEmulated = false;
+#endif
 
 struct Operand {
   std::string name;
@@ -21,10 +28,11 @@ struct Operand {
   const int32_t* skips = nullptr;  // an option that, if 1, leaves some elements to chance
   std::function<bool()> is_read;   // of an output, as the options are: whether what stands there matters
   int64_t limit = 0;               // indices are about [-1, limit]
+  bool distinct = false;           // no index stands there twice, -1 excepted
   const Operand* in = nullptr;     // the operand whose memory it shares
   std::vector<int64_t> strides;    // where there are any
 
-  std::unique_ptr<char, void (*)(void*)> memory{nullptr, std::free};
+  Memory memory;              // none: it shares another operand's
   std::vector<char> content;  // what an input holds, and an output that is kept
 
   bool is_given() const { return *field == &view; }
@@ -71,6 +79,8 @@ class Call {
   const Operand* written_output(uint64_t garbage) const;
   // The bytes of all outputs that can be compared.
   std::vector<std::vector<char>> results() const;
+  // The first operand beside whose memory something was written.
+  const Operand* overrun() const;
 
   std::string text() const;
 
@@ -80,13 +90,18 @@ class Call {
   std::vector<std::pair<const char*, int32_t*>> options;
   std::vector<std::pair<const char*, float*>> numbers;
   bool mutated = false;
+  bool is_extreme = false;  // numbers may be NaN, infinite, or so large or small that results are no more comparable
 
  private:
+  bool share(Random& random, Operand* operand);
+  bool is_taken_over(const Operand& operand) const;
+
   std::vector<uint64_t> args_;
 };
 
 // The bytes of the elements that a view says it has; -1: more than 8 MiB, or no number.
 int64_t small_bytes(const ab_tensor& view);
+size_t element_size(int32_t dtype);
 bool has_elements(const ab_tensor& view);
 
 struct Operation {
@@ -95,10 +110,16 @@ struct Operation {
   void (*make)(const Operation&, Random&, Call*);  // a call that must succeed
   ab_status (*run)(const void* args, const ab_exec* exec);
   ab_status (*query)(const void* args, const ab_exec* exec, size_t* bytes);  // or nullptr
+  // Of the other backend, or nullptr: without one.
+  ab_status (*other_run)(const void* args, const ab_exec* exec) = nullptr;
+  ab_status (*other_query)(const void* args, const ab_exec* exec, size_t* bytes) = nullptr;
 };
 
 // All of them: operations.cc.
 extern const std::vector<Operation> kOperations;
+
+// A size that a struct of `size` bytes may claim, right or wrong.
+size_t any_struct_size(Random& random, size_t size);
 
 // Breaks something, or not.
 void mutate(Random& random, Call* call);

@@ -1,14 +1,23 @@
-// Random calls of the C interface, right and wrong ones, for builds with AddressSanitizer and UBSan.
+// Random calls of the C interface, right and wrong ones: of the CPU's library under AddressSanitizer and UBSan, or of
+// the CUDA code on tests/emulation's GPU, beside the CPU's.
 //
 // What must hold of every call:
-// - nothing outside a tensor or the workspace is touched, nothing is undefined (the sanitizers), nothing hangs;
+// - nothing outside a tensor or the workspace is touched, nothing is undefined (the sanitizers, or guard zones),
+// nothing
+//   hangs;
 // - a call that breaks no rule is served, and again, with other garbage in outputs and workspace and other numbers of
 //   threads, with the same bits;
 // - a call that is refused has written nothing, and its message begins with the name of an argument;
-// - the query for the workspace agrees with the call; inputs are never written.
+// - the query for the workspace agrees with the call; inputs are never written;
+// - both backends refuse the same calls with the same words, and their results are near each other.
 //
 // A case follows from its seed alone: fuzz --seed N --cases 1 repeats it.
+#if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(begin, size)
+#define ASAN_UNPOISON_MEMORY_REGION(begin, size)
+#endif
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,14 +26,19 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
+#include <fstream>
 #include <string_view>
 
 #include "call.h"
+#include "compare.h"
+#if defined(ANABRANCH_FUZZ_EMULATED)
+#include "emulator.h"
+#endif
 
 namespace anabranch::fuzz {
 namespace {
 
-constexpr unsigned kMostSeconds = 120;  // of one case, then it hangs
+constexpr unsigned kMostSeconds = kEmulated ? 600 : 120;  // of one case, then it hangs
 
 uint64_t current_seed = 0;
 const Call* current_call = nullptr;
@@ -46,14 +60,19 @@ struct Tally {
   int64_t calls = 0;  // of C functions
   int64_t served = 0;
   int64_t refused = 0;
+  int64_t compared = 0;  // with the other backend
 };
 
-// Workspaces, one at a time, of exactly the bytes that are asked for: the rest of the memory is poisoned. It is not
-// allocated for each, which would take longer than most calls.
+// Workspaces, one at a time, of exactly the bytes that are asked for: the rest of the memory is poisoned, or a guard
+// zone. It is not allocated for each, which would take longer than most calls.
+constexpr size_t kMargin = 64;
+constexpr char kPattern = 0x5a;
+size_t workspace_bytes = 0;
+char* memory = nullptr;
+
 void* take_workspace(size_t bytes, uint64_t garbage) {
-  constexpr size_t kMargin = 64;
-  static char* memory = nullptr;
   static size_t size = 0;
+  workspace_bytes = bytes;
   if (bytes == 0) return nullptr;
   if (bytes + 2 * kMargin > size) {
     std::free(memory);
@@ -62,10 +81,31 @@ void* take_workspace(size_t bytes, uint64_t garbage) {
     if (posix_memalign(&aligned, kMargin, size) != 0) fail("harness", "no memory for a workspace");
     memory = static_cast<char*>(aligned);
   }
+  ASAN_UNPOISON_MEMORY_REGION(memory, size);
+  std::fill_n(memory, kMargin, kPattern);
+  std::fill_n(memory + kMargin + bytes, kMargin, kPattern);
   ASAN_POISON_MEMORY_REGION(memory, size);
   ASAN_UNPOISON_MEMORY_REGION(memory + kMargin, bytes);
   std::memset(memory + kMargin, static_cast<int>(garbage & 0xff), bytes);
   return memory + kMargin;
+}
+
+bool is_workspace_intact() {
+#if !defined(__SANITIZE_ADDRESS__)
+  for (size_t i = 0; i < kMargin && workspace_bytes > 0; ++i) {
+    if (memory[i] != kPattern || memory[kMargin + workspace_bytes + i] != kPattern) return false;
+  }
+#endif
+  return true;
+}
+
+// The order in which an emulated GPU does things, which no result may depend on.
+void choose_order([[maybe_unused]] Random& random) {
+#if defined(ANABRANCH_FUZZ_EMULATED)
+  emulation::set_options(
+      {random.one_of({emulation::Order::forward, emulation::Order::backward, emulation::Order::shuffled}),
+       random.one_of({emulation::Copies::early, emulation::Copies::late})});
+#endif
 }
 
 // An ab_exec in memory of the size that it claims.
@@ -104,6 +144,7 @@ class Case {
     const int32_t threads = any_threads();
     size_t needed = 0;
     ab_status asked = query(threads, &needed);
+    compare_refusals(asked);
     if (asked.code != AB_OK) {
       expect_refusal(asked);
       Exec exec(threads, 0, 0);
@@ -135,8 +176,11 @@ class Case {
   // A call over garbage; where it is refused, the garbage must still be there.
   ab_status run(Exec* exec, uint64_t garbage) {
     call_.reset(garbage);
+    choose_order(random_);
     const ab_status status = call_.operation->run(args_.data(), exec->get());
     ++tally_->calls;
+    if (const Operand* operand = call_.overrun()) fail("written outside a tensor", operand->name.c_str());
+    if (!is_workspace_intact()) fail("written outside the workspace", "");
     ++(status.code == AB_OK ? tally_->served : tally_->refused);
     if (const Operand* input = call_.changed_input()) fail("an input was written", input->name.c_str());
     if (status.code != AB_OK) {
@@ -161,6 +205,36 @@ class Case {
     const ab_status status = run(&exec, random_.bits());
     if (status.code != AB_OK) fail("refused the second time", status.message);
     if (call_.results() != first) fail("the second call gave other bits", differing(first).c_str());
+    compare_results(first);
+  }
+
+  // What one backend refuses the other does, too, unless that call is one that it has no code for.
+  void compare_refusals(const ab_status& asked) {
+    if (call_.operation->query == nullptr || call_.operation->other_query == nullptr) return;
+    size_t bytes = 0;
+    Exec exec(1, 0, 0);
+    const ab_status other = call_.operation->other_query(args_.data(), exec.get(), &bytes);
+    if (asked.code == AB_UNSUPPORTED || other.code == AB_UNSUPPORTED) return;
+    if (asked.code != other.code || std::string_view(asked.message) != other.message) {
+      fail("the other backend says something else", (std::string(asked.message) + "; " + other.message).c_str());
+    }
+  }
+
+  void compare_results(const Results& results) {
+    const Operation& operation = *call_.operation;
+    if (operation.other_run == nullptr || call_.is_extreme) return;
+    size_t needed = 0;
+    Exec ask(1, 0, 0);
+    if (operation.other_query != nullptr && operation.other_query(args_.data(), ask.get(), &needed).code != AB_OK) {
+      fail("the other backend refuses it", "");
+    }
+    Exec exec(1, needed, random_.bits());
+    call_.reset(random_.bits());
+    const ab_status status = operation.other_run(args_.data(), exec.get());
+    if (status.code != AB_OK) fail("the other backend refuses it", status.message);
+    ++tally_->compared;
+    const std::string differs = difference(call_, results, call_.results());
+    if (!differs.empty()) fail("the backends differ", differs.c_str());
   }
 
   std::string differing(const std::vector<std::vector<char>>& first) const {
@@ -192,7 +266,13 @@ class Case {
     const bool lacks = needed > 0;
     bool wrong = true;
     switch (random_.between(0, 5)) {
-      case 0: exec.fields().size = random_.one_of<size_t>({0, 1, 39, 4097, SIZE_MAX}); break;
+      case 0: {
+        const size_t size = any_struct_size(random_, sizeof(ab_exec));
+        exec.fields().size = size;
+        const bool is_larger = size > sizeof(ab_exec) && size <= 4096 && size % 8 == 0;
+        wrong = (size != sizeof(ab_exec) && !is_larger) || needed > 128;
+        break;
+      }
       case 1: exec.fields().num_threads = random_.one_of<int32_t>({-1, -5, 4097, 1 << 30, INT32_MAX, INT32_MIN}); break;
       case 2:
         exec.fields().workspace = nullptr;
@@ -246,7 +326,20 @@ struct Settings {
   uint64_t seed = static_cast<uint64_t>(std::time(nullptr));
   double seconds = 10;
   int64_t cases = INT64_MAX;
+  std::vector<uint64_t> first;  // seeds that come before all others
 };
+
+// A seed a line; what follows it is a comment.
+std::vector<uint64_t> seeds_of(const char* path) {
+  std::ifstream file(path);
+  if (!file) {
+    std::fprintf(stderr, "fuzz: --seeds: got %s, expected a file that can be read\n", path);
+    std::exit(2);
+  }
+  std::vector<uint64_t> seeds;
+  for (std::string line; std::getline(file, line);) seeds.push_back(std::strtoull(line.c_str(), nullptr, 10));
+  return seeds;
+}
 
 Settings parse(int argc, char** argv) {
   Settings settings;
@@ -255,6 +348,8 @@ Settings parse(int argc, char** argv) {
     const std::string_view name(argv[i]);
     if (name == "--seed") {
       settings.seed = std::strtoull(argv[i + 1], nullptr, 10);
+    } else if (name == "--seeds") {
+      settings.first = seeds_of(argv[i + 1]);
     } else if (name == "--seconds") {
       settings.seconds = std::strtod(argv[i + 1], nullptr);
       has_seconds = true;
@@ -266,7 +361,7 @@ Settings parse(int argc, char** argv) {
     }
   }
   if (argc % 2 == 0) {
-    std::fprintf(stderr, "usage: fuzz [--seed N] [--seconds N] [--cases N]\n");
+    std::fprintf(stderr, "usage: fuzz [--seed N] [--seconds N] [--cases N] [--seeds FILE]\n");
     std::exit(2);
   }
   return settings;
@@ -278,27 +373,36 @@ int run(const Settings& settings) {
   std::fflush(stdout);
   const auto now = [] { return std::chrono::steady_clock::now(); };
   const auto start = now();
+  const auto check = [&](uint64_t seed) {
+    current_seed = seed;
+    alarm(kMostSeconds);
+    Case(seed, &tallies).check();
+  };
+  for (const uint64_t seed : settings.first) check(seed);
   int64_t cases = 0;
   while (cases < settings.cases && std::chrono::duration<double>(now() - start).count() < settings.seconds) {
-    current_seed = settings.seed + static_cast<uint64_t>(cases++);
-    alarm(kMostSeconds);
-    Case(current_seed, &tallies).check();
+    check(settings.seed + static_cast<uint64_t>(cases++));
   }
   alarm(0);
   Tally all;
-  std::printf("%-24s %10s %10s %10s\n", "operation", "C calls", "served", "refused");
+  const auto row = [](const char* name, const Tally& of) {
+    std::printf("%-24s %10lld %10lld %10lld %10lld\n", name, static_cast<long long>(of.calls),
+                static_cast<long long>(of.served), static_cast<long long>(of.refused),
+                static_cast<long long>(of.compared));
+  };
+  std::printf("%-24s %10s %10s %10s %10s\n", "operation", "C calls", "served", "refused", "compared");
   for (size_t i = 0; i < tallies.size(); ++i) {
     const Tally& tally = tallies[i];
-    std::printf("%-24s %10lld %10lld %10lld\n", kOperations[i].name, static_cast<long long>(tally.calls),
-                static_cast<long long>(tally.served), static_cast<long long>(tally.refused));
+    row(kOperations[i].name, tally);
     all.calls += tally.calls;
     all.served += tally.served;
     all.refused += tally.refused;
+    all.compared += tally.compared;
   }
-  std::printf("%-24s %10lld %10lld %10lld\nfuzz: %lld cases, seeds %llu to %llu, no finding\n", "all",
-              static_cast<long long>(all.calls), static_cast<long long>(all.served),
-              static_cast<long long>(all.refused), static_cast<long long>(cases),
-              static_cast<unsigned long long>(settings.seed), static_cast<unsigned long long>(current_seed));
+  row("all", all);
+  std::printf("fuzz: %lld cases, seeds %llu to %llu, %zu seeds before them, no finding\n",
+              static_cast<long long>(cases), static_cast<unsigned long long>(settings.seed),
+              static_cast<unsigned long long>(current_seed), settings.first.size());
   return 0;
 }
 
@@ -310,7 +414,9 @@ extern "C" const char* __asan_default_options() { return "detect_leaks=0"; }
 
 int main(int argc, char** argv) {
   using namespace anabranch::fuzz;
+#if defined(__SANITIZE_ADDRESS__)
   __sanitizer_set_death_callback(report);
+#endif
   std::signal(SIGALRM, [](int) { fail("hangs", "a case took too long"); });
   return run(parse(argc, argv));
 }

@@ -83,17 +83,20 @@ void mutate_once(Random& random, Call* call) {
                                                       : random.one_of<int32_t>({INT32_MAX, INT32_MIN, 1 << 30, 65536});
       } else {
         *call->numbers[i - call->options.size()].second =
-            random.one_of({0.0f, -1.0f, 1.0f / 0.0f, -1.0f / 0.0f, __builtin_nanf(""), 3e38f, 1e-45f});
+            random.one_of({0.0f, 0.1f, 3.0f, -1.0f, 1.0f / 0.0f, -1.0f / 0.0f, __builtin_nanf(""), 3e38f, 1e-45f});
       }
       return;
     }
-    default:
-      call->size() = random.one_of<size_t>(
-          {0, 1, 8, call->size() - 8, call->size() - 1, call->size() + 1, call->size() + 64, 4096, 4097, SIZE_MAX});
+    default: call->size() = any_struct_size(random, call->size());
   }
 }
 
 }  // namespace
+
+size_t any_struct_size(Random& random, size_t size) {
+  if (random.chance(0.8)) return static_cast<size_t>(random.between(0, static_cast<int64_t>(size) + 64));
+  return random.one_of<size_t>({4088, 4095, 4096, 4097, 4104, SIZE_MAX});
+}
 
 void mutate(Random& random, Call* call) {
   if (random.chance(0.4)) return;

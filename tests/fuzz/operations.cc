@@ -1,9 +1,11 @@
-// A valid call of every operation, at random.
+// A valid call of every operation, at random. On an emulated GPU sizes are smaller, and products have no FP8, which
+// needs Hopper's tensor cores.
 #include <algorithm>
 #include <map>
 #include <string>
 
 #include "anabranch/balance.h"
+#include "anabranch/cuda.h"
 #include "anabranch/dispatch.h"
 #include "anabranch/experts.h"
 #include "anabranch/router.h"
@@ -30,10 +32,12 @@ struct Sizes {
 
   explicit Sizes(Random& random) {
     const bool large = random.chance(0.02);
-    T = large ? random.between(300, 1000) : random.one_of<int64_t>({0, 1, 2, 5, 33, 140, 260});
-    E = large ? random.between(1, 8) : random.one_of<int64_t>({1, 2, 3, 4, 8, 16, 33, 65, 130});
+    T = kEmulated ? random.one_of<int64_t>({0, 1, 2, 5, 9, 33, 70})
+        : large   ? random.between(300, 1000)
+                  : random.one_of<int64_t>({0, 1, 2, 5, 33, 140, 260});
+    E = large ? random.between(1, 8) : random.one_of<int64_t>({1, 2, 3, 4, 8, 16, 33, 65, kEmulated ? 65 : 130});
     K = random.between(1, T <= 40 && random.chance(0.2) ? E : std::min<int64_t>(E, 4));
-    R = random.chance(0.5) ? T * K : random.one_of<int64_t>({0, 1, 7, 16, 40, 100, 300});
+    R = random.chance(0.5) ? T * K : random.one_of<int64_t>({0, 1, 7, 16, 40, 100, kEmulated ? 130 : 300});
     D = large ? 256 : any_width(random);
     F = large ? random.between(32, 64) : any_width(random);
     P = random.between(1, 2);
@@ -216,7 +220,7 @@ void make_plan(const Operation& operation, Random& random, Call* call) {
     call->input(ARGUMENT(routing_map), bits ? AB_UINT8 : AB_BOOL, {T, bits ? (K + 7) / 8 : K});
     if (random.chance(0.5)) call->output(ARGUMENT(row_id_map), AB_INT32, {T, 2 * s.E + 1});
   } else {
-    if (random.chance(0.01)) T = 100000 / K;  // several blocks
+    if (!kEmulated && random.chance(0.01)) T = 100000 / K;  // several blocks
     call->input(ARGUMENT(experts), AB_INT32, {T, K}, s.E);
   }
   if (random.chance(0.7)) call->output(ARGUMENT(tokens_per_expert), AB_INT32, {s.E});
@@ -330,7 +334,7 @@ void make_quantize_weights(const Operation& operation, Random& random, Call* cal
 // Sizes, and how operands are multiplied: the two go together.
 template <class Args>
 Sizes choose_precision(Random& random, Args* args) {
-  if (random.chance(0.7)) {
+  if (kEmulated || random.chance(0.7)) {
     args->precision = static_cast<int32_t>(random.between(0, 1));
     return Sizes(random);
   }
@@ -432,13 +436,15 @@ void add_rows(const Shape& shape, Random&, int32_t dtype, ab_expert_ffn_backward
 template <class Args>
 int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   args->activation = static_cast<int32_t>(random.between(AB_SILU, s.P == 2 ? AB_SITU : AB_LINEAR));
-  if (args->activation == AB_SWIGLU_OAI || args->activation == AB_SITU) args->activation_alpha = 1.25f;
-  if (args->activation >= AB_SWIGLU_CLAMPED) args->activation_limit = 0.5f;
+  const auto parameter = [&] { return random.one_of({0.05f, 0.5f, 1.25f, 1.702f, 7.0f, 30.0f}); };
+  if (args->activation == AB_SWIGLU_OAI || args->activation == AB_SITU) args->activation_alpha = parameter();
+  if (args->activation >= AB_SWIGLU_CLAMPED) args->activation_limit = parameter();
   const int32_t dtype = any_float(random);
   const bool by_slot = random.chance(0.5);
   args->topk = by_slot ? static_cast<int32_t>(s.K) : 0;
   add_rows({by_slot ? s.T : s.R, s.D}, random, dtype, args, call);
-  if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K);
+  // On a GPU two rows of one slot give either's gradient of its weight.
+  if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K).distinct = kEmulated;
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   call->input(ARGUMENT(w_in), dtype_of_weights(random, args, dtype), {s.E, s.D, s.P, s.F});
   call->options = {{"activation", &args->activation},
@@ -446,6 +452,7 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
                    {"skip_rest", &args->skip_rest},
                    {"precision", &args->precision},
                    {"fp8_scales", &args->fp8_scales}};
+  call->numbers = {{"activation_alpha", &args->activation_alpha}, {"activation_limit", &args->activation_limit}};
   return dtype;
 }
 
@@ -594,31 +601,50 @@ ab_status query_as(const void* args, const ab_exec* exec, size_t* bytes) {
   return kQuery(static_cast<const Args*>(args), exec, bytes);
 }
 
-#define OPERATION(name, ...) \
-  Operation { #name, "ab_" #name "_args", make_##name, run_as<ab_##name##_args, ab_##name>, __VA_ARGS__ }
-#define QUERY(name) query_as<ab_##name##_args, ab_##name##_workspace>
+#define RUN(name, function) run_as<ab_##name##_args, function>
+#define QUERY(name, function) query_as<ab_##name##_args, function##_workspace>
+#define OPERATION(name, run, ...) \
+  Operation { #name, "ab_" #name "_args", make_##name, RUN(name, run), __VA_ARGS__ }
 
 }  // namespace
 
+#if defined(ANABRANCH_FUZZ_EMULATED)
+
+// The CUDA function beside the CPU's, where tests/emulation runs its kernels.
+#define BESIDE_CPU(name, query) OPERATION(name, ab_cuda_##name, query, RUN(name, ab_##name), QUERY(name, ab_##name))
+#define WITH_WORKSPACE(name) BESIDE_CPU(name, QUERY(name, ab_cuda_##name))
+#define WITHOUT_WORKSPACE(name) OPERATION(name, ab_cuda_##name, nullptr, RUN(name, ab_##name), nullptr)
+
 const std::vector<Operation> kOperations = {
-    OPERATION(router_forward, QUERY(router_forward)),
-    OPERATION(router_backward, QUERY(router_backward)),
-    OPERATION(load_balance_loss, nullptr),
-    OPERATION(score_sum, QUERY(score_sum)),
-    OPERATION(moe_aux_loss, QUERY(moe_aux_loss)),
-    OPERATION(plan, QUERY(plan)),
-    OPERATION(dispatch, nullptr),
-    OPERATION(combine, QUERY(combine)),
-    OPERATION(combine_backward, nullptr),
-    OPERATION(sort_chunks, QUERY(sort_chunks)),
-    OPERATION(expand_row_id_map, nullptr),
-    OPERATION(quantize_rows, QUERY(quantize_rows)),
-    OPERATION(quantize_weights, QUERY(quantize_weights)),
-    OPERATION(grouped_matmul, QUERY(grouped_matmul)),
-    OPERATION(grouped_matmul_dw, QUERY(grouped_matmul_dw)),
-    OPERATION(grouped_matmul_combine, QUERY(grouped_matmul_combine)),
-    OPERATION(expert_ffn_forward, QUERY(expert_ffn_forward)),
-    OPERATION(expert_ffn_backward, QUERY(expert_ffn_backward)),
+    BESIDE_CPU(combine, nullptr),
+
+#else
+
+#define WITH_WORKSPACE(name) OPERATION(name, ab_##name, QUERY(name, ab_##name))
+#define WITHOUT_WORKSPACE(name) OPERATION(name, ab_##name, nullptr)
+
+const std::vector<Operation> kOperations = {
+    WITH_WORKSPACE(router_forward),
+    WITH_WORKSPACE(router_backward),
+    WITHOUT_WORKSPACE(load_balance_loss),
+    WITH_WORKSPACE(score_sum),
+    WITH_WORKSPACE(moe_aux_loss),
+    WITH_WORKSPACE(combine),
+    WITHOUT_WORKSPACE(combine_backward),
+
+#endif
+
+    WITH_WORKSPACE(plan),
+    WITHOUT_WORKSPACE(dispatch),
+    WITH_WORKSPACE(sort_chunks),
+    WITHOUT_WORKSPACE(expand_row_id_map),
+    WITH_WORKSPACE(quantize_rows),
+    WITH_WORKSPACE(quantize_weights),
+    WITH_WORKSPACE(grouped_matmul),
+    WITH_WORKSPACE(grouped_matmul_dw),
+    WITH_WORKSPACE(grouped_matmul_combine),
+    WITH_WORKSPACE(expert_ffn_forward),
+    WITH_WORKSPACE(expert_ffn_backward),
 };
 
 }  // namespace anabranch::fuzz

@@ -35,8 +35,10 @@ ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& b
   Product<Shape, Element, GradientA<kGathered>, GradientB<kGathered>, SegmentTiles,
           SegmentTileScheduler<Shape::kRows, Shape::kColumns>, WeightGradientEpilogue<Element>>
       product;
-  AB_RETURN_IF_ERROR(prepare_factor("x", g.x, g.map, g.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_factor("d_y", g.d_y, g.map, g.N, &product.b));
+  // Without rows some memory, for the map.
+  const auto with_memory = [&](const Floats& m) { return m.data == nullptr ? Floats(g.d_w.data, m.dtype) : m; };
+  AB_RETURN_IF_ERROR(prepare_factor("x", with_memory(g.x), g.map, g.D, &product.a));
+  AB_RETURN_IF_ERROR(prepare_factor("d_y", with_memory(g.d_y), g.map, g.N, &product.b));
   auto& out = product.epilogue;
   out.columns = static_cast<int32_t>(g.N);
   out.wide = g.d_w.dtype == AB_FLOAT32;

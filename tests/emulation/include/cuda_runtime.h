@@ -68,6 +68,14 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
   for (int lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(shown[lane][0]) << lane;
   return lanes;
 }
+inline unsigned __match_any_sync(unsigned, int value) {
+  const char (*shown)[64] = emulation::show(&value, sizeof(value));
+  unsigned lanes = 0;
+  for (int lane = 0; lane < 32; ++lane) {
+    lanes |= static_cast<unsigned>(std::memcmp(shown[lane], &value, sizeof(value)) == 0) << lane;
+  }
+  return lanes;
+}
 inline int __all_sync(unsigned lanes, int predicate) { return __ballot_sync(lanes, predicate) == ~0u; }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
@@ -99,6 +107,18 @@ template <class T>
 T atomicAdd(T* at, T value) {
   const T before = *at;
   *at += value;
+  return before;
+}
+template <class T>
+T atomicMin(T* at, T value) {
+  const T before = *at;
+  *at = value < before ? value : before;
+  return before;
+}
+template <class T>
+T atomicMax(T* at, T value) {
+  const T before = *at;
+  *at = value > before ? value : before;
   return before;
 }
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.precision import HIGHEST
+from anabranch.torch import _experts_ops
 from anabranch.torch._autocast import without_autocast
 from anabranch.torch._autograd import Function
 from anabranch.torch._define import _ops
@@ -46,12 +48,35 @@ def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
     return high, torch.where(high.isfinite(), rest, 0).to(torch.bfloat16)
 
 
+# On a CPU the library's own threads multiply: torch's GEMM waits for each OpenMP thread that another process delays.
+
+
+def _rows_on_cpu(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Rows [T, M] times a matrix [M, N] of any float dtypes, in float32."""
+    rows, matrix = rows.float(), matrix.float()
+    if 1 in matrix.shape:  # a shared expert's gate: no GEMM
+        return rows @ matrix
+    transpose = not matrix.is_contiguous()
+    sizes = rows.new_full((1,), rows.shape[0], dtype=torch.int32)
+    w = (matrix.T if transpose else matrix)[None]
+    product: Tensor = _experts_ops.grouped_matmul(rows, w, sizes, transpose, HIGHEST, 0)
+    return product
+
+
+def _gradient_on_cpu(x: Tensor, d_logits: Tensor) -> Tensor:
+    """x^T d_logits [D, E] of rows [T, D] and [T, E] of any float dtypes, in float32."""
+    x, d_logits = x.float(), d_logits.float()
+    if 1 in (x.shape[1], d_logits.shape[1]):
+        return x.T @ d_logits
+    sizes = x.new_full((1,), x.shape[0], dtype=torch.int32)
+    product: Tensor = _experts_ops.grouped_matmul_dw(x, d_logits, sizes, torch.float32, HIGHEST)
+    return product[0]
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b, two matrices of one dtype, summed and given in float32."""
     if a.dtype == torch.float32:
         return a @ b
-    if a.device.type != "cuda":
-        return a.float() @ b.float()
     if torch.compiler.is_compiling() and not _MM_IS_TRACED:
         return torch.ops.anabranch.mm_float32(a, b)
     return torch.mm(a, b, out_dtype=torch.float32)
@@ -59,8 +84,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _product_of_halves(a: Tensor, b: Tensor) -> Tensor:
     """a b of float32 or bfloat16 matrices, with 16 bits of both."""
-    if a.device.type != "cuda":
-        return a.float() @ b.float()
     left = (a,) if a.dtype == torch.bfloat16 else _halves(a)
     right = (b,) if b.dtype == torch.bfloat16 else _halves(b)
     pairs = [
@@ -71,6 +94,8 @@ def _product_of_halves(a: Tensor, b: Tensor) -> Tensor:
 
 def logits_of(x: Tensor, gate: Tensor) -> Tensor:
     """x gate, float32 [T, E], of x [T, D] and gate [D, E]."""
+    if x.device.type != "cuda":
+        return _rows_on_cpu(x, gate)
     if x.dtype == gate.dtype:
         return _product(x, gate)
     exact = (torch.float32, torch.bfloat16)
@@ -107,9 +132,9 @@ def gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> GateGradients:
 
 
 def _gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> tuple[Tensor, Tensor]:
+    if x.device.type != "cuda":
+        return _rows_on_cpu(d_logits, gate.T), _gradient_on_cpu(x, d_logits)
     if x.dtype == gate.dtype == torch.bfloat16:
-        if x.device.type == "cpu":
-            return d_logits @ gate.float().T, x.float().T @ d_logits
         rounded = d_logits.to(torch.bfloat16)
         return rounded @ gate.T, _product(x.T, rounded)
     if torch.float16 in (x.dtype, gate.dtype):

@@ -1,4 +1,4 @@
-"""Megatron-Core's mixture of experts computed by anabranch: its grouped experts, and the functions of TransformerEngine.
+"""Megatron-Core's mixture of experts computed by anabranch: grouped experts, and the functions of TransformerEngine.
 
 Put this file where Python finds it. Experts are a module of the layer's specification:
 

@@ -12,7 +12,6 @@ from torch import nn
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed: its adapters are not tested")
 
-import megatron_experts
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -20,6 +19,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts, grouped_gemm_util, moe_utils, router
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_experts
 
 SIZES, R, D, F = (5, 0, 7, 1), 13, 8, 12
 E = len(SIZES)
@@ -58,7 +59,6 @@ def one_process(tmp_path_factory):
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         patch.setattr(router, "save_to_aux_losses_tracker", lambda *_, **__: None)  # a tensor on CUDA, to be printed
-        patch.setattr(experts, "HAVE_TE", experts.HAVE_TE)
         for name in (*megatron_experts.FUSED_FUNCTIONS, "HAVE_TE", "te_general_gemm"):
             patch.setattr(moe_utils, name, getattr(moe_utils, name, None), raising=False)
         megatron_experts.use_fused_functions()
@@ -181,7 +181,7 @@ def test_an_option_of_a_newer_version_is_refused():
 def test_hooks_that_would_not_run_are_refused():
     module = mlp(megatron_experts.AnabranchTEGroupedMLP)
     module.linear_fc2.register_forward_pre_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="^linear_fc2: got a module with forward hooks"):
+    with pytest.raises(ValueError, match=r"^linear_fc2: got a module with forward hooks"):
         results(module, R, SIZES)
 
 

@@ -5,7 +5,6 @@ import torch
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: its adapters are not tested")
 
-import torchtitan_experts
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.config.override import OverrideConfig, apply_overrides
@@ -13,6 +12,8 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+import torchtitan_experts
 
 SIZES, R, D, F = (5, 0, 7, 1), 16, 16, 24  # of 16 rows three are padding
 SHAPE = dict(dim=D, hidden_dim=F, num_experts=len(SIZES))

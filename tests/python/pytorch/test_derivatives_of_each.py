@@ -164,6 +164,7 @@ def test_a_tangent_is_an_error(name):
         torch.func.jvp(lambda d: vjp(d)[0], (torch.ones_like(value),), (torch.ones_like(value),))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="this torch raises when it compiles torch.func.grad")
 def test_torch_compile_around_torch_func_is_the_eager_gradient():
     """All of them in one program, since that is compiled once."""
 
@@ -190,8 +191,8 @@ def test_a_gradient_of_a_gradient_is_an_error_when_compiled(name, outer):
     function = torch.func.grad(norm) if outer == "torch.func" else norm
     if outer == "autograd":
         leaves[0].requires_grad_()
-    # torch 2.11 keeps the reason of some to itself.
-    with pytest.raises(Exception, match=r"got a derivative to take|Observed exception"):
+    # torch 2.11 keeps the reason of some to itself; 2.9 and 2.10 compile no gradient of torch.func.
+    with pytest.raises(Exception, match=r"got a derivative to take|Observed exception|functorch transforms"):
         torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves).sum().backward()
 
 

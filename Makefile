@@ -6,11 +6,12 @@ JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
-.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-gpu bench-gpu lint format bench wheel clean
+.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-gpu bench-gpu lint format bench wheel clean
 
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
 	@echo "make test    set up, build, run the C, C++ and Python tests and the sanitizer builds"
+	@echo "make test-clients  the adapters of examples/ on Megatron-Core and torchtitan themselves; installs these (1.5 GB)"
 	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer;"
 	@echo "                ARGS='cpp python memcheck racecheck portable' for some steps; ARCHITECTURES=80 for Ampere's code alone"
 	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
@@ -81,6 +82,14 @@ test-python:
 	ANABRANCH_CUDA_LIBRARY="$${ANABRANCH_CUDA_LIBRARY:-$(abspath $(wildcard build/tests/libanabranch_cuda.so))}" \
 	  $(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
 
+# In an environment of its own: these libraries hold others back. A library that can't be imported ends it.
+test-clients:
+	PYTHON="$(PYTHON)" VENV="$(VENV)-clients" scripts/setup clients
+	$(VENV)-clients/bin/python -c 'from importlib import import_module, metadata; \
+	  [import_module(name) for name in ("megatron.core", "torchtitan.models.common.moe")]; \
+	  [print(name, metadata.version(name)) for name in ("torch", "megatron-core", "torchtitan", "triton")]'
+	$(VENV)-clients/bin/python -m pytest -q tests/python/clients $(ARGS)
+
 # CUDA: AUTO (ON where nvcc is), ON, OFF. PYTHONS="python3.12 python3.13": others to try the wheel with.
 wheel:
 	$(SETUP) wheel
@@ -119,6 +128,6 @@ bench:
 	$(BIN)/python -m anabranch bench $(ARGS)
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(VENV)-clients
 
 comma := ,

@@ -9,8 +9,9 @@ TESTED = {
     "jax": ("0.10", "0.11", "0.12"),
     "flax": ("0.12",),
     "numpy": ("2.4", "2.5"),
-    "torch": ("2.11", "2.13"),
-    "transformers": ("5.17", "5.23"),
+    "torch": ("2.9", "2.10", "2.11", "2.13", "2.14", "2.15"),
+    "transformers": ("5.9", "5.17", "5.23", "5.24"),
+    "peft": ("0.21",),
 }
 #: The oldest torch whose library of operations is the one that `anabranch.torch` uses.
 OLDEST_TORCH = (2, 9)

@@ -78,7 +78,7 @@ def collect() -> dict[str, str]:
     except _library.LibraryError as error:
         facts["cpu backend"] = f"missing: {error}"
     facts |= _cuda() | _auto()
-    packages = ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch", "transformers")
+    packages = ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch", "transformers", "peft")
     facts |= {package: _versions.found(package) or "not installed" for package in packages}
     untested = _versions.untested({package: _versions.found(package) for package in _versions.TESTED})
     if untested:

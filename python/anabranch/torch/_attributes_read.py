@@ -173,6 +173,8 @@ def unchanged(module: nn.Module, reads: Reads) -> bool:
             now = _attribute(owner, name)
             if (compiling or now is not value) and not _same(now, value):
                 return False
+            if compiling and isinstance(value, types.FunctionType):
+                _ = getattr(type(owner), name, None) is None  # from torch 2.15 on only this guards a method
     if compiling:
         return True
     lacks: Callable[[Any], bool] = reads.absent.isdisjoint

@@ -155,7 +155,7 @@ def undifferentiable(operation: Any, run: Callable[..., Any]) -> Callable[..., A
             raise NotImplementedError(f"{operation}: got a tangent, expected none: there is no forward-mode derivative")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
             with enable_single_level_autograd_function():
-                return _Undifferentiable.apply(operation, keys, *arguments)
+                return _Undifferentiable.apply(operation, keys, *arguments)  # type: ignore[attr-defined]
         if keys in _PLAIN:
             return run(*arguments)
         return _below_autograd(operation, keys, arguments)

@@ -59,7 +59,6 @@ def one_process(tmp_path_factory):
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         patch.setattr(router, "save_to_aux_losses_tracker", lambda *_, **__: None)  # a tensor on CUDA, to be printed
-        patch.setattr(experts, "HAVE_TE", experts.HAVE_TE)
         for name in (*megatron_experts.FUSED_FUNCTIONS, "HAVE_TE", "te_general_gemm"):
             patch.setattr(moe_utils, name, getattr(moe_utils, name, None), raising=False)
         megatron_experts.use_fused_functions()

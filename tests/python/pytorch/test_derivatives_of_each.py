@@ -191,6 +191,7 @@ def test_a_forward_mode_derivative_is_an_error_of_ours(name):
             forward()
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="this torch raises when it compiles torch.func.grad")
 def test_torch_compile_around_torch_func_is_the_eager_gradient():
     """All of them in one program, since that is compiled once."""
 
@@ -217,8 +218,8 @@ def test_a_gradient_of_a_gradient_is_an_error_when_compiled(name, outer):
     function = torch.func.grad(norm) if outer == "torch.func" else norm
     if outer == "autograd":
         leaves[0].requires_grad_()
-    # torch 2.11 keeps the reason of some to itself.
-    with pytest.raises(Exception, match=r"got a derivative to take|Observed exception"):
+    # torch 2.11 keeps the reason of some to itself; 2.9 and 2.10 compile no gradient of torch.func.
+    with pytest.raises(Exception, match=r"got a derivative to take|Observed exception|functorch transforms"):
         torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves).sum().backward()
 
 

@@ -143,3 +143,23 @@ def test_c_reads_it(operation, arguments):
 def test_a_layer_shows_it():
     assert "precision='tf32'" in repr(ab.MoE(D, F, num_experts=E, topk=K, precision="tf32"))
     assert "precision" not in repr(ab.MoE(D, F, num_experts=E, topk=K))
+
+
+def test_float32_weights_beside_bfloat16_rows():
+    """They are rounded where they multiply; their gradients are float32 and not rounded."""
+    generator = torch.Generator().manual_seed(0)
+    rows, w_in, w_out, d_y = (
+        torch.randn(shape, generator=generator) for shape in ((R, D), (E, D, 2, F), (E, F, D), (R, D))
+    )
+
+    def run(*weights):
+        weights = [w.requires_grad_() for w in weights]
+        y = ab.expert_ffn(rows.bfloat16(), *weights, SIZES)
+        return y, torch.autograd.grad(y, weights, d_y.bfloat16())
+
+    y, found = run(w_in, w_out)
+    rounded_y, rounded = run(w_in.detach().bfloat16(), w_out.detach().bfloat16())
+    assert torch.equal(y, rounded_y)
+    for gradient, other in zip(found, rounded, strict=True):
+        assert gradient.dtype == torch.float32 and torch.equal(gradient.bfloat16(), other)
+        assert not torch.equal(gradient, other.float())

@@ -64,5 +64,5 @@ extern "C" void ab_cuda_describe(char* text, size_t size) {
            properties.totalGlobalMem >> 20);
     append_path(text, size, &used, device, {properties.multiProcessorCount, capability});
   }
-  if (!usable) append(text, size, &used, "error=no device of compute capability 8.0 or newer\n");
+  if (!usable) append(text, size, &used, "error=%s\n", "no device of compute capability 8.0 or newer");
 }

@@ -1,7 +1,4 @@
-"""Bad arguments are refused by name before anything is traced; the examples in the documentation run."""
-
-import doctest
-import importlib
+"""Bad arguments are refused by name before anything is traced."""
 
 import jax
 import jax.numpy as jnp
@@ -101,10 +98,3 @@ def test_too_many_slots_are_refused_without_data():
         jax.eval_shape(lambda m: ab.token_dispatch(jnp.ones((2**30, 1)), m, 5), shape((2**30, 2), bool))
     with pytest.raises(ValueError, match="inp: got 2147483648, expected an integer in"):
         jax.eval_shape(lambda x: ab.sort_chunks_by_index(x, IDS[0], IDS[0]), shape((2**31, 0)))
-
-
-@pytest.mark.parametrize("module", ["plan", "dispatch", "dispatch_te", "chunk_sort", "ragged_exchange"])
-def test_the_examples_in_the_documentation_run(module):
-    results = doctest.testmod(importlib.import_module(f"anabranch.jax.{module}"))
-    assert results.attempted > 0
-    assert results.failed == 0

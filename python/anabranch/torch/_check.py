@@ -31,6 +31,7 @@ __all__ = (
     "on_device_of",
     "optional_tensor",
     "size",
+    "smaller",
     "tensor",
     "too_many",
     "written",
@@ -108,6 +109,11 @@ def num_rows(name: str, value: Any, align_size: int = 1) -> int:
 def too_many(number: Any) -> bool:
     """Whether there are too many of something for int32; of a size that depends on data nobody knows in a program."""
     return bool(guard_or_false(number >= INDEX_LIMIT))
+
+
+def smaller(first: Any, second: Any) -> Any:
+    """The smaller of two sizes. torch.export gets an expression, where a comparison would limit a dynamic size."""
+    return torch.sym_min(first, second) if torch.compiler.is_exporting() else min(first, second)
 
 
 def written(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from anabranch.router_options import RouterOptions, attributes
 from anabranch.rows import num_rows_needed
-from anabranch.torch._check import too_many
+from anabranch.torch._check import smaller, too_many
 from anabranch.torch._define import define
 from anabranch.torch._dispatch_ops import calls_of_plan
 from anabranch.torch._experts_ops import (
@@ -97,7 +97,7 @@ def _allocate_mixture(
         )
         routing = (weights, experts, *statistics)
         T, K = weights.shape
-    R = num_rows_needed(T * K, o.num_experts, o.align_size, torch.sym_min)
+    R = num_rows_needed(T * K, o.num_experts, o.align_size, smaller)
     if too_many(R):
         raise ValueError(f"align_size: got {o.align_size}, which makes {R} rows, expected fewer than 2^31")
     rows = (integers(T, K), integers(R), integers(o.num_experts))

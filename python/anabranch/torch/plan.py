@@ -82,7 +82,7 @@ def plan(
     P = _check.integer("num_destinations", num_destinations, 1, E)
     if E % P:
         raise ValueError(f"num_destinations: got {P}, expected a divisor of {E} experts")
-    needed = P * num_rows_needed(T * K, E // P, align_size, torch.sym_min)
+    needed = P * num_rows_needed(T * K, E // P, align_size, _check.smaller)
     if num_rows is None and needed >= _check.INDEX_LIMIT:
         raise ValueError(
             f"num_rows: got None, which align_size {align_size} and num_destinations {P} make {needed}, expected "

@@ -190,7 +190,7 @@ def test_an_update_of_a_bias_without_values_is_refused():
 
 def test_quantised_experts_older_than_their_weights_are_refused():
     torch.manual_seed(0)
-    layer, x = MoE(128, 128, 2, 1, precision="fp8"), torch.randn(3, 128)
+    layer, x = MoE(128, 128, 2, 1, precision="fp8"), torch.randn(3, 128, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     quantized = layer.quantized()
     layer(x, quantized=quantized).output.square().sum().backward()
@@ -214,5 +214,5 @@ def test_quantised_experts_of_frozen_weights_stay():
         quantized = quantize_experts(w_in, w_out)
         layer = MoE(128, 128, 2, 1, precision="fp8")
         given = layer.quantized(gradients=False)
-        layer(torch.randn(3, 128), quantized=given)
+        layer(torch.randn(3, 128, dtype=torch.bfloat16), quantized=given)
     assert quantized.w_in is not None

@@ -11,7 +11,7 @@ SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
 	@echo "make test    set up, build, run the C, C++ and Python tests and the sanitizer builds"
-	@echo "make test-clients  the adapters of examples/ on Megatron-Core and torchtitan themselves; installs these (1.5 GB)"
+	@echo "make test-clients  the adapters of examples/ on Megatron-Core and torchtitan; installs 3.6 GB"
 	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer;"
 	@echo "                ARGS='cpp python memcheck racecheck portable' for some steps; ARCHITECTURES=80 for Ampere's code alone"
 	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"

@@ -51,7 +51,14 @@ _LATER: dict[str, tuple[tuple[str, Any], ...]] = {
         ("qb_bin_bounds", ctypes.POINTER(c_call.Tensor)),
         ("qb_histogram", ctypes.POINTER(c_call.Tensor)),
     ),
-    "ab_cuda_grouped_matmul_combine": (("backward", ctypes.c_int32),),
+    "ab_cuda_grouped_matmul_combine": (
+        ("backward", ctypes.c_int32),
+        ("precision", ctypes.c_int32),
+        ("fp8_scales", ctypes.c_int32),
+        ("x_scales", ctypes.POINTER(c_call.Tensor)),
+        ("w_q", ctypes.POINTER(c_call.Tensor)),
+        ("w_scales", ctypes.POINTER(c_call.Tensor)),
+    ),
 }
 _WITHOUT_WORKSPACE = (
     "ab_cuda_router_backward",

@@ -111,9 +111,15 @@ def too_many(number: Any) -> bool:
     return bool(guard_or_false(number >= INDEX_LIMIT))
 
 
+#: Torch 2.11 can't compile sym_min inside of `torch.device(...)`; strict export with an align_size then limits T there.
+_SYM_MIN_IS_TRACED = torch.__version__ >= (2, 13)
+
+
 def smaller(first: Any, second: Any) -> Any:
-    """The smaller of two sizes. torch.export gets an expression, where a comparison would limit a dynamic size."""
-    return torch.sym_min(first, second) if torch.compiler.is_exporting() else min(first, second)
+    """The smaller of two sizes. A program gets an expression, where a comparison would limit a dynamic size."""
+    if torch.compiler.is_dynamo_compiling() and not _SYM_MIN_IS_TRACED:
+        return min(first, second)
+    return torch.sym_min(first, second)
 
 
 def written(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor:

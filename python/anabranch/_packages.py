@@ -6,7 +6,7 @@ from collections.abc import Iterator
 #: What pip installs for an optional package, and the extra of pyproject.toml that holds it.
 OPTIONAL = {
     "jax": ("jax>=0.10", "jax"),
-    "flax": ("flax>=0.12", "jax"),
+    "flax": ("flax>=0.12.1", "jax"),
     "torch": ("torch>=2.9", "torch"),
     "transformers": ("transformers>=5.9", "transformers"),
 }
@@ -16,7 +16,7 @@ def explain(what: str, error: ImportError) -> str:
     """Why something can't be imported, with the command that installs an optional package.
 
     >>> explain("anabranch.jax.nnx", ModuleNotFoundError("No module named 'flax'", name="flax"))
-    "anabranch.jax.nnx needs flax, which is not installed: pip install 'flax>=0.12' (extra: jax)"
+    "anabranch.jax.nnx needs flax, which is not installed: pip install 'flax>=0.12.1' (extra: jax)"
     """
     if error.name not in OPTIONAL or not isinstance(error, ModuleNotFoundError):
         return f"{what}: {error}"

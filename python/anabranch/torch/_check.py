@@ -112,7 +112,7 @@ def too_many(number: Any) -> bool:
 
 
 #: Torch 2.11 can't compile sym_min inside of `torch.device(...)`; strict export with an align_size then limits T there.
-_SYM_MIN_IS_TRACED = torch.__version__ >= (2, 13)
+_SYM_MIN_IS_TRACED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def smaller(first: Any, second: Any) -> Any:

@@ -45,7 +45,13 @@ def check_export(module, arguments, others, dynamic, strict):
     assert_same(exported(*others), module(*others))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+#: Without tracing by Dynamo it loses symbols that the shapes of fake tensors hold.
+LOSES_SYMBOLS = pytest.mark.skipif(
+    torch.__version__ < (2, 10), reason="torch 2.9 exports few dynamic shapes non-strictly"
+)
+
+
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=LOSES_SYMBOLS), True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_exported_for_any_number_of_tokens(name, strict):
     layer = made(name).eval()

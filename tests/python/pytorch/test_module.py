@@ -388,6 +388,7 @@ def test_functional_call_of_torch_func():
     assert_same(got, {name: gradient for name, gradient in want.items() if name != "x"})
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.9 exports few dynamic shapes non-strictly")
 def test_exported_for_any_number_of_tokens():
     """A program that was exported in training mode counts as the layer does."""
     layer, again = made(**BIASED), made(**BIASED)

@@ -32,8 +32,9 @@ demo:
 #   lint              4.5   the package's first build among it
 #   test-cpp         13.1   the CUDA code for one architecture 8.2, C++ tests 1.4, the CPU's library 0.8, emulated kernels 2.7
 #   test-sanitizers   7     AddressSanitizer's build 4.4, ThreadSanitizer's 1.8, fuzzing 0.6
-#   test-python      33     by the clock, two at a time, 15
-# Together 58, measured as a whole; the parts but test-python, which is the rest, are from before. A new test or kernel is priced in the same way: `time make test-cpp`.
+#   test-python      27     by the clock, two at a time, 15
+# Together about 52: test-python was measured in a whole run, the others apart. Price a new test or kernel in the same
+# way: `time make test-cpp`.
 test:
 	$(SETUP) test
 	$(MAKE) --no-print-directory test-cpp test-sanitizers test-python

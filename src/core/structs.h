@@ -70,7 +70,7 @@ ab_status take_struct(const Struct* given, Struct* to) {
   return take_struct(StructOf<Struct>::kName, given, StructOf<Struct>::kSizes, to);
 }
 
-// The same for an ab_exec, whose number of threads must be one that a machine may have; NULL stands for the defaults.
+// Copies an ab_exec and checks that its number of threads is one that a machine may have; NULL means the defaults.
 ab_status take_exec(const ab_exec* given, ab_exec* to);
 
 }  // namespace anabranch

@@ -110,7 +110,7 @@ struct Operation {
   void (*make)(const Operation&, Random&, Call*);  // a call that must succeed
   ab_status (*run)(const void* args, const ab_exec* exec);
   ab_status (*query)(const void* args, const ab_exec* exec, size_t* bytes);  // or nullptr
-  // Of the other backend, or nullptr: without one.
+  // The memory of the other backend; nullptr if there is none.
   ab_status (*other_run)(const void* args, const ab_exec* exec) = nullptr;
   ab_status (*other_query)(const void* args, const ab_exec* exec, size_t* bytes) = nullptr;
 };

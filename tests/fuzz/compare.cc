@@ -57,8 +57,8 @@ bool is_tf32(const Call& call) {
   });
 }
 
-// Of an element, relative to the largest of its tensor: 16 roundings to the coarsest dtype, some hundred to float32,
-// which long sums have.
+// Error bound of an element, relative to the largest of its tensor. It is 16 roundings for 16-bit dtypes and TF32, and
+// some hundred for float32, because long sums have that many.
 double tolerance(const Call& call) {
   if (has(call, AB_BFLOAT16)) return 0x1p-4;
   return has(call, AB_FLOAT16) || is_tf32(call) ? 0x1p-7 : 1e-4;

@@ -107,7 +107,7 @@ def transports() -> Iterator[Outcome]:
     import numpy as np
 
     from anabranch.jax import Parallel, moe
-    from anabranch.jax.exchange import TRANSPORTS
+    from anabranch.jax.parallel.exchange import TRANSPORTS
 
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("expert",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)

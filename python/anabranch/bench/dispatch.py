@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from anabranch.bench.measure import interleaved
-from anabranch.jax.dispatch import combine_backward, combine_forward, dispatch_backward, dispatch_forward
-from anabranch.jax.plan import plan
+from anabranch.jax.ops.dispatch import combine_backward, combine_forward, dispatch_backward, dispatch_forward
+from anabranch.jax.ops.plan import plan
 
 CAPTION = (
     "microseconds, best of the repeats; copy: a plain copy of as many bytes, by all threads, in this run;\n"

@@ -15,7 +15,7 @@ from anabranch.bench import c_call
 from anabranch.bench.ceiling import matmul_flops
 from anabranch.bench.measure import Timing, interleaved
 from anabranch.jax import ragged_dot
-from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 
 CAPTION = "GFLOP/s (6 T K D F forward, 12 T K D F backward); share: of oneDNN's large product in this run"
 

@@ -7,38 +7,38 @@ from anabranch._packages import needed_by
 from anabranch.activation import Activation
 
 with needed_by("anabranch.jax"):
-    from anabranch.jax import _ffi
-from anabranch.jax._ffi import custom_calls
-from anabranch.jax.balance import fused_moe_aux_loss, load_balance_loss, z_loss
-from anabranch.jax.chunk_sort import sort_chunks_by_index
-from anabranch.jax.dispatch import combine, dispatch
-from anabranch.jax.dispatch_pure_jax import PureJaxPermState, pure_jax_token_combine, pure_jax_token_dispatch
-from anabranch.jax.dispatch_te import routing_map_to_selected_experts, token_combine, token_dispatch
-from anabranch.jax.experts import expert_ffn, grouped_matmul
-from anabranch.jax.grouped_dense import grouped_dense
-from anabranch.jax.megablox import gmm
-from anabranch.jax.moe import MoEOutput, moe
-from anabranch.jax.parallel import Parallel
-from anabranch.jax.plan import Plan, plan
-from anabranch.jax.quantile import quantile_bias
-from anabranch.jax.quantize_experts import quantize_experts
-from anabranch.jax.quantized import QuantizedExperts
-from anabranch.jax.ragged_dot import ragged_dot, ragged_dot_general
-from anabranch.jax.ragged_exchange import (
+    from anabranch.jax.binding import ffi
+from anabranch.jax.binding.ffi import custom_calls
+from anabranch.jax.layer.moe import MoEOutput, moe
+from anabranch.jax.layer.quantize_experts import quantize_experts
+from anabranch.jax.layer.routed_experts import RoutedExpertsOutput, routed_experts
+from anabranch.jax.layer.shared_expert import shared_expert
+from anabranch.jax.ops.balance import fused_moe_aux_loss, load_balance_loss, z_loss
+from anabranch.jax.ops.chunk_sort import sort_chunks_by_index
+from anabranch.jax.ops.dispatch import combine, dispatch
+from anabranch.jax.ops.experts import expert_ffn, grouped_matmul
+from anabranch.jax.ops.megablox import gmm
+from anabranch.jax.ops.plan import Plan, plan
+from anabranch.jax.ops.quantile import quantile_bias
+from anabranch.jax.ops.quantized import QuantizedExperts
+from anabranch.jax.ops.ragged_dot import ragged_dot, ragged_dot_general
+from anabranch.jax.ops.router import Routing, route
+from anabranch.jax.parallel.parallel import Parallel
+from anabranch.jax.parallel.ragged import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
     local_permute_after_a2a,
     local_unpermute_before_a2a,
 )
-from anabranch.jax.routed_experts import RoutedExpertsOutput, routed_experts
-from anabranch.jax.router import Routing, route
-from anabranch.jax.router_te import (
+from anabranch.jax.te.grouped_dense import grouped_dense
+from anabranch.jax.te.permutation import routing_map_to_selected_experts, token_combine, token_dispatch
+from anabranch.jax.te.pure_jax import PureJaxPermState, pure_jax_token_combine, pure_jax_token_dispatch
+from anabranch.jax.te.router import (
     RoutingMapFormat,
     ScoreFunction,
     fused_compute_score_for_moe_aux_loss,
     fused_topk_with_score_function,
 )
-from anabranch.jax.shared_expert import shared_expert
 
 __all__ = [
     "Activation",
@@ -86,4 +86,4 @@ __all__ = [
 
 # Without a library the import goes well and the first operation says why it cannot run.
 with contextlib.suppress(LibraryError):
-    _ffi.register()
+    ffi.register()

@@ -6,27 +6,27 @@ from anabranch.activation import Activation
 from anabranch.dense_router import RoutingMapFormat
 
 with needed_by("anabranch.torch"):
-    from anabranch.torch.balance import fused_moe_aux_loss, load_balance_loss, z_loss
-from anabranch.torch.chunk_sort import moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs
-from anabranch.torch.clipping import clip_grad_norm_
-from anabranch.torch.data_parallel import ddp_ignore_experts
-from anabranch.torch.dispatch import combine, dispatch
-from anabranch.torch.experts import expert_ffn, grouped_matmul
-from anabranch.torch.module import MoE
-from anabranch.torch.moe import MoEOutput, moe
-from anabranch.torch.permutation_te import (
+    from anabranch.torch.ops.balance import fused_moe_aux_loss, load_balance_loss, z_loss
+from anabranch.torch.layer.clipping import clip_grad_norm_
+from anabranch.torch.layer.data_parallel import ddp_ignore_experts
+from anabranch.torch.layer.module import MoE
+from anabranch.torch.layer.moe import MoEOutput, moe
+from anabranch.torch.layer.routed_experts import RoutedExpertsOutput, routed_experts
+from anabranch.torch.layer.shared_expert import shared_expert
+from anabranch.torch.ops.chunk_sort import moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs
+from anabranch.torch.ops.dispatch import combine, dispatch
+from anabranch.torch.ops.experts import expert_ffn, grouped_matmul
+from anabranch.torch.ops.plan import Plan, plan
+from anabranch.torch.ops.quantile import quantile_bias
+from anabranch.torch.ops.quantized import QuantizedExperts, quantize_experts
+from anabranch.torch.ops.router import Routing, route
+from anabranch.torch.te.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
     moe_unpermute,
 )
-from anabranch.torch.plan import Plan, plan
-from anabranch.torch.quantile import quantile_bias
-from anabranch.torch.quantized import QuantizedExperts, quantize_experts
-from anabranch.torch.routed_experts import RoutedExpertsOutput, routed_experts
-from anabranch.torch.router import Routing, route
-from anabranch.torch.router_te import fused_compute_score_for_moe_aux_loss, fused_topk_with_score_function
-from anabranch.torch.shared_expert import shared_expert
+from anabranch.torch.te.router import fused_compute_score_for_moe_aux_loss, fused_topk_with_score_function
 
 __all__ = [
     "Activation",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import in_torch
 from anabranch import torch
 from anabranch.jax import combine, dispatch, plan
-from anabranch.jax.dispatch import combine_backward, dispatch_backward, gather_sum
+from anabranch.jax.ops.dispatch import combine_backward, dispatch_backward, gather_sum
 from anabranch.reference import dispatch as reference
 from frameworks import both, vjp
 from oracle import assert_close

@@ -7,7 +7,7 @@ import pytest
 from expert_cases import Network, assert_matches_oracle, network, random_array
 
 from anabranch.activation import Activation
-from anabranch.jax._ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.reference import dispatch
 
 pytestmark = pytest.mark.usefixtures("platform")

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 import anabranch.jax as ab
-from anabranch.jax._ffn import FfnConfig, FfnOperands, SlotProduct, ffn_backward, ffn_forward
-from anabranch.jax.experts import grouped_product, grouped_weight_gradient
 from anabranch.jax.linen import MoEBlock
 from anabranch.jax.nnx import MoE
+from anabranch.jax.ops.experts import grouped_product, grouped_weight_gradient
+from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, SlotProduct, ffn_backward, ffn_forward
 
 T, E, K, D, F, R = 6, 3, 2, 4, 5, 9
 SIZES, EXPERTS = np.array([4, 0, 3], np.int32), np.arange(T * K, dtype=np.int32).reshape(T, K) % E

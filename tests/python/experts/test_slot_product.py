@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from expert_cases import network, random_array
 
-from anabranch.jax._ffn import (
+from anabranch.jax.ops.dispatch import gather_sum
+from anabranch.jax.ops.ffn import (
     FfnConfig,
     FfnOperands,
     d_rows_of,
@@ -17,7 +18,6 @@ from anabranch.jax._ffn import (
     ffn_forward,
     ffn_forward_by_slot,
 )
-from anabranch.jax.dispatch import gather_sum
 from anabranch.reference import dispatch
 
 pytestmark = pytest.mark.usefixtures("platform")

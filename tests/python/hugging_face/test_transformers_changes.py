@@ -10,7 +10,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 import anabranch.torch.transformers as adapter
-from anabranch.torch import _experts_module
+from anabranch.torch.transformers import experts_module
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ def test_what_no_gate_reads_changes_nothing(monkeypatch):
     compiled(*given)
     experts.eval()
     experts.layer, experts._is_hf_initialized, experts.config.use_cache = 1, True, False
-    monkeypatch.setattr(_experts_module, "_describe", None)
+    monkeypatch.setattr(experts_module, "_describe", None)
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled(*given)
     experts(*given)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch.exchange_sizes import capacity_of
-from anabranch.jax.exchange import Bounds, Padded, Ragged, choose, traffic
+from anabranch.jax.parallel.exchange import Bounds, Padded, Ragged, choose, traffic
 from anabranch.rows import num_rows_needed
 
 

@@ -5,7 +5,7 @@ import torch
 
 import in_torch
 from anabranch.torch import moe, route, routed_experts
-from anabranch.torch._gate import logits_of
+from anabranch.torch.layer.gate import logits_of
 
 _TENSORS = ("expert_bias", "token_mask", "forced_experts")
 _POSITIONAL = ("x", "experts", "weights", "w_in", "w_out")

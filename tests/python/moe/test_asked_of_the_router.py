@@ -8,8 +8,8 @@ import torch
 
 from anabranch import jax as in_jax
 from anabranch import torch as in_torch
-from anabranch.jax import _ffi
-from anabranch.torch import _calls
+from anabranch.jax.binding import ffi
+from anabranch.torch.binding import calls
 
 T, D, E, K, F = 37, 8, 6, 2, 4
 EXTRA = {"tokens_per_expert", "score_sum", "lse"}
@@ -35,14 +35,14 @@ def operands():
 
 @CASES
 def test_in_jax(score_function, losses, monkeypatch):
-    asked, call = [], _ffi.call
+    asked, call = [], ffi.call
 
     def spy(target, given, results, **options):
         if target == "ab_xla_router_forward":
             asked.append({name for name in EXTRA if results[name] is not None})
         return call(target, given, results, **options)
 
-    monkeypatch.setattr(_ffi, "call", spy)
+    monkeypatch.setattr(ffi, "call", spy)
 
     def loss(*arrays):
         out = in_jax.moe(*arrays, topk=K, score_function=score_function, **LOSSES[losses])
@@ -60,13 +60,13 @@ def test_in_jax(score_function, losses, monkeypatch):
 
 @CASES
 def test_in_torch(score_function, losses, monkeypatch):
-    asked, call = [], _calls.router_forward
+    asked, call = [], calls.router_forward
 
     def spy(tensors, **options):
         asked.append({name for name in EXTRA if tensors[name] is not None})
         return call(tensors, **options)
 
-    monkeypatch.setattr(_calls, "router_forward", spy)
+    monkeypatch.setattr(calls, "router_forward", spy)
     # A shape that no other test has: the operation keeps the layouts of the calls that it has seen.
     x, *rest = map(torch.from_numpy, operands())
     x = x[: T - 1 - list(ASKED).index((score_function, losses))].requires_grad_()

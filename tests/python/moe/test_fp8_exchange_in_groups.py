@@ -17,7 +17,7 @@ import anabranch.torch as ab
 import in_torch
 from anabranch.reference import moe as reference
 from anabranch.reference.fp8 import received
-from anabranch.torch.quantized_message import dequantize, pack, quantize_rows, unpack
+from anabranch.torch.parallel.message import dequantize, pack, quantize_rows, unpack
 
 T, E, K, D, F, RANKS = 48, 8, 3, 256, 128, 4
 FP8 = {"precision": "fp8"}

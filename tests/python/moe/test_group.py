@@ -20,7 +20,7 @@ import frameworks
 import in_torch
 from anabranch.reference import moe as reference
 from anabranch.torch import MoEOutput, moe
-from anabranch.torch._group import sum_over_ranks
+from anabranch.torch.binding.group import sum_over_ranks
 from oracle import assert_close, assert_close_per_expert
 
 T, E, K, D, F = 48, 8, 3, 16, 24

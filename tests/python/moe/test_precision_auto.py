@@ -15,10 +15,10 @@ from routed_cases import routed_operands, run_routed
 import anabranch.jax as ab
 import anabranch.torch as abt
 from anabranch import precision_choice
-from anabranch.jax import _precision_choice as in_jax
 from anabranch.jax.linen import MoEBlock
 from anabranch.jax.nnx import MoE
-from anabranch.torch import _precision_choice as in_torch
+from anabranch.jax.ops import precision_choice as in_jax
+from anabranch.torch.ops import precision_choice as in_torch
 from frameworks import both
 
 of_moe, of_routed_experts = (importlib.import_module(f"anabranch.torch.{name}") for name in ("moe", "routed_experts"))
@@ -182,8 +182,8 @@ def test_a_compiled_step_of_torch_has_one_answer(asked):
 
 def test_on_a_mesh_sizes_are_those_of_a_device(asked):
     spread = in_jax.Spread(tokens=2, experts=4, hidden=2, widths=2)
-    from anabranch.jax._ffn import FfnConfig
-    from anabranch.jax._mixture import network_config
+    from anabranch.jax.layer.fused_layer import network_config
+    from anabranch.jax.ops.ffn import FfnConfig
     from anabranch.layouts import Layouts
 
     config = network_config("silu", 2, K, False, Layouts(), "auto", "float32")

@@ -32,7 +32,8 @@ def main(folder, rank):
     import torch
     import torch.distributed as dist
 
-    from anabranch.torch import _alike, moe
+    from anabranch.torch import moe
+    from anabranch.torch.parallel import alike
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
@@ -66,18 +67,18 @@ def main(folder, rank):
         )
     for capacity_factor in (1.5, 1.25):
         assert not call(capacity_factor=capacity_factor).output.isnan().any()
-    times = _alike._of_group[dist.group.WORLD].times
+    times = alike._of_group[dist.group.WORLD].times
     found = call(capacity_factor=(1.5, 1.25)[rank])
     assert found.weights.isnan().all() and found.output.isnan().any()
-    assert _alike._of_group[dist.group.WORLD].times == times
+    assert alike._of_group[dist.group.WORLD].times == times
     compiled = torch.compile(moe, fullgraph=True, backend="eager")
     assert (
         not call(compiled, capacity_factor=1.25).output.isnan().any()
-        and _alike._of_group[dist.group.WORLD].times == times
+        and alike._of_group[dist.group.WORLD].times == times
     )
     told(error_of(lambda: call(compiled, align_size=8 + rank)), "align_size: got 8 on rank 0 and 9 on rank 1")
     # Options that are new on one rank alone: it does not wait for ever, nor do the others when it is gone.
-    _alike._store(dist.group.WORLD).set_timeout(datetime.timedelta(seconds=2))
+    alike._store(dist.group.WORLD).set_timeout(datetime.timedelta(seconds=2))
     found = error_of(lambda: call(**{"topk": 1, "scaling_factor": 0.5} if rank else {"capacity_factor": 1.25}))
     assert found.startswith("RuntimeError"), found
     if rank:

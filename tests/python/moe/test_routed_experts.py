@@ -11,7 +11,7 @@ from routed_cases import POSITIONAL, check_routed, routed_operands
 
 from anabranch.activation import PLAIN
 from anabranch.jax import Activation, moe, route, routed_experts
-from anabranch.jax._products import matmul
+from anabranch.jax.ops.matmul import matmul
 from frameworks import both
 
 pytestmark = pytest.mark.usefixtures("platform")

@@ -9,7 +9,7 @@ import pytest
 from anabranch import _library
 from anabranch.bench import c_call
 from anabranch.bench.cuda_call import later_of, options_of, tensors_of
-from anabranch.jax import _workspaces
+from anabranch.jax.binding import workspaces
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_statistics(library, T, B, E):
     statistics = {"tokens_per_expert": np.empty(shape, np.int32), "score_sum": np.empty(shape, np.float32)}
     scores = np.empty((T, E), np.float32)
     values = {"topk": 1, "normalize": 1, "scaling_factor": 1.0, "logits": scores, **statistics}
-    bound = _workspaces.statistics(T, B, E)
+    bound = workspaces.statistics(T, B, E)
     assert needed(library, "ab_cuda_router_forward", values) <= bound
     values = {"scores": scores, "score_sum": statistics["score_sum"]}
     assert needed(library, "ab_cuda_score_sum", values) <= bound
@@ -53,7 +53,7 @@ def test_quantile_balancing(library, T, E):
     values |= {"tokens_per_expert": np.empty(E, np.int32), "score_sum": np.empty(E, np.float32)}
     values |= {"expert_bias": np.empty(E, np.float32), "qb_bin_bounds": np.empty(2, np.float32)}
     values["qb_histogram"] = np.empty((E, 7), np.int32)
-    bound = _workspaces.statistics(T, 1, E) + _workspaces.quantile(T)
+    bound = workspaces.statistics(T, 1, E) + workspaces.quantile(T)
     assert needed(library, "ab_cuda_router_forward", values) <= bound
 
 
@@ -62,14 +62,14 @@ def test_quantile_balancing(library, T, E):
 def test_plan(library, T, E):
     experts = np.empty((T, 4), np.int32)
     values = {"num_experts": E, "experts": experts, "slot_of_row": np.empty(4 * T, np.int32)}
-    assert needed(library, "ab_cuda_plan", values) == _workspaces.plan(4 * T, E)
+    assert needed(library, "ab_cuda_plan", values) == workspaces.plan(4 * T, E)
 
 
 @pytest.mark.parametrize("S", [0, 1, 100, 5000])
 def test_sort_chunks(library, S):
     x, integers = np.empty((7, 3), np.float32), np.empty(S, np.int32)
     values = {"x": x, "split_sizes": integers, "sorted_indices": integers, "out": x}
-    assert needed(library, "ab_cuda_sort_chunks", values) == _workspaces.sort_chunks(S)
+    assert needed(library, "ab_cuda_sort_chunks", values) == workspaces.sort_chunks(S)
 
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -102,7 +102,7 @@ def test_grouped_matmul_dw(library, R, E, D, F, dtype, other):
         "group_sizes": np.empty(E, np.int32),
         "d_w": np.empty((E, D, F), DTYPES[dtype]),
     }
-    bound = _workspaces.grouped_matmul_dw(R, E, D, F, DTYPES[dtype], DTYPES[other])
+    bound = workspaces.grouped_matmul_dw(R, E, D, F, DTYPES[dtype], DTYPES[other])
     assert needed(library, "ab_cuda_grouped_matmul_dw", values) <= bound
 
 
@@ -123,7 +123,7 @@ def ffn_values(R, E, D, F, P, dtype):
 def test_expert_ffn_forward(library, R, E, D, F, dtype):
     values = ffn_values(R, E, D, F, 2, dtype)
     values["y"] = values["x"]
-    assert needed(library, "ab_cuda_expert_ffn_forward", values) <= _workspaces.ffn_forward(R, F, DTYPES[dtype])
+    assert needed(library, "ab_cuda_expert_ffn_forward", values) <= workspaces.ffn_forward(R, F, DTYPES[dtype])
 
 
 @expert_shapes
@@ -151,12 +151,12 @@ def test_grouped_matmul_combine(library, R, E, D, F, backward, transpose_w, dtyp
             "row_of_slot": np.empty((R, 1), np.int32),
             "out": np.empty((R, N), dtype),
         }
-        bound = _workspaces.grouped_matmul_combine(R, E, terms, N, dtype, backward=bool(backward))
+        bound = workspaces.grouped_matmul_combine(R, E, terms, N, dtype, backward=bool(backward))
         assert needed(library, "ab_cuda_grouped_matmul_combine", values) == bound
 
 
 def test_rows_that_are_summed_come_in_chunks_from_2048_columns_on():
-    workspace = functools.partial(_workspaces.grouped_matmul_combine, dtype="bfloat16")
+    workspace = functools.partial(workspaces.grouped_matmul_combine, dtype="bfloat16")
     for terms, backward in ((256, False), (512, True)):
         assert workspace(524288, 256, terms, 4096, backward=backward) == 524288 * 960 * 2
         assert workspace(524288, 256, terms, 1536, backward=backward) == 524288 * 1536 * 2
@@ -182,7 +182,7 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
         "d_weights": np.empty(R, np.float32),
     }
     steps = ("h", "weighted_a", *(name for name in values if name.startswith("d")))
-    bound_of = functools.partial(_workspaces.ffn_backward, R, (E, D, P, F), DTYPES[dtype], DTYPES[d_dtype])
+    bound_of = functools.partial(workspaces.ffn_backward, R, (E, D, P, F), DTYPES[dtype], DTYPES[d_dtype])
     bound = bound_of(weighted_a=True, d_weights=True, d_w_out=True, d_w_in=True)
     assert needed(library, "ab_cuda_expert_ffn_backward", values) <= bound
     for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # whichever of them decides

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from anabranch.jax import _ffi, moe
+from anabranch.jax import moe
+from anabranch.jax.binding import ffi
 
 #: Attributes that calls of 0.1.0 don't have.
 LATER = {"activation_alpha", "activation_limit", "group_score_topk", "backward", "precision"}
@@ -25,7 +26,7 @@ def test_calls_without_the_options_that_came_later(monkeypatch):
         return jax.value_and_grad(loss, (0, 1, 2, 3))(*arguments)
 
     want = jax.jit(step)(*arguments)
-    run, left_out = _ffi._run, set()
+    run, left_out = ffi._run, set()
 
     def run_as_before(static, *arrays, workspace):
         left_out.update(name for name, _ in static.attributes if name in LATER)
@@ -33,7 +34,7 @@ def test_calls_without_the_options_that_came_later(monkeypatch):
         return run(dataclasses.replace(static, attributes=attributes), *arrays, workspace=workspace)
 
     jax.clear_caches()
-    monkeypatch.setattr(_ffi, "_run", run_as_before)
+    monkeypatch.setattr(ffi, "_run", run_as_before)
     got = jax.jit(lambda *arguments: step(*arguments))(*arguments)
     jax.clear_caches()
     assert left_out == LATER

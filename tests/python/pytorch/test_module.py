@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.torch import Activation, MoE, MoEOutput, moe, quantile_bias, shared_expert
-from anabranch.torch._counts import add_counts
+from anabranch.torch.layer.counts import add_counts
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import anabranch.torch as ab
-from anabranch.torch import _check
+from anabranch.torch.binding import check
 from bad_values import DTYPES, VALUES, as_dtype, complaint, floats, shown
 
 T, E, K, D, F, R = 4, 4, 2, 3, 5, 8
@@ -122,21 +122,21 @@ def test_a_bad_value_is_an_error_that_names_its_argument(function):
 
 
 def test_what_was_right_before_is_checked_again_where_anything_differs():
-    found, calls = _check.RightBefore(most=2), []
+    found, calls = check.RightBefore(most=2), []
 
-    def check(tensors, options):
+    def checked(tensors, options):
         return found.check(tensors, options, lambda: calls.append((tensors, options)) or len(calls))
 
     x = torch.zeros(2, 3)
-    assert [check([x, None], [2, "silu"]), check([torch.ones(2, 3), None], [2, "silu"])] == [1, 1]
+    assert [checked([x, None], [2, "silu"]), checked([torch.ones(2, 3), None], [2, "silu"])] == [1, 1]
     different = [x.double(), x.T, x.to("meta"), x.to_sparse(), torch.nn.Parameter(x), None]
-    assert [check([other, None], [2, "silu"]) for other in different] == [2, 3, 4, 5, 6, 7]
-    assert [check([x, None], [other, "silu"]) for other in (2.0, True, 3)] == [8, 9, 10]
-    assert check([None, x], [2, "silu"]) == 11
+    assert [checked([other, None], [2, "silu"]) for other in different] == [2, 3, 4, 5, 6, 7]
+    assert [checked([x, None], [other, "silu"]) for other in (2.0, True, 3)] == [8, 9, 10]
+    assert checked([None, x], [2, "silu"]) == 11
     assert len(found.found) <= 2
     for _ in range(2):  # neither a tensor nor something with a hash
         before = len(calls)
-        assert [check([[1.0]], [2]), check([x], [[2]])] == [before + 1, before + 2]
+        assert [checked([[1.0]], [2]), checked([x], [[2]])] == [before + 1, before + 2]
 
 
 def test_errors_come_again_and_after_good_calls():

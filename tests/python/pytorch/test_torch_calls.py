@@ -10,9 +10,10 @@ import torch
 
 from anabranch.precision import FP8, HIGHEST, TF32
 from anabranch.router_options import RouterOptions
-from anabranch.torch import _calls, _define, _ops
-from anabranch.torch._mixture_ops import mixture_options
-from anabranch.torch.experts import Network
+from anabranch.torch.binding import calls, define
+from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.experts import Network
+from anabranch.torch.ops.layer_ops import mixture_options
 
 HEADERS = pathlib.Path(__file__).parents[3] / "include" / "anabranch"
 
@@ -26,9 +27,9 @@ def fields_of(name):
     return [(field, kinds[kind]) for kind, field in re.findall(r"(const ab_tensor\*|\w+)\s+(\w+);", body)]
 
 
-@pytest.mark.parametrize("operation", _calls.OPERATIONS.values(), ids=list(_calls.OPERATIONS))
+@pytest.mark.parametrize("operation", calls.OPERATIONS.values(), ids=list(calls.OPERATIONS))
 def test_fields_are_those_of_the_header(operation):
-    kinds = {ctype: kind for kind, ctype in _calls._FIELDS.items()}
+    kinds = {ctype: kind for kind, ctype in calls._FIELDS.items()}
     ours = [(field, kinds.get(ctype, "size")) for field, ctype in operation.struct._fields_]
     assert ours == fields_of(f"ab_{operation.name}_args")
 
@@ -36,29 +37,29 @@ def test_fields_are_those_of_the_header(operation):
 def test_a_status_is_an_error_that_says_what_the_library_says():
     x, w = torch.zeros(4, 3), torch.zeros(2, 5, 6)
     with pytest.raises(ValueError, match=r"w: got .*\[2, 5, 6\], expected"):
-        _ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST, 0)
+        torch_ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST, 0)
 
 
 def test_an_integer_that_int32_does_not_hold_is_an_error():
     """ctypes would wrap it."""
     with pytest.raises(ValueError, match="num_experts: got 4294967296, expected an integer that int32 holds"):
-        _ops.plan(torch.zeros(4, 1, dtype=torch.int32), 2**32, 4, 0, 1)
+        torch_ops.plan(torch.zeros(4, 1, dtype=torch.int32), 2**32, 4, 0, 1)
 
 
 def test_layouts_are_made_once_for_all_threads(monkeypatch):
     """A backward pass on a GPU runs on another thread than its forward pass."""
     made = []
 
-    class Layout(_calls.Layout):
+    class Layout(calls.Layout):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(_define, "Layout", Layout)
+    monkeypatch.setattr(define, "Layout", Layout)
 
     def call(n):
         sizes = torch.tensor([n], dtype=torch.int32)
-        assert _ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False, HIGHEST, 0).sum() == 2 * n
+        assert torch_ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False, HIGHEST, 0).sum() == 2 * n
         return len(made)
 
     for n, count in ((71, 1), (72, 2), (71, 2), (72, 2), (71, 2)):
@@ -67,8 +68,8 @@ def test_layouts_are_made_once_for_all_threads(monkeypatch):
 
 
 def test_layouts_are_used_by_one_call_at_a_time_and_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(_define, "_MOST_LAYOUTS", 2)
-    layouts, kept = _define._Layouts(), [object() for _ in range(4)]
+    monkeypatch.setattr(define, "_MOST_LAYOUTS", 2)
+    layouts, kept = define._Layouts(), [object() for _ in range(4)]
     assert layouts.take("a") is None
     layouts.give_back("a", kept[0])
     assert layouts.take("a") is kept[0] and layouts.take("a") is None
@@ -83,9 +84,9 @@ def test_layouts_are_used_by_one_call_at_a_time_and_not_kept_for_ever(monkeypatc
 def test_a_tensor_in_two_places_is_two_tensors_of_a_layout():
     """What is laid out for one tensor given twice is used for two that differ, too."""
     x, sizes = torch.arange(8.0).view(4, 2), torch.tensor([1, 3], dtype=torch.int32)
-    once = _ops.grouped_matmul_dw(x, x, sizes, torch.float32, HIGHEST)
+    once = torch_ops.grouped_matmul_dw(x, x, sizes, torch.float32, HIGHEST)
     for left, right in ((x, x + 1), (x + 1, x), (x, x)):
-        got = _ops.grouped_matmul_dw(left, right, sizes, torch.float32, HIGHEST)
+        got = torch_ops.grouped_matmul_dw(left, right, sizes, torch.float32, HIGHEST)
         assert torch.equal(got, torch.stack([left[:1].T @ right[:1], left[1:].T @ right[1:]]))
     assert torch.equal(once, got)
 
@@ -101,58 +102,61 @@ def samples():
     """(operation, arguments) of every operation."""
     logits, bias, mask = normal(T, E), normal(E), torch.arange(T) % 3 > 0
     routing = (K, 1, True, 2.5)
-    weights, experts, _, score_sum, lse, _ = _ops.route(
+    weights, experts, _, score_sum, lse, _ = torch_ops.route(
         logits, None, mask, None, None, *routing, 0, 0, 0, -1, 0, True, True, True
     )
     bounds = torch.tensor([-1.0, 1.0])
-    yield _ops.route, (logits, bias, mask, None, bounds, *routing, 0, 0, 0, -1, 7, True, False, True)
-    yield _ops.route, (logits, None, None, experts, None, *routing, 0, 0, 0, 2, 0, False, True, False)
-    yield _ops.route_backward, (logits, experts, mask, lse, weights, score_sum, lse, *routing)
+    yield torch_ops.route, (logits, bias, mask, None, bounds, *routing, 0, 0, 0, -1, 7, True, False, True)
+    yield torch_ops.route, (logits, None, None, experts, None, *routing, 0, 0, 0, 2, 0, False, True, False)
+    yield torch_ops.route_backward, (logits, experts, mask, lse, weights, score_sum, lse, *routing)
     for map_format, bins in (("bytemap", 7), ("bitmap_u8", 0), ("", 0)):
         of_bins = (bias, bounds) if bins else (None, None)
-        yield _ops.route_dense, (logits, *of_bins, *routing, 0, 0, map_format, bins)
-    yield _ops.route_dense_backward, (logits, experts, logits, *routing)
-    yield _ops.aux_scores, (logits, K, 0, "bitmap_u8")
-    yield _ops.aux_scores_backward, (logits.to(torch.bfloat16), logits, 2)
+        yield torch_ops.route_dense, (logits, *of_bins, *routing, 0, 0, map_format, bins)
+    yield torch_ops.route_dense_backward, (logits, experts, logits, *routing)
+    yield torch_ops.aux_scores, (logits, K, 0, "bitmap_u8")
+    yield torch_ops.aux_scores_backward, (logits.to(torch.bfloat16), logits, 2)
     loads, tokens, of_loss = torch.ones(E, dtype=torch.int64), torch.tensor(T), (K, E, 0.1)
-    yield _ops.moe_aux_loss, (logits, loads, tokens, *of_loss)
-    yield _ops.moe_aux_loss_backward, (torch.tensor(2.0), loads, tokens, T, torch.float16, *of_loss)
+    yield torch_ops.moe_aux_loss, (logits, loads, tokens, *of_loss)
+    yield torch_ops.moe_aux_loss_backward, (torch.tensor(2.0), loads, tokens, T, torch.float16, *of_loss)
     routed = logits > 0
-    yield _ops.plan_of_map, (routed, R, 2)
-    row_id_map = _ops.plan_of_map(routed, R, 2)[3]
-    yield _ops.expand_row_id_map, (row_id_map, torch.arange(E, dtype=torch.int32), R)
-    yield _ops.expand_row_id_map, (row_id_map, None, 3)
-    layout = _ops.plan(experts, E, R, 2, 1)
-    yield _ops.plan, (experts, E, R, 2, 2)
+    yield torch_ops.plan_of_map, (routed, R, 2)
+    row_id_map = torch_ops.plan_of_map(routed, R, 2)[3]
+    yield torch_ops.expand_row_id_map, (row_id_map, torch.arange(E, dtype=torch.int32), R)
+    yield torch_ops.expand_row_id_map, (row_id_map, None, 3)
+    layout = torch_ops.plan(experts, E, R, 2, 1)
+    yield torch_ops.plan, (experts, E, R, 2, 2)
     _, group_sizes, _, row_of_slot, slot_of_row, _ = layout
     x, rows = normal(T, D), normal(R, D)
-    yield _ops.dispatch, (x, row_of_slot, slot_of_row, None)
-    yield _ops.dispatch, (x, row_of_slot, slot_of_row, weights)
-    yield _ops.combine, (rows, row_of_slot, weights, x, torch.bfloat16)
-    yield _ops.combine_backward, (x, rows, row_of_slot, slot_of_row, weights, torch.float32, True)
-    yield _ops.combine_backward, (x, None, row_of_slot, slot_of_row, None, torch.bfloat16, False)
+    yield torch_ops.dispatch, (x, row_of_slot, slot_of_row, None)
+    yield torch_ops.dispatch, (x, row_of_slot, slot_of_row, weights)
+    yield torch_ops.combine, (rows, row_of_slot, weights, x, torch.bfloat16)
+    yield torch_ops.combine_backward, (x, rows, row_of_slot, slot_of_row, weights, torch.float32, True)
+    yield torch_ops.combine_backward, (x, None, row_of_slot, slot_of_row, None, torch.bfloat16, False)
     yield (
-        _ops.sort_chunks,
+        torch_ops.sort_chunks,
         (rows, torch.tensor([5, 9, 10], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32), False),
     )
-    yield _ops.grouped_matmul, (rows, normal(E, 3, D), group_sizes, True, TF32, 0)
-    yield _ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32, TF32)
+    yield torch_ops.grouped_matmul, (rows, normal(E, 3, D), group_sizes, True, TF32, 0)
+    yield torch_ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32, TF32)
     network = (8, 1.702, 7.0, False, 0, "dfp", "df", TF32, 0)
     w_in, b_in, w_out, b_out = normal(E, D, F, 2), normal(E, F, 2), normal(E, D, F), normal(E, D)
     experts_of = (group_sizes, w_in, b_in, w_out, b_out)
     none = (None,) * 4  # quantised
-    yield _ops.ffn, (rows, None, *experts_of, normal(R), *none, *network)
-    _, h = _ops.ffn(rows, None, *experts_of, normal(R), *none, *network)
+    yield torch_ops.ffn, (rows, None, *experts_of, normal(R), *none, *network)
+    _, h = torch_ops.ffn(rows, None, *experts_of, normal(R), *none, *network)
     dtypes = (torch.float32, torch.float32)
-    yield _ops.ffn_backward, (rows, h, rows, None, *experts_of, normal(R), *dtypes, *none, *network)
-    yield _ops.ffn_backward, (rows, h, rows, None, group_sizes, w_in, None, w_out, None, None, *dtypes, *none, *network)
+    yield torch_ops.ffn_backward, (rows, h, rows, None, *experts_of, normal(R), *dtypes, *none, *network)
+    yield (
+        torch_ops.ffn_backward,
+        (rows, h, rows, None, group_sizes, w_in, None, w_out, None, None, *dtypes, *none, *network),
+    )
     network = (*network[:4], K, *network[5:])
-    yield _ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
-    _, h = _ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
+    yield torch_ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
+    _, h = torch_ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
     for wanted in (True, False):
         hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, wanted, *none, *network)
-        yield _ops.experts_hidden, hidden
-        dh, *_, dh_q, dh_scales = _ops.experts_hidden(*hidden)
+        yield torch_ops.experts_hidden, hidden
+        dh, *_, dh_q, dh_scales = torch_ops.experts_hidden(*hidden)
         inputs = (
             dh,
             dh_q,
@@ -167,7 +171,7 @@ def samples():
             w_out,
         )
         d_x_dtype = torch.float32 if wanted else None
-        yield _ops.experts_inputs, (*inputs, torch.float32, d_x_dtype, wanted, *none, *network)
+        yield torch_ops.experts_inputs, (*inputs, torch.float32, d_x_dtype, wanted, *none, *network)
     yield from samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights)
     yield from samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network)
 
@@ -175,27 +179,27 @@ def samples():
 def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
     width, hidden, network = 256, 128, (0, 0.0, 0.0, True, K, "fpd", "df", FP8, 1)
     x, w_in, w_out = normal(T, width), normal(E, hidden, 2, width), normal(E, width, hidden)
-    yield _ops.quantize_experts, (w_in, w_out, "fpd", "df", True, 1)
-    yield _ops.quantize_experts, (w_in, w_out, "fpd", "df", False, 0)
-    yield _ops.grouped_matmul, (normal(R, width), w_out, group_sizes, False, FP8, 0)
-    q_in, q_in_transposed, in_scales, q_out, q_out_transposed, out_scales = _ops.quantize_experts(
+    yield torch_ops.quantize_experts, (w_in, w_out, "fpd", "df", True, 1)
+    yield torch_ops.quantize_experts, (w_in, w_out, "fpd", "df", False, 0)
+    yield torch_ops.grouped_matmul, (normal(R, width), w_out, group_sizes, False, FP8, 0)
+    q_in, q_in_transposed, in_scales, q_out, q_out_transposed, out_scales = torch_ops.quantize_experts(
         w_in, w_out, "fpd", "df", True, 1
     )
     forward, back = (q_in_transposed, in_scales, q_out_transposed, out_scales), (q_in, in_scales, q_out, out_scales)
     experts_of = (group_sizes, w_in, None, w_out, None)
-    yield _ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *(None,) * 4, *network)
-    _, h = _ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
+    yield torch_ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *(None,) * 4, *network)
+    _, h = torch_ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
     arguments = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, True, *back, *network)
-    yield _ops.experts_hidden, arguments
-    q, scales = _ops.quantize_rows(x, 1)
-    yield _ops.quantize_rows, (x, 1)
-    yield _ops.experts, (x[:1], q, scales, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
-    yield _ops.experts_hidden, (x, q, scales, *arguments[3:])
-    dh, *_, dh_q, dh_scales = _ops.experts_hidden(*arguments)
+    yield torch_ops.experts_hidden, arguments
+    q, scales = torch_ops.quantize_rows(x, 1)
+    yield torch_ops.quantize_rows, (x, 1)
+    yield torch_ops.experts, (x[:1], q, scales, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
+    yield torch_ops.experts_hidden, (x, q, scales, *arguments[3:])
+    dh, *_, dh_q, dh_scales = torch_ops.experts_hidden(*arguments)
     maps = (row_of_slot, slot_of_row, group_sizes)
     inputs = (dh, dh_q, dh_scales, x, x, *maps, w_in, None, w_out, torch.float32)
-    yield _ops.experts_inputs, (*inputs, torch.float32, True, *back, *network)
-    yield _ops.experts_inputs, (*inputs, torch.bfloat16, True, *(None,) * 4, *network)
+    yield torch_ops.experts_inputs, (*inputs, torch.float32, True, *back, *network)
+    yield torch_ops.experts_inputs, (*inputs, torch.bfloat16, True, *(None,) * 4, *network)
 
 
 def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network):
@@ -208,15 +212,15 @@ def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, 
             routing = (logits, None, None, *of_bins)
         none = (None,) * 4
         forward = (x, *routing, w_in, b_in, w_out, b_out, *none, *options)
-        yield _ops.mixture, forward
+        yield torch_ops.mixture, forward
         if router is None:
             continue
-        _, _, _, selected, chosen, _, lse, _, h, _, slot_of_row, group_sizes = _ops.mixture(*forward)
+        _, _, _, selected, chosen, _, lse, _, h, _, slot_of_row, group_sizes = torch_ops.mixture(*forward)
         backward = (x, h, x, selected, slot_of_row, group_sizes, w_in, b_in, w_out, b_out)
         for of_losses in ((None, None), (bias, lse)):
             wants_w_out = of_losses[0] is None
             yield (
-                _ops.mixture_hidden,
+                torch_ops.mixture_hidden,
                 (*backward, logits, chosen, mask, lse, *of_losses, torch.float32, wants_w_out, *none, *options),
             )
 
@@ -241,5 +245,5 @@ def test_results_of_strided_arguments_lie_as_torch_is_told(operation, arguments)
 
 
 def test_every_operation_has_a_sample():
-    ours = {name for name in dir(_ops) if isinstance(getattr(_ops, name), torch._ops.OpOverload)}
-    assert {operation for operation, _ in SAMPLES} == {getattr(_ops, name) for name in ours}
+    ours = {name for name in dir(torch_ops) if isinstance(getattr(torch_ops, name), torch._ops.OpOverload)}
+    assert {operation for operation, _ in SAMPLES} == {getattr(torch_ops, name) for name in ours}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anabranch.torch import _gate, moe
+from anabranch.torch import moe
+from anabranch.torch.layer import gate as layer_gate
 
 T, D, E, F = 8, 16, 4, 8
 
@@ -12,13 +13,13 @@ T, D, E, F = 8, 16, 4, 8
 @pytest.mark.parametrize("by_ours", [False, True])
 def test_a_bfloat16_gate_on_cuda_is_compiled(monkeypatch, by_ours):
     """torch 2.9 knows no shape of a product that is given in float32; then an operation of ours says it."""
-    if not by_ours and not _gate._MM_IS_TRACED:
+    if not by_ours and not layer_gate._MM_IS_TRACED:
         pytest.skip("this torch can't trace its own product in float32")
-    monkeypatch.setattr(_gate, "_MM_IS_TRACED", not by_ours)
+    monkeypatch.setattr(layer_gate, "_MM_IS_TRACED", not by_ours)
     torch._dynamo.reset()
 
     def backward(x, gate, d_logits):
-        return tuple(_gate.gate_backward(x, gate, d_logits))
+        return tuple(layer_gate.gate_backward(x, gate, d_logits))
 
     with FakeTensorMode():
         kind = dict(dtype=torch.bfloat16, device="cuda")

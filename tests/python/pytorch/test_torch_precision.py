@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 import anabranch.torch as ab
-from anabranch.torch import _calls, _define, _ops
+from anabranch.torch.binding import calls as binding_calls
+from anabranch.torch.binding import define
+from anabranch.torch.ops import torch_ops
 
 T, E, K, D, F, R = 6, 3, 2, 4, 5, 9
 SIZES, EXPERTS = torch.tensor([4, 0, 3], dtype=torch.int32), torch.arange(T * K).view(T, K) % E
@@ -58,16 +60,16 @@ CASES = {
 def precisions(monkeypatch, function):
     """{(what is called, its number)} of the calls with products that a step makes; None: one without a number."""
     found = set()
-    describe = _calls.Operation.__call__
+    describe = binding_calls.Operation.__call__
 
     def recorded(operation, tensors, orders=None, **options):
         if operation.name.startswith(("grouped_", "expert_")):
             found.add((operation.name, options.get("precision")))
         return describe(operation, tensors, orders, **options)
 
-    monkeypatch.setattr(_calls.Operation, "__call__", recorded)
+    monkeypatch.setattr(binding_calls.Operation, "__call__", recorded)
 
-    monkeypatch.setattr(_define, "_layouts", _define._Layouts())  # nothing is laid out yet
+    monkeypatch.setattr(define, "_layouts", define._Layouts())  # nothing is laid out yet
     result = function()
     result.backward(torch.randn_like(result))
     return found
@@ -80,17 +82,17 @@ def operations():
     maps, dtype = (slots[:, None], slots, SIZES), torch.float32
     of_rows, of_tokens = (0, 0.0, 0.0, False, 0, "dpf", "fd"), (0, 0.0, 0.0, False, 1, "dpf", "fd")
     matrices, none = (w_in, None, w_out, None), (None,) * 4
-    yield _ops.grouped_matmul, (x, torch.ones(E, D, F), SIZES, False)
-    yield _ops.grouped_matmul_dw, (x, d_out, SIZES, dtype)
-    yield _ops.ffn, (x, None, SIZES, *matrices, None, *none, *of_rows)
-    yield _ops.ffn_backward, (d_out, h, x, None, SIZES, *matrices, None, dtype, dtype, *none, *of_rows)
-    yield _ops.experts, (x, None, None, None, *maps, *matrices, *none, *of_tokens)
+    yield torch_ops.grouped_matmul, (x, torch.ones(E, D, F), SIZES, False)
+    yield torch_ops.grouped_matmul_dw, (x, d_out, SIZES, dtype)
+    yield torch_ops.ffn, (x, None, SIZES, *matrices, None, *none, *of_rows)
+    yield torch_ops.ffn_backward, (d_out, h, x, None, SIZES, *matrices, None, dtype, dtype, *none, *of_rows)
+    yield torch_ops.experts, (x, None, None, None, *maps, *matrices, *none, *of_tokens)
     yield (
-        _ops.experts_hidden,
+        torch_ops.experts_hidden,
         (d_out, None, None, h, x, weights, slots, SIZES, *matrices, dtype, True, *none, *of_tokens),
     )
-    yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, dtype, False, *none, *of_tokens)
-    yield _ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, None, True, *none, *of_tokens)
+    yield torch_ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, dtype, False, *none, *of_tokens)
+    yield torch_ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, None, True, *none, *of_tokens)
 
 
 PRODUCTS = list(operations())
@@ -142,7 +144,7 @@ def test_what_it_is_not(value):
 def test_c_reads_it(operation, arguments):
     """A number that no option has comes back as the library's error."""
     with pytest.raises(ValueError, match=r"precision: got 7, expected 0 (to 2|or 1), an ab_precision"):
-        operation(*arguments, 7, *([] if operation is _ops.grouped_matmul_dw else [0]))
+        operation(*arguments, 7, *([] if operation is torch_ops.grouped_matmul_dw else [0]))
 
 
 def test_a_layer_shows_it():

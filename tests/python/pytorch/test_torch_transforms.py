@@ -10,7 +10,8 @@ import torch
 import torch._dynamo.testing
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from anabranch.torch import _calls, combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
+from anabranch.torch import combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
+from anabranch.torch.binding import calls
 
 pytestmark = [
     pytest.mark.usefixtures("device"),
@@ -160,9 +161,9 @@ def test_selective_checkpoints_compute_the_same_bits(function, kept):
 
     want_value, want = gradients(function, operands())
     executed = []
-    run = _calls.Layout.run
+    run = calls.Layout.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_calls.Layout, "run", lambda self, given: (executed.append(self), run(self, given))[1])
+        patch.setattr(calls.Layout, "run", lambda self, given: (executed.append(self), run(self, given))[1])
         leaves = [a.requires_grad_() for a in operands()]
         value = saved(*leaves)
         forward = len(executed)

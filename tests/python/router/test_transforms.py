@@ -10,7 +10,7 @@ import pytest
 from cases import BOUND, logits
 
 from anabranch.jax import fused_topk_with_score_function, route
-from anabranch.jax.router import RouterResiduals, route_backward, router_options
+from anabranch.jax.ops.router import RouterResiduals, route_backward, router_options
 from anabranch.reference import router as reference
 from oracle import assert_close
 

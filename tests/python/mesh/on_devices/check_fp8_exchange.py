@@ -14,9 +14,9 @@ from routed_cases import routed_operands, run_routed
 
 from anabranch.exchange_sizes import traffic
 from anabranch.jax import Parallel, moe, routed_experts
-from anabranch.jax.exchange import Bounds, choose
-from anabranch.jax.quantized import quantize_rows
-from anabranch.jax.quantized_message import dequantize, pack, unpack
+from anabranch.jax.ops.quantized import quantize_rows
+from anabranch.jax.parallel.exchange import Bounds, choose
+from anabranch.jax.parallel.message import dequantize, pack, unpack
 from anabranch.reference.fp8 import received
 
 EVERY_AXIS = dict(expert_axis="expert", data_axes="data", fsdp_axes="data", tensor_axis="tensor")

@@ -11,7 +11,7 @@ from meshes import assert_trees_close, collectives, mesh_of, put
 from moe_cases import operands
 
 from anabranch.jax import Parallel, custom_calls, moe
-from anabranch.jax.exchange import Bounds, traffic
+from anabranch.jax.parallel.exchange import Bounds, traffic
 
 TRANSPORTS = ("ring", "all_to_all", "ragged")
 transports = pytest.mark.parametrize("transport", TRANSPORTS)

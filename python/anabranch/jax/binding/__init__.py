@@ -1,0 +1,1 @@
+"""Level 1: how JAX calls the C library (custom calls, sharding, argument checks)."""

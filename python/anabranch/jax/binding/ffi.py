@@ -1,0 +1,159 @@
+"""The bridge from JAX to the C library: registers the XLA FFI handlers and calls them.
+
+A call names its operands and results as the C struct does (include/anabranch/*.h); None means "not given" or "not
+wanted", so one handler serves every combination of optional tensors.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from anabranch import _library
+from anabranch.jax.binding.sharding import TokenCall, vary_alike
+
+
+def custom_calls() -> tuple[str, ...]:
+    """Names of the custom calls that programs with our operations hold; `jax.export` must be told to allow them.
+
+    >>> "ab_xla_plan" in custom_calls()
+    True
+    """
+    return _library.HANDLERS
+
+
+@functools.cache
+def register() -> None:
+    """Makes the handlers known to JAX, once. Importing `anabranch.jax` does it, so that exported programs find them.
+
+    Raises:
+      LibraryError: the C library cannot be loaded.
+    """
+    library = _library.load()
+    for name in _library.HANDLERS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    try:
+        cuda = _library.load_cuda()
+    except _library.LibraryError:
+        return  # `python -m anabranch info` says why; a program for a GPU fails with the name of the target
+    for name in _library.HANDLERS:
+        handler = getattr(cuda, _library.on_cuda(name))
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
+
+
+def cotangent(value: Any) -> jax.Array | None:
+    """A cotangent of a rule with symbolic zeros: None where it is zero or belongs to integers."""
+    if isinstance(value, jax.custom_derivatives.SymbolicZero) or value.dtype == jax.dtypes.float0:
+        return None
+    return value
+
+
+def _like_operands(result: jax.ShapeDtypeStruct, operand: jax.Array) -> jax.ShapeDtypeStruct:
+    """The result of a call: inside a jax.shard_map it differs between the shards where the operands do."""
+    manual = jax.typeof(operand).manual_axis_type
+    if not manual.varying:
+        return result
+    whole = NamedSharding(jax.typeof(operand).sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=whole, manual_axis_type=manual)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call of a handler: everything but the arrays."""
+
+    target: str
+    operands: tuple[str, ...]
+    results: tuple[tuple[str, tuple[int, ...], str], ...]
+    aliases: tuple[tuple[int, int], ...]
+    workspace: int
+    orders: str
+    attributes: tuple[tuple[str, int | float], ...]
+
+
+def _call(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    arrays = vary_alike(*arrays)
+    return _where_it_runs(static, *arrays) if static.workspace else _run(static, *arrays, workspace=0)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _where_it_runs(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The call with a workspace; jitted so that it is known where: the CPU's memory need not grow by one."""
+    on_cpu = functools.partial(_run, static, workspace=0)
+    outputs: tuple[jax.Array, ...] = jax.lax.platform_dependent(
+        *arrays, cpu=on_cpu, default=functools.partial(_run, static, workspace=static.workspace)
+    )
+    return outputs
+
+
+def _run(static: _Call, *arrays: jax.Array, workspace: int) -> tuple[jax.Array, ...]:
+    results = static.results + ((("workspace", (workspace,), "uint8"),) if workspace else ())
+    types = (jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results)
+    outputs = jax.ffi.ffi_call(
+        static.target,
+        tuple(_like_operands(result, arrays[0]) for result in types),
+        vmap_method="sequential",
+        input_output_aliases=dict(static.aliases),
+    )(
+        *arrays,
+        operands=",".join(static.operands),
+        results=",".join(name for name, *_ in results),
+        **({"orders": static.orders} if static.orders else {}),
+        **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in static.attributes},
+    )
+    return tuple(outputs[: len(static.results)])
+
+
+def call(
+    target: str,
+    operands: Mapping[str, jax.Array | None],
+    results: Mapping[str, jax.ShapeDtypeStruct | None],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    workspace: int = 0,
+    orders: Mapping[str, str] | None = None,
+    **attributes: int | float,
+) -> dict[str, Any]:
+    """Calls the handler `target`, on arrays that one device has whole.
+
+    Args:
+      target: exported symbol, for example "ab_xla_router_forward".
+      operands: arrays by field name; None: not given.
+      results: shapes and dtypes by field name; None: not wanted.
+      aliases: result name for an operand name whose buffer it may take over.
+      workspace: bytes of scratch memory for the CUDA handler, which allocates nothing itself (`_workspaces`). The
+        CPU's handler gets none.
+      orders: by field name, of arrays whose axes stand in another order than the C function's: "0312" where its axes
+        are the array's axes 0, 3, 1, 2.
+      attributes: options by field name; int becomes int32, float float32.
+
+    Returns:
+      The results by name, None where not wanted. Batched by vmap one slice after another.
+
+    Raises:
+      ValueError: an operand is sharded, and this is not the call of a shard by itself (`_sharding.TokenCall`).
+    """
+    register()
+    given = {name: array for name, array in operands.items() if array is not None}
+    wanted = {name: result for name, result in results.items() if result is not None}
+    order, names = list(given), list(wanted)
+    static = _Call(
+        target,
+        operands=tuple(given),
+        results=tuple((name, tuple(r.shape), np.dtype(r.dtype).name) for name, r in wanted.items()),
+        aliases=tuple((order.index(a), names.index(b)) for a, b in (aliases or {}).items()),
+        workspace=workspace,
+        orders=",".join(f"{name}:{order}" for name, order in (orders or {}).items() if name in given or name in wanted),
+        attributes=tuple(attributes.items()),
+    )
+    name = target.removeprefix("ab_xla_")
+    whole = (
+        f"{name}: got {{got}}, expected whole arrays, since rows are counted over all tokens; "
+        "use moe(), which takes sharded tokens, or call it inside jax.shard_map"
+    )
+    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(wanted), whole, tuple(given))(*given.values())
+    named = dict(zip(wanted, outputs, strict=True))
+    return {name: named.get(name) for name in results}

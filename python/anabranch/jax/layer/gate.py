@@ -1,0 +1,136 @@
+"""The gate and the router in the layer's rules: from tokens of one device to their experts and weights, and back."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax.binding.arrays import flat
+from anabranch.jax.layer.names import named_logits, named_routing
+from anabranch.jax.layer.operands import LayerConfig, Operands, Selection, Sums
+from anabranch.jax.ops.matmul import bfloat16_matmul, halves_matmul, matmul
+from anabranch.jax.ops.router import RouterResiduals, Wanted, reads_lse, route_backward, route_forward
+
+
+class GateResiduals(NamedTuple):
+    """What the gate keeps for its backward pass, beside the selection; None where the selection was given."""
+
+    logits: jax.Array | None
+    """float32 [T, E]."""
+    lse: jax.Array | None
+    """float32 [T]; None too where nothing reads it."""
+
+
+def _logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """x gate, float32 [T, E]."""
+    if x.dtype == jnp.float16 and gate.dtype != jnp.float16:
+        return halves_matmul(x.astype(jnp.float32), gate.astype(jnp.float32), (1, 0))
+    return matmul(x, gate, (1, 0))
+
+
+def router_logits(x: jax.Array, gate: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """The logits that the layer's router computes of x [..., D], float32 [..., E]."""
+    logits = _logits(flat(x), gate)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    return logits.reshape(*x.shape[:-1], gate.shape[1])
+
+
+def gate_residuals(config: LayerConfig) -> tuple[str, ...]:
+    """The fields of GateResiduals that the backward pass needs."""
+    if config.router is None:
+        return ()
+    return GateResiduals._fields if reads_lse(config.router) or config.z_loss else ("logits",)
+
+
+def select(
+    config: LayerConfig, operands: Operands, *, keep: bool, counts: bool
+) -> tuple[Selection, Sums, GateResiduals]:
+    """The experts and weights of x [T, D]: those that the operands give, or the router's.
+
+    keep: a gradient is wanted. counts: tokens_per_expert is; else it is None. What neither these nor a loss needs is
+    not computed: score_sum is zeros then.
+    """
+    if config.router is None:
+        assert operands.experts is not None and operands.weights is not None
+        return Selection(operands.experts, operands.weights), Sums(None, None, None), GateResiduals(None, None)
+    assert operands.gate is not None
+    logits = _logits(operands.x, operands.gate)
+    if operands.gate_bias is not None:
+        logits = logits + operands.gate_bias.astype(jnp.float32)
+    logits = named_logits(logits)
+    routing = route_forward(
+        config.router,
+        logits,
+        operands.expert_bias,
+        operands.token_mask,
+        operands.forced_experts,
+        operands.qb_bin_bounds,
+        Wanted(counts, config.aux_loss, config.z_loss or (keep and "lse" in gate_residuals(config))),
+    )
+    routing = named_routing(routing)
+    # A masked token has lse 0.
+    squares = jnp.sum(jnp.square(routing.lse)) if config.z_loss else jnp.zeros((), jnp.float32)
+    score_sum = jnp.zeros(logits.shape[1], jnp.float32) if routing.score_sum is None else routing.score_sum
+    sums = Sums(score_sum, squares, routing.tokens_per_expert, routing.qb_histogram)
+    return Selection(routing.experts, routing.weights), sums, GateResiduals(logits, routing.lse)
+
+
+class GateGradients(NamedTuple):
+    """What `select_backward` returns."""
+
+    x: jax.Array | None
+    """[T, D] of the dtype of x: the part that came through the logits."""
+    gate: jax.Array | None
+    """[D, E] float32."""
+    bias: jax.Array | None
+    """[E] float32, of the gate's bias; None: it has none."""
+    weights: jax.Array | None
+    """[T, K]: of weights that were given; then there is nothing else."""
+
+
+def select_backward(
+    config: LayerConfig,
+    operands: Operands,
+    selection: Selection,
+    kept: GateResiduals,
+    d_weights: jax.Array,
+    d_sums: Sums,
+) -> GateGradients:
+    """From the cotangents of the weights [T, K] and of the sums to x [T, D] and the gate, through the logits.
+
+    Where x and the gate are bfloat16, the gradient of the logits is rounded to bfloat16 before it multiplies on a GPU,
+    and so is the part of x. Else both products have at least 16 bits of it: a gate whose columns have much in common
+    cancels nearly all of what it multiplies. Float16 ends at 65504 and at 6e-8, so nothing here is rounded to it: x and
+    the gate are taken as float32, of which two bfloat16 factors hold all that float16 has.
+    """
+    if config.router is None:
+        return GateGradients(None, None, None, d_weights)
+    x, gate, mask = operands.x, operands.gate, operands.token_mask
+    assert gate is not None and kept.logits is not None
+    assert d_sums.score_sum is not None and d_sums.lse_squares is not None
+    d_lse = None
+    if config.z_loss:
+        assert kept.lse is not None
+        d_lse = 2 * d_sums.lse_squares * kept.lse
+    d_logits = route_backward(
+        config.router,
+        RouterResiduals(kept.logits, selection.experts, mask, kept.lse),
+        d_weights,
+        d_sums.score_sum if config.aux_loss else None,
+        d_lse,
+    )
+    bias = None if operands.gate_bias is None else jnp.sum(d_logits, axis=0)  # of a masked token it is 0
+    if mask is not None:  # a masked token counts nowhere, whatever it holds: 0 * NaN would be NaN
+        x = jnp.where(mask[:, None], x, 0)
+    if x.dtype == gate.dtype == jnp.bfloat16:
+        d_x = bfloat16_matmul(d_logits, gate, (1, 1), jnp.bfloat16)
+        return GateGradients(d_x, bfloat16_matmul(x, d_logits, (0, 0), jnp.float32), bias, None)
+    dtype = x.dtype
+    if dtype == jnp.float16:
+        x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
+        d_x, d_gate = halves_matmul(d_logits, gate, (1, 1)), halves_matmul(x, d_logits, (0, 0))
+    else:
+        product = halves_matmul if dtype.itemsize == 2 and gate.dtype == jnp.float32 else matmul
+        d_x, d_gate = product(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0))
+    return GateGradients(d_x.astype(dtype), d_gate, bias, None)

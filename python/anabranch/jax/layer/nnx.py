@@ -1,0 +1,340 @@
+"""Flax NNX layer: the whole Mixture-of-Experts layer with its parameters and its router state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from anabranch._packages import needed_by
+from anabranch.activation import Activation
+from anabranch.jax.binding import check
+from anabranch.jax.layer.gate import router_logits
+from anabranch.jax.layer.initializers import (
+    Initializer,
+    default_gate_init,
+    default_in_init,
+    default_out_init,
+    initializer,
+)
+from anabranch.jax.layer.moe import MoEOutput, layer_config, moe
+from anabranch.jax.layer.shared_expert import shared_expert
+from anabranch.jax.ops.quantile import host_bounds, quantile_bias
+from anabranch.jax.ops.quantized import QuantizedExperts
+from anabranch.jax.parallel.parallel import Parallel
+from anabranch.layouts import OURS, Layouts
+from anabranch.precision import check_fp8_widths, dense_precision
+
+with needed_by("anabranch.jax.nnx"):
+    from flax import nnx
+
+
+class RouterState(nnx.Variable):
+    """State of a router that no optimiser touches: the expert bias of auxiliary-loss-free load balancing."""
+
+
+def sharding(parallel: Parallel, name: str, layouts: Layouts = OURS) -> PartitionSpec | NamedSharding:
+    """How a parameter is sharded, by its name in `moe`: a spec for the mesh of the context, if there is one."""
+    spec = parallel.specs(*layouts)[name]
+    if parallel.mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        return spec
+    return NamedSharding(parallel.mesh, spec)
+
+
+def _params_stream(rngs: Any) -> Any:
+    """The stream of random keys for parameters."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs: got {check.describe(rngs)}, expected flax.nnx.Rngs")
+    try:
+        return rngs.params
+    except AttributeError:
+        raise ValueError(f"rngs: got the streams {list(rngs)}, expected 'params' or 'default'") from None
+
+
+class MoE(nnx.Module):
+    """A Mixture-of-Experts feed-forward layer.
+
+    Parameters (`nnx.Param`): `gate` [D, E], `w_in` [E, D, 2, F] (gate and up columns; [E, D, 1, F] where not gated),
+    `w_out` [E, F, D], with `use_gate_bias` also `gate_bias` [E], with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out`
+    [E, D], with `shared_features` S > 0 also `shared_in` [D, 2 or 1, S] and `shared_out` [S, D], with `shared_gate`
+    also `shared_gate` [D, 1]. State (`RouterState`): `expert_bias` float32 [E] with `use_expert_bias` or `balance`. A
+    forward pass reads it as float32 and an update makes it float32 again where `nnx.update`, `nnx.merge` or a cast of
+    the state has made it another float dtype: 16 bits lose steps of 1e-3.
+
+    Args:
+      in_features: D, width of the model.
+      hidden_features: F, width of one expert.
+      num_experts: E.
+      topk: K, experts a token.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      normalize: weights of a token sum to `scaling_factor`; False: raw scores.
+      use_expert_bias: keep a selection bias, moved by `update_expert_bias`.
+      balance: "quantile": the selection bias is set by `update_quantile_bias`; None: otherwise, or not.
+      qb_bin_bounds, qb_bins: of the histogram that it takes: (lower, upper) for how far an expert's score is below what
+        a token asks of one, and the number of bins.
+      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` expert groups first, as `moe`; None:
+        no groups.
+      scaling_factor: multiplies the weights.
+      use_gate_bias: a bias of the router's logits, a parameter.
+      activation: a name or an `Activation`, as in `moe`.
+      gated: phi(x W_gate, x W_up), of a plain name act(x W_gate) * (x W_up); False: act(x W_up).
+      use_bias: biases b_in and b_out.
+      shared_features: width S of a dense expert that every token passes through; 0: none.
+      shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate>).
+      weight_early: weights multiply before W_out instead of at the combine; the result is the same.
+      aux_loss_coeff, z_loss_coeff: coefficients of the losses that the call returns; 0: none.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded.
+      parallel: how the layer is spread over a mesh. Parameters then carry their sharding (`out_sharding`): made under
+        jax.set_mesh, or with a `Parallel` that has a mesh, they are created in shards. A shared expert is whole on
+        every device.
+      w_in_layout, w_out_layout: the axes of w_in, w_out and b_in, as in `moe`; the shapes above are those of "dpf" and
+        "fd". Shared experts have those always.
+      precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
+        expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest".
+      fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
+      dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
+      param_dtype: dtype of the parameters.
+      kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
+        1 / fan-in, the expert axis left out of the fan.
+      rngs: streams of random keys; `params` is used.
+
+    Raises:
+      TypeError, ValueError: an option is wrong; the message names it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from anabranch.jax.nnx import MoE
+      >>> layer = MoE(16, 32, num_experts=4, topk=2, aux_loss_coeff=0.01, rngs=nnx.Rngs(0))
+      >>> result = layer(jnp.ones([3, 5, 16]))
+      >>> result.output.shape, int(result.tokens_per_expert.sum())
+      ((3, 5, 16), 30)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        topk: int,
+        *,
+        score_function: str = "softmax",
+        normalize: bool = True,
+        use_expert_bias: bool = False,
+        balance: str | None = None,
+        qb_bin_bounds: tuple[float, float] = (-1.0, 1.0),
+        qb_bins: int = 1000,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        group_score_topk: int | None = None,
+        scaling_factor: float = 1.0,
+        use_gate_bias: bool = False,
+        activation: str | Activation = "silu",
+        gated: bool = True,
+        use_bias: bool = False,
+        shared_features: int = 0,
+        shared_gate: bool = False,
+        weight_early: bool = False,
+        aux_loss_coeff: float = 0.0,
+        z_loss_coeff: float = 0.0,
+        align_size: int = 0,
+        parallel: Parallel | None = None,
+        w_in_layout: str = "dpf",
+        w_out_layout: str = "fd",
+        precision: str = "highest",
+        fp8_scales: str = "float32",
+        dtype: Any | None = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        largest = check.INDEX_LIMIT - 1
+        D = check.integer("in_features", in_features, 1, largest)
+        F = check.integer("hidden_features", hidden_features, 1, largest)
+        E = check.integer("num_experts", num_experts, 1, largest)
+        S = check.integer("shared_features", shared_features, 0, largest)
+        parts = 2 if check.boolean("gated", gated) else 1
+        use_bias = check.boolean("use_bias", use_bias)
+        use_expert_bias = check.boolean("use_expert_bias", use_expert_bias)
+        use_gate_bias = check.boolean("use_gate_bias", use_gate_bias)
+        if check.boolean("shared_gate", shared_gate) and not S:
+            raise ValueError("shared_gate: got True without a shared expert, expected shared_features > 0")
+        param_dtype = jnp.dtype(check.dtype("param_dtype", param_dtype, check.FLOATS))
+        gate_init = initializer("kernel_init", kernel_init, default_gate_init)
+        in_init = initializer("kernel_init", kernel_init, default_in_init)
+        out_init = initializer("kernel_init", kernel_init, default_out_init)
+        quantile = balance is not None and check.choice("balance", balance, ("quantile",)) == "quantile"
+        options: dict[str, Any] = dict(
+            topk=topk,
+            score_function=score_function,
+            normalize=normalize,
+            num_groups=num_groups,
+            group_topk=group_topk,
+            group_score_topk=group_score_topk,
+            scaling_factor=scaling_factor,
+            activation=activation,
+            weight_early=weight_early,
+            aux_loss_coeff=aux_loss_coeff,
+            z_loss_coeff=z_loss_coeff,
+            align_size=align_size,
+            parallel=parallel,
+            w_in_layout=w_in_layout,
+            w_out_layout=w_out_layout,
+            precision=precision,
+            fp8_scales=fp8_scales,
+            qb_bins=qb_bins if quantile else None,
+        )
+        layouts = Layouts(w_in_layout, w_out_layout)
+        if layer_config(E, parts, **options).ffn.fp8:
+            check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
+        self.in_features = D
+        self.dtype = None if dtype is None else jnp.dtype(check.dtype("dtype", dtype, check.FLOATS))
+        self.activation = activation
+        self.options = options
+        self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
+        key = _params_stream(rngs)
+
+        def parameter(name: str, value: jax.Array) -> nnx.Param:
+            if name in ("w_in", "w_out", "b_in"):
+                value = value.transpose(layouts.from_ours(name))
+            if parallel is None:
+                return nnx.Param(value)
+            try:
+                return nnx.Param(value, out_sharding=sharding(parallel, name, layouts))
+            except ValueError as error:  # flax found no mesh, or one that can't hold the parameter
+                raise ValueError(
+                    f"parallel: got {parallel}, which does not place {name} {check.describe(value)}, expected one "
+                    f"with a mesh, or jax.set_mesh(mesh): {error}"
+                ) from error
+
+        self.gate = parameter("gate", gate_init(key(), (D, E), param_dtype))
+        self.w_in = parameter("w_in", in_init(key(), (E, D, parts, F), param_dtype))
+        self.w_out = parameter("w_out", out_init(key(), (E, F, D), param_dtype))
+        self.gate_bias = parameter("gate_bias", jnp.zeros((E,), param_dtype)) if use_gate_bias else None
+        self.b_in = parameter("b_in", jnp.zeros((E, parts, F), param_dtype)) if use_bias else None
+        self.b_out = parameter("b_out", jnp.zeros((E, D), param_dtype)) if use_bias else None
+        self.expert_bias = RouterState(jnp.zeros((E,), jnp.float32)) if use_expert_bias or quantile else None
+        self.shared_in = nnx.Param(in_init(key(), (1, D, parts, S), param_dtype)[0]) if S else None
+        self.shared_out = nnx.Param(out_init(key(), (1, S, D), param_dtype)[0]) if S else None
+        self.shared_gate = nnx.Param(gate_init(key(), (D, 1), param_dtype)) if shared_gate else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        token_mask: jax.Array | None = None,
+        forced_experts: jax.Array | None = None,
+        quantized: QuantizedExperts | None = None,
+    ) -> MoEOutput:
+        """Applies the layer.
+
+        Args:
+          x: [..., D] float32, bfloat16 or float16.
+          token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
+          forced_experts: int [..., K]; the selection is given (replay).
+          quantized: with precision "fp8" or "auto", w_in and w_out as `quantize_experts` gave them; None: quantised
+            here.
+
+        Returns:
+          MoEOutput of `moe`; output [..., D] of the dtype of the computation. Inside `nnx.capture` with
+          `nnx.Intermediate` it sows `router_logits`, float32 [..., E], which it computes for that.
+        """
+        x = check.array("x", x, check.FLOATS, (..., ("in_features", self.in_features)))
+        dtype = x.dtype if self.dtype is None else self.dtype
+        x = x.astype(dtype)
+
+        def value(variable: nnx.Variable | None) -> Any:
+            return None if variable is None else variable[...].astype(dtype)
+
+        def weights(variable: nnx.Variable) -> jax.Array:  # of float32 ones moe() gives gradients that are not rounded
+            return variable[...] if variable[...].dtype == jnp.float32 else value(variable)
+
+        result = moe(
+            x,
+            self.gate[...],
+            weights(self.w_in),
+            weights(self.w_out),
+            gate_bias=None if self.gate_bias is None else self.gate_bias[...],
+            b_in=value(self.b_in),
+            b_out=value(self.b_out),
+            expert_bias=None if self.expert_bias is None else self._bias(),
+            token_mask=token_mask,
+            forced_experts=forced_experts,
+            qb_bin_bounds=self.qb_bin_bounds,
+            quantized=quantized,
+            **self.options,
+        )
+        if any(type(captured) is nnx.Intermediate for captured in getattr(self, "__captures__", ())):
+            bias = None if self.gate_bias is None else self.gate_bias[...]
+            self.sow(nnx.Intermediate, "router_logits", router_logits(x, self.gate[...], bias))
+        if self.shared_in is None:
+            return result
+        shared = shared_expert(
+            x,
+            value(self.shared_in),
+            value(self.shared_out),
+            activation=self.activation,
+            w_gate=None if self.shared_gate is None else self.shared_gate[...],
+            token_mask=token_mask,
+            precision=dense_precision(self.options["precision"]),
+        )
+        return result._replace(output=result.output + shared)
+
+    def _bias(self) -> jax.Array:
+        """The expert bias as float32.
+
+        Raises:
+          TypeError, ValueError: the variable holds something else than a float array [E].
+        """
+        bias = jnp.asarray(self.expert_bias[...])  # type: ignore[index]
+        dtypes, E = (*check.FLOATS, "float64"), self.gate.shape[1]
+        return check.array("expert_bias", bias, dtypes, (("E", E),)).astype(jnp.float32)
+
+    def update_quantile_bias(self, qb_histogram: jax.Array) -> None:
+        """Sets the selection bias to the one under which every expert would have had its share of the tokens.
+
+        Quantile balancing. Call it once a step, outside the differentiated function.
+
+        Args:
+          qb_histogram: int32 [E, bins] of the step, the sum over everything that it has seen.
+
+        Raises:
+          TypeError, ValueError: the histogram is wrong, or the layer was made without `balance="quantile"`.
+        """
+        if self.expert_bias is None or self.qb_bin_bounds is None:
+            raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
+        shape = (("E", self.gate.shape[1]), ("bins", self.options["qb_bins"]))
+        lower, upper = self.qb_bin_bounds
+        counts = check.array("qb_histogram", qb_histogram, ("int32",), shape)
+        # set_value takes the dtype of the new value; an assignment to [...] would round to that of the old one.
+        self.expert_bias.set_value(quantile_bias(counts, lower, upper, self.options["topk"]))
+
+    def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float = 1e-3) -> None:
+        """Moves the selection bias towards balance: b += rate * sign(mean load - load).
+
+        Auxiliary-loss-free load balancing (Wang et al. 2024, arXiv:2408.15664). Call it once a step with the counts of
+        the whole batch, outside the differentiated function.
+
+        Args:
+          tokens_per_expert: int [E], summed over everything that the step has seen.
+          rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
+
+        Raises:
+          TypeError: an argument has the wrong type or dtype.
+          ValueError: an argument is out of range, or the layer was made without `use_expert_bias`.
+        """
+        if self.expert_bias is None:
+            raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
+        bias = self._bias()
+        load = check.amounts("tokens_per_expert", tokens_per_expert, check.INDICES, bias.shape)
+        load = load.astype(jnp.float32)
+        step = check.array("rate", rate, check.FLOATS, ()) if isinstance(rate, jax.Array) else _rate(rate)
+        self.expert_bias.set_value((bias + step * jnp.sign(load.mean() - load)).astype(jnp.float32))
+
+
+def _rate(value: Any) -> float:
+    rate = check.number("rate", value)
+    if rate < 0:
+        raise ValueError(f"rate: got {rate}, expected a number >= 0")
+    return rate

@@ -1,0 +1,222 @@
+"""What goes into the layer's rules and what comes out of them, by name: on one device, on shards, on a mesh."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from anabranch.jax.binding.arrays import flat
+from anabranch.jax.ops.ffn import FfnConfig, FfnOperands
+from anabranch.jax.ops.quantized import QuantizedExperts, for_pass
+from anabranch.jax.ops.router import RouterOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """The options of the layer that are part of the program."""
+
+    router: RouterOptions | None
+    """None: experts and weights are given, there is no gate."""
+    ffn: FfnConfig
+    align_size: int
+    aux_loss: bool = False
+    z_loss: bool = False
+
+
+class Operands(NamedTuple):
+    """The arrays of the layer; x is [..., D]. None: not given."""
+
+    x: jax.Array
+    gate: jax.Array | None
+    gate_bias: jax.Array | None
+    w_in: jax.Array
+    w_out: jax.Array
+    b_in: jax.Array | None
+    b_out: jax.Array | None
+    expert_bias: jax.Array | None = None
+    token_mask: jax.Array | None = None
+    forced_experts: jax.Array | None = None
+    experts: jax.Array | None = None
+    """int32 [..., K]; an index outside [0, E) is no expert."""
+    weights: jax.Array | None = None
+    """float32 [..., K]."""
+    qb_bin_bounds: jax.Array | None = None
+    """float32 [2]."""
+    quantized_w_in: jax.Array | None = None
+    """This and those below: the fields of a QuantizedExperts."""
+    quantized_w_in_transposed: jax.Array | None = None
+    quantized_w_in_scales: jax.Array | None = None
+    quantized_w_out: jax.Array | None = None
+    quantized_w_out_transposed: jax.Array | None = None
+    quantized_w_out_scales: jax.Array | None = None
+
+    @property
+    def quantized(self) -> QuantizedExperts | None:
+        """Quantised experts, given or of a pass; None: there are none."""
+        found = QuantizedExperts(*(getattr(self, f"quantized_{name}") for name in QuantizedExperts._fields))
+        return None if found.w_in_scales is None else found
+
+
+def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
+    """The fields of Operands, or what else belongs to them, of a QuantizedExperts."""
+    if quantized is None:
+        return {}
+    return {f"quantized_{name}": value for name, value in quantized._asdict().items()}
+
+
+#: Operands with the leading dimensions of x.
+TOKENS = ("x", "token_mask", "forced_experts", "experts", "weights")
+#: Operands that have gradients.
+DIFFERENTIABLE = ("x", "gate", "gate_bias", "w_in", "w_out", "b_in", "b_out", "weights")
+
+
+class Selection(NamedTuple):
+    """The experts of every token and their weights, given or the router's."""
+
+    experts: jax.Array
+    """int32 [..., K]."""
+    weights: jax.Array
+    """float32 [..., K]."""
+
+
+class Sums(NamedTuple):
+    """The router's sums over all tokens that the layer was given, for the losses; None where there is no router."""
+
+    score_sum: jax.Array | None
+    """float32 [E]."""
+    lse_squares: jax.Array | None
+    """float32 []: the sum of lse[t]^2; 0 without a z-loss."""
+    tokens_per_expert: jax.Array | None
+    """int32 [E]."""
+    qb_histogram: jax.Array | None = None
+    """int32 [E, bins], with quantile balancing."""
+
+
+class LayerOutput(NamedTuple):
+    """What the layer computes; sums are over all tokens that it was given. None: not without a router."""
+
+    output: jax.Array
+    """[..., D], dtype of x."""
+    experts: jax.Array | None
+    """int32 [..., K]."""
+    weights: jax.Array | None
+    """float32 [..., K]."""
+    score_sum: jax.Array | None
+    """See Sums."""
+    lse_squares: jax.Array | None
+    """See Sums."""
+    tokens_per_expert: jax.Array
+    """int32 [E]: before any dropping."""
+    dropped: jax.Array
+    """int32 [S]: slots without a row, for each of S shards of the tokens that drop them by themselves."""
+    qb_histogram: jax.Array | None = None
+    """See Sums."""
+
+
+#: Results with the leading dimensions of x.
+TOKEN_RESULTS = ("output", "experts", "weights")
+
+
+def output_names(config: LayerConfig) -> tuple[str, ...]:
+    """The fields of LayerOutput that are not None."""
+    if config.router is None:
+        return "output", "tokens_per_expert", "dropped"
+    return tuple(name for name in LayerOutput._fields if name != "qb_histogram" or config.router.qb_bins)
+
+
+def layer_output(
+    config: LayerConfig,
+    leading: tuple[int, ...],
+    output: jax.Array,
+    selection: Selection,
+    sums: Sums,
+    dropped: jax.Array,
+) -> LayerOutput:
+    """The results of a rule on flat tokens, with the leading dimensions of x again."""
+    assert sums.tokens_per_expert is not None
+    experts = weights = None
+    if config.router is not None:
+        experts, weights = (array.reshape(*leading, array.shape[1]) for array in selection)
+    return LayerOutput(
+        output=output.reshape(*leading, output.shape[1]),
+        experts=experts,
+        weights=weights,
+        score_sum=sums.score_sum,
+        lse_squares=sums.lse_squares,
+        tokens_per_expert=sums.tokens_per_expert,
+        dropped=dropped,
+        qb_histogram=sums.qb_histogram,
+    )
+
+
+class Cotangents(NamedTuple):
+    """Those of the results that have one."""
+
+    output: jax.Array
+    weights: jax.Array | None
+    score_sum: jax.Array | None
+    lse_squares: jax.Array | None
+
+    @property
+    def sums(self) -> Sums:
+        """Of the router's sums."""
+        return Sums(self.score_sum, self.lse_squares, None)
+
+    def of_weights(self, through_experts: jax.Array) -> jax.Array:
+        """The whole cotangent of the weights [T, K]: what comes through the experts, and from whoever reads them."""
+        return through_experts if self.weights is None else through_experts + flat(self.weights)
+
+
+def gradients(given: dict[str, jax.Array | None]) -> Operands:
+    """Gradients by the names of their operands; None for all others."""
+    return Operands(**dict.fromkeys(Operands._fields) | given)  # type: ignore[arg-type]
+
+
+def flat_tokens(operands: Operands) -> Operands:
+    """The operands with the leading dimensions of x and of all that has them as one."""
+    mask = operands.token_mask
+    rows = {name: flat(a) for name in TOKENS if name != "token_mask" and (a := getattr(operands, name)) is not None}
+    return operands._replace(token_mask=None if mask is None else mask.reshape(math.prod(mask.shape)), **rows)
+
+
+def flat_selection(selection: Selection) -> Selection:
+    """The selection of flat tokens."""
+    return Selection(*map(flat, selection))
+
+
+def round_weights(config: LayerConfig, operands: Operands) -> Operands:
+    """The operands with the experts' weights in the dtype of x, in which they multiply unless they are quantised."""
+    if config.ffn.fp8:
+        return operands
+    dtype = operands.x.dtype
+    return operands._replace(w_in=operands.w_in.astype(dtype), w_out=operands.w_out.astype(dtype))
+
+
+def quantize_weights(config: LayerConfig, operands: Operands, *, backward: bool) -> Operands:
+    """The operands with what a pass with FP8 multiplies with; others as they are."""
+    if not config.ffn.fp8:
+        return operands
+    o, ffn = operands, config.ffn
+    found = for_pass(o.quantized, o.w_in, o.w_out, ffn.layouts, ffn.fp8_scales, backward=backward)
+    return operands._replace(**quantized_fields(found))
+
+
+def weight_dtypes(operands: Operands) -> tuple[Any, Any]:
+    """Of w_in and w_out as they were given, and so of their gradients."""
+    return operands.w_in.dtype, operands.w_out.dtype
+
+
+def ffn_operands(operands: Operands, route: Any, weights: jax.Array | None) -> FfnOperands:
+    """The experts' view of the layer's operands: tokens, gathered by a plan or by the route of a transport."""
+    return FfnOperands(
+        x=operands.x,
+        slot_of_row=route.slot_of_row,
+        group_sizes=route.group_sizes,
+        w_in=operands.w_in,
+        w_out=operands.w_out,
+        b_in=operands.b_in,
+        b_out=operands.b_out,
+        weights=weights,
+        quantized=operands.quantized,
+    )

@@ -1,0 +1,138 @@
+"""The layer after the router: experts and weights come from anywhere."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.activation import Activation
+from anabranch.jax.binding import check
+from anabranch.jax.layer.fused_layer import (
+    axes_of_sums,
+    check_align_size,
+    check_parallel,
+    experts_operands,
+    mixture,
+    network_config,
+    with_quantized,
+)
+from anabranch.jax.layer.operands import LayerConfig, Operands
+from anabranch.jax.ops.experts import check_layouts
+from anabranch.jax.ops.quantized import QuantizedExperts
+from anabranch.jax.parallel.parallel import Parallel
+from anabranch.rows import check_num_slots
+
+
+class RoutedExpertsOutput(NamedTuple):
+    """What `routed_experts` returns.
+
+    Attributes:
+      output: [..., D], dtype of x.
+      tokens_per_expert: int32 [E], slots of each expert, before any dropping.
+      dropped: int32 scalar, slots that found no row, and indices outside [-1, E).
+    """
+
+    output: jax.Array
+    tokens_per_expert: jax.Array
+    dropped: jax.Array
+
+
+def routed_experts(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+    *,
+    activation: str | Activation = "silu",
+    b_in: jax.Array | None = None,
+    b_out: jax.Array | None = None,
+    weight_early: bool = False,
+    align_size: int = 0,
+    parallel: Parallel | None = None,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
+) -> RoutedExpertsOutput:
+    """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
+
+        output[t] = sum_k weights[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = experts[t, k]
+
+    This is `moe` after its router, for a selection and weights from anywhere: a router of your own, or one that reads
+    something else than the experts do. Fusion, memory, parallelism and drops are the same.
+
+    Args:
+      x: [..., D] float32, bfloat16 or float16.
+      experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert; one may be repeated.
+      weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
+      w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
+      w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
+      activation: a name or an `Activation`, as in `moe`.
+      b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
+      weight_early: weights multiply before W_out instead of at the combine; same result.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
+      parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights go as x does.
+        Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
+      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, "auto":
+        where that is faster, as in `moe`.
+      fp8_scales, quantized: with "fp8" or "auto", as in `moe`.
+
+    Returns:
+      RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;
+      inside a jax.shard_map those of the shard, where `parallel=Parallel(data_axes=...)` makes tokens_per_expert that
+      of all shards along these axes. Every index that is no expert but -1 counts as dropped.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+
+    Gradients: of x, weights, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
+    That of a weight is exact also where the weight is 0, and 0 where there is no expert or no room.
+    Kept for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
+
+    Source: semantics, sections 9 and 11.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from anabranch.jax import routed_experts
+      >>> experts, weights = jnp.array([[0, 1], [1, -1]]), jnp.array([[0.5, -0.5], [2.0, 0.0]])
+      >>> w_in, w_out = jnp.ones([2, 4, 1, 8]), jnp.ones([2, 8, 4]) * jnp.array([1.0, 2.0])[:, None, None]
+      >>> result = routed_experts(jnp.ones([2, 4]), experts, weights, w_in, w_out, activation="relu")
+      >>> result.output[:, 0].tolist(), result.tokens_per_expert.tolist()
+      ([-16.0, 128.0], [1, 2])
+    """
+    x = check.array("x", x, check.FLOATS, (..., "D"))
+    *leading, _ = x.shape
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    of_experts, _, parts = experts_operands(layouts, x, w_in, w_out, b_in, b_out)
+    experts = check.indices("experts", experts, (*leading, "K"))
+    K = experts.shape[-1]
+    if K < 1:
+        raise ValueError(f"experts: got {check.describe(experts)}, expected [..., K] with K >= 1")
+    check_num_slots("experts", math.prod(leading), K)
+    weights = check.array("weights", weights, check.FLOATS, (*leading, ("K", K)))
+    ffn = network_config(activation, parts, K, weight_early, layouts, precision, fp8_scales)
+    check_parallel(parallel, ffn)
+    config = LayerConfig(
+        router=None,
+        ffn=ffn,
+        align_size=check_align_size(align_size),
+    )
+    config, of_quantized = with_quantized(config, x, of_experts, quantized, parallel)
+    shards = axes_of_sums(parallel, x, K)
+    operands = Operands(
+        x=x,
+        gate=None,
+        gate_bias=None,
+        experts=experts,
+        weights=weights.astype(jnp.float32),
+        **of_experts,
+        **of_quantized,
+    )
+    result = mixture(config, operands, parallel)
+    counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert
+    return RoutedExpertsOutput(result.output, counts, jnp.sum(result.dropped, dtype=jnp.int32))

@@ -1,0 +1,1 @@
+"""Level 2: one differentiable function per operation of the library."""

@@ -1,0 +1,191 @@
+"""Losses that keep the router balanced, on the statistics that `route` returns.
+
+On [E]- and [T]-sized data plain jax.numpy is as fast as a kernel, and fuses, shards and differentiates by itself. Only
+the column sums of dense scores, which read [T, E], are a kernel.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax.binding import check, ffi, workspaces
+from anabranch.jax.binding.derivatives import reverse_mode
+from anabranch.jax.binding.sharding import TokenCall
+
+_COUNTS = (*check.INTEGERS, "float32")
+
+
+def _num_tokens(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A number of tokens, a Python int or an array (a scalar, or of `shape`), as float32."""
+    if isinstance(value, int):
+        return jnp.float32(check.integer(name, value, 0, check.INDEX_LIMIT - 1))
+    scalar = getattr(value, "shape", shape) == ()
+    tokens = check.amounts(name, value, _COUNTS, () if scalar else shape, minimum=0)
+    return jax.lax.stop_gradient(tokens).astype(jnp.float32)
+
+
+def _balance(
+    score_sum: jax.Array, counts: jax.Array, num_experts: int, topk: int, coeff: float, tokens: jax.Array
+) -> jax.Array:
+    """coeff E / (K N^2) sum_e score_sum[e] counts[e] over the last axis; 0 where N = 0."""
+    some = ~(tokens <= 0)  # NaN stays NaN
+    factor = jnp.where(some, coeff * num_experts / topk / jnp.where(some, tokens, 1.0) ** 2, 0.0)
+    counts = jax.lax.stop_gradient(counts).astype(jnp.float32)
+    score_sum = jnp.where(some[..., None], score_sum, 0.0)
+    return factor * jnp.sum(score_sum * counts, axis=-1)
+
+
+def load_balance_loss(
+    score_sum: jax.Array,
+    tokens_per_expert: jax.Array,
+    topk: int,
+    coeff: float,
+    num_tokens: int | jax.Array,
+) -> jax.Array:
+    """The load-balancing loss, coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
+
+    In a sharded program add up score_sum, tokens_per_expert and num_tokens over the shards first.
+
+    Args:
+      score_sum: float32 [E], or [..., E] with one row a sequence (route's sequence_stats).
+      tokens_per_expert: integers or float32, shaped like score_sum.
+      topk: K, 1 <= K <= E.
+      coeff: finite Python number.
+      num_tokens: N, the unmasked tokens: an int or a scalar; with sequences also one for each, [...]. In [0, 2^31) on
+        the host. On a device it is not checked: what is not above 0 counts as 0, NaN makes the loss NaN.
+
+    Returns:
+      float32 scalar; with sequences the mean over them. N = 0 adds 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to score_sum only.
+    Source: Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
+
+    >>> float(load_balance_loss(jnp.array([2.0, 2.0]), jnp.array([2, 2]), 1, 1.0, 4))
+    1.0
+    """
+    score_sum = check.array("score_sum", score_sum, ("float32",), (..., "E"))
+    *leading, E = score_sum.shape
+    counts = check.amounts("tokens_per_expert", tokens_per_expert, _COUNTS, score_sum.shape)
+    topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
+    tokens = _num_tokens("num_tokens", num_tokens, tuple(leading))
+    losses = _balance(score_sum, counts, E, topk, coeff, tokens)
+    return jnp.sum(losses) / max(losses.size, 1)
+
+
+def z_loss(
+    lse: jax.Array,
+    coeff: float,
+    token_mask: jax.Array | None = None,
+    num_tokens: int | jax.Array | None = None,
+) -> jax.Array:
+    """The router z-loss, coeff / N sum_t lse[t]^2 over the unmasked tokens, which keeps logits small.
+
+    Args:
+      lse: float32 [...], from `route`.
+      coeff: finite Python number.
+      token_mask: bool [...], true: a real token; None: all are.
+      num_tokens: N, an int or a scalar; None: the unmasked tokens of this call. A sharded program gives the number
+        of the whole batch and adds up the shards' losses. Checked as in `load_balance_loss`.
+
+    Returns:
+      float32 scalar; 0 where N = 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to lse.
+    Source: ST-MoE, https://arxiv.org/abs/2202.08906, equation 5.
+
+    >>> float(z_loss(jnp.array([1.0, 3.0]), 0.1))
+    0.5
+    """
+    lse = check.array("lse", lse, ("float32",), (...,))
+    coeff = check.number("coeff", coeff)
+    mask = check.optional_array("token_mask", token_mask, check.BOOL, lse.shape)
+    if num_tokens is not None:
+        tokens = _num_tokens("num_tokens", num_tokens, ())
+    else:
+        tokens = jnp.float32(lse.size) if mask is None else jnp.sum(mask).astype(jnp.float32)
+    if mask is not None:
+        lse = jnp.where(mask, lse, 0.0)
+    return mean_of_squares(jnp.sum(jnp.square(lse)), coeff, tokens)
+
+
+def mean_of_squares(squares: jax.Array, coeff: float, tokens: jax.Array) -> jax.Array:
+    """The z-loss of a sum of lse^2 over float32 [] tokens; 0 where there are none."""
+    some = ~(tokens <= 0)  # NaN stays NaN
+    return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * squares
+
+
+def fused_moe_aux_loss(
+    probs: jax.Array,
+    tokens_per_expert: jax.Array,
+    topk: int,
+    coeff: float,
+    total_num_tokens: int | jax.Array | None = None,
+    num_experts: int | None = None,
+) -> jax.Array:
+    """The load-balancing loss of dense scores, coeff E / (K N^2) sum_e tokens_per_expert[e] sum_t probs[t, e].
+
+    Args:
+      probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it: the scores of
+        several sequences side by side.
+      tokens_per_expert: integers or float32 [C].
+      topk: K, 1 <= K <= E.
+      coeff: finite Python number.
+      total_num_tokens: N, an int or a scalar array; None: T. Checked as in `load_balance_loss`.
+      num_experts: E; None: C.
+
+    Returns:
+      float32 scalar, whatever the dtype of probs; 0 where N = 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to probs only.
+    Source: TransformerEngine (interface); Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
+
+    >>> float(fused_moe_aux_loss(jnp.full((4, 2), 0.5), jnp.array([2, 2]), 1, 1.0))
+    1.0
+    """
+    probs = check.array("probs", probs, check.FLOATS, ("T", "C"))
+    T, C = probs.shape
+    counts = check.amounts("tokens_per_expert", tokens_per_expert, _COUNTS, (("C", C),))
+    E = C if num_experts is None else check.integer("num_experts", num_experts, 1, check.INDEX_LIMIT - 1)
+    if C % max(E, 1):
+        raise ValueError(f"num_experts: got {E}, expected a divisor of the {C} columns of probs")
+    topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
+    tokens = _num_tokens("total_num_tokens", T if total_num_tokens is None else total_num_tokens, ())
+    return _balance(_score_sum(probs), counts, E, topk, coeff, tokens)
+
+
+def _sum(_: None, scores: jax.Array) -> tuple[jax.Array]:
+    T, C = scores.shape
+    results = {"score_sum": jax.ShapeDtypeStruct((C,), jnp.float32)}
+    workspace = workspaces.statistics(T, 1, C)
+    return (ffi.call("ab_xla_score_sum", {"scores": scores}, results, workspace=workspace)["score_sum"],)
+
+
+def _spread(_: None, like: jax.Array, d_sum: jax.Array) -> tuple[jax.Array]:
+    return (jnp.broadcast_to(d_sum.astype(like.dtype), (like.shape[0], d_sum.shape[0])),)
+
+
+@reverse_mode("fused_moe_aux_loss")
+def _score_sum(scores: jax.Array) -> jax.Array:
+    """float32 column sums of [T, C], in an order that no thread count changes."""
+    return TokenCall(_sum, None, operands=(1,), results=(0,))(scores)[0]
+
+
+def _score_sum_fwd(scores):
+    return _score_sum(scores), scores[:, :1]  # says how the tokens are sharded
+
+
+def _score_sum_bwd(like, d_sum):
+    return TokenCall(_spread, None, operands=(1, 0), results=(1,))(like, d_sum)
+
+
+_score_sum.defvjp(_score_sum_fwd, _score_sum_bwd)

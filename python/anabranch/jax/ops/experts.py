@@ -1,0 +1,394 @@
+"""The experts: grouped matrix products and the gated feed-forward network.
+
+Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+for a gated expert, 1 for an ungated one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.activation import Activation, as_activation
+from anabranch.jax.binding import check, ffi, workspaces
+from anabranch.jax.binding.derivatives import reverse_mode
+from anabranch.jax.binding.sharding import check_whole, vary_alike
+from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.ops.precision_choice import Spread, decided
+from anabranch.jax.ops.quantized import QuantizedExperts, check_quantized, quantize_matrix, quantize_rows
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.precision import (
+    AUTO,
+    FP8,
+    HIGHEST,
+    TF32,
+    check_fp8,
+    check_fp8_widths,
+    precision_number,
+    product_precision_number,
+)
+
+
+def activate(h: jax.Array, activation: str) -> jax.Array:
+    """act(h) elementwise of a plain activation, for dense layers. Differentiable by JAX itself."""
+    if activation in ("gelu", "gelu_erf"):
+        return jax.nn.gelu(h, approximate=activation == "gelu")
+    if activation == "quick_gelu":
+        return h * jax.nn.sigmoid(1.702 * h)
+    if activation in ("relu", "relu2"):
+        relu = jax.nn.relu(h)
+        return relu * relu if activation == "relu2" else relu
+    return jax.nn.silu(h) if activation == "silu" else h
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _at_most(limit: float, symmetric: bool, x: jax.Array) -> jax.Array:
+    """min(x, limit), clamp(x, -limit, limit) if symmetric; the gradient passes at a limit, where JAX would halve it."""
+    return jnp.clip(x, -limit if symmetric else None, limit)
+
+
+@_at_most.defjvp
+def _at_most_jvp(limit: float, symmetric: bool, primals: Any, tangents: Any) -> Any:
+    (x,), (d_x,) = primals, tangents
+    past = (jnp.abs(x) if symmetric else x) > limit
+    return _at_most(limit, symmetric, x), jnp.where(past, jnp.zeros_like(d_x), d_x)
+
+
+def activate_gated(g: jax.Array, u: jax.Array, activation: Activation) -> jax.Array:
+    """phi(g, u) elementwise, for dense layers. Differentiable by JAX itself."""
+    alpha, limit = activation.alpha, activation.limit
+    if activation.name == "swiglu_clamped":
+        return jax.nn.silu(_at_most(limit, False, g)) * _at_most(limit, True, u)
+    if activation.name == "swiglu_oai":
+        inside = _at_most(limit, False, g)
+        return inside * jax.nn.sigmoid(alpha * inside) * (_at_most(limit, True, u) + 1)
+    if activation.name == "swiglu_then_clamp":
+        return _at_most(limit, False, jax.nn.silu(g)) * _at_most(limit, True, u)
+    if activation.name == "situ":
+        return alpha * jnp.tanh(g / alpha) * jax.nn.sigmoid(g) * (limit * jnp.tanh(u / limit))
+    return activate(g, activation.name) * u
+
+
+def grouped_rows(name: str, value: Any) -> jax.Array:
+    """Checks rows [R, D] of groups."""
+    rows = check.array(name, value, check.FLOATS, ("R", "D"))
+    if rows.shape[0] >= check.INDEX_LIMIT:
+        raise ValueError(f"{name}: got {check.describe(rows)}, expected fewer than 2^31 rows")
+    return rows
+
+
+def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
+    """The arguments w_in_layout and w_out_layout."""
+    return Layouts(
+        check.choice("w_in_layout", w_in_layout, IN_LAYOUTS), check.choice("w_out_layout", w_out_layout, OUT_LAYOUTS)
+    )
+
+
+def experts_arrays(
+    layouts: Layouts,
+    x: jax.Array,
+    weight_dtypes: Sequence[str],
+    w_in: Any,
+    w_out: Any,
+    b_in: Any,
+    b_out: Any,
+    num_experts: int | None = None,
+) -> tuple[dict[str, Any], int, int]:
+    """Checks the experts' arrays beside x [..., D]: (these by the names of the arguments, E, P)."""
+    experts = "E" if num_experts is None else ("E", num_experts)
+    D, dtype = ("D", x.shape[-1]), (str(x.dtype),)
+    w_in = check.array("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
+    sizes = layouts.sizes("w_in", w_in.shape)
+    if sizes["p"] not in (1, 2):
+        gated, plain = (", ".join(layouts.shape("w_in", e="E", d="D", p=p, f="F")) for p in "21")
+        raise ValueError(f"w_in: got {check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
+    E, P, F = (("E", sizes["e"]), ("P", sizes["p"]), ("F", sizes["f"]))
+    arrays = {
+        "w_in": w_in,
+        "w_out": check.array("w_out", w_out, weight_dtypes, layouts.shape("w_out", e=E, f=F, d=D)),
+        "b_in": check.optional_array("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F)),
+        "b_out": check.optional_array("b_out", b_out, dtype, (E, D)),
+    }
+    return arrays, sizes["e"], sizes["p"]
+
+
+def check_fp8_operands(config: FfnConfig, w_in: jax.Array, quantized: Any) -> QuantizedExperts | None:
+    """Checks the widths that w_in tells, and the argument `quantized`, where factors are, or may be, quantised."""
+    check_fp8(config.precision, "float32", quantized)
+    if not (config.fp8 or config.precision == AUTO):
+        return None
+    E, D, P, F = config.sizes(w_in)
+    if config.fp8:
+        check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
+    return check_quantized(quantized, E, D, P, F)
+
+
+# ---------------------------------------------------------------- grouped matmul
+
+
+def alike(dtype: Any, precision: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+    """The operands and the precision of a GEMM whose operands and result have one dtype.
+
+    Args:
+      dtype: of the result.
+      precision: of float32 operands, a number of anabranch.precision.
+      x, w: operands of any float dtype.
+
+    Returns:
+      All three as they are, if x and w have `dtype`. Else x and w in float32, so that nothing is rounded before the
+      result is; without a float32 operand the precision is TF32, which holds every 16-bit value exactly.
+    """
+    if x.dtype == w.dtype == dtype:
+        return x, w, precision
+    exact_in_tf32 = jnp.float32 not in (x.dtype, w.dtype)
+    return x.astype(jnp.float32), w.astype(jnp.float32), TF32 if exact_in_tf32 else precision
+
+
+def grouped_product(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_w: bool,
+    precision: int,
+    fp8_scales: int = 0,
+    dtype: Any = None,
+) -> jax.Array:
+    """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e, of the given dtype (None: that of x).
+
+    The rule without its gradient. Dtypes may differ, except with FP8; see `alike`.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if precision != FP8:
+        x, w, precision = alike(dtype, precision, x, w)
+    y = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transpose_w else 2]), x.dtype)
+    operands = {"x": x, "w": w, "group_sizes": group_sizes}
+    options: dict[str, Any] = {"transpose_w": int(transpose_w), "precision": precision}
+    if precision == FP8:
+        rows, weights = quantize_rows(x, fp8_scales), quantize_matrix(w, fp8_scales, transposed=not transpose_w)
+        operands = {"x": rows.q, "x_scales": rows.scales, "w_q": weights.q, "w_scales": weights.scales}
+        operands["group_sizes"], options["fp8_scales"] = group_sizes, fp8_scales
+    results = ffi.call("ab_xla_grouped_matmul", operands, {"y": y}, **options)
+    return results["y"].astype(dtype)
+
+
+def grouped_weight_gradient(
+    x: jax.Array, d_y: jax.Array, group_sizes: jax.Array, dtype: Any, *, precision: int
+) -> jax.Array:
+    """d_w[E, D, N] = x^T d_y over the rows of expert e, of any float dtype; zero for an expert without rows.
+
+    A GPU's tensor cores need operands of one dtype, and a result of that dtype or float32: others are converted here.
+    """
+    if x.dtype != d_y.dtype:
+        x, d_y = x.astype(jnp.float32), d_y.astype(jnp.float32)
+    E, (R, D), N = group_sizes.shape[0], x.shape, d_y.shape[1]
+    operands = {"x": x, "d_y": d_y, "group_sizes": group_sizes}
+    results = {"d_w": jax.ShapeDtypeStruct((E, D, N), dtype if dtype == x.dtype else jnp.float32)}
+    workspace = workspaces.grouped_matmul_dw(R, E, D, N, x.dtype, d_y.dtype)
+    called = ffi.call("ab_xla_grouped_matmul_dw", operands, results, workspace=workspace, precision=precision)
+    return called["d_w"].astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedProduct:
+    """Options of a grouped product."""
+
+    transpose_w: bool = False
+    precision: int = HIGHEST
+    """See anabranch.precision."""
+    fp8_scales: int = 0
+    """The same."""
+    dtype: Any = None
+    """Of the result; None: that of x."""
+
+
+@reverse_mode("grouped_matmul", nondiff_argnums=(0,))
+def grouped_matmul_rule(options: GroupedProduct, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` on checked arrays, with its gradient."""
+    return grouped_product(x, w, group_sizes, **dataclasses.asdict(options))
+
+
+def _grouped_matmul_forward(options: GroupedProduct, *operands: jax.Array) -> tuple[Any, Any]:
+    return grouped_product(*operands, **dataclasses.asdict(options)), operands
+
+
+def _grouped_matmul_backward(options: GroupedProduct, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
+    x, w, group_sizes = residuals
+    o, of_weights = options, HIGHEST if options.precision == FP8 else options.precision
+    back = dataclasses.replace(o, transpose_w=not o.transpose_w, dtype=x.dtype)
+    d_x = grouped_product(d_y, w, group_sizes, **dataclasses.asdict(back))
+    left, right = (d_y, x) if o.transpose_w else (x, d_y)
+    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=of_weights), None
+
+
+grouped_matmul_rule.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
+
+
+def grouped_matmul(
+    x: Any,
+    w: Any,
+    group_sizes: Any,
+    *,
+    transpose_w: bool = False,
+    precision: str = "highest",
+    fp8_scales: str = "float32",
+) -> jax.Array:
+    """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
+
+    Args:
+      x: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      w: [E, D, N], or with transpose_w [E, N, D]; dtype of x.
+      group_sizes: integers [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+        count as 0.
+      transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
+      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`. "fp8": x and w
+        are quantised, d_y and w in the gradient of x; D and N are multiples of 128.
+      fp8_scales: with "fp8", "float32" or "power_of_two", see `moe`.
+
+    Returns:
+      [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, or an unknown precision.
+
+    Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
+    w. Source: semantics, sections 6 and 11.
+
+    >>> w = jnp.array([[[1.0], [1.0]], [[2.0], [3.0]]])
+    >>> grouped_matmul(jnp.ones((3, 2)), w, jnp.array([1, 2])).ravel().tolist()
+    [2.0, 5.0, 5.0]
+    """
+    x = grouped_rows("x", x)
+    sizes = check.sizes("group_sizes", group_sizes, ("E",))
+    E, D = sizes.shape[0], x.shape[1]
+    transpose_w = check.boolean("transpose_w", transpose_w)
+    w = check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
+    number = product_precision_number(precision)
+    options = GroupedProduct(transpose_w, number, check_fp8(number, fp8_scales))
+    if number == FP8:
+        check_fp8_widths("w", check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
+    check_whole("grouped_matmul", x=x, w=w, group_sizes=sizes)
+    return grouped_matmul_rule(options, *vary_alike(x, w, sizes))
+
+
+# ---------------------------------------------------------------- feed-forward network
+
+
+@reverse_mode("expert_ffn", nondiff_argnums=(0,))
+def _expert_ffn(config: FfnConfig, operands: FfnOperands) -> jax.Array:
+    return ffn_forward(config, operands, keep_h=False)[0]
+
+
+def _expert_ffn_forward(config: FfnConfig, operands: FfnOperands) -> tuple[jax.Array, Any]:
+    y, h = ffn_forward(config, operands, keep_h=True)
+    return y, (operands, h)
+
+
+def _expert_ffn_backward(config: FfnConfig, residuals: Any, d_y: jax.Array) -> tuple[FfnOperands]:
+    operands, h = residuals
+    gradients = ffn_backward(config, operands, h, d_y)
+    return (
+        FfnOperands(
+            x=gradients.rows,
+            slot_of_row=None,
+            group_sizes=None,
+            w_in=gradients.up.w,
+            w_out=gradients.down.w,
+            b_in=gradients.up.b,
+            b_out=gradients.down.b,
+            weights=gradients.weights,
+        ),
+    )
+
+
+_expert_ffn.defvjp(_expert_ffn_forward, _expert_ffn_backward)
+
+
+def expert_ffn(
+    rows: Any,
+    w_in: Any,
+    w_out: Any,
+    group_sizes: Any,
+    *,
+    activation: str | Activation = "silu",
+    b_in: Any = None,
+    b_out: Any = None,
+    weights: Any = None,
+    weight_early: bool = False,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
+) -> jax.Array:
+    """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
+
+    h = x W_in[e] + b_in[e]; gated (P = 2): a = phi(h_gate, h_up), ungated (P = 1): a = act(h).
+
+    Args:
+      rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, as for w_out and the biases.
+      w_out: [E, F, D].
+      group_sizes: integers [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+        count as 0.
+      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" (squared)
+        or "linear", which stands for act(h_gate) h_up, or an `Activation`, of two inputs and with parameters.
+      b_in: [E, 2 or 1, F], or None.
+      b_out: [E, D], or None.
+      weights: w, float [R]; None: 1.
+      weight_early: multiply a and b_out by w instead of y; the same result up to rounding.
+      w_in_layout: the axes of w_in behind E: "dpf", [E, D, P, F]; "pfd", [E, P, F, D], as PyTorch's Linear has it;
+        "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
+        transposed.
+      w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised;
+        "auto": where that is faster.
+      fp8_scales, quantized: with "fp8" or "auto", see `moe`.
+
+    Returns:
+      y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, an unknown activation or precision, or weight_early without weights.
+
+    Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
+    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Source: semantics, sections 6 and 11.
+
+    >>> w_in, w_out = jnp.ones((1, 1, 1, 3)), jnp.ones((1, 3, 1))
+    >>> expert_ffn(jnp.ones((2, 1)), w_in, w_out, jnp.array([1]), activation="relu").tolist()
+    [[3.0], [0.0]]
+    """
+    rows = grouped_rows("rows", rows)
+    sizes = check.sizes("group_sizes", group_sizes, ("E",))
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    given = w_in, w_out, b_in, b_out
+    arrays, _, P = experts_arrays(layouts, rows, (str(rows.dtype),), *given, num_experts=sizes.shape[0])
+    operands = FfnOperands(
+        x=rows,
+        slot_of_row=None,
+        group_sizes=sizes,
+        weights=check.optional_array("weights", weights, check.FLOATS, (("R", rows.shape[0]),)),
+        **arrays,
+    )
+    early = check.boolean("weight_early", weight_early)
+    if early and weights is None:
+        raise ValueError("weight_early: got True without weights, expected weights [R]")
+    number = precision_number(precision)
+    config = FfnConfig(
+        as_activation(activation, P),
+        early,
+        layouts=layouts,
+        precision=number,
+        fp8_scales=check_fp8(number, fp8_scales),
+    )
+    quantized = check_fp8_operands(config, arrays["w_in"], quantized)
+    config = decided(config, rows, arrays["w_in"], quantized, Spread())
+    operands = operands._replace(quantized=quantized if config.fp8 else None)
+    check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands.by_name().items() if n != "x"})
+    leaves, tree = jax.tree.flatten(operands)
+    return _expert_ffn(config, jax.tree.unflatten(tree, vary_alike(*leaves)))

@@ -1,0 +1,507 @@
+"""The rules of the experts' feed-forward network: forward, backward, and by slot, for rows that are summed by token.
+
+Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+for a gated expert, 1 for an ungated one.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.activation import Activation
+from anabranch.jax.binding import ffi, workspaces
+from anabranch.jax.ops.quantized import Factor, QuantizedExperts, for_pass
+from anabranch.layouts import OURS, Layouts
+from anabranch.precision import BLOCK, FP8, HIGHEST
+
+SILU = Activation("silu")
+
+
+@dataclasses.dataclass(frozen=True)
+class FfnConfig:
+    """Options of the feed-forward network."""
+
+    activation: Activation = SILU
+    weight_early: bool = False
+    """Weights multiply before W_out instead of after it."""
+    topk: int = 0
+    """K when x holds tokens and slot_of_row tells which a row reads; 0 when x holds rows."""
+    skip_rest: bool = False
+    """Rows that no slot has may hold anything in what the rules by slot return: nobody reads them."""
+    layouts: Layouts = OURS
+    """Of w_in and w_out, and so of b_in and h."""
+    precision: int = HIGHEST
+    """See anabranch.precision."""
+    fp8_scales: int = 0
+    """The same."""
+
+    @property
+    def fp8(self) -> bool:
+        """Whether factors are quantised."""
+        return self.precision == FP8
+
+    def attributes(self) -> dict[str, Any]:
+        """The options that forward and backward calls have in common."""
+        return {
+            "activation": self.activation.number,
+            "activation_alpha": self.activation.alpha,
+            "activation_limit": self.activation.limit,
+            "topk": self.topk,
+            **self.of_products(),
+        }
+
+    def of_products(self) -> dict[str, Any]:
+        """The options of every product; without FP8 calls are those of before there was one."""
+        return {"precision": self.precision} | ({"fp8_scales": self.fp8_scales} if self.fp8 else {})
+
+    def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
+        """(E, D, P, F) of w_in."""
+        of = self.layouts.sizes("w_in", w_in.shape)
+        return of["e"], of["d"], of["p"], of["f"]
+
+    def orders(self) -> dict[str, str]:
+        """Of all arrays that are not in our own layouts, for `_ffi.call`."""
+        names = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
+        orders = {name: "".join(map(str, self.layouts.order(name))) for name in names}
+        return {name: order for name, order in orders.items() if list(order) != sorted(order)}
+
+
+class FfnOperands(NamedTuple):
+    """What the forward rule reads and, with h, the backward rule again. Shapes are those of our own layouts."""
+
+    x: jax.Array
+    """[T, D] with slot_of_row, else [R, D]."""
+    slot_of_row: jax.Array | None
+    """int32[R]: t*K + k, or -1 for padding. None: x holds the rows."""
+    group_sizes: jax.Array | None
+    """int32[E]; None only among gradients."""
+    w_in: jax.Array
+    """[E, D, P, F]."""
+    w_out: jax.Array
+    """[E, F, D]."""
+    b_in: jax.Array | None
+    """[E, P, F]."""
+    b_out: jax.Array | None
+    """[E, D]."""
+    weights: jax.Array | None
+    """float [T, K] with slot_of_row, else [R]. None: 1."""
+    quantized: QuantizedExperts | None = None
+    """With FP8, for a rule by slot what `factors` makes of these."""
+    x_factor: Factor | None = None
+    """x quantised, which the forward rule by slot reads in its place; None: it quantises x."""
+
+    def by_name(self) -> dict[str, jax.Array | None]:
+        """What a call of either pass takes, by the names there."""
+        named = {name: array for name, array in self._asdict().items() if name not in ("quantized", "x_factor")}
+        return named | _names_of(self.quantized)
+
+
+def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
+    """The factors of one pass by the names of the C interface."""
+    if quantized is None:
+        return {}
+    q = quantized
+    return {
+        "w_in_q": q.w_in_transposed if q.w_in is None else q.w_in,
+        "w_in_scales": q.w_in_scales,
+        "w_out_q": q.w_out_transposed if q.w_out is None else q.w_out,
+        "w_out_scales": q.w_out_scales,
+    }
+
+
+def factors(config: FfnConfig, operands: FfnOperands, *, backward: bool) -> FfnOperands:
+    """The operands with what a pass with FP8 multiplies with, of what was given or of the weights."""
+    if not config.fp8:
+        return operands
+    o = operands
+    found = for_pass(o.quantized, o.w_in, o.w_out, config.layouts, config.fp8_scales, backward=backward)
+    return operands._replace(quantized=found)
+
+
+class MatrixGradient(NamedTuple):
+    """Gradients of the experts' matrices, and of their biases, None where there are none."""
+
+    w: jax.Array
+    """[E, D, P, F] or [E, F, D]."""
+    b: jax.Array | None
+    """[E, P, F] or [E, D]."""
+
+
+class FfnGradients(NamedTuple):
+    """What the backward rule returns."""
+
+    rows: jax.Array
+    """[R, D], the gradient of the rows that were read; dtype of x."""
+    up: MatrixGradient
+    """Of w_in and b_in."""
+    down: MatrixGradient
+    """Of w_out and b_out."""
+    weights: jax.Array | None
+    """Of the shape and dtype of the weights; None: there are none."""
+
+
+def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
+    return None if array is None else jax.ShapeDtypeStruct(array.shape, dtype or array.dtype)
+
+
+def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tuple[jax.Array, jax.Array | None]:
+    """The forward rule: (y [R, D], h [R, P, F] if keep_h), both of x's dtype; padding rows are zero.
+
+    Weights multiply y, or before W_out if they come early; pass none where combine applies them.
+    """
+    operands = factors(config, operands, backward=False)
+    results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], keep_h=keep_h)
+    return results["y"], results["h"]
+
+
+def _forward(
+    config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, keep_h: bool
+) -> dict[str, Any]:
+    """The result, y or a, of so many columns, and h; with FP8 a is quantised, and has scales. inputs: what it reads."""
+    x, w_in, slots = operands.x, operands.w_in, operands.slot_of_row
+    R = x.shape[0] if slots is None else slots.shape[0]
+    _, _, P, F = config.sizes(w_in)
+    quantised = config.fp8 and result == "a"
+    return ffi.call(
+        "ab_xla_expert_ffn_forward",
+        inputs,
+        {
+            result: jax.ShapeDtypeStruct((R, columns), jnp.float8_e4m3fn if quantised else x.dtype),
+            "a_scales": jax.ShapeDtypeStruct((R, F // BLOCK), jnp.float32) if quantised else None,
+            "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if keep_h else None,
+        },
+        workspace=_forward_workspace(config, operands, R, F, result),
+        orders=config.orders(),
+        **config.attributes(),
+        weight_early=int(config.weight_early),
+        skip_rest=int(config.skip_rest and result == "a"),
+    )
+
+
+def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int, result: str) -> int:
+    x = operands.x
+    of_x = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_factor is None else 0
+    if result == "a":
+        return of_x
+    return of_x + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
+
+
+def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> FfnGradients:
+    """The backward rule, the same for early and late weights.
+
+    Args:
+      config: as in the forward pass.
+      operands: as in the forward pass, with the weights also where combine applied them.
+      h: [R, P, F], kept by the forward rule. Its buffer is taken over.
+      d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
+    """
+    operands = factors(config, operands, backward=True)
+    x, weights, w_in = operands.x, operands.weights, operands.w_in
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"h": h},
+        {
+            "dh": _like(h),
+            "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
+            "d_weights": _like(weights, jnp.float32),
+            "d_w_in": _like(operands.w_in, x.dtype),
+            "d_w_out": _like(operands.w_out, x.dtype),
+            "d_b_in": _like(operands.b_in),
+            "d_b_out": _like(operands.b_out),
+        },
+        workspaces.ffn_backward(
+            h.shape[0],
+            config.sizes(w_in),
+            x.dtype,
+            d_out.dtype,
+            weighted_a=True,
+            d_weights=True,
+            d_w_out=True,
+            d_w_in=True,
+        )
+        + (workspaces.fp8_rows(h.shape[0], h.size // max(h.shape[0], 1)) if config.fp8 else 0),
+    )
+    d_weights = None if weights is None else results["d_weights"].astype(weights.dtype)
+    return FfnGradients(
+        results["dx_rows"],
+        MatrixGradient(results["d_w_in"], results["d_b_in"]),
+        MatrixGradient(results["d_w_out"], results["d_b_out"]),
+        d_weights,
+    )
+
+
+def _backward(
+    config: FfnConfig,
+    operands: FfnOperands,
+    d_out: jax.Array | None,
+    hidden: dict[str, jax.Array],
+    results: dict[str, Any],
+    workspace: int,
+    skip_rest: int = 0,
+) -> dict[str, Any]:
+    """The results, from h or from what a call before made of it; dh takes h's place."""
+    inputs = operands.by_name()
+    del inputs["b_in"]
+    if config.fp8 and d_out is not None and "h" in hidden and "d_out_q" not in hidden:
+        workspace += workspaces.fp8_rows(*d_out.shape)
+    return ffi.call(
+        "ab_xla_expert_ffn_backward",
+        {**inputs, "d_out": d_out, **hidden},
+        results,
+        aliases={"h": "dh"} if "h" in hidden else None,
+        workspace=workspace,
+        orders=config.orders(),
+        **config.attributes(),
+        skip_rest=skip_rest,
+    )
+
+
+# ---------------------------------------------------------------- by slot
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotProduct:
+    """Rows of slots [R, N] that stand nowhere: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
+
+    Only their sums by token are an array. On a GPU the rows come in chunks of columns, so that they need little memory.
+    """
+
+    x: jax.Array
+    """[R, D]"""
+    w: jax.Array | None
+    """[E, D, N]; with transpose_w [E, N, D]; None with w_factor"""
+    group_sizes: jax.Array
+    """int32 [E]"""
+    slot_of_row: jax.Array
+    """int32 [R]: t*K + k, or -1 for padding."""
+    precision: int
+    """See anabranch.precision."""
+    bias: jax.Array | None = None
+    """[E, N]"""
+    early_weights: jax.Array | None = None
+    """float [T, K], which x has already: they multiply the bias."""
+    transpose_w: bool = False
+    skip_rest: bool = False
+    """See FfnConfig."""
+    backward: bool = False
+    """The rows are gradients: how much memory they may take follows from it."""
+    x_scales: jax.Array | None = None
+    """float32 [R, D/128]: x is e4m3, and with it w_factor is there."""
+    w_factor: Factor | None = None
+    """e4m3 [E, N, D], and scales as w stands."""
+    row_dtype: Any = None
+    """In which rows travel; None: in that of x."""
+
+    @property
+    def dtype(self) -> Any:
+        """In which rows travel."""
+        return self.x.dtype if self.row_dtype is None else self.row_dtype
+
+    def sum(
+        self, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any, addend: jax.Array | None = None
+    ) -> jax.Array:
+        """`dispatch.gather_sum` of the rows, [T, N]: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t].
+
+        Weights [T, K], and none where x has early ones. Where the addend has the dtype of the sums, they take over its
+        buffer.
+        """
+        assert weights is None or self.early_weights is None
+        (R, D), E = self.x.shape, self.group_sizes.shape[0]
+        if self.w_factor is not None:
+            N = self.w_factor.q.shape[1]
+        else:
+            assert self.w is not None
+            N = self.w.shape[1 if self.transpose_w else 2]
+        # Those of quantised factors are rounded to the dtype of their sums.
+        row_dtype = self.x.dtype if self.w_factor is None else dtype
+        results = ffi.call(
+            "ab_xla_grouped_matmul_combine",
+            {
+                "x": self.x,
+                "w": self.w,
+                "group_sizes": self.group_sizes,
+                "bias": None if self.bias is None else self.bias.astype(row_dtype),
+                "x_scales": self.x_scales,
+                "w_q": self.w_factor.q if self.w_factor is not None else None,
+                "w_scales": self.w_factor.scales if self.w_factor is not None else None,
+                "slot_of_row": self.slot_of_row,
+                "row_of_slot": row_of_slot,
+                "weights": weights if self.early_weights is None else self.early_weights,
+                "addend": addend,
+            },
+            {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
+            aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
+            workspace=workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward),
+            transpose_w=int(self.transpose_w),
+            weight_early=int(self.early_weights is not None),
+            skip_rest=int(self.skip_rest),
+            backward=int(self.backward),
+            precision=self.precision,
+        )
+        out: jax.Array = results["out"]
+        return out
+
+
+class HiddenGradients(NamedTuple):
+    """What `ffn_backward_by_slot` returns."""
+
+    dh: jax.Array
+    """[R, P, F], in the place of h."""
+    weighted_a: jax.Array
+    """[R, F]: w a. Both have the dtype of x."""
+    down: MatrixGradient | None
+    """Of w_out and b_out; None: left for `d_w_out_of`."""
+    weights: jax.Array
+    """Of the shape and dtype of the weights."""
+    dh_factor: Factor | None = None
+    """dh, quantised, with its scales [R, P, F/128]; None without FP8."""
+
+
+def ffn_forward_by_slot(
+    config: FfnConfig, operands: FfnOperands, *, keep_h: bool
+) -> tuple[SlotProduct, jax.Array | None]:
+    """The forward rule with slot_of_row for rows that are summed by token next: (y as a product, h).
+
+    Early weights are the operands'; late ones are for the sum.
+    """
+    assert operands.slot_of_row is not None and operands.group_sizes is not None
+    first_half = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
+    if operands.x_factor is not None:
+        first_half |= {"x": None, "x_q": operands.x_factor.q, "x_scales": operands.x_factor.scales}
+    F = config.sizes(operands.w_in)[3]
+    results = _forward(config, operands, first_half, "a", F, keep_h=keep_h)
+    y = SlotProduct(
+        results["a"],
+        None if config.fp8 else operands.w_out,
+        operands.group_sizes,
+        operands.slot_of_row,
+        config.precision,
+        operands.b_out,
+        operands.weights,
+        transpose_w=config.layouts.w_out == "df" and not config.fp8,
+        skip_rest=config.skip_rest,
+        x_scales=results["a_scales"],
+        w_factor=None if operands.quantized is None else operands.quantized.factor("w_out", transposed=True),
+        row_dtype=operands.x.dtype,
+    )
+    return y, results["h"]
+
+
+def ffn_backward_by_slot(
+    config: FfnConfig,
+    operands: FfnOperands,
+    h: jax.Array,
+    d_out: jax.Array,
+    w_out_dtype: Any = None,
+    d_out_factor: Factor | None = None,
+) -> HiddenGradients:
+    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token: what comes first.
+
+    The sum of `d_rows_of` and `d_w_in_of` are left, and `d_w_out_of` if w_out_dtype is None. Where they are computed in
+    this order, the gradient of w_out here, what they and w a need for a moment can stand where that of w_in will.
+
+    Args:
+      config: as in the forward pass.
+      operands: as for `ffn_backward`.
+      h: as for `ffn_backward`.
+      d_out: as for `ffn_backward`.
+      w_out_dtype: of the gradient of w_out, that of x or float32; None: not computed here.
+      d_out_factor: d_out quantised, which da' is a product of; None: it is quantised here.
+    """
+    assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
+    R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
+    first = w_out_dtype is not None
+    hidden = {"h": h}
+    if d_out_factor is not None:
+        hidden |= {"d_out_q": d_out_factor.q, "d_out_scales": d_out_factor.scales}
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        hidden,
+        {
+            "dh": _like(h),
+            "dh_q": jax.ShapeDtypeStruct((R, P, F), jnp.float8_e4m3fn) if config.fp8 else None,
+            "dh_scales": jax.ShapeDtypeStruct((R, P, F // BLOCK), jnp.float32) if config.fp8 else None,
+            "weighted_a": jax.ShapeDtypeStruct((R, F), dtype),
+            "d_w_out": _like(operands.w_out, w_out_dtype) if first else None,
+            "d_b_out": _like(operands.b_out) if first else None,
+            "d_weights": _like(operands.weights, jnp.float32),
+        },
+        workspaces.ffn_backward(R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=first),
+        skip_rest=int(config.skip_rest),
+    )
+    return HiddenGradients(
+        results["dh"],
+        results["weighted_a"],
+        MatrixGradient(results["d_w_out"], results["d_b_out"]) if first else None,
+        results["d_weights"].astype(operands.weights.dtype),
+        Factor(results["dh_q"], results["dh_scales"]) if config.fp8 else None,
+    )
+
+
+def d_w_out_of(
+    config: FfnConfig, operands: FfnOperands, weighted_a: jax.Array, d_out: jax.Array, dtype: Any
+) -> MatrixGradient:
+    """The gradients of w_out, of `dtype`, that of x or float32, and of b_out.
+
+    Args:
+      config: as for `ffn_backward_by_slot`.
+      operands: as for `ffn_backward_by_slot`.
+      weighted_a: [R, F], that call's.
+      d_out: as for `ffn_backward_by_slot`.
+      dtype: of the gradient of w_out.
+    """
+    R = weighted_a.shape[0]
+    results = _backward(
+        config,
+        operands,
+        d_out,
+        {"weighted_a": weighted_a},
+        {"d_w_out": _like(operands.w_out, dtype), "d_b_out": _like(operands.b_out)},
+        workspaces.ffn_backward(R, config.sizes(operands.w_in), operands.x.dtype, d_out.dtype, d_w_out=True),
+    )
+    return MatrixGradient(results["d_w_out"], results["d_b_out"])
+
+
+def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_factor: Factor | None = None) -> SlotProduct:
+    """The gradient of the rows that were read, [R, D], from dh of `ffn_backward_by_slot`, with FP8 of its dh_factor."""
+    assert operands.slot_of_row is not None and operands.group_sizes is not None
+    E, D, P, F = config.sizes(operands.w_in)
+    R, of_rows = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)
+    rest: dict[str, Any] = dict(skip_rest=config.skip_rest, backward=True, row_dtype=operands.x.dtype)
+    if dh_factor is not None:
+        assert operands.quantized is not None
+        q, scales = operands.quantized.w_in, operands.quantized.w_in_scales
+        assert q is not None and scales is not None
+        return SlotProduct(
+            dh_factor.q.reshape(R, P * F),
+            None,
+            *of_rows,
+            transpose_w=True,
+            x_scales=dh_factor.scales.reshape(R, P * F // BLOCK),
+            w_factor=Factor(q.reshape(E, D, P * F), scales.reshape(E, D // BLOCK, P * F // BLOCK)),
+            **rest,
+        )
+    transposed = config.layouts.w_in.startswith("d")  # our own is what the forward pass multiplies with as it is
+    w_in = operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D))
+    return SlotProduct(dh.reshape(R, P * F), w_in, *of_rows, transpose_w=transposed, **rest)
+
+
+def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
+    """The gradients of w_in, of `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
+    results = _backward(
+        config,
+        operands,
+        None,
+        {"dh": dh},
+        {"d_w_in": _like(operands.w_in, dtype), "d_b_in": _like(operands.b_in)},
+        workspaces.ffn_backward(
+            dh.shape[0], config.sizes(operands.w_in), operands.x.dtype, operands.x.dtype, d_w_in=True
+        ),
+    )
+    return MatrixGradient(results["d_w_in"], results["d_b_in"])

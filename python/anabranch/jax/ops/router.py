@@ -1,0 +1,321 @@
+"""Routing: which experts each token goes to, with which weights, and the statistics the losses need."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from anabranch.jax.binding import check, ffi, workspaces
+from anabranch.jax.binding.derivatives import reverse_mode
+from anabranch.jax.binding.sharding import TokenCall, all_manual, mesh_of, vary_alike
+from anabranch.jax.ops.quantile import bin_bounds
+from anabranch.router_options import RouterOptions, attributes, forward_attributes, router_options
+
+
+class Routing(NamedTuple):
+    """What `route` returns, for logits [..., E].
+
+    weights: float32[..., K], 0 where the expert is -1.
+    experts: int32[..., K], the best first; -1: no expert.
+    tokens_per_expert: int32[E] ([..., E] with sequence_stats).
+    score_sum: float32[E] ([..., E] with sequence_stats), the sum over tokens of the auxiliary scores.
+    lse: float32[...], logsumexp of the logits; 0 for a masked token.
+    qb_histogram: int32[E, bins] with qb_bin_bounds, else None.
+    """
+
+    weights: jax.Array
+    experts: jax.Array
+    tokens_per_expert: jax.Array
+    score_sum: jax.Array
+    lse: jax.Array
+    qb_histogram: jax.Array | None = None
+
+
+class RouterResiduals(NamedTuple):
+    """What the backward pass needs: inputs as they came, integers, and float32."""
+
+    logits: jax.Array
+    experts: jax.Array
+    token_mask: jax.Array | None
+    lse: jax.Array | None
+
+
+class Wanted(NamedTuple):
+    """Which of the results that not everybody needs `route_forward` computes; the others are None."""
+
+    tokens_per_expert: bool = True
+    score_sum: bool = True
+    lse: bool = True
+
+
+_EVERYTHING = Wanted()
+
+
+class RouterOutputs(NamedTuple):
+    """What `route_forward` returns: the fields of Routing."""
+
+    weights: jax.Array
+    experts: jax.Array
+    tokens_per_expert: jax.Array | None
+    score_sum: jax.Array | None
+    lse: jax.Array | None
+    qb_histogram: jax.Array | None
+
+
+def forward_workspace(options: RouterOptions, wanted: Wanted, T: int, B: int, E: int) -> int:
+    """Bytes for the forward pass of T tokens in B sequences whose statistics are apart."""
+    statistics = workspaces.statistics(T, B, E) if wanted.tokens_per_expert or wanted.score_sum else 0
+    return statistics + (workspaces.quantile(T) if options.qb_bins else 0)
+
+
+def route_forward(
+    options: RouterOptions,
+    logits: jax.Array,
+    expert_bias: jax.Array | None,
+    token_mask: jax.Array | None,
+    forced_experts: jax.Array | None,
+    qb_bin_bounds: jax.Array | None = None,
+    wanted: Wanted = _EVERYTHING,
+) -> RouterOutputs:
+    """The forward rule of `route`, on checked arguments: [..., E] logits, bool mask, int32 forced experts."""
+    *leading, E = logits.shape
+    T, K = math.prod(leading), options.topk
+    sequences = leading[:-1] if options.sequence_stats else []
+    stats = (math.prod(sequences), E) if options.sequence_stats else (E,)
+    struct = jax.ShapeDtypeStruct
+    results = ffi.call(
+        "ab_xla_router_forward",
+        {
+            "logits": logits.reshape(T, E),
+            "expert_bias": expert_bias,
+            "token_mask": None if token_mask is None else token_mask.reshape(T),
+            "forced_experts": None if forced_experts is None else forced_experts.reshape(T, K),
+            "qb_bin_bounds": qb_bin_bounds,
+        },
+        {
+            "weights": struct((T, K), jnp.float32),
+            "experts": struct((T, K), jnp.int32),
+            "tokens_per_expert": struct(stats, jnp.int32) if wanted.tokens_per_expert else None,
+            "score_sum": struct(stats, jnp.float32) if wanted.score_sum else None,
+            "lse": struct((T,), jnp.float32) if wanted.lse else None,
+            "qb_histogram": struct((E, options.qb_bins), jnp.int32) if options.qb_bins else None,
+        },
+        workspace=forward_workspace(options, wanted, T, math.prod(sequences) if options.sequence_stats else 1, E),
+        **forward_attributes(options),
+    )
+    counts, score_sum, lse = (results[name] for name in ("tokens_per_expert", "score_sum", "lse"))
+    return RouterOutputs(
+        results["weights"].reshape(*leading, K),
+        results["experts"].reshape(*leading, K),
+        None if counts is None else counts.reshape(*sequences, E),
+        None if score_sum is None else score_sum.reshape(*sequences, E),
+        None if lse is None else lse.reshape(leading),
+        results["qb_histogram"],
+    )
+
+
+def reads_lse(options: RouterOptions) -> bool:
+    """Whether the backward rule reads lse without a cotangent of it."""
+    return options.score_function == "softmax"
+
+
+def route_backward(
+    options: RouterOptions,
+    residuals: RouterResiduals,
+    d_weights: jax.Array | None,
+    d_score_sum: jax.Array | None,
+    d_lse: jax.Array | None,
+) -> jax.Array:
+    """The backward rule of `route`: d_logits, in the logits' dtype; a cotangent of None is zero."""
+    logits, experts, token_mask, lse = residuals
+    if d_weights is None and d_score_sum is None and d_lse is None:
+        return jnp.zeros_like(logits)
+    *leading, E = logits.shape
+    T, K = math.prod(leading), options.topk
+    stats = (math.prod(leading[:-1]), E) if options.sequence_stats else (E,)
+    shared = attributes(options)
+    if d_weights is None:
+        shared["scaling_factor"] = 1.0  # scales weights only
+    results = ffi.call(
+        "ab_xla_router_backward",
+        {
+            "logits": logits.reshape(T, E),
+            "experts": None if d_weights is None else experts.reshape(T, K),
+            "token_mask": None if token_mask is None else token_mask.reshape(T),
+            "lse": lse.reshape(T) if lse is not None and (reads_lse(options) or d_lse is not None) else None,
+            "d_weights": None if d_weights is None else d_weights.reshape(T, K),
+            "d_score_sum": None if d_score_sum is None else d_score_sum.reshape(stats),
+            "d_lse": None if d_lse is None else d_lse.reshape(T),
+        },
+        {"d_logits": jax.ShapeDtypeStruct((T, E), logits.dtype)},
+        **shared,
+    )
+    return results["d_logits"].reshape(logits.shape)
+
+
+def route(
+    logits: jax.Array,
+    topk: int,
+    *,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    expert_bias: jax.Array | None = None,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    token_mask: jax.Array | None = None,
+    forced_experts: jax.Array | None = None,
+    sequence_stats: bool = False,
+    qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
+    qb_bins: int | None = None,
+) -> Routing:
+    """Selects topk experts for every token and weights them.
+
+    The best logits win, ties the lower expert. Scores are softmax over all experts, sigmoid, or sqrt(softplus); a
+    weight is the score, or normalised over the selected experts, times scaling_factor. Arithmetic is float32.
+
+    Args:
+      logits: float32, bfloat16 or float16 [..., E].
+      topk: K, 1 <= K <= E.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      normalize: weights of a token sum to scaling_factor (softmax: over the selected logits); else raw scores.
+      expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
+      num_groups, group_topk: experts in num_groups contiguous groups, of which group_topk are kept for a token, by
+        the sum of their K / group_topk best scores (normalised softmax without a bias: logits); both or neither.
+      group_score_topk: how many of a group's best scores, with their bias, make the group's: 1 is DeepSeek-V2's
+        maximum, 2 DeepSeek-V3's rule as most libraries have it, whatever K / group_topk is. None: the rule above.
+      scaling_factor: finite Python number; multiplies the weights.
+      token_mask: bool [...], true: a real token. Others get expert -1, weight 0, and count nowhere.
+      forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
+        with expert_bias or groups. Where none of a token's forced experts has a finite logit (all are -inf), weights
+        normalised by softmax are NaN, 0 / 0, and so are its gradients; other weights are 0.
+      sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row for each sequence of S.
+      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins are between
+        them, at most 2^20. The result's qb_histogram counts, for each expert, how far a token's cutoff, its (K+1)-th
+        largest score with a bias, is above the expert's score; the first and the last bin continue. `quantile_bias`
+        makes a bias of it. Needs expert_bias and K < E; not with groups.
+
+    Returns:
+      A Routing.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: from weights, score_sum and lse to logits, in one pass; none to expert_bias.
+
+    Source: semantics, sections 1 and 2; expert_bias and groups are DeepSeek-V3's (arXiv:2412.19437).
+
+    >>> routing = route(jnp.array([[1.0, 3.0, 2.0]]), 2)
+    >>> routing.experts.tolist(), routing.tokens_per_expert.tolist()
+    ([[1, 2]], [0, 1, 1])
+    """
+    logits = check.array("logits", logits, check.FLOATS, (..., "E"))
+    *leading, E = logits.shape
+    options = router_options(
+        E,
+        topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        group_score_topk=group_score_topk,
+        scaling_factor=scaling_factor,
+        sequence_stats=sequence_stats,
+        qb_bins=qb_bins,
+    )
+    if options.sequence_stats and not leading:
+        raise ValueError(f"logits: got {check.describe(logits)}, expected [..., S, E] with sequence_stats")
+    operands = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    bounds = quantile_operand(options, operands[0], qb_bin_bounds)
+    run = _compiled_route if all_manual(mesh_of(logits)) else _route
+    return run(options, *vary_alike(logits, *operands, bounds))
+
+
+def quantile_operand(options: RouterOptions, expert_bias: Any, qb_bin_bounds: Any) -> jax.Array | None:
+    """Checks what quantile balancing needs beside its number of bins; returns the bounds, None without it."""
+    if (options.qb_bins > 0) != (qb_bin_bounds is not None):
+        got = "qb_bin_bounds" if qb_bin_bounds is not None else "qb_bins"
+        raise ValueError(f"{got}: got one by itself, expected qb_bin_bounds and qb_bins or neither")
+    if qb_bin_bounds is None:
+        return None
+    if expert_bias is None:
+        raise ValueError("expert_bias: got None with quantile balancing, expected one, of zeros to begin with")
+    return bin_bounds(qb_bin_bounds)
+
+
+def router_operands(
+    options: RouterOptions,
+    num_experts: int,
+    leading: tuple[int, ...],
+    expert_bias: Any,
+    token_mask: Any,
+    forced_experts: Any,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """Checks the optional arrays of a routing of logits [*leading, E]: (expert_bias, token_mask, forced_experts)."""
+    check_slots(leading, options.topk)
+    expert_bias = check.optional_array("expert_bias", expert_bias, check.FLOATS, (("E", num_experts),))
+    token_mask = check.optional_array("token_mask", token_mask, check.BOOL, leading)
+    if forced_experts is not None:
+        forced_experts = check.indices("forced_experts", forced_experts, (*leading, options.topk))
+        for name, given in (("expert_bias", expert_bias is not None), ("num_groups", options.num_groups > 0)):
+            if given:
+                raise ValueError(f"{name}: got one together with forced_experts, expected none")
+    return expert_bias, token_mask, forced_experts
+
+
+def check_slots(leading: tuple[int, ...], topk: int) -> None:
+    """Refuses more than 2^31 - 1 slots: indices are int32."""
+    tokens = math.prod(leading)
+    if tokens * topk >= check.INDEX_LIMIT:
+        raise ValueError(f"logits: got {tokens} tokens with topk {topk}, expected fewer than 2^31 slots")
+
+
+def _forward(options: RouterOptions, *arrays: Any) -> tuple[jax.Array, ...]:
+    return tuple(array for array in route_forward(options, *arrays) if array is not None)
+
+
+def _backward(options: RouterOptions, logits, experts, token_mask, lse, *cotangents) -> tuple[jax.Array, ...]:
+    return (route_backward(options, RouterResiduals(logits, experts, token_mask, lse), *cotangents),)
+
+
+def _token_axes(options: RouterOptions, logits: jax.Array) -> tuple[int, int]:
+    """Leading axes of the tokens, and how many of them the statistics keep."""
+    tokens = logits.ndim - 1
+    return tokens, tokens - 1 if options.sequence_stats else 0
+
+
+@reverse_mode("route", nondiff_argnums=(0,))
+def _route(
+    options: RouterOptions,
+    logits: jax.Array,
+    expert_bias: jax.Array | None,
+    token_mask: jax.Array | None,
+    forced_experts: jax.Array | None,
+    qb_bin_bounds: jax.Array | None,
+) -> Routing:
+    t, s = _token_axes(options, logits)
+    results = (t, t, s, s, t) if qb_bin_bounds is None else (t, t, s, s, t, 0)
+    call = TokenCall(_forward, options, operands=(t, 0, t, t, 0), results=results)
+    return Routing(*call(logits, expert_bias, token_mask, forced_experts, qb_bin_bounds))
+
+
+def _route_fwd(options, *primals):
+    arrays = [None if primal is None else primal.value for primal in primals]
+    routing = _route(options, *arrays)
+    return routing, RouterResiduals(arrays[0], routing.experts, arrays[2], routing.lse)
+
+
+def _route_bwd(options, residuals, cotangents):
+    d_weights, _, _, d_score_sum, d_lse = map(ffi.cotangent, cotangents[:5])
+    t, s = _token_axes(options, residuals.logits)
+    call = TokenCall(_backward, options, operands=(t, t, t, t, t, s, t), results=(t,))
+    return *call(*residuals, d_weights, d_score_sum, d_lse), None, None, None, None
+
+
+# symbolic_zeros: what has no cotangent costs nothing in the backward pass.
+_route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)
+
+# A jax.shard_map that is not compiled knows no symbolic zeros.
+_compiled_route = jax.jit(_route, static_argnums=0)

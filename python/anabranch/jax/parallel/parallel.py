@@ -1,0 +1,299 @@
+"""How a layer is spread over a mesh: which of its axes carry tokens, experts, slices of weights and of F."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from anabranch.exchange_sizes import capacity_of
+from anabranch.jax.binding import check
+from anabranch.jax.binding.sharding import Axes, axes_of_type, entry_of, mesh_of, spec_of
+from anabranch.jax.ops.experts import check_layouts
+from anabranch.jax.ops.quantized import QuantizedExperts
+from anabranch.jax.parallel.exchange import TRANSPORTS, Bounds, choose
+from anabranch.layouts import Layouts
+from anabranch.precision import BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """Names the axes of a mesh that a layer is spread over; `moe`, `MoE` and `MoEBlock` take it as `parallel`.
+
+    One value rather than six options, since it goes unchanged through model, layer and function, is checked in one
+    place, and also says how parameters are to be sharded (`specs`). Results do not depend on it, up to the rounding of
+    sums over devices, unless `capacity_factor` drops something.
+
+    Args:
+      expert_axis: axis over which the experts are divided, in contiguous equal ranges; tokens are, too, and travel to
+        the experts' devices and back. None: every device has all experts.
+      data_axes: axes over which the tokens are divided, as the first dimension of x: over (*data_axes, expert_axis).
+        Inside a jax.shard_map over the whole mesh the only field that may be given: x then is this device's shard, and
+        losses and counts are those of all shards along these axes.
+      fsdp_axes: those of data_axes over which every expert matrix and the gate are also divided, along D. They are
+        gathered just before they are used, forward and backward, and their gradients are reduce-scattered.
+      tensor_axis: axis over which F is divided; tokens are the same along it. One sum a pass.
+      transport: "all_to_all", "ragged", "ring", or "auto", which estimates their times (docs/scaling.md).
+      capacity_factor: None: nothing is ever dropped, buffers hold the worst case. Else a device takes at most
+        ceil(capacity_factor * T * K) slots, T the tokens of a device, and drops those that come last in the order
+        (source, token, slot), the same on every run; they are counted by source.
+      fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs travel to the experts as e4m3
+        numbers with the scales that they multiply with, 33/32 bytes an element; what comes back travels as without.
+        Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and what b_out adds to those of the
+        weights, are of x and of cotangents as they arrive: docs/scaling.md has their bound.
+      mesh: the mesh; None: that of jax.set_mesh, or of the type of x.
+
+    Raises:
+      TypeError, ValueError: a field of a wrong type, out of range, or at odds with another.
+
+    >>> tuple(Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data").specs()["w_in"])
+    ('expert', 'data', None, None)
+    """
+
+    expert_axis: str | None = None
+    data_axes: str | Axes = ()
+    fsdp_axes: str | Axes = ()
+    tensor_axis: str | None = None
+    transport: str = "auto"
+    capacity_factor: float | None = None
+    mesh: Any = None
+    fp8_exchange: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("data_axes", "fsdp_axes"):
+            object.__setattr__(self, name, _axis_names(name, getattr(self, name)))
+        for name in ("expert_axis", "tensor_axis"):
+            axis = getattr(self, name)
+            if axis is not None and not isinstance(axis, str):
+                raise TypeError(f"{name}: got {check.describe(axis)}, expected the name of a mesh axis or None")
+        single = [("expert_axis", self.expert_axis), ("tensor_axis", self.tensor_axis)]
+        used: dict[str, str] = {}
+        for name, axis in [*single, *(("data_axes", axis) for axis in self.data_axes)]:
+            if axis is not None and axis in used:
+                raise ValueError(f"{name}: got {axis!r}, expected an axis that is not in {used[axis]}")
+            if axis is not None:
+                used[axis] = name
+        for axis in self.fsdp_axes:
+            if axis not in self.data_axes:
+                raise ValueError(f"fsdp_axes: got {axis!r}, expected axes of data_axes {self.data_axes}")
+        if not used:
+            raise ValueError("parallel: got no axis, expected expert_axis, data_axes or tensor_axis")
+        check.choice("transport", self.transport, ("auto", *TRANSPORTS))
+        if self.expert_axis is None and (self.transport != "auto" or self.capacity_factor is not None):
+            name = "transport" if self.transport != "auto" else "capacity_factor"
+            raise ValueError(f"{name}: got {getattr(self, name)!r} without expert_axis, expected none")
+        if check.boolean("fp8_exchange", self.fp8_exchange) and self.expert_axis is None:
+            raise ValueError("fp8_exchange: got True without expert_axis, expected False")
+        if self.capacity_factor is not None and check.number("capacity_factor", self.capacity_factor) <= 0:
+            raise ValueError(f"capacity_factor: got {self.capacity_factor}, expected a number > 0")
+        if self.mesh is not None and not isinstance(self.mesh, (Mesh, jax.sharding.AbstractMesh)):
+            raise TypeError(f"mesh: got {check.describe(self.mesh)}, expected a jax.sharding.Mesh")
+
+    @property
+    def token_axes(self) -> Axes:
+        """The axes over which tokens are divided, the slowest first."""
+        expert = () if self.expert_axis is None else (self.expert_axis,)
+        return (*self.data_axes, *expert)
+
+    def specs(self, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> dict[str, PartitionSpec]:
+        """How the arrays of `moe` are sharded, by the names of its arguments; x by its first dimension."""
+        layouts = check_layouts(w_in_layout, w_out_layout)
+        ep, tp, fsdp = self.expert_axis, self.tensor_axis, entry_of(tuple(self.fsdp_axes))
+        return {
+            "x": PartitionSpec(entry_of(self.token_axes)),
+            "gate": PartitionSpec(fsdp, None),
+            "gate_bias": PartitionSpec(None),
+            "w_in": PartitionSpec(*layouts.shape("w_in", e=ep, d=fsdp, p=None, f=tp)),
+            "w_out": PartitionSpec(*layouts.shape("w_out", e=ep, f=tp, d=fsdp)),
+            "b_in": PartitionSpec(*layouts.shape("b_in", e=ep, p=None, f=tp)),
+            "b_out": PartitionSpec(ep, fsdp),
+            "expert_bias": PartitionSpec(None),
+            "qb_bin_bounds": PartitionSpec(None),
+        }
+
+
+def quantized_specs(parallel: Parallel) -> QuantizedExperts:
+    """How the fields of a QuantizedExperts are sharded: as the weights are, whose blocks no device has a part of."""
+    d, f = entry_of(tuple(parallel.fsdp_axes)), parallel.tensor_axis
+    axes = QuantizedExperts.shapes(parallel.expert_axis, d, None, f, d, f)
+    specs: dict[str, Any] = {name: PartitionSpec(*of) for name, of in axes.items()}
+    return QuantizedExperts(**specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A `Parallel` on the mesh and the shapes of one call.
+
+    Attributes:
+      parallel: what was asked for.
+      mesh: what jax.shard_map takes, None: the mesh of the context; manual: the axes that it makes manual.
+      explicit: whether types of arrays say how these are divided.
+      tokens: the axes of every leading dimension of x.
+      transport: one of TRANSPORTS but "auto".
+      bounds: of the transport's buffers.
+      layouts: of w_in and w_out.
+    """
+
+    parallel: Parallel
+    mesh: Any
+    manual: Axes
+    explicit: bool
+    tokens: tuple[Axes, ...]
+    transport: str
+    bounds: Bounds
+    layouts: Layouts
+
+    @property
+    def token_axes(self) -> Axes:
+        """The axes over which tokens are divided, the slowest first."""
+        return tuple(axis for axes in self.tokens for axis in axes)
+
+
+def _axis_names(name: str, axes: Any) -> Axes:
+    names = (axes,) if isinstance(axes, str) else axes
+    if not isinstance(names, (tuple, list)) or not all(isinstance(axis, str) for axis in names):
+        raise TypeError(f"{name}: got {check.describe(axes)}, expected the names of mesh axes")
+    return tuple(names)
+
+
+def place(
+    parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int, layouts: Layouts, *, fp8: bool = False
+) -> Placement:
+    """Checks that `arrays`, by the names of moe's arguments, can be spread as `parallel` says; fp8: in whole blocks.
+
+    Raises:
+      ValueError: an axis that the mesh does not have or that is manual already, a dimension that can't be divided, or
+        an explicit sharding of an operand that is another one.
+    """
+    x, num_experts = arrays["x"], arrays["w_in"].shape[0]
+    mesh = mesh_for(parallel, x)
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+    def size(*axes: str) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    def divide(argument: str, dimension: str, number: int, axes: Axes) -> None:
+        if number % size(*axes):
+            raise ValueError(
+                f"{argument}: got {check.describe(arrays[argument])}, expected {dimension} a multiple of "
+                f"{size(*axes)}, the devices along {', '.join(map(repr, axes))}"
+            )
+
+    ep, tp = parallel.expert_axis, parallel.tensor_axis
+    if x.ndim < 2:
+        raise ValueError(f"x: got {check.describe(x)}, expected [..., D] with a first dimension to divide")
+    tokens = _token_axes(parallel, x)
+    for number, axes in zip(x.shape, tokens, strict=False):
+        divide("x", "that dimension of tokens", number, axes)
+    divide("x", "D", x.shape[-1], tuple(parallel.fsdp_axes))
+    divide("w_in", "E", num_experts, (ep,) if ep else ())
+    F = layouts.sizes("w_in", arrays["w_in"].shape)["f"]
+    divide("w_in", "F", F, (tp,) if tp else ())
+    if fp8:
+        for dimension, number, axes in (("D", x.shape[-1], tuple(parallel.fsdp_axes)), ("F", F, (tp,) if tp else ())):
+            if number % (BLOCK * size(*axes)):
+                raise ValueError(
+                    f"w_in: got {check.describe(arrays['w_in'])}, expected {dimension} a multiple of {BLOCK} times "
+                    f'{size(*axes)}, the devices along {", ".join(map(repr, axes))}: with precision="fp8" a block of '
+                    f"{BLOCK} has one scale, and must not be spread over devices"
+                )
+    for name, spec in parallel.specs(*layouts).items():
+        if name != "x" and arrays.get(name) is not None:
+            _check_spec(name, arrays[name], spec)
+
+    T = math.prod(x.shape[:-1]) // size(*parallel.token_axes)
+    ranks = size(ep) if ep else 1
+    selected = arrays["forced_experts"] is not None or arrays["experts"] is not None
+    slots_per_token = topk if selected else min(topk, num_experts // ranks)  # experts that are given may repeat
+    bounds = Bounds(
+        axis=ep,
+        ranks=ranks,
+        experts=num_experts,
+        align_size=align_size,
+        tokens=T,
+        topk=topk,
+        slots_per_token=slots_per_token,
+        capacity=capacity_of(parallel.capacity_factor, T, topk, ranks, slots_per_token),
+    )
+    transport = "ring" if ep is None else parallel.transport
+    if transport == "auto":
+        transport = choose(_platform(parallel.mesh, mesh), bounds, x.dtype.itemsize, parallel.fp8_exchange)
+    bounds.check(transport)
+    context = jax.sharding.get_abstract_mesh()
+    return Placement(
+        parallel=parallel,
+        mesh=None if not context.empty else parallel.mesh or mesh,
+        manual=tuple(axis for axis in mesh.axis_names if axis not in axes_of_type(mesh, AxisType.Manual)),
+        explicit=bool(axes_of_type(mesh, AxisType.Explicit)),
+        tokens=tokens,
+        transport=transport,
+        bounds=bounds,
+        layouts=layouts,
+    )
+
+
+def shards_of_this_device(parallel: Parallel) -> Axes:
+    """The axes of the shards, inside a jax.shard_map over the whole mesh, where nothing but data_axes may be given."""
+    for name in ("expert_axis", "fsdp_axes", "tensor_axis", "mesh"):
+        if getattr(parallel, name):
+            raise ValueError(
+                f"{name}: got {getattr(parallel, name)!r} inside a jax.shard_map over the whole mesh, expected only "
+                "data_axes there; call moe() outside, it has a jax.shard_map of its own"
+            )
+    names = jax.sharding.get_abstract_mesh().axis_names
+    for axis in parallel.data_axes:
+        if axis not in names:
+            raise ValueError(f"data_axes: got {axis!r}, expected axes of the mesh, {', '.join(map(repr, names))}")
+    return tuple(parallel.data_axes)
+
+
+def mesh_for(parallel: Parallel, x: jax.Array) -> Any:
+    """The mesh of a call: that of the context first, which the given one has to agree with."""
+    mesh = mesh_of(x)
+    if mesh.empty:
+        mesh = mesh if parallel.mesh is None else parallel.mesh
+    elif parallel.mesh is not None and mesh.shape != parallel.mesh.shape:
+        raise ValueError(f"mesh: got {dict(parallel.mesh.shape)}, expected that of the context, {dict(mesh.shape)}")
+    if mesh.empty:
+        raise ValueError("mesh: got none, expected parallel.mesh, or the call under jax.set_mesh(mesh)")
+    manual = axes_of_type(mesh, AxisType.Manual)
+    single = [("expert_axis", parallel.expert_axis), ("tensor_axis", parallel.tensor_axis)]
+    for name, axis in [*single, *(("data_axes", axis) for axis in parallel.data_axes)]:
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(
+                f"{name}: got {axis!r}, expected an axis of the mesh, {', '.join(map(repr, mesh.axis_names))}"
+            )
+        if axis in manual:
+            raise ValueError(
+                f"{name}: got {axis!r}, which a jax.shard_map around the call has made manual, expected moe() outside"
+            )
+    return mesh
+
+
+def _token_axes(parallel: Parallel, x: jax.Array) -> tuple[Axes, ...]:
+    """The axes of every leading dimension of x: as its type says, or all on the first."""
+    given = spec_of(x)
+    named = [axis for axes in given for axis in axes]
+    if not named:
+        return (parallel.token_axes, *((),) * (x.ndim - 2))
+    if given[-1] or sorted(named) != sorted(parallel.token_axes):
+        raise ValueError(
+            f"x: got {check.describe(x)} sharded as {jax.typeof(x).sharding.spec}, expected its leading dimensions "
+            f"over {', '.join(map(repr, parallel.token_axes))}"
+        )
+    return given[:-1]
+
+
+def _check_spec(name: str, array: jax.Array, spec: PartitionSpec) -> None:
+    """An explicit sharding has to be the one that is needed, or none: then every device has its part already."""
+    given = PartitionSpec(*(entry_of(axes) for axes in spec_of(array)))
+    if any(entry is not None for entry in given) and given != spec:
+        raise ValueError(f"{name}: got {check.describe(array)} sharded as {given}, expected {spec}")
+
+
+def _platform(given: Any, mesh: Any) -> str:
+    """The platform of the mesh's devices, "cpu", "gpu" or "tpu"."""
+    if isinstance(given, Mesh):
+        return str(given.devices.flat[0].platform)
+    return str(getattr(getattr(mesh, "abstract_device", None), "platform", None) or jax.default_backend())

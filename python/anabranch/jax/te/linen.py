@@ -1,0 +1,338 @@
+"""Flax Linen layer with the attributes of TransformerEngine's MoEBlock, and some of its own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from anabranch._packages import needed_by
+from anabranch.activation import Activation, as_activation
+from anabranch.dense_router import normalizes
+from anabranch.jax.binding import check
+from anabranch.jax.layer.gate import router_logits
+from anabranch.jax.layer.initializers import (
+    Initializer,
+    default_gate_init,
+    default_in_init,
+    default_out_init,
+    default_shared_in_init,
+    initializer,
+)
+from anabranch.jax.layer.moe import layer_config, moe
+from anabranch.jax.layer.shared_expert import shared_expert
+from anabranch.jax.ops.quantized import QuantizedExperts
+from anabranch.jax.parallel.parallel import Parallel
+from anabranch.jax.te.router import score_function_name
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.precision import dense_precision
+
+with needed_by("anabranch.jax.linen"):
+    import flax.linen as nn
+
+Axes = tuple[str | None, ...]
+
+
+def _check_axes(name: str, axes: Any, size: int | None) -> None:
+    """Logical axes of an array: as many names, or () for none; a size of None: any number."""
+    given = isinstance(axes, (tuple, list)) and all(axis is None or isinstance(axis, str) for axis in axes)
+    if not given or (size is not None and len(axes) not in (0, size)):
+        error = ValueError if given else TypeError
+        wanted = "axes" if size is None else f"{size} axes"
+        raise error(f"{name}: got {check.describe(axes)}, expected the names of {wanted}, or ()")
+
+
+class MoEBlock(nn.Module):
+    """A Mixture-of-Experts block, gated: sum over the chosen experts of weight * phi(x W_0, x W_1) W_out.
+
+    Parameters: `gate_kernel` [D, E], `wi` [E, D, 2, F] (W_0 and W_1 side by side: `jnp.stack([wi_0, wi_1], axis=2)` of
+    a checkpoint that keeps them apart), `wo` [E, F, D], with `use_ffn_bias` also `wi_bias` [E, 2, F] (`jnp.stack(
+    [wi_0_bias, wi_1_bias], axis=1)`) and `wo_bias` [E, D], with `use_gate_bias` `gate_bias` [E], with `shared_features`
+    S > 0 `shared_wi` [D, 2, S] and `shared_wo` [S, D], with `shared_gate` `shared_gate_kernel` [D, 1].
+    The expert bias is a variable of the collection `router_state`, so that no optimiser sees it.
+
+    Attributes:
+      num_experts: E.
+      num_experts_per_tok: K.
+      intermediate_size: F.
+      activation_type: a name or an `Activation`, as `activation` of `moe`.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus", or a ScoreFunction.
+      use_pre_softmax: weights are the softmax over all experts, not over the chosen ones; other scores take no notice.
+      num_groups, group_topk: group-limited routing; None, 0 or -1: none.
+      scaling_factor: multiplies the weights.
+      use_expert_routing_bias: a selection bias [E]; not with softmax. `use_expert_bias` is its earlier name.
+      aux_loss_coeff: coefficient of the load-balance loss; 0: none.
+      gate_kernel_axes, wi_kernel_axes, wo_kernel_axes: logical axes of the kernels; () leaves one unannotated. Those of
+        `wi` name [E, D, F].
+      input_axes: logical axes of the inputs, which are constrained to them; (): none.
+      data_parallelism_axes: (), or the data axes of `parallel`, which says how a block is spread.
+      apply_topk_weights_early: weights multiply before W_out instead of at the combine; the result is the same.
+      recv_capacity_per_rank: None; `Parallel.capacity_factor` bounds buffers.
+      dtype: dtype of the parameters and of the computation, float32, bfloat16 or float16.
+      kernel_init, bias_init, expert_bias_init: initialisers; kernel_init None: truncated normal of variance 1 / fan-in,
+        the expert axis left out of the fan.
+      use_ffn_bias: biases of the experts. `use_bias` is its earlier name.
+      quantization_recipe: None; the block computes in `dtype`.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded.
+      parallel: how the block is spread over a mesh; the axes of the kernels are to be mapped to `parallel.specs()`.
+      z_loss_coeff: coefficient of the mean squared logsumexp of the logits; 0: none.
+      group_score_topk: a group's score is the sum of so many of its scores, as in `moe`; None: see there.
+      use_gate_bias: a bias of the router's logits, a parameter.
+      shared_features: width S of a dense expert that every token passes through; 0: none.
+      shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate_kernel>).
+      wi_layout, wo_layout: the axes of `wi`, `wi_bias` and `wo`, as `w_in_layout` and `w_out_layout` of `moe`.
+      precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
+        expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest".
+      fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
+
+    Raises:
+      TypeError, ValueError: when it is made, an attribute is wrong; the message names it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from anabranch.jax.linen import MoEBlock
+      >>> block, x = MoEBlock(num_experts=4, intermediate_size=8, aux_loss_coeff=0.01), jnp.ones([3, 5, 16])
+      >>> variables = block.init(jax.random.key(0), x)
+      >>> (output, aux_loss), sown = block.apply(variables, x, mutable=["intermediates"])
+      >>> output.shape, int(sown["intermediates"]["tokens_per_expert"][0].sum())
+      ((3, 5, 16), 30)
+    """
+
+    # TransformerEngine's, in its order.
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    intermediate_size: int = 2048
+    activation_type: str | Activation = "silu"
+    score_function: Any = "softmax"
+    use_pre_softmax: bool = False
+    num_groups: int | None = None
+    group_topk: int | None = None
+    scaling_factor: float = 1.0
+    use_expert_routing_bias: bool = False
+    aux_loss_coeff: float = 0.0
+    gate_kernel_axes: Axes = ()
+    wi_kernel_axes: Axes = ("exp", "embed", "mlp")
+    wo_kernel_axes: Axes = ("exp", "mlp", "embed")
+    input_axes: Axes = ()
+    data_parallelism_axes: tuple[str, ...] = ()
+    apply_topk_weights_early: bool = False
+    recv_capacity_per_rank: None = None
+    dtype: Any = jnp.float32
+    kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros
+    expert_bias_init: Initializer = nn.initializers.zeros
+    use_ffn_bias: bool = False
+    quantization_recipe: None = None
+    # Its earlier names.
+    use_expert_bias: bool = False
+    use_bias: bool = False
+    # Ours.
+    align_size: int = 0
+    parallel: Parallel | None = None
+    z_loss_coeff: float = 0.0
+    group_score_topk: int | None = None
+    use_gate_bias: bool = False
+    shared_features: int = 0
+    shared_gate: bool = False
+    wi_layout: str = "dpf"
+    wo_layout: str = "fd"
+    precision: str = "highest"
+    fp8_scales: str = "float32"
+
+    # Methods that Flax wraps can't be called before a module is set up (tabulate asserts it), and those that are called
+    # later would be rows of tabulate's table: so helpers are marked nowrap.
+    def __post_init__(self) -> None:
+        """Checks the attributes."""
+        self._options()
+        largest = check.INDEX_LIMIT - 1
+        check.integer("intermediate_size", self.intermediate_size, 1, largest)
+        check.integer("shared_features", self.shared_features, 0, largest)
+        flags = ("use_expert_routing_bias", "use_expert_bias", "use_ffn_bias", "use_bias", "use_gate_bias")
+        for name in (*flags, "shared_gate"):
+            check.boolean(name, getattr(self, name))
+        if self.shared_gate and not self.shared_features:
+            raise ValueError("shared_gate: got True without a shared expert, expected shared_features > 0")
+        for name in ("use_expert_routing_bias", "use_expert_bias"):
+            if getattr(self, name) and score_function_name(self.score_function) == "softmax":
+                raise ValueError(f"{name}: got True with softmax, expected sigmoid or sqrtsoftplus scores")
+        for name, size in (("gate_kernel_axes", 2), ("wi_kernel_axes", 3), ("wo_kernel_axes", 3)):
+            _check_axes(name, getattr(self, name), size)
+        _check_axes("input_axes", self.input_axes, None)
+        self._check_what_has_no_use()
+        check.dtype("dtype", self.dtype, check.FLOATS)
+        initializer("kernel_init", self.kernel_init, default_in_init)
+        for name in ("bias_init", "expert_bias_init"):
+            initializer(name, getattr(self, name))
+        super().__post_init__()
+
+    @nn.nowrap
+    def _check_what_has_no_use(self) -> None:
+        """Attributes of TransformerEngine's that may ask for nothing else than what is done anyway."""
+        axes, of_parallel = self.data_parallelism_axes, () if self.parallel is None else self.parallel.data_axes
+        if not isinstance(axes, (tuple, list)):
+            raise TypeError(f"data_parallelism_axes: got {check.describe(axes)}, expected the names of axes, or ()")
+        if tuple(axes) not in ((), tuple(of_parallel)):
+            raise ValueError(
+                f"data_parallelism_axes: got {check.shown(axes)}, expected () or the data_axes of parallel, "
+                f"{tuple(of_parallel)}, which says how the block is spread"
+            )
+        elsewhere = {
+            "recv_capacity_per_rank": "Parallel(capacity_factor=...) bounds buffers",
+            "quantization_recipe": "the block computes in its dtype",
+        }
+        for name, reason in elsewhere.items():
+            value = getattr(self, name)
+            if value is not None:
+                raise ValueError(f"{name}: got {check.describe(value)}, expected None; {reason}")
+
+    @nn.nowrap
+    def _options(self) -> dict[str, Any]:
+        """The options by the names of `moe`, checked by the names here."""
+        E = check.integer("num_experts", self.num_experts, 1, check.INDEX_LIMIT - 1)
+        K = check.integer("num_experts_per_tok", self.num_experts_per_tok, 1, E)
+        score_function = score_function_name(self.score_function)
+        options: dict[str, Any] = dict(
+            topk=K,
+            score_function=score_function,
+            normalize=normalizes(score_function, K, check.boolean("use_pre_softmax", self.use_pre_softmax)),
+            num_groups=self.num_groups,
+            group_topk=self.group_topk,
+            group_score_topk=self.group_score_topk,
+            scaling_factor=self.scaling_factor,
+            activation=as_activation(self.activation_type, 2, "activation_type"),
+            weight_early=check.boolean("apply_topk_weights_early", self.apply_topk_weights_early),
+            aux_loss_coeff=self.aux_loss_coeff,
+            z_loss_coeff=self.z_loss_coeff,
+            align_size=self.align_size,
+            parallel=self.parallel,
+            w_in_layout=check.choice("wi_layout", self.wi_layout, IN_LAYOUTS),
+            w_out_layout=check.choice("wo_layout", self.wo_layout, OUT_LAYOUTS),
+            precision=self.precision,
+            fp8_scales=self.fp8_scales,
+        )
+        layer_config(E, 2, **options)
+        return options
+
+    @nn.nowrap
+    def _parameter(self, name: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+        partitioned = nn.with_logical_partitioning(init, axes) if axes else init
+        value: jax.Array = self.param(name, partitioned, shape, self.dtype)  # type: ignore[assignment]
+        return value
+
+    @nn.nowrap
+    def _of_experts(self, name: str, argument: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+        """The parameter of an argument of `moe`, in its layout; axes and shape in our own."""
+        order = Layouts(self.wi_layout, self.wo_layout).from_ours(argument)
+        if list(order) == sorted(order):
+            return self._parameter(name, init, axes, shape)
+
+        def in_layout(key: jax.Array, _: tuple[int, ...], dtype: Any) -> jax.Array:
+            value = init(key, shape, dtype)
+            if not isinstance(value, jax.Array):  # a box, which names axes of our own layout
+                raise ValueError(
+                    f"{name}: got an initialiser that says how its value is sharded, expected the axes' names in "
+                    "wi_kernel_axes and wo_kernel_axes where wi_layout or wo_layout is another one than ours"
+                )
+            return value.transpose(order)
+
+        def ordered(of_axes: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(of_axes[axis] for axis in order) if of_axes else ()
+
+        return self._parameter(name, in_layout, ordered(axes), ordered(shape))
+
+    @nn.nowrap
+    def _initializer(self, name: str, default: Initializer | None = None) -> Initializer:
+        return initializer(name, getattr(self, name), default)
+
+    @nn.nowrap
+    def _expert_bias(self) -> jax.Array | None:
+        if not (self.use_expert_routing_bias or self.use_expert_bias):
+            return None
+
+        def initial() -> jax.Array:
+            init = self._initializer("expert_bias_init")
+            return init(self.make_rng("params"), (self.num_experts,), jnp.float32)
+
+        value: jax.Array = self.variable("router_state", "expert_bias", initial).value
+        return value
+
+    @nn.nowrap
+    def _shared(self, x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
+        """The shared expert's output."""
+        D, S, axes = x.shape[-1], self.shared_features, self.wi_kernel_axes
+        in_init = self._initializer("kernel_init", default_shared_in_init)
+        out_init = self._initializer("kernel_init", default_gate_init)
+        w_in = self._parameter("shared_wi", in_init, axes and (axes[1], None, axes[2]), (D, 2, S))
+        w_out = self._parameter("shared_wo", out_init, self.wo_kernel_axes and self.wo_kernel_axes[1:], (S, D))
+        gate = None
+        if self.shared_gate:
+            gate_init = self._initializer("kernel_init", default_gate_init)
+            gate_axes = self.gate_kernel_axes and (self.gate_kernel_axes[0], None)
+            gate = self._parameter("shared_gate_kernel", gate_init, gate_axes, (D, 1))
+        options: dict[str, Any] = dict(activation=self.activation_type, precision=dense_precision(self.precision))
+        return shared_expert(x, w_in, w_out, w_gate=gate, token_mask=token_mask, **options)
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        token_mask: jax.Array | None = None,
+        forced_experts: jax.Array | None = None,
+        quantized: QuantizedExperts | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Applies the block.
+
+        Args:
+          inputs: [..., D] of any float dtype; computed in `dtype`.
+          token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
+          forced_experts: int [..., K]; the selection is given (replay).
+          quantized: with precision "fp8" or "auto", wi and wo as `quantize_experts` gave them; None: quantised here.
+
+        Returns:
+          (output [..., D], aux_loss: float32 scalar, what is to be added to the loss, the sum of the load-balance loss
+          and the z-loss, or None where neither has a coefficient).
+          Sown into the collection `intermediates`: `tokens_per_expert` int32 [E], `dropped` int32, `dropped_by_source`
+          int32 [S], `aux_loss` and `z_loss` float32, each by itself, and `experts` int32 [..., K]. Sown into the
+          collection `router_logits`, where it is mutable: `logits`, float32 [..., E], computed for that.
+        """
+        inputs = check.array("inputs", inputs, check.FLOATS, (..., "D")).astype(self.dtype)
+        E, D, F = self.num_experts, inputs.shape[-1], self.intermediate_size
+        if D < 1:
+            raise ValueError(f"inputs: got {check.describe(inputs)}, expected [..., D] with D >= 1")
+        if self.input_axes:
+            _check_axes("input_axes", self.input_axes, inputs.ndim)
+            inputs = nn.with_logical_constraint(inputs, self.input_axes)
+
+        wi_axes = (*self.wi_kernel_axes[:2], None, *self.wi_kernel_axes[2:])
+        bias_axes = self.wi_kernel_axes and (self.wi_kernel_axes[0], None, self.wi_kernel_axes[2])
+        out_bias_axes = self.wo_kernel_axes and (self.wo_kernel_axes[0], self.wo_kernel_axes[2])
+        gate_init = self._initializer("kernel_init", default_gate_init)
+        in_init = self._initializer("kernel_init", default_in_init)
+        out_init = self._initializer("kernel_init", default_out_init)
+        bias_init, use_bias = self._initializer("bias_init"), self.use_ffn_bias or self.use_bias
+        gate = self._parameter("gate_kernel", gate_init, self.gate_kernel_axes, (D, E))
+        gate_bias = self._parameter("gate_bias", bias_init, (), (E,)) if self.use_gate_bias else None
+        if self.is_mutable_collection("router_logits") and not self.is_initializing():
+            self.sow("router_logits", "logits", router_logits(inputs, gate, gate_bias))
+        result = moe(
+            inputs,
+            gate,
+            self._of_experts("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
+            self._of_experts("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
+            b_in=self._of_experts("wi_bias", "b_in", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
+            b_out=self._parameter("wo_bias", bias_init, out_bias_axes, (E, D)) if use_bias else None,
+            gate_bias=gate_bias,
+            expert_bias=self._expert_bias(),
+            token_mask=token_mask,
+            forced_experts=forced_experts,
+            quantized=quantized,
+            **self._options(),
+        )
+        for name in ("tokens_per_expert", "dropped", "dropped_by_source", "aux_loss", "z_loss", "experts"):
+            self.sow("intermediates", name, getattr(result, name))
+        output = result.output
+        if self.shared_features:
+            output = output + self._shared(inputs, token_mask)
+        has_loss = self.aux_loss_coeff or self.z_loss_coeff
+        return output, result.aux_loss + result.z_loss if has_loss else None

@@ -1,0 +1,441 @@
+"""The whole Mixture-of-Experts layer: one differentiable function from x to the output.
+
+`moe` checks its arguments, runs the layer's rules (`_layer`), and computes the losses from the sums that these return.
+"""
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.activation import Activation
+from anabranch.precision import FP8, precision_number
+from anabranch.router_options import router_options
+from anabranch.torch.binding import check
+from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
+from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
+from anabranch.torch.layer.forward import (
+    LayerConfig,
+    LayerOutput,
+    Operands,
+    config_of,
+    mixture,
+    quantized_fields,
+    with_network,
+)
+from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_mixture
+from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
+from anabranch.torch.ops.experts import check_experts, check_layouts, network
+from anabranch.torch.ops.precision_choice import Facts, decided, facts_of
+from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
+from anabranch.torch.ops.router import quantile_operand, router_operands
+from anabranch.torch.parallel.parallel import check_parallel, counts_of_all, place
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed import ProcessGroup
+
+
+class MoEOutput(NamedTuple):
+    """What `moe` returns.
+
+    Attributes:
+      output: [..., D], dtype of x.
+      aux_loss: float32 scalar, the load-balance loss; 0 where its coefficient is 0.
+      z_loss: float32 scalar; 0 where its coefficient is 0.
+      tokens_per_expert: int32 [E], slots routed to each expert, before any dropping.
+      dropped: int32 scalar, slots that found no row, of all ranks.
+      dropped_by_source: int32 [P], the same by the rank that the tokens came from; without a group P = 1.
+      experts: int32 [..., K], the selection, the best first; -1: no expert. As `forced_experts` it is replayed.
+      weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient goes to the gate and x.
+      qb_histogram: int32 [E, bins] with quantile balancing, else None.
+    """
+
+    output: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    tokens_per_expert: Tensor
+    dropped: Tensor
+    dropped_by_source: Tensor
+    experts: Tensor
+    weights: Tensor
+    qb_histogram: Tensor | None = None
+
+
+def check_align_size(align_size: Any) -> int:
+    """Returns a multiple for the rows of an expert; 0: none."""
+    return check.integer("align_size", align_size, 0, check.INDEX_LIMIT - 1)
+
+
+def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
+    """A tensor with the leading dimensions of x as one, behind which it has `axes` more."""
+    if tensor is None or tensor.dim() == axes + 1:
+        return tensor
+    kept = tensor.shape[tensor.dim() - axes :]
+    return tensor.reshape(math.prod(tensor.shape[: tensor.dim() - axes]), *kept)
+
+
+def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """A tensor [T, N] that nothing else refers to, with the leading dimensions of x: no view, of which FSDP warns."""
+    if len(leading) == 1:
+        return tensor
+    whole: Tensor = torch.ops.aten._unsafe_view(tensor, [*leading, tensor.shape[-1]])
+    return whole
+
+
+def layer_config(
+    num_experts: int,
+    parts: int,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    activation: str | Activation = "silu",
+    weight_early: bool = False,
+    aux_loss_coeff: float = 0.0,
+    z_loss_coeff: float = 0.0,
+    align_size: int = 0,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    qb_bins: int | None = None,
+    precision: str = "highest",
+    fp8_scales: str = "float32",
+    loss_group: Any = None,
+) -> LayerConfig:
+    """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
+    options = router_options(
+        num_experts,
+        topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        group_score_topk=group_score_topk,
+        scaling_factor=scaling_factor,
+        qb_bins=qb_bins,
+    )
+    coefficients = check.number("aux_loss_coeff", aux_loss_coeff), check.number("z_loss_coeff", z_loss_coeff)
+    if check_group("loss_group", loss_group) is not None and not any(coefficients):
+        raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    ffn = network(activation, parts, weight_early, options.topk, layouts, precision, fp8_scales)
+    return config_of(options, ffn, num_experts, check_align_size(align_size), *map(bool, coefficients))
+
+
+def moe(
+    x: Tensor,
+    gate: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    topk: int,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    expert_bias: Tensor | None = None,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    gate_bias: Tensor | None = None,
+    activation: str | Activation = "silu",
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    weight_early: bool = False,
+    aux_loss_coeff: float = 0.0,
+    z_loss_coeff: float = 0.0,
+    token_mask: Tensor | None = None,
+    forced_experts: Tensor | None = None,
+    align_size: int = 0,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    qb_bin_bounds: Tensor | tuple[float, float] | None = None,
+    qb_bins: int | None = None,
+    precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
+    loss_group: "ProcessGroup | None" = None,
+    group: "ProcessGroup | None" = None,
+    transport: str = "auto",
+    capacity_factor: float | None = None,
+    fp8_exchange: bool = False,
+) -> MoEOutput:
+    """Routes every token to its K best experts, applies them, and adds their outputs by weight.
+
+        logits = x gate + gate_bias;  (w, e) = top-K routing of the logits
+        output[t] = sum_k w[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = e[t, k]
+
+    Args:
+      x: [..., D] float32, bfloat16 or float16.
+      gate: [D, E] float; the product with x accumulates and stays in float32.
+      w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
+      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a 16-bit layer are rounded to its dtype where they
+        multiply; their gradients are the float32 sums, not rounded.
+      topk: K, 1 <= K <= E.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      normalize: weights of a token sum to `scaling_factor`; False: raw scores.
+      expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
+      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` contiguous expert groups first, by
+        the sum of a group's `group_score_topk` best scores; see `route`.
+      scaling_factor: finite number that multiplies the weights.
+      gate_bias: [E] float, added to the logits; None: 0.
+      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" or
+        "linear", for act(h_gate) h_up, or an `Activation` of two inputs and with parameters.
+      b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
+      weight_early: weights multiply before W_out instead of at the combine; same result.
+      aux_loss_coeff: coefficient of the load-balance loss coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
+      z_loss_coeff: coefficient of the mean squared logsumexp of the logits.
+      token_mask: bool [...]; False marks padding, which gets zero output and gradient and counts nowhere.
+      forced_experts: int [..., K]; the selection is given (replay). -1: no expert. See `route` for -inf.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
+      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, "dpf" and "fd" as above; "pfd" and "df" as
+        PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
+        [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
+      qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
+      precision: how float32 operands of the experts' products multiply, forward and backward. "highest": as float32, on
+        a GPU's tensor cores by products of their parts, with an error at float32's level. "tf32": a GPU may round them
+        to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". No effect
+        on bfloat16 and float16, nor on the logits: these are a product of torch's own, for which
+        torch.set_float32_matmul_precision is; it has no effect on the experts. "fp8": x, w_in, w_out, and what the
+        experts compute of them, are quantised to float8_e4m3fn where they multiply, whatever their dtype, with a scale
+        for every 128 elements of a row and every 128 x 128 of a matrix; so are the factors of the gradient of x.
+        Gradients of the experts' matrices, the gate and all sums are as without. D and F are multiples of 128; on
+        a GPU, of compute capability 9.0, x is bfloat16 or float16, else NotImplementedError. See docs/torch.md.
+        "auto": "fp8" where it can be had and is predicted to be faster, else "highest"; the numbers are those of what
+        is chosen.
+      fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
+        rounded up to one.
+      quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in
+        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and
+        w_out get theirs.
+      loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
+        whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
+        is in. None: those of the tokens of `group`, or without one of this call's.
+      group: ranks that share the experts, P of them. Each calls with tokens of its own, as many as every other, the
+        whole gate, and its E/P experts in w_in and w_out: rank r has experts r E/P and on. None: this process has all.
+      transport: "ring", "all_to_all", or "auto", which estimates their times; see docs/scaling.md.
+      capacity_factor: None: nothing is ever dropped, buffers hold the worst case. Else a rank takes at most
+        ceil(capacity_factor T K) slots, T the tokens of a rank, and drops those that come last in the order (source,
+        token, slot), the same on every run.
+      fp8_exchange: with a group and precision "fp8", tokens and the cotangents of their outputs travel to the experts
+        as e4m3 numbers with the scales that they multiply with, 33/32 bytes an element; what comes back travels as
+        without. Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and what b_out adds to those of
+        the weights, are of x and of cotangents as they arrive: docs/scaling.md has their bound.
+
+    Returns:
+      MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
+      qb_histogram). With a group output, experts and weights are of this rank's tokens; counts, drops and the
+      histogram of all its ranks'.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+
+    Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
+    float32. Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
+    Where ranks share a batch each differentiates a loss of its own, and what counts is the mean of these losses, as DDP
+    and FSDP have it. With `group` gradients of the gate, its bias and this rank's experts are those of the mean over
+    its ranks: nothing is left to divide. Those of x, and without `group` of the gate, are this rank's part, of which
+    DDP and FSDP take the mean; so a loss of all ranks' tokens counts there once for each of them. All ranks run the
+    backward pass, with gradients for the same weights, or none does.
+    Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
+    gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
+    Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
+
+    Source: Shazeer et al. 2017 (arXiv:1701.06538), Fedus et al. 2021 (arXiv:2101.03961) for the load-balance loss,
+    Zoph et al. 2022 (arXiv:2202.08906) for the z-loss.
+
+    >>> x, gate = torch.randn(6, 8), torch.randn(8, 4)
+    >>> moe(x, gate, torch.randn(4, 8, 2, 16), torch.randn(4, 16, 8), topk=2).output.shape
+    torch.Size([6, 8])
+    """
+    x = as_autocast(x)
+    b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
+    tensors = dict(
+        x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
+        token_mask=token_mask, forced_experts=forced_experts,
+    )  # fmt: skip
+    return layer_of(
+        tensors,
+        topk=topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        group_score_topk=group_score_topk,
+        scaling_factor=scaling_factor,
+        activation=activation,
+        weight_early=weight_early,
+        aux_loss_coeff=aux_loss_coeff,
+        z_loss_coeff=z_loss_coeff,
+        align_size=align_size,
+        w_in_layout=w_in_layout,
+        w_out_layout=w_out_layout,
+        qb_bin_bounds=qb_bin_bounds,
+        qb_bins=qb_bins,
+        precision=precision,
+        fp8_scales=fp8_scales,
+        quantized=quantized,
+        loss_group=loss_group,
+        group=group,
+        transport=transport,
+        capacity_factor=capacity_factor,
+        fp8_exchange=fp8_exchange,
+    )
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(layer_config).parameters.items()
+    if name not in ("num_experts", "parts", "loss_group")
+}
+_TENSORS = (
+    *("x", "w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts"),
+    *("logits", "port"),
+)
+
+
+def layer_of(
+    tensors: dict[str, Any],
+    *,
+    group: Any = None,
+    transport: str = "auto",
+    capacity_factor: float | None = None,
+    fp8_exchange: bool = False,
+    loss_group: Any = None,
+    quantized: QuantizedExperts | None = None,
+    qb_bin_bounds: Tensor | tuple[float, float] | None = None,
+    leaves: Sequence[Tensor] = (),
+    **options: Any,
+) -> MoEOutput:
+    """`moe` on x and biases as autocast has them, with a gate or with logits.
+
+    Args:
+      tensors: arguments of `moe` by name. In place of the gate there may be `logits` float32 [..., E] and `port`
+        float32 [..., D]; then x has no gradient, see `_called_gate`.
+      leaves: what may want a gradient beside the tensors, for precision "auto".
+      options, others: as in `moe`.
+    """
+    tensors = {name: tensors.get(name) for name in _TENSORS} | quantized_fields(quantized)
+    x, w_in, gate, gate_bias, expert_bias, token_mask, forced_experts = (
+        tensors[name] for name in ("x", "w_in", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
+    )
+    options = _DEFAULTS | options
+    precision, aux_loss_coeff, z_loss_coeff = (
+        options[name] for name in ("precision", "aux_loss_coeff", "z_loss_coeff")
+    )
+    parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
+    ranks = 1 if parallel is None else parallel.ranks
+    has_loss_group = check_group("loss_group", loss_group) is not None
+    facts = facts_of(
+        precision, (x, gate, gate_bias, w_in, tensors["w_out"], *leaves), (tensors["b_in"], tensors["b_out"])
+    )
+    config: LayerConfig = _right_before.check(
+        tensors.values(),
+        (ranks, has_loss_group, type(quantized), facts, *options.values()),
+        lambda: _checked(ranks, tensors, quantized, facts, loss_group=loss_group, **options),
+    )
+    check_current(quantized, w_in, tensors["w_out"])
+    router = config.router
+    assert router is not None
+    leading, tokens = x.shape[:-1], flat(x)
+    assert tokens is not None
+    if forced_experts is not None:
+        forced_experts = check.as_indices(forced_experts)
+    bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
+    if bounds is not None:
+        check.on_device_of("x", x, qb_bin_bounds=bounds)
+    gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
+    operands = Operands(
+        x=tokens,
+        w_in=w_in,
+        w_out=tensors["w_out"],
+        b_in=tensors["b_in"],
+        b_out=tensors["b_out"],
+        gate=gate,
+        gate_bias=gate_bias,
+        expert_bias=expert_bias,
+        token_mask=flat(token_mask, 0),
+        forced_experts=flat(forced_experts),
+        qb_bin_bounds=bounds,
+        logits=flat(tensors["logits"]),
+        port=flat(tensors["port"]),
+        **quantized_fields(quantized if config.network.precision == FP8 else None),
+    )
+    coefficients = float(aux_loss_coeff), float(z_loss_coeff)
+    result: LayerOutput | GroupOutput
+    if parallel is None:
+        result = mixture(config, operands)
+        counts, by_source, histogram = result.tokens_per_expert, result.dropped.view(1), result.qb_histogram
+    else:
+        T, repeats = tokens.shape[0], forced_experts is not None
+        E, local = config.num_experts, w_in.shape[0]
+        placed = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
+        result = group_mixture(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
+        counts, by_source, histogram = counts_of_all(
+            parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
+        )
+    aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
+    if any(coefficients):
+        number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
+        squares = result.lse.square().sum() if z_loss_coeff else aux  # of a masked token lse is 0
+        sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
+        if (losses_over := group if loss_group is None else loss_group) is not None:
+            sums = sum_over_ranks(losses_over, *sums)
+        aux, z = _losses(router.topk, coefficients, *sums)
+    return MoEOutput(
+        unflat(result.output, leading),
+        aux,
+        z,
+        counts,
+        result.dropped if parallel is None else by_source.sum(dtype=torch.int32),
+        by_source,
+        result.experts if len(leading) == 1 else result.experts.reshape(*leading, router.topk),
+        unflat(result.weights if len(leading) == 1 else result.weights.clone(), leading),
+        histogram if router.qb_bins else None,
+    )
+
+
+def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, facts: Facts | None, **options: Any) -> LayerConfig:
+    """Checks the tensors and the options of `moe`; x and biases are as autocast has them."""
+    x, w_in, expert_bias, token_mask, forced_experts = (
+        tensors[name] for name in ("x", "w_in", "expert_bias", "token_mask", "forced_experts")
+    )
+    *leading, D = check.tensor("x", x, check.FLOATS, (..., "D")).shape
+    layouts = check_layouts(options["w_in_layout"], options["w_out_layout"])
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    local, parts = check_experts(layouts, x, dtypes, w_in, tensors["w_out"], tensors["b_in"], tensors["b_out"])
+    if local < 1:
+        raise ValueError(f"w_in: got {check.describe(w_in)}, expected at least one expert")
+    E = local * ranks
+    if tensors["logits"] is None:
+        check.tensor("gate", tensors["gate"], check.FLOATS, (("D", D), ("E", E)))
+    config = layer_config(E, parts, **options)
+    assert config.router is not None
+    found = check_fp8_operands(config.network.precision, layouts, "x", x, w_in, quantized)
+    check.optional_tensor("gate_bias", tensors["gate_bias"], check.FLOATS, (("E", E),))
+    router_operands(config.router, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
+    check.on_device_of("x", x, **{name: tensors[name] for name in names})
+    return with_network(config, decided(config.network, x, w_in, found, facts))
+
+
+_right_before = check.RightBefore()
+
+
+def _losses(
+    topk: int, coefficients: tuple[float, float], score_sum: Tensor, counts: Tensor, squares: Tensor, number: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(aux_loss, z_loss) of the layer's sums over `number` tokens; squares: of lse^2."""
+    aux_coeff, z_coeff = coefficients
+    aux = z = torch.zeros((), dtype=torch.float32, device=score_sum.device)
+    if aux_coeff:
+        aux = load_balance_loss(score_sum, counts, topk, aux_coeff, number)
+    if z_coeff:
+        z = mean_of_squares(squares, z_coeff, number)
+    return aux, z

@@ -1,0 +1,189 @@
+"""The layer after the router: experts and weights come from anywhere."""
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.activation import Activation
+from anabranch.precision import FP8, precision_number
+from anabranch.rows import check_num_slots
+from anabranch.torch.binding import check
+from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
+from anabranch.torch.layer.forward import LayerConfig, Operands, config_of, mixture, quantized_fields
+from anabranch.torch.layer.moe import check_align_size, flat, unflat
+from anabranch.torch.layer.on_group import GroupConfig, group_mixture
+from anabranch.torch.ops.experts import check_experts, check_layouts, network
+from anabranch.torch.ops.precision_choice import Facts, decided, facts_of
+from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
+from anabranch.torch.parallel.parallel import check_parallel, counts_of_all, place
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed import ProcessGroup
+
+
+class RoutedExpertsOutput(NamedTuple):
+    """What `routed_experts` returns.
+
+    Attributes:
+      output: [..., D], dtype of x.
+      tokens_per_expert: int32 [E], slots of each expert, before any dropping.
+      dropped: int32 scalar, slots that found no row, and indices outside [-1, E), of all ranks.
+    """
+
+    output: Tensor
+    tokens_per_expert: Tensor
+    dropped: Tensor
+
+
+def routed_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    activation: str | Activation = "silu",
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    weight_early: bool = False,
+    align_size: int = 0,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
+    group: "ProcessGroup | None" = None,
+    transport: str = "auto",
+    capacity_factor: float | None = None,
+    fp8_exchange: bool = False,
+) -> RoutedExpertsOutput:
+    """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
+
+        output[t] = sum_k weights[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = experts[t, k]
+
+    This is `moe` after its router, for a selection and weights from anywhere: a router of your own, or one that reads
+    something else than the experts do. Fusion, memory and drops are the same.
+
+    Args:
+      x: [..., D] float32, bfloat16 or float16.
+      experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert; one may be repeated.
+      weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
+      w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
+      w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
+      activation: a name or an `Activation`, as in `moe`.
+      b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
+      weight_early: weights multiply before W_out instead of at the combine; same result.
+      align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
+      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
+      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, "auto":
+        where that is faster, as in `moe`.
+      fp8_scales, quantized: with "fp8" or "auto", as in `moe`.
+      group, transport, capacity_factor, fp8_exchange: ranks that share the experts, as in `moe`; experts are numbered
+        over all. Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe`
+        min(K, E/P).
+
+    Returns:
+      RoutedExpertsOutput(output, tokens_per_expert, dropped). Every index that is no expert but -1 counts as dropped.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+
+    Gradients: of x, weights, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
+    Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
+    With a group, those of the experts are the mean over its ranks of what their losses give, as in `moe`.
+    That of a weight is exact also where the weight is 0, and 0 where there is no expert or no room.
+    Kept for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
+
+    Source: semantics, sections 9 and 11.
+
+    >>> experts, weights = torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.5, -0.5], [2.0, 0.0]])
+    >>> w_in, w_out = torch.ones(2, 4, 1, 8), torch.ones(2, 8, 4) * torch.tensor([1.0, 2.0])[:, None, None]
+    >>> result = routed_experts(torch.ones(2, 4), experts, weights, w_in, w_out, activation="relu")
+    >>> result.output[:, 0].tolist(), result.tokens_per_expert.tolist()
+    ([-16.0, 128.0], [1, 2])
+    """
+    x = as_autocast(x)
+    b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
+    tensors = dict(x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, experts=experts, weights=weights)
+    tensors |= quantized_fields(quantized)
+    options = dict(
+        activation=activation,
+        weight_early=weight_early,
+        align_size=align_size,
+        w_in_layout=w_in_layout,
+        w_out_layout=w_out_layout,
+        precision=precision,
+        fp8_scales=fp8_scales,
+    )
+    parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
+    ranks = 1 if parallel is None else parallel.ranks
+    facts = facts_of(precision, (x, weights, w_in, w_out), (b_in, b_out))
+    config: LayerConfig = _right_before.check(
+        tensors.values(),
+        (ranks, type(quantized), facts, *options.values()),
+        lambda: _checked(ranks, tensors, quantized, facts, **options),
+    )
+    check_current(quantized, w_in, w_out)
+    leading, K, experts = x.shape[:-1], experts.shape[-1], check.as_indices(experts)
+    tokens = flat(x)
+    assert tokens is not None
+    operands = Operands(
+        x=tokens,
+        w_in=w_in,
+        w_out=w_out,
+        b_in=b_in,
+        b_out=b_out,
+        weights=flat(weights.float()),
+        experts=flat(experts),
+        **quantized_fields(quantized if config.network.precision == FP8 else None),
+    )
+    if parallel is None:
+        result = mixture(config, operands)
+        return RoutedExpertsOutput(unflat(result.output, leading), result.tokens_per_expert, result.dropped)
+    placed = place(parallel, x, tokens.shape[0], K, config.num_experts, w_in.shape[0], config.align_size, repeats=True)
+    own = group_mixture(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
+    counts, by_source, _ = counts_of_all(parallel, own.tokens_per_expert, own.dropped, own.qb_histogram)
+    return RoutedExpertsOutput(unflat(own.output, leading), counts, by_source.sum(dtype=torch.int32))
+
+
+def _checked(
+    ranks: int,
+    tensors: dict[str, Any],
+    quantized: Any,
+    facts: Facts | None,
+    *,
+    activation: Any,
+    weight_early: Any,
+    align_size: Any,
+    w_in_layout: Any,
+    w_out_layout: Any,
+    precision: Any,
+    fp8_scales: Any,
+) -> LayerConfig:
+    """Checks the tensors and the options of `routed_experts`; x and biases are as autocast has them."""
+    names = ("x", "w_in", "w_out", "b_in", "b_out", "experts", "weights")
+    x, w_in, w_out, b_in, b_out, experts, weights = (tensors[name] for name in names)
+    x = check.tensor("x", x, check.FLOATS, (..., "D"))
+    *leading, _ = x.shape
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
+    if local < 1:
+        raise ValueError(f"w_in: got {check.describe(w_in)}, expected at least one expert")
+    experts = check.tensor("experts", experts, check.INDICES, (*leading, "K"))
+    K = experts.shape[-1]
+    if K < 1:
+        raise ValueError(f"experts: got {check.describe(experts)}, expected [..., K] with K >= 1")
+    check_num_slots("experts", math.prod(leading), K)
+    check.tensor("weights", weights, check.FLOATS, (*leading, ("K", K)))
+    check.on_device_of("x", x, experts=experts, weights=weights)
+    options = network(activation, parts, weight_early, K, layouts, precision, fp8_scales)
+    found = check_fp8_operands(options.precision, layouts, "x", x, w_in, quantized)
+    options = decided(options, x, w_in, found, facts)
+    return config_of(None, options, local * ranks, check_align_size(align_size))
+
+
+_right_before = check.RightBefore()

@@ -1,0 +1,213 @@
+"""The layer's submodules: the router's gate and the shared expert. The layer calls them as modules.
+
+Where nothing could tell the difference, the layer computes the gate's logits in one operation with the rest, see
+`is_plain`; both ways give the same bits.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from anabranch.activation import Activation
+from anabranch.torch.binding import check
+from anabranch.torch.binding.group import with_mean_gradients
+from anabranch.torch.layer.gate import logits
+from anabranch.torch.layer.moe import flat, unflat
+from anabranch.torch.layer.parameters import Initializer, draw
+from anabranch.torch.layer.shared_expert import dense_expert
+
+
+class OnRanks(nn.Module):
+    """A module that may know process groups: a copy is on the same ranks, and a pickle can't hold them."""
+
+    group: Any
+    """None: one process."""
+
+    def _groups(self) -> list[Any]:
+        return [] if self.group is None else [self.group]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy that is on the same ranks."""
+        memo |= {id(group): group for group in self._groups()}
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all but process groups, which belong to a running program."""
+        if self._groups():
+            raise TypeError(
+                f"{type(self).__name__}: got a layer with a process group to pickle, expected one without; save its "
+                "state_dict()"
+            )
+        return self.__dict__
+
+
+class Gate(OnRanks, nn.Linear):
+    """The router's gate: float32 logits of tokens.
+
+        logits = x weight^T + bias
+
+    A product with x accumulates in float32 and is not rounded, whatever the dtypes and torch.autocast are. The gradient
+    of x has the dtype of x. With `group` those of the parameters are the mean over its ranks.
+    """
+
+    init: Initializer
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, init: Initializer, group: Any = None, **factory: Any
+    ):
+        self.__dict__.update(init=init, group=group)  # nn.Linear's constructor draws the parameters
+        super().__init__(in_features, out_features, bias, **factory)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the weight and zeroes the bias."""
+        draw(self.init, self.weight)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [..., D] to logits, float32 [..., E]."""
+        if not _holds_data(self.weight):
+            if self.group is not None:
+                kind = type(self.weight).__name__
+                raise ValueError(f"weight: got a {kind} in a layer with group, expected a plain tensor")
+            return super().forward(x).float()  # as the tensor's class defines it
+        x = check.tensor("x", x, check.FLOATS, (..., ("in_features", self.in_features)))
+        tokens = flat(x)
+        assert tokens is not None
+        return unflat(logits(tokens, *with_mean_gradients(self.group, self.weight.T, self.bias)), x.shape[:-1])
+
+
+def _holds_data(parameter: Tensor) -> bool:
+    """Whether a tensor is no wrapper of others, as a DTensor or a quantised tensor is."""
+    return not hasattr(type(parameter), "__tensor_flatten__")
+
+
+_GATE_FORWARD = Gate.forward
+
+
+def is_plain(gate: nn.Module) -> bool:
+    """Whether nobody can tell a call of the gate from a layer that computes the logits itself.
+
+    Then it is a `Gate`, not a subclass (parametrizations and FSDP make one), its `forward` is not replaced, it has no
+    hooks, nor have all modules, and its parameters are plain tensors.
+    """
+    return (
+        type(gate) is Gate
+        and "forward" not in gate.__dict__
+        and Gate.forward is _GATE_FORWARD
+        and not gate._forward_pre_hooks
+        and not gate._forward_hooks
+        and not gate._backward_pre_hooks
+        and not gate._backward_hooks
+        and not nn_module._global_forward_pre_hooks
+        and not nn_module._global_forward_hooks
+        and not nn_module._global_backward_pre_hooks
+        and not nn_module._global_backward_hooks
+        and _holds_data(gate.weight)
+    )
+
+
+class SharedExpert(OnRanks):
+    """A dense expert of width S that every token passes through.
+
+        output = weights * phi(x W_gate, x W_up) W_out        (ungated: act(x W_up))
+
+    Parameters: `gate_up_proj` [2 S, D], gate rows first, then up rows, or `up_proj` [S, D] where not gated, and
+    `down_proj` [D, S]. State dicts of older versions have them as `gate_up_proj.weight` and so on, and load.
+    """
+
+    down_proj: Tensor
+
+    def __init__(
+        self,
+        features: int,
+        shared_features: int,
+        gated: bool,
+        init: Initializer,
+        *,
+        activation: str | Activation,
+        precision: str,
+        group: Any = None,
+        **factory: Any,
+    ):
+        super().__init__()
+        self.parts, self.up_name = (2, "gate_up_proj") if gated else (1, "up_proj")
+        self.init, self.activation, self.precision, self.group = init, activation, precision, group
+        shapes = {self.up_name: (self.parts * shared_features, features), "down_proj": (features, shared_features)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws both matrices."""
+        draw(self.init, getattr(self, self.up_name))
+        draw(self.init, self.down_proj)
+
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """w_in [2 or 1, S, D] and w_out [D, S] of `shared_expert`: views."""
+        up: Tensor = getattr(self, self.up_name)
+        return up.reshape(self.parts, -1, up.shape[-1]), self.down_proj
+
+    def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Applies the expert.
+
+        Args:
+          x: [..., D]; float32 parameters are rounded to its dtype where they multiply, others before.
+          weights: float [..., 1], multiplied with the output in float32; None: 1.
+
+        Returns:
+          [..., D] of the dtype of x.
+        """
+        x = check.tensor("x", x, check.FLOATS, (..., "D"))
+        weights = check.optional_tensor("weights", weights, check.FLOATS, (*x.shape[:-1], ("1", 1)))
+        tokens = flat(x)
+        assert tokens is not None
+        w_in, w_out = (
+            w if w.dtype == torch.float32 else w.to(x.dtype) for w in with_mean_gradients(self.group, *self.operands())
+        )
+        y = dense_expert(
+            tokens,
+            w_in,
+            w_out,
+            None if weights is None else weights.reshape(-1),
+            activation=self.activation,
+            w_in_layout="pfd",
+            w_out_layout="df",
+            precision=self.precision,
+        )
+        return unflat(y, x.shape[:-1])
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name in (prefix + self.up_name, f"{prefix}down_proj"):
+            if (old := f"{name}.weight") not in state_dict:
+                continue
+            value, parameter = state_dict.pop(old), self._parameters.get(name.removeprefix(prefix))
+            if hasattr(parameter, "placements") and not hasattr(value, "placements"):
+                # What divides whole tensors goes by the new name, and did not find it.
+                error_msgs.append(f"{old}: got a whole tensor for a DTensor, expected it under its new name, {name}")
+                state_dict.pop(name, None)
+            else:
+                state_dict[name] = value
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        features, shared_features = self.down_proj.shape
+        return f"in_features={features}, shared_features={shared_features}, gated={self.parts == 2}"

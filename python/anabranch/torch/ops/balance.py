@@ -1,0 +1,173 @@
+"""Losses that keep the router balanced: on the statistics that `route` returns, and on dense scores.
+
+The first are plain torch, since the data is small.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.torch.binding import check
+from anabranch.torch.binding.autograd import Function
+from anabranch.torch.ops import torch_ops
+
+_COUNTS = (*check.INDICES, torch.int8, torch.uint8, torch.float32)
+#: Of `fused_moe_aux_loss`, which sums dense scores.
+_DENSE_COUNTS = (*check.INDICES, torch.uint8, *check.FLOATS)
+
+
+def _num_tokens(name: str, value: Any, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A number of tokens, a Python int or a tensor (a scalar, or of `shape`), as float32."""
+    if not isinstance(value, Tensor):
+        return torch.full((), check.size(name, value), dtype=torch.float32, device=like.device)
+    tokens = check.tensor(name, value, _COUNTS, () if value.dim() == 0 else shape)
+    check.on_device_of("the sums", like, **{name: tokens})
+    return tokens.detach().float()
+
+
+def balance_of(score_sum: Tensor, counts: Tensor, num_experts: int, topk: int, coeff: float, tokens: Tensor) -> Tensor:
+    """coeff E / (K N^2) sum_e score_sum[e] counts[e] over the last axis; 0 where N = 0."""
+    some = ~(tokens <= 0)  # NaN stays NaN
+    factor = torch.where(some, coeff * num_experts / topk / torch.where(some, tokens, 1.0) ** 2, 0.0)
+    return factor * (torch.where(some[..., None], score_sum, 0.0) * counts.detach().float()).sum(-1)
+
+
+def load_balance_loss(
+    score_sum: Tensor, tokens_per_expert: Tensor, topk: int, coeff: float, num_tokens: int | Tensor
+) -> Tensor:
+    """The load-balancing loss, coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
+
+    In a distributed program add up score_sum, tokens_per_expert and num_tokens over the ranks first.
+
+    Args:
+      score_sum: float32 [E], or [..., E] with one row a sequence (route's sequence_stats).
+      tokens_per_expert: integers or float32, shaped like score_sum.
+      topk: K, 1 <= K <= E.
+      coeff: finite Python number.
+      num_tokens: N, the unmasked tokens: an int in [0, 2^31) or a scalar; with sequences also one for each, [...]. Of a
+        tensor, what is not above 0 counts as 0, and NaN makes the loss NaN.
+
+    Returns:
+      float32 scalar; with sequences the mean over them. N = 0 adds 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to score_sum only.
+    Source: Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
+
+    >>> float(load_balance_loss(torch.tensor([2.0, 2.0]), torch.tensor([2, 2]), 1, 1.0, 4))
+    1.0
+    """
+    score_sum = check.tensor("score_sum", score_sum, (torch.float32,), (..., "E"))
+    *leading, E = score_sum.shape
+    counts = check.tensor("tokens_per_expert", tokens_per_expert, _COUNTS, tuple(score_sum.shape))
+    check.on_device_of("score_sum", score_sum, tokens_per_expert=counts)
+    topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
+    tokens = _num_tokens("num_tokens", num_tokens, score_sum, tuple(leading))
+    losses = balance_of(score_sum, counts, E, topk, coeff, tokens)
+    return losses.sum() / max(losses.numel(), 1)
+
+
+def z_loss(
+    lse: Tensor, coeff: float, token_mask: Tensor | None = None, num_tokens: int | Tensor | None = None
+) -> Tensor:
+    """The router z-loss, coeff / N sum_t lse[t]^2 over the unmasked tokens, which keeps logits small.
+
+    Args:
+      lse: float32 [...], from `route`.
+      coeff: finite Python number.
+      token_mask: bool [...], true: a real token; None: all are.
+      num_tokens: N, an int or a scalar; None: the unmasked tokens of this call. A distributed program gives the number
+        of the whole batch and adds up the ranks' losses. Checked as in `load_balance_loss`.
+
+    Returns:
+      float32 scalar; 0 where N = 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to lse.
+    Source: ST-MoE, https://arxiv.org/abs/2202.08906, equation 5.
+
+    >>> float(z_loss(torch.tensor([1.0, 3.0]), 0.1))
+    0.5
+    """
+    lse = check.tensor("lse", lse, (torch.float32,), (...,))
+    coeff = check.number("coeff", coeff)
+    mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(lse.shape))
+    check.on_device_of("lse", lse, token_mask=mask)
+    if num_tokens is None and mask is not None:
+        tokens = mask.sum().float()
+    else:
+        tokens = _num_tokens("num_tokens", lse.numel() if num_tokens is None else num_tokens, lse, ())
+    if mask is not None:
+        lse = torch.where(mask, lse, 0.0)
+    return mean_of_squares(lse.square().sum(), coeff, tokens)
+
+
+def mean_of_squares(squares: Tensor, coeff: float, tokens: Tensor) -> Tensor:
+    """The z-loss of a sum of lse^2 over float32 [] tokens; 0 where there are none."""
+    some = ~(tokens <= 0)  # NaN stays NaN
+    return torch.where(some, coeff / torch.where(some, tokens, 1.0), 0.0) * squares
+
+
+class _MoEAuxLoss(Function):
+    @staticmethod
+    def forward(probs, tokens_per_expert, num_tokens, topk, num_experts, coeff):
+        return torch_ops.moe_aux_loss(probs, tokens_per_expert, num_tokens, topk, num_experts, coeff)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        probs, tokens_per_expert, num_tokens, *ctx.options = inputs
+        ctx.rows, ctx.dtype = probs.shape[0], probs.dtype
+        ctx.save_for_backward(tokens_per_expert, num_tokens)
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_probs = torch_ops.moe_aux_loss_backward(d_loss, *ctx.saved_tensors, ctx.rows, ctx.dtype, *ctx.options)
+        return d_probs, None, None, None, None, None
+
+
+def fused_moe_aux_loss(
+    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, num_experts: int, topk: int, coeff: float
+) -> Tensor:
+    """The load-balancing loss of dense scores, coeff E / (K N^2) sum_e tokens_per_expert[e] sum_t probs[t, e].
+
+    Args:
+      probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it: the scores of
+        several sequences side by side.
+      tokens_per_expert: uint8, int16, int32, int64, float32, bfloat16 or float16 [C].
+      total_num_tokens: N, an int in [0, 2^31) or an integer scalar; of a tensor, what is not above 0 counts as 0.
+      num_experts: E.
+      topk: K, 1 <= K <= E.
+      coeff: finite Python number.
+
+    Returns:
+      float32 scalar, whatever the dtype of probs; 0 where N = 0.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: to probs only. Not differentiable twice.
+    Source: TransformerEngine (interface); Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
+
+    >>> float(fused_moe_aux_loss(torch.full((4, 2), 0.5), torch.tensor([2, 2]), 4, 2, 1, 1.0))
+    1.0
+    """
+    probs = check.tensor("probs", probs, check.FLOATS, ("T", "C"))
+    C = probs.shape[1]
+    counts = check.tensor("tokens_per_expert", tokens_per_expert, _DENSE_COUNTS, (("C", C),))
+    E = check.integer("num_experts", num_experts, 1, check.INDEX_LIMIT - 1)
+    if C % E:
+        raise ValueError(f"num_experts: got {E}, expected a divisor of the {C} columns of probs")
+    topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
+    if isinstance(total_num_tokens, Tensor):
+        tokens = check.tensor("total_num_tokens", total_num_tokens, check.INDICES, ()).long()
+    else:
+        number = check.size("total_num_tokens", total_num_tokens)
+        tokens = torch.full((), number, dtype=torch.int64, device=probs.device)
+    check.on_device_of("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
+    loss: Tensor = _MoEAuxLoss.call(probs, counts.detach(), tokens, topk, E, coeff)
+    return loss

@@ -1,0 +1,325 @@
+"""The experts: grouped matrix products and the gated feed-forward network.
+
+Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+for a gated expert, 1 for an ungated one.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.activation import Activation, as_activation
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.precision import (
+    FP8,
+    HIGHEST,
+    check_fp8,
+    check_fp8_widths,
+    precision_number,
+    product_precision_number,
+)
+from anabranch.torch.binding import check
+from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
+from anabranch.torch.binding.autograd import Function, wants_gradient
+from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.precision_choice import decided, facts_of
+from anabranch.torch.ops.quantized import (
+    QuantizedExperts,
+    check_current,
+    check_fp8_operands,
+    of_backward,
+    of_forward,
+    quantized_of,
+)
+
+
+class Network(NamedTuple):
+    """Options of the feed-forward network, as the operations take them."""
+
+    activation: int
+    activation_alpha: float
+    activation_limit: float
+    weight_early: bool
+    topk: int
+    w_in_layout: str
+    w_out_layout: str
+    precision: int
+    fp8_scales: int = 0
+
+
+def network(
+    activation: Any, parts: int, weight_early: Any, topk: int, layouts: Layouts, precision: Any, fp8_scales: Any
+) -> Network:
+    """Checks the options of the experts; parts: P of w_in; topk: 0 where x holds rows."""
+    act = as_activation(activation, parts)
+    early = check.boolean("weight_early", weight_early)
+    number = precision_number(precision)
+    of_fp8 = number, check_fp8(number, fp8_scales)
+    return Network(act.number, act.alpha, act.limit, early, topk, layouts.w_in, layouts.w_out, *of_fp8)
+
+
+def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
+    """The arguments w_in_layout and w_out_layout."""
+    return Layouts(
+        check.choice("w_in_layout", w_in_layout, IN_LAYOUTS), check.choice("w_out_layout", w_out_layout, OUT_LAYOUTS)
+    )
+
+
+def check_experts(
+    layouts: Layouts,
+    x: Tensor,
+    weight_dtypes: Sequence[torch.dtype],
+    w_in: Any,
+    w_out: Any,
+    b_in: Any,
+    b_out: Any,
+    num_experts: int | None = None,
+) -> tuple[int, int]:
+    """Checks the experts' tensors beside x [..., D]; returns (E, P)."""
+    experts = "E" if num_experts is None else ("E", num_experts)
+    D, dtype = ("D", x.shape[-1]), (x.dtype,)
+    w_in = check.tensor("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
+    sizes = layouts.sizes("w_in", w_in.shape)
+    if sizes["p"] not in (1, 2):
+        gated, plain = (", ".join(layouts.shape("w_in", e="E", d="D", p=p, f="F")) for p in "21")
+        raise ValueError(f"w_in: got {check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
+    E, P, F = (("E", sizes["e"]), ("P", sizes["p"]), ("F", sizes["f"]))
+    w_out = check.tensor("w_out", w_out, weight_dtypes, layouts.shape("w_out", e=E, f=F, d=D))
+    if b_in is not None:
+        b_in = check.tensor("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F))
+    b_out = check.optional_tensor("b_out", b_out, dtype, (E, D))
+    check.on_device_of("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
+    return sizes["e"], sizes["p"]
+
+
+def grouped_rows(name: str, value: Any) -> Tensor:
+    """Checks rows [R, D] of groups."""
+    rows = check.tensor(name, value, check.FLOATS, ("R", "D"))
+    if check.too_many(rows.shape[0]):
+        raise ValueError(f"{name}: got {check.describe(rows)}, expected fewer than 2^31 rows")
+    return rows
+
+
+# ---------------------------------------------------------------- grouped matmul
+
+
+class _GroupedMatmul(Function):
+    @staticmethod
+    def forward(x, w, group_sizes, transpose_w, precision, fp8_scales):
+        return torch_ops.grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, w, group_sizes, ctx.transpose_w, *ctx.precision = inputs
+        ctx.dtypes = x.dtype, w.dtype
+        ctx.save_for_backward(x if wants_gradient(ctx, 1) else None, w if wants_gradient(ctx, 0) else None, group_sizes)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        x, w, group_sizes = ctx.saved_tensors
+        d_x = d_w = None
+        if w is not None:
+            d_x = torch_ops.grouped_matmul(d_y.to(ctx.dtypes[0]), w, group_sizes, not ctx.transpose_w, *ctx.precision)
+        if x is not None:
+            left, right = (d_y, x) if ctx.transpose_w else (x, d_y)
+            precision = HIGHEST if ctx.precision[0] == FP8 else ctx.precision[0]
+            d_w = torch_ops.grouped_matmul_dw(left, right, group_sizes, ctx.dtypes[1], precision)
+        return d_x, d_w, None, None, None, None
+
+
+def grouped_matmul(
+    x: Tensor,
+    w: Tensor,
+    group_sizes: Tensor,
+    *,
+    transpose_w: bool = False,
+    precision: str = "highest",
+    fp8_scales: str = "float32",
+) -> Tensor:
+    """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
+
+    Args:
+      x: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      w: [E, D, N], or with transpose_w [E, N, D]; dtype of x.
+      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+        count as 0.
+      transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
+      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`. "fp8": x and w
+        are quantised, d_y and w in the gradient of x; D and N are multiples of 128.
+      fp8_scales: with "fp8", "float32" or "power_of_two", see `moe`.
+
+    Returns:
+      [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, an unknown precision, or devices differ.
+
+    Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
+    w. Not differentiable twice. Under torch.autocast float32 x and w are rounded to autocast's dtype first. Source:
+    semantics, sections 6 and 11.
+
+    >>> w = torch.tensor([[[1.0], [1.0]], [[2.0], [3.0]]])
+    >>> grouped_matmul(torch.ones(3, 2), w, torch.tensor([1, 2])).ravel().tolist()
+    [2.0, 5.0, 5.0]
+    """
+    x = grouped_rows("x", as_autocast(x))
+    w = in_dtype_of(x, w)
+    sizes = check.indices("group_sizes", group_sizes, ("E",))
+    E, D = sizes.shape[0], x.shape[1]
+    transpose_w = check.boolean("transpose_w", transpose_w)
+    w = check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
+    check.on_device_of("x", x, w=w, group_sizes=sizes)
+    number = product_precision_number(precision)
+    of_fp8 = number, check_fp8(number, fp8_scales)
+    if number == FP8:
+        check_fp8_widths("w", check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
+    y: Tensor = _GroupedMatmul.call(x, w, sizes, transpose_w, *of_fp8)
+    return y
+
+
+# ---------------------------------------------------------------- feed-forward network
+
+
+def as_multiplied(options: Network, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Experts' weights as the operations take them beside x of a dtype: in that, unless they are quantised there."""
+    return weight if options.precision == FP8 or weight.dtype == dtype else weight.to(dtype)
+
+
+class _ExpertFfn(Function):
+    """y and h of rows; w_in and w_out may be float32 where rows are not: their gradients are float32 sums."""
+
+    tensors = tuple(f"quantized_{name}" for name in QuantizedExperts._fields)
+
+    @staticmethod
+    def forward(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *tensors):
+        up, down = (as_multiplied(options, w, rows.dtype) for w in (w_in, w_out))
+        quantized = of_forward(quantized_of(tensors))
+        return torch_ops.ffn(rows, None, group_sizes, up, b_in, down, b_out, weights, *quantized, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.options, *tensors = inputs
+        _, h = output
+        ctx.mark_non_differentiable(h)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(h, *tensors[:7], *of_backward(quantized_of(tensors[7:])))
+
+    @staticmethod
+    def backward(ctx, d_y, _):
+        if d_y is None:
+            return (None,) * 14
+        h, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *quantized = ctx.saved_tensors
+        up, down = (as_multiplied(ctx.options, w, rows.dtype) for w in (w_in, w_out))
+        found = torch_ops.ffn_backward(
+            d_y, h, rows, None, group_sizes, up, b_in, down, b_out, weights, w_in.dtype, w_out.dtype, *quantized,
+            *ctx.options,
+        )  # fmt: skip
+        d_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = found
+        return (
+            None,
+            d_rows,
+            None,
+            d_w_in,
+            None if b_in is None else d_b_in,
+            d_w_out,
+            None if b_out is None else d_b_out,
+            None if weights is None else d_weights.to(weights.dtype),
+            *(None,) * len(QuantizedExperts._fields),
+        )
+
+
+def network_of_rows(
+    options: Network,
+    rows: Tensor,
+    group_sizes: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    weights: Tensor | None,
+    quantized: QuantizedExperts | None = None,
+) -> Tensor:
+    """`expert_ffn` on checked arguments."""
+    fields = (None,) * len(QuantizedExperts._fields) if quantized is None else quantized
+    y: Tensor = _ExpertFfn.call(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *fields)[0]
+    return y
+
+
+def expert_ffn(
+    rows: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    group_sizes: Tensor,
+    *,
+    activation: str | Activation = "silu",
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    weights: Tensor | None = None,
+    weight_early: bool = False,
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    precision: str = "highest",
+    fp8_scales: str = "float32",
+    quantized: QuantizedExperts | None = None,
+) -> Tensor:
+    """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
+
+    h = x W_in[e] + b_in[e]; gated (P = 2): a = phi(h_gate, h_up), ungated (P = 1): a = act(h).
+
+    Args:
+      rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, or float32: then it is rounded where it multiplies,
+        and its gradient is not rounded.
+      w_out: [E, F, D]; dtype of rows, or float32, the same.
+      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+        count as 0.
+      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" (squared)
+        or "linear", which stands for act(h_gate) h_up, or an `Activation`, of two inputs and with parameters.
+      b_in: [E, 2 or 1, F], or None; dtype of rows.
+      b_out: [E, D], or None; dtype of rows.
+      weights: w, float [R]; None: 1.
+      weight_early: multiply a and b_out by w instead of y; the same result up to rounding.
+      w_in_layout: the axes of w_in behind E: "dpf", [E, D, P, F]; "pfd", [E, P, F, D], as PyTorch's Linear has it;
+        "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
+        transposed.
+      w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
+      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised;
+        "auto": where that is faster.
+      fp8_scales, quantized: with "fp8" or "auto", see `moe`.
+
+    Returns:
+      y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, an unknown activation or precision, weight_early without weights, or devices
+        differ.
+
+    Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
+    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Not differentiable twice. Under
+    torch.autocast float32 rows and biases are rounded to autocast's dtype first. Source: semantics, sections 6 and 11.
+
+    >>> w_in, w_out = torch.ones(1, 1, 1, 3), torch.ones(1, 3, 1)
+    >>> expert_ffn(torch.ones(2, 1), w_in, w_out, torch.tensor([1]), activation="relu").tolist()
+    [[3.0], [0.0]]
+    """
+    rows = grouped_rows("rows", as_autocast(rows))
+    b_in, b_out = in_dtype_of(rows, b_in), in_dtype_of(rows, b_out)
+    sizes = check.indices("group_sizes", group_sizes, ("E",))
+    layouts = check_layouts(w_in_layout, w_out_layout)
+    dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))
+    _, P = check_experts(layouts, rows, dtypes, w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
+    weights = check.optional_tensor("weights", weights, check.FLOATS, (("R", rows.shape[0]),))
+    options = network(activation, P, weight_early, 0, layouts, precision, fp8_scales)
+    quantized = check_fp8_operands(options.precision, layouts, "rows", rows, w_in, quantized)
+    check_current(quantized, w_in, w_out)
+    if options.weight_early and weights is None:
+        raise ValueError("weight_early: got True without weights, expected weights [R]")
+    check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)
+    facts = facts_of(precision, (rows, w_in, w_out, weights), (b_in, b_out))
+    options = decided(options, rows, w_in, quantized, facts)
+    quantized = quantized if options.precision == FP8 else None
+    return network_of_rows(options, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)

@@ -1,0 +1,536 @@
+"""The experts' operations: grouped products, and the feed-forward network on rows and on tokens."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from anabranch.layouts import Layouts
+from anabranch.precision import BLOCK, FP8
+from anabranch.torch.binding import calls
+from anabranch.torch.binding.define import define
+
+_LAYOUT_FIELDS = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
+
+
+@functools.cache
+def _orders(w_in: str, w_out: str) -> dict[str, tuple[int, ...]] | None:
+    """Of all tensors that are not in our own layouts, for the calls."""
+    layouts = Layouts(w_in, w_out)
+    orders = {name: layouts.order(name) for name in _LAYOUT_FIELDS}
+    return {name: order for name, order in orders.items() if list(order) != sorted(order)} or None
+
+
+@functools.cache
+def _axes(layout: str) -> tuple[int, ...]:
+    """The axes of w_in that E, D, P and F are."""
+    return Layouts(layout).order("w_in")
+
+
+def _sizes(w_in: Tensor, layout: str) -> tuple[int, int, int, int]:
+    """(E, D, P, F) of w_in."""
+    E, D, P, F = (w_in.shape[axis] for axis in _axes(layout))
+    return E, D, P, F
+
+
+def _hidden(w_in_layout: str, R: int, P: int, F: int) -> tuple[int, int, int]:
+    """The shape of h."""
+    axes = _axes(w_in_layout)
+    return (R, P, F) if axes[2] < axes[3] else (R, F, P)
+
+
+def _e4m3(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float8_e4m3fn)
+
+
+def _scales(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def calls_of_quantize(results, w, axes, fp8_scales):
+    """The C call that quantises a matrix."""
+    q, q_transposed, scales = results
+    order = None if list(axes) == sorted(axes) else {"w": axes}
+    tensors = {"w": w, "q": q, "q_transposed": q_transposed, "scales": scales}
+    return calls.quantize_weights(tensors, order, fp8_scales=fp8_scales)
+
+
+def allocate_quantize(w, axes, plain, transposed):
+    """Empty results of `quantize_experts` for one matrix."""
+    E, D, *parts, N = (w.shape[axis] for axis in axes)
+    return (
+        _e4m3(w, E, D, *parts, N) if plain else None,
+        _e4m3(w, E, *parts, N, D) if transposed else None,
+        _scales(w, E, D // BLOCK, *parts, N // BLOCK),
+    )
+
+
+def _quantized(w, axes, fp8_scales, *, transposed):
+    """(q in one orientation, its scales, the call that fills both)."""
+    results = allocate_quantize(w, axes, not transposed, transposed)
+    return results[int(transposed)], results[2], calls_of_quantize(results, w, axes, fp8_scales)
+
+
+def _factor(name, w, layout, q, scales, precision, fp8_scales, *, transposed):
+    """What a call with FP8 takes of "w_in" or "w_out", by its fields, and the calls before it."""
+    if precision != FP8:
+        return {}, []
+    if q is not None:
+        return {f"{name}_q": q, f"{name}_scales": scales}, []
+    layouts = Layouts(**{name: layout})
+    q, scales, call = _quantized(w, layouts.order(name), fp8_scales, transposed=transposed)
+    return {f"{name}_q": q, f"{name}_scales": scales}, [call]
+
+
+def _allocate_quantize_rows(x, fp8_scales):
+    R, D = x.shape
+    return _e4m3(x, R, D), _scales(x, R, D // BLOCK)
+
+
+def _quantize_rows(results, x, fp8_scales):
+    q, scales = results
+    return calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)
+
+
+#: Rows [R, D] and the scales of their blocks, [R, D/128].
+quantize_rows = define(
+    "quantize_rows(Tensor x, int fp8_scales) -> (Tensor q, Tensor scales)", _allocate_quantize_rows, _quantize_rows
+)
+
+
+def _allocate_quantize_experts(w_in, w_out, w_in_layout, w_out_layout, gradients, fp8_scales):
+    layouts, found = Layouts(w_in_layout, w_out_layout), []
+    for name, w in (("w_in", w_in), ("w_out", w_out)):
+        q, q_transposed, scales = allocate_quantize(w, layouts.order(name), gradients, True)
+        found += [w.new_empty((0,)) if q is None else q, q_transposed, scales]
+    return tuple(found)
+
+
+def _quantize_experts(results, w_in, w_out, w_in_layout, w_out_layout, gradients, fp8_scales):
+    layouts = Layouts(w_in_layout, w_out_layout)
+    of_in, of_out = ((q if gradients else None, *rest) for q, *rest in (results[:3], results[3:]))
+    return (
+        calls_of_quantize(of_in, w_in, layouts.order("w_in"), fp8_scales),
+        calls_of_quantize(of_out, w_out, layouts.order("w_out"), fp8_scales),
+    )
+
+
+#: Both matrices of the experts, as they are, [0] without gradients, and transposed, each with its scales.
+quantize_experts = define(
+    "quantize_experts(Tensor w_in, Tensor w_out, str w_in_layout, str w_out_layout, bool gradients, int fp8_scales) "
+    "-> (Tensor w_in_q, Tensor w_in_transposed, Tensor w_in_scales, Tensor w_out_q, Tensor w_out_transposed, "
+    "Tensor w_out_scales)",
+    _allocate_quantize_experts,
+    _quantize_experts,
+)
+
+
+def _allocate_grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales):
+    return x.new_empty((x.shape[0], w.shape[1 if transpose_w else 2]))
+
+
+def _grouped_matmul(y, x, w, group_sizes, transpose_w, precision, fp8_scales):
+    options = dict(transpose_w=transpose_w, precision=precision, fp8_scales=fp8_scales)
+    if precision != FP8:
+        return calls.grouped_matmul({"x": x, "w": w, "group_sizes": group_sizes, "y": y}, **options)
+    R, D = x.shape
+    q, scales = _e4m3(x, R, D), _scales(x, R, D // BLOCK)
+    rows = calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)
+    w_q, w_scales, weights = _quantized(w, (0, 1, 2), fp8_scales, transposed=not transpose_w)
+    factors = {"x": q, "x_scales": scales, "w_q": w_q, "w_scales": w_scales}
+    return rows, weights, calls.grouped_matmul({**factors, "group_sizes": group_sizes, "y": y}, **options)
+
+
+grouped_matmul = define(
+    "grouped_matmul(Tensor x, Tensor w, Tensor group_sizes, bool transpose_w, int precision, int fp8_scales) -> Tensor",
+    _allocate_grouped_matmul,
+    _grouped_matmul,
+)
+
+
+def _grouped_matmul_dw(d_w, x, d_y, group_sizes, dtype, precision):
+    tensors = {"x": x, "d_y": d_y, "group_sizes": group_sizes, "d_w": d_w}
+    return calls.grouped_matmul_dw(tensors, accumulate=0, precision=precision)
+
+
+def _allocate_grouped_matmul_dw(x, d_y, group_sizes, dtype, precision):
+    return x.new_empty((group_sizes.shape[0], x.shape[1], d_y.shape[1]), dtype=dtype)
+
+
+grouped_matmul_dw = define(
+    "grouped_matmul_dw(Tensor x, Tensor d_y, Tensor group_sizes, ScalarType dtype, int precision) -> Tensor",
+    _allocate_grouped_matmul_dw,
+    _grouped_matmul_dw,
+)
+
+
+#: Quantised experts in the orientation of the pass; None: they are quantised here, where they are wanted.
+QUANTIZED = "Tensor? w_in_q, Tensor? w_in_scales, Tensor? w_out_q, Tensor? w_out_scales"
+
+_NETWORK = (
+    "int activation, float activation_alpha, float activation_limit, bool weight_early, int topk, "
+    "str w_in_layout, str w_out_layout, int precision, int fp8_scales"
+)
+
+
+def _allocate_ffn(
+    x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
+):  # fmt: skip
+    _, _, P, F = _sizes(w_in, w_in_layout)
+    R = (x if slot_of_row is None else slot_of_row).shape[0]
+    return x.new_empty((R, x.shape[1])), x.new_empty(_hidden(w_in_layout, R, P, F))
+
+
+def _ffn(
+    results, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
+):  # fmt: skip
+    y, h = results
+    of_fp8 = precision, fp8_scales
+    of_in, quantize_in = _factor("w_in", w_in, w_in_layout, w_in_q, w_in_scales, *of_fp8, transposed=True)
+    of_out, quantize_out = _factor("w_out", w_out, w_out_layout, w_out_q, w_out_scales, *of_fp8, transposed=True)
+    network = calls.expert_ffn_forward(
+        {
+            "x": x,
+            "slot_of_row": slot_of_row,
+            "group_sizes": group_sizes,
+            "w_in": w_in,
+            "b_in": b_in,
+            "w_out": w_out,
+            "b_out": b_out,
+            "weights": weights,
+            "y": y,
+            "h": h,
+            **of_in,
+            **of_out,
+        },
+        _orders(w_in_layout, w_out_layout),
+        activation=activation,
+        weight_early=weight_early,
+        topk=topk,
+        activation_alpha=activation_alpha,
+        activation_limit=activation_limit,
+        precision=precision,
+        fp8_scales=fp8_scales,
+    )
+    return [*quantize_in, *quantize_out, network]
+
+
+#: y [R, D] and h [R, P, F] of rows, or of tokens that slot_of_row gathers.
+ffn = define(
+    "ffn(Tensor x, Tensor? slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
+    f"Tensor? weights, {QUANTIZED}, {_NETWORK}) -> (Tensor y, Tensor h)",
+    _allocate_ffn,
+    _ffn,
+)
+
+
+def _allocate_ffn_backward(
+    d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
+):  # fmt: skip
+    nothing = x.new_empty((0,))
+    return (
+        x.new_empty((h.shape[0], x.shape[1])),
+        torch.empty_like(w_in, dtype=w_in_dtype),
+        nothing.clone() if b_in is None else torch.empty_like(b_in),
+        torch.empty_like(w_out, dtype=w_out_dtype),
+        nothing.clone() if b_out is None else torch.empty_like(b_out),
+        x.new_empty((0,) if weights is None else weights.shape, dtype=torch.float32),
+    )
+
+
+def _ffn_backward(
+    results, d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
+):  # fmt: skip
+    dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = results
+    of_fp8 = precision, fp8_scales
+    of_in, quantize_in = _factor("w_in", w_in, w_in_layout, w_in_q, w_in_scales, *of_fp8, transposed=False)
+    of_out, quantize_out = _factor("w_out", w_out, w_out_layout, w_out_q, w_out_scales, *of_fp8, transposed=False)
+    network = calls.expert_ffn_backward(
+        {
+            "x": x,
+            "slot_of_row": slot_of_row,
+            "group_sizes": group_sizes,
+            "w_in": w_in,
+            "w_out": w_out,
+            "b_out": b_out,
+            "weights": weights,
+            "h": h,
+            "d_out": d_out,
+            "dx_rows": dx_rows,
+            "d_w_in": d_w_in,
+            "d_b_in": None if b_in is None else d_b_in,
+            "d_w_out": d_w_out,
+            "d_b_out": None if b_out is None else d_b_out,
+            "d_weights": None if weights is None else d_weights,
+            **of_in,
+            **of_out,
+        },
+        _orders(w_in_layout, w_out_layout),
+        activation=activation,
+        topk=topk,
+        activation_alpha=activation_alpha,
+        activation_limit=activation_limit,
+        precision=precision,
+        fp8_scales=fp8_scales,
+    )
+    return [*quantize_in, *quantize_out, network]
+
+
+#: Gradients of the rows, w_in, b_in, w_out, b_out and weights; [0]: none.
+ffn_backward = define(
+    "ffn_backward(Tensor d_out, Tensor h, Tensor x, Tensor? slot_of_row, Tensor group_sizes, Tensor w_in, "
+    "Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? weights, ScalarType w_in_dtype, ScalarType w_out_dtype, "
+    f"{QUANTIZED}, {_NETWORK}) "
+    "-> (Tensor dx_rows, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, Tensor d_weights)",
+    _allocate_ffn_backward,
+    _ffn_backward,
+)
+
+
+def allocate_experts(
+    x, x_q, x_scales, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
+):  # fmt: skip
+    """Empty results of `experts`."""
+    _, _, P, F = _sizes(w_in, w_in_layout)
+    read = x if x_q is None else x_q
+    return x.new_empty(read.shape), x.new_empty(_hidden(w_in_layout, slot_of_row.shape[0], P, F))
+
+
+def calls_of_experts(
+    results, x, x_q, x_scales, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
+    w_in_layout, w_out_layout, precision, fp8_scales,
+):  # fmt: skip
+    """The C calls of `experts`."""
+    out, h = results
+    R, F = slot_of_row.shape[0], _sizes(w_in, w_in_layout)[3]
+    of_fp8 = precision, fp8_scales
+    of_in, quantize_in = _factor("w_in", w_in, w_in_layout, w_in_q, w_in_scales, *of_fp8, transposed=True)
+    of_out, quantize_out = _factor("w_out", w_out, w_out_layout, w_out_q, w_out_scales, *of_fp8, transposed=True)
+    fp8 = precision == FP8
+    a, a_scales = (_e4m3(x, R, F), _scales(x, R, F // BLOCK)) if fp8 else (x.new_empty((R, F)), None)
+    up = calls.expert_ffn_forward(
+        {
+            "x": x if x_q is None else None,
+            "x_q": x_q,
+            "x_scales": x_scales,
+            "slot_of_row": slot_of_row,
+            "group_sizes": group_sizes,
+            "w_in": w_in,
+            "b_in": b_in,
+            "weights": weights if weight_early else None,
+            "h": h,
+            "a": a,
+            "a_scales": a_scales,
+            **of_in,
+        },
+        _orders(w_in_layout, w_out_layout),
+        activation=activation,
+        weight_early=weight_early and weights is not None,
+        topk=topk,
+        skip_rest=1,
+        activation_alpha=activation_alpha,
+        activation_limit=activation_limit,
+        precision=precision,
+        fp8_scales=fp8_scales,
+    )
+    down = calls.grouped_matmul_combine(
+        {
+            "x": a,
+            "x_scales": a_scales,
+            "w": None if fp8 else w_out,
+            "w_q": of_out.get("w_out_q"),
+            "w_scales": of_out.get("w_out_scales"),
+            "group_sizes": group_sizes,
+            "bias": b_out,
+            "slot_of_row": slot_of_row,
+            "row_of_slot": row_of_slot,
+            "weights": weights,
+            "out": out,
+        },
+        transpose_w=w_out_layout == "df" and not fp8,
+        weight_early=weight_early and weights is not None,
+        skip_rest=1,
+        precision=precision,
+        fp8_scales=fp8_scales,
+    )
+    return *quantize_in, *quantize_out, up, down
+
+
+#: The experts of tokens [T, D] by the rows of a plan, summed with their weights, if there are any: the output, and h.
+#: With FP8 tokens may come quantised: of x then counts its dtype, which results have.
+experts = define(
+    "experts(Tensor x, Tensor? x_q, Tensor? x_scales, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, "
+    f"Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_NETWORK}) -> "
+    "(Tensor output, Tensor h)",
+    allocate_experts,
+    calls_of_experts,
+)
+
+
+def allocate_experts_hidden(
+    d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha,
+    activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+):  # fmt: skip
+    """Empty results of `experts_hidden`."""
+    _, _, P, F = _sizes(w_in, w_in_layout)
+    R, fp8 = h.shape[0], precision == FP8
+    return (
+        torch.empty_like(h),
+        torch.empty_like(w_out, dtype=w_out_dtype) if wants_w_out else x.new_empty((0,)),
+        x.new_empty((0,)) if b_out is None else torch.empty_like(b_out),
+        torch.empty_like(weights, dtype=torch.float32),
+        _e4m3(x, R, P, F) if fp8 else x.new_empty((0,)),
+        _scales(x, R, P, F // BLOCK) if fp8 else x.new_empty((0,)),
+    )
+
+
+def calls_of_experts_hidden(
+    results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha,
+    activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+):  # fmt: skip
+    """The C calls of `experts_hidden`."""
+    dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales = results
+    of_fp8, fp8 = (precision, fp8_scales), precision == FP8
+    of_out, quantize_out = _factor("w_out", w_out, w_out_layout, w_out_q, w_out_scales, *of_fp8, transposed=False)
+    hidden = calls.expert_ffn_backward(
+        {
+            "x": x,
+            "slot_of_row": slot_of_row,
+            "group_sizes": group_sizes,
+            "w_in": w_in,
+            "w_out": w_out,
+            "b_out": b_out,
+            "weights": weights,
+            "h": h,
+            "d_out": d_out,
+            "d_out_q": d_out_q,
+            "d_out_scales": d_out_scales,
+            "dh": dh,
+            "d_w_out": d_w_out if wants_w_out else None,
+            "d_b_out": None if b_out is None else d_b_out,
+            "d_weights": d_weights,
+            "dh_q": dh_q if fp8 else None,
+            "dh_scales": dh_scales if fp8 else None,
+            **of_out,
+        },
+        _orders(w_in_layout, w_out_layout),
+        activation=activation,
+        topk=topk,
+        skip_rest=1,
+        activation_alpha=activation_alpha,
+        activation_limit=activation_limit,
+        precision=precision,
+        fp8_scales=fp8_scales,
+    )
+    return *quantize_out, hidden
+
+
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0]: not wanted.
+#: With FP8 also dh quantised, and its scales; d_out may come quantised beside what it is as a number of its dtype.
+experts_hidden = define(
+    "experts_hidden(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
+    "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
+    f"ScalarType w_out_dtype, bool wants_w_out, {QUANTIZED}, {_NETWORK}) -> (Tensor dh, Tensor d_w_out, "
+    "Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales)",
+    allocate_experts_hidden,
+    calls_of_experts_hidden,
+)
+
+
+def _allocate_experts_inputs(
+    dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
+    w_in_dtype, d_x_dtype, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
+    fp8_scales,
+):  # fmt: skip
+    nothing = x.new_empty((0,))
+    return (
+        nothing if d_x_dtype is None else torch.empty_like(x, dtype=d_x_dtype),
+        torch.empty_like(w_in, dtype=w_in_dtype) if wants_w_in else nothing.clone(),
+        nothing.clone() if b_in is None else torch.empty_like(b_in),
+    )
+
+
+def _experts_inputs(
+    results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
+    w_in_dtype, d_x_dtype, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
+    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
+    fp8_scales,
+):  # fmt: skip
+    d_x, d_w_in, d_b_in = results
+    E, D, P, F = _sizes(w_in, w_in_layout)
+    R, fp8, needed = dh.shape[0], precision == FP8, []
+    if d_x_dtype is not None:
+        transposed = w_in_layout.startswith("d") or fp8
+        if fp8:
+            of_in, quantize_in = _factor(
+                "w_in", w_in, w_in_layout, w_in_q, w_in_scales, precision, fp8_scales, transposed=False
+            )
+            needed += quantize_in
+            factors = {
+                "x": dh_q.view(R, P * F),
+                "x_scales": dh_scales.view(R, P * F // BLOCK),
+                "w_q": of_in["w_in_q"].view(E, D, P * F),
+                "w_scales": of_in["w_in_scales"].view(E, D // BLOCK, P * F // BLOCK),
+            }
+        else:
+            w = w_in.view((E, D, P * F) if transposed else (E, P * F, D))
+            factors = {"x": dh.view(R, P * F), "w": w}
+        of_precision = {"precision": precision, "fp8_scales": fp8_scales}
+        factors["group_sizes"] = group_sizes
+        of_sum = {"row_of_slot": row_of_slot, "addend": addend, "out": d_x}
+        if fp8 and d_x_dtype != x.dtype:  # in one call rows of FP8 operands would have the dtype of d_x, not of x
+            rows = x.new_empty((R, D))
+            needed.append(calls.grouped_matmul({**factors, "y": rows}, transpose_w=transposed, **of_precision))
+            needed.append(calls.combine({"rows": rows, **of_sum}))
+        else:
+            tensors = {**factors, "slot_of_row": slot_of_row, **of_sum}
+            options = {"transpose_w": transposed, "skip_rest": 1, "backward": 1, **of_precision}
+            needed.append(calls.grouped_matmul_combine(tensors, **options))
+    if not wants_w_in and b_in is None:
+        return needed
+    of_weights = calls.expert_ffn_backward(
+        {
+            "x": x,
+            "slot_of_row": slot_of_row,
+            "group_sizes": group_sizes,
+            "w_in": w_in,
+            "w_out": w_out,
+            "dh": dh,
+            "d_w_in": d_w_in if wants_w_in else None,
+            "d_b_in": None if b_in is None else d_b_in,
+        },
+        _orders(w_in_layout, w_out_layout),
+        activation=activation,
+        topk=topk,
+        activation_alpha=activation_alpha,
+        activation_limit=activation_limit,
+        precision=precision,
+        fp8_scales=fp8_scales,
+    )
+    return [*needed, of_weights]
+
+
+#: The second half: the gradients of x, to which `addend` is added, of w_in and of b_in; [0]: none, not wanted. The
+#: gradient of x has `d_x_dtype`; None: not wanted.
+experts_inputs = define(
+    "experts_inputs(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
+    "Tensor slot_of_row, Tensor group_sizes, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, ScalarType? d_x_dtype, bool wants_w_in, "
+    f"{QUANTIZED}, {_NETWORK}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
+    _allocate_experts_inputs,
+    _experts_inputs,
+)

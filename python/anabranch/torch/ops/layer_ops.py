@@ -1,0 +1,185 @@
+"""The layer's operations: those of routing, plan and experts in one, by the same calls.
+
+What torch takes for an operation beside them is then paid once forward, and twice backward: before and after the gate's
+products.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from anabranch.router_options import RouterOptions, attributes
+from anabranch.rows import num_rows_needed
+from anabranch.torch.binding.check import smaller, too_many
+from anabranch.torch.binding.define import define
+from anabranch.torch.ops.dispatch_ops import calls_of_plan
+from anabranch.torch.ops.experts_ops import (
+    QUANTIZED,
+    allocate_experts,
+    allocate_experts_hidden,
+    calls_of_experts,
+    calls_of_experts_hidden,
+)
+from anabranch.torch.ops.router_ops import allocate_route, calls_of_route, calls_of_route_backward
+
+#: Lists, since torch takes as long for four numbers by themselves as for a list of twenty.
+_OPTIONS = "int[] integers, float[] numbers, str w_in_layout, str w_out_layout"
+
+
+class MixtureOptions(NamedTuple):
+    """The options of the layer, as the operations take them."""
+
+    integers: tuple[int, ...]
+    numbers: tuple[float, ...]
+    w_in_layout: str
+    w_out_layout: str
+
+
+class _Parts(NamedTuple):
+    """The same for the calls."""
+
+    num_experts: int
+    align_size: int
+    routing: tuple[Any, ...]
+    """topk, score_function, normalize, scaling_factor."""
+    selection: tuple[int, ...]
+    """num_groups, group_topk, group_score_topk, sequences, qb_bins, and which results are wanted."""
+    network: tuple[Any, ...]
+
+
+def mixture_options(
+    router: RouterOptions | None, network: Any, num_experts: int, align_size: int, wanted: Sequence[bool]
+) -> MixtureOptions:
+    """Of a layer with or without a router, with the options of an `experts.Network`; wanted: a `router.Wanted`."""
+    if router is None:
+        router = RouterOptions(network.topk)
+    _, score_function, normalize, scaling_factor = attributes(router).values()
+    of_router = (router.num_groups, router.group_topk, router.group_score_topk, router.qb_bins)
+    of_network = (network.activation, int(network.weight_early), network.topk, network.precision, network.fp8_scales)
+    return MixtureOptions(
+        (num_experts, align_size, score_function, normalize, *of_router, *of_network, *map(int, wanted)),
+        (scaling_factor, network.activation_alpha, network.activation_limit),
+        network.w_in_layout,
+        network.w_out_layout,
+    )
+
+
+def _parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> _Parts:
+    num_experts, align_size, score_function, normalize, num_groups, group_topk, group_score_topk, qb_bins = integers[:8]
+    activation, weight_early, topk, precision, fp8_scales, *wanted = integers[8:]
+    scaling_factor, alpha, limit = numbers
+    return _Parts(
+        num_experts,
+        align_size,
+        (topk, score_function, normalize, scaling_factor),
+        (num_groups, group_topk, group_score_topk, -1, qb_bins, *map(bool, wanted)),
+        (activation, alpha, limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales),
+    )
+
+
+def _allocate_mixture(
+    x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out, b_out,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+):  # fmt: skip
+    o = _parts(*options)
+
+    def integers(*shape):
+        return x.new_empty(shape, dtype=torch.int32)
+
+    if logits is None:
+        dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int32)
+        routing = tuple(x.new_empty((0,), dtype=dtype) for dtype in dtypes)
+        T, K = experts.shape
+    else:
+        weights, experts, _, *statistics = allocate_route(
+            logits, expert_bias, token_mask, forced_experts, qb_bin_bounds, *o.routing, *o.selection
+        )
+        routing = (weights, experts, *statistics)
+        T, K = weights.shape
+    R = num_rows_needed(T * K, o.num_experts, o.align_size, smaller)
+    if too_many(R):
+        raise ValueError(f"align_size: got {o.align_size}, which makes {R} rows, expected fewer than 2^31")
+    rows = (integers(T, K), integers(R), integers(o.num_experts))
+    quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
+    output, h = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.network)
+    return output, integers(o.num_experts), integers(), *routing, h, *rows
+
+
+def _mixture(
+    results, x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out,
+    b_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+):  # fmt: skip
+    o, calls = _parts(*options), []
+    output, tokens_per_expert, dropped, *routing, h, row_of_slot, slot_of_row, group_sizes = results
+    if logits is not None:
+        weights, experts, score_sum, lse, histogram = routing
+        of_route = calls_of_route(
+            (weights, experts, None, score_sum, lse, histogram),
+            logits, expert_bias, token_mask, forced_experts, qb_bin_bounds, *o.routing, *o.selection,
+        )  # fmt: skip
+        calls.append(of_route)
+    of_plan = calls_of_plan(
+        (tokens_per_expert, group_sizes, None, row_of_slot, slot_of_row, dropped),
+        experts, o.num_experts, slot_of_row.shape[0], o.align_size, 1,
+    )  # fmt: skip
+    of_experts = calls_of_experts(
+        (output, h), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
+    )  # fmt: skip
+    return [*calls, of_plan, *of_experts]
+
+
+#: The layer from logits [T, E], or without them from weights and experts [T, K] that are given; then the results of a
+#: routing have no elements.
+mixture = define(
+    "mixture(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
+    "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
+    f"{QUANTIZED}, {_OPTIONS}) -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
+    "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, "
+    "Tensor slot_of_row, Tensor group_sizes)",
+    _allocate_mixture,
+    _mixture,
+)
+
+
+def _allocate_mixture_hidden(
+    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+):  # fmt: skip
+    of_experts = allocate_experts_hidden(
+        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(*options).network,
+    )  # fmt: skip
+    return *of_experts, torch.empty_like(logits)
+
+
+def _mixture_hidden(
+    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+):  # fmt: skip
+    o = _parts(*options)
+    *of_experts, d_logits = results
+    hidden = calls_of_experts_hidden(
+        of_experts, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
+    )  # fmt: skip
+    d_weights = of_experts[3]
+    routing = calls_of_route_backward(
+        d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.routing
+    )
+    return *hidden, routing
+
+
+#: The first half of the backward pass, `experts_hidden`, and `route_backward` of its gradient of the weights.
+mixture_hidden = define(
+    "mixture_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
+    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool wants_w_out, {QUANTIZED}, "
+    f"{_OPTIONS}) -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales, "
+    "Tensor d_logits)",
+    _allocate_mixture_hidden,
+    _mixture_hidden,
+)

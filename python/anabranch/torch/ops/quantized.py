@@ -1,0 +1,162 @@
+"""The experts' matrices quantised once, for calls with precision="fp8"."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.precision import AUTO, BLOCK, FP8, check_fp8, check_fp8_widths, fp8_scales_number
+from anabranch.torch.binding import check
+from anabranch.torch.ops import torch_ops
+
+
+class QuantizedExperts(NamedTuple):
+    """What `quantize_experts` returns: the experts' matrices as FP8 products take them, forward and backward.
+
+    Attributes:
+      w_in: float8_e4m3fn [E, D, P, F], for gradients; None: without them.
+      w_in_transposed: float8_e4m3fn [E, P, F, D], for the forward pass.
+      w_in_scales: float32 [E, D/128, P, F/128].
+      w_out: float8_e4m3fn [E, F, D], for gradients; None: without them.
+      w_out_transposed: float8_e4m3fn [E, D, F], for the forward pass.
+      w_out_scales: float32 [E, F/128, D/128].
+    """
+
+    w_in: Tensor | None
+    w_in_transposed: Tensor
+    w_in_scales: Tensor
+    w_out: Tensor | None
+    w_out_transposed: Tensor
+    w_out_scales: Tensor
+
+
+def quantized_of(fields: Sequence[Tensor | None]) -> QuantizedExperts | None:
+    """One of its fields; None where they are."""
+    return None if fields[1] is None else QuantizedExperts(*fields)  # type: ignore[arg-type]
+
+
+def check_fp8_operands(
+    precision: int, layouts: Layouts, device_of: str, x: Tensor, w_in: Tensor, quantized: Any
+) -> QuantizedExperts | None:
+    """Checks the widths that w_in tells, and the argument `quantized`, where factors are, or may be, quantised."""
+    check_fp8(precision, "float32", quantized)
+    if precision not in (FP8, AUTO):
+        return None
+    of = layouts.sizes("w_in", w_in.shape)
+    E, D, P, F = of["e"], of["d"], of["p"], of["f"]
+    if precision == FP8:
+        check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
+    if quantized is None:
+        return None
+    if not isinstance(quantized, QuantizedExperts):
+        raise TypeError(f"quantized: got a {type(quantized).__name__}, expected a QuantizedExperts, or None")
+    e, d, p, f = ("E", E), ("D", D), ("P", P), ("F", F)
+    d_blocks, f_blocks = ("D/128", D // BLOCK), ("F/128", F // BLOCK)
+    shapes = ((e, d, p, f), (e, p, f, d), (e, d_blocks, p, f_blocks), (e, f, d), (e, d, f), (e, f_blocks, d_blocks))
+    for name, tensor, shape in zip(quantized._fields, quantized, shapes, strict=True):
+        if tensor is not None or name not in ("w_in", "w_out"):
+            dtype = torch.float32 if name.endswith("scales") else torch.float8_e4m3fn
+            check.tensor(f"quantized.{name}", tensor, (dtype,), shape)
+            check.on_device_of(device_of, x, **{f"quantized.{name}": tensor})
+    return quantized
+
+
+#: By `w_in_transposed` of quantised experts: the tensors w_in and w_out that they were made of, see `_written`.
+_made_of: Any = WeakTensorKeyDictionary()
+
+
+def _written(weight: Tensor) -> tuple[int, int] | None:
+    """The tensor that a weight is or is a view of, and how often it was written to in place; None: not counted."""
+    if weight.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(weight):
+        return None
+    base = weight._base if weight._is_view() else weight
+    return id(base), weight._version
+
+
+def check_current(quantized: Any, w_in: Tensor, w_out: Tensor) -> None:
+    """Refuses experts that were quantised before their weights were written to, as an optimizer does.
+
+    It compares version counters, which the host has. Weights that are another tensor than before are not compared:
+    offloading replaces tensors without a change of their values. A compiled program does not check.
+
+    Raises:
+      ValueError: w_in or w_out has changed.
+    """
+    of = getattr(quantized, "w_in_transposed", None)
+    if torch.compiler.is_compiling() or not isinstance(of, Tensor):
+        return
+    for name, weight, before in zip(("w_in", "w_out"), (w_in, w_out), _made_of.get(of, (None, None)), strict=True):
+        now = _written(weight)
+        if before and now and now[0] == before[0] and now != before:
+            raise ValueError(f"quantized: got experts that were quantised before {name} changed, expected them renewed")
+
+
+def of_forward(quantized: QuantizedExperts | None) -> tuple[Tensor | None, ...]:
+    """What the operations of a forward pass take; None: they quantise."""
+    q = quantized
+    return (None,) * 4 if q is None else (q.w_in_transposed, q.w_in_scales, q.w_out_transposed, q.w_out_scales)
+
+
+def of_backward(quantized: QuantizedExperts | None) -> tuple[Tensor | None, ...]:
+    """What the operations of a backward pass take; None: they quantise."""
+    q = quantized
+    return (None,) * 4 if q is None or q.w_in is None else (q.w_in, q.w_in_scales, q.w_out, q.w_out_scales)
+
+
+def quantize_experts(
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    fp8_scales: str = "float32",
+    w_in_layout: str = "dpf",
+    w_out_layout: str = "fd",
+    gradients: bool = True,
+) -> QuantizedExperts:
+    """Quantises the experts' matrices, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
+
+    These take it beside the weights, as `quantized`, and do not quantise them again: once per step rather than once per
+    pass, or once for all where the weights stay. When the weights change, quantise them again. A call raises where the
+    weights were written to in place since, for example by an optimizer. It does not notice weights that are another
+    tensor than before, changes through `.data`, or any change in a compiled program or under FSDP.
+
+    Args:
+      w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128. With a group, this
+        rank's experts, as `moe` takes them.
+      w_out: [E, F, D] of any of them.
+      fp8_scales: "float32" or "power_of_two", see `moe`; the scales of rows are that call's.
+      w_in_layout, w_out_layout: the axes of both behind E, as in `moe`; those of the result are always the same.
+      gradients: False: without what gradients take, in half the memory; a gradient then quantises the weights.
+
+    Returns:
+      QuantizedExperts, of 2 bytes a weight, or 1 without gradients, and scales.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, or widths are no multiples of 128.
+
+    Gradient: none, w_in and w_out get theirs where they are given themselves. Source: semantics, section 11.
+
+    >>> quantized = quantize_experts(torch.ones(2, 128, 2, 256), torch.ones(2, 256, 128))
+    >>> quantized.w_in_transposed.dtype, tuple(quantized.w_in_scales.shape)
+    (torch.float8_e4m3fn, (2, 1, 2, 2))
+    """
+    layouts = Layouts(
+        check.choice("w_in_layout", w_in_layout, IN_LAYOUTS), check.choice("w_out_layout", w_out_layout, OUT_LAYOUTS)
+    )
+    w_in = check.tensor("w_in", w_in, check.FLOATS, layouts.shape("w_in", e="E", d="D", p="2 or 1", f="F"))
+    of = layouts.sizes("w_in", w_in.shape)
+    if of["p"] not in (1, 2):
+        raise ValueError(f"w_in: got {check.describe(w_in)}, expected 2 (gate, up) or 1 as P")
+    sizes: dict[str, Any] = {letter: (letter.upper(), of[letter]) for letter in "efd"}
+    w_out = check.tensor("w_out", w_out, check.FLOATS, layouts.shape("w_out", **sizes))
+    check.on_device_of("w_in", w_in, w_out=w_out)
+    check_fp8_widths("w_in", check.describe(w_in), D=of["d"], F=of["f"])
+    number, gradients = fp8_scales_number(fp8_scales), check.boolean("gradients", gradients)
+    found = torch_ops.quantize_experts(w_in.detach(), w_out.detach(), *layouts, gradients, number)
+    quantized = QuantizedExperts(*found)
+    if not torch.compiler.is_compiling():
+        _made_of[quantized.w_in_transposed] = _written(w_in), _written(w_out)
+    return quantized if gradients else quantized._replace(w_in=None, w_out=None)

@@ -1,0 +1,260 @@
+"""Routing: which experts each token goes to, with which weights, and the statistics the losses need."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.router_options import RouterOptions, attributes, router_options
+from anabranch.torch.binding import check
+from anabranch.torch.binding.autograd import Function
+from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.quantile import bin_bounds
+
+
+class Routing(NamedTuple):
+    """What `route` returns, for logits [..., E].
+
+    weights: float32[..., K], 0 where the expert is -1.
+    experts: int32[..., K], the best first; -1: no expert.
+    tokens_per_expert: int32[E] ([..., E] with sequence_stats).
+    score_sum: float32[E] ([..., E] with sequence_stats), the sum over tokens of the auxiliary scores.
+    lse: float32[...], logsumexp of the logits; 0 for a masked token.
+    qb_histogram: int32[E, bins] with qb_bin_bounds, else None.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    tokens_per_expert: Tensor
+    score_sum: Tensor
+    lse: Tensor
+    qb_histogram: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """Which of the results that not everybody needs `routing_of` computes; the others have no elements."""
+
+    tokens_per_expert: bool = True
+    score_sum: bool = True
+    lse: bool = True
+
+
+_EVERYTHING = Wanted()
+
+
+def reads_lse(options: RouterOptions) -> bool:
+    """Whether the backward rule reads lse without a cotangent of it."""
+    return options.score_function == "softmax"
+
+
+def routing_of(
+    options: RouterOptions,
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    token_mask: Tensor | None,
+    forced_experts: Tensor | None,
+    bounds: Tensor | None,
+    sequences: int = -1,
+    wanted: Wanted = _EVERYTHING,
+) -> Any:
+    """The operation by itself, on flat tokens: logits [T, E], mask [T], forced experts [T, K]."""
+    return torch_ops.route(
+        logits,
+        expert_bias,
+        token_mask,
+        forced_experts,
+        bounds,
+        *attributes(options).values(),
+        options.num_groups,
+        options.group_topk,
+        options.group_score_topk,
+        sequences,
+        options.qb_bins,
+        *wanted,
+    )
+
+
+def logits_gradient(
+    options: RouterOptions,
+    logits: Tensor,
+    experts: Tensor,
+    token_mask: Tensor | None,
+    lse: Tensor,
+    d_weights: Tensor | None,
+    d_score_sum: Tensor | None,
+    d_lse: Tensor | None,
+) -> Tensor:
+    """The backward rule, on flat tokens: d_logits, in the logits' dtype; a cotangent of None is zero."""
+    if d_weights is None and d_score_sum is None and d_lse is None:
+        return torch.zeros_like(logits)
+    shared = attributes(options)
+    if d_weights is None:
+        shared["scaling_factor"] = 1.0  # scales weights only
+    gradient: Tensor = torch_ops.route_backward(
+        logits,
+        None if d_weights is None else experts,
+        token_mask,
+        lse,
+        d_weights,
+        d_score_sum,
+        d_lse,
+        *shared.values(),
+    )
+    return gradient
+
+
+class _Route(Function):
+    @staticmethod
+    def forward(options, logits, expert_bias, token_mask, forced_experts, bounds, sequences):
+        return routing_of(options, logits, expert_bias, token_mask, forced_experts, bounds, sequences)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.options = inputs[0]
+        _, experts, counts, _, lse, histogram = output
+        ctx.mark_non_differentiable(experts, counts, histogram)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(inputs[1], experts, inputs[3], lse)
+
+    @staticmethod
+    def backward(ctx, d_weights, _experts, _counts, d_score_sum, d_lse, _histogram):
+        logits, experts, token_mask, lse = ctx.saved_tensors
+        d_logits = logits_gradient(ctx.options, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse)
+        return None, d_logits, None, None, None, None, None
+
+
+def check_slots(leading: tuple[int, ...], topk: int) -> None:
+    """Refuses more than 2^31 - 1 slots: indices are int32."""
+    tokens = math.prod(leading)
+    if check.too_many(tokens * topk):
+        raise ValueError(f"logits: got {tokens} tokens with topk {topk}, expected fewer than 2^31 slots")
+
+
+def quantile_operand(options: RouterOptions, like: Tensor, expert_bias: Any, qb_bin_bounds: Any) -> Tensor | None:
+    """Checks what quantile balancing needs beside its number of bins; returns the bounds, None without it."""
+    if (options.qb_bins > 0) != (qb_bin_bounds is not None):
+        got = "qb_bin_bounds" if qb_bin_bounds is not None else "qb_bins"
+        raise ValueError(f"{got}: got one by itself, expected qb_bin_bounds and qb_bins or neither")
+    if qb_bin_bounds is None:
+        return None
+    if expert_bias is None:
+        raise ValueError("expert_bias: got None with quantile balancing, expected one, of zeros to begin with")
+    return bin_bounds(qb_bin_bounds, like)
+
+
+def router_operands(
+    options: RouterOptions,
+    num_experts: int,
+    leading: tuple[int, ...],
+    expert_bias: Any,
+    token_mask: Any,
+    forced_experts: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Checks the optional tensors of a routing of logits [*leading, E]: (expert_bias, token_mask, forced_experts)."""
+    check_slots(leading, options.topk)
+    expert_bias = check.optional_tensor("expert_bias", expert_bias, check.FLOATS, (("E", num_experts),))
+    token_mask = check.optional_tensor("token_mask", token_mask, check.BOOL, leading)
+    if forced_experts is not None:
+        forced_experts = check.indices("forced_experts", forced_experts, (*leading, options.topk))
+        for name, given in (("expert_bias", expert_bias is not None), ("num_groups", options.num_groups > 0)):
+            if given:
+                raise ValueError(f"{name}: got one together with forced_experts, expected none")
+    return expert_bias, token_mask, forced_experts
+
+
+def route(
+    logits: Tensor,
+    topk: int,
+    *,
+    score_function: str = "softmax",
+    normalize: bool = True,
+    expert_bias: Tensor | None = None,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score_topk: int | None = None,
+    scaling_factor: float = 1.0,
+    token_mask: Tensor | None = None,
+    forced_experts: Tensor | None = None,
+    sequence_stats: bool = False,
+    qb_bin_bounds: Tensor | tuple[float, float] | None = None,
+    qb_bins: int | None = None,
+) -> Routing:
+    """Selects topk experts for every token and weights them.
+
+    The best logits win, ties the lower expert. Scores are softmax over all experts, sigmoid, or sqrt(softplus); a
+    weight is the score, or normalised over the selected experts, times scaling_factor. Arithmetic is float32.
+
+    Args:
+      logits: float32, bfloat16 or float16 [..., E].
+      topk: K, 1 <= K <= E.
+      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+      normalize: weights of a token sum to scaling_factor (softmax: over the selected logits); else raw scores.
+      expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
+      num_groups, group_topk: experts in num_groups contiguous groups, of which group_topk are kept for a token, by
+        the sum of their K / group_topk best scores (normalised softmax without a bias: logits); both or neither.
+      group_score_topk: how many of a group's best scores, with their bias, make the group's: 1 is DeepSeek-V2's
+        maximum, 2 DeepSeek-V3's rule as most libraries have it, whatever K / group_topk is. None: the rule above.
+      scaling_factor: finite Python number; multiplies the weights.
+      token_mask: bool [...], true: a real token. Others get expert -1, weight 0, and count nowhere.
+      forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
+        with expert_bias or groups. Where none of a token's forced experts has a finite logit (all are -inf), weights
+        normalised by softmax are NaN, 0 / 0, and so are its gradients; other weights are 0.
+      sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row for each sequence of S.
+      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins are between
+        them, at most 2^20. The result's qb_histogram counts, for each expert, how far a token's cutoff, its (K+1)-th
+        largest score with a bias, is above the expert's score; the first and the last bin continue. `quantile_bias`
+        makes a bias of it. Needs expert_bias and K < E; not with groups.
+
+    Returns:
+      A Routing.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: from weights, score_sum and lse to logits, in one pass; none to expert_bias. Not differentiable twice.
+
+    Source: semantics, sections 1 and 2; expert_bias and groups are DeepSeek-V3's (arXiv:2412.19437).
+
+    >>> routing = route(torch.tensor([[1.0, 3.0, 2.0]]), 2)
+    >>> routing.experts.tolist(), routing.tokens_per_expert.tolist()
+    ([[1, 2]], [0, 1, 1])
+    """
+    logits = check.tensor("logits", logits, check.FLOATS, (..., "E"))
+    *leading, E = logits.shape
+    options = router_options(
+        E,
+        topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        group_score_topk=group_score_topk,
+        scaling_factor=scaling_factor,
+        sequence_stats=sequence_stats,
+        qb_bins=qb_bins,
+    )
+    if options.sequence_stats and not leading:
+        raise ValueError(f"logits: got {check.describe(logits)}, expected [..., S, E] with sequence_stats")
+    bias, mask, forced = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    bounds = quantile_operand(options, logits, bias, qb_bin_bounds)
+    check.on_device_of("logits", logits, expert_bias=bias, token_mask=mask, forced_experts=forced, qb_bin_bounds=bounds)
+    T, K = math.prod(leading), options.topk
+    sequences = leading[:-1] if options.sequence_stats else []
+    weights, experts, counts, score_sum, lse, histogram = _Route.call(
+        options,
+        logits.reshape(T, E),
+        bias,
+        None if mask is None else mask.reshape(T),
+        None if forced is None else forced.reshape(T, K),
+        bounds,
+        math.prod(sequences) if options.sequence_stats else -1,
+    )
+    return Routing(
+        weights.reshape(*leading, K),
+        experts.reshape(*leading, K),
+        counts.reshape(*sequences, E),
+        score_sum.reshape(*sequences, E),
+        lse.reshape(leading),
+        histogram if options.qb_bins else None,
+    )

@@ -1,0 +1,249 @@
+"""The router's operations: routing in its compact and dense forms, and the auxiliary loss."""
+
+import torch
+
+from anabranch.router_options import SCORE_FUNCTIONS
+from anabranch.torch.binding import calls
+from anabranch.torch.binding.define import define
+
+_SOFTMAX = SCORE_FUNCTIONS.index("softmax")
+_ROUTING = "int topk, int score_function, bool normalize, float scaling_factor"
+
+
+def allocate_route(
+    logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
+    topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
+    wants_counts, wants_score_sum, wants_lse,
+):  # fmt: skip
+    """Empty results of `route`."""
+    (T, E), empty = logits.shape, logits.new_empty
+    stats = (sequences, E) if sequences >= 0 else (E,)
+    return (
+        empty((T, topk), dtype=torch.float32),
+        empty((T, topk), dtype=torch.int32),
+        empty(stats if wants_counts else (0,), dtype=torch.int32),
+        empty(stats if wants_score_sum else (0,), dtype=torch.float32),
+        empty((T,) if wants_lse else (0,), dtype=torch.float32),
+        empty((E, qb_bins), dtype=torch.int32),
+    )
+
+
+def calls_of_route(
+    results, logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
+    topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
+    wants_counts, wants_score_sum, wants_lse,
+):  # fmt: skip
+    """The C call of `route`."""
+    weights, experts, tokens_per_expert, score_sum, lse, histogram = results
+    return calls.router_forward(
+        {
+            "logits": logits,
+            "expert_bias": expert_bias,
+            "token_mask": token_mask,
+            "forced_experts": forced_experts,
+            "weights": weights,
+            "experts": experts,
+            "tokens_per_expert": tokens_per_expert if wants_counts else None,
+            "score_sum": score_sum if wants_score_sum else None,
+            "lse": lse if wants_lse else None,
+            "qb_bin_bounds": qb_bin_bounds,
+            "qb_histogram": histogram if qb_bins else None,
+        },
+        topk=topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+        group_score_topk=group_score_topk,
+    )
+
+
+#: Statistics are [E], with sequences >= 0 [sequences, E]; the histogram is [E, qb_bins]. What is not wanted is [0].
+route = define(
+    "route(Tensor logits, Tensor? expert_bias, Tensor? token_mask, Tensor? forced_experts, Tensor? qb_bin_bounds, "
+    f"{_ROUTING}, int num_groups, int group_topk, int group_score_topk, SymInt sequences, int qb_bins, "
+    "bool wants_counts, bool wants_score_sum, bool wants_lse) -> "
+    "(Tensor weights, Tensor experts, Tensor tokens_per_expert, Tensor score_sum, Tensor lse, Tensor qb_histogram)",
+    allocate_route,
+    calls_of_route,
+)
+
+
+def calls_of_route_backward(
+    d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse,
+    topk, score_function, normalize, scaling_factor,
+):  # fmt: skip
+    """The C call of `route_backward`."""
+    return calls.router_backward(
+        {
+            "logits": logits,
+            "experts": experts,
+            "token_mask": token_mask,
+            "lse": lse if score_function == _SOFTMAX or d_lse is not None else None,
+            "d_weights": d_weights,
+            "d_score_sum": d_score_sum,
+            "d_lse": d_lse,
+            "d_logits": d_logits,
+        },
+        topk=topk,
+        score_function=score_function,
+        normalize=normalize,
+        scaling_factor=scaling_factor,
+    )
+
+
+route_backward = define(
+    "route_backward(Tensor logits, Tensor? experts, Tensor? token_mask, Tensor? lse, Tensor? d_weights, "
+    f"Tensor? d_score_sum, Tensor? d_lse, {_ROUTING}) -> Tensor",
+    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    calls_of_route_backward,
+)
+
+
+def _allocate_map(logits, map_format):
+    T, E = logits.shape
+    shape = {"bytemap": (T, E), "bitmap_u8": (T, -(-E // 8)), "": (0,)}[map_format]
+    return logits.new_empty(shape, dtype=torch.uint8 if map_format == "bitmap_u8" else torch.bool)
+
+
+def _allocate_route_dense(
+    logits, expert_bias, qb_bin_bounds,
+    topk, score_function, normalize, scaling_factor, num_groups, group_topk, map_format, qb_bins,
+):  # fmt: skip
+    (T, E), empty = logits.shape, logits.new_empty
+    return (
+        empty((T, E)),
+        _allocate_map(logits, map_format),
+        empty((T, topk), dtype=torch.int32),
+        empty((E, qb_bins), dtype=torch.int32),
+    )
+
+
+def _route_dense(
+    results, logits, expert_bias, qb_bin_bounds,
+    topk, score_function, normalize, scaling_factor, num_groups, group_topk, map_format, qb_bins,
+):  # fmt: skip
+    probs, routing_map, experts, histogram = results
+    return calls.router_forward(
+        {
+            "logits": logits,
+            "expert_bias": expert_bias,
+            "experts": experts,
+            "probs": probs,
+            "routing_map": routing_map if map_format else None,
+            "qb_bin_bounds": qb_bin_bounds,
+            "qb_histogram": histogram if qb_bins else None,
+        },
+        topk=topk,
+        score_function=score_function,
+        normalize=normalize,
+        num_groups=num_groups,
+        group_topk=group_topk,
+        scaling_factor=scaling_factor,
+    )
+
+
+#: Probabilities [T, E], the map in a RoutingMapFormat by its name ("": none, [0]), experts [T, K], and the histogram.
+route_dense = define(
+    f"route_dense(Tensor logits, Tensor? expert_bias, Tensor? qb_bin_bounds, {_ROUTING}, int num_groups, "
+    "int group_topk, str map_format, int qb_bins) -> "
+    "(Tensor probs, Tensor routing_map, Tensor experts, Tensor qb_histogram)",
+    _allocate_route_dense,
+    _route_dense,
+)
+
+
+def _route_dense_backward(d_logits, logits, experts, d_probs, topk, score_function, normalize, scaling_factor):
+    return calls.router_backward(
+        {"logits": logits, "experts": experts, "d_probs": d_probs, "d_logits": d_logits},
+        topk=topk,
+        score_function=score_function,
+        normalize=normalize,
+        scaling_factor=scaling_factor,
+    )
+
+
+route_dense_backward = define(
+    f"route_dense_backward(Tensor logits, Tensor experts, Tensor d_probs, {_ROUTING}) -> Tensor",
+    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    _route_dense_backward,
+)
+
+
+def _aux_scores(results, logits, topk, score_function, map_format):
+    scores, routing_map = results
+    return calls.router_forward(
+        {"logits": logits, "aux_scores": scores, "routing_map": routing_map},
+        topk=topk,
+        score_function=score_function,
+        normalize=1,
+        scaling_factor=1.0,
+    )
+
+
+#: Auxiliary scores [T, E], float32, and the map of the topk best logits.
+aux_scores = define(
+    "aux_scores(Tensor logits, int topk, int score_function, str map_format) -> (Tensor scores, Tensor routing_map)",
+    lambda logits, topk, score_function, map_format: (
+        logits.new_empty(logits.shape, dtype=torch.float32),
+        _allocate_map(logits, map_format),
+    ),
+    _aux_scores,
+)
+
+
+def _aux_scores_backward(d_logits, logits, d_scores, score_function):
+    return calls.router_backward(
+        {"logits": logits, "d_aux_scores": d_scores, "d_logits": d_logits},
+        topk=1,
+        score_function=score_function,
+        normalize=1,
+        scaling_factor=1.0,
+    )
+
+
+aux_scores_backward = define(
+    "aux_scores_backward(Tensor logits, Tensor d_scores, int score_function) -> Tensor",
+    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    _aux_scores_backward,
+)
+
+
+def _moe_aux_loss(loss, probs, tokens_per_expert, num_tokens, topk, num_experts, coeff):
+    return calls.moe_aux_loss(
+        {"probs": probs, "tokens_per_expert": tokens_per_expert, "num_tokens": num_tokens, "loss": loss},
+        topk=topk,
+        num_experts=num_experts,
+        coeff=coeff,
+    )
+
+
+moe_aux_loss = define(
+    "moe_aux_loss(Tensor probs, Tensor tokens_per_expert, Tensor num_tokens, int topk, int num_experts, float coeff) "
+    "-> Tensor",
+    lambda probs, *_: probs.new_empty((), dtype=torch.float32),
+    _moe_aux_loss,
+)
+
+
+def _moe_aux_loss_backward(
+    d_probs, d_loss, tokens_per_expert, num_tokens, rows, dtype, topk, num_experts, coeff
+):  # fmt: skip
+    return calls.moe_aux_loss(
+        {"tokens_per_expert": tokens_per_expert, "num_tokens": num_tokens, "d_loss": d_loss, "d_probs": d_probs},
+        topk=topk,
+        num_experts=num_experts,
+        coeff=coeff,
+    )
+
+
+#: The gradient of probs, [rows, C] of a dtype.
+moe_aux_loss_backward = define(
+    "moe_aux_loss_backward(Tensor d_loss, Tensor tokens_per_expert, Tensor num_tokens, SymInt rows, ScalarType dtype, "
+    "int topk, int num_experts, float coeff) -> Tensor",
+    lambda d_loss, tokens_per_expert, num_tokens, rows, dtype, *_: d_loss.new_empty(
+        (rows, tokens_per_expert.shape[0]), dtype=dtype
+    ),
+    _moe_aux_loss_backward,
+)

@@ -1,0 +1,128 @@
+"""How a layer is spread over a process group: checks, the ranks' buffers, the choice of a transport, counts."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anabranch.exchange_sizes import capacity_of
+from anabranch.precision import check_fp8_exchange
+from anabranch.torch.binding import check
+from anabranch.torch.binding.group import check_group, summed
+from anabranch.torch.parallel.exchange import TRANSPORTS, Ranks, choose
+
+
+class Parallel(NamedTuple):
+    """The options of expert parallelism, checked."""
+
+    group: Any
+    transport: str
+    capacity_factor: float | None
+    fp8_exchange: bool
+    ranks: int
+    """P."""
+    rank: int
+    """Which of the group's ranks this process is."""
+
+
+def check_ranks(value: Any) -> tuple[Any, Any]:
+    """(process group, mesh) of a process group, which has no mesh, or of a DeviceMesh; (None, None) of None."""
+    if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+        return value, None
+    if not (dist.is_available() and isinstance(value, dist.DeviceMesh)):
+        expected = "a torch.distributed.ProcessGroup, a DeviceMesh or None"
+        raise TypeError(f"group: got {check.describe(value)}, expected {expected}")
+    if value.ndim != 1:
+        raise ValueError(f"group: got a DeviceMesh of {value.ndim} dimensions, expected one: a mesh['name']")
+    return value.get_group(), value
+
+
+def sharded(value: Tensor, mesh: Any) -> Tensor:
+    """This rank's part of a tensor as a DTensor of a mesh, divided in the first dimension; None: as it is."""
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import DTensor, Shard
+
+    of_all: Tensor = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+    return of_all
+
+
+def check_parallel(
+    group: Any, transport: Any, capacity_factor: Any, fp8_exchange: Any, precision: int
+) -> Parallel | None:
+    """Checks the arguments beside a precision of the experts; None: no group."""
+    transport = check.choice("transport", transport, ("auto", *TRANSPORTS))
+    if capacity_factor is not None and check.number("capacity_factor", capacity_factor) <= 0:
+        raise ValueError(f"capacity_factor: got {capacity_factor}, expected a number > 0")
+    fp8_exchange = check.boolean("fp8_exchange", fp8_exchange)
+    check_fp8_exchange(precision, fp8_exchange)
+    if group is None:
+        if fp8_exchange:
+            raise ValueError("fp8_exchange: got True without group, expected False")
+        if transport != "auto" or capacity_factor is not None:
+            name, value = ("transport", transport) if transport != "auto" else ("capacity_factor", capacity_factor)
+            raise ValueError(f"{name}: got {value!r} without group, expected none")
+        return None
+    group = check_group("group", group)
+    return Parallel(group, transport, capacity_factor, fp8_exchange, dist.get_world_size(group), dist.get_rank(group))
+
+
+def place(
+    parallel: Parallel,
+    x: Tensor,
+    tokens: int,
+    topk: int,
+    num_experts: int,
+    local_experts: int,
+    align_size: int,
+    *,
+    repeats: bool,
+) -> tuple[Ranks, str]:
+    """The ranks' buffers, and the name of a transport.
+
+    Args:
+      parallel: what was asked for.
+      x: of this rank; tokens: of it.
+      topk: K; num_experts: E; local_experts: those that w_in has; align_size: as for `plan`.
+      repeats: whether a token may have one expert twice.
+
+    Raises:
+      ValueError: the experts can't be divided so.
+    """
+    P = parallel.ranks
+    if local_experts * P != num_experts:
+        raise ValueError(
+            f"w_in: got {local_experts} experts, expected {num_experts} / {P}, as each of the group's {P} ranks has"
+        )
+    slots_per_token = topk if repeats else min(topk, local_experts)
+    ranks = Ranks(
+        ranks=P,
+        experts=num_experts,
+        align_size=align_size,
+        tokens=tokens,
+        topk=topk,
+        slots_per_token=slots_per_token,
+        capacity=capacity_of(parallel.capacity_factor, tokens, topk, P, slots_per_token),
+        group=parallel.group.group_name,
+        rank=parallel.rank,
+        capacity_factor=parallel.capacity_factor,
+    )
+    name = parallel.transport
+    if name == "auto":
+        name = choose(x.device.type, ranks, x.dtype.itemsize, parallel.fp8_exchange)
+    ranks.check(name, check.too_many)
+    return ranks, name
+
+
+def counts_of_all(
+    parallel: Parallel, counts: Tensor, dropped: Tensor, histogram: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(counts, drops by rank [P], histogram) of all ranks from this rank's, int32, by one all-reduce."""
+    by_source = dropped.new_zeros(parallel.ranks)
+    by_source[parallel.rank] = dropped
+    own = counts, by_source, histogram
+    packed = summed(torch.cat([values.reshape(-1) for values in own]), parallel.group)
+    parts = packed.split([values.numel() for values in own])
+    of_all, by_source, histogram = (part.clone().view_as(own_part) for part, own_part in zip(parts, own, strict=True))
+    return of_all, by_source, histogram

@@ -1,0 +1,251 @@
+"""Hugging Face Transformers: the experts of its models, computed by `routed_experts`.
+
+After `register()` any model whose experts follow the library's interface takes `experts_implementation="anabranch"`:
+its parameters stay where and as they are, its router stays its own. What an experts module computes is found by
+evaluating its gate function; one that is not an activation of ours is an error, never replaced by a similar one.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from anabranch._packages import needed_by
+from anabranch._text import shown
+from anabranch.torch.binding import check as argument_check
+from anabranch.torch.binding.autocast import as_autocast
+from anabranch.torch.layer.routed_experts import routed_experts
+from anabranch.torch.ops.balance import load_balance_loss
+from anabranch.torch.ops.dispatch import combine, dispatch
+from anabranch.torch.ops.experts import expert_ffn
+from anabranch.torch.ops.plan import plan
+from anabranch.torch.ops.router import route
+from anabranch.torch.transformers.experts_module import Experts, described, experts_modules, flag, model_name
+
+__all__ = ["NAME", "Experts", "check", "load_balancing_loss_func", "register"]
+
+NAME = "anabranch"
+"""What `experts_implementation` calls it."""
+OLDEST = "5.9"
+"""The oldest transformers that is meant to work."""
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    try:
+        value = getattr(module, name)  # without a default, see _attributes_read
+    except AttributeError:
+        value = None
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {shown(value)}, expected a tensor of {model_name(module)}")
+    if is_traceable_wrapper_subclass(value):
+        raise TypeError(
+            f"{name}: got a {type(value).__name__}, expected a dense tensor of {model_name(module)}, neither sharded "
+            "nor quantised"
+        )
+    return value
+
+
+def _parted(weight: Tensor, layout: str, parts: int) -> Tensor:
+    """W_in or b_in, whose last axes are P and F together or D behind them, with P and F apart."""
+    axis = weight.dim() - (2 if layout.endswith("d") and weight.dim() == 3 else 1)
+    P_first = layout.index("p") < layout.index("f")
+    return weight.unflatten(axis, (parts, -1) if P_first else (-1, parts))
+
+
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward pass of an experts module: what stands in the library's table of implementations.
+
+    Args:
+      module: with gate_up_proj, or up_proj of ungated experts, down_proj, and the biases of both.
+      hidden_states: [T, D].
+      top_k_index: [T, K]; an index outside [0, E) is an expert of another rank, or none.
+      top_k_weights: [T, K].
+
+    Returns:
+      [T, D], dtype of hidden_states.
+
+    Raises:
+      NotImplementedError: the module computes what we can't express; the message names it.
+      TypeError, ValueError: a tensor is wrong; the message names it.
+    """
+    experts = described(module)
+    parts = 2 if flag(module, "has_gate", True) else 1
+    name = "gate_up_proj" if parts == 2 else "up_proj"
+    w_in = _parted(_parameter(module, name), experts.w_in_layout, parts)
+    w_out = _parameter(module, "down_proj")
+    b_in = b_out = None
+    if experts.has_bias:
+        b_in = _parted(_parameter(module, f"{name}_bias"), experts.w_in_layout, parts)
+        b_out = _parameter(module, "down_proj_bias")
+    options: dict[str, Any] = dict(
+        activation=experts.activation,
+        b_in=b_in,
+        b_out=b_out,
+        w_in_layout=experts.w_in_layout,
+        w_out_layout=experts.w_out_layout,
+    )
+    if not experts.post_expert_norm:
+        output = routed_experts(hidden_states, top_k_index, top_k_weights, w_in, w_out, **options).output
+        return output.to(hidden_states.dtype)
+    x = as_autocast(hidden_states)
+    w_in, w_out = (w.to(x.dtype) for w in (w_in, w_out))
+    layout = plan(top_k_index, w_in.shape[0])
+    rows = expert_ffn(dispatch(x, layout), w_in, w_out, layout.group_sizes, **options)
+    norm: Any = module.post_expert_norm
+    return combine(norm(rows).to(x.dtype), layout, top_k_weights).to(hidden_states.dtype)
+
+
+#: Fields of a configuration that say that a model has experts.
+_SAY_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "output_router_logits")
+
+
+def _describe_all(model: nn.Module) -> dict[str, Experts]:
+    modules = experts_modules(model)
+    if not modules:
+        raise NotImplementedError(
+            f'experts_implementation="{NAME}": got {model_name(model)}, which has no experts that follow the interface '
+            "of transformers.integrations.moe, expected a model that has: the library computes them in one way alone"
+        )
+    return {path: described(module) for path, module in modules.items()}
+
+
+def _asked_for(config: Any) -> bool:
+    return bool(getattr(config, "_experts_implementation", None) == NAME)
+
+
+def _after_init(post_init: Callable[..., None]) -> Callable[..., None]:
+    """PreTrainedModel.post_init, with which every model of the library ends its constructor."""
+
+    @functools.wraps(post_init)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        post_init(self, *args, **kwargs)
+        if _asked_for(self.config) and any(hasattr(self.config, field) for field in _SAY_EXPERTS):
+            _describe_all(self)
+
+    return wrapped
+
+
+def _after_choice(choose: Callable[..., None]) -> Callable[..., None]:
+    """PreTrainedModel.set_experts_implementation."""
+
+    @functools.wraps(choose)
+    def wrapped(self: Any, experts_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        named = (
+            experts_implementation.values() if isinstance(experts_implementation, dict) else [experts_implementation]
+        )
+        if NAME in named:
+            _describe_all(self)
+        choose(self, experts_implementation, *args, **kwargs)
+
+    return wrapped
+
+
+def register() -> None:
+    """Makes "anabranch" an experts implementation of the installed transformers; once more does nothing.
+
+    Then `AutoModel....from_pretrained(..., experts_implementation="anabranch")` or
+    `model.set_experts_implementation("anabranch")`. Expert parallelism of the library works as it does: experts of
+    other ranks are indices past the last local one. The library takes any name for any model, and leaves it unused
+    where the experts do not follow its interface: for this name that is an error, when the model is made or the name
+    is set. For it two methods of its PreTrainedModel are wrapped.
+
+    Raises:
+      ImportError: transformers is missing, or older than its table of experts implementations.
+
+    Gradients: of the hidden states, the weights of the experts and every parameter, as of `routed_experts`; not
+    differentiable twice. Source: the interface of transformers.integrations.moe.
+    """
+    with needed_by("anabranch.torch.transformers"):
+        from transformers import PreTrainedModel
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ImportError(f"anabranch.torch.transformers: expected transformers >= {OLDEST} ({error})") from error
+    if NAME in ALL_EXPERTS_FUNCTIONS:
+        return
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    base: Any = PreTrainedModel
+    base.post_init = _after_init(base.post_init)
+    base.set_experts_implementation = _after_choice(base.set_experts_implementation)
+
+
+def check(model: nn.Module) -> dict[str, Experts]:
+    """Says what every experts module of a model computes.
+
+    The model's constructor and its `set_experts_implementation` ask the same where the name is "anabranch". Needed
+    before torch.compile where a model was made otherwise and has not run yet.
+
+    Args:
+      model: of transformers.
+
+    Returns:
+      By the module's name in the model: its `Experts`.
+
+    Raises:
+      TypeError: model is no module.
+      NotImplementedError: a module's activation is none of ours, or no module follows the interface.
+
+    Gradients: none. Source: the interface of transformers.integrations.moe.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {argument_check.describe(model)}, expected a torch.nn.Module")
+    return _describe_all(model)
+
+
+def _token_mask(attention_mask: Any, tokens: int) -> Tensor:
+    if not isinstance(attention_mask, Tensor) or attention_mask.numel() != tokens:
+        got = argument_check.describe(attention_mask)
+        raise ValueError(f"attention_mask: got {got}, expected a tensor of as many elements as tokens, {tokens}")
+    return attention_mask.reshape(-1) != 0
+
+
+def load_balancing_loss_func(
+    gate_logits: Sequence[Tensor], num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
+) -> Tensor:
+    """The load-balancing loss of transformers' models, which is another formula than `load_balance_loss`.
+
+        E / N^2 sum_e (sum_l tokens_per_expert[l, e]) (sum_l score_sum[l, e]),   N = L T tokens of all L layers
+
+    Scores are the softmax over all experts, whatever the model's router is, sums run over all layers before the
+    product, and there is no 1 / K: times K the other loss of one layer.
+
+    Args:
+      gate_logits: of L layers, float32, bfloat16 or float16 [T, E] each.
+      num_experts: E.
+      top_k: K.
+      attention_mask: [...] of T elements, not 0 for a token, 0 for padding; None: all are tokens.
+
+    Returns:
+      float32 scalar; 0 without a token.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradients: of gate_logits, through the scores. Not differentiable twice.
+    Source: the function of this name in transformers.models; Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6.
+
+    >>> float(load_balancing_loss_func([torch.zeros(4, 2)], 2, 1))
+    1.0
+    """
+    E = argument_check.integer("num_experts", num_experts, 1, argument_check.INDEX_LIMIT - 1)
+    top_k = argument_check.integer("top_k", top_k, 1, E)
+    if not isinstance(gate_logits, (tuple, list)) or not gate_logits:
+        raise TypeError(
+            f"gate_logits: got {argument_check.describe(gate_logits)}, expected the logits of one layer or more"
+        )
+    layers = [
+        argument_check.tensor(f"gate_logits[{number}]", logits, argument_check.FLOATS, ("T", ("E", E)))
+        for number, logits in enumerate(gate_logits)
+    ]
+    T = layers[0].shape[0]
+    for number, logits in enumerate(layers):
+        argument_check.tensor(f"gate_logits[{number}]", logits, argument_check.FLOATS, (("T", T), ("E", E)))
+    mask = None if attention_mask is None else _token_mask(attention_mask, T).to(layers[0].device)
+    routings = [route(logits, top_k, token_mask=mask) for logits in layers]
+    score_sum = torch.stack([routing.score_sum for routing in routings]).sum(0)
+    counts = torch.stack([routing.tokens_per_expert for routing in routings]).sum(0)
+    tokens = len(layers) * (T if mask is None else mask.sum())
+    return load_balance_loss(score_sum, counts, top_k, float(top_k), tokens)

@@ -1,5 +1,6 @@
 """Flax NNX layer: the whole Mixture-of-Experts layer with its parameters and its router state."""
 
+import math
 from typing import Any, Unpack
 
 import jax
@@ -271,7 +272,8 @@ class MoE(nnx.Module):
 
         Args:
           tokens_per_expert: int [E], summed over everything that the step has seen.
-          rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
+          rate: step of the bias, a number >= 0; or a float scalar, for example a schedule's. The value of a scalar on a
+            GPU, or in a jitted program, is not checked.
 
         Raises:
           TypeError: an argument has the wrong type or dtype.
@@ -282,12 +284,16 @@ class MoE(nnx.Module):
         bias = self._bias()
         load = check.amounts("tokens_per_expert", tokens_per_expert, check.INDICES, bias.shape)
         load = load.astype(jnp.float32)
-        step = check.array("rate", rate, check.FLOATS, ()) if isinstance(rate, jax.Array) else _rate(rate)
-        self.expert_bias.set_value((bias + step * jnp.sign(load.mean() - load)).astype(jnp.float32))
+        self.expert_bias.set_value((bias + _rate(rate) * jnp.sign(load.mean() - load)).astype(jnp.float32))
 
 
-def _rate(value: Any) -> float:
-    rate = check.number("rate", value)
-    if rate < 0:
-        raise ValueError(f"rate: got {rate}, expected a number >= 0")
-    return rate
+def _rate(value: Any) -> Any:
+    """The step of an update: a number >= 0, or a float scalar, whose value is checked where it is on the host."""
+    if isinstance(value, jax.Array):
+        check.array("rate", value, check.FLOATS, ())
+        if isinstance(value, jax.core.Tracer) or any(device.platform != "cpu" for device in value.devices()):
+            return value
+    known = float(value) if isinstance(value, jax.Array) else check.number("rate", value)
+    if not 0 <= known < math.inf:
+        raise ValueError(f"rate: got {known}, expected a finite number >= 0")
+    return value if isinstance(value, jax.Array) else known

@@ -1,6 +1,7 @@
 """The layer as an nn.Module: its parameters as checkpoints have them, and the state of its router."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,7 +17,7 @@ from anabranch.torch.binding.group import check_group, part_of, summed
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
 from anabranch.torch.layer.moe import MoEOutput, checked_config, layer_of
-from anabranch.torch.layer.parameters import Initializer, draw, fan_in_normal_
+from anabranch.torch.layer.parameters import Initializer, check_plain, draw, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
 from anabranch.torch.ops.quantile import host_bounds, quantile_bias
@@ -119,6 +120,8 @@ class MoE(OnRanks):
     gate: nn.Module
     tokens_per_expert: Tensor | None
     qb_histogram: Tensor | None
+    #: FSDP has rounded the bias before the first update; if it rounds it again, updates are lost.
+    _restored_under_fsdp = False
 
     def __init__(
         self,
@@ -248,11 +251,18 @@ class MoE(OnRanks):
         """Draws every parameter anew, those of the submodules too; the expert bias and the counts are 0 again.
 
         From one seed the whole layer is the same for any number of ranks, and however its parameters are sharded: with
-        a group, or as DTensors, every rank has to have the same seed, and draws all experts to keep its own.
+        a group, or as DTensors, every rank has to have the same seed, and draws all experts to keep its own. Adapters
+        and modules that have replaced submodules keep their values.
+
+        Raises:
+          ValueError: a tensor is computed from others, by a parametrization or by pruning; nothing has changed then.
         """
-        for module in self.modules():
-            if isinstance(module, Gate | SharedExpert):
-                module.reset_parameters()
+        own = [module for module in self.modules() if isinstance(module, Gate | SharedExpert)]
+        check_plain(self, self.up_name, f"{self.up_name}_bias", "down_proj", "down_proj_bias")
+        for module in own:
+            module.check_plain()
+        for module in own:
+            module.reset_parameters()
         self._reset_own_parameters()
         self._begin_counting()
 
@@ -292,6 +302,14 @@ class MoE(OnRanks):
             else:  # DDP and FSDP hold the tensor object
                 self.expert_bias.data = bias
         return self.expert_bias
+
+    def _check_not_rounded_again(self) -> None:
+        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            raise ValueError(
+                f"expert_bias: got {check.describe(self.expert_bias)} again, as FSDP's buffer_dtype rounds it after an "
+                "evaluation in full precision, expected float32: updates are lost; use "
+                "MixedPrecision(buffer_dtype=None)"
+            )
 
     def _move_counts(self) -> None:
         """The counts to where the bias is."""
@@ -342,10 +360,14 @@ class MoE(OnRanks):
         mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(x.shape[:-1]))
         check.on_device_of("x", x, token_mask=mask)
         replays = forced_experts is not None
+        if not replays and self._restored_under_fsdp:
+            self._check_not_rounded_again()
         up_bias = getattr(self, f"{self.up_name}_bias")
-        if self.group is not None:
-            check_wrapping(self, self.group, list(self.expert_parameters().values()))
         w_in, w_out = self._matrices()
+        if self.group is not None:
+            check_wrapping(
+                self, self.group, list(self._expert_tensors().values()), (w_in, w_out, up_bias, self.down_proj_bias)
+            )
         check_current(quantized, w_in, w_out)
 
         def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
@@ -364,7 +386,7 @@ class MoE(OnRanks):
             tensors |= dict(x=x, gate=self.gate.weight.T, gate_bias=self.gate.bias)
         else:
             for_gate, port = fork(x, mask)
-            logits = _called("gate", self.gate(for_gate), (*x.shape[:-1], ("E", self.num_experts)))
+            logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
             tensors |= dict(x=x.detach(), logits=logits.float(), port=port)
         result = layer_of(
             self.options_of_replay if replays else self.options,
@@ -387,9 +409,9 @@ class MoE(OnRanks):
             x = torch.where(token_mask[..., None], x, 0)
         given = {}
         if self.shared_expert_gate is not None:
-            logits = _called("shared_expert_gate", self.shared_expert_gate(x), (*x.shape[:-1], ("1", 1)))
+            logits = _called("shared_expert_gate", self.shared_expert_gate, (*x.shape[:-1], ("1", 1)), x)
             given["weights"] = torch.sigmoid(logits.float())
-        output = _called("shared_expert", self.shared_expert(x, **given), tuple(x.shape)).to(x.dtype)
+        output = _called("shared_expert", self.shared_expert, tuple(x.shape), x, **given).to(x.dtype)
         return output if token_mask is None else torch.where(token_mask[..., None], output, 0)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
@@ -424,8 +446,13 @@ class MoE(OnRanks):
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """The experts' parameters by name: with a group this rank's own, which on no other rank are the same."""
-        named = self.named_parameters()
-        return {name: p for name, p in named if "." not in name or name.startswith("parametrizations.")}
+        return {name: p for name, p in self._expert_tensors().items() if isinstance(p, nn.Parameter)}
+
+    def _expert_tensors(self) -> dict[str, Tensor]:
+        """`expert_parameters` and the experts' buffers, which are masks of pruning and state of parametrizations."""
+        named = dict(self.named_parameters()) | dict(self.named_buffers())
+        named.pop("expert_bias", None)
+        return {name: t for name, t in named.items() if "." not in name or name.startswith("parametrizations.")}
 
     def _groups(self) -> list[Any]:
         return [group for group in (self.group, self.loss_group) if group is not None]
@@ -438,7 +465,11 @@ class MoE(OnRanks):
 
     def _state(self, name: str) -> tuple[Tensor, Tensor]:
         """The expert bias, float32 again, and the counts of this name, for an update in place."""
+        assert self.expert_bias is not None
+        rounded = self.expert_bias.dtype != torch.float32
         bias = self._restore_bias()
+        if rounded and getattr(self, "_is_fsdp_managed_module", False):
+            self._restored_under_fsdp = True
         if bias.is_meta:
             raise ValueError("expert_bias: got a tensor on meta, expected one with values, in which an update is kept")
         return bias, self._counts()[name]
@@ -452,7 +483,8 @@ class MoE(OnRanks):
         bias of then); the host does not wait for the device.
 
         Args:
-          rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
+          rate: step of the bias, a number >= 0; or a float scalar, for example a schedule's, on the CPU or where the
+            bias is. The value of a scalar on a CUDA device, or in a compiled program, is not checked.
           group: the process group over whose ranks the tokens of a step are spread: their counts are added up by one
             all-reduce, which every rank of it has to take part in. None: the counts of this process; where there are
             more, biases then differ from rank to rank. `torch.distributed.group.WORLD`: all. A layer with a `group`
@@ -466,8 +498,8 @@ class MoE(OnRanks):
         """
         if self.expert_bias is None or self.tokens_per_expert is None:
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
-        step = check.tensor("rate", rate, check.FLOATS, ()) if isinstance(rate, Tensor) else _rate(rate)
         bias, counts = self._state("tokens_per_expert")
+        step = _rate(rate, bias.device)
         load = summed(counts, check_group("group", group))
         bias += step * torch.sign(load.sum() - self.num_experts * load).float()
         counts.zero_()
@@ -534,13 +566,37 @@ def _dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
-def _called(name: str, output: Any, shape: Sequence[check.Axis]) -> Tensor:
-    """Checks what a submodule has returned."""
-    return check.tensor(f"{name}(x)", output, check.FLOATS, shape)
+def _called(name: str, module: Any, shape: Sequence[check.Axis], x: Tensor, **given: Tensor) -> Tensor:
+    """What a submodule returns for x [..., D], checked.
+
+    Raises:
+      TypeError, ValueError: the submodule takes or returns something else than the layer's own does.
+    """
+    if torch.compiler.is_compiling():
+        output = module(x, **given)
+    else:
+        try:
+            output = module(x, **given)
+        except TypeError as error:
+            arguments = ", ".join(f"{key}={check.describe(value)}" for key, value in dict(x=x, **given).items())
+            raise TypeError(
+                f"{name}: got {type(module).__name__} which, called with ({arguments}), raised TypeError: {error}; "
+                f"expected a module that takes x{''.join(f' and {key}=' for key in given)}"
+            ) from error
+    output = check.tensor(f"{name}(x)", output, check.FLOATS, shape)
+    check.on_device_of("x", x, **{f"{name}(x)": output})
+    return output
 
 
-def _rate(value: Any) -> float:
-    rate = check.number("rate", value)
-    if rate < 0:
-        raise ValueError(f"rate: got {rate}, expected a number >= 0")
-    return rate
+def _rate(value: Any, device: torch.device) -> float | Tensor:
+    """The step of an update of a bias on a device."""
+    if not isinstance(value, Tensor):
+        known: Any = check.number("rate", value)
+    else:
+        check.tensor("rate", value, check.FLOATS, ())
+        if value.device not in (torch.device("cpu"), device):
+            raise ValueError(f"rate: got a tensor on {value.device}, expected the CPU or {device}, where the bias is")
+        known = check.host_values(value)
+    if known is not None and not 0 <= known < math.inf:
+        raise ValueError(f"rate: got {known}, expected a finite number >= 0")
+    return value if isinstance(value, Tensor) else known

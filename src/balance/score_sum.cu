@@ -47,6 +47,7 @@ ab_status prepare_column_sums(int64_t T, int64_t sequences, void* workspace, Col
 }
 
 ab_status launch_column_sums(const ColumnSums& call, cudaStream_t stream) {
+  if (call.E == 0) return ok();  // not a block per sequence, of which there may be 2^31
   AB_RETURN_IF_ERROR(launch("score_sum", score_sum_kernel,
                             {call.tiles.count(), call.warps * kWarp, call.shared_bytes(), stream, true}, call));
   return add_partials(call.tiles, call.E, call.partials, nullptr, call.sum, stream);

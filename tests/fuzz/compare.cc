@@ -81,7 +81,27 @@ std::string difference(const Call& call, const Operand& operand, const char* got
   return "";
 }
 
+bool are_same(int32_t dtype, const std::vector<char>& first, const std::vector<char>& second) {
+  if (first == second || !kEmulated) return first == second;
+  const size_t size = element_size(dtype);
+  for (size_t at = 0; at < first.size(); at += size) {
+    const bool are_nan = is_nan(&first[at], dtype) && is_nan(&second[at], dtype);
+    if (!are_nan && std::memcmp(&first[at], &second[at], size) != 0) return false;
+  }
+  return true;
+}
+
 }  // namespace
+
+bool are_same(const Call& call, const Results& first, const Results& second) {
+  size_t i = 0;
+  for (const Operand& operand : call.operands) {
+    if (!operand.is_compared()) continue;
+    if (!are_same(operand.view.dtype, first[i], second[i])) return false;
+    ++i;
+  }
+  return true;
+}
 
 std::string difference(const Call& call, const Results& got, const Results& want) {
   if (call.is_open && call.is_open()) return "";

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "balance/statistics.cuh"
-#include "core/cuda/shared.cuh"
+#include "core/cuda/shared_array.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/forward.h"
 #include "router/row.cuh"

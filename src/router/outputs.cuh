@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/cuda/shared.cuh"
+#include "core/cuda/shared_array.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/forward.h"
 #include "router/row.cuh"

@@ -214,7 +214,7 @@ class Router(NamedTuple):
 class ExpertsConfig:
     """The checked options of the experts' feed-forward network."""
 
-    activation: Activation = Activation("silu")
+    activation: Activation
     weight_early: bool = False
     """Weights multiply before W_out instead of after it."""
     topk: int = 0

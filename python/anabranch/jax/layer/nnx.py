@@ -141,12 +141,11 @@ class MoE(nnx.Module):
         in_init = initializer("kernel_init", kernel_init, default_in_init)
         out_init = initializer("kernel_init", kernel_init, default_out_init)
         quantile = balance is not None and check.choice("balance", balance, ("quantile",)) == "quantile"
-        self.options = LayerOptions(topk=topk, qb_bins=qb_bins if quantile else None, **options)
-        self.parallel = parallel
-        layouts = self.options.layouts()
-        if layer_config(self.options, E, parts, parallel).ffn.fp8:
+        given = LayerOptions(topk=topk, qb_bins=qb_bins if quantile else None, **options)
+        layouts = given.layouts()
+        if layer_config(given, E, parts, parallel).ffn.fp8:
             check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
-        self.in_features = D
+        self.options, self.parallel, self.in_features = given, parallel, D
         self.dtype = None if dtype is None else jnp.dtype(check.dtype("dtype", dtype, check.FLOATS))
         self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         key = _params_stream(rngs)

@@ -10,16 +10,20 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from anabranch.activation import Activation
 from anabranch.jax.binding import ffi, workspaces
 from anabranch.jax.ops.quantized import Factor, QuantizedExperts, for_pass
 from anabranch.options import ExpertsConfig
 from anabranch.precision import BLOCK
+
+SILU = Activation("silu")
 
 
 @dataclasses.dataclass(frozen=True)
 class FfnConfig(ExpertsConfig):
     """The options of the feed-forward network, with those of this front end alone."""
 
+    activation: Activation = SILU
     skip_rest: bool = False
     """Rows without an assignment may hold anything in what the rules by slot return: nobody reads them."""
 

@@ -231,8 +231,9 @@ def layer_of(
     has_loss_group = check_group("loss_group", loss_group) is not None
     config: LayerConfig = _right_before.check(
         tensors.values(),
-        (ranks, has_loss_group, type(quantized), *vars(options).values()),
+        (ranks, has_loss_group, type(quantized)),
         lambda: _checked(options, ranks, tensors, quantized, loss_group),
+        options,
     )
     check_current(quantized, w_in, tensors["w_out"])
     router = config.router

@@ -104,8 +104,9 @@ def routed_experts(
     ranks = 1 if parallel is None else parallel.ranks
     config: LayerConfig = _right_before.check(
         tensors.values(),
-        (ranks, type(quantized), *vars(given).values()),
+        (ranks, type(quantized)),
         lambda: _checked(given, ranks, tensors, quantized),
+        given,
     )
     check_current(quantized, w_in, w_out)
     leading, K, experts = x.shape[:-1], experts.shape[-1], check.as_indices(experts)

@@ -38,6 +38,7 @@ WORKSPACE_BOUNDS = (
     "ab_cuda_grouped_matmul_combine_workspace_bound",
     "ab_cuda_grouped_matmul_dw_workspace_bound",
     "ab_cuda_plan_workspace_bound",
+    "ab_cuda_quantile_workspace_bound",
     "ab_cuda_sort_chunks_workspace_bound",
     "ab_cuda_fp8_rows_workspace_bound",
     "ab_cuda_statistics_workspace_bound",

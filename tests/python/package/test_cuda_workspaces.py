@@ -1,6 +1,8 @@
 """The bounds that the Python rules give XLA for CUDA workspaces hold what the C functions ask for. Needs no GPU."""
 
 import functools
+import pathlib
+import re
 
 import ml_dtypes
 import numpy as np
@@ -198,3 +200,9 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
     ):
         some = {name: value for name, value in values.items() if name not in steps or name in results}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, results
+
+
+def test_a_library_is_asked_for_every_bound_of_the_headers():
+    headers = (pathlib.Path(__file__).parents[3] / "include" / "anabranch").glob("*.h")
+    declared = {name for header in headers for name in re.findall(r"\bab_cuda_\w+_bound\b", header.read_text())}
+    assert set(_library.WORKSPACE_BOUNDS) == declared

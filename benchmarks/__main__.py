@@ -2,17 +2,16 @@
 
 import argparse
 import importlib
-import json
 import os
-import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anabranch import _packages, info
+from anabranch import _packages
+from anabranch.bench import ArgumentError, BenchError, check_json, write_json
 from benchmarks.options import positive
-from benchmarks.processes import ArgumentError, BenchError, busy_processes, rows_of_a_process
+from benchmarks.processes import busy_processes, rows_of_a_process
 from benchmarks.tables import format_table
 
 #: Modules of this package by operation. Each has CAPTION, DEVICES, DTYPES by device (() where dtypes play no part),
@@ -29,7 +28,7 @@ OPERATIONS = {
 }
 #: What runs without an operation, each in a process of its own.
 TOGETHER = {"cpu": ("router", "plan", "dispatch", "experts", "layer"), "cuda": ("router", "plan", "dispatch")}
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _add_common(parser: argparse.ArgumentParser, devices: Sequence[str], dtypes: Sequence[str]) -> None:
@@ -49,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Times operations of anabranch beside their peers. Without an operation, each in a process of its "
         f"own: on the CPU {', '.join(TOGETHER['cpu'])}, on a GPU {', '.join(TOGETHER['cuda'])}.",
     )
-    _add_common(parser, ("cpu", "cuda"), DTYPES)
+    _add_common(parser, ("cpu", "cuda"), DTYPES[:2])
     commands = parser.add_subparsers(dest="operation", metavar="OPERATION", help="its options: OPERATION --help")
     for name in OPERATIONS:
         module = _module(name)
@@ -98,18 +97,13 @@ def _together(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Times what was asked for and prints a table of each; the exit status is 1 if a row has an `error`.
 
     Raises:
       BenchError: this machine lacks something, or an argument is wrong.
     """
-    if options.json not in (None, "-"):
-        path = pathlib.Path(options.json)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ArgumentError(f"--json: got {path}, expected a file that can be written")
-    if options.device == "cpu":
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    check_json(options.json)
     with busy_processes(options.busy):
         rows = (
             {options.operation: _rows(options.operation, options)}
@@ -120,17 +114,15 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         for name, found in rows.items():
             module = _module(name)
             print(f"\n{name}: {module.CAPTION}")
-            tables = module.tables(found) if hasattr(module, "tables") else {"": found}
+            tables = module.tables(found) if hasattr(module, "tables") else {"": map(_shown, found)}
             for title, table in tables.items():
                 print((f"\n{title}\n" if title else "") + f"{format_table(table)}\n")
-    report = {"machine": info.collect(), "arguments": list(arguments), "rows": rows}
-    if options.json == "-":
-        json.dump(report, sys.stdout, indent=2)
-        print()
-    elif options.json:
-        with open(options.json, "w") as file:
-            json.dump(report, file, indent=2)
+    write_json(options.json, rows)
     return int(any("error" in row for found in rows.values() for row in found))
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("spread", "host bound")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,8 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.operation not in (None, arguments[0]):
         parser.error(f"OPERATION: got {options.operation} behind options, expected it before its options")
+    if argv is None and options.device == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of this process and those that it starts
     try:
-        return run(options, arguments)
+        return run(options)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2 if isinstance(error, ArgumentError) else 1

@@ -9,9 +9,9 @@ from benchmarks.options import add_shapes, sized
 from benchmarks.shapes import NAMED, LayerShape
 from benchmarks.tables import columns
 
-CAPTION = """microseconds of moe's forward pass in torch, w_in and w_out as checkpoints have them ("pfd", "df"). experts: with
-tokens, in the mean of the calls; floor: the bytes of their matrices at the rate of a copy in this run; x
-floor: the time over that. On a GPU the median of the replays of a CUDA graph of calls with tokens of their own, whose
+CAPTION = """microseconds: moe's forward pass in torch, w_in and w_out as checkpoints have them ("pfd", "df"). experts:
+with tokens, mean of the calls; floor: the bytes of their matrices at the rate of a copy in this run; x floor: the time
+over that. On a GPU the median of the replays of a CUDA graph of calls with tokens of their own, whose
 weights have left the L2 cache since they were read before; on the CPU the best of the repeats of one call"""
 
 DEVICES = ("cpu", "cuda")
@@ -53,7 +53,7 @@ def _of_layer(
     copies = [_weights(cases[0], dtype, device, seed) for seed in range(_copies(cases, itemsize, device))]
     calls = _CALLS if device == "cuda" else 1
     for case in cases:
-        found = [_call(case, copies[i % len(copies)], i) for i in range(calls)]
+        found = [_call(case, dtype, copies[i % len(copies)], i) for i in range(calls)]
         of_calls = {"layer": [call for call, _ in found]}
         times = timing.times_of(device, of_calls, quick=quick, least_calls=_CALLS)
         experts = sum(count for _, count in found) / calls
@@ -80,26 +80,18 @@ def _copies(cases: Sequence[LayerShape], itemsize: int, device: str) -> int:
 
 def _weights(shape: LayerShape, dtype: str, device: str, seed: int) -> tuple[Any, Any, Any]:
     """gate, w_in and w_out."""
-    torch = timing.torch_on(device)
     _, D, F, E, _ = shape
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*size: int, scale: float) -> Any:
-        values = torch.empty(size, device=device, dtype=getattr(torch, dtype))
-        return values.normal_(0.0, scale, generator=generator)
-
+    normal = timing.normal_on(device, dtype, seed)
     return normal(D, E, scale=D**-0.5), normal(E, 2, F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5)
 
 
-def _call(shape: LayerShape, weights: Sequence[Any], seed: int) -> tuple[Callable[[], Any], int]:
+def _call(shape: LayerShape, dtype: str, weights: Sequence[Any], seed: int) -> tuple[Callable[[], Any], int]:
     """A call with tokens of its own, and the number of experts that they go to."""
     import torch
 
     from anabranch.torch import moe
 
-    like = weights[0]
-    generator = torch.Generator(like.device).manual_seed(1000 + seed)
-    x = torch.empty(shape.T, shape.D, device=like.device, dtype=like.dtype).normal_(generator=generator)
+    x = timing.normal_on(weights[0].device.type, dtype, 1000 + seed)(shape.T, shape.D)
 
     def call() -> Any:
         with torch.no_grad():

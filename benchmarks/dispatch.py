@@ -69,11 +69,7 @@ class Operands:
         torch = timing.torch_on(device)
         tokens, E, K, D = shape
         generator = torch.Generator(device).manual_seed(seed)
-        R, kind = tokens * K, getattr(torch, dtype)
-
-        def normal(*size: int) -> Any:
-            return torch.empty(size, device=device, dtype=kind).normal_(generator=generator)
-
+        R, normal = tokens * K, timing.normal_on(device, dtype, seed)
         self.experts = torch.rand(tokens, E, device=device, generator=generator).argsort(1)[:, :K]
         order = self.experts.reshape(-1).argsort(stable=True)
         self.slot_of_row = order.to(torch.int32)
@@ -215,8 +211,3 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "copy GB/s": rate / 1e9,
                 }
             del given, calls, programs
-
-
-def tables(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as one table."""
-    return {"": [{name: value for name, value in row.items() if name not in ("spread", "host bound")} for row in rows]}

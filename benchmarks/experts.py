@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from anabranch.activation import PLAIN, as_activation
+from anabranch.bench import ArgumentError
 from anabranch.precision import NUMBERS as PRECISIONS
 from benchmarks import timing
 from benchmarks.figures import UNITS, experts_path, rates, spread
 from benchmarks.options import add_by, add_shapes, sized
-from benchmarks.processes import ArgumentError
 from benchmarks.shapes import CPU_SHAPES, NAMED, LayerShape
 
 CAPTION = """FLOP/s: of 6 T K D F forward, 18 T K D F both: forward and backward, of x by row, weights and w_in, w_out.
@@ -20,7 +20,7 @@ in this run, 2048^3 by oneDNN on the CPU, 8192^3 by cuBLAS on a GPU. On a GPU th
 programs; on the CPU the best of the repeats, which take turns"""
 
 DEVICES = ("cpu", "cuda")
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16")}
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
 BY = ("c", "jax", "ragged-dot", "xla", "torch")
 #: Those whose experts are ours.
 OURS = ("c", "jax", "ragged-dot")
@@ -47,12 +47,7 @@ class Operands:
     def __init__(self, shape: LayerShape, dtype: str, device: str, seed: int = 0):
         torch = timing.torch_on(device)
         T, D, F, E, K = shape
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*size: int, scale: float = 1.0) -> Any:
-            values = torch.empty(size, device=device, dtype=getattr(torch, dtype))
-            return values.normal_(0.0, scale, generator=generator)
-
+        generator, normal = torch.Generator(device).manual_seed(seed), timing.normal_on(device, dtype, seed)
         experts = torch.rand(T, E, device=device, generator=generator).argsort(1)[:, :K].flatten()
         order = experts.argsort(stable=True)
         self.topk = K
@@ -181,7 +176,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             raise ArgumentError(f"--shape: got {shape} with --precision fp8, expected D and F to be multiples of 128")
         for dtype in options.dtype:
             itemsize = 4 if dtype == "float32" else 2
-            # torch has no grouped_mm of float32 on a GPU.
+            # On a GPU torch's grouped_mm takes bfloat16 alone.
             by = [who for who in chosen if who != "torch" or device == "cpu" or dtype == "bfloat16"]
             count = timing.sets_past_cache(device, shape.operand_bytes(itemsize), least=1)
             given = [Operands(shape, dtype, device, seed) for seed in range(count)]
@@ -228,8 +223,3 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "host bound": [name for name, timing in passes.items() if timing.host_bound],
                     "spread": spread(passes),
                 }
-
-
-def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as one table."""
-    return {"": [{name: value for name, value in row.items() if name not in ("spread", "host bound")} for row in rows]}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from anabranch import _library
-from benchmarks.processes import BenchError
+from anabranch.bench import BenchError
 from benchmarks.shapes import LayerShape
 from benchmarks.timing import Timing
 

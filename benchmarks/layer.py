@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anabranch import _library
+from anabranch.bench import ArgumentError, BenchError
 from benchmarks import figures, timing
 from benchmarks.figures import UNITS, Measured
 from benchmarks.options import add_by, add_shapes, sized
-from benchmarks.processes import ArgumentError, BenchError, as_bench_errors, rows_or_error
+from benchmarks.processes import as_bench_errors, rows_or_error
 from benchmarks.shapes import CPU_SHAPES, SHAPES, LayerShape
 
 CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random

@@ -22,14 +22,8 @@ Calls = dict[str, Callable[[], Any]]
 
 def operands(shape: LayerShape, dtype: str, routing: str, device: str, seed: int = 0) -> Operands:
     """Of the distribution of layer_jax.operands, with its experts where they are given."""
-    torch = timing.torch_on(device)
+    torch, normal = timing.torch_on(device), timing.normal_on(device, dtype, seed)
     T, D, F, E, _ = shape
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*size: int, scale: float = 1.0) -> Any:
-        values = torch.empty(size, device=device, dtype=getattr(torch, dtype))
-        return values.normal_(0.0, scale, generator=generator)
-
     leaves = (
         normal(T, D),
         normal(D, E, scale=D**-0.5),

@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from anabranch.bench import ArgumentError, BenchError
 from benchmarks import figures, timing
 from benchmarks.options import add_by, add_shapes, sized
-from benchmarks.processes import ArgumentError, BenchError, as_bench_errors, rows_or_error
+from benchmarks.processes import as_bench_errors, rows_or_error
 from benchmarks.shapes import NAMED, LayerShape
 
 CAPTION = """the layer on all devices as ranks along one expert axis, T tokens per rank, random gate; FLOP/s per rank of

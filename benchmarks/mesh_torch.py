@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from anabranch.bench import BenchError
 from benchmarks import timing
 from benchmarks.layer_torch import operands
-from benchmarks.processes import BenchError
 from benchmarks.shapes import LayerShape
 from benchmarks.timing import Timing
 

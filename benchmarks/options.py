@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.processes import ArgumentError
+from anabranch.bench import ArgumentError
 from benchmarks.shapes import INDEX_LIMIT, NAMED, LayerShape, parse_shape
 
 

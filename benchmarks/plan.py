@@ -5,10 +5,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from anabranch.bench import ArgumentError
 from benchmarks import timing
 from benchmarks.c_call import c_call
 from benchmarks.options import add_by, add_rows, add_tokens
-from benchmarks.processes import ArgumentError
 from benchmarks.tables import columns, shown
 
 CAPTION = """microseconds per call; skewed: expert e has a share of 1 / (1 + e). plan: through C; torch: a stable sort,

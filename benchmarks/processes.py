@@ -9,15 +9,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from anabranch.bench import BenchError
+
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-class BenchError(RuntimeError):
-    """This machine lacks what was asked for; the message says what."""
-
-
-class ArgumentError(BenchError):
-    """An argument of the command line is wrong: "--name: got X, expected Y"."""
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from anabranch.bench import ArgumentError
 from benchmarks import timing
 from benchmarks.c_call import c_call
 from benchmarks.options import add_by, add_rows, add_tokens
-from benchmarks.processes import ArgumentError
 from benchmarks.shapes import RouterCase
 from benchmarks.tables import columns, shown
 
@@ -64,18 +64,12 @@ class Operands(NamedTuple):
 
 def operands(case: RouterCase, T: int, dtype: str, device: str, seed: int = 0) -> Operands:
     """Random operands; the bias and the weights' cotangent are float32."""
-    torch = timing.torch_on(device)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int, kind: Any = torch.float32) -> Any:
-        return torch.randn(shape, device=device, generator=generator).to(kind)
-
-    float_type = getattr(torch, dtype)
+    normal, normal_32 = (timing.normal_on(device, kind, seed) for kind in (dtype, "float32"))
     return Operands(
-        logits=normal(T, case.E, kind=float_type),
-        bias=0.01 * normal(case.E),
-        d_probs=normal(T, case.E, kind=float_type),
-        d_weights=normal(T, case.K),
+        logits=normal(T, case.E),
+        bias=normal_32(case.E, scale=0.01),
+        d_probs=normal(T, case.E),
+        d_weights=normal_32(T, case.K),
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anabranch._packages import explain
-from benchmarks.processes import BenchError
+from anabranch.bench import BenchError
 
 L2_BYTES = 60 << 20
 MOST_SETS = 64
@@ -132,6 +132,18 @@ def torch_on(device: str) -> Any:
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchError("benchmarks of CUDA kernels need a GPU, and torch finds none")
     return torch
+
+
+def normal_on(device: str, dtype: str, seed: int) -> Callable[..., Any]:
+    """Draws torch's tensors of normal numbers: normal(*shape, scale=1.0)."""
+    torch = torch_on(device)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        values = torch.empty(shape, device=device, dtype=getattr(torch, dtype))
+        return values.normal_(0.0, scale, generator=generator)
+
+    return normal
 
 
 @functools.cache

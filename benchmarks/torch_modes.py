@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from anabranch.bench import ArgumentError, BenchError
 from benchmarks import figures, timing
 from benchmarks.layer_torch import Operands, operands
 from benchmarks.options import add_by, add_shapes, sized
 from benchmarks.peers import transformers
-from benchmarks.processes import ArgumentError, BenchError, as_bench_errors, rows_of_a_process
+from benchmarks.processes import as_bench_errors, rows_of_a_process
 from benchmarks.shapes import NAMED, LayerShape
 
 CAPTION = """from x [T, D] to the output; forward, and both: forward and backward, of x and of all weights. moe, MoE:

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from anabranch.bench import ArgumentError, BenchError
 from benchmarks.layer_torch import Operands
-from benchmarks.processes import ArgumentError, BenchError
 
 
 def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:

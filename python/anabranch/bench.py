@@ -92,12 +92,7 @@ def run(options: argparse.Namespace) -> int:
       ArgumentError: --json can't be written.
       BenchError: this machine lacks something.
     """
-    from anabranch import info
-
-    if options.json not in (None, "-"):
-        path = pathlib.Path(options.json)
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ArgumentError(f"--json: got {path}, expected a file that can be written")
+    check_json(options.json)
     through = options.through or ("jax" if importlib.util.find_spec("jax") else "torch")
     rows = list(_rows(options, through))
     if options.json != "-":
@@ -107,13 +102,33 @@ def run(options: argparse.Namespace) -> int:
                 f"{row['pass']}: {row['ms']:.3g} ms, {row['rate']:.3g} {row['unit']}, {row['share']:.0%} of a "
                 f"large {row['ceiling']}"
             )
-    report = {"machine": info.collect(), "arguments": sys.argv[1:], "rows": {options.operation: rows}}
-    if options.json == "-":
-        json.dump(report, sys.stdout, indent=2)
-        print()
-    elif options.json:
-        pathlib.Path(options.json).write_text(json.dumps(report, indent=2))
+    write_json(options.json, {options.operation: rows})
     return 0
+
+
+def check_json(file: str | None) -> None:
+    """Refuses a file of --json that can't be written, before anything takes its time.
+
+    Raises:
+      ArgumentError: it can't.
+    """
+    if file not in (None, "-"):
+        path = pathlib.Path(str(file))
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ArgumentError(f"--json: got {path}, expected a file that can be written")
+
+
+def write_json(file: str | None, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes the rows by operation, the machine and the arguments to a file, to standard output ("-") or nowhere."""
+    from anabranch import info
+
+    if file is None:
+        return
+    report = json.dumps({"machine": info.collect(), "arguments": sys.argv[1:], "rows": rows}, indent=2)
+    if file == "-":
+        print(report)
+    else:
+        pathlib.Path(file).write_text(report)
 
 
 def _rows(options: argparse.Namespace, through: str) -> Iterator[dict[str, Any]]:
@@ -164,8 +179,6 @@ def _seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float
 
 
 def _jax(operation: str, sizes: _Sizes, dtype: str, device: str) -> _Calls:
-    if device == "cpu":
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
     import jax.numpy as jnp
 

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from anabranch.bench import BenchError  # noqa: E402
 from anabranch.jax import plan as plan_in_jax  # noqa: E402
 from benchmarks import (  # noqa: E402
     dispatch,
@@ -23,7 +24,6 @@ from benchmarks import (  # noqa: E402
 )
 from benchmarks.peers import sonicmoe, transformers, xla  # noqa: E402
 from benchmarks.peers import torch as eager  # noqa: E402
-from benchmarks.processes import BenchError  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
 from oracle import assert_close, assert_close_per_expert  # noqa: E402
 

@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from anabranch.bench import BenchError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import figures, layer, mesh, mesh_torch, processes, timing, torch_modes  # noqa: E402
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
 from benchmarks.figures import Measured, Memory  # noqa: E402
 from benchmarks.peers import transformers  # noqa: E402
-from benchmarks.processes import BenchError  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
 from benchmarks.timing import Timing  # noqa: E402
 

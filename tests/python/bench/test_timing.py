@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from anabranch.bench import BenchError
 from benchmarks import layer_jax, plan, timing
 from benchmarks.figures import Measured, experts_path
-from benchmarks.processes import BenchError
 from benchmarks.shapes import NAMED, SHAPES, LayerShape, parse_shape, zipf_experts
 
 SHAPE = LayerShape(T=70, D=32, F=48, E=9, K=3)

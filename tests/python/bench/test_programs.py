@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from anabranch.bench import BenchError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import figures, layer, mesh, mesh_torch, processes, timing, torch_modes  # noqa: E402
+from benchmarks import figures, layer, layer_torch, mesh, mesh_torch, processes, timing, torch_modes  # noqa: E402
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
 from benchmarks.figures import Measured, Memory  # noqa: E402
 from benchmarks.peers import transformers  # noqa: E402
@@ -247,6 +247,18 @@ def has_gpu():
         return bool(jax.devices("gpu")) and torch.cuda.is_available()
     except RuntimeError:
         return False
+
+
+@pytest.mark.gpu
+def test_the_layer_through_c_is_torchs_on_a_gpu():
+    if not has_gpu():
+        pytest.skip("NO GPU FOUND: the layer through C is not tried")
+    shape = LayerShape(512, 256, 128, 16, 2)
+    given = layer_torch.operands(shape, "bfloat16", "zipf", "cuda")
+    ours, peers = (layer_torch.calls_of(by, given, shape.K)["both"]() for by in ("c", "torch"))
+    for name, mine, theirs in zip(("output", "d_x", "d_gate", "d_w_in", "d_w_out"), ours, peers, strict=True):
+        error = (mine.float() - theirs.float()).norm() / theirs.float().norm()
+        assert error < 0.02, f"{name}: {error}"
 
 
 ON_GPU = {

@@ -9,8 +9,9 @@ from anabranch.activation import PLAIN, as_activation
 from anabranch.bench import ArgumentError
 from anabranch.precision import NUMBERS as PRECISIONS
 from benchmarks import timing
-from benchmarks.figures import UNITS, experts_path, rates, spread
+from benchmarks.figures import SCALES, UNITS, experts_path, rates, spread
 from benchmarks.options import add_by, add_shapes, sized
+from benchmarks.product import product_rate
 from benchmarks.shapes import CPU_SHAPES, NAMED, LayerShape
 
 CAPTION = """FLOP/s: of 6 T K D F forward, 18 T K D F both: forward and backward, of x by row, weights and w_in, w_out.
@@ -156,16 +157,6 @@ def jax_programs(
     }
 
 
-def _product_rate(device: str, dtype: str) -> float | None:
-    if device == "cpu":
-        from benchmarks.onednn import matmul_flops
-
-        return matmul_flops(dtype)
-    torch, size = timing.torch_on(device), 8192
-    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    return 2.0 * size**3 / timing.seconds_of_each([lambda: a @ b], seconds=40e-3).seconds
-
-
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per shape, dtype and implementation."""
     device, unit = options.device, UNITS[options.device]
@@ -190,7 +181,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for who in by
                 if who not in ("c", "torch")
             }
-            before = _product_rate(device, dtype)
+            before = product_rate(device, dtype)
             times = {
                 name: timing.times_of(
                     device,
@@ -200,13 +191,12 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 )
                 for name in ("forward", "both")
             }
-            known = [rate for rate in (before, _product_rate(device, dtype)) if rate is not None]
-            product = max(known, default=None)
+            known = [rate / SCALES[unit] for rate in (before, product_rate(device, dtype)) if rate is not None]
+            ceiling = max(known, default=None)
             for who in by:
                 ours = who in ("c", "jax")
                 passes = {name: of[who] for name, of in times.items()}
                 of_passes = rates(shape, {name: timing.seconds for name, timing in passes.items()}, device)
-                flops = {"forward": shape.forward_flops(), "both": 3 * shape.forward_flops()}
                 yield {
                     "T,D,F,E,K": str(shape),
                     "dtype": dtype,
@@ -216,10 +206,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "path": experts_path(shape, dtype) if device == "cuda" and who in OURS else None,
                     **of_passes,
                     **{
-                        f"{name} share": flops[name] / timing.seconds / product if product else None
-                        for name, timing in passes.items()
+                        f"{name} share": None if ceiling is None else cast(float, of_passes[f"{name} {unit}"]) / ceiling
+                        for name in passes
                     },
-                    f"product {unit}": product / (1e9 if device == "cpu" else 1e12) if product else None,
+                    f"product {unit}": ceiling,
                     "host bound": [name for name, timing in passes.items() if timing.host_bound],
                     "spread": spread(passes),
                 }

@@ -11,7 +11,7 @@ from benchmarks.timing import Timing
 
 GIB = 2**30
 UNITS = {"cpu": "GFLOP/s", "cuda": "TFLOP/s"}
-_SCALES = {"GFLOP/s": 1e9, "TFLOP/s": 1e12}
+SCALES = {"GFLOP/s": 1e9, "TFLOP/s": 1e12}
 
 
 class Memory(NamedTuple):
@@ -60,7 +60,7 @@ def rates(shape: LayerShape, seconds: Mapping[str, float | None], device: str) -
     return {
         **{f"{name} ms": None if time is None else 1e3 * time for name, time in seconds.items()},
         **{
-            f"{name} {unit}": None if time is None else flops[name] / time / _SCALES[unit]
+            f"{name} {unit}": None if time is None else flops[name] / time / SCALES[unit]
             for name, time in seconds.items()
         },
     }
@@ -81,7 +81,7 @@ def row(shape: LayerShape, routing: str, dtype: str, by: str, device: str, measu
     backward = None if forward is None or both is None else both - forward
     columns, unit = ("forward", "backward", "both"), UNITS[device]
     of_passes = rates(shape, dict(zip(columns, (forward, backward, both), strict=True)), device)
-    product = None if measured.product is None else sum(measured.product) / 2 / _SCALES[unit]
+    product = None if measured.product is None else sum(measured.product) / 2 / SCALES[unit]
     memory, needed = measured.memory, shape.step_bytes(4 if dtype == "float32" else 2)
     planned = {} if memory is None else {**memory._asdict(), "total": memory.total}
     shares = {name: of_passes[f"{name} {unit}"] for name in columns}
@@ -104,7 +104,7 @@ def row(shape: LayerShape, routing: str, dtype: str, by: str, device: str, measu
         "note": measured.note,
         "spread": {
             **spread(times),
-            f"product {unit}": None if measured.product is None else [r / _SCALES[unit] for r in measured.product],
+            f"product {unit}": None if measured.product is None else [r / SCALES[unit] for r in measured.product],
         },
     }
 

@@ -12,6 +12,7 @@ from benchmarks import figures, timing
 from benchmarks.figures import UNITS, Measured
 from benchmarks.options import add_by, add_shapes, sized
 from benchmarks.processes import as_bench_errors, rows_or_error
+from benchmarks.product import product_rate
 from benchmarks.shapes import CPU_SHAPES, SHAPES, LayerShape
 
 CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random
@@ -42,7 +43,6 @@ IN_TORCH = ("c", "torch", "torch-loop", SONICMOE)
 OURS = ("jax", "c", "ragged-dot", *VARIANTS)
 ROUTINGS = ("uniform", "zipf")
 
-_PRODUCT_SIZE = 8192
 #: Seconds of a forward pass on the CPU beyond which forward and backward together are not waited for.
 _TOO_SLOW = 2.0
 
@@ -104,8 +104,6 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _rows_on_cpu(
     shape: LayerShape, routing: str, dtype: str, by: Sequence[str], quick: bool
 ) -> Iterator[dict[str, Any]]:
-    from benchmarks.onednn import matmul_flops
-
     calls: dict[str, dict[str, Any]] = {}
     programs: dict[str, dict[str, timing.Program]] = {}
     for who in by:
@@ -124,10 +122,10 @@ def _rows_on_cpu(
         of_jax = {who: of[name] for who, of in programs.items() if who in names}
         return timing.times_of("cpu", of_torch, of_jax, quick=quick)
 
-    before = matmul_flops(dtype)
+    before = product_rate("cpu", dtype)
     forward = timed("forward", by)
     both = timed("both", [who for who in by if forward[who].seconds < _TOO_SLOW])
-    after = matmul_flops(dtype)
+    after = product_rate("cpu", dtype)
     product = None if before is None or after is None else (max(before, after),) * 2
     for who in by:
         measured = Measured(forward=forward[who], both=both.get(who), product=product, product_by="oneDNN")
@@ -146,32 +144,32 @@ def _require_gpu() -> None:
 
 def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
     shape, routing, dtype, by = case
-    settings: dict[str, Any] = {"repeats": 5 if quick else timing.REPEATS, "product_size": _PRODUCT_SIZE}
+    repeats = 5 if quick else timing.REPEATS
     if by in IN_TORCH:
         # The report names JAX's devices, which starts JAX beside torch.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        measured = _in_torch(case, **settings)
+        measured = _in_torch(case, repeats)
     else:
         from benchmarks import layer_jax
 
         layer_jax.claim_memory()
         timing.jax_on("cuda")
         folder = None if trace is None else os.path.join(trace, f"{shape}-{routing}")
-        measured = layer_jax.measure(by, shape, dtype, routing, trace=folder, **settings)
+        measured = layer_jax.measure(by, shape, dtype, routing, repeats=repeats, trace=folder)
     if by not in OURS or measured.forward is measured.both is None:
         return measured
     return measured._replace(path=figures.experts_path(shape, dtype))
 
 
-def _in_torch(case: Case, *, repeats: int, product_size: int) -> Measured:
+def _in_torch(case: Case, repeats: int) -> Measured:
     torch = timing.torch_on("cuda")
     try:
-        return _graphs(case, repeats, product_size)
+        return _graphs(case, repeats)
     except torch.cuda.OutOfMemoryError:
         return Measured(note="out of memory")
 
 
-def _graphs(case: Case, repeats: int, product_size: int) -> Measured:
+def _graphs(case: Case, repeats: int) -> Measured:
     """Times from CUDA graphs."""
     import torch
 
@@ -183,23 +181,18 @@ def _graphs(case: Case, repeats: int, product_size: int) -> Measured:
     count = timing.sets_past_cache("cuda", shape.operand_bytes(given.d_out.element_size()), least=1)
     sets = [given, *(operands(shape, dtype, routing, "cuda", seed) for seed in range(1, count))]
     by_name = [calls_of(by, one, shape.K) for one in sets]
-    a, b = (torch.randn(product_size, product_size, device="cuda").to(given.d_out.dtype) for _ in range(2))
-
-    def product() -> float:
-        return 2.0 * product_size**3 / timed([lambda: a @ b]).seconds
-
-    times, missing, before = {}, [], product()
+    times, missing, before = {}, [], product_rate("cuda", dtype, repeats=repeats)
     for name in by_name[0]:
         try:
             times[name] = timed([one[name] for one in by_name])
         except torch.cuda.OutOfMemoryError:
             missing.append(name)
         torch.cuda.empty_cache()
-    after = product()
+    after = product_rate("cuda", dtype, repeats=repeats)
     return Measured(
         forward=times.get("forward"),
         both=times.get("both"),
-        product=(before, after),
+        product=None if before is None or after is None else (before, after),
         product_by="cuBLAS",
         largest_load=largest_load(given, shape.K),
         note="; ".join(f"{name}: out of memory" for name in missing),
@@ -215,8 +208,7 @@ def _rows_of_a_process(case: Case, quick: bool, trace: str | None) -> Iterator[d
     shape, routing, dtype, by = case
     flags = ["--device", "cuda", "--shape", str(shape), "--routing", routing, "--dtype", dtype, "--by", by]
     flags += ["--quick"] * quick + (["--trace", trace] if trace else [])
-    for row in rows_or_error("layer", flags, _row(case, Measured())):
-        yield row | ({"note": row["error"]} if "error" in row else {})
+    yield from rows_or_error("layer", flags, _row(case, Measured()))
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -212,7 +212,14 @@ class Product:
 
 
 def measure(
-    by: str, shape: LayerShape, dtype: str, routing: str, *, repeats: int, product_size: int, trace: str | None = None
+    by: str,
+    shape: LayerShape,
+    dtype: str,
+    routing: str,
+    *,
+    repeats: int,
+    product_size: int = 8192,
+    trace: str | None = None,
 ) -> Measured:
     """Times and memory of one layer on a GPU. The process should have done nothing on the device before.
 

@@ -54,11 +54,12 @@ def rows_of_a_process(operation: str, flags: Sequence[str], *, quiet: bool = Fal
 
 
 def rows_or_error(operation: str, flags: Sequence[str], failed: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a quiet process; if that fails, the row `failed` with the message as `error`."""
+    """The rows of a quiet process; if that fails, the row `failed` with the message as `error` and in its `note`."""
     try:
         return rows_of_a_process(operation, flags, quiet=True)
     except BenchError as error:
-        return [failed | {"error": str(error)}]
+        said = str(error)
+        return [failed | {"error": said} | ({"note": said} if "note" in failed else {})]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from benchmarks import figures, timing
 from benchmarks.layer_torch import Operands, operands
 from benchmarks.options import add_by, add_shapes, sized
 from benchmarks.peers import transformers
-from benchmarks.processes import as_bench_errors, rows_of_a_process
+from benchmarks.processes import as_bench_errors, rows_or_error
 from benchmarks.shapes import NAMED, LayerShape
 
 CAPTION = """from x [T, D] to the output; forward, and both: forward and backward, of x and of all weights. moe, MoE:
@@ -214,13 +214,9 @@ def _rows_on_gpu(cases: Sequence[tuple[LayerShape, str]], quick: bool) -> Iterat
             with as_bench_errors(by):
                 yield from _measure(shape, by, 5 if quick else timing.REPEATS)
             continue
-        try:
-            found = rows_of_a_process("layer" if by == "jax" else "torch", flags, quiet=True)
-        except BenchError as error:
-            mode = JIT if by == "jax" else EAGER
-            yield row(shape, "bfloat16", by, mode, "cuda", note=str(error)) | {"error": str(error)}
-            continue
-        yield from map(_of_layer, found) if by == "jax" else found
+        failed = row(shape, "bfloat16", by, JIT if by == "jax" else EAGER, "cuda")
+        for found in rows_or_error("layer" if by == "jax" else "torch", flags, failed):
+            yield _of_layer(found) if by == "jax" and "error" not in found else found
 
 
 def _of_layer(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def tiny(monkeypatch):
         timing, "interleaved", lambda functions, seconds, repeats=1: interleaved(functions, seconds=0, repeats=1)
     )
     monkeypatch.setattr(timing, "_cpu_copy_rate", lambda: 1e9)
-    monkeypatch.setattr("benchmarks.onednn.matmul_flops", lambda dtype: 1e9)
+    monkeypatch.setattr("benchmarks.product._cpu_rate", lambda dtype: 1e9)
     monkeypatch.setattr("benchmarks.dispatch.SHAPES", {"cpu": [(16, 4, 2, 8)]})
 
 
@@ -195,8 +195,7 @@ def test_on_a_gpu_every_case_has_a_process_and_its_error_a_row(operation, cases,
             return [{"by": "jax", "collective": None}]
         return [figures.row(LayerShape(8, 8, 8, 4, 2), "uniform", "bfloat16", "jax", "cuda", Measured())]
 
-    for module in (processes, torch_modes):
-        monkeypatch.setattr(module, "rows_of_a_process", process)
+    monkeypatch.setattr(processes, "rows_of_a_process", process)
     monkeypatch.setattr(layer, "_require_gpu", lambda: None)
     monkeypatch.setattr(timing, "torch_on", lambda device: torch)
     transport = ["--transport", "ring"] * (operation == "mesh")

@@ -1,13 +1,15 @@
-"""The CPU's rate of a large matrix product, by oneDNN."""
+"""The rate of a large matrix product, which the rates of layers are compared with."""
 
 import ctypes
 import functools
 import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from anabranch import _library
+from benchmarks import timing
 
 
 @functools.cache
@@ -21,17 +23,26 @@ def _onednn() -> ctypes.CDLL:
     raise _library.LibraryError("libdnnl.so: not loaded by this build of the library")
 
 
-def matmul_flops(dtype: str, size: int = 2048, seconds: float = 0.5) -> float | None:
-    """FLOP/s of oneDNN's product of two square matrices, best of several repeats; all threads.
+def product_rate(device: str, dtype: str, **settings: Any) -> float | None:
+    """FLOP/s of a large product: of 8192^2 by torch (cuBLAS) on a GPU, of 2048^2 by oneDNN and all threads on the CPU.
 
     Args:
-      dtype: "float32" or "bfloat16" (float32 result).
-      size: rows and columns.
-      seconds: time to spend.
+      device: "cpu" or "cuda".
+      dtype: of the factors; on the CPU "float32" or "bfloat16" with float32 results.
+      settings: of `timing.seconds_of_each`.
 
     Returns:
       The rate, or None where oneDNN has no such product for this machine.
     """
+    if device == "cpu":
+        return _cpu_rate(dtype)
+    torch, size = timing.torch_on(device), 8192
+    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    return 2.0 * size**3 / timing.seconds_of_each([lambda: a @ b], **{"seconds": 40e-3} | settings).seconds
+
+
+def _cpu_rate(dtype: str, size: int = 2048, seconds: float = 0.5) -> float | None:
+    """The best of as many repeats as fit into `seconds`."""
     library = _onednn()
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((size, size), dtype=np.float32) for _ in range(2))

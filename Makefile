@@ -15,11 +15,11 @@ help:
 	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer;"
 	@echo "                ARGS='cpp python memcheck racecheck portable' for some steps; ARCHITECTURES=80 for Ampere's code alone"
 	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
-	@echo "                ARGS='--json out.json', ARGS=torch for the layer in torch; both: BUILD=folder PYTHON=python3 to use what is there already"
+	@echo "                ARGS='layer --json out.json', ARGS=--help; both: BUILD=folder PYTHON=python3 to use what is there already"
 	@echo "make fuzz    random calls of the C interface: the CPU's library under the sanitizers, then the CUDA code on an"
 	@echo "             emulated GPU beside it, under each CPU setting; SECONDS=600 a setting; SEED=1, else the day's date"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
-	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"
+	@echo "make bench   our operations beside torch and XLA on this machine; ARGS='router --json out.json', ARGS=--help"
 	@echo "make wheel   sdist and wheel in dist/, audited, and used where there is no compiler; CUDA=OFF for the CPU alone"
 	@echo "make format  format C++ and Python"
 	@echo "make clean   remove build folders and the virtual environment"
@@ -110,10 +110,10 @@ bench-gpu:
 ifdef BUILD
 	ANABRANCH_LIBRARY="$(abspath $(BUILD))/libanabranch.so" \
 	  ANABRANCH_CUDA_LIBRARY="$(abspath $(BUILD))/libanabranch_cuda.so" PYTHONPATH="python:$$PYTHONPATH" \
-	  $(PYTHON) -m anabranch bench --device cuda $(ARGS)
+	  $(PYTHON) -m benchmarks $(ARGS) --device cuda
 else
 	$(SETUP) gpu
-	$(BIN)/python -m anabranch bench --device cuda $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS) --device cuda
 endif
 
 lint:
@@ -126,7 +126,7 @@ format:
 
 bench:
 	$(SETUP) test
-	$(BIN)/python -m anabranch bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
 	rm -rf build $(VENV) $(VENV)-clients

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from step_memory import measure
 
-from anabranch.bench.memory import measure
 from anabranch.jax import moe
 
 MIB = 2**20

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import anabranch
-from anabranch import _library, info
+from anabranch import _library, bench, info
 from anabranch.__main__ import main
 from anabranch.jax import custom_calls
 from anabranch.selftest import compare
@@ -162,19 +162,38 @@ anabranch.jax.route(numpy.ones((2, 3), "float32"), 1)
     assert why in result.stderr
 
 
-def test_bench_prints_a_table_and_json(tmp_path):
+@pytest.mark.parametrize("through", ["jax", "torch"])
+@pytest.mark.parametrize("operation", ["layer", "router"])
+def test_bench_prints_times_and_rates(operation, through, tmp_path, monkeypatch, capsys):
+    pytest.importorskip(through)
+    monkeypatch.setattr(bench, "_PRODUCT", {"cpu": 64})
+    monkeypatch.setattr(bench, "_BATCH_SECONDS", 1e-6)
     file = tmp_path / "rows.json"
-    result = _run("bench", "router", "--quick", "--dtype", "float32", "--json", str(file))
-    assert result.returncode == 0, result.stderr
-    assert re.search(r"^\| .* \|$", result.stdout, re.MULTILINE)
+    options = ["--through", through, "--shape", "16,8,8,4,2", "--json", str(file)]
+    assert main(["bench", operation, *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = f"{operation} 16,8,8,4,2 float32 through {through} on cpu, forward"
+    assert len(lines) == 2 and all(re.match(rf"{start}.*: [\d.e-]+ ms, [\d.e-]+ G", line) for line in lines)
     report = json.loads(file.read_text())
-    assert report["rows"]["router"]
+    assert [row["pass"] for row in report["rows"][operation]] == ["forward", "forward and backward"]
     assert report["machine"]["cpu backend"] == "available"
 
 
-def test_a_file_that_can_not_be_written_is_refused_before_anything_is_timed(capsys):
-    assert main(["bench", "router", "--json", "/nowhere/rows.json"]) == 2
-    assert capsys.readouterr().err == "bench: --json: got /nowhere/rows.json, expected a file that can be written\n"
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["layer", "--json", "/nowhere/rows.json"], "--json: got /nowhere/rows.json, expected a file that can be written"),
+        (["layer", "--shape", "8,8"], "argument --shape: got '8,8', expected T,D,F,E,K such as"),
+        (["layer", "--shape", "8,8,8,2,3"], "argument --shape: got '8,8,8,2,3', expected T,D,F,E,K with K <= E"),
+        (["mesh"], "argument operation: invalid choice: 'mesh'"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_bench_are_refused_before_anything_is_timed(arguments, message, capsys):
+    try:
+        status = main(["bench", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and message in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_in_one_line(monkeypatch, capsys):

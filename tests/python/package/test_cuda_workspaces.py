@@ -1,5 +1,6 @@
 """The bounds that the Python rules give XLA for CUDA workspaces hold what the C functions ask for. Needs no GPU."""
 
+import ctypes
 import functools
 import pathlib
 import re
@@ -8,9 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from anabranch import _library
-from anabranch.bench import c_call
-from anabranch.bench.cuda_call import later_of, options_of, tensors_of
+from anabranch import _library, _structs
 from anabranch.jax.binding import workspaces
 
 
@@ -22,17 +21,23 @@ def library():
         pytest.skip(f"NO CUDA LIBRARY: its workspaces are not checked: {error}")
 
 
+def tensor(array):
+    """ab_tensor of an array."""
+    result = _structs.Tensor(array.ctypes.data, _library.DTYPES[str(array.dtype)], array.ndim)
+    result.shape[: array.ndim] = array.shape
+    return ctypes.pointer(result)
+
+
 def needed(library, function, values):
     """Bytes that the function's query asks for."""
-    asked = []
-
-    def allocate(size):
-        asked.append(size - 64)
-        return np.zeros(64, np.uint8)
-
-    fields = options_of(function), tensors_of(function)
-    c_call.call(library, function, *fields, values, later=later_of(function), allocate=allocate)
-    return asked[0]
+    struct = _structs.ARGS[function.removeprefix("ab_cuda_")]
+    fields = {name: tensor(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    args, size = struct(size=ctypes.sizeof(struct), **fields), ctypes.c_size_t()
+    query = getattr(library, function + "_workspace")
+    query.restype = _library.Status
+    status = query(ctypes.byref(args), None, ctypes.byref(size))
+    assert status.code == 0, status.message.decode()
+    return size.value
 
 
 @pytest.mark.parametrize("E", [1, 8, 64, 130, 512, 1024, 1025, 2304, 4096, 8192])

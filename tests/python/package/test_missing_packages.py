@@ -53,6 +53,7 @@ COMMANDS = {
     "anabranch": ("-m", "anabranch"),
     "info": ("-m", "anabranch", "info"),
     "bench": ("-m", "anabranch", "bench"),
+    "benchmarks": ("-m", "benchmarks"),
     "byte_lm": ("-m", "byte_lm"),
     "compare": ("-m", "byte_lm.compare"),
     "generate": ("-m", "byte_lm.generate"),
@@ -73,8 +74,12 @@ def test_help(command):
 @pytest.mark.parametrize(
     "command, arguments, missing",
     [
-        ("bench", (), "router needs jax, which is not installed: pip install 'jax>=0.10' (extra: jax)"),
-        ("bench", ("torch",), "needs torch, which is not installed: pip install 'torch>=2.9' (extra: torch)"),
+        (
+            "bench",
+            ("layer", "--through", "jax"),
+            "bench needs jax, which is not installed: pip install 'jax>=0.10' (extra: jax)",
+        ),
+        ("bench", ("router",), "needs torch, which is not installed: pip install 'torch>=2.9' (extra: torch)"),
         ("byte_lm", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
         ("compare", ("a=b",), "No module named 'matplotlib'. In the folder of the repository: pip install '.[demo]'"),
         ("generate", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),

@@ -1,8 +1,6 @@
-"""The structs of the C interface as Python lays them out, and the operations as torch registers them."""
+"""The calls of the C functions on torch's tensors, and the operations as torch registers them."""
 
 import concurrent.futures
-import pathlib
-import re
 
 import numpy as np
 import pytest
@@ -13,24 +11,6 @@ from anabranch.precision import FP8, HIGHEST, TF32
 from anabranch.torch.binding import calls, define
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.layer_ops import layer_numbers
-
-HEADERS = pathlib.Path(__file__).parents[3] / "include" / "anabranch"
-
-
-def fields_of(name):
-    """(field, kind) of a struct in the headers."""
-    text = "".join(path.read_text() for path in sorted(HEADERS.glob("*.h")))
-    (body,) = re.findall(rf"typedef struct {name} \{{(.*?)\}} {name};", text, re.S)
-    body = re.sub(r"/\*.*?\*/", "", body, flags=re.S)
-    kinds = {"size_t": "size", "int32_t": "i", "float": "f", "const ab_tensor*": "t"}
-    return [(field, kinds[kind]) for kind, field in re.findall(r"(const ab_tensor\*|\w+)\s+(\w+);", body)]
-
-
-@pytest.mark.parametrize("operation", calls.OPERATIONS.values(), ids=list(calls.OPERATIONS))
-def test_fields_are_those_of_the_header(operation):
-    kinds = {ctype: kind for kind, ctype in calls._FIELDS.items()}
-    ours = [(field, kinds.get(ctype, "size")) for field, ctype in operation.struct._fields_]
-    assert ours == fields_of(f"ab_{operation.name}_args")
 
 
 def test_a_status_is_an_error_that_says_what_the_library_says():

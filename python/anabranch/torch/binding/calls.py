@@ -1,6 +1,6 @@
 """Calls of the two C libraries on torch's tensors, by ctypes: nothing is built against torch.
 
-An `Operation` has the fields of its args struct (include/anabranch/*.h). What the calls of one of torch's operations
+An `Operation` has the argument struct of its C function (`_structs`). What the calls of one of torch's operations
 need beside addresses (structs, shapes, what is allocated, the size of the workspace) is a `Layout`, made once for given
 options, dtypes and shapes.
 """
@@ -13,40 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anabranch import _library
+from anabranch import _library, _structs
 from anabranch.checks import INDEX_LIMIT
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
-_MAX_RANK = 6
 #: Bytes, of which tensors that share working memory begin at multiples, as CUDA's allocations do.
 _ALIGNMENT = 512
 
 
-class _Tensor(ctypes.Structure):
-    """ab_tensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("shape", ctypes.c_int64 * _MAX_RANK),
-        ("strides", ctypes.c_void_p),
-    )
-
-
-class _Exec(ctypes.Structure):
-    """ab_exec."""
-
-    _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("num_threads", ctypes.c_int32),
-        ("stream", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("workspace_size", ctypes.c_size_t),
-    )
-
-
-_FIELDS = {"i": ctypes.c_int32, "f": ctypes.c_float, "t": ctypes.POINTER(_Tensor)}
 _ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
 _Shape = tuple[int, ...]
 
@@ -78,16 +52,11 @@ class Operation:
 
     Args:
       name: "router_forward" of `ab_router_forward`.
-      fields: its args struct behind `size`, in order: "i:" int32, "f:" float and "t:" tensors, each with names.
     """
 
-    def __init__(self, name: str, fields: str):
+    def __init__(self, name: str):
         self.name = name
-        members: list[tuple[str, Any]] = [("size", ctypes.c_size_t)]
-        for part in fields.split():
-            kind, names = part.split(":")
-            members += [(field, _FIELDS[kind]) for field in names.split(",")]
-        self.struct: Any = type(name, (ctypes.Structure,), {"_fields_": members})
+        self.struct = _structs.ARGS[name]
 
     def __call__(
         self, tensors: Mapping[str, Tensor | None], orders: Mapping[str, _Shape] | None = None, **options: Any
@@ -141,11 +110,11 @@ class Layout:
                     memories[storage._cdata] = len(given) + len(results), self.working_size
                     self.working_size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
                 self.places.append(memories[storage._cdata])
-        structs = bytearray(len(self.places) * ctypes.sizeof(_Tensor))
-        self.tensors = (_Tensor * len(self.places)).from_buffer(structs)
+        structs = bytearray(len(self.places) * ctypes.sizeof(_structs.Tensor))
+        self.tensors = (_structs.Tensor * len(self.places)).from_buffer(structs)
         #: `data` of each of `tensors`.
-        self.addresses = memoryview(structs).cast("Q")[:: ctypes.sizeof(_Tensor) // 8]
-        self.execution = _Exec(size=ctypes.sizeof(_Exec), num_threads=threads)
+        self.addresses = memoryview(structs).cast("Q")[:: ctypes.sizeof(_structs.Tensor) // 8]
+        self.execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec), num_threads=threads)
         self.functions: list[tuple[Any, Any]] = []
         self.kept: list[Any] = []
 
@@ -208,7 +177,7 @@ class Layout:
         self.memory_size = self.working_size + workspace_size
         self.functions, self.calls = functions, ()  # which are not needed any more
 
-    def _describe(self, view: _Tensor, tensor: Tensor, order: _Shape | None) -> _Tensor:
+    def _describe(self, view: _structs.Tensor, tensor: Tensor, order: _Shape | None) -> _structs.Tensor:
         """Fills in all but the address."""
         shape = tuple(tensor.shape)
         if order is not None:
@@ -221,54 +190,19 @@ class Layout:
         return view
 
 
-router_forward = Operation(
-    "router_forward",
-    "i:topk,score_function,normalize,num_groups,group_topk f:scaling_factor "
-    "t:logits,expert_bias,token_mask,forced_experts,weights,experts,tokens_per_expert,score_sum,lse,probs,routing_map,"
-    "aux_scores i:group_score_topk t:qb_bin_bounds,qb_histogram",
-)
-router_backward = Operation(
-    "router_backward",
-    "i:topk,score_function,normalize f:scaling_factor "
-    "t:logits,experts,token_mask,lse,d_weights,d_probs,d_score_sum,d_aux_scores,d_lse,d_logits,routing_map",
-)
-moe_aux_loss = Operation(
-    "moe_aux_loss", "i:topk,num_experts f:coeff t:probs,tokens_per_expert,num_tokens,d_loss,loss,d_probs"
-)
-plan = Operation(
-    "plan",
-    "i:num_experts,align_size,num_destinations "
-    "t:experts,routing_map,tokens_per_expert,group_sizes,offsets,row_of_slot,slot_of_row,dropped,row_id_map",
-)
-dispatch = Operation("dispatch", "t:x,row_of_slot,slot_of_row,weights,rows")
-combine = Operation("combine", "t:rows,row_of_slot,weights,out,addend")
-combine_backward = Operation("combine_backward", "t:d_out,rows,row_of_slot,slot_of_row,weights,d_rows,d_weights")
-sort_chunks = Operation("sort_chunks", "i:inverse t:x,split_sizes,sorted_indices,out,row_id_map")
-expand_row_id_map = Operation("expand_row_id_map", "t:row_id_map,pad_offsets,row_of_slot,slot_of_row")
-quantize_rows = Operation("quantize_rows", "i:fp8_scales t:x,q,scales")
-quantize_weights = Operation("quantize_weights", "i:fp8_scales t:w,q,q_transposed,scales")
-grouped_matmul = Operation(
-    "grouped_matmul", "i:transpose_w t:x,w,group_sizes,y i:precision,fp8_scales t:x_scales,w_q,w_scales"
-)
-grouped_matmul_dw = Operation("grouped_matmul_dw", "i:accumulate t:x,d_y,group_sizes,d_w i:precision,reserved")
-grouped_matmul_combine = Operation(
-    "grouped_matmul_combine",
-    "i:transpose_w,weight_early,skip_rest t:x,w,group_sizes,bias,slot_of_row,row_of_slot,weights,addend,out "
-    "i:backward,precision,fp8_scales t:x_scales,w_q,w_scales",
-)
-expert_ffn_forward = Operation(
-    "expert_ffn_forward",
-    "i:activation,weight_early,topk,skip_rest t:x,slot_of_row,group_sizes,w_in,b_in,w_out,b_out,weights,y,h,a "
-    "f:activation_alpha,activation_limit i:precision,fp8_scales t:w_in_q,w_in_scales,w_out_q,w_out_scales,a_scales,"
-    "x_q,x_scales",
-)
-expert_ffn_backward = Operation(
-    "expert_ffn_backward",
-    "i:activation,topk,accumulate,skip_rest "
-    "t:x,slot_of_row,group_sizes,w_in,w_out,b_out,weights,h,d_out,dh,dx_rows,d_w_in,d_b_in,d_w_out,d_b_out,d_weights,"
-    "weighted_a f:activation_alpha,activation_limit i:precision,fp8_scales "
-    "t:w_in_q,w_in_scales,w_out_q,w_out_scales,dh_q,dh_scales,d_out_q,d_out_scales",
-)
-
-#: Every operation, by name.
-OPERATIONS = {value.name: value for value in list(globals().values()) if isinstance(value, Operation)}
+router_forward = Operation("router_forward")
+router_backward = Operation("router_backward")
+moe_aux_loss = Operation("moe_aux_loss")
+plan = Operation("plan")
+dispatch = Operation("dispatch")
+combine = Operation("combine")
+combine_backward = Operation("combine_backward")
+sort_chunks = Operation("sort_chunks")
+expand_row_id_map = Operation("expand_row_id_map")
+quantize_rows = Operation("quantize_rows")
+quantize_weights = Operation("quantize_weights")
+grouped_matmul = Operation("grouped_matmul")
+grouped_matmul_dw = Operation("grouped_matmul_dw")
+grouped_matmul_combine = Operation("grouped_matmul_combine")
+expert_ffn_forward = Operation("expert_ffn_forward")
+expert_ffn_backward = Operation("expert_ffn_backward")

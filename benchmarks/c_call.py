@@ -1,0 +1,62 @@
+"""Calls of the C functions on torch's tensors, prepared once and then cheap."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from anabranch import _library, _structs
+
+
+def _view(tensor: Any) -> _structs.Tensor:
+    """The ab_tensor of a contiguous tensor."""
+    assert tensor.is_contiguous()
+    result = _structs.Tensor(tensor.data_ptr(), _library.DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.ndim)
+    result.shape[: tensor.ndim] = tuple(tensor.shape)
+    return result
+
+
+def _check(status: _library.Status) -> None:
+    if status.code != 0:
+        raise RuntimeError(status.message.decode())
+
+
+def c_call(operation: str, **values: Any) -> Callable[[], None]:
+    """A call of ab_OPERATION or ab_cuda_OPERATION on the current stream, with a workspace of its own.
+
+    Args:
+      operation: "router_forward", for instance.
+      values: the fields of the argument struct: options, and tensors of one device. A missing field is 0 or NULL.
+
+    Raises:
+      RuntimeError: the message of the status, from here or from the call.
+    """
+    import torch
+
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    (device,) = {tensor.device for tensor in tensors.values()}
+    cuda = device.type == "cuda"
+    library, function = (_library.load_cuda(), "ab_cuda_") if cuda else (_library.load(), "ab_")
+    function += operation
+    struct = _structs.ARGS[operation]
+    assert values.keys() <= {name for name, _ in struct._fields_}, values.keys()  # ctypes would ignore the others
+    pointers = {name: ctypes.pointer(_view(tensor)) for name, tensor in tensors.items()}
+    args = struct(size=ctypes.sizeof(struct), **values | pointers)
+    execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec))
+    alive: list[Any] = [tensors]  # what the structs point at
+    if hasattr(library, f"{function}_workspace"):
+        query, needed = getattr(library, f"{function}_workspace"), ctypes.c_size_t()
+        query.restype = _library.Status
+        _check(query(ctypes.byref(args), ctypes.byref(execution), ctypes.byref(needed)))
+        workspace = torch.empty(needed.value + 64, dtype=torch.uint8, device=device)
+        alive.append(workspace)
+        execution.workspace = (workspace.data_ptr() + 63) // 64 * 64
+        execution.workspace_size = needed.value
+    run = getattr(library, function)
+    run.restype = _library.Status
+
+    def call(_: Any = alive) -> None:
+        if cuda:
+            execution.stream = torch.cuda.current_stream().cuda_stream
+        _check(run(ctypes.byref(args), ctypes.byref(execution)))
+
+    return call

@@ -1,0 +1,106 @@
+"""The layer's forward pass of few tokens, as in decoding, beside the time to read the weights that it needs."""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks import timing
+from benchmarks.options import add_shapes, sized
+from benchmarks.shapes import NAMED, LayerShape
+from benchmarks.tables import columns
+
+CAPTION = """microseconds: moe's forward pass in torch, w_in and w_out as checkpoints have them ("pfd", "df"). experts:
+with tokens, mean of the calls; floor: the bytes of their matrices at the rate of a copy in this run; x floor: the time
+over that. On a GPU the median of the replays of a CUDA graph of calls with tokens of their own, whose
+weights have left the L2 cache since they were read before; on the CPU the best of the repeats of one call"""
+
+DEVICES = ("cpu", "cuda")
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
+TOKENS = (1, 8, 32, 128, 512)
+SHAPES = {
+    "cpu": (LayerShape(1, 512, 256, 64, 8),),
+    "cuda": tuple(NAMED[name] for name in ("qwen3-30b", "mixtral", "deepseek-v3")),
+}
+_CALLS = 20
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark alone."""
+    add_shapes(parser, "three on a GPU, a small one on the CPU, with T = 1, 8, 32, 128 and 512, whatever T they have")
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row per shape, dtype and number of tokens.
+
+    Raises:
+      BenchError: an argument is wrong, or this machine lacks something.
+    """
+    device = options.device
+    cases = sized(options.shape or SHAPES[device], options.tokens or TOKENS, options.quick)
+    timing.torch_on(device)
+    rate = timing.copy_rate(device)
+    for dtype in options.dtype:
+        for layer in dict.fromkeys(case._replace(T=0) for case in cases):
+            of_layer = [case for case in cases if case._replace(T=0) == layer]
+            yield from _of_layer(of_layer, dtype, device, rate, options.quick)
+
+
+def _of_layer(
+    cases: Sequence[LayerShape], dtype: str, device: str, rate: float, quick: bool
+) -> Iterator[dict[str, Any]]:
+    """The rows of one layer, which differ in T."""
+    itemsize = 4 if dtype == "float32" else 2
+    copies = [_weights(cases[0], dtype, device, seed) for seed in range(_copies(cases, itemsize, device))]
+    calls = _CALLS if device == "cuda" else 1
+    for case in cases:
+        found = [_call(case, dtype, copies[i % len(copies)], i) for i in range(calls)]
+        of_calls = {"layer": [call for call, _ in found]}
+        times = timing.times_of(device, of_calls, quick=quick, least_calls=_CALLS)
+        experts = sum(count for _, count in found) / calls
+        floor = experts * 3 * case.D * case.F * itemsize / rate
+        yield {
+            "T,D,F,E,K": str(case),
+            "dtype": dtype,
+            **columns(times),
+            "experts": experts,
+            "floor": 1e6 * floor,
+            "x floor": times["layer"].seconds / floor,
+            "copy TB/s": rate / 1e12,
+        }
+
+
+def _copies(cases: Sequence[LayerShape], itemsize: int, device: str) -> int:
+    """How many layers take turns: until the weights that a call of one token reads have left the cache.
+
+    >>> [_copies([NAMED[name]], 2, "cuda") for name in ("qwen3-30b", "mixtral")]
+    [2, 1]
+    """
+    return max(timing.sets_past_cache(device, case.K * 3 * case.D * case.F * itemsize, least=1) for case in cases)
+
+
+def _weights(shape: LayerShape, dtype: str, device: str, seed: int) -> tuple[Any, Any, Any]:
+    """gate, w_in and w_out."""
+    _, D, F, E, _ = shape
+    normal = timing.normal_on(device, dtype, seed)
+    return normal(D, E, scale=D**-0.5), normal(E, 2, F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5)
+
+
+def _call(shape: LayerShape, dtype: str, weights: Sequence[Any], seed: int) -> tuple[Callable[[], Any], int]:
+    """A call with tokens of its own, and the number of experts that they go to."""
+    import torch
+
+    from anabranch.torch import moe
+
+    x = timing.normal_on(weights[0].device.type, dtype, 1000 + seed)(shape.T, shape.D)
+
+    def call() -> Any:
+        with torch.no_grad():
+            return moe(x, *weights, topk=shape.K, w_in_layout="pfd", w_out_layout="df")
+
+    return call, int((call().tokens_per_expert > 0).sum())
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows as one table."""
+    names = ("T,D,F,E,K", "dtype", "layer", "experts", "floor", "x floor", "copy TB/s")
+    return {"": [{name: row[name] for name in names} for row in rows]}

@@ -1,0 +1,133 @@
+"""The layer and its collectives on all of JAX's devices, which are the ranks of one axis."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from anabranch.jax import Parallel, moe
+from benchmarks import layer_jax, timing
+from benchmarks.layer_jax import Operands
+from benchmarks.shapes import LayerShape
+from benchmarks.timing import Timing
+
+AXIS = "expert"
+_BATCH_SECONDS = 40e-3
+
+
+def ranks() -> Mesh:
+    """All devices along one axis."""
+    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def operands(mesh: Mesh, parallel: Parallel, shape: LayerShape, dtype: str, seed: int = 0) -> Operands:
+    """`layer_jax.operands` with shape.T tokens for every rank, each array where `parallel` wants it."""
+    specs = parallel.specs()
+    placed = {name: NamedSharding(mesh, specs[name]) for name in ("x", "gate", "w_in", "w_out")}
+    placed["d_out"] = placed["x"]
+    shardings = Operands(**cast(Any, placed), experts=None)
+    whole = shape._replace(T=shape.T * mesh.size)
+    make = functools.partial(layer_jax.operands, whole, dtype, "uniform")
+    made: Operands = jax.jit(make, static_argnums=0, out_shardings=shardings)(seed)
+    return made
+
+
+def layer(parallel: Parallel, precision: str = "highest") -> layer_jax.Layer:
+    """moe() spread over the ranks, as layer_jax calls it."""
+
+    def run(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk: int) -> jax.Array:
+        del experts  # the gate decides
+        output: jax.Array = moe(x, gate, w_in, w_out, topk=topk, precision=precision, parallel=parallel).output
+        return output
+
+    return layer_jax.Layer(run)
+
+
+def measure_layer(
+    shape: LayerShape, dtype: str, by: str, transport: str, capacity_factor: float | None, repeats: int
+) -> tuple[Timing, Timing, int]:
+    """Times of the layer with shape.T tokens per rank, forward, and both passes; and how many assignments it dropped.
+
+    Args:
+      by: "jax", or with precision="fp8" "fp8", or "fp8-exchange" where tokens travel so, too.
+    """
+    mesh, precision = ranks(), "highest" if by == "jax" else "fp8"
+    parallel = Parallel(
+        expert_axis=AXIS, transport=transport, capacity_factor=capacity_factor, fp8_exchange=by == "fp8-exchange"
+    )
+    with jax.set_mesh(mesh):
+        given = operands(mesh, parallel, shape, dtype)
+        run = layer(parallel, precision)
+
+        def dropped(x: Any, gate: Any, w_in: Any, w_out: Any) -> jax.Array:
+            return moe(x, gate, w_in, w_out, topk=shape.K, precision=precision, parallel=parallel).dropped
+
+        forward = _seconds(layer_jax.forward(run, shape.K), given, repeats)
+        both = _seconds(layer_jax.both(run, shape.K), given, repeats)
+        return forward, both, int(jax.jit(dropped)(*given[:4]))
+
+
+def collectives(mesh: Mesh, shape: LayerShape, dtype: str) -> Mapping[str, tuple[Callable[..., Any], Any, int]]:
+    """The collectives of the transports, by XLA: a function, its operand, and the bytes that a rank sends.
+
+    all_to_all and ragged_all_to_all exchange T K rows per rank, equally many with each rank; all_gather and
+    all_to_all_sums are the ring's: T rows there and as many partial sums back.
+    """
+    P, T, D = mesh.size, shape.T, shape.D
+    rows = T * shape.K // P
+    itemsize = jnp.dtype(dtype).itemsize
+    spec = PartitionSpec(AXIS)
+
+    def sharded(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        spread: Callable[[jax.Array], jax.Array] = jax.shard_map(
+            function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        return spread
+
+    def filled(*size: int, dtype: Any) -> jax.Array:
+        make = functools.partial(jnp.ones, size, dtype)
+        made: jax.Array = jax.jit(make, out_shardings=NamedSharding(mesh, spec))()
+        return made
+
+    def all_to_all(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True)
+
+    def ragged(x: jax.Array) -> jax.Array:
+        sizes = jnp.full(P, rows, jnp.int32)
+        here = jnp.full(P, jax.lax.axis_index(AXIS) * rows, jnp.int32)
+        return jax.lax.ragged_all_to_all(
+            x, jnp.zeros_like(x), jnp.arange(P, dtype=jnp.int32) * rows, sizes, here, sizes, axis_name=AXIS
+        )
+
+    def all_gather(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, AXIS, tiled=True)
+
+    exchanged = filled(P * P * rows, D, dtype=dtype)
+    found = {
+        "all_to_all": (sharded(all_to_all), exchanged, (P - 1) * rows * D * itemsize),
+        "all_gather": (sharded(all_gather), filled(P * T, D, dtype=dtype), (P - 1) * T * D * itemsize),
+        "all_to_all_sums": (sharded(all_to_all), filled(P * P * T, D, dtype=dtype), (P - 1) * T * D * itemsize),
+    }
+    if mesh.devices.flat[0].platform != "cpu":  # XLA has none there
+        found["ragged_all_to_all"] = (sharded(ragged), exchanged, (P - 1) * rows * D * itemsize)
+    return found
+
+
+def measure_collectives(shape: LayerShape, dtype: str, repeats: int) -> dict[str, tuple[Timing, int]]:
+    """Times of `collectives`, and the bytes that a rank sends in one."""
+    mesh = ranks()
+    with jax.set_mesh(mesh):
+        return {
+            name: (_seconds(function, (operand,), repeats), sent)
+            for name, (function, operand, sent) in collectives(mesh, shape, dtype).items()
+        }
+
+
+def _seconds(function: Callable[..., Any], given: Sequence[Any], repeats: int) -> Timing:
+    program = jax.jit(function).lower(*given).compile()
+    return timing.seconds_of_program(
+        lambda group: program(*group[0]), [[given]], repeats=repeats, seconds=_BATCH_SECONDS, executions=(2, 8)
+    )

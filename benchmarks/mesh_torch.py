@@ -1,0 +1,231 @@
+"""A process per rank: the layer through torch with its experts spread over the ranks, and all_to_all by itself."""
+
+import json
+import math
+import os
+import pathlib
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from anabranch.bench import BenchError
+from benchmarks import timing
+from benchmarks.layer_torch import operands
+from benchmarks.shapes import LayerShape
+from benchmarks.timing import Timing
+
+EAGER, GRAPH = "eager", "graph"
+MODES = {"cpu": (EAGER,), "cuda": (EAGER, GRAPH)}
+_BATCH_SECONDS = 40e-3
+_MOST_CALLS = 8  # of a batch: as many as mesh_jax has
+
+
+def ranks_on(device: str) -> int:
+    """How many processes there will be: one per GPU, 2 on the CPU."""
+    torch = timing.torch_on(device)
+    return torch.cuda.device_count() if device == "cuda" else 2
+
+
+def measure_layer(
+    shape: LayerShape, dtype: str, device: str, transport: str, capacity_factor: float | None, repeats: int
+) -> dict[str, tuple[Timing, Timing, int]]:
+    """By mode: times of moe(group=) with shape.T tokens per rank, forward and both, and the dropped assignments.
+
+    The eager calls' queue is full where the host is faster than the device; graphs hold a batch of calls, NCCL's too.
+
+    Raises:
+      BenchError: torch is missing, or sees fewer than two GPUs.
+    """
+    found = _in_ranks(device, _layer, (shape, dtype, transport, capacity_factor, repeats))
+    times = {}
+    for mode in MODES[device]:
+        forward, both = (timing.summary(samples) for samples in found[mode])
+        times[mode] = forward, both, found["dropped"]
+    return times
+
+
+def measure_all_to_all(count: int, dtype: str, device: str, repeats: int) -> tuple[Timing, int]:
+    """Times of one exchange between all ranks in which each has `count` elements, and the bytes that a rank sends.
+
+    Raises:
+      BenchError: torch is missing, or sees fewer than two GPUs.
+    """
+    ranks = ranks_on(device)
+    samples = _in_ranks(device, _all_to_all, (count, dtype, repeats))
+    return timing.summary(samples), count // ranks * (ranks - 1) * (4 if dtype == "float32" else 2)
+
+
+def _in_ranks(device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What `function` returns, as JSON has it, on the first of the ranks, which are processes."""
+    torch, ranks = timing.torch_on(device), ranks_on(device)
+    if ranks < 2:
+        raise BenchError(f"{function.__name__.removeprefix('_')}: got {ranks} GPU, expected 2 or more")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "found.json"
+        torch.multiprocessing.spawn(_rank, (ranks, device, port, str(file), function, arguments), nprocs=ranks)
+        return json.loads(file.read_text())
+
+
+def _rank(
+    rank: int,
+    ranks: int,
+    device: str,
+    port: int,
+    file: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as distributed
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    options: dict[str, Any] = {"rank": rank, "world_size": ranks}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        distributed.init_process_group("nccl", device_id=torch.device("cuda", rank), **options)
+    else:
+        distributed.init_process_group("gloo", **options)
+    try:
+        found = function(device, *arguments)
+        if rank == 0:
+            pathlib.Path(file).write_text(json.dumps(found))
+    finally:
+        distributed.destroy_process_group()
+
+
+def _all_to_all(device: str, count: int, dtype: str, repeats: int) -> list[float]:
+    import torch
+    import torch.distributed as distributed
+
+    ranks = distributed.get_world_size()
+    sent = torch.ones(count // ranks * ranks, dtype=getattr(torch, dtype), device=device)
+    received = torch.empty_like(sent)
+
+    def batch() -> None:
+        for _ in range(8):
+            distributed.all_to_all_single(received, sent)
+
+    if device == "cpu":
+        return _seconds_of_batches(device, batch, 8, repeats)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    samples = []
+    for repeat in range(repeats + 3):
+        start.record()
+        batch()
+        end.record()
+        end.synchronize()
+        if repeat >= 3:
+            samples.append(start.elapsed_time(end) * 1e-3 / 8)
+    return samples
+
+
+def _layer(
+    device: str, shape: LayerShape, dtype: str, transport: str, capacity_factor: float | None, repeats: int
+) -> dict[str, Any]:
+    """Seconds of a call by mode, of forward and of both, and how many assignments were dropped."""
+    import torch
+    import torch.distributed as distributed
+
+    from anabranch.torch import moe
+
+    shape = LayerShape(*shape)
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    mine = slice(rank * shape.E // ranks, (rank + 1) * shape.E // ranks)
+    # The gate and all experts are those of one seed on every rank, tokens are each rank's own.
+    whole = operands(shape._replace(T=1), dtype, "uniform", device)
+    tokens = operands(shape._replace(E=shape.K, F=1), dtype, "uniform", device, seed=1 + rank)
+    gate, w_in, w_out = (leaf.detach() for leaf in whole.leaves[1:])
+    x, d_out = tokens.leaves[0].detach().requires_grad_(), tokens.d_out
+    weights = [w.requires_grad_() for w in (gate, w_in[mine].clone(), w_out[mine].clone())]
+    del whole, tokens, w_in, w_out
+
+    def layer() -> Any:
+        options: dict[str, Any] = dict(topk=shape.K, transport=transport, capacity_factor=capacity_factor)
+        return moe(x, *weights, **options, group=distributed.group.WORLD)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return layer().output
+
+    def both() -> Any:
+        output = layer().output
+        return output, *torch.autograd.grad(output, [x, *weights], d_out)
+
+    found: dict[str, Any] = {EAGER: [_seconds_eager(device, call, repeats) for call in (forward, both)]}
+    if GRAPH in MODES[device]:
+        found[GRAPH] = [_seconds_of_graph(call, repeats) for call in (forward, both)]
+    with torch.no_grad():
+        found["dropped"] = int(layer().dropped)
+    return found
+
+
+def _synchronize(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _calls_of_a_batch(device: str, call: Callable[[], Any]) -> int:
+    """How many calls a batch has to take long enough; the same number on all ranks."""
+    import torch
+    import torch.distributed as distributed
+
+    for _ in range(3):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        once = time.perf_counter() - start
+    slowest = torch.tensor([once], dtype=torch.float64, device=device)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    return min(max(2, math.ceil(_BATCH_SECONDS / float(slowest))), _MOST_CALLS)
+
+
+def _seconds_of_batches(device: str, batch: Callable[[], None], calls: int, repeats: int) -> list[float]:
+    """Seconds of a call, by batches that all ranks begin together."""
+    import torch.distributed as distributed
+
+    samples = []
+    for repeat in range(repeats + 2):
+        distributed.barrier()
+        _synchronize(device)
+        start = time.perf_counter()
+        batch()
+        _synchronize(device)
+        if repeat >= 2:
+            samples.append((time.perf_counter() - start) / calls)
+    return samples
+
+
+def _seconds_eager(device: str, call: Callable[[], Any], repeats: int) -> list[float]:
+    calls = _calls_of_a_batch(device, call)
+
+    def batch() -> None:
+        for _ in range(calls):
+            call()
+
+    return _seconds_of_batches(device, batch, calls, repeats)
+
+
+def _seconds_of_graph(call: Callable[[], Any], repeats: int) -> list[float]:
+    """Of a CUDA graph of a batch's calls."""
+    import torch
+
+    with torch.cuda.stream(timing.capture_stream()):  # what autograd captures must have run on that stream before
+        calls = _calls_of_a_batch("cuda", call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's own thread may call CUDA while we capture.
+    with torch.cuda.graph(graph, stream=timing.capture_stream(), capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    samples = _seconds_of_batches("cuda", graph.replay, calls, repeats)
+    torch.cuda.synchronize()
+    del graph  # before the communicator that it holds calls of
+    return samples

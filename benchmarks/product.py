@@ -1,0 +1,67 @@
+"""The rate of a large matrix product, which the rates of layers are compared with."""
+
+import ctypes
+import functools
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from anabranch import _library
+from benchmarks import timing
+
+
+@functools.cache
+def _onednn() -> ctypes.CDLL:
+    """The oneDNN that the C library has loaded."""
+    _library.load()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "libdnnl.so" in line:
+                return ctypes.CDLL(line.split(maxsplit=5)[5].strip())
+    raise _library.LibraryError("libdnnl.so: not loaded by this build of the library")
+
+
+def product_rate(device: str, dtype: str, **settings: Any) -> float | None:
+    """FLOP/s of a large product: of 8192^2 by torch (cuBLAS) on a GPU, of 2048^2 by oneDNN and all threads on the CPU.
+
+    Args:
+      device: "cpu" or "cuda".
+      dtype: of the factors; on the CPU "float32" or "bfloat16" with float32 results.
+      settings: of `timing.seconds_of_each`.
+
+    Returns:
+      The rate, or None where oneDNN has no such product for this machine.
+    """
+    if device == "cpu":
+        return _cpu_rate(dtype)
+    torch, size = timing.torch_on(device), 8192
+    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    return 2.0 * size**3 / timing.seconds_of_each([lambda: a @ b], **{"seconds": 40e-3} | settings).seconds
+
+
+def _cpu_rate(dtype: str, size: int = 2048, seconds: float = 0.5) -> float | None:
+    """The best of as many repeats as fit into `seconds`."""
+    library = _onednn()
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((size, size), dtype=np.float32) for _ in range(2))
+    c = np.zeros((size, size), np.float32)
+    gemm = library.dnnl_sgemm
+    if dtype == "bfloat16":
+        a, b = a.astype(ml_dtypes.bfloat16), b.astype(ml_dtypes.bfloat16)
+        gemm = library.dnnl_gemm_bf16bf16f32
+    long = ctypes.c_int64
+    pointer = [ctypes.c_void_p(array.ctypes.data) for array in (a, b, c)]
+    arguments = (
+        ctypes.c_char(b"N"), ctypes.c_char(b"N"), long(size), long(size), long(size), ctypes.c_float(1.0),
+        pointer[0], long(size), pointer[1], long(size), ctypes.c_float(0.0), pointer[2], long(size),
+    )  # fmt: skip
+    if gemm(*arguments) != 0:
+        return None
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        gemm(*arguments)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best

@@ -1,0 +1,345 @@
+"""The router, dense and compact: through C and through JAX, beside eager torch and XLA's jit of the same routing."""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from anabranch.bench import ArgumentError
+from benchmarks import timing
+from benchmarks.c_call import c_call
+from benchmarks.options import add_by, add_rows, add_tokens
+from benchmarks.shapes import RouterCase
+from benchmarks.tables import columns, shown
+
+CAPTION = """microseconds. dense: probabilities and byte map; compact: weights, experts, counts, score_sum, lse;
+with loss: compact, the balance loss and its gradient; balanced: compact with quantile balancing, 1000 bins, if there is
+a bias and no groups; d: backward by itself, from the cotangents of dense probabilities, of weights, of weights and
+score_sum (d with loss). jax: ours through JAX; xla: lax.top_k and a scatter; both jitted. torch and xla compute the
+dense form; x: their time over ours through C. Floors: the bytes of the dense call, of reading the logits, of reading
+the logits and writing their gradient, at the rate of a copy in this run. On a GPU the median of the repeats, over
+operands rotated past the L2 cache (at most 64 sets): C and torch from graphs of many calls, timed on the device, jax
+and xla from programs of up to 64 and 8 calls, timed on the host with the queue full; *: the host's launches are the
+limit. On the CPU the best of the repeats, which take turns"""
+
+DEVICES = ("cpu", "cuda")
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16")}
+BY = ("c", "jax", "torch", "xla")
+TOKENS = {"cpu": (4096,), "cuda": (65536, 8192, 4096, 256)}
+QB_BINS = 1000
+CASES = [
+    RouterCase(8, 2),
+    RouterCase(64, 8, normalize=False),
+    RouterCase(128, 4),
+    RouterCase(128, 8, normalize=False),
+    RouterCase(256, 8, normalize=False),
+    RouterCase(256, 8, "sigmoid", bias=True, groups=(8, 4)),
+    RouterCase(384, 8, "sigmoid", bias=True),
+    RouterCase(512, 10, normalize=False),
+    RouterCase(512, 32, "sigmoid", bias=True),
+    RouterCase(2304, 36, normalize=False),
+]
+_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+
+#: Most calls of one jitted program. Ours compile at once; XLA's take a moment each.
+_CALLS_OF_OURS, _CALLS_OF_XLA = timing.MOST_SETS, 8
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark alone."""
+    known = " ".join("{},{}".format(*pair) for pair in dict.fromkeys(case[:2] for case in CASES))
+    add_rows(parser, f"only E experts, K per token, out of {known}")
+    add_tokens(parser, "4096 on the CPU; 65536, 8192, 4096 and 256 on a GPU")
+    add_by(parser, BY, "all that are installed")
+
+
+class Operands(NamedTuple):
+    """torch's tensors that a routing reads: [T, E] logits and d_probs, [E] bias, [T, K] d_weights."""
+
+    logits: Any
+    bias: Any
+    d_probs: Any
+    d_weights: Any
+
+
+def operands(case: RouterCase, T: int, dtype: str, device: str, seed: int = 0) -> Operands:
+    """Random operands; the bias and the weights' cotangent are float32."""
+    normal, normal_32 = (timing.normal_on(device, kind, seed) for kind in (dtype, "float32"))
+    return Operands(
+        logits=normal(T, case.E),
+        bias=normal_32(case.E, scale=0.01),
+        d_probs=normal(T, case.E),
+        d_weights=normal_32(T, case.K),
+    )
+
+
+def c_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
+    """Our calls through C, by the name of their column. The backward ones read what compact writes."""
+    import torch
+
+    (T, E), K = given.logits.shape, case.K
+
+    def empty(*shape: int, kind: Any = torch.float32) -> Any:
+        return torch.empty(shape, device=given.logits.device, dtype=kind)
+
+    shared = {
+        "score_function": _SCORES.index(case.score_function),
+        "normalize": int(case.normalize),
+        "topk": K,
+        "scaling_factor": 1.0,
+        "logits": given.logits,
+    }
+    forward = shared | {"num_groups": case.groups[0], "group_topk": case.groups[1]}
+    if case.bias:
+        forward["expert_bias"] = given.bias
+    dense = {"probs": empty(T, E, kind=given.logits.dtype), "routing_map": empty(T, E, kind=torch.bool)}
+    experts, lse = empty(T, K, kind=torch.int32), empty(T)
+    statistics = {"tokens_per_expert": empty(E, kind=torch.int32), "score_sum": empty(E)}
+    wanted = statistics | {"weights": empty(T, K), "experts": experts, "lse": lse}
+    compact = c_call("router_forward", **forward, **wanted)
+    balanced = {}
+    if case.balances:
+        bins = {"qb_bin_bounds": torch.tensor([-1.0, 1.0]).to(lse.device)}
+        bins["qb_histogram"] = empty(E, QB_BINS, kind=torch.int32)
+        balanced["balanced"] = c_call("router_forward", **forward, **wanted, **bins)
+    d_score_sum = empty(E)
+    loss = c_call(
+        "load_balance_loss",
+        topk=K,
+        coeff=0.01,
+        **statistics,
+        num_tokens=torch.tensor(T, dtype=torch.int32).to(lse.device),
+        loss=empty(),
+        d_score_sum=d_score_sum,
+    )
+
+    def with_loss() -> None:
+        compact()
+        loss()
+
+    backward = shared | {"experts": experts, "d_logits": empty(T, E, kind=given.logits.dtype)}
+    if case.score_function == "softmax":
+        backward["lse"] = lse
+    with_loss()  # on the CPU a backward call may be timed before
+    return {
+        "dense": c_call("router_forward", **forward, **dense),
+        "compact": compact,
+        "with loss": with_loss,
+        **balanced,
+        "d dense": c_call("router_backward", **backward, d_probs=given.d_probs),
+        "d compact": c_call("router_backward", **backward, d_weights=given.d_weights),
+        "d with loss": c_call("router_backward", **backward, d_weights=given.d_weights, d_score_sum=d_score_sum),
+    }
+
+
+def torch_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
+    """The dense form in torch, forward and backward."""
+    import contextlib
+
+    import torch
+
+    from benchmarks.peers.torch import dense
+
+    def forward() -> None:
+        with torch.no_grad():
+            dense(case, given.logits, given.bias)
+
+    leaf = given.logits.detach().requires_grad_()
+    with torch.cuda.stream(timing.capture_stream()) if leaf.is_cuda else contextlib.nullcontext():
+        probs = dense(case, leaf, given.bias)[0]
+    return {
+        "torch": forward,
+        "torch d": lambda: torch.autograd.grad(probs, leaf, given.d_probs, retain_graph=True),
+    }
+
+
+def ours_dense(case: RouterCase, logits: Any, bias: Any) -> Any:
+    """Dense probabilities and byte map [T, E] through JAX; `bias` [E] is for cases that have one."""
+    from anabranch.jax import fused_topk_with_score_function
+
+    return fused_topk_with_score_function(
+        logits,
+        case.K,
+        use_pre_softmax=case.score_function == "softmax" and not case.normalize,
+        num_groups=case.groups[0],
+        group_topk=case.groups[1],
+        score_function=case.score_function,
+        expert_bias=bias if case.bias else None,
+    )
+
+
+def ours_compact(case: RouterCase, logits: Any, bias: Any) -> Any:
+    """The routing of `ours_dense` from `route`, with all its statistics."""
+    from anabranch.jax import route
+
+    return route(
+        logits,
+        case.K,
+        score_function=case.score_function,
+        normalize=case.normalize,
+        num_groups=case.groups[0],
+        group_topk=case.groups[1],
+        expert_bias=bias if case.bias else None,
+    )
+
+
+class JaxCall(NamedTuple):
+    """A function to time through JAX.
+
+    function: of the operands of one call; what our custom calls write besides its results is written all the same.
+    arguments: their `timing.struct`s.
+    residuals: None, or the function of (logits, bias) that gives the arguments after the cotangent.
+    cotangent: which of the Operands comes first then.
+    calls: how many of them make a program.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    residuals: Callable[..., Any] | None
+    cotangent: str
+    calls: int
+
+
+class JaxPrograms:
+    """Ours and XLA's routing, forward and backward, compiled for some cases."""
+
+    def __init__(self, cases: Mapping[RouterCase, int], T: int, dtype: str, device: str, by: Sequence[str]):
+        """Compiles everything; cases: of each, how many sets of operands there will be."""
+        self._device = device
+        self._calls = {case: self._calls_of(case, T, dtype, by) for case in cases}
+        programs: dict[Any, Any] = {}
+        for case, calls in self._calls.items():
+            for name, call in calls.items():
+                programs[case, name] = (
+                    timing.chained(call.function),
+                    [call.arguments] * min(call.calls, cases[case]),
+                )
+                if call.residuals is not None:
+                    residuals = call.residuals
+                    programs[case, name, "residuals"] = (
+                        lambda given, residuals=residuals: residuals(*given),
+                        self._logits_and_bias(case, T, dtype),
+                    )
+        self._programs = timing.compile_all(programs)
+
+    def _logits_and_bias(self, case: RouterCase, T: int, dtype: str) -> tuple[Any, Any]:
+        return (
+            timing.struct(self._device, T, case.E, dtype=dtype),
+            timing.struct(self._device, case.E, dtype="float32"),
+        )
+
+    def _calls_of(self, case: RouterCase, T: int, dtype: str, by: Sequence[str]) -> dict[str, JaxCall]:
+        """By the name of their column."""
+        import jax
+
+        from benchmarks.peers import xla
+
+        logits, bias = self._logits_and_bias(case, T, dtype)
+        d_weights = timing.struct(self._device, T, case.K, dtype="float32")
+
+        def backward(result: Callable[..., Any], cotangent: str, calls: int) -> JaxCall:
+            def rule(z: Any, b: Any) -> Any:
+                return jax.vjp(lambda z: result(z, b), z)[1]
+
+            leaves, tree = jax.tree.flatten(jax.eval_shape(rule, logits, bias))
+            first = logits if cotangent == "d_probs" else d_weights
+            return JaxCall(
+                lambda g, *kept: jax.tree.unflatten(tree, kept)(g)[0],
+                (first, *(timing.struct(self._device, *leaf.shape, dtype=leaf.dtype) for leaf in leaves)),
+                lambda z, b: jax.tree.leaves(rule(z, b)),
+                cotangent,
+                calls,
+            )
+
+        def forward(result: Callable[..., Any], calls: int) -> JaxCall:
+            return JaxCall(result, (logits, bias), None, "", calls)
+
+        def dense(z: Any, b: Any) -> Any:
+            return ours_dense(case, z, b)[0]
+
+        def weights(z: Any, b: Any) -> Any:
+            return ours_compact(case, z, b).weights
+
+        result = {}
+        if "jax" in by:
+            result["jax dense"] = forward(dense, _CALLS_OF_OURS)
+            result["jax compact"] = forward(weights, _CALLS_OF_OURS)
+            result["jax d dense"] = backward(dense, "d_probs", _CALLS_OF_OURS)
+            result["jax d compact"] = backward(weights, "d_weights", _CALLS_OF_OURS)
+        if "xla" in by:
+            result["xla"] = forward(functools.partial(xla.dense, case), _CALLS_OF_XLA)
+            result["xla d"] = backward(lambda z, b: xla.dense(case, z, b)[0], "d_probs", _CALLS_OF_XLA)
+        return result
+
+    def of(self, case: RouterCase, given: Sequence[Operands]) -> dict[str, timing.Program]:
+        """The programs of a case on these operands."""
+        if self._device == "cuda":
+            timing.torch_on("cuda").cuda.synchronize()
+        arrays = [Operands(*map(timing.as_jax, one)) for one in given]
+        result = {}
+        for name, call in self._calls[case].items():
+            sets: list[Sequence[Any]] = [one[:2] for one in arrays]
+            if call.residuals is not None:
+                residuals = self._programs[case, name, "residuals"]
+                sets = [(getattr(one, call.cotangent), *residuals(one[:2])) for one in arrays]
+            groups = timing.groups_of(sets, min(call.calls, len(sets)))
+            result[name] = timing.Program(self._programs[case, name], groups)
+        return result
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row per dtype, number of tokens and routing.
+
+    Raises:
+      ArgumentError: a routing of --rows is unknown.
+      BenchError: this machine lacks something.
+    """
+    device, quick = options.device, options.quick
+    known = list(dict.fromkeys(case[:2] for case in CASES))
+    for pair in options.rows or ():
+        if pair not in known:
+            expected = " ".join("{},{}".format(*k) for k in known)
+            raise ArgumentError("--rows: got {},{}, expected out of ".format(*pair) + expected)
+    by = timing.available("router", options.by or BY, options.by is not None, device)
+    chosen = [case for case in CASES if options.rows is None or case[:2] in options.rows]
+    rate = timing.copy_rate(device)
+    for dtype in options.dtype:
+        size = 4 if dtype == "float32" else 2
+        for T in options.tokens or TOKENS[device]:
+            sets = {
+                case: timing.sets_past_cache(device, T * case.E * (size + 1))
+                for case in (chosen[:1] if quick else chosen)
+            }
+            programs = JaxPrograms(sets, T, dtype, device, by) if "jax" in by or "xla" in by else None
+            for case, count in sets.items():
+                given = [operands(case, T, dtype, device, seed) for seed in range(count)]
+                calls: dict[str, list[Callable[[], Any]]] = {}
+                for make in [c_calls] * ("c" in by) + [torch_calls] * ("torch" in by):
+                    made = [make(case, one) for one in given]
+                    calls |= {name: [one[name] for one in made] for name in made[0]}
+                of_jax = {} if programs is None else programs.of(case, given)
+                elements = T * case.E
+                yield {
+                    "T": T,
+                    "E": case.E,
+                    "K": case.K,
+                    "score": str(case),
+                    "dtype": dtype,
+                    **columns(timing.times_of(device, calls, of_jax, quick=quick)),
+                    "dense floor": 1e6 * elements * (2 * size + 1) / rate,
+                    "read floor": 1e6 * elements * size / rate,
+                    "d floor": 1e6 * elements * 2 * size / rate,
+                    "copy TB/s": rate / 1e12,
+                }
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows as one table for the forward and one for the backward pass."""
+    what = ("T", "E", "K", "score", "dtype")
+    forward = "dense, jax dense, torch, xla, x torch, x xla, dense floor, compact, jax compact, with loss, balanced"
+    forward += ", read floor"
+    backward = "d dense, jax d dense, torch d, xla d, x torch, x xla, d compact, jax d compact, d with loss, d floor"
+    return {
+        "forward": [shown(row, [*what, *forward.split(", ")], "dense", ("torch", "xla")) for row in rows],
+        "backward": [shown(row, [*what, *backward.split(", ")], "d dense", ("torch d", "xla d")) for row in rows],
+    }

@@ -1,0 +1,140 @@
+"""Routings and layers to time: their sizes, the work and memory that they need, and the experts of skewed tokens."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from anabranch.checks import INDEX_LIMIT
+
+
+class RouterCase(NamedTuple):
+    """A routing to E experts, K per token; groups: how many there are, and how many of them a token selects."""
+
+    E: int
+    K: int
+    score_function: str = "softmax"
+    normalize: bool = True
+    bias: bool = False
+    groups: tuple[int, int] = (0, 0)
+
+    @property
+    def balances(self) -> bool:
+        """Whether quantile balancing can be combined with it."""
+        return self.bias and not self.groups[0]
+
+    def __str__(self) -> str:
+        parts = [self.score_function, "normalised" * self.normalize, "bias" * self.bias]
+        parts.append("groups {}/{}".format(*self.groups) if self.groups[0] else "")
+        return " ".join(part for part in parts if part)
+
+
+class LayerShape(NamedTuple):
+    """T tokens of width D, E experts of width F with gate and up columns, K experts per token."""
+
+    T: int
+    D: int
+    F: int
+    E: int
+    K: int
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+    def forward_flops(self) -> float:
+        """Of the three matrix products of every assignment: x W_gate, x W_up, a W_out.
+
+        >>> LayerShape(2, 3, 5, 4, 1).forward_flops()
+        180.0
+        """
+        return 6.0 * self.T * self.K * self.D * self.F
+
+    def backward_flops(self) -> float:
+        """Twice the forward pass: gradients of both operands of each product."""
+        return 2 * self.forward_flops()
+
+    def weight_bytes(self, itemsize: int) -> int:
+        """Of gate, w_in and w_out."""
+        return itemsize * self.D * self.E * (1 + 3 * self.F)
+
+    def operand_bytes(self, itemsize: int) -> int:
+        """Of the weights, x and the output's cotangent."""
+        return self.weight_bytes(itemsize) + 2 * itemsize * self.T * self.D
+
+    def step_bytes(self, itemsize: int) -> int:
+        """What forward and backward have to hold: operands, results and h.
+
+        Weights and x, their gradients, the output and its cotangent, and h [T K, 2, F], the only large array that has
+        to be kept between the passes.
+        """
+        tokens, h = self.T * self.D, self.T * self.K * 2 * self.F
+        return 2 * self.weight_bytes(itemsize) + itemsize * (4 * tokens + h)
+
+
+#: From narrow and fine-grained experts to wide and coarse ones.
+SHAPES = tuple(
+    LayerShape(*sizes)
+    for sizes in (
+        (40960, 768, 256, 128, 8),
+        (40960, 768, 512, 64, 4),
+        (40960, 768, 1024, 32, 2),
+        (24576, 1536, 256, 128, 8),
+        (24576, 1536, 512, 64, 4),
+        (24576, 1536, 1024, 32, 2),
+        (32768, 4096, 256, 256, 16),
+        (32768, 4096, 512, 128, 8),
+        (32768, 4096, 1024, 64, 4),
+        (32768, 4096, 512, 256, 16),
+        (32768, 4096, 1024, 128, 8),
+        (32768, 4096, 2048, 64, 4),
+    )
+)
+
+#: For the CPU.
+CPU_SHAPES = (
+    LayerShape(1024, 512, 1024, 8, 2),
+    LayerShape(2048, 512, 256, 64, 8),
+    LayerShape(2048, 512, 256, 128, 8),
+)
+
+#: One layer of models that people train.
+NAMED = {
+    "olmoe": LayerShape(32768, 2048, 1024, 64, 8),
+    "qwen3-30b": LayerShape(32768, 2048, 768, 128, 8),
+    "qwen3-235b": LayerShape(32768, 4096, 1536, 128, 8),
+    "gpt-oss": LayerShape(32768, 2880, 2880, 32, 4),
+    "deepseek-v3": LayerShape(32768, 7168, 2048, 256, 8),
+    "mixtral": LayerShape(32768, 4096, 14336, 8, 2),
+}
+
+
+def parse_shape(text: str) -> LayerShape:
+    """A shape from its name or from "T,D,F,E,K".
+
+    Raises:
+      ValueError: it is neither, or its sizes do not make a layer.
+
+    >>> parse_shape("qwen3-30b").E, parse_shape("256,128,64,8,2").K
+    (128, 2)
+    """
+    if text in NAMED:
+        return NAMED[text]
+    parts = text.split(",")
+    if len(parts) != 5 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"got {text!r}, expected T,D,F,E,K such as 32768,2048,768,128,8, or {', '.join(NAMED)}")
+    shape = LayerShape(*map(int, parts))
+    if shape.K > shape.E:
+        raise ValueError(f"got {text!r}, expected T,D,F,E,K with K <= E")
+    if shape.T * shape.K >= INDEX_LIMIT:
+        raise ValueError(f"got {text!r}, expected T,D,F,E,K with T * K < 2^31")
+    return shape
+
+
+def zipf_experts(shape: LayerShape, seed: int = 0) -> np.ndarray:
+    """K distinct experts per token, drawn in turn with shares 1 / (1 + e) (Zipf's law): int32 [T, K].
+
+    Every expert has an exponential clock of that rate; the first K to ring are drawn.
+    """
+    T, _, _, E, K = shape
+    clocks = np.random.default_rng(seed).standard_exponential((T, E), np.float32)
+    clocks *= np.arange(1, E + 1, dtype=np.float32)
+    return np.argsort(clocks, axis=1)[:, :K].astype(np.int32)

@@ -18,7 +18,7 @@ CAPTION = """FLOP/s: of 6 T K D F forward, 18 T K D F both: forward and backward
 c: ours through C; jax: ours through JAX; ragged-dot: plain JAX with our ragged_dot; xla: with lax.ragged_dot; torch:
 grouped_mm. --precision and --activation are those of c and jax; the others compute SiLU. share: of a large product
 in this run, 2048^3 by oneDNN on the CPU, 8192^3 by cuBLAS on a GPU. On a GPU the medians of CUDA graphs and of jitted
-programs; on the CPU the best of the repeats, which take turns"""
+programs; on the CPU the best of the repeats, which take turns. A program that needs too much memory has no row"""
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
@@ -165,7 +165,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for shape in sized(options.shape or default, options.tokens, options.quick):
         if options.precision == "fp8" and (shape.D % 128 or shape.F % 128):
             raise ArgumentError(f"--shape: got {shape} with --precision fp8, expected D and F to be multiples of 128")
-        for dtype in options.dtype:
+        dtypes = [d for d in options.dtype if device == "cpu" or options.precision != "fp8" or d != "float32"]
+        if not dtypes:
+            raise ArgumentError("--dtype: got float32 with --precision fp8 on a GPU, expected bfloat16 or float16")
+        for dtype in dtypes:
             itemsize = 4 if dtype == "float32" else 2
             # On a GPU torch's grouped_mm takes bfloat16 alone.
             by = [who for who in chosen if who != "torch" or device == "cpu" or dtype == "bfloat16"]
@@ -181,6 +184,8 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for who in by
                 if who not in ("c", "torch")
             }
+            large = {who for who, of in programs.items() if not all(map(timing.fits, of.values()))}
+            programs = {who: of for who, of in programs.items() if who not in large}
             before = product_rate(device, dtype)
             times = {
                 name: timing.times_of(
@@ -193,7 +198,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
             known = [rate / SCALES[unit] for rate in (before, product_rate(device, dtype)) if rate is not None]
             ceiling = max(known, default=None)
-            for who in by:
+            for who in (who for who in by if who not in large):
                 ours = who in ("c", "jax")
                 passes = {name: of[who] for name, of in times.items()}
                 of_passes = rates(shape, {name: timing.seconds for name, timing in passes.items()}, device)

@@ -45,6 +45,19 @@ class Program(NamedTuple):
     groups: Sequence[Sequence[Any]]
 
 
+def fits(program: Program) -> bool:
+    """Runs a program once; False: the device has too little memory for it."""
+    import jax
+
+    try:
+        jax.block_until_ready(program.run(program.groups[0]))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return False
+    return True
+
+
 def times_of(
     device: str,
     calls: Mapping[str, Sequence[Callable[[], Any]]],

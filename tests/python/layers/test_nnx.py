@@ -199,14 +199,16 @@ def test_quantile_balancing_sets_the_bias():
         _layer(balance="loss")
 
 
-def test_update_expert_bias_refuses_what_does_not_fit():
+def test_update_expert_bias_refuses_what_does_not_fit(platform):
     with pytest.raises(ValueError, match="update_expert_bias: got a layer without"):
         _layer().update_expert_bias(jnp.zeros(6, jnp.int32))
     layer = _layer(use_expert_bias=True, score_function="sigmoid")
     for counts in (jnp.zeros(5, jnp.int32), np.full(6, 2**33, np.int64)):
         with pytest.raises(ValueError, match="tokens_per_expert: got"):
             layer.update_expert_bias(counts)
-    wrong = (jnp.int32(1), jnp.ones(2), jnp.float32(math.nan), jnp.bfloat16(-1), jnp.float16(math.inf))
+    wrong = [jnp.int32(1), jnp.ones(2)]
+    if platform == "cpu":  # reading a scalar on a GPU would wait for it
+        wrong += [jnp.float32(math.nan), jnp.bfloat16(-1), jnp.float16(math.inf)]
     for rate in (math.nan, math.inf, -1.0, True, None, 10**400, *wrong):
         with pytest.raises((ValueError, TypeError), match="rate: got"):
             layer.update_expert_bias(jnp.arange(6), rate)

@@ -33,6 +33,7 @@
 #include "cublas.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/grouped_matmul_combine.h"
+#include "experts/cuda/phases.h"
 #include "experts/hopper/products.h"
 
 extern char** environ;

@@ -9,11 +9,11 @@
 
 #include "core/cuda/launch.h"
 #include "core/cuda/vector.cuh"
+#include "experts/cuda/ops/tiles/block_tiles.cuh"
+#include "experts/cuda/ops/tiles/group_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/simple_product.h"
-#include "experts/cuda/tiles/block_tiles.cuh"
-#include "experts/cuda/tiles/group_tile_scheduler.cuh"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
-#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {

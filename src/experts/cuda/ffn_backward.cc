@@ -10,12 +10,10 @@
 #include "experts/check.h"
 #include "experts/cuda/bias_gradient.h"
 #include "experts/cuda/fp8_factors.h"
-#include "experts/cuda/hidden_gradient.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
-#include "experts/cuda/rows_product.h"
+#include "experts/cuda/phases.h"
 #include "experts/cuda/slot_gradient.h"
-#include "experts/cuda/weight_gradient.h"
-#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {

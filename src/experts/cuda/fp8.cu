@@ -1,8 +1,7 @@
 // The phases of float8_e4m3fn: on Hopper's kernels, there are no others.
-#include "experts/cuda/fp8.h"
-
 #include "experts/cuda/clear_padding.h"
 #include "experts/cuda/path.h"
+#include "experts/cuda/phases.h"
 #include "experts/hopper/fp8_products.h"
 
 namespace anabranch::cuda {

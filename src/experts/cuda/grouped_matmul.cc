@@ -7,8 +7,7 @@
 #include "experts/check.h"
 #include "experts/cuda/fp8_product.h"
 #include "experts/cuda/path.h"
-#include "experts/cuda/rows_product.h"
-#include "experts/cuda/weight_gradient.h"
+#include "experts/cuda/phases.h"
 
 namespace anabranch::cuda {
 namespace {

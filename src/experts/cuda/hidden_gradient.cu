@@ -1,6 +1,5 @@
-#include "experts/cuda/hidden_gradient.h"
-
 #include "experts/cuda/path.h"
+#include "experts/cuda/phases.h"
 #include "experts/cuda/simple_product.cuh"
 
 namespace anabranch::cuda {

@@ -1,8 +1,7 @@
-#include "experts/cuda/rows_product.h"
-
 #include "experts/cuda/clear_padding.h"
+#include "experts/cuda/ops/rows_element.cuh"
 #include "experts/cuda/path.h"
-#include "experts/cuda/rows_element.cuh"
+#include "experts/cuda/phases.h"
 #include "experts/cuda/simple_product.cuh"
 #include "experts/few_rows/products.h"
 

@@ -15,10 +15,10 @@
 #include "core/cuda/launch.h"
 #include "core/floats.h"
 #include "core/status.h"
+#include "experts/cuda/ops/tiles/block_tiles.cuh"
+#include "experts/cuda/ops/tiles/group_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/cuda/simple_product.h"
-#include "experts/cuda/tiles/block_tiles.cuh"
-#include "experts/cuda/tiles/group_tile_scheduler.cuh"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
 
 namespace anabranch::cuda::simple {
 

@@ -4,8 +4,8 @@
 
 #include "core/cuda/launch.h"
 #include "core/cuda/vector.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/cuda/simple_product.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
 
 namespace anabranch::cuda {
 namespace {

@@ -1,8 +1,7 @@
-#include "experts/cuda/up.h"
-
+#include "experts/cuda/ops/up_element.cuh"
 #include "experts/cuda/path.h"
+#include "experts/cuda/phases.h"
 #include "experts/cuda/simple_product.cuh"
-#include "experts/cuda/up_element.cuh"
 #include "experts/few_rows/products.h"
 
 namespace anabranch::cuda {

@@ -1,8 +1,7 @@
-#include "experts/cuda/weight_gradient.h"
-
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
+#include "experts/cuda/phases.h"
 #include "experts/cuda/simple_product.h"
-#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {

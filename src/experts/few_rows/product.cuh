@@ -17,9 +17,9 @@
 #include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/mma.cuh"
-#include "experts/cuda/row_map.h"
-#include "experts/cuda/tiles/groups.h"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/tiles/groups.h"
+#include "experts/cuda/ops/tiles/tile.cuh"
 
 namespace anabranch::cuda::few_rows {
 

@@ -6,8 +6,8 @@
 
 #include "anabranch/types.h"
 #include "core/cuda/device.h"
-#include "experts/cuda/rows_product.h"
-#include "experts/cuda/up.h"
+#include "experts/cuda/ops/rows_product.h"
+#include "experts/cuda/ops/up.h"
 
 namespace anabranch::cuda::few_rows {
 

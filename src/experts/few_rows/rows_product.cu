@@ -1,4 +1,4 @@
-#include "experts/cuda/rows_element.cuh"
+#include "experts/cuda/ops/rows_element.cuh"
 #include "experts/few_rows/product.cuh"
 #include "experts/few_rows/products.h"
 

@@ -1,4 +1,4 @@
-#include "experts/cuda/up_element.cuh"
+#include "experts/cuda/ops/up_element.cuh"
 #include "experts/few_rows/product.cuh"
 #include "experts/few_rows/products.h"
 

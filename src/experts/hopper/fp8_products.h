@@ -1,7 +1,10 @@
 // The products of float8_e4m3fn on Hopper's tensor cores, as products.h has those of 16 bits; in tiles of one shape.
 #pragma once
 
-#include "experts/cuda/fp8.h"
+#include <cuda_runtime.h>
+
+#include "anabranch/types.h"
+#include "experts/cuda/ops/fp8.h"
 
 namespace anabranch::cuda::hopper {
 

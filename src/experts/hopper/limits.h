@@ -5,7 +5,7 @@
 #include <initializer_list>
 
 #include "core/cuda/tensor_map.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/hidden_columns.h"
 #include "experts/hopper/row_operand.cuh"
 

@@ -1,7 +1,7 @@
 #include "experts/hopper/products.h"
 
-#include "experts/cuda/segments.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/segments.h"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/limits.h"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/tiles/tile.cuh"
 
 namespace anabranch::cuda::hopper {
 

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "core/cuda/tensor_map.h"
-#include "experts/cuda/tiles/segment_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/segment_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/row_operand.cuh"

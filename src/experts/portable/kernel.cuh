@@ -14,7 +14,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/tile_memory.cuh"
 #include "core/floats.h"
-#include "experts/cuda/tiles/block_tiles.cuh"
+#include "experts/cuda/ops/tiles/block_tiles.cuh"
 #include "experts/portable/fragments.cuh"
 #include "experts/portable/operands.cuh"
 #include "experts/portable/staged_tile.cuh"

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "core/cuda/vector.cuh"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/portable/kernel.cuh"
 
 namespace anabranch::cuda::portable {

@@ -5,8 +5,8 @@
 #include "core/cuda/copy_groups.cuh"
 #include "core/cuda/keep.cuh"
 #include "core/cuda/shared.cuh"
-#include "experts/cuda/row_map.h"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/tiles/tile.cuh"
 #include "experts/portable/shared_tile.h"
 
 namespace anabranch::cuda::portable {

@@ -3,8 +3,8 @@
 #include <initializer_list>
 
 #include "core/tensor.h"
-#include "experts/cuda/segments.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/segments.h"
 #include "experts/portable/launchers.h"
 #include "experts/portable/tile_choice.h"
 

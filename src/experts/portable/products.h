@@ -5,10 +5,10 @@
 #include <cuda_runtime.h>
 
 #include "anabranch/types.h"
-#include "experts/cuda/hidden_gradient.h"
-#include "experts/cuda/rows_product.h"
-#include "experts/cuda/up.h"
-#include "experts/cuda/weight_gradient.h"
+#include "experts/cuda/ops/hidden_gradient.h"
+#include "experts/cuda/ops/rows_product.h"
+#include "experts/cuda/ops/up.h"
+#include "experts/cuda/ops/weight_gradient.h"
 
 namespace anabranch::cuda::portable {
 

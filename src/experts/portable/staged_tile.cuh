@@ -5,7 +5,7 @@
 
 #include "core/cuda/shared.cuh"
 #include "core/cuda/vector.cuh"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/tiles/tile.cuh"
 #include "experts/portable/shared_tile.h"
 
 namespace anabranch::cuda::portable {

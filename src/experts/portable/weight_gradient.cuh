@@ -1,7 +1,7 @@
 // Launches gradients of weights.
 #pragma once
 
-#include "experts/cuda/tiles/segment_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/segment_tile_scheduler.cuh"
 #include "experts/portable/launch_product.cuh"
 #include "experts/portable/launchers.h"
 #include "experts/portable/weight_gradient_epilogue.cuh"

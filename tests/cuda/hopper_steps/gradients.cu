@@ -4,7 +4,7 @@
 #include <map>
 #include <type_traits>
 
-#include "experts/cuda/segments.h"
+#include "experts/cuda/ops/tiles/segments.h"
 #include "experts/hopper/operands.cuh"
 #include "experts/hopper/products.h"
 #include "steps.h"

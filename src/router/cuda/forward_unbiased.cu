@@ -1,0 +1,9 @@
+// Both modes in one file: older devices have one set of kernels for them.
+#include "router/cuda/forward.cuh"
+
+namespace anabranch::cuda {
+
+RouteVariants softmax_variants() { return variants<Mode::softmax>(); }
+RouteVariants elementwise_variants() { return variants<Mode::elementwise>(); }
+
+}  // namespace anabranch::cuda

@@ -33,7 +33,7 @@
 #include "cublas.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/grouped_matmul_combine.h"
-#include "experts/cuda/phases.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/hopper/products.h"
 
 extern char** environ;
@@ -317,7 +317,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   g.D = D;
   g.N = N;
   if (const char* why = over_rows ? hopper::why_not(p) : hopper::why_not(g)) fail(why);
-  const Memory workspace(over_rows ? 0 : cuda::workspace_of(g));
+  const Memory workspace(over_rows ? 0 : cuda::weight_gradient_bytes(g.R, g.E, g.D, g.N));
   const Memory hidden(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
   const Memory dots(fused ? static_cast<size_t>(R * hopper::ceil_div(half(shape), 128)) * sizeof(float) : 0);
   const Memory weights(fused ? static_cast<size_t>(R) * sizeof(float) : 0);

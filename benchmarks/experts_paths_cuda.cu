@@ -6,7 +6,7 @@
 // First what tensor cores do by mma.sync alone, operands in registers: nothing on the portable path can be faster. And
 // what they do beside additions, which take their time: splitting and rounding float32 operands and adding up sums are
 // such instructions. Then a line for every shape: gated experts with rows gathered and weighted, whose slots are spread
-// evenly. The path, which the line names, is the library's own choice; ANABRANCH_CUDA_PATH=portable or plain has it
+// evenly. The path, which the line names, is the library's own choice; ANABRANCH_CUDA_PATH=portable has it
 // otherwise. Random data, the L2 cache flushed before each call, the median of the repeats.
 #include <cuda_runtime.h>
 

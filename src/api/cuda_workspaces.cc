@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <utility>
 
 #include "balance/token_tiles.h"
 #include "core/ieee.h"
@@ -44,10 +45,16 @@ ab_status answer(std::initializer_list<Array> arrays, size_t* bytes, const Bound
   return report_workspace(bound(), bytes);
 }
 
-// What the tensor cores need. They take factors of one dtype; the simple path needs nothing.
+// Operands of two dtypes are converted to float32, and d_w may have a third dtype.
 size_t weight_gradient_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype, int32_t d_y_dtype) {
-  if (x_dtype != d_y_dtype || E == 0 || D == 0 || N == 0) return 0;
-  return weight_gradient_bytes(R, E, D, N);
+  Workspace workspace;
+  if (x_dtype != d_y_dtype) {
+    for (const auto& [rows, columns] : {std::pair{R, D}, {R, N}, {E * D, N}}) {
+      workspace.take_rows(rows, columns, AB_FLOAT32);
+    }
+  }
+  workspace.take_bytes(weight_gradient_bytes(R, E, D, N));
+  return workspace.size();
 }
 
 }  // namespace
@@ -113,15 +120,14 @@ ab_status ab_cuda_expert_ffn_backward_workspace_bound(int64_t R, int64_t E, int6
         const int64_t N = P * F;
         Workspace workspace;
         if ((needs & AB_CUDA_NEED_WEIGHTED_A) != 0) workspace.take_rows(R, F, dtype);
+        if (d_dtype != dtype) workspace.take_rows(R, D, dtype);
         size_t step = 0;  // the largest; they come one after the other
         if ((needs & AB_CUDA_NEED_D_WEIGHTS) != 0) step = cuda::dots_bytes(R, F);
         if ((needs & AB_CUDA_NEED_D_W_OUT) != 0) {
-          step = std::max(
-              {step, cuda::weight_gradient_bound(R, E, F, D, dtype, d_dtype), cuda::bias_gradient_bytes(R, E, D)});
+          step = std::max({step, cuda::weight_gradient_bytes(R, E, F, D), cuda::bias_gradient_bytes(R, E, D)});
         }
         if ((needs & AB_CUDA_NEED_D_W_IN) != 0) {
-          step = std::max(
-              {step, cuda::weight_gradient_bound(R, E, D, N, dtype, dtype), cuda::bias_gradient_bytes(R, E, N)});
+          step = std::max({step, cuda::weight_gradient_bytes(R, E, D, N), cuda::bias_gradient_bytes(R, E, N)});
         }
         workspace.take_bytes(step);
         return workspace.size();

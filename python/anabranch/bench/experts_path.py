@@ -10,7 +10,7 @@ _GATED = 2
 
 
 def experts_path(shape: LayerShape, dtype: str) -> str:
-    """What the library takes on the current GPU (ab_cuda_experts_path): hopper, portable or plain.
+    """What the library takes on the current GPU (ab_cuda_experts_path): hopper or portable.
 
     `info` prints which of them the device tries first.
 

@@ -63,18 +63,22 @@ struct Products {
     return gradient;
   }
 
-  // Of all of them, the last that one takes.
-  PathChoice choose(const Device& device) const {
-    const std::initializer_list<PathChoice> choices = {
-        choose_path(up(), device),
-        choose_path(rows(s.F, s.D), device),
-        choose_path(hidden(), device),
-        choose_path(weights(s.F, s.D), device),
-        choose_path(weights(s.D, s.P * s.F), device),
-        choose_path(rows(s.P * s.F, s.D), device),
+  // The last path that a product takes.
+  ab_status choose(const Device& device, PathChoice* last) const {
+    *last = {Path::hopper};
+    const auto add = [&](const auto&... operations) -> ab_status {
+      for (const ab_status& status : {add_one(operations, device, last)...}) AB_RETURN_IF_ERROR(status);
+      return ok();
     };
-    return *std::max_element(choices.begin(), choices.end(),
-                             [](const PathChoice& a, const PathChoice& b) { return a.path < b.path; });
+    return add(up(), rows(s.F, s.D), hidden(), weights(s.F, s.D), weights(s.D, s.P * s.F), rows(s.P * s.F, s.D));
+  }
+
+  template <class Operation>
+  static ab_status add_one(const Operation& operation, const Device& device, PathChoice* last) {
+    const PathChoice choice = choose_path(operation, device);
+    if (choice.path == Path::hopper) return ok();
+    *last = choice;
+    return portable::check(operation);
   }
 };
 
@@ -114,9 +118,9 @@ extern "C" ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, i
   s.R = s.slots();
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("experts_path", &device));
-  const cuda::PathChoice choice = cuda::Products(s, dtype).choose(device);
+  cuda::PathChoice choice;
+  AB_RETURN_IF_ERROR(cuda::Products(s, dtype).choose(device, &choice));
   *path = cuda::name_of(choice.path);
-  if (why_not == nullptr) return ok();
-  *why_not = choice.path == cuda::Path::plain ? choice.why_not_portable : choice.why_not_hopper;
+  if (why_not != nullptr) *why_not = choice.why_not_hopper;
   return ok();
 }

@@ -9,6 +9,7 @@
 #include "core/workspace.h"
 #include "experts/check.h"
 #include "experts/cuda/bias_gradient.h"
+#include "experts/cuda/convert.h"
 #include "experts/cuda/fp8_factors.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
@@ -25,6 +26,7 @@ struct Backward {
   Workspace workspace;
   Floats weighted_a;  // [R, F]
   Floats dh;          // [R, P, F]
+  Floats d_out;       // [T, D] or [R, D] of the dtype of x; converted in the workspace where it came in another
   bool fp8;
   // of float8_e4m3fn
   Fp8Output d_y8;
@@ -40,6 +42,8 @@ struct Backward {
         workspace(memory),
         weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(args.d_w_out != nullptr, s.F)),
         dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(wants_dh(), s.P * s.F)),
+        d_out(converts() ? Floats(workspace.take_rows(args.d_out->shape[0], s.D, args.x->dtype), args.x->dtype)
+                         : Floats(args.d_out)),
         fp8(is_fp8(args)) {
     if (fp8) take_fp8();
     scratch = workspace.take_bytes(scratch_bytes());
@@ -80,6 +84,7 @@ struct Backward {
     return compute_rows_product(Fp8RowsProduct{inputs(), rows_of(dh8), w_in.factor()}, device, stream);
   }
 
+  bool converts() const { return args.d_out != nullptr && args.d_out->dtype != args.x->dtype; }
   bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
 
   Floats row_buffer(bool wanted, int64_t columns) {
@@ -88,9 +93,9 @@ struct Backward {
 
   size_t scratch_bytes() const {
     return std::max({args.d_weights == nullptr ? 0 : dots_bytes(s.R, s.F),
-                     args.d_w_out == nullptr ? 0 : workspace_of(out_weights()),
+                     args.d_w_out == nullptr ? 0 : weight_gradient_bytes(s.R, s.E, s.F, s.D),
                      args.d_b_out == nullptr ? 0 : workspace_of(out_bias()),
-                     args.d_w_in == nullptr ? 0 : workspace_of(in_weights()),
+                     args.d_w_in == nullptr ? 0 : weight_gradient_bytes(s.R, s.E, s.D, s.P * s.F),
                      args.d_b_in == nullptr ? 0 : workspace_of(in_bias())});
   }
 
@@ -104,7 +109,7 @@ struct Backward {
     hidden.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
     hidden.precision = precision_of(args);
     hidden.skips_rest = args.skip_rest != 0;
-    hidden.d_y = Floats(args.d_out);
+    hidden.d_y = d_out;
     hidden.w_out = Floats(args.w_out);
     hidden.weights = Floats(args.weights);
     hidden.h = Floats(args.h);
@@ -121,7 +126,7 @@ struct Backward {
     slots.group_sizes = group_sizes();
     slots.dots = static_cast<const float*>(scratch);
     slots.parts = fp8 ? dot_parts(hidden_fp8()) : dot_parts(hidden(), device);
-    slots.d_y = Floats(args.d_out);
+    slots.d_y = d_out;
     slots.b_out = Floats(args.b_out);
     slots.d_weights = data<float>(args.d_weights);
     return slots;
@@ -129,9 +134,8 @@ struct Backward {
 
   // dW_out = (w a)^T d_y
   WeightGradient out_weights() const {
-    WeightGradient gradient =
-        product_of({.rows = weighted_a, .columns = s.F}, {.rows = Floats(args.d_out), .columns = s.D, .gathered = true},
-                   s.layout.out_transposed);
+    WeightGradient gradient = product_of({.rows = weighted_a, .columns = s.F},
+                                         {.rows = d_out, .columns = s.D, .gathered = true}, s.layout.out_transposed);
     gradient.d_w = Floats(args.d_w_out);
     return gradient;
   }
@@ -144,14 +148,13 @@ struct Backward {
     return gradient;
   }
 
-  // A factor of a gradient.
-  struct Factor {
+  struct Operand {
     Floats rows;
     int64_t columns;
     bool gathered = false;
   };
   // a^T b, or its transpose.
-  WeightGradient product_of(Factor a, Factor b, bool transposed) const {
+  WeightGradient product_of(Operand a, Operand b, bool transposed) const {
     if (transposed) std::swap(a, b);
     WeightGradient gradient;
     gradient.map = map;
@@ -173,7 +176,7 @@ struct Backward {
   BiasGradient out_bias() const {
     return {.map = map,
             .gathers = true,
-            .m = Floats(args.d_out),
+            .m = d_out,
             .weights = Floats(args.weights),
             .group_sizes = group_sizes(),
             .d_bias = Floats(args.d_b_out),
@@ -211,6 +214,9 @@ struct Backward {
 
   ab_status run(const Device& device, cudaStream_t stream) const {
     const int multiprocessors = device.multiprocessors;
+    if (converts()) {
+      AB_RETURN_IF_ERROR(convert(Floats(args.d_out), d_out, args.d_out->shape[0] * s.D, multiprocessors, stream));
+    }
     if (args.h != nullptr) {
       AB_RETURN_IF_ERROR(fp8 ? compute_hidden_fp8(device, stream) : compute_hidden_gradient(hidden(), device, stream));
     }

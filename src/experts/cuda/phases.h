@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstddef>
 #include <cstdint>
 
 #include "anabranch/types.h"
@@ -23,11 +22,9 @@ ab_status compute_hidden_gradient(const HiddenGradient& gradient, const Device& 
 // Number of partial sums of <da', a> that the gradient writes; at most most_dot_parts(F).
 int64_t dot_parts(const HiddenGradient& gradient, const Device& device);
 
-// workspace: workspace_of(gradient) bytes.
+// x and d_y have one dtype, d_w has that dtype or float32. workspace: weight_gradient_bytes(R, E, D, N) bytes.
 ab_status compute_weight_gradient(const WeightGradient& gradient, void* workspace, const Device& device,
                                   cudaStream_t stream);
-// Depends on shapes and dtypes alone; enough for every path.
-size_t workspace_of(const WeightGradient& gradient);
 
 // The phases of float8_e4m3fn. They return AB_UNSUPPORTED where Hopper's kernels can't run.
 ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream);

@@ -5,17 +5,15 @@
 #include <cuda_runtime.h>
 
 #include "anabranch/types.h"
-#include "core/cuda/device.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 
 namespace anabranch::cuda::few_rows {
 
 // Whether it is one of these: at most 4 rows an expert in the mean and 2e9 elements of weights to read, weights with k
-// inside (as checkpoints have them), 16-bit elements, rows of whole 16-byte chunks from aligned addresses on; and
-// ANABRANCH_CUDA_PATH does not ask for the plain path.
-bool takes(const Up& up, const Device& device);
-bool takes(const RowsProduct& product, const Device& device);
+// inside (as checkpoints have them), 16-bit elements, rows of whole 16-byte chunks from aligned addresses on.
+bool takes(const Up& up);
+bool takes(const RowsProduct& product);
 
 // Enqueue it. Padding of a product without weights is zero too.
 ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream);

@@ -25,7 +25,6 @@ const char* why_not(const Up& up) {
 }
 
 const char* why_not(const HiddenGradient& g) {
-  if (g.d_y.dtype != g.h.dtype) return kNot16Bit;
   if (const char* why = why_not_fused(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a})) return why;
   return fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.layout.out_transposed ? g.s.F : g.s.D) ? nullptr : kNotChunks;
 }
@@ -42,8 +41,7 @@ const char* why_not(const RowsProduct& p) {
 
 const char* why_not(const WeightGradient& g) {
   constexpr int64_t kMostColumns = int64_t{1} << 29;  // of which offsets in bytes are counted
-  if (!is_16_bit(g.x.dtype) || g.d_y.dtype != g.x.dtype) return kNot16Bit;
-  if (g.d_w.dtype != AB_FLOAT32 && (g.d_w.dtype != g.x.dtype || g.accumulates)) return kNot16Bit;
+  if (!is_16_bit(g.x.dtype)) return kNot16Bit;
   if (!are_counted({g.R, g.E, g.D, g.N}) || g.D > kMostColumns || g.N > kMostColumns) return kNotCounted;
   const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kFewestTileColumns);
   if (tiles > kMostIndices || bounds_of(g).segments > kMostIndices / tiles) return kNotCounted;

@@ -23,7 +23,7 @@ struct HiddenGradient {
   Activation activation;
   Precision precision = Precision::highest;
   bool skips_rest = false;  // rows past the groups need not be written
-  Floats d_y;               // gathered rows of D
+  Floats d_y;               // gathered rows of D; has the dtype of w_out, h, dh and weighted_a
   Floats w_out;             // [E, F, D], in the layout of `s`, as h and dh
   Floats weights;           // of slots, or none: 1
   Floats h;                 // [R, P, F]

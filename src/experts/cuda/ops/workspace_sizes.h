@@ -34,8 +34,8 @@ inline size_t fp8_rows_bytes(int64_t R, int64_t columns) {
   return workspace.size();
 }
 
-// Parts of <da', a>, each over some of the columns: one for each 64 columns at most.
-constexpr int64_t most_dot_parts(int64_t F) { return (F + 63) / 64; }
+// Upper bound on the partial sums of <da', a>: every kernel sums over 128 columns or more.
+constexpr int64_t most_dot_parts(int64_t F) { return (F + 127) / 128; }
 constexpr size_t dots_bytes(int64_t R, int64_t F) { return static_cast<size_t>(most_dot_parts(F) * R) * sizeof(float); }
 
 // A bias' gradient: sums of up to so many rows of an expert, and at most one that is shorter for each expert.
@@ -109,8 +109,9 @@ struct SegmentLayout {
   }
 };
 
-// A weight gradient on the tensor cores.
+// The workspace of a weight gradient [E, D, N].
 inline size_t weight_gradient_bytes(int64_t R, int64_t E, int64_t D, int64_t N) {
+  if (E == 0 || D == 0 || N == 0) return 0;
   const SegmentBounds bounds = bound_segments(R, E, D, N);
   return SegmentLayout(bounds).partials +
          static_cast<size_t>(bounds.partials) * static_cast<size_t>(D * N) * sizeof(float);

@@ -335,7 +335,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
       op.w_in = {other.data(), AB_BFLOAT16};
       op.h = {result.data(), AB_BFLOAT16};
       op.a = {hidden.data(), AB_BFLOAT16};
-      return hopper::multiply(op, tile, multiprocessors, nullptr);
+      return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
     }
     cuda::HiddenGradient op;
     fill(op);
@@ -346,7 +346,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
     op.dh = op.h;  // in place
     op.weighted_a = {hidden.data(), AB_BFLOAT16};
     op.dots = static_cast<float*>(dots.data());
-    return hopper::multiply(op, tile, multiprocessors, nullptr);
+    return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
   };
 
   for (size_t column = first; column < kColumns; ++column) {
@@ -358,8 +358,8 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
       if (built)
         microseconds = time_of(options.repeats, [&] {
           check(fused       ? run_fused(tile)
-                : over_rows ? hopper::multiply(p, tile, multiprocessors, nullptr)
-                            : hopper::multiply(g, tile, workspace.data(), multiprocessors, nullptr));
+                : over_rows ? hopper::launch_gemm(p, tile, multiprocessors, nullptr)
+                            : hopper::launch_gemm(g, tile, workspace.data(), multiprocessors, nullptr));
         });
     } else if (cublas.found()) {
       microseconds = time_of(options.repeats, [&] { over_rows ? cublas.run(p) : cublas.run(g); });

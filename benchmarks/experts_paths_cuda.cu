@@ -259,7 +259,7 @@ void measure(const Shape& s, int repeats) {
   const double back = time_of(
       repeats, prepared("backward", ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, backward));
   const char* path = nullptr;
-  check("path", ab_cuda_experts_path(s.dtype, s.T, s.K, s.E, s.D, 2, s.F, &path, nullptr));
+  check("path", ab_cuda_experts_path(s.dtype, s.T, s.K, s.E, s.D, 2, s.F, 0, 0, 1, &path, nullptr));
   std::printf("%6ld %5ld %5ld %4ld %3ld  %-8s  %-8s   %10.1f us %6.1f   %10.1f us %6.1f\n", s.T, s.D, s.F, s.E, s.K,
               name_of(s), path, there, products / there * 1e-6, back, 2 * products / back * 1e-6);
   std::fflush(stdout);

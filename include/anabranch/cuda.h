@@ -122,12 +122,19 @@ AB_API ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* 
 AB_API ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec* exec,
                                                        size_t* bytes);
 
-/* Which of these kernels the experts of a layer run on, on the current device, forward and backward: "hopper" or
- * "portable", of both the last; and why not on hopper's, or NULL. Both are texts that
- * stay. It is for operands of one dtype (float16, bfloat16 or float32, an ab_dtype) that begin at multiples of 16
- * bytes, in any layout, T K rows without alignment; an operation itself looks at its own, and on "hopper" and
- * "portable" alike products of few rows have kernels of their own. P: 2 with a gate, else 1. why_not may be NULL. */
+/* Answers which kernels the experts of a layer run on, on the current device. *path: those of "few_rows" (GEMMs of few
+ * rows, see below), "hopper" and "portable" that run, in this order, with + between them. *why_not: why hopper's do not
+ * run where portable ones do, else NULL; why_not itself may be NULL. Both texts are static.
+ *
+ * The layer has T K rows without alignment, and operands of one dtype (float16, bfloat16 or float32, an ab_dtype) that
+ * begin at multiples of 16 bytes; an operation itself looks at its own operands. P: 2 with a gate, else 1. The flags
+ * are 0 or 1. w_in_transposed: W_in lies in memory with D innermost, w_out_transposed: W_out with F innermost;
+ * backward: of the forward and the backward pass, else of the forward pass alone.
+ *
+ * GEMMs with at most 4 rows per expert on average have kernels of their own on every device, where elements have 16
+ * bits, rows are whole 16-byte chunks and weights lie with the contraction innermost. */
 AB_API ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int64_t P, int64_t F,
+                                      int32_t w_in_transposed, int32_t w_out_transposed, int32_t backward,
                                       const char** path, const char** why_not);
 
 #ifdef __cplusplus

@@ -100,8 +100,10 @@ struct LayersPath {
   const char* path = nullptr;
   const char* why_not = nullptr;
 
-  explicit LayersPath(int32_t dtype, int64_t T = 64, int64_t D = 32) {
-    EXPECT_OK(ab_cuda_experts_path(dtype, T, 2, 8, D, 2, 48, &path, &why_not));
+  explicit LayersPath(int32_t dtype, int64_t T = 64, int32_t w_in_transposed = 0, int32_t w_out_transposed = 0,
+                      int32_t backward = 1) {
+    EXPECT_OK(
+        ab_cuda_experts_path(dtype, T, 2, 8, 32, 2, 48, w_in_transposed, w_out_transposed, backward, &path, &why_not));
   }
 };
 
@@ -113,22 +115,37 @@ TEST(WithoutAVariable, ALayerRunsOnThePathOfItsProducts) {
   }
   EXPECT_STREQ(LayersPath(AB_BFLOAT16, 0).path, "portable");
   const char* path = nullptr;
-  EXPECT_REFUSED(ab_cuda_experts_path(AB_BFLOAT16, 64, 2, 8, kTooMany, 2, 48, &path, nullptr), AB_UNSUPPORTED,
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_BFLOAT16, 64, 2, 8, kTooMany, 2, 48, 0, 0, 1, &path, nullptr), AB_UNSUPPORTED,
                  "D: got 1073741824, expected fewer than 2^30 on a GPU");
+}
+
+// 8 experts and 2 experts per token: up to 16 tokens have 4 rows per expert or fewer.
+TEST(WithoutAVariable, GemmsOfFewRowsAreNamed) {
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 1, 1, 0).path, "few_rows");
+  EXPECT_EQ(LayersPath(AB_BFLOAT16, 16, 1, 1, 0).why_not, nullptr);
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 1, 1, 1).path, "few_rows+portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 1, 1, 1).why_not, "the compute capability is not 9.0");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 1, 0, 0).path, "few_rows+portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 0, 0, 0).path, "portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 0, 0, 1).path, "few_rows+portable") << "the gradient of x";
+  EXPECT_STREQ(LayersPath(AB_FLOAT32, 16, 1, 1, 0).path, "portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 17, 1, 1, 0).path, "portable");
 }
 
 TEST(WithoutAVariable, ALayerThatIsNoneIsRefused) {
   const char* path = nullptr;
   const auto refused = [&](int32_t dtype, int64_t T, int64_t K, int64_t F, int64_t P, const char* why) {
-    EXPECT_REFUSED(ab_cuda_experts_path(dtype, T, K, 8, 32, P, F, &path, nullptr), AB_INVALID_ARGUMENT, why);
+    EXPECT_REFUSED(ab_cuda_experts_path(dtype, T, K, 8, 32, P, F, 0, 0, 1, &path, nullptr), AB_INVALID_ARGUMENT, why);
   };
   refused(AB_INT32, 4, 2, 48, 2, "dtype: got ab_dtype 4, expected float16, bfloat16 or float32");
   refused(AB_FLOAT32, 4, 2, -1, 2, "F: got -1, expected 0 to 2^31 - 1");
   refused(AB_FLOAT32, 4, 2, 48, 3, "P: got 3, expected 1 or 2");
   refused(AB_FLOAT32, int64_t{1} << 30, 2, 48, 2, "T: got 1073741824 with K = 2, expected T K < 2^31");
-  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, nullptr, nullptr), AB_INVALID_ARGUMENT,
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, nullptr, nullptr), AB_INVALID_ARGUMENT,
                  "path: got NULL");
-  EXPECT_OK(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, &path, nullptr));
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 2, 1, &path, nullptr), AB_INVALID_ARGUMENT,
+                 "w_out_transposed: got 2, expected 0 or 1");
+  EXPECT_OK(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, &path, nullptr));
 }
 
 TEST(Portable, TheVariableLeavesHopperOut) {
@@ -142,7 +159,7 @@ TEST(Unknown, AnotherNameIsAnErrorOfEveryCall) {
   EXPECT_REFUSED(multiply_nothing(), AB_UNSUPPORTED,
                  "ANABRANCH_CUDA_PATH: got fast, expected hopper, portable or nothing");
   const char* path = nullptr;
-  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, &path, nullptr), AB_UNSUPPORTED,
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, &path, nullptr), AB_UNSUPPORTED,
                  "ANABRANCH_CUDA_PATH: got fast");
 }
 

@@ -10,7 +10,7 @@
 #include "experts/check.h"
 #include "experts/cuda/bias_gradient.h"
 #include "experts/cuda/convert.h"
-#include "experts/cuda/fp8_factors.h"
+#include "experts/cuda/fp8_operands.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -31,8 +31,8 @@ struct Backward {
   // of float8_e4m3fn
   Fp8Output d_y8;
   Fp8Output dh8;  // none where nothing needs it
-  Fp8Factor w_out;
-  Fp8Factor w_in;
+  Fp8WeightOperand w_out;
+  Fp8WeightOperand w_in;
   void* scratch;  // of one step at a time
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
@@ -56,10 +56,12 @@ struct Backward {
     if (args.h != nullptr) {
       d_y8 = args.d_out_q != nullptr ? given_fp8_rows(args.d_out_q, args.d_out_scales, power_of_two)
                                      : take_fp8_rows(workspace, true, args.d_out->shape[0], s.D, power_of_two);
-      w_out = Fp8Factor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
+      w_out = Fp8WeightOperand(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true,
+                               power_of_two);
     }
     if (args.dx_rows != nullptr) {
-      w_in = Fp8Factor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), true, power_of_two);
+      w_in =
+          Fp8WeightOperand(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), true, power_of_two);
     }
   }
 
@@ -71,7 +73,7 @@ struct Backward {
     return compute_hidden_gradient(hidden_fp8(), device, stream);
   }
 
-  Fp8HiddenGradient hidden_fp8() const { return {hidden(), rows_of(d_y8), w_out.factor(), dh8}; }
+  Fp8HiddenGradient hidden_fp8() const { return {hidden(), rows_of(d_y8), w_out.weights(), dh8}; }
 
   // Where dh came from an earlier call without its quantised form, it is quantised as it stands, one part after the
   // other: rows of gate and up are blocks of their own.
@@ -81,7 +83,7 @@ struct Backward {
                                               : quantize_rows(dh, s.R, s.P * s.F, dh8, stream));
     }
     AB_RETURN_IF_ERROR(w_in.fill(stream));
-    return compute_rows_product(Fp8RowsProduct{inputs(), rows_of(dh8), w_in.factor()}, device, stream);
+    return compute_rows_product(Fp8RowsProduct{inputs(), rows_of(dh8), w_in.weights()}, device, stream);
   }
 
   bool converts() const { return args.d_out != nullptr && args.d_out->dtype != args.x->dtype; }

@@ -23,17 +23,17 @@ ab_status check_fp8(const Operation& operation, const Device& device) {
 ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream) {
   if (up.s.R * up.s.F == 0) return ok();
   const int multiprocessors = device.multiprocessors;
-  if (few_rows::takes(up)) return few_rows::multiply(up, multiprocessors, stream);
-  if (choose_path(up, device).path == Path::portable) return portable::multiply(up, multiprocessors, stream);
-  return hopper::multiply(up, hopper::choose_tile(up, multiprocessors), multiprocessors, stream);
+  if (few_rows::takes(up)) return few_rows::launch_gemm(up, multiprocessors, stream);
+  if (choose_path(up, device).path == Path::portable) return portable::launch_gemm(up, multiprocessors, stream);
+  return hopper::launch_gemm(up, hopper::choose_tile(up, multiprocessors), multiprocessors, stream);
 }
 
 ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaStream_t stream) {
   if (p.R * p.N == 0) return ok();
   const int multiprocessors = device.multiprocessors;
-  if (few_rows::takes(p)) return few_rows::multiply(p, multiprocessors, stream);
-  if (choose_path(p, device).path == Path::portable) return portable::multiply(p, multiprocessors, stream);
-  AB_RETURN_IF_ERROR(hopper::multiply(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
+  if (few_rows::takes(p)) return few_rows::launch_gemm(p, multiprocessors, stream);
+  if (choose_path(p, device).path == Path::portable) return portable::launch_gemm(p, multiprocessors, stream);
+  AB_RETURN_IF_ERROR(hopper::launch_gemm(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
   // Without weights Hopper's epilogue multiplies the zeros of padding by weights that may be NaN, and adds the bias.
   if (p.scales() || p.weighs_bias() || p.skips_rest) return ok();
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
@@ -43,8 +43,8 @@ ab_status compute_hidden_gradient(const HiddenGradient& g, const Device& device,
   const bool wanted = g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
   if (!wanted || g.s.R * g.s.F == 0) return ok();
   const int multiprocessors = device.multiprocessors;
-  if (choose_path(g, device).path == Path::portable) return portable::multiply(g, multiprocessors, stream);
-  return hopper::multiply(g, hopper::choose_tile(g, multiprocessors), multiprocessors, stream);
+  if (choose_path(g, device).path == Path::portable) return portable::launch_gemm(g, multiprocessors, stream);
+  return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), multiprocessors, stream);
 }
 
 int64_t dot_parts(const HiddenGradient& g, const Device& device) {
@@ -55,14 +55,15 @@ int64_t dot_parts(const HiddenGradient& g, const Device& device) {
 ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device, cudaStream_t stream) {
   if (g.E * g.D * g.N == 0) return ok();
   const int multiprocessors = device.multiprocessors;
-  if (choose_path(g, device).path == Path::portable) return portable::multiply(g, workspace, multiprocessors, stream);
-  return hopper::multiply(g, hopper::choose_tile(g, multiprocessors), workspace, multiprocessors, stream);
+  if (choose_path(g, device).path == Path::portable)
+    return portable::launch_gemm(g, workspace, multiprocessors, stream);
+  return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), workspace, multiprocessors, stream);
 }
 
 ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream) {
   if (up.s.R * up.s.F == 0) return ok();
   AB_RETURN_IF_ERROR(check_fp8(up, device));
-  return hopper::multiply(up, device.multiprocessors, stream);
+  return hopper::launch_gemm(up, device.multiprocessors, stream);
 }
 
 ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream) {
@@ -70,7 +71,7 @@ ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& devi
   // With D = 0 there are no blocks to quantise.
   if (product.D == 0) return compute_rows_product(static_cast<const RowsProduct&>(product), device, stream);
   AB_RETURN_IF_ERROR(check_fp8(product, device));
-  AB_RETURN_IF_ERROR(hopper::multiply(product, device.multiprocessors, stream));
+  AB_RETURN_IF_ERROR(hopper::launch_gemm(product, device.multiprocessors, stream));
   const bool clears_padding = product.weights.data != nullptr || product.bias != nullptr;
   if (clears_padding || product.skips_rest) return ok();
   return clear_padding(product.map, {product.y, product.dtype}, product.R, product.N, device.multiprocessors, stream);
@@ -79,7 +80,7 @@ ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& devi
 ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream) {
   if (gradient.s.R * gradient.s.F == 0) return ok();
   AB_RETURN_IF_ERROR(check_fp8(gradient, device));
-  return hopper::multiply(gradient, device.multiprocessors, stream);
+  return hopper::launch_gemm(gradient, device.multiprocessors, stream);
 }
 
 int64_t dot_parts(const Fp8HiddenGradient& gradient) { return hopper::parts_of_dots(gradient); }

@@ -24,7 +24,7 @@ struct WriteRows {
 
 }  // namespace
 
-ab_status multiply(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   Product product;
   product.x = p.x;
   product.map = p.map;

@@ -31,7 +31,7 @@ struct WriteUp {
 
 }  // namespace
 
-ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   Product product;
   product.x = up.x.data;

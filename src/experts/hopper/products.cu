@@ -74,7 +74,7 @@ int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {
   return ceil_div(g.s.F, tile == TileChoice::k128x256 ? 256 : 128);
 }
 
-ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool transposed = up.s.layout.in_transposed;
   const auto with_columns = [&]<HiddenColumns kColumns>() {
     return (transposed ? launch_up<kColumns, Major::k> : launch_up<kColumns, Major::mn>)(up, tile, multiprocessors,
@@ -83,7 +83,7 @@ ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStrea
   return with_hidden_columns(up.s, with_columns);
 }
 
-ab_status multiply(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const auto with_epilogue = [&]<template <class> class Epilogue>() {
     return (p.transposed ? launch_rows_product<Major::k, Epilogue>
                          : launch_rows_product<Major::mn, Epilogue>)(p, tile, multiprocessors, stream);
@@ -92,7 +92,7 @@ ab_status multiply(const RowsProduct& p, TileChoice tile, int multiprocessors, c
                         : with_epilogue.template operator()<RowsEpilogue>();
 }
 
-ab_status multiply(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool as_stored = g.s.layout.out_transposed;
   const auto with_columns = [&]<HiddenColumns kColumns>() {
     return (as_stored ? launch_hidden_gradient<kColumns, Major::mn>
@@ -101,17 +101,15 @@ ab_status multiply(const HiddenGradient& g, TileChoice tile, int multiprocessors
   return with_hidden_columns(g.s, with_columns);
 }
 
-ab_status multiply(const WeightGradient& g, TileChoice tile, void* workspace, int multiprocessors,
-                   cudaStream_t stream) {
-  const SegmentBounds bounds = bounds_of(g);
-  const SegmentList list = place_segments(bounds, workspace);
-  AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
+ab_status launch_gemm(const WeightGradient& g, TileChoice tile, void* workspace, int multiprocessors,
+                      cudaStream_t stream) {
   const auto launch = gathers_x(g)     ? launch_weight_gradient<Gathered::x>
                       : gathers_d_y(g) ? launch_weight_gradient<Gathered::d_y>
                                        : launch_weight_gradient<Gathered::nothing>;
-  AB_RETURN_IF_ERROR(launch(g, tile, bounds, list, multiprocessors, stream));
-  if (bounds.partials == 0) return ok();
-  return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);
+  return sum_in_segments(g, workspace, multiprocessors, stream,
+                         [&](const SegmentBounds& bounds, const SegmentList& list) {
+                           return launch(g, tile, bounds, list, multiprocessors, stream);
+                         });
 }
 
 }  // namespace anabranch::cuda::hopper

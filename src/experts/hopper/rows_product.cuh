@@ -30,7 +30,7 @@ template <class Shape, class Element, class OperandA, Major kMajorB, class Epilo
 using RowsProductOf = Product<Shape, Element, OperandA, BiasedOperand<WeightOperand<kMajorB>>, RowTiles,
                               RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
 
-// All but factor A.
+// Prepares everything but operand A.
 template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
 ab_status prepare_rows_product(const RowsProduct& p,
                                RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue>* product) {

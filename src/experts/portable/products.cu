@@ -82,7 +82,7 @@ ab_status check(const WeightGradient& g) {
 
 int64_t parts_of_dots(const HiddenGradient& g) { return tiles_of(g.s.F, kTileColumns); }
 
-ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(up));
   return with_kernel(up.x.dtype, up.precision, up.s.R, up.s.E, up.s.P * up.s.F, multiprocessors,
                      [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
@@ -90,7 +90,7 @@ ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
                      });
 }
 
-ab_status multiply(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(p));
   return with_kernel(p.dtype, p.precision, p.R, p.E, p.N, multiprocessors,
                      [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
@@ -98,7 +98,7 @@ ab_status multiply(const RowsProduct& p, int multiprocessors, cudaStream_t strea
                      });
 }
 
-ab_status multiply(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(g));
   return with_kernel(g.h.dtype, g.precision, g.s.R, g.s.E, g.s.F, multiprocessors,
                      [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
@@ -106,16 +106,14 @@ ab_status multiply(const HiddenGradient& g, int multiprocessors, cudaStream_t st
                      });
 }
 
-ab_status multiply(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(g));
-  const SegmentBounds bounds = bounds_of(g);
-  const SegmentList list = place_segments(bounds, workspace);
-  AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
-  AB_RETURN_IF_ERROR(with_elements(g.x.dtype, g.precision, [&]<int32_t kDtype, Precision kPrecision>() {
-    return launch_weight_gradient<kDtype, kPrecision, TileChoice::main>(g, bounds, list, multiprocessors, stream);
-  }));
-  if (bounds.partials == 0) return ok();
-  return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);
+  return sum_in_segments(
+      g, workspace, multiprocessors, stream, [&](const SegmentBounds& bounds, const SegmentList& list) {
+        return with_elements(g.x.dtype, g.precision, [&]<int32_t kDtype, Precision kPrecision>() {
+          return launch_weight_gradient<kDtype, kPrecision, TileChoice::main>(g, bounds, list, multiprocessors, stream);
+        });
+      });
 }
 
 }  // namespace anabranch::cuda::portable

@@ -119,7 +119,7 @@ class Tile {
   static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
   static constexpr int kKeyLanes = kWidth<double>;
-  static_assert(kLanes % kKeyLanes == 0 && kWidth<float> == kLanes);
+  static_assert(kLanes % kKeyLanes == 0 && kWidth<float> == kLanes, "a vector of floats holds whole vectors of keys");
   // Keys are made so many at a time, the last of them past the end.
   static constexpr int64_t kKeysAtOnce = 8;
 

@@ -91,7 +91,7 @@ struct Filter {
     constexpr int kOwners = kList / kMaxima;
     __nv_bfloat162 after_last;
     if constexpr (kNext) {
-      static_assert(kOwners < kLanes);
+      static_assert(kOwners < kLanes, "the lane after the last owner holds the next maximum");
       after_last = __shfl_down_sync(kAllLanes, maxima[0], 1, kLanes);
     }
     __nv_bfloat162 least;
@@ -162,7 +162,7 @@ struct Filter {
   template <class ValueOf>
   static __device__ __forceinline__ void sort_exactly(const SharedArray<uint16_t>& list, unsigned count, unsigned lane,
                                                       const ValueOf& value_of, const SharedArray<int32_t>& experts) {
-    static_assert(kLanes * kItems <= kExpertBits + 1);
+    static_assert(kLanes * kItems <= kExpertBits + 1, "an expert index fits its bits of a key");
     uint32_t keys[kOwn];
     float q[kOwn];
     const unsigned first = lane * kOwn;

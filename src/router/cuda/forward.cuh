@@ -52,7 +52,7 @@ constexpr void add_list(RouteVariant* variant) {
   while (RouteVariant::list(i) < kList) ++i;
   variant->kernels[i] = by_size<kMode, kLanes, kItems, kList, false>();
   if constexpr (kLanes > 1) {
-    static_assert(Filter<kLanes, kItems, kList>::kExists);
+    static_assert(Filter<kLanes, kItems, kList>::kExists, "the filter has no list of this length for this width");
     variant->candidates[i] = Filter<kLanes, kItems, kList>::kCandidates;
   }
 }

@@ -24,7 +24,9 @@ def test_the_library_is_asked_in_the_order_of_its_header(monkeypatch):
     monkeypatch.setattr(_library, "load_cuda", lambda: types.SimpleNamespace(ab_cuda_experts_path=ab_cuda_experts_path))
     assert experts_path(SHAPE, "bfloat16") == "portable"
     T, D, F, E, K = SHAPE
-    assert asked == [([_library.DTYPES["bfloat16"], T, K, E, D, 2, F], None)]
+    experts_path(SHAPE, "bfloat16", "pfd", "fd")
+    sizes = [_library.DTYPES["bfloat16"], T, K, E, D, 2, F]
+    assert asked == [([*sizes, 0, 0, 1], None), ([*sizes, 1, 0, 1], None)]
 
 
 def cuda_library():

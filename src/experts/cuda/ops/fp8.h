@@ -21,8 +21,8 @@ struct Fp8Output {
   bool power_of_two = false;  // scales are
 };
 
-// The right factor of a product, its columns in rows, so that what is summed over stands next to next; a scale for
-// every 128 x 128 of an expert and part. Where scales stand is told in elements.
+// Operand B of a GEMM, K-major. There is one scale per 128 x 128 elements of an expert and part; offsets of scales are
+// in elements.
 struct Fp8Weights {
   const void* values = nullptr;  // [E, P, columns, K], or [E, columns, K]
   const float* scales = nullptr;
@@ -33,7 +33,7 @@ struct Fp8Weights {
   int64_t of_part = 0;     // from gate to up
 };
 
-// The phases, with factors and results of 8 bits beside what their plain forms say; `a` has no other form then.
+// The phases with operands and results of 8 bits, in addition to the fields of their 16-bit forms; `a` is e4m3 only.
 struct Fp8Up : Up {
   Fp8Rows x8;  // gathered
   Fp8Weights w8;

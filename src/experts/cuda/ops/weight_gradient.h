@@ -11,9 +11,9 @@ namespace anabranch::cuda {
 
 // d_w[e] = x^T d_y over the rows of group e, zero without rows.
 struct WeightGradient {
-  RowMap map;              // of the factor that is gathered
+  RowMap map;              // maps the gathered operand
   Floats x;                // [R, D], or gathered rows of D
-  bool gathers_x = false;  // at most one of both
+  bool gathers_x = false;  // at most one operand is gathered
   Floats d_y;              // [R, N], or gathered rows of N
   bool gathers_d_y = false;
   const int32_t* group_sizes = nullptr;  // [E], on the device

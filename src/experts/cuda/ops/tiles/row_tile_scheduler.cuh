@@ -12,7 +12,7 @@ namespace anabranch::cuda {
 // A product out[R, columns] of groups of rows, cut into tiles.
 struct RowTiles {
   Groups groups;
-  int32_t k;  // of the contraction: the columns of the left factor
+  int32_t k;  // of the contraction: the columns of the left operand
   int32_t column_tiles;
   bool skips_rest = false;  // no tiles of the rows past the groups
 };
@@ -27,7 +27,7 @@ constexpr int64_t most_row_tiles(int64_t R, int64_t E, int64_t rows) { return (R
 // Without clusters a pair is one tile.
 template <int kRows, int kColumns, int kBlocks = 1>
 class RowTileScheduler {
-  static_assert(kBlocks == 1 || kBlocks == 2);
+  static_assert(kBlocks == 1 || kBlocks == 2, "a cluster has one or two CTAs");
 
  public:
   __device__ explicit RowTileScheduler(const RowTiles& tiles) : tiles_(tiles), bounds_(tiles.groups) { count_pairs(); }

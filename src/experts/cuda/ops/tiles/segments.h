@@ -8,7 +8,9 @@
 #include <cstdint>
 
 #include "anabranch/types.h"
+#include "core/status.h"
 #include "experts/cuda/ops/tiles/groups.h"
+#include "experts/cuda/ops/weight_gradient.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 
 namespace anabranch::cuda {
@@ -32,5 +34,18 @@ ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const
 // if it accumulates.
 ab_status add_partials(const SegmentList& list, int64_t elements, void* out, int32_t dtype, bool accumulates,
                        int multiprocessors, cudaStream_t stream);
+
+// Enqueues a weight gradient: launch(bounds, list) is to enqueue the kernel that sums each segment. workspace:
+// weight_gradient_bytes(R, E, D, N) bytes.
+template <class F>
+ab_status sum_in_segments(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream,
+                          const F& launch) {
+  const SegmentBounds bounds = bound_segments(g.R, g.E, g.D, g.N);
+  const SegmentList list = place_segments(bounds, workspace);
+  AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
+  AB_RETURN_IF_ERROR(launch(bounds, list));
+  if (bounds.partials == 0) return ok();
+  return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);
+}
 
 }  // namespace anabranch::cuda

@@ -25,7 +25,7 @@ constexpr int32_t kNoExpert = -1;
 constexpr int32_t kNoTile = -2;
 constexpr int32_t kWhole = -1;
 
-// Factors give rows or columns of the result.
+// Operands give rows or columns of the result.
 enum class Side { rows, columns };
 template <Side kSide>
 __device__ int32_t first_of(const Tile& tile) {

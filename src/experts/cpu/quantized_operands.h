@@ -1,4 +1,4 @@
-// The factors of products whose operands may be quantised: given so, or quantised here into the workspace.
+// Operands of grouped GEMMs that may be quantised: given quantised, or quantised into the workspace.
 #pragma once
 
 #include <cstdint>
@@ -20,18 +20,17 @@ bool wants_powers_of_two(const Args& args) {
 // Rows of e4m3 with their scales in the workspace; data nullptr where they are not wanted.
 Matrix take_quantized_rows(Workspace& workspace, bool wanted, int64_t rows, int64_t columns);
 
-// The second factor of a product: matrices as they are, or quantised.
-class WeightFactor {
+// Operand B of a grouped GEMM: matrices as they are stored, or quantised.
+class WeightOperand {
  public:
-  explicit WeightFactor(const ExpertMatrices& as_they_are = {}) : matrices_(as_they_are) {}
+  explicit WeightOperand(const ExpertMatrices& as_they_are = {}) : matrices_(as_they_are) {}
 
-  // Of weights [E, D, P, F] of these sizes: [D, P F], or transposed [P F, D], is what a row is multiplied by. q has the
-  // axis next to next that is summed over: [E, P, F, D], or transposed [E, D, P, F]. scales [E, D/128, P, F/128]. Where
-  // q is NULL, it is made of w.
-  WeightFactor(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
-               const QuantizedSizes& sizes, bool transposed, bool power_of_two);
+  // Weights [E, D, P, F]; a row is multiplied by [D, P F], or transposed by [P F, D]. The contraction is innermost in q:
+  // [E, P, F, D], or transposed [E, D, P, F]. scales: [E, D/128, P, F/128]. If q is NULL, w is quantised.
+  WeightOperand(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
+                const QuantizedSizes& sizes, bool transposed, bool power_of_two);
 
-  // After this they are there.
+  // Quantises what was not given quantised.
   void fill(int threads) const;
 
   const ExpertMatrices& matrices() const { return matrices_; }
@@ -42,22 +41,22 @@ class WeightFactor {
   bool is_pending_ = false;
 };
 
-// Both factors of a grouped product.
+// Operands A and B of a grouped GEMM.
 template <class Args>
-class ProductFactors {
+class ProductOperands {
  public:
-  ProductFactors(Workspace& workspace, const Args& args, const GroupedSizes& s) : args_(args), s_(s) {
+  ProductOperands(Workspace& workspace, const Args& args, const GroupedSizes& s) : args_(args), s_(s) {
     if (!is_fp8(args)) {
       x_ = matrix_of(args.x, 0, s.D);
-      w_ = WeightFactor(matrices_of(args.w, args.transpose_w != 0));
+      w_ = WeightOperand(matrices_of(args.w, args.transpose_w != 0));
       return;
     }
     const bool transposed = args.transpose_w != 0;
     x_ = args.x_scales != nullptr ? quantized_matrix(args.x, args.x_scales, s.D)
                                   : take_quantized_rows(workspace, true, s.R, s.D);
-    w_ = WeightFactor(workspace, args.w, args.w_q, args.w_scales,
-                      weights_of(s.E, transposed ? s.N : s.D, 1, transposed ? s.D : s.N, false, false), transposed,
-                      wants_powers_of_two(args));
+    w_ = WeightOperand(workspace, args.w, args.w_q, args.w_scales,
+                       weights_of(s.E, transposed ? s.N : s.D, 1, transposed ? s.D : s.N, false, false), transposed,
+                       wants_powers_of_two(args));
   }
 
   void fill(int threads) const {
@@ -74,7 +73,7 @@ class ProductFactors {
   const Args& args_;
   const GroupedSizes& s_;
   Matrix x_ = {};
-  WeightFactor w_;
+  WeightOperand w_;
 };
 
 }  // namespace anabranch

@@ -1,4 +1,4 @@
-#include "experts/cpu/quantized_factors.h"
+#include "experts/cpu/quantized_operands.h"
 
 namespace anabranch {
 
@@ -9,8 +9,8 @@ Matrix take_quantized_rows(Workspace& workspace, bool wanted, int64_t rows, int6
   return {q, AB_FLOAT8_E4M3, columns, nullptr, {static_cast<float*>(scales), blocks, 1, 1}};
 }
 
-WeightFactor::WeightFactor(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
-                           const QuantizedSizes& s, bool transposed, bool power_of_two)
+WeightOperand::WeightOperand(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
+                             const QuantizedSizes& s, bool transposed, bool power_of_two)
     : is_pending_(q == nullptr) {
   const int64_t columns = s.P * s.F;
   const int64_t blocks = columns / kScaleBlock;
@@ -26,7 +26,7 @@ WeightFactor::WeightFactor(Workspace& workspace, const ab_tensor* w, const ab_te
   }
 }
 
-void WeightFactor::fill(int threads) const {
+void WeightOperand::fill(int threads) const {
   if (is_pending_) quantize_weights(threads, pending_);
 }
 

@@ -1,4 +1,4 @@
-// The factors of products of float8_e4m3fn: given so, or quantised into the workspace.
+// Operands of grouped GEMMs of float8_e4m3fn: given quantised, or quantised into the workspace.
 #pragma once
 
 #include "core/workspace.h"
@@ -25,42 +25,42 @@ inline Fp8Output given_fp8_rows(const ab_tensor* q, const ab_tensor* scales, boo
 
 inline Fp8Rows rows_of(const Fp8Output& out) { return {out.values, out.scales}; }
 
-// The second factor, weights [E, D, P, F] of these sizes: what is summed over is D, or transposed P and F.
-class Fp8Factor {
+// Operand B: weights [E, D, P, F]. The contraction runs over D, or transposed over P and F.
+class Fp8WeightOperand {
  public:
-  Fp8Factor() = default;
-  Fp8Factor(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
-            const QuantizedSizes& sizes, bool transposed, bool power_of_two)
+  Fp8WeightOperand() = default;
+  Fp8WeightOperand(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
+                   const QuantizedSizes& sizes, bool transposed, bool power_of_two)
       : w_(w), sizes_(sizes), transposed_(transposed), power_of_two_(power_of_two), pending_(q == nullptr) {
     const int64_t D = sizes.D / kScaleBlock;
     const int64_t F = sizes.F / kScaleBlock;
-    factor_.of_expert = D * sizes.P * F;
-    factor_.count = sizes.E * factor_.of_expert;
+    weights_.of_expert = D * sizes.P * F;
+    weights_.count = sizes.E * weights_.of_expert;
     // [E, D, P, F] blocks; transposed, those of P and F follow each other as what is summed over does.
-    factor_.of_k = transposed ? 1 : sizes.P * F;
-    factor_.of_columns = transposed ? sizes.P * F : 1;
-    factor_.of_part = F;
+    weights_.of_k = transposed ? 1 : sizes.P * F;
+    weights_.of_columns = transposed ? sizes.P * F : 1;
+    weights_.of_part = F;
     if (pending_) {
-      factor_.values = workspace.take_rows(sizes.E * sizes.D, sizes.P * sizes.F, AB_FLOAT8_E4M3);
-      factor_.scales = workspace.take<float>(factor_.count);
+      weights_.values = workspace.take_rows(sizes.E * sizes.D, sizes.P * sizes.F, AB_FLOAT8_E4M3);
+      weights_.scales = workspace.take<float>(weights_.count);
     } else {
-      factor_.values = q->data;
-      factor_.scales = static_cast<const float*>(scales->data);
+      weights_.values = q->data;
+      weights_.scales = static_cast<const float*>(scales->data);
     }
   }
 
   ab_status fill(cudaStream_t stream) const {
     if (!pending_) return ok();
-    void* q = const_cast<void*>(factor_.values);
+    void* q = const_cast<void*>(weights_.values);
     return quantize_weights(Floats(w_), sizes_, transposed_ ? q : nullptr, transposed_ ? nullptr : q,
-                            const_cast<float*>(factor_.scales), power_of_two_, stream);
+                            const_cast<float*>(weights_.scales), power_of_two_, stream);
   }
 
-  const Fp8Weights& factor() const { return factor_; }
+  const Fp8Weights& weights() const { return weights_; }
 
   // Its columns from `first` on, a multiple of 128, of `k` elements each.
-  Fp8Weights factor_from(int64_t first, int64_t k) const {
-    Fp8Weights window = factor_;
+  Fp8Weights weights_from(int64_t first, int64_t k) const {
+    Fp8Weights window = weights_;
     const int64_t scales = first / kScaleBlock * window.of_columns;
     window.values = static_cast<const char*>(window.values) + first * k;
     window.scales += scales;
@@ -74,7 +74,7 @@ class Fp8Factor {
   bool transposed_ = false;
   bool power_of_two_ = false;
   bool pending_ = false;
-  Fp8Weights factor_;
+  Fp8Weights weights_;
 };
 
 }  // namespace anabranch::cuda

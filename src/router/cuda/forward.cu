@@ -1,5 +1,6 @@
-// ab_cuda_router_forward: one read of the logits gives every output. Chooses and launches a variant of `route`
-// (route.cuh), or route_wide (forward_wide.cuh) where there is none for the shape.
+// ab_cuda_router_forward. Chooses and launches a variant of `route` (route.cuh), which reads the logits once; or
+// route_wide (forward_wide.cuh), which reads them 3 to 5 times, where no variant fits the shape. Quantile balancing
+// reads them once more (quantile.cu).
 #include <algorithm>
 
 #include "anabranch/cuda.h"
@@ -60,6 +61,7 @@ int warps_of_block(const RouterForward& op, int tokens) {
 // The kernel for a call, none if route_wide is to take it.
 struct Choice {
   RouteVariant::Kernels kernels;
+  bool always_exact = false;  // no kernel selects such groups: tokens take the exact path
   int lanes = kWarp;
   int items = 0;
   int ranks = 0;
@@ -73,7 +75,7 @@ RouteVariants variants_of(const RouterForward& op, bool by_score) {
   return op.score_function == AB_SOFTMAX ? softmax_variants() : elementwise_variants();
 }
 
-Choice choose(const RouterForward& op, const Selection& selection, bool* always_exact) {
+Choice choose(const RouterForward& op, const Selection& selection) {
   const bool by_score = selection.by_score && op.wants_selection;
   const RouteVariants all = variants_of(op, by_score);
   const bool few = op.T <= TokenTiles::kVeryFewTokens;
@@ -85,20 +87,21 @@ Choice choose(const RouterForward& op, const Selection& selection, bool* always_
     while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list].of_any == nullptr))
       ++list;
     if (list == RouteVariant::kLists) continue;
-    RouteVariant::Kernels kernels = variant->kernels[list];
+    Choice choice{.kernels = variant->kernels[list], .lanes = variant->lanes, .items = variant->items};
     if (op.num_groups > 0 && op.wants_selection) {
       // Groups of whole lanes, of which the two best make the score.
-      *always_exact = variant->grouped.of_any == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
-                      op.group_score_topk > 2 || variant->lanes * variant->items != op.E ||
-                      variant->lanes % op.num_groups != 0;
-      if (!*always_exact) {
-        kernels = variant->grouped;
+      choice.always_exact = variant->grouped.of_any == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
+                            op.group_score_topk > 2 || variant->lanes * variant->items != op.E ||
+                            variant->lanes % op.num_groups != 0;
+      if (!choice.always_exact) {
+        choice.kernels = variant->grouped;
         list = RouteVariant::kGrouped;
       }
     }
-    const int candidates = variant->candidates[list];
-    const int ranks = candidates > 0 ? candidates : RouteVariant::list(list);
-    return {kernels, variant->lanes, variant->items, ranks, candidates, warps_of_block(op, kWarp / variant->lanes)};
+    choice.candidates = variant->candidates[list];
+    choice.ranks = choice.candidates > 0 ? choice.candidates : RouteVariant::list(list);
+    choice.warps = warps_of_block(op, kWarp / variant->lanes);
+    return choice;
   }
   return {};
 }
@@ -123,7 +126,8 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   }
   const int size = static_cast<int>(dtype_size(op.logits_dtype));
   int tokens = 1;
-  const Choice choice = choose(op, call.selection, &call.always_exact);
+  const Choice choice = choose(op, call.selection);
+  call.always_exact = choice.always_exact;
   launch->kernels = choice.kernels;
   launch->warps = choice.warps;
   if (choice.kernels.of_any != nullptr) {

@@ -1,4 +1,4 @@
-// Both modes in one file: older devices have one set of kernels for them.
+// Selection by logits.
 #include "router/cuda/forward.cuh"
 
 namespace anabranch::cuda {

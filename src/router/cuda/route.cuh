@@ -20,9 +20,9 @@
 
 namespace anabranch::cuda {
 
-// What experts are selected by and how scores are computed: by logits, which softmax or another function makes scores
-// of (unbiased: either), or by scores with a bias, whatever the function (balanced: which also writes cutoffs).
-enum class Mode { softmax, elementwise, unbiased, biased, balanced };
+// What experts are selected by. softmax and elementwise: by logits, of which softmax or another function makes scores.
+// biased: by scores with a bias, whatever the function. balanced: as biased, and cutoffs are written.
+enum class Mode { softmax, elementwise, biased, balanced };
 
 namespace {
 
@@ -134,7 +134,7 @@ struct RowRouter {
         lane(threadIdx.x % kLanes),
         token(threadIdx.x % kWarp / kLanes),
         first_item(keep_in_register(lane * kItems)),
-        is_softmax(kMode == Mode::softmax || (kMode != Mode::elementwise && op.score_function == AB_SOFTMAX)),
+        is_softmax(kMode == Mode::softmax || (kBiased && op.score_function == AB_SOFTMAX)),
         exact_keys(!kBiased && (kSize == 0 ? op.logits_dtype != AB_FLOAT32 : kSize == 2)),
         selects(kBiased || (op.wants_selection && !op.forced)),
         auxiliary(op.score_sum != nullptr || op.aux_scores != nullptr),
@@ -544,7 +544,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocksOf<kLanes, kItems>)
   using Router = RowRouter<kMode, kSize, kLanes, kItems, kList, kGrouped>;
   using Rows = typename Router::Rows;
   constexpr unsigned kTokens = Router::kTokens;
-  if constexpr (!Router::kBiased && !has_logit_size<kSize>()) return fail_without_code();
+  if constexpr (kMode == Mode::softmax && !has_logit_size<kSize>()) return fail_without_code();
   extern __shared__ __align__(128) char shared[];
   const RouterForward& op = call.op;
   let_next_kernel_start();

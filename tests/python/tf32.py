@@ -21,7 +21,6 @@ count of u:
     weights    da', a                                   8
 """
 
-
 import numpy as np
 
 U = 2.0**-10

@@ -84,7 +84,7 @@ struct Forward {
   }
 
   // h = x W_in + b_in;  a = phi(h_gate, h_up), times the row's weight where it comes early.
-  void up() {
+  void compute_up() {
     const ColumnParts pieces(s.F, rows.num_tiles, w_in.matrices().column_step());
     parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
       const RowTile& tile = rows.tiles[task / pieces.count()];
@@ -148,7 +148,7 @@ struct Forward {
   }
 
   // y = a W_out + b_out, times the row's weight; `a` has it already where it comes early.
-  void down() {
+  void compute_down() {
     if (args.y == nullptr) return;
     const float* late = args.weight_early != 0 ? nullptr : rows.scale;
     multiply_grouped_rows(
@@ -193,8 +193,8 @@ ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
   op.quantize();
-  op.up();
-  op.down();
+  op.compute_up();
+  op.compute_down();
   return op.products.status();
 }
 

@@ -25,8 +25,8 @@ class WeightOperand {
  public:
   explicit WeightOperand(const ExpertMatrices& as_they_are = {}) : matrices_(as_they_are) {}
 
-  // Weights [E, D, P, F]; a row is multiplied by [D, P F], or transposed by [P F, D]. The contraction is innermost in q:
-  // [E, P, F, D], or transposed [E, D, P, F]. scales: [E, D/128, P, F/128]. If q is NULL, w is quantised.
+  // Weights [E, D, P, F]; a row is multiplied by [D, P F], or transposed by [P F, D]. The contraction is innermost in
+  // q: [E, P, F, D], or transposed [E, D, P, F]. scales: [E, D/128, P, F/128]. If q is NULL, w is quantised.
   WeightOperand(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
                 const QuantizedSizes& sizes, bool transposed, bool power_of_two);
 

@@ -10,8 +10,9 @@
 
 namespace anabranch::cuda::few_rows {
 
-// Whether these kernels take the GEMM: at most 4 rows per expert on average and 2e9 elements of weights to read, weights
-// with the contraction innermost (as in checkpoints), 16-bit elements, and aligned rows of whole 16-byte chunks.
+// Whether these kernels take the GEMM: at most 4 rows per expert on average and 2e9 elements of weights to read,
+// weights with the contraction innermost (as in checkpoints), 16-bit elements, and aligned rows of whole 16-byte
+// chunks.
 bool takes(const Up& up);
 bool takes(const RowsProduct& product);
 

@@ -22,12 +22,12 @@ struct Step {
   int (*run)();
 };
 
-int tensor_maps();         // tensor_map.h: the driver takes the maps
-int wgmma_panels();        // descriptors, majors, widths
-int loads_of_boxes();      // TMA to shared memory, swizzle, windows, zeros outside
-int stores_of_subtiles();  // accumulators to memory, windows
-int gathered_rows();       // cp.async to shared memory, indices out of range
-int tiles_of_groups();     // every tile once
+int tensor_maps();            // tensor_map.h: the driver takes the maps
+int wgmma_panels();           // descriptors, majors, widths
+int loads_of_boxes();         // TMA to shared memory, swizzle, windows, zeros outside
+int stores_of_subtiles();     // accumulators to memory, windows
+int gathered_rows();          // cp.async to shared memory, indices out of range
+int tiles_of_groups();        // every tile once
 int sequences_of_products();  // many tiles per CTA, launch after launch, contractions shorter and longer than the ring
 
 #define STEP_CUDA(expression)                                                                              \

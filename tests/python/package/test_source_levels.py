@@ -55,3 +55,14 @@ def test_no_headers_include_one_another_in_a_circle():
     for file in SOURCES.rglob("*"):
         if file.is_file():
             visit(file.relative_to(SOURCES).as_posix())
+
+
+def test_cmake_compiles_every_cuda_folder_for_the_cuda_library():
+    """A host file of these folders, such as experts/portable/x.cc, must not land in the CPU library."""
+    rules = (SOURCES.parent / "CMakeLists.txt").read_text()
+    folders = re.search(r'set\(ANABRANCH_CUDA_FOLDERS "([^"]+)"\)', rules)
+    assert folders
+    found = {folder for folder in LEVEL_OF if re.search(folders[1], f"src/{folder}/x.cc")}
+    names = ("cuda", "hopper", "portable", "few_rows")
+    assert found == {folder for folder in LEVEL_OF if set(folder.split("/")) & set(names)}
+    assert len(found) == 8

@@ -30,10 +30,10 @@ demo:
 
 # CPU-minutes (user and system) of a fresh clone on two cores of an AMD EPYC, without a compiler cache:
 #   lint              4.5   the package's first build among it
-#   test-cpp         13.1   the CUDA code for one architecture 8.2, C++ tests 1.4, the CPU's library 0.8, emulated kernels 2.7
+#   test-cpp         14.4   the CUDA code for one architecture 8.2, C++ tests 1.4, the CPU's library 0.8, emulated kernels 4.0
 #   test-sanitizers   7     AddressSanitizer's build 4.4, ThreadSanitizer's 1.8, fuzzing 0.6
 #   test-python      27     by the clock, two at a time, 15
-# Together about 52: test-python was measured in a whole run, the others apart. Price a new test or kernel in the same
+# Together about 53: test-python was measured in a whole run, the others apart. Price a new test or kernel in the same
 # way: `time make test-cpp`.
 test:
 	$(SETUP) test

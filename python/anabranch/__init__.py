@@ -1,6 +1,10 @@
-"""Anabranch: the Mixture-of-Experts layer for people who train models.
+"""Anabranch: a Mixture-of-Experts layer for JAX and PyTorch.
 
-`anabranch.jax` holds the operations for JAX, `anabranch.reference` the numpy float64 oracle.
+`anabranch.jax` and `anabranch.torch` are the front ends, `anabranch.reference` is a float64 reference in numpy.
 """
+
+from anabranch.precision_choice import LayerSize, choose_precision
+
+__all__ = ["LayerSize", "choose_precision"]
 
 __version__ = "0.2.0"

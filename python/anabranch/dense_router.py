@@ -5,7 +5,7 @@ from typing import Any
 
 from anabranch import checks
 from anabranch._text import shown
-from anabranch.router_options import MOST_BINS
+from anabranch.options import MOST_BINS
 
 
 class RoutingMapFormat(enum.IntEnum):

@@ -53,16 +53,6 @@ def _cuda() -> dict[str, str]:
     }
 
 
-def _auto() -> dict[str, str]:
-    """What precision="auto" chooses, on the GPUs that the CUDA backend has."""
-    from anabranch.bench.auto_choice import of_models
-
-    try:
-        return of_models(_library.cuda_capabilities(_library.describe_cuda()))
-    except _library.LibraryError:
-        return of_models([])
-
-
 def collect() -> dict[str, str]:
     """Everything `info` prints, as text by name."""
     facts = {
@@ -77,7 +67,7 @@ def collect() -> dict[str, str]:
         facts |= {f"library {name}": value for name, value in _library.describe().items()}
     except _library.LibraryError as error:
         facts["cpu backend"] = f"missing: {error}"
-    facts |= _cuda() | _auto()
+    facts |= _cuda()
     packages = ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch", "transformers", "peft")
     facts |= {package: _versions.found(package) or "not installed" for package in packages}
     untested = _versions.untested({package: _versions.found(package) for package in _versions.TESTED})

@@ -9,10 +9,6 @@ TF32 = 1
 FP8 = 2
 #: The numbers of ab_precision by their names, the default first.
 NUMBERS = {"highest": HIGHEST, "tf32": TF32, "fp8": FP8}
-#: Of Python alone, where the layer's sizes and device decide between HIGHEST and FP8 (anabranch.precision_choice).
-AUTO = -1
-#: Of a layer's experts.
-OF_LAYER = {**NUMBERS, "auto": AUTO}
 #: Of products without experts' weights, which are never quantised.
 OF_DENSE = ("highest", "tf32")
 #: The numbers of ab_fp8_scales by their names, the default first.
@@ -22,12 +18,12 @@ BLOCK = 128
 
 
 def precision_number(value: Any) -> int:
-    """The argument `precision` of the experts of a layer, one of `OF_LAYER`."""
-    return OF_LAYER[choice("precision", value, tuple(OF_LAYER))]
-
-
-def product_precision_number(value: Any) -> int:
-    """The argument `precision` of a single product with experts' weights, one of `NUMBERS`."""
+    """The argument `precision` of a GEMM with the experts' weights, one of `NUMBERS`."""
+    if isinstance(value, str) and value == "auto":
+        raise ValueError(
+            "precision: got 'auto', which is no longer an option; expected 'highest', 'tf32' or 'fp8', for example "
+            "anabranch.choose_precision(size, dtype=..., capability=...).precision"
+        )
     return NUMBERS[choice("precision", value, tuple(NUMBERS))]
 
 
@@ -51,11 +47,11 @@ def fp8_scales_number(value: Any) -> int:
 
 
 def check_fp8(precision: int, fp8_scales: Any, quantized: Any = None) -> int:
-    """The argument `fp8_scales` of a call of that precision; it, and quantised experts, need FP8 or AUTO."""
+    """The argument `fp8_scales` of a call of that precision; it, and quantised experts, need FP8."""
     number = fp8_scales_number(fp8_scales)
-    if precision not in (FP8, AUTO) and number:
+    if precision != FP8 and number:
         raise ValueError(f'fp8_scales: got {fp8_scales!r} without precision="fp8", expected "float32"')
-    if precision not in (FP8, AUTO) and quantized is not None:
+    if precision != FP8 and quantized is not None:
         raise ValueError(f'quantized: got a {type(quantized).__name__} without precision="fp8", expected None')
     return number
 

@@ -1,7 +1,7 @@
-"""What precision="auto" means for a layer: "fp8" or "highest", whichever a model of their times has as the faster.
+"""Which precision is faster for a layer, "fp8" or "highest": a model of their times.
 
 The model is for an H200 and stands on what was measured there; each constant names its source in docs/performance.md,
-where a table shows how far off it is. It looks at static facts alone, so that a traced program has one answer.
+where a table compares its predictions with measured times.
 """
 
 import os
@@ -53,7 +53,7 @@ class LayerSize(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What "auto" means.
+    """The result of `choose_precision`.
 
     Attributes:
       precision: "fp8" or "highest".

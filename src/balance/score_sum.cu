@@ -3,6 +3,7 @@
 #include "anabranch/cuda.h"
 #include "balance/check.h"
 #include "balance/score_sum.cuh"
+#include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/element.cuh"
 #include "core/entry.h"
 #include "core/tensor.h"
@@ -11,7 +12,7 @@ namespace anabranch::cuda {
 namespace {
 
 __global__ void __launch_bounds__(8 * kWarp) score_sum_kernel(const ColumnSums call) {
-  extern __shared__ float sums[];  // [warps][E]
+  float* const sums = dynamic_shared_array<float>();  // [warps][E]
   let_next_kernel_start();
   const int64_t E = call.E;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
@@ -46,6 +47,7 @@ ab_status prepare_column_sums(int64_t T, int64_t sequences, void* workspace, Col
 }
 
 ab_status launch_column_sums(const ColumnSums& call, cudaStream_t stream) {
+  if (call.E == 0) return ok();  // not a block per sequence, of which there may be 2^31
   AB_RETURN_IF_ERROR(launch("score_sum", score_sum_kernel,
                             {call.tiles.count(), call.warps * kWarp, call.shared_bytes(), stream, true}, call));
   return add_partials(call.tiles, call.E, call.partials, nullptr, call.sum, stream);

@@ -62,9 +62,14 @@ constexpr float kLog2E = 0x1.715476p0f;
 #if defined(__CUDACC__)
 // 2^x in one instruction, to 2 ulp; denormal results become 0.
 __device__ __forceinline__ float exp2_flushed_f32(float x) {
+#if defined(__CUDA_ARCH__)
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
+#else  // an emulated GPU
+  const float r = __builtin_exp2f(x);
+  return r < 0x1p-126f ? 0.0f : r;
+#endif
 }
 #endif
 

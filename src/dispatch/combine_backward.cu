@@ -1,6 +1,7 @@
 // ab_cuda_combine_backward: the warps of a token read it and its rows once, write the gradient of the rows on the way,
 // and add up their shares of the products in a fixed order.
 #include "anabranch/cuda.h"
+#include "core/cuda/named_barrier.cuh"
 #include "core/entry.h"
 #include "dispatch/slots.cuh"
 #include "dispatch/spread.cuh"

@@ -25,6 +25,11 @@ struct Copy {
   uint32_t room;
 };
 
+struct Barrier {
+  int arrived = 0;
+  int64_t turn = 0;
+};
+
 // A thread begins by its context and changes by jumps, which don't ask the system for signal masks as contexts do.
 struct Thread {
   ucontext_t context;
@@ -32,16 +37,11 @@ struct Thread {
   bool begun = false;
   std::vector<char> stack = std::vector<char>(kStackBytes);
   bool ended = false;
-  int64_t waits_for = -1;  // the turn of a barrier that has to be over; -1: it can run
-  bool of_block = false;   // the barrier is that of the block, else of the warp
+  const Barrier* barrier = nullptr;  // that it waits at; nullptr: it can run
+  int64_t waits_for = 0;             // the turn of the barrier that has to be over
   int64_t shows = 0;
   std::deque<std::vector<Copy>> groups;
   std::vector<Copy> open;
-};
-
-struct Barrier {
-  int arrived = 0;
-  int64_t turn = 0;
 };
 
 struct Warp {
@@ -53,6 +53,7 @@ struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barrier;
+  Barrier named[16];
   std::vector<char> memory;
   size_t shared_bytes = 0;
 };
@@ -98,21 +99,23 @@ bool release(Barrier& barrier, int begin, int end) {
   return true;
 }
 
-void wait(Barrier& barrier, bool of_block) {
+// `expected` threads end a turn; 0: the scheduler ends it by release().
+void wait(Barrier& barrier, int expected = 0) {
   Thread& thread = self();
-  ++barrier.arrived;
+  thread.barrier = &barrier;
   thread.waits_for = barrier.turn;
-  thread.of_block = of_block;
+  if (++barrier.arrived == expected) {
+    barrier.arrived = 0;
+    ++barrier.turn;
+  }
   yield();
-  thread.waits_for = -1;
+  thread.barrier = nullptr;
 }
 
 bool can_run(int index) {
   const Thread& thread = block.threads[static_cast<size_t>(index)];
   if (thread.ended) return false;
-  if (thread.waits_for < 0) return true;
-  const Barrier& barrier = thread.of_block ? block.barrier : block.warps[static_cast<size_t>(index / kLanes)].barrier;
-  return barrier.turn > thread.waits_for;
+  return thread.barrier == nullptr || thread.barrier->turn > thread.waits_for;
 }
 
 void copy_now(const Copy& copy) {
@@ -172,12 +175,13 @@ void run_grid(int64_t blocks, int threads, size_t bytes, const std::function<voi
     block_index = {static_cast<unsigned>(b), 0, 0};
     block.warps = std::vector<Warp>(static_cast<size_t>((threads + kLanes - 1) / kLanes));
     block.barrier = {};
+    std::fill(std::begin(block.named), std::end(block.named), Barrier{});
     block.shared_bytes = bytes;
     block.memory.assign(bytes, static_cast<char>(0xff));  // NaN
     for (Thread& thread : block.threads) {
       thread.ended = false;
       thread.begun = false;
-      thread.waits_for = -1;
+      thread.barrier = nullptr;
       thread.shows = 0;
       thread.groups.clear();
       thread.open.clear();
@@ -191,13 +195,15 @@ void run_grid(int64_t blocks, int threads, size_t bytes, const std::function<voi
   }
 }
 
-void sync_block() { wait(block.barrier, true); }
+void sync_block() { wait(block.barrier); }
+
+void sync_threads(int barrier, int threads) { wait(block.named[barrier], threads); }
 
 const char (*show(const void* value, size_t bytes))[64] {
   if (bytes > 64) fail("a lane shows %zu bytes", bytes);
   auto& shown = warp().shown[self().shows++ % 2];
   std::memcpy(shown[current % kLanes], value, bytes);
-  wait(warp().barrier, false);
+  wait(warp().barrier);
   return shown;
 }
 

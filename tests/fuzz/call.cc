@@ -23,18 +23,29 @@ void put(char* to, T value) {
   std::memcpy(to, &value, sizeof(value));
 }
 
-uint16_t float16_bits(Random& random, bool special) {
-  if (special) return static_cast<uint16_t>(random.bits());
-  return static_cast<uint16_t>(random.between(0x2c00, 0x4400) | (random.chance(0.5) ? 0x8000 : 0));  // 2^-4 to 4
+// extreme: as large and as small as a dtype has them, too.
+enum class SpecialNumbers { nan_and_zeros, infinities, extreme };
+
+uint16_t float16_bits(Random& random, bool special, SpecialNumbers which) {
+  if (!special) {
+    return static_cast<uint16_t>(random.between(0x2c00, 0x4400) | (random.chance(0.5) ? 0x8000 : 0));  // 2^-4 to 4
+  }
+  switch (which) {
+    case SpecialNumbers::nan_and_zeros: return random.one_of<uint16_t>({0x7e00, 0, 0x8000});
+    case SpecialNumbers::infinities: return random.one_of<uint16_t>({0x7e00, 0x7c00, 0xfc00, 0, 0x8000});
+    default: return static_cast<uint16_t>(random.bits());
+  }
 }
 
-float float32_value(Random& random, bool special) {
+float float32_value(Random& random, bool special, SpecialNumbers which) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  if (special) {
-    return random.one_of({std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity, 0.0f, -0.0f, 1e-42f, -3e38f,
-                          88.0f, -88.0f, -1e4f});
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  if (!special) return static_cast<float>(random.between(-4096, 4096)) / 1024.0f;
+  switch (which) {
+    case SpecialNumbers::nan_and_zeros: return random.one_of({kNan, 0.0f, -0.0f});
+    case SpecialNumbers::infinities: return random.one_of({kNan, kInfinity, -kInfinity, 0.0f, -0.0f});
+    default: return random.one_of({kNan, kInfinity, -kInfinity, 0.0f, -0.0f, 1e-42f, -3e38f, 88.0f, -88.0f, -1e4f});
   }
-  return static_cast<float>(random.between(-4096, 4096)) / 1024.0f;
 }
 
 int64_t index_value(Random& random, int64_t limit, bool special) {
@@ -42,24 +53,34 @@ int64_t index_value(Random& random, int64_t limit, bool special) {
   return random.one_of<int64_t>({INT32_MIN, INT32_MAX, -2, limit + 1, static_cast<int32_t>(random.bits())});
 }
 
-void fill_values(Random& random, double specials, const Operand& operand, std::vector<char>* content) {
+// specials: how many of the elements.
+void fill_values(Random& random, double specials, SpecialNumbers which, const Operand& operand,
+                 std::vector<char>* content) {
   const size_t size = element_size(operand.view.dtype);
   for (size_t i = 0; i + size <= content->size(); i += size) {
     char* to = content->data() + i;
     const bool special = specials > 0 && random.chance(specials);
     switch (operand.view.dtype) {
-      case AB_FLOAT32: put(to, float32_value(random, special)); break;
+      case AB_FLOAT32: put(to, float32_value(random, special, which)); break;
       case AB_BFLOAT16: {
-        const float value = float32_value(random, special);
+        const float value = float32_value(random, special, which);
         std::memcpy(to, reinterpret_cast<const char*>(&value) + 2, 2);
         break;
       }
-      case AB_FLOAT16: put(to, float16_bits(random, special)); break;
+      case AB_FLOAT16: put(to, float16_bits(random, special, which)); break;
       case AB_INT64: put(to, index_value(random, operand.limit, special)); break;
       case AB_INT32: put(to, static_cast<int32_t>(index_value(random, operand.limit, special))); break;
       case AB_INT16: put(to, static_cast<int16_t>(index_value(random, operand.limit, special))); break;
       case AB_BOOL: *to = random.chance(0.5) ? 1 : 0; break;
       default: *to = static_cast<char>(random.bits()); break;
+    }
+    // A negative number loses its sign, a negative index becomes 0.
+    if (operand.nonnegative && (to[size - 1] & 0x80) != 0) {
+      if (operand.view.dtype >= AB_FLOAT16) {
+        to[size - 1] = static_cast<char>(to[size - 1] & 0x7f);
+      } else if (operand.view.dtype >= AB_INT16) {
+        std::fill_n(to, size, 0);
+      }
     }
   }
 }
@@ -155,7 +176,11 @@ bool Call::share(Random& random, Operand* operand) {
 }
 
 void Call::allocate(Random& random) {
-  is_extreme = random.chance(0.2);
+  const bool has_specials = random.chance(0.2);
+  is_extreme = has_specials && (mutated || random.chance(0.5));
+  const SpecialNumbers which = is_extreme       ? SpecialNumbers::extreme
+                               : has_infinities ? SpecialNumbers::infinities
+                                                : SpecialNumbers::nan_and_zeros;
   for (Operand& operand : operands) {
     if (mutated) operand.in = nullptr;  // the two may no longer go together
     if (operand.in != nullptr) {
@@ -164,7 +189,7 @@ void Call::allocate(Random& random) {
     }
     const int64_t bytes = small_bytes(operand.view);
     if (bytes < 0 || (bytes == 0 && random.chance(0.5))) continue;
-    const bool may_share = !operand.output && !operand.distinct && !is_taken_over(operand);
+    const bool may_share = !operand.output && !operand.distinct && !operand.derive && !is_taken_over(operand);
     if (may_share && share(random, &operand)) continue;
     const size_t size = element_size(operand.view.dtype);
     const size_t shift = random.chance(0.5) ? static_cast<size_t>(random.between(1, 15)) * size : 0;
@@ -173,9 +198,11 @@ void Call::allocate(Random& random) {
     operand.content.resize(static_cast<size_t>(bytes));
     if (operand.output && !operand.is_kept()) continue;
     const bool is_number = operand.view.dtype >= AB_FLOAT16;
-    const bool special = is_number ? is_extreme && random.chance(0.5) : random.chance(0.2);
-    fill_values(random, special ? 0.1 : 0.0, operand, &operand.content);
+    const bool may_be_special = has_specials && (is_extreme || !operand.finite);
+    const bool special = is_number ? may_be_special && random.chance(0.5) : random.chance(0.2);
+    fill_values(random, special ? 0.1 : 0.0, which, operand, &operand.content);
     if (operand.distinct) make_distinct(&operand.content);
+    if (operand.derive && !mutated) operand.derive(operand.content.data());
   }
 }
 

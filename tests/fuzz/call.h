@@ -29,8 +29,16 @@ struct Operand {
   std::function<bool()> is_read;   // of an output, as the options are: whether what stands there matters
   int64_t limit = 0;               // indices are about [-1, limit]
   bool distinct = false;           // no index stands there twice, -1 excepted
-  const Operand* in = nullptr;     // the operand whose memory it shares
-  std::vector<int64_t> strides;    // where there are any
+  bool nonnegative = false;
+  bool finite = false;                        // unless the call is extreme
+  std::function<void(char* content)> derive;  // from the operands before it, unless the call is mutated
+  const Operand* in = nullptr;                // the operand whose memory it shares
+  std::vector<int64_t> strides;               // where there are any
+
+  // How an output is compared with the other backend's (compare.h).
+  bool exact = false;  // to the bit
+  double scale = 0.0;  // the size of the terms of its sums, which may cancel; 0: its own largest element
+  std::function<std::string(const char* content)> fault;  // instead: what is wrong with it
 
   Memory memory;              // none: it shares another operand's
   std::vector<char> content;  // what an input holds, and an output that is kept
@@ -67,6 +75,16 @@ class Call {
   // The struct in memory of the size that it claims.
   std::vector<char> args() const;
 
+  // Its fields as the callee sees them: what stands past the size that the struct claims is zero.
+  template <class Args>
+  Args args_as() const {
+    std::vector<char> bytes = args();
+    bytes.resize(sizeof(Args));
+    Args fields;
+    std::memcpy(&fields, bytes.data(), sizeof(Args));
+    return fields;
+  }
+
   // Memory and content for every tensor.
   void allocate(Random& random);
 
@@ -90,7 +108,10 @@ class Call {
   std::vector<std::pair<const char*, int32_t*>> options;
   std::vector<std::pair<const char*, float*>> numbers;
   bool mutated = false;
-  bool is_extreme = false;  // numbers may be NaN, infinite, or so large or small that results are no more comparable
+  bool is_extreme = false;        // numbers are so large or small that only exact results can be compared
+  bool has_infinities = true;     // among its numbers, as NaN is
+  bool in_float32 = false;        // the operation computes in float32 whatever the dtypes of its tensors
+  std::function<bool()> is_open;  // whether rounding may decide between very different results
 
  private:
   bool share(Random& random, Operand* operand);

@@ -5,46 +5,12 @@
 #include <cstdio>
 #include <string_view>
 
+#include "values.h"
+
 namespace anabranch::fuzz {
 namespace {
 
 bool is_float(int32_t dtype) { return dtype == AB_FLOAT32 || dtype == AB_BFLOAT16 || dtype == AB_FLOAT16; }
-
-double value_of(const char* at, int32_t dtype) {
-  switch (dtype) {
-    case AB_FLOAT32: {
-      float value = 0;
-      std::memcpy(&value, at, sizeof(value));
-      return value;
-    }
-    case AB_BFLOAT16: {
-      float value = 0;
-      std::memcpy(reinterpret_cast<char*>(&value) + 2, at, 2);
-      return value;
-    }
-    case AB_FLOAT16: {
-      _Float16 value = 0;
-      std::memcpy(&value, at, sizeof(value));
-      return static_cast<double>(static_cast<float>(value));
-    }
-    case AB_INT64: {
-      int64_t value = 0;
-      std::memcpy(&value, at, sizeof(value));
-      return static_cast<double>(value);
-    }
-    case AB_INT32: {
-      int32_t value = 0;
-      std::memcpy(&value, at, sizeof(value));
-      return value;
-    }
-    case AB_INT16: {
-      int16_t value = 0;
-      std::memcpy(&value, at, sizeof(value));
-      return value;
-    }
-    default: return static_cast<unsigned char>(*at);
-  }
-}
 
 bool has(const Call& call, int32_t dtype) {
   return std::any_of(call.operands.begin(), call.operands.end(),
@@ -57,47 +23,102 @@ bool is_tf32(const Call& call) {
   });
 }
 
-// Error bound of an element, relative to the largest of its tensor. It is 16 roundings for 16-bit dtypes and TF32, and
-// some hundred for float32, because long sums have that many.
+// Error bound of an element, relative to the largest of its tensor or the terms of its sums.
+//
+// Products of matrices: 16 roundings for 16-bit dtypes and TF32, and some hundred for float32, because long sums have
+// that many. What is computed in float32 throughout: 128 roundings, of special functions and sums, and ...
 double tolerance(const Call& call) {
+  if (call.in_float32) return 0x1p-17;
   if (has(call, AB_BFLOAT16)) return 0x1p-4;
   return has(call, AB_FLOAT16) || is_tf32(call) ? 0x1p-7 : 1e-4;
 }
 
+// ... one of the result, relative to itself, where that is rounded to 16 bits: a last place.
+double last_place(const Call& call, int32_t dtype) {
+  if (!call.in_float32) return 0.0;
+  return dtype == AB_BFLOAT16 ? 0x1p-7 : dtype == AB_FLOAT16 ? 0x1p-10 : 0.0;
+}
+
 // Numbers that float16 can't hold are infinite on one side earlier than on the other.
 bool overflows(const Call& call, double a, double b) {
-  return has(call, AB_FLOAT16) && !(std::abs(a) < 3e4 && std::abs(b) < 3e4);
+  return has(call, AB_FLOAT16) && !(std::abs(a) < 3e4 && std::abs(b) < 3e4) && !std::isnan(a) && !std::isnan(b);
+}
+
+bool is_nan(const char* at, int32_t dtype) {
+  return dtype == AB_FLOAT8_E4M3 ? (*at & 0x7f) == 0x7f : is_float(dtype) && std::isnan(value_of(at, dtype));
 }
 
 bool is_near(double a, double b, double bound) {
   return (std::isnan(a) && std::isnan(b)) || a == b || std::abs(a - b) <= bound;
 }
 
+// The first element that differs by too much; empty: none.
+std::string difference(const Call& call, const Operand& operand, const char* got, const char* want) {
+  const int32_t dtype = operand.view.dtype;
+  const size_t size = element_size(dtype);
+  const size_t bytes =
+      operand.content.empty() && operand.in != nullptr ? operand.in->content.size() : operand.content.size();
+  double largest = operand.scale;
+  for (size_t at = 0; at < bytes && operand.scale == 0.0; at += size) {
+    const double value = std::abs(value_of(want + at, dtype));
+    if (std::isfinite(value)) largest = std::max(largest, value);
+  }
+  const double bound = tolerance(call) * largest + (dtype == AB_FLOAT16 ? 0x1p-24 : 1e-36);
+  for (size_t at = 0; at < bytes; at += size) {
+    const double a = value_of(got + at, dtype);
+    const double b = value_of(want + at, dtype);
+    if (operand.exact || !is_float(dtype)) {
+      const bool are_nan = is_nan(got + at, dtype) && is_nan(want + at, dtype);
+      if (are_nan || std::memcmp(got + at, want + at, size) == 0) continue;
+    } else if (is_near(a, b, bound + last_place(call, dtype) * std::abs(b)) || overflows(call, a, b)) {
+      continue;
+    }
+    char text[200];
+    std::snprintf(text, sizeof(text), ", element %zu: %.9g on one, %.9g on the other, bound %.3g", at / size, a, b,
+                  bound);
+    return text;
+  }
+  return "";
+}
+
+bool are_same(int32_t dtype, const std::vector<char>& first, const std::vector<char>& second) {
+  if (first == second || !kEmulated) return first == second;
+  const size_t size = element_size(dtype);
+  for (size_t at = 0; at < first.size(); at += size) {
+    const bool are_nan = is_nan(&first[at], dtype) && is_nan(&second[at], dtype);
+    if (!are_nan && std::memcmp(&first[at], &second[at], size) != 0) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
-std::string difference(const Call& call, const Results& got, const Results& want) {
+bool are_same(const Call& call, const Results& first, const Results& second) {
   size_t i = 0;
   for (const Operand& operand : call.operands) {
     if (!operand.is_compared()) continue;
-    const int32_t dtype = operand.view.dtype;
-    const size_t size = element_size(dtype);
-    const std::vector<char>& left = got[i];
-    const std::vector<char>& right = want[i++];
-    double largest = 0;
-    for (size_t at = 0; at < right.size(); at += size) {
-      const double value = std::abs(value_of(&right[at], dtype));
-      if (std::isfinite(value)) largest = std::max(largest, value);
+    if (!are_same(operand.view.dtype, first[i], second[i])) return false;
+    ++i;
+  }
+  return true;
+}
+
+std::string difference(const Call& call, const Results& got, const Results& want) {
+  if (call.is_open && call.is_open()) return "";
+  size_t i = 0;
+  for (const Operand& operand : call.operands) {
+    if (!operand.is_compared()) continue;
+    const char* const left = got[i].data();
+    const char* const right = want[i++].data();
+    if (call.is_extreme && !operand.exact) continue;
+    std::string text;
+    if (operand.fault) {
+      text = operand.fault(left);
+      if (text.empty()) text = operand.fault(right);
+    } else {
+      text = difference(call, operand, left, right);
     }
-    const double bound = is_float(dtype) ? tolerance(call) * largest + 1e-36 : 0;
-    for (size_t at = 0; at < right.size(); at += size) {
-      const double a = value_of(&left[at], dtype);
-      const double b = value_of(&right[at], dtype);
-      if (is_near(a, b, bound) || (is_float(dtype) && overflows(call, a, b))) continue;
-      char text[200];
-      std::snprintf(text, sizeof(text), ", element %zu: %.9g on one, %.9g on the other, largest %.9g", at / size, a, b,
-                    largest);
-      return operand.name + text;
-    }
+    if (!text.empty()) return operand.name + text;
   }
   return "";
 }

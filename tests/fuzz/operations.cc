@@ -10,6 +10,7 @@
 #include "anabranch/experts.h"
 #include "anabranch/router.h"
 #include "call.h"
+#include "routing.h"
 
 namespace anabranch::fuzz {
 namespace {
@@ -55,16 +56,33 @@ struct Sizes {
     return s;
   }
 
+  // Of a router, whose kernels are chosen by E, K and whether T is above 512.
+  static Sizes routed(Random& random) {
+    Sizes s(random);
+    if (!kEmulated) return s;
+    if (random.chance(0.1)) s.T = random.one_of<int64_t>({513, 600});
+    if (random.chance(0.2)) s.E = random.one_of<int64_t>({128, 200, 256, 390, 512});
+    if (random.chance(0.02)) {  // more than registers hold
+      s.T = std::min<int64_t>(s.T, 9);
+      s.E = random.one_of<int64_t>({1025, 1100});
+    }
+    if (s.T <= 40 && random.chance(0.1)) s.K = random.between(1, std::min<int64_t>(s.E, 70));
+    s.B = s.T % 5 == 0 && s.T > 0 && random.chance(0.5) ? 5 : 1;
+    return s;
+  }
+
   Shape statistics(Random& random) const { return B == 1 && random.chance(0.5) ? Shape{E} : Shape{B, E}; }
 };
 
 void make_router_forward(const Operation& operation, Random& random, Call* call) {
-  const Sizes s(random);
+  const Sizes s = Sizes::routed(random);
   auto* args = call->start<ab_router_forward_args>(operation);
   args->topk = static_cast<int32_t>(s.K);
   args->score_function = static_cast<int32_t>(random.between(AB_SOFTMAX, AB_SQRTSOFTPLUS));
   args->normalize = static_cast<int32_t>(random.between(0, 1));
   args->scaling_factor = 1.0f;
+  call->in_float32 = true;
+  call->is_open = [call] { return selection_is_open(call->args_as<ab_router_forward_args>()); };
   const int32_t dtype = any_float(random);
   call->input(ARGUMENT(logits), dtype, {s.T, s.E});
   if (random.chance(0.3)) call->input(ARGUMENT(token_mask), AB_BOOL, {s.T});
@@ -87,7 +105,8 @@ void make_router_forward(const Operation& operation, Random& random, Call* call)
     const bool balances = biased && s.K < s.E && random.chance(0.5);
     if (balances) {
       call->input(ARGUMENT(qb_bin_bounds), AB_FLOAT32, {2});
-      call->output(ARGUMENT(qb_histogram), AB_INT32, {s.E, random.one_of<int64_t>({1, 2, 37, 300})});
+      call->output(ARGUMENT(qb_histogram), AB_INT32, {s.E, random.one_of<int64_t>({1, 2, 37, 300})}).fault =
+          [call](const char* histogram) { return histogram_fault(call->args_as<ab_router_forward_args>(), histogram); };
     }
     if (!forced && !balances && s.E % 2 == 0 && s.K <= s.E / 2 && random.chance(0.3)) {
       args->num_groups = 2;
@@ -120,12 +139,13 @@ void make_router_forward(const Operation& operation, Random& random, Call* call)
 }
 
 void make_router_backward(const Operation& operation, Random& random, Call* call) {
-  const Sizes s(random);
+  const Sizes s = Sizes::routed(random);
   auto* args = call->start<ab_router_backward_args>(operation);
   args->topk = static_cast<int32_t>(s.K);
   args->score_function = static_cast<int32_t>(random.between(AB_SOFTMAX, AB_SQRTSOFTPLUS));
   args->normalize = static_cast<int32_t>(random.between(0, 1));
   args->scaling_factor = 1.0f;
+  call->in_float32 = true;
   const int32_t dtype = any_float(random);
   call->input(ARGUMENT(logits), dtype, {s.T, s.E});
   if (random.chance(0.3)) call->input(ARGUMENT(token_mask), AB_BOOL, {s.T});
@@ -154,20 +174,25 @@ void make_router_backward(const Operation& operation, Random& random, Call* call
   const bool by_lse = random.chance(0.5);
   if (by_lse) call->input(ARGUMENT(d_lse), any_float(random), {s.T});
   const bool has_softmax = args->score_function == AB_SOFTMAX && (weighted || auxiliary);
-  if ((by_lse || has_softmax) && random.chance(0.5)) call->input(ARGUMENT(lse), AB_FLOAT32, {s.T});
-  call->output(ARGUMENT(d_logits), dtype, {s.T, s.E});
+  if ((by_lse || has_softmax) && random.chance(0.5)) {
+    Operand& lse = call->input(ARGUMENT(lse), AB_FLOAT32, {s.T});
+    lse.finite = true;
+    lse.derive = [call](char* content) { fill_lse(call->operands.front(), content); };
+  }
+  call->output(ARGUMENT(d_logits), dtype, {s.T, s.E}).scale = 16.0 * static_cast<double>(s.K);
   call->options = {{"topk", &args->topk}, {"score_function", &args->score_function}, {"normalize", &args->normalize}};
   call->numbers = {{"scaling_factor", &args->scaling_factor}};
 }
 
 void make_load_balance_loss(const Operation& operation, Random& random, Call* call) {
   const Sizes s(random);
+  call->in_float32 = true;
   auto* args = call->start<ab_load_balance_loss_args>(operation);
   args->topk = static_cast<int32_t>(s.K);
   args->coeff = 0.01f;
   const Shape statistics = s.statistics(random);
-  call->input(ARGUMENT(score_sum), AB_FLOAT32, statistics);
-  call->input(ARGUMENT(tokens_per_expert), any_count(random), statistics, s.T);
+  call->input(ARGUMENT(score_sum), AB_FLOAT32, statistics).nonnegative = true;
+  call->input(ARGUMENT(tokens_per_expert), any_count(random), statistics, s.T).nonnegative = true;
   call->input(ARGUMENT(num_tokens), random.one_of<int32_t>({AB_INT32, AB_INT64}),
               statistics.size() == 2 ? Shape{s.B} : Shape{}, s.T);
   if (random.chance(0.8)) call->output(ARGUMENT(loss), AB_FLOAT32, {});
@@ -178,14 +203,15 @@ void make_load_balance_loss(const Operation& operation, Random& random, Call* ca
 
 void make_moe_aux_loss(const Operation& operation, Random& random, Call* call) {
   const Sizes s(random);
+  call->in_float32 = true;
   auto* args = call->start<ab_moe_aux_loss_args>(operation);
   args->topk = static_cast<int32_t>(s.K);
   args->num_experts = random.chance(0.5) ? static_cast<int32_t>(s.E) : 0;
   args->coeff = 0.01f;
   const int64_t C = random.between(1, 3) * s.E;
   const bool wants_loss = random.chance(0.8);
-  if (wants_loss || random.chance(0.5)) call->input(ARGUMENT(probs), any_float(random), {s.T, C});
-  call->input(ARGUMENT(tokens_per_expert), any_count(random), {C}, s.T);
+  if (wants_loss || random.chance(0.5)) call->input(ARGUMENT(probs), any_float(random), {s.T, C}).nonnegative = true;
+  call->input(ARGUMENT(tokens_per_expert), any_count(random), {C}, s.T).nonnegative = true;
   if (random.chance(0.5)) call->input(ARGUMENT(num_tokens), random.one_of<int32_t>({AB_INT32, AB_INT64}), {}, s.T);
   if (wants_loss) call->output(ARGUMENT(loss), AB_FLOAT32, {});
   if (!wants_loss || random.chance(0.8)) {
@@ -198,9 +224,10 @@ void make_moe_aux_loss(const Operation& operation, Random& random, Call* call) {
 
 void make_score_sum(const Operation& operation, Random& random, Call* call) {
   const Sizes s(random);
+  call->in_float32 = true;
   auto* args = call->start<ab_score_sum_args>(operation);
   const int64_t E = random.chance(0.1) ? 0 : s.E;
-  call->input(ARGUMENT(scores), any_float(random), {s.T, E});
+  call->input(ARGUMENT(scores), any_float(random), {s.T, E}).nonnegative = true;
   call->output(ARGUMENT(score_sum), AB_FLOAT32, random.chance(0.5) ? Shape{s.B, E} : Shape{E});
 }
 
@@ -249,7 +276,7 @@ void make_dispatch(const Operation& operation, Random& random, Call* call) {
   add_maps(s, &args->row_of_slot, &args->slot_of_row, call);
   if (weighted) call->input(ARGUMENT(weights), any_float(random), {s.T, s.K});
   const bool converts = dtype >= AB_FLOAT16 && random.chance(0.4);
-  call->output(ARGUMENT(rows), converts ? any_float(random) : dtype, {s.R, s.D});
+  call->output(ARGUMENT(rows), converts ? any_float(random) : dtype, {s.R, s.D}).exact = true;
 }
 
 void make_combine(const Operation& operation, Random& random, Call* call) {
@@ -264,7 +291,9 @@ void make_combine(const Operation& operation, Random& random, Call* call) {
   if (in_place || random.chance(0.4)) {
     addend = &call->input(ARGUMENT(addend), in_place ? dtype : any_float(random), {s.T, s.D});
   }
-  call->output(ARGUMENT(out), dtype, {s.T, s.D}).in = in_place ? addend : nullptr;
+  Operand& out = call->output(ARGUMENT(out), dtype, {s.T, s.D});
+  out.in = in_place ? addend : nullptr;
+  out.exact = true;
 }
 
 void make_combine_backward(const Operation& operation, Random& random, Call* call) {
@@ -275,8 +304,12 @@ void make_combine_backward(const Operation& operation, Random& random, Call* cal
   if (d_weights || random.chance(0.2)) call->input(ARGUMENT(rows), any_float(random), {s.R, s.D});
   add_maps(s, &args->row_of_slot, &args->slot_of_row, call);
   if (random.chance(0.6)) call->input(ARGUMENT(weights), any_float(random), {s.T, s.K});
-  if (random.chance(0.8)) call->output(ARGUMENT(d_rows), any_float(random), {s.R, s.D});
-  if (d_weights) call->output(ARGUMENT(d_weights), any_float(random), {s.T, s.K});
+  call->in_float32 = true;
+  if (random.chance(0.8)) call->output(ARGUMENT(d_rows), any_float(random), {s.R, s.D}).exact = true;
+  if (d_weights) {
+    // Products of numbers up to 4.
+    call->output(ARGUMENT(d_weights), any_float(random), {s.T, s.K}).scale = 16.0 * static_cast<double>(s.D);
+  }
 }
 
 void make_sort_chunks(const Operation& operation, Random& random, Call* call) {
@@ -288,7 +321,7 @@ void make_sort_chunks(const Operation& operation, Random& random, Call* call) {
   call->input(ARGUMENT(x), dtype, {s.R, s.D});
   call->input(ARGUMENT(split_sizes), AB_INT32, {S}, 40);
   call->input(ARGUMENT(sorted_indices), AB_INT32, {S}, S);
-  call->output(ARGUMENT(out), dtype, {s.R, s.D});
+  call->output(ARGUMENT(out), dtype, {s.R, s.D}).exact = true;
   if (random.chance(0.6)) call->output(ARGUMENT(row_id_map), AB_INT32, {s.R});
   call->options = {{"inverse", &args->inverse}};
 }
@@ -308,7 +341,7 @@ void make_quantize_rows(const Operation& operation, Random& random, Call* call) 
   args->fp8_scales = static_cast<int32_t>(random.between(0, 1));
   call->input(ARGUMENT(x), any_float(random), {s.R, s.D});
   call->output(ARGUMENT(q), AB_FLOAT8_E4M3, {s.R, s.D});
-  call->output(ARGUMENT(scales), AB_FLOAT32, {s.R, s.D / 128});
+  call->output(ARGUMENT(scales), AB_FLOAT32, {s.R, s.D / 128}).exact = true;
   call->options = {{"fp8_scales", &args->fp8_scales}};
 }
 
@@ -327,13 +360,15 @@ void make_quantize_weights(const Operation& operation, Random& random, Call* cal
     call->output(ARGUMENT(q_transposed), AB_FLOAT8_E4M3, has_parts ? Shape{s.E, P, s.F, s.D} : Shape{s.E, s.F, s.D});
   }
   call->output(ARGUMENT(scales), AB_FLOAT32,
-               has_parts ? Shape{s.E, s.D / 128, P, s.F / 128} : Shape{s.E, s.D / 128, s.F / 128});
+               has_parts ? Shape{s.E, s.D / 128, P, s.F / 128} : Shape{s.E, s.D / 128, s.F / 128})
+      .exact = true;
   call->options = {{"fp8_scales", &args->fp8_scales}};
 }
 
 // Sizes, and how operands are multiplied: the two go together.
 template <class Args>
-Sizes choose_precision(Random& random, Args* args) {
+Sizes choose_precision(Random& random, Args* args, Call* call) {
+  call->has_infinities = false;  // a float32 operand that is infinite gives NaN on some GPUs (cuda.h)
   if (kEmulated || random.chance(0.7)) {
     args->precision = static_cast<int32_t>(random.between(0, 1));
     return Sizes(random);
@@ -367,7 +402,7 @@ int32_t add_factors(const Sizes& s, Random& random, Args* args, Call* call) {
 
 void make_grouped_matmul(const Operation& operation, Random& random, Call* call) {
   auto* args = call->start<ab_grouped_matmul_args>(operation);
-  const Sizes s = choose_precision(random, args);
+  const Sizes s = choose_precision(random, args, call);
   args->transpose_w = static_cast<int32_t>(random.between(0, 1));
   const int32_t dtype = add_factors(s, random, args, call);
   call->output(ARGUMENT(y), dtype, {s.R, s.F});
@@ -378,6 +413,7 @@ void make_grouped_matmul(const Operation& operation, Random& random, Call* call)
 void make_grouped_matmul_dw(const Operation& operation, Random& random, Call* call) {
   const Sizes s(random);
   auto* args = call->start<ab_grouped_matmul_dw_args>(operation);
+  call->has_infinities = false;
   args->precision = static_cast<int32_t>(random.between(0, 1));
   args->accumulate = random.chance(0.3) ? 1 : 0;
   call->input(ARGUMENT(x), any_float(random), {s.R, s.D});
@@ -390,7 +426,7 @@ void make_grouped_matmul_dw(const Operation& operation, Random& random, Call* ca
 
 void make_grouped_matmul_combine(const Operation& operation, Random& random, Call* call) {
   auto* args = call->start<ab_grouped_matmul_combine_args>(operation);
-  const Sizes s = choose_precision(random, args);
+  const Sizes s = choose_precision(random, args, call);
   args->transpose_w = static_cast<int32_t>(random.between(0, 1));
   args->skip_rest = random.chance(0.3) ? 1 : 0;
   const bool weighted = random.chance(0.5);
@@ -499,7 +535,7 @@ Shape slots_of(const Sizes& s, const Args* args) {
 
 void make_expert_ffn_forward(const Operation& operation, Random& random, Call* call) {
   auto* args = call->start<ab_expert_ffn_forward_args>(operation);
-  const Sizes s = choose_precision(random, args);
+  const Sizes s = choose_precision(random, args, call);
   const int32_t dtype = add_network(s, random, args, call);
   const bool first_half = random.chance(0.25);
   const bool weighted = random.chance(0.5);
@@ -523,7 +559,7 @@ void make_expert_ffn_forward(const Operation& operation, Random& random, Call* c
 
 void make_expert_ffn_backward(const Operation& operation, Random& random, Call* call) {
   auto* args = call->start<ab_expert_ffn_backward_args>(operation);
-  const Sizes s = choose_precision(random, args);
+  const Sizes s = choose_precision(random, args, call);
   const int32_t dtype = add_network(s, random, args, call);
   call->input(ARGUMENT(w_out), dtype_of_weights(random, args, dtype), {s.E, s.F, s.D});
   add_quantized_weights(s, random, false, args, call);
@@ -582,9 +618,9 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   } else {
     const bool dx_takes_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
     if (dx_takes_dh || args->d_w_in != nullptr || args->d_b_in != nullptr) {
-      call->input(ARGUMENT(dh), dtype, {s.R, s.P, s.F});
+      call->input(ARGUMENT(dh), dtype, {s.R, s.P, s.F}).finite = true;
     }
-    if (wants_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F});
+    if (wants_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F}).finite = true;
   }
   call->options.push_back({"accumulate", &args->accumulate});
   if (random.chance(0.5)) lay_out(random, call);
@@ -609,42 +645,27 @@ ab_status query_as(const void* args, const ab_exec* exec, size_t* bytes) {
 }  // namespace
 
 #if defined(ANABRANCH_FUZZ_EMULATED)
-
 // The CUDA function beside the CPU's, where tests/emulation runs its kernels.
-#define BESIDE_CPU(name, query) OPERATION(name, ab_cuda_##name, query, RUN(name, ab_##name), QUERY(name, ab_##name))
-#define WITH_WORKSPACE(name) BESIDE_CPU(name, QUERY(name, ab_cuda_##name))
-#define WITHOUT_WORKSPACE(name) OPERATION(name, ab_cuda_##name, nullptr, RUN(name, ab_##name), nullptr)
-
-const std::vector<Operation> kOperations = {
-    BESIDE_CPU(combine, nullptr),
-
+#define BESIDE_CPU(name, query, other_query) OPERATION(name, ab_cuda_##name, query, RUN(name, ab_##name), other_query)
+#define WITH_WORKSPACE(name) BESIDE_CPU(name, QUERY(name, ab_cuda_##name), QUERY(name, ab_##name))
+#define WITH_WORKSPACE_ON_CPU(name) BESIDE_CPU(name, nullptr, QUERY(name, ab_##name))
+#define WITHOUT_WORKSPACE(name) BESIDE_CPU(name, nullptr, nullptr)
 #else
-
 #define WITH_WORKSPACE(name) OPERATION(name, ab_##name, QUERY(name, ab_##name))
+#define WITH_WORKSPACE_ON_CPU(name) WITH_WORKSPACE(name)
 #define WITHOUT_WORKSPACE(name) OPERATION(name, ab_##name, nullptr)
-
-const std::vector<Operation> kOperations = {
-    WITH_WORKSPACE(router_forward),
-    WITH_WORKSPACE(router_backward),
-    WITHOUT_WORKSPACE(load_balance_loss),
-    WITH_WORKSPACE(score_sum),
-    WITH_WORKSPACE(moe_aux_loss),
-    WITH_WORKSPACE(combine),
-    WITHOUT_WORKSPACE(combine_backward),
-
 #endif
 
-    WITH_WORKSPACE(plan),
-    WITHOUT_WORKSPACE(dispatch),
-    WITH_WORKSPACE(sort_chunks),
-    WITHOUT_WORKSPACE(expand_row_id_map),
-    WITH_WORKSPACE(quantize_rows),
-    WITH_WORKSPACE(quantize_weights),
-    WITH_WORKSPACE(grouped_matmul),
-    WITH_WORKSPACE(grouped_matmul_dw),
-    WITH_WORKSPACE(grouped_matmul_combine),
-    WITH_WORKSPACE(expert_ffn_forward),
-    WITH_WORKSPACE(expert_ffn_backward),
+const std::vector<Operation> kOperations = {
+    WITH_WORKSPACE(router_forward),       WITH_WORKSPACE(router_backward),
+    WITHOUT_WORKSPACE(load_balance_loss), WITH_WORKSPACE(score_sum),
+    WITH_WORKSPACE(moe_aux_loss),         WITH_WORKSPACE_ON_CPU(combine),
+    WITHOUT_WORKSPACE(combine_backward),  WITH_WORKSPACE(plan),
+    WITHOUT_WORKSPACE(dispatch),          WITH_WORKSPACE(sort_chunks),
+    WITHOUT_WORKSPACE(expand_row_id_map), WITH_WORKSPACE(quantize_rows),
+    WITH_WORKSPACE(quantize_weights),     WITH_WORKSPACE(grouped_matmul),
+    WITH_WORKSPACE(grouped_matmul_dw),    WITH_WORKSPACE(grouped_matmul_combine),
+    WITH_WORKSPACE(expert_ffn_forward),   WITH_WORKSPACE(expert_ffn_backward),
 };
 
 }  // namespace anabranch::fuzz

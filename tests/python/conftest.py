@@ -1,5 +1,6 @@
 """Runs tests of operations that have CUDA kernels on a GPU too."""
 
+import importlib.metadata
 import os
 
 # Tests run beside each other, so there are more threads than cores. OpenMP's spin while they wait, for several times as
@@ -14,6 +15,21 @@ import jax
 import pytest
 
 import frameworks
+
+#: Whose modules, models and interfaces the tests use.
+LIBRARIES = ("jax", "flax", "torch", "transformers", "peft", "accelerate", "megatron-core", "torchtitan")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints which versions were tested."""
+    terminalreporter.write_line(", ".join(f"{name} {_version(name)}" for name in LIBRARIES))
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _on_gpu():

@@ -65,6 +65,7 @@ _DEEPSEEK_V4 = Family(
     router_options={"score_function": "sqrtsoftplus", "normalize": True},
     activation=Activation.swiglu_clamped(10.0),
 )
+_HY_V4 = replace(_DEEPSEEK_V3, **_STACKED, activation=Activation.swiglu_clamped(10.0))
 _GRANITE = Family(Stored("router.layer.weight", "e d"), **_LINEAR_PAIR, router_options=SOFTMAX)
 _GPT_OSS = Family(
     _ROUTER,
@@ -77,6 +78,14 @@ _GPT_OSS = Family(
     activation=Activation.swiglu_oai(1.702, 7.0),
 )
 _KIMI_LINEAR = Family(_GATE, **_EACH_W123, **_SHARED, expert_bias=_CORRECTION, router_options=SIGMOID)
+_INKLING2 = Family(
+    _GATE,
+    w_in=Stored("experts.w13_weight", "e fp d"),
+    w_out=Stored("experts.w2_weight", "e d f"),
+    expert_bias=Stored("gate.bias", "e"),
+    router_options=SIGMOID,
+    activation=Activation.situ(4.0, 25.0),
+)
 _GEMMA4 = Family(
     Stored("router.proj.weight", "e d"),
     **_STACKED,
@@ -157,7 +166,8 @@ FAMILIES: dict[str, Family] = {
         gate=Stored("router.gate.weight", "e d"),
         expert_bias=Stored("expert_bias", "e"),
     ),
-    "hy_v4": replace(_DEEPSEEK_V3, **_STACKED, activation=Activation.swiglu_clamped(10.0)),
+    "hy_v4": _HY_V4,
+    "hy_v4_vl": _HY_V4,
     "deepseek_v4": _DEEPSEEK_V4,
     "deepseek_v4_hash": replace(_DEEPSEEK_V4, expert_bias=None, others={"gate.tid2eid": "v k"}),
     "axk1": _DEEPSEEK_V3,
@@ -165,6 +175,7 @@ FAMILIES: dict[str, Family] = {
     "flint": Family(_GATE, **_EACH, **_shared("shared_expert"), router_options=SIGMOID),
     "beam": replace(_DEEPSEEK_V3, shared_in=None, shared_out=None),
     "mistral4": Family(_GATE, **_STACKED, **_SHARED, router_options=SOFTMAX),
+    "lara_mini": Family(_GATE, **_STACKED, **_shared("shared_expert"), router_options=SOFTMAX),
     "minimax_m2": _MINIMAX_M2,
     "minimax_m3_vl": replace(_MINIMAX_M2, **_SHARED, activation=Activation.swiglu_oai(1.702, 7.0)),
     "step3p7": Family(
@@ -195,14 +206,8 @@ FAMILIES: dict[str, Family] = {
         },
         activation=Activation.situ(4.0, 25.0),
     ),
-    "inkling2": Family(
-        _GATE,
-        w_in=Stored("experts.w13_weight", "e fp d"),
-        w_out=Stored("experts.w2_weight", "e d f"),
-        expert_bias=Stored("gate.bias", "e"),
-        router_options=SIGMOID,
-        activation=Activation.situ(4.0, 25.0),
-    ),
+    "inkling2": _INKLING2,
+    "inkling2_loop": _INKLING2,
     "nemotron_h": Family(
         _GATE,
         w_in=Stored("experts.{e}.up_proj.weight", "f d"),

@@ -3,11 +3,18 @@
 
 namespace anabranch::cuda {
 
+// As an array, whose length is the launch's.
+template <class T>
+__device__ __forceinline__ T* dynamic_shared_array() {
+  extern __shared__ __align__(256) char memory[];
+  static_assert(alignof(T) <= 256, "shared memory begins at a multiple of 256 bytes");
+  return reinterpret_cast<T*>(memory);
+}
+
+// As one object.
 template <class T>
 __device__ __forceinline__ T& dynamic_shared_memory() {
-  extern __shared__ __align__(256) char memory[];
-  static_assert(alignof(T) <= 256, "dynamic shared memory is declared with an alignment of 256 bytes");
-  return *reinterpret_cast<T*>(memory);
+  return *dynamic_shared_array<T>();
 }
 
 }  // namespace anabranch::cuda

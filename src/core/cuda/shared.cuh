@@ -1,5 +1,5 @@
-// Arrays in shared memory by their 32-bit addresses. Through pointers the compiler would compute full addresses over
-// and over; an address here is a register, and constant offsets go into the instructions.
+// Accesses to shared memory by 32-bit addresses. Through pointers the compiler would compute full addresses over and
+// over; an address here is a register, and constant offsets go into the instructions.
 #pragma once
 
 #include <cstdint>
@@ -47,43 +47,22 @@ __device__ __forceinline__ void store_shared(unsigned address, T value) {
   }
 }
 
-// T [] at an address of shared memory.
-template <class T>
-class SharedArray {
- public:
-  __device__ __forceinline__ explicit SharedArray(unsigned address) : address_(address) {}
-  __device__ __forceinline__ explicit SharedArray(const T* pointer)
-      : address_(static_cast<unsigned>(__cvta_generic_to_shared(pointer))) {}
-
-  __device__ __forceinline__ T operator[](unsigned i) const { return load_shared<T>(address_ + i * sizeof(T)); }
-  __device__ __forceinline__ void set(unsigned i, T value) const { store_shared(address_ + i * sizeof(T), value); }
-  __device__ __forceinline__ SharedArray from(unsigned i) const { return SharedArray(address_ + i * sizeof(T)); }
-  __device__ __forceinline__ unsigned address() const { return address_; }
-
-  // These without a branch:
-  __device__ __forceinline__ void set_if(bool condition, unsigned i, T value) const {
-    static_assert(sizeof(T) == 4, "the instruction takes 32-bit elements");
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u32 [%0], %1;}" ::"r"(address_ + i * 4),
-                 "r"(__builtin_bit_cast(uint32_t, value)), "r"(static_cast<uint32_t>(condition))
-                 : "memory");
-  }
-  __device__ __forceinline__ void count_if(bool condition, unsigned i) const {
-    static_assert(sizeof(T) == 4, "the instruction takes 32-bit elements");
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p red.shared.add.u32 [%0], 1;}" ::"r"(address_ + i * 4),
-                 "r"(static_cast<uint32_t>(condition))
-                 : "memory");
-  }
-  __device__ __forceinline__ void add(unsigned i, T value) const {
-    static_assert(sizeof(T) == 4, "the instruction takes 32-bit elements");
-    asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address_ + i * 4), "r"(value) : "memory");
-  }
-  __device__ __forceinline__ void set_bits(unsigned i, uint32_t bits) const {
-    static_assert(sizeof(T) == 4, "the instruction takes 32-bit elements");
-    asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address_ + i * 4), "r"(bits) : "memory");
-  }
-
- private:
-  unsigned address_;
-};
+// These are without a branch.
+__device__ __forceinline__ void store_shared_if(bool condition, unsigned address, uint32_t value) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u32 [%0], %1;}" ::"r"(address), "r"(value),
+               "r"(static_cast<uint32_t>(condition))
+               : "memory");
+}
+__device__ __forceinline__ void increment_shared_if(bool condition, unsigned address) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p red.shared.add.u32 [%0], 1;}" ::"r"(address),
+               "r"(static_cast<uint32_t>(condition))
+               : "memory");
+}
+__device__ __forceinline__ void add_shared(unsigned address, uint32_t value) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void or_shared(unsigned address, uint32_t bits) {
+  asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
 
 }  // namespace anabranch::cuda

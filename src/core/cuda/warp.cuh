@@ -11,11 +11,6 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x / kWarp); }
 
-// Warps of a block wait for each other: the `warps` that name the same barrier, which is 1 to 15.
-__device__ __forceinline__ void sync_some_warps(int barrier, int warps) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(warps * kWarp) : "memory");
-}
-
 // combine over each group of kLanes neighbouring lanes; every lane gets the result.
 template <int kLanes, class T, class Combine>
 __device__ __forceinline__ T reduce_lanes(T value, const Combine& combine) {

@@ -5,6 +5,7 @@
 // and step, a segment of the row at a time, and both are added up on the way out.
 #include "balance/statistics.cuh"
 #include "core/cuda/access.cuh"
+#include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/element.cuh"
 #include "core/tensor.h"
 #include "router/backward.h"
@@ -320,7 +321,7 @@ struct WideGradients {
 };
 
 __global__ void __launch_bounds__(kWarps* kWarp, kBlocks) backward_wide(const __grid_constant__ WideCall call) {
-  extern __shared__ __align__(16) char shared[];
+  char* const shared = dynamic_shared_array<char>();
   const RouterBackward& op = call.op;
   const int E = static_cast<int>(op.E);
   const int lane = lane_index();

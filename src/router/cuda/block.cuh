@@ -2,7 +2,7 @@
 #pragma once
 
 #include "balance/statistics.cuh"
-#include "core/cuda/shared.cuh"
+#include "core/cuda/shared_array.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/cuda/row.cuh"
 #include "router/cuda/select.cuh"

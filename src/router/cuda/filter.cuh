@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/cuda/shared.cuh"
+#include "core/cuda/shared_array.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/cuda/sort.cuh"
 #include "router/score.h"

@@ -1,6 +1,7 @@
 // The forward kernel for any number of experts that shared memory holds and any K: a warp a token, an expert at a time.
 #pragma once
 
+#include "core/cuda/dynamic_memory.cuh"
 #include "router/cuda/block.cuh"
 #include "router/cuda/outputs.cuh"
 #include "router/cuda/row.cuh"
@@ -10,7 +11,7 @@ namespace anabranch::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks) route_wide(const __grid_constant__ RouteCall call) {
-  extern __shared__ __align__(128) char shared[];
+  char* const shared = dynamic_shared_array<char>();
   const RouterForward& op = call.op;
   const int E = static_cast<int>(op.E);
   char* const warp_memory = shared + call.shared.first_warp + warp_index() * call.shared.warp;

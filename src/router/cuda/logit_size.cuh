@@ -9,13 +9,14 @@
 
 namespace anabranch::cuda {
 
-// kSize: 2, 4, or 0: any. Whether the device that is compiled for uses such an instance; all others have no code.
+// kSize: 2, 4, or 0: any. Whether the device that is compiled for uses such an instance; all others have no code. An
+// emulated GPU is an old one.
 template <int kSize>
 __device__ constexpr bool has_logit_size() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  return kSize == 0;
-#else
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   return kSize != 0;
+#else
+  return kSize == 0;
 #endif
 }
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "core/cuda/shared.cuh"
+#include "core/cuda/shared_array.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/cuda/row.cuh"
 #include "router/forward.h"

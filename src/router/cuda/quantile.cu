@@ -16,8 +16,9 @@
 #include <algorithm>
 
 #include "balance/token_tiles.h"
+#include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
-#include "core/cuda/shared.cuh"
+#include "core/cuda/shared_array.cuh"
 #include "core/cuda/vector.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/dtype.h"
@@ -107,7 +108,7 @@ template <class T, int kScore, bool kInShared>
 __global__ void __launch_bounds__(kThreads) count_cutoffs(const __grid_constant__ QuantileCall call) {
   constexpr unsigned kItems = Items<T>::kCount;
   constexpr unsigned kTokens = 2;  // of a lane at a time
-  extern __shared__ __align__(16) int32_t counts[];
+  int32_t* const counts = dynamic_shared_array<int32_t>();
   const RouterForward& op = call.op;
   let_next_kernel_start();
   const SharedArray<int32_t> shared(counts);

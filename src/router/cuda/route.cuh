@@ -8,10 +8,12 @@
 #pragma once
 
 #include "balance/statistics.cuh"
+#include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/warp.cuh"
 #include "router/cuda/block.cuh"
 #include "router/cuda/filter.cuh"
 #include "router/cuda/group_best.cuh"
+#include "router/cuda/instructions.cuh"
 #include "router/cuda/logit_size.cuh"
 #include "router/cuda/outputs.cuh"
 #include "router/cuda/row.cuh"
@@ -40,11 +42,7 @@ __device__ __forceinline__ void score_items(int32_t score_function, float (&z)[k
 
 // sigmoid by one instruction of the special function unit, off by kRoughness at most: tanh is by 2^-11 of its value.
 constexpr float kRoughness = 0x1.02p-12f;
-__device__ __forceinline__ float rough_sigmoid(float z) {
-  float tanh;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.5f * z));
-  return fmaf(tanh, 0.5f, 0.5f);
-}
+__device__ __forceinline__ float rough_sigmoid(float z) { return fmaf(rough_tanh(0.5f * z), 0.5f, 0.5f); }
 
 template <int kItems>
 __device__ __forceinline__ float sum_items(const float (&items)[kItems]) {
@@ -545,7 +543,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocksOf<kLanes, kItems>)
   using Rows = typename Router::Rows;
   constexpr unsigned kTokens = Router::kTokens;
   if constexpr (kMode == Mode::softmax && !has_logit_size<kSize>()) return fail_without_code();
-  extern __shared__ __align__(128) char shared[];
+  char* const shared = dynamic_shared_array<char>();
   const RouterForward& op = call.op;
   let_next_kernel_start();
   // What needs nothing of the kernel before is done by the time that one ends.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "balance/statistics.cuh"
+#include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/element.cuh"
 #include "router/backward.h"
 #include "router/cuda/logit_size.cuh"
@@ -409,7 +410,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_of(kScores, kSize, kSlot
   using Gradients = RowGradients<kScores, kSize, kLanes, kItems, kSlots, kReadsRows>;
   using Rows = typename Gradients::Rows;
   constexpr unsigned kTokens = Gradients::kTokens;
-  extern __shared__ __align__(128) char shared[];
+  char* const shared = dynamic_shared_array<char>();
   const RouterBackward& op = call.op;
   constexpr bool kAhead = kReadsRows && kScores == Scores::softmax && (kLanes == 4 || kLanes == 8);
   const Gradients gradients(call, static_cast<unsigned>(__cvta_generic_to_shared(shared)));

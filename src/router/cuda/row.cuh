@@ -5,15 +5,10 @@
 
 #include "core/cuda/warp.cuh"
 #include "core/math.h"
+#include "router/cuda/instructions.cuh"
 #include "router/score.h"
 
 namespace anabranch::cuda {
-
-// An address that is to stay in its register: the compiler would rather compute it again than keep it.
-__device__ __forceinline__ unsigned keep_in_register(unsigned value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 
 // softmax(z)_e = 2^(z_e log2(e) - shift) * factor
 struct RowSoftmax {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/cuda/warp.cuh"
+#include "router/cuda/instructions.cuh"
 
 namespace anabranch::cuda {
 
@@ -21,24 +22,6 @@ template <class Key>
 __device__ __forceinline__ Key smaller_of(Key a, Key b) {
   return a > b ? b : a;
 }
-// The larger one, or the smaller one where asked: two instructions, written out since the compiler would move results
-// about.
-__device__ __forceinline__ uint32_t choose_of(uint32_t a, uint32_t b, bool smaller) {
-  uint32_t chosen;
-  asm("{.reg .pred p; setp.ne.u32 p, %3, 0; max.u32 %0, %1, %2; @p min.u32 %0, %1, %2;}"
-      : "=&r"(chosen)
-      : "r"(a), "r"(b), "r"(static_cast<uint32_t>(smaller)));
-  return chosen;
-}
-__device__ __forceinline__ __nv_bfloat162 choose_of(__nv_bfloat162 a, __nv_bfloat162 b, bool smaller) {
-  uint32_t chosen;
-  asm("{.reg .pred p; setp.ne.u32 p, %3, 0; max.bf16x2 %0, %1, %2; @p min.bf16x2 %0, %1, %2;}"
-      : "=&r"(chosen)
-      : "r"(*reinterpret_cast<const uint32_t*>(&a)), "r"(*reinterpret_cast<const uint32_t*>(&b)),
-        "r"(static_cast<uint32_t>(smaller)));
-  return *reinterpret_cast<const __nv_bfloat162*>(&chosen);
-}
-
 __device__ __forceinline__ __nv_bfloat162 larger_of(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2(a, b); }
 __device__ __forceinline__ __nv_bfloat162 smaller_of(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmin2(a, b); }
 

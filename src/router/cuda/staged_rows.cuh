@@ -11,7 +11,7 @@
 #include "anabranch/types.h"
 #include "core/cuda/access.cuh"
 #include "core/cuda/copy_groups.cuh"
-#include "core/cuda/shared.cuh"
+#include "core/cuda/shared_array.cuh"
 #include "core/cuda/warp.cuh"
 
 namespace anabranch::cuda {

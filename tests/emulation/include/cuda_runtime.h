@@ -34,9 +34,14 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct dim3 {
   unsigned x, y, z;
   dim3() : dim3(1) {}
@@ -48,18 +53,25 @@ inline void __syncwarp(unsigned = 0) {
   const char nothing = 0;
   emulation::show(&nothing, 1);
 }
+// width: so many lanes, a power of two, are among themselves.
 template <class T>
-T __shfl_sync(unsigned, T value, int lane) {
-  return emulation::of_lane(value, lane);
+T __shfl_sync(unsigned, T value, int lane, int width = 32) {
+  const int own = static_cast<int>(threadIdx.x % 32);
+  return emulation::of_lane(value, own / width * width + lane % width);
 }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int bits) {
   return emulation::of_lane(value, static_cast<int>(threadIdx.x % 32) ^ bits);
 }
 template <class T>
-T __shfl_up_sync(unsigned, T value, int distance) {
+T __shfl_up_sync(unsigned, T value, int distance, int width = 32) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  return emulation::of_lane(value, lane < distance ? lane : lane - distance);
+  return emulation::of_lane(value, lane % width < distance ? lane : lane - distance);
+}
+template <class T>
+T __shfl_down_sync(unsigned, T value, int distance, int width = 32) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return emulation::of_lane(value, lane % width + distance >= width ? lane : lane + distance);
 }
 inline unsigned __ballot_sync(unsigned, int predicate) {
   const char mine = predicate != 0;
@@ -77,7 +89,18 @@ inline unsigned __match_any_sync(unsigned, int value) {
   return lanes;
 }
 inline int __all_sync(unsigned lanes, int predicate) { return __ballot_sync(lanes, predicate) == ~0u; }
+inline int __any_sync(unsigned lanes, int predicate) { return __ballot_sync(lanes, predicate) != 0; }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  for (int distance = 1; distance < 32; distance *= 2) value = std::max(value, __shfl_xor_sync(~0u, value, distance));
+  return value;
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  for (int distance = 1; distance < 32; distance *= 2) value = std::min(value, __shfl_xor_sync(~0u, value, distance));
+  return value;
+}
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
@@ -121,6 +144,19 @@ T atomicMax(T* at, T value) {
   *at = value > before ? value : before;
   return before;
 }
+inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
+inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
+inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+// Rounded down: the sum in double is exact, or off by so little that only the digits of float count.
+inline float __fadd_rd(float a, float b) {
+  const double sum = static_cast<double>(a) + b;
+  const auto nearest = static_cast<float>(sum);
+  return nearest > sum ? std::nextafter(nearest, -INFINITY) : nearest;
+}
+inline unsigned __cvta_generic_to_shared(const void* pointer) {
+  return static_cast<unsigned>(static_cast<const char*>(pointer) - emulation::shared_memory());
+}
+[[noreturn]] inline void __trap() { emulation::fail("a trap"); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline void cudaGridDependencySynchronize() {}
@@ -143,7 +179,12 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
   cudaDevAttrMultiProcessorCount,
-  cudaDevAttrMaxSharedMemoryPerMultiprocessor
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
+constexpr int kMostSharedBytes = 99 << 10;  // of a block, on the smallest devices
+struct cudaFuncAttributes {
+  int ptxVersion = 80;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };
@@ -198,6 +239,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
     case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
     case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 164 << 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMostSharedBytes; break;
   }
   return cudaSuccess;
 }
@@ -216,6 +258,10 @@ inline cudaError_t cudaFree(void* memory) {
   return cudaSuccess;
 }
 inline cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);
   return cudaSuccess;
 }
@@ -245,9 +291,13 @@ inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute attribute, int value) {
-  // Of a block, on the smallest devices; percent.
-  const int most = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize ? 99 << 10 : 100;
+  const int most = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize ? kMostSharedBytes : 100;  // percent
   return value <= most ? cudaSuccess : cudaErrorInvalidValue;
+}
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  *attributes = {};
+  return cudaSuccess;
 }
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),

@@ -40,6 +40,8 @@ size_t shared_bytes();
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel);
 
 void sync_block();
+// Waits until `threads` threads of the block have called it with the same barrier, which is 0 to 15.
+void sync_threads(int barrier, int threads);
 // Shows `bytes` to the other lanes of the warp, which all call it, and returns what lane i shows: [32] of 64 bytes,
 // until the lane's next call but one.
 const char (*show(const void* value, size_t bytes))[64];

@@ -141,6 +141,24 @@ def test_fused_moe_aux_loss(T, C, options, dtype):
 
 
 @both
+@pytest.mark.parametrize("tokens", [5.5, 0.0, float("nan")])
+def test_fused_moe_aux_loss_of_tokens_that_are_not_whole(tokens):
+    """The mean over sequences, for instance: the loss and its gradient, also for none and for NaN."""
+    probs = np.random.default_rng(0).random((9, 4)).astype(np.float32)
+    counts = np.array([1, 2, 3, 4], np.int32)
+    functions = (fused_moe_aux_loss, fused_in_torch)
+    loss, pull = vjp(
+        *(lambda probs, f=f: f(probs, counts, 2, 0.1, jnp.float32(tokens)) for f in functions),
+        {"probs": probs},
+    )
+    whole = reference.fused_moe_aux_loss(probs, counts, 2, 0.1, 1)
+    d_whole = reference.fused_moe_aux_loss_backward(probs, counts, 2, 0.1, 1, d_loss=1.7)
+    factor = tokens**-2 if tokens else 0.0
+    assert_close(loss, np.asarray(whole * factor), BOUND, "loss")
+    assert_close(pull(np.float32(1.7))["probs"], d_whole * factor, BOUND, "d_probs")
+
+
+@both
 def test_fused_moe_aux_loss_of_counts_of_any_dtype():
     functions = (fused_moe_aux_loss, fused_in_torch)
     probs = np.random.default_rng(0).random((9, 4)).astype(np.float32)

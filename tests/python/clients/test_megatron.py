@@ -265,37 +265,116 @@ def test_permutation_is_megatrons(capacity):
         close(*both(function, normal(T, D, seed=1), [probs]))
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_the_layer_is_megatrons(dispatcher):
-    """Our router, permutation and experts against Megatron's own with SequentialMLP."""
-    options = OPTIONS | dict(
-        moe_token_dispatcher_type=dispatcher,
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=0.1,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-    )
-    submodules = get_gpt_layer_local_spec(num_experts=E).submodules.mlp.submodules
+SIGMOID = dict(moe_router_score_function="sigmoid")
+SCALED = dict(moe_router_topk_scaling_factor=2.5)
+IN_GROUPS = dict(moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=2)
+ROUTERS = {
+    "best of softmax": dict(moe_router_topk=1, moe_router_pre_softmax=True),
+    "softmax before": dict(moe_router_pre_softmax=True, **SCALED),
+    "softmax after": dict(moe_router_topk=3),
+    "softmax before, groups": dict(moe_router_pre_softmax=True, **IN_GROUPS),
+    "softmax after, groups": IN_GROUPS,
+    "best of sigmoid": SIGMOID | dict(moe_router_topk=1),
+    "sigmoid": SIGMOID | SCALED,
+    "sigmoid, bias": SIGMOID | dict(moe_router_enable_expert_bias=True),
+    "sigmoid, bias, groups": SIGMOID | IN_GROUPS | SCALED | dict(moe_router_enable_expert_bias=True),
+}
+BALANCE = {
+    "none": dict(moe_router_load_balancing_type="none"),
+    "aux, z": dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01),
+    "sequences": dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1),
+    "all": dict(
+        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        moe_aux_loss_coeff=[0.1, 0.2, 0.3],
+        calculate_per_token_loss=True,
+    ),
+}
+ALL_TO_ALL = dict(moe_token_dispatcher_type="alltoall")
+TO_CAPACITY = ALL_TO_ALL | dict(moe_expert_capacity_factor=0.6)
+DISPATCHERS = {
+    "all-gather": dict(moe_token_dispatcher_type="allgather"),
+    "all-to-all, shared expert": ALL_TO_ALL | dict(moe_shared_expert_intermediate_size=F),
+    "all-to-all, overlapped shared expert": ALL_TO_ALL
+    | dict(moe_shared_expert_intermediate_size=F, moe_shared_expert_overlap=True),
+    "all-gather, drops": dict(moe_token_dispatcher_type="allgather", moe_expert_capacity_factor=0.6),
+    "drops by position": TO_CAPACITY | dict(moe_token_drop_policy="position"),
+    "drops and padding": TO_CAPACITY | dict(moe_pad_expert_input_to_capacity=True),
+}
+EXPERTS = 8
+
+
+def layers(options):
+    """(ours, Megatron's): with its fused functions replaced and our experts, and as it is with SequentialMLP."""
+    options = OPTIONS | dict(num_moe_experts=EXPERTS, moe_router_dtype="fp32") | options
+    submodules = get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp.submodules
+    torch.manual_seed(0)
     theirs = MoELayer(TransformerConfig(**options), submodules)
     submodules = dataclasses.replace(submodules, experts=megatron_experts.AnabranchGroupedMLP)
     ours = MoELayer(TransformerConfig(**options), submodules)
     ours.config.moe_router_fusion = ours.config.moe_permute_fusion = True  # after what would look for a GPU
     with torch.no_grad():
-        ours.router.load_state_dict(theirs.router.state_dict())
-        local = theirs.experts.local_experts
-        ours.experts.weight1.view(E, D, 2 * F).copy_(torch.stack([e.linear_fc1.weight.T for e in local]))
-        ours.experts.weight2.view(E, F, D).copy_(torch.stack([e.linear_fc2.weight.T for e in local]))
-    found = []
-    for layer in (ours, theirs):
-        x = normal(6, 2, D, seed=1).requires_grad_()
-        output, _ = layer(x)
-        parameters = [x, layer.router.weight]
-        of_experts = list(layer.experts.parameters())
-        gradients = torch.autograd.grad(output, parameters + of_experts, normal(6, 2, D, seed=2))
-        found.append((output, *gradients[:2]))
-        if layer is ours:
-            w1, w2 = gradients[2].view(E, D, 2 * F), gradients[3].view(E, F, D)
-        else:
-            w1, w2 = (torch.stack([g.T for g in gradients[2 + i :: 2]]) for i in range(2))
-        found[-1] += (w1, w2)
-    close(*found)
+        if theirs.router.enable_expert_bias:
+            theirs.router.expert_bias.copy_(normal(EXPERTS, seed=4) / 4)
+        missing, _ = ours.load_state_dict(theirs.state_dict(), strict=False)
+        assert set(missing) == {"experts.weight1", "experts.weight2"}
+        for weight, whole in zip(ours.experts.parameters(), stacked(theirs.experts), strict=True):
+            weight.copy_(whole.reshape(weight.shape))
+    return ours, theirs
+
+
+def stacked(sequential, of=lambda parameter: parameter):
+    """What `of` gives of SequentialMLP's parameters, as [E, D, 2 F] and [E, F, D]."""
+    for name in ("linear_fc1", "linear_fc2"):
+        yield torch.stack([of(getattr(mlp, name).weight).T for mlp in sequential.local_experts])
+
+
+def layer_results(layer, mask):
+    """The output, the losses that are logged and the gradients of the input and of every parameter."""
+
+    def gradient(parameter):
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    x = normal(6, 2, D, seed=1).requires_grad_()
+    with mock.patch.object(router, "save_to_aux_losses_tracker") as logged:
+        output, _ = layer(x, padding_mask=mask)
+        output.backward(normal(6, 2, D, seed=2))
+    others = [gradient(p) for name, p in layer.named_parameters() if not name.startswith("experts.")]
+    if isinstance(layer.experts, experts.GroupedMLP):
+        w1, w2 = (gradient(p) for p in layer.experts.parameters())
+        of_experts = [w1.view(EXPERTS, D, 2 * F), w2.view(EXPERTS, F, D)]
+    else:
+        of_experts = list(stacked(layer.experts, gradient))
+    losses = {call.args[0]: call.args[1].detach() for call in logged.call_args_list}
+    return {"output": output.detach(), "x": x.grad, "others": others, "experts": of_experts, "losses": losses}
+
+
+def test_the_layer_is_megatrons(monkeypatch):
+    """Every router with every dispatcher, with losses and padding in turn: 54 configurations, all eight functions."""
+    functions = {name: mock.Mock(wraps=getattr(moe_utils, name)) for name in megatron_experts.FUSED_FUNCTIONS}
+    for name, function in functions.items():
+        monkeypatch.setattr(moe_utils, name, function)
+    padding = torch.arange(6) >= torch.tensor([[6], [3]])  # [batch, sequence]; the second sequence has 3 tokens
+    numbers = list(itertools.product(range(len(ROUTERS)), range(len(DISPATCHERS))))
+    assert len(numbers) == 54
+    for r, d in numbers:  # every pair of any two choices
+        routing, dispatcher, balance = list(ROUTERS)[r], list(DISPATCHERS)[d], list(BALANCE)[(r + d) % len(BALANCE)]
+        # Megatron adds up the mask and the map of a router with a bias in shapes that do not fit.
+        mask = padding if (r // 2 + d) % 2 and "bias" not in routing else None
+        ours, theirs = layers(ROUTERS[routing] | DISPATCHERS[dispatcher] | BALANCE[balance])
+        got, want = layer_results(ours, mask), layer_results(theirs, mask)
+        assert (balance == "none") == (not want["losses"])
+        torch.testing.assert_close(
+            got,
+            want,
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text, of=(routing, dispatcher, balance, mask is not None): f"{of}: {text}",
+        )
+    assert all(function.called for function in functions.values())
+
+
+def test_a_router_in_float64_is_refused():
+    """By its logits: the functions compute in float32."""
+    ours, _ = layers(dict(moe_router_dtype="fp64"))
+    with pytest.raises(TypeError, match=r"^logits: got float64"):
+        ours(normal(6, 2, D, seed=1))

@@ -8,7 +8,7 @@ import sys
 DIGEST = """
 import jax, jax.numpy as jnp, hashlib, numpy as np
 from anabranch.jax import combine, dispatch, plan
-from anabranch.jax.dispatch import gather_sum
+from anabranch.jax.ops.dispatch import gather_sum
 rng = np.random.default_rng(0)
 digest = hashlib.sha256()
 for dtype in ("float32", "bfloat16", "float16"):

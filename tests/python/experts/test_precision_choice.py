@@ -1,4 +1,4 @@
-"""The model behind precision="auto": what it can't have, what never costs more, and the layers that were measured."""
+"""`choose_precision`: where FP8 is unsupported, what never costs more, and the layers that were measured."""
 
 import itertools
 import pathlib

@@ -206,7 +206,8 @@ def test_update_expert_bias_refuses_what_does_not_fit():
     for counts in (jnp.zeros(5, jnp.int32), np.full(6, 2**33, np.int64)):
         with pytest.raises(ValueError, match="tokens_per_expert: got"):
             layer.update_expert_bias(counts)
-    for rate in (math.nan, math.inf, -1.0, True, None, 10**400, jnp.int32(1)):
+    wrong = (jnp.int32(1), jnp.ones(2), jnp.float32(math.nan), jnp.bfloat16(-1), jnp.float16(math.inf))
+    for rate in (math.nan, math.inf, -1.0, True, None, 10**400, *wrong):
         with pytest.raises((ValueError, TypeError), match="rate: got"):
             layer.update_expert_bias(jnp.arange(6), rate)
     assert not layer.expert_bias[...].any()

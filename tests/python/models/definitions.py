@@ -551,6 +551,11 @@ WITHOUT_GROUPS = usual(biased_router(8, 2.5), each(), shared())
 WITHOUT_SHARED = usual(biased_router(8, 2.5), each())
 OAI = oai(1.702, 7)
 LINEAR_ROUTER = "router.layer.weight"
+HY_V4 = usual(biased_router(8, 2.827), stacked(clamped(10)), shared())
+INKLING2 = usual(
+    biased_router(8, 8.0, bias="gate.bias"),
+    stacked(softcapped, alternating, ("experts.w13_weight", "experts.w2_weight")),
+)
 
 MODELS: dict[str, Model] = {
     "mixtral": MIXTRAL,
@@ -594,7 +599,8 @@ MODELS: dict[str, Model] = {
     "mimo_v2_flash": WITHOUT_SHARED,
     "beam": WITHOUT_SHARED,
     "glm5_next": usual(biased_router(8, 2.5), each(clamped(10)), shared(phi=clamped(10))),
-    "hy_v4": usual(biased_router(8, 2.827), stacked(clamped(10)), shared()),
+    "hy_v4": HY_V4,
+    "hy_v4_vl": HY_V4,
     "deepseek_v4": usual(
         biased_router(6, 1.5, bias="gate.bias", score=sqrtsoftplus),
         w123(clamped(10)),
@@ -607,10 +613,8 @@ MODELS: dict[str, Model] = {
     "openai_privacy_filter": usual(
         softmax_of_chosen(4, bias="router.bias", divided_by=4), transposed(OAI, biased=True)
     ),
-    "inkling2": usual(
-        biased_router(8, 8.0, bias="gate.bias"),
-        stacked(softcapped, alternating, ("experts.w13_weight", "experts.w2_weight")),
-    ),
+    "inkling2": INKLING2,
+    "inkling2_loop": INKLING2,
     "nemotron_h": usual(
         biased_router(6, 2.5),
         ungated(relu2, "experts.{}.up_proj", "experts.{}.down_proj"),
@@ -618,6 +622,7 @@ MODELS: dict[str, Model] = {
     ),
     "lfm2_moe": usual(biased_router(4, bias="expert_bias", eps=1e-6), w123()),
     "mistral4": usual(softmax_router(4, eps=1e-20), stacked(), shared()),
+    "lara_mini": usual(softmax_router(4), stacked(), shared("shared_expert")),
     "flint": usual(biased_router(8, bias=None, eps=0), each(), shared("shared_expert")),
     "nllb_moe": usual(
         softmax_router(2, gate="router.classifier.weight"),

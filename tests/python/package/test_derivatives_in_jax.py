@@ -95,6 +95,7 @@ def test_a_forward_mode_derivative_is_an_error_of_ours(name):
         lambda *a: jax.jacfwd(loss)(*a),
         lambda *a: jax.jit(lambda *a: jax.jvp(loss, a, a)).lower(*a),
         lambda *a: jax.jit(lambda *a: jax.linearize(loss, *a)[1](*a)).lower(*a),
+        jax.jit(jax.jacfwd(loss)).lower,
     ):
         with pytest.raises(TypeError, match=FORWARD):
             forward(*arguments)
@@ -124,6 +125,21 @@ def test_what_is_not_compiled_raises_alike():
             forward()
 
 
+def test_mapped_tangents_raise_alike_where_they_are_compiled():
+    """jax.jacfwd maps over tangents. JAX refuses that while it traces the program, before it compiles it."""
+    loss, (logits,) = curved("route"), arguments_of("route")
+    pairs = jnp.stack([logits, logits])
+    for forward in (
+        jax.jacfwd(jax.jit(loss)),
+        jax.jacfwd(jax.checkpoint(loss)),
+        lambda z: jax.jacfwd(lambda rows: jax.vmap(loss)(rows))(jnp.stack([z, z])),
+        lambda z: jax.vmap(lambda p, d: jax.jvp(loss, (p,), (d,)))(pairs, pairs),
+        lambda z: jax.vmap(jax.linearize(loss, z)[1])(pairs),
+    ):
+        with pytest.raises(TypeError, match=FORWARD):
+            jax.jit(forward).lower(logits)
+
+
 def test_reverse_mode_goes_on_through_every_transformation():
     """A gradient under vmap, scan, checkpoint and jit, each of which handles the operation of the tangents."""
     loss, (logits,) = curved("route"), arguments_of("route")
@@ -136,3 +152,7 @@ def test_reverse_mode_goes_on_through_every_transformation():
     np.testing.assert_allclose(jax.grad(scanned)(logits), 2 * want, rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(jax.grad(loss))(logits[None])[0], want, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(lambda z: jax.vmap(loss)(z[None]).sum())(logits), want, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.jacrev(jax.vmap(loss)))(logits[None])[0, 0], want, rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.vmap(jax.grad(jax.checkpoint(jax.jit(scanned))))(logits[None])[0], 2 * want, rtol=1e-6
+    )

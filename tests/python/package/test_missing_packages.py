@@ -105,17 +105,22 @@ def test_an_import_says_how_to_install_what_it_needs(module, package):
 
 
 @pytest.mark.parametrize(
-    "module, package",
-    [("anabranch.jax.nnx", "flax"), ("anabranch.jax.linen", "flax"), ("anabranch.torch.transformers", "transformers")],
+    "module, package, defined_in",
+    [
+        ("anabranch.jax.nnx", "flax", "anabranch.jax.layer.nnx"),
+        ("anabranch.jax.linen", "flax", "anabranch.jax.te.linen"),
+        ("anabranch.torch.transformers", "transformers", "anabranch.torch.transformers.adapter"),
+    ],
 )
-def test_so_does_one_of_a_layer_and_of_the_adapter(module, package, monkeypatch):
+def test_so_does_one_of_a_layer_and_of_the_adapter(module, package, defined_in, monkeypatch):
     def import_any_other(name, *arguments):
         if name.partition(".")[0] == package:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
         return import_(name, *arguments)
 
     import_ = builtins.__import__
-    monkeypatch.delitem(sys.modules, module, raising=False)
+    for name in (module, defined_in):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(builtins, "__import__", import_any_other)
     program = f"import {module}" + "; anabranch.torch.transformers.register()" * (package == "transformers")
     with pytest.raises(ModuleNotFoundError, match=f"^{module} needs {package}, .*: pip install '{package}>=") as error:

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import D, batch, check_gradients, check_results, loss_of, made, of_rank, one_process, run_in_processes
+from one_batch import D, E, batch, check_gradients, check_results, loss_of, made, of_rank, one_process, run_in_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -191,6 +191,29 @@ def check_buffers_of_16_bits(rank):
     assert torch.isfinite(result.output).all()
 
 
+def check_buffers_that_are_rounded_again(rank):
+    """FSDP1 rounds them after each evaluation in full precision: refused, once an update has restored the bias."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        module = made(loss_group=dist.group.WORLD)
+        policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        wrapped = fsdp1(module, mixed_precision=policy)
+    ((x, mask), _) = of_rank(rank, RANKS)
+    for _ in range(2):  # before the first update nothing is lost
+        wrapped.train()(x, token_mask=mask)
+        assert module.expert_bias.dtype == torch.bfloat16
+        wrapped.eval()(x, token_mask=mask)
+        assert module.expert_bias.dtype == torch.float32
+    wrapped.train()(x, token_mask=mask)
+    module.update_expert_bias(1e-3, dist.group.WORLD)
+    wrapped.eval()(x, token_mask=mask)
+    with pytest.raises(ValueError, match=r"expert_bias: got bfloat16\[8\] again, as FSDP's buffer_dtype rounds it"):
+        wrapped.train()(x, token_mask=mask)
+    state = dict(expert_bias=torch.ones(E, dtype=torch.bfloat16))
+    module.load_state_dict(state, strict=False, assign=True)  # is restored at once
+    wrapped(x, token_mask=mask)
+
+
 CHECKS = (
     check_ddp,
     check_fsdp,
@@ -205,6 +228,7 @@ CHECKS = (
         for wrap in (DistributedDataParallel, fsdp1, fsdp2)
     ),
     check_buffers_of_16_bits,
+    check_buffers_that_are_rounded_again,
 )
 
 

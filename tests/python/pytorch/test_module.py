@@ -297,7 +297,9 @@ def test_updates_refuse_what_does_not_fit():
         made(**BIASED).update_quantile_bias()
     layer = made(**BIASED)
     before = layer.expert_bias.clone()
-    for rate in (math.nan, math.inf, -1.0, True, None, 10**400, torch.tensor(1), torch.ones(2)):
+    wrong = (torch.tensor(1), torch.ones(2), torch.ones((), device="meta"))
+    wrong += tuple(torch.tensor(value, dtype=torch.bfloat16, device="cpu") for value in (math.nan, math.inf, -1.0))
+    for rate in (math.nan, math.inf, -1.0, True, None, 10**400, *wrong):
         with pytest.raises((ValueError, TypeError), match="rate: got"):
             layer.update_expert_bias(rate)
     for group in (0, "world"):

@@ -166,16 +166,6 @@ def test_both_ways_give_the_same_bits_with_fp8():
         assert calls == ["gate"]
 
 
-def test_both_ways_give_the_same_bits_compiled():
-    torch._dynamo.reset()
-    layer, again = made(dtype=torch.bfloat16), made(dtype=torch.bfloat16)
-    want = run(layer, layer, token_mask=some_mask())
-    with Watched(again) as calls:
-        got = run(torch.compile(again, fullgraph=True, backend="aot_eager"), again, token_mask=some_mask())
-    assert sorted(calls) == sorted(SUBMODULES)
-    assert_same(got, want)
-
-
 # ---------------------------------------------------------------- hooks
 
 
@@ -232,11 +222,12 @@ def test_hooks_of_all_modules_fire():
 
 def test_compiled_hooks():
     torch._dynamo.reset()
-    layer, seen = made(), []
+    layer, seen = made(dtype=torch.bfloat16), []
     for name, kind in itertools.product(SUBMODULES, ("forward", "forward_pre")):
         HOOKS[kind](getattr(layer, name), seen)
-    want = run(layer, layer)
-    assert_same(run(torch.compile(layer, fullgraph=True, backend="aot_eager"), layer), want)
+    given = dict(token_mask=some_mask())
+    want = run(layer, layer, **given)
+    assert_same(run(torch.compile(layer, fullgraph=True, backend="aot_eager"), layer, **given), want)
     assert seen == [1] * 12
 
 
@@ -310,6 +301,39 @@ def test_pruning_over_steps(name, parameter):
     assert_same(layer(tokens())._asdict(), want)
 
 
+def check_nothing_is_drawn(layer, name):
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=f"^{name}: got a tensor that a parametrization, pruning or a wrapper computes"
+    ):
+        layer.reset_parameters()
+    assert_same(layer.state_dict(), before)
+
+
+@pytest.mark.parametrize("name,parameter", [("gate", "weight"), ("shared_expert", "down_proj"), ("", "down_proj_bias")])
+def test_parameters_that_are_computed_are_not_drawn(name, parameter):
+    layer = made(use_bias=True)
+    module = layer.get_submodule(name)
+    parametrizations.weight_norm(module, parameter)
+    check_nothing_is_drawn(layer, parameter)
+    layer = made(use_bias=True)
+    module = layer.get_submodule(name)
+    prune.random_unstructured(module, parameter, 0.5)
+    check_nothing_is_drawn(layer, parameter)
+    prune.remove(module, parameter)
+    layer.reset_parameters()
+    assert (getattr(module, parameter) == 0).all() == (parameter == "down_proj_bias")
+
+
+def test_a_pruned_module_is_copied_as_torch_copies_its_own():
+    """Not after a forward pass: the pruned tensor has a graph then. state_dict is the way."""
+    for module, x in ((nn.Linear(D, E), tokens()), (made(), tokens())):
+        prune.l1_unstructured(module if isinstance(module, nn.Linear) else module.gate, "weight", 0.5)
+        module(x)
+        with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+            copy.deepcopy(module)
+
+
 # ---------------------------------------------------------------- other modules in their place
 
 
@@ -330,19 +354,45 @@ def test_other_modules_in_their_place():
     assert_same(got, plain(x).output + of_shared)
 
 
+class Wide(nn.Module):
+    """Returns float64."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width = width
+
+    def forward(self, x, weights=None):
+        return x[..., :1].double().expand(*x.shape[:-1], self.width)
+
+
 @pytest.mark.parametrize(
     "name,other,message",
     [
         ("gate", nn.Linear(D, E + 1), r"gate\(x\): got float32\[3, 5, 7\]"),
         ("gate", nn.LSTM(D, E), r"gate\(x\): got tuple"),
         ("shared_expert_gate", nn.Linear(D, 2), r"shared_expert_gate\(x\): got float32\[3, 5, 2\]"),
-        ("shared_expert", nn.Linear(D, D), "weights"),
+        (
+            "shared_expert",
+            nn.Linear(D, D),
+            r"shared_expert: got Linear which, called with \(x=float32\[3, 5, 12\], weights=float32\[3, 5, 1\]\), "
+            r"raised TypeError: .*; expected a module that takes x and weights=",
+        ),
         ("shared_expert", nn.Identity(), None),
+        ("shared_expert", Wide(D), r"shared_expert\(x\): got float64\[3, 5, 12\], expected float32 or"),
+        ("gate", Wide(E), r"gate\(x\): got float64\[3, 5, 6\], expected float32 or"),
+        ("shared_expert_gate", Wide(1), r"shared_expert_gate\(x\): got float64\[3, 5, 1\]"),
+        ("shared_expert_gate", nn.LSTM(D, 1), r"shared_expert_gate\(x\): got tuple"),
+        (
+            "shared_expert_gate",
+            nn.Bilinear(D, D, 1),
+            r"shared_expert_gate: got Bilinear which, called with \(x=float32",
+        ),
+        ("gate", None, r"gate: got NoneType which, called with"),
     ],
 )
 def test_a_module_that_does_not_fit_is_an_error(name, other, message):
     layer = made()
-    setattr(layer, name, other.to(layer.down_proj.device))
+    setattr(layer, name, other if other is None else other.to(layer.down_proj.device))
     if message is None:
         layer.shared_expert_gate, layer.shared_expert = None, nn.Linear(D, D + 1)
         message = r"shared_expert\(x\): got float32\[3, 5, 13\]"

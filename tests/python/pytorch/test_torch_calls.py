@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from anabranch.options import Network, RouterOptions
 from anabranch.precision import FP8, HIGHEST, TF32
-from anabranch.router_options import RouterOptions
 from anabranch.torch.binding import calls, define
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.ops.experts import Network
-from anabranch.torch.ops.layer_ops import mixture_options
+from anabranch.torch.ops.layer_ops import layer_numbers
 
 HEADERS = pathlib.Path(__file__).parents[3] / "include" / "anabranch"
 
@@ -101,17 +100,17 @@ def normal(*shape):
 def samples():
     """(operation, arguments) of every operation."""
     logits, bias, mask = normal(T, E), normal(E), torch.arange(T) % 3 > 0
-    routing = (K, 1, True, 2.5)
+    routing = (K, 1, True, 2.5, 0, 0, 0)
     weights, experts, _, score_sum, lse, _ = torch_ops.route(
-        logits, None, mask, None, None, *routing, 0, 0, 0, -1, 0, True, True, True
+        logits, None, mask, None, None, -1, 0, True, True, True, *routing
     )
     bounds = torch.tensor([-1.0, 1.0])
-    yield torch_ops.route, (logits, bias, mask, None, bounds, *routing, 0, 0, 0, -1, 7, True, False, True)
-    yield torch_ops.route, (logits, None, None, experts, None, *routing, 0, 0, 0, 2, 0, False, True, False)
+    yield torch_ops.route, (logits, bias, mask, None, bounds, -1, 7, True, False, True, *routing)
+    yield torch_ops.route, (logits, None, None, experts, None, 2, 0, False, True, False, *routing)
     yield torch_ops.route_backward, (logits, experts, mask, lse, weights, score_sum, lse, *routing)
     for map_format, bins in (("bytemap", 7), ("bitmap_u8", 0), ("", 0)):
         of_bins = (bias, bounds) if bins else (None, None)
-        yield torch_ops.route_dense, (logits, *of_bins, *routing, 0, 0, map_format, bins)
+        yield torch_ops.route_dense, (logits, *of_bins, map_format, bins, *routing)
     yield torch_ops.route_dense_backward, (logits, experts, logits, *routing)
     yield torch_ops.aux_scores, (logits, K, 0, "bitmap_u8")
     yield torch_ops.aux_scores_backward, (logits.to(torch.bfloat16), logits, 2)
@@ -205,22 +204,22 @@ def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
 def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network):
     of_network = Network(*network)
     for router in (RouterOptions(K, "sigmoid"), RouterOptions(K, qb_bins=7), None):
-        options = mixture_options(router, of_network, E, 2, (False, True, True))
+        options = layer_numbers(router, of_network, E, 2, (False, True, True))
         routing = (None, weights, experts, None, None, None, None)
         if router is not None:
             of_bins = (bias, mask, None, bounds) if router.qb_bins else (bias, None, None, None)
             routing = (logits, None, None, *of_bins)
         none = (None,) * 4
         forward = (x, *routing, w_in, b_in, w_out, b_out, *none, *options)
-        yield torch_ops.mixture, forward
+        yield torch_ops.layer, forward
         if router is None:
             continue
-        _, _, _, selected, chosen, _, lse, _, h, _, slot_of_row, group_sizes = torch_ops.mixture(*forward)
+        _, _, _, selected, chosen, _, lse, _, h, _, slot_of_row, group_sizes = torch_ops.layer(*forward)
         backward = (x, h, x, selected, slot_of_row, group_sizes, w_in, b_in, w_out, b_out)
         for of_losses in ((None, None), (bias, lse)):
             wants_w_out = of_losses[0] is None
             yield (
-                torch_ops.mixture_hidden,
+                torch_ops.layer_hidden,
                 (*backward, logits, chosen, mask, lse, *of_losses, torch.float32, wants_w_out, *none, *options),
             )
 

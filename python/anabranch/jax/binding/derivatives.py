@@ -1,7 +1,7 @@
 """Functions with a rule for reverse mode alone: a forward-mode derivative is an error that names the function.
 
-The tangent of each operand goes through a linear operation that can be transposed but not run. Reverse mode transposes
-it; `jax.jvp`, `jax.jacfwd` and what `jax.linearize` returns run it.
+Every operand passes through an identity whose tangent is a linear operation that can be transposed but not run. Reverse
+mode transposes it; `jax.jvp`, `jax.jacfwd` and the function that `jax.linearize` returns run it, or map it by vmap.
 """
 
 import functools
@@ -24,18 +24,23 @@ _tangent = Primitive("anabranch_tangent")
 _tangent.def_impl(_refuse)
 _tangent.def_abstract_eval(lambda tangent, *, name: tangent)
 ad.deflinear2(_tangent, lambda cotangent, _, *, name: [cotangent])
-batching.primitive_batchers[_tangent] = lambda tangents, axes, *, name: (_tangent.bind(*tangents, name=name), *axes)
 mlir.register_lowering(_tangent, _refuse)
+# Reverse mode never maps tangents: vmap maps _operand before it is differentiated, or what comes after transposition.
+batching.primitive_batchers[_tangent] = _refuse
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _operand(name: str, value: jax.Array) -> jax.Array:
-    return value
+def _operand_jvp(primals: Any, tangents: Any, *, name: str) -> Any:
+    (value,), (tangent,) = primals, tangents
+    zero = isinstance(tangent, ad.Zero)
+    return _operand.bind(value, name=name), tangent if zero else _tangent.bind(tangent, name=name)
 
 
-@_operand.defjvp
-def _operand_jvp(name: str, primals: Any, tangents: Any) -> Any:
-    return primals[0], _tangent.bind(tangents[0], name=name)
+_operand = Primitive("anabranch_operand")
+_operand.def_impl(lambda value, *, name: value)
+_operand.def_abstract_eval(lambda value, *, name: value)
+ad.primitive_jvps[_operand] = _operand_jvp
+mlir.register_lowering(_operand, lambda _, value, *, name: [value])
+batching.primitive_batchers[_operand] = lambda values, axes, *, name: (_operand.bind(*values, name=name), *axes)
 
 
 class ReverseMode:
@@ -56,7 +61,7 @@ class ReverseMode:
     def _differentiable(self, leaf: Any) -> Any:
         # What is not traced has no tangent, and what is called without a transformation does no more than before.
         if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return _operand(self._name, leaf)
+            return _operand.bind(leaf, name=self._name)
         return leaf
 
 

@@ -9,7 +9,7 @@ from anabranch.jax.binding.arrays import flat
 from anabranch.jax.layer.names import named_logits, named_routing
 from anabranch.jax.layer.operands import LayerConfig, Operands, Selection, Sums
 from anabranch.jax.ops.matmul import bfloat16_matmul, halves_matmul, matmul
-from anabranch.jax.ops.router import RouterResiduals, Wanted, reads_lse, route_backward, route_forward
+from anabranch.jax.ops.router import RouterResiduals, Wanted, route_backward, route_forward
 
 
 class GateResiduals(NamedTuple):
@@ -40,7 +40,7 @@ def gate_residuals(config: LayerConfig) -> tuple[str, ...]:
     """The fields of GateResiduals that the backward pass needs."""
     if config.router is None:
         return ()
-    return GateResiduals._fields if reads_lse(config.router) or config.z_loss else ("logits",)
+    return GateResiduals._fields if config.router.reads_lse or config.z_loss else ("logits",)
 
 
 def select(

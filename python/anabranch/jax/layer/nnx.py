@@ -1,13 +1,13 @@
 """Flax NNX layer: the whole Mixture-of-Experts layer with its parameters and its router state."""
 
-from typing import Any
+import math
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch._packages import needed_by
-from anabranch.activation import Activation
 from anabranch.jax.binding import check
 from anabranch.jax.layer.gate import router_logits
 from anabranch.jax.layer.initializers import (
@@ -17,12 +17,13 @@ from anabranch.jax.layer.initializers import (
     default_out_init,
     initializer,
 )
-from anabranch.jax.layer.moe import MoEOutput, layer_config, moe
+from anabranch.jax.layer.moe import MoEOutput, layer_config, layer_of
 from anabranch.jax.layer.shared_expert import shared_expert
 from anabranch.jax.ops.quantile import host_bounds, quantile_bias
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
 from anabranch.layouts import OURS, Layouts
+from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_names, takes_options
 from anabranch.precision import check_fp8_widths, dense_precision
 
 with needed_by("anabranch.jax.nnx"):
@@ -51,6 +52,7 @@ def _params_stream(rngs: Any) -> Any:
         raise ValueError(f"rngs: got the streams {list(rngs)}, expected 'params' or 'default'") from None
 
 
+@takes_options(LayerKeywords)
 class MoE(nnx.Module):
     """A Mixture-of-Experts feed-forward layer.
 
@@ -65,39 +67,26 @@ class MoE(nnx.Module):
       in_features: D, width of the model.
       hidden_features: F, width of one expert.
       num_experts: E.
-      topk: K, experts a token.
-      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-      normalize: weights of a token sum to `scaling_factor`; False: raw scores.
-      use_expert_bias: keep a selection bias, moved by `update_expert_bias`.
-      balance: "quantile": the selection bias is set by `update_quantile_bias`; None: otherwise, or not.
-      qb_bin_bounds, qb_bins: of the histogram that it takes: (lower, upper) for how far an expert's score is below what
-        a token asks of one, and the number of bins.
-      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` expert groups first, as `moe`; None:
-        no groups.
-      scaling_factor: multiplies the weights.
+      topk: K, experts per token.
+      use_expert_bias: keep a selection bias, which `update_expert_bias` moves.
+      balance: "quantile": `update_quantile_bias` sets the selection bias; None: it does not.
+      qb_bin_bounds, qb_bins: of the histogram for that: (lower, upper) for how far an expert's score is below the
+        threshold of a token, and the number of bins.
       use_gate_bias: a bias of the router's logits, a parameter.
-      activation: a name or an `Activation`, as in `moe`.
-      gated: phi(x W_gate, x W_up), of a plain name act(x W_gate) * (x W_up); False: act(x W_up).
+      gated: phi(x W_gate, x W_up), for a plain name act(x W_gate) * (x W_up); False: act(x W_up).
       use_bias: biases b_in and b_out.
       shared_features: width S of a dense expert that every token passes through; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate>).
-      weight_early: weights multiply before W_out instead of at the combine; the result is the same.
-      aux_loss_coeff, z_loss_coeff: coefficients of the losses that the call returns; 0: none.
-      align_size: rows of an expert are padded to a multiple of this; 0: not padded.
-      parallel: how the layer is spread over a mesh. Parameters then carry their sharding (`out_sharding`): made under
-        jax.set_mesh, or with a `Parallel` that has a mesh, they are created in shards. A shared expert is whole on
-        every device.
-      w_in_layout, w_out_layout: the axes of w_in, w_out and b_in, as in `moe`; the shapes above are those of "dpf" and
-        "fd". Shared experts have those always.
-      precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
-        expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
-        "auto": "fp8" where it can be had and is predicted to be faster, else "highest".
-      fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
+      parallel: how the layer is spread over a mesh. Parameters then carry their sharding (`out_sharding`): created
+        under jax.set_mesh, or with a `Parallel` that has a mesh, they are created in shards. A shared expert is whole
+        on every device.
       dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
       param_dtype: dtype of the parameters.
-      kernel_init: initialiser of all kernels, called with (key, shape, dtype); None: truncated normal of variance
+      kernel_init: initialiser of all matrices, called with (key, shape, dtype); None: a truncated normal of variance
         1 / fan-in, the expert axis left out of the fan.
-      rngs: streams of random keys; `params` is used.
+      rngs: random keys; the stream `params` is used.
+      {options}
+        Shared experts have the layouts "dpf" and "fd", and with "fp8" the precision "highest".
 
     Raises:
       TypeError, ValueError: an option is wrong; the message names it.
@@ -119,36 +108,23 @@ class MoE(nnx.Module):
         num_experts: int,
         topk: int,
         *,
-        score_function: str = "softmax",
-        normalize: bool = True,
         use_expert_bias: bool = False,
         balance: str | None = None,
         qb_bin_bounds: tuple[float, float] = (-1.0, 1.0),
         qb_bins: int = 1000,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        group_score_topk: int | None = None,
-        scaling_factor: float = 1.0,
         use_gate_bias: bool = False,
-        activation: str | Activation = "silu",
         gated: bool = True,
         use_bias: bool = False,
         shared_features: int = 0,
         shared_gate: bool = False,
-        weight_early: bool = False,
-        aux_loss_coeff: float = 0.0,
-        z_loss_coeff: float = 0.0,
-        align_size: int = 0,
         parallel: Parallel | None = None,
-        w_in_layout: str = "dpf",
-        w_out_layout: str = "fd",
-        precision: str = "highest",
-        fp8_scales: str = "float32",
         dtype: Any | None = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
+        **options: Unpack[LayerKeywords],
     ):
+        check_names("MoE", LAYER_NAMES, options)
         largest = check.INDEX_LIMIT - 1
         D = check.integer("in_features", in_features, 1, largest)
         F = check.integer("hidden_features", hidden_features, 1, largest)
@@ -165,33 +141,12 @@ class MoE(nnx.Module):
         in_init = initializer("kernel_init", kernel_init, default_in_init)
         out_init = initializer("kernel_init", kernel_init, default_out_init)
         quantile = balance is not None and check.choice("balance", balance, ("quantile",)) == "quantile"
-        options: dict[str, Any] = dict(
-            topk=topk,
-            score_function=score_function,
-            normalize=normalize,
-            num_groups=num_groups,
-            group_topk=group_topk,
-            group_score_topk=group_score_topk,
-            scaling_factor=scaling_factor,
-            activation=activation,
-            weight_early=weight_early,
-            aux_loss_coeff=aux_loss_coeff,
-            z_loss_coeff=z_loss_coeff,
-            align_size=align_size,
-            parallel=parallel,
-            w_in_layout=w_in_layout,
-            w_out_layout=w_out_layout,
-            precision=precision,
-            fp8_scales=fp8_scales,
-            qb_bins=qb_bins if quantile else None,
-        )
-        layouts = Layouts(w_in_layout, w_out_layout)
-        if layer_config(E, parts, **options).ffn.fp8:
+        given = LayerOptions(topk=topk, qb_bins=qb_bins if quantile else None, **options)
+        layouts = given.layouts()
+        if layer_config(given, E, parts, parallel).ffn.fp8:
             check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
-        self.in_features = D
+        self.options, self.parallel, self.in_features = given, parallel, D
         self.dtype = None if dtype is None else jnp.dtype(check.dtype("dtype", dtype, check.FLOATS))
-        self.activation = activation
-        self.options = options
         self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         key = _params_stream(rngs)
 
@@ -233,8 +188,7 @@ class MoE(nnx.Module):
           x: [..., D] float32, bfloat16 or float16.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
-          quantized: with precision "fp8" or "auto", w_in and w_out as `quantize_experts` gave them; None: quantised
-            here.
+          quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
 
         Returns:
           MoEOutput of `moe`; output [..., D] of the dtype of the computation. Inside `nnx.capture` with
@@ -250,11 +204,11 @@ class MoE(nnx.Module):
         def weights(variable: nnx.Variable) -> jax.Array:  # of float32 ones moe() gives gradients that are not rounded
             return variable[...] if variable[...].dtype == jnp.float32 else value(variable)
 
-        result = moe(
-            x,
-            self.gate[...],
-            weights(self.w_in),
-            weights(self.w_out),
+        arrays = dict(
+            x=x,
+            gate=self.gate[...],
+            w_in=weights(self.w_in),
+            w_out=weights(self.w_out),
             gate_bias=None if self.gate_bias is None else self.gate_bias[...],
             b_in=value(self.b_in),
             b_out=value(self.b_out),
@@ -262,9 +216,8 @@ class MoE(nnx.Module):
             token_mask=token_mask,
             forced_experts=forced_experts,
             qb_bin_bounds=self.qb_bin_bounds,
-            quantized=quantized,
-            **self.options,
         )
+        result = layer_of(self.options, arrays, self.parallel, quantized)
         if any(type(captured) is nnx.Intermediate for captured in getattr(self, "__captures__", ())):
             bias = None if self.gate_bias is None else self.gate_bias[...]
             self.sow(nnx.Intermediate, "router_logits", router_logits(x, self.gate[...], bias))
@@ -274,10 +227,10 @@ class MoE(nnx.Module):
             x,
             value(self.shared_in),
             value(self.shared_out),
-            activation=self.activation,
+            activation=self.options.activation,
             w_gate=None if self.shared_gate is None else self.shared_gate[...],
             token_mask=token_mask,
-            precision=dense_precision(self.options["precision"]),
+            precision=dense_precision(self.options.precision),
         )
         return result._replace(output=result.output + shared)
 
@@ -304,11 +257,11 @@ class MoE(nnx.Module):
         """
         if self.expert_bias is None or self.qb_bin_bounds is None:
             raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
-        shape = (("E", self.gate.shape[1]), ("bins", self.options["qb_bins"]))
+        shape = (("E", self.gate.shape[1]), ("bins", self.options.qb_bins))
         lower, upper = self.qb_bin_bounds
         counts = check.array("qb_histogram", qb_histogram, ("int32",), shape)
         # set_value takes the dtype of the new value; an assignment to [...] would round to that of the old one.
-        self.expert_bias.set_value(quantile_bias(counts, lower, upper, self.options["topk"]))
+        self.expert_bias.set_value(quantile_bias(counts, lower, upper, self.options.topk))
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float = 1e-3) -> None:
         """Moves the selection bias towards balance: b += rate * sign(mean load - load).
@@ -318,7 +271,8 @@ class MoE(nnx.Module):
 
         Args:
           tokens_per_expert: int [E], summed over everything that the step has seen.
-          rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
+          rate: step of the bias, a number >= 0; or a float scalar, for example a schedule's. The value of a scalar on a
+            GPU, or in a jitted program, is not checked.
 
         Raises:
           TypeError: an argument has the wrong type or dtype.
@@ -329,12 +283,16 @@ class MoE(nnx.Module):
         bias = self._bias()
         load = check.amounts("tokens_per_expert", tokens_per_expert, check.INDICES, bias.shape)
         load = load.astype(jnp.float32)
-        step = check.array("rate", rate, check.FLOATS, ()) if isinstance(rate, jax.Array) else _rate(rate)
-        self.expert_bias.set_value((bias + step * jnp.sign(load.mean() - load)).astype(jnp.float32))
+        self.expert_bias.set_value((bias + _rate(rate) * jnp.sign(load.mean() - load)).astype(jnp.float32))
 
 
-def _rate(value: Any) -> float:
-    rate = check.number("rate", value)
-    if rate < 0:
-        raise ValueError(f"rate: got {rate}, expected a number >= 0")
-    return rate
+def _rate(value: Any) -> Any:
+    """The step of an update: a number >= 0, or a float scalar, whose value is checked where it is on the host."""
+    if isinstance(value, jax.Array):
+        check.array("rate", value, check.FLOATS, ())
+        if isinstance(value, jax.core.Tracer) or any(device.platform != "cpu" for device in value.devices()):
+            return value
+    known = float(value) if isinstance(value, jax.Array) else check.number("rate", value)
+    if not 0 <= known < math.inf:
+        raise ValueError(f"rate: got {known}, expected a finite number >= 0")
+    return value if isinstance(value, jax.Array) else known

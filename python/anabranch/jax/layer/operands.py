@@ -9,7 +9,7 @@ import jax
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.ops.ffn import FfnConfig, FfnOperands
 from anabranch.jax.ops.quantized import QuantizedExperts, for_pass
-from anabranch.jax.ops.router import RouterOptions
+from anabranch.options import RouterOptions
 
 
 @dataclasses.dataclass(frozen=True)

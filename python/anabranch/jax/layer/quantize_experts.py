@@ -8,10 +8,10 @@ import jax
 
 from anabranch.jax.binding import check
 from anabranch.jax.binding.sharding import TokenCall, all_manual, mesh_of
-from anabranch.jax.ops.experts import check_layouts
 from anabranch.jax.ops.quantized import QuantizedExperts, quantized_matrices
 from anabranch.jax.parallel.parallel import Parallel, mesh_for, quantized_specs
 from anabranch.layouts import Layouts
+from anabranch.options import check_layouts
 from anabranch.precision import check_fp8_widths, fp8_scales_number
 
 

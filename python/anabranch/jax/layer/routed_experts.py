@@ -1,26 +1,24 @@
 """The layer after the router: experts and weights come from anywhere."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from anabranch.activation import Activation
 from anabranch.jax.binding import check
 from anabranch.jax.layer.fused_layer import (
     axes_of_sums,
-    check_align_size,
     check_parallel,
     experts_operands,
-    mixture,
-    network_config,
-    with_quantized,
+    ffn_config,
+    fused_layer,
+    quantized_operands,
 )
 from anabranch.jax.layer.operands import LayerConfig, Operands
-from anabranch.jax.ops.experts import check_layouts
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
+from anabranch.options import ROUTED_NAMES, RoutedKeywords, RoutedOptions, check_names, takes_options
 from anabranch.rows import check_num_slots
 
 
@@ -38,6 +36,7 @@ class RoutedExpertsOutput(NamedTuple):
     dropped: jax.Array
 
 
+@takes_options(RoutedKeywords)
 def routed_experts(
     x: jax.Array,
     experts: jax.Array,
@@ -45,17 +44,11 @@ def routed_experts(
     w_in: jax.Array,
     w_out: jax.Array,
     *,
-    activation: str | Activation = "silu",
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
-    weight_early: bool = False,
-    align_size: int = 0,
     parallel: Parallel | None = None,
-    w_in_layout: str = "dpf",
-    w_out_layout: str = "fd",
-    precision: str = "highest",
-    fp8_scales: str = "float32",
     quantized: QuantizedExperts | None = None,
+    **options: Unpack[RoutedKeywords],
 ) -> RoutedExpertsOutput:
     """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
 
@@ -70,16 +63,12 @@ def routed_experts(
       weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
-      activation: a name or an `Activation`, as in `moe`.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
-      weight_early: weights multiply before W_out instead of at the combine; same result.
-      align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
-      parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights go as x does.
-        Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe` min(K, E/P).
-      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
-      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, "auto":
-        where that is faster, as in `moe`.
-      fp8_scales, quantized: with "fp8" or "auto", as in `moe`.
+      parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights are sharded as x
+        is. Buffers hold K rows per token on each of P ranks, since an expert may be repeated; those of `moe` hold
+        min(K, E/P).
+      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
+      {options}
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;
@@ -107,22 +96,19 @@ def routed_experts(
     """
     x = check.array("x", x, check.FLOATS, (..., "D"))
     *leading, _ = x.shape
-    layouts = check_layouts(w_in_layout, w_out_layout)
-    of_experts, _, parts = experts_operands(layouts, x, w_in, w_out, b_in, b_out)
+    check_names("routed_experts", ROUTED_NAMES, options)
+    given = RoutedOptions(**options)
+    of_experts, _, parts = experts_operands(given.layouts(), x, w_in, w_out, b_in, b_out)
     experts = check.indices("experts", experts, (*leading, "K"))
     K = experts.shape[-1]
     if K < 1:
         raise ValueError(f"experts: got {check.describe(experts)}, expected [..., K] with K >= 1")
     check_num_slots("experts", math.prod(leading), K)
     weights = check.array("weights", weights, check.FLOATS, (*leading, ("K", K)))
-    ffn = network_config(activation, parts, K, weight_early, layouts, precision, fp8_scales)
+    ffn = ffn_config(given, parts, K)
     check_parallel(parallel, ffn)
-    config = LayerConfig(
-        router=None,
-        ffn=ffn,
-        align_size=check_align_size(align_size),
-    )
-    config, of_quantized = with_quantized(config, x, of_experts, quantized, parallel)
+    config = LayerConfig(router=None, ffn=ffn, align_size=given.checked_align_size())
+    of_quantized = quantized_operands(ffn, of_experts, quantized)
     shards = axes_of_sums(parallel, x, K)
     operands = Operands(
         x=x,
@@ -133,6 +119,6 @@ def routed_experts(
         **of_experts,
         **of_quantized,
     )
-    result = mixture(config, operands, parallel)
+    result = fused_layer(config, operands, parallel)
     counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert
     return RoutedExpertsOutput(result.output, counts, jnp.sum(result.dropped, dtype=jnp.int32))

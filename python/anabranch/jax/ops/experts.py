@@ -7,29 +7,20 @@ for a gated expert, 1 for an ungated one.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from anabranch.activation import Activation, as_activation
+from anabranch.activation import Activation
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import check_whole, vary_alike
 from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
-from anabranch.jax.ops.precision_choice import Spread, decided
 from anabranch.jax.ops.quantized import QuantizedExperts, check_quantized, quantize_matrix, quantize_rows
-from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.precision import (
-    AUTO,
-    FP8,
-    HIGHEST,
-    TF32,
-    check_fp8,
-    check_fp8_widths,
-    precision_number,
-    product_precision_number,
-)
+from anabranch.layouts import Layouts
+from anabranch.options import EXPERTS_NAMES, ExpertsKeywords, ExpertsOptions, check_names, takes_options
+from anabranch.precision import FP8, HIGHEST, TF32, check_fp8, check_fp8_widths, precision_number
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
@@ -80,13 +71,6 @@ def grouped_rows(name: str, value: Any) -> jax.Array:
     return rows
 
 
-def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
-    """The arguments w_in_layout and w_out_layout."""
-    return Layouts(
-        check.choice("w_in_layout", w_in_layout, IN_LAYOUTS), check.choice("w_out_layout", w_out_layout, OUT_LAYOUTS)
-    )
-
-
 def experts_arrays(
     layouts: Layouts,
     x: jax.Array,
@@ -116,13 +100,12 @@ def experts_arrays(
 
 
 def check_fp8_operands(config: FfnConfig, w_in: jax.Array, quantized: Any) -> QuantizedExperts | None:
-    """Checks the widths that w_in tells, and the argument `quantized`, where factors are, or may be, quantised."""
+    """Checks the argument `quantized`, and with FP8 the widths of w_in."""
     check_fp8(config.precision, "float32", quantized)
-    if not (config.fp8 or config.precision == AUTO):
+    if not config.fp8:
         return None
     E, D, P, F = config.sizes(w_in)
-    if config.fp8:
-        check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
+    check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
     return check_quantized(quantized, E, D, P, F)
 
 
@@ -267,7 +250,7 @@ def grouped_matmul(
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = check.boolean("transpose_w", transpose_w)
     w = check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
-    number = product_precision_number(precision)
+    number = precision_number(precision)
     options = GroupedProduct(transpose_w, number, check_fp8(number, fp8_scales))
     if number == FP8:
         check_fp8_widths("w", check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
@@ -308,22 +291,18 @@ def _expert_ffn_backward(config: FfnConfig, residuals: Any, d_y: jax.Array) -> t
 _expert_ffn.defvjp(_expert_ffn_forward, _expert_ffn_backward)
 
 
+@takes_options(ExpertsKeywords)
 def expert_ffn(
     rows: Any,
     w_in: Any,
     w_out: Any,
     group_sizes: Any,
     *,
-    activation: str | Activation = "silu",
     b_in: Any = None,
     b_out: Any = None,
     weights: Any = None,
-    weight_early: bool = False,
-    w_in_layout: str = "dpf",
-    w_out_layout: str = "fd",
-    precision: str = "highest",
-    fp8_scales: str = "float32",
     quantized: QuantizedExperts | None = None,
+    **options: Unpack[ExpertsKeywords],
 ) -> jax.Array:
     """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
 
@@ -335,19 +314,11 @@ def expert_ffn(
       w_out: [E, F, D].
       group_sizes: integers [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
-      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" (squared)
-        or "linear", which stands for act(h_gate) h_up, or an `Activation`, of two inputs and with parameters.
       b_in: [E, 2 or 1, F], or None.
       b_out: [E, D], or None.
       weights: w, float [R]; None: 1.
-      weight_early: multiply a and b_out by w instead of y; the same result up to rounding.
-      w_in_layout: the axes of w_in behind E: "dpf", [E, D, P, F]; "pfd", [E, P, F, D], as PyTorch's Linear has it;
-        "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
-        transposed.
-      w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
-      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised;
-        "auto": where that is faster.
-      fp8_scales, quantized: with "fp8" or "auto", see `moe`.
+      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
+      {options}
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
@@ -365,9 +336,10 @@ def expert_ffn(
     """
     rows = grouped_rows("rows", rows)
     sizes = check.sizes("group_sizes", group_sizes, ("E",))
-    layouts = check_layouts(w_in_layout, w_out_layout)
+    check_names("expert_ffn", EXPERTS_NAMES, options)
+    checked = ExpertsOptions(**options)
     given = w_in, w_out, b_in, b_out
-    arrays, _, P = experts_arrays(layouts, rows, (str(rows.dtype),), *given, num_experts=sizes.shape[0])
+    arrays, _, P = experts_arrays(checked.layouts(), rows, (str(rows.dtype),), *given, num_experts=sizes.shape[0])
     operands = FfnOperands(
         x=rows,
         slot_of_row=None,
@@ -375,20 +347,11 @@ def expert_ffn(
         weights=check.optional_array("weights", weights, check.FLOATS, (("R", rows.shape[0]),)),
         **arrays,
     )
-    early = check.boolean("weight_early", weight_early)
-    if early and weights is None:
+    config = FfnConfig.of(checked.experts(P, 0))
+    if config.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    number = precision_number(precision)
-    config = FfnConfig(
-        as_activation(activation, P),
-        early,
-        layouts=layouts,
-        precision=number,
-        fp8_scales=check_fp8(number, fp8_scales),
-    )
     quantized = check_fp8_operands(config, arrays["w_in"], quantized)
-    config = decided(config, rows, arrays["w_in"], quantized, Spread())
-    operands = operands._replace(quantized=quantized if config.fp8 else None)
+    operands = operands._replace(quantized=quantized)
     check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands.by_name().items() if n != "x"})
     leaves, tree = jax.tree.flatten(operands)
     return _expert_ffn(config, jax.tree.unflatten(tree, vary_alike(*leaves)))

@@ -5,7 +5,7 @@ for a gated expert, 1 for an ungated one.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,48 +13,28 @@ import jax.numpy as jnp
 from anabranch.activation import Activation
 from anabranch.jax.binding import ffi, workspaces
 from anabranch.jax.ops.quantized import Factor, QuantizedExperts, for_pass
-from anabranch.layouts import OURS, Layouts
-from anabranch.precision import BLOCK, FP8, HIGHEST
+from anabranch.options import ExpertsConfig
+from anabranch.precision import BLOCK
 
 SILU = Activation("silu")
 
 
 @dataclasses.dataclass(frozen=True)
-class FfnConfig:
-    """Options of the feed-forward network."""
+class FfnConfig(ExpertsConfig):
+    """The options of the feed-forward network, with those of this front end alone."""
 
     activation: Activation = SILU
-    weight_early: bool = False
-    """Weights multiply before W_out instead of after it."""
-    topk: int = 0
-    """K when x holds tokens and slot_of_row tells which a row reads; 0 when x holds rows."""
     skip_rest: bool = False
-    """Rows that no slot has may hold anything in what the rules by slot return: nobody reads them."""
-    layouts: Layouts = OURS
-    """Of w_in and w_out, and so of b_in and h."""
-    precision: int = HIGHEST
-    """See anabranch.precision."""
-    fp8_scales: int = 0
-    """The same."""
+    """Rows without an assignment may hold anything in what the rules by slot return: nobody reads them."""
 
-    @property
-    def fp8(self) -> bool:
-        """Whether factors are quantised."""
-        return self.precision == FP8
+    @classmethod
+    def of(cls, experts: ExpertsConfig, **own: Any) -> Self:
+        """The options of the experts, as `ExpertsOptions.experts` returns them, with those of this class."""
+        return cls(**{field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}, **own)
 
     def attributes(self) -> dict[str, Any]:
         """The options that forward and backward calls have in common."""
-        return {
-            "activation": self.activation.number,
-            "activation_alpha": self.activation.alpha,
-            "activation_limit": self.activation.limit,
-            "topk": self.topk,
-            **self.of_products(),
-        }
-
-    def of_products(self) -> dict[str, Any]:
-        """The options of every product; without FP8 calls are those of before there was one."""
-        return {"precision": self.precision} | ({"fp8_scales": self.fp8_scales} if self.fp8 else {})
+        return {name: value for name, value in super().attributes().items() if name != "fp8_scales" or self.fp8}
 
     def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
         """(E, D, P, F) of w_in."""

@@ -1,7 +1,8 @@
 """Routing: which experts each token goes to, with which weights, and the statistics the losses need."""
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import TokenCall, all_manual, mesh_of, vary_alike
 from anabranch.jax.ops.quantile import bin_bounds
-from anabranch.router_options import RouterOptions, attributes, forward_attributes, router_options
+from anabranch.options import ROUTER_NAMES, RouterKeywords, RouterOptions, check_names, router_options, takes_options
 
 
 class Routing(NamedTuple):
@@ -102,7 +103,7 @@ def route_forward(
             "qb_histogram": struct((E, options.qb_bins), jnp.int32) if options.qb_bins else None,
         },
         workspace=forward_workspace(options, wanted, T, math.prod(sequences) if options.sequence_stats else 1, E),
-        **forward_attributes(options),
+        **options.numbers().forward(),
     )
     counts, score_sum, lse = (results[name] for name in ("tokens_per_expert", "score_sum", "lse"))
     return RouterOutputs(
@@ -113,11 +114,6 @@ def route_forward(
         None if lse is None else lse.reshape(leading),
         results["qb_histogram"],
     )
-
-
-def reads_lse(options: RouterOptions) -> bool:
-    """Whether the backward rule reads lse without a cotangent of it."""
-    return options.score_function == "softmax"
 
 
 def route_backward(
@@ -134,42 +130,37 @@ def route_backward(
     *leading, E = logits.shape
     T, K = math.prod(leading), options.topk
     stats = (math.prod(leading[:-1]), E) if options.sequence_stats else (E,)
-    shared = attributes(options)
     if d_weights is None:
-        shared["scaling_factor"] = 1.0  # scales weights only
+        options = dataclasses.replace(options, scaling_factor=1.0)  # it scales weights only
     results = ffi.call(
         "ab_xla_router_backward",
         {
             "logits": logits.reshape(T, E),
             "experts": None if d_weights is None else experts.reshape(T, K),
             "token_mask": None if token_mask is None else token_mask.reshape(T),
-            "lse": lse.reshape(T) if lse is not None and (reads_lse(options) or d_lse is not None) else None,
+            "lse": lse.reshape(T) if lse is not None and (options.reads_lse or d_lse is not None) else None,
             "d_weights": None if d_weights is None else d_weights.reshape(T, K),
             "d_score_sum": None if d_score_sum is None else d_score_sum.reshape(stats),
             "d_lse": None if d_lse is None else d_lse.reshape(T),
         },
         {"d_logits": jax.ShapeDtypeStruct((T, E), logits.dtype)},
-        **shared,
+        **options.numbers().backward(),
     )
     return results["d_logits"].reshape(logits.shape)
 
 
+@takes_options(RouterKeywords)
 def route(
     logits: jax.Array,
     topk: int,
     *,
-    score_function: str = "softmax",
-    normalize: bool = True,
     expert_bias: jax.Array | None = None,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    group_score_topk: int | None = None,
-    scaling_factor: float = 1.0,
     token_mask: jax.Array | None = None,
     forced_experts: jax.Array | None = None,
     sequence_stats: bool = False,
     qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
     qb_bins: int | None = None,
+    **options: Unpack[RouterKeywords],
 ) -> Routing:
     """Selects topk experts for every token and weights them.
 
@@ -179,23 +170,20 @@ def route(
     Args:
       logits: float32, bfloat16 or float16 [..., E].
       topk: K, 1 <= K <= E.
-      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-      normalize: weights of a token sum to scaling_factor (softmax: over the selected logits); else raw scores.
       expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
-      num_groups, group_topk: experts in num_groups contiguous groups, of which group_topk are kept for a token, by
-        the sum of their K / group_topk best scores (normalised softmax without a bias: logits); both or neither.
-      group_score_topk: how many of a group's best scores, with their bias, make the group's: 1 is DeepSeek-V2's
-        maximum, 2 DeepSeek-V3's rule as most libraries have it, whatever K / group_topk is. None: the rule above.
-      scaling_factor: finite Python number; multiplies the weights.
-      token_mask: bool [...], true: a real token. Others get expert -1, weight 0, and count nowhere.
+      token_mask: bool [...], true: a real token. Others get expert -1 and weight 0 and are not counted.
       forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
         with expert_bias or groups. Where none of a token's forced experts has a finite logit (all are -inf), weights
-        normalised by softmax are NaN, 0 / 0, and so are its gradients; other weights are 0.
-      sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row for each sequence of S.
-      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins are between
-        them, at most 2^20. The result's qb_histogram counts, for each expert, how far a token's cutoff, its (K+1)-th
-        largest score with a bias, is above the expert's score; the first and the last bin continue. `quantile_bias`
-        makes a bias of it. Needs expert_bias and K < E; not with groups.
+        normalised by softmax are NaN (0 / 0), and so are its gradients; other weights are 0.
+      sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row per sequence of S tokens.
+      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins lie between
+        them, at most 2^20. `qb_histogram` of the result counts, per expert, how far the threshold of a token, its
+        (K+1)-th largest score with a bias, is above the expert's score; the first and the last bin are open-ended.
+        `quantile_bias` makes a bias of it. Needs expert_bias and K < E; not with groups.
+      {options}
+        A group's score is the sum of its group_score_topk best scores with their bias: 1 is DeepSeek-V2's maximum, 2
+        DeepSeek-V3's rule in most libraries. None, with groups: the sum of its K / group_topk best scores (logits for a
+        normalised softmax without a bias).
 
     Returns:
       A Routing.
@@ -213,24 +201,14 @@ def route(
     """
     logits = check.array("logits", logits, check.FLOATS, (..., "E"))
     *leading, E = logits.shape
-    options = router_options(
-        E,
-        topk,
-        score_function=score_function,
-        normalize=normalize,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        group_score_topk=group_score_topk,
-        scaling_factor=scaling_factor,
-        sequence_stats=sequence_stats,
-        qb_bins=qb_bins,
-    )
-    if options.sequence_stats and not leading:
+    check_names("route", ROUTER_NAMES, options)
+    checked = router_options(E, topk, sequence_stats=sequence_stats, qb_bins=qb_bins, **options)
+    if checked.sequence_stats and not leading:
         raise ValueError(f"logits: got {check.describe(logits)}, expected [..., S, E] with sequence_stats")
-    operands = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
-    bounds = quantile_operand(options, operands[0], qb_bin_bounds)
+    operands = router_operands(checked, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    bounds = quantile_operand(checked, operands[0], qb_bin_bounds)
     run = _compiled_route if all_manual(mesh_of(logits)) else _route
-    return run(options, *vary_alike(logits, *operands, bounds))
+    return run(checked, *vary_alike(logits, *operands, bounds))
 
 
 def quantile_operand(options: RouterOptions, expert_bias: Any, qb_bin_bounds: Any) -> jax.Array | None:

@@ -10,10 +10,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from anabranch.exchange_sizes import capacity_of
 from anabranch.jax.binding import check
 from anabranch.jax.binding.sharding import Axes, axes_of_type, entry_of, mesh_of, spec_of
-from anabranch.jax.ops.experts import check_layouts
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.exchange import TRANSPORTS, Bounds, choose
 from anabranch.layouts import Layouts
+from anabranch.options import check_layouts
 from anabranch.precision import BLOCK
 
 

@@ -18,12 +18,13 @@ from anabranch.jax.layer.initializers import (
     default_shared_in_init,
     initializer,
 )
-from anabranch.jax.layer.moe import layer_config, moe
+from anabranch.jax.layer.moe import layer_config, layer_of
 from anabranch.jax.layer.shared_expert import shared_expert
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
 from anabranch.jax.te.router import score_function_name
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.options import LayerOptions
 from anabranch.precision import dense_precision
 
 with needed_by("anabranch.jax.linen"):
@@ -82,7 +83,6 @@ class MoEBlock(nn.Module):
       wi_layout, wo_layout: the axes of `wi`, `wi_bias` and `wo`, as `w_in_layout` and `w_out_layout` of `moe`.
       precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
         expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
-        "auto": "fp8" where it can be had and is predicted to be faster, else "highest".
       fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
 
     Raises:
@@ -186,12 +186,12 @@ class MoEBlock(nn.Module):
                 raise ValueError(f"{name}: got {check.describe(value)}, expected None; {reason}")
 
     @nn.nowrap
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> LayerOptions:
         """The options by the names of `moe`, checked by the names here."""
         E = check.integer("num_experts", self.num_experts, 1, check.INDEX_LIMIT - 1)
         K = check.integer("num_experts_per_tok", self.num_experts_per_tok, 1, E)
         score_function = score_function_name(self.score_function)
-        options: dict[str, Any] = dict(
+        options = LayerOptions(
             topk=K,
             score_function=score_function,
             normalize=normalizes(score_function, K, check.boolean("use_pre_softmax", self.use_pre_softmax)),
@@ -204,13 +204,12 @@ class MoEBlock(nn.Module):
             aux_loss_coeff=self.aux_loss_coeff,
             z_loss_coeff=self.z_loss_coeff,
             align_size=self.align_size,
-            parallel=self.parallel,
             w_in_layout=check.choice("wi_layout", self.wi_layout, IN_LAYOUTS),
             w_out_layout=check.choice("wo_layout", self.wo_layout, OUT_LAYOUTS),
             precision=self.precision,
             fp8_scales=self.fp8_scales,
         )
-        layer_config(E, 2, **options)
+        layer_config(options, E, 2, self.parallel)
         return options
 
     @nn.nowrap
@@ -287,7 +286,7 @@ class MoEBlock(nn.Module):
           inputs: [..., D] of any float dtype; computed in `dtype`.
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay).
-          quantized: with precision "fp8" or "auto", wi and wo as `quantize_experts` gave them; None: quantised here.
+          quantized: with precision "fp8", wi and wo as `quantize_experts` returned them; None: quantised here.
 
         Returns:
           (output [..., D], aux_loss: float32 scalar, what is to be added to the loss, the sum of the load-balance loss
@@ -315,20 +314,19 @@ class MoEBlock(nn.Module):
         gate_bias = self._parameter("gate_bias", bias_init, (), (E,)) if self.use_gate_bias else None
         if self.is_mutable_collection("router_logits") and not self.is_initializing():
             self.sow("router_logits", "logits", router_logits(inputs, gate, gate_bias))
-        result = moe(
-            inputs,
-            gate,
-            self._of_experts("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
-            self._of_experts("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
+        arrays = dict(
+            x=inputs,
+            gate=gate,
+            w_in=self._of_experts("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
+            w_out=self._of_experts("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
             b_in=self._of_experts("wi_bias", "b_in", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
             b_out=self._parameter("wo_bias", bias_init, out_bias_axes, (E, D)) if use_bias else None,
             gate_bias=gate_bias,
             expert_bias=self._expert_bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
-            quantized=quantized,
-            **self._options(),
         )
+        result = layer_of(self._options(), arrays, self.parallel, quantized)
         for name in ("tokens_per_expert", "dropped", "dropped_by_source", "aux_loss", "z_loss", "experts"):
             self.sow("intermediates", name, getattr(result, name))
         output = result.output

@@ -28,14 +28,8 @@ from anabranch.dense_router import (
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import TokenCall, vary_alike
-from anabranch.jax.ops.router import (
-    RouterOptions,
-    attributes,
-    check_slots,
-    forward_attributes,
-    quantile_operand,
-    router_options,
-)
+from anabranch.jax.ops.router import check_slots, quantile_operand
+from anabranch.options import RouterOptions, router_options
 
 
 class ScoreFunction(enum.IntEnum):
@@ -231,7 +225,7 @@ def _dense_forward(
             "qb_histogram": struct((E, router.qb_bins), jnp.int32) if router.qb_bins else None,
         },
         workspace=workspaces.quantile(T) if router.qb_bins else 0,
-        **forward_attributes(router),
+        **router.numbers().forward(),
     )
     counts = results.pop("qb_histogram")
     dense_results = (a.reshape(*leading, a.shape[-1]) for a in results.values() if a is not None)
@@ -249,7 +243,7 @@ def _dense_backward(options: _DenseOptions, logits: jax.Array, d_first: jax.Arra
             "d_aux_scores" if options.auxiliary else "d_probs": d_first.reshape(T, E),
         },
         {"d_logits": jax.ShapeDtypeStruct((T, E), logits.dtype)},
-        **attributes(options.router),
+        **options.router.numbers().backward(),
     )
     return (results["d_logits"].reshape(logits.shape),)
 

@@ -174,17 +174,20 @@ class RightBefore:
         self.most = most
         self.found: dict[Any, Any] = {}
 
-    def check(self, tensors: Iterable[Any], options: Iterable[Any], check: Callable[[], Any]) -> Any:
+    def check(
+        self, tensors: Iterable[Any], options: Iterable[Any], check: Callable[[], Any], described: Any = None
+    ) -> Any:
         """What `check` returns or has returned.
 
         Args:
           tensors: of which it looks at type, dtype, shape, layout and device alone; None where not given.
           options: whatever else it looks at.
           check: the checks; returns nothing that holds a tensor.
+          described: an object whose attributes are further options.
         """
         if torch.compiler.is_compiling():
             return check()
-        options = tuple(options)
+        options = tuple(options) if described is None else (*options, *vars(described).values())
         try:
             of_tensors = [t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors]
             key = (*of_tensors, *options, *map(type, options))  # 2.0 and True are not 2

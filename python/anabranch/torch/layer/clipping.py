@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from anabranch.torch.binding import check
 from anabranch.torch.binding.group import part_of, summed
-from anabranch.torch.layer.module import MoE
+from anabranch.torch.layer.expert_state import expert_groups
 
 
 def _groups_of(gradient: Any, own: Any) -> tuple[Any, ...]:
@@ -23,12 +23,7 @@ def _groups_of(gradient: Any, own: Any) -> tuple[Any, ...]:
 
 def _by_groups(model: nn.Module) -> dict[tuple[Any, ...], list[Tensor]]:
     """What this process has of every gradient, by the groups over whose ranks the rest is."""
-    own = {
-        id(parameter): layer.group
-        for layer in model.modules()
-        if isinstance(layer, MoE)
-        for parameter in layer.expert_parameters().values()
-    }
+    own = expert_groups(model)
     found = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -64,6 +59,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     Gradients: none. Source: as torch.nn.utils.clip_grad_norm_, 1e-6 is added to the norm that is divided by.
 
+    >>> from anabranch.torch import MoE
     >>> layer = MoE(8, 16, num_experts=4, topk=2)
     >>> layer(torch.ones(3, 8)).output.sum().backward()
     >>> bool(clip_grad_norm_(layer, 1e-3) > 0.01), bool(clip_grad_norm_(layer, 1.0) < 0.01)

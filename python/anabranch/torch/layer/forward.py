@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anabranch.router_options import RouterOptions
+from anabranch.options import ExpertsConfig, Network, RouterOptions
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.layer.gate import biased_logits_of, gate_backward
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.ops.experts import Network, as_multiplied
-from anabranch.torch.ops.layer_ops import MixtureOptions, mixture_options
+from anabranch.torch.ops.experts import as_multiplied
+from anabranch.torch.ops.layer_ops import LayerNumbers, layer_numbers
 from anabranch.torch.ops.quantized import QuantizedExperts, of_backward, of_forward, quantized_of
-from anabranch.torch.ops.router import Wanted, logits_gradient, reads_lse
+from anabranch.torch.ops.router import Wanted, logits_gradient
 
 
 class LayerConfig(NamedTuple):
@@ -28,7 +28,7 @@ class LayerConfig(NamedTuple):
     network: Network
     num_experts: int
     align_size: int
-    options: MixtureOptions
+    options: LayerNumbers
     """All of these, as the operations take them."""
     wanted: Wanted
     """What losses and the backward pass need of the router, counts aside."""
@@ -36,26 +36,19 @@ class LayerConfig(NamedTuple):
     z_loss: bool
 
 
-def config_of(
+def layer_config(
     router: RouterOptions | None,
-    ffn: Network,
+    experts: ExpertsConfig,
     num_experts: int,
     align_size: int,
     aux_loss: bool = False,
     z_loss: bool = False,
 ) -> LayerConfig:
-    """Of options that have been checked."""
-    wanted = Wanted(False, aux_loss, z_loss or (router is not None and reads_lse(router)))
-    options = mixture_options(router, ffn, num_experts, align_size, wanted)
-    return LayerConfig(router, ffn, num_experts, align_size, options, wanted, aux_loss, z_loss)
-
-
-def with_network(config: LayerConfig, network: Network) -> LayerConfig:
-    """The same with other options of the experts."""
-    c = config
-    if network == c.network:
-        return c
-    return config_of(c.router, network, c.num_experts, c.align_size, c.aux_loss, c.z_loss)
+    """Makes a LayerConfig of options that have been checked."""
+    network = experts.network()
+    wanted = Wanted(False, aux_loss, z_loss or (router is not None and router.reads_lse))
+    options = layer_numbers(router, network, num_experts, align_size, wanted)
+    return LayerConfig(router, network, num_experts, align_size, options, wanted, aux_loss, z_loss)
 
 
 def wanted_cotangents(
@@ -148,7 +141,7 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     """A LayerOutput."""
     o, x = operands, operands.x
     logits = o.logits if o.gate is None else biased_logits_of(x, o.gate, o.gate_bias)
-    results: tuple[Tensor, ...] = torch_ops.mixture(
+    results: tuple[Tensor, ...] = torch_ops.layer(
         x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         as_multiplied(config.network, o.w_in, x.dtype), o.b_in,
         as_multiplied(config.network, o.w_out, x.dtype), o.b_out, *of_forward(o.quantized()), *config.options,
@@ -157,7 +150,7 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     return *results, logits if o.logits is None and logits is not None else x.new_empty((0,), dtype=torch.float32)
 
 
-class _Mixture(Function):
+class _FusedLayer(Function):
     tensors = Operands._fields
 
     @staticmethod
@@ -208,7 +201,7 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     d_sums = wanted_cotangents(config, d_score_sum, d_lse)
     # A cotangent of the weights is added to what the experts give: then routing has to wait for it.
     if at_once := wants_logits and d_weights is None:
-        dh, d_w_out, d_b_out, d_w, *of_dh, d_logits = torch_ops.mixture_hidden(
+        dh, d_w_out, d_b_out, d_w, *of_dh, d_logits = torch_ops.layer_hidden(
             d_output, *of_experts, logits, experts, token_mask, lse, *d_sums, w_out.dtype, wants["w_out"],
             *quantized, *config.options,
         )  # fmt: skip
@@ -242,6 +235,6 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     return found | {"w_in": d_w_in if wants["w_in"] else None, "b_in": None if b_in is None else d_b_in}
 
 
-def mixture(config: LayerConfig, operands: Operands) -> LayerOutput:
+def fused_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
     """The layer on checked, flat operands."""
-    return LayerOutput(*_Mixture.call(config, *operands))
+    return LayerOutput(*_FusedLayer.call(config, *operands))

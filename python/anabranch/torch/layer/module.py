@@ -1,22 +1,23 @@
 """The layer as an nn.Module: its parameters as checkpoints have them, and the state of its router."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from anabranch._text import shown
-from anabranch.activation import Activation
+from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_names, takes_options
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast
 from anabranch.torch.binding.group import check_group, part_of, summed
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
-from anabranch.torch.layer.moe import MoEOutput, layer_config, layer_of
-from anabranch.torch.layer.parameters import Initializer, draw, fan_in_normal_
+from anabranch.torch.layer.moe import MoEOutput, checked_config, layer_of
+from anabranch.torch.layer.parameters import Initializer, check_plain, draw, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
 from anabranch.torch.ops.quantile import host_bounds, quantile_bias
@@ -32,6 +33,7 @@ _COUNTS = ("tokens_per_expert", "qb_histogram")
 _BIAS_DTYPES = (*check.FLOATS, torch.float64)
 
 
+@takes_options(ModuleKeywords)
 class MoE(OnRanks):
     """A Mixture-of-Experts feed-forward layer.
 
@@ -64,43 +66,32 @@ class MoE(OnRanks):
       in_features: D, width of the model.
       hidden_features: F, width of one expert.
       num_experts: E.
-      topk: K, experts a token.
-      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-      normalize: weights of a token sum to `scaling_factor`; False: raw scores.
-      use_expert_bias: keep a selection bias, moved by `update_expert_bias`.
-      balance: "quantile": the selection bias is set by `update_quantile_bias`; None: otherwise, or not.
-      qb_bin_bounds, qb_bins: of the histogram that it takes: (lower, upper) for how far an expert's score is below what
-        a token asks of one, and the number of bins.
-      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` expert groups first, as `moe`; None:
-        no groups.
-      scaling_factor: multiplies the weights.
+      topk: K, experts per token.
+      use_expert_bias: keep a selection bias, which `update_expert_bias` moves.
+      balance: "quantile": `update_quantile_bias` sets the selection bias; None: it does not.
+      qb_bin_bounds, qb_bins: of the histogram for that: (lower, upper) for how far an expert's score is below the
+        threshold of a token, and the number of bins.
       use_gate_bias: a bias of the router's logits, a parameter.
-      activation: a name or an `Activation`, as in `moe`.
-      gated: phi(x W_gate, x W_up), of a plain name act(x W_gate) * (x W_up); False: act(x W_up).
-      interleaved: gate and up rows of gate_up_proj in turns, as gpt-oss has them; not of the shared expert's.
+      gated: phi(x W_gate, x W_up), for a plain name act(x W_gate) * (x W_up); False: act(x W_up).
+      interleaved: gate and up rows of gate_up_proj alternate, as in gpt-oss; not those of the shared expert.
       use_bias: biases of the experts' two projections.
       shared_features: width S of a dense expert that every token passes through; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_expert_gate.weight>).
-      weight_early: weights multiply before down_proj instead of at the combine; the result is the same.
-      aux_loss_coeff, z_loss_coeff: coefficients of the losses that the call returns; 0: none.
       loss_group: a process group over whose ranks the tokens of a batch are spread: losses of the whole batch, as in
         `moe`; None: of the tokens of `group`, without one of the call's.
-      group: ranks that share the experts, P of them, as in `moe`: rank r has experts r E/P and on. Of a process group
-        the experts' parameters are plain tensors, this rank's part; of a DeviceMesh of one dimension, which for
-        fully_shard is one of a larger mesh, DTensors that know what is whole. None: this process has all.
+      group: ranks that share the experts, P of them, as in `moe`: rank r has experts r E/P and on. With a process group
+        the experts' parameters are plain tensors, this rank's part; with a DeviceMesh of one dimension (for fully_shard
+        one of a larger mesh) they are DTensors. None: this process has all.
       transport, capacity_factor, fp8_exchange: of `group`, as in `moe`.
-      align_size: rows of an expert are padded to a multiple of this; 0: not padded.
-      precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
-        expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
-        "auto": "fp8" where it can be had and is predicted to be faster, else "highest".
-      fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
       dtype: dtype of the computation, float32, bfloat16 or float16, under torch.autocast too; None: that of the input,
         under torch.autocast autocast's for a float32 input.
       param_dtype: dtype of the parameters; None: torch's default dtype.
       device: of the parameters and of the state; None: torch's default device. On "meta" nothing is allocated:
         `to_empty(device=...)`, then `reset_parameters()` or `load_state_dict`.
-      kernel_init: fills each matrix [out, in], one of an expert after the other, in place under torch.no_grad(), as
-        those of torch.nn.init do; None: a normal of variance 1 / in, cut at two deviations. Biases begin at 0.
+      kernel_init: fills each matrix [out, in], one expert's after the other, in place under torch.no_grad(), as those
+        of torch.nn.init do; None: a normal of variance 1 / in, cut at two deviations. Biases begin at 0.
+      {options}
+        Shared experts have the precision "highest" where the experts have "fp8".
 
     Raises:
       TypeError, ValueError: an option is wrong; the message names it.
@@ -129,6 +120,8 @@ class MoE(OnRanks):
     gate: nn.Module
     tokens_per_expert: Tensor | None
     qb_histogram: Tensor | None
+    #: FSDP has rounded the bias before the first update; if it rounds it again, updates are lost.
+    _restored_under_fsdp = False
 
     def __init__(
         self,
@@ -137,40 +130,29 @@ class MoE(OnRanks):
         num_experts: int,
         topk: int,
         *,
-        score_function: str = "softmax",
-        normalize: bool = True,
         use_expert_bias: bool = False,
         balance: str | None = None,
         qb_bin_bounds: tuple[float, float] = (-1.0, 1.0),
         qb_bins: int = 1000,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        group_score_topk: int | None = None,
-        scaling_factor: float = 1.0,
         use_gate_bias: bool = False,
-        activation: str | Activation = "silu",
         gated: bool = True,
         interleaved: bool = False,
         use_bias: bool = False,
         shared_features: int = 0,
         shared_gate: bool = False,
-        weight_early: bool = False,
-        aux_loss_coeff: float = 0.0,
-        z_loss_coeff: float = 0.0,
         loss_group: "ProcessGroup | None" = None,
         group: "ProcessGroup | DeviceMesh | None" = None,
         transport: str = "auto",
         capacity_factor: float | None = None,
         fp8_exchange: bool = False,
-        align_size: int = 0,
-        precision: str = "highest",
-        fp8_scales: str = "float32",
         dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         kernel_init: Initializer | None = None,
+        **options: Unpack[ModuleKeywords],
     ):
         super().__init__()
+        check_names("MoE", MODULE_NAMES, options)
         largest = check.INDEX_LIMIT - 1
         self.in_features = D = check.integer("in_features", in_features, 1, largest)
         self.hidden_features = F = check.integer("hidden_features", hidden_features, 1, largest)
@@ -190,31 +172,17 @@ class MoE(OnRanks):
             raise TypeError(f"kernel_init: got {check.describe(kernel_init)}, expected a function of a tensor")
         self.kernel_init = fan_in_normal_ if kernel_init is None else kernel_init
         quantile = balance is not None and check.choice("balance", balance, ("quantile",)) == "quantile"
-        self.activation = activation
-        self.selection_options: dict[str, Any] = dict(
-            num_groups=num_groups,
-            group_topk=group_topk,
-            group_score_topk=group_score_topk,
-            qb_bins=qb_bins if quantile else None,
-        )
-        self.options: dict[str, Any] = dict(
+        self.parts = 2 if self.gated else 1
+        self.options = LayerOptions(
             topk=topk,
-            score_function=score_function,
-            normalize=normalize,
-            scaling_factor=scaling_factor,
-            activation=activation,
-            weight_early=weight_early,
-            aux_loss_coeff=aux_loss_coeff,
-            z_loss_coeff=z_loss_coeff,
-            loss_group=loss_group,
-            align_size=align_size,
-            precision=precision,
-            fp8_scales=fp8_scales,
+            qb_bins=qb_bins if quantile else None,
             w_in_layout="fpd" if self.interleaved else "pfd",
             w_out_layout="df",
+            **options,
         )
-        self.parts = 2 if self.gated else 1
-        number = layer_config(E, self.parts, **self.selection_options, **self.options).network.precision
+        self.options_of_replay = self.options.without_selection()
+        self.loss_group = loss_group
+        number = checked_config(self.options, E, self.parts, loss_group).network.precision
         if number == FP8:
             check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
         self.group, mesh = check_ranks(group)
@@ -242,7 +210,11 @@ class MoE(OnRanks):
         parameter("down_proj_bias", use_bias, D)
         self.shared_expert: nn.Module | None = None
         if S:
-            dense: dict[str, Any] = dict(activation=activation, precision=dense_precision(precision), group=self.group)
+            dense: dict[str, Any] = dict(
+                activation=self.options.activation,
+                precision=dense_precision(self.options.precision),
+                group=self.group,
+            )
             self.shared_expert = SharedExpert(D, S, self.gated, self.kernel_init, **dense, **factory)
         self.shared_expert_gate: nn.Module | None = None
         if shared_gate:
@@ -262,8 +234,8 @@ class MoE(OnRanks):
         kind: dict[str, Any] = dict(dtype=torch.int64, device=self.expert_bias.device)
         if self.use_expert_bias:
             self.tokens_per_expert = torch.zeros(self.num_experts, **kind)
-        if self.qb_bin_bounds is not None:
-            self.qb_histogram = torch.zeros(self.num_experts, self.selection_options["qb_bins"], **kind)
+        if self.options.qb_bins is not None:
+            self.qb_histogram = torch.zeros(self.num_experts, self.options.qb_bins, **kind)
 
     @torch.no_grad()
     def _reset_own_parameters(self) -> None:
@@ -279,11 +251,18 @@ class MoE(OnRanks):
         """Draws every parameter anew, those of the submodules too; the expert bias and the counts are 0 again.
 
         From one seed the whole layer is the same for any number of ranks, and however its parameters are sharded: with
-        a group, or as DTensors, every rank has to have the same seed, and draws all experts to keep its own.
+        a group, or as DTensors, every rank has to have the same seed, and draws all experts to keep its own. Adapters
+        and modules that have replaced submodules keep their values.
+
+        Raises:
+          ValueError: a tensor is computed from others, by a parametrization or by pruning; nothing has changed then.
         """
-        for module in self.modules():
-            if isinstance(module, Gate | SharedExpert):
-                module.reset_parameters()
+        own = [module for module in self.modules() if isinstance(module, Gate | SharedExpert)]
+        check_plain(self, self.up_name, f"{self.up_name}_bias", "down_proj", "down_proj_bias")
+        for module in own:
+            module.check_plain()
+        for module in own:
+            module.reset_parameters()
         self._reset_own_parameters()
         self._begin_counting()
 
@@ -324,6 +303,14 @@ class MoE(OnRanks):
                 self.expert_bias.data = bias
         return self.expert_bias
 
+    def _check_not_rounded_again(self) -> None:
+        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            raise ValueError(
+                f"expert_bias: got {check.describe(self.expert_bias)} again, as FSDP's buffer_dtype rounds it after an "
+                "evaluation in full precision, expected float32: updates are lost; use "
+                "MixedPrecision(buffer_dtype=None)"
+            )
+
     def _move_counts(self) -> None:
         """The counts to where the bias is."""
         assert self.expert_bias is not None
@@ -340,7 +327,7 @@ class MoE(OnRanks):
           TypeError, ValueError: one was replaced by something else than an int64 tensor of its shape.
         """
         self._move_counts()  # fully_shard moves buffers by itself
-        shape = (("E", self.num_experts), ("bins", self.selection_options["qb_bins"]))
+        shape = (("E", self.num_experts), ("bins", self.options.qb_bins))
         of_shape = dict(zip(_COUNTS, (shape[:1], shape), strict=True))
         kept = {name: value for name in _COUNTS if (value := getattr(self, name)) is not None}
         return {name: check.tensor(name, value, (torch.int64,), of_shape[name]) for name, value in kept.items()}
@@ -360,7 +347,7 @@ class MoE(OnRanks):
           token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
           forced_experts: int [..., K]; the selection is given (replay). What only selects, the expert bias and groups,
             has then no part, and there is no histogram.
-          quantized: with precision "fp8" or "auto", what `quantized()` gave; None: the experts are quantised here.
+          quantized: with precision "fp8", what `quantized()` returned; None: the experts are quantised here.
 
         Returns:
           MoEOutput of `moe`; output [..., D] of the dtype of the computation.
@@ -372,13 +359,15 @@ class MoE(OnRanks):
         x = as_autocast(x) if self.dtype is None else x.to(self.dtype)
         mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(x.shape[:-1]))
         check.on_device_of("x", x, token_mask=mask)
-        bias, selection = None, {}
-        if forced_experts is None:
-            bias, selection = self._bias(), self.selection_options | {"qb_bin_bounds": self.qb_bin_bounds}
+        replays = forced_experts is not None
+        if not replays and self._restored_under_fsdp:
+            self._check_not_rounded_again()
         up_bias = getattr(self, f"{self.up_name}_bias")
-        if self.group is not None:
-            check_wrapping(self, self.group, list(self.expert_parameters().values()))
         w_in, w_out = self._matrices()
+        if self.group is not None:
+            check_wrapping(
+                self, self.group, list(self._expert_tensors().values()), (w_in, w_out, up_bias, self.down_proj_bias)
+            )
         check_current(quantized, w_in, w_out)
 
         def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
@@ -389,21 +378,25 @@ class MoE(OnRanks):
             w_out=weight(w_out),
             b_in=None if up_bias is None else part_of(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
             b_out=None if self.down_proj_bias is None else part_of(self.down_proj_bias).to(x.dtype),
-            expert_bias=bias,
+            expert_bias=None if replays else self._bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
         )
-        leaves: tuple[Tensor, ...] = ()
         if is_plain(self.gate):
             tensors |= dict(x=x, gate=self.gate.weight.T, gate_bias=self.gate.bias)
         else:
             for_gate, port = fork(x, mask)
-            logits = _called("gate", self.gate(for_gate), (*x.shape[:-1], ("E", self.num_experts)))
+            logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
             tensors |= dict(x=x.detach(), logits=logits.float(), port=port)
-            leaves = (x, *self.gate.parameters())
-        options = self.options | self.parallel_options | selection
-        result = layer_of(tensors, quantized=quantized, leaves=leaves, **options)
-        if self.training and forced_experts is None:
+        result = layer_of(
+            self.options_of_replay if replays else self.options,
+            tensors,
+            quantized=quantized,
+            qb_bin_bounds=None if replays else self.qb_bin_bounds,
+            loss_group=self.loss_group,
+            **self.parallel_options,
+        )
+        if self.training and not replays:
             self._count(result)
         if self.shared_expert is None:
             return result
@@ -416,9 +409,9 @@ class MoE(OnRanks):
             x = torch.where(token_mask[..., None], x, 0)
         given = {}
         if self.shared_expert_gate is not None:
-            logits = _called("shared_expert_gate", self.shared_expert_gate(x), (*x.shape[:-1], ("1", 1)))
+            logits = _called("shared_expert_gate", self.shared_expert_gate, (*x.shape[:-1], ("1", 1)), x)
             given["weights"] = torch.sigmoid(logits.float())
-        output = _called("shared_expert", self.shared_expert(x, **given), tuple(x.shape)).to(x.dtype)
+        output = _called("shared_expert", self.shared_expert, tuple(x.shape), x, **given).to(x.dtype)
         return output if token_mask is None else torch.where(token_mask[..., None], output, 0)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
@@ -445,19 +438,24 @@ class MoE(OnRanks):
         Raises:
           ValueError: the layer has another precision.
         """
-        if self.options["precision"] not in ("fp8", "auto"):
-            precision = self.options["precision"]
-            raise ValueError(f'quantized: got a layer with precision={precision!r}, expected "fp8" or "auto"')
+        if (precision := self.options.precision) != "fp8":
+            raise ValueError(f'quantized: got a layer with precision={precision!r}, expected "fp8"')
         names = ("fp8_scales", "w_in_layout", "w_out_layout")
-        return quantize_experts(*self._matrices(), **{name: self.options[name] for name in names}, gradients=gradients)
+        options = {name: getattr(self.options, name) for name in names}
+        return quantize_experts(*self._matrices(), **options, gradients=gradients)
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """The experts' parameters by name: with a group this rank's own, which on no other rank are the same."""
-        named = self.named_parameters()
-        return {name: p for name, p in named if "." not in name or name.startswith("parametrizations.")}
+        return {name: p for name, p in self._expert_tensors().items() if isinstance(p, nn.Parameter)}
+
+    def _expert_tensors(self) -> dict[str, Tensor]:
+        """`expert_parameters` and the experts' buffers, which are masks of pruning and state of parametrizations."""
+        named = dict(self.named_parameters()) | dict(self.named_buffers())
+        named.pop("expert_bias", None)
+        return {name: t for name, t in named.items() if "." not in name or name.startswith("parametrizations.")}
 
     def _groups(self) -> list[Any]:
-        return [group for group in (self.group, self.options["loss_group"]) if group is not None]
+        return [group for group in (self.group, self.loss_group) if group is not None]
 
     @torch.no_grad()
     def _count(self, result: MoEOutput) -> None:
@@ -467,7 +465,11 @@ class MoE(OnRanks):
 
     def _state(self, name: str) -> tuple[Tensor, Tensor]:
         """The expert bias, float32 again, and the counts of this name, for an update in place."""
+        assert self.expert_bias is not None
+        rounded = self.expert_bias.dtype != torch.float32
         bias = self._restore_bias()
+        if rounded and getattr(self, "_is_fsdp_managed_module", False):
+            self._restored_under_fsdp = True
         if bias.is_meta:
             raise ValueError("expert_bias: got a tensor on meta, expected one with values, in which an update is kept")
         return bias, self._counts()[name]
@@ -481,7 +483,8 @@ class MoE(OnRanks):
         bias of then); the host does not wait for the device.
 
         Args:
-          rate: step of the bias, a number >= 0; or a float scalar, a schedule's for instance, which is not checked.
+          rate: step of the bias, a number >= 0; or a float scalar, for example a schedule's, on the CPU or where the
+            bias is. The value of a scalar on a CUDA device, or in a compiled program, is not checked.
           group: the process group over whose ranks the tokens of a step are spread: their counts are added up by one
             all-reduce, which every rank of it has to take part in. None: the counts of this process; where there are
             more, biases then differ from rank to rank. `torch.distributed.group.WORLD`: all. A layer with a `group`
@@ -495,8 +498,8 @@ class MoE(OnRanks):
         """
         if self.expert_bias is None or self.tokens_per_expert is None:
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
-        step = check.tensor("rate", rate, check.FLOATS, ()) if isinstance(rate, Tensor) else _rate(rate)
         bias, counts = self._state("tokens_per_expert")
+        step = _rate(rate, bias.device)
         load = summed(counts, check_group("group", group))
         bias += step * torch.sign(load.sum() - self.num_experts * load).float()
         counts.zero_()
@@ -518,38 +521,39 @@ class MoE(OnRanks):
             raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
         bias, counts = self._state("qb_histogram")
         total = summed(counts, check_group("group", group))
-        balanced = quantile_bias(total, *self.qb_bin_bounds, self.options["topk"])
+        balanced = quantile_bias(total, *self.qb_bin_bounds, self.options.topk)
         bias.copy_(torch.where(total.sum() > 0, balanced, bias))
         counts.zero_()
 
     def extra_repr(self) -> str:
         """The sizes, and the options that are not the default ones."""
-        options = self.options | self.selection_options | self.parallel_options
-        options |= dict(
-            use_expert_bias=self.use_expert_bias,
-            balance=None if self.qb_bin_bounds is None else "quantile",
-            use_gate_bias=getattr(self.gate, "bias", None) is not None,
-            gated=self.gated,
-            interleaved=self.interleaved,
-            use_bias=self.down_proj_bias is not None,
-            shared_features=self.shared_features,
-            shared_gate=self.shared_expert_gate is not None,
-            dtype=self.dtype,
+        options = (
+            vars(self.options)
+            | self.parallel_options
+            | dict(
+                use_expert_bias=self.use_expert_bias,
+                balance=None if self.qb_bin_bounds is None else "quantile",
+                use_gate_bias=getattr(self.gate, "bias", None) is not None,
+                gated=self.gated,
+                interleaved=self.interleaved,
+                use_bias=self.down_proj_bias is not None,
+                shared_features=self.shared_features,
+                shared_gate=self.shared_expert_gate is not None,
+                dtype=self.dtype,
+            )
         )
         if self.qb_bin_bounds is not None:
             options["qb_bin_bounds"] = self.qb_bin_bounds
         else:
             del options["qb_bins"]
         defaults = {name: of.default for name, of in inspect.signature(MoE.__init__).parameters.items()}
-        sizes = (
-            f"{self.in_features}, {self.hidden_features}, num_experts={self.num_experts}, topk={self.options['topk']}"
-        )
-        for name in ("topk", "group", "loss_group"):  # shown otherwise
+        sizes = f"{self.in_features}, {self.hidden_features}, num_experts={self.num_experts}, topk={self.options.topk}"
+        for name in ("topk", "group", "w_in_layout", "w_out_layout"):  # shown otherwise
             del options[name]
         changed = [f"{k}={v!r}" for k, v in options.items() if k in defaults and v != defaults[k]]
         placed = [f"rank {self.rank} of {self.ranks}"] if self.group is not None else []
-        if (loss_group := self.options["loss_group"]) is not None:
-            placed.append(f"losses of {loss_group.size()} ranks")
+        if self.loss_group is not None:
+            placed.append(f"losses of {self.loss_group.size()} ranks")
         return ", ".join([sizes, *placed, *changed])
 
 
@@ -562,13 +566,37 @@ def _dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
-def _called(name: str, output: Any, shape: Sequence[check.Axis]) -> Tensor:
-    """Checks what a submodule has returned."""
-    return check.tensor(f"{name}(x)", output, check.FLOATS, shape)
+def _called(name: str, module: Any, shape: Sequence[check.Axis], x: Tensor, **given: Tensor) -> Tensor:
+    """What a submodule returns for x [..., D], checked.
+
+    Raises:
+      TypeError, ValueError: the submodule takes or returns something else than the layer's own does.
+    """
+    if torch.compiler.is_compiling():
+        output = module(x, **given)
+    else:
+        try:
+            output = module(x, **given)
+        except TypeError as error:
+            arguments = ", ".join(f"{key}={check.describe(value)}" for key, value in dict(x=x, **given).items())
+            raise TypeError(
+                f"{name}: got {type(module).__name__} which, called with ({arguments}), raised TypeError: {error}; "
+                f"expected a module that takes x{''.join(f' and {key}=' for key in given)}"
+            ) from error
+    output = check.tensor(f"{name}(x)", output, check.FLOATS, shape)
+    check.on_device_of("x", x, **{f"{name}(x)": output})
+    return output
 
 
-def _rate(value: Any) -> float:
-    rate = check.number("rate", value)
-    if rate < 0:
-        raise ValueError(f"rate: got {rate}, expected a number >= 0")
-    return rate
+def _rate(value: Any, device: torch.device) -> float | Tensor:
+    """The step of an update of a bias on a device."""
+    if not isinstance(value, Tensor):
+        known: Any = check.number("rate", value)
+    else:
+        check.tensor("rate", value, check.FLOATS, ())
+        if value.device not in (torch.device("cpu"), device):
+            raise ValueError(f"rate: got a tensor on {value.device}, expected the CPU or {device}, where the bias is")
+        known = check.host_values(value)
+    if known is not None and not 0 <= known < math.inf:
+        raise ValueError(f"rate: got {known}, expected a finite number >= 0")
+    return value if isinstance(value, Tensor) else known

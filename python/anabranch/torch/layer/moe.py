@@ -3,17 +3,15 @@
 `moe` checks its arguments, runs the layer's rules (`_layer`), and computes the losses from the sums that these return.
 """
 
-import inspect
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from anabranch.activation import Activation
+from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
-from anabranch.router_options import router_options
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
@@ -21,15 +19,13 @@ from anabranch.torch.layer.forward import (
     LayerConfig,
     LayerOutput,
     Operands,
-    config_of,
-    mixture,
+    fused_layer,
+    layer_config,
     quantized_fields,
-    with_network,
 )
-from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_mixture
+from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_layer
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
-from anabranch.torch.ops.experts import check_experts, check_layouts, network
-from anabranch.torch.ops.precision_choice import Facts, decided, facts_of
+from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.ops.router import quantile_operand, router_operands
 from anabranch.torch.parallel.parallel import check_parallel, counts_of_all, place
@@ -64,11 +60,6 @@ class MoEOutput(NamedTuple):
     qb_histogram: Tensor | None = None
 
 
-def check_align_size(align_size: Any) -> int:
-    """Returns a multiple for the rows of an expert; 0: none."""
-    return check.integer("align_size", align_size, 0, check.INDEX_LIMIT - 1)
-
-
 def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
     """A tensor with the leading dimensions of x as one, behind which it has `axes` more."""
     if tensor is None or tensor.dim() == axes + 1:
@@ -85,49 +76,17 @@ def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     return whole
 
 
-def layer_config(
-    num_experts: int,
-    parts: int,
-    *,
-    topk: int,
-    score_function: str = "softmax",
-    normalize: bool = True,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    group_score_topk: int | None = None,
-    scaling_factor: float = 1.0,
-    activation: str | Activation = "silu",
-    weight_early: bool = False,
-    aux_loss_coeff: float = 0.0,
-    z_loss_coeff: float = 0.0,
-    align_size: int = 0,
-    w_in_layout: str = "dpf",
-    w_out_layout: str = "fd",
-    qb_bins: int | None = None,
-    precision: str = "highest",
-    fp8_scales: str = "float32",
-    loss_group: Any = None,
-) -> LayerConfig:
-    """Checks those arguments of `moe` that are options; `MoE` does it when it is made. parts: P of w_in."""
-    options = router_options(
-        num_experts,
-        topk,
-        score_function=score_function,
-        normalize=normalize,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        group_score_topk=group_score_topk,
-        scaling_factor=scaling_factor,
-        qb_bins=qb_bins,
-    )
-    coefficients = check.number("aux_loss_coeff", aux_loss_coeff), check.number("z_loss_coeff", z_loss_coeff)
+def checked_config(options: LayerOptions, num_experts: int, parts: int, loss_group: Any = None) -> LayerConfig:
+    """Checks the options of a layer; `MoE` does it when it is made. parts: P of w_in."""
+    router = options.router(num_experts)
+    coefficients = options.loss_coefficients()
     if check_group("loss_group", loss_group) is not None and not any(coefficients):
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
-    layouts = check_layouts(w_in_layout, w_out_layout)
-    ffn = network(activation, parts, weight_early, options.topk, layouts, precision, fp8_scales)
-    return config_of(options, ffn, num_experts, check_align_size(align_size), *map(bool, coefficients))
+    experts = options.experts(parts, router.topk)
+    return layer_config(router, experts, num_experts, options.checked_align_size(), *map(bool, coefficients))
 
 
+@takes_options(LayerKeywords)
 def moe(
     x: Tensor,
     gate: Tensor,
@@ -135,35 +94,21 @@ def moe(
     w_out: Tensor,
     *,
     topk: int,
-    score_function: str = "softmax",
-    normalize: bool = True,
-    expert_bias: Tensor | None = None,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    group_score_topk: int | None = None,
-    scaling_factor: float = 1.0,
     gate_bias: Tensor | None = None,
-    activation: str | Activation = "silu",
+    expert_bias: Tensor | None = None,
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
-    weight_early: bool = False,
-    aux_loss_coeff: float = 0.0,
-    z_loss_coeff: float = 0.0,
     token_mask: Tensor | None = None,
     forced_experts: Tensor | None = None,
-    align_size: int = 0,
-    w_in_layout: str = "dpf",
-    w_out_layout: str = "fd",
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
-    precision: str = "highest",
-    fp8_scales: str = "float32",
     quantized: QuantizedExperts | None = None,
     loss_group: "ProcessGroup | None" = None,
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
     fp8_exchange: bool = False,
+    **options: Unpack[LayerKeywords],
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and adds their outputs by weight.
 
@@ -176,43 +121,16 @@ def moe(
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a 16-bit layer are rounded to its dtype where they
         multiply; their gradients are the float32 sums, not rounded.
-      topk: K, 1 <= K <= E.
-      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-      normalize: weights of a token sum to `scaling_factor`; False: raw scores.
-      expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
-      num_groups, group_topk, group_score_topk: choose `group_topk` of `num_groups` contiguous expert groups first, by
-        the sum of a group's `group_score_topk` best scores; see `route`.
-      scaling_factor: finite number that multiplies the weights.
+      topk: K, experts per token, 1 <= K <= E.
       gate_bias: [E] float, added to the logits; None: 0.
-      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" or
-        "linear", for act(h_gate) h_up, or an `Activation` of two inputs and with parameters.
+      expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
-      weight_early: weights multiply before W_out instead of at the combine; same result.
-      aux_loss_coeff: coefficient of the load-balance loss coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
-      z_loss_coeff: coefficient of the mean squared logsumexp of the logits.
-      token_mask: bool [...]; False marks padding, which gets zero output and gradient and counts nowhere.
+      token_mask: bool [...]; False marks padding, which gets zero output and gradient and is not counted.
       forced_experts: int [..., K]; the selection is given (replay). -1: no expert. See `route` for -inf.
-      align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
-      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, "dpf" and "fd" as above; "pfd" and "df" as
-        PyTorch's Linear has them, [E, 2, F, D] and [E, D, F]; "dfp" and "fpd": gate and up interleaved, with b_in
-        [E, F, 2 or 1]. Nothing is copied or transposed, and gradients lie as their weights do.
-      qb_bin_bounds, qb_bins: quantile balancing, see `route`; the histogram that `quantile_bias` takes is a result.
-      precision: how float32 operands of the experts' products multiply, forward and backward. "highest": as float32, on
-        a GPU's tensor cores by products of their parts, with an error at float32's level. "tf32": a GPU may round them
-        to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU computes as with "highest". No effect
-        on bfloat16 and float16, nor on the logits: these are a product of torch's own, for which
-        torch.set_float32_matmul_precision is; it has no effect on the experts. "fp8": x, w_in, w_out, and what the
-        experts compute of them, are quantised to float8_e4m3fn where they multiply, whatever their dtype, with a scale
-        for every 128 elements of a row and every 128 x 128 of a matrix; so are the factors of the gradient of x.
-        Gradients of the experts' matrices, the gate and all sums are as without. D and F are multiples of 128; on
-        a GPU, of compute capability 9.0, x is bfloat16 or float16, else NotImplementedError. See docs/torch.md.
-        "auto": "fp8" where it can be had and is predicted to be faster, else "highest"; the numbers are those of what
-        is chosen.
-      fp8_scales: with "fp8", a block's scale: "float32", its largest absolute value / 448, or "power_of_two", that
-        rounded up to one.
-      quantized: with "fp8" or "auto", w_in and w_out as `quantize_experts` gave them, which are multiplied with in
-        their place; None: they are quantised here, forward and again backward. No gradient runs through it; w_in and
-        w_out get theirs.
+      qb_bin_bounds, qb_bins: quantile balancing, see `route`; `qb_histogram` of the result is for `quantile_bias`.
+      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them, which multiply in their
+        place; None: quantised here, in the forward and again in the backward pass. It has no gradient; w_in and w_out
+        have theirs.
       loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
         whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
         is in. None: those of the tokens of `group`, or without one of this call's.
@@ -226,6 +144,9 @@ def moe(
         as e4m3 numbers with the scales that they multiply with, 33/32 bytes an element; what comes back travels as
         without. Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and what b_out adds to those of
         the weights, are of x and of cotangents as they arrive: docs/scaling.md has their bound.
+      {options}
+        torch.set_float32_matmul_precision sets the precision of the logits' GEMM, which is torch's own, and has no
+        effect on the experts.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
@@ -254,46 +175,27 @@ def moe(
     >>> moe(x, gate, torch.randn(4, 8, 2, 16), torch.randn(4, 16, 8), topk=2).output.shape
     torch.Size([6, 8])
     """
+    check_names("moe", LAYER_NAMES, options)
     x = as_autocast(x)
     b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
     tensors = dict(
         x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
         token_mask=token_mask, forced_experts=forced_experts,
     )  # fmt: skip
+    given = LayerOptions(topk=topk, qb_bins=qb_bins, **options)
     return layer_of(
+        given,
         tensors,
-        topk=topk,
-        score_function=score_function,
-        normalize=normalize,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        group_score_topk=group_score_topk,
-        scaling_factor=scaling_factor,
-        activation=activation,
-        weight_early=weight_early,
-        aux_loss_coeff=aux_loss_coeff,
-        z_loss_coeff=z_loss_coeff,
-        align_size=align_size,
-        w_in_layout=w_in_layout,
-        w_out_layout=w_out_layout,
-        qb_bin_bounds=qb_bin_bounds,
-        qb_bins=qb_bins,
-        precision=precision,
-        fp8_scales=fp8_scales,
-        quantized=quantized,
-        loss_group=loss_group,
         group=group,
         transport=transport,
         capacity_factor=capacity_factor,
         fp8_exchange=fp8_exchange,
+        loss_group=loss_group,
+        quantized=quantized,
+        qb_bin_bounds=qb_bin_bounds,
     )
 
 
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(layer_config).parameters.items()
-    if name not in ("num_experts", "parts", "loss_group")
-}
 _TENSORS = (
     *("x", "w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts"),
     *("logits", "port"),
@@ -301,6 +203,7 @@ _TENSORS = (
 
 
 def layer_of(
+    options: LayerOptions,
     tensors: dict[str, Any],
     *,
     group: Any = None,
@@ -310,35 +213,27 @@ def layer_of(
     loss_group: Any = None,
     quantized: QuantizedExperts | None = None,
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
-    leaves: Sequence[Tensor] = (),
-    **options: Any,
 ) -> MoEOutput:
-    """`moe` on x and biases as autocast has them, with a gate or with logits.
+    """`moe` with its options as one object, on x and biases as autocast has them, with a gate or with logits.
 
     Args:
+      options: the options.
       tensors: arguments of `moe` by name. In place of the gate there may be `logits` float32 [..., E] and `port`
-        float32 [..., D]; then x has no gradient, see `_called_gate`.
-      leaves: what may want a gradient beside the tensors, for precision "auto".
-      options, others: as in `moe`.
+        float32 [..., D]; then x has no gradient, see `called_gate`.
+      others: as in `moe`.
     """
     tensors = {name: tensors.get(name) for name in _TENSORS} | quantized_fields(quantized)
     x, w_in, gate, gate_bias, expert_bias, token_mask, forced_experts = (
         tensors[name] for name in ("x", "w_in", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
     )
-    options = _DEFAULTS | options
-    precision, aux_loss_coeff, z_loss_coeff = (
-        options[name] for name in ("precision", "aux_loss_coeff", "z_loss_coeff")
-    )
-    parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
+    parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(options.precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
-    facts = facts_of(
-        precision, (x, gate, gate_bias, w_in, tensors["w_out"], *leaves), (tensors["b_in"], tensors["b_out"])
-    )
     config: LayerConfig = _right_before.check(
         tensors.values(),
-        (ranks, has_loss_group, type(quantized), facts, *options.values()),
-        lambda: _checked(ranks, tensors, quantized, facts, loss_group=loss_group, **options),
+        (ranks, has_loss_group, type(quantized)),
+        lambda: _checked(options, ranks, tensors, quantized, loss_group),
+        options,
     )
     check_current(quantized, w_in, tensors["w_out"])
     router = config.router
@@ -367,23 +262,23 @@ def layer_of(
         port=flat(tensors["port"]),
         **quantized_fields(quantized if config.network.precision == FP8 else None),
     )
-    coefficients = float(aux_loss_coeff), float(z_loss_coeff)
+    coefficients = options.loss_coefficients()
     result: LayerOutput | GroupOutput
     if parallel is None:
-        result = mixture(config, operands)
+        result = fused_layer(config, operands)
         counts, by_source, histogram = result.tokens_per_expert, result.dropped.view(1), result.qb_histogram
     else:
         T, repeats = tokens.shape[0], forced_experts is not None
         E, local = config.num_experts, w_in.shape[0]
         placed = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
-        result = group_mixture(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
+        result = group_layer(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
         counts, by_source, histogram = counts_of_all(
             parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
         )
     aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
     if any(coefficients):
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
-        squares = result.lse.square().sum() if z_loss_coeff else aux  # of a masked token lse is 0
+        squares = result.lse.square().sum() if coefficients[1] else aux  # of a masked token lse is 0
         sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
         if (losses_over := group if loss_group is None else loss_group) is not None:
             sums = sum_over_ranks(losses_over, *sums)
@@ -401,13 +296,15 @@ def layer_of(
     )
 
 
-def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, facts: Facts | None, **options: Any) -> LayerConfig:
+def _checked(
+    options: LayerOptions, ranks: int, tensors: dict[str, Any], quantized: Any, loss_group: Any
+) -> LayerConfig:
     """Checks the tensors and the options of `moe`; x and biases are as autocast has them."""
     x, w_in, expert_bias, token_mask, forced_experts = (
         tensors[name] for name in ("x", "w_in", "expert_bias", "token_mask", "forced_experts")
     )
     *leading, D = check.tensor("x", x, check.FLOATS, (..., "D")).shape
-    layouts = check_layouts(options["w_in_layout"], options["w_out_layout"])
+    layouts = options.layouts()
     dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
     local, parts = check_experts(layouts, x, dtypes, w_in, tensors["w_out"], tensors["b_in"], tensors["b_out"])
     if local < 1:
@@ -415,14 +312,14 @@ def _checked(ranks: int, tensors: dict[str, Any], quantized: Any, facts: Facts |
     E = local * ranks
     if tensors["logits"] is None:
         check.tensor("gate", tensors["gate"], check.FLOATS, (("D", D), ("E", E)))
-    config = layer_config(E, parts, **options)
+    config = checked_config(options, E, parts, loss_group)
     assert config.router is not None
-    found = check_fp8_operands(config.network.precision, layouts, "x", x, w_in, quantized)
+    check_fp8_operands(config.network.precision, layouts, "x", x, w_in, quantized)
     check.optional_tensor("gate_bias", tensors["gate_bias"], check.FLOATS, (("E", E),))
     router_operands(config.router, E, tuple(leading), expert_bias, token_mask, forced_experts)
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
     check.on_device_of("x", x, **{name: tensors[name] for name in names})
-    return with_network(config, decided(config.network, x, w_in, found, facts))
+    return config
 
 
 _right_before = check.RightBefore()

@@ -131,7 +131,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     )  # fmt: skip
 
 
-class _GroupMixture(Function):
+class _GroupLayer(Function):
     tensors = Operands._fields
 
     @staticmethod
@@ -224,6 +224,6 @@ def _backward(ctx, d):
     }
 
 
-def group_mixture(config: GroupConfig, operands: Operands) -> GroupOutput:
+def group_layer(config: GroupConfig, operands: Operands) -> GroupOutput:
     """The layer on checked, flat operands of this rank."""
-    return GroupOutput(*_GroupMixture.call(config, *operands))
+    return GroupOutput(*_GroupLayer.call(config, *operands))

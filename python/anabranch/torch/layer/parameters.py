@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Initializer = Callable[[Tensor], Any]
 
@@ -24,6 +24,20 @@ def _fill(init: Initializer, matrix: Tensor) -> None:
     returned = init(matrix)
     if returned is not None and returned is not matrix:
         raise TypeError("kernel_init: got another tensor back, expected the given one, filled in place")
+
+
+def check_plain(module: nn.Module, *names: str) -> None:
+    """Refuses to draw parameters that a module computes from others: what is drawn would be lost.
+
+    Raises:
+      ValueError: one is neither a parameter of its own nor None.
+    """
+    for name in names:
+        if module._parameters.get(name) is None and getattr(module, name, None) is not None:
+            raise ValueError(
+                f"{name}: got a tensor that a parametrization, pruning or a wrapper computes, expected a parameter: "
+                "call reset_parameters() before them"
+            )
 
 
 def _part(parameter: Any, first: int) -> tuple[Tensor, list[int]]:

@@ -1,21 +1,20 @@
 """The layer after the router: experts and weights come from anywhere."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from anabranch.activation import Activation
+from anabranch.options import ROUTED_NAMES, RoutedKeywords, RoutedOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
-from anabranch.torch.layer.forward import LayerConfig, Operands, config_of, mixture, quantized_fields
-from anabranch.torch.layer.moe import check_align_size, flat, unflat
-from anabranch.torch.layer.on_group import GroupConfig, group_mixture
-from anabranch.torch.ops.experts import check_experts, check_layouts, network
-from anabranch.torch.ops.precision_choice import Facts, decided, facts_of
+from anabranch.torch.layer.forward import LayerConfig, Operands, fused_layer, layer_config, quantized_fields
+from anabranch.torch.layer.moe import flat, unflat
+from anabranch.torch.layer.on_group import GroupConfig, group_layer
+from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.parallel.parallel import check_parallel, counts_of_all, place
 
@@ -37,6 +36,7 @@ class RoutedExpertsOutput(NamedTuple):
     dropped: Tensor
 
 
+@takes_options(RoutedKeywords)
 def routed_experts(
     x: Tensor,
     experts: Tensor,
@@ -44,20 +44,14 @@ def routed_experts(
     w_in: Tensor,
     w_out: Tensor,
     *,
-    activation: str | Activation = "silu",
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
-    weight_early: bool = False,
-    align_size: int = 0,
-    w_in_layout: str = "dpf",
-    w_out_layout: str = "fd",
-    precision: str = "highest",
-    fp8_scales: str = "float32",
     quantized: QuantizedExperts | None = None,
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
     fp8_exchange: bool = False,
+    **options: Unpack[RoutedKeywords],
 ) -> RoutedExpertsOutput:
     """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
 
@@ -72,17 +66,12 @@ def routed_experts(
       weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
-      activation: a name or an `Activation`, as in `moe`.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
-      weight_early: weights multiply before W_out instead of at the combine; same result.
-      align_size: rows of an expert are padded to a multiple of this; 0: not padded. The result does not change.
-      w_in_layout, w_out_layout: the axes of w_in and w_out behind E, as in `moe`.
-      precision: how float32 operands multiply, "highest" or "tf32"; "fp8": factors are quantised, "auto":
-        where that is faster, as in `moe`.
-      fp8_scales, quantized: with "fp8" or "auto", as in `moe`.
+      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
       group, transport, capacity_factor, fp8_exchange: ranks that share the experts, as in `moe`; experts are numbered
-        over all. Buffers hold K slots of a token on each of P ranks, since an expert may be repeated; those of `moe`
+        over all. Buffers hold K rows per token on each of P ranks, since an expert may be repeated; those of `moe` hold
         min(K, E/P).
+      {options}
 
     Returns:
       RoutedExpertsOutput(output, tokens_per_expert, dropped). Every index that is no expert but -1 counts as dropped.
@@ -109,22 +98,15 @@ def routed_experts(
     b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
     tensors = dict(x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, experts=experts, weights=weights)
     tensors |= quantized_fields(quantized)
-    options = dict(
-        activation=activation,
-        weight_early=weight_early,
-        align_size=align_size,
-        w_in_layout=w_in_layout,
-        w_out_layout=w_out_layout,
-        precision=precision,
-        fp8_scales=fp8_scales,
-    )
-    parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(precision))
+    check_names("routed_experts", ROUTED_NAMES, options)
+    given = RoutedOptions(**options)
+    parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(given.precision))
     ranks = 1 if parallel is None else parallel.ranks
-    facts = facts_of(precision, (x, weights, w_in, w_out), (b_in, b_out))
     config: LayerConfig = _right_before.check(
         tensors.values(),
-        (ranks, type(quantized), facts, *options.values()),
-        lambda: _checked(ranks, tensors, quantized, facts, **options),
+        (ranks, type(quantized)),
+        lambda: _checked(given, ranks, tensors, quantized),
+        given,
     )
     check_current(quantized, w_in, w_out)
     leading, K, experts = x.shape[:-1], experts.shape[-1], check.as_indices(experts)
@@ -141,34 +123,21 @@ def routed_experts(
         **quantized_fields(quantized if config.network.precision == FP8 else None),
     )
     if parallel is None:
-        result = mixture(config, operands)
+        result = fused_layer(config, operands)
         return RoutedExpertsOutput(unflat(result.output, leading), result.tokens_per_expert, result.dropped)
     placed = place(parallel, x, tokens.shape[0], K, config.num_experts, w_in.shape[0], config.align_size, repeats=True)
-    own = group_mixture(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
+    own = group_layer(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
     counts, by_source, _ = counts_of_all(parallel, own.tokens_per_expert, own.dropped, own.qb_histogram)
     return RoutedExpertsOutput(unflat(own.output, leading), counts, by_source.sum(dtype=torch.int32))
 
 
-def _checked(
-    ranks: int,
-    tensors: dict[str, Any],
-    quantized: Any,
-    facts: Facts | None,
-    *,
-    activation: Any,
-    weight_early: Any,
-    align_size: Any,
-    w_in_layout: Any,
-    w_out_layout: Any,
-    precision: Any,
-    fp8_scales: Any,
-) -> LayerConfig:
+def _checked(options: RoutedOptions, ranks: int, tensors: dict[str, Any], quantized: Any) -> LayerConfig:
     """Checks the tensors and the options of `routed_experts`; x and biases are as autocast has them."""
     names = ("x", "w_in", "w_out", "b_in", "b_out", "experts", "weights")
     x, w_in, w_out, b_in, b_out, experts, weights = (tensors[name] for name in names)
     x = check.tensor("x", x, check.FLOATS, (..., "D"))
     *leading, _ = x.shape
-    layouts = check_layouts(w_in_layout, w_out_layout)
+    layouts = options.layouts()
     dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
     local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
     if local < 1:
@@ -180,10 +149,9 @@ def _checked(
     check_num_slots("experts", math.prod(leading), K)
     check.tensor("weights", weights, check.FLOATS, (*leading, ("K", K)))
     check.on_device_of("x", x, experts=experts, weights=weights)
-    options = network(activation, parts, weight_early, K, layouts, precision, fp8_scales)
-    found = check_fp8_operands(options.precision, layouts, "x", x, w_in, quantized)
-    options = decided(options, x, w_in, found, facts)
-    return config_of(None, options, local * ranks, check_align_size(align_size))
+    checked = options.experts(parts, K)
+    check_fp8_operands(checked.precision, layouts, "x", x, w_in, quantized)
+    return layer_config(None, checked, local * ranks, options.checked_align_size())
 
 
 _right_before = check.RightBefore()

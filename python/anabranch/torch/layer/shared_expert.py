@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from anabranch.activation import Activation
+from anabranch.options import ExpertsOptions
 from anabranch.precision import dense_precision_number
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast
 from anabranch.torch.layer.gate import logits
 from anabranch.torch.layer.moe import flat, unflat
-from anabranch.torch.ops.experts import check_layouts, grouped_rows, network, network_of_rows
+from anabranch.torch.ops.experts import grouped_rows, network_of_rows
 
 
 def shared_expert(
@@ -95,7 +96,10 @@ def dense_expert(
 ) -> Tensor:
     """`shared_expert` of tokens [T, D] as they are, multiplied by weights float32 [T]; None: 1."""
     D, dtypes = ("D", tokens.shape[-1]), tuple(dict.fromkeys((tokens.dtype, torch.float32)))
-    layouts = check_layouts(w_in_layout, w_out_layout)
+    given = ExpertsOptions(
+        activation=activation, w_in_layout=w_in_layout, w_out_layout=w_out_layout, precision=precision
+    )
+    layouts = given.layouts()
     w_in = check.tensor("w_in", w_in, dtypes, layouts.shape("w_in", e="", d=D, p="2 or 1", f="S")[1:])
     sizes = layouts.sizes("w_in", (1, *w_in.shape))
     P, S = sizes["p"], sizes["f"]
@@ -105,6 +109,5 @@ def dense_expert(
     w_out = check.tensor("w_out", w_out, dtypes, layouts.shape("w_out", e="", f=("S", S), d=D)[1:])
     check.on_device_of("x", tokens, w_in=w_in, w_out=w_out)
     dense_precision_number(precision)
-    options = network(activation, P, False, 0, layouts, precision, "float32")
     rows = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
-    return network_of_rows(options, tokens, rows, w_in[None], w_out[None], None, None, weights)
+    return network_of_rows(given.experts(P, 0).network(), tokens, rows, w_in[None], w_out[None], None, None, weights)

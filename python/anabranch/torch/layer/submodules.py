@@ -16,7 +16,7 @@ from anabranch.torch.binding import check
 from anabranch.torch.binding.group import with_mean_gradients
 from anabranch.torch.layer.gate import logits
 from anabranch.torch.layer.moe import flat, unflat
-from anabranch.torch.layer.parameters import Initializer, draw
+from anabranch.torch.layer.parameters import Initializer, check_plain, draw
 from anabranch.torch.layer.shared_expert import dense_expert
 
 
@@ -66,10 +66,15 @@ class Gate(OnRanks, nn.Linear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weight and zeroes the bias."""
+        """Draws the weight and zeroes the bias; ValueError where these are no parameters."""
+        self.check_plain()
         draw(self.init, self.weight)
         if self.bias is not None:
             self.bias.zero_()
+
+    def check_plain(self) -> None:
+        """Refuses to draw what is no parameter."""
+        check_plain(self, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens [..., D] to logits, float32 [..., E]."""
@@ -146,9 +151,14 @@ class SharedExpert(OnRanks):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws both matrices."""
+        """Draws both matrices; ValueError where these are no parameters."""
+        self.check_plain()
         draw(self.init, getattr(self, self.up_name))
         draw(self.init, self.down_proj)
+
+    def check_plain(self) -> None:
+        """Refuses to draw what is no parameter."""
+        check_plain(self, self.up_name, "down_proj")
 
     def operands(self) -> tuple[Tensor, Tensor]:
         """w_in [2 or 1, S, D] and w_out [D, S] of `shared_expert`: views."""

@@ -1,38 +1,73 @@
 """What a layer with experts of its own can't be put into."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from anabranch.torch.binding import check
+
+#: The process groups of parameters that experts of one rank were computed from, in a layer or in another module.
+expert_leaves = WeakTensorKeyDictionary()
 
 
 def _ranks(group: Any) -> set[int]:
     return set(dist.get_process_group_ranks(group))
 
 
-def check_wrapping(layer: torch.nn.Module, group: Any, experts: list[Tensor]) -> None:
+def _note_leaves(group: Any, weights: Iterable[Tensor | None]) -> list[Tensor]:
+    """The parameters that weights are computed from, found in their autograd graph and added to `expert_leaves`."""
+    nodes = [w.grad_fn for w in weights if w is not None and w.grad_fn is not None]
+    found, seen = [], set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            expert_leaves[leaf] = group
+            found.append(leaf)
+        new = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= new
+        nodes.extend(new)
+    return found
+
+
+def check_wrapping(
+    layer: torch.nn.Module, group: Any, experts: list[Tensor], weights: Iterable[Tensor | None] = ()
+) -> None:
     """Refuses to run a layer inside of what takes the experts of a group's ranks for the same ones on each.
 
     Args:
-      layer: the layer; group: over whose ranks its experts are spread; experts: its parameters of this rank's.
+      layer: the layer.
+      group: the process group over whose ranks its experts are spread.
+      experts: the layer's parameters and buffers of this rank's experts.
+      weights: the tensors that are multiplied, which parametrizations may compute from other parameters.
 
     Raises:
-      ValueError: FSDP would shard them as if they were whole, or DistributedDataParallel averages them.
+      ValueError: FSDP would shard the experts as if they were whole, or DistributedDataParallel would average them.
     """
     plain = not any(hasattr(value, "to_local") for value in experts)
     if plain and getattr(layer, "_is_fsdp_managed_module", False):
         raise ValueError(
             "group: got a process group under fully_shard, expected a DeviceMesh: FSDP can't tell that experts differ"
         )
+    leaves = [] if torch.compiler.is_compiling() else _note_leaves(group, weights)
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     if ddp is None:
         return
-    # `ddp_ignore_experts` marks experts, and leaves names that are gone where their module was wrapped since.
-    if len(ddp.parameters_to_ignore) > 0 and all(getattr(value, "_ddp_ignored", False) for value in experts):
+    # `ddp_ignore_experts` marks tensors, and leaves names that are gone where their module was wrapped since.
+    marked = len(ddp.parameters_to_ignore) > 0 and all(getattr(value, "_ddp_ignored", False) for value in experts)
+    averaged = [leaf for leaf in leaves if not getattr(leaf, "_ddp_ignored", False)]
+    if (marked and not averaged) or len(_ranks(ddp.process_group) & _ranks(group)) < 2:
         return
-    if len(_ranks(ddp.process_group) & _ranks(group)) > 1:
+    if not marked:
         raise ValueError(
             "group: got a layer inside DistributedDataParallel, which would average the experts of its ranks, expected "
             "DistributedDataParallel(ddp_ignore_experts(model))"
         )
+    raise ValueError(
+        f"group: got experts that depend on a parameter {check.describe(averaged[0])} which DistributedDataParallel "
+        "averages, expected parameters of the layer, its parametrizations or PEFT's adapters, there when "
+        "DistributedDataParallel(ddp_ignore_experts(model)) was called"
+    )

@@ -139,7 +139,9 @@ def fused_moe_aux_loss(
       probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it: the scores of
         several sequences side by side.
       tokens_per_expert: uint8, int16, int32, int64, float32, bfloat16 or float16 [C].
-      total_num_tokens: N, an int in [0, 2^31) or an integer scalar; of a tensor, what is not above 0 counts as 0.
+      total_num_tokens: N, an int in [0, 2^31), or an integer or float32 scalar, which need not be whole: Megatron gives
+        the mean over sequences of different lengths. Of a tensor, what is not above 0 counts as 0, and NaN makes the
+        loss NaN.
       num_experts: E.
       topk: K, 1 <= K <= E.
       coeff: finite Python number.
@@ -164,10 +166,15 @@ def fused_moe_aux_loss(
         raise ValueError(f"num_experts: got {E}, expected a divisor of the {C} columns of probs")
     topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
     if isinstance(total_num_tokens, Tensor):
-        tokens = check.tensor("total_num_tokens", total_num_tokens, check.INDICES, ()).long()
+        tokens = check.tensor("total_num_tokens", total_num_tokens, (*check.INDICES, torch.float32), ()).detach()
     else:
         number = check.size("total_num_tokens", total_num_tokens)
         tokens = torch.full((), number, dtype=torch.int64, device=probs.device)
     check.on_device_of("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
-    loss: Tensor = _MoEAuxLoss.call(probs, counts.detach(), tokens, topk, E, coeff)
-    return loss
+    if not tokens.is_floating_point():
+        loss: Tensor = _MoEAuxLoss.call(probs, counts.detach(), tokens.long(), topk, E, coeff)
+        return loss
+    # The native operation counts whole tokens: it computes the loss of N = 1, or of N = 0.
+    some = ~(tokens <= 0)  # NaN stays NaN
+    loss = _MoEAuxLoss.call(probs, counts.detach(), some.long(), topk, E, coeff)
+    return loss / torch.where(some, tokens, 1.0).square()

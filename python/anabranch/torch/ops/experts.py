@@ -5,26 +5,18 @@ for a gated expert, 1 for an ungated one.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from anabranch.activation import Activation, as_activation
-from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.precision import (
-    FP8,
-    HIGHEST,
-    check_fp8,
-    check_fp8_widths,
-    precision_number,
-    product_precision_number,
-)
+from anabranch.layouts import Layouts
+from anabranch.options import EXPERTS_NAMES, ExpertsKeywords, ExpertsOptions, Network, check_names, takes_options
+from anabranch.precision import FP8, HIGHEST, check_fp8, check_fp8_widths, precision_number
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
 from anabranch.torch.binding.autograd import Function, wants_gradient
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.ops.precision_choice import decided, facts_of
 from anabranch.torch.ops.quantized import (
     QuantizedExperts,
     check_current,
@@ -33,38 +25,6 @@ from anabranch.torch.ops.quantized import (
     of_forward,
     quantized_of,
 )
-
-
-class Network(NamedTuple):
-    """Options of the feed-forward network, as the operations take them."""
-
-    activation: int
-    activation_alpha: float
-    activation_limit: float
-    weight_early: bool
-    topk: int
-    w_in_layout: str
-    w_out_layout: str
-    precision: int
-    fp8_scales: int = 0
-
-
-def network(
-    activation: Any, parts: int, weight_early: Any, topk: int, layouts: Layouts, precision: Any, fp8_scales: Any
-) -> Network:
-    """Checks the options of the experts; parts: P of w_in; topk: 0 where x holds rows."""
-    act = as_activation(activation, parts)
-    early = check.boolean("weight_early", weight_early)
-    number = precision_number(precision)
-    of_fp8 = number, check_fp8(number, fp8_scales)
-    return Network(act.number, act.alpha, act.limit, early, topk, layouts.w_in, layouts.w_out, *of_fp8)
-
-
-def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
-    """The arguments w_in_layout and w_out_layout."""
-    return Layouts(
-        check.choice("w_in_layout", w_in_layout, IN_LAYOUTS), check.choice("w_out_layout", w_out_layout, OUT_LAYOUTS)
-    )
 
 
 def check_experts(
@@ -172,7 +132,7 @@ def grouped_matmul(
     transpose_w = check.boolean("transpose_w", transpose_w)
     w = check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     check.on_device_of("x", x, w=w, group_sizes=sizes)
-    number = product_precision_number(precision)
+    number = precision_number(precision)
     of_fp8 = number, check_fp8(number, fp8_scales)
     if number == FP8:
         check_fp8_widths("w", check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
@@ -248,22 +208,18 @@ def network_of_rows(
     return y
 
 
+@takes_options(ExpertsKeywords)
 def expert_ffn(
     rows: Tensor,
     w_in: Tensor,
     w_out: Tensor,
     group_sizes: Tensor,
     *,
-    activation: str | Activation = "silu",
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
     weights: Tensor | None = None,
-    weight_early: bool = False,
-    w_in_layout: str = "dpf",
-    w_out_layout: str = "fd",
-    precision: str = "highest",
-    fp8_scales: str = "float32",
     quantized: QuantizedExperts | None = None,
+    **options: Unpack[ExpertsKeywords],
 ) -> Tensor:
     """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
 
@@ -276,19 +232,11 @@ def expert_ffn(
       w_out: [E, F, D]; dtype of rows, or float32, the same.
       group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
         count as 0.
-      activation: a name, "silu" (or "swish"), "gelu" (tanh form), "gelu_erf", "quick_gelu", "relu", "relu2" (squared)
-        or "linear", which stands for act(h_gate) h_up, or an `Activation`, of two inputs and with parameters.
-      b_in: [E, 2 or 1, F], or None; dtype of rows.
-      b_out: [E, D], or None; dtype of rows.
+      b_in: [E, 2 or 1, F], or None.
+      b_out: [E, D], or None.
       weights: w, float [R]; None: 1.
-      weight_early: multiply a and b_out by w instead of y; the same result up to rounding.
-      w_in_layout: the axes of w_in behind E: "dpf", [E, D, P, F]; "pfd", [E, P, F, D], as PyTorch's Linear has it;
-        "dfp", [E, D, F, P], gate and up interleaved, or "fpd", [E, F, P, D], both, with b_in [E, F, P]. Nothing is
-        transposed.
-      w_out_layout: "fd", [E, F, D], or "df", [E, D, F].
-      precision: how float32 rows and weights multiply, "highest" or "tf32"; see `moe`. "fp8": factors are quantised;
-        "auto": where that is faster.
-      fp8_scales, quantized: with "fp8" or "auto", see `moe`.
+      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
+      {options}
 
     Returns:
       y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
@@ -309,17 +257,16 @@ def expert_ffn(
     rows = grouped_rows("rows", as_autocast(rows))
     b_in, b_out = in_dtype_of(rows, b_in), in_dtype_of(rows, b_out)
     sizes = check.indices("group_sizes", group_sizes, ("E",))
-    layouts = check_layouts(w_in_layout, w_out_layout)
+    check_names("expert_ffn", EXPERTS_NAMES, options)
+    given = ExpertsOptions(**options)
+    layouts = given.layouts()
     dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))
     _, P = check_experts(layouts, rows, dtypes, w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
     weights = check.optional_tensor("weights", weights, check.FLOATS, (("R", rows.shape[0]),))
-    options = network(activation, P, weight_early, 0, layouts, precision, fp8_scales)
-    quantized = check_fp8_operands(options.precision, layouts, "rows", rows, w_in, quantized)
+    network = given.experts(P, 0).network()
+    quantized = check_fp8_operands(network.precision, layouts, "rows", rows, w_in, quantized)
     check_current(quantized, w_in, w_out)
-    if options.weight_early and weights is None:
+    if network.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)
-    facts = facts_of(precision, (rows, w_in, w_out, weights), (b_in, b_out))
-    options = decided(options, rows, w_in, quantized, facts)
-    quantized = quantized if options.precision == FP8 else None
-    return network_of_rows(options, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)
+    return network_of_rows(network, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)

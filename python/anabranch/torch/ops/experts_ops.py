@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from anabranch.layouts import Layouts
+from anabranch.options import Network, schema_of
 from anabranch.precision import BLOCK, FP8
 from anabranch.torch.binding import calls
 from anabranch.torch.binding.define import define
@@ -71,15 +72,16 @@ def _quantized(w, axes, fp8_scales, *, transposed):
     return results[int(transposed)], results[2], calls_of_quantize(results, w, axes, fp8_scales)
 
 
-def _factor(name, w, layout, q, scales, precision, fp8_scales, *, transposed):
-    """What a call with FP8 takes of "w_in" or "w_out", by its fields, and the calls before it."""
-    if precision != FP8:
+def _quantized_operand(name, w, q, scales, network, *, transposed):
+    """The fields of a call for "w_in" or "w_out" with FP8, and the calls that fill them; neither without FP8."""
+    if network.precision != FP8:
         return {}, []
-    if q is not None:
-        return {f"{name}_q": q, f"{name}_scales": scales}, []
-    layouts = Layouts(**{name: layout})
-    q, scales, call = _quantized(w, layouts.order(name), fp8_scales, transposed=transposed)
-    return {f"{name}_q": q, f"{name}_scales": scales}, [call]
+    calls_before = []
+    if q is None:
+        axes = Layouts(network.w_in_layout, network.w_out_layout).order(name)
+        q, scales, quantize = _quantized(w, axes, network.fp8_scales, transposed=transposed)
+        calls_before.append(quantize)
+    return {f"{name}_q": q, f"{name}_scales": scales}, calls_before
 
 
 def _allocate_quantize_rows(x, fp8_scales):
@@ -167,31 +169,27 @@ grouped_matmul_dw = define(
 #: Quantised experts in the orientation of the pass; None: they are quantised here, where they are wanted.
 QUANTIZED = "Tensor? w_in_q, Tensor? w_in_scales, Tensor? w_out_q, Tensor? w_out_scales"
 
-_NETWORK = (
-    "int activation, float activation_alpha, float activation_limit, bool weight_early, int topk, "
-    "str w_in_layout, str w_out_layout, int precision, int fp8_scales"
-)
+_NETWORK = schema_of(Network)
 
 
 def _allocate_ffn(
     x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
-    w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    _, _, P, F = _sizes(w_in, w_in_layout)
+    o = Network(*options)
+    _, _, P, F = _sizes(w_in, o.w_in_layout)
     R = (x if slot_of_row is None else slot_of_row).shape[0]
-    return x.new_empty((R, x.shape[1])), x.new_empty(_hidden(w_in_layout, R, P, F))
+    return x.new_empty((R, x.shape[1])), x.new_empty(_hidden(o.w_in_layout, R, P, F))
 
 
 def _ffn(
     results, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
-    w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
+    o = Network(*options)
     y, h = results
-    of_fp8 = precision, fp8_scales
-    of_in, quantize_in = _factor("w_in", w_in, w_in_layout, w_in_q, w_in_scales, *of_fp8, transposed=True)
-    of_out, quantize_out = _factor("w_out", w_out, w_out_layout, w_out_q, w_out_scales, *of_fp8, transposed=True)
+    of_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
+    of_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
     network = calls.expert_ffn_forward(
         {
             "x": x,
@@ -207,14 +205,9 @@ def _ffn(
             **of_in,
             **of_out,
         },
-        _orders(w_in_layout, w_out_layout),
-        activation=activation,
-        weight_early=weight_early,
-        topk=topk,
-        activation_alpha=activation_alpha,
-        activation_limit=activation_limit,
-        precision=precision,
-        fp8_scales=fp8_scales,
+        _orders(o.w_in_layout, o.w_out_layout),
+        weight_early=o.weight_early,
+        **o.attributes(),
     )
     return [*quantize_in, *quantize_out, network]
 
@@ -230,8 +223,7 @@ ffn = define(
 
 def _allocate_ffn_backward(
     d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
-    w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     nothing = x.new_empty((0,))
     return (
@@ -246,13 +238,12 @@ def _allocate_ffn_backward(
 
 def _ffn_backward(
     results, d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
-    w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
+    o = Network(*options)
     dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = results
-    of_fp8 = precision, fp8_scales
-    of_in, quantize_in = _factor("w_in", w_in, w_in_layout, w_in_q, w_in_scales, *of_fp8, transposed=False)
-    of_out, quantize_out = _factor("w_out", w_out, w_out_layout, w_out_q, w_out_scales, *of_fp8, transposed=False)
+    of_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=False)
+    of_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     network = calls.expert_ffn_backward(
         {
             "x": x,
@@ -273,13 +264,8 @@ def _ffn_backward(
             **of_in,
             **of_out,
         },
-        _orders(w_in_layout, w_out_layout),
-        activation=activation,
-        topk=topk,
-        activation_alpha=activation_alpha,
-        activation_limit=activation_limit,
-        precision=precision,
-        fp8_scales=fp8_scales,
+        _orders(o.w_in_layout, o.w_out_layout),
+        **o.attributes(),
     )
     return [*quantize_in, *quantize_out, network]
 
@@ -297,27 +283,26 @@ ffn_backward = define(
 
 def allocate_experts(
     x, x_q, x_scales, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
-    w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts`."""
-    _, _, P, F = _sizes(w_in, w_in_layout)
+    o = Network(*options)
+    _, _, P, F = _sizes(w_in, o.w_in_layout)
     read = x if x_q is None else x_q
-    return x.new_empty(read.shape), x.new_empty(_hidden(w_in_layout, slot_of_row.shape[0], P, F))
+    return x.new_empty(read.shape), x.new_empty(_hidden(o.w_in_layout, slot_of_row.shape[0], P, F))
 
 
 def calls_of_experts(
     results, x, x_q, x_scales, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha, activation_limit, weight_early, topk,
-    w_in_layout, w_out_layout, precision, fp8_scales,
+    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts`."""
+    o = Network(*options)
     out, h = results
-    R, F = slot_of_row.shape[0], _sizes(w_in, w_in_layout)[3]
-    of_fp8 = precision, fp8_scales
-    of_in, quantize_in = _factor("w_in", w_in, w_in_layout, w_in_q, w_in_scales, *of_fp8, transposed=True)
-    of_out, quantize_out = _factor("w_out", w_out, w_out_layout, w_out_q, w_out_scales, *of_fp8, transposed=True)
-    fp8 = precision == FP8
+    R, F = slot_of_row.shape[0], _sizes(w_in, o.w_in_layout)[3]
+    of_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
+    of_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
+    fp8 = o.precision == FP8
     a, a_scales = (_e4m3(x, R, F), _scales(x, R, F // BLOCK)) if fp8 else (x.new_empty((R, F)), None)
     up = calls.expert_ffn_forward(
         {
@@ -328,21 +313,16 @@ def calls_of_experts(
             "group_sizes": group_sizes,
             "w_in": w_in,
             "b_in": b_in,
-            "weights": weights if weight_early else None,
+            "weights": weights if o.weight_early else None,
             "h": h,
             "a": a,
             "a_scales": a_scales,
             **of_in,
         },
-        _orders(w_in_layout, w_out_layout),
-        activation=activation,
-        weight_early=weight_early and weights is not None,
-        topk=topk,
+        _orders(o.w_in_layout, o.w_out_layout),
+        weight_early=o.weight_early and weights is not None,
         skip_rest=1,
-        activation_alpha=activation_alpha,
-        activation_limit=activation_limit,
-        precision=precision,
-        fp8_scales=fp8_scales,
+        **o.attributes(),
     )
     down = calls.grouped_matmul_combine(
         {
@@ -358,11 +338,11 @@ def calls_of_experts(
             "weights": weights,
             "out": out,
         },
-        transpose_w=w_out_layout == "df" and not fp8,
-        weight_early=weight_early and weights is not None,
+        transpose_w=o.w_out_layout == "df" and not fp8,
+        weight_early=o.weight_early and weights is not None,
         skip_rest=1,
-        precision=precision,
-        fp8_scales=fp8_scales,
+        precision=o.precision,
+        fp8_scales=o.fp8_scales,
     )
     return *quantize_in, *quantize_out, up, down
 
@@ -380,12 +360,12 @@ experts = define(
 
 def allocate_experts_hidden(
     d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha,
-    activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts_hidden`."""
-    _, _, P, F = _sizes(w_in, w_in_layout)
-    R, fp8 = h.shape[0], precision == FP8
+    o = Network(*options)
+    _, _, P, F = _sizes(w_in, o.w_in_layout)
+    R, fp8 = h.shape[0], o.precision == FP8
     return (
         torch.empty_like(h),
         torch.empty_like(w_out, dtype=w_out_dtype) if wants_w_out else x.new_empty((0,)),
@@ -398,13 +378,13 @@ def allocate_experts_hidden(
 
 def calls_of_experts_hidden(
     results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, activation, activation_alpha,
-    activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales,
+    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts_hidden`."""
+    o = Network(*options)
     dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales = results
-    of_fp8, fp8 = (precision, fp8_scales), precision == FP8
-    of_out, quantize_out = _factor("w_out", w_out, w_out_layout, w_out_q, w_out_scales, *of_fp8, transposed=False)
+    fp8 = o.precision == FP8
+    of_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     hidden = calls.expert_ffn_backward(
         {
             "x": x,
@@ -426,14 +406,9 @@ def calls_of_experts_hidden(
             "dh_scales": dh_scales if fp8 else None,
             **of_out,
         },
-        _orders(w_in_layout, w_out_layout),
-        activation=activation,
-        topk=topk,
+        _orders(o.w_in_layout, o.w_out_layout),
         skip_rest=1,
-        activation_alpha=activation_alpha,
-        activation_limit=activation_limit,
-        precision=precision,
-        fp8_scales=fp8_scales,
+        **o.attributes(),
     )
     return *quantize_out, hidden
 
@@ -453,8 +428,7 @@ experts_hidden = define(
 def _allocate_experts_inputs(
     dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
     w_in_dtype, d_x_dtype, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
-    fp8_scales,
+    *options,
 ):  # fmt: skip
     nothing = x.new_empty((0,))
     return (
@@ -467,18 +441,16 @@ def _allocate_experts_inputs(
 def _experts_inputs(
     results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
     w_in_dtype, d_x_dtype, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
-    activation, activation_alpha, activation_limit, weight_early, topk, w_in_layout, w_out_layout, precision,
-    fp8_scales,
+    *options,
 ):  # fmt: skip
+    o = Network(*options)
     d_x, d_w_in, d_b_in = results
-    E, D, P, F = _sizes(w_in, w_in_layout)
-    R, fp8, needed = dh.shape[0], precision == FP8, []
+    E, D, P, F = _sizes(w_in, o.w_in_layout)
+    R, fp8, needed = dh.shape[0], o.precision == FP8, []
     if d_x_dtype is not None:
-        transposed = w_in_layout.startswith("d") or fp8
+        transposed = o.w_in_layout.startswith("d") or fp8
         if fp8:
-            of_in, quantize_in = _factor(
-                "w_in", w_in, w_in_layout, w_in_q, w_in_scales, precision, fp8_scales, transposed=False
-            )
+            of_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=False)
             needed += quantize_in
             factors = {
                 "x": dh_q.view(R, P * F),
@@ -489,7 +461,7 @@ def _experts_inputs(
         else:
             w = w_in.view((E, D, P * F) if transposed else (E, P * F, D))
             factors = {"x": dh.view(R, P * F), "w": w}
-        of_precision = {"precision": precision, "fp8_scales": fp8_scales}
+        of_precision = {"precision": o.precision, "fp8_scales": o.fp8_scales}
         factors["group_sizes"] = group_sizes
         of_sum = {"row_of_slot": row_of_slot, "addend": addend, "out": d_x}
         if fp8 and d_x_dtype != x.dtype:  # in one call rows of FP8 operands would have the dtype of d_x, not of x
@@ -513,13 +485,8 @@ def _experts_inputs(
             "d_w_in": d_w_in if wants_w_in else None,
             "d_b_in": None if b_in is None else d_b_in,
         },
-        _orders(w_in_layout, w_out_layout),
-        activation=activation,
-        topk=topk,
-        activation_alpha=activation_alpha,
-        activation_limit=activation_limit,
-        precision=precision,
-        fp8_scales=fp8_scales,
+        _orders(o.w_in_layout, o.w_out_layout),
+        **o.attributes(),
     )
     return [*needed, of_weights]
 

@@ -4,12 +4,13 @@ What torch takes for an operation beside them is then paid once forward, and twi
 products.
 """
 
+import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from anabranch.router_options import RouterOptions, attributes
+from anabranch.options import Network, Router, RouterOptions
 from anabranch.rows import num_rows_needed
 from anabranch.torch.binding.check import smaller, too_many
 from anabranch.torch.binding.define import define
@@ -23,12 +24,12 @@ from anabranch.torch.ops.experts_ops import (
 )
 from anabranch.torch.ops.router_ops import allocate_route, calls_of_route, calls_of_route_backward
 
-#: Lists, since torch takes as long for four numbers by themselves as for a list of twenty.
+#: Options travel as two lists: torch takes as long for four separate numbers as for a list of twenty.
 _OPTIONS = "int[] integers, float[] numbers, str w_in_layout, str w_out_layout"
 
 
-class MixtureOptions(NamedTuple):
-    """The options of the layer, as the operations take them."""
+class LayerNumbers(NamedTuple):
+    """The options of the layer as the operations take them."""
 
     integers: tuple[int, ...]
     numbers: tuple[float, ...]
@@ -37,48 +38,59 @@ class MixtureOptions(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The same for the calls."""
+    """The options of the layer as the C calls take them."""
 
     num_experts: int
     align_size: int
-    routing: tuple[Any, ...]
-    """topk, score_function, normalize, scaling_factor."""
-    selection: tuple[int, ...]
-    """num_groups, group_topk, group_score_topk, sequences, qb_bins, and which results are wanted."""
-    network: tuple[Any, ...]
+    qb_bins: int
+    wants: tuple[bool, ...]
+    """Which results of the router are wanted, the fields of a `router.Wanted`."""
+    router: Router
+    network: Network
+
+    @property
+    def selection(self) -> tuple[Any, ...]:
+        """The arguments of `route` after its tensors."""
+        return -1, self.qb_bins, *self.wants, *self.router
 
 
-def mixture_options(
-    router: RouterOptions | None, network: Any, num_experts: int, align_size: int, wanted: Sequence[bool]
-) -> MixtureOptions:
-    """Of a layer with or without a router, with the options of an `experts.Network`; wanted: a `router.Wanted`."""
+_KINDS = {options: typing.get_type_hints(options) for options in (Router, Network)}
+
+
+def layer_numbers(
+    router: RouterOptions | None, network: Network, num_experts: int, align_size: int, wanted: Sequence[bool]
+) -> LayerNumbers:
+    """The options of a layer with or without a router; wanted: a `router.Wanted`."""
     if router is None:
         router = RouterOptions(network.topk)
-    _, score_function, normalize, scaling_factor = attributes(router).values()
-    of_router = (router.num_groups, router.group_topk, router.group_score_topk, router.qb_bins)
-    of_network = (network.activation, int(network.weight_early), network.topk, network.precision, network.fp8_scales)
-    return MixtureOptions(
-        (num_experts, align_size, score_function, normalize, *of_router, *of_network, *map(int, wanted)),
-        (scaling_factor, network.activation_alpha, network.activation_limit),
+    fields: list[tuple[Any, Any]] = [
+        (kind, value)
+        for options in (router.numbers(), network)
+        for kind, value in zip(_KINDS[type(options)].values(), options, strict=True)
+    ]
+    return LayerNumbers(
+        (num_experts, align_size, router.qb_bins, *map(int, wanted), *(int(v) for k, v in fields if k in (int, bool))),
+        tuple(value for kind, value in fields if kind is float),
         network.w_in_layout,
         network.w_out_layout,
     )
 
 
 def _parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> _Parts:
-    num_experts, align_size, score_function, normalize, num_groups, group_topk, group_score_topk, qb_bins = integers[:8]
-    activation, weight_early, topk, precision, fp8_scales, *wanted = integers[8:]
-    scaling_factor, alpha, limit = numbers
-    return _Parts(
-        num_experts,
-        align_size,
-        (topk, score_function, normalize, scaling_factor),
-        (num_groups, group_topk, group_score_topk, -1, qb_bins, *map(bool, wanted)),
-        (activation, alpha, limit, weight_early, topk, w_in_layout, w_out_layout, precision, fp8_scales),
-    )
+    """The inverse of `layer_numbers`."""
+    of_layer, wants, texts = integers[:3], integers[3:6], {"w_in_layout": w_in_layout, "w_out_layout": w_out_layout}
+    rest = iter(integers[6:])
+    values = {int: rest, bool: rest, float: iter(numbers)}
+
+    def read(options: Any) -> Any:
+        kinds = _KINDS[options].items()
+        return options(**{name: texts[name] if kind is str else kind(next(values[kind])) for name, kind in kinds})
+
+    num_experts, align_size, qb_bins = of_layer
+    return _Parts(num_experts, align_size, qb_bins, tuple(map(bool, wants)), read(Router), read(Network))
 
 
-def _allocate_mixture(
+def _allocate_layer(
     x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out, b_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
@@ -93,7 +105,7 @@ def _allocate_mixture(
         T, K = experts.shape
     else:
         weights, experts, _, *statistics = allocate_route(
-            logits, expert_bias, token_mask, forced_experts, qb_bin_bounds, *o.routing, *o.selection
+            logits, expert_bias, token_mask, forced_experts, qb_bin_bounds, *o.selection
         )
         routing = (weights, experts, *statistics)
         T, K = weights.shape
@@ -106,7 +118,7 @@ def _allocate_mixture(
     return output, integers(o.num_experts), integers(), *routing, h, *rows
 
 
-def _mixture(
+def _layer(
     results, x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out,
     b_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
@@ -116,7 +128,7 @@ def _mixture(
         weights, experts, score_sum, lse, histogram = routing
         of_route = calls_of_route(
             (weights, experts, None, score_sum, lse, histogram),
-            logits, expert_bias, token_mask, forced_experts, qb_bin_bounds, *o.routing, *o.selection,
+            logits, expert_bias, token_mask, forced_experts, qb_bin_bounds, *o.selection,
         )  # fmt: skip
         calls.append(of_route)
     of_plan = calls_of_plan(
@@ -132,18 +144,18 @@ def _mixture(
 
 #: The layer from logits [T, E], or without them from weights and experts [T, K] that are given; then the results of a
 #: routing have no elements.
-mixture = define(
-    "mixture(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
+layer = define(
+    "layer(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
     "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
     f"{QUANTIZED}, {_OPTIONS}) -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
     "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor group_sizes)",
-    _allocate_mixture,
-    _mixture,
+    _allocate_layer,
+    _layer,
 )
 
 
-def _allocate_mixture_hidden(
+def _allocate_layer_hidden(
     d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
@@ -155,7 +167,7 @@ def _allocate_mixture_hidden(
     return *of_experts, torch.empty_like(logits)
 
 
-def _mixture_hidden(
+def _layer_hidden(
     results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
@@ -168,18 +180,18 @@ def _mixture_hidden(
     )  # fmt: skip
     d_weights = of_experts[3]
     routing = calls_of_route_backward(
-        d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.routing
+        d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.router
     )
     return *hidden, routing
 
 
 #: The first half of the backward pass, `experts_hidden`, and `route_backward` of its gradient of the weights.
-mixture_hidden = define(
-    "mixture_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
+layer_hidden = define(
+    "layer_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
     f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool wants_w_out, {QUANTIZED}, "
     f"{_OPTIONS}) -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales, "
     "Tensor d_logits)",
-    _allocate_mixture_hidden,
-    _mixture_hidden,
+    _allocate_layer_hidden,
+    _layer_hidden,
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.precision import AUTO, BLOCK, FP8, check_fp8, check_fp8_widths, fp8_scales_number
+from anabranch.precision import BLOCK, FP8, check_fp8, check_fp8_widths, fp8_scales_number
 from anabranch.torch.binding import check
 from anabranch.torch.ops import torch_ops
 
@@ -41,14 +41,13 @@ def quantized_of(fields: Sequence[Tensor | None]) -> QuantizedExperts | None:
 def check_fp8_operands(
     precision: int, layouts: Layouts, device_of: str, x: Tensor, w_in: Tensor, quantized: Any
 ) -> QuantizedExperts | None:
-    """Checks the widths that w_in tells, and the argument `quantized`, where factors are, or may be, quantised."""
+    """Checks the argument `quantized`, and with FP8 the widths of w_in."""
     check_fp8(precision, "float32", quantized)
-    if precision not in (FP8, AUTO):
+    if precision != FP8:
         return None
     of = layouts.sizes("w_in", w_in.shape)
     E, D, P, F = of["e"], of["d"], of["p"], of["f"]
-    if precision == FP8:
-        check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
+    check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
     if quantized is None:
         return None
     if not isinstance(quantized, QuantizedExperts):

@@ -1,12 +1,13 @@
 """Routing: which experts each token goes to, with which weights, and the statistics the losses need."""
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from anabranch.router_options import RouterOptions, attributes, router_options
+from anabranch.options import ROUTER_NAMES, RouterKeywords, RouterOptions, check_names, router_options, takes_options
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.ops import torch_ops
@@ -43,11 +44,6 @@ class Wanted(NamedTuple):
 _EVERYTHING = Wanted()
 
 
-def reads_lse(options: RouterOptions) -> bool:
-    """Whether the backward rule reads lse without a cotangent of it."""
-    return options.score_function == "softmax"
-
-
 def routing_of(
     options: RouterOptions,
     logits: Tensor,
@@ -65,13 +61,10 @@ def routing_of(
         token_mask,
         forced_experts,
         bounds,
-        *attributes(options).values(),
-        options.num_groups,
-        options.group_topk,
-        options.group_score_topk,
         sequences,
         options.qb_bins,
         *wanted,
+        *options.numbers(),
     )
 
 
@@ -88,9 +81,8 @@ def logits_gradient(
     """The backward rule, on flat tokens: d_logits, in the logits' dtype; a cotangent of None is zero."""
     if d_weights is None and d_score_sum is None and d_lse is None:
         return torch.zeros_like(logits)
-    shared = attributes(options)
     if d_weights is None:
-        shared["scaling_factor"] = 1.0  # scales weights only
+        options = dataclasses.replace(options, scaling_factor=1.0)  # it scales weights only
     gradient: Tensor = torch_ops.route_backward(
         logits,
         None if d_weights is None else experts,
@@ -99,7 +91,7 @@ def logits_gradient(
         d_weights,
         d_score_sum,
         d_lse,
-        *shared.values(),
+        *options.numbers(),
     )
     return gradient
 
@@ -163,22 +155,18 @@ def router_operands(
     return expert_bias, token_mask, forced_experts
 
 
+@takes_options(RouterKeywords)
 def route(
     logits: Tensor,
     topk: int,
     *,
-    score_function: str = "softmax",
-    normalize: bool = True,
     expert_bias: Tensor | None = None,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    group_score_topk: int | None = None,
-    scaling_factor: float = 1.0,
     token_mask: Tensor | None = None,
     forced_experts: Tensor | None = None,
     sequence_stats: bool = False,
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
+    **options: Unpack[RouterKeywords],
 ) -> Routing:
     """Selects topk experts for every token and weights them.
 
@@ -188,23 +176,20 @@ def route(
     Args:
       logits: float32, bfloat16 or float16 [..., E].
       topk: K, 1 <= K <= E.
-      score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-      normalize: weights of a token sum to scaling_factor (softmax: over the selected logits); else raw scores.
       expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
-      num_groups, group_topk: experts in num_groups contiguous groups, of which group_topk are kept for a token, by
-        the sum of their K / group_topk best scores (normalised softmax without a bias: logits); both or neither.
-      group_score_topk: how many of a group's best scores, with their bias, make the group's: 1 is DeepSeek-V2's
-        maximum, 2 DeepSeek-V3's rule as most libraries have it, whatever K / group_topk is. None: the rule above.
-      scaling_factor: finite Python number; multiplies the weights.
-      token_mask: bool [...], true: a real token. Others get expert -1, weight 0, and count nowhere.
+      token_mask: bool [...], true: a real token. Others get expert -1 and weight 0 and are not counted.
       forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
         with expert_bias or groups. Where none of a token's forced experts has a finite logit (all are -inf), weights
-        normalised by softmax are NaN, 0 / 0, and so are its gradients; other weights are 0.
-      sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row for each sequence of S.
-      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins are between
-        them, at most 2^20. The result's qb_histogram counts, for each expert, how far a token's cutoff, its (K+1)-th
-        largest score with a bias, is above the expert's score; the first and the last bin continue. `quantile_bias`
-        makes a bias of it. Needs expert_bias and K < E; not with groups.
+        normalised by softmax are NaN (0 / 0), and so are its gradients; other weights are 0.
+      sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row per sequence of S tokens.
+      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins lie between
+        them, at most 2^20. `qb_histogram` of the result counts, per expert, how far the threshold of a token, its
+        (K+1)-th largest score with a bias, is above the expert's score; the first and the last bin are open-ended.
+        `quantile_bias` makes a bias of it. Needs expert_bias and K < E; not with groups.
+      {options}
+        A group's score is the sum of its group_score_topk best scores with their bias: 1 is DeepSeek-V2's maximum, 2
+        DeepSeek-V3's rule in most libraries. None, with groups: the sum of its K / group_topk best scores (logits for a
+        normalised softmax without a bias).
 
     Returns:
       A Routing.
@@ -222,33 +207,23 @@ def route(
     """
     logits = check.tensor("logits", logits, check.FLOATS, (..., "E"))
     *leading, E = logits.shape
-    options = router_options(
-        E,
-        topk,
-        score_function=score_function,
-        normalize=normalize,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        group_score_topk=group_score_topk,
-        scaling_factor=scaling_factor,
-        sequence_stats=sequence_stats,
-        qb_bins=qb_bins,
-    )
-    if options.sequence_stats and not leading:
+    check_names("route", ROUTER_NAMES, options)
+    checked = router_options(E, topk, sequence_stats=sequence_stats, qb_bins=qb_bins, **options)
+    if checked.sequence_stats and not leading:
         raise ValueError(f"logits: got {check.describe(logits)}, expected [..., S, E] with sequence_stats")
-    bias, mask, forced = router_operands(options, E, tuple(leading), expert_bias, token_mask, forced_experts)
-    bounds = quantile_operand(options, logits, bias, qb_bin_bounds)
+    bias, mask, forced = router_operands(checked, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    bounds = quantile_operand(checked, logits, bias, qb_bin_bounds)
     check.on_device_of("logits", logits, expert_bias=bias, token_mask=mask, forced_experts=forced, qb_bin_bounds=bounds)
-    T, K = math.prod(leading), options.topk
-    sequences = leading[:-1] if options.sequence_stats else []
+    T, K = math.prod(leading), checked.topk
+    sequences = leading[:-1] if checked.sequence_stats else []
     weights, experts, counts, score_sum, lse, histogram = _Route.call(
-        options,
+        checked,
         logits.reshape(T, E),
         bias,
         None if mask is None else mask.reshape(T),
         None if forced is None else forced.reshape(T, K),
         bounds,
-        math.prod(sequences) if options.sequence_stats else -1,
+        math.prod(sequences) if checked.sequence_stats else -1,
     )
     return Routing(
         weights.reshape(*leading, K),
@@ -256,5 +231,5 @@ def route(
         counts.reshape(*sequences, E),
         score_sum.reshape(*sequences, E),
         lse.reshape(leading),
-        histogram if options.qb_bins else None,
+        histogram if checked.qb_bins else None,
     )

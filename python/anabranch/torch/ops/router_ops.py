@@ -2,20 +2,20 @@
 
 import torch
 
-from anabranch.router_options import SCORE_FUNCTIONS
+from anabranch.options import SCORE_FUNCTIONS, Router, schema_of
 from anabranch.torch.binding import calls
 from anabranch.torch.binding.define import define
 
 _SOFTMAX = SCORE_FUNCTIONS.index("softmax")
-_ROUTING = "int topk, int score_function, bool normalize, float scaling_factor"
+_ROUTER = schema_of(Router)
 
 
 def allocate_route(
     logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
-    topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
-    wants_counts, wants_score_sum, wants_lse,
+    sequences, qb_bins, wants_counts, wants_score_sum, wants_lse, *router,
 ):  # fmt: skip
     """Empty results of `route`."""
+    topk = Router(*router).topk
     (T, E), empty = logits.shape, logits.new_empty
     stats = (sequences, E) if sequences >= 0 else (E,)
     return (
@@ -30,8 +30,7 @@ def allocate_route(
 
 def calls_of_route(
     results, logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
-    topk, score_function, normalize, scaling_factor, num_groups, group_topk, group_score_topk, sequences, qb_bins,
-    wants_counts, wants_score_sum, wants_lse,
+    sequences, qb_bins, wants_counts, wants_score_sum, wants_lse, *router,
 ):  # fmt: skip
     """The C call of `route`."""
     weights, experts, tokens_per_expert, score_sum, lse, histogram = results
@@ -49,53 +48,41 @@ def calls_of_route(
             "qb_bin_bounds": qb_bin_bounds,
             "qb_histogram": histogram if qb_bins else None,
         },
-        topk=topk,
-        score_function=score_function,
-        normalize=normalize,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        scaling_factor=scaling_factor,
-        group_score_topk=group_score_topk,
+        **Router(*router).forward(),
     )
 
 
 #: Statistics are [E], with sequences >= 0 [sequences, E]; the histogram is [E, qb_bins]. What is not wanted is [0].
 route = define(
     "route(Tensor logits, Tensor? expert_bias, Tensor? token_mask, Tensor? forced_experts, Tensor? qb_bin_bounds, "
-    f"{_ROUTING}, int num_groups, int group_topk, int group_score_topk, SymInt sequences, int qb_bins, "
-    "bool wants_counts, bool wants_score_sum, bool wants_lse) -> "
+    f"SymInt sequences, int qb_bins, bool wants_counts, bool wants_score_sum, bool wants_lse, {_ROUTER}) -> "
     "(Tensor weights, Tensor experts, Tensor tokens_per_expert, Tensor score_sum, Tensor lse, Tensor qb_histogram)",
     allocate_route,
     calls_of_route,
 )
 
 
-def calls_of_route_backward(
-    d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse,
-    topk, score_function, normalize, scaling_factor,
-):  # fmt: skip
+def calls_of_route_backward(d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *router):
     """The C call of `route_backward`."""
+    options = Router(*router)
     return calls.router_backward(
         {
             "logits": logits,
             "experts": experts,
             "token_mask": token_mask,
-            "lse": lse if score_function == _SOFTMAX or d_lse is not None else None,
+            "lse": lse if options.score_function == _SOFTMAX or d_lse is not None else None,
             "d_weights": d_weights,
             "d_score_sum": d_score_sum,
             "d_lse": d_lse,
             "d_logits": d_logits,
         },
-        topk=topk,
-        score_function=score_function,
-        normalize=normalize,
-        scaling_factor=scaling_factor,
+        **options.backward(),
     )
 
 
 route_backward = define(
     "route_backward(Tensor logits, Tensor? experts, Tensor? token_mask, Tensor? lse, Tensor? d_weights, "
-    f"Tensor? d_score_sum, Tensor? d_lse, {_ROUTING}) -> Tensor",
+    f"Tensor? d_score_sum, Tensor? d_lse, {_ROUTER}) -> Tensor",
     lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
     calls_of_route_backward,
 )
@@ -107,11 +94,8 @@ def _allocate_map(logits, map_format):
     return logits.new_empty(shape, dtype=torch.uint8 if map_format == "bitmap_u8" else torch.bool)
 
 
-def _allocate_route_dense(
-    logits, expert_bias, qb_bin_bounds,
-    topk, score_function, normalize, scaling_factor, num_groups, group_topk, map_format, qb_bins,
-):  # fmt: skip
-    (T, E), empty = logits.shape, logits.new_empty
+def _allocate_route_dense(logits, expert_bias, qb_bin_bounds, map_format, qb_bins, *router):
+    (T, E), empty, topk = logits.shape, logits.new_empty, Router(*router).topk
     return (
         empty((T, E)),
         _allocate_map(logits, map_format),
@@ -121,8 +105,7 @@ def _allocate_route_dense(
 
 
 def _route_dense(
-    results, logits, expert_bias, qb_bin_bounds,
-    topk, score_function, normalize, scaling_factor, num_groups, group_topk, map_format, qb_bins,
+    results, logits, expert_bias, qb_bin_bounds, map_format, qb_bins, *router
 ):  # fmt: skip
     probs, routing_map, experts, histogram = results
     return calls.router_forward(
@@ -135,37 +118,28 @@ def _route_dense(
             "qb_bin_bounds": qb_bin_bounds,
             "qb_histogram": histogram if qb_bins else None,
         },
-        topk=topk,
-        score_function=score_function,
-        normalize=normalize,
-        num_groups=num_groups,
-        group_topk=group_topk,
-        scaling_factor=scaling_factor,
+        **Router(*router).forward(),
     )
 
 
 #: Probabilities [T, E], the map in a RoutingMapFormat by its name ("": none, [0]), experts [T, K], and the histogram.
 route_dense = define(
-    f"route_dense(Tensor logits, Tensor? expert_bias, Tensor? qb_bin_bounds, {_ROUTING}, int num_groups, "
-    "int group_topk, str map_format, int qb_bins) -> "
-    "(Tensor probs, Tensor routing_map, Tensor experts, Tensor qb_histogram)",
+    f"route_dense(Tensor logits, Tensor? expert_bias, Tensor? qb_bin_bounds, str map_format, int qb_bins, {_ROUTER}) "
+    "-> (Tensor probs, Tensor routing_map, Tensor experts, Tensor qb_histogram)",
     _allocate_route_dense,
     _route_dense,
 )
 
 
-def _route_dense_backward(d_logits, logits, experts, d_probs, topk, score_function, normalize, scaling_factor):
+def _route_dense_backward(d_logits, logits, experts, d_probs, *router):
     return calls.router_backward(
         {"logits": logits, "experts": experts, "d_probs": d_probs, "d_logits": d_logits},
-        topk=topk,
-        score_function=score_function,
-        normalize=normalize,
-        scaling_factor=scaling_factor,
+        **Router(*router).backward(),
     )
 
 
 route_dense_backward = define(
-    f"route_dense_backward(Tensor logits, Tensor experts, Tensor d_probs, {_ROUTING}) -> Tensor",
+    f"route_dense_backward(Tensor logits, Tensor experts, Tensor d_probs, {_ROUTER}) -> Tensor",
     lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
     _route_dense_backward,
 )

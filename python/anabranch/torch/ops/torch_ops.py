@@ -20,7 +20,7 @@ from anabranch.torch.ops.experts_ops import (
     quantize_experts,
     quantize_rows,
 )
-from anabranch.torch.ops.layer_ops import mixture, mixture_hidden
+from anabranch.torch.ops.layer_ops import layer, layer_hidden
 from anabranch.torch.ops.router_ops import (
     aux_scores,
     aux_scores_backward,
@@ -46,8 +46,8 @@ __all__ = (
     "ffn_backward",
     "grouped_matmul",
     "grouped_matmul_dw",
-    "mixture",
-    "mixture_hidden",
+    "layer",
+    "layer_hidden",
     "moe_aux_loss",
     "moe_aux_loss_backward",
     "plan",

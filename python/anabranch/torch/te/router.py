@@ -21,7 +21,7 @@ from anabranch.dense_router import (
     check_no_histogram,
     normalizes,
 )
-from anabranch.router_options import SCORE_FUNCTIONS, RouterOptions, attributes, router_options
+from anabranch.options import SCORE_FUNCTIONS, RouterOptions, router_options
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.ops import torch_ops
@@ -35,11 +35,9 @@ class _Dense(Function):
             logits,
             expert_bias,
             bounds,
-            *attributes(options).values(),
-            options.num_groups,
-            options.group_topk,
             map_format,
             options.qb_bins,
+            *options.numbers(),
         )
 
     @staticmethod
@@ -53,8 +51,8 @@ class _Dense(Function):
     @staticmethod
     def backward(ctx, d_probs, _map, _experts, _histogram):
         logits, experts = ctx.saved_tensors
-        shared = attributes(ctx.options).values()
-        d_logits = None if d_probs is None else torch_ops.route_dense_backward(logits, experts, d_probs, *shared)
+        router = ctx.options.numbers()
+        d_logits = None if d_probs is None else torch_ops.route_dense_backward(logits, experts, d_probs, *router)
         return None, None, d_logits, None, None
 
 
@@ -221,5 +219,5 @@ def fused_compute_score_for_moe_aux_loss(
     check_slots(tuple(leading), options.topk)
     map_format = check_map_format(routing_map_format).name.lower()
     flat = logits.reshape(math.prod(leading), E)
-    scores, routing_map = _AuxScores.call(flat, options.topk, attributes(options)["score_function"], map_format)
+    scores, routing_map = _AuxScores.call(flat, options.topk, options.numbers().score_function, map_format)
     return routing_map.reshape(*leading, routing_map.shape[1]), scores.reshape(logits.shape)

@@ -24,10 +24,10 @@ struct RowMap {
         topk(static_cast<int32_t>(K)),
         by_topk(topk) {}
   // Of R rows, or with slot_of_row of tokens' slots: T tokens of K each. The tensor decides, not its data, which is
-  // NULL where it is empty.
+  // NULL where it is empty. Without a slot K divides nothing, and may be too large for an int32.
   RowMap(const ab_tensor* slot_of_row, int64_t T, int64_t K, int64_t R)
       : RowMap(data<const int32_t>(slot_of_row), slot_of_row == nullptr ? R : T * K,
-               slot_of_row == nullptr || K == 0 ? 1 : K) {
+               slot_of_row == nullptr || T * K == 0 ? 1 : K) {
     by_slot = slot_of_row != nullptr;
   }
 

@@ -6,9 +6,14 @@
 namespace anabranch::cuda {
 
 template <class T>
+T* dynamic_shared_array() {
+  return reinterpret_cast<T*>(emulation::shared_memory());
+}
+
+template <class T>
 T& dynamic_shared_memory() {
   if (sizeof(T) > emulation::shared_bytes()) emulation::fail("a launch with less shared memory than the kernel has");
-  return *reinterpret_cast<T*>(emulation::shared_memory());
+  return *dynamic_shared_array<T>();
 }
 
 }  // namespace anabranch::cuda

@@ -1,4 +1,4 @@
-// core/cuda/shared.cuh on the emulator, what of it the experts use.
+// core/cuda/shared.cuh on the emulator.
 #pragma once
 
 #include <cstdint>
@@ -25,5 +25,16 @@ template <class T>
 void store_shared(unsigned address, T value) {
   std::memcpy(shared_place(address, sizeof(T)), &value, sizeof(T));
 }
+
+inline void store_shared_if(bool condition, unsigned address, uint32_t value) {
+  if (condition) store_shared(address, value);
+}
+inline void add_shared(unsigned address, uint32_t value) {
+  store_shared(address, load_shared<uint32_t>(address) + value);
+}
+inline void increment_shared_if(bool condition, unsigned address) {
+  if (condition) add_shared(address, 1);
+}
+inline void or_shared(unsigned address, uint32_t bits) { store_shared(address, load_shared<uint32_t>(address) | bits); }
 
 }  // namespace anabranch::cuda

@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "experts/cuda/rows_product.h"
-#include "experts/cuda/weight_gradient.h"
+#include "experts/cuda/ops/rows_product.h"
+#include "experts/cuda/ops/weight_gradient.h"
 
 namespace anabranch {
 

@@ -33,6 +33,7 @@
 #include "cublas.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/grouped_matmul_combine.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/hopper/products.h"
 
 extern char** environ;
@@ -316,7 +317,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   g.D = D;
   g.N = N;
   if (const char* why = over_rows ? hopper::why_not(p) : hopper::why_not(g)) fail(why);
-  const Memory workspace(over_rows ? 0 : cuda::workspace_of(g));
+  const Memory workspace(over_rows ? 0 : cuda::weight_gradient_bytes(g.R, g.E, g.D, g.N));
   const Memory hidden(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
   const Memory dots(fused ? static_cast<size_t>(R * hopper::ceil_div(half(shape), 128)) * sizeof(float) : 0);
   const Memory weights(fused ? static_cast<size_t>(R) * sizeof(float) : 0);
@@ -334,7 +335,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
       op.w_in = {other.data(), AB_BFLOAT16};
       op.h = {result.data(), AB_BFLOAT16};
       op.a = {hidden.data(), AB_BFLOAT16};
-      return hopper::multiply(op, tile, multiprocessors, nullptr);
+      return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
     }
     cuda::HiddenGradient op;
     fill(op);
@@ -345,7 +346,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
     op.dh = op.h;  // in place
     op.weighted_a = {hidden.data(), AB_BFLOAT16};
     op.dots = static_cast<float*>(dots.data());
-    return hopper::multiply(op, tile, multiprocessors, nullptr);
+    return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
   };
 
   for (size_t column = first; column < kColumns; ++column) {
@@ -357,8 +358,8 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
       if (built)
         microseconds = time_of(options.repeats, [&] {
           check(fused       ? run_fused(tile)
-                : over_rows ? hopper::multiply(p, tile, multiprocessors, nullptr)
-                            : hopper::multiply(g, tile, workspace.data(), multiprocessors, nullptr));
+                : over_rows ? hopper::launch_gemm(p, tile, multiprocessors, nullptr)
+                            : hopper::launch_gemm(g, tile, workspace.data(), multiprocessors, nullptr));
         });
     } else if (cublas.found()) {
       microseconds = time_of(options.repeats, [&] { over_rows ? cublas.run(p) : cublas.run(g); });

@@ -109,20 +109,27 @@ def row(shape: LayerShape, routing: str, dtype: str, by: str, device: str, measu
     }
 
 
-def experts_path(shape: LayerShape, dtype: str) -> str:
-    """What the library takes on the current GPU (ab_cuda_experts_path): hopper, portable or plain.
+def experts_path(shape: LayerShape, dtype: str, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> str:
+    """The kernels of a forward and a backward pass on the current GPU (ab_cuda_experts_path).
 
-    `info` prints which of them the device tries first.
+    Args:
+      shape: sizes of the layer.
+      dtype: dtype of its operands.
+      w_in_layout, w_out_layout: layouts of its weights, as in `moe`.
+
+    Returns:
+      Those of "few_rows", "hopper" and "portable" that run, with + between them.
 
     Raises:
-      BenchError: the library takes none; the message says why.
+      BenchError: none runs; the message says why.
     """
     ask = _library.load_cuda().ab_cuda_experts_path
     ask.restype = _library.Status
     gated = 2
     sizes = map(ctypes.c_int64, (shape.T, shape.K, shape.E, shape.D, gated, shape.F))
+    flags = map(ctypes.c_int32, (w_in_layout[-1] == "d", w_out_layout[-1] == "f", True))
     path = ctypes.c_char_p()
-    status = ask(ctypes.c_int32(_library.DTYPES[dtype]), *sizes, ctypes.byref(path), None)
+    status = ask(ctypes.c_int32(_library.DTYPES[dtype]), *sizes, *flags, ctypes.byref(path), None)
     if status.code != 0:
         raise BenchError(f"path: {status.message.decode()}")
     assert path.value is not None

@@ -233,7 +233,8 @@ def _of_layer(found: Mapping[str, Any]) -> dict[str, Any]:
 def _measure(shape: LayerShape, by: str, repeats: int) -> Iterator[dict[str, Any]]:
     """The rows of one implementation, one per mode. The process should have done nothing on the device before."""
     torch = timing.torch_on("cuda")
-    path = figures.experts_path(shape, "bfloat16") if by in OURS else None
+    layouts = ("pfd", "df") if by == "MoE" else ()
+    path = figures.experts_path(shape, "bfloat16", *layouts) if by in OURS else None
     for mode in MODES[by]:
         times, host, notes = {}, {}, []
         for name in PASSES:

@@ -42,16 +42,14 @@ string(REPLACE ";" ", " architectures "${CMAKE_CUDA_ARCHITECTURES}")
 set(ANABRANCH_CUDA_SUMMARY
     "${CMAKE_CUDA_COMPILER_VERSION} for ${architectures}; Hopper's tensor cores 90a-real")
 
-file(GLOB_RECURSE ANABRANCH_CUDA_SOURCES CONFIGURE_DEPENDS src/*.cu)
+anabranch_glob(ANABRANCH_CUDA_SOURCES src/*.cu)
 set(ANABRANCH_HOPPER_SOURCES ${ANABRANCH_CUDA_SOURCES})
-list(FILTER ANABRANCH_HOPPER_SOURCES INCLUDE REGEX "/hopper/[^/]*$")
+list(FILTER ANABRANCH_HOPPER_SOURCES INCLUDE REGEX "^src/experts/hopper/")
 list(REMOVE_ITEM ANABRANCH_CUDA_SOURCES ${ANABRANCH_HOPPER_SOURCES})
 include(cmake/hopper.cmake)
 list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
 include(cmake/portable.cmake)
 list(APPEND ANABRANCH_CUDA_SOURCES ${ANABRANCH_PORTABLE_INSTANCES})
-file(GLOB_RECURSE ANABRANCH_CUDA_HOST_SOURCES CONFIGURE_DEPENDS src/*.cc)
-list(FILTER ANABRANCH_CUDA_HOST_SOURCES INCLUDE REGEX "/cuda/[^/]*$")
 
 # What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
 # them: not in Release.
@@ -61,7 +59,7 @@ set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<N
 # which are laid out for Hopper's, where warnings are errors: in the tests' builds, for Hopper.
 set(ANABRANCH_SPILL_WARNINGS -Xptxas=-warn-spills -Xptxas=-warn-lmem-usage)
 set(ANABRANCH_FEW_ROWS_SOURCES ${ANABRANCH_CUDA_SOURCES})
-list(FILTER ANABRANCH_FEW_ROWS_SOURCES INCLUDE REGEX "/few_rows/[^/]*$")
+list(FILTER ANABRANCH_FEW_ROWS_SOURCES INCLUDE REGEX "^src/experts/few_rows/")
 set_source_files_properties(${ANABRANCH_PORTABLE_INSTANCES} ${ANABRANCH_FEW_ROWS_SOURCES} PROPERTIES
                             COMPILE_OPTIONS "${ANABRANCH_SPILL_WARNINGS}")
 

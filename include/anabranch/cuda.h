@@ -77,19 +77,18 @@ AB_API ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_ar
  * Products run on the first kernels that can take them:
  *   hopper    on compute capability 9.0, of bfloat16 and float16 where rows of x, w and y are whole 16-byte chunks from
  *             aligned addresses on;
- *   portable  on the tensor cores of every device, of float32, bfloat16 and float16, any width and address, where all
- *             operands have one dtype; fastest where rows are such chunks. Float32 is multiplied as float32, by three
- *             products of TF32, or with AB_PRECISION_TF32 by one;
- *   plain     everything else, much slower.
- * The environment variable ANABRANCH_CUDA_PATH, read once, names one of them to begin with. */
+ *   portable  on the tensor cores of every device, of float32, bfloat16 and float16, any width and address; fastest
+ *             where rows are such chunks. Float32 is multiplied as float32, by three products of TF32, or with
+ *             AB_PRECISION_TF32 by one.
+ * Both count rows, columns and tiles in int32: 2^30 or more of any of these are AB_UNSUPPORTED, and the message names
+ * the size. ANABRANCH_CUDA_PATH=portable in the environment, read once, excludes hopper. */
 AB_API ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec,
                                                   size_t* bytes);
 
-/* The same for x, d_y and d_w; the tensor cores take x and d_y of one dtype, and d_w of that dtype or float32,
- * accumulated or not.
- * Sums over more rows than a bound that depends on shapes alone are cut and their parts added in order. Workspace: at
- * most 144 MiB and 16 bytes an expert. */
+/* On the same kernels. Sums over more rows than a bound that depends on shapes alone are cut, and their parts are added
+ * in order. Workspace: at most 144 MiB and 16 bytes per expert. x and d_y of two dtypes are converted to float32 in the
+ * workspace, each that is not float32; so is d_w, where its dtype is neither float32 nor that of the product. */
 AB_API ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,
                                                      size_t* bytes);
@@ -105,13 +104,15 @@ AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmu
                                                           const ab_exec* exec, size_t* bytes);
 
 /* On the same kernels, gathers, biases, activations, weights and padding included: Hopper's where D and F are multiples
- * of 8 and all matrices and biases begin at multiples of 16 bytes, the plain ones where d_out has not the dtype of x.
- * Results are the CPU's up to the order of float32 additions and the exponential's last places; a float32 operand of
- * the portable kernels that is infinite, or within 2^-12 of that, gives NaN. Where two rows have one slot, which no
- * plan gives, d_weights of that slot is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward
+ * of 8 and all matrices and biases begin at multiples of 16 bytes. A d_out of another dtype than x is first rounded to
+ * the dtype of x, in the workspace; with AB_PRECISION_FP8, Q(d_out) is that of d_out as it came. Results are the CPU's
+ * up to the order of float32 additions and the exponential's last places; a float32 operand of the portable kernels
+ * that is infinite, or within 2^-12 of that, gives NaN. Where two rows have one slot, which no plan gives, d_weights of
+ * that slot is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward
  * w a, [R, F] of the dtype of x, when d_w_out is wanted and weighted_a is not given; dh, [R, P, F], when something
- * needs it and it is not given; and the largest of what single steps take:
- *   - d_weights: ceil(F / 64) R floats;
+ * needs it and it is not given; d_out in the dtype of x, when it has another; and the largest of what single steps
+ * take:
+ *   - d_weights: ceil(F / 128) R floats;
  *   - d_b_in, d_b_out: (ceil(R / 512) + E) P F and (ceil(R / 512) + E) D floats;
  *   - d_w_in, d_w_out: what ab_cuda_grouped_matmul_dw takes for the same product. */
 AB_API ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
@@ -121,12 +122,19 @@ AB_API ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* 
 AB_API ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec* exec,
                                                        size_t* bytes);
 
-/* Which of these kernels the experts of a layer run on, on the current device, forward and backward: "hopper",
- * "portable" or "plain", of several the last; and why not on those before it, NULL for the first. Both are texts that
- * stay. It is for operands of one dtype (float16, bfloat16 or float32, an ab_dtype) that begin at multiples of 16
- * bytes, in any layout, T K rows without alignment; an operation itself looks at its own, and on "hopper" and
- * "portable" alike products of few rows have kernels of their own. P: 2 with a gate, else 1. why_not may be NULL. */
+/* Answers which kernels the experts of a layer run on, on the current device. *path: those of "few_rows" (GEMMs of few
+ * rows, see below), "hopper" and "portable" that run, in this order, with + between them. *why_not: why hopper's do not
+ * run where portable ones do, else NULL; why_not itself may be NULL. Both texts are static.
+ *
+ * The layer has T K rows without alignment, and operands of one dtype (float16, bfloat16 or float32, an ab_dtype) that
+ * begin at multiples of 16 bytes; an operation itself looks at its own operands. P: 2 with a gate, else 1. The flags
+ * are 0 or 1. w_in_transposed: W_in lies in memory with D innermost, w_out_transposed: W_out with F innermost;
+ * backward: of the forward and the backward pass, else of the forward pass alone.
+ *
+ * GEMMs with at most 4 rows per expert on average have kernels of their own on every device, where elements have 16
+ * bits, rows are whole 16-byte chunks and weights lie with the contraction innermost. */
 AB_API ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int64_t P, int64_t F,
+                                      int32_t w_in_transposed, int32_t w_out_transposed, int32_t backward,
                                       const char** path, const char** why_not);
 
 #ifdef __cplusplus

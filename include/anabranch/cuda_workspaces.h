@@ -25,6 +25,7 @@ AB_API ab_status ab_cuda_plan_workspace_bound(int64_t slots, int64_t E, size_t* 
 
 AB_API ab_status ab_cuda_sort_chunks_workspace_bound(int64_t S, size_t* bytes);
 
+/* Where x_dtype = d_y_dtype, for a d_w of that dtype or float32. */
 AB_API ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype,
                                                            int32_t d_y_dtype, size_t* bytes);
 
@@ -49,7 +50,8 @@ typedef enum ab_cuda_ffn_backward_need {
   AB_CUDA_NEED_D_W_IN = 8      /* d_w_in or d_b_in is wanted */
 } ab_cuda_ffn_backward_need;
 
-/* For a call that brings dh, where something needs it. dtype: of x; d_dtype: of d_out. */
+/* For a call that brings dh, where something needs it. dtype: of x; d_dtype: of d_out. Where they differ, the bound is
+ * for a d_out of R rows; T rows take (T - R) D elements of `dtype` more. */
 AB_API ab_status ab_cuda_expert_ffn_backward_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t P, int64_t F,
                                                              int32_t dtype, int32_t d_dtype, int32_t needs,
                                                              size_t* bytes);

@@ -21,7 +21,7 @@ inline size_t place_partials(const TokenTiles& tiles, int64_t E, int32_t* counts
                              Partials* partials) {
   *partials = {counts, sums};
   if (tiles.blocks_per_sequence <= 1) return 0;
-  static_assert(sizeof(*counts) == 4 && sizeof(*sums) == 4);
+  static_assert(sizeof(*counts) == 4 && sizeof(*sums) == 4, "one copy moves counts and sums as 4-byte words");
   const size_t bytes = partial_bytes(tiles.count(), E);
   char* memory = static_cast<char*>(workspace);
   if (counts != nullptr) partials->counts = reinterpret_cast<int32_t*>(memory);

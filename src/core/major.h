@@ -1,4 +1,4 @@
-// Which dimension of a product's factor stands next to next in memory.
+// Which dimension of a GEMM operand is contiguous in memory.
 #pragma once
 
 namespace anabranch::cuda {

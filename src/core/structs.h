@@ -66,7 +66,7 @@ ab_status take_struct(const char* name, const void* given, std::span<const size_
 
 template <class Struct>
 ab_status take_struct(const Struct* given, Struct* to) {
-  static_assert(std::is_trivially_copyable_v<Struct>);
+  static_assert(std::is_trivially_copyable_v<Struct>, "args structs are copied as bytes");
   return take_struct(StructOf<Struct>::kName, given, StructOf<Struct>::kSizes, to);
 }
 

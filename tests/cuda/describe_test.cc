@@ -26,7 +26,9 @@ struct LayersPath {
   const char* path = "none";
   const char* why_not = nullptr;
 
-  LayersPath(int32_t dtype, int64_t D) { EXPECT_OK(ab_cuda_experts_path(dtype, 64, 2, 8, D, 2, 48, &path, &why_not)); }
+  LayersPath(int32_t dtype, int64_t D) {
+    EXPECT_OK(ab_cuda_experts_path(dtype, 64, 2, 8, D, 2, 48, 0, 0, 1, &path, &why_not));
+  }
 };
 
 using DescribeCuda = CudaTest;
@@ -44,7 +46,7 @@ TEST_F(DescribeCuda, ALayersPathIsTheFirstOfTheDeviceThatCanTakeIt) {
   const LayersPath odd(AB_BFLOAT16, 31);
   if (first == "hopper") {
     EXPECT_EQ(LayersPath(AB_BFLOAT16, 32).why_not, nullptr);
-    EXPECT_STREQ(wide.why_not, "dtypes are not one of 16 bits");
+    EXPECT_STREQ(wide.why_not, "the dtype does not have 16 bits");
     EXPECT_STREQ(odd.why_not, "rows are no whole 16-byte chunks from aligned addresses on");
   }
   const std::string next = first == "hopper" ? "portable" : first;
@@ -56,7 +58,7 @@ TEST(DescribeWithoutCuda, APathSaysWhyThereIsNone) {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
   const char* path = nullptr;
-  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, &path, nullptr), AB_UNSUPPORTED,
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, &path, nullptr), AB_UNSUPPORTED,
                  "experts_path: no usable GPU");
   EXPECT_EQ(path, nullptr);
 }

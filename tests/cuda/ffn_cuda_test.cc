@@ -79,12 +79,25 @@ TEST_F(FfnCuda, WeightsOfSeveralTilesLieInAnyLayout) {
   }
 }
 
+// A cotangent of another dtype gives the bits of one that was rounded to the dtype of x, and so the CPU's results of
+// it.
 TEST_F(FfnCuda, CotangentsAndWeightsHaveAnyDtype) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
-    for (const int32_t d_out : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
-      for (const int32_t weights : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
-        for (const Weighting weighting : {Weighting::late, Weighting::early}) {
-          check({kGroups, 147, 24, 40, 2, 80, 2, dtype, AB_GELU, weighting, true, d_out, weights});
+    for (const int32_t weights : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+      for (const Weighting weighting : {Weighting::late, Weighting::early}) {
+        FfnCase c{kGroups, 147, 24, 40, 2, 80, 2, dtype, AB_GELU, weighting, true, 0, weights};
+        for (const int32_t d_out : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+          c.d_out = d_out;
+          SCOPED_TRACE(::testing::Message() << c);
+          const Network got(c);
+          got.on_gpu();
+          c.d_out = dtype;
+          Network rounded(c);
+          for (int64_t i = 0; i < got.d_out.size(); ++i) rounded.d_out.set(i, got.d_out.get(i));
+          rounded.on_gpu();
+          got.expect_same_bits(rounded);
+          rounded.on_cpu();
+          compare(got, rounded);
           if (HasFatalFailure()) return;
         }
       }
@@ -569,9 +582,20 @@ TEST(FfnWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
     size_t d_w_in = 0;
     EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace_bound(600, 2, 13, 140, dtype, dtype, &d_w_in));
     EXPECT_EQ(bytes, aligned(600 * 70 * element) + aligned(static_cast<int64_t>(d_w_in)));  // w a, and the largest step
+    const FloatTensor d_out({300, 13}, AB_FLOAT16);  // of another dtype: converted
+    ab_expert_ffn_backward_args converting = args;
+    converting.d_out = d_out.view();
+    size_t more = 0;
+    EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&converting, nullptr, &more));
+    EXPECT_EQ(more, bytes + aligned(300 * 13 * element));
+    size_t bound = 0;
+    constexpr int32_t kAll =
+        AB_CUDA_NEED_WEIGHTED_A | AB_CUDA_NEED_D_WEIGHTS | AB_CUDA_NEED_D_W_OUT | AB_CUDA_NEED_D_W_IN;
+    EXPECT_OK(ab_cuda_expert_ffn_backward_workspace_bound(600, 2, 13, 2, 70, dtype, AB_FLOAT16, kAll, &bound));
+    EXPECT_LE(more, bound);
     args.d_w_out = args.d_w_in = nullptr;
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
-    EXPECT_EQ(bytes, aligned(2 * 600 * 4));  // the parts of d_weights
+    EXPECT_EQ(bytes, aligned(600 * 4));  // the sums of d_weights over up to 128 columns
     args.d_weights = nullptr;
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
     EXPECT_EQ(bytes, aligned((2 + 2) * 2 * 70 * 4));  // the sums of d_b_in

@@ -1,4 +1,4 @@
-// What is quantised on CUDA against the CPU, which has the same numbers to the bit. Products of quantised factors:
+// What is quantised on CUDA against the CPU, which has the same numbers to the bit. Products of quantised operands:
 // fp8_products_cuda_test.cc.
 #include <cmath>
 #include <functional>
@@ -6,7 +6,7 @@
 
 #include "anabranch/cuda.h"
 #include "device.h"
-#include "experts/cuda/fp8_factors.h"
+#include "experts/cuda/fp8_operands.h"
 #include "float_tensor.h"
 #include "quantized.h"
 
@@ -114,16 +114,16 @@ TEST_F(Fp8Cuda, EmptySizesAreOrdinary) {
 }
 
 // Scales are read up to the last one: columns from a place on have fewer.
-TEST(Fp8Factor, ColumnsFromAPlaceOnEndWithTheScales) {
+TEST(Fp8WeightOperand, ColumnsFromAPlaceOnEndWithTheScales) {
   const QuantizedSizes sizes{0, 3, 256, 2, 640};
   const Bytes q = e4m3({3, 2, 640, 256});
   const Tensor<float> scales({3, 2, 2, 5});
   for (const bool transposed : {false, true}) {
     Workspace none(nullptr);
-    const cuda::Fp8Factor factor(none, nullptr, q.view(), scales.view(), sizes, transposed, false);
+    const cuda::Fp8WeightOperand operand(none, nullptr, q.view(), scales.view(), sizes, transposed, false);
     const int64_t k = transposed ? 2 * 640 : 256;
     for (const int64_t first : {0, 128}) {
-      const cuda::Fp8Weights from = factor.factor_from(first, k);
+      const cuda::Fp8Weights from = operand.weights_from(first, k);
       EXPECT_EQ(from.values, q.values().data() + first * k);
       EXPECT_EQ(from.scales, scales.values().data() + first / kBlock * (transposed ? 10 : 1));
       EXPECT_EQ(from.scales + from.count, scales.values().data() + scales.size()) << transposed << " " << first;

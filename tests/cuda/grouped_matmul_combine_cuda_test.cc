@@ -3,7 +3,7 @@
 #include "dispatch_case.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/grouped_matmul_combine.h"
-#include "experts/cuda/workspace_sizes.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "ffn_case.h"
 
 namespace anabranch::testing {

@@ -4,6 +4,7 @@
 #include <random>
 
 #include "anabranch/cuda.h"
+#include "anabranch/cuda_workspaces.h"
 #include "core/cuda/divisor.h"
 #include "experts_case.h"
 
@@ -248,7 +249,14 @@ TEST(WeightGradientWithoutCuda, WorkspaceIsBounded) {
   EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_FLOAT32, AB_FLOAT32, AB_FLOAT32}),
             bytes_for({sizes, 262144, 768, 512}));
   EXPECT_LE(bytes_for({sizes, 262144, 767, 513}), (size_t{144} << 20) + 16 * 128);
-  EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_FLOAT32, AB_BFLOAT16, AB_FLOAT32}), 0u);
+  // d_y is converted to float32, and so is d_w.
+  const size_t of_float32 = bytes_for({sizes, 262144, 768, 512});
+  EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_FLOAT32, AB_BFLOAT16, AB_FLOAT32}), of_float32 + 262144 * 512 * 4);
+  size_t bound = 0;
+  EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace_bound(262144, 128, 768, 512, AB_FLOAT16, AB_BFLOAT16, &bound));
+  EXPECT_GE(bound, bytes_for({sizes, 262144, 768, 512, AB_FLOAT16, AB_BFLOAT16, AB_FLOAT16}));
+  EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_BFLOAT16, AB_BFLOAT16, AB_FLOAT16}),
+            of_float32 + 128 * 768 * 512 * 4);
   EXPECT_EQ(bytes_for({{}, 262144, 768, 512}), 0u);
 }
 

@@ -20,17 +20,17 @@ TileChoice choose_tile(const RowsProduct&, int) { return {}; }
 TileChoice choose_tile(const HiddenGradient&, int) { return {}; }
 TileChoice choose_tile(const WeightGradient&, int) { return {}; }
 int64_t parts_of_dots(const HiddenGradient&, TileChoice) { return 0; }
-ab_status multiply(const Up&, TileChoice, int, cudaStream_t) { return refused(); }
-ab_status multiply(const RowsProduct&, TileChoice, int, cudaStream_t) { return refused(); }
-ab_status multiply(const HiddenGradient&, TileChoice, int, cudaStream_t) { return refused(); }
-ab_status multiply(const WeightGradient&, TileChoice, void*, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const Up&, TileChoice, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const RowsProduct&, TileChoice, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const HiddenGradient&, TileChoice, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const WeightGradient&, TileChoice, void*, int, cudaStream_t) { return refused(); }
 
 const char* why_not(const Fp8Up&) { return kNot; }
 const char* why_not(const Fp8RowsProduct&) { return kNot; }
 const char* why_not(const Fp8HiddenGradient&) { return kNot; }
 int64_t parts_of_dots(const Fp8HiddenGradient&) { return 0; }
-ab_status multiply(const Fp8Up&, int, cudaStream_t) { return refused(); }
-ab_status multiply(const Fp8RowsProduct&, int, cudaStream_t) { return refused(); }
-ab_status multiply(const Fp8HiddenGradient&, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const Fp8Up&, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const Fp8RowsProduct&, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const Fp8HiddenGradient&, int, cudaStream_t) { return refused(); }
 
 }  // namespace anabranch::cuda::hopper

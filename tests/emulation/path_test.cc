@@ -1,8 +1,10 @@
 // Which path operations take, and what the variable that names one does. Run once for every value of it.
 #include "experts/cuda/path.h"
 
-#include <cstdlib>
-#include <string>
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <vector>
 
 #include "anabranch/cuda.h"
 #include "float_tensor.h"
@@ -17,20 +19,12 @@ using cuda::PathChoice;
 constexpr cuda::Device kAmpere{108, 80};
 constexpr cuda::Device kHopper{132, 90};
 
-cuda::RowsProduct product() {
+cuda::RowsProduct product(int64_t R = 5) {
   cuda::RowsProduct product;
   product.dtype = AB_FLOAT32;
-  product.R = product.E = product.D = product.N = 5;
+  product.R = R;
+  product.E = product.D = product.N = 5;
   return product;
-}
-
-cuda::WeightGradient gradient(int32_t x, int32_t d_y) {
-  cuda::WeightGradient gradient;
-  gradient.x.dtype = x;
-  gradient.d_y.dtype = d_y;
-  gradient.d_w.dtype = AB_FLOAT32;
-  gradient.R = gradient.E = gradient.D = gradient.N = 5;
-  return gradient;
 }
 
 ab_status multiply_nothing() {
@@ -64,16 +58,41 @@ TEST(WithoutAVariable, TheFirstPathThatCanIsTaken) {
   choice = cuda::choose_path(product(), kHopper);
   EXPECT_EQ(choice.path, Path::portable);
   EXPECT_STREQ(choice.why_not_hopper, "it is emulated");
-  choice = cuda::choose_path(gradient(AB_FLOAT32, AB_BFLOAT16), kHopper);
-  EXPECT_EQ(choice.path, Path::plain);
-  EXPECT_STREQ(choice.why_not_portable, "dtypes differ");
-  EXPECT_EQ(cuda::choose_path(gradient(AB_BFLOAT16, AB_BFLOAT16), kAmpere).path, Path::portable);
-  cuda::RowsProduct large = product();
-  large.R = int64_t{1} << 31;
-  choice = cuda::choose_path(large, kAmpere);
-  EXPECT_EQ(choice.path, Path::plain);
-  EXPECT_STREQ(choice.why_not_portable, "2^30 rows, columns or tiles, or more");
   EXPECT_OK(multiply_nothing());
+}
+
+constexpr int64_t kTooMany = int64_t{1} << 30;
+
+// A view of a tensor that nothing may read.
+ab_tensor unread(int32_t dtype, std::vector<int64_t> shape) {
+  alignas(64) static char memory[64];
+  ab_tensor tensor{memory, dtype, static_cast<int32_t>(shape.size()), {}, nullptr};
+  std::copy(shape.begin(), shape.end(), tensor.shape);
+  return tensor;
+}
+
+TEST(WithoutAVariable, SizesThatKernelsDoNotCountAreRefusedByName) {
+  const ab_tensor sizes = unread(AB_INT32, {1});
+  for (const auto& [R, D, N, why] :
+       {std::tuple{kTooMany, int64_t{1}, int64_t{1}, "R: got 1073741824, expected fewer than 2^30 on a GPU"},
+        {int64_t{1}, kTooMany, int64_t{1}, "rows of w: got 1073741824, expected fewer than 2^30"},
+        {int64_t{1}, int64_t{1}, kTooMany, "columns of w: got 1073741824, expected fewer than 2^30"},
+        {int64_t{1} << 25, int64_t{1}, int64_t{1} << 16, "tiles of y: got 1073743872, expected fewer than 2^30"}}) {
+    const ab_tensor x = unread(AB_FLOAT32, {R, D}), w = unread(AB_FLOAT32, {1, D, N}), y = unread(AB_FLOAT32, {R, N});
+    const ab_grouped_matmul_args args = grouped_matmul_args(&x, &w, &sizes, &y);
+    EXPECT_REFUSED(ab_cuda_grouped_matmul(&args, nullptr), AB_UNSUPPORTED, why);
+  }
+  EXPECT_OK(cuda::portable::check(product(kTooMany - 1)));
+  const ab_tensor rows = unread(AB_FLOAT32, {kTooMany, 1}), d_w = unread(AB_FLOAT32, {1, 1, 1});
+  ab_grouped_matmul_dw_args dw{};
+  dw.size = sizeof(dw);
+  dw.x = dw.d_y = &rows;
+  dw.group_sizes = &sizes;
+  dw.d_w = &d_w;
+  ab_exec exec{sizeof(exec), 0, nullptr, rows.data, 0};  // not as large as it says: nothing may be written
+  EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&dw, nullptr, &exec.workspace_size));
+  EXPECT_REFUSED(ab_cuda_grouped_matmul_dw(&dw, &exec), AB_UNSUPPORTED,
+                 "R: got 1073741824, expected fewer than 2^30 on a GPU");
 }
 
 // Of a layer, on the emulated device of 8.0.
@@ -81,8 +100,10 @@ struct LayersPath {
   const char* path = nullptr;
   const char* why_not = nullptr;
 
-  explicit LayersPath(int32_t dtype, int64_t T = 64, int64_t D = 32) {
-    EXPECT_OK(ab_cuda_experts_path(dtype, T, 2, 8, D, 2, 48, &path, &why_not));
+  explicit LayersPath(int32_t dtype, int64_t T = 64, int32_t w_in_transposed = 0, int32_t w_out_transposed = 0,
+                      int32_t backward = 1) {
+    EXPECT_OK(
+        ab_cuda_experts_path(dtype, T, 2, 8, 32, 2, 48, w_in_transposed, w_out_transposed, backward, &path, &why_not));
   }
 };
 
@@ -93,45 +114,52 @@ TEST(WithoutAVariable, ALayerRunsOnThePathOfItsProducts) {
     EXPECT_STREQ(layer.why_not, "the compute capability is not 9.0");
   }
   EXPECT_STREQ(LayersPath(AB_BFLOAT16, 0).path, "portable");
-  const LayersPath wide(AB_BFLOAT16, 64, (int64_t{1} << 30) + 1);
-  EXPECT_STREQ(wide.path, "plain");
-  EXPECT_STREQ(wide.why_not, "2^30 rows, columns or tiles, or more");
+  const char* path = nullptr;
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_BFLOAT16, 64, 2, 8, kTooMany, 2, 48, 0, 0, 1, &path, nullptr), AB_UNSUPPORTED,
+                 "D: got 1073741824, expected fewer than 2^30 on a GPU");
+}
+
+// 8 experts and 2 experts per token: up to 16 tokens have 4 rows per expert or fewer.
+TEST(WithoutAVariable, GemmsOfFewRowsAreNamed) {
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 1, 1, 0).path, "few_rows");
+  EXPECT_EQ(LayersPath(AB_BFLOAT16, 16, 1, 1, 0).why_not, nullptr);
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 1, 1, 1).path, "few_rows+portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 1, 1, 1).why_not, "the compute capability is not 9.0");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 1, 0, 0).path, "few_rows+portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 0, 0, 0).path, "portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 16, 0, 0, 1).path, "few_rows+portable") << "the gradient of x";
+  EXPECT_STREQ(LayersPath(AB_FLOAT32, 16, 1, 1, 0).path, "portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16, 17, 1, 1, 0).path, "portable");
 }
 
 TEST(WithoutAVariable, ALayerThatIsNoneIsRefused) {
   const char* path = nullptr;
   const auto refused = [&](int32_t dtype, int64_t T, int64_t K, int64_t F, int64_t P, const char* why) {
-    EXPECT_REFUSED(ab_cuda_experts_path(dtype, T, K, 8, 32, P, F, &path, nullptr), AB_INVALID_ARGUMENT, why);
+    EXPECT_REFUSED(ab_cuda_experts_path(dtype, T, K, 8, 32, P, F, 0, 0, 1, &path, nullptr), AB_INVALID_ARGUMENT, why);
   };
   refused(AB_INT32, 4, 2, 48, 2, "dtype: got ab_dtype 4, expected float16, bfloat16 or float32");
   refused(AB_FLOAT32, 4, 2, -1, 2, "F: got -1, expected 0 to 2^31 - 1");
   refused(AB_FLOAT32, 4, 2, 48, 3, "P: got 3, expected 1 or 2");
   refused(AB_FLOAT32, int64_t{1} << 30, 2, 48, 2, "T: got 1073741824 with K = 2, expected T K < 2^31");
-  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, nullptr, nullptr), AB_INVALID_ARGUMENT,
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, nullptr, nullptr), AB_INVALID_ARGUMENT,
                  "path: got NULL");
-  EXPECT_OK(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, &path, nullptr));
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 2, 1, &path, nullptr), AB_INVALID_ARGUMENT,
+                 "w_out_transposed: got 2, expected 0 or 1");
+  EXPECT_OK(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, &path, nullptr));
 }
 
 TEST(Portable, TheVariableLeavesHopperOut) {
   const PathChoice choice = cuda::choose_path(product(), kHopper);
   EXPECT_EQ(choice.path, Path::portable);
-  EXPECT_STREQ(choice.why_not_hopper, "ANABRANCH_CUDA_PATH names a later path");
-  EXPECT_EQ(cuda::choose_path(gradient(AB_FLOAT32, AB_BFLOAT16), kHopper).path, Path::plain);
-  EXPECT_STREQ(LayersPath(AB_BFLOAT16).why_not, "ANABRANCH_CUDA_PATH names a later path");
-}
-
-TEST(Plain, TheVariableLeavesTensorCoresOut) {
-  const PathChoice choice = cuda::choose_path(product(), kHopper);
-  EXPECT_EQ(choice.path, Path::plain);
-  EXPECT_STREQ(choice.why_not_portable, "ANABRANCH_CUDA_PATH names a later path");
-  EXPECT_STREQ(LayersPath(AB_BFLOAT16).path, "plain");
+  EXPECT_STREQ(choice.why_not_hopper, "ANABRANCH_CUDA_PATH is portable");
+  EXPECT_STREQ(LayersPath(AB_BFLOAT16).why_not, "ANABRANCH_CUDA_PATH is portable");
 }
 
 TEST(Unknown, AnotherNameIsAnErrorOfEveryCall) {
   EXPECT_REFUSED(multiply_nothing(), AB_UNSUPPORTED,
-                 "ANABRANCH_CUDA_PATH: got fast, expected hopper, portable, plain or nothing");
+                 "ANABRANCH_CUDA_PATH: got fast, expected hopper, portable or nothing");
   const char* path = nullptr;
-  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, &path, nullptr), AB_UNSUPPORTED,
+  EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, &path, nullptr), AB_UNSUPPORTED,
                  "ANABRANCH_CUDA_PATH: got fast");
 }
 

@@ -21,8 +21,6 @@ count of u:
     weights    da', a                                   8
 """
 
-import os
-
 import numpy as np
 
 U = 2.0**-10
@@ -47,5 +45,5 @@ def held(array):
 
 
 def rounds(platform, dtype="float32"):
-    """Whether the kernels there round: a CPU never does, nor do a GPU's where they are told to be the plain ones."""
-    return platform == "gpu" and dtype == "float32" and os.environ.get("ANABRANCH_CUDA_PATH") != "plain"
+    """Whether the kernels there round to TF32: those of a GPU do for float32."""
+    return platform == "gpu" and dtype == "float32"

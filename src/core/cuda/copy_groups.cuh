@@ -26,7 +26,8 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, b
 // The same for 4 or 8 bytes, from an address that is a multiple of that.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32_t to, const void* source, bool is_there) {
-  static_assert(kBytes == 4 || kBytes == 8);
+  static_assert(kBytes == 4 || kBytes == 8,
+                "cp.async.ca copies 4 or 8 bytes here; 16 bytes have a function of their own");
   asm volatile(
       "{\n"
       ".reg .pred nothing;\n"

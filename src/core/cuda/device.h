@@ -13,6 +13,6 @@ struct Device {
 };
 
 // Unsupported where there is no device of compute capability 8.0 or newer.
-ab_status find_device(const char* operation, Device* device);
+ab_status find_device(const char* operation, Device* found);
 
 }  // namespace anabranch::cuda

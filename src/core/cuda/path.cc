@@ -17,11 +17,11 @@ struct Variable {
 Variable read_variable() {
   const char* wanted = std::getenv("ANABRANCH_CUDA_PATH");
   if (wanted == nullptr || wanted[0] == '\0') return {Path::hopper, ok()};
-  for (const Path path : {Path::hopper, Path::portable, Path::plain}) {
+  for (const Path path : {Path::hopper, Path::portable}) {
     if (std::strcmp(wanted, name_of(path)) == 0) return {path, ok()};
   }
   return {Path::hopper,
-          error(AB_UNSUPPORTED, "ANABRANCH_CUDA_PATH: got %s, expected hopper, portable, plain or nothing", wanted)};
+          error(AB_UNSUPPORTED, "ANABRANCH_CUDA_PATH: got %s, expected hopper, portable or nothing", wanted)};
 }
 
 const Variable& variable() {
@@ -31,22 +31,10 @@ const Variable& variable() {
 
 }  // namespace
 
-const char* name_of(Path path) {
-  switch (path) {
-    case Path::hopper: return "hopper";
-    case Path::portable: return "portable";
-    case Path::plain: break;
-  }
-  return "plain";
-}
+const char* name_of(Path path) { return path == Path::hopper ? "hopper" : "portable"; }
 
 PathChoice first_path(const Device& device) {
-  constexpr const char* kVariable = "ANABRANCH_CUDA_PATH names a later path";
-  switch (variable().path) {
-    case Path::hopper: break;
-    case Path::portable: return {Path::portable, kVariable};
-    case Path::plain: return {Path::plain, kVariable, kVariable};
-  }
+  if (variable().path == Path::portable) return {Path::portable, "ANABRANCH_CUDA_PATH is portable"};
   if (device.is_hopper()) return {Path::hopper};
   return {Path::portable, "the compute capability is not 9.0"};
 }

@@ -10,16 +10,14 @@ namespace anabranch::cuda {
 
 // In the order in which they are tried.
 enum class Path : int32_t {
-  hopper,    // wgmma, on compute capability 9.0
-  portable,  // mma.sync, from compute capability 8.0 on
-  plain      // multiply-adds: takes everything, slowly
+  hopper,   // wgmma, on compute capability 9.0
+  portable  // mma.sync, on compute capability 8.0 and newer
 };
 const char* name_of(Path path);
 
 struct PathChoice {
-  Path path = Path::plain;
-  const char* why_not_hopper = nullptr;    // where it is another one
-  const char* why_not_portable = nullptr;  // where it is the plain one
+  Path path = Path::portable;
+  const char* why_not_hopper = nullptr;  // unless the path is hopper
 };
 
 // The first path that may be taken on a device: ANABRANCH_CUDA_PATH may name a later one than the device would have.

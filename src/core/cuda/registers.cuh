@@ -6,13 +6,15 @@ namespace anabranch::cuda {
 
 template <int kRegisters>
 __device__ __forceinline__ void give_up_registers() {
-  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0,
+                "setmaxnreg takes multiples of 8 from 24 to 256");
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters));
 }
 
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
-  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
+  static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0,
+                "setmaxnreg takes multiples of 8 from 24 to 256");
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(kRegisters));
 }
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ T load_shared(unsigned address) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
     return __builtin_bit_cast(T, v);
   } else {
-    static_assert(sizeof(T) == 1);
+    static_assert(sizeof(T) == 1, "elements have 1, 2, 4 or 16 bytes");
     uint32_t v;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return static_cast<T>(v);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_shared(unsigned address, T value) {
   } else if constexpr (sizeof(T) == 2) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(__builtin_bit_cast(uint16_t, value)) : "memory");
   } else {
-    static_assert(sizeof(T) == 1);
+    static_assert(sizeof(T) == 1, "elements have 1, 2, 4 or 16 bytes");
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(static_cast<uint32_t>(value)) : "memory");
   }
 }

@@ -86,12 +86,12 @@ struct Vector {
 
   // Words of two elements of 16 bits.
   __device__ __forceinline__ uint32_t word(int i) const {
-    static_assert(sizeof(T) == 2 && sizeof(Bytes) >= 8);
+    static_assert(sizeof(T) == 2 && sizeof(Bytes) >= 8, "a word holds two 16-bit elements");
     Bytes all = bytes;
     return part(all, i);
   }
   __device__ __forceinline__ static Vector of_words(const uint32_t (&words)[N / 2]) {
-    static_assert(sizeof(T) == 2 && sizeof(Bytes) >= 8);
+    static_assert(sizeof(T) == 2 && sizeof(Bytes) >= 8, "a word holds two 16-bit elements");
     Vector result;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) part(result.bytes, i) = words[i];
@@ -100,7 +100,7 @@ struct Vector {
 
   // These, or if not, zeros.
   __device__ __forceinline__ Vector or_zeros(bool these) const {
-    static_assert(sizeof(Bytes) >= 8);
+    static_assert(sizeof(Bytes) >= 8, "the vector consists of 32-bit words");
     Vector result;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(Bytes)) / 4; ++i) {

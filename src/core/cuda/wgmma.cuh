@@ -1,7 +1,7 @@
-// Matrix products of Hopper's tensor cores: wgmma m64nNk16, factors in shared memory, float32 accumulators; and
+// Matrix products of Hopper's tensor cores: wgmma m64nNk16, operands in shared memory, float32 accumulators; and
 // m64nNk32 of elements of 8 bits, which stand in pairs where elements of 16 bits do.
 //
-// A factor stands in shared memory in panels of 64 x 64 elements of 16 bits: 64 rows of 128 bytes with the 128-byte
+// An operand stands in shared memory in panels of 64 x 64 elements of 16 bits: 64 rows of 128 bytes with the 128-byte
 // swizzle, as TMA writes them. Major::k: a row holds 64 of k of one row of A (column of B). Major::mn: a row holds one
 // of k of 64 rows of A (columns of B). Panels along M or N stand one after another, for both.
 #pragma once
@@ -18,11 +18,10 @@ namespace anabranch::cuda {
 
 constexpr int kPanel = 64;
 constexpr int kPanelBytes = kPanel * kSwizzleBytes;
-constexpr int kWgmmaRows = 64;
 constexpr int kWgmmaK = 16;
 constexpr int kWarpgroup = 128;
 
-// Where a factor stands, as wgmma takes it (PTX ISA, "matrix descriptor"): bits 0-13 address, 16-29 leading and 32-45
+// Where an operand stands, as wgmma takes it (PTX ISA, "matrix descriptor"): bits 0-13 address, 16-29 leading and 32-45
 // stride byte offset, all in units of 16 bytes; 62-63 the swizzle. The stride offset leads from 8 rows of a panel to
 // the next 8. The leading offset leads to the next panel where rows run along M or N; it is ignored otherwise.
 // A Descriptor is the low half; the high half is the same for all.
@@ -79,7 +78,7 @@ __device__ __forceinline__ void copy_accumulators(float (&to)[kCount], const flo
 template <int kColumns, Major kMajorA, Major kMajorB, class Element>
 struct Wgmma;
 
-// The same of float8_e4m3fn, sums over 32 of k; both factors Major::k.
+// The same of float8_e4m3fn, sums over 32 of k; both operands Major::k.
 template <int kColumns>
 struct Wgmma8;
 

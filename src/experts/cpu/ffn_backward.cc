@@ -5,7 +5,7 @@
 #include "core/threads.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
-#include "experts/cpu/quantized_factors.h"
+#include "experts/cpu/quantized_operands.h"
 
 namespace anabranch {
 namespace {
@@ -19,13 +19,13 @@ struct Backward {
   int threads;
   Workspace workspace;
   GroupedRows rows;
-  Matrix weighted_a;   // w a, [R, F]
-  Matrix dh;           // [R, P F]
-  QuantizedRows dh_q;  // [R, P F] with the gate's columns before those of up, data nullptr: not wanted
-  Matrix d_y;          // the first factor of da', read where there is h
-  WeightFactor w_out;  // W_out^T
-  WeightFactor w_in;   // W_in^T
-  float* dots;         // [parts, R]: <da', a> over the columns of each part
+  Matrix weighted_a;    // w a, [R, F]
+  Matrix dh;            // [R, P F]
+  QuantizedRows dh_q;   // [R, P F] with the gate's columns before those of up, data nullptr: not wanted
+  Matrix d_y;           // the first operand of da', read where there is h
+  WeightOperand w_out;  // W_out^T
+  WeightOperand w_in;   // W_in^T
+  float* dots;          // [parts, R]: <da', a> over the columns of each part
   Products products;
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* exec,
@@ -64,17 +64,17 @@ struct Backward {
 
   void take_weights() {
     if (!fp8) {
-      w_out = WeightFactor(matrices_of(args.w_out, !s.layout.out_transposed));
-      w_in = WeightFactor(matrices_of(args.w_in, !s.layout.in_transposed));
+      w_out = WeightOperand(matrices_of(args.w_out, !s.layout.out_transposed));
+      w_in = WeightOperand(matrices_of(args.w_in, !s.layout.in_transposed));
       return;
     }
     const bool power_of_two = wants_powers_of_two(args);
     if (args.h != nullptr) {
       w_out =
-          WeightFactor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
+          WeightOperand(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
     }
     if (args.dx_rows != nullptr) {
-      w_in = WeightFactor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), true, power_of_two);
+      w_in = WeightOperand(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), true, power_of_two);
     }
   }
 

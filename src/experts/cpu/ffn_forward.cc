@@ -5,7 +5,7 @@
 #include "core/threads.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
-#include "experts/cpu/quantized_factors.h"
+#include "experts/cpu/quantized_operands.h"
 
 namespace anabranch {
 namespace {
@@ -16,15 +16,15 @@ struct Forward {
   Activation activation;
   bool fp8;
   HiddenParts parts;          // of h and b_in
-  HiddenParts product_parts;  // of W_in as a factor
+  HiddenParts product_parts;  // of W_in as an operand
   int threads;
   Workspace workspace;
   GroupedRows rows;
-  Matrix x;            // rows of tokens, or of experts
-  Matrix a;            // [R, F], data nullptr: not wanted
-  QuantizedRows a_q;   // likewise
-  WeightFactor w_in;   // [D, P F]
-  WeightFactor w_out;  // [F, D]
+  Matrix x;             // rows of tokens, or of experts
+  Matrix a;             // [R, F], data nullptr: not wanted
+  QuantizedRows a_q;    // likewise
+  WeightOperand w_in;   // [D, P F]
+  WeightOperand w_out;  // [F, D]
   Products products;
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* exec,
@@ -63,15 +63,15 @@ struct Forward {
   }
   void take_weights() {
     if (!fp8) {
-      w_in = WeightFactor(matrices_of(args.w_in, s.layout.in_transposed));
-      w_out = WeightFactor(matrices_of(args.w_out, s.layout.out_transposed));
+      w_in = WeightOperand(matrices_of(args.w_in, s.layout.in_transposed));
+      w_out = WeightOperand(matrices_of(args.w_out, s.layout.out_transposed));
       return;
     }
     const bool power_of_two = wants_powers_of_two(args);
-    w_in = WeightFactor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
+    w_in = WeightOperand(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
     if (args.y == nullptr) return;
     w_out =
-        WeightFactor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false, power_of_two);
+        WeightOperand(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false, power_of_two);
   }
 
   void quantize() {
@@ -84,7 +84,7 @@ struct Forward {
   }
 
   // h = x W_in + b_in;  a = phi(h_gate, h_up), times the row's weight where it comes early.
-  void up() {
+  void compute_up() {
     const ColumnParts pieces(s.F, rows.num_tiles, w_in.matrices().column_step());
     parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
       const RowTile& tile = rows.tiles[task / pieces.count()];
@@ -148,7 +148,7 @@ struct Forward {
   }
 
   // y = a W_out + b_out, times the row's weight; `a` has it already where it comes early.
-  void down() {
+  void compute_down() {
     if (args.y == nullptr) return;
     const float* late = args.weight_early != 0 ? nullptr : rows.scale;
     multiply_grouped_rows(
@@ -193,8 +193,8 @@ ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
   op.quantize();
-  op.up();
-  op.down();
+  op.compute_up();
+  op.compute_down();
   return op.products.status();
 }
 

@@ -4,7 +4,7 @@
 #include "core/entry.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
-#include "experts/cpu/quantized_factors.h"
+#include "experts/cpu/quantized_operands.h"
 
 namespace anabranch {
 namespace {
@@ -34,7 +34,7 @@ ab_status ab_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const 
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmul op(s, exec, nullptr);
-  const ProductFactors factors(op.workspace, *args, s);
+  const ProductOperands operands(op.workspace, *args, s);
   return report_workspace(op.workspace.size(), bytes);
 }
 
@@ -43,13 +43,13 @@ ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* e
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmul op(s, exec, exec);
-  const ProductFactors factors(op.workspace, *args, s);
-  AB_RETURN_IF_ERROR(Products::check(factors.x().dtype, factors.w().dtype));
+  const ProductOperands operands(op.workspace, *args, s);
+  AB_RETURN_IF_ERROR(Products::check(operands.x().dtype, operands.w().dtype));
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, nullptr, nullptr, 0, 0);
-  factors.fill(op.threads);
+  operands.fill(op.threads);
   multiply_grouped_rows(op.products, op.threads, op.rows,
-                        {factors.x(), factors.w(), matrix_of(args->y, 0, s.N), s.N, s.D});
+                        {operands.x(), operands.w(), matrix_of(args->y, 0, s.N), s.N, s.D});
   return op.products.status();
 }
 

@@ -5,7 +5,7 @@
 #include "core/entry.h"
 #include "experts/check.h"
 #include "experts/cpu/phases.h"
-#include "experts/cpu/quantized_factors.h"
+#include "experts/cpu/quantized_operands.h"
 
 namespace anabranch {
 namespace {
@@ -16,7 +16,7 @@ struct GroupedMatmulCombine {
   int threads;
   Workspace workspace;
   GroupedRows rows;
-  ProductFactors<ab_grouped_matmul_combine_args> factors;
+  ProductOperands<ab_grouped_matmul_combine_args> operands;
   Products products;
   ab_tensor y;  // [R, N]
   ab_exec for_sum;
@@ -28,7 +28,7 @@ struct GroupedMatmulCombine {
         threads(threads_for(exec, s.R, s.D * s.N)),
         workspace(memory),
         rows(workspace, s.R, s.E, true, is_early()),
-        factors(workspace, args, s),
+        operands(workspace, args, s),
         products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)),
         y{workspace.take_rows(s.R, s.N, s.rows_dtype), s.rows_dtype, 2, {s.R, s.N}, nullptr},
         for_sum(*exec) {}
@@ -54,9 +54,10 @@ struct GroupedMatmulCombine {
 
   ab_status run() {
     rows.fill(threads, args.group_sizes, args.slot_of_row, is_early() ? args.weights : nullptr, s.T, s.K);
-    factors.fill(threads);
-    multiply_grouped_rows(products, threads, rows,
-                          {factors.x(), factors.w(), matrix_of(&y, 0, s.N), s.N, s.D, nullptr, args.bias, rows.scale});
+    operands.fill(threads);
+    multiply_grouped_rows(
+        products, threads, rows,
+        {operands.x(), operands.w(), matrix_of(&y, 0, s.N), s.N, s.D, nullptr, args.bias, rows.scale});
     AB_RETURN_IF_ERROR(products.status());
     const ab_combine_args combine = sum();
     return ab_combine(&combine, &for_sum);
@@ -85,7 +86,7 @@ ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, 
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmulCombine op(*args, s, exec, exec);
-  AB_RETURN_IF_ERROR(Products::check(op.factors.x().dtype, op.factors.w().dtype));
+  AB_RETURN_IF_ERROR(Products::check(op.operands.x().dtype, op.operands.w().dtype));
   AB_RETURN_IF_ERROR(op.take_workspace_of_sum());
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   return op.run();

@@ -13,7 +13,7 @@ namespace {
 // bfloat16 products are compiled for their shape: ragged rows are rounded up so that there are few.
 constexpr int64_t kRowPadding = 8;
 constexpr int64_t kFloat = sizeof(float);
-static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0);
+static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0, "whole blocks need no padding rows");
 
 bool stands_ready(const Matrix& m, bool bf16) {
   return m.rows == nullptr && m.dtype == (bf16 ? AB_BFLOAT16 : AB_FLOAT32);
@@ -23,7 +23,7 @@ bool stands_ready(const Matrix& m, bool bf16) {
 // the block is faster.
 bool aliases(const Matrix& b, bool transposed) { return !transposed && b.stride % 1024 == 0; }
 
-// Whether both factors are multiplied as bfloat16, in sums of depth_of terms.
+// Whether both operands are multiplied as bfloat16, in sums of depth_of terms.
 bool as_bf16(const Matrix& a, const Matrix& b) {
   return a.dtype == AB_BFLOAT16 && b.dtype == AB_BFLOAT16 && bf16_products() == Bf16Products::native;
 }

@@ -9,11 +9,11 @@
 
 #include "core/cuda/launch.h"
 #include "core/cuda/vector.cuh"
-#include "experts/cuda/simple_product.h"
-#include "experts/cuda/tiles/block_tiles.cuh"
-#include "experts/cuda/tiles/group_tile_scheduler.cuh"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
-#include "experts/cuda/workspace_sizes.h"
+#include "experts/cuda/ops/counts.h"
+#include "experts/cuda/ops/tiles/block_tiles.cuh"
+#include "experts/cuda/ops/tiles/group_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -145,7 +145,10 @@ ab_status compute_bias_gradient(const BiasGradient& g, void* workspace, int mult
   const auto sum = [&]<class T, int kEach>() -> ab_status {
     const int64_t columns = (g.N + Columns<T, kEach>::kCount - 1) / Columns<T, kEach>::kCount;
     const int64_t count = most_row_tiles(g.R, g.E, kRows) * columns;
-    AB_RETURN_IF_ERROR(check_counts({g.R, g.E, g.N}, std::max(count, g.E * narrow_columns)));
+    AB_RETURN_IF_ERROR(check_counts({{"R", g.R},
+                                     {"E", g.E},
+                                     {"columns", g.N},
+                                     {"tiles of a bias gradient", std::max(count, g.E * narrow_columns)}}));
     const Launch shape{std::min(count, int64_t{kBlocks} * multiprocessors), kWarps * kWarp, 0, stream, true};
     return launch("bias gradient", sum_rows<T, kEach>, shape, g, RowTiles{groups, 0, static_cast<int32_t>(columns)},
                   sums);

@@ -7,7 +7,7 @@
 
 #include "anabranch/types.h"
 #include "core/floats.h"
-#include "experts/cuda/row_map.h"
+#include "experts/cuda/ops/row_map.h"
 
 namespace anabranch::cuda {
 

@@ -1,16 +1,32 @@
-// ab_cuda_experts_path: which kernels the experts of a layer run on, and why not on those before.
+// ab_cuda_experts_path: which kernels the experts of a layer run on.
 #include <algorithm>
 #include <initializer_list>
 #include <utility>
 
 #include "anabranch/cuda.h"
 #include "experts/cuda/path.h"
+#include "experts/few_rows/products.h"
 
 namespace anabranch::cuda {
 namespace {
 
-// The products of a layer's experts, all of whose operands have one dtype and begin at aligned addresses. What the
-// paths take depends on addresses and sizes, never on what stands there.
+// The kernels that a layer's GEMMs run on.
+struct Taken {
+  bool few_rows = false;
+  bool hopper = false;
+  bool portable = false;
+  const char* why_not_hopper = nullptr;  // where portable kernels run
+
+  const char* names() const {
+    static constexpr const char* kNames[2][2][2] = {
+        {{"", "portable"}, {"hopper", "hopper+portable"}},
+        {{"few_rows", "few_rows+portable"}, {"few_rows+hopper", "few_rows+hopper+portable"}}};
+    return kNames[few_rows][hopper][portable];
+  }
+};
+
+// The GEMMs of a layer's experts. All operands have one dtype and begin at aligned addresses. Paths depend on addresses
+// and sizes; no operand is read.
 struct Products {
   FfnSizes s;
   Floats any;
@@ -21,7 +37,10 @@ struct Products {
         any(aligned(), dtype),
         map(static_cast<const int32_t*>(aligned()), s.slots(), std::max<int64_t>(s.K, 1)) {}
 
-  static void* aligned() { return reinterpret_cast<void*>(uintptr_t{4096}); }
+  static void* aligned() {
+    alignas(256) static char nothing[16];
+    return nothing;
+  }
 
   Up up() const {
     Up up;
@@ -39,9 +58,10 @@ struct Products {
     return hidden;
   }
 
-  RowsProduct rows(int64_t D, int64_t N) const {
+  RowsProduct rows(int64_t D, int64_t N, bool transposed) const {
     return {.x = any.data,
             .w = any.data,
+            .transposed = transposed,
             .y = any.data,
             .map = map,
             .dtype = any.dtype,
@@ -63,18 +83,32 @@ struct Products {
     return gradient;
   }
 
-  // Of all of them, the last that one takes.
-  PathChoice choose(const Device& device) const {
-    const std::initializer_list<PathChoice> choices = {
-        choose_path(up(), device),
-        choose_path(rows(s.F, s.D), device),
-        choose_path(hidden(), device),
-        choose_path(weights(s.F, s.D), device),
-        choose_path(weights(s.D, s.P * s.F), device),
-        choose_path(rows(s.P * s.F, s.D), device),
-    };
-    return *std::max_element(choices.begin(), choices.end(),
-                             [](const PathChoice& a, const PathChoice& b) { return a.path < b.path; });
+  ab_status find(bool backward, const Device& device, Taken* taken) const {
+    AB_RETURN_IF_ERROR(add(up(), device, taken));
+    AB_RETURN_IF_ERROR(add(rows(s.F, s.D, s.layout.out_transposed), device, taken));
+    if (!backward) return ok();
+    AB_RETURN_IF_ERROR(add(hidden(), device, taken));
+    AB_RETURN_IF_ERROR(add(weights(s.F, s.D), device, taken));
+    AB_RETURN_IF_ERROR(add(weights(s.D, s.P * s.F), device, taken));
+    return add(rows(s.P * s.F, s.D, !s.layout.in_transposed), device, taken);
+  }
+
+  template <class Operation>
+  static ab_status add(const Operation& operation, const Device& device, Taken* taken) {
+    if constexpr (requires { few_rows::takes(operation); }) {
+      if (few_rows::takes(operation)) {
+        taken->few_rows = true;
+        return ok();
+      }
+    }
+    const PathChoice choice = choose_path(operation, device);
+    if (choice.path == Path::hopper) {
+      taken->hopper = true;
+      return ok();
+    }
+    taken->portable = true;
+    taken->why_not_hopper = choice.why_not_hopper;
+    return portable::check(operation);
   }
 };
 
@@ -101,7 +135,8 @@ ab_status check_sizes(int32_t dtype, const FfnSizes& s) {
 using namespace anabranch;
 
 extern "C" ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int64_t P,
-                                          int64_t F, const char** path, const char** why_not) {
+                                          int64_t F, int32_t w_in_transposed, int32_t w_out_transposed,
+                                          int32_t backward, const char** path, const char** why_not) {
   if (path == nullptr) return AB_INVALID("path: got NULL, expected room for a name");
   FfnSizes s;
   s.T = T;
@@ -110,13 +145,20 @@ extern "C" ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, i
   s.D = D;
   s.P = P;
   s.F = F;
+  s.layout.in_transposed = w_in_transposed != 0;
+  s.layout.out_transposed = w_out_transposed != 0;
   AB_RETURN_IF_ERROR(cuda::check_sizes(dtype, s));
+  for (const auto& [name, flag] : {std::pair{"w_in_transposed", w_in_transposed},
+                                   {"w_out_transposed", w_out_transposed},
+                                   {"backward", backward}}) {
+    if (flag != 0 && flag != 1) return AB_INVALID("%s: got %d, expected 0 or 1", name, flag);
+  }
   s.R = s.slots();
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("experts_path", &device));
-  const cuda::PathChoice choice = cuda::Products(s, dtype).choose(device);
-  *path = cuda::name_of(choice.path);
-  if (why_not == nullptr) return ok();
-  *why_not = choice.path == cuda::Path::plain ? choice.why_not_portable : choice.why_not_hopper;
+  cuda::Taken taken;
+  AB_RETURN_IF_ERROR(cuda::Products(s, dtype).find(backward != 0, device, &taken));
+  *path = taken.names();
+  if (why_not != nullptr) *why_not = taken.why_not_hopper;
   return ok();
 }

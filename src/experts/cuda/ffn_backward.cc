@@ -9,13 +9,12 @@
 #include "core/workspace.h"
 #include "experts/check.h"
 #include "experts/cuda/bias_gradient.h"
-#include "experts/cuda/fp8_factors.h"
-#include "experts/cuda/hidden_gradient.h"
+#include "experts/cuda/convert.h"
+#include "experts/cuda/fp8_operands.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
-#include "experts/cuda/rows_product.h"
+#include "experts/cuda/phases.h"
 #include "experts/cuda/slot_gradient.h"
-#include "experts/cuda/weight_gradient.h"
-#include "experts/cuda/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -27,12 +26,13 @@ struct Backward {
   Workspace workspace;
   Floats weighted_a;  // [R, F]
   Floats dh;          // [R, P, F]
+  Floats d_out;       // [T, D] or [R, D] of the dtype of x; converted in the workspace where it came in another
   bool fp8;
   // of float8_e4m3fn
   Fp8Output d_y8;
   Fp8Output dh8;  // none where nothing needs it
-  Fp8Factor w_out;
-  Fp8Factor w_in;
+  Fp8WeightOperand w_out;
+  Fp8WeightOperand w_in;
   void* scratch;  // of one step at a time
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
@@ -42,6 +42,8 @@ struct Backward {
         workspace(memory),
         weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(args.d_w_out != nullptr, s.F)),
         dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(wants_dh(), s.P * s.F)),
+        d_out(converts() ? Floats(workspace.take_rows(args.d_out->shape[0], s.D, args.x->dtype), args.x->dtype)
+                         : Floats(args.d_out)),
         fp8(is_fp8(args)) {
     if (fp8) take_fp8();
     scratch = workspace.take_bytes(scratch_bytes());
@@ -54,10 +56,12 @@ struct Backward {
     if (args.h != nullptr) {
       d_y8 = args.d_out_q != nullptr ? given_fp8_rows(args.d_out_q, args.d_out_scales, power_of_two)
                                      : take_fp8_rows(workspace, true, args.d_out->shape[0], s.D, power_of_two);
-      w_out = Fp8Factor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
+      w_out = Fp8WeightOperand(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true,
+                               power_of_two);
     }
     if (args.dx_rows != nullptr) {
-      w_in = Fp8Factor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), true, power_of_two);
+      w_in =
+          Fp8WeightOperand(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), true, power_of_two);
     }
   }
 
@@ -69,7 +73,7 @@ struct Backward {
     return compute_hidden_gradient(hidden_fp8(), device, stream);
   }
 
-  Fp8HiddenGradient hidden_fp8() const { return {hidden(), rows_of(d_y8), w_out.factor(), dh8}; }
+  Fp8HiddenGradient hidden_fp8() const { return {hidden(), rows_of(d_y8), w_out.weights(), dh8}; }
 
   // Where dh came from an earlier call without its quantised form, it is quantised as it stands, one part after the
   // other: rows of gate and up are blocks of their own.
@@ -79,9 +83,10 @@ struct Backward {
                                               : quantize_rows(dh, s.R, s.P * s.F, dh8, stream));
     }
     AB_RETURN_IF_ERROR(w_in.fill(stream));
-    return compute_rows_product(Fp8RowsProduct{inputs(), rows_of(dh8), w_in.factor()}, device, stream);
+    return compute_rows_product(Fp8RowsProduct{inputs(), rows_of(dh8), w_in.weights()}, device, stream);
   }
 
+  bool converts() const { return args.d_out != nullptr && args.d_out->dtype != args.x->dtype; }
   bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
 
   Floats row_buffer(bool wanted, int64_t columns) {
@@ -90,9 +95,9 @@ struct Backward {
 
   size_t scratch_bytes() const {
     return std::max({args.d_weights == nullptr ? 0 : dots_bytes(s.R, s.F),
-                     args.d_w_out == nullptr ? 0 : workspace_of(out_weights()),
+                     args.d_w_out == nullptr ? 0 : weight_gradient_bytes(s.R, s.E, s.F, s.D),
                      args.d_b_out == nullptr ? 0 : workspace_of(out_bias()),
-                     args.d_w_in == nullptr ? 0 : workspace_of(in_weights()),
+                     args.d_w_in == nullptr ? 0 : weight_gradient_bytes(s.R, s.E, s.D, s.P * s.F),
                      args.d_b_in == nullptr ? 0 : workspace_of(in_bias())});
   }
 
@@ -106,7 +111,7 @@ struct Backward {
     hidden.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
     hidden.precision = precision_of(args);
     hidden.skips_rest = args.skip_rest != 0;
-    hidden.d_y = Floats(args.d_out);
+    hidden.d_y = d_out;
     hidden.w_out = Floats(args.w_out);
     hidden.weights = Floats(args.weights);
     hidden.h = Floats(args.h);
@@ -123,7 +128,7 @@ struct Backward {
     slots.group_sizes = group_sizes();
     slots.dots = static_cast<const float*>(scratch);
     slots.parts = fp8 ? dot_parts(hidden_fp8()) : dot_parts(hidden(), device);
-    slots.d_y = Floats(args.d_out);
+    slots.d_y = d_out;
     slots.b_out = Floats(args.b_out);
     slots.d_weights = data<float>(args.d_weights);
     return slots;
@@ -131,9 +136,8 @@ struct Backward {
 
   // dW_out = (w a)^T d_y
   WeightGradient out_weights() const {
-    WeightGradient gradient =
-        product_of({.rows = weighted_a, .columns = s.F}, {.rows = Floats(args.d_out), .columns = s.D, .gathered = true},
-                   s.layout.out_transposed);
+    WeightGradient gradient = product_of({.rows = weighted_a, .columns = s.F},
+                                         {.rows = d_out, .columns = s.D, .gathered = true}, s.layout.out_transposed);
     gradient.d_w = Floats(args.d_w_out);
     return gradient;
   }
@@ -146,14 +150,13 @@ struct Backward {
     return gradient;
   }
 
-  // A factor of a gradient.
-  struct Factor {
+  struct Operand {
     Floats rows;
     int64_t columns;
     bool gathered = false;
   };
   // a^T b, or its transpose.
-  WeightGradient product_of(Factor a, Factor b, bool transposed) const {
+  WeightGradient product_of(Operand a, Operand b, bool transposed) const {
     if (transposed) std::swap(a, b);
     WeightGradient gradient;
     gradient.map = map;
@@ -175,7 +178,7 @@ struct Backward {
   BiasGradient out_bias() const {
     return {.map = map,
             .gathers = true,
-            .m = Floats(args.d_out),
+            .m = d_out,
             .weights = Floats(args.weights),
             .group_sizes = group_sizes(),
             .d_bias = Floats(args.d_b_out),
@@ -213,6 +216,9 @@ struct Backward {
 
   ab_status run(const Device& device, cudaStream_t stream) const {
     const int multiprocessors = device.multiprocessors;
+    if (converts()) {
+      AB_RETURN_IF_ERROR(convert(Floats(args.d_out), d_out, args.d_out->shape[0] * s.D, multiprocessors, stream));
+    }
     if (args.h != nullptr) {
       AB_RETURN_IF_ERROR(fp8 ? compute_hidden_fp8(device, stream) : compute_hidden_gradient(hidden(), device, stream));
     }

@@ -5,10 +5,9 @@
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
-#include "experts/cuda/fp8_factors.h"
+#include "experts/cuda/fp8_operands.h"
 #include "experts/cuda/path.h"
-#include "experts/cuda/rows_product.h"
-#include "experts/cuda/up.h"
+#include "experts/cuda/phases.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -23,8 +22,8 @@ struct Forward {
   // of float8_e4m3fn
   Fp8Output x8;
   Fp8Output a8;
-  Fp8Factor w_in;
-  Fp8Factor w_out;
+  Fp8WeightOperand w_in;
+  Fp8WeightOperand w_out;
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -42,9 +41,10 @@ struct Forward {
                              : take_fp8_rows(workspace, true, x_rows(), s.D, power_of_two);
     a8 = args.a_scales != nullptr ? given_fp8_rows(args.a, args.a_scales, power_of_two)
                                   : take_fp8_rows(workspace, true, s.R, s.F, power_of_two);
-    w_in = Fp8Factor(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
+    w_in = Fp8WeightOperand(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
     if (args.y == nullptr) return;
-    w_out = Fp8Factor(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false, power_of_two);
+    w_out = Fp8WeightOperand(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false,
+                             power_of_two);
   }
 
   int64_t x_rows() const { return s.K > 0 ? s.T : s.R; }
@@ -52,10 +52,10 @@ struct Forward {
   ab_status run_fp8(const Device& device, cudaStream_t stream) const {
     if (args.x_q == nullptr) AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), x_rows(), s.D, x8, stream));
     AB_RETURN_IF_ERROR(w_in.fill(stream));
-    AB_RETURN_IF_ERROR(compute_up(Fp8Up{up(), rows_of(x8), w_in.factor(), a8}, device, stream));
+    AB_RETURN_IF_ERROR(compute_up(Fp8Up{up(), rows_of(x8), w_in.weights(), a8}, device, stream));
     if (args.y == nullptr) return ok();
     AB_RETURN_IF_ERROR(w_out.fill(stream));
-    return compute_rows_product(Fp8RowsProduct{down(), rows_of(a8), w_out.factor()}, device, stream);
+    return compute_rows_product(Fp8RowsProduct{down(), rows_of(a8), w_out.weights()}, device, stream);
   }
 
   Floats row_buffer(int64_t columns) { return {workspace.take_rows(s.R, columns, s.dtype), s.dtype}; }

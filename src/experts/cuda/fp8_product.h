@@ -1,7 +1,7 @@
-// Both factors of a grouped product of float8_e4m3fn, where it is one.
+// Operands A and B of a grouped GEMM with AB_PRECISION_FP8; empty with any other precision.
 #pragma once
 
-#include "experts/cuda/fp8_factors.h"
+#include "experts/cuda/fp8_operands.h"
 #include "experts/precision.h"
 
 namespace anabranch::cuda {
@@ -13,7 +13,7 @@ struct Fp8Product {
   Workspace workspace;
   bool wanted;
   Fp8Output x8;
-  Fp8Factor w;
+  Fp8WeightOperand w;
 
   Fp8Product(const Args& arguments, const GroupedSizes& sizes, const ab_exec* memory)
       : args(arguments), s(sizes), workspace(memory), wanted(is_fp8(arguments)) {
@@ -21,9 +21,9 @@ struct Fp8Product {
     const bool transposed = args.transpose_w != 0;
     x8 = args.x_scales != nullptr ? Fp8Output{args.x->data, static_cast<float*>(args.x_scales->data)}
                                   : take_fp8_rows(workspace, true, s.R, s.D, wants_powers_of_two(args));
-    w = Fp8Factor(workspace, args.w, args.w_q, args.w_scales,
-                  weights_of(s.E, transposed ? s.N : s.D, 1, transposed ? s.D : s.N, false, false), transposed,
-                  wants_powers_of_two(args));
+    w = Fp8WeightOperand(workspace, args.w, args.w_q, args.w_scales,
+                         weights_of(s.E, transposed ? s.N : s.D, 1, transposed ? s.D : s.N, false, false), transposed,
+                         wants_powers_of_two(args));
   }
 
   ab_status fill(cudaStream_t stream) const {
@@ -33,7 +33,7 @@ struct Fp8Product {
 
   // Of columns from `first` on.
   Fp8RowsProduct of(const RowsProduct& product, int64_t first = 0) const {
-    return {product, rows_of(x8), w.factor_from(first, s.D)};
+    return {product, rows_of(x8), w.weights_from(first, s.D)};
   }
 };
 

@@ -1,14 +1,15 @@
-// ab_cuda_grouped_matmul, ab_cuda_grouped_matmul_dw: on the tensor cores what they can take, the rest the simple way.
+// ab_cuda_grouped_matmul, ab_cuda_grouped_matmul_dw.
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
+#include "experts/cuda/convert.h"
 #include "experts/cuda/fp8_product.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
-#include "experts/cuda/rows_product.h"
-#include "experts/cuda/weight_gradient.h"
+#include "experts/cuda/phases.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -29,20 +30,55 @@ RowsProduct rows_product(const ab_grouped_matmul_args& args, const GroupedSizes&
   return product;
 }
 
-WeightGradient weight_gradient(const ab_grouped_matmul_dw_args& args, const GroupedSizes& s) {
-  WeightGradient gradient;
-  gradient.x = Floats(args.x);
-  gradient.d_y = Floats(args.d_y);
-  gradient.group_sizes = data<const int32_t>(args.group_sizes);
-  gradient.d_w = Floats(args.d_w);
-  gradient.precision = precision_of(args);
-  gradient.accumulates = args.accumulate != 0;
-  gradient.R = s.R;
-  gradient.E = s.E;
-  gradient.D = s.D;
-  gradient.N = s.N;
-  return gradient;
-}
+// GEMMs take x and d_y of one dtype and give d_w in that dtype or float32. What came in two dtypes is converted to
+// float32, which holds either exactly; a d_w of a third dtype is computed in float32 and rounded afterwards.
+struct GroupedMatmulDw {
+  const ab_grouped_matmul_dw_args& args;
+  GroupedSizes s;
+  Workspace workspace;
+  Floats x;
+  Floats d_y;
+  Floats d_w;
+  void* scratch;
+
+  GroupedMatmulDw(const ab_grouped_matmul_dw_args& arguments, const GroupedSizes& sizes, const ab_exec* memory)
+      : args(arguments), s(sizes), workspace(memory), x(args.x), d_y(args.d_y), d_w(args.d_w) {
+    const int32_t dtype = x.dtype == d_y.dtype ? x.dtype : int32_t{AB_FLOAT32};
+    if (x.dtype != dtype) x = in_float32(s.R, s.D);
+    if (d_y.dtype != dtype) d_y = in_float32(s.R, s.N);
+    if (d_w.dtype != dtype && d_w.dtype != AB_FLOAT32) d_w = in_float32(s.E * s.D, s.N);
+    scratch = workspace.take_bytes(weight_gradient_bytes(s.R, s.E, s.D, s.N));
+  }
+
+  Floats in_float32(int64_t rows, int64_t columns) {
+    return {workspace.take_rows(rows, columns, AB_FLOAT32), AB_FLOAT32};
+  }
+
+  WeightGradient gradient() const {
+    WeightGradient gradient;
+    gradient.x = x;
+    gradient.d_y = d_y;
+    gradient.group_sizes = data<const int32_t>(args.group_sizes);
+    gradient.d_w = d_w;
+    gradient.precision = precision_of(args);
+    gradient.accumulates = args.accumulate != 0;
+    gradient.R = s.R;
+    gradient.E = s.E;
+    gradient.D = s.D;
+    gradient.N = s.N;
+    return gradient;
+  }
+
+  ab_status run(const Device& device, cudaStream_t stream) const {
+    const auto convert_to = [&](const Floats& from, const Floats& to, int64_t count) {
+      return from.dtype == to.dtype ? ok() : convert(from, to, count, device.multiprocessors, stream);
+    };
+    AB_RETURN_IF_ERROR(convert_to(Floats(args.x), x, s.R * s.D));
+    AB_RETURN_IF_ERROR(convert_to(Floats(args.d_y), d_y, s.R * s.N));
+    AB_RETURN_IF_ERROR(compute_weight_gradient(gradient(), scratch, device, stream));
+    return convert_to(d_w, Floats(args.d_w), s.E * s.D * s.N);
+  }
+};
 
 }  // namespace
 }  // namespace anabranch::cuda
@@ -77,20 +113,18 @@ ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* a
   AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  return report_workspace(cuda::workspace_of(cuda::weight_gradient(*args, s)), bytes);
+  return report_workspace(cuda::GroupedMatmulDw(*args, s, nullptr).workspace.size(), bytes);
 }
 
 ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  const cuda::WeightGradient gradient = cuda::weight_gradient(*args, s);
-  const size_t bytes = cuda::workspace_of(gradient);
-  AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
+  const cuda::GroupedMatmulDw op(*args, s, exec);
+  AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_dw", &device));
-  void* workspace = bytes == 0 ? nullptr : exec->workspace;
-  return cuda::compute_weight_gradient(gradient, workspace, device, cuda::stream_of(exec));
+  return op.run(device, cuda::stream_of(exec));
 }
 
 }  // extern "C"

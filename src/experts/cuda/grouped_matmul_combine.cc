@@ -10,9 +10,9 @@
 #include "dispatch/combine.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/fp8_product.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
-#include "experts/cuda/rows_product.h"
-#include "experts/cuda/workspace_sizes.h"
+#include "experts/cuda/phases.h"
 
 namespace anabranch::cuda {
 namespace {

@@ -1,4 +1,5 @@
-// Which kernels an operation of the experts runs on: those of the first path that can take it.
+// Chooses the path of an operation of the experts: Hopper's where its kernels take the operands, else the portable one,
+// which takes all operands but for sizes that portable::check refuses.
 #pragma once
 
 #include "core/cuda/path.h"
@@ -13,10 +14,6 @@ PathChoice choose_path(const Operation& operation, const Device& device) {
   if (choice.path == Path::hopper) {
     choice.why_not_hopper = hopper::why_not(operation);
     if (choice.why_not_hopper != nullptr) choice.path = Path::portable;
-  }
-  if (choice.path == Path::portable) {
-    choice.why_not_portable = portable::why_not(operation);
-    if (choice.why_not_portable != nullptr) choice.path = Path::plain;
   }
   return choice;
 }

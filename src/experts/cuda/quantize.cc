@@ -3,7 +3,7 @@
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "experts/check.h"
-#include "experts/cuda/fp8_factors.h"
+#include "experts/cuda/fp8_operands.h"
 
 using namespace anabranch;
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/cuda/vector.cuh"
-#include "experts/cuda/fp8.cuh"
+#include "experts/cuda/ops/fp8.cuh"
 
 namespace anabranch::cuda {
 

@@ -6,7 +6,7 @@
 #include "anabranch/types.h"
 #include "core/floats.h"
 #include "experts/check.h"
-#include "experts/cuda/fp8.h"
+#include "experts/cuda/ops/fp8.h"
 
 namespace anabranch::cuda {
 

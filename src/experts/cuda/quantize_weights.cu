@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_weight_blocks(const T* w, WeightBlocks s, uint8_t* q, uint8_t* q_transposed, float* scales,
                            bool power_of_two) {
   constexpr bool kWhole = kHow != Neighbouring::anyhow;
-  static_assert(kQuantizeThreads * kNeighbours * kNeighbours == kSide * kSide);
+  static_assert(kQuantizeThreads * kNeighbours * kNeighbours == kSide * kSide,
+                "threads cover a block of 128 x 128 weights exactly");
   __shared__ TransposedBlock transposed;
   __shared__ uint32_t largest_of_warps[kQuantizeThreads / kWarp];
   wait_for_previous_kernel();

@@ -4,8 +4,8 @@
 
 #include "core/cuda/launch.h"
 #include "core/cuda/vector.cuh"
-#include "experts/cuda/simple_product.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/counts.h"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 
 namespace anabranch::cuda {
 namespace {
@@ -74,16 +74,6 @@ __device__ float product_of_lane(const SlotGradient& g, int64_t d_y, int64_t bia
   return product;
 }
 
-// The same where dtypes differ.
-struct Mixed {};
-template <>
-__device__ float product_of_lane<Mixed, 1>(const SlotGradient& g, int64_t d_y, int64_t bias) {
-  float product = 0.0f;
-#pragma unroll 4
-  for (int64_t d = lane_index(); d < g.s.D; d += kWarp) product = fmaf(g.d_y[d_y + d], g.b_out[bias + d], product);
-  return product;
-}
-
 // With one: a warp takes 32 rows of an expert. A lane adds the parts of one, then all lanes multiply row by row.
 template <class T, int kEach>
 __global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g, const RowTiles tiles) {
@@ -125,13 +115,12 @@ ab_status compute_slot_gradient(const SlotGradient& g, int multiprocessors, cuda
     return launch("slot gradient", add_dots, one_by_one(g.s.R, multiprocessors, stream), g);
   }
   const int64_t count = most_row_tiles(g.s.R, g.s.E, kWarp);
-  AB_RETURN_IF_ERROR(check_counts({g.s.R, g.s.E}, count));
+  AB_RETURN_IF_ERROR(check_counts({{"R", g.s.R}, {"E", g.s.E}}));
   const RowTiles tiles{groups_of(g.group_sizes, g.s.E, g.s.R), 0, 1};
   const auto run = [&](auto* kernel) {
     return launch("slot gradient with the bias", kernel,
                   {std::min(count, int64_t{kBlocks} * multiprocessors), kWarp, 0, stream, true}, g, tiles);
   };
-  if (g.d_y.dtype != g.b_out.dtype) return run(add_dots_and_bias<Mixed, 1>);
   return with_float_type(g.d_y.dtype, [&]<class T>(T) {
     constexpr int kEach = kAccessBytes / static_cast<int>(sizeof(T));
     const int64_t row_bytes = g.s.D * static_cast<int64_t>(sizeof(T));

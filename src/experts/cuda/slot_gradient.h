@@ -8,7 +8,7 @@
 #include "anabranch/types.h"
 #include "core/floats.h"
 #include "experts/check.h"
-#include "experts/cuda/row_map.h"
+#include "experts/cuda/ops/row_map.h"
 
 namespace anabranch::cuda {
 
@@ -21,7 +21,7 @@ struct SlotGradient {
   const float* dots = nullptr;           // [parts, R]
   int64_t parts = 0;
   Floats d_y;                  // gathered rows of D
-  Floats b_out;                // [E, D], or none
+  Floats b_out;                // [E, D] of the dtype of d_y, or none
   float* d_weights = nullptr;  // [T, K], or [R]
 };
 

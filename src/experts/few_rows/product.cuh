@@ -5,9 +5,9 @@
 //   block       takes units in turn; each of its warps sums over a part of k, and their sums are added up in order
 //   shared      [kWarps][kWarp] float4, the warps' sums; and which rows there are: the same list in every block
 //
-// The weights' columns are the rows of the instruction's factor A, the first part's 8 above the second's, and rows are
-// the columns of factor B. A lane reads whole chunks of either, 8 neighbours of k; so k goes through the instructions
-// in another order than memory's, the same for both factors.
+// The weights' columns are the rows of the instruction's operand A, the first part's 8 above the second's, and rows are
+// the columns of operand B. A lane reads whole chunks of either, 8 neighbours of k; so k goes through the instructions
+// in another order than memory's, the same for both operands.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@
 #include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/mma.cuh"
-#include "experts/cuda/row_map.h"
-#include "experts/cuda/tiles/groups.h"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/tiles/groups.h"
+#include "experts/cuda/ops/tiles/tile.cuh"
 
 namespace anabranch::cuda::few_rows {
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ bool has_rows(const Product& p, const UnitRows& rows)
 template <class Element, int kWarps, class Epilogue>
 __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWarps * kWarp))
     few_rows_product(const __grid_constant__ Product p, const __grid_constant__ Epilogue epilogue) {
-  static_assert(kWarps * kWarp >= kRows * kColumns);
+  static_assert(kWarps * kWarp >= kRows * kColumns, "one thread adds the sums of one result");
   float4(*const sums)[kWarp] = &dynamic_shared_memory<float4[kWarp]>();
   auto* const list = reinterpret_cast<UnitRows*>(sums + kWarps);
   wait_for_previous_kernel();

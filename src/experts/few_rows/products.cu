@@ -4,7 +4,6 @@
 #include <cmath>
 #include <initializer_list>
 
-#include "core/cuda/path.h"
 #include "core/tensor.h"
 
 namespace anabranch::cuda::few_rows {
@@ -33,21 +32,18 @@ bool are_16_bit(int32_t dtype) { return dtype == AB_BFLOAT16 || dtype == AB_FLOA
 // Rows of k elements, all of whole 16-byte chunks.
 bool are_chunks(const void* data, int64_t k) { return reinterpret_cast<uintptr_t>(data) % 16 == 0 && k % 8 == 0; }
 
-bool may_be_taken(const Device& device) { return first_path(device).path != Path::plain; }
-
 }  // namespace
 
-bool takes(const Up& up, const Device& device) {
+bool takes(const Up& up) {
   const FfnSizes& s = up.s;
   return s.layout.in_transposed && are_16_bit(up.x.dtype) && up.w_in.dtype == up.x.dtype &&
          are_counted({s.R, s.E, s.D, s.P * s.F}) && are_few(s.R, s.E, s.P * s.F, s.D) && up.map.sources() > 0 &&
-         are_chunks(up.x.data, s.D) && are_chunks(up.w_in.data, s.D) && may_be_taken(device);
+         are_chunks(up.x.data, s.D) && are_chunks(up.w_in.data, s.D);
 }
 
-bool takes(const RowsProduct& p, const Device& device) {
+bool takes(const RowsProduct& p) {
   return p.transposed && are_16_bit(p.dtype) && are_counted({p.R, p.E, p.D, p.stored_columns()}) &&
-         are_few(p.R, p.E, p.stored_columns(), p.D) && are_chunks(p.x, p.D) && are_chunks(p.w, p.D) &&
-         may_be_taken(device);
+         are_few(p.R, p.E, p.stored_columns(), p.D) && are_chunks(p.x, p.D) && are_chunks(p.w, p.D);
 }
 
 }  // namespace anabranch::cuda::few_rows

@@ -1,21 +1,30 @@
-#include "experts/cuda/rows_element.cuh"
+#include "core/floats.h"
 #include "experts/few_rows/product.cuh"
 #include "experts/few_rows/products.h"
 
 namespace anabranch::cuda::few_rows {
 namespace {
 
+// sum: x W[expert] at `column`. slot -1: the row is padding.
 struct WriteRows {
-  RowsProduct product;
+  RowsProduct p;
   __device__ __forceinline__ void operator()(int32_t expert, int64_t row, int64_t column, int32_t slot, float sum,
-                                             float /*other*/) const {
-    write_rows_element(product, expert, row, column, slot, sum);
+                                             float /*sum_up*/) const {
+    float value = 0.0f;
+    if (slot >= 0) {
+      const float weight = p.weights[slot];
+      value = p.weight_early ? sum : weight * sum;
+      if (p.bias != nullptr) {
+        value += weight * Floats(const_cast<void*>(p.bias), p.dtype)[expert * p.stored_columns() + column];
+      }
+    }
+    Floats(p.y, p.dtype).set(row * p.N + column, value);
   }
 };
 
 }  // namespace
 
-ab_status multiply(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   Product product;
   product.x = p.x;
   product.map = p.map;

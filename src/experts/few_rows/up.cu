@@ -1,21 +1,37 @@
-#include "experts/cuda/up_element.cuh"
+#include "experts/activation.h"
 #include "experts/few_rows/product.cuh"
 #include "experts/few_rows/products.h"
 
 namespace anabranch::cuda::few_rows {
 namespace {
 
+// sum: x W_in[expert] at `column` of F; sum_up: that of the up part, where gated. slot -1: the row is padding.
 struct WriteUp {
   Up up;
   __device__ __forceinline__ void operator()(int32_t expert, int64_t row, int64_t column, int32_t slot, float sum,
-                                             float other) const {
-    write_up(up, expert, row, column, slot, sum, other);
+                                             float sum_up) const {
+    const FfnSizes& s = up.s;
+    const auto add_bias = [&](float h, int64_t part) {
+      if (slot < 0) return 0.0f;
+      return up.b_in.data == nullptr ? h : h + up.b_in[expert * s.P * s.F + s.hidden_column(part, column)];
+    };
+    const float gate = add_bias(sum, 0);
+    const float other = s.P == 2 ? add_bias(sum_up, 1) : 1.0f;
+    float a = 0.0f;
+    if (slot >= 0) {
+      with_formula(up.activation,
+                   [&]<Formula kFormula>() { a = up.weights[slot] * activate<kFormula>(up.activation, gate, other); });
+    }
+    up.a.set(row * s.F + column, a);
+    if (up.h.data == nullptr) return;
+    up.h.set(row * s.P * s.F + s.hidden_column(0, column), gate);
+    if (s.P == 2) up.h.set(row * s.P * s.F + s.hidden_column(1, column), other);
   }
 };
 
 }  // namespace
 
-ab_status multiply(const Up& up, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   Product product;
   product.x = up.x.data;

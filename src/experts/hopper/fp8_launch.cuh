@@ -2,8 +2,8 @@
 #pragma once
 
 #include "core/cuda/tensor_map.h"
-#include "experts/cuda/fp8.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/fp8.h"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/row_operand.cuh"

@@ -12,8 +12,8 @@ constexpr int64_t kMostScales = int64_t{1} << 32;
 constexpr const char* kNotRowsOf16Bit = "rows have 32 bits, which may be bfloat16 or float16";
 constexpr const char* kNotCountedScales = "more scales than 2^32";
 
-// Both factors, `rows` of k elements.
-const char* why_not_factors(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t k) {
+// Both operands, `rows` of k elements.
+const char* why_not_operands(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t k) {
   if (rows * (k / kScaleBlock) >= kMostScales || w.count >= kMostScales) return kNotCountedScales;
   const bool fit = fits_tensor_map(x.values, kPairDtype, k / 2) && fits_tensor_map(w.values, kPairDtype, k / 2);
   return fit ? nullptr : kNotChunks;
@@ -30,7 +30,7 @@ const char* why_not(const Fp8Up& up) {
   if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
   const auto hidden = {up.b_in, up.h, as_16_bit(up.a8.values, dtype)};
   if (const char* why = why_not_fused(s, up.map, as_16_bit(up.x8.values, dtype), hidden)) return why;
-  return why_not_factors(up.x8, up.map.sources(), up.w8, s.D);
+  return why_not_operands(up.x8, up.map.sources(), up.w8, s.D);
 }
 
 const char* why_not(const Fp8HiddenGradient& g) {
@@ -39,30 +39,30 @@ const char* why_not(const Fp8HiddenGradient& g) {
   if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
   const auto hidden = {g.h, g.dh, g.weighted_a, as_16_bit(g.dh8.values, dtype)};
   if (const char* why = why_not_fused(s, g.map, as_16_bit(g.d_y8.values, dtype), hidden)) return why;
-  return why_not_factors(g.d_y8, g.map.sources(), g.w8, s.D);
+  return why_not_operands(g.d_y8, g.map.sources(), g.w8, s.D);
 }
 
 const char* why_not(const Fp8RowsProduct& p) {
   if (!is_16_bit(p.dtype)) return kNotRowsOf16Bit;
   if (!are_counted({p.R, p.E, p.D, p.N}) || !tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns)) return kNotCounted;
   const bool fit = fits_tensor_map(p.y, p.dtype, p.N) && (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N));
-  return fit ? why_not_factors(p.x8, p.R, p.w8, p.D) : kNotChunks;
+  return fit ? why_not_operands(p.x8, p.R, p.w8, p.D) : kNotChunks;
 }
 
 int64_t parts_of_dots(const Fp8HiddenGradient& g) { return ceil_div(g.s.F, Fp8Shape::kColumns); }
 
-ab_status multiply(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
   return with_hidden_columns(
       up.s, [&]<HiddenColumns kColumns>() { return launch_fp8_up<kColumns>(up, multiprocessors, stream); });
 }
 
-ab_status multiply(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
   return with_hidden_columns(
       g.s, [&]<HiddenColumns kColumns>() { return launch_fp8_hidden_gradient<kColumns>(g, multiprocessors, stream); });
 }
 
 // A bias is added by the epilogue that knows weights.
-ab_status multiply(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   const bool plain = p.weights.data == nullptr && p.bias == nullptr;
   return (plain ? launch_fp8_rows_product<RowsEpilogue>
                 : launch_fp8_rows_product<ScaleBiasEpilogue>)(p, multiprocessors, stream);

@@ -3,7 +3,7 @@
 
 #include "core/cuda/access.cuh"
 #include "core/cuda/warp.cuh"
-#include "experts/cuda/fp8.cuh"
+#include "experts/cuda/ops/fp8.cuh"
 
 namespace anabranch::cuda::hopper {
 

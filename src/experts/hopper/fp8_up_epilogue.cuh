@@ -2,7 +2,7 @@
 // scale.
 #pragma once
 
-#include "experts/cuda/fp8.cuh"
+#include "experts/cuda/ops/fp8.cuh"
 #include "experts/hopper/scaled_mainloop.cuh"
 #include "experts/hopper/up_epilogue.cuh"
 

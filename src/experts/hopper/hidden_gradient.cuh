@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/hidden_gradient_epilogue.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"

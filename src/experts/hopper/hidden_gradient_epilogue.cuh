@@ -76,7 +76,8 @@ struct HiddenGradientEpilogue {
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int panel, float (&acc)[Shape::kColumns / 2],
                         const Prefetched<Shape>& prefetched) const {
-    static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1);
+    static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1,
+                  "a warpgroup with several panels has the tile alone");
     if constexpr (!kShuffled) row = __shfl_sync(kAllLanes, row, 0);  // known to be the warp's, it takes no registers
     if (tile.row + row < tile.end_row) {
       with_common_formula(activation, [&]<Formula kFormula>() {
@@ -123,7 +124,8 @@ struct HiddenGradientEpilogue {
   static constexpr int kBlock = 32;            // columns that the lanes of a row have 8 each of
   static constexpr int kPrefetchedBlocks = 2;  // blocks
   static constexpr int kBlockBytes = 2 * 2 * kWarp * 16;
-  static_assert(kPrefetchedBlocks * kBlockBytes <= kSubtileBuffers * kSubtileBytes);
+  static_assert(kPrefetchedBlocks * kBlockBytes <= kSubtileBuffers * kSubtileBytes,
+                "prefetched blocks of h fit the subtile buffers");
 
   // h of a block: of gate and up a chunk each, or of the first and of the last 4 columns.
   struct Hidden {

@@ -3,7 +3,7 @@
 //
 //   warpgroup 0, warp 0   starts the loads of the copy engine (TMA)
 //                warp 1   runs the tile scheduler and puts the block's tiles into the queue
-//                (all)    if a factor is gathered, copies it
+//                (all)    if an operand is gathered, copies it
 //   warpgroups 1, 2       take tiles from the queue (both the same one, or in turn: Schedule), multiply, store
 #pragma once
 

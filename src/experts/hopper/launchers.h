@@ -3,8 +3,8 @@
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
-#include "experts/cuda/fp8.h"
-#include "experts/cuda/segments.h"
+#include "experts/cuda/ops/fp8.h"
+#include "experts/cuda/ops/tiles/segments.h"
 #include "experts/hopper/hidden_columns.h"
 #include "experts/hopper/products.h"
 

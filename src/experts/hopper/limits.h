@@ -5,15 +5,14 @@
 #include <initializer_list>
 
 #include "core/cuda/tensor_map.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/counts.h"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/hidden_columns.h"
 #include "experts/hopper/row_operand.cuh"
 
 namespace anabranch::cuda::hopper {
 
-// Of rows, of what is contracted or of columns with a tile more, and of tiles: what kernels count in int32.
-constexpr int64_t kMostIndices = int64_t{1} << 30;
-static_assert(kMostIndices <= kMostWindowRows, "row windows take as many rows as kernels count");
+static_assert(kMostIndices <= kMostWindowRows, "row windows hold as many rows as kernels count");
 
 constexpr int64_t kTileRows = 128;           // of every shape of tiles
 constexpr int64_t kFewestTileColumns = 128;  // of any
@@ -28,8 +27,8 @@ inline bool tiles_are_counted(int64_t R, int64_t E, int64_t columns, int64_t til
   return most_row_tiles(R, E, kTileRows) * ceil_div(columns, tile_columns) <= kMostIndices;
 }
 
-constexpr const char* kNot16Bit = "dtypes are not one of 16 bits";
-constexpr const char* kNotCounted = "a size is 0, or there are more rows, columns or tiles than 2^30";
+constexpr const char* kNot16Bit = "the dtype does not have 16 bits";
+constexpr const char* kNotCounted = "a size is 0, or there are 2^30 rows, columns or tiles, or more";
 constexpr const char* kNotChunks = "rows are no whole 16-byte chunks from aligned addresses on";
 constexpr const char* kNotGathered = "more chunks to gather than 2^32";
 

@@ -59,7 +59,7 @@ struct OperandRing {
   }
 };
 
-// Brings the k-blocks of a tile into the ring. By the warp that leads; if a factor is gathered, by all four warps of
+// Brings the k-blocks of a tile into the ring. By the warp that leads; if an operand is gathered, by all four warps of
 // the warpgroup.
 template <class Shape, class OperandA, class OperandB>
 __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const OperandA& a, const OperandB& b,

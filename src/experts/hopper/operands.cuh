@@ -1,4 +1,4 @@
-// Where the factors of a tile come from: each brings the panels of one k-block to shared memory.
+// Where the operands of a tile come from: each brings the panels of one k-block to shared memory.
 //
 // load(): one thread starts loads that complete on `barrier`, which expects the bytes of all panels, its own and those
 // that other blocks of the cluster bring (Multicast). kGathered: instead the four warps of the producer warpgroup copy,

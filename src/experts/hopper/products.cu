@@ -1,7 +1,7 @@
 #include "experts/hopper/products.h"
 
-#include "experts/cuda/segments.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/segments.h"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/limits.h"
 
@@ -25,7 +25,6 @@ const char* why_not(const Up& up) {
 }
 
 const char* why_not(const HiddenGradient& g) {
-  if (g.d_y.dtype != g.h.dtype) return kNot16Bit;
   if (const char* why = why_not_fused(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a})) return why;
   return fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.layout.out_transposed ? g.s.F : g.s.D) ? nullptr : kNotChunks;
 }
@@ -42,8 +41,7 @@ const char* why_not(const RowsProduct& p) {
 
 const char* why_not(const WeightGradient& g) {
   constexpr int64_t kMostColumns = int64_t{1} << 29;  // of which offsets in bytes are counted
-  if (!is_16_bit(g.x.dtype) || g.d_y.dtype != g.x.dtype) return kNot16Bit;
-  if (g.d_w.dtype != AB_FLOAT32 && (g.d_w.dtype != g.x.dtype || g.accumulates)) return kNot16Bit;
+  if (!is_16_bit(g.x.dtype)) return kNot16Bit;
   if (!are_counted({g.R, g.E, g.D, g.N}) || g.D > kMostColumns || g.N > kMostColumns) return kNotCounted;
   const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kFewestTileColumns);
   if (tiles > kMostIndices || bounds_of(g).segments > kMostIndices / tiles) return kNotCounted;
@@ -76,7 +74,7 @@ int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {
   return ceil_div(g.s.F, tile == TileChoice::k128x256 ? 256 : 128);
 }
 
-ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool transposed = up.s.layout.in_transposed;
   const auto with_columns = [&]<HiddenColumns kColumns>() {
     return (transposed ? launch_up<kColumns, Major::k> : launch_up<kColumns, Major::mn>)(up, tile, multiprocessors,
@@ -85,7 +83,7 @@ ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStrea
   return with_hidden_columns(up.s, with_columns);
 }
 
-ab_status multiply(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const auto with_epilogue = [&]<template <class> class Epilogue>() {
     return (p.transposed ? launch_rows_product<Major::k, Epilogue>
                          : launch_rows_product<Major::mn, Epilogue>)(p, tile, multiprocessors, stream);
@@ -94,7 +92,7 @@ ab_status multiply(const RowsProduct& p, TileChoice tile, int multiprocessors, c
                         : with_epilogue.template operator()<RowsEpilogue>();
 }
 
-ab_status multiply(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool as_stored = g.s.layout.out_transposed;
   const auto with_columns = [&]<HiddenColumns kColumns>() {
     return (as_stored ? launch_hidden_gradient<kColumns, Major::mn>
@@ -103,17 +101,15 @@ ab_status multiply(const HiddenGradient& g, TileChoice tile, int multiprocessors
   return with_hidden_columns(g.s, with_columns);
 }
 
-ab_status multiply(const WeightGradient& g, TileChoice tile, void* workspace, int multiprocessors,
-                   cudaStream_t stream) {
-  const SegmentBounds bounds = bounds_of(g);
-  const SegmentList list = place_segments(bounds, workspace);
-  AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
+ab_status launch_gemm(const WeightGradient& g, TileChoice tile, void* workspace, int multiprocessors,
+                      cudaStream_t stream) {
   const auto launch = gathers_x(g)     ? launch_weight_gradient<Gathered::x>
                       : gathers_d_y(g) ? launch_weight_gradient<Gathered::d_y>
                                        : launch_weight_gradient<Gathered::nothing>;
-  AB_RETURN_IF_ERROR(launch(g, tile, bounds, list, multiprocessors, stream));
-  if (bounds.partials == 0) return ok();
-  return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);
+  return sum_in_segments(g, workspace, multiprocessors, stream,
+                         [&](const SegmentBounds& bounds, const SegmentList& list) {
+                           return launch(g, tile, bounds, list, multiprocessors, stream);
+                         });
 }
 
 }  // namespace anabranch::cuda::hopper

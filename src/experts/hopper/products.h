@@ -1,14 +1,14 @@
 // The products of the experts on Hopper's tensor cores: what the kernels can take, the tiles they would take it in, and
-// their launch. Operations and their operands are described beside the phases that use them, in experts/cuda.
+// their launch. experts/cuda/ops describes operations and their operands.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include "anabranch/types.h"
-#include "experts/cuda/hidden_gradient.h"
-#include "experts/cuda/rows_product.h"
-#include "experts/cuda/up.h"
-#include "experts/cuda/weight_gradient.h"
+#include "experts/cuda/ops/hidden_gradient.h"
+#include "experts/cuda/ops/rows_product.h"
+#include "experts/cuda/ops/up.h"
+#include "experts/cuda/ops/weight_gradient.h"
 #include "experts/hopper/tile_choice.h"
 
 namespace anabranch::cuda::hopper {
@@ -29,13 +29,13 @@ TileChoice choose_tile(const WeightGradient& gradient, int multiprocessors);
 // Parts that a hidden gradient's dots come in.
 int64_t parts_of_dots(const HiddenGradient& gradient, TileChoice tile);
 
-// Enqueue it. A shape of tiles that an operation has no kernel for (128 x 192 with a fused epilogue or a gather) is
-// taken for one that it has.
-ab_status multiply(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
-ab_status multiply(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
-ab_status multiply(const HiddenGradient& gradient, TileChoice tile, int multiprocessors, cudaStream_t stream);
+// Enqueue the GEMM. If it has no kernel with this tile (128 x 192 with a fused epilogue or a gather), another tile is
+// used.
+ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
+ab_status launch_gemm(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
+ab_status launch_gemm(const HiddenGradient& gradient, TileChoice tile, int multiprocessors, cudaStream_t stream);
 // workspace: of weight_gradient_bytes().
-ab_status multiply(const WeightGradient& gradient, TileChoice tile, void* workspace, int multiprocessors,
-                   cudaStream_t stream);
+ab_status launch_gemm(const WeightGradient& gradient, TileChoice tile, void* workspace, int multiprocessors,
+                      cudaStream_t stream);
 
 }  // namespace anabranch::cuda::hopper

@@ -6,7 +6,7 @@
 #include "core/cuda/tensor_map.h"
 #include "core/floats.h"
 #include "core/status.h"
-#include "experts/cuda/row_map.h"
+#include "experts/cuda/ops/row_map.h"
 #include "experts/hopper/operands.cuh"
 
 namespace anabranch::cuda::hopper {

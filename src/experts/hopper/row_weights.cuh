@@ -6,8 +6,8 @@
 #include "core/cuda/element.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/floats.h"
-#include "experts/cuda/row_map.h"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/tiles/tile.cuh"
 
 namespace anabranch::cuda::hopper {
 

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "core/cuda/tensor_map.h"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/row_operand.cuh"
@@ -30,7 +30,7 @@ template <class Shape, class Element, class OperandA, Major kMajorB, class Epilo
 using RowsProductOf = Product<Shape, Element, OperandA, BiasedOperand<WeightOperand<kMajorB>>, RowTiles,
                               RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
 
-// All but factor A.
+// Prepares everything but operand A.
 template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
 ab_status prepare_rows_product(const RowsProduct& p,
                                RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue>* product) {

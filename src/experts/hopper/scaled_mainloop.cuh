@@ -1,4 +1,4 @@
-// The main loop of products of float8_e4m3fn, whose sums over 128 of k are multiplied by the scales of both factors.
+// The main loop of products of float8_e4m3fn, whose sums over 128 of k are multiplied by the scales of both operands.
 //
 // Two elements of 8 bits stand where one of 16 does: tensor maps, gathers, tiles and the ring count pairs, and a
 // k-block is one block of scales deep. Tensor cores sum inside a block, whose sum may keep as few as 14 binary digits;
@@ -11,7 +11,7 @@
 
 namespace anabranch::cuda::hopper {
 
-static_assert(2 * kBlockK == kScaleBlock);
+static_assert(2 * kBlockK == kScaleBlock, "one k-block of e4m3 pairs has one scale");
 
 // Scales of rows, [rows, blocks], fewer than 2^32, and one at least.
 struct RowScales {
@@ -65,8 +65,9 @@ template <class OperandA, class OperandB, class Shape>
 __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& ring, const OperandA& operand_a,
                                                          const OperandB& operand_b, const Tile& tile, int member,
                                                          float (&acc)[Shape::kColumns / 2]) {
-  static_assert(Shape::kWarpgroupPanels == 1 && Shape::kTilesInFlight == 1 && Shape::kColumns == 2 * kScaleBlock);
-  static_assert(OperandA::kMajor == Major::k && OperandB::kMajor == Major::k);
+  static_assert(Shape::kWarpgroupPanels == 1 && Shape::kTilesInFlight == 1 && Shape::kColumns == 2 * kScaleBlock,
+                "two halves of 128 columns by 64 rows per warpgroup");
+  static_assert(OperandA::kMajor == Major::k && OperandB::kMajor == Major::k, "wgmma takes e4m3 operands K-major only");
   constexpr int kHalf = kScaleBlock / 2;  // accumulators of a thread
   const Descriptor first_a = make_descriptor(shared_address(ring.a[0])) + member * kNextPanel;
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));

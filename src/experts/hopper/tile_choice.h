@@ -22,7 +22,7 @@ constexpr TileModel kTileModels[] = {
     {TileChoice::k128x128, 128, 128, true},
 };
 
-// Bytes that arrive at a multiprocessor from the L2 cache, a cycle: where two blocks share a factor (InPairs), more,
+// Bytes that arrive at a multiprocessor from the L2 cache, a cycle: where two blocks share an operand (InPairs), more,
 // and less of that where weights are taken transposed.
 constexpr double kCacheBytesAlone = 48;
 constexpr double kCacheBytesInPairs = 56;

@@ -3,7 +3,7 @@
 
 #include "core/cuda/barrier.cuh"
 #include "core/cuda/warp.cuh"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/tiles/tile.cuh"
 
 namespace anabranch::cuda::hopper {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/tiles/tile.cuh"
 
 namespace anabranch::cuda::hopper {
 
@@ -13,7 +13,7 @@ static_assert(kBlockK == kPanel, "a k-block is one panel deep");
 // tiles of few k-blocks don't leave the tensor cores idle.
 enum class Schedule { cooperative, ping_pong };
 
-// kBlocks: of a cluster, whose tiles may have a factor in common.
+// kBlocks: of a cluster, whose tiles may have an operand in common.
 template <int kRows_, int kColumns_, int kStages_, Schedule kSchedule, int kBlocks_ = 1>
 struct TileShape {
   static constexpr int kRows = kRows_;

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "core/cuda/tensor_map.h"
-#include "experts/cuda/tiles/segment_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/segment_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/row_operand.cuh"
@@ -19,13 +19,14 @@ using GradientB =
     std::conditional_t<kGathered == Gathered::d_y, GatheredRowsAsK<Side::columns>, RowsAsK<Side::columns>>;
 
 template <Side kSide>
-ab_status prepare_factor(const char* name, const Floats& rows, const RowMap&, int64_t columns, RowsAsK<kSide>* factor) {
-  return make_row_window_map(name, rows.data, rows.dtype, columns, kPanel, kBlockK, &factor->map);
+ab_status prepare_operand(const char* name, const Floats& rows, const RowMap&, int64_t columns,
+                          RowsAsK<kSide>* operand) {
+  return make_row_window_map(name, rows.data, rows.dtype, columns, kPanel, kBlockK, &operand->map);
 }
 template <Side kSide>
-ab_status prepare_factor(const char*, const Floats& rows, const RowMap& map, int64_t columns,
-                         GatheredRowsAsK<kSide>* factor) {
-  static_cast<GatherSource&>(*factor) = gather_source(rows, map, columns);
+ab_status prepare_operand(const char*, const Floats& rows, const RowMap& map, int64_t columns,
+                          GatheredRowsAsK<kSide>* operand) {
+  static_cast<GatherSource&>(*operand) = gather_source(rows, map, columns);
   return ok();
 }
 
@@ -37,8 +38,8 @@ ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& b
       product;
   // Without rows some memory, for the map.
   const auto with_memory = [&](const Floats& m) { return m.data == nullptr ? Floats(g.d_w.data, m.dtype) : m; };
-  AB_RETURN_IF_ERROR(prepare_factor("x", with_memory(g.x), g.map, g.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_factor("d_y", with_memory(g.d_y), g.map, g.N, &product.b));
+  AB_RETURN_IF_ERROR(prepare_operand("x", with_memory(g.x), g.map, g.D, &product.a));
+  AB_RETURN_IF_ERROR(prepare_operand("d_y", with_memory(g.d_y), g.map, g.N, &product.b));
   auto& out = product.epilogue;
   out.columns = static_cast<int32_t>(g.N);
   out.wide = g.d_w.dtype == AB_FLOAT32;

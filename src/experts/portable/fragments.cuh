@@ -38,11 +38,11 @@ class Fragments {
     keep(first_);
   }
 
-  // a[0 ... 3] of every 16 rows of factor A.
+  // a[0 ... 3] of every 16 rows of operand A.
   template <int kCount>
   __device__ __forceinline__ void load_a(uint32_t block, int step, uint32_t (&a)[kCount][4]) const {
     if constexpr (kFours) {
-      static_assert(kCount % 2 == 0);
+      static_assert(kCount % 2 == 0, "one load fills the fragments of 32 rows");
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
         const uint4 first = load_fours(block, i / 2, step, 0);
@@ -55,7 +55,7 @@ class Fragments {
       for (int i = 0; i < kCount; ++i) load(block, i, step, a[i]);
     }
   }
-  // b[0], b[1] of 8 columns of factor B each, of the n-th 32.
+  // b[0], b[1] of 8 columns of operand B each, of the n-th 32.
   __device__ __forceinline__ void load_b(uint32_t block, int n, int step, uint32_t (&b)[4][2]) const {
     if constexpr (kFours) {
       const uint4 first = load_fours(block, n, step, 0);
@@ -82,7 +82,7 @@ class Fragments {
 
   template <int kCount, class... Words>
   __device__ static __forceinline__ void set(uint32_t (&to)[kCount], Words... words) {
-    static_assert(sizeof...(Words) == kCount);
+    static_assert(sizeof...(Words) == kCount, "one word per register");
     int i = 0;
     ((to[i++] = words), ...);
   }

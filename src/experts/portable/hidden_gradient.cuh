@@ -30,7 +30,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
                           g.skips_rest, multiprocessors, stream);
 }
 
-// W_out [E, F, D] is the transposed factor's rows of D.
+// W_out [E, F, D] is operand B, transposed: its rows have D elements.
 template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;

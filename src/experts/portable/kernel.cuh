@@ -1,5 +1,5 @@
 // The grouped product on tensor cores as every GPU since Ampere has them: persistent blocks, two or three a
-// multiprocessor of four warps each, or one of eight. A block copies k-blocks of both factors to a ring of stages
+// multiprocessor of four warps each, or one of eight. A block copies k-blocks of both operands to a ring of stages
 // (cp.async), some ahead of the one that all warps multiply, then hands its accumulators to the epilogue by way of
 // shared memory:
 //
@@ -14,7 +14,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/tile_memory.cuh"
 #include "core/floats.h"
-#include "experts/cuda/tiles/block_tiles.cuh"
+#include "experts/cuda/ops/tiles/block_tiles.cuh"
 #include "experts/portable/fragments.cuh"
 #include "experts/portable/operands.cuh"
 #include "experts/portable/staged_tile.cuh"
@@ -23,20 +23,20 @@ namespace anabranch::cuda::portable {
 
 // What a product is made of. Scheduler: which tiles there are, made of Tiles (cuda/tiles/), with columns counted in
 // tiles. Epilogue: what becomes of the accumulators, called with a StagedTile by all threads of the block.
-template <class Shape_, class Element_, Precision kPrecision_, class FactorA_, class FactorB_, class Tiles_,
+template <class Shape_, class Element_, Precision kPrecision_, class OperandA_, class OperandB_, class Tiles_,
           class Scheduler_, class Epilogue_>
 struct Product {
   using Shape = Shape_;
   using Element = Element_;
   static constexpr Precision kPrecision = kPrecision_;
-  using FactorA = FactorA_;
-  using FactorB = FactorB_;
+  using OperandA = OperandA_;
+  using OperandB = OperandB_;
   using Tiles = Tiles_;
   using Scheduler = Scheduler_;
   using Epilogue = Epilogue_;
 
-  FactorA a;
-  FactorB b;
+  OperandA a;
+  OperandB b;
   Epilogue epilogue;
   Tiles tiles;
   RowMap map;                // of the rows of tiles, for products over rows
@@ -67,26 +67,27 @@ struct alignas(256) SharedMemory {
   Tile tile;
   int32_t slots[Shape::kRows];  // of the tile's rows; -1: padding, or not of an expert
 
-  static_assert(sizeof(stages) >= kStagedBytes<Shape> + Shape::kRows * sizeof(float));
+  static_assert(sizeof(stages) >= kStagedBytes<Shape> + Shape::kRows * sizeof(float),
+                "the epilogue reuses the memory of the stages for the staged tile and the weights of its rows");
 };
 // What a block takes of a multiprocessor's.
 template <class Shape>
 constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<Shape>)) + (1 << 10);
 constexpr int kLeastSharedBytes = 100 << 10;  // that a multiprocessor has
-static_assert(2 * kSharedBytes<LargeTile> <= kLeastSharedBytes);
-static_assert(kSharedBytes<SplitTile> <= kLeastSharedBytes);
-static_assert(2 * kSharedBytes<SmallTile> <= kLeastSharedBytes);
+static_assert(2 * kSharedBytes<LargeTile> <= kLeastSharedBytes, "two CTAs fit an SM with 100 KiB");
+static_assert(kSharedBytes<SplitTile> <= kLeastSharedBytes, "one CTA fits an SM with 100 KiB");
+static_assert(2 * kSharedBytes<SmallTile> <= kLeastSharedBytes, "two CTAs fit an SM with 100 KiB");
 
 template <class P>
 class GroupedProduct {
   using Shape = typename P::Shape;
   using Element = typename P::Element;
-  using CopyA = Copy<typename P::FactorA, Element, Shape::kRows, Shape::kThreads>;
-  using CopyB = Copy<typename P::FactorB, Element, kTileColumns, Shape::kThreads>;
-  static constexpr bool kFoursA = kByFours<P::FactorA::kMajor, sizeof(Element)>;
-  static constexpr bool kFoursB = kByFours<P::FactorB::kMajor, sizeof(Element)>;
+  using CopyA = Copy<typename P::OperandA, Element, Shape::kRows, Shape::kThreads>;
+  using CopyB = Copy<typename P::OperandB, Element, kTileColumns, Shape::kThreads>;
+  static constexpr bool kFoursA = kByFours<P::OperandA::kMajor, sizeof(Element)>;
+  static constexpr bool kFoursB = kByFours<P::OperandB::kMajor, sizeof(Element)>;
   using Staged = StagedTile<Staging<Shape, kFoursA, kFoursB>>;
-  using Warp = WarpProduct<Shape, Element, P::kPrecision, P::FactorA::kMajor, P::FactorB::kMajor>;
+  using Warp = WarpProduct<Shape, Element, P::kPrecision, P::OperandA::kMajor, P::OperandB::kMajor>;
 
  public:
   __device__ GroupedProduct(const P& product, SharedMemory<Shape>& shared)
@@ -99,7 +100,7 @@ class GroupedProduct {
     TilesInColumns<P> scheduler(p_);
     for (int n = 0; next_of_block(scheduler, n, shared_.tile); ++n) {
       float weight = 1.0f;  // of the thread's row
-      if constexpr (P::FactorA::kMajor == Major::k) weight = find_slots(shared_.tile);
+      if constexpr (P::OperandA::kMajor == Major::k) weight = find_slots(shared_.tile);
       Accumulators<Shape> acc = {};
       multiply(shared_.tile, acc);
       store(acc, weight);
@@ -116,7 +117,7 @@ class GroupedProduct {
 
   // A row each of the tile's threads; returns the weight of it.
   __device__ float find_slots(const Tile& tile) {
-    static_assert(Shape::kRows <= Shape::kThreads);
+    static_assert(Shape::kRows <= Shape::kThreads, "one thread looks up one row");
     float weight = 0.0f;
     if (thread() < Shape::kRows) {
       const int32_t row = tile.row + thread();
@@ -146,7 +147,7 @@ class GroupedProduct {
     }
   }
 
-  // kAligned: both factors are copied 16 bytes at a time. kMultiplies: or there is nothing to do for this warp but to
+  // kAligned: both operands are copied 16 bytes at a time. kMultiplies: or there is nothing to do for this warp but to
   // copy. There is no branch in it, so that copies and products mix; copies past the last k-block write zeros.
   template <bool kAligned, bool kMultiplies>
   __device__ __forceinline__ void run_main_loop(const Tile& tile, Accumulators<Shape>& acc) {

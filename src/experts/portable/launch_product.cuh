@@ -1,11 +1,11 @@
-// Launches grouped products, and describes their factors.
+// Launches grouped products, and describes their operands.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
 #include "core/cuda/vector.cuh"
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/portable/kernel.cuh"
 
 namespace anabranch::cuda::portable {
@@ -52,10 +52,11 @@ MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_
 
 constexpr int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
-// A product over the rows of groups whose factor B stands either way.
+// A product over the rows of groups whose operand B stands either way.
 template <class Element, Precision kPrecision, TileChoice kTile, Major kMajorB, class Epilogue>
-using RowsProductOf = Product<TileOf<Element, kPrecision, kTile>, Element, kPrecision, RowFactor, WeightFactor<kMajorB>,
-                              RowTiles, RowTileScheduler<TileOf<Element, kPrecision, kTile>::kRows, 1>, Epilogue>;
+using RowsProductOf =
+    Product<TileOf<Element, kPrecision, kTile>, Element, kPrecision, RowOperand, WeightOperand<kMajorB>, RowTiles,
+            RowTileScheduler<TileOf<Element, kPrecision, kTile>::kRows, 1>, Epilogue>;
 
 // tile_columns: of `columns` of the result, as the epilogue counts them.
 template <class P>

@@ -2,7 +2,7 @@
 // files of its own, made by CMake (cmake/portable.cmake), so that kernels compile side by side.
 #pragma once
 
-#include "experts/cuda/segments.h"
+#include "experts/cuda/ops/tiles/segments.h"
 #include "experts/portable/products.h"
 #include "experts/portable/tile_shape.h"
 

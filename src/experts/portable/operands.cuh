@@ -1,12 +1,12 @@
-// Where the factors of a product stand in device memory, and how a block copies their k-blocks to shared memory: 16
+// Where the operands of a GEMM lie in device memory, and how a block copies their k-blocks to shared memory: 16
 // bytes at a time from addresses that are multiples of 16, else in smaller pieces. What is not there is zero.
 #pragma once
 
 #include "core/cuda/copy_groups.cuh"
 #include "core/cuda/keep.cuh"
 #include "core/cuda/shared.cuh"
-#include "experts/cuda/row_map.h"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/tiles/tile.cuh"
 #include "experts/portable/shared_tile.h"
 
 namespace anabranch::cuda::portable {
@@ -19,8 +19,8 @@ struct MatrixRows {
   int32_t copy_bytes = 0;    // 16, 8, 4 or 2: by which every row can be copied
 };
 
-// Factor A of a product over the rows of groups; k are columns.
-struct RowFactor {
+// Operand A of a product over the rows of groups; k are columns.
+struct RowOperand {
   static constexpr Major kMajor = Major::k;
   MatrixRows rows;
   RowMap map;
@@ -33,10 +33,10 @@ struct ColumnPlace {
   int32_t left;
 };
 
-// Factor B of it, an expert's weights. A tile's columns are those of one part of `columns` columns; or half of them are
-// the gate's, the other half the same columns of the up part.
+// Operand B of it, an expert's weights. A tile's columns are those of one part of `columns` columns; or half of them
+// are the gate's, the other half the same columns of the up part.
 template <Major kMajor_>
-struct WeightFactor {
+struct WeightOperand {
   static constexpr Major kMajor = kMajor_;
   MatrixRows rows;
   int32_t columns = 0;       // of a part
@@ -52,9 +52,9 @@ struct WeightFactor {
   }
 };
 
-// A factor of a gradient of weights: rows are the k dimension, their columns rows or columns of the result.
+// An operand of a gradient of weights: rows are the k dimension, their columns rows or columns of the result.
 template <Side kSide_>
-struct SumFactor {
+struct SumOperand {
   static constexpr Major kMajor = Major::mn;
   static constexpr Side kSide = kSide_;
   MatrixRows rows;
@@ -112,14 +112,14 @@ class CopyByK {
 
  public:
   // slots: of the tile's rows, in shared memory; -1: none.
-  __device__ CopyByK(const RowFactor& from, const Tile& tile, const int32_t* slots) {
+  __device__ CopyByK(const RowOperand& from, const Tile& tile, const int32_t* slots) {
     begin(from.rows, tile, [&](int row) {
       const int32_t slot = slots[row];
       if (slot < 0) return -1;
       return from.gathered ? from.map.source_of(slot) : tile.row + row;
     });
   }
-  __device__ CopyByK(const WeightFactor<Major::k>& from, const Tile& tile, const int32_t*) {
+  __device__ CopyByK(const WeightOperand<Major::k>& from, const Tile& tile, const int32_t*) {
     begin(from.rows, tile, [&](int n) {
       const auto place = from.place(tile, n);
       return place.left > 0 ? place.column : -1;
@@ -164,15 +164,15 @@ class CopyByK {
 };
 
 // Operands whose sides are next to next: a thread has the same columns of another row in every k-block.
-template <class Factor, class Element, int kSides, int kThreads>
+template <class Operand, class Element, int kSides, int kThreads>
 class CopyByMn {
-  static constexpr bool kMayGather = requires(const Factor& factor) { factor.gathered; };
+  static constexpr bool kMayGather = requires(const Operand& operand) { operand.gathered; };
   using Place = SharedTile<Major::mn, sizeof(Element), kSides>;
   using Plan = CopyPlan<Place, kThreads>;
   static constexpr int kHalf = Plan::kPasses / 2;  // passes of a half of the tile's columns
 
  public:
-  __device__ CopyByMn(const Factor& from, const Tile& tile, const int32_t*) : factor_(from), end_k_(tile.end_k) {
+  __device__ CopyByMn(const Operand& from, const Tile& tile, const int32_t*) : operand_(from), end_k_(tile.end_k) {
     offset_ = (tile.k + Plan::row(thread(), 0)) * from.rows.row_bytes;
     const char* const data = from.rows.data + max(tile.expert, 0) * from.rows.matrix_bytes;
 #pragma unroll
@@ -191,14 +191,14 @@ class CopyByMn {
     bool is_there = row < end_k_;
     int64_t offset = offset_;
     if constexpr (kMayGather) {
-      if (factor_.gathered) {
-        const int32_t slot = factor_.map.checked(slot_);
+      if (operand_.gathered) {
+        const int32_t slot = operand_.map.checked(slot_);
         is_there = slot >= 0;
-        offset = factor_.map.source_of(max(slot, 0)) * factor_.rows.row_bytes;
+        offset = operand_.map.source_of(max(slot, 0)) * operand_.rows.row_bytes;
         find(k + kDepth<Element>);  // it has arrived when the next k-block begins
       }
     }
-    offset_ += kDepth<Element> * factor_.rows.row_bytes;
+    offset_ += kDepth<Element> * operand_.rows.row_bytes;
 #pragma unroll
     for (int pass = 0; pass < Plan::kPasses; ++pass) {
       const int half = pass / kHalf;
@@ -214,14 +214,14 @@ class CopyByMn {
   // Reads the slot of the thread's row of the k-block from k on; nothing here waits for it.
   __device__ __forceinline__ void find(int32_t k) {
     if constexpr (kMayGather) {
-      if (!factor_.gathered) return;
+      if (!operand_.gathered) return;
       const int32_t row = k + Plan::row(thread(), 0);
       slot_ = -1;
-      if (row < end_k_) slot_ = factor_.map.slots[row];
+      if (row < end_k_) slot_ = operand_.map.slots[row];
     }
   }
 
-  const Factor& factor_;
+  const Operand& operand_;
   int32_t end_k_;
   int32_t slot_ = -1;    // of the thread's row of the next k-block, as it stands in memory
   int64_t offset_;       // of the thread's row, where rows are not gathered
@@ -229,16 +229,16 @@ class CopyByMn {
   int32_t left_[2];      // bytes that there are from it on
 };
 
-template <class Factor, class Element, int kSides, int kThreads>
+template <class Operand, class Element, int kSides, int kThreads>
 struct CopyOf {
-  using type = CopyByMn<Factor, Element, kSides, kThreads>;
+  using type = CopyByMn<Operand, Element, kSides, kThreads>;
 };
-template <class Factor, class Element, int kSides, int kThreads>
-  requires(Factor::kMajor == Major::k)
-struct CopyOf<Factor, Element, kSides, kThreads> {
+template <class Operand, class Element, int kSides, int kThreads>
+  requires(Operand::kMajor == Major::k)
+struct CopyOf<Operand, Element, kSides, kThreads> {
   using type = CopyByK<Element, kSides, kThreads>;
 };
-template <class Factor, class Element, int kSides, int kThreads>
-using Copy = typename CopyOf<Factor, Element, kSides, kThreads>::type;
+template <class Operand, class Element, int kSides, int kThreads>
+using Copy = typename CopyOf<Operand, Element, kSides, kThreads>::type;
 
 }  // namespace anabranch::cuda::portable

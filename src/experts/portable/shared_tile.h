@@ -65,7 +65,8 @@ struct CopyPlan<SharedTile<Major::k, kElementBytes, kSides>, kThreads> {
   using Tile = SharedTile<Major::k, kElementBytes, kSides>;
   static constexpr int kRowStep = kThreads / Tile::kRowChunks;
   static constexpr int kPasses = Tile::kRows / kRowStep;
-  static_assert(kThreads % Tile::kRowChunks == 0 && Tile::kRows % kRowStep == 0 && kRowStep % 8 == 0);
+  static_assert(kThreads % Tile::kRowChunks == 0 && Tile::kRows % kRowStep == 0 && kRowStep % 8 == 0,
+                "a pass copies whole groups of 8 rows");
 
   AB_INLINE static constexpr int chunk(int thread, int /*pass*/) { return thread % Tile::kRowChunks; }
   AB_INLINE static constexpr int row(int thread, int pass) { return thread / Tile::kRowChunks + pass * kRowStep; }
@@ -76,7 +77,8 @@ struct CopyPlan<SharedTile<Major::mn, kElementBytes, kSides>, kThreads> {
   using Tile = SharedTile<Major::mn, kElementBytes, kSides>;
   static constexpr int kChunkStep = kThreads / Tile::kRows;
   static constexpr int kPasses = Tile::kRowChunks / kChunkStep;
-  static_assert(kThreads % Tile::kRows == 0 && Tile::kRowChunks % (2 * kChunkStep) == 0 && Tile::kRows % 8 == 0);
+  static_assert(kThreads % Tile::kRows == 0 && Tile::kRowChunks % (2 * kChunkStep) == 0 && Tile::kRows % 8 == 0,
+                "a pass copies as many chunks of every row");
 
   AB_INLINE static constexpr int chunk(int thread, int pass) { return thread % kChunkStep + pass * kChunkStep; }
   AB_INLINE static constexpr int row(int thread, int /*pass*/) {

@@ -5,7 +5,7 @@
 
 #include "core/cuda/shared.cuh"
 #include "core/cuda/vector.cuh"
-#include "experts/cuda/tiles/tile.cuh"
+#include "experts/cuda/ops/tiles/tile.cuh"
 #include "experts/portable/shared_tile.h"
 
 namespace anabranch::cuda::portable {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_staged(uint32_t place, int column, Neighbou
 template <class T, int kEach>
 __device__ __forceinline__ void load_row(const T* from, int count, bool aligned, Neighbours<kEach>& values) {
   constexpr int kOfVector = kAccessBytes / static_cast<int>(sizeof(T));
-  static_assert(kEach % kOfVector == 0);
+  static_assert(kEach % kOfVector == 0, "a thread stores whole vectors");
   if (aligned && count >= kEach) {
 #pragma unroll
     for (int i = 0; i < kEach; i += kOfVector) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_row(const T* from, int count, bool aligned,
 template <class T, int kEach>
 __device__ __forceinline__ void store_row(const Neighbours<kEach>& values, T* to, int count, bool aligned) {
   constexpr int kOfVector = kAccessBytes / static_cast<int>(sizeof(T));
-  static_assert(kEach % kOfVector == 0);
+  static_assert(kEach % kOfVector == 0, "a thread stores whole vectors");
   if (aligned && count >= kEach) {
 #pragma unroll
     for (int i = 0; i < kEach; i += kOfVector) {

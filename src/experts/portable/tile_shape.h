@@ -38,7 +38,8 @@ struct TileShape {
   static constexpr int kFragmentsAcross = kColumnsOfWarp / kFragmentColumns;
   static constexpr int kBytesA = kRows * kDepthBytes;
   static constexpr int kBytesB = kTileColumns * kDepthBytes;
-  static_assert(kRowsOfWarp % (2 * kFragmentRows) == 0 && kColumnsOfWarp % (4 * kFragmentColumns) == 0);
+  static_assert(kRowsOfWarp % (2 * kFragmentRows) == 0 && kColumnsOfWarp % (4 * kFragmentColumns) == 0,
+                "a warp loads fragments of A in pairs and of B in fours");
 };
 
 // A warp has 64 x 64, for which it reads half as much from shared memory as for four of 32 x 32. Three stages are what

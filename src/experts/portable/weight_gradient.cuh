@@ -1,7 +1,7 @@
 // Launches gradients of weights.
 #pragma once
 
-#include "experts/cuda/tiles/segment_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/segment_tile_scheduler.cuh"
 #include "experts/portable/launch_product.cuh"
 #include "experts/portable/launchers.h"
 #include "experts/portable/weight_gradient_epilogue.cuh"
@@ -13,14 +13,14 @@ ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& b
                                  int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
   using Shape = TileOf<Element, kPrecision, kTile>;
-  Product<Shape, Element, kPrecision, SumFactor<Side::rows>, SumFactor<Side::columns>, SegmentTiles,
+  Product<Shape, Element, kPrecision, SumOperand<Side::rows>, SumOperand<Side::columns>, SegmentTiles,
           SegmentTileScheduler<Shape::kRows, 1>, WeightGradientEpilogue<Element>>
       product;
-  const auto prepare = [&](auto& factor, const Floats& rows, bool gathered, int64_t columns) {
-    factor.rows = matrix_rows<Element>(rows.data, columns, 0);
-    factor.map = g.map;
-    factor.gathered = gathered && g.map.by_slot;
-    factor.columns = static_cast<int32_t>(columns);
+  const auto prepare = [&](auto& operand, const Floats& rows, bool gathered, int64_t columns) {
+    operand.rows = matrix_rows<Element>(rows.data, columns, 0);
+    operand.map = g.map;
+    operand.gathered = gathered && g.map.by_slot;
+    operand.columns = static_cast<int32_t>(columns);
   };
   prepare(product.a, g.x, g.gathers_x, g.D);
   prepare(product.b, g.d_y, g.gathers_d_y, g.N);

@@ -24,19 +24,7 @@ constexpr Step kSteps[] = {
     {"stores of accumulators", stores_of_subtiles},
     {"gathered rows", gathered_rows},
     {"tiles of groups", tiles_of_groups},
-    {"products of one tile", products_of_one_tile},
-    {"products of groups", products_of_groups},
-    {"products repeat", products_repeat},
     {"sequences of products", sequences_of_products},
-    {"rate of products", rate_of_products},
-    {"segments of groups", segments_of_groups},
-    {"gathered rows as k", gathered_rows_as_k},
-    {"gradients of groups", gradients_of_groups},
-    {"gradients repeat", gradients_repeat},
-    {"rate of gradients", rate_of_gradients},
-    {"up products", up_products},
-    {"hidden gradients", hidden_gradients},
-    {"products with bias and weights", products_with_bias_and_weights},
 };
 constexpr int kMostSeconds = 120;  // of a step
 constexpr int kCount = static_cast<int>(std::size(kSteps));

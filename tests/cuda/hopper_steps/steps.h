@@ -22,25 +22,13 @@ struct Step {
   int (*run)();
 };
 
-int tensor_maps();         // tensor_map.h: the driver takes the maps
-int wgmma_panels();        // descriptors, majors, widths
-int loads_of_boxes();      // TMA to shared memory, swizzle, windows, zeros outside
-int stores_of_subtiles();  // accumulators to memory, windows
-int gathered_rows();       // cp.async to shared memory, indices out of range
-int tiles_of_groups();     // every tile once
-int products_of_one_tile();
-int products_of_groups();
-int products_repeat();
-int sequences_of_products();  // many tiles a block, launch upon launch, sums of all lengths around the ring's
-int rate_of_products();
-int segments_of_groups();  // every row once, partial results numbered
-int gathered_rows_as_k();  // cp.async of rows that are the k dimension, indices out of range
-int gradients_of_groups();
-int gradients_repeat();
-int rate_of_gradients();
-int up_products();       // the activation in the epilogue, biases, weights, padding
-int hidden_gradients();  // in place and not, dots
-int products_with_bias_and_weights();
+int tensor_maps();            // tensor_map.h: the driver takes the maps
+int wgmma_panels();           // descriptors, majors, widths
+int loads_of_boxes();         // TMA to shared memory, swizzle, windows, zeros outside
+int stores_of_subtiles();     // accumulators to memory, windows
+int gathered_rows();          // cp.async to shared memory, indices out of range
+int tiles_of_groups();        // every tile once
+int sequences_of_products();  // many tiles per CTA, launch after launch, contractions shorter and longer than the ring
 
 #define STEP_CUDA(expression)                                                                              \
   do {                                                                                                     \

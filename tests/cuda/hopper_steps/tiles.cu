@@ -3,7 +3,7 @@
 #include <map>
 #include <tuple>
 
-#include "experts/cuda/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "steps.h"
 
 namespace anabranch::steps {

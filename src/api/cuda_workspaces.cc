@@ -1,0 +1,137 @@
+// Bounds of the CUDA operations' workspaces, from the functions by which these lay them out.
+#include "anabranch/cuda_workspaces.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <utility>
+
+#include "balance/token_tiles.h"
+#include "core/ieee.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+#include "dispatch/workspace_sizes.h"
+#include "experts/cuda/ops/workspace_sizes.h"
+#include "router/token_scale.h"
+
+namespace anabranch::cuda {
+namespace {
+
+using Array = std::initializer_list<Axis>;
+
+// Of 4 bytes an element, as large as any that the bounds are made of.
+ab_status check_array(const Array& axes) {
+  int64_t bytes = 4;
+  for (const auto& [name, size] : axes) {
+    if (size < 0) return AB_INVALID("%s: got %lld, expected 0 or more", name, static_cast<long long>(size));
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes) || bytes > kMostBytes) {
+      return AB_INVALID("%s: got %lld, expected axes whose product makes at most 2^56 bytes", name,
+                        static_cast<long long>(size));
+    }
+  }
+  return ok();
+}
+
+ab_status check_float(const char* name, int32_t dtype) {
+  if (dtype == AB_FLOAT32 || dtype == AB_BFLOAT16 || dtype == AB_FLOAT16) return ok();
+  return AB_INVALID("%s: got ab_dtype %d, expected float16, bfloat16 or float32", name, dtype);
+}
+
+// Answers with what `bound` computes of sizes that are those of such arrays.
+template <class Bound>
+ab_status answer(std::initializer_list<Array> arrays, size_t* bytes, const Bound& bound) {
+  const ScopedIeeeArithmetic ieee;
+  if (bytes == nullptr) return AB_INVALID("bytes: got NULL, expected room for a size");
+  for (const Array& array : arrays) AB_RETURN_IF_ERROR(check_array(array));
+  return report_workspace(bound(), bytes);
+}
+
+// Operands of two dtypes are converted to float32, and d_w may have a third dtype.
+size_t weight_gradient_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype, int32_t d_y_dtype) {
+  Workspace workspace;
+  if (x_dtype != d_y_dtype) {
+    for (const auto& [rows, columns] : {std::pair{R, D}, {R, N}, {E * D, N}}) {
+      workspace.take_rows(rows, columns, AB_FLOAT32);
+    }
+  }
+  workspace.take_bytes(weight_gradient_bytes(R, E, D, N));
+  return workspace.size();
+}
+
+}  // namespace
+}  // namespace anabranch::cuda
+
+using namespace anabranch;
+
+extern "C" {
+
+ab_status ab_cuda_statistics_workspace_bound(int64_t T, int64_t B, int64_t E, size_t* bytes) {
+  return cuda::answer({{{"T", T}, {"E", E}}, {{"B", B}, {"E", E}}}, bytes,
+                      [&] { return cuda::most_partials_bytes(T, B, E); });
+}
+
+ab_status ab_cuda_quantile_workspace_bound(int64_t T, size_t* bytes) {
+  return cuda::answer({{{"T", T}}}, bytes, [&] { return cuda::token_scale_bytes(T); });
+}
+
+ab_status ab_cuda_plan_workspace_bound(int64_t slots, int64_t E, size_t* bytes) {
+  return cuda::answer({{{"slots", slots}}, {{"E", E}}}, bytes,
+                      [&] { return cuda::plan_bytes(cuda::SlotBlocks(slots, E), E); });
+}
+
+ab_status ab_cuda_sort_chunks_workspace_bound(int64_t S, size_t* bytes) {
+  return cuda::answer({{{"S", S}}}, bytes, [&] { return cuda::sort_chunks_bytes(S); });
+}
+
+ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype,
+                                                    int32_t d_y_dtype, size_t* bytes) {
+  AB_RETURN_IF_ERROR(cuda::check_float("x_dtype", x_dtype));
+  AB_RETURN_IF_ERROR(cuda::check_float("d_y_dtype", d_y_dtype));
+  return cuda::answer({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes,
+                      [&] { return cuda::weight_gradient_bound(R, E, D, N, x_dtype, d_y_dtype); });
+}
+
+ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t backward,
+                                                         int32_t dtype, size_t* bytes) {
+  const bool fp8 = dtype == AB_FLOAT8_E4M3;
+  if (!fp8) AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
+  return cuda::answer({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes, [&] {
+    return cuda::rows_bytes(R, cuda::combined_columns(R, E, N, D, backward != 0, fp8), fp8 ? AB_BFLOAT16 : dtype);
+  });
+}
+
+ab_status ab_cuda_fp8_rows_workspace_bound(int64_t R, int64_t D, size_t* bytes) {
+  return cuda::answer({{{"R", R}, {"D", D}}}, bytes, [&] { return cuda::fp8_rows_bytes(R, D); });
+}
+
+ab_status ab_cuda_expert_ffn_forward_workspace_bound(int64_t R, int64_t F, int32_t dtype, size_t* bytes) {
+  AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
+  return cuda::answer({{{"R", R}, {"F", F}}}, bytes, [&] { return cuda::rows_bytes(R, F, dtype); });
+}
+
+ab_status ab_cuda_expert_ffn_backward_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t P, int64_t F,
+                                                      int32_t dtype, int32_t d_dtype, int32_t needs, size_t* bytes) {
+  AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
+  AB_RETURN_IF_ERROR(cuda::check_float("d_dtype", d_dtype));
+  constexpr int32_t kNeeds =
+      AB_CUDA_NEED_WEIGHTED_A | AB_CUDA_NEED_D_WEIGHTS | AB_CUDA_NEED_D_W_OUT | AB_CUDA_NEED_D_W_IN;
+  if ((needs & ~kNeeds) != 0) return AB_INVALID("needs: got %d, expected 0 to %d", needs, kNeeds);
+  return cuda::answer(
+      {{{"R", R}, {"D", D}}, {{"R", R}, {"P", P}, {"F", F}}, {{"E", E}, {"D", D}, {"P", P}, {"F", F}}}, bytes, [&] {
+        const int64_t N = P * F;
+        Workspace workspace;
+        if ((needs & AB_CUDA_NEED_WEIGHTED_A) != 0) workspace.take_rows(R, F, dtype);
+        if (d_dtype != dtype) workspace.take_rows(R, D, dtype);
+        size_t step = 0;  // the largest; they come one after the other
+        if ((needs & AB_CUDA_NEED_D_WEIGHTS) != 0) step = cuda::dots_bytes(R, F);
+        if ((needs & AB_CUDA_NEED_D_W_OUT) != 0) {
+          step = std::max({step, cuda::weight_gradient_bytes(R, E, F, D), cuda::bias_gradient_bytes(R, E, D)});
+        }
+        if ((needs & AB_CUDA_NEED_D_W_IN) != 0) {
+          step = std::max({step, cuda::weight_gradient_bytes(R, E, D, N), cuda::bias_gradient_bytes(R, E, N)});
+        }
+        workspace.take_bytes(step);
+        return workspace.size();
+      });
+}
+
+}  // extern "C"

@@ -1,0 +1,52 @@
+// Products of float8_e4m3fn with float32 scales of blocks of 128 elements, on Hopper's tensor cores.
+#pragma once
+
+#include "experts/block_scale.h"
+#include "experts/cuda/ops/hidden_gradient.h"
+#include "experts/cuda/ops/rows_product.h"
+#include "experts/cuda/ops/up.h"
+
+namespace anabranch::cuda {
+
+// Rows of K elements, a scale for every 128 neighbours of a row.
+struct Fp8Rows {
+  const void* values = nullptr;   // [rows, K]
+  const float* scales = nullptr;  // [rows, K / 128]
+};
+
+// Rows that a product writes.
+struct Fp8Output {
+  void* values = nullptr;
+  float* scales = nullptr;
+  bool power_of_two = false;  // scales are
+};
+
+// Operand B of a GEMM, K-major. There is one scale per 128 x 128 elements of an expert and part; offsets of scales are
+// in elements.
+struct Fp8Weights {
+  const void* values = nullptr;  // [E, P, columns, K], or [E, columns, K]
+  const float* scales = nullptr;
+  int64_t count = 0;       // of scales, from `scales` on
+  int64_t of_expert = 0;   // from expert to expert
+  int64_t of_k = 0;        // from 128 of K to the next
+  int64_t of_columns = 0;  // from 128 columns to the next
+  int64_t of_part = 0;     // from gate to up
+};
+
+// The phases with operands and results of 8 bits, in addition to the fields of their 16-bit forms; `a` is e4m3 only.
+struct Fp8Up : Up {
+  Fp8Rows x8;  // gathered
+  Fp8Weights w8;
+  Fp8Output a8;
+};
+struct Fp8RowsProduct : RowsProduct {
+  Fp8Rows x8;
+  Fp8Weights w8;
+};
+struct Fp8HiddenGradient : HiddenGradient {
+  Fp8Rows d_y8;  // gathered
+  Fp8Weights w8;
+  Fp8Output dh8;  // [R, P, F], gate before up; or none
+};
+
+}  // namespace anabranch::cuda

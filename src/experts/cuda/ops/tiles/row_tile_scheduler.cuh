@@ -1,0 +1,108 @@
+// The tile scheduler of products over the rows of groups.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda/cluster.cuh"
+#include "experts/cuda/ops/tiles/group_bounds.cuh"
+#include "experts/cuda/ops/tiles/tile.cuh"
+
+namespace anabranch::cuda {
+
+// A product out[R, columns] of groups of rows, cut into tiles.
+struct RowTiles {
+  Groups groups;
+  int32_t k;  // of the contraction: the columns of the left operand
+  int32_t column_tiles;
+  bool skips_rest = false;  // no tiles of the rows past the groups
+};
+
+// At most this many tiles of kRows rows there are over R rows in E groups: rows past the groups are one group more.
+constexpr int64_t most_row_tiles(int64_t R, int64_t E, int64_t rows) { return (R + rows - 1) / rows + E + 1; }
+
+// Tiles in one order for all blocks: expert after expert, within an expert as in place_of(). Used by one whole warp.
+//
+// A cluster of two blocks takes pairs of tiles: one below the other, whose weights are multicast. If that leaves a
+// last row of tiles, its tiles are pairs of neighbours, the last of which may stand past the columns and have no rows.
+// Without clusters a pair is one tile.
+template <int kRows, int kColumns, int kBlocks = 1>
+class RowTileScheduler {
+  static_assert(kBlocks == 1 || kBlocks == 2, "a cluster has one or two CTAs");
+
+ public:
+  __device__ explicit RowTileScheduler(const RowTiles& tiles) : tiles_(tiles), bounds_(tiles.groups) { count_pairs(); }
+
+  // The block's n-th tile, one after another: clusters take them in turn.
+  __device__ Tile next(int n) {
+    return at(static_cast<int32_t>(blockIdx.x) / kBlocks + n * (static_cast<int32_t>(gridDim.x) / kBlocks));
+  }
+
+  // The block's tile of the index-th pair; indices must not decrease from call to call.
+  __device__ Tile at(int32_t index) {
+    while (index >= end_pair()) {
+      if (bounds_.first() + kWarp > tiles_.groups.E) return {.expert = kNoTile};
+      bounds_.move_on();
+      count_pairs();
+    }
+    const unsigned ends_later = __ballot_sync(kAllLanes, index < lane_end_pair_);
+    const int lane = __ffs(static_cast<int>(ends_later)) - 1;
+    const int32_t begin = __shfl_sync(kAllLanes, bounds_.begin(), lane);
+    const int32_t end = __shfl_sync(kAllLanes, bounds_.end(), lane);
+    const int32_t row_tiles = tiles_of(end - begin);
+    const int32_t in_group = index - (__shfl_sync(kAllLanes, lane_end_pair_, lane) - pairs_of(row_tiles));
+    const int32_t multicasting = row_tiles / kBlocks * tiles_.column_tiles;
+    const auto block = static_cast<int32_t>(block_in_cluster<kBlocks>());
+    TilePlace place;
+    if (kBlocks == 1 || in_group < multicasting) {
+      place = place_of<kBandTiles / kBlocks>(in_group, row_tiles / kBlocks, tiles_.column_tiles);
+      place.row = place.row * kBlocks + block;
+    } else {
+      place = {row_tiles - 1, (in_group - multicasting) * kBlocks + block};
+    }
+    const bool zero = bounds_.first() + lane == tiles_.groups.E;
+    const int32_t k = zero ? 0 : tiles_.k;
+    const int32_t row = begin + place.row * kRows;
+    return {.expert = zero ? kNoExpert : bounds_.first() + lane,
+            .row = row,
+            .end_row = place.column < tiles_.column_tiles ? end : row,
+            .column = place.column * kColumns,
+            .k = 0,
+            .end_k = k,
+            .k_blocks = (k + kBlockK - 1) / kBlockK,
+            .first_k_block = 0,
+            .partial = kWhole,
+            .multicasts_b = in_group < multicasting};
+  }
+
+ private:
+  static __device__ int32_t tiles_of(int32_t rows) {
+    return static_cast<int32_t>((static_cast<uint32_t>(rows) + kRows - 1) / kRows);
+  }
+
+  __device__ int32_t pairs_of(int32_t row_tiles) const {
+    const int32_t last_row = row_tiles % kBlocks == 0 ? 0 : (tiles_.column_tiles + kBlocks - 1) / kBlocks;
+    return row_tiles / kBlocks * tiles_.column_tiles + last_row;
+  }
+
+  // Where the pairs of the lanes' groups end.
+  __device__ void count_pairs() {
+    const int32_t pairs_before = end_pair();
+    const bool skipped = tiles_.skips_rest && bounds_.first() + lane_index() == tiles_.groups.E;
+    lane_end_pair_ = skipped ? 0 : pairs_of(tiles_of(bounds_.end() - bounds_.begin()));
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int32_t before = __shfl_up_sync(kAllLanes, lane_end_pair_, distance);
+      if (lane_index() >= distance) lane_end_pair_ += before;
+    }
+    lane_end_pair_ += pairs_before;
+  }
+
+  // Of the groups that have been read.
+  __device__ int32_t end_pair() const { return __shfl_sync(kAllLanes, lane_end_pair_, kWarp - 1); }
+
+  RowTiles tiles_;
+  GroupBounds bounds_;
+  int32_t lane_end_pair_ = 0;
+};
+
+}  // namespace anabranch::cuda

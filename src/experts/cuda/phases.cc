@@ -1,0 +1,88 @@
+#include "experts/cuda/phases.h"
+
+#include "experts/cuda/clear_padding.h"
+#include "experts/cuda/path.h"
+#include "experts/few_rows/products.h"
+#include "experts/hopper/fp8_products.h"
+
+namespace anabranch::cuda {
+namespace {
+
+template <class Operation>
+ab_status check_fp8(const Operation& operation, const Device& device) {
+  const PathChoice choice = first_path(device);
+  const bool first = choice.path == Path::hopper;
+  const char* why_not = first ? hopper::why_not(operation) : choice.why_not_hopper;
+  if (first && why_not == nullptr) return ok();
+  return error(AB_UNSUPPORTED,
+               "precision: got AB_PRECISION_FP8, expected another one, since Hopper's kernels can't: %s", why_not);
+}
+
+}  // namespace
+
+ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream) {
+  if (up.s.R * up.s.F == 0) return ok();
+  const int multiprocessors = device.multiprocessors;
+  if (few_rows::takes(up)) return few_rows::launch_gemm(up, multiprocessors, stream);
+  if (choose_path(up, device).path == Path::portable) return portable::launch_gemm(up, multiprocessors, stream);
+  return hopper::launch_gemm(up, hopper::choose_tile(up, multiprocessors), multiprocessors, stream);
+}
+
+ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaStream_t stream) {
+  if (p.R * p.N == 0) return ok();
+  const int multiprocessors = device.multiprocessors;
+  if (few_rows::takes(p)) return few_rows::launch_gemm(p, multiprocessors, stream);
+  if (choose_path(p, device).path == Path::portable) return portable::launch_gemm(p, multiprocessors, stream);
+  AB_RETURN_IF_ERROR(hopper::launch_gemm(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
+  // Without weights Hopper's epilogue multiplies the zeros of padding by weights that may be NaN, and adds the bias.
+  if (p.scales() || p.weighs_bias() || p.skips_rest) return ok();
+  return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
+}
+
+ab_status compute_hidden_gradient(const HiddenGradient& g, const Device& device, cudaStream_t stream) {
+  const bool wanted = g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
+  if (!wanted || g.s.R * g.s.F == 0) return ok();
+  const int multiprocessors = device.multiprocessors;
+  if (choose_path(g, device).path == Path::portable) return portable::launch_gemm(g, multiprocessors, stream);
+  return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), multiprocessors, stream);
+}
+
+int64_t dot_parts(const HiddenGradient& g, const Device& device) {
+  if (choose_path(g, device).path == Path::portable) return portable::parts_of_dots(g);
+  return hopper::parts_of_dots(g, hopper::choose_tile(g, device.multiprocessors));
+}
+
+ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device, cudaStream_t stream) {
+  if (g.E * g.D * g.N == 0) return ok();
+  const int multiprocessors = device.multiprocessors;
+  if (choose_path(g, device).path == Path::portable)
+    return portable::launch_gemm(g, workspace, multiprocessors, stream);
+  return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), workspace, multiprocessors, stream);
+}
+
+ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream) {
+  if (up.s.R * up.s.F == 0) return ok();
+  AB_RETURN_IF_ERROR(check_fp8(up, device));
+  return hopper::launch_gemm(up, device.multiprocessors, stream);
+}
+
+ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream) {
+  if (product.R * product.N == 0) return ok();
+  // With D = 0 there are no blocks to quantise.
+  if (product.D == 0) return compute_rows_product(static_cast<const RowsProduct&>(product), device, stream);
+  AB_RETURN_IF_ERROR(check_fp8(product, device));
+  AB_RETURN_IF_ERROR(hopper::launch_gemm(product, device.multiprocessors, stream));
+  const bool clears_padding = product.weights.data != nullptr || product.bias != nullptr;
+  if (clears_padding || product.skips_rest) return ok();
+  return clear_padding(product.map, {product.y, product.dtype}, product.R, product.N, device.multiprocessors, stream);
+}
+
+ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream) {
+  if (gradient.s.R * gradient.s.F == 0) return ok();
+  AB_RETURN_IF_ERROR(check_fp8(gradient, device));
+  return hopper::launch_gemm(gradient, device.multiprocessors, stream);
+}
+
+int64_t dot_parts(const Fp8HiddenGradient& gradient) { return hopper::parts_of_dots(gradient); }
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,35 @@
+// Launches the phases of the experts, each on the first path whose kernels take its operands.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+#include "core/cuda/device.h"
+#include "experts/cuda/ops/fp8.h"
+#include "experts/cuda/ops/hidden_gradient.h"
+#include "experts/cuda/ops/rows_product.h"
+#include "experts/cuda/ops/up.h"
+#include "experts/cuda/ops/weight_gradient.h"
+
+namespace anabranch::cuda {
+
+ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream);
+ab_status compute_rows_product(const RowsProduct& product, const Device& device, cudaStream_t stream);
+ab_status compute_hidden_gradient(const HiddenGradient& gradient, const Device& device, cudaStream_t stream);
+
+// Number of partial sums of <da', a> that the gradient writes; at most most_dot_parts(F).
+int64_t dot_parts(const HiddenGradient& gradient, const Device& device);
+
+// x and d_y have one dtype, d_w has that dtype or float32. workspace: weight_gradient_bytes(R, E, D, N) bytes.
+ab_status compute_weight_gradient(const WeightGradient& gradient, void* workspace, const Device& device,
+                                  cudaStream_t stream);
+
+// The phases of float8_e4m3fn. They return AB_UNSUPPORTED where Hopper's kernels can't run.
+ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream);
+ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream);
+ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream);
+int64_t dot_parts(const Fp8HiddenGradient& gradient);
+
+}  // namespace anabranch::cuda

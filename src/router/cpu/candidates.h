@@ -1,0 +1,101 @@
+// Which elements of a row can be among its K largest: those at or above a bound that K elements reach. The bound is the
+// K-th of the maxima of `16 sets` interleaved parts of the row; it costs a comparison an element, and lets through
+// little more than K of them. Rows are padded with -inf; NaN is larger than everything (score.h) and always let
+// through. Internal linkage: included by *.isa.cc files.
+#pragma once
+
+#include <cstdint>
+
+#include "router/cpu/row.h"
+#include "router/cpu/topk.h"
+
+namespace anabranch {
+namespace {
+
+// Sets of kRowPad parts for a bound of the top k of a row. One and a half times as many parts as k let through about
+// k + k/3 elements; 0: the row is so short that the bound would take longer than it saves.
+inline int64_t bound_sets(int64_t k, int64_t blocks) {
+  int64_t sets = 1;
+  while (2 * sets * kRowPad < 3 * k) sets *= 2;
+  return blocks >= 2 * sets ? sets : 0;
+}
+
+// maxima[j] = the largest number among x[j], x[j + 16 sets], x[j + 2 16 sets], ...; -inf where there is none.
+inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* maxima) {
+  for (int64_t set = 0; set < sets; ++set) {
+    Floats top[kAccumulators];
+#pragma GCC unroll 4
+    for (int i = 0; i < kAccumulators; ++i) top[i] = -__builtin_inff() - Floats{};
+    for (int64_t block = set; block < blocks; block += sets) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kAccumulators; ++i) {
+        const Floats v = load_floats(x + block * kRowPad + i * kFloats);
+        top[i] = v > top[i] ? v : top[i];
+      }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kAccumulators; ++i) store_floats(maxima + set * kRowPad + i * kFloats, top[i]);
+  }
+}
+
+// A bit for each of kFloats elements: whether it is not below the bound.
+[[gnu::always_inline]] inline uint64_t not_below(float bound, const float* x) {
+  const Floats v = load_floats(x);
+  const Floats least = bound - Floats{};
+#if defined(__AVX512F__)
+  constexpr int kNotLess = 0x15;  // true of NaN too, no exceptions
+  constexpr int kCurrentRounding = 4;
+  return static_cast<uint16_t>(__builtin_ia32_cmpps512_mask(v, least, kNotLess, 0xffff, kCurrentRounding));
+#elif defined(__AVX__)
+  return static_cast<uint32_t>(__builtin_ia32_movmskps256(__builtin_bit_cast(Floats, ~(v < least))));
+#elif defined(__SSE__)
+  return static_cast<uint32_t>(__builtin_ia32_movmskps(__builtin_bit_cast(Floats, ~(v < least))));
+#else
+  uint64_t bits = 0;
+  for (int i = 0; i < kFloats; ++i) bits |= static_cast<uint64_t>(!(v[i] < least[i])) << i;
+  return bits;
+#endif
+}
+
+// The bits of `vectors` vectors, up to 64 elements.
+[[gnu::always_inline]] inline uint64_t word_not_below(float bound, const float* x, int64_t vectors) {
+  uint64_t word = 0;
+  for (int64_t i = 0; i < vectors; ++i) word |= not_below(bound, x + i * kFloats) << i * kFloats;
+  return word;
+}
+
+// positions[0 .. n) = the elements e < count that are not below the bound, ascending, values[] = what they are; returns
+// n. Past k of them those that equal the bound are left out: k before them go first. Both arrays have room for kAtOnce
+// more, since that many are taken off a word before looking whether it holds others: the usual number of them leaves
+// the processor nothing to mispredict.
+constexpr int kAtOnce = 4;
+
+inline int64_t elements_not_below(float bound, int64_t k, const float* x, int64_t count, int32_t* positions,
+                                  float* values) {
+  constexpr int64_t kWord = 64;
+  const float next = from_ordered_bits(ordered_bits(bound) + 1);  // the least number above the bound
+  int64_t n = 0;
+  for (int64_t first = 0; first < count; first += kWord) {
+    const int64_t width = count - first < kWord ? count - first : kWord;
+    const uint64_t last = uint64_t{1} << (width - 1);
+    uint64_t word = width == kWord ? word_not_below(bound, x + first, kWord / kFloats)
+                                   : word_not_below(bound, x + first, (width + kFloats - 1) / kFloats);
+    word &= last | (last - 1);
+    const int64_t end = n + __builtin_popcountll(word);
+    for (; n < end; n += kAtOnce) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t e = first + __builtin_ctzll(word | last);
+        positions[n + i] = static_cast<int32_t>(e);
+        values[n + i] = x[e];
+        word &= word - 1;
+      }
+    }
+    n = end;
+    if (n >= k) bound = next;
+  }
+  return n;
+}
+
+}  // namespace
+}  // namespace anabranch

@@ -1,0 +1,91 @@
+// The variants of the forward kernel for rows that registers hold, `route` (route.cuh), and what each axis buys: by how
+// much calls take longer without it (one H200, bfloat16, T = 65536 unless a line says otherwise).
+//
+//   axis                                     without it
+//   Mode: with and without a bias            calls without a bias 1.2 to 2 times as long
+//   width: 8 lanes of 48 experts             39 to 54% at E = 384
+//   list: 16                                 24 to 51% at K = 10 and 16
+//   kernels for few tokens                   T = 64: 9 to 31% above 256 experts, 1.2 to 5 times as long below
+//   size of a logit, softmax                 2 to 6%
+//   size of a logit, other score functions   3%; 1.6% with a bias: these read the size at run time
+//
+// Other widths, the lists of 4, 32 and 64 and grouped kernels were not measured apart.
+#pragma once
+
+#include "router/cuda/logit_size.cuh"
+#include "router/cuda/route.cuh"
+
+namespace anabranch::cuda {
+
+// The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
+struct RouteVariant {
+  using Kernels = KernelsBySize<RouteCall>;
+  static constexpr int kLists = 5;  // 4, 8, 16, 32, 64
+  static constexpr int list(int i) { return 4 << i; }
+  static constexpr int kGrouped = 1;  // the list of `grouped`
+
+  int lanes;
+  int items;
+  Kernels kernels[kLists];  // nullptr: none
+  int candidates[kLists];   // of a token, 0 where lanes == 1
+  Kernels grouped;          // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
+};
+
+// By experts: for many tokens, and for so few that a warp a token does not fill the device.
+struct RouteVariants {
+  static constexpr int kMany = 9;
+  static constexpr int kFew = 6;
+  RouteVariant many[kMany];
+  RouteVariant few[kFew];
+};
+RouteVariants softmax_variants();
+RouteVariants elementwise_variants();
+RouteVariants biased_variants();
+RouteVariants balanced_variants();
+
+namespace {
+
+template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
+constexpr RouteVariant::Kernels by_size() {
+  constexpr auto of_any = route<kMode, 0, kLanes, kItems, kList, kGrouped>;
+  if constexpr (kMode == Mode::softmax) {
+    return {of_any, route<kMode, 2, kLanes, kItems, kList, kGrouped>, route<kMode, 4, kLanes, kItems, kList, kGrouped>};
+  } else {
+    return {of_any, of_any, of_any};
+  }
+}
+
+template <Mode kMode, int kLanes, int kItems, int kList>
+constexpr void add_list(RouteVariant* variant) {
+  int i = 0;
+  while (RouteVariant::list(i) < kList) ++i;
+  variant->kernels[i] = by_size<kMode, kLanes, kItems, kList, false>();
+  if constexpr (kLanes > 1) {
+    static_assert(Filter<kLanes, kItems, kList>::kExists, "the filter has no list of this length for this width");
+    variant->candidates[i] = Filter<kLanes, kItems, kList>::kCandidates;
+  }
+}
+
+template <Mode kMode, int kLanes, int kItems, bool kGrouped, int... kListLengths>
+constexpr RouteVariant variant() {
+  RouteVariant v{kLanes, kItems, {}, {}, {}};
+  (add_list<kMode, kLanes, kItems, kListLengths>(&v), ...);
+  if constexpr (kGrouped)
+    v.grouped = by_size<kMode, kLanes, kItems, RouteVariant::list(RouteVariant::kGrouped), true>();
+  return v;
+}
+
+template <Mode kMode>
+RouteVariants variants() {
+  constexpr RouteVariant k8 = variant<kMode, 1, 8, false, 4, 8>();
+  constexpr RouteVariant k16 = variant<kMode, 1, 16, false, 4, 8>();
+  constexpr RouteVariant k32 = variant<kMode, 1, 32, false, 4, 8>();
+  constexpr RouteVariant k1024 = variant<kMode, 32, 32, false, 8, 64>();
+  return {{k8, k16, k32, variant<kMode, 2, 32, false, 8, 16>(), variant<kMode, 4, 32, true, 4, 8, 16>(),
+           variant<kMode, 8, 32, true, 8, 16, 32>(), variant<kMode, 8, 48, false, 8>(),
+           variant<kMode, 16, 32, true, 8, 16, 32, 64>(), k1024},
+          {k8, k16, k32, variant<kMode, 32, 8, true, 8, 32>(), variant<kMode, 32, 16, false, 8, 32>(), k1024}};
+}
+
+}  // namespace
+}  // namespace anabranch::cuda

@@ -1,0 +1,167 @@
+// Selection as the contract says it, for one token by a whole warp, whatever E, K, groups and ties: the row's keys lie
+// in shared memory and the largest is taken out K times. The fast ways leave to it what they cannot decide.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda/element.cuh"
+#include "core/cuda/warp.cuh"
+#include "router/cuda/row.cuh"
+#include "router/forward.h"
+#include "router/score.h"
+
+namespace anabranch::cuda {
+
+// What experts are selected by.
+struct Selection {
+  bool by_score = false;         // q = s + b; else q = z
+  bool groups_by_score = false;  // group scores add up s + b; else z
+  int32_t ranks = 0;             // how many experts are selected
+};
+
+inline Selection selection_of(const RouterForward& op) {
+  const bool biased = op.bias != nullptr;
+  return {biased, !op.groups_by_logits, op.ranks()};
+}
+
+// s + b of an expert, -inf where z is.
+__device__ __forceinline__ float biased_score(const RouterForward& op, const RowSoftmax& softmax, float z, float bias) {
+  const float s =
+      op.score_function == AB_SOFTMAX ? softmax.power(z) * softmax.factor : elementwise_score(op.score_function, z);
+  return z == -INFINITY ? z : s + bias;
+}
+
+// Takes the largest of keys[begin .. end), the first of equals, out (it becomes 0). Returns its index, -1 if all are 0.
+// Called, not inlined: every kernel that routes has a copy of this way, which it seldom takes.
+static __device__ __noinline__ int take_largest(uint32_t* keys, int begin, int end, uint32_t* value) {
+  uint32_t best = 0;
+  unsigned at = kAllLanes;
+  for (int i = begin + lane_index(); i < end; i += kWarp) {
+    if (keys[i] > best) {
+      best = keys[i];
+      at = static_cast<unsigned>(i);
+    }
+  }
+  *value = __reduce_max_sync(kAllLanes, best);
+  if (*value == 0) return -1;
+  const int index = static_cast<int>(__reduce_min_sync(kAllLanes, best == *value ? at : kAllLanes));
+  if (index % kWarp == (begin + lane_index()) % kWarp) keys[index] = 0;  // by the lane that reads it
+  return index;
+}
+
+// Scratch memory of a warp.
+struct SelectionScratch {
+  uint32_t* keys;    // [E]
+  uint32_t* groups;  // [num_groups]
+};
+
+// values[i] = row[first + i * kWarp], if that is before `end`; else `fill`. All are on their way at once.
+template <int kCount>
+__device__ __forceinline__ void load_strided(const void* row, int32_t dtype, int64_t begin, int first, int end,
+                                             float fill, float (&values)[kCount]) {
+  with_float_type(dtype, [&]<class T>(T) {
+    const T* const from = static_cast<const T*>(row) + begin;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = first + i * kWarp < end ? to_float(from[first + i * kWarp]) : fill;
+    }
+  });
+}
+
+// keys[e] = what orders expert e of token t, its score or its logit; 0 where its group is left out. groups: 0 for those
+// that stay; nullptr: all do.
+static __device__ __noinline__ void order_experts(const RouterForward& op, const RowSoftmax& softmax, int64_t t,
+                                                  bool by_score, const uint32_t* groups, uint32_t* keys) {
+  const int E = static_cast<int>(op.E);
+  const int group_size = groups == nullptr ? E : E / op.num_groups;
+  constexpr int kAtOnce = 4;  // of a lane
+#pragma unroll 1
+  for (int first = lane_index(); first < E; first += kAtOnce * kWarp) {
+    float z[kAtOnce];
+    float bias[kAtOnce] = {};
+    load_strided(op.logits, op.logits_dtype, t * E, first, E, -INFINITY, z);
+    if (by_score && op.bias != nullptr) load_strided(op.bias, op.bias_dtype, 0, first, E, 0.0f, bias);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int e = first + i * kWarp;
+      if (e >= E) break;
+      const bool kept = groups == nullptr || groups[e / group_size] == 0;
+      keys[e] = kept ? ordered_bits(by_score ? biased_score(op, softmax, z[i], bias[i]) : z[i]) : 0u;
+    }
+  }
+  __syncwarp();
+}
+
+// experts[k] = the index of the k-th largest key, the first of equals, for k < count; -1 past those that are not 0.
+// Taken keys become 0. A lane knows the best of its own keys, so only the one that loses it looks again: for short
+// rows, since in long ones the others would be done sooner if they looked, too.
+static __device__ __noinline__ void take_in_order(uint32_t* keys, int size, int count, int32_t* experts) {
+  uint32_t best;
+  unsigned at;
+  const auto look = [&] {
+    best = 0;
+    at = kAllLanes;
+#pragma unroll 4
+    for (int i = lane_index(); i < size; i += kWarp) {
+      const uint32_t key = keys[i];
+      if (key > best) {
+        best = key;
+        at = static_cast<unsigned>(i);
+      }
+    }
+  };
+  look();
+#pragma unroll 1
+  for (int k = 0; k < count; ++k) {
+    const uint32_t value = __reduce_max_sync(kAllLanes, best);
+    const unsigned index = __reduce_min_sync(kAllLanes, value != 0 && best == value ? at : kAllLanes);
+    if (lane_index() == 0) experts[k] = static_cast<int32_t>(index);
+    if (value != 0 && at == index) {
+      keys[index] = 0;
+      look();
+    }
+    __syncwarp();
+  }
+}
+
+// experts[k] = the k-th expert of token t, for k < selection.ranks.
+static __device__ __noinline__ void select_exactly(const RouterForward& op, const Selection& selection, int64_t t,
+                                                   const RowSoftmax& softmax, const SelectionScratch& scratch,
+                                                   int32_t* experts) {
+  const int E = static_cast<int>(op.E);
+  uint32_t value;
+  __syncwarp();
+  if (op.num_groups > 0) {
+    const int group_size = E / op.num_groups;
+    order_experts(op, softmax, t, selection.groups_by_score, nullptr, scratch.keys);
+#pragma unroll 1
+    for (int group = 0; group < op.num_groups; ++group) {
+      float sum = 0.0f;
+#pragma unroll 1
+      for (int k = 0; k < op.group_score_topk; ++k) {
+        take_largest(scratch.keys, group * group_size, (group + 1) * group_size, &value);
+        sum += from_ordered_bits(value);
+      }
+      if (lane_index() == 0) scratch.groups[group] = ordered_bits(sum);
+    }
+    __syncwarp();
+    // Those that are kept are taken out.
+#pragma unroll 1
+    for (int kept = 0; kept < op.group_topk; ++kept) take_largest(scratch.groups, 0, op.num_groups, &value);
+    __syncwarp();
+  }
+  order_experts(op, softmax, t, selection.by_score, op.num_groups > 0 ? scratch.groups : nullptr, scratch.keys);
+  constexpr int kShortRow = 1024;
+  if (E <= kShortRow) {
+    take_in_order(scratch.keys, E, selection.ranks, experts);
+    return;
+  }
+#pragma unroll 1
+  for (int k = 0; k < selection.ranks; ++k) {
+    const int expert = take_largest(scratch.keys, 0, E, &value);
+    if (lane_index() == 0) experts[k] = expert;
+  }
+  __syncwarp();
+}
+
+}  // namespace anabranch::cuda

@@ -1,7 +1,0 @@
-#include "router/forward.cuh"
-
-namespace anabranch::cuda {
-
-RouteVariants biased_variants() { return variants<Mode::biased>(); }
-
-}  // namespace anabranch::cuda

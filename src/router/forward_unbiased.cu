@@ -1,9 +1,0 @@
-// Both modes in one file: older devices have one set of kernels for them.
-#include "router/forward.cuh"
-
-namespace anabranch::cuda {
-
-RouteVariants softmax_variants() { return variants<Mode::softmax>(); }
-RouteVariants elementwise_variants() { return variants<Mode::elementwise>(); }
-
-}  // namespace anabranch::cuda

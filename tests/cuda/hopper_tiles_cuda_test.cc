@@ -1,0 +1,216 @@
+// Every tile shape of Hopper's GEMMs against the CPU. The library picks one tile per GEMM by a model of cycles
+// (tile_choice.h); here a whole network runs with each of them.
+#include "experts/cuda/clear_padding.h"
+#include "experts/cuda/ops/workspace_sizes.h"
+#include "experts/cuda/slot_gradient.h"
+#include "experts/hopper/products.h"
+#include "ffn_case.h"
+
+namespace anabranch::testing {
+namespace {
+
+using cuda::hopper::TileChoice;
+
+class HopperTilesCuda : public ExpertsCudaTest {
+ protected:
+  void SetUp() override {
+    ExpertsCudaTest::SetUp();
+    if (IsSkipped()) return;
+    cudaDeviceProp properties;
+    EXPECT_CUDA(cudaGetDeviceProperties(&properties, 0));
+    if (properties.major != 9) GTEST_SKIP() << "NO HOPPER GPU FOUND: " << properties.name;
+    multiprocessors_ = properties.multiProcessorCount;
+  }
+
+  int multiprocessors_ = 0;
+};
+
+// The GEMMs of a network on the device, all with one tile.
+class TiledNetwork {
+ public:
+  TiledNetwork(const Network& net, TileChoice tile, int multiprocessors)
+      : net_(net),
+        c_(net.c),
+        tile_(tile),
+        multiprocessors_(multiprocessors),
+        a_({c_.R, c_.F}, c_.dtype),
+        dots_({cuda::most_dot_parts(c_.F), c_.R}, AB_FLOAT32) {
+    const Layout& layout = net.layout();
+    s_.T = c_.by_slot() ? c_.T : 0;
+    s_.K = c_.K;
+    s_.R = c_.R;
+    s_.E = c_.E();
+    s_.D = c_.D;
+    s_.P = c_.P;
+    s_.F = c_.F;
+    s_.dtype = c_.dtype;
+    s_.layout = {layout.in.back() == 1, layout.hidden().back() == 1, layout.out.back() == 1};
+    map_ = RowMap(c_.by_slot() ? mirrors_.add(net.slots.view()) : nullptr, s_.T, s_.K, s_.R);
+    sizes_ = static_cast<const int32_t*>(mirrors_.add(net.sizes.view())->data);
+    if (c_.weighting != Weighting::none) weights_ = on_device(net.weights);
+  }
+
+  void run() {
+    forward();
+    backward();
+    mirrors_.fetch();
+  }
+
+ private:
+  using RowMap = cuda::RowMap;
+
+  Floats on_device(const FloatTensor& tensor) { return Floats(mirrors_.add(tensor.view())); }
+
+  template <class Operation>
+  void describe(Operation& op) const {
+    op.s = s_;
+    op.map = map_;
+    op.group_sizes = sizes_;
+    op.activation = activation_of(c_.activation, alpha_of(c_.activation), limit_of(c_.activation));
+  }
+
+  void forward() {
+    x_ = on_device(net_.x);
+    w_in_ = on_device(net_.w_in);
+    w_out_ = on_device(net_.w_out);
+    if (c_.biases) b_out_ = on_device(net_.b_out);
+    const Floats a = on_device(a_);
+    cuda::Up up;
+    describe(up);
+    up.x = x_;
+    up.w_in = w_in_;
+    if (c_.biases) up.b_in = on_device(net_.b_in);
+    if (c_.weighting == Weighting::early) up.weights = weights_;
+    up.h = on_device(net_.h);
+    up.a = a;
+    EXPECT_EQ(cuda::hopper::why_not(up), nullptr);
+    EXPECT_OK(cuda::hopper::launch_gemm(up, tile_, multiprocessors_, nullptr));
+    cuda::RowsProduct down = rows_product(a, w_out_, s_.layout.out_transposed, on_device(net_.y), c_.F, c_.D);
+    down.bias = b_out_.data;
+    down.weights = weights_;
+    down.weight_early = c_.weighting == Weighting::early;
+    multiply(down);
+  }
+
+  void backward() {
+    const Floats weighted_a = on_device(a_);
+    const Floats d_out = on_device(net_.d_out);
+    const Floats dh = on_device(net_.dh);
+    cuda::HiddenGradient hidden;
+    describe(hidden);
+    hidden.d_y = d_out;
+    hidden.w_out = w_out_;
+    hidden.weights = weights_;
+    hidden.h = on_device(net_.kept_h);
+    hidden.dh = dh;
+    hidden.weighted_a = weighted_a;
+    hidden.dots = static_cast<float*>(on_device(dots_).data);
+    EXPECT_EQ(cuda::hopper::why_not(hidden), nullptr);
+    EXPECT_OK(cuda::hopper::launch_gemm(hidden, tile_, multiprocessors_, nullptr));
+    cuda::SlotGradient slots;
+    slots.s = s_;
+    slots.map = map_;
+    slots.group_sizes = sizes_;
+    slots.dots = hidden.dots;
+    slots.parts = cuda::hopper::parts_of_dots(hidden, tile_);
+    slots.d_y = d_out;
+    slots.b_out = b_out_;
+    slots.d_weights = static_cast<float*>(on_device(net_.d_weights).data);
+    EXPECT_OK(cuda::compute_slot_gradient(slots, multiprocessors_, nullptr));
+    const int64_t columns = c_.P * c_.F;
+    multiply(rows_product(dh, w_in_, !s_.layout.in_transposed, on_device(net_.dx_rows), columns, c_.D));
+    weight_gradient(weighted_a, false, c_.F, d_out, true, c_.D, s_.layout.out_transposed, net_.d_w_out);
+    weight_gradient(x_, true, c_.D, dh, false, columns, s_.layout.in_transposed, net_.d_w_in);
+  }
+
+  cuda::RowsProduct rows_product(const Floats& x, const Floats& w, bool transposed, const Floats& y, int64_t D,
+                                 int64_t N) const {
+    return {.x = x.data,
+            .w = w.data,
+            .transposed = transposed,
+            .group_sizes = sizes_,
+            .y = y.data,
+            .map = map_,
+            .dtype = c_.dtype,
+            .R = c_.R,
+            .E = c_.E(),
+            .D = D,
+            .N = N};
+  }
+
+  void multiply(const cuda::RowsProduct& p) const {
+    EXPECT_EQ(cuda::hopper::why_not(p), nullptr);
+    EXPECT_OK(cuda::hopper::launch_gemm(p, tile_, multiprocessors_, nullptr));
+    if (p.scales() || p.weighs_bias()) return;
+    EXPECT_OK(cuda::clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors_, nullptr));
+  }
+
+  void weight_gradient(const Floats& x, bool gathers_x, int64_t D, const Floats& d_y, bool gathers_d_y, int64_t N,
+                       bool transposed, const FloatTensor& d_w) {
+    cuda::WeightGradient g;
+    g.map = map_;
+    g.x = transposed ? d_y : x;
+    g.gathers_x = transposed ? gathers_d_y : gathers_x;
+    g.d_y = transposed ? x : d_y;
+    g.gathers_d_y = transposed ? gathers_x : gathers_d_y;
+    g.group_sizes = sizes_;
+    g.d_w = on_device(d_w);
+    g.accumulates = c_.accumulate;
+    g.R = c_.R;
+    g.E = c_.E();
+    g.D = transposed ? N : D;
+    g.N = transposed ? D : N;
+    EXPECT_EQ(cuda::hopper::why_not(g), nullptr);
+    DeviceWorkspace workspace(cuda::weight_gradient_bytes(g.R, g.E, g.D, g.N));
+    EXPECT_OK(cuda::hopper::launch_gemm(g, tile_, workspace.exec().workspace, multiprocessors_, nullptr));
+    workspace.check();
+  }
+
+  const Network& net_;
+  const FfnCase& c_;
+  TileChoice tile_;
+  int multiprocessors_;
+  FloatTensor a_;  // activations, then times the weights of rows
+  FloatTensor dots_;
+  Mirrors mirrors_;
+  FfnSizes s_;
+  RowMap map_;
+  const int32_t* sizes_ = nullptr;
+  Floats x_, w_in_, w_out_, b_out_, weights_;
+};
+
+TEST_F(HopperTilesCuda, EveryTileIsTheCpus) {
+  unsigned seed = 1;
+  for (const FfnCase& shape : {FfnCase{{1}, 1, 8, 8, 2, 1, 1}, FfnCase{{70}, 100, 128, 200, 2, 50, 2},
+                               FfnCase{kUneven, 1300, 264, 328, 2, 500, 3}, FfnCase{kUneven, 1217, 72, 520, 2, 0, 0},
+                               FfnCase{{5000, 0, 20, 1500}, 6600, 136, 72, 2, 3300, 2}}) {
+    for (int variant = 0; variant < 12; ++variant) {
+      FfnCase c = shape;
+      c.layout = variant % 4;
+      c.P = variant % 3 == 2 ? 1 : 2;
+      c.dtype = variant % 2 == 0 ? AB_BFLOAT16 : AB_FLOAT16;
+      c.activation = static_cast<int32_t>(seed % (c.P == 2 ? AB_SITU + 1 : AB_SWIGLU_CLAMPED));
+      c.weighting = static_cast<Weighting>(variant % 3);
+      c.biases = variant % 5 != 1;
+      c.accumulate = variant >= 6;
+      const Network want(c, ++seed);
+      want.on_cpu();
+      for (const cuda::hopper::TileModel& model : cuda::hopper::kTileModels) {
+        SCOPED_TRACE(::testing::Message() << c << " tile " << model.rows << "x" << model.columns);
+        const Network got(c, seed);
+        TiledNetwork(got, model.choice, multiprocessors_).run();
+        compare_rows("y", want, got.y, want.y);
+        compare_rows("h", want, got.h, want.h);
+        compare_rows("dh", want, got.dh, want.dh);
+        compare_rows("dx_rows", want, got.dx_rows, want.dx_rows);
+        compare_experts("d_w_in", c, got.d_w_in, want.d_w_in);
+        compare_experts("d_w_out", c, got.d_w_out, want.d_w_out);
+        compare_slots(want, got.d_weights, want.d_weights);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -20,7 +20,7 @@ help:
 	@echo "             emulated GPU beside it, under each CPU setting; SECONDS=600 a setting; SEED=1, else the day's date"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
 	@echo "make bench   our operations beside torch (if installed) and XLA on this machine; ARGS='router --json out.json'"
-	@echo "make wheel   sdist and wheel in dist/, audited and tried without a compiler; CUDA=OFF for the CPU alone"
+	@echo "make wheel   sdist and wheel in dist/, audited, and used where there is no compiler; CUDA=OFF for the CPU alone"
 	@echo "make format  format C++ and Python"
 	@echo "make clean   remove build folders and the virtual environment"
 

@@ -53,8 +53,8 @@ list(APPEND ANABRANCH_CUDA_SOURCES ${ANABRANCH_PORTABLE_INSTANCES})
 file(GLOB_RECURSE ANABRANCH_CUDA_HOST_SOURCES CONFIGURE_DEPENDS src/*.cc)
 list(FILTER ANABRANCH_CUDA_HOST_SOURCES INCLUDE REGEX "/cuda/[^/]*$")
 
-# What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
-# them: not in Release.
+# Compile options of every CUDA source. Line numbers, for profilers and sanitizers, would triple the size of a library, so
+# Release has none.
 set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
 
 # Spilled registers would slow the tensor-core kernels more than any other mistake, so ptxas warns. Other kernels are

@@ -1,4 +1,4 @@
-# make demo and make test set up all they need: system packages where they may, a virtual environment in .venv.
+# make demo and make test set up what they need: system packages if they may, a virtual environment in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
@@ -29,17 +29,17 @@ demo:
 	PYTHONPATH=examples $(BIN)/python -m byte_lm $(ARGS)
 
 # CPU-minutes (user and system) of a fresh clone on two cores of an AMD EPYC, without a compiler cache:
-#   lint              4.5   the package's first build among it
-#   test-cpp         14.4   the CUDA code for one architecture 8.2, C++ tests 1.4, the CPU's library 0.8, emulated kernels 4.0
+#   lint              4.5   includes the package's first build
+#   test-cpp         14.4   CUDA code for one architecture 8.2, C++ tests 1.4, CPU library 0.8, emulated kernels 4.0
 #   test-sanitizers   7     AddressSanitizer's build 4.4, ThreadSanitizer's 1.8, fuzzing 0.6
-#   test-python      27     by the clock, two at a time, 15
-# Together about 53: test-python was measured in a whole run, the others apart. Price a new test or kernel in the same
-# way: `time make test-cpp`.
+#   test-python      27     15 minutes of wall time with two processes
+# The sum is about 53: test-python was measured in a whole run, the others separately. Measure a new test or kernel in
+# the same way: `time make test-cpp`.
 test:
 	$(SETUP) test
 	$(MAKE) --no-print-directory test-cpp test-sanitizers test-python
 
-# Each build folder: configure, build, run its tests.
+# Configures and builds a folder; cpp_tests also runs its tests.
 define cpp_build
 	$(BIN)/cmake -S . -B build/$(1) -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DANABRANCH_TESTS=ON \
 	  -DANABRANCH_WERROR=ON $(2)
@@ -50,7 +50,7 @@ define cpp_tests
 	cd build/$(1) && $(3) $(abspath $(BIN)/ctest) -j $(JOBS) --output-on-failure --no-tests=error $(4)
 endef
 
-# Where nvcc is, this is the one build of the CUDA code, for one architecture.
+# If nvcc is installed, this is the only build of the CUDA code, for one architecture.
 CUDA_TESTS = -DCMAKE_CUDA_ARCHITECTURES=90-real
 
 test-cpp:
@@ -62,8 +62,8 @@ test-sanitizers:
 	$(call cpp_tests,asan,$(ASAN),UBSAN_OPTIONS=print_stacktrace=1)
 	$(call cpp_tests,tsan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=thread -DANABRANCH_OPENMP=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo,,-R Thread)
 
-# Case i of a run has the seed SEED + i: days are a million seeds apart. A seed that fails joins tests/fuzz/seeds, which
-# the tests of both builds begin with.
+# Case i of a run has the seed SEED + i; days are a million seeds apart. Add a seed that fails to tests/fuzz/seeds:
+# the tests of both builds run these first.
 SECONDS = 60
 SEED = $(shell date +%Y%m%d)000000
 
@@ -78,12 +78,12 @@ fuzz:
 	  done; \
 	done
 
-# The installed wheel's library; of CUDA, where the wheel has none, what test-cpp has built.
+# Tests the installed wheel's library. If the wheel has no CUDA library, the one that test-cpp built is used.
 test-python:
 	ANABRANCH_CUDA_LIBRARY="$${ANABRANCH_CUDA_LIBRARY:-$(abspath $(wildcard build/tests/libanabranch_cuda.so))}" \
 	  $(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
 
-# In an environment of its own: these libraries hold others back. A library that can't be imported ends it.
+# Uses its own environment, because these libraries require older versions of others. Fails if one can't be imported.
 test-clients:
 	PYTHON="$(PYTHON)" VENV="$(VENV)-clients" scripts/setup clients
 	$(VENV)-clients/bin/python -c 'from importlib import import_module, metadata; \
@@ -91,13 +91,13 @@ test-clients:
 	  [print(name, metadata.version(name)) for name in ("torch", "megatron-core", "torchtitan", "triton")]'
 	$(VENV)-clients/bin/python -m pytest -q tests/python/clients $(ARGS)
 
-# CUDA: AUTO (ON where nvcc is), ON, OFF. PYTHONS="python3.12 python3.13": others to try the wheel with.
+# CUDA: AUTO (ON if nvcc is installed), ON, OFF. PYTHONS="python3.12 python3.13": interpreters to try the wheel with.
 wheel:
 	$(SETUP) wheel
 	VENV="$(VENV)" scripts/wheel
 
-# BUILD=folder: one that is built already, with PYTHON's packages; nothing is installed or compiled then.
-# ARCHITECTURES=80: code for these alone, in a folder of its own, build/gpu-80.
+# BUILD=folder: an existing build, used with PYTHON's packages; nothing is installed or compiled.
+# ARCHITECTURES=80: code for these architectures only, in the folder build/gpu-80.
 test-gpu:
 ifdef BUILD
 	BUILD="$(BUILD)" PYTHON="$(PYTHON)" ARCHITECTURES="$(ARCHITECTURES)" scripts/test-gpu $(ARGS)

@@ -1,11 +1,11 @@
-# libanabranch_cuda.so: the *.cu files, what of its host code needs no CUDA compiler, and the checks and handlers that both
-# libraries have.
+# libanabranch_cuda.so: the *.cu files, host code that needs no CUDA compiler, and the checks and handlers of both
+# libraries.
 set(ANABRANCH_CUDA_SUMMARY "off")
 if(ANABRANCH_CUDA STREQUAL "OFF" OR ANABRANCH_SANITIZE)
   return()
 endif()
 
-# Minutes of compiling for a GPU that is not there serve nobody: who wants that says so.
+# AUTO builds only for GPUs of this machine, since compiling for others takes minutes. ANABRANCH_CUDA=ON builds for all.
 if(ANABRANCH_CUDA STREQUAL "AUTO" AND NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
   execute_process(COMMAND nvidia-smi -L OUTPUT_VARIABLE gpus ERROR_QUIET)
   if(NOT gpus MATCHES "^GPU ")
@@ -29,8 +29,8 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  # The release's set: machine code for Ampere, which Ada runs too, Hopper and both Blackwells. PTX is the first
-  # Blackwell's: for 11.0, which runs neither's code, and for what comes after.
+  # The release's set: machine code for Ampere (Ada runs it too), Hopper and both Blackwells. PTX is that of 10.0, not of
+  # 12.0: 11.0 runs neither's machine code and compiles PTX of its own or an older capability, as do later devices.
   set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100 120-real)
 endif()
 enable_language(CUDA)
@@ -51,19 +51,19 @@ list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
 include(cmake/portable.cmake)
 list(APPEND ANABRANCH_CUDA_SOURCES ${ANABRANCH_PORTABLE_INSTANCES})
 
-# What every CUDA source is compiled with. Line numbers, for profilers and sanitizers, are two thirds of a library that has
-# them: not in Release.
+# Compile options of every CUDA source. Line numbers, for profilers and sanitizers, would triple the size of a library, so
+# Release has none.
 set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
 
-# Registers that do not suffice would cost the tensor cores' kernels more than any other mistake: ptxas warns. Of the others,
-# which are laid out for Hopper's, where warnings are errors: in the tests' builds, for Hopper.
+# Spilled registers would slow the tensor-core kernels more than any other mistake, so ptxas warns. Other kernels are
+# designed for Hopper's registers: they get this warning below, in test builds for Hopper, where warnings are errors.
 set(ANABRANCH_SPILL_WARNINGS -Xptxas=-warn-spills -Xptxas=-warn-lmem-usage)
 set(ANABRANCH_FEW_ROWS_SOURCES ${ANABRANCH_CUDA_SOURCES})
 list(FILTER ANABRANCH_FEW_ROWS_SOURCES INCLUDE REGEX "^src/experts/few_rows/")
 set_source_files_properties(${ANABRANCH_PORTABLE_INSTANCES} ${ANABRANCH_FEW_ROWS_SOURCES} PROPERTIES
                             COMPILE_OPTIONS "${ANABRANCH_SPILL_WARNINGS}")
 
-# wgmma and setmaxnreg are instructions of sm_90a alone, whatever else the library is compiled for.
+# wgmma and setmaxnreg exist only on sm_90a, whatever else the library is compiled for.
 add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})
 set_target_properties(anabranch_hopper PROPERTIES CUDA_ARCHITECTURES 90a-real)
 target_include_directories(anabranch_hopper PRIVATE include src)

@@ -12,5 +12,5 @@ except importlib.metadata.PackageNotFoundError:
     )
 configs = [file.locate() for file in files if file.name == "dnnl-config.cmake"]
 if not configs:
-    sys.exit("onednn-devel-cpu-gomp is installed but holds no dnnl-config.cmake")
+    sys.exit("onednn-devel-cpu-gomp is installed but contains no dnnl-config.cmake")
 print(configs[0].resolve().parent)

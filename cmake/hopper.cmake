@@ -1,5 +1,5 @@
-# Files that instantiate the launchers of src/experts/hopper/launchers.h, one each: anabranch_hopper_instance(NAME HEADER
-# TEMPLATE) writes NAME.cu with an explicit instantiation of TEMPLATE, which HEADER defines, and appends it to
+# Each file instantiates one launcher of src/experts/hopper/launchers.h: anabranch_hopper_instance(NAME HEADER TEMPLATE
+# OPERANDS) writes NAME.cu with an explicit instantiation of TEMPLATE, which HEADER defines, and appends it to
 # ANABRANCH_HOPPER_INSTANCES.
 set(ANABRANCH_HOPPER_INSTANCES "")
 function(anabranch_hopper_instance name header template operands)

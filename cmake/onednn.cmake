@@ -1,4 +1,4 @@
-# Links oneDNN from where ANABRANCH_ONEDNN says.
+# Links the oneDNN that ANABRANCH_ONEDNN selects.
 function(anabranch_link_onednn target)
   if(ANABRANCH_ONEDNN STREQUAL "OFF")
     return()

@@ -1,4 +1,4 @@
-# Files that instantiate the launchers of src/experts/portable/launchers.h for a kind of elements each; their names are
+# Each file instantiates the launchers of src/experts/portable/launchers.h for one element type; their names are
 # appended to ANABRANCH_PORTABLE_INSTANCES.
 set(ANABRANCH_PORTABLE_INSTANCES "")
 function(anabranch_portable_instances header operands)

@@ -1,8 +1,9 @@
-"""Which activation a function of somebody else's is, found by what it computes.
+"""Recognise the activation that a gate function computes by evaluating it.
 
-A name says little: the same class may clamp or not, or store gate and up in turns. So the function is evaluated at
-points that reach past every number it may hold, and is an activation of ours if all values are that one's, and all
-gradients. What it computes with beside its argument, and whether it draws random numbers, is seen meanwhile.
+A class name is not enough: classes of one name differ in clamping and in the order of gate and up columns. So the
+function is evaluated in float64 at points on both sides of every number that it may use as a limit. It is recognised
+if its values and gradients equal those of one `Activation`, and if bfloat16 inputs and a single row give the same
+function. A function that reads other tensors or draws random numbers is refused.
 """
 
 import contextlib
@@ -11,43 +12,56 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from anabranch.activation import PLAIN, Activation
-from anabranch.reference.experts import activation, activation_gradient, gated_activation, gated_activation_gradients
+from anabranch.activation import (
+    PLAIN,
+    Activation,
+    activation,
+    activation_gradient,
+    gated_activation,
+    gated_activation_gradients,
+)
 from anabranch.torch.binding.check import describe
 
-#: Close to 0 they are dense, and gradients are looked at; the rest goes on to where float32 ends for g u.
+#: Points are dense up to _NEAR, where gradients are compared too. Sparse ones follow up to _FAR: g u fits in float32.
 _NEAR, _FAR = 2.0**14, 2.0**60
 _POSITIVE = np.concatenate([np.geomspace(2.0**-6, _NEAR, 41), np.geomspace(2.0**18, _FAR, 12)])
-#: Every one of the points above meets these, and its neighbours but one meet each other.
+#: Every point above is paired with these. All pairs of a coarser grid follow.
 _PARTNERS = np.array([0.0, 0.3, -0.3, 1.7, -1.7, 9.0, -9.0, 150.0, -_FAR])
 _FEW, _SOME = slice(None, None, 97), slice(None, None, 7)
-#: Of a value: what float32 leaves of it, through a few operations.
-_RELATIVE = 1e-5
-#: Of max(1, |g|) max(1, |u|): what is left of a difference of nearly equal terms of that size.
-_ABSOLUTE = 1e-6
-#: A larger one is infinite in float32.
+#: Relative to the value: rounding of a few operations in float32 (a gate may convert to float32) and in bfloat16.
+_FLOAT32, _BFLOAT16 = 1e-5, 2.0**-6
+_GRADIENT = 1e-4
+#: Relative to max(1, |g|) max(1, |u|), as a share of the tolerances above: cancellation of terms of that size.
+_CANCELLATION = 0.1
+#: Larger values overflow to infinity in float32.
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 class NotAnActivation(Exception):
-    """What a function does that no activation does; its text goes on after "which"."""
+    """The function is no `Activation`. The text continues a sentence after the function's name."""
 
 
 class Found(NamedTuple):
-    """An activation, and whether its gate and up columns stand in turns, (g0, u0, g1, u1, ...)."""
+    """A recognised activation.
+
+    Attributes:
+      activation: the values and gradients of the function.
+      interleaved: whether gate and up columns alternate, (g0, u0, g1, u1, ...).
+    """
 
     activation: Activation
     interleaved: bool = False
 
 
-class _Seen(TorchDispatchMode):
-    """The tensors that operations read and did not make, and whether one was random."""
+class _Recorder(TorchDispatchMode):
+    """Records tensors that operations read but did not create, and random operations."""
 
     def __init__(self, argument: Tensor) -> None:
         super().__init__()
@@ -57,13 +71,14 @@ class _Seen(TorchDispatchMode):
         self.random = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # a tensor that Python made of numbers
+        if func is not torch.ops.aten.lift_fresh.default:  # a tensor created from Python numbers
             given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             self.foreign += (tensor for tensor in given if id(tensor) not in self._known)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = str(func)
         output = func(*args, **(kwargs or {}))
-        self._made += (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))  # kept: ids are used again
+        # A reference to each tensor prevents reuse of its id.
+        self._made += (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         self._known |= {id(tensor) for tensor in self._made}
         return output
 
@@ -88,21 +103,25 @@ def _pairs(numbers: list[float]) -> tuple[np.ndarray, np.ndarray]:
     points, past = _points(numbers), np.outer(numbers, [0.99, 1.01, 2.0]).ravel()
     coarse = np.concatenate([[0.0], *(sign * part for part in (_POSITIVE[:41:2], past) for sign in (1, -1))])
     grids = np.meshgrid(coarse, coarse), np.meshgrid(points, _PARTNERS), np.meshgrid(_PARTNERS, points)
-    of_pairs = (np.concatenate([grid[part].ravel() for grid in grids]) for part in (0, 1))
-    # Two columns: with one alone both orders of gates and ups are the same.
-    g, u = (np.stack([values, values[::-1]], axis=-1) for values in of_pairs)
+    pairs = (np.concatenate([grid[part].ravel() for grid in grids]) for part in (0, 1))
+    # With one column per row, both orders of gates and ups are the same.
+    g, u = (np.stack([values, values[::-1]], axis=-1) for values in pairs)
     return g, u
 
 
-def _close(found: np.ndarray, expected: np.ndarray, scale: np.ndarray | float, relative: float = _RELATIVE) -> bool:
-    found, expected = (np.clip(values, -_LARGEST, _LARGEST) for values in (found, expected))
-    allowed = relative * np.abs(expected) + relative / _RELATIVE * _ABSOLUTE * scale
-    return bool(np.all(np.abs(found - expected) <= allowed))
+def _close(values: np.ndarray, expected: np.ndarray, scale: np.ndarray, relative: float = _FLOAT32) -> bool:
+    values, expected = (np.clip(x, -_LARGEST, _LARGEST) for x in (values, expected))
+    return bool(np.all(np.abs(values - expected) <= relative * (np.abs(expected) + _CANCELLATION * scale)))
+
+
+def _scale(*inputs: np.ndarray) -> np.ndarray:
+    scale: np.ndarray = np.prod([np.maximum(1, np.abs(x)) for x in inputs], axis=0)
+    return scale
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """From what surrounds a call: tracers, whose tensors have no values; checkpoints, which count what is saved."""
+def _isolated() -> Iterator[None]:
+    """Leaves active tracers, whose tensors have no values, and checkpoints, which count saved tensors."""
     with (
         torch.inference_mode(False),
         torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
@@ -111,26 +130,28 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def _values(function: Callable[[Tensor], Tensor], inputs: np.ndarray) -> np.ndarray:
-    """What it computes.
+def _values(
+    function: Callable[[Tensor], Tensor], inputs: np.ndarray, dtype: torch.dtype = torch.float64
+) -> np.ndarray:
+    """Values of the function in float64.
 
     Raises:
-      NotAnActivation: it depends on more than its argument.
+      NotAnActivation: the function reads another tensor or draws random numbers.
     """
-    with _apart(), torch.no_grad():
-        argument = torch.tensor(inputs, dtype=torch.float64, device="cpu")
-        with _Seen(argument) as seen:
+    with _isolated(), torch.no_grad():
+        argument = torch.tensor(inputs, dtype=dtype, device="cpu")
+        with _Recorder(argument) as recorder:
             values = function(argument)
-        if seen.foreign:
-            raise NotAnActivation(f"computes with a tensor beside its argument, {describe(seen.foreign[0])}")
-        if seen.random:
-            raise NotAnActivation(f"draws random numbers ({seen.random})")
+        if recorder.foreign:
+            raise NotAnActivation(f"computes with a tensor beside its argument, {describe(recorder.foreign[0])}")
+        if recorder.random:
+            raise NotAnActivation(f"draws random numbers ({recorder.random})")
         return values.double().numpy()
 
 
 def _gradient(function: Callable[[Tensor], Tensor], inputs: np.ndarray) -> np.ndarray:
-    """Of the sum of what it computes."""
-    with _apart(), torch.enable_grad():
+    """Gradient of the sum of all values."""
+    with _isolated(), torch.enable_grad():
         argument = torch.tensor(inputs, dtype=torch.float64, device="cpu").requires_grad_()
         total = function(argument).double().sum()
         if not total.requires_grad:
@@ -144,68 +165,96 @@ def _usable(numbers: Iterable[float]) -> list[float]:
 
 
 def _check_gradients(
-    found: Activation, numbers: list[float], inputs: list[np.ndarray], gradients: list[np.ndarray], expected: Any
+    act: Activation, numbers: list[float], inputs: list[np.ndarray], gradients: list[np.ndarray], expected: Any
 ) -> None:
-    """Raises NotAnActivation where one is another's, at points that are near and at no limit."""
+    """Compares gradients at points up to _NEAR that are no kink of the activation."""
     kinks = np.array([0.0, *numbers])
-    looked_at = np.all([(np.abs(x) <= _NEAR) & ~np.isin(np.abs(x), kinks) for x in inputs], axis=0)
-    inputs = [x[looked_at] for x in inputs]
-    scale = np.prod([np.maximum(1, np.abs(x)) for x in inputs], axis=0)
+    selected = np.all([(np.abs(x) <= _NEAR) & ~np.isin(np.abs(x), kinks) for x in inputs], axis=0)
+    inputs = [x[selected] for x in inputs]
+    scale = _scale(*inputs)
     with np.errstate(over="ignore"):
         pairs = zip(gradients, expected(*inputs), strict=True)
-        same = all(_close(ours[looked_at], theirs, scale, 1e-4) for ours, theirs in pairs)
+        same = all(_close(gradient[selected], want, scale, _GRADIENT) for gradient, want in pairs)
     if not same:
-        raise NotAnActivation(f"has the values of {found.name} and other gradients")
+        raise NotAnActivation(f"has the values of {act.name} and other gradients")
+
+
+def _check_invariance(
+    function: Callable[[Tensor], Tensor],
+    act: Activation,
+    inputs: list[np.ndarray],
+    row: Callable[..., np.ndarray],
+    expected: Callable[..., np.ndarray],
+) -> None:
+    """The function must not depend on the dtype or on the number of rows.
+
+    Args:
+      function: has the values of `act` for float64 inputs of many rows.
+      act: named in messages.
+      inputs: gates and ups, or h of a plain activation.
+      row: function's argument, from one row of each of the inputs.
+      expected: act's values, from the inputs.
+    """
+    inputs = [x.reshape(1, -1) for x in inputs]
+    if not _close(_values(function, row(*inputs)), expected(*inputs), _scale(*inputs)):
+        raise NotAnActivation(f"has the values of {act.name} for many rows and other values for one row")
+    rounded = [x.reshape(-1, 2).astype(ml_dtypes.bfloat16).astype(np.float64) for x in inputs]
+    values = _values(function, row(*rounded), torch.bfloat16)
+    if not _close(values, expected(*rounded), _scale(*rounded), _BFLOAT16):
+        raise NotAnActivation(f"has the values of {act.name} in float64 and other values in bfloat16")
 
 
 def plain_activation_of(function: Callable[[Tensor], Tensor]) -> Found | None:
-    """The activation act that `function` is, elementwise; None: none of ours.
+    """The activation act that `function` computes elementwise, or None if it is none of `PLAIN`.
 
     Raises:
-      NotAnActivation: as of `gated_activation_of`.
+      NotAnActivation: see `gated_activation_of`.
     """
-    h = _points([])
+    h = np.append(_points([]), 0.0).reshape(-1, 2)
     values = _values(function, h)
     if values.shape != h.shape:
         return None
-    matches = (name for name in PLAIN if _close(values, activation(h, name), np.maximum(1, np.abs(h))))
-    name = next(matches, None)
+    name = next((name for name in PLAIN if _close(values, activation(h, name), _scale(h))), None)
     if name is None:
         return None
-    found = Activation.glu(name)
-    _check_gradients(found, [], [h], [_gradient(function, h)], lambda h: [activation_gradient(h, name)])
-    return Found(found)
+    act = Activation.glu(name)
+    _check_gradients(act, [], [h], [_gradient(function, h)], lambda h: [activation_gradient(h, name)])
+    _check_invariance(function, act, [h], lambda h: h, functools.partial(activation, name=name))
+    return Found(act)
 
 
 def _rows(g: np.ndarray, u: np.ndarray, interleaved: bool) -> np.ndarray:
-    """[R, 2 N] of gates and ups [R, N]."""
+    """[R, 2 N] from gates and ups [R, N]."""
     return np.stack([g, u], axis=-1).reshape(len(g), -1) if interleaved else np.concatenate([g, u], axis=-1)
 
 
 def gated_activation_of(function: Callable[[Tensor], Tensor], numbers: Iterable[float]) -> Found | None:
-    """The activation phi(g, u) that `function` computes of rows [R, 2 N] of gates and ups; None: none of ours.
+    """The activation phi(g, u) that `function` computes from rows [R, 2 N] of gates and ups, or None.
 
     Args:
-      function: from float64 [R, 2 N] to [R, N].
-      numbers: those that may be its parameters.
+      function: from [R, 2 N] to [R, N]; called with float64 and bfloat16.
+      numbers: candidates for its parameters.
 
     Raises:
-      NotAnActivation: it computes with other tensors, draws random numbers, or has other gradients.
+      NotAnActivation: it reads other tensors, draws random numbers, has the values of an activation but other
+        gradients, or depends on the dtype or on the number of rows.
     """
     parameters = _usable(numbers)
     g, u = _pairs(parameters)
-    scale = np.maximum(1, np.abs(g)) * np.maximum(1, np.abs(u))
+    scale = _scale(g, u)
     for interleaved in (False, True):
-        values = _values(function, _rows(g, u, interleaved))
+        row = functools.partial(_rows, interleaved=interleaved)
+        values = _values(function, row(g, u))
         if values.shape != g.shape:
             return None
         for act in _candidates(parameters):
             # A few points tell most candidates apart.
             if all(_close(values[i], gated_activation(g[i], u[i], act), scale[i]) for i in (_FEW, slice(None))):
                 some = g[_SOME], u[_SOME]
-                gradient = _gradient(function, _rows(*some, interleaved))
+                gradient = _gradient(function, row(*some))
                 parts = [gradient[:, ::2], gradient[:, 1::2]] if interleaved else np.split(gradient, 2, axis=-1)
-                of_act = functools.partial(gated_activation_gradients, act=act)
-                _check_gradients(act, parameters, list(some), parts, of_act)
+                gradients = functools.partial(gated_activation_gradients, act=act)
+                _check_gradients(act, parameters, list(some), parts, gradients)
+                _check_invariance(function, act, [g, u], row, functools.partial(gated_activation, act=act))
                 return Found(act, interleaved)
     return None

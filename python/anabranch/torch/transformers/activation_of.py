@@ -130,9 +130,7 @@ def _isolated() -> Iterator[None]:
         yield
 
 
-def _values(
-    function: Callable[[Tensor], Tensor], inputs: np.ndarray, dtype: torch.dtype = torch.float64
-) -> np.ndarray:
+def _values(function: Callable[[Tensor], Tensor], inputs: np.ndarray, dtype: torch.dtype = torch.float64) -> np.ndarray:
     """Values of the function in float64.
 
     Raises:

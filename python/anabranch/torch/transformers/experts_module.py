@@ -65,7 +65,7 @@ def flag(module: nn.Module, name: str, otherwise: bool) -> bool:
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Experts modules that dispatch to an implementation, by name: `use_experts_implementation` sets these attributes."""
+    """Experts modules by name, found by the attributes that `use_experts_implementation` sets."""
     marks = ("is_transposed", "has_bias", "down_proj")
     return {path: part for path, part in model.named_modules() if all(hasattr(part, mark) for mark in marks)}
 

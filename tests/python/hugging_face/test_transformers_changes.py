@@ -96,7 +96,7 @@ class SiluInFloat(nn.Module):
     ids=["dtype", "rows"],
 )
 def test_a_function_that_depends_on_the_dtype_or_the_number_of_rows_is_refused(gate, act_fn, which):
-    """Of gated experts and of ungated ones, which call act_fn alone."""
+    """Checked for gated experts, and for ungated ones, which only call act_fn."""
     ungated = made()
     ungated.has_gate, ungated.act_fn = False, act_fn
     for experts, name in ((made(gate), "_apply_gate"), (ungated, "act_fn")):

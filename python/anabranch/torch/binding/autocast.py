@@ -31,6 +31,6 @@ def as_autocast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(x.device.type)) if rounds(x) else x
 
 
-def in_dtype_of(x: Any, operand: Any) -> Any:
+def match_autocast(x: Any, operand: Any) -> Any:
     """Converts an operand that must have the dtype of x, such as a bias, if torch.autocast is enabled."""
     return operand.to(x.dtype) if isinstance(x, Tensor) and rounds(operand) else operand

@@ -29,8 +29,8 @@ __all__ = (
     "integer",
     "num_rows",
     "number",
-    "on_device_of",
     "optional_tensor",
+    "same_device",
     "size",
     "smaller",
     "tensor",
@@ -156,7 +156,7 @@ def host_values(value: Tensor) -> Any:
     return value.tolist() if eager and plain and torch._C._len_torch_dispatch_stack() == 0 else None
 
 
-def on_device_of(name: str, first: Tensor, **others: Tensor | None) -> None:
+def same_device(name: str, first: Tensor, **others: Tensor | None) -> None:
     """Raises if one of `others` is on another device than the tensor `first`, which messages call `name`."""
     for other, value in others.items():
         if value is not None and value.device != first.device:

@@ -27,7 +27,7 @@ def without_forward_mode(name: str) -> Iterator[None]:
         if "jvp function" not in str(error):
             raise
         raise NotImplementedError(
-            f"{name}: got a forward-mode derivative to take, expected none: anabranch has reverse mode only"
+            f"{name}: got a forward-mode derivative, expected reverse mode: forward mode is unsupported"
         ) from None
 
 
@@ -49,8 +49,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"{ctx.name}: got a derivative of its gradient to take, expected none: no function of anabranch is "
-            "differentiable twice"
+            f"{ctx.name}: got a derivative of its gradient, expected a first derivative: double backward is unsupported"
         )
 
     @staticmethod
@@ -117,8 +116,8 @@ class _RejectDerivative(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"{ctx.operation}: got a derivative to take of it, expected none: no gradient of anabranch is "
-            "differentiable, and torch.compile may have lost the rule of a function inside torch.func"
+            f"{ctx.operation}: got a request for its derivative, expected one for the function that calls it: double "
+            "backward is unsupported, and torch.compile may have dropped an autograd function inside torch.func"
         )
 
 
@@ -153,7 +152,7 @@ def reject_derivative(operation: Any, run: Callable[..., Any]) -> Callable[..., 
 
     def record(keys: Any, *arguments: Any) -> Any:
         if forward_ad._current_level >= 0 and any(_has_tangent(a) for a in arguments):
-            raise NotImplementedError(f"{operation}: got a tangent, expected none: there is no forward-mode derivative")
+            raise NotImplementedError(f"{operation}: got a tangent, expected none: forward mode is unsupported")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
             with enable_single_level_autograd_function():
                 return _RejectDerivative.apply(operation, keys, *arguments)  # type: ignore[attr-defined]

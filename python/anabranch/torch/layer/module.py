@@ -58,7 +58,7 @@ class MoE(OnRanks):
 
     Counts since the last update, of this process or, with `group`, of all its ranks: `tokens_per_expert` int64 [E] with
     `use_expert_bias`, and `qb_histogram` int64 [E, bins] with `balance="quantile"`. They are neither buffers nor in the
-    state dict. Every forward pass in training mode adds its counts, so they accumulate over gradient accumulation.
+    state dict. Every forward pass in training mode adds its counts, so all micro-batches of a step count.
     Recomputation under activation checkpointing does not count again. Passes in eval mode or with `forced_experts` do
     not count, so run passes outside training steps in eval mode, also under torch.no_grad(). The mode has no other
     effect.
@@ -362,7 +362,7 @@ class MoE(OnRanks):
         x = check.tensor("x", x, check.FLOATS, (..., ("in_features", self.in_features)))
         x = as_autocast(x) if self.dtype is None else x.to(self.dtype)
         mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(x.shape[:-1]))
-        check.on_device_of("x", x, token_mask=mask)
+        check.same_device("x", x, token_mask=mask)
         replays = forced_experts is not None
         if not replays and self._restored_under_fsdp:
             self._check_not_rounded_again()
@@ -593,7 +593,7 @@ def _called(name: str, module: Any, shape: Sequence[check.Axis], x: Tensor, **gi
                 f"expected a module that takes x{''.join(f' and {key}=' for key in given)}"
             ) from error
     output = check.tensor(f"{name}(x)", output, check.FLOATS, shape)
-    check.on_device_of("x", x, **{f"{name}(x)": output})
+    check.same_device("x", x, **{f"{name}(x)": output})
     return output
 
 

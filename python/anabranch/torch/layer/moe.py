@@ -14,7 +14,7 @@ from torch import Tensor
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
 from anabranch.torch.binding import check
-from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
+from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch.layer.forward import (
     LayerConfig,
@@ -178,7 +178,7 @@ def moe(
     """
     check_names("moe", LAYER_NAMES, options)
     x = as_autocast(x)
-    b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
+    b_in, b_out = match_autocast(x, b_in), match_autocast(x, b_out)
     tensors = dict(
         x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
         token_mask=token_mask, forced_experts=forced_experts,
@@ -245,7 +245,7 @@ def run_layer(
         forced_experts = check.as_indices(forced_experts)
     bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
     if bounds is not None:
-        check.on_device_of("x", x, qb_bin_bounds=bounds)
+        check.same_device("x", x, qb_bin_bounds=bounds)
     gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
     operands = Operands(
         x=tokens,
@@ -319,7 +319,7 @@ def _checked(
     check.optional_tensor("gate_bias", tensors["gate_bias"], check.FLOATS, (("E", E),))
     router_operands(config.router, E, tuple(leading), expert_bias, token_mask, forced_experts)
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
-    check.on_device_of("x", x, **{name: tensors[name] for name in names})
+    check.same_device("x", x, **{name: tensors[name] for name in names})
     return config
 
 

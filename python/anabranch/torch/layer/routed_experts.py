@@ -10,7 +10,7 @@ from anabranch.options import ROUTED_NAMES, RoutedKeywords, RoutedOptions, check
 from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
-from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
+from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.layer.forward import LayerConfig, Operands, fused_layer, layer_config, quantized_fields
 from anabranch.torch.layer.moe import flat, unflat
 from anabranch.torch.layer.on_group import GroupConfig, group_layer
@@ -95,7 +95,7 @@ def routed_experts(
     ([-16.0, 128.0], [1, 2])
     """
     x = as_autocast(x)
-    b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
+    b_in, b_out = match_autocast(x, b_in), match_autocast(x, b_out)
     tensors = dict(x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, experts=experts, weights=weights)
     tensors |= quantized_fields(quantized)
     check_names("routed_experts", ROUTED_NAMES, options)
@@ -150,7 +150,7 @@ def _checked(options: RoutedOptions, ranks: int, tensors: dict[str, Any], quanti
         raise ValueError(f"experts: got {check.describe(experts)}, expected [..., K] with K >= 1")
     check_num_slots("experts", math.prod(leading), K)
     check.tensor("weights", weights, check.FLOATS, (*leading, ("K", K)))
-    check.on_device_of("x", x, experts=experts, weights=weights)
+    check.same_device("x", x, experts=experts, weights=weights)
     checked = options.experts(parts, K)
     check_fp8_operands(checked.precision, layouts, "x", x, w_in, quantized)
     return layer_config(None, checked, local * ranks, options.checked_align_size())

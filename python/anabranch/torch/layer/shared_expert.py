@@ -64,7 +64,7 @@ def shared_expert(
     column = isinstance(w_gate, Tensor) and w_gate.dim() == 2
     w_gate = check.optional_tensor("w_gate", w_gate, check.FLOATS, (D, ("1", 1)) if column else (D,))
     mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(x.shape[:-1]))
-    check.on_device_of("x", x, w_gate=w_gate, token_mask=mask)
+    check.same_device("x", x, w_gate=w_gate, token_mask=mask)
     if mask is not None:  # x is masked, too: 0 * NaN in the gradients of the weights would be NaN
         x = torch.where(mask[..., None], x, 0)
     tokens = grouped_rows("x", flat(x))
@@ -107,7 +107,7 @@ def dense_expert(
         gated, plain = (", ".join(layouts.shape("w_in", e="", d="D", p=p, f="S")[1:]) for p in "21")
         raise ValueError(f"w_in: got {check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
     w_out = check.tensor("w_out", w_out, dtypes, layouts.shape("w_out", e="", f=("S", S), d=D)[1:])
-    check.on_device_of("x", tokens, w_in=w_in, w_out=w_out)
+    check.same_device("x", tokens, w_in=w_in, w_out=w_out)
     dense_precision_number(precision)
     rows = torch.full((1,), tokens.shape[0], dtype=torch.int32, device=tokens.device)
     return run_ffn(given.experts(P, 0).network(), tokens, rows, w_in[None], w_out[None], None, None, weights)

@@ -23,7 +23,7 @@ def _num_tokens(name: str, value: Any, like: Tensor, shape: tuple[int, ...]) -> 
     if not isinstance(value, Tensor):
         return torch.full((), check.size(name, value), dtype=torch.float32, device=like.device)
     tokens = check.tensor(name, value, _COUNTS, () if value.dim() == 0 else shape)
-    check.on_device_of("the sums", like, **{name: tokens})
+    check.same_device("the sums", like, **{name: tokens})
     return tokens.detach().float()
 
 
@@ -66,7 +66,7 @@ def load_balance_loss(
     score_sum = check.tensor("score_sum", score_sum, (torch.float32,), (..., "E"))
     *leading, E = score_sum.shape
     counts = check.tensor("tokens_per_expert", tokens_per_expert, _COUNTS, tuple(score_sum.shape))
-    check.on_device_of("score_sum", score_sum, tokens_per_expert=counts)
+    check.same_device("score_sum", score_sum, tokens_per_expert=counts)
     topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
     tokens = _num_tokens("num_tokens", num_tokens, score_sum, tuple(leading))
     losses = balance_loss(score_sum, counts, E, topk, coeff, tokens)
@@ -100,7 +100,7 @@ def z_loss(
     lse = check.tensor("lse", lse, (torch.float32,), (...,))
     coeff = check.number("coeff", coeff)
     mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(lse.shape))
-    check.on_device_of("lse", lse, token_mask=mask)
+    check.same_device("lse", lse, token_mask=mask)
     if num_tokens is None and mask is not None:
         tokens = mask.sum().float()
     else:
@@ -173,7 +173,7 @@ def fused_moe_aux_loss(
     else:
         number = check.size("total_num_tokens", total_num_tokens)
         tokens = torch.full((), number, dtype=torch.int64, device=probs.device)
-    check.on_device_of("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
+    check.same_device("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
     if not tokens.is_floating_point():
         loss: Tensor = _MoEAuxLoss.call(probs, counts.detach(), tokens.long(), topk, E, coeff)
         return loss

@@ -31,7 +31,7 @@ def _operands(inp: Any, split_sizes: Any, sorted_index: Any) -> tuple[Tensor, Te
     check.num_rows("inp", inp.shape[0])
     sizes = check.indices("split_sizes", split_sizes, ("S",))
     order = check.indices("sorted_index", sorted_index, (("S", sizes.shape[0]),))
-    check.on_device_of("inp", inp, split_sizes=sizes, sorted_index=order)
+    check.same_device("inp", inp, split_sizes=sizes, sorted_index=order)
     return inp, sizes, order
 
 
@@ -51,7 +51,7 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not match.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -81,7 +81,7 @@ def moe_sort_chunks_by_index_with_probs(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not match.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -92,5 +92,5 @@ def moe_sort_chunks_by_index_with_probs(
     """
     inp, sizes, order = _operands(inp, split_sizes, sorted_index)
     probs = check.tensor("probs", probs, check.FLOATS, (("R", inp.shape[0]),))
-    check.on_device_of("inp", inp, probs=probs)
+    check.same_device("inp", inp, probs=probs)
     return _SortChunks.call(inp, sizes, order), _SortChunks.call(probs[:, None], sizes, order)[:, 0]

@@ -90,7 +90,7 @@ def dispatch(x: Tensor, plan: Plan) -> Tensor:
     """
     check_plan(plan)
     x = check.tensor("x", x, ANY_DTYPE, (*plan.row_of_slot.shape[:-1], "D"))
-    check.on_device_of("x", x, plan=plan.row_of_slot)
+    check.same_device("x", x, plan=plan.row_of_slot)
     rows: Tensor = _Dispatch.call(_flat(x), _flat(plan.row_of_slot), plan.slot_of_row)
     return rows
 
@@ -111,7 +111,7 @@ def combine(rows: Tensor, plan: Plan, weights: Any = None) -> Tensor:
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: rows or weights do not fit the plan, or are on another device.
+      ValueError: rows or weights do not match the plan, or are on another device.
 
     Source: semantics, section 5.
 
@@ -123,7 +123,7 @@ def combine(rows: Tensor, plan: Plan, weights: Any = None) -> Tensor:
     check_plan(plan)
     rows = check.tensor("rows", rows, check.FLOATS, (("R", plan.slot_of_row.shape[0]), "D"))
     weights = check.optional_tensor("weights", weights, check.FLOATS, plan.row_of_slot.shape)
-    check.on_device_of("rows", rows, plan=plan.row_of_slot, weights=weights)
+    check.same_device("rows", rows, plan=plan.row_of_slot, weights=weights)
     flat_weights = None if weights is None else _flat(weights)
     out: Tensor = _Combine.call(rows, _flat(plan.row_of_slot), plan.slot_of_row, flat_weights)
     return out.reshape(*plan.row_of_slot.shape[:-1], out.shape[1])

@@ -14,7 +14,7 @@ from anabranch.layouts import Layouts
 from anabranch.options import EXPERTS_NAMES, ExpertsKeywords, ExpertsOptions, Network, check_names, takes_options
 from anabranch.precision import FP8, HIGHEST, check_fp8, check_fp8_widths, precision_number
 from anabranch.torch.binding import check
-from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
+from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.autograd import Function, needs_gradient
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.quantized import (
@@ -50,7 +50,7 @@ def check_experts(
     if b_in is not None:
         b_in = check.tensor("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F))
     b_out = check.optional_tensor("b_out", b_out, dtype, (E, D))
-    check.on_device_of("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
+    check.same_device("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
     return sizes["e"], sizes["p"]
 
 
@@ -115,7 +115,7 @@ def grouped_matmul(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, an unknown precision, or devices differ.
+      ValueError: shapes do not match, an unknown precision, or devices differ.
 
     Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
     w. No double backward. Under torch.autocast float32 x and w are rounded to the autocast dtype first. Source:
@@ -126,12 +126,12 @@ def grouped_matmul(
     [2.0, 5.0, 5.0]
     """
     x = grouped_rows("x", as_autocast(x))
-    w = in_dtype_of(x, w)
+    w = match_autocast(x, w)
     sizes = check.indices("group_sizes", group_sizes, ("E",))
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = check.boolean("transpose_w", transpose_w)
     w = check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
-    check.on_device_of("x", x, w=w, group_sizes=sizes)
+    check.same_device("x", x, w=w, group_sizes=sizes)
     number = precision_number(precision)
     precision_options = number, check_fp8(number, fp8_scales)
     if number == FP8:
@@ -244,7 +244,7 @@ def expert_ffn(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, an unknown activation or precision, weight_early without weights, or devices
+      ValueError: shapes do not match, an unknown activation or precision, weight_early without weights, or devices
         differ.
 
     Gradient: of rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. It
@@ -257,7 +257,7 @@ def expert_ffn(
     [[3.0], [0.0]]
     """
     rows = grouped_rows("rows", as_autocast(rows))
-    b_in, b_out = in_dtype_of(rows, b_in), in_dtype_of(rows, b_out)
+    b_in, b_out = match_autocast(rows, b_in), match_autocast(rows, b_out)
     sizes = check.indices("group_sizes", group_sizes, ("E",))
     check_names("expert_ffn", EXPERTS_NAMES, options)
     given = ExpertsOptions(**options)
@@ -270,5 +270,5 @@ def expert_ffn(
     check_current(quantized, w_in, w_out)
     if network.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)
+    check.same_device("rows", rows, group_sizes=sizes, weights=weights)
     return run_ffn(network, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)

@@ -113,5 +113,5 @@ def check_plan(value: Any) -> Plan:
         raise ValueError(f"plan.row_of_slot: got {check.describe(row_of_slot)}, expected [..., K] with K >= 1")
     slot_of_row = check.tensor("plan.slot_of_row", value.slot_of_row, (torch.int32,), ("R",))
     check_num_slots("plan.row_of_slot", math.prod(row_of_slot.shape[:-1]), row_of_slot.shape[-1])
-    check.on_device_of("plan.row_of_slot", row_of_slot, **{"plan.slot_of_row": slot_of_row})
+    check.same_device("plan.row_of_slot", row_of_slot, **{"plan.slot_of_row": slot_of_row})
     return value

@@ -39,7 +39,7 @@ def as_quantized_experts(fields: Sequence[Tensor | None]) -> QuantizedExperts | 
 
 
 def check_fp8_operands(
-    precision: int, layouts: Layouts, device_of: str, x: Tensor, w_in: Tensor, quantized: Any
+    precision: int, layouts: Layouts, device_name: str, x: Tensor, w_in: Tensor, quantized: Any
 ) -> QuantizedExperts | None:
     """Checks the argument `quantized` and, with FP8, the widths of w_in."""
     check_fp8(precision, "float32", quantized)
@@ -59,7 +59,7 @@ def check_fp8_operands(
         if tensor is not None or name not in ("w_in", "w_out"):
             dtype = torch.float32 if name.endswith("scales") else torch.float8_e4m3fn
             check.tensor(f"quantized.{name}", tensor, (dtype,), shape)
-            check.on_device_of(device_of, x, **{f"quantized.{name}": tensor})
+            check.same_device(device_name, x, **{f"quantized.{name}": tensor})
     return quantized
 
 
@@ -155,7 +155,7 @@ def quantize_experts(
         raise ValueError(f"w_in: got {check.describe(w_in)}, expected 2 (gate, up) or 1 as P")
     sizes: dict[str, Any] = {letter: (letter.upper(), found[letter]) for letter in "efd"}
     w_out = check.tensor("w_out", w_out, check.FLOATS, layouts.shape("w_out", **sizes))
-    check.on_device_of("w_in", w_in, w_out=w_out)
+    check.same_device("w_in", w_in, w_out=w_out)
     check_fp8_widths("w_in", check.describe(w_in), D=found["d"], F=found["f"])
     number, gradients = fp8_scales_number(fp8_scales), check.boolean("gradients", gradients)
     results = torch_ops.quantize_experts(w_in.detach(), w_out.detach(), *layouts, gradients, number)

@@ -214,7 +214,7 @@ def route(
         raise ValueError(f"logits: got {check.describe(logits)}, expected [..., S, E] with sequence_stats")
     bias, mask, forced = router_operands(checked, E, tuple(leading), expert_bias, token_mask, forced_experts)
     bounds = quantile_operand(checked, logits, bias, qb_bin_bounds)
-    check.on_device_of("logits", logits, expert_bias=bias, token_mask=mask, forced_experts=forced, qb_bin_bounds=bounds)
+    check.same_device("logits", logits, expert_bias=bias, token_mask=mask, forced_experts=forced, qb_bin_bounds=bounds)
     T, K = math.prod(leading), checked.topk
     sequences = leading[:-1] if checked.sequence_stats else []
     weights, experts, counts, score_sum, lse, histogram = _Route.call(

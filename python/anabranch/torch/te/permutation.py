@@ -59,7 +59,7 @@ def _mask(inp: Tensor, value: Any) -> Tensor:
     if routing_map.shape[1] < 1:
         raise ValueError(f"routing_map: got {check.describe(routing_map)}, expected [T, E] with E >= 1")
     check_num_slots("routing_map", *routing_map.shape)
-    check.on_device_of("inp", inp, routing_map=routing_map)
+    check.same_device("inp", inp, routing_map=routing_map)
     return routing_map != 0
 
 
@@ -101,7 +101,7 @@ def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor,
     index = check.indices("routing_map", value, (("T", inp.shape[0]), "K"))
     if index.shape[1] < 1:
         raise ValueError(f"routing_map: got {check.describe(index)}, expected [T, K] with K >= 1")
-    check.on_device_of("inp", inp, routing_map=index)
+    check.same_device("inp", inp, routing_map=index)
     check_num_slots("routing_map", *index.shape)
     N = index.numel()
     R = check.size("num_out_tokens", _host_number(num_out_tokens), -1)
@@ -149,7 +149,7 @@ def _tokens(value: Any) -> Tensor:
 def _probabilities(inp: Tensor, value: Any, routing_map: Tensor) -> Tensor:
     T, E = routing_map.shape
     probs = check.tensor("probs", value, check.FLOATS, (("T", T), ("E", E)))
-    check.on_device_of("inp", inp, probs=probs)
+    check.same_device("inp", inp, probs=probs)
     return probs
 
 
@@ -180,7 +180,7 @@ def moe_permute(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or a size is out of range.
+      ValueError: shapes do not match, or a size is out of range.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -218,7 +218,7 @@ def moe_permute_with_probs(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or a size is out of range.
+      ValueError: shapes do not match, or a size is out of range.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -265,7 +265,7 @@ def moe_permute_and_pad_with_probs(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, a size is out of range, or counts on a device come without num_rows.
+      ValueError: shapes do not match, a size is out of range, or counts on a device come without num_rows.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -340,7 +340,7 @@ def moe_unpermute(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not match.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -365,7 +365,7 @@ def moe_unpermute(
                 f"{name}: got {check.describe(weights)}, expected the {row_id_map.shape[0]} probabilities of the rows "
                 "in row_id_map"
             )
-        check.on_device_of("inp", inp, row_id_map=row_id_map, **{name: weights})
+        check.same_device("inp", inp, row_id_map=row_id_map, **{name: weights})
         row_of_slot, slot_of_row = _index_maps(row_id_map, K, R)
     else:
         row_id_map = check.indices("row_id_map", row_id_map, ("T", "2E+1"))
@@ -376,7 +376,7 @@ def moe_unpermute(
         check_num_slots("row_id_map", T, E)
         weights = check.optional_tensor(name, weights, check.FLOATS, (("T", T), ("E", E)))
         offsets = None if pad_offsets is None else check.indices("pad_offsets", pad_offsets, (("E", E),))
-        check.on_device_of("inp", inp, row_id_map=row_id_map, pad_offsets=offsets, **{name: weights})
+        check.same_device("inp", inp, row_id_map=row_id_map, pad_offsets=offsets, **{name: weights})
         row_of_slot, slot_of_row = torch_ops.expand_row_id_map(row_id_map, offsets, R)
     if restore_shape is not None:
         _check_shape(restore_shape, (row_of_slot.shape[0], D))

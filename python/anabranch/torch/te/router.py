@@ -168,7 +168,7 @@ def fused_topk_with_score_function(
     if indices is not None:
         check_map_or_indices(map_format, "topk_indices")
     bounds = quantile_operand(options, logits, bias, qb_bin_bounds)
-    check.on_device_of(
+    check.same_device(
         "logits", logits, expert_bias=bias, topk_indices=indices, qb_histogram=histogram, qb_bin_bounds=bounds
     )
     probs, routing_map, experts, counts = _Dense.call(

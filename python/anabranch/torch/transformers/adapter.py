@@ -35,7 +35,7 @@ OLDEST = "5.9"
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
     try:
-        value = getattr(module, name)  # without a default, see attributes_read.py
+        value = getattr(module, name)  # without a default, see attributes.py
     except AttributeError:
         value = None
     if not isinstance(value, Tensor):

@@ -10,12 +10,12 @@ from torch import nn
 
 from anabranch._text import shown
 from anabranch.activation import Activation
-from anabranch.torch.transformers.activation_of import Found, NotAnActivation, gated_activation_of, plain_activation_of
-from anabranch.torch.transformers.attributes_read import Attributes, attributes, unchanged
+from anabranch.torch.transformers.attributes import Attributes, attributes, unchanged
+from anabranch.torch.transformers.recognition import Found, NotAnActivation, recognise_gated, recognise_plain
 
 
 class Experts(NamedTuple):
-    """What an experts module of Transformers computes.
+    """Description of an experts module of Transformers.
 
     Attributes:
       activation: of gate and up, or of h of an ungated expert.
@@ -106,7 +106,7 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 def _evaluate(module: nn.Module, name: str) -> Found | None:
     computed: Any = getattr(module, name)
-    return gated_activation_of(computed, _numbers(module)) if name == _GATE else plain_activation_of(computed)
+    return recognise_gated(computed, _numbers(module)) if name == _GATE else recognise_plain(computed)
 
 
 def _recognise(module: nn.Module, name: str) -> Found | None:
@@ -153,7 +153,7 @@ def _describe(module: nn.Module) -> _Description:
 
 
 def described(module: nn.Module, *, again: bool = False) -> Experts:
-    """What the module computes, evaluated once, again when a listed attribute has changed, and on request.
+    """Describes the module. Its functions are evaluated once, after a change of a listed attribute, and on request.
 
     Raises:
       NotImplementedError: the module computes something that `Experts` cannot express, or has to be evaluated while

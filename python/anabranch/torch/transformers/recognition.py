@@ -202,11 +202,11 @@ def _check_invariance(
         raise NotAnActivation(f"has the values of {act.name} in float64 and other values in bfloat16")
 
 
-def plain_activation_of(function: Callable[[Tensor], Tensor]) -> Found | None:
+def recognise_plain(function: Callable[[Tensor], Tensor]) -> Found | None:
     """The activation act that `function` computes elementwise, or None if it is none of `PLAIN`.
 
     Raises:
-      NotAnActivation: see `gated_activation_of`.
+      NotAnActivation: see `recognise_gated`.
     """
     h = np.append(_points([]), 0.0).reshape(-1, 2)
     values = _values(function, h)
@@ -226,7 +226,7 @@ def _rows(g: np.ndarray, u: np.ndarray, interleaved: bool) -> np.ndarray:
     return np.stack([g, u], axis=-1).reshape(len(g), -1) if interleaved else np.concatenate([g, u], axis=-1)
 
 
-def gated_activation_of(function: Callable[[Tensor], Tensor], numbers: Iterable[float]) -> Found | None:
+def recognise_gated(function: Callable[[Tensor], Tensor], numbers: Iterable[float]) -> Found | None:
     """The activation phi(g, u) that `function` computes from rows [R, 2 N] of gates and ups, or None.
 
     Args:

@@ -1,7 +1,8 @@
-"""The gate's GEMMs: tokens to float32 logits, and the backward pass. GPUs multiply in bfloat16, CPUs in float32.
+"""The gate's GEMMs: tokens to float32 logits, and the backward pass.
 
-If the columns of a gate are similar, differences of logits cancel most digits. So float32 operands keep at least 16
-bits on a GPU: they are split into the sum of two bfloat16 matrices.
+If the columns of a gate are similar, differences of logits cancel most digits. So results keep at least 16 bits of
+every operand. A CPU multiplies in float32. A GPU multiplies bfloat16 operands on tensor cores; a float32 operand beside
+a bfloat16 one is split into the sum of two bfloat16 matrices.
 """
 
 from typing import NamedTuple

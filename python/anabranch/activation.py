@@ -1,4 +1,4 @@
-"""The activations of the experts by name, with their parameters; numpy and frameworks stay outside.
+"""The activations of the experts: names, parameters, and values and gradients in numpy float64.
 
 An activation is phi(g, u) of a gate g and an up u; a plain one is a function of one input, act(g) u of a gated expert
 and act(h) of an ungated one.
@@ -8,6 +8,9 @@ import dataclasses
 import math
 import numbers
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from anabranch._text import shown, typed
 
@@ -147,3 +150,112 @@ def as_activation(value: Any, parts: int | None = None, argument: str = "activat
             "have one part"
         )
     return value
+
+
+# ---------------------------------------------------------------- values and gradients in float64
+
+_GELU_SCALE = np.sqrt(2 / np.pi)
+_GELU_CUBIC = 0.044715
+"""gelu(h) = h/2 (1 + tanh(_GELU_SCALE (h + _GELU_CUBIC h^3)))."""
+_QUICK_GELU_SCALE = 1.702
+"""quick_gelu(h) = h sigmoid(_QUICK_GELU_SCALE h)."""
+
+
+def _sigmoid(h: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-h))
+
+
+def _gelu_tanh(h: np.ndarray) -> np.ndarray:
+    return np.tanh(_GELU_SCALE * (h + _GELU_CUBIC * h**3))
+
+
+def _normal(h: np.ndarray) -> np.ndarray:
+    """Phi(h), the cumulative normal distribution."""
+    return np.vectorize(math.erfc, otypes=[float])(-h / np.sqrt(2)) / 2
+
+
+def activation(h: npt.ArrayLike, name: str) -> np.ndarray:
+    """act(h) for one of `PLAIN`: float64, shape of h."""
+    h = np.asarray(h, np.float64)
+    if name in ("silu", "swish"):
+        return h * _sigmoid(h)
+    if name == "gelu":
+        return h / 2 * (1 + _gelu_tanh(h))
+    if name == "gelu_erf":
+        return h * _normal(h)
+    if name == "quick_gelu":
+        return h * _sigmoid(_QUICK_GELU_SCALE * h)
+    if name == "relu":
+        return np.maximum(h, 0)
+    if name == "relu2":
+        return np.maximum(h, 0) ** 2
+    if name == "linear":
+        return h.copy()
+    raise ValueError(f"activation: got {name!r}, expected one of {', '.join(map(repr, PLAIN))}")
+
+
+def activation_gradient(h: npt.ArrayLike, name: str) -> np.ndarray:
+    """act'(h), with relu'(0) = 0: float64, shape of h."""
+    h = np.asarray(h, np.float64)
+    if name in ("silu", "swish"):
+        s = _sigmoid(h)
+        return s * (1 + h * (1 - s))
+    if name == "gelu":
+        t = _gelu_tanh(h)
+        return (1 + t) / 2 + h / 2 * (1 - t**2) * _GELU_SCALE * (1 + 3 * _GELU_CUBIC * h**2)
+    if name == "gelu_erf":
+        return _normal(h) + h * np.exp(-(h**2) / 2) / np.sqrt(2 * np.pi)
+    if name == "quick_gelu":
+        s = _sigmoid(_QUICK_GELU_SCALE * h)
+        return s * (1 + _QUICK_GELU_SCALE * h * (1 - s))
+    if name == "relu":
+        return np.where(h > 0, 1.0, np.where(np.isnan(h), h, 0.0))
+    if name == "relu2":
+        return 2 * np.maximum(h, 0)
+    if name == "linear":
+        return np.ones_like(h)
+    raise ValueError(f"activation: got {name!r}, expected one of {', '.join(map(repr, PLAIN))}")
+
+
+def gated_activation(g: npt.ArrayLike, u: npt.ArrayLike, act: str | Activation) -> np.ndarray:
+    """phi(g, u) of gate g and up u: float64, shape of g."""
+    g, u, act = np.asarray(g, np.float64), np.asarray(u, np.float64), as_activation(act)
+    inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
+    if act.name == "swiglu_clamped":
+        return activation(inside, "silu") * clamped
+    if act.name == "swiglu_oai":
+        return inside * _sigmoid(act.alpha * inside) * (clamped + 1)
+    if act.name == "swiglu_then_clamp":
+        return np.minimum(activation(g, "silu"), act.limit) * clamped
+    if act.name == "situ":
+        return act.alpha * np.tanh(g / act.alpha) * _sigmoid(g) * act.limit * np.tanh(u / act.limit)
+    return activation(g, act.name) * u
+
+
+def gated_activation_gradients(
+    g: npt.ArrayLike, u: npt.ArrayLike, act: str | Activation
+) -> tuple[np.ndarray, np.ndarray]:
+    """(dphi/dg, dphi/du), one-sided from inside at a limit, 0 past it: float64, shape of g each."""
+    g, u, act = np.asarray(g, np.float64), np.asarray(u, np.float64), as_activation(act)
+    inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
+    g_passes = np.where(g > act.limit, 0.0, 1.0)
+    u_passes = np.where(np.abs(u) > act.limit, 0.0, 1.0)
+    if act.name == "swiglu_clamped":
+        return (
+            activation_gradient(inside, "silu") * clamped * g_passes,
+            activation(inside, "silu") * u_passes,
+        )
+    if act.name == "swiglu_oai":
+        s = _sigmoid(act.alpha * inside)
+        slope = s * (1 + act.alpha * inside * (1 - s))
+        return slope * (clamped + 1) * g_passes, inside * s * u_passes
+    if act.name == "swiglu_then_clamp":
+        value = activation(g, "silu")
+        passes = np.where(value > act.limit, 0.0, 1.0)
+        return activation_gradient(g, "silu") * clamped * passes, np.minimum(value, act.limit) * u_passes
+    if act.name == "situ":
+        s, t, v = _sigmoid(g), np.tanh(g / act.alpha), np.tanh(u / act.limit)
+        by_gate = s / np.cosh(g / act.alpha) ** 2 + act.alpha * t * s * (1 - s)
+        return by_gate * act.limit * v, act.alpha * t * s / np.cosh(u / act.limit) ** 2
+    return activation_gradient(g, act.name) * u, activation(g, act.name)

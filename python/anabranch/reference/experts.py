@@ -4,19 +4,20 @@
 "float32" or "power_of_two", products are those of section 11: exact ones of quantised factors.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from anabranch.activation import PLAIN, as_activation
+from anabranch.activation import (
+    activation,
+    activation_gradient,
+    as_activation,
+    gated_activation,
+    gated_activation_gradients,
+)
 
 from .fp8 import received, rows_factor, weights_factor
 from .scores import as_float64
-
-GELU_SCALE = np.sqrt(2 / np.pi)
-GELU_CUBIC = 0.044715  # gelu(h) = h/2 (1 + tanh(GELU_SCALE (h + GELU_CUBIC h^3)))
-QUICK_GELU_SCALE = 1.702  # quick_gelu(h) = h sigmoid(QUICK_GELU_SCALE h)
 
 
 class ExpertGradients(NamedTuple):
@@ -79,104 +80,6 @@ def _bias_gradient(d_rows, group_sizes):
 
 
 # ---------------------------------------------------------------- activations
-
-
-def _sigmoid(h):
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-h))
-
-
-def _gelu_tanh(h):
-    return np.tanh(GELU_SCALE * (h + GELU_CUBIC * h**3))
-
-
-def _normal(h):
-    """Phi(h), the normal distribution."""
-    return np.vectorize(math.erfc, otypes=[float])(-h / np.sqrt(2)) / 2
-
-
-def activation(h, name):
-    """act(h) of a plain activation (`anabranch.activation.PLAIN`). float64, h's shape."""
-    h = as_float64(h, "h")
-    if name in ("silu", "swish"):
-        return h * _sigmoid(h)
-    if name == "gelu":
-        return h / 2 * (1 + _gelu_tanh(h))
-    if name == "gelu_erf":
-        return h * _normal(h)
-    if name == "quick_gelu":
-        return h * _sigmoid(QUICK_GELU_SCALE * h)
-    if name == "relu":
-        return np.maximum(h, 0)
-    if name == "relu2":
-        return np.maximum(h, 0) ** 2
-    if name == "linear":
-        return h.copy()
-    raise ValueError(f"activation: got {name!r}, expected one of {', '.join(map(repr, PLAIN))}")
-
-
-def activation_gradient(h, name):
-    """act'(h); relu'(0) = 0. float64, h's shape."""
-    h = as_float64(h, "h")
-    if name in ("silu", "swish"):
-        s = _sigmoid(h)
-        return s * (1 + h * (1 - s))
-    if name == "gelu":
-        t = _gelu_tanh(h)
-        return (1 + t) / 2 + h / 2 * (1 - t**2) * GELU_SCALE * (1 + 3 * GELU_CUBIC * h**2)
-    if name == "gelu_erf":
-        return _normal(h) + h * np.exp(-(h**2) / 2) / np.sqrt(2 * np.pi)
-    if name == "quick_gelu":
-        s = _sigmoid(QUICK_GELU_SCALE * h)
-        return s * (1 + QUICK_GELU_SCALE * h * (1 - s))
-    if name == "relu":
-        return np.where(h > 0, 1.0, np.where(np.isnan(h), h, 0.0))
-    if name == "relu2":
-        return 2 * np.maximum(h, 0)
-    if name == "linear":
-        return np.ones_like(h)
-    raise ValueError(f"activation: got {name!r}, expected one of {', '.join(map(repr, PLAIN))}")
-
-
-def gated_activation(g, u, act):
-    """phi(g, u) of a gate and an up; act: a name or an `Activation`. float64, g's shape."""
-    g, u, act = as_float64(g, "g"), as_float64(u, "u"), as_activation(act)
-    inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
-    if act.name == "swiglu_clamped":
-        return activation(inside, "silu") * clamped
-    if act.name == "swiglu_oai":
-        return inside * _sigmoid(act.alpha * inside) * (clamped + 1)
-    if act.name == "swiglu_then_clamp":
-        return np.minimum(activation(g, "silu"), act.limit) * clamped
-    if act.name == "situ":
-        return act.alpha * np.tanh(g / act.alpha) * _sigmoid(g) * act.limit * np.tanh(u / act.limit)
-    return activation(g, act.name) * u
-
-
-def gated_activation_gradients(g, u, act):
-    """(dphi/dg, dphi/du) of `gated_activation`: at a limit those of the inside, past it 0. float64, g's shape each."""
-    g, u, act = as_float64(g, "g"), as_float64(u, "u"), as_activation(act)
-    inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
-    g_passes = np.where(g > act.limit, 0.0, 1.0)
-    u_passes = np.where(np.abs(u) > act.limit, 0.0, 1.0)
-    if act.name == "swiglu_clamped":
-        return (
-            activation_gradient(inside, "silu") * clamped * g_passes,
-            activation(inside, "silu") * u_passes,
-        )
-    if act.name == "swiglu_oai":
-        s = _sigmoid(act.alpha * inside)
-        slope = s * (1 + act.alpha * inside * (1 - s))
-        return slope * (clamped + 1) * g_passes, inside * s * u_passes
-    if act.name == "swiglu_then_clamp":
-        value = activation(g, "silu")
-        passes = np.where(value > act.limit, 0.0, 1.0)
-        return activation_gradient(g, "silu") * clamped * passes, np.minimum(value, act.limit) * u_passes
-    if act.name == "situ":
-        s, t, v = _sigmoid(g), np.tanh(g / act.alpha), np.tanh(u / act.limit)
-        by_gate = s / np.cosh(g / act.alpha) ** 2 + act.alpha * t * s * (1 - s)
-        return by_gate * act.limit * v, act.alpha * t * s / np.cosh(u / act.limit) ** 2
-    return activation_gradient(g, act.name) * u, activation(g, act.name)
 
 
 def hidden(h, act):

@@ -1,4 +1,4 @@
-"""Anabranch for PyTorch: route, plan, dispatch, experts, combine, and the whole layer, on the same two libraries."""
+"""Anabranch for PyTorch: the MoE layer and its operations (route, plan, dispatch, experts, combine)."""
 
 from anabranch._library import LibraryError
 from anabranch._packages import needed_by

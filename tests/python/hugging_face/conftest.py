@@ -1,4 +1,4 @@
-"""Where models live in these tests."""
+"""Devices of the models in these tests."""
 
 import pytest
 import torch

@@ -1,11 +1,11 @@
-"""Every model of transformers that has experts, with a configuration small enough for a test."""
+"""All models of Transformers with experts, in a size for tests."""
 
 import functools
 import importlib
 
 import torch
 
-#: Of the configuration's fields those that it has.
+#: Fields of configurations; a configuration gets those that it has.
 SIZES = dict(
     vocab_size=96,
     unpadded_vocab_size=96,
@@ -59,12 +59,12 @@ SIZES = dict(
     eos_token_id=2,
 )
 
-_OF_ITS_OWN = object()
-"""In place of a value: what the configuration makes of the others."""
+_DEFAULT = object()
+"""Stands for the value that the configuration computes from other fields."""
 _SAME_HEADS = dict(num_key_value_heads=4)
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4}
 
-#: By the folder in transformers.models: the class, where it is not the one for causal language modelling, and fields.
+#: (class, fields) by the folder in transformers.models. None: the class for causal language modelling.
 MODELS: dict[str, tuple[str | None, dict]] = {
     "afmoe": (None, {}),
     "aria": (None, {}),
@@ -91,13 +91,13 @@ MODELS: dict[str, tuple[str | None, dict]] = {
             moe_intermediate_size=[20, 12],
             rope_parameters=_SECTIONS | {"mrope_section": [1, 1, 2]},
             moe_layer_start_index=0,
-            mlp_layer_types=_OF_ITS_OWN,
-            head_dim=_OF_ITS_OWN,
+            mlp_layer_types=_DEFAULT,
+            head_dim=_DEFAULT,
         ),
     ),
     "exaone_moe": (None, {}),
     "flex_olmo": (None, {}),
-    "flint": (None, dict(mlp_only_layers=[], layer_types=_OF_ITS_OWN)),
+    "flint": (None, dict(mlp_only_layers=[], layer_types=_DEFAULT)),
     "gemma4": (
         None,
         dict(
@@ -128,7 +128,7 @@ MODELS: dict[str, tuple[str | None, dict]] = {
     "inkling": (None, {}),
     "inkling2": (None, {}),
     "inkling2_loop": (None, {}),
-    "jamba": (None, dict(layer_types=_OF_ITS_OWN, attn_layer_offset=1, attn_layer_period=2)),
+    "jamba": (None, dict(layer_types=_DEFAULT, attn_layer_offset=1, attn_layer_period=2)),
     "kimi_linear": (None, {}),
     "kolibri1": (None, {}),
     "laguna": (None, {}),
@@ -143,7 +143,7 @@ MODELS: dict[str, tuple[str | None, dict]] = {
     "mistral_large4": ("MistralLarge4TextModel", _SAME_HEADS),
     "mixtral": (None, {}),
     "muse_spark": ("MuseSparkTextModel", {}),
-    "nemotron_h": (None, dict(layer_types=_OF_ITS_OWN, layers_block_type=["full_attention", "moe"])),
+    "nemotron_h": (None, dict(layer_types=_DEFAULT, layers_block_type=["full_attention", "moe"])),
     "olmoe": (None, {}),
     "openai_privacy_filter": ("OpenAIPrivacyFilterModel", {}),
     "phimoe": (None, {}),
@@ -169,8 +169,8 @@ MODELS: dict[str, tuple[str | None, dict]] = {
     "zaya": (None, dict(num_experts_per_tok=1)),
 }
 
-#: Models whose experts do not follow the library's interface, which has one way to compute them, whatever is asked for:
-#: by the folder in transformers.models the type of the model, and fields.
+#: Models whose experts do not follow the interface, so Transformers ignores the experts implementation: (model type,
+#: fields) by the folder in transformers.models.
 WITHOUT_INTERFACE: dict[str, tuple[str, dict]] = {
     "dbrx": (
         "dbrx",
@@ -253,7 +253,7 @@ WITHOUT_INTERFACE: dict[str, tuple[str, dict]] = {
     ),
 }
 
-#: Models with modules called experts that no router chooses a token's of.
+#: Models with modules named experts but without a router.
 WITHOUT_ROUTER = {"vitpose_backbone"}
 
 
@@ -262,7 +262,7 @@ def module_of(folder):
 
 
 def class_of(folder, name):
-    """The class of a model, by its name or for causal language modelling."""
+    """The class with this name, or for None the one for causal language modelling."""
     module = module_of(folder)
     if name is not None:
         return getattr(module, name)
@@ -271,7 +271,7 @@ def class_of(folder, name):
 
 
 def configuration(kind, fields):
-    """A small one of a class of configurations."""
+    """A small configuration of this class."""
     names = {*kind.__dataclass_fields__, *kind.attribute_map}
     values = {name: value for name, value in SIZES.items() if name in names}
     layers, default = SIZES["num_hidden_layers"], kind()
@@ -280,12 +280,12 @@ def configuration(kind, fields):
     if getattr(default, "mlp_layer_types", None):
         values["mlp_layer_types"] = ["sparse"] * layers
     values |= fields
-    return kind(**{name: value for name, value in values.items() if value is not _OF_ITS_OWN})
+    return kind(**{name: value for name, value in values.items() if value is not _DEFAULT})
 
 
 @functools.lru_cache(maxsize=1)
 def small_model(folder, device):
-    """A model with random parameters, large enough for limits of activations to be met."""
+    """A model with random parameters, large enough to reach the limits of activations."""
     name, fields = MODELS[folder]
     kind = class_of(folder, name)
     torch.manual_seed(0)

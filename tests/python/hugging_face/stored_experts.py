@@ -1,4 +1,4 @@
-"""Experts as the library's models have them, with a gate of a test's own."""
+"""Experts like those of Transformers models, with a custom gate function."""
 
 import types
 
@@ -11,7 +11,7 @@ E, D, F, K, T = 4, 12, 10, 2, 17
 
 
 class Stored(nn.Module):
-    """Experts as the library's models have them, whose gate is a test's own."""
+    """Experts like those of Transformers models."""
 
     def __init__(self, config):
         super().__init__()
@@ -29,7 +29,7 @@ class Stored(nn.Module):
             setattr(self, name, value)
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """Every expert on every token: the plain definition."""
+        """Applies every expert to every token."""
         up, down = self.gate_up_proj, self.down_proj
         if not self.is_transposed:
             up, down = up.mT, down.mT
@@ -42,7 +42,7 @@ class Stored(nn.Module):
 
 
 def made(gate=None, *, act="silu", transposed=False, bias=False, **numbers):
-    """Experts with a gate of their own, or the library's."""
+    """Experts with the given gate function, or the default of Transformers."""
     body = {} if gate is None else {"_apply_gate": gate}
     kind = type("TestExperts", (Stored,), body)
     kind = use_experts_implementation(kind, is_transposed=transposed, has_bias=bias)
@@ -66,7 +66,7 @@ def operands(dtype=torch.float32, device="cpu"):
 
 
 def gradients(experts, implementation, operands, forward=None):
-    """The output, and all gradients for a random cotangent."""
+    """Output and all gradients for a random cotangent."""
     experts.config._experts_implementation = implementation
     x, index, weights = operands
     for tensor in (x, weights, *experts.parameters()):

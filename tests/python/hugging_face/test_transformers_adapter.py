@@ -1,4 +1,4 @@
-"""The experts of transformers by our operations: what is recognised, what is refused, and what torch does with it."""
+"""Experts of Transformers: recognised and refused gate functions, and behaviour under torch's transformations."""
 
 import math
 
@@ -17,10 +17,10 @@ from anabranch.torch import Activation
 def registered():
     adapter.register()
     transformers.logging.set_verbosity_error()
-    torch.compiler.reset()  # all classes here share the forward function that the library makes
+    torch.compiler.reset()  # all classes here share the forward function that Transformers makes
 
 
-# ---------------------------------------------------------------- what is recognised
+# ---------------------------------------------------------------- recognition
 
 
 def in_turns(gate_up):
@@ -79,7 +79,7 @@ RECOGNISED = {
 
 
 @pytest.mark.parametrize("case", RECOGNISED)
-def test_what_a_gate_computes_is_found(case):
+def test_a_gate_function_is_recognised(case):
     options, activation, layout = RECOGNISED[case]
     experts = made(**options)
     given = operands()
@@ -92,7 +92,7 @@ def test_what_a_gate_computes_is_found(case):
 
 def literal_limit(self, gate_up):
     g, u = parts(gate_up)
-    return nn.functional.silu(g.clamp(max=7.0)) * u  # no attribute holds it
+    return nn.functional.silu(g.clamp(max=7.0)) * u  # no attribute of the module holds 7.0
 
 
 def far_limit(self, gate_up):
@@ -110,7 +110,7 @@ def swapped(self, gate_up):
     return nn.functional.silu(g) * u
 
 
-def of_something_else(self, gate_up):
+def of_one_row(self, gate_up):
     return gate_up[0]
 
 
@@ -125,7 +125,7 @@ def failing(self, gate_up):
         dict(gate=far_limit),
         dict(gate=scaled),
         dict(gate=swapped),
-        dict(gate=of_something_else),
+        dict(gate=of_one_row),
         dict(gate=failing),
         dict(act="tanh"),
         dict(act="mish"),
@@ -134,7 +134,7 @@ def failing(self, gate_up):
     ],
     ids=lambda options: getattr(options.get("gate"), "__name__", options.get("act")),
 )
-def test_a_gate_that_is_none_of_ours_is_refused(options):
+def test_a_gate_that_is_no_activation_is_refused(options):
     experts = made(**options)
     message = r'experts_implementation="anabranch": got TestExperts of a_test, whose _apply_gate .*, expected one'
     with pytest.raises(NotImplementedError, match=message):
@@ -143,7 +143,7 @@ def test_a_gate_that_is_none_of_ours_is_refused(options):
         adapter.check(nn.Sequential(experts))
 
 
-def test_a_replaced_activation_is_found_anew():
+def test_a_replaced_activation_is_recognised():
     experts, given = made(), operands()
     experts(*given)
     experts.act_fn = ACT2FN["gelu"]
@@ -158,7 +158,7 @@ def test_a_replaced_activation_is_found_anew():
         experts(*given)
 
 
-def test_a_clamp_far_out_is_refused():
+def test_a_clamp_at_a_large_literal_is_refused():
     def _apply_gate(self, gate_up):
         g, u = parts(gate_up)
         return nn.functional.silu(g.clamp(max=20000.0)) * u
@@ -178,25 +178,25 @@ def test_a_gate_with_other_gradients_is_refused():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_found_without_gradients(mode):
+def test_recognised_without_gradients(mode):
     experts, given = made(), operands()
     with mode():
         output = experts(*given)
     torch.testing.assert_close(output, experts(*given), rtol=0, atol=0)
 
 
-def test_found_inside_a_checkpoint():
-    """Which counts what is saved, and would find less when it runs again."""
+def test_recognised_inside_a_checkpoint():
+    """A checkpoint counts saved tensors, and recomputation does not evaluate the gate function again."""
     experts, given = made(), operands()
     output = torch.utils.checkpoint.checkpoint(experts, *given, use_reentrant=False)
     output.sum().backward()
 
 
-# ---------------------------------------------------------------- what torch does with it
+# ---------------------------------------------------------------- dtypes and transformations
 
 
 def test_index_past_the_experts_is_no_expert():
-    """As expert parallelism marks the experts of other ranks: also with a weight that is not 0."""
+    """Expert parallelism marks experts of other ranks like this. Their weight need not be 0."""
     experts, (x, index, weights) = made(bias=True), operands()
     index[::3, 0] = E
     given = x, index, weights
@@ -215,9 +215,9 @@ def test_compiled(case, dynamic, device):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(strict):
-    """Traced without values, where what the module computes is not known yet; for any number of tokens."""
+    """Non-strict export evaluates the gate function while it traces. The number of tokens is dynamic."""
     experts, given = made(**RECOGNISED["gpt-oss"][0]), tuple(tensor.detach() for tensor in operands())
-    if strict:  # by Dynamo, which can't find it
+    if strict:  # Dynamo cannot evaluate the gate function
         adapter.check(experts)
     dynamic = tuple({0: torch.export.Dim("T", min=2, max=2**20)} for _ in given)
     exported = torch.export.export(experts, given, dynamic_shapes=dynamic, strict=strict).module()
@@ -225,8 +225,8 @@ def test_exported(strict):
         torch.testing.assert_close(exported(*arguments), experts(*arguments), rtol=0, atol=0)
 
 
-def test_compiled_without_being_asked_before():
-    """A tracer can't find what a module computes; nothing is assumed of it."""
+def test_compilation_requires_a_check():
+    """Gate functions cannot be evaluated while torch.compile traces."""
     experts = made()
     with pytest.raises(Exception, match="NotImplementedError"):
         torch.compile(experts, fullgraph=True, backend="aot_eager")(*operands())
@@ -236,8 +236,8 @@ def test_compiled_without_being_asked_before():
     torch.compile(experts, fullgraph=True, backend="aot_eager")(*operands())
 
 
-def test_compiled_anew_where_a_number_changed():
-    """Two modules of one class may share a program; not one with another limit."""
+def test_recompiled_for_another_limit():
+    """Two modules of one class may share a program, unless their limits differ."""
     experts, others, given = made(gate=clamped(parts), limit=1.5), made(gate=clamped(parts), limit=0.5), operands()
     others.__class__ = type(experts)
     for one in (experts, others):
@@ -261,7 +261,6 @@ def test_checkpointed():
 
 
 def test_bfloat16(device):
-    """Of parameters and hidden states."""
     experts, given = made().to(device, torch.bfloat16), operands(torch.bfloat16, device)
     found = gradients(experts, "anabranch", given)
     check_same(
@@ -274,7 +273,7 @@ def test_bfloat16(device):
     )
 
 
-def test_float32_parameters_of_bfloat16_states():
+def test_float32_parameters_with_bfloat16_states():
     experts, given = made(), operands(torch.bfloat16)
     found = gradients(experts, "anabranch", given)
     assert found["output"].dtype == torch.bfloat16 and found["down_proj"].dtype == torch.float32
@@ -291,7 +290,7 @@ def test_autocast():
 
 
 class Wrapper(torch.Tensor):
-    """As quantised and sharded parameters are."""
+    """A wrapper subclass, like quantised and sharded parameters."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -306,7 +305,7 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner, context, size, stride):
-        raise AssertionError("made anew")
+        raise AssertionError("unflattened")
 
 
 def test_a_parameter_that_is_not_dense_is_refused():
@@ -321,7 +320,7 @@ def test_a_parameter_that_is_not_dense_is_refused():
         experts(*operands())
 
 
-# ---------------------------------------------------------------- the library's own choice of experts
+# ---------------------------------------------------------------- registration
 
 
 def test_registering_twice_is_once():
@@ -330,7 +329,7 @@ def test_registering_twice_is_once():
     assert transformers.PreTrainedModel.get_correct_experts_implementation is before
 
 
-def test_a_model_without_experts_takes_it():
+def test_a_model_without_experts_accepts_it():
     config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
     with torch.device("meta"):
         transformers.LlamaModel._from_config(config, experts_implementation="anabranch")
@@ -341,11 +340,11 @@ def test_check_of_no_module():
         adapter.check("qwen3_moe")
 
 
-# ---------------------------------------------------------------- the library's loss
+# ---------------------------------------------------------------- load-balancing loss
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_loss_is_the_library_s(padded):
+def test_loss_equals_that_of_transformers(padded):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     rng = torch.Generator().manual_seed(0)

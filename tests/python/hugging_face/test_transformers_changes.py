@@ -1,4 +1,4 @@
-"""What else a gate depends on, beside its argument, is refused or noticed; nothing is computed with what was true once."""
+"""A gate that depends on more than its argument is refused, and a change of a listed attribute is noticed."""
 
 import types
 
@@ -7,73 +7,127 @@ import torch
 import transformers
 from stored_experts import check_same, gradients, made, operands, parts
 from torch import nn
-from transformers.activations import ACT2FN
 
 import anabranch.torch.transformers as adapter
 from anabranch.torch.transformers import experts_module
+
+silu, gelu = nn.functional.silu, nn.functional.gelu
 
 
 @pytest.fixture(autouse=True)
 def registered():
     adapter.register()
     transformers.logging.set_verbosity_error()
-    torch.compiler.reset()  # all classes here share the forward function that the library makes
+    torch.compiler.reset()  # all classes here share the forward function that Transformers makes
 
 
 OUTSIDE = torch.ones(())
 
 
-def scaled_by(name):
-    def _apply_gate(self, gate_up):
-        g, u = parts(gate_up)
-        return nn.functional.silu(g) * u * getattr(self, name)
-
-    return _apply_gate
-
-
-def with_item(self, gate_up):
+def scaled(self, gate_up):
     g, u = parts(gate_up)
-    return nn.functional.silu(g) * u * self.scale.item()
+    return silu(g) * u * self.scale
 
 
-def of_a_global(self, gate_up):
+def scaled_by_an_item(self, gate_up):
     g, u = parts(gate_up)
-    return nn.functional.silu(g) * u * OUTSIDE
+    return silu(g) * u * self.scale.item()
 
 
-@pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.parametrize("used", [True, False])
-def test_a_parameter_of_its_own_is_refused(used, trainable):
-    """Neutral at first: no value tells it from silu."""
-    experts = made(scaled_by("scale") if used else None)
+def scaled_by_a_global(self, gate_up):
+    g, u = parts(gate_up)
+    return silu(g) * u * OUTSIDE
+
+
+@pytest.mark.parametrize(("gate", "trainable"), [(scaled, True), (None, False)], ids=["used", "unused"])
+def test_an_additional_parameter_is_refused(gate, trainable):
+    """Its initial value is neutral, so values alone don't reveal it."""
+    experts = made(gate)
     experts.scale = nn.Parameter(torch.ones(()), requires_grad=trainable)
     message = "got TestExperts of a_test, which has a parameter of its own, scale, expected no other than gate_up_proj"
     with pytest.raises(NotImplementedError, match=message):
         experts(*operands())
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("gate", [scaled_by("scale"), with_item, of_a_global], ids=["multiplied", "item", "global"])
-def test_a_tensor_that_the_gate_computes_with_is_refused(gate, late):
-    """Also one that is registered after the first call."""
-    experts = made(None if late else gate)
-    if late:
-        experts(*operands())
-        type(experts)._apply_gate = gate
+@pytest.mark.parametrize("gate", [scaled, scaled_by_an_item, scaled_by_a_global])
+def test_a_gate_that_reads_a_tensor_is_refused(gate):
+    """Also if it replaces another gate after the first call."""
+    experts = made()
+    experts(*operands())
+    type(experts)._apply_gate = gate
     experts.register_buffer("scale", torch.ones(()))
     message = r"whose _apply_gate .* computes with a tensor beside its argument, float32\[\].*, expected one"
     with pytest.raises(NotImplementedError, match=message):
         experts(*operands())
 
 
-def test_a_buffer_that_nothing_uses_is_none_of_our_business():
+def test_an_unused_buffer_is_ignored():
     experts, given = made(), operands()
     experts.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     check_same(gradients(experts, "anabranch", given), gradients(experts, "eager", given))
 
 
-def test_a_parametrized_weight_is_taken():
-    """As adapters that train a change of the weight make it, at every forward pass anew."""
+def gelu_in_bfloat16(self, gate_up):
+    g, u = parts(gate_up)
+    return (gelu(g) if gate_up.dtype == torch.bfloat16 else silu(g)) * u
+
+
+def gelu_of_few_rows(self, gate_up):
+    g, u = parts(gate_up)
+    return (gelu(g) if len(gate_up) < 64 else silu(g)) * u
+
+
+class SiluOfManyRows(nn.Module):
+    def forward(self, h):
+        return silu(h) if len(h) > 1 else gelu(h)
+
+
+class SiluInFloat(nn.Module):
+    def forward(self, h):
+        return gelu(h) if h.dtype == torch.bfloat16 else silu(h)
+
+
+@pytest.mark.parametrize(
+    ("gate", "act_fn", "which"),
+    [
+        (gelu_in_bfloat16, SiluInFloat(), "in float64 and other values in bfloat16"),
+        (gelu_of_few_rows, SiluOfManyRows(), "for many rows and other values for one row"),
+    ],
+    ids=["dtype", "rows"],
+)
+def test_a_function_that_depends_on_the_dtype_or_the_number_of_rows_is_refused(gate, act_fn, which):
+    """Checked for gated experts, and for ungated ones, which only call act_fn."""
+    ungated = made()
+    ungated.has_gate, ungated.act_fn = False, act_fn
+    for experts, name in ((made(gate), "_apply_gate"), (ungated, "act_fn")):
+        with pytest.raises(NotImplementedError, match=f"(?s)whose {name} .* has the values of silu {which}"):
+            adapter.check(experts)
+
+
+def with_dropout(self, gate_up):
+    g, u = parts(gate_up)
+    return nn.functional.dropout(self.act_fn(g) * u, 0.1, self.training)
+
+
+def relu_in_evaluation(self, gate_up):
+    g, u = parts(gate_up)
+    return (silu(g) if self.training else nn.functional.relu(g)) * u
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("gate", "which"),
+    [(with_dropout, "draws random numbers .*bernoulli"), (relu_in_evaluation, "differs between training and evalu")],
+)
+def test_a_gate_that_depends_on_the_mode_is_refused_in_both(gate, which, training):
+    experts = made(gate).train(training)
+    with pytest.raises(NotImplementedError, match=f"(?s)whose _apply_gate .* {which}"):
+        experts(*operands())
+    assert experts.training == experts.act_fn.training == training
+
+
+def test_a_parametrised_weight_is_supported():
+    """Adapters compute the weight anew in every forward pass."""
     experts, given = made(), operands()
     expected = gradients(experts, "eager", given)
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
@@ -82,15 +136,9 @@ def test_a_parametrized_weight_is_taken():
     check_same(found, expected)
 
 
-def of_a_parameter(self, gate_up):
-    g, u = parts(gate_up.to(self.down_proj.dtype))
-    return self.act_fn(g) * u
-
-
-@pytest.mark.parametrize("gate", [None, of_a_parameter], ids=["default", "reads a parameter"])
-def test_a_parametrised_weight_compiles_while_its_value_is_cached(gate):
-    """As PEFT runs the experts. Nothing may evaluate the weight outside of the program, or its guards fail."""
-    experts, given = made(gate), operands()
+def test_a_parametrised_weight_compiles_while_its_value_is_cached():
+    """PEFT runs the experts like this. Guards fail if anything evaluates the weight outside the program."""
+    experts, given = made(), operands()
     want = experts(*given)
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     adapter.check(experts)
@@ -102,84 +150,52 @@ def test_a_parametrised_weight_compiles_while_its_value_is_cached(gate):
 
 def switched(self, gate_up):
     g, u = parts(gate_up)
-    return (nn.functional.gelu(g) if self.mode in (1, True, "gelu") else nn.functional.silu(g)) * u
-
-
-def switched_by_default(self, gate_up):
-    g, u = parts(gate_up)
-    return (nn.functional.gelu(g) if getattr(self, "mode", None) else nn.functional.silu(g)) * u
+    return (gelu(g) if self.mode in (1, True, "gelu") else silu(g)) * u
 
 
 def switched_in_a_list(self, gate_up):
     g, u = parts(gate_up)
-    return (nn.functional.gelu(g) if "gelu" in self.modes else nn.functional.silu(g)) * u
+    return (gelu(g) if "gelu" in self.modes else silu(g)) * u
 
 
-def switched_by_the_configuration(self, gate_up):
-    return self._of(gate_up, self.config.act)
-
-
-def _of(gate_up, act):
-    g, u = parts(gate_up)
-    return ACT2FN[act](g) * u
+def replace_gate(experts):
+    type(experts)._apply_gate = switched
 
 
 CHANGES = {
     "str": (switched, dict(mode="silu"), lambda experts: setattr(experts, "mode", "gelu")),
     "bool": (switched, dict(mode=False), lambda experts: setattr(experts, "mode", True)),
-    "None": (switched, dict(mode=None), lambda experts: setattr(experts, "mode", "gelu")),
-    "int": (switched, dict(mode=0), lambda experts: setattr(experts, "mode", 1)),
-    "of the class": (switched, dict(), lambda experts: setattr(type(experts), "mode", "gelu")),
-    "added": (switched_by_default, dict(), lambda experts: setattr(experts, "mode", "gelu")),
-    "in a list": (switched_in_a_list, dict(modes=["silu"]), lambda experts: experts.modes.append("gelu")),
-    "in the configuration": (
-        switched_by_the_configuration,
-        dict(_of=_of),
-        lambda experts: setattr(experts.config, "act", "gelu"),
-    ),
     "gate of the instance": (
         None,
-        dict(),
+        dict(mode=1),
         lambda experts: setattr(experts, "_apply_gate", types.MethodType(switched, experts)),
     ),
-    "gate of the class": (None, dict(), lambda experts: setattr(type(experts), "_apply_gate", switched)),
+    "gate of the class": (None, dict(mode=1), replace_gate),
     "act_fn": (None, dict(), lambda experts: setattr(experts, "act_fn", nn.GELU())),
-    "act_fn's attribute": (None, dict(), lambda experts: setattr(experts.act_fn, "forward", nn.functional.gelu)),
+    "act_fn's forward": (None, dict(), lambda experts: setattr(experts.act_fn, "forward", gelu)),
     "has_bias": (None, dict(bias=True), lambda experts: setattr(experts, "has_bias", False)),
 }
 
 
-def to_change(name):
-    gate, options, change = CHANGES[name]
-    experts = made(gate, **options)
-    if name == "of the class":
-        type(experts).mode = None
-    if name.startswith("gate of"):
-        experts.mode = "gelu"  # what the gate that comes reads
-    return experts, change
-
-
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_gate_reads_may_change(name):
-    experts, change = to_change(name)
-    given = operands()
+def test_a_changed_attribute_is_noticed(name):
+    gate, options, change = CHANGES[name]
+    experts, given = made(gate, **options), operands()
     before = gradients(experts, "anabranch", given)
-    check_same(before, gradients(experts, "eager", given))
     change(experts)
     after, expected = gradients(experts, "anabranch", given), gradients(experts, "eager", given)
-    with_one = [name for name, gradient in expected.items() if gradient is not None]  # all but a bias that is left out
-    assert [name for name, gradient in after.items() if gradient is not None] == with_one
-    check_same({name: after[name] for name in with_one}, {name: expected[name] for name in with_one})
+    assert [key for key, value in after.items() if value is None] == [k for k, v in expected.items() if v is None]
+    used = [key for key, value in expected.items() if value is not None]  # without has_bias, biases have no gradient
+    check_same({key: after[key] for key in used}, {key: expected[key] for key in used})
     assert not torch.equal(before["output"], after["output"])
 
 
-#: An attribute that was not there has no guard; constants have the same one, whatever they are.
-@pytest.mark.parametrize("name", [name for name in CHANGES if name not in ("added", "bool", "None", "int")])
+@pytest.mark.parametrize("name", ["str", "gate of the class", "act_fn", "has_bias"])
 @torch.no_grad()
-def test_what_a_gate_reads_is_guarded_by_a_program(name):
-    """It is not run any more where that changed; what the module computes now has to be found outside."""
-    experts, change = to_change(name)
-    given = operands()
+def test_a_program_is_guarded_by_the_attributes(name):
+    """After a change, the compiled program does not run; `check` has to evaluate the module first."""
+    gate, options, change = CHANGES[name]
+    experts, given = made(gate, **options), operands()
     adapter.check(experts)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*given), experts(*given))
@@ -190,37 +206,24 @@ def test_what_a_gate_reads_is_guarded_by_a_program(name):
     torch.testing.assert_close(compiled(*given), experts(*given))
 
 
+def test_check_evaluates_again():
+    """The contents of a list are not watched."""
+    experts, given = made(switched_in_a_list, modes=["silu"]), operands()
+    experts(*given)
+    experts.modes.append("gelu")
+    adapter.check(experts)
+    check_same(gradients(experts, "anabranch", given), gradients(experts, "eager", given))
+
+
 @torch.no_grad()
-def test_what_no_gate_reads_changes_nothing(monkeypatch):
-    """Neither is it found anew, nor compiled: flags of training, numbers of layers."""
-    experts, given = made(layer=0), operands()
+def test_other_attributes_cause_no_evaluation_and_no_compilation(monkeypatch):
+    experts, given = made(), operands()
     adapter.check(experts)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     compiled(*given)
     experts.eval()
-    experts.layer, experts._is_hf_initialized, experts.config.use_cache = 1, True, False
+    experts._is_hf_initialized, experts.config.use_cache = True, False
     monkeypatch.setattr(experts_module, "_describe", None)
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled(*given)
-    experts(*given)
-
-
-def with_dropout(self, gate_up):
-    g, u = parts(gate_up)
-    return nn.functional.dropout(self.act_fn(g) * u, 0.1, self.training)
-
-
-@pytest.mark.parametrize("where", ["gate", "act_fn"])
-def test_dropout_is_refused_where_it_drops(where):
-    experts = made(with_dropout if where == "gate" else None)
-    if where == "act_fn":
-        experts.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
-    given = operands()
-    experts.eval()
-    check_same(gradients(experts, "anabranch", given), gradients(experts, "eager", given))
-    experts.config._experts_implementation = "anabranch"
-    experts.train()
-    with pytest.raises(NotImplementedError, match=r"(?s)whose _apply_gate .* draws random numbers .*bernoulli"):
-        experts(*given)
-    experts.eval()
     experts(*given)

@@ -1,4 +1,4 @@
-"""Models of transformers with `experts_implementation="anabranch"` compute what they do with the library's own."""
+"""Models of Transformers give the same results with "anabranch" as with the eager experts."""
 
 import copy
 import pathlib
@@ -21,13 +21,13 @@ def registered():
 
 
 def follow_the_interface():
-    """The folders of models with experts that do, in the installed version of the library."""
+    """Folders of models whose experts follow the interface, in the installed version of Transformers."""
     marked = (path for path in SOURCES.glob("*/modeling_*.py") if "\n@use_experts_implementation" in path.read_text())
     return {path.parent.name for path in marked}
 
 
 def have_experts():
-    """The folders of models that define a module of experts, or a block of them, by its name."""
+    """Folders of models that define a class whose name says experts."""
     named = re.compile(r"^class \w*(Experts|SparseMLP|MoE|Moe)(MLP|Block)?\(nn\.", re.MULTILINE)
     return {path.parent.name for path in SOURCES.glob("*/modeling_*.py") if named.search(path.read_text())}
 
@@ -36,13 +36,13 @@ HERE = follow_the_interface()
 
 
 def here(folders):
-    """Those that the installed version has, to parametrise a test."""
+    """Test parameters for these folders; those not in the installed version are skipped."""
     absent = pytest.mark.skip(f"not in transformers {transformers.__version__}")
     return [pytest.param(folder, marks=() if folder in HERE else absent) for folder in folders]
 
 
 def test_every_model_with_experts_is_known():
-    """A new model of the library has to be added to the table, with the version that the tests install."""
+    """A new model of Transformers must be added to the tables of small_models.py."""
     assert HERE and HERE <= set(small_models.MODELS)
     others = have_experts() - HERE - small_models.WITHOUT_ROUTER
     assert others and others <= set(small_models.WITHOUT_INTERFACE)
@@ -57,7 +57,7 @@ def test_a_model_that_would_not_use_it_is_refused(folder):
     kind = transformers.AutoModel._model_mapping[type(config)]
     message = (
         r'experts_implementation="anabranch": got .*, which has no experts that follow the interface of '
-        r"transformers\.integrations\.moe, .* in one way alone"
+        r"transformers\.integrations\.moe, .* would ignore this implementation"
     )
     with torch.device("meta"):
         with pytest.raises(NotImplementedError, match=message):
@@ -70,17 +70,17 @@ def test_a_model_that_would_not_use_it_is_refused(folder):
 
 
 def block_of(model):
-    """The module that holds the first experts, and these."""
+    """The first experts module, and its parent."""
     path = next(iter(adapter.check(model)))
     return model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)
 
 
 def arguments_of(model, block):
-    """What the block is called with when the model runs."""
+    """The arguments of the block when the model runs."""
     seen = []
 
     def keep(_, args, kwargs):
-        seen.append(copy.deepcopy((args, kwargs)))  # some layers share what they write to
+        seen.append(copy.deepcopy((args, kwargs)))  # some layers share buffers that they write to
 
     handle = block.register_forward_pre_hook(keep, with_kwargs=True)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def arguments_of(model, block):
 
 
 def run(block, arguments):
-    """Output and gradients of a block, by name, for the same cotangents."""
+    """Outputs and gradients of a block by name, for fixed cotangents."""
     args, kwargs = copy.deepcopy(arguments)
     inputs = [a.clone().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
     named = {name: a.clone().requires_grad_() if name == "hidden_states" else a for name, a in kwargs.items()}
@@ -127,7 +127,7 @@ def test_block_equals_the_eager_one(folder, device):
     assert found.keys() == expected.keys() and any("down_proj" in name for name in found)
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
     assert max(errors.values()) <= 1e-5, errors
-    assert not all(torch.equal(found[name], expected[name]) for name in found)  # it is another implementation
+    assert not all(torch.equal(found[name], expected[name]) for name in found)  # otherwise the same code ran twice
 
 
 @pytest.mark.parametrize("folder", here(name for name, (kind, _) in small_models.MODELS.items() if kind is None))
@@ -145,8 +145,8 @@ def test_generates_the_same_tokens(folder):
 
 @pytest.mark.parametrize("folder", here(name for name, (kind, _) in small_models.MODELS.items() if kind is not None))
 @torch.no_grad()
-def test_generates_the_same_tokens_with_a_head_of_the_tests(folder):
-    """Of models that have none for causal language modelling."""
+def test_generates_the_same_tokens_with_a_random_head(folder):
+    """For models without a head for causal language modelling."""
     model = small_models.small_model(folder, "cpu")
     width, vocabulary = model.get_input_embeddings().weight.shape[1], small_models.SIZES["vocab_size"]
     head = torch.randn(width, vocabulary, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Experts whose weights PEFT's LoRA changes in every forward pass, by `target_parameters`: eager and compiled."""
+"""PEFT's LoRA on experts by `target_parameters`, eager and compiled."""
 
 import peft
 import pytest
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def adapted():
-    """A model with LoRA on both matrices of its experts, whose change is not 0."""
+    """A model with nonzero LoRA on both weights of its experts."""
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     model = peft.get_peft_model(Model(), peft.LoraConfig(r=2, target_modules=[], target_parameters=targets))
     for name, value in model.named_parameters():
@@ -52,7 +52,7 @@ def adapted():
 
 
 def results(model, implementation, call=None):
-    """Output and gradients of the model, or of a function that calls it."""
+    """Output and gradients of the model, or of the function `call`."""
     for part in model.modules():
         if hasattr(part, "is_transposed"):
             part.config._experts_implementation = implementation
@@ -60,14 +60,14 @@ def results(model, implementation, call=None):
     output = (model if call is None else call)(x, index, weights)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    wanted = [x, weights, *named.values()]
-    found = torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
+    inputs = [x, weights, *named.values()]
+    found = torch.autograd.grad(output, inputs, cotangent, allow_unused=True)
     values = dict(zip(["output", "x", "weights", *named], [output, *found], strict=True))
     return {name: value for name, value in values.items() if value is not None}
 
 
 def test_lora_of_the_experts_compiled_and_eager():
-    """Enabled, disabled and merged, over two steps: PEFT parametrises the experts in each pass."""
+    """Adapters are enabled, disabled and merged, over two steps. PEFT parametrises the experts in each pass."""
     model = adapted()
     adapter.check(model)
     compiled = torch.compile(model, backend="eager")

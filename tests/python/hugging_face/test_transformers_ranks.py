@@ -1,4 +1,4 @@
-"""Experts of a transformers model on two processes, by the library's expert and tensor parallelism, are one process's."""
+"""Expert and tensor parallelism of Transformers on two processes gives the results of one process."""
 
 import os
 
@@ -28,7 +28,7 @@ def whole(parameter):
 
 
 def check(path, distributed):
-    """Logits without gradients, which take another way through the library, logits, and gradients of all parameters."""
+    """Compares logits under no_grad (another path in Transformers), logits, and gradients of all parameters."""
     one, parallel = loaded(path, "eager"), loaded(path, "anabranch", distributed)
     ids = small_models.tokens(one)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def run(rank, rendezvous, folder):
     dist.destroy_process_group()
 
 
-def test_two_processes_are_one(tmp_path):
+def test_two_processes_equal_one(tmp_path):
     for name in FOLDERS:
         small_models.small_model(name, "cpu").save_pretrained(tmp_path / name)
     torch.multiprocessing.spawn(run, (f"file://{tmp_path / 'rendezvous'}", str(tmp_path)), nprocs=RANKS)

@@ -5,7 +5,7 @@ import torch
 
 import in_torch
 from anabranch.torch import moe, route, routed_experts
-from anabranch.torch.layer.gate import logits_of
+from anabranch.torch.layer.gate import gate_logits
 
 _TENSORS = ("expert_bias", "token_mask", "forced_experts")
 _POSITIONAL = ("x", "experts", "weights", "w_in", "w_out")
@@ -20,7 +20,7 @@ def _options(options):
 def selected(arrays, topk, options):
     """The experts that the layer selects: those that route() selects from the layer's own logits."""
     with torch.no_grad():
-        logits = logits_of(in_torch.tensor(arrays["x"]), in_torch.tensor(arrays["gate"]))
+        logits = gate_logits(in_torch.tensor(arrays["x"]), in_torch.tensor(arrays["gate"]))
         if arrays.get("gate_bias") is not None:
             logits = logits + in_torch.tensor(arrays["gate_bias"]).float()
         return in_torch.array(route(logits, topk, **_options(options)).experts)

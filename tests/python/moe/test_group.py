@@ -273,7 +273,7 @@ def test_what_does_not_go_together_is_an_error(group_of_one):
         (dict(group="world"), TypeError, "group: got str 'world', expected a torch.distributed.ProcessGroup"),
         (dict(group=group_of_one, transport="tree"), ValueError, "transport: got 'tree', expected one of"),
         (dict(group=group_of_one, capacity_factor=-1.0), ValueError, "capacity_factor: got -1.0"),
-        (dict(align_size=2**31 - 1), ValueError, "align_size: got 2147483647, which makes 17179869176 rows"),
+        (dict(align_size=2**31 - 1), ValueError, "align_size: got 2147483647, which requires 17179869176 rows"),
         (
             dict(group=group_of_one, align_size=2**31 - 1),
             ValueError,

@@ -67,14 +67,14 @@ def main(folder, rank):
         )
     for capacity_factor in (1.5, 1.25):
         assert not call(capacity_factor=capacity_factor).output.isnan().any()
-    times = alike._of_group[dist.group.WORLD].times
+    times = alike._by_group[dist.group.WORLD].times
     found = call(capacity_factor=(1.5, 1.25)[rank])
     assert found.weights.isnan().all() and found.output.isnan().any()
-    assert alike._of_group[dist.group.WORLD].times == times
+    assert alike._by_group[dist.group.WORLD].times == times
     compiled = torch.compile(moe, fullgraph=True, backend="eager")
     assert (
         not call(compiled, capacity_factor=1.25).output.isnan().any()
-        and alike._of_group[dist.group.WORLD].times == times
+        and alike._by_group[dist.group.WORLD].times == times
     )
     told(error_of(lambda: call(compiled, align_size=8 + rank)), "align_size: got 8 on rank 0 and 9 on rank 1")
     # Options that are new on one rank alone: it does not wait for ever, nor do the others when it is gone.

@@ -207,7 +207,7 @@ def check_buffers_that_are_rounded_again(rank):
     wrapped.train()(x, token_mask=mask)
     module.update_expert_bias(1e-3, dist.group.WORLD)
     wrapped.eval()(x, token_mask=mask)
-    with pytest.raises(ValueError, match=r"expert_bias: got bfloat16\[8\] again, as FSDP's buffer_dtype rounds it"):
+    with pytest.raises(ValueError, match=r"expert_bias: got bfloat16\[8\] again, since FSDP's buffer_dtype rounds it"):
         wrapped.train()(x, token_mask=mask)
     state = dict(expert_bias=torch.ones(E, dtype=torch.bfloat16))
     module.load_state_dict(state, strict=False, assign=True)  # is restored at once

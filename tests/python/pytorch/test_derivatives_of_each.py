@@ -131,7 +131,7 @@ def test_a_gradient_of_a_gradient_is_an_error(name):
     def norm(*leaves):
         return sum(g.square().sum() for g in torch.func.grad(curved(name), argnums=places(name))(*leaves))
 
-    with pytest.raises(RuntimeError, match="differentiable twice"):
+    with pytest.raises(RuntimeError, match="double backward is unsupported"):
         torch.func.grad(norm, argnums=places(name))(*leaves_of(name))
 
 
@@ -148,7 +148,7 @@ def test_a_gradient_with_a_graph_has_one_where_it_depends_on_something(name):
         assert all(g.requires_grad for g in found) or len(trained) == 1
         for gradient in found:
             if gradient.requires_grad:
-                with pytest.raises(RuntimeError, match="differentiable twice"):
+                with pytest.raises(RuntimeError, match="double backward is unsupported"):
                     torch.autograd.grad(gradient.square().sum(), wanted, retain_graph=True)
         assert_close(
             [g.detach() for g in found],
@@ -187,7 +187,7 @@ def test_a_forward_mode_derivative_is_an_error_of_ours(name):
         lambda: func.hessian(loss)(*leaves),
         lambda: dual(loss, leaves),
     ):
-        with pytest.raises(NotImplementedError, match=r"got a forward-mode derivative to take|got a tangent"):
+        with pytest.raises(NotImplementedError, match=r"got a forward-mode derivative|got a tangent"):
             forward()
 
 
@@ -219,7 +219,7 @@ def test_a_gradient_of_a_gradient_is_an_error_when_compiled(name, outer):
     if outer == "autograd":
         leaves[0].requires_grad_()
     # torch 2.11 keeps the reason of some to itself; 2.9 and 2.10 compile no gradient of torch.func.
-    with pytest.raises(Exception, match=r"got a derivative to take|Observed exception|functorch transforms"):
+    with pytest.raises(Exception, match=r"got a request for its derivative|Observed exception|functorch transforms"):
         torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves).sum().backward()
 
 
@@ -228,5 +228,5 @@ def test_the_product_of_the_gate_is_an_operation_alike():
     a, b = (torch.ones(2, 2, dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(2))
     product = torch.ops.anabranch.mm_float32(a, b)
     assert product.requires_grad
-    with pytest.raises(RuntimeError, match="got a derivative to take"):
+    with pytest.raises(RuntimeError, match="got a request for its derivative"):
         product.sum().backward()

@@ -293,7 +293,7 @@ def test_quantile_balancing_sets_the_bias():
 def test_updates_refuse_what_does_not_fit():
     with pytest.raises(ValueError, match="update_expert_bias: got a layer without"):
         made(**QUANTILE).update_expert_bias()
-    with pytest.raises(ValueError, match="update_quantile_bias: got a layer of another balance"):
+    with pytest.raises(ValueError, match="update_quantile_bias: got a layer without quantile balancing"):
         made(**BIASED).update_quantile_bias()
     layer = made(**BIASED)
     before = layer.expert_bias.clone()

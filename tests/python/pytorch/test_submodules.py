@@ -152,7 +152,7 @@ def test_transforms_and_export_of_a_called_gate():
         assert_same(torch.func.vmap(gradient)(x), want[1])
         assert calls == ["gate"]
         assert_same(torch.export.export(layer, (x,), strict=False).module()(x).output, want[0])
-        with pytest.raises(RuntimeError, match="got a derivative of its gradient to take"):
+        with pytest.raises(RuntimeError, match="got a derivative of its gradient"):
             torch.func.grad(lambda x: gradient(x).sum())(x)
 
 

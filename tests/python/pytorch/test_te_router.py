@@ -147,7 +147,7 @@ BAD = [
     (dict(topk_indices=INDICES[:1].expand(T, K)), ValueError, "topk_indices: got int32[20, 2] with strides (0, 1)"),
     (
         dict(topk_indices=INDICES.flatten()[: T + 1].as_strided((T, K), (1, 1))), ValueError,
-        "topk_indices: got int32[20, 2] with strides (1, 1), expected no element in another's place",
+        "topk_indices: got int32[20, 2] with strides (1, 1), expected elements that do not overlap",
     ),
     (dict(topk_indices=INDICES.to("meta")), ValueError, "topk_indices: got a tensor on meta"),
     (dict(topk_indices=INDICES, routing_map_format=1), ValueError, "routing_map_format: got bitmap_u8 together with topk_"),

@@ -121,8 +121,8 @@ def test_a_bad_value_is_an_error_that_names_its_argument(function):
     assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
 
 
-def test_what_was_right_before_is_checked_again_where_anything_differs():
-    found, calls = check.RightBefore(most=2), []
+def test_a_cached_check_is_repeated_if_any_argument_differs():
+    found, calls = check.CheckCache(max_entries=2), []
 
     def checked(tensors, options):
         return found.check(tensors, options, lambda: calls.append((tensors, options)) or len(calls))
@@ -133,7 +133,7 @@ def test_what_was_right_before_is_checked_again_where_anything_differs():
     assert [checked([other, None], [2, "silu"]) for other in different] == [2, 3, 4, 5, 6, 7]
     assert [checked([x, None], [other, "silu"]) for other in (2.0, True, 3)] == [8, 9, 10]
     assert checked([None, x], [2, "silu"]) == 11
-    assert len(found.found) <= 2
+    assert len(found.results) <= 2
     for _ in range(2):  # neither a tensor nor something with a hash
         before = len(calls)
         assert [checked([[1.0]], [2]), checked([x], [[2]])] == [before + 1, before + 2]

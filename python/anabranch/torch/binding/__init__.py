@@ -1,1 +1,1 @@
-"""Level 1: how PyTorch calls the C library (prepared calls, operations, autograd, argument checks)."""
+"""Level 1: calls of the C library from PyTorch (prepared calls, operations, autograd, argument checks)."""

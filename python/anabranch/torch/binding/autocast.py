@@ -1,7 +1,4 @@
-"""What torch.autocast means to functions of ours: float32 operands are rounded once, before anything else.
-
-Inside of them nothing is rounded but by us.
-"""
+"""torch.autocast: float32 operands are rounded once on entry, and autocast is disabled inside our functions."""
 
 import contextlib
 from typing import Any
@@ -11,29 +8,29 @@ from torch import Tensor
 
 
 def has_autocast(device: torch.device) -> bool:
-    """Whether torch.autocast knows a device; of tensors on "meta" there is nothing to compute."""
+    """Whether torch.autocast supports the device; "meta" is excluded."""
     return device.type in ("cpu", "cuda")
 
 
 def without_autocast(device: torch.device) -> Any:
-    """A context in which nothing is rounded but by us."""
+    """A context without torch.autocast."""
     if has_autocast(device) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
 
 def rounds(tensor: Any) -> bool:
-    """Whether torch.autocast is on for the device of a float32 tensor."""
+    """Whether the value is a float32 tensor on a device for which torch.autocast is enabled."""
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or not has_autocast(tensor.device):
         return False
     return torch.is_autocast_enabled(tensor.device.type)
 
 
 def as_autocast(x: Any) -> Any:
-    """x in the dtype of torch.autocast, where that is on."""
+    """Rounds a float32 x to the autocast dtype if torch.autocast is enabled."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if rounds(x) else x
 
 
-def in_dtype_of(x: Any, operand: Any) -> Any:
-    """An operand that has to be of x's dtype, a bias for one, in that where torch.autocast is on."""
+def match_autocast(x: Any, operand: Any) -> Any:
+    """Converts an operand that must have the dtype of x, such as a bias, if torch.autocast is enabled."""
     return operand.to(x.dtype) if isinstance(x, Tensor) and rounds(operand) else operand

@@ -1,4 +1,4 @@
-"""What every autograd function of ours has in common."""
+"""The base class of all autograd functions."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,37 +9,37 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
-from anabranch.torch.binding.derivatives import once, without_forward_mode
+from anabranch.torch.binding.derivatives import once_differentiable, without_forward_mode
 
 
 class Function(torch.autograd.Function):
-    """An autograd function of operations: a derivative of its gradient is an error, and vmap runs it slice by slice.
+    """An autograd function. Double backward raises an error, and vmap loops over the batch.
 
-    Its backward pass depends on what it saved with `save_for_backward`, in a context, and on nothing else.
+    The backward pass must depend only on cotangents and on tensors saved with `save_for_backward`.
 
     Attributes:
-      tensors: names of what its forward pass takes as `*tensors`. Where there is no gradient, torch.compile tells one
-        that takes a context from one that takes none by the number of parameters.
+      tensors: names for the arguments that `forward` takes as `*tensors`. If no gradient is needed, torch.compile uses
+        the number of parameters to tell whether `forward` takes a context.
     """
 
     tensors: Sequence[str] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.backward = staticmethod(once(cls.__name__.lstrip("_"), cls.backward))  # type: ignore[method-assign]
+        cls.backward = staticmethod(once_differentiable(cls.__name__.lstrip("_"), cls.backward))  # type: ignore[method-assign]
         signature, kind = inspect.signature(cls.forward), inspect.Parameter.POSITIONAL_OR_KEYWORD
         if cls.tensors:
             named = [p for p in signature.parameters.values() if p.kind == kind]
             named += [inspect.Parameter(name, kind) for name in cls.tensors]
             signature = signature.replace(parameters=named)
-        cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # torch asks for it at each call
+        cls.forward.__signature__ = signature  # type: ignore[attr-defined]  # torch reads it at each call
 
     @classmethod
     def call(cls, *arguments: Any) -> Any:
-        """`apply`; outside of torch.func without what that spends on arguments' defaults, which there are none of."""
+        """Like `apply`. Outside torch.func it skips the binding of default arguments."""
         if torch.compiler.is_compiling():
-            # Views, since torch.compile does not see that what torch.func.grad differentiates by needs a gradient:
-            # it would keep the forward pass alone.
+            # Views: torch.compile does not see that inputs of torch.func.grad need a gradient, and would keep only the
+            # forward pass.
             return cls.apply(*(a.view_as(a) if isinstance(a, Tensor) else a for a in arguments))
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             with without_forward_mode(cls.__name__.lstrip("_")):
@@ -48,18 +48,18 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:
-        """See `in_slices`."""
-        return in_slices(cls.apply, info, in_dims, arguments)
+        """See `loop_batch`."""
+        return loop_batch(cls.apply, info, in_dims, arguments)
 
 
-def in_slices(function: Callable[..., Any], info: Any, in_dims: Any, arguments: Any) -> Any:
-    """The rule of torch.vmap for a function: one slice after the other, since a slice by itself fills the machine.
+def loop_batch(function: Callable[..., Any], info: Any, in_dims: Any, arguments: Any) -> Any:
+    """The torch.vmap rule of a function: a loop over the batch. One call already fills the machine.
 
     Returns:
-      (what the function returns, its tensors with a dimension in front, the dimensions of the slices there).
+      (results with a leading batch dimension, their batch dimensions).
 
     Raises:
-      ValueError: there is no slice, of which the shapes of results could be told.
+      ValueError: the batch is empty, so the shapes of the results are unknown.
     """
     if info.batch_size == 0:
         raise ValueError("vmap: got a dimension of size 0, expected at least one slice")
@@ -69,11 +69,11 @@ def in_slices(function: Callable[..., Any], info: Any, in_dims: Any, arguments: 
     ]
     if isinstance(slices[0], Tensor):
         return torch.stack(slices), 0
-    outputs = tuple(torch.stack(of) if isinstance(of[0], Tensor) else of[0] for of in zip(*slices, strict=True))
+    outputs = tuple(torch.stack(o) if isinstance(o[0], Tensor) else o[0] for o in zip(*slices, strict=True))
     return outputs, tuple(0 if isinstance(output, Tensor) else None for output in outputs)
 
 
-def wants_gradient(context: Any, index: int) -> bool:
-    """Whether an argument of `forward` needs a gradient, for its place among them."""
-    wanted: bool = context.needs_input_grad[index]
-    return wanted
+def needs_gradient(context: Any, index: int) -> bool:
+    """Whether the argument of `forward` with this index needs a gradient."""
+    needed: bool = context.needs_input_grad[index]
+    return needed

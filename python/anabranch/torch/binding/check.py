@@ -1,6 +1,6 @@
-"""Checks of tensors, in the one error style of `anabranch.checks`: "argument: got X, expected Y".
+"""Argument checks for tensors, with errors in the form "argument: got X, expected Y".
 
-Shapes, dtypes and devices are looked at, values never: that would wait for the device.
+They read shapes, dtypes and devices, never values, so the host does not wait for the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,30 +18,30 @@ __all__ = (
     "FLOATS",
     "INDEX_LIMIT",
     "INDICES",
-    "RightBefore",
+    "CheckCache",
     "as_indices",
     "boolean",
     "choice",
     "describe",
+    "exceeds_int32",
     "host_values",
     "indices",
     "integer",
     "num_rows",
     "number",
-    "on_device_of",
     "optional_tensor",
+    "same_device",
     "size",
     "smaller",
     "tensor",
-    "too_many",
-    "written",
+    "writable",
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int16, torch.int32, torch.int64)
 BOOL = (torch.bool,)
 
-# An axis is a size, a name (any size), or (name, size); `...` first: any leading axes.
+# An axis is a size, a name (any size), or (name, size). A leading `...` stands for any leading axes.
 Axis = Any
 
 
@@ -57,8 +57,8 @@ def _fits(shape: Sequence[int], axes: Sequence[Axis]) -> bool:
     if len(shape) != len(axes):
         return False
     for axis, size in zip(axes, shape, strict=True):
-        wanted = axis[1] if isinstance(axis, tuple) else axis
-        if not isinstance(wanted, str) and wanted != size:
+        expected = axis[1] if isinstance(axis, tuple) else axis
+        if not isinstance(expected, str) and expected != size:
             return False
     return True
 
@@ -69,15 +69,15 @@ def _expected(dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> str:
 
 
 def tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor:
-    """Returns `value`, a dense tensor of one of `dtypes` and of the given shape, on the CPU or a CUDA device.
+    """Returns `value` if it is a dense tensor with one of `dtypes` and the given shape, on the CPU or a CUDA device.
 
     Raises:
-      TypeError: not a tensor, a sparse or nested one, or another dtype.
-      ValueError: another shape, or another kind of device.
+      TypeError: it is no dense tensor or has another dtype.
+      ValueError: it has another shape, or is on another kind of device.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {describe(value)}, expected a tensor, {_expected(dtypes, shape)}")
-    if value.is_nested and value.layout == torch.strided:  # which has no shape
+    if value.is_nested and value.layout == torch.strided:  # such a tensor has no shape
         raise TypeError(f"{name}: got a nested tensor, expected a dense one, {_expected(dtypes, shape)}")
     if value.layout != torch.strided:
         layout = str(value.layout).removeprefix("torch.")
@@ -92,38 +92,38 @@ def tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence
 
 
 def optional_tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor | None:
-    """Like `tensor`; None stays None."""
+    """Like `tensor`, but accepts None."""
     return None if value is None else tensor(name, value, dtypes, shape)
 
 
 def size(name: str, value: Any, minimum: int = 0, maximum: int = INDEX_LIMIT - 1) -> int:
-    """Like `integer`, of a number that may follow from shapes: a symbolic one stays symbolic in an exported program."""
+    """Like `integer`, for a number that may be computed from shapes. A symbolic number stays symbolic."""
     return value if isinstance(value, torch.SymInt) else integer(name, value, minimum, maximum)  # type: ignore[return-value]
 
 
 def num_rows(name: str, value: Any, align_size: int = 1) -> int:
-    """Returns a number of rows that is a multiple of align_size and below 2^31; a symbolic one as in `size`."""
+    """Returns a number of rows if it is a multiple of align_size and below 2^31. A symbolic number stays symbolic."""
     return check_num_rows(name, value, align_size, size)
 
 
-def too_many(number: Any) -> bool:
-    """Whether there are too many of something for int32; of a size that depends on data nobody knows in a program."""
+def exceeds_int32(number: Any) -> bool:
+    """Whether a number exceeds int32. In a traced program, False for a size that depends on data."""
     return bool(guard_or_false(number >= INDEX_LIMIT))
 
 
-#: Torch 2.11 can't compile sym_min inside of `torch.device(...)`; strict export with an align_size then limits T there.
+#: Torch 2.11 cannot compile sym_min inside `torch.device(...)`. Strict export with an align_size limits T there.
 _SYM_MIN_IS_TRACED = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def smaller(first: Any, second: Any) -> Any:
-    """The smaller of two sizes. A program gets an expression, where a comparison would limit a dynamic size."""
+    """The smaller of two sizes, as an expression in a traced program: a comparison would limit a dynamic size."""
     if torch.compiler.is_dynamo_compiling() and not _SYM_MIN_IS_TRACED:
         return min(first, second)
     return torch.sym_min(first, second)
 
 
-def written(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor:
-    """Like `tensor`, of one that is written to: its elements have to be numbers of their own."""
+def writable(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence[Axis]) -> Tensor:
+    """Like `tensor`, for a tensor that is written to. Its elements must not overlap in memory."""
     value = tensor(name, value, dtypes, shape)
     if value.is_contiguous():
         return value
@@ -131,72 +131,72 @@ def written(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequenc
     for step, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and step <= reach:
             raise ValueError(
-                f"{name}: got {describe(value)} with strides {value.stride()}, expected no element in another's place"
+                f"{name}: got {describe(value)} with strides {value.stride()}, expected elements that do not overlap"
             )
         reach += step * (size - 1)
     return value
 
 
 def indices(name: str, value: Any, shape: Sequence[Axis]) -> Tensor:
-    """Indices or sizes of any of INDICES as int32, an index or size out of range as one that is out of range."""
+    """Checks indices or sizes and converts them to int32; those out of range stay out of range."""
     return as_indices(tensor(name, value, INDICES, shape))
 
 
 def as_indices(value: Tensor) -> Tensor:
-    """The same of a tensor that has been checked."""
+    """Converts checked indices or sizes to int32; those out of range stay out of range."""
     if value.dtype == torch.int64:
         value = value.clamp(-INDEX_LIMIT, INDEX_LIMIT - 1)
     return value.to(torch.int32)
 
 
 def host_values(value: Tensor) -> Any:
-    """The numbers of a CPU tensor as nested lists; None where they are a program's or a transformation's."""
+    """The values of a CPU tensor as nested lists, or None in a traced program or a transformation."""
     eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
     return value.tolist() if eager and plain and torch._C._len_torch_dispatch_stack() == 0 else None
 
 
-def on_device_of(name: str, first: Tensor, **others: Tensor | None) -> None:
-    """Refuses tensors on another device than the first, which is called `name`."""
+def same_device(name: str, first: Tensor, **others: Tensor | None) -> None:
+    """Raises if one of `others` is on another device than the tensor `first`, which messages call `name`."""
     for other, value in others.items():
         if value is not None and value.device != first.device:
             raise ValueError(f"{other}: got a tensor on {value.device}, expected {first.device}, where {name} is")
 
 
-class RightBefore:
-    """What checks found of arguments that were right: the same again needs no checks.
+class CheckCache:
+    """Results of argument checks, by types, dtypes, shapes and options. Equal arguments are not checked again.
 
     Args:
-      most: how many calls it keeps; with one more all are forgotten.
+      max_entries: size of the cache. The cache is cleared when it is full.
     """
 
-    def __init__(self, most: int = 256):
-        self.most = most
-        self.found: dict[Any, Any] = {}
+    def __init__(self, max_entries: int = 256):
+        self.max_entries = max_entries
+        self.results: dict[Any, Any] = {}
 
     def check(
         self, tensors: Iterable[Any], options: Iterable[Any], check: Callable[[], Any], described: Any = None
     ) -> Any:
-        """What `check` returns or has returned.
+        """Returns the cached result for these arguments, or calls `check`.
 
         Args:
-          tensors: of which it looks at type, dtype, shape, layout and device alone; None where not given.
-          options: whatever else it looks at.
-          check: the checks; returns nothing that holds a tensor.
+          tensors: tensors or None. `check` may depend on type, dtype, shape, layout and device, not on values.
+          options: everything else that `check` depends on.
+          check: runs the checks. Its result must not hold a tensor.
           described: an object whose attributes are further options.
         """
         if torch.compiler.is_compiling():
             return check()
         options = tuple(options) if described is None else (*options, *vars(described).values())
         try:
-            of_tensors = [t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors]
-            key = (*of_tensors, *options, *map(type, options))  # 2.0 and True are not 2
-            found = self.found.get(key)
-        except (TypeError, AttributeError, RuntimeError):  # no tensor, or no hash: the checks say what is wrong
+            descriptions = [t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors]
+            key = (*descriptions, *options, *map(type, options))  # 2.0 and True are distinct from 2
+            result = self.results.get(key)
+        except (TypeError, AttributeError, RuntimeError):  # not a tensor or not hashable: `check` raises the error
             return check()
-        if found is None:
-            found = check()
-            if len(self.found) >= self.most:
-                self.found.clear()
-            self.found[key] = found
-        return found
+        if result is None:
+            result = check()
+            if len(self.results) >= self.max_entries:
+                self.results.clear()
+            self.results[key] = result
+        return result

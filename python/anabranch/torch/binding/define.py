@@ -1,8 +1,8 @@
-"""How an operation of ours becomes one that torch knows: `torch.ops.anabranch.*`, functional, of fixed arity.
+"""Registration of operations with torch, as `torch.ops.anabranch.*`: functional, with a fixed number of arguments.
 
-An operation is an allocation of its results, from shapes and options alone, and calls that fill them. The allocation
-by itself is what torch.compile traces. torch.vmap runs it on one slice after the other. What differentiates stands
-outside, in autograd functions that call these.
+An operation consists of a function that allocates its results from shapes and options, and of C calls that fill them.
+torch.compile traces the allocation only. torch.vmap loops over the batch. Autograd functions call operations; the
+operations themselves have no derivative.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.torch.binding.autograd import in_slices
+from anabranch.torch.binding.autograd import loop_batch
 from anabranch.torch.binding.calls import Call, Layout
-from anabranch.torch.binding.derivatives import undifferentiable
+from anabranch.torch.binding.derivatives import reject_derivative
 
 _ops = torch.library.Library("anabranch", "DEF")
 #: Layouts that are kept: when there are more, all are forgotten.
@@ -54,15 +54,15 @@ def _laid_out(
     device: torch.device,
     threads: int,
 ) -> Layout:
-    """What an operation does with such arguments: both functions are asked with tensors that have no memory."""
+    """Prepares the calls for arguments of these shapes, with meta tensors in their place."""
     described = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in arguments]
     results = allocate(*described)
-    of_calls = calls(results, *described)
+    prepared = calls(results, *described)
     given = [d for d, a in zip(described, arguments, strict=True) if isinstance(a, Tensor)]
     return Layout(
         given,
         (results,) if isinstance(results, Tensor) else results,
-        (of_calls,) if isinstance(of_calls, Call) else of_calls,
+        (prepared,) if isinstance(prepared, Call) else prepared,
         device,
         threads,
     )
@@ -72,9 +72,9 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     """Registers an operation.
 
     Args:
-      schema: its signature, a tensor that is no option first.
-      allocate: of its arguments, makes its results.
-      calls: of these and of its arguments, what computes them, in order.
+      schema: its signature; the first argument is a required tensor.
+      allocate: allocates the results, given the arguments.
+      calls: returns the C calls that compute the results, in order, given results and arguments.
     """
     name = schema.split("(")[0]
     _ops.define(schema)
@@ -102,15 +102,15 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
         return results[0] if single else results
 
     def fake(*arguments: Any) -> Any:
-        # Results lie as those of contiguous arguments do, whatever these are.
+        # `run` makes its arguments contiguous, so results have the strides of contiguous arguments.
         return allocate(*[a.contiguous() if isinstance(a, Tensor) else a for a in arguments])
 
-    def of_slices(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        return in_slices(operation, info, in_dims, arguments)
+    def batched(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        return loop_batch(operation, info, in_dims, arguments)
 
     for key in ("CPU", "CUDA"):
         _ops.impl(name, run, key)
     torch.library.register_fake(f"anabranch::{name}", fake, lib=_ops)
-    torch.library.register_vmap(f"anabranch::{name}", of_slices, lib=_ops)
-    _ops.impl(name, undifferentiable(operation, run), "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"anabranch::{name}", batched, lib=_ops)
+    _ops.impl(name, reject_derivative(operation, run), "Autograd", with_keyset=True)
     return operation

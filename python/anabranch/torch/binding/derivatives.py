@@ -1,7 +1,7 @@
-"""A derivative that there is none of is an error, never a zero: of a gradient, and of an operation by itself.
+"""Double backward and forward mode are unsupported and raise instead of silently returning zeros.
 
-Gradients of our functions have no derivatives. A backward pass says so of its results (`once`), and an operation of its
-own, for where torch drops the autograd function around it (`undifferentiable`).
+`once_differentiable` marks the results of a backward pass. `reject_derivative` guards an operation where torch drops
+the autograd function around it.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from torch.autograd import forward_ad
 
 @contextlib.contextmanager
 def without_forward_mode(name: str) -> Iterator[None]:
-    """Torch's refusal of a forward-mode derivative of an autograd function, in words that name ours.
+    """Replaces torch's error about a missing `jvp` with one that names our function.
 
-    torch.compile takes no autograd function that has a `jvp` of its own.
+    Defining `jvp` is no alternative: torch.compile does not support autograd functions that have one.
     """
     try:
         yield
@@ -27,7 +27,7 @@ def without_forward_mode(name: str) -> Iterator[None]:
         if "jvp function" not in str(error):
             raise
         raise NotImplementedError(
-            f"{name}: got a forward-mode derivative to take, expected none: anabranch has reverse mode only"
+            f"{name}: got a forward-mode derivative, expected reverse mode: forward mode is unsupported"
         ) from None
 
 
@@ -35,11 +35,11 @@ def without_forward_mode(name: str) -> Iterator[None]:
 
 
 class _Gradients(torch.autograd.Function):
-    """Gradients as they are, whose derivative by what they depend on is an error."""
+    """The identity on gradients, with a backward pass that raises."""
 
     @staticmethod
     def forward(name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Of `count` gradients and of what they depend on."""
+        """Takes `count` gradients, followed by the tensors that they depend on."""
         return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
 
     @staticmethod
@@ -49,8 +49,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"{ctx.name}: got a derivative of its gradient to take, expected none: no function of anabranch is "
-            "differentiable twice"
+            f"{ctx.name}: got a derivative of its gradient, expected a first derivative: double backward is unsupported"
         )
 
     @staticmethod
@@ -59,7 +58,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Unpacked:
-    """The context of a backward pass with what it saved unpacked: a checkpoint unpacks once."""
+    """A context whose saved tensors are unpacked once: a checkpoint does not unpack them again."""
 
     def __init__(self, context: Any) -> None:
         self._context, self.saved_tensors = context, context.saved_tensors
@@ -68,11 +67,11 @@ class _Unpacked:
         return getattr(self._context, name)
 
 
-def once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass whose results know that they depend on cotangents and on what was saved, and no more than that.
+def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a backward pass: a derivative of its results by cotangents or saved tensors raises.
 
-    torch's `once_differentiable` forgets what was saved, and all of it inside of torch.func: then a derivative of a
-    gradient is zero without a word.
+    torch's own `once_differentiable` ignores saved tensors, and inside torch.func everything. A derivative of a
+    gradient would silently be zero.
     """
 
     @functools.wraps(backward)
@@ -99,11 +98,11 @@ def once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------- operations
 
 
-class _Undifferentiable(torch.autograd.function._SingleLevelFunction):
-    """An operation whose results have no derivative: taking one raises.
+class _RejectDerivative(torch.autograd.function._SingleLevelFunction):
+    """An operation whose backward pass raises.
 
-    The base class is torch's own for one level of torch.func: an operation's kernel already runs inside of a level, and
-    `torch.autograd.Function` would enter all of them again.
+    The base class handles one level of torch.func. An operation's kernel already runs inside a level;
+    `torch.autograd.Function` would enter all levels again.
     """
 
     @staticmethod
@@ -117,45 +116,46 @@ class _Undifferentiable(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            f"{ctx.operation}: got a derivative to take of it, expected none: no gradient of anabranch is "
-            "differentiable, and torch.compile may have lost the rule of a function inside torch.func"
+            f"{ctx.operation}: got a request for its derivative, expected one for the function that calls it: double "
+            "backward is unsupported, and torch.compile may have dropped an autograd function inside torch.func"
         )
 
 
 def _below_autograd(operation: Any, keys: Any, arguments: Sequence[Any]) -> Any:
-    # Inside of an autograd function gradients are off, for the layers of torch.func below, too, which have theirs to
-    # take; torch's own way through the layers switches them on alike.
+    # An autograd function disables gradients, also for outer levels of torch.func, which still need theirs. torch
+    # enables them in the same way when it passes from level to level.
     below = torch.enable_grad() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()
     with torch._C._AutoDispatchBelowAutograd(), below:
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
-#: What autograd gets keys of where nothing but it and the machine has a say: no modes, no subclasses, no torch.func.
+#: Dispatch keys of a call on plain tensors, without modes, subclasses and torch.func.
 _PLAIN = tuple(
-    torch._C.DispatchKeySet(machine) | torch._C.DispatchKeySet(autograd)
-    for machine, autograd in (
+    torch._C.DispatchKeySet(backend) | torch._C.DispatchKeySet(autograd)
+    for backend, autograd in (
         (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
         (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
     )
 )
 
 
-def undifferentiable(operation: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """What autograd does with an operation, whose derivatives are those of the autograd functions outside.
+def reject_derivative(operation: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The autograd kernel of an operation: a derivative raises.
 
-    Where none of them stands between, as in a gradient of a gradient, a derivative would be zero without a word.
+    Derivatives come from the autograd functions that call operations. Without one in between, as in a gradient of a
+    gradient, a derivative would silently be zero.
 
     Args:
-      operation: as torch calls it.
-      run: the same on plain tensors, which saves the way through torch.
+      operation: the operation, for dispatch by torch.
+      run: its implementation for plain tensors, called directly to save the dispatch.
     """
 
     def record(keys: Any, *arguments: Any) -> Any:
         if forward_ad._current_level >= 0 and any(_has_tangent(a) for a in arguments):
-            raise NotImplementedError(f"{operation}: got a tangent, expected none: there is no forward-mode derivative")
+            raise NotImplementedError(f"{operation}: got a tangent, expected none: forward mode is unsupported")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
             with enable_single_level_autograd_function():
-                return _Undifferentiable.apply(operation, keys, *arguments)  # type: ignore[attr-defined]
+                return _RejectDerivative.apply(operation, keys, *arguments)  # type: ignore[attr-defined]
         if keys in _PLAIN:
             return run(*arguments)
         return _below_autograd(operation, keys, arguments)

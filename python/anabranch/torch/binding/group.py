@@ -1,7 +1,7 @@
 """Sums and means over the ranks of a process group that share a batch.
 
-One convention for all gradients: what is differentiated is the mean of the ranks' losses, as data parallelism has it.
-A tensor that ranks have whole gets on each of them a gradient whose mean over the ranks is that of the mean.
+All gradients are those of the mean of the ranks' losses, as in data parallelism. For a replicated tensor, each rank
+computes a gradient whose mean over the ranks is that gradient.
 """
 
 from typing import Any
@@ -15,29 +15,29 @@ from anabranch.torch.binding.autograd import Function
 
 
 def check_group(name: str, value: Any) -> Any:
-    """Returns a process group that this process is in, or None."""
+    """Returns the value if it is a process group or None."""
     if value is not None and not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         raise TypeError(f"{name}: got {check.describe(value)}, expected a torch.distributed.ProcessGroup or None")
     return value
 
 
-def part_of(tensor: Any) -> Tensor:
-    """What this process has of a DTensor, as a tensor that shares its memory; a plain tensor as it is."""
+def local_part(tensor: Any) -> Tensor:
+    """The local tensor of a DTensor, sharing its memory; a plain tensor is returned unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def summed(value: Tensor, group: Any) -> Tensor:
-    """A tensor's sum over the ranks of a group, None: the tensor itself; nothing is differentiated."""
+    """The sum of a tensor over the ranks of a group, without a gradient; with group None the tensor itself."""
     if group is None:
         return value
-    of_all = torch.ops._c10d_functional.all_reduce(value.detach().contiguous(), "sum", group.group_name)
-    total: Tensor = torch.ops._c10d_functional.wait_tensor(of_all)
+    reduced = torch.ops._c10d_functional.all_reduce(value.detach().contiguous(), "sum", group.group_name)
+    total: Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
     return total
 
 
 class _SumOverRanks(Function):
-    """The sum over the ranks; every rank computes the same of it, so that its gradient counts once for each rank."""
+    """The sum over the ranks. Every rank computes the same loss from it, so the gradient is multiplied by the ranks."""
 
     @staticmethod
     def forward(sums, group):
@@ -53,7 +53,7 @@ class _SumOverRanks(Function):
 
 
 def sum_over_ranks(group: Any, *values: Tensor) -> list[Tensor]:
-    """The sums of small tensors over the ranks of a group, by one all-reduce; of integers int64, exact below 2^53."""
+    """Sums small tensors over the ranks with one all-reduce. Integer sums are int64, exact below 2^53."""
     packed = torch.cat([value.reshape(-1).double() for value in values])
     total = _SumOverRanks.call(packed, group)
     parts = total.split([value.numel() for value in values])
@@ -79,13 +79,12 @@ class _WithMeanGradients(Function):
 
 
 def with_mean_gradients(group: Any, *tensors: Tensor | None) -> list[Any]:
-    """Tensors that every rank of a group has whole, with the mean of the ranks' gradients as theirs on each of them.
+    """The identity on replicated tensors. Their gradients are averaged over the ranks of the group.
 
-    One all-reduce in the backward pass, in float32; none for tensors that need no gradient, which are the same ones on
-    every rank.
+    The backward pass has one float32 all-reduce. The same tensors must need a gradient on every rank.
     """
-    wanted = [t for t in tensors if t is not None and t.requires_grad]
-    if group is None or not wanted or not torch.is_grad_enabled():
+    selected = [t for t in tensors if t is not None and t.requires_grad]
+    if group is None or not selected or not torch.is_grad_enabled():
         return list(tensors)
-    found = iter(_WithMeanGradients.call(group, *wanted))
-    return [next(found) if t is not None and t.requires_grad else t for t in tensors]
+    averaged = iter(_WithMeanGradients.call(group, *selected))
+    return [next(averaged) if t is not None and t.requires_grad else t for t in tensors]

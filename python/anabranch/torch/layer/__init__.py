@@ -1,1 +1,1 @@
-"""Level 4: the whole layer as functions (`moe`, `routed_experts`) and as the module `MoE`."""
+"""Level 4: the layer as functions (`moe`, `routed_experts`) and as the module `MoE`."""

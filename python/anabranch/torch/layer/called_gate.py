@@ -1,13 +1,14 @@
-"""The gate called as a module, with the same bits as the layer that computes the logits itself.
+"""Calling the gate as a module with bitwise the same results as the fused layer.
 
-The layer adds two gradients of x in float32 and rounds the sum: what comes back from the experts, and what comes back
-through the logits. A module's input gradient has the dtype of its input, so autograd alone would round three times.
-Here x forks instead:
+The fused layer adds two gradients of x in float32, from the experts and from the logits, and rounds the sum once. If
+the gate is a module, its input gradient has the dtype of x, so plain autograd would round three times. Instead, x is
+forked:
 
     x ---> for_gate ---> gate ---> logits ---> layer
       \\--> port (float32) -------------------> layer
 
-The layer takes x without a gradient and gives the port the experts' part, in float32. The fork rounds the sum once.
+The layer takes x without a gradient and returns the experts' part as the float32 gradient of the port. The fork adds
+both parts and rounds once.
 """
 
 from typing import NamedTuple
@@ -19,12 +20,12 @@ from anabranch.torch.binding.autograd import Function
 
 
 class Fork(NamedTuple):
-    """What `fork` returns."""
+    """The results of `fork`."""
 
     for_gate: Tensor
-    """[..., D]: x; 0 where token_mask is False, since 0 * NaN in the gate's gradient would be NaN."""
+    """[..., D]: x, with masked tokens set to 0, since 0 * NaN in the gate's gradient would be NaN."""
     port: Tensor
-    """Float32 [..., D], which holds no data."""
+    """float32 [..., D] without data (an expanded scalar)."""
 
 
 class _Fork(Function):
@@ -50,5 +51,5 @@ class _Fork(Function):
 
 
 def fork(x: Tensor, token_mask: Tensor | None) -> Fork:
-    """Forks x [..., D] with a checked mask bool [...]."""
+    """Forks x [..., D]; token_mask is a checked bool [...] or None."""
     return Fork(*_Fork.call(x, token_mask))

@@ -1,4 +1,4 @@
-"""The norm of gradients of which ranks have different parts."""
+"""Gradient clipping by the norm over all ranks, for gradients that are sharded over ranks."""
 
 from collections import defaultdict
 from typing import Any
@@ -7,32 +7,32 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.torch.binding import check
-from anabranch.torch.binding.group import part_of, summed
+from anabranch.torch.binding.group import local_part, summed
 from anabranch.torch.layer.expert_state import expert_groups
 
 
-def _groups_of(gradient: Any, own: Any) -> tuple[Any, ...]:
-    """The process groups over whose ranks a gradient is divided; own: that of a plain tensor, or None."""
+def _sharding_groups(gradient: Any, own: Any) -> tuple[Any, ...]:
+    """The process groups over which a gradient is sharded. own: the group of a plain tensor, or None."""
     if not hasattr(gradient, "placements"):
         return () if own is None else (own,)
     if any(placement.is_partial() for placement in gradient.placements):
-        raise ValueError("model: got a gradient that is a part of a sum, expected sums: reduce it first")
+        raise ValueError("model: got a gradient that is a part of a sum, expected a reduced gradient")
     divided = [dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()]
     return tuple(gradient.device_mesh.get_group(dim) for dim in divided)
 
 
 def _by_groups(model: nn.Module) -> dict[tuple[Any, ...], list[Tensor]]:
-    """What this process has of every gradient, by the groups over whose ranks the rest is."""
+    """The local part of every gradient, by the groups over which the gradients are sharded."""
     own = expert_groups(model)
-    found = defaultdict(list)
+    parts = defaultdict(list)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            found[_groups_of(parameter.grad, own.get(id(parameter)))].append(part_of(parameter.grad))
-    return found
+            parts[_sharding_groups(parameter.grad, own.get(id(parameter)))].append(local_part(parameter.grad))
+    return parts
 
 
 def _square(groups: tuple[Any, ...], parts: list[Tensor]) -> Tensor:
-    """The sum of squares of the whole of them: in float64, so that no order of ranks shows in a float32."""
+    """The sum of squares over all ranks, in float64: rounded to float32, it does not depend on the order of ranks."""
     square = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).double().square().sum()
     for group in groups:
         square = summed(square, group)
@@ -41,23 +41,23 @@ def _square(groups: tuple[Any, ...], parts: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ for a model whose experts are spread over ranks: the 2-norm is that of the whole.
+    """torch.nn.utils.clip_grad_norm_ with the 2-norm over all ranks, for models whose experts are sharded over ranks.
 
-    Of a `MoE` with a process group torch's own would take this rank's experts for all there are, and scale what ranks
-    have together differently on each of them; of one with a DeviceMesh it is an error of torch's. All ranks call it,
-    after the backward pass; the host does not wait for the device.
+    For a `MoE` with a process group, torch's function would only see this rank's experts and would scale replicated
+    gradients differently on each rank; for a `MoE` with a DeviceMesh it raises. Call it on all ranks after the backward
+    pass. The host does not wait for the device.
 
     Args:
-      model: the module whose parameters' gradients are scaled, in place, if their norm is above `max_norm`.
+      model: the module whose gradients are scaled in place if their norm exceeds `max_norm`.
       max_norm: a number > 0.
 
     Returns:
-      The norm before, float32 scalar, the same on every rank.
+      The norm before clipping, float32 scalar, the same on every rank.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument has a wrong type or value.
 
-    Gradients: none. Source: as torch.nn.utils.clip_grad_norm_, 1e-6 is added to the norm that is divided by.
+    Gradients: none. Source: torch.nn.utils.clip_grad_norm_; as there, 1e-6 is added to the norm in the divisor.
 
     >>> from anabranch.torch import MoE
     >>> layer = MoE(8, 16, num_experts=4, topk=2)

@@ -1,4 +1,4 @@
-"""Counts that add up over forward passes, each token's once."""
+"""Counts accumulated over forward passes, without recomputation under activation checkpointing."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ _ops = torch.library.Library("anabranch", "FRAGMENT")
 
 
 def _add_counts(total: Tensor, counts: Tensor) -> None:
-    # What runs a forward pass inside of a backward pass is an activation checkpoint: its tokens have been counted.
+    # A forward pass inside a backward pass recomputes a checkpoint, whose tokens have been counted.
     if torch._C._current_graph_task_id() == -1:
         total.add_(counts)
 
 
 def _nothing(total: Tensor, counts: Tensor) -> None:
-    """What there is to know without the numbers."""
+    """The fake implementation."""
 
 
 _ops.define("add_counts(Tensor(a!) total, Tensor counts) -> ()")
@@ -24,15 +24,15 @@ for _key in ("CPU", "CUDA"):
 
 
 def _add_slices(info: Any, in_dims: Any, total: Tensor, counts: Tensor) -> tuple[None, None]:
-    """Counts of all slices, to a total that they share or, slice by slice, to one of each."""
-    of_total, of_counts = in_dims
-    if of_counts is None:  # the same of each slice
+    """The vmap rule: adds all slices to a shared total, or each slice to its own."""
+    total_dim, counts_dim = in_dims
+    if counts_dim is None:  # shared by all slices
         counts = counts.expand(info.batch_size, *counts.shape)
-        of_counts = 0
-    if of_total is None:
-        add_counts(total, counts.sum(of_counts, dtype=total.dtype))
+        counts_dim = 0
+    if total_dim is None:
+        add_counts(total, counts.sum(counts_dim, dtype=total.dtype))
     else:
-        add_counts(total.movedim(of_total, 0), counts.movedim(of_counts, 0))
+        add_counts(total.movedim(total_dim, 0), counts.movedim(counts_dim, 0))
     return None, None
 
 
@@ -40,5 +40,5 @@ torch.library.register_fake("anabranch::add_counts", _nothing, lib=_ops)
 
 torch.library.register_vmap("anabranch::add_counts", _add_slices, lib=_ops)
 
-#: total += counts, in place, unless it is run again for a backward pass. An operation: so a compiled graph asks, too.
+#: total += counts in place, except during recomputation in a backward pass. As an operation it also works compiled.
 add_counts = torch.ops.anabranch.add_counts.default

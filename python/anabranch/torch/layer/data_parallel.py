@@ -1,4 +1,4 @@
-"""What data parallelism has to know of layers whose experts are this rank's own."""
+"""DistributedDataParallel with layers whose experts differ between ranks."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -12,7 +12,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class _Names:
-    """The names that DistributedDataParallel ignores, found when it asks for them: adapters may come late."""
+    """The names that DistributedDataParallel ignores, computed when it iterates: adapters may be added until then."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -22,36 +22,36 @@ class _Names:
         yield from self.others
         for name, value, _ in expert_tensors(self.model):
             value._ddp_ignored = True  # type: ignore[attr-defined]
-            # Where the layer is the model, DDP looks for names with a dot and without in different places; what
-            # torch.compile returns of a model puts a name in front.
+            # If the layer itself is the model, DDP looks up names with and without a leading dot. A compiled model adds
+            # a prefix.
             yield name
             yield name.removeprefix(".")
             yield f"_orig_mod.{name.removeprefix('.')}"
 
 
 def ddp_ignore_experts(model: Model) -> Model:
-    """Tells DistributedDataParallel to leave each rank's experts alone, and returns the model that it is to wrap.
+    """Excludes each rank's experts from DistributedDataParallel, and returns the model.
 
         model = DistributedDataParallel(ddp_ignore_experts(model))
 
-    Experts of a `MoE` with `group` are different ones on every rank of it, and their gradients are means over the
-    group's ranks already. Call it on the very module that DistributedDataParallel gets, whose ranks are to be those of
-    one group; layers without a group stay as they are.
+    The ranks of a `MoE` with `group` hold different experts, and their gradients are already means over the group's
+    ranks. Call this function on the module that is passed to DistributedDataParallel, whose ranks must be those of one
+    group. Layers without a group are not changed.
 
-    What belongs to experts are the layer's own parameters and buffers (masks of pruning), their parametrizations, and
-    PEFT's adapters of these parameters (`target_parameters`), as they are when DistributedDataParallel is made. Experts
-    that are computed from any other parameter of the model are an error in the next forward pass in eager mode.
+    Excluded are the layer's own parameters and buffers (pruning masks), their parametrizations, and PEFT's adapters of
+    these parameters (`target_parameters`), as they are when DistributedDataParallel is constructed. If experts are
+    computed from any other parameter of the model, the next eager forward pass raises.
 
     Args:
-      model: a module that has `MoE` layers in it, or is one.
+      model: a `MoE`, or a module that contains `MoE` layers.
 
     Returns:
       The same module.
 
     Raises:
-      TypeError: no module.
+      TypeError: the model is no torch.nn.Module.
 
-    Source: the names that DistributedDataParallel is to ignore, as torch 2.13 keeps them.
+    Gradients: not affected. Source: the attribute of ignored names in torch 2.13's DistributedDataParallel.
 
     >>> from anabranch.torch import MoE
     >>> layer = MoE(8, 16, num_experts=4, topk=2)

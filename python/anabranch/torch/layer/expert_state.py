@@ -1,4 +1,4 @@
-"""Which tensors of a model belong to experts that are this rank's own, adapters included."""
+"""Tensors of a model that belong to experts of this rank only, including adapters."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +10,9 @@ from anabranch.torch.layer.wrapping import expert_leaves
 
 
 def _adapted(module: nn.Module) -> Any:
-    """The layer whose own parameter an adapter changes, as LoRA by PEFT's `target_parameters` does; None: no adapter.
+    """The layer whose parameter the adapter `module` changes (PEFT's `target_parameters`), or None if it is no adapter.
 
-    Adapters of several parameters are nested: each one is the `base_layer` of the next.
+    Adapters of several parameters are nested: each is the `base_layer` of the next.
     """
     if not isinstance(module.__dict__.get("parameter_name"), str):
         return None
@@ -26,7 +26,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def expert_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
-    """(name in the model, parameter or buffer, process group) of all that belongs to experts of one rank."""
+    """(name in the model, parameter or buffer, process group) for all tensors of experts of one rank."""
     for prefix, module in model.named_modules():
         layer = module if isinstance(module, MoE) else _adapted(module)
         if not isinstance(layer, MoE) or layer.group is None:
@@ -38,6 +38,6 @@ def expert_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
 
 
 def expert_groups(model: nn.Module) -> dict[int, Any]:
-    """Process groups by the id of the parameters whose other experts are on the other ranks."""
-    found = {id(value): expert_leaves[value] for value in model.parameters() if value in expert_leaves}
-    return found | {id(value): group for _, value, group in expert_tensors(model)}
+    """Process groups by the id of each parameter of experts of one rank."""
+    leaves = {id(value): expert_leaves[value] for value in model.parameters() if value in expert_leaves}
+    return leaves | {id(value): group for _, value, group in expert_tensors(model)}

@@ -1,7 +1,7 @@
-"""The layer as one differentiable function: its rules are the operations' own, in the order in which data flows.
+"""Forward and backward pass of the layer as one autograd function.
 
-With a router they are those of `moe`, with a selection that is given those of `routed_experts`. Losses are computed
-outside, from the sums that come out of here.
+It computes `moe` if there is a router, and `routed_experts` if experts and weights are given. Losses are computed by
+the caller from the sums that it returns.
 """
 
 from typing import NamedTuple
@@ -12,26 +12,26 @@ from torch import Tensor
 from anabranch.options import ExpertsConfig, Network, RouterOptions
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
-from anabranch.torch.layer.gate import biased_logits_of, gate_backward
+from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.ops.experts import as_multiplied
+from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.layer_ops import LayerNumbers, layer_numbers
-from anabranch.torch.ops.quantized import QuantizedExperts, of_backward, of_forward, quantized_of
-from anabranch.torch.ops.router import Wanted, logits_gradient
+from anabranch.torch.ops.quantized import QuantizedExperts, as_quantized_experts, backward_operands, forward_operands
+from anabranch.torch.ops.router import Requested, logits_gradient
 
 
 class LayerConfig(NamedTuple):
-    """The options of the layer that are part of a program."""
+    """Static options of the layer."""
 
     router: RouterOptions | None
-    """None: experts and weights are given, there is no gate."""
+    """None: experts and weights are given."""
     network: Network
     num_experts: int
     align_size: int
     options: LayerNumbers
-    """All of these, as the operations take them."""
-    wanted: Wanted
-    """What losses and the backward pass need of the router, counts aside."""
+    """All options as arguments of the operations."""
+    requested: Requested
+    """Router results that losses and the backward pass need, besides counts."""
     aux_loss: bool
     z_loss: bool
 
@@ -44,24 +44,24 @@ def layer_config(
     aux_loss: bool = False,
     z_loss: bool = False,
 ) -> LayerConfig:
-    """Makes a LayerConfig of options that have been checked."""
+    """A LayerConfig from checked options."""
     network = experts.network()
-    wanted = Wanted(False, aux_loss, z_loss or (router is not None and router.reads_lse))
-    options = layer_numbers(router, network, num_experts, align_size, wanted)
-    return LayerConfig(router, network, num_experts, align_size, options, wanted, aux_loss, z_loss)
+    requested = Requested(False, aux_loss, z_loss or (router is not None and router.reads_lse))
+    options = layer_numbers(router, network, num_experts, align_size, requested)
+    return LayerConfig(router, network, num_experts, align_size, options, requested, aux_loss, z_loss)
 
 
-def wanted_cotangents(
+def requested_cotangents(
     config: LayerConfig, d_score_sum: Tensor | None, d_lse: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of score_sum and lse, without those of what no loss reads: compiled programs make zeros for them."""
+    """The cotangents of score_sum and lse that a loss has. For the others, compiled programs pass zeros."""
     return d_score_sum if config.aux_loss else None, d_lse if config.z_loss else None
 
 
 class Operands(NamedTuple):
-    """The tensors of the layer, flat: x is [T, D]. None: not given.
+    """The tensors of the layer, flattened: x is [T, D]. None: not given.
 
-    A router has either a gate or logits that were computed outside. With logits x has no gradient; `port` has it.
+    A router has either a gate or given logits. With given logits x has no gradient; `port` has it.
     """
 
     x: Tensor
@@ -82,9 +82,9 @@ class Operands(NamedTuple):
     logits: Tensor | None = None
     """float32 [T, E]."""
     port: Tensor | None = None
-    """Float32 [T, D], never read; its gradient is the experts' part of the gradient of x. See `_called_gate`."""
+    """float32 [T, D], never read. Its gradient is the experts' part of the gradient of x, see `called_gate`."""
     quantized_w_in: Tensor | None = None
-    """This and those below: the fields of a QuantizedExperts."""
+    """This field and those below are the fields of a QuantizedExperts."""
     quantized_w_in_transposed: Tensor | None = None
     quantized_w_in_scales: Tensor | None = None
     quantized_w_out: Tensor | None = None
@@ -92,27 +92,27 @@ class Operands(NamedTuple):
     quantized_w_out_scales: Tensor | None = None
 
     def quantized(self) -> QuantizedExperts | None:
-        """The operand of that name; None: it was not given.
+        """The quantised experts, or None.
 
         This is a method because Dynamo of torch 2.9 and 2.10 does not follow properties of a NamedTuple.
         """
-        return quantized_of(self[-len(QuantizedExperts._fields) :])
+        return as_quantized_experts(self[-len(QuantizedExperts._fields) :])
 
 
 def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Tensor | None]:
-    """The fields of Operands of a QuantizedExperts."""
-    if not isinstance(quantized, QuantizedExperts):  # None, or what the checks refuse
+    """The fields of Operands from a QuantizedExperts."""
+    if not isinstance(quantized, QuantizedExperts):  # None, or a value that the checks reject
         return {}
     return {f"quantized_{name}": tensor for name, tensor in quantized._asdict().items()}
 
 
 class LayerOutput(NamedTuple):
-    """What the layer computes, flat. Without a router some have no elements: the last four."""
+    """The results of the layer, flattened. Without a router, the results of routing have no elements."""
 
     output: Tensor
     """[T, D], dtype of x."""
     tokens_per_expert: Tensor
-    """int32 [E]: before any dropping."""
+    """int32 [E], before dropping."""
     dropped: Tensor
     """int32 []."""
     weights: Tensor
@@ -120,13 +120,13 @@ class LayerOutput(NamedTuple):
     experts: Tensor
     """int32 [T, K]."""
     score_sum: Tensor
-    """float32 [E]; without a load-balance loss no elements."""
+    """float32 [E]; no elements without a load-balancing loss."""
     lse: Tensor
-    """float32 [T]; of a masked token 0; no elements where neither a loss nor the backward pass reads it."""
+    """float32 [T], 0 for a masked token; no elements if neither a loss nor the backward pass reads it."""
     qb_histogram: Tensor
     """int32 [E, bins]."""
     h: Tensor
-    """Kept for the backward pass, as are the next four."""
+    """Saved for backward, as are the next four."""
     row_of_slot: Tensor
     slot_of_row: Tensor
     group_sizes: Tensor
@@ -138,15 +138,15 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
-    """A LayerOutput."""
+    """The fields of a LayerOutput."""
     o, x = operands, operands.x
-    logits = o.logits if o.gate is None else biased_logits_of(x, o.gate, o.gate_bias)
+    logits = o.logits if o.gate is None else biased_gate_logits(x, o.gate, o.gate_bias)
     results: tuple[Tensor, ...] = torch_ops.layer(
         x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
-        as_multiplied(config.network, o.w_in, x.dtype), o.b_in,
-        as_multiplied(config.network, o.w_out, x.dtype), o.b_out, *of_forward(o.quantized()), *config.options,
+        cast_weight(config.network, o.w_in, x.dtype), o.b_in,
+        cast_weight(config.network, o.w_out, x.dtype), o.b_out, *forward_operands(o.quantized()), *config.options,
     )  # fmt: skip
-    # A function must not return its operand, so given logits are not a result.
+    # An autograd function must not return an argument, so given logits are not returned.
     return *results, logits if o.logits is None and logits is not None else x.new_empty((0,), dtype=torch.float32)
 
 
@@ -174,67 +174,67 @@ class _FusedLayer(Function):
             *(selection.weights, selection.experts, result.lse),
             *(result.h, result.logits if o.logits is None else o.logits),
             *(result.row_of_slot, result.slot_of_row, result.group_sizes),
-            *of_backward(o.quantized()),
+            *backward_operands(o.quantized()),
         )
 
     @staticmethod
     def backward(ctx, d_output, _counts, _dropped, d_weights, _experts, d_score_sum, d_lse, *_):
         with without_autocast(ctx.device):
-            found = _backward(ctx, d_output, d_weights, d_score_sum, d_lse)
-        return None, *(found.get(name) for name in Operands._fields)
+            gradients = _backward(ctx, d_output, d_weights, d_score_sum, d_lse)
+        return None, *(gradients.get(name) for name in Operands._fields)
 
 
 def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
-    """The gradients by the names of their operands."""
+    """Gradients by operand name."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
         h, logits, row_of_slot, slot_of_row, group_sizes, *quantized,
     ) = ctx.saved_tensors  # fmt: skip
     config, dtype = ctx.config, x.dtype
-    wants = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
-    through_gate = gate is not None and (wants["x"] or wants["gate"] or wants["gate_bias"])
-    wants_logits = through_gate or wants["logits"]
+    needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
+    through_gate = gate is not None and (needs["x"] or needs["gate"] or needs["gate_bias"])
+    needs_logits = through_gate or needs["logits"]
     if d_output is None:
         d_output = torch.zeros_like(x)
-    up, down = (as_multiplied(config.network, w, dtype) for w in (w_in, w_out))
-    of_experts = (h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
-    d_sums = wanted_cotangents(config, d_score_sum, d_lse)
-    # A cotangent of the weights is added to what the experts give: then routing has to wait for it.
-    if at_once := wants_logits and d_weights is None:
-        dh, d_w_out, d_b_out, d_w, *of_dh, d_logits = torch_ops.layer_hidden(
-            d_output, *of_experts, logits, experts, token_mask, lse, *d_sums, w_out.dtype, wants["w_out"],
+    up, down = (cast_weight(config.network, w, dtype) for w in (w_in, w_out))
+    experts_operands = (h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
+    d_sums = requested_cotangents(config, d_score_sum, d_lse)
+    # A cotangent of the weights is added to the experts' gradient first, so the backward pass of routing is separate.
+    if fused := needs_logits and d_weights is None:
+        dh, d_w_out, d_b_out, d_w, *dh_quantized, d_logits = torch_ops.layer_hidden(
+            d_output, *experts_operands, logits, experts, token_mask, lse, *d_sums, w_out.dtype, needs["w_out"],
             *quantized, *config.options,
         )  # fmt: skip
     else:
-        dh, d_w_out, d_b_out, d_w, *of_dh = torch_ops.experts_hidden(
-            d_output, None, None, *of_experts, w_out.dtype, wants["w_out"], *quantized, *config.network
+        dh, d_w_out, d_b_out, d_w, *dh_quantized = torch_ops.experts_hidden(
+            d_output, None, None, *experts_operands, w_out.dtype, needs["w_out"], *quantized, *config.network
         )
-    found = {"w_out": d_w_out if wants["w_out"] else None, "b_out": None if b_out is None else d_b_out}
+    gradients = {"w_out": d_w_out if needs["w_out"] else None, "b_out": None if b_out is None else d_b_out}
     addend = None
     if config.router is None:
-        found["weights"] = d_w
-    elif wants_logits:
-        if not at_once:
+        gradients["weights"] = d_w
+    elif needs_logits:
+        if not fused:
             d_w = d_w + d_weights
             d_logits = logits_gradient(config.router, logits, experts, token_mask, lse, d_w, *d_sums)
-        if wants["logits"]:
-            found["logits"] = d_logits
+        if needs["logits"]:
+            gradients["logits"] = d_logits
     if through_gate:
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
-        addend, found["gate"] = through.x, _as(through.gate, gate.dtype)
+        addend, gradients["gate"] = through.x, _as(through.gate, gate.dtype)
         if gate_bias is not None:
-            found["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
-    d_x_dtype = dtype if wants["x"] else torch.float32 if wants["port"] else None
+            gradients["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
+    d_x_dtype = dtype if needs["x"] else torch.float32 if needs["port"] else None
     d_x, d_w_in, d_b_in = torch_ops.experts_inputs(
-        dh, *of_dh, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, d_x_dtype,
-        wants["w_in"], *quantized, *config.network,
+        dh, *dh_quantized, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, d_x_dtype,
+        needs["w_in"], *quantized, *config.network,
     )  # fmt: skip
     if d_x_dtype is not None:
-        found["x" if wants["x"] else "port"] = d_x
-    return found | {"w_in": d_w_in if wants["w_in"] else None, "b_in": None if b_in is None else d_b_in}
+        gradients["x" if needs["x"] else "port"] = d_x
+    return gradients | {"w_in": d_w_in if needs["w_in"] else None, "b_in": None if b_in is None else d_b_in}
 
 
 def fused_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
-    """The layer on checked, flat operands."""
+    """The layer on checked, flattened operands."""
     return LayerOutput(*_FusedLayer.call(config, *operands))

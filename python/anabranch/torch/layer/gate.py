@@ -1,7 +1,8 @@
-"""The gate's products: from tokens to float32 logits, and back. The tensor cores take bfloat16; a CPU takes float32.
+"""The gate's GEMMs: tokens to float32 logits, and the backward pass.
 
-A gate whose columns have much in common cancels nearly all of what it multiplies, so both products have at least 16
-bits of what is not bfloat16: a float32 matrix goes as the sum of two bfloat16 ones.
+If the columns of a gate are similar, differences of logits cancel most digits. So results keep at least 16 bits of
+every operand. A CPU multiplies in float32. A GPU multiplies bfloat16 operands on tensor cores; a float32 operand beside
+a bfloat16 one is split into the sum of two bfloat16 matrices.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from anabranch.precision import HIGHEST
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.binding.define import _ops
-from anabranch.torch.binding.derivatives import undifferentiable
+from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.ops import experts_ops
 
 
@@ -29,12 +30,12 @@ def _mm_is_traced() -> bool:
         return False
 
 
-#: torch 2.9 can't trace its product that is given in float32: it gets the same as an operation of ours.
+#: torch 2.9 cannot trace `torch.mm` with out_dtype; there an operation of ours wraps it.
 _MM_IS_TRACED = _mm_is_traced()
 _ops.define("mm_float32(Tensor a, Tensor b) -> Tensor")
 _ops.impl("mm_float32", _mm_float32, "CUDA")
 _ops.impl(
-    "mm_float32", undifferentiable(torch.ops.anabranch.mm_float32.default, _mm_float32), "Autograd", with_keyset=True
+    "mm_float32", reject_derivative(torch.ops.anabranch.mm_float32.default, _mm_float32), "Autograd", with_keyset=True
 )
 torch.library.register_fake(
     "anabranch::mm_float32", lambda a, b: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32), lib=_ops
@@ -42,19 +43,19 @@ torch.library.register_fake(
 
 
 def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Two bfloat16 tensors whose sum is the float32 one to 16 bits."""
+    """Two bfloat16 tensors whose sum equals a float32 tensor to 16 bits."""
     high = a.to(torch.bfloat16)
-    rest = a - high.float()
-    return high, torch.where(high.isfinite(), rest, 0).to(torch.bfloat16)
+    low = a - high.float()
+    return high, torch.where(high.isfinite(), low, 0).to(torch.bfloat16)
 
 
-# On a CPU the library's own threads multiply: torch's GEMM waits for each OpenMP thread that another process delays.
+# On a CPU, our grouped GEMM is used: torch's GEMM waits for every OpenMP thread, also for one that is descheduled.
 
 
 def _rows_on_cpu(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Rows [T, M] times a matrix [M, N] of any float dtypes, in float32."""
+    """rows [T, M] times matrix [M, N] in float32, for any float dtypes."""
     rows, matrix = rows.float(), matrix.float()
-    if 1 in matrix.shape:  # a shared expert's gate: no GEMM
+    if 1 in matrix.shape:  # matrix-vector product: the gate of a shared expert
         return rows @ matrix
     transpose = not matrix.is_contiguous()
     sizes = rows.new_full((1,), rows.shape[0], dtype=torch.int32)
@@ -64,7 +65,7 @@ def _rows_on_cpu(rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _gradient_on_cpu(x: Tensor, d_logits: Tensor) -> Tensor:
-    """x^T d_logits [D, E] of rows [T, D] and [T, E] of any float dtypes, in float32."""
+    """x^T d_logits [D, E] in float32, from [T, D] and [T, E] of any float dtypes."""
     x, d_logits = x.float(), d_logits.float()
     if 1 in (x.shape[1], d_logits.shape[1]):
         return x.T @ d_logits
@@ -73,8 +74,8 @@ def _gradient_on_cpu(x: Tensor, d_logits: Tensor) -> Tensor:
     return product[0]
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, two matrices of one dtype, summed and given in float32."""
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a b for matrices of one dtype, accumulated and returned in float32."""
     if a.dtype == torch.float32:
         return a @ b
     if torch.compiler.is_compiling() and not _MM_IS_TRACED:
@@ -82,50 +83,50 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _product_of_halves(a: Tensor, b: Tensor) -> Tensor:
-    """a b of float32 or bfloat16 matrices, with 16 bits of both."""
+def _matmul_of_halves(a: Tensor, b: Tensor) -> Tensor:
+    """a b for float32 or bfloat16 matrices, with at least 16 bits of each operand."""
     left = (a,) if a.dtype == torch.bfloat16 else _halves(a)
     right = (b,) if b.dtype == torch.bfloat16 else _halves(b)
     pairs = [
         (i, j) for i in range(len(left)) for j in range(len(right)) if i + j < 2
-    ]  # not the product of both low ones
-    return _product(torch.cat([left[i] for i, _ in pairs], 1), torch.cat([right[j] for _, j in pairs], 0))
+    ]  # low times low is below the precision
+    return _matmul(torch.cat([left[i] for i, _ in pairs], 1), torch.cat([right[j] for _, j in pairs], 0))
 
 
-def logits_of(x: Tensor, gate: Tensor) -> Tensor:
-    """x gate, float32 [T, E], of x [T, D] and gate [D, E]."""
+def gate_logits(x: Tensor, gate: Tensor) -> Tensor:
+    """x gate, float32 [T, E], from x [T, D] and gate [D, E]."""
     if x.device.type != "cuda":
         return _rows_on_cpu(x, gate)
     if x.dtype == gate.dtype:
-        return _product(x, gate)
+        return _matmul(x, gate)
     exact = (torch.float32, torch.bfloat16)
     if x.dtype in exact and gate.dtype in exact:
-        return _product_of_halves(x, gate)
+        return _matmul_of_halves(x, gate)
     if x.dtype == torch.float16:
-        return _product_of_halves(x.float(), gate.float())
+        return _matmul_of_halves(x.float(), gate.float())
     return x.float() @ gate.float()
 
 
-def biased_logits_of(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
+def biased_gate_logits(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
     """x gate + bias, float32 [T, E]; the bias [E] may be None."""
-    logits = logits_of(x, gate)
+    logits = gate_logits(x, gate)
     return logits if bias is None else logits + bias.float()
 
 
 class GateGradients(NamedTuple):
-    """What `gate_backward` returns."""
+    """The results of `gate_backward`."""
 
     x: Tensor
-    """[T, D] of the dtype of x, as the gradient of a module's input has it."""
+    """[T, D], dtype of x."""
     gate: Tensor
     """[D, E] float32."""
 
 
 def gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> GateGradients:
-    """From the gradient of the logits, float32 [T, E].
+    """Gradients of x and gate from d_logits, float32 [T, E].
 
-    Where x and the gate are bfloat16, a GPU rounds it to bfloat16 before it multiplies. Float16 ends at 65504 and at
-    6e-8, so it is never rounded to float16: what is float16 goes as float32.
+    If x and gate are bfloat16, a GPU rounds d_logits to bfloat16. It is never rounded to float16, whose range of 6e-8
+    to 65504 is too small; float16 operands are converted to float32.
     """
     d_x, d_gate = _gate_backward(x, gate, d_logits)
     return GateGradients(d_x.to(x.dtype), d_gate)
@@ -136,19 +137,19 @@ def _gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> tuple[Tensor, T
         return _rows_on_cpu(d_logits, gate.T), _gradient_on_cpu(x, d_logits)
     if x.dtype == gate.dtype == torch.bfloat16:
         rounded = d_logits.to(torch.bfloat16)
-        return rounded @ gate.T, _product(x.T, rounded)
+        return rounded @ gate.T, _matmul(x.T, rounded)
     if torch.float16 in (x.dtype, gate.dtype):
         x, gate = x.float(), gate.float()
     elif x.dtype == gate.dtype == torch.float32:
         return d_logits @ gate.T, x.T @ d_logits
-    return _product_of_halves(d_logits, gate.T), _product_of_halves(x.T, d_logits)
+    return _matmul_of_halves(d_logits, gate.T), _matmul_of_halves(x.T, d_logits)
 
 
 class _Logits(Function):
     @staticmethod
     def forward(x, gate, bias):
         with without_autocast(x.device):
-            return biased_logits_of(x, gate, bias)
+            return biased_gate_logits(x, gate, bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -160,12 +161,12 @@ class _Logits(Function):
     def backward(ctx, d_logits):
         x, gate = ctx.saved_tensors
         with without_autocast(x.device):
-            found = gate_backward(x, gate, d_logits)
+            gradients = gate_backward(x, gate, d_logits)
         d_bias = None if ctx.bias_dtype is None else d_logits.sum(0).to(ctx.bias_dtype)
-        return found.x, found.gate.to(gate.dtype), d_bias
+        return gradients.x, gradients.gate.to(gate.dtype), d_bias
 
 
 def logits(x: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`biased_logits_of` with its gradients."""
-    found: Tensor = _Logits.call(x, gate, bias)
-    return found
+    """Differentiable `biased_gate_logits`."""
+    result: Tensor = _Logits.call(x, gate, bias)
+    return result

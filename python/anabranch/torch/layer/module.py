@@ -1,4 +1,4 @@
-"""The layer as an nn.Module: its parameters as checkpoints have them, and the state of its router."""
+"""The layer as an nn.Module, with parameters in the layout of common checkpoints and the state of the router."""
 
 import inspect
 import math
@@ -13,10 +13,10 @@ from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast
-from anabranch.torch.binding.group import check_group, part_of, summed
+from anabranch.torch.binding.group import check_group, local_part, summed
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
-from anabranch.torch.layer.moe import MoEOutput, checked_config, layer_of
+from anabranch.torch.layer.moe import MoEOutput, checked_config, run_layer
 from anabranch.torch.layer.parameters import Initializer, check_plain, draw, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
@@ -24,12 +24,12 @@ from anabranch.torch.ops.quantile import host_bounds, quantile_bias
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, quantize_experts
 from anabranch.torch.parallel.parallel import check_parallel, check_ranks, sharded
 
-if TYPE_CHECKING:  # not every build of torch has it
+if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import DeviceMesh, ProcessGroup
 
-#: Fields of the output that a layer adds up, where it keeps them.
+#: Fields of the output that a layer may accumulate.
 _COUNTS = ("tokens_per_expert", "qb_histogram")
-#: What the expert bias is restored to float32 from.
+#: Dtypes from which the expert bias is converted back to float32.
 _BIAS_DTYPES = (*check.FLOATS, torch.float64)
 
 
@@ -37,76 +37,80 @@ _BIAS_DTYPES = (*check.FLOATS, torch.float64)
 class MoE(OnRanks):
     """A Mixture-of-Experts feed-forward layer.
 
-    Parameters, as checkpoints that keep the experts of a layer together have them; the layer takes views of them,
-    nothing is copied or transposed:
+    Parameters have the layout of checkpoints that store the experts of a layer in one tensor. The layer uses views of
+    them, without copies:
 
-    | name | shape | where |
+    | name | shape | condition |
     |---|---|---|
-    | `gate.weight`, `gate.bias` | [E, D], [E] | the bias with `use_gate_bias` |
-    | `gate_up_proj`, `gate_up_proj_bias` | [E, 2 F, D], [E, 2 F] | gate rows, then up rows; `interleaved`: in turns |
-    | `up_proj`, `up_proj_bias` | [E, F, D], [E, F] | in their place where not `gated` |
+    | `gate.weight`, `gate.bias` | [E, D], [E] | bias with `use_gate_bias` |
+    | `gate_up_proj`, `gate_up_proj_bias` | [E, 2 F, D], [E, 2 F] | gate rows, then up rows; `interleaved`: alternating
+    | | `up_proj`, `up_proj_bias` | [E, F, D], [E, F] | instead, if not `gated` |
     | `down_proj`, `down_proj_bias` | [E, D, F], [E, D] | biases with `use_bias` |
     | `shared_expert.gate_up_proj` (`up_proj`) | [2 S, D] ([S, D]) | with `shared_features` S > 0 |
-    | `shared_expert.down_proj` | [D, S] | the same |
+    | `shared_expert.down_proj` | [D, S] | with `shared_features` S > 0 |
     | `shared_expert_gate.weight` | [1, D] | with `shared_gate` |
 
-    With `group` a rank has E/P of the experts.
+    With `group`, a rank holds E/P experts.
 
-    State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], which is part of the state dict.
-    It stays float32 under `.to(dtype)`. Loading or updating converts a buffer of another float dtype to float32,
-    because 16 bits lose steps of 1e-3; a forward pass reads it as float32.
+    State, with `use_expert_bias` or `balance`: the buffer `expert_bias` float32 [E], part of the state dict. It stays
+    float32 under `.to(dtype)`. Loading and updates convert a buffer of another float dtype to float32, because 16-bit
+    dtypes lose steps of 1e-3. A forward pass reads it as float32.
 
-    Counts since the last update, of this process or with `group` of all its ranks: `tokens_per_expert` int64 [E] with
+    Counts since the last update, of this process or, with `group`, of all its ranks: `tokens_per_expert` int64 [E] with
     `use_expert_bias`, and `qb_histogram` int64 [E, bins] with `balance="quantile"`. They are neither buffers nor in the
-    state dict. Every forward pass in training mode adds its counts, so gradient accumulation adds up; recomputation
-    under activation checkpointing does not count again. Nothing is counted in eval mode or with `forced_experts`, so
-    run passes that are no training step in eval mode, also under torch.no_grad(). The mode changes nothing else.
+    state dict. Every forward pass in training mode adds its counts, so all micro-batches of a step count.
+    Recomputation under activation checkpointing does not count again. Passes in eval mode or with `forced_experts` do
+    not count, so run passes outside training steps in eval mode, also under torch.no_grad(). The mode has no other
+    effect.
 
     Args:
-      in_features: D, width of the model.
-      hidden_features: F, width of one expert.
+      in_features: D, model width.
+      hidden_features: F, expert width.
       num_experts: E.
       topk: K, experts per token.
-      use_expert_bias: keep a selection bias, which `update_expert_bias` moves.
-      balance: "quantile": `update_quantile_bias` sets the selection bias; None: it does not.
-      qb_bin_bounds, qb_bins: of the histogram for that: (lower, upper) for how far an expert's score is below the
-        threshold of a token, and the number of bins.
-      use_gate_bias: a bias of the router's logits, a parameter.
-      gated: phi(x W_gate, x W_up), for a plain name act(x W_gate) * (x W_up); False: act(x W_up).
-      interleaved: gate and up rows of gate_up_proj alternate, as in gpt-oss; not those of the shared expert.
-      use_bias: biases of the experts' two projections.
-      shared_features: width S of a dense expert that every token passes through; 0: none.
-      shared_gate: multiply the shared expert's output by sigmoid(<x, shared_expert_gate.weight>).
-      loss_group: a process group over whose ranks the tokens of a batch are spread: losses of the whole batch, as in
-        `moe`; None: of the tokens of `group`, without one of the call's.
-      group: ranks that share the experts, P of them, as in `moe`: rank r has experts r E/P and on. With a process group
-        the experts' parameters are plain tensors, this rank's part; with a DeviceMesh of one dimension (for fully_shard
-        one of a larger mesh) they are DTensors. None: this process has all.
-      transport, capacity_factor, fp8_exchange: of `group`, as in `moe`.
-      dtype: dtype of the computation, float32, bfloat16 or float16, under torch.autocast too; None: that of the input,
-        under torch.autocast autocast's for a float32 input.
+      use_expert_bias: adds a selection bias that `update_expert_bias` moves.
+      balance: "quantile" adds a selection bias that `update_quantile_bias` sets; None: no quantile balancing.
+      qb_bin_bounds, qb_bins: bounds (lower, upper) and number of bins of the histogram for quantile balancing. It
+        counts the distance from an expert's score up to the threshold of a token.
+      use_gate_bias: adds a bias parameter to the router's logits.
+      gated: phi(x W_gate, x W_up), or act(x W_gate) * (x W_up) for a plain name; False: act(x W_up).
+      interleaved: gate and up rows of gate_up_proj alternate, as in gpt-oss. Does not apply to the shared expert.
+      use_bias: adds biases to both projections of the experts.
+      shared_features: S, width of a dense expert applied to every token; 0: none.
+      shared_gate: multiplies the shared expert's output by sigmoid(<x, shared_expert_gate.weight>).
+      loss_group: the process group that shares a batch: losses are those of the whole batch, as in `moe`. None: those
+        of the tokens of `group`, or without `group` of the call's tokens.
+      group: the P ranks that share the experts, as in `moe`: rank r holds E/P experts, starting at r E/P. With a
+        process group, the experts' parameters are plain tensors of this rank's experts. With a one-dimensional
+        DeviceMesh (for fully_shard, one dimension of a larger mesh) they are DTensors. None: this process holds all
+        experts.
+      transport, capacity_factor, fp8_exchange: options of `group`, as in `moe`.
+      dtype: dtype of the computation, float32, bfloat16 or float16, also under torch.autocast. None: the dtype of the
+        input, or for a float32 input under torch.autocast the autocast dtype.
       param_dtype: dtype of the parameters; None: torch's default dtype.
-      device: of the parameters and of the state; None: torch's default device. On "meta" nothing is allocated:
+      device: device of parameters and state; None: torch's default device. "meta" allocates nothing; use
         `to_empty(device=...)`, then `reset_parameters()` or `load_state_dict`.
-      kernel_init: fills each matrix [out, in], one expert's after the other, in place under torch.no_grad(), as those
-        of torch.nn.init do; None: a normal of variance 1 / in, cut at two deviations. Biases begin at 0.
+      kernel_init: fills a matrix [out, in] in place under torch.no_grad(), like functions of torch.nn.init; it is
+        called once per expert. None: a normal distribution of variance 1 / in, truncated at two standard deviations.
+        Biases are initialised to 0.
       {options}
-        Shared experts have the precision "highest" where the experts have "fp8".
+        With "fp8", shared experts use "highest".
 
     Raises:
       TypeError, ValueError: an option is wrong; the message names it.
 
-    Gradients: as `moe`, to every parameter in its own dtype; those of float32 weights beside a 16-bit computation are
-    not rounded. None to `expert_bias`. With `group` every parameter's is that of the mean of the losses of its ranks,
-    the shared expert's too: nothing is left to average over them, and it does no harm. DistributedDataParallel has to
-    leave the experts alone, see `ddp_ignore_experts`; fully_shard takes a layer whose `group` is a DeviceMesh.
+    Gradients: as in `moe`, of every parameter in its own dtype; those of float32 weights in a 16-bit computation are
+    not rounded. `expert_bias` has none. With `group`, gradients of all parameters, including the shared expert's, are
+    those of the mean of the ranks' losses. They need no averaging over the group; averaging replicated ones again has
+    no effect. DistributedDataParallel must not average the experts, see `ddp_ignore_experts`; fully_shard requires a
+    layer whose `group` is a DeviceMesh.
 
     The submodules `gate`, `shared_expert` and `shared_expert_gate` are called as modules: hooks on them,
-    parametrizations, adapters and other modules in their place work, see docs/torch.md. A forward hook on `gate` sees
-    the router's logits, float32 [..., E]. A gate without any of these is computed in one operation with the rest, with
-    the same bits.
+    parametrizations, adapters and replacement modules work, see docs/torch.md. A forward hook on `gate` receives the
+    router's logits, float32 [..., E]. Without any of these, the logits are computed in one operation with the rest of
+    the layer, with bitwise the same results.
 
-    A copy of a layer with groups is on the same ranks; it can't be pickled, and its state dict can.
+    A copy of a layer with groups has the same groups. Such a layer cannot be pickled; its state dict can.
 
     >>> layer = MoE(16, 32, num_experts=4, topk=2, aux_loss_coeff=0.01)
     >>> result = layer(torch.ones(3, 5, 16))
@@ -120,7 +124,7 @@ class MoE(OnRanks):
     gate: nn.Module
     tokens_per_expert: Tensor | None
     qb_histogram: Tensor | None
-    #: FSDP has rounded the bias before the first update; if it rounds it again, updates are lost.
+    #: Whether an update restored a bias that FSDP had rounded. If FSDP rounds it again, updates are lost.
     _restored_under_fsdp = False
 
     def __init__(
@@ -199,8 +203,8 @@ class MoE(OnRanks):
         factory: dict[str, Any] = dict(dtype=self.param_dtype, device=device)
         self.up_name = "gate_up_proj" if self.gated else "up_proj"
 
-        def parameter(name: str, wanted: bool, *shape: int) -> None:
-            value = torch.empty((self.local_experts, *shape), **factory) if wanted else None
+        def parameter(name: str, present: bool, *shape: int) -> None:
+            value = torch.empty((self.local_experts, *shape), **factory) if present else None
             self.register_parameter(name, None if value is None else nn.Parameter(sharded(value, mesh)))
 
         self.gate = Gate(D, E, use_gate_bias, self.kernel_init, self.group, **factory)
@@ -222,13 +226,13 @@ class MoE(OnRanks):
         has_bias = self.use_expert_bias or quantile
         bias = torch.empty(E, dtype=torch.float32, device=device) if has_bias else None
         self.register_buffer("expert_bias", bias)
-        # No buffers: DDP gives every rank the buffers of the first one, and these are each rank's own.
+        # Not buffers: DDP broadcasts the buffers of rank 0, but each rank has its own counts.
         self.tokens_per_expert = self.qb_histogram = None
-        self._begin_counting()
+        self._reset_counts()
         self._reset_own_parameters()
 
-    def _begin_counting(self) -> None:
-        """The counts at 0, where the bias is."""
+    def _reset_counts(self) -> None:
+        """Sets the counts to 0, on the device of the bias."""
         if self.expert_bias is None:
             return
         kind: dict[str, Any] = dict(dtype=torch.int64, device=self.expert_bias.device)
@@ -248,14 +252,14 @@ class MoE(OnRanks):
             self.expert_bias.zero_()
 
     def reset_parameters(self) -> None:
-        """Draws every parameter anew, those of the submodules too; the expert bias and the counts are 0 again.
+        """Initialises every parameter, including those of the submodules, and sets expert bias and counts to 0.
 
-        From one seed the whole layer is the same for any number of ranks, and however its parameters are sharded: with
-        a group, or as DTensors, every rank has to have the same seed, and draws all experts to keep its own. Adapters
-        and modules that have replaced submodules keep their values.
+        With one seed, the whole layer does not depend on the number of ranks and the sharding: with a group or
+        DTensors, all ranks must use the same seed. Each draws all experts and keeps its own. Adapters and replacement
+        modules keep their values.
 
         Raises:
-          ValueError: a tensor is computed from others, by a parametrization or by pruning; nothing has changed then.
+          ValueError: a tensor is computed from others, by a parametrization or pruning. Then no parameter is changed.
         """
         own = [module for module in self.modules() if isinstance(module, Gate | SharedExpert)]
         check_plain(self, self.up_name, f"{self.up_name}_bias", "down_proj", "down_proj_bias")
@@ -264,14 +268,14 @@ class MoE(OnRanks):
         for module in own:
             module.reset_parameters()
         self._reset_own_parameters()
-        self._begin_counting()
+        self._reset_counts()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoE":
         before = self.expert_bias
         super()._apply(fn, recurse)
         if before is None or self.expert_bias is None:
             return self
-        if self.expert_bias.dtype != torch.float32:  # steps of 1e-3 would be lost in 16 bits
+        if self.expert_bias.dtype != torch.float32:  # 16-bit dtypes lose steps of 1e-3
             rounded = self.expert_bias
             self.expert_bias = rounded.float() if before.is_meta else before.to(rounded.device, torch.float32)
         self._move_counts()
@@ -279,40 +283,40 @@ class MoE(OnRanks):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        if self.expert_bias is not None:  # load_state_dict(assign=True) takes the tensor of the state dict as it is
+        if self.expert_bias is not None:  # load_state_dict(assign=True) assigns a tensor of any dtype
             self._restore_bias()
 
     def _bias(self) -> Tensor | None:
-        """The expert bias as float32; None: the layer has none.
+        """The expert bias as float32, or None if the layer has none.
 
         Raises:
-          TypeError, ValueError: the buffer was replaced by something else than a float tensor [E].
+          TypeError, ValueError: the buffer is no longer a float tensor [E].
         """
         if self.expert_bias is None and not self.use_expert_bias and self.qb_bin_bounds is None:
             return None
         return check.tensor("expert_bias", self.expert_bias, _BIAS_DTYPES, (("E", self.num_experts),)).float()
 
     def _restore_bias(self) -> Tensor:
-        """Makes the buffer float32 if something has made it another float dtype; its value stays."""
+        """Converts the buffer back to float32, keeping its value."""
         bias = self._bias()
         assert bias is not None and self.expert_bias is not None
         if self.expert_bias.dtype != torch.float32:
             if torch.compiler.is_compiling():
                 self.expert_bias = bias
-            else:  # DDP and FSDP hold the tensor object
+            else:  # keep the tensor object: DDP and FSDP hold references to it
                 self.expert_bias.data = bias
         return self.expert_bias
 
     def _check_not_rounded_again(self) -> None:
         if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             raise ValueError(
-                f"expert_bias: got {check.describe(self.expert_bias)} again, as FSDP's buffer_dtype rounds it after an "
-                "evaluation in full precision, expected float32: updates are lost; use "
+                f"expert_bias: got {check.describe(self.expert_bias)} again, since FSDP's buffer_dtype rounds it after "
+                "an evaluation in full precision, expected float32: updates are lost; use "
                 "MixedPrecision(buffer_dtype=None)"
             )
 
     def _move_counts(self) -> None:
-        """The counts to where the bias is."""
+        """Moves the counts to the device of the bias."""
         assert self.expert_bias is not None
         device = self.expert_bias.device
         for name in _COUNTS:
@@ -321,16 +325,16 @@ class MoE(OnRanks):
                 setattr(self, name, torch.zeros_like(counts, device=device) if counts.is_meta else counts.to(device))
 
     def _counts(self) -> dict[str, Tensor]:
-        """The counts that the layer keeps, by name, where the bias is.
+        """The counts of the layer by name, on the device of the bias.
 
         Raises:
-          TypeError, ValueError: one was replaced by something else than an int64 tensor of its shape.
+          TypeError, ValueError: a count is no longer an int64 tensor of its shape.
         """
-        self._move_counts()  # fully_shard moves buffers by itself
+        self._move_counts()  # fully_shard moves buffers without calling _apply
         shape = (("E", self.num_experts), ("bins", self.options.qb_bins))
-        of_shape = dict(zip(_COUNTS, (shape[:1], shape), strict=True))
-        kept = {name: value for name in _COUNTS if (value := getattr(self, name)) is not None}
-        return {name: check.tensor(name, value, (torch.int64,), of_shape[name]) for name, value in kept.items()}
+        shapes = dict(zip(_COUNTS, (shape[:1], shape), strict=True))
+        counts = {name: value for name in _COUNTS if (value := getattr(self, name)) is not None}
+        return {name: check.tensor(name, value, (torch.int64,), shapes[name]) for name, value in counts.items()}
 
     def forward(
         self,
@@ -343,22 +347,22 @@ class MoE(OnRanks):
         """Applies the layer.
 
         Args:
-          x: [..., D] float32, bfloat16 or float16, where the parameters are.
-          token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
-          forced_experts: int [..., K]; the selection is given (replay). What only selects, the expert bias and groups,
-            has then no part, and there is no histogram.
-          quantized: with precision "fp8", what `quantized()` returned; None: the experts are quantised here.
+          x: [..., D] float32, bfloat16 or float16, on the device of the parameters.
+          token_mask: bool [...]; False marks padding, which gets zero output and is not counted.
+          forced_experts: int [..., K]; a given selection (replay). Expert bias and groups are ignored, and there is no
+            histogram.
+          quantized: with precision "fp8", the result of `quantized()`; None: experts are quantised in every call.
 
         Returns:
-          MoEOutput of `moe`; output [..., D] of the dtype of the computation.
+          MoEOutput of `moe`; output [..., D] in the dtype of the computation.
 
         Raises:
-          TypeError, ValueError: an argument is wrong; the message names it.
+          TypeError, ValueError: an argument has a wrong type or value.
         """
         x = check.tensor("x", x, check.FLOATS, (..., ("in_features", self.in_features)))
         x = as_autocast(x) if self.dtype is None else x.to(self.dtype)
         mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(x.shape[:-1]))
-        check.on_device_of("x", x, token_mask=mask)
+        check.same_device("x", x, token_mask=mask)
         replays = forced_experts is not None
         if not replays and self._restored_under_fsdp:
             self._check_not_rounded_again()
@@ -370,14 +374,14 @@ class MoE(OnRanks):
             )
         check_current(quantized, w_in, w_out)
 
-        def weight(value: Tensor) -> Tensor:  # of float32 ones moe() gives gradients that are not rounded
+        def weight(value: Tensor) -> Tensor:  # float32 weights get unrounded gradients
             return value if value.dtype == torch.float32 else value.to(x.dtype)
 
         tensors: dict[str, Any] = dict(
             w_in=weight(w_in),
             w_out=weight(w_out),
-            b_in=None if up_bias is None else part_of(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
-            b_out=None if self.down_proj_bias is None else part_of(self.down_proj_bias).to(x.dtype),
+            b_in=None if up_bias is None else local_part(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
+            b_out=None if self.down_proj_bias is None else local_part(self.down_proj_bias).to(x.dtype),
             expert_bias=None if replays else self._bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
@@ -388,7 +392,7 @@ class MoE(OnRanks):
             for_gate, port = fork(x, mask)
             logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
             tensors |= dict(x=x.detach(), logits=logits.float(), port=port)
-        result = layer_of(
+        result = run_layer(
             self.options_of_replay if replays else self.options,
             tensors,
             quantized=quantized,
@@ -403,7 +407,7 @@ class MoE(OnRanks):
         return MoEOutput(result.output + self._shared(x, mask), *result[1:])
 
     def _shared(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
-        """What the shared expert makes of x [..., D]."""
+        """The shared expert's output for x [..., D]."""
         assert self.shared_expert is not None
         if token_mask is not None:  # 0 * NaN in the gradients of the weights would be NaN
             x = torch.where(token_mask[..., None], x, 0)
@@ -415,28 +419,29 @@ class MoE(OnRanks):
         return output if token_mask is None else torch.where(token_mask[..., None], output, 0)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
-        """w_in and w_out of `moe`, of this rank's experts."""
+        """w_in and w_out of this rank's experts, as arguments of `moe`."""
         E, F, D = self.local_experts, self.hidden_features, self.in_features
-        # These are reshaped, which takes any shape of as many elements; `moe` checks the others.
+        # reshape accepts any shape with the right number of elements, so these are checked here; `moe` checks the
+        # others.
         for name, shape in ((self.up_name, (E, self.parts * F, D)), (f"{self.up_name}_bias", (E, self.parts * F))):
             value = getattr(self, name)
-            if value is not None and tuple(part_of(value).shape) != shape:
-                got = check.describe(part_of(value))
+            if value is not None and tuple(local_part(value).shape) != shape:
+                got = check.describe(local_part(value))
                 raise ValueError(f"{name}: got {got}, expected [{', '.join(map(str, shape))}]")
         halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
-        return part_of(getattr(self, self.up_name)).reshape(*halves, D), part_of(self.down_proj)
+        return local_part(getattr(self, self.up_name)).reshape(*halves, D), local_part(self.down_proj)
 
     def quantized(self, *, gradients: bool = True) -> QuantizedExperts:
-        """The layer's experts as `quantize_experts` makes them, of this rank, for calls with precision="fp8".
+        """Quantises this rank's experts with `quantize_experts`, for calls with precision="fp8".
 
-        Call it again when the parameters have changed, see `quantize_experts`. Under fully_shard parameters are whole
-        in a forward pass only.
+        Call it again when the parameters have changed. Under fully_shard, parameters are unsharded only in a forward
+        pass.
 
         Args:
           gradients: as in `quantize_experts`.
 
         Raises:
-          ValueError: the layer has another precision.
+          ValueError: the precision of the layer is not "fp8".
         """
         if (precision := self.options.precision) != "fp8":
             raise ValueError(f'quantized: got a layer with precision={precision!r}, expected "fp8"')
@@ -445,11 +450,11 @@ class MoE(OnRanks):
         return quantize_experts(*self._matrices(), **options, gradients=gradients)
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
-        """The experts' parameters by name: with a group this rank's own, which on no other rank are the same."""
+        """The experts' parameters by name; with a group, those of this rank's experts."""
         return {name: p for name, p in self._expert_tensors().items() if isinstance(p, nn.Parameter)}
 
     def _expert_tensors(self) -> dict[str, Tensor]:
-        """`expert_parameters` and the experts' buffers, which are masks of pruning and state of parametrizations."""
+        """`expert_parameters` and the experts' buffers: pruning masks and state of parametrizations."""
         named = dict(self.named_parameters()) | dict(self.named_buffers())
         named.pop("expert_bias", None)
         return {name: t for name, t in named.items() if "." not in name or name.startswith("parametrizations.")}
@@ -464,37 +469,39 @@ class MoE(OnRanks):
                 add_counts(counts, getattr(result, name))
 
     def _state(self, name: str) -> tuple[Tensor, Tensor]:
-        """The expert bias, float32 again, and the counts of this name, for an update in place."""
+        """The expert bias, restored to float32, and the named counts, for an update in place."""
         assert self.expert_bias is not None
         rounded = self.expert_bias.dtype != torch.float32
         bias = self._restore_bias()
         if rounded and getattr(self, "_is_fsdp_managed_module", False):
             self._restored_under_fsdp = True
         if bias.is_meta:
-            raise ValueError("expert_bias: got a tensor on meta, expected one with values, in which an update is kept")
+            raise ValueError(
+                "expert_bias: got a tensor on meta, expected a tensor with values, which an update can change"
+            )
         return bias, self._counts()[name]
 
     @torch.no_grad()
     def update_expert_bias(self, rate: float | Tensor = 1e-3, group: "ProcessGroup | None" = None) -> None:
-        """Moves the selection bias towards balance: b += rate * sign(mean load - load), and begins to count anew.
+        """Moves the selection bias towards balance, b += rate * sign(mean load - load), and resets the counts.
 
-        Auxiliary-loss-free load balancing (Wang et al. 2024, arXiv:2408.15664). The load is what was counted since the
-        last update. Call it once a step, when the backward pass is over (an activation checkpoint selects again, by the
-        bias of then); the host does not wait for the device.
+        Auxiliary-loss-free load balancing (Wang et al. 2024, arXiv:2408.15664). The load is the counts since the last
+        update. Call it once per step, after the backward pass: activation checkpointing repeats the selection with the
+        bias of that moment. The host does not wait for the device.
 
         Args:
-          rate: step of the bias, a number >= 0; or a float scalar, for example a schedule's, on the CPU or where the
-            bias is. The value of a scalar on a CUDA device, or in a compiled program, is not checked.
-          group: the process group over whose ranks the tokens of a step are spread: their counts are added up by one
-            all-reduce, which every rank of it has to take part in. None: the counts of this process; where there are
-            more, biases then differ from rank to rank. `torch.distributed.group.WORLD`: all. A layer with a `group`
-            has counted the tokens of all its ranks: None where there are no others, else the data parallel ranks, or
-            all; the bias is the same whether a token is counted once or once on each of the layer's ranks.
+          rate: step of the bias, a number >= 0, or a float scalar tensor, for example from a schedule, on the CPU or on
+            the device of the bias. The value of a scalar on a CUDA device or in a compiled program is not checked.
+          group: the process group that shares the tokens of a step. Counts are summed with one all-reduce, in which all
+            its ranks must take part. `torch.distributed.group.WORLD`: all ranks. None: only the counts of this process;
+            with several processes, their biases then differ. A layer with a `group` has already counted the tokens of
+            all its ranks: pass the data parallel ranks, or all ranks, or None if there are no others. The bias is
+            the same whether a token is counted once, or once on each of the layer's ranks.
 
         Raises:
           TypeError: an argument has the wrong type or dtype.
-          ValueError: an argument is out of range, the layer was made without `use_expert_bias`, or its state has no
-            values (on meta) or no longer the shape or dtype that it was made with.
+          ValueError: an argument is out of range, the layer has no expert bias, or its state is on meta or has another
+            shape or dtype.
         """
         if self.expert_bias is None or self.tokens_per_expert is None:
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
@@ -506,19 +513,21 @@ class MoE(OnRanks):
 
     @torch.no_grad()
     def update_quantile_bias(self, group: "ProcessGroup | None" = None) -> None:
-        """Sets the selection bias to the one under which every expert would have had its share of the tokens.
+        """Sets the selection bias by quantile balancing, and resets the counts.
 
-        Quantile balancing, by what was counted since the last update; where that is nothing, the bias stays. Then it
-        begins to count anew. Call it when and as `update_expert_bias`.
+        With the new bias, every expert would have received K/E of the tokens counted since the last update. Without
+        counts the bias does not change. Call it like `update_expert_bias`.
 
         Args:
-          group: as in `update_expert_bias`: the all-reduce is one of E * bins numbers.
+          group: as in `update_expert_bias`; the all-reduce has E * bins numbers.
 
         Raises:
-          TypeError, ValueError: no group, or the layer was made without `balance="quantile"`.
+          TypeError, ValueError: group is no process group, or the layer has no `balance="quantile"`.
         """
         if self.expert_bias is None or self.qb_histogram is None or self.qb_bin_bounds is None:
-            raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
+            raise ValueError(
+                'update_quantile_bias: got a layer without quantile balancing, expected balance="quantile"'
+            )
         bias, counts = self._state("qb_histogram")
         total = summed(counts, check_group("group", group))
         balanced = quantile_bias(total, *self.qb_bin_bounds, self.options.topk)
@@ -526,7 +535,7 @@ class MoE(OnRanks):
         counts.zero_()
 
     def extra_repr(self) -> str:
-        """The sizes, and the options that are not the default ones."""
+        """Sizes, and options with other values than their defaults."""
         options = (
             vars(self.options)
             | self.parallel_options
@@ -546,15 +555,15 @@ class MoE(OnRanks):
             options["qb_bin_bounds"] = self.qb_bin_bounds
         else:
             del options["qb_bins"]
-        defaults = {name: of.default for name, of in inspect.signature(MoE.__init__).parameters.items()}
+        defaults = {name: parameter.default for name, parameter in inspect.signature(MoE.__init__).parameters.items()}
         sizes = f"{self.in_features}, {self.hidden_features}, num_experts={self.num_experts}, topk={self.options.topk}"
-        for name in ("topk", "group", "w_in_layout", "w_out_layout"):  # shown otherwise
+        for name in ("topk", "group", "w_in_layout", "w_out_layout"):  # shown elsewhere or fixed
             del options[name]
         changed = [f"{k}={v!r}" for k, v in options.items() if k in defaults and v != defaults[k]]
-        placed = [f"rank {self.rank} of {self.ranks}"] if self.group is not None else []
+        sharing = [f"rank {self.rank} of {self.ranks}"] if self.group is not None else []
         if self.loss_group is not None:
-            placed.append(f"losses of {self.loss_group.size()} ranks")
-        return ", ".join([sizes, *placed, *changed])
+            sharing.append(f"losses of {self.loss_group.size()} ranks")
+        return ", ".join([sizes, *sharing, *changed])
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
@@ -567,10 +576,10 @@ def _dtype(name: str, value: Any) -> torch.dtype:
 
 
 def _called(name: str, module: Any, shape: Sequence[check.Axis], x: Tensor, **given: Tensor) -> Tensor:
-    """What a submodule returns for x [..., D], checked.
+    """Calls a submodule on x [..., D] and checks its output.
 
     Raises:
-      TypeError, ValueError: the submodule takes or returns something else than the layer's own does.
+      TypeError, ValueError: the submodule does not accept these arguments, or its output has a wrong dtype or shape.
     """
     if torch.compiler.is_compiling():
         output = module(x, **given)
@@ -584,19 +593,19 @@ def _called(name: str, module: Any, shape: Sequence[check.Axis], x: Tensor, **gi
                 f"expected a module that takes x{''.join(f' and {key}=' for key in given)}"
             ) from error
     output = check.tensor(f"{name}(x)", output, check.FLOATS, shape)
-    check.on_device_of("x", x, **{f"{name}(x)": output})
+    check.same_device("x", x, **{f"{name}(x)": output})
     return output
 
 
 def _rate(value: Any, device: torch.device) -> float | Tensor:
-    """The step of an update of a bias on a device."""
+    """Checks the step of an update of a bias on a device."""
     if not isinstance(value, Tensor):
-        known: Any = check.number("rate", value)
+        host_value: Any = check.number("rate", value)
     else:
         check.tensor("rate", value, check.FLOATS, ())
         if value.device not in (torch.device("cpu"), device):
             raise ValueError(f"rate: got a tensor on {value.device}, expected the CPU or {device}, where the bias is")
-        known = check.host_values(value)
-    if known is not None and not 0 <= known < math.inf:
-        raise ValueError(f"rate: got {known}, expected a finite number >= 0")
-    return value if isinstance(value, Tensor) else known
+        host_value = check.host_values(value)
+    if host_value is not None and not 0 <= host_value < math.inf:
+        raise ValueError(f"rate: got {host_value}, expected a finite number >= 0")
+    return value if isinstance(value, Tensor) else host_value

@@ -1,6 +1,7 @@
-"""The whole Mixture-of-Experts layer: one differentiable function from x to the output.
+"""The whole Mixture-of-Experts layer as a differentiable function.
 
-`moe` checks its arguments, runs the layer's rules (`_layer`), and computes the losses from the sums that these return.
+`moe` checks its arguments, runs the layer (forward.py, or on_group.py on a process group), and computes the losses from
+the sums that it returns.
 """
 
 import math
@@ -13,7 +14,7 @@ from torch import Tensor
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
 from anabranch.torch.binding import check
-from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
+from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch.layer.forward import (
     LayerConfig,
@@ -28,24 +29,24 @@ from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.ops.router import quantile_operand, router_operands
-from anabranch.torch.parallel.parallel import check_parallel, counts_of_all, place
+from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts
 
-if TYPE_CHECKING:  # not every build of torch has it
+if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
 
 
 class MoEOutput(NamedTuple):
-    """What `moe` returns.
+    """The result of `moe`.
 
     Attributes:
       output: [..., D], dtype of x.
-      aux_loss: float32 scalar, the load-balance loss; 0 where its coefficient is 0.
-      z_loss: float32 scalar; 0 where its coefficient is 0.
-      tokens_per_expert: int32 [E], slots routed to each expert, before any dropping.
-      dropped: int32 scalar, slots that found no row, of all ranks.
-      dropped_by_source: int32 [P], the same by the rank that the tokens came from; without a group P = 1.
-      experts: int32 [..., K], the selection, the best first; -1: no expert. As `forced_experts` it is replayed.
-      weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient goes to the gate and x.
+      aux_loss: float32 scalar, the load-balancing loss; 0 if its coefficient is 0.
+      z_loss: float32 scalar; 0 if its coefficient is 0.
+      tokens_per_expert: int32 [E], slots routed to each expert, before dropping.
+      dropped: int32 scalar, dropped slots of all ranks.
+      dropped_by_source: int32 [P], dropped slots by the source rank of their tokens; without a group P = 1.
+      experts: int32 [..., K], the selection, best first; -1: no expert. Pass it as `forced_experts` to replay it.
+      weights: float32 [..., K], 0 where the expert is -1; differentiable with respect to gate and x.
       qb_histogram: int32 [E, bins] with quantile balancing, else None.
     """
 
@@ -61,15 +62,15 @@ class MoEOutput(NamedTuple):
 
 
 def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
-    """A tensor with the leading dimensions of x as one, behind which it has `axes` more."""
+    """Flattens all dimensions but the last `axes`."""
     if tensor is None or tensor.dim() == axes + 1:
         return tensor
-    kept = tensor.shape[tensor.dim() - axes :]
-    return tensor.reshape(math.prod(tensor.shape[: tensor.dim() - axes]), *kept)
+    leading = tensor.dim() - axes
+    return tensor.reshape(math.prod(tensor.shape[:leading]), *tensor.shape[leading:])
 
 
 def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
-    """A tensor [T, N] that nothing else refers to, with the leading dimensions of x: no view, of which FSDP warns."""
+    """Restores leading dimensions of an unshared tensor [T, N], without a view, about which FSDP would warn."""
     if len(leading) == 1:
         return tensor
     whole: Tensor = torch.ops.aten._unsafe_view(tensor, [*leading, tensor.shape[-1]])
@@ -77,7 +78,7 @@ def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
 
 
 def checked_config(options: LayerOptions, num_experts: int, parts: int, loss_group: Any = None) -> LayerConfig:
-    """Checks the options of a layer; `MoE` does it when it is made. parts: P of w_in."""
+    """Checks the options of a layer; also used by the constructor of `MoE`. parts: P of w_in."""
     router = options.router(num_experts)
     coefficients = options.loss_coefficients()
     if check_group("loss_group", loss_group) is not None and not any(coefficients):
@@ -110,65 +111,65 @@ def moe(
     fp8_exchange: bool = False,
     **options: Unpack[LayerKeywords],
 ) -> MoEOutput:
-    """Routes every token to its K best experts, applies them, and adds their outputs by weight.
+    """Routes every token to its K best experts and returns the weighted sum of their outputs.
 
         logits = x gate + gate_bias;  (w, e) = top-K routing of the logits
         output[t] = sum_k w[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = e[t, k]
 
     Args:
       x: [..., D] float32, bfloat16 or float16.
-      gate: [D, E] float; the product with x accumulates and stays in float32.
+      gate: [D, E] float; logits are accumulated and kept in float32.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
-      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a 16-bit layer are rounded to its dtype where they
-        multiply; their gradients are the float32 sums, not rounded.
+      w_out: [E, F, D]; dtype of x, or float32. In a 16-bit layer, float32 weights are rounded for the GEMMs; their
+        gradients are the float32 sums, not rounded.
       topk: K, experts per token, 1 <= K <= E.
       gate_bias: [E] float, added to the logits; None: 0.
-      expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
+      expert_bias: [E] float, added to the scores for selection only; has no gradient.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       token_mask: bool [...]; False marks padding, which gets zero output and gradient and is not counted.
-      forced_experts: int [..., K]; the selection is given (replay). -1: no expert. See `route` for -inf.
-      qb_bin_bounds, qb_bins: quantile balancing, see `route`; `qb_histogram` of the result is for `quantile_bias`.
-      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them, which multiply in their
-        place; None: quantised here, in the forward and again in the backward pass. It has no gradient; w_in and w_out
-        have theirs.
-      loss_group: the process group over whose ranks the tokens of a batch are spread: the losses are then those of the
-        whole batch, the same on every rank, for one all-reduce of 2 E + 2 numbers. It may be any group that this rank
-        is in. None: those of the tokens of `group`, or without one of this call's.
-      group: ranks that share the experts, P of them. Each calls with tokens of its own, as many as every other, the
-        whole gate, and its E/P experts in w_in and w_out: rank r has experts r E/P and on. None: this process has all.
-      transport: "ring", "all_to_all", or "auto", which estimates their times; see docs/scaling.md.
-      capacity_factor: None: nothing is ever dropped, buffers hold the worst case. Else a rank takes at most
-        ceil(capacity_factor T K) slots, T the tokens of a rank, and drops those that come last in the order (source,
-        token, slot), the same on every run.
-      fp8_exchange: with a group and precision "fp8", tokens and the cotangents of their outputs travel to the experts
-        as e4m3 numbers with the scales that they multiply with, 33/32 bytes an element; what comes back travels as
-        without. Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and what b_out adds to those of
-        the weights, are of x and of cotangents as they arrive: docs/scaling.md has their bound.
+      forced_experts: int [..., K]; a given selection (replay); -1: no expert. See `route` for logits of -inf.
+      qb_bin_bounds, qb_bins: quantile balancing, see `route`. Pass `qb_histogram` of the result to `quantile_bias`.
+      quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out, used in their place. None:
+        they are quantised in the forward pass and again in the backward pass. Gradients are those of w_in and w_out.
+      loss_group: a process group that shares a batch and contains this rank. The losses are those of the whole batch,
+        the same on every rank, with one all-reduce of 2 E + 2 numbers. None: those of the tokens of `group`, or without
+        `group` of this call's tokens.
+      group: the P ranks that share the experts. Each rank passes its own tokens, the same number on every rank, the
+        whole gate, and its E/P experts in w_in and w_out: rank r holds the experts from r E/P on. None: this process
+        holds all experts.
+      transport: "ring", "all_to_all", or "auto", which compares time estimates; see docs/scaling.md.
+      capacity_factor: None: nothing is dropped, and buffers hold the worst case. Otherwise a rank accepts at most
+        ceil(capacity_factor T K) slots, where T is the tokens of one rank. Slots that come last in the order (source,
+        token, k) are dropped, deterministically.
+      fp8_exchange: with a group and precision "fp8", tokens and cotangents of outputs are sent to the experts as e4m3
+        numbers with their scales, 33/32 bytes per element; results are returned as without it. Outputs are bitwise the
+        same. Gradients of w_in, w_out and b_out, and the contribution of b_out to gradients of the weights, are
+        computed from quantised x and cotangents; docs/scaling.md states the error bound.
       {options}
-        torch.set_float32_matmul_precision sets the precision of the logits' GEMM, which is torch's own, and has no
-        effect on the experts.
+        torch.set_float32_matmul_precision sets the precision of the logits' GEMM on a GPU, which is torch's, and does
+        not affect the experts.
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
-      qb_histogram). With a group output, experts and weights are of this rank's tokens; counts, drops and the
-      histogram of all its ranks'.
+      qb_histogram). With a group, output, experts and weights are those of this rank's tokens; counts, drops and the
+      histogram are those of all its ranks.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+      ValueError: an argument has a wrong shape or value, or a combination is not allowed.
 
-    Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
-    float32. Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
-    Where ranks share a batch each differentiates a loss of its own, and what counts is the mean of these losses, as DDP
-    and FSDP have it. With `group` gradients of the gate, its bias and this rank's experts are those of the mean over
-    its ranks: nothing is left to divide. Those of x, and without `group` of the gate, are this rank's part, of which
-    DDP and FSDP take the mean; so a loss of all ranks' tokens counts there once for each of them. All ranks run the
-    backward pass, with gradients for the same weights, or none does.
-    Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
-    gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
-    Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
+    Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each in its operand's dtype; GEMMs accumulate in
+    float32. No double backward. Under torch.autocast a float32 x is rounded to the autocast dtype first.
+    If ranks share a batch, each rank differentiates its own loss, and the objective is the mean of these losses, as in
+    DDP and FSDP. With `group`, gradients of the gate, its bias and this rank's experts are those of the mean over its
+    ranks and need no further division. Gradients of x, and without `group` of the gate, are this rank's part, which DDP
+    and FSDP average; a loss over all ranks' tokens is counted there once per rank. Either all ranks run the backward
+    pass, with gradients for the same weights, or none does.
+    If x and gate are bfloat16, a GPU rounds the gradient of the logits to bfloat16. With a float32 gate or a float16 x
+    it keeps more bits.
+    Saved for backward: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
 
-    Source: Shazeer et al. 2017 (arXiv:1701.06538), Fedus et al. 2021 (arXiv:2101.03961) for the load-balance loss,
+    Source: Shazeer et al. 2017 (arXiv:1701.06538), Fedus et al. 2021 (arXiv:2101.03961) for the load-balancing loss,
     Zoph et al. 2022 (arXiv:2202.08906) for the z-loss.
 
     >>> x, gate = torch.randn(6, 8), torch.randn(8, 4)
@@ -177,13 +178,13 @@ def moe(
     """
     check_names("moe", LAYER_NAMES, options)
     x = as_autocast(x)
-    b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
+    b_in, b_out = match_autocast(x, b_in), match_autocast(x, b_out)
     tensors = dict(
         x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
         token_mask=token_mask, forced_experts=forced_experts,
     )  # fmt: skip
     given = LayerOptions(topk=topk, qb_bins=qb_bins, **options)
-    return layer_of(
+    return run_layer(
         given,
         tensors,
         group=group,
@@ -202,7 +203,7 @@ _TENSORS = (
 )
 
 
-def layer_of(
+def run_layer(
     options: LayerOptions,
     tensors: dict[str, Any],
     *,
@@ -214,12 +215,12 @@ def layer_of(
     quantized: QuantizedExperts | None = None,
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
 ) -> MoEOutput:
-    """`moe` with its options as one object, on x and biases as autocast has them, with a gate or with logits.
+    """`moe` with its options as one object; x and biases are already rounded for autocast.
 
     Args:
       options: the options.
-      tensors: arguments of `moe` by name. In place of the gate there may be `logits` float32 [..., E] and `port`
-        float32 [..., D]; then x has no gradient, see `called_gate`.
+      tensors: arguments of `moe` by name. `logits` float32 [..., E] and `port` float32 [..., D] may replace the gate;
+        then x has no gradient, see `called_gate`.
       others: as in `moe`.
     """
     tensors = {name: tensors.get(name) for name in _TENSORS} | quantized_fields(quantized)
@@ -229,7 +230,7 @@ def layer_of(
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(options.precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
-    config: LayerConfig = _right_before.check(
+    config: LayerConfig = _check_cache.check(
         tensors.values(),
         (ranks, has_loss_group, type(quantized)),
         lambda: _checked(options, ranks, tensors, quantized, loss_group),
@@ -244,7 +245,7 @@ def layer_of(
         forced_experts = check.as_indices(forced_experts)
     bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
     if bounds is not None:
-        check.on_device_of("x", x, qb_bin_bounds=bounds)
+        check.same_device("x", x, qb_bin_bounds=bounds)
     gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
     operands = Operands(
         x=tokens,
@@ -270,15 +271,15 @@ def layer_of(
     else:
         T, repeats = tokens.shape[0], forced_experts is not None
         E, local = config.num_experts, w_in.shape[0]
-        placed = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
-        result = group_layer(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
-        counts, by_source, histogram = counts_of_all(
+        placement = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
+        result = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands)
+        counts, by_source, histogram = sum_counts(
             parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
         )
     aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
     if any(coefficients):
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
-        squares = result.lse.square().sum() if coefficients[1] else aux  # of a masked token lse is 0
+        squares = result.lse.square().sum() if coefficients[1] else aux  # lse is 0 for a masked token
         sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
         if (losses_over := group if loss_group is None else loss_group) is not None:
             sums = sum_over_ranks(losses_over, *sums)
@@ -299,7 +300,7 @@ def layer_of(
 def _checked(
     options: LayerOptions, ranks: int, tensors: dict[str, Any], quantized: Any, loss_group: Any
 ) -> LayerConfig:
-    """Checks the tensors and the options of `moe`; x and biases are as autocast has them."""
+    """Checks tensors and options of `moe`; x and biases are already rounded for autocast."""
     x, w_in, expert_bias, token_mask, forced_experts = (
         tensors[name] for name in ("x", "w_in", "expert_bias", "token_mask", "forced_experts")
     )
@@ -318,17 +319,17 @@ def _checked(
     check.optional_tensor("gate_bias", tensors["gate_bias"], check.FLOATS, (("E", E),))
     router_operands(config.router, E, tuple(leading), expert_bias, token_mask, forced_experts)
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
-    check.on_device_of("x", x, **{name: tensors[name] for name in names})
+    check.same_device("x", x, **{name: tensors[name] for name in names})
     return config
 
 
-_right_before = check.RightBefore()
+_check_cache = check.CheckCache()
 
 
 def _losses(
     topk: int, coefficients: tuple[float, float], score_sum: Tensor, counts: Tensor, squares: Tensor, number: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(aux_loss, z_loss) of the layer's sums over `number` tokens; squares: of lse^2."""
+    """(aux_loss, z_loss) from sums over `number` tokens. squares: the sum of lse^2."""
     aux_coeff, z_coeff = coefficients
     aux = z = torch.zeros((), dtype=torch.float32, device=score_sum.device)
     if aux_coeff:

@@ -1,9 +1,9 @@
-"""The rules of the whole layer on a process group: what one rank does.
+"""Forward and backward pass of the layer on one rank of a process group.
 
-A rank routes its own tokens, a transport (exchange.py) takes them to their experts and brings the sums back. Counts and
-sums that come out of here are this rank's; what the ranks have together is added up outside. Gradients follow the
-convention of `_group.py`: those of what this rank has by itself, its experts, are of the mean of the ranks' losses;
-those of its tokens and of the gate, which all ranks have, of its part of their sum.
+A rank routes its own tokens. A transport (exchange.py) sends them to their experts and returns the sums. Counts and
+sums returned here are those of this rank; the caller adds them over the ranks. Gradients follow binding/group.py: those
+of this rank's experts are of the mean of the ranks' losses. Those of its tokens and of the replicated gate are this
+rank's part, whose mean over the ranks is that gradient.
 """
 
 from typing import Any, NamedTuple
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
-from anabranch.torch.layer.forward import LayerConfig, Operands, wanted_cotangents
-from anabranch.torch.layer.gate import biased_logits_of, gate_backward
+from anabranch.torch.layer.forward import LayerConfig, Operands, requested_cotangents
+from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.ops.experts import as_multiplied
-from anabranch.torch.ops.quantized import of_backward, of_forward
-from anabranch.torch.ops.router import logits_gradient, routing_of
-from anabranch.torch.parallel.alike import compared
-from anabranch.torch.parallel.exchange import Ranks, Route, Transport, keep_within, transport
-from anabranch.torch.parallel.message import QuantizedRows, dequantize, pack, quantize_rows, unpack
+from anabranch.torch.ops.experts import cast_weight
+from anabranch.torch.ops.quantized import backward_operands, forward_operands
+from anabranch.torch.ops.router import logits_gradient, run_route
+from anabranch.torch.parallel.alike import compare_options
+from anabranch.torch.parallel.exchange import Ranks, Route, Transport, drop_over_capacity, transport
+from anabranch.torch.parallel.message import QuantizedOperand, dequantize, pack, quantize_rows, unpack
 
 
 class GroupConfig(NamedTuple):
-    """The options of the layer, and where it runs. `layer.num_experts`: E, of all ranks."""
+    """Static options of the layer and of the exchange. `layer.num_experts` counts the experts of all ranks."""
 
     layer: LayerConfig
     ranks: Ranks
@@ -34,26 +34,26 @@ class GroupConfig(NamedTuple):
 
 
 class GroupOutput(NamedTuple):
-    """What the layer computes of this rank's tokens. Without a router some have no elements."""
+    """The results of the layer for this rank's tokens. Without a router, the results of routing have no elements."""
 
     output: Tensor
     """[T, D], dtype of x."""
     tokens_per_expert: Tensor
-    """int32 [E]: before any dropping."""
+    """int32 [E], before dropping."""
     dropped: Tensor
-    """int32 []: slots of this rank's tokens that found no room."""
+    """int32 []: dropped slots of this rank's tokens."""
     weights: Tensor
     """float32 [T, K]."""
     experts: Tensor
-    """int32 [T, K]: as selected, before any dropping."""
+    """int32 [T, K], before dropping."""
     score_sum: Tensor
     """float32 [E]."""
     lse: Tensor
-    """float32 [T]; of a masked token 0."""
+    """float32 [T], 0 for a masked token."""
     qb_histogram: Tensor
     """int32 [E, bins]."""
     h: Tensor
-    """Kept for the backward pass, as are the others."""
+    """Saved for backward, as are the following."""
     logits: Tensor
     row_of_slot: Tensor
     slot_of_row: Tensor
@@ -69,8 +69,8 @@ def _network(config: GroupConfig, topk: int) -> Any:
     return config.layer.network._replace(topk=topk)
 
 
-def _sent(config: GroupConfig, chosen: Transport, route: Route, tokens: Tensor) -> QuantizedRows:
-    """Tokens [T, D] that travel as FP8, as they arrive at their experts."""
+def _sent(config: GroupConfig, chosen: Transport, route: Route, tokens: Tensor) -> QuantizedOperand:
+    """Sends tokens [T, D] in FP8 and returns them as they arrive at their experts."""
     message = pack(quantize_rows(tokens, config.layer.network.fp8_scales))
     return unpack(chosen.send(route, message), tokens.shape[1])
 
@@ -82,9 +82,9 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     if layer.router is None:
         weights, experts = operands.weights, operands.experts
         assert weights is not None and experts is not None
-        none = (experts < 0) | (experts >= layer.num_experts)
-        wrong = (none & (experts != -1)).sum(dtype=torch.int32) + compared(config, x, experts)
-        experts = torch.where(none, -1, experts)
+        outside = (experts < 0) | (experts >= layer.num_experts)
+        invalid = (outside & (experts != -1)).sum(dtype=torch.int32) + compare_options(config, x, experts)
+        experts = torch.where(outside, -1, experts)
         counts = torch_ops.plan(experts, layer.num_experts, 0, 0, 1)[0]
         score_sum, lse, logits, histogram = no_floats, no_floats.clone(), no_floats.clone(), no_integers
     else:
@@ -92,20 +92,20 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
             assert operands.logits is not None
             logits = operands.logits
         else:
-            logits = biased_logits_of(x, operands.gate, operands.gate_bias)
-        weights, experts, counts, score_sum, lse, histogram = routing_of(
+            logits = biased_gate_logits(x, operands.gate, operands.gate_bias)
+        weights, experts, counts, score_sum, lse, histogram = run_route(
             layer.router,
             logits,
             operands.expert_bias,
             operands.token_mask,
             operands.forced_experts,
             operands.qb_bin_bounds,
-            wanted=layer.wanted._replace(tokens_per_expert=True),
+            requested=layer.requested._replace(tokens_per_expert=True),
         )
-        wrong = compared(config, x, experts)
-    kept, weights, dropped = keep_within(ranks, experts, weights)
+        invalid = compare_options(config, x, experts)
+    remaining, weights, dropped = drop_over_capacity(ranks, experts, weights)
     chosen = transport(config.transport, ranks)
-    route = chosen.plan(kept)
+    route = chosen.plan(remaining)
     early = layer.network.weight_early
     there = chosen.send_weights(route, weights) if early or chosen.weights_there else None
     sums, h = torch_ops.experts(
@@ -114,20 +114,20 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         route.row_of_slot,
         route.slot_of_row,
         route.group_sizes,
-        as_multiplied(layer.network, operands.w_in, x.dtype),
+        cast_weight(layer.network, operands.w_in, x.dtype),
         operands.b_in,
-        as_multiplied(layer.network, operands.w_out, x.dtype),
+        cast_weight(layer.network, operands.w_out, x.dtype),
         operands.b_out,
-        *of_forward(operands.quantized()),
+        *forward_operands(operands.quantized()),
         *_network(config, chosen.topk),
     )
     output = chosen.collect(route, sums, None if there is not None else weights, x.dtype)
     if layer.router is None:
         weights, experts = no_floats.clone(), no_integers.clone()
     elif operands.gate is None:
-        logits = no_floats  # a function must not return its operand
+        logits = no_floats  # an autograd function must not return an argument
     return GroupOutput(
-        output, counts, wrong + dropped, weights, experts, score_sum, lse, histogram, h, logits, *route
+        output, counts, invalid + dropped, weights, experts, score_sum, lse, histogram, h, logits, *route
     )  # fmt: skip
 
 
@@ -153,20 +153,20 @@ class _GroupLayer(Function):
             *(operands.x, operands.w_in, operands.w_out, operands.b_in, operands.b_out),
             *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
             *(result.h, result.logits if operands.logits is None else operands.logits, result.lse),
-            *of_backward(operands.quantized()),
+            *backward_operands(operands.quantized()),
             *(getattr(result, name) for name in Route._fields),
         )
 
     @staticmethod
-    def backward(ctx, d_output, *rest):
-        d = dict(zip(GroupOutput._fields, (d_output, *rest), strict=True))
+    def backward(ctx, d_output, *others):
+        d = dict(zip(GroupOutput._fields, (d_output, *others), strict=True))
         with without_autocast(ctx.device):
-            found = _backward(ctx, d)
-        return None, *(found.get(name) for name in Operands._fields)
+            gradients = _backward(ctx, d)
+        return None, *(gradients.get(name) for name in Operands._fields)
 
 
 def _backward(ctx, d):
-    """The gradients by the names of their operands. Every rank sends and collects, whatever it needs itself."""
+    """Gradients by operand name. Every rank takes part in all collectives, even if it needs no gradient."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse,
         w_in_q, w_in_scales, w_out_q, w_out_scales, *route,
@@ -174,10 +174,10 @@ def _backward(ctx, d):
     config, route, dtype = ctx.config, Route(*route), x.dtype
     layer, chosen = config.layer, transport(config.transport, config.ranks)
     options = _network(config, chosen.topk)
-    wants = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
+    needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
     d_output = torch.zeros_like(x) if d["output"] is None else d["output"]
-    # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs.
-    # Their gradients are means over the P ranks: 1/P comes with the weights, and d_x takes it back where it is summed.
+    # Cotangents and weights are sent to the experts, which then have all operands of d_weights. Gradients of the
+    # experts are means over the P ranks: the weights carry the factor 1/P, and the sum of d_x multiplies by P.
     P, d_rows_sent = config.ranks.ranks, (None, None)
     if config.fp8_exchange:
         d_rows_sent = _sent(config, chosen, route, d_output)
@@ -185,45 +185,45 @@ def _backward(ctx, d):
     else:
         arrived, d_rows = chosen.send(route, x), chosen.send(route, d_output)
     there = chosen.send_weights(route, weights) / P
-    up, down = (as_multiplied(layer.network, w, dtype) for w in (w_in, w_out))
+    up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
     quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
-    dh, d_w_out, d_b_out, d_there, *of_dh = torch_ops.experts_hidden(
+    dh, d_w_out, d_b_out, d_there, *dh_quantized = torch_ops.experts_hidden(
         d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out,
-        w_out.dtype, wants["w_out"], *quantized, *options,
+        w_out.dtype, needs["w_out"], *quantized, *options,
     )  # fmt: skip
     d_w = chosen.collect_weights(route, d_there)
-    found, addend = {}, None
+    gradients, addend = {}, None
     if layer.router is None:
-        found["weights"] = d_w
+        gradients["weights"] = d_w
     else:
         if d["weights"] is not None:
             d_w = d_w + d["weights"]
-        d_sums = wanted_cotangents(layer, d["score_sum"], d["lse"])
+        d_sums = requested_cotangents(layer, d["score_sum"], d["lse"])
         d_logits = logits_gradient(layer.router, logits, experts, token_mask, lse, d_w, *d_sums)
-        if wants["logits"]:
-            found["logits"] = d_logits
+        if needs["logits"]:
+            gradients["logits"] = d_logits
     if gate is not None:
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
-        addend, found["gate"] = through.x, through.gate.to(gate.dtype)
+        addend, gradients["gate"] = through.x, through.gate.to(gate.dtype)
         if gate_bias is not None:
-            found["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
+            gradients["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
     d_arrived, d_w_in, d_b_in = torch_ops.experts_inputs(
-        dh, *of_dh, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down, w_in.dtype,
-        dtype, wants["w_in"], *quantized, *options,
+        dh, *dh_quantized, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
+        w_in.dtype, dtype, needs["w_in"], *quantized, *options,
     )  # fmt: skip
-    of_all = weights.new_full((x.shape[0], chosen.returning), P)
-    d_x_of, d_x_dtype = ("port", torch.float32) if wants["port"] else ("x", dtype)
-    d_x = chosen.collect(route, d_arrived, of_all, d_x_dtype, addend)
-    return found | {
-        d_x_of: d_x,
-        "w_in": d_w_in if wants["w_in"] else None,
+    factor = weights.new_full((x.shape[0], chosen.returning), P)
+    d_x_name, d_x_dtype = ("port", torch.float32) if needs["port"] else ("x", dtype)
+    d_x = chosen.collect(route, d_arrived, factor, d_x_dtype, addend)
+    return gradients | {
+        d_x_name: d_x,
+        "w_in": d_w_in if needs["w_in"] else None,
         "b_in": None if b_in is None else d_b_in,
-        "w_out": d_w_out if wants["w_out"] else None,
+        "w_out": d_w_out if needs["w_out"] else None,
         "b_out": None if b_out is None else d_b_out,
     }
 
 
 def group_layer(config: GroupConfig, operands: Operands) -> GroupOutput:
-    """The layer on checked, flat operands of this rank."""
+    """The layer on checked, flattened operands of this rank."""
     return GroupOutput(*_GroupLayer.call(config, *operands))

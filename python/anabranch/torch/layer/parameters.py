@@ -1,4 +1,4 @@
-"""How the layer's parameters are drawn."""
+"""Initialisation of the layer's parameters."""
 
 import math
 from collections.abc import Callable
@@ -11,26 +11,26 @@ Initializer = Callable[[Tensor], Any]
 
 
 def fan_in_normal_(parameter: Tensor) -> Tensor:
-    """Fills a parameter whose last axis is the input's with a normal of variance 1 / fan-in, cut at two deviations."""
+    """Fills [..., in] with a normal distribution of variance 1 / in, truncated at two standard deviations."""
     cut = math.erf(math.sqrt(2.0))
-    deviation = 0.87962566103423978  # of a unit normal that is cut there
+    deviation = 0.87962566103423978  # standard deviation of a unit normal truncated at 2
     values = torch.empty_like(parameter, dtype=torch.float32).uniform_(-cut, cut).erfinv_()
     limit = 2 / deviation / math.sqrt(parameter.shape[-1])
     return parameter.copy_(values.mul_(limit / math.sqrt(2.0)).clamp_(-limit, limit))
 
 
 def _fill(init: Initializer, matrix: Tensor) -> None:
-    """Calls an initialiser; one that returns something else has left the matrix as it was."""
+    """Calls an initialiser. One that returns another tensor has not filled the matrix, so it is an error."""
     returned = init(matrix)
     if returned is not None and returned is not matrix:
         raise TypeError("kernel_init: got another tensor back, expected the given one, filled in place")
 
 
 def check_plain(module: nn.Module, *names: str) -> None:
-    """Refuses to draw parameters that a module computes from others: what is drawn would be lost.
+    """Checks that the named tensors are parameters. Values written to a computed tensor would be lost.
 
     Raises:
-      ValueError: one is neither a parameter of its own nor None.
+      ValueError: a tensor is neither a parameter nor None.
     """
     for name in names:
         if module._parameters.get(name) is None and getattr(module, name, None) is not None:
@@ -41,24 +41,24 @@ def check_plain(module: nn.Module, *names: str) -> None:
 
 
 def _part(parameter: Any, first: int) -> tuple[Tensor, list[int]]:
-    """What this process has of a parameter, and where that begins in the whole; first: the expert of a plain tensor."""
+    """The local tensor and its offsets in the whole parameter. first: index of a plain tensor's first expert."""
     if not hasattr(parameter, "__create_chunk_list__"):
         return parameter, [first, 0, 0][-parameter.dim() :]
-    (chunk,) = parameter.__create_chunk_list__()  # a DTensor, as torch.distributed.checkpoint asks it
+    (chunk,) = parameter.__create_chunk_list__()  # a DTensor; torch.distributed.checkpoint uses this method
     return parameter.to_local(), list(chunk.offsets)
 
 
 @torch.no_grad()
 def draw(init: Initializer, parameter: Tensor, num_experts: int = 1, first: int = 0) -> None:
-    """Fills what this process has of a weight [out, in], or of the experts' [E, out, in], a matrix after the other.
+    """Initialises the local part of a weight [out, in] or [E, out, in], one matrix after the other.
 
-    Every matrix is drawn on every process, so that from one seed the whole is the same however it is divided.
+    Every process draws every matrix, so with one seed the whole weight does not depend on the sharding.
 
     Args:
       init: fills a matrix.
-      parameter: the weight: a DTensor, or a plain tensor that holds whole matrices.
-      num_experts: E, of all ranks.
-      first: the expert that a plain tensor begins with.
+      parameter: a DTensor, or a plain tensor of whole matrices.
+      num_experts: E of all ranks.
+      first: index of a plain tensor's first expert.
     """
     if parameter.is_meta:
         return

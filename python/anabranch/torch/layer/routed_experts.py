@@ -1,4 +1,4 @@
-"""The layer after the router: experts and weights come from anywhere."""
+"""The layer after the router, for given experts and weights."""
 
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -10,25 +10,25 @@ from anabranch.options import ROUTED_NAMES, RoutedKeywords, RoutedOptions, check
 from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
-from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
+from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.layer.forward import LayerConfig, Operands, fused_layer, layer_config, quantized_fields
 from anabranch.torch.layer.moe import flat, unflat
 from anabranch.torch.layer.on_group import GroupConfig, group_layer
 from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
-from anabranch.torch.parallel.parallel import check_parallel, counts_of_all, place
+from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts
 
-if TYPE_CHECKING:  # not every build of torch has it
+if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
 
 
 class RoutedExpertsOutput(NamedTuple):
-    """What `routed_experts` returns.
+    """The result of `routed_experts`.
 
     Attributes:
       output: [..., D], dtype of x.
-      tokens_per_expert: int32 [E], slots of each expert, before any dropping.
-      dropped: int32 scalar, slots that found no row, and indices outside [-1, E), of all ranks.
+      tokens_per_expert: int32 [E], slots of each expert, before dropping.
+      dropped: int32 scalar, dropped slots and indices outside [-1, E) of all ranks.
     """
 
     output: Tensor
@@ -53,38 +53,38 @@ def routed_experts(
     fp8_exchange: bool = False,
     **options: Unpack[RoutedKeywords],
 ) -> RoutedExpertsOutput:
-    """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
+    """Applies K given experts to every token and returns the weighted sum of their outputs.
 
         output[t] = sum_k weights[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = experts[t, k]
 
-    This is `moe` after its router, for a selection and weights from anywhere: a router of your own, or one that reads
-    something else than the experts do. Fusion, memory and drops are the same.
+    This is `moe` without its router, for example for a custom router or one with other inputs than the experts. Fusion,
+    memory and dropping are those of `moe`.
 
     Args:
       x: [..., D] float32, bfloat16 or float16.
-      experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert; one may be repeated.
-      weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
+      experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert. An index may repeat.
+      weights: float32, bfloat16 or float16 [..., K]; any numbers.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
-      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
-      group, transport, capacity_factor, fp8_exchange: ranks that share the experts, as in `moe`; experts are numbered
-        over all. Buffers hold K rows per token on each of P ranks, since an expert may be repeated; those of `moe` hold
+      quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out; None: as in `moe`.
+      group, transport, capacity_factor, fp8_exchange: expert parallelism, as in `moe`; experts are numbered over all
+        ranks. Buffers hold K rows per token on each of P ranks, since an index may repeat; those of `moe` hold
         min(K, E/P).
       {options}
 
     Returns:
-      RoutedExpertsOutput(output, tokens_per_expert, dropped). Every index that is no expert but -1 counts as dropped.
+      RoutedExpertsOutput(output, tokens_per_expert, dropped). Indices outside [-1, E) count as dropped.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+      ValueError: an argument has a wrong shape or value, or a combination is not allowed.
 
-    Gradients: of x, weights, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
-    Not differentiable twice. Under torch.autocast a float32 x is rounded to autocast's dtype first.
-    With a group, those of the experts are the mean over its ranks of what their losses give, as in `moe`.
-    That of a weight is exact also where the weight is 0, and 0 where there is no expert or no room.
-    Kept for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
+    Gradients: of x, weights, w_in, w_out, b_in and b_out, each in its operand's dtype; GEMMs accumulate in float32.
+    No double backward. Under torch.autocast a float32 x is rounded to the autocast dtype first.
+    With a group, gradients of the experts are those of the mean of the ranks' losses, as in `moe`.
+    The gradient of a weight is exact also where the weight is 0, and 0 without an expert or for a dropped slot.
+    Saved for backward: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
 
     Source: semantics, sections 9 and 11.
 
@@ -95,14 +95,14 @@ def routed_experts(
     ([-16.0, 128.0], [1, 2])
     """
     x = as_autocast(x)
-    b_in, b_out = in_dtype_of(x, b_in), in_dtype_of(x, b_out)
+    b_in, b_out = match_autocast(x, b_in), match_autocast(x, b_out)
     tensors = dict(x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, experts=experts, weights=weights)
     tensors |= quantized_fields(quantized)
     check_names("routed_experts", ROUTED_NAMES, options)
     given = RoutedOptions(**options)
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(given.precision))
     ranks = 1 if parallel is None else parallel.ranks
-    config: LayerConfig = _right_before.check(
+    config: LayerConfig = _check_cache.check(
         tensors.values(),
         (ranks, type(quantized)),
         lambda: _checked(given, ranks, tensors, quantized),
@@ -125,14 +125,16 @@ def routed_experts(
     if parallel is None:
         result = fused_layer(config, operands)
         return RoutedExpertsOutput(unflat(result.output, leading), result.tokens_per_expert, result.dropped)
-    placed = place(parallel, x, tokens.shape[0], K, config.num_experts, w_in.shape[0], config.align_size, repeats=True)
-    own = group_layer(GroupConfig(config, *placed, parallel.fp8_exchange), operands)
-    counts, by_source, _ = counts_of_all(parallel, own.tokens_per_expert, own.dropped, own.qb_histogram)
+    placement = place(
+        parallel, x, tokens.shape[0], K, config.num_experts, w_in.shape[0], config.align_size, repeats=True
+    )
+    own = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands)
+    counts, by_source, _ = sum_counts(parallel, own.tokens_per_expert, own.dropped, own.qb_histogram)
     return RoutedExpertsOutput(unflat(own.output, leading), counts, by_source.sum(dtype=torch.int32))
 
 
 def _checked(options: RoutedOptions, ranks: int, tensors: dict[str, Any], quantized: Any) -> LayerConfig:
-    """Checks the tensors and the options of `routed_experts`; x and biases are as autocast has them."""
+    """Checks tensors and options of `routed_experts`; x and biases are already rounded for autocast."""
     names = ("x", "w_in", "w_out", "b_in", "b_out", "experts", "weights")
     x, w_in, w_out, b_in, b_out, experts, weights = (tensors[name] for name in names)
     x = check.tensor("x", x, check.FLOATS, (..., "D"))
@@ -148,10 +150,10 @@ def _checked(options: RoutedOptions, ranks: int, tensors: dict[str, Any], quanti
         raise ValueError(f"experts: got {check.describe(experts)}, expected [..., K] with K >= 1")
     check_num_slots("experts", math.prod(leading), K)
     check.tensor("weights", weights, check.FLOATS, (*leading, ("K", K)))
-    check.on_device_of("x", x, experts=experts, weights=weights)
+    check.same_device("x", x, experts=experts, weights=weights)
     checked = options.experts(parts, K)
     check_fp8_operands(checked.precision, layouts, "x", x, w_in, quantized)
     return layer_config(None, checked, local * ranks, options.checked_align_size())
 
 
-_right_before = check.RightBefore()
+_check_cache = check.CheckCache()

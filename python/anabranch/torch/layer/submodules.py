@@ -1,7 +1,7 @@
-"""The layer's submodules: the router's gate and the shared expert. The layer calls them as modules.
+"""The layer's submodules, which it calls as modules: the router's gate and the shared expert.
 
-Where nothing could tell the difference, the layer computes the gate's logits in one operation with the rest, see
-`is_plain`; both ways give the same bits.
+If the gate has no hooks or other modifications (`is_plain`), the fused layer computes the logits instead, with bitwise
+the same results.
 """
 
 import copy
@@ -21,7 +21,7 @@ from anabranch.torch.layer.shared_expert import dense_expert
 
 
 class OnRanks(nn.Module):
-    """A module that may know process groups: a copy is on the same ranks, and a pickle can't hold them."""
+    """A module with process groups: copies share the groups, and pickling raises."""
 
     group: Any
     """None: one process."""
@@ -30,7 +30,7 @@ class OnRanks(nn.Module):
         return [] if self.group is None else [self.group]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy that is on the same ranks."""
+        """A copy with the same process groups."""
         memo |= {id(group): group for group in self._groups()}
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -38,7 +38,7 @@ class OnRanks(nn.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but process groups, which belong to a running program."""
+        """The state to pickle; raises if there are process groups, which belong to a running program."""
         if self._groups():
             raise TypeError(
                 f"{type(self).__name__}: got a layer with a process group to pickle, expected one without; save its "
@@ -52,8 +52,8 @@ class Gate(OnRanks, nn.Linear):
 
         logits = x weight^T + bias
 
-    A product with x accumulates in float32 and is not rounded, whatever the dtypes and torch.autocast are. The gradient
-    of x has the dtype of x. With `group` those of the parameters are the mean over its ranks.
+    The GEMM accumulates in float32 and its result is not rounded, for all dtypes and under torch.autocast. The gradient
+    of x has the dtype of x. With `group`, gradients of the parameters are averaged over its ranks.
     """
 
     init: Initializer
@@ -61,23 +61,23 @@ class Gate(OnRanks, nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, bias: bool, init: Initializer, group: Any = None, **factory: Any
     ):
-        self.__dict__.update(init=init, group=group)  # nn.Linear's constructor draws the parameters
+        self.__dict__.update(init=init, group=group)  # needed by reset_parameters, which nn.Linear's constructor calls
         super().__init__(in_features, out_features, bias, **factory)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the weight and zeroes the bias; ValueError where these are no parameters."""
+        """Initialises weight and bias; ValueError if one is computed from other tensors."""
         self.check_plain()
         draw(self.init, self.weight)
         if self.bias is not None:
             self.bias.zero_()
 
     def check_plain(self) -> None:
-        """Refuses to draw what is no parameter."""
+        """Raises if a weight is computed from other tensors."""
         check_plain(self, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [..., D] to logits, float32 [..., E]."""
+        """Computes logits, float32 [..., E], from tokens [..., D]."""
         if not _holds_data(self.weight):
             if self.group is not None:
                 kind = type(self.weight).__name__
@@ -90,7 +90,7 @@ class Gate(OnRanks, nn.Linear):
 
 
 def _holds_data(parameter: Tensor) -> bool:
-    """Whether a tensor is no wrapper of others, as a DTensor or a quantised tensor is."""
+    """False for a wrapper subclass, such as a DTensor or a quantised tensor."""
     return not hasattr(type(parameter), "__tensor_flatten__")
 
 
@@ -98,10 +98,10 @@ _GATE_FORWARD = Gate.forward
 
 
 def is_plain(gate: nn.Module) -> bool:
-    """Whether nobody can tell a call of the gate from a layer that computes the logits itself.
+    """Whether a call of the gate could have no other effect than the fused computation of logits.
 
-    Then it is a `Gate`, not a subclass (parametrizations and FSDP make one), its `forward` is not replaced, it has no
-    hooks, nor have all modules, and its parameters are plain tensors.
+    The gate must be a `Gate` and no subclass (parametrizations and FSDP create one), with its own `forward`, without
+    hooks and global hooks, and with plain tensors as parameters.
     """
     return (
         type(gate) is Gate
@@ -120,12 +120,12 @@ def is_plain(gate: nn.Module) -> bool:
 
 
 class SharedExpert(OnRanks):
-    """A dense expert of width S that every token passes through.
+    """A dense expert of width S, applied to every token.
 
         output = weights * phi(x W_gate, x W_up) W_out        (ungated: act(x W_up))
 
-    Parameters: `gate_up_proj` [2 S, D], gate rows first, then up rows, or `up_proj` [S, D] where not gated, and
-    `down_proj` [D, S]. State dicts of older versions have them as `gate_up_proj.weight` and so on, and load.
+    Parameters: `gate_up_proj` [2 S, D], gate rows first, then up rows (ungated: `up_proj` [S, D]), and `down_proj`
+    [D, S]. State dicts of older versions, with names such as `gate_up_proj.weight`, can be loaded.
     """
 
     down_proj: Tensor
@@ -151,17 +151,17 @@ class SharedExpert(OnRanks):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws both matrices; ValueError where these are no parameters."""
+        """Initialises both weights; ValueError if one is computed from other tensors."""
         self.check_plain()
         draw(self.init, getattr(self, self.up_name))
         draw(self.init, self.down_proj)
 
     def check_plain(self) -> None:
-        """Refuses to draw what is no parameter."""
+        """Raises if a weight is computed from other tensors."""
         check_plain(self, self.up_name, "down_proj")
 
     def operands(self) -> tuple[Tensor, Tensor]:
-        """w_in [2 or 1, S, D] and w_out [D, S] of `shared_expert`: views."""
+        """w_in [2 or 1, S, D] and w_out [D, S] of `shared_expert`, as views."""
         up: Tensor = getattr(self, self.up_name)
         return up.reshape(self.parts, -1, up.shape[-1]), self.down_proj
 
@@ -169,11 +169,11 @@ class SharedExpert(OnRanks):
         """Applies the expert.
 
         Args:
-          x: [..., D]; float32 parameters are rounded to its dtype where they multiply, others before.
-          weights: float [..., 1], multiplied with the output in float32; None: 1.
+          x: [..., D]. Parameters are rounded to its dtype for the GEMMs; float32 ones get unrounded gradients.
+          weights: float [..., 1], multiply the output in float32; None: 1.
 
         Returns:
-          [..., D] of the dtype of x.
+          [..., D], dtype of x.
         """
         x = check.tensor("x", x, check.FLOATS, (..., "D"))
         weights = check.optional_tensor("weights", weights, check.FLOATS, (*x.shape[:-1], ("1", 1)))
@@ -209,13 +209,13 @@ class SharedExpert(OnRanks):
                 continue
             value, parameter = state_dict.pop(old), self._parameters.get(name.removeprefix(prefix))
             if hasattr(parameter, "placements") and not hasattr(value, "placements"):
-                # What divides whole tensors goes by the new name, and did not find it.
+                # Code that shards whole tensors looks for the new name.
                 error_msgs.append(f"{old}: got a whole tensor for a DTensor, expected it under its new name, {name}")
                 state_dict.pop(name, None)
             else:
                 state_dict[name] = value
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        arguments = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         """The sizes."""

@@ -1,4 +1,4 @@
-"""What a layer with experts of its own can't be put into."""
+"""Checks that data parallelism does not average or shard the experts of one rank."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.torch.binding import check
 
-#: The process groups of parameters that experts of one rank were computed from, in a layer or in another module.
+#: Process groups by parameter, for parameters that experts of one rank are computed from.
 expert_leaves = WeakTensorKeyDictionary()
 
 
@@ -19,7 +19,7 @@ def _ranks(group: Any) -> set[int]:
 
 
 def _note_leaves(group: Any, weights: Iterable[Tensor | None]) -> list[Tensor]:
-    """The parameters that weights are computed from, found in their autograd graph and added to `expert_leaves`."""
+    """Finds the parameters that weights are computed from in the autograd graph, and adds them to `expert_leaves`."""
     nodes = [w.grad_fn for w in weights if w is not None and w.grad_fn is not None]
     found, seen = [], set(nodes)
     while nodes:
@@ -36,27 +36,28 @@ def _note_leaves(group: Any, weights: Iterable[Tensor | None]) -> list[Tensor]:
 def check_wrapping(
     layer: torch.nn.Module, group: Any, experts: list[Tensor], weights: Iterable[Tensor | None] = ()
 ) -> None:
-    """Refuses to run a layer inside of what takes the experts of a group's ranks for the same ones on each.
+    """Raises if a wrapper treats the experts of a group's ranks as replicated.
 
     Args:
       layer: the layer.
-      group: the process group over whose ranks its experts are spread.
-      experts: the layer's parameters and buffers of this rank's experts.
-      weights: the tensors that are multiplied, which parametrizations may compute from other parameters.
+      group: the process group whose ranks share the experts.
+      experts: parameters and buffers of this rank's experts.
+      weights: the operands of the GEMMs, which parametrizations may compute from other parameters.
 
     Raises:
-      ValueError: FSDP would shard the experts as if they were whole, or DistributedDataParallel would average them.
+      ValueError: FSDP would shard the experts as if they were replicated, or DistributedDataParallel would average
+        them.
     """
     plain = not any(hasattr(value, "to_local") for value in experts)
     if plain and getattr(layer, "_is_fsdp_managed_module", False):
         raise ValueError(
-            "group: got a process group under fully_shard, expected a DeviceMesh: FSDP can't tell that experts differ"
+            "group: got a process group under fully_shard, expected a DeviceMesh: FSDP cannot tell that experts differ"
         )
     leaves = [] if torch.compiler.is_compiling() else _note_leaves(group, weights)
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     if ddp is None:
         return
-    # `ddp_ignore_experts` marks tensors, and leaves names that are gone where their module was wrapped since.
+    # `ddp_ignore_experts` marks tensors and passes names. Names are lost if the module has been wrapped again since.
     marked = len(ddp.parameters_to_ignore) > 0 and all(getattr(value, "_ddp_ignored", False) for value in experts)
     averaged = [leaf for leaf in leaves if not getattr(leaf, "_ddp_ignored", False)]
     if (marked and not averaged) or len(_ranks(ddp.process_group) & _ranks(group)) < 2:
@@ -68,6 +69,6 @@ def check_wrapping(
         )
     raise ValueError(
         f"group: got experts that depend on a parameter {check.describe(averaged[0])} which DistributedDataParallel "
-        "averages, expected parameters of the layer, its parametrizations or PEFT's adapters, there when "
-        "DistributedDataParallel(ddp_ignore_experts(model)) was called"
+        "averages, expected parameters of the layer, its parametrizations or PEFT's adapters, added before "
+        "DistributedDataParallel(ddp_ignore_experts(model))"
     )

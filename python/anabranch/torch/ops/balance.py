@@ -1,6 +1,7 @@
-"""Losses that keep the router balanced: on the statistics that `route` returns, and on dense scores.
+"""Load-balancing losses and the z-loss.
 
-The first are plain torch, since the data is small.
+`load_balance_loss` and `z_loss` use the statistics of `route`. They are plain torch, since the data is small.
+`fused_moe_aux_loss` sums dense scores.
 """
 
 from typing import Any
@@ -13,20 +14,22 @@ from anabranch.torch.binding.autograd import Function
 from anabranch.torch.ops import torch_ops
 
 _COUNTS = (*check.INDICES, torch.int8, torch.uint8, torch.float32)
-#: Of `fused_moe_aux_loss`, which sums dense scores.
+#: For `fused_moe_aux_loss`.
 _DENSE_COUNTS = (*check.INDICES, torch.uint8, *check.FLOATS)
 
 
 def _num_tokens(name: str, value: Any, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A number of tokens, a Python int or a tensor (a scalar, or of `shape`), as float32."""
+    """Checks a number of tokens, an int or a tensor (a scalar, or with `shape`), and converts it to float32."""
     if not isinstance(value, Tensor):
         return torch.full((), check.size(name, value), dtype=torch.float32, device=like.device)
     tokens = check.tensor(name, value, _COUNTS, () if value.dim() == 0 else shape)
-    check.on_device_of("the sums", like, **{name: tokens})
+    check.same_device("the sums", like, **{name: tokens})
     return tokens.detach().float()
 
 
-def balance_of(score_sum: Tensor, counts: Tensor, num_experts: int, topk: int, coeff: float, tokens: Tensor) -> Tensor:
+def balance_loss(
+    score_sum: Tensor, counts: Tensor, num_experts: int, topk: int, coeff: float, tokens: Tensor
+) -> Tensor:
     """coeff E / (K N^2) sum_e score_sum[e] counts[e] over the last axis; 0 where N = 0."""
     some = ~(tokens <= 0)  # NaN stays NaN
     factor = torch.where(some, coeff * num_experts / topk / torch.where(some, tokens, 1.0) ** 2, 0.0)
@@ -38,23 +41,23 @@ def load_balance_loss(
 ) -> Tensor:
     """The load-balancing loss, coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
 
-    In a distributed program add up score_sum, tokens_per_expert and num_tokens over the ranks first.
+    In a distributed program, sum score_sum, tokens_per_expert and num_tokens over the ranks first.
 
     Args:
-      score_sum: float32 [E], or [..., E] with one row a sequence (route's sequence_stats).
+      score_sum: float32 [E], or [..., E] with one row per sequence (sequence_stats of `route`).
       tokens_per_expert: integers or float32, shaped like score_sum.
       topk: K, 1 <= K <= E.
       coeff: finite Python number.
-      num_tokens: N, the unmasked tokens: an int in [0, 2^31) or a scalar; with sequences also one for each, [...]. Of a
-        tensor, what is not above 0 counts as 0, and NaN makes the loss NaN.
+      num_tokens: N, the unmasked tokens: an int in [0, 2^31) or a scalar tensor; with sequences also a tensor [...].
+        Negative values in a tensor count as 0; NaN makes the loss NaN.
 
     Returns:
-      float32 scalar; with sequences the mean over them. N = 0 adds 0.
+      float32 scalar, the mean over sequences; 0 where N = 0.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument has a wrong type or value.
 
-    Gradients: to score_sum only.
+    Gradients: of score_sum only.
     Source: Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
 
     >>> float(load_balance_loss(torch.tensor([2.0, 2.0]), torch.tensor([2, 2]), 1, 1.0, 4))
@@ -63,32 +66,32 @@ def load_balance_loss(
     score_sum = check.tensor("score_sum", score_sum, (torch.float32,), (..., "E"))
     *leading, E = score_sum.shape
     counts = check.tensor("tokens_per_expert", tokens_per_expert, _COUNTS, tuple(score_sum.shape))
-    check.on_device_of("score_sum", score_sum, tokens_per_expert=counts)
+    check.same_device("score_sum", score_sum, tokens_per_expert=counts)
     topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
     tokens = _num_tokens("num_tokens", num_tokens, score_sum, tuple(leading))
-    losses = balance_of(score_sum, counts, E, topk, coeff, tokens)
+    losses = balance_loss(score_sum, counts, E, topk, coeff, tokens)
     return losses.sum() / max(losses.numel(), 1)
 
 
 def z_loss(
     lse: Tensor, coeff: float, token_mask: Tensor | None = None, num_tokens: int | Tensor | None = None
 ) -> Tensor:
-    """The router z-loss, coeff / N sum_t lse[t]^2 over the unmasked tokens, which keeps logits small.
+    """The router z-loss, coeff / N sum_t lse[t]^2 over the unmasked tokens. It keeps logits small.
 
     Args:
       lse: float32 [...], from `route`.
       coeff: finite Python number.
-      token_mask: bool [...], true: a real token; None: all are.
-      num_tokens: N, an int or a scalar; None: the unmasked tokens of this call. A distributed program gives the number
-        of the whole batch and adds up the ranks' losses. Checked as in `load_balance_loss`.
+      token_mask: bool [...]; False marks padding. None: no padding.
+      num_tokens: N, as in `load_balance_loss`; None: the unmasked tokens of this call. A distributed program passes the
+        number of the whole batch and sums the ranks' losses.
 
     Returns:
       float32 scalar; 0 where N = 0.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument has a wrong type or value.
 
-    Gradients: to lse.
+    Gradients: of lse.
     Source: ST-MoE, https://arxiv.org/abs/2202.08906, equation 5.
 
     >>> float(z_loss(torch.tensor([1.0, 3.0]), 0.1))
@@ -97,7 +100,7 @@ def z_loss(
     lse = check.tensor("lse", lse, (torch.float32,), (...,))
     coeff = check.number("coeff", coeff)
     mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(lse.shape))
-    check.on_device_of("lse", lse, token_mask=mask)
+    check.same_device("lse", lse, token_mask=mask)
     if num_tokens is None and mask is not None:
         tokens = mask.sum().float()
     else:
@@ -108,7 +111,7 @@ def z_loss(
 
 
 def mean_of_squares(squares: Tensor, coeff: float, tokens: Tensor) -> Tensor:
-    """The z-loss of a sum of lse^2 over float32 [] tokens; 0 where there are none."""
+    """The z-loss from the sum of lse^2 and the number of tokens, float32 []; 0 without tokens."""
     some = ~(tokens <= 0)  # NaN stays NaN
     return torch.where(some, coeff / torch.where(some, tokens, 1.0), 0.0) * squares
 
@@ -136,23 +139,23 @@ def fused_moe_aux_loss(
     """The load-balancing loss of dense scores, coeff E / (K N^2) sum_e tokens_per_expert[e] sum_t probs[t, e].
 
     Args:
-      probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it: the scores of
-        several sequences side by side.
+      probs: float32, bfloat16 or float16 [T, C], the auxiliary scores. C is E, or a multiple of E for the concatenated
+        scores of several sequences.
       tokens_per_expert: uint8, int16, int32, int64, float32, bfloat16 or float16 [C].
-      total_num_tokens: N, an int in [0, 2^31), or an integer or float32 scalar, which need not be whole: Megatron gives
-        the mean over sequences of different lengths. Of a tensor, what is not above 0 counts as 0, and NaN makes the
-        loss NaN.
+      total_num_tokens: N, an int in [0, 2^31), or an integer or float32 scalar tensor. It need not be whole: Megatron
+        passes the mean over sequences of different lengths. Negative values in a tensor count as 0; NaN makes the loss
+        NaN.
       num_experts: E.
       topk: K, 1 <= K <= E.
       coeff: finite Python number.
 
     Returns:
-      float32 scalar, whatever the dtype of probs; 0 where N = 0.
+      float32 scalar for every dtype of probs; 0 where N = 0.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument has a wrong type or value.
 
-    Gradients: to probs only. Not differentiable twice.
+    Gradients: of probs only. No double backward.
     Source: TransformerEngine (interface); Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
 
     >>> float(fused_moe_aux_loss(torch.full((4, 2), 0.5), torch.tensor([2, 2]), 4, 2, 1, 1.0))
@@ -170,11 +173,11 @@ def fused_moe_aux_loss(
     else:
         number = check.size("total_num_tokens", total_num_tokens)
         tokens = torch.full((), number, dtype=torch.int64, device=probs.device)
-    check.on_device_of("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
+    check.same_device("probs", probs, tokens_per_expert=counts, total_num_tokens=tokens)
     if not tokens.is_floating_point():
         loss: Tensor = _MoEAuxLoss.call(probs, counts.detach(), tokens.long(), topk, E, coeff)
         return loss
-    # The native operation counts whole tokens: it computes the loss of N = 1, or of N = 0.
+    # The native operation takes an integer number of tokens: it computes the loss for N = 1 or N = 0.
     some = ~(tokens <= 0)  # NaN stays NaN
     loss = _MoEAuxLoss.call(probs, counts.detach(), some.long(), topk, E, coeff)
     return loss / torch.where(some, tokens, 1.0).square()

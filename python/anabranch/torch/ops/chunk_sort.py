@@ -1,4 +1,4 @@
-"""Chunk sort: chunks of rows in another order, under the names of TransformerEngine's PyTorch front end."""
+"""Chunk sort: reorder chunks of rows, with the names of TransformerEngine's PyTorch front end."""
 
 from typing import Any
 
@@ -31,27 +31,27 @@ def _operands(inp: Any, split_sizes: Any, sorted_index: Any) -> tuple[Tensor, Te
     check.num_rows("inp", inp.shape[0])
     sizes = check.indices("split_sizes", split_sizes, ("S",))
     order = check.indices("sorted_index", sorted_index, (("S", sizes.shape[0]),))
-    check.on_device_of("inp", inp, split_sizes=sizes, sorted_index=order)
+    check.same_device("inp", inp, split_sizes=sizes, sorted_index=order)
     return inp, sizes, order
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
-    """Puts chunks of rows in another order: chunk i of the output is chunk sorted_index[i] of the input.
+    """Reorders chunks of rows: chunk i of the output is chunk sorted_index[i] of the input.
 
     Args:
-      inp: [R, D] float32, bfloat16 or float16, or without a gradient bool, uint8, int16, int32, int64.
-      split_sizes: int16, int32 or int64 [S], the rows of every chunk. Rows past their sum stay where they are.
+      inp: [R, D] float32, bfloat16 or float16, or (without a gradient) bool, uint8, int16, int32, int64.
+      split_sizes: int16, int32 or int64 [S], rows per chunk. Rows past their sum are not moved.
       sorted_index: int16, int32 or int64 [S], a permutation of 0 ... S-1.
 
     Returns:
-      [R, D], dtype of inp. A permutation of the input whatever the integers hold: a negative size counts as 0, sizes
-      are clipped to R, an index out of range or repeated is skipped, chunks that are not named follow in their order.
+      [R, D], dtype of inp, a permutation of the input for any integers: a negative size counts as 0, sizes are clipped
+      to R, an index that is out of range or repeated is skipped, and chunks that are not named follow in their order.
 
-    Gradient: every row's cotangent is taken back from where the row went. Not differentiable twice.
+    Gradient: the inverse permutation of the cotangents. No double backward.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not match.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -67,21 +67,21 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`moe_sort_chunks_by_index` of rows and of the probability of each.
+    """`moe_sort_chunks_by_index` for rows and their probabilities.
 
     Args:
-      inp: [R, D], as there.
+      inp: [R, D], as in `moe_sort_chunks_by_index`.
       probs: float32, bfloat16 or float16 [R].
-      split_sizes, sorted_index: as there.
+      split_sizes, sorted_index: as in `moe_sort_chunks_by_index`.
 
     Returns:
       (rows [R, D], dtype of inp; their probabilities [R], dtype of probs).
 
-    Gradient: as there, of both. Not differentiable twice.
+    Gradient: the inverse permutation of both cotangents. No double backward.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not match.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -92,5 +92,5 @@ def moe_sort_chunks_by_index_with_probs(
     """
     inp, sizes, order = _operands(inp, split_sizes, sorted_index)
     probs = check.tensor("probs", probs, check.FLOATS, (("R", inp.shape[0]),))
-    check.on_device_of("inp", inp, probs=probs)
+    check.same_device("inp", inp, probs=probs)
     return _SortChunks.call(inp, sizes, order), _SortChunks.call(probs[:, None], sizes, order)[:, 0]

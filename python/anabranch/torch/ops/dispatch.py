@@ -1,7 +1,7 @@
-"""Dispatch and combine: tokens to rows that stand together by expert, and back.
+"""Dispatch and combine: tokens to rows grouped by expert, and back.
 
-Sizes: T tokens (all leading dimensions together), K experts a token, E experts, D width, R rows. Slot t*K + k is the
-k-th expert of token t.
+Sizes: T tokens (product of all leading dimensions), K experts per token, E experts, D width, R rows. Slot t*K + k is
+assignment (t, k): token t, its k-th expert.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anabranch.torch.binding import check
-from anabranch.torch.binding.autograd import Function, wants_gradient
+from anabranch.torch.binding.autograd import Function, needs_gradient
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.plan import Plan, check_plan
 
@@ -46,21 +46,21 @@ class _Combine(Function):
     def setup_context(ctx, inputs, output):
         rows, row_of_slot, slot_of_row, weights = inputs
         ctx.dtype = rows.dtype
-        needs_rows = weights is not None and wants_gradient(ctx, 3)
+        needs_rows = weights is not None and needs_gradient(ctx, 3)
         ctx.save_for_backward(rows if needs_rows else None, row_of_slot, slot_of_row, weights)
 
     @staticmethod
     def backward(ctx, d_out):
         rows, row_of_slot, slot_of_row, weights = ctx.saved_tensors
-        wanted = rows is not None
+        needs_weights = rows is not None
         d_rows, d_weights = torch_ops.combine_backward(
-            d_out, rows, row_of_slot, slot_of_row, weights, ctx.dtype, wanted
+            d_out, rows, row_of_slot, slot_of_row, weights, ctx.dtype, needs_weights
         )
-        return d_rows, None, None, d_weights.to(weights.dtype) if wanted else None
+        return d_rows, None, None, d_weights.to(weights.dtype) if needs_weights else None
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """[..., N] as [T, N]."""
+    """Reshapes [..., N] to [T, N]."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
@@ -68,14 +68,14 @@ def dispatch(x: Tensor, plan: Plan) -> Tensor:
     """Copies every token to the rows of its slots: rows[row_of_slot[t, k]] = x[t].
 
     Args:
-      x: [..., D] with the leading dimensions of plan.row_of_slot; float32, bfloat16, float16, or without a gradient
+      x: [..., D] with the leading dimensions of plan.row_of_slot; float32, bfloat16, float16, or (without a gradient)
         bool, uint8, int16, int32, int64.
       plan: from `plan`.
 
     Returns:
-      rows [R, D], dtype of x. Rows without a slot are zero.
+      rows [R, D], dtype of x. Padding rows are zero.
 
-    Gradient: d_x[t] = sum over k of d_rows[row(t, k)], added in float32, k ascending. Not differentiable twice.
+    Gradient: d_x[t] = sum over k of d_rows[row(t, k)], summed in float32 in the order of k. No double backward.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -90,28 +90,28 @@ def dispatch(x: Tensor, plan: Plan) -> Tensor:
     """
     check_plan(plan)
     x = check.tensor("x", x, ANY_DTYPE, (*plan.row_of_slot.shape[:-1], "D"))
-    check.on_device_of("x", x, plan=plan.row_of_slot)
+    check.same_device("x", x, plan=plan.row_of_slot)
     rows: Tensor = _Dispatch.call(_flat(x), _flat(plan.row_of_slot), plan.slot_of_row)
     return rows
 
 
 def combine(rows: Tensor, plan: Plan, weights: Any = None) -> Tensor:
-    """Brings the rows of every token together: out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]].
+    """Sums the rows of every token: out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]].
 
     Args:
       rows: [R, D] float32, bfloat16 or float16.
       plan: from `plan`.
-      weights: float32, bfloat16 or float16, of the shape of plan.row_of_slot, [..., K]; None: ones.
+      weights: float32, bfloat16 or float16 [..., K], the shape of plan.row_of_slot; None: ones.
 
     Returns:
-      out [..., D], dtype of rows, added in float32, k ascending. Slots without a row are skipped, never multiplied.
+      out [..., D], dtype of rows, summed in float32 in the order of k. Slots without a row are skipped.
 
-    Gradient: d_rows[row] = w[t, k] d_out[t], zero in rows without a slot; d_w[t, k] = <d_out[t], rows[row]>, also where
-    w is 0, zero in slots without a row. Not differentiable twice.
+    Gradient: d_rows[row] = w[t, k] d_out[t], zero in padding rows; d_w[t, k] = <d_out[t], rows[row]>, also where w is
+    0, and zero in slots without a row. No double backward.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: rows or weights do not fit the plan, or are on another device.
+      ValueError: rows or weights do not match the plan, or are on another device.
 
     Source: semantics, section 5.
 
@@ -123,7 +123,7 @@ def combine(rows: Tensor, plan: Plan, weights: Any = None) -> Tensor:
     check_plan(plan)
     rows = check.tensor("rows", rows, check.FLOATS, (("R", plan.slot_of_row.shape[0]), "D"))
     weights = check.optional_tensor("weights", weights, check.FLOATS, plan.row_of_slot.shape)
-    check.on_device_of("rows", rows, plan=plan.row_of_slot, weights=weights)
+    check.same_device("rows", rows, plan=plan.row_of_slot, weights=weights)
     flat_weights = None if weights is None else _flat(weights)
     out: Tensor = _Combine.call(rows, _flat(plan.row_of_slot), plan.slot_of_row, flat_weights)
     return out.reshape(*plan.row_of_slot.shape[:-1], out.shape[1])

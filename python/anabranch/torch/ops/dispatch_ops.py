@@ -1,4 +1,4 @@
-"""The operations of rows: plans, dispatch, combine and the sort of chunks."""
+"""Operations on rows: plan, dispatch, combine and chunk sort."""
 
 import torch
 
@@ -12,7 +12,7 @@ def _allocate_plan(experts, num_experts, rows, align_size, num_destinations):
     return tuple(empty(size, dtype=torch.int32) for size in sizes)
 
 
-def calls_of_plan(results, experts, num_experts, rows, align_size, num_destinations):
+def plan_calls(results, experts, num_experts, rows, align_size, num_destinations):
     """The C call of `plan`."""
     names = ("tokens_per_expert", "group_sizes", "offsets", "row_of_slot", "slot_of_row", "dropped")
     return calls.plan(
@@ -28,7 +28,7 @@ plan = define(
     "(Tensor tokens_per_expert, Tensor group_sizes, Tensor offsets, Tensor row_of_slot, Tensor slot_of_row, "
     "Tensor dropped)",
     _allocate_plan,
-    calls_of_plan,
+    plan_calls,
 )
 
 
@@ -47,7 +47,7 @@ def _plan_of_map(results, routing_map, rows, align_size):
     )
 
 
-#: The plan of a bool map [T, E], every true entry of which is a slot.
+#: The plan of a bool map [T, E]; every true entry is a slot.
 plan_of_map = define(
     "plan_of_map(Tensor routing_map, SymInt rows, int align_size) -> "
     "(Tensor tokens_per_expert, Tensor row_of_slot, Tensor slot_of_row, Tensor row_id_map)",
@@ -62,7 +62,7 @@ def _expand_row_id_map(results, row_id_map, pad_offsets, rows):
     return calls.expand_row_id_map(tensors | {"row_of_slot": row_of_slot, "slot_of_row": slot_of_row})
 
 
-#: The maps between slots, every token and expert, and rows that a row_id_map [T, 2E+1] stands for.
+#: Gather and scatter indices from a row_id_map [T, 2E+1]; slots are all pairs (token, expert).
 expand_row_id_map = define(
     "expand_row_id_map(Tensor row_id_map, Tensor? pad_offsets, SymInt rows) -> "
     "(Tensor row_of_slot, Tensor slot_of_row)",
@@ -100,30 +100,30 @@ combine = define(
 )
 
 
-def _allocate_combine_backward(d_out, rows, row_of_slot, slot_of_row, weights, rows_dtype, wants_weights):
+def _allocate_combine_backward(d_out, rows, row_of_slot, slot_of_row, weights, rows_dtype, needs_weights):
     d_rows = d_out.new_empty((slot_of_row.shape[0], d_out.shape[1]), dtype=rows_dtype)
-    return d_rows, d_out.new_empty(row_of_slot.shape if wants_weights else (0,), dtype=torch.float32)
+    return d_rows, d_out.new_empty(row_of_slot.shape if needs_weights else (0,), dtype=torch.float32)
 
 
-def _combine_backward(results, d_out, rows, row_of_slot, slot_of_row, weights, rows_dtype, wants_weights):
+def _combine_backward(results, d_out, rows, row_of_slot, slot_of_row, weights, rows_dtype, needs_weights):
     d_rows, d_weights = results
     return calls.combine_backward(
         {
             "d_out": d_out,
-            "rows": rows if wants_weights else None,
+            "rows": rows if needs_weights else None,
             "row_of_slot": row_of_slot,
             "slot_of_row": slot_of_row,
             "weights": weights,
             "d_rows": d_rows,
-            "d_weights": d_weights if wants_weights else None,
+            "d_weights": d_weights if needs_weights else None,
         }
     )
 
 
-#: The gradients of rows, of a dtype, and of weights, float32; not wanted: [0].
+#: The gradients of rows, in rows_dtype, and of weights, in float32; [0] if not requested.
 combine_backward = define(
     "combine_backward(Tensor d_out, Tensor? rows, Tensor row_of_slot, Tensor slot_of_row, Tensor? weights, "
-    "ScalarType rows_dtype, bool wants_weights) -> (Tensor d_rows, Tensor d_weights)",
+    "ScalarType rows_dtype, bool needs_weights) -> (Tensor d_rows, Tensor d_weights)",
     _allocate_combine_backward,
     _combine_backward,
 )

@@ -1,6 +1,6 @@
-"""The experts: grouped matrix products and the gated feed-forward network.
+"""The experts: grouped GEMM and the feed-forward network, gated or ungated.
 
-Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+Sizes: T tokens, R rows, E experts, K experts per token, D model width, F expert width, P parts of w_in: 2 (gate and up)
 for a gated expert, 1 for an ungated one.
 """
 
@@ -14,16 +14,16 @@ from anabranch.layouts import Layouts
 from anabranch.options import EXPERTS_NAMES, ExpertsKeywords, ExpertsOptions, Network, check_names, takes_options
 from anabranch.precision import FP8, HIGHEST, check_fp8, check_fp8_widths, precision_number
 from anabranch.torch.binding import check
-from anabranch.torch.binding.autocast import as_autocast, in_dtype_of
-from anabranch.torch.binding.autograd import Function, wants_gradient
+from anabranch.torch.binding.autocast import as_autocast, match_autocast
+from anabranch.torch.binding.autograd import Function, needs_gradient
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.quantized import (
     QuantizedExperts,
+    as_quantized_experts,
+    backward_operands,
     check_current,
     check_fp8_operands,
-    of_backward,
-    of_forward,
-    quantized_of,
+    forward_operands,
 )
 
 
@@ -37,7 +37,7 @@ def check_experts(
     b_out: Any,
     num_experts: int | None = None,
 ) -> tuple[int, int]:
-    """Checks the experts' tensors beside x [..., D]; returns (E, P)."""
+    """Checks weights and biases of the experts against x [..., D] and returns (E, P)."""
     experts = "E" if num_experts is None else ("E", num_experts)
     D, dtype = ("D", x.shape[-1]), (x.dtype,)
     w_in = check.tensor("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
@@ -50,14 +50,14 @@ def check_experts(
     if b_in is not None:
         b_in = check.tensor("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F))
     b_out = check.optional_tensor("b_out", b_out, dtype, (E, D))
-    check.on_device_of("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
+    check.same_device("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
     return sizes["e"], sizes["p"]
 
 
 def grouped_rows(name: str, value: Any) -> Tensor:
-    """Checks rows [R, D] of groups."""
+    """Checks rows [R, D]."""
     rows = check.tensor(name, value, check.FLOATS, ("R", "D"))
-    if check.too_many(rows.shape[0]):
+    if check.exceeds_int32(rows.shape[0]):
         raise ValueError(f"{name}: got {check.describe(rows)}, expected fewer than 2^31 rows")
     return rows
 
@@ -74,7 +74,7 @@ class _GroupedMatmul(Function):
     def setup_context(ctx, inputs, output):
         x, w, group_sizes, ctx.transpose_w, *ctx.precision = inputs
         ctx.dtypes = x.dtype, w.dtype
-        ctx.save_for_backward(x if wants_gradient(ctx, 1) else None, w if wants_gradient(ctx, 0) else None, group_sizes)
+        ctx.save_for_backward(x if needs_gradient(ctx, 1) else None, w if needs_gradient(ctx, 0) else None, group_sizes)
 
     @staticmethod
     def backward(ctx, d_y):
@@ -101,24 +101,24 @@ def grouped_matmul(
     """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
 
     Args:
-      x: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      x: float32, bfloat16 or float16 [R, D]; rows are grouped by expert, expert 0 first.
       w: [E, D, N], or with transpose_w [E, N, D]; dtype of x.
-      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
-        count as 0.
-      transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
-      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`. "fp8": x and w
-        are quantised, d_y and w in the gradient of x; D and N are multiples of 128.
-      fp8_scales: with "fp8", "float32" or "power_of_two", see `moe`.
+      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes are clipped to R rows in total;
+        negative ones count as 0.
+      transpose_w: y = x w[e]^T, without a copy of w.
+      precision: "highest" or "tf32" for float32 x and w, forward and backward; see `moe`. "fp8" quantises x and w, and
+        for the gradient of x d_y and w; D and N must be multiples of 128.
+      fp8_scales: with "fp8", "float32" or "power_of_two"; see `moe`.
 
     Returns:
-      [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
+      [R, N], dtype of x, accumulated in float32. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, an unknown precision, or devices differ.
+      ValueError: shapes do not match, an unknown precision, or devices differ.
 
     Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
-    w. Not differentiable twice. Under torch.autocast float32 x and w are rounded to autocast's dtype first. Source:
+    w. No double backward. Under torch.autocast float32 x and w are rounded to the autocast dtype first. Source:
     semantics, sections 6 and 11.
 
     >>> w = torch.tensor([[[1.0], [1.0]], [[2.0], [3.0]]])
@@ -126,37 +126,37 @@ def grouped_matmul(
     [2.0, 5.0, 5.0]
     """
     x = grouped_rows("x", as_autocast(x))
-    w = in_dtype_of(x, w)
+    w = match_autocast(x, w)
     sizes = check.indices("group_sizes", group_sizes, ("E",))
     E, D = sizes.shape[0], x.shape[1]
     transpose_w = check.boolean("transpose_w", transpose_w)
     w = check.tensor("w", w, (x.dtype,), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
-    check.on_device_of("x", x, w=w, group_sizes=sizes)
+    check.same_device("x", x, w=w, group_sizes=sizes)
     number = precision_number(precision)
-    of_fp8 = number, check_fp8(number, fp8_scales)
+    precision_options = number, check_fp8(number, fp8_scales)
     if number == FP8:
         check_fp8_widths("w", check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
-    y: Tensor = _GroupedMatmul.call(x, w, sizes, transpose_w, *of_fp8)
+    y: Tensor = _GroupedMatmul.call(x, w, sizes, transpose_w, *precision_options)
     return y
 
 
 # ---------------------------------------------------------------- feed-forward network
 
 
-def as_multiplied(options: Network, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Experts' weights as the operations take them beside x of a dtype: in that, unless they are quantised there."""
+def cast_weight(options: Network, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts a weight to the dtype of x, except with FP8, where the operation quantises it."""
     return weight if options.precision == FP8 or weight.dtype == dtype else weight.to(dtype)
 
 
 class _ExpertFfn(Function):
-    """y and h of rows; w_in and w_out may be float32 where rows are not: their gradients are float32 sums."""
+    """y and h of rows. Float32 w_in and w_out beside 16-bit rows get unrounded float32 gradients."""
 
     tensors = tuple(f"quantized_{name}" for name in QuantizedExperts._fields)
 
     @staticmethod
     def forward(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *tensors):
-        up, down = (as_multiplied(options, w, rows.dtype) for w in (w_in, w_out))
-        quantized = of_forward(quantized_of(tensors))
+        up, down = (cast_weight(options, w, rows.dtype) for w in (w_in, w_out))
+        quantized = forward_operands(as_quantized_experts(tensors))
         return torch_ops.ffn(rows, None, group_sizes, up, b_in, down, b_out, weights, *quantized, *options)
 
     @staticmethod
@@ -165,19 +165,19 @@ class _ExpertFfn(Function):
         _, h = output
         ctx.mark_non_differentiable(h)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(h, *tensors[:7], *of_backward(quantized_of(tensors[7:])))
+        ctx.save_for_backward(h, *tensors[:7], *backward_operands(as_quantized_experts(tensors[7:])))
 
     @staticmethod
     def backward(ctx, d_y, _):
         if d_y is None:
             return (None,) * 14
         h, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *quantized = ctx.saved_tensors
-        up, down = (as_multiplied(ctx.options, w, rows.dtype) for w in (w_in, w_out))
-        found = torch_ops.ffn_backward(
+        up, down = (cast_weight(ctx.options, w, rows.dtype) for w in (w_in, w_out))
+        gradients = torch_ops.ffn_backward(
             d_y, h, rows, None, group_sizes, up, b_in, down, b_out, weights, w_in.dtype, w_out.dtype, *quantized,
             *ctx.options,
         )  # fmt: skip
-        d_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = found
+        d_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = gradients
         return (
             None,
             d_rows,
@@ -191,7 +191,7 @@ class _ExpertFfn(Function):
         )
 
 
-def network_of_rows(
+def run_ffn(
     options: Network,
     rows: Tensor,
     group_sizes: Tensor,
@@ -226,36 +226,38 @@ def expert_ffn(
     h = x W_in[e] + b_in[e]; gated (P = 2): a = phi(h_gate, h_up), ungated (P = 1): a = act(h).
 
     Args:
-      rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
-      w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, or float32: then it is rounded where it multiplies,
-        and its gradient is not rounded.
-      w_out: [E, F, D]; dtype of rows, or float32, the same.
-      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
-        count as 0.
+      rows: float32, bfloat16 or float16 [R, D]; rows are grouped by expert, expert 0 first.
+      w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, or float32. A float32 weight beside 16-bit rows is
+        rounded for the GEMM; its gradient is not rounded.
+      w_out: [E, F, D]; dtype of rows, or float32, as for w_in.
+      group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes are clipped to R rows in total;
+        negative ones count as 0.
       b_in: [E, 2 or 1, F], or None.
       b_out: [E, D], or None.
       weights: w, float [R]; None: 1.
-      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
+      quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out; None: they are quantised in
+        every call.
       {options}
 
     Returns:
-      y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
+      y [R, D], dtype of rows. GEMMs accumulate in float32. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, an unknown activation or precision, weight_early without weights, or devices
+      ValueError: shapes do not match, an unknown activation or precision, weight_early without weights, or devices
         differ.
 
-    Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
-    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Not differentiable twice. Under
-    torch.autocast float32 rows and biases are rounded to autocast's dtype first. Source: semantics, sections 6 and 11.
+    Gradient: of rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. It
+    is zero for an expert without rows. Saved for backward: the arguments and h [R, P, F]. No double backward. Under
+    torch.autocast float32 rows and biases are rounded to the autocast dtype first. Source: semantics, sections 6 and
+    11.
 
     >>> w_in, w_out = torch.ones(1, 1, 1, 3), torch.ones(1, 3, 1)
     >>> expert_ffn(torch.ones(2, 1), w_in, w_out, torch.tensor([1]), activation="relu").tolist()
     [[3.0], [0.0]]
     """
     rows = grouped_rows("rows", as_autocast(rows))
-    b_in, b_out = in_dtype_of(rows, b_in), in_dtype_of(rows, b_out)
+    b_in, b_out = match_autocast(rows, b_in), match_autocast(rows, b_out)
     sizes = check.indices("group_sizes", group_sizes, ("E",))
     check_names("expert_ffn", EXPERTS_NAMES, options)
     given = ExpertsOptions(**options)
@@ -268,5 +270,5 @@ def expert_ffn(
     check_current(quantized, w_in, w_out)
     if network.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    check.on_device_of("rows", rows, group_sizes=sizes, weights=weights)
-    return network_of_rows(network, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)
+    check.same_device("rows", rows, group_sizes=sizes, weights=weights)
+    return run_ffn(network, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)

@@ -1,4 +1,4 @@
-"""The experts' operations: grouped products, and the feed-forward network on rows and on tokens."""
+"""The experts' operations: grouped GEMM, and the feed-forward network on rows and on tokens."""
 
 import functools
 
@@ -16,7 +16,7 @@ _LAYOUT_FIELDS = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_
 
 @functools.cache
 def _orders(w_in: str, w_out: str) -> dict[str, tuple[int, ...]] | None:
-    """Of all tensors that are not in our own layouts, for the calls."""
+    """Axis orders of the tensors that are not in the default layouts, or None."""
     layouts = Layouts(w_in, w_out)
     orders = {name: layouts.order(name) for name in _LAYOUT_FIELDS}
     return {name: order for name, order in orders.items() if list(order) != sorted(order)} or None
@@ -24,7 +24,7 @@ def _orders(w_in: str, w_out: str) -> dict[str, tuple[int, ...]] | None:
 
 @functools.cache
 def _axes(layout: str) -> tuple[int, ...]:
-    """The axes of w_in that E, D, P and F are."""
+    """The axes of w_in for E, D, P and F."""
     return Layouts(layout).order("w_in")
 
 
@@ -48,7 +48,7 @@ def _scales(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def calls_of_quantize(results, w, axes, fp8_scales):
+def quantize_calls(results, w, axes, fp8_scales):
     """The C call that quantises a matrix."""
     q, q_transposed, scales = results
     order = None if list(axes) == sorted(axes) else {"w": axes}
@@ -67,13 +67,13 @@ def allocate_quantize(w, axes, plain, transposed):
 
 
 def _quantized(w, axes, fp8_scales, *, transposed):
-    """(q in one orientation, its scales, the call that fills both)."""
+    """(q in one orientation, its scales, the C call that fills both)."""
     results = allocate_quantize(w, axes, not transposed, transposed)
-    return results[int(transposed)], results[2], calls_of_quantize(results, w, axes, fp8_scales)
+    return results[int(transposed)], results[2], quantize_calls(results, w, axes, fp8_scales)
 
 
 def _quantized_operand(name, w, q, scales, network, *, transposed):
-    """The fields of a call for "w_in" or "w_out" with FP8, and the calls that fill them; neither without FP8."""
+    """Fields of a C call for a quantised "w_in" or "w_out", and the calls that fill them; both empty without FP8."""
     if network.precision != FP8:
         return {}, []
     calls_before = []
@@ -94,30 +94,30 @@ def _quantize_rows(results, x, fp8_scales):
     return calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)
 
 
-#: Rows [R, D] and the scales of their blocks, [R, D/128].
+#: Quantised rows [R, D] and the scales of their blocks [R, D/128].
 quantize_rows = define(
     "quantize_rows(Tensor x, int fp8_scales) -> (Tensor q, Tensor scales)", _allocate_quantize_rows, _quantize_rows
 )
 
 
 def _allocate_quantize_experts(w_in, w_out, w_in_layout, w_out_layout, gradients, fp8_scales):
-    layouts, found = Layouts(w_in_layout, w_out_layout), []
+    layouts, results = Layouts(w_in_layout, w_out_layout), []
     for name, w in (("w_in", w_in), ("w_out", w_out)):
         q, q_transposed, scales = allocate_quantize(w, layouts.order(name), gradients, True)
-        found += [w.new_empty((0,)) if q is None else q, q_transposed, scales]
-    return tuple(found)
+        results += [w.new_empty((0,)) if q is None else q, q_transposed, scales]
+    return tuple(results)
 
 
 def _quantize_experts(results, w_in, w_out, w_in_layout, w_out_layout, gradients, fp8_scales):
     layouts = Layouts(w_in_layout, w_out_layout)
-    of_in, of_out = ((q if gradients else None, *rest) for q, *rest in (results[:3], results[3:]))
+    results_in, results_out = ((q if gradients else None, *others) for q, *others in (results[:3], results[3:]))
     return (
-        calls_of_quantize(of_in, w_in, layouts.order("w_in"), fp8_scales),
-        calls_of_quantize(of_out, w_out, layouts.order("w_out"), fp8_scales),
+        quantize_calls(results_in, w_in, layouts.order("w_in"), fp8_scales),
+        quantize_calls(results_out, w_out, layouts.order("w_out"), fp8_scales),
     )
 
 
-#: Both matrices of the experts, as they are, [0] without gradients, and transposed, each with its scales.
+#: Both weights quantised, in their own orientation ([0] without gradients) and transposed, each with its scales.
 quantize_experts = define(
     "quantize_experts(Tensor w_in, Tensor w_out, str w_in_layout, str w_out_layout, bool gradients, int fp8_scales) "
     "-> (Tensor w_in_q, Tensor w_in_transposed, Tensor w_in_scales, Tensor w_out_q, Tensor w_out_transposed, "
@@ -139,8 +139,8 @@ def _grouped_matmul(y, x, w, group_sizes, transpose_w, precision, fp8_scales):
     q, scales = _e4m3(x, R, D), _scales(x, R, D // BLOCK)
     rows = calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)
     w_q, w_scales, weights = _quantized(w, (0, 1, 2), fp8_scales, transposed=not transpose_w)
-    factors = {"x": q, "x_scales": scales, "w_q": w_q, "w_scales": w_scales}
-    return rows, weights, calls.grouped_matmul({**factors, "group_sizes": group_sizes, "y": y}, **options)
+    operands = {"x": q, "x_scales": scales, "w_q": w_q, "w_scales": w_scales}
+    return rows, weights, calls.grouped_matmul({**operands, "group_sizes": group_sizes, "y": y}, **options)
 
 
 grouped_matmul = define(
@@ -166,7 +166,7 @@ grouped_matmul_dw = define(
 )
 
 
-#: Quantised experts in the orientation of the pass; None: they are quantised here, where they are wanted.
+#: Quantised experts in the orientation of the pass; None: with FP8 the operation quantises them.
 QUANTIZED = "Tensor? w_in_q, Tensor? w_in_scales, Tensor? w_out_q, Tensor? w_out_scales"
 
 _NETWORK = schema_of(Network)
@@ -188,8 +188,8 @@ def _ffn(
 ):  # fmt: skip
     o = Network(*options)
     y, h = results
-    of_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
-    of_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
+    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
+    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
     network = calls.expert_ffn_forward(
         {
             "x": x,
@@ -202,8 +202,8 @@ def _ffn(
             "weights": weights,
             "y": y,
             "h": h,
-            **of_in,
-            **of_out,
+            **operands_in,
+            **operands_out,
         },
         _orders(o.w_in_layout, o.w_out_layout),
         weight_early=o.weight_early,
@@ -212,7 +212,7 @@ def _ffn(
     return [*quantize_in, *quantize_out, network]
 
 
-#: y [R, D] and h [R, P, F] of rows, or of tokens that slot_of_row gathers.
+#: y [R, D] and h [R, P, F] from rows, or from tokens gathered by slot_of_row.
 ffn = define(
     "ffn(Tensor x, Tensor? slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
     f"Tensor? weights, {QUANTIZED}, {_NETWORK}) -> (Tensor y, Tensor h)",
@@ -242,8 +242,8 @@ def _ffn_backward(
 ):  # fmt: skip
     o = Network(*options)
     dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = results
-    of_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=False)
-    of_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
+    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=False)
+    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     network = calls.expert_ffn_backward(
         {
             "x": x,
@@ -261,8 +261,8 @@ def _ffn_backward(
             "d_w_out": d_w_out,
             "d_b_out": None if b_out is None else d_b_out,
             "d_weights": None if weights is None else d_weights,
-            **of_in,
-            **of_out,
+            **operands_in,
+            **operands_out,
         },
         _orders(o.w_in_layout, o.w_out_layout),
         **o.attributes(),
@@ -270,7 +270,7 @@ def _ffn_backward(
     return [*quantize_in, *quantize_out, network]
 
 
-#: Gradients of the rows, w_in, b_in, w_out, b_out and weights; [0]: none.
+#: Gradients of rows, w_in, b_in, w_out, b_out and weights; [0] for an absent operand.
 ffn_backward = define(
     "ffn_backward(Tensor d_out, Tensor h, Tensor x, Tensor? slot_of_row, Tensor group_sizes, Tensor w_in, "
     "Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? weights, ScalarType w_in_dtype, ScalarType w_out_dtype, "
@@ -292,7 +292,7 @@ def allocate_experts(
     return x.new_empty(read.shape), x.new_empty(_hidden(o.w_in_layout, slot_of_row.shape[0], P, F))
 
 
-def calls_of_experts(
+def experts_calls(
     results, x, x_q, x_scales, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
@@ -300,8 +300,8 @@ def calls_of_experts(
     o = Network(*options)
     out, h = results
     R, F = slot_of_row.shape[0], _sizes(w_in, o.w_in_layout)[3]
-    of_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
-    of_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
+    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
+    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
     fp8 = o.precision == FP8
     a, a_scales = (_e4m3(x, R, F), _scales(x, R, F // BLOCK)) if fp8 else (x.new_empty((R, F)), None)
     up = calls.expert_ffn_forward(
@@ -317,7 +317,7 @@ def calls_of_experts(
             "h": h,
             "a": a,
             "a_scales": a_scales,
-            **of_in,
+            **operands_in,
         },
         _orders(o.w_in_layout, o.w_out_layout),
         weight_early=o.weight_early and weights is not None,
@@ -329,8 +329,8 @@ def calls_of_experts(
             "x": a,
             "x_scales": a_scales,
             "w": None if fp8 else w_out,
-            "w_q": of_out.get("w_out_q"),
-            "w_scales": of_out.get("w_out_scales"),
+            "w_q": operands_out.get("w_out_q"),
+            "w_scales": operands_out.get("w_out_scales"),
             "group_sizes": group_sizes,
             "bias": b_out,
             "slot_of_row": slot_of_row,
@@ -347,20 +347,20 @@ def calls_of_experts(
     return *quantize_in, *quantize_out, up, down
 
 
-#: The experts of tokens [T, D] by the rows of a plan, summed with their weights, if there are any: the output, and h.
-#: With FP8 tokens may come quantised: of x then counts its dtype, which results have.
+#: The experts on tokens [T, D] by the rows of a plan: the weighted sum per token, and h. With FP8, tokens may be given
+#: quantised; then x only determines the dtype of the results.
 experts = define(
     "experts(Tensor x, Tensor? x_q, Tensor? x_scales, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, "
     f"Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_NETWORK}) -> "
     "(Tensor output, Tensor h)",
     allocate_experts,
-    calls_of_experts,
+    experts_calls,
 )
 
 
 def allocate_experts_hidden(
     d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+    w_out_dtype, needs_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts_hidden`."""
     o = Network(*options)
@@ -368,7 +368,7 @@ def allocate_experts_hidden(
     R, fp8 = h.shape[0], o.precision == FP8
     return (
         torch.empty_like(h),
-        torch.empty_like(w_out, dtype=w_out_dtype) if wants_w_out else x.new_empty((0,)),
+        torch.empty_like(w_out, dtype=w_out_dtype) if needs_w_out else x.new_empty((0,)),
         x.new_empty((0,)) if b_out is None else torch.empty_like(b_out),
         torch.empty_like(weights, dtype=torch.float32),
         _e4m3(x, R, P, F) if fp8 else x.new_empty((0,)),
@@ -376,15 +376,15 @@ def allocate_experts_hidden(
     )
 
 
-def calls_of_experts_hidden(
+def experts_hidden_calls(
     results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+    w_out_dtype, needs_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts_hidden`."""
     o = Network(*options)
     dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales = results
     fp8 = o.precision == FP8
-    of_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
+    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     hidden = calls.expert_ffn_backward(
         {
             "x": x,
@@ -399,12 +399,12 @@ def calls_of_experts_hidden(
             "d_out_q": d_out_q,
             "d_out_scales": d_out_scales,
             "dh": dh,
-            "d_w_out": d_w_out if wants_w_out else None,
+            "d_w_out": d_w_out if needs_w_out else None,
             "d_b_out": None if b_out is None else d_b_out,
             "d_weights": d_weights,
             "dh_q": dh_q if fp8 else None,
             "dh_scales": dh_scales if fp8 else None,
-            **of_out,
+            **operands_out,
         },
         _orders(o.w_in_layout, o.w_out_layout),
         skip_rest=1,
@@ -413,68 +413,68 @@ def calls_of_experts_hidden(
     return *quantize_out, hidden
 
 
-#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0]: not wanted.
-#: With FP8 also dh quantised, and its scales; d_out may come quantised beside what it is as a number of its dtype.
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0] if not
+#: requested. With FP8 also dh quantised, with its scales. d_out may be given quantised in addition.
 experts_hidden = define(
     "experts_hidden(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
     "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"ScalarType w_out_dtype, bool wants_w_out, {QUANTIZED}, {_NETWORK}) -> (Tensor dh, Tensor d_w_out, "
+    f"ScalarType w_out_dtype, bool needs_w_out, {QUANTIZED}, {_NETWORK}) -> (Tensor dh, Tensor d_w_out, "
     "Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales)",
     allocate_experts_hidden,
-    calls_of_experts_hidden,
+    experts_hidden_calls,
 )
 
 
 def _allocate_experts_inputs(
     dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
-    w_in_dtype, d_x_dtype, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
+    w_in_dtype, d_x_dtype, needs_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
     *options,
 ):  # fmt: skip
     nothing = x.new_empty((0,))
     return (
         nothing if d_x_dtype is None else torch.empty_like(x, dtype=d_x_dtype),
-        torch.empty_like(w_in, dtype=w_in_dtype) if wants_w_in else nothing.clone(),
+        torch.empty_like(w_in, dtype=w_in_dtype) if needs_w_in else nothing.clone(),
         nothing.clone() if b_in is None else torch.empty_like(b_in),
     )
 
 
 def _experts_inputs(
     results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
-    w_in_dtype, d_x_dtype, wants_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
+    w_in_dtype, d_x_dtype, needs_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
     *options,
 ):  # fmt: skip
     o = Network(*options)
     d_x, d_w_in, d_b_in = results
     E, D, P, F = _sizes(w_in, o.w_in_layout)
-    R, fp8, needed = dh.shape[0], o.precision == FP8, []
+    R, fp8, prepared = dh.shape[0], o.precision == FP8, []
     if d_x_dtype is not None:
         transposed = o.w_in_layout.startswith("d") or fp8
         if fp8:
-            of_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=False)
-            needed += quantize_in
-            factors = {
+            operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=False)
+            prepared += quantize_in
+            operands = {
                 "x": dh_q.view(R, P * F),
                 "x_scales": dh_scales.view(R, P * F // BLOCK),
-                "w_q": of_in["w_in_q"].view(E, D, P * F),
-                "w_scales": of_in["w_in_scales"].view(E, D // BLOCK, P * F // BLOCK),
+                "w_q": operands_in["w_in_q"].view(E, D, P * F),
+                "w_scales": operands_in["w_in_scales"].view(E, D // BLOCK, P * F // BLOCK),
             }
         else:
             w = w_in.view((E, D, P * F) if transposed else (E, P * F, D))
-            factors = {"x": dh.view(R, P * F), "w": w}
-        of_precision = {"precision": o.precision, "fp8_scales": o.fp8_scales}
-        factors["group_sizes"] = group_sizes
-        of_sum = {"row_of_slot": row_of_slot, "addend": addend, "out": d_x}
-        if fp8 and d_x_dtype != x.dtype:  # in one call rows of FP8 operands would have the dtype of d_x, not of x
+            operands = {"x": dh.view(R, P * F), "w": w}
+        precision = {"precision": o.precision, "fp8_scales": o.fp8_scales}
+        operands["group_sizes"] = group_sizes
+        sum_tensors = {"row_of_slot": row_of_slot, "addend": addend, "out": d_x}
+        if fp8 and d_x_dtype != x.dtype:  # the fused call would round rows to the dtype of d_x
             rows = x.new_empty((R, D))
-            needed.append(calls.grouped_matmul({**factors, "y": rows}, transpose_w=transposed, **of_precision))
-            needed.append(calls.combine({"rows": rows, **of_sum}))
+            prepared.append(calls.grouped_matmul({**operands, "y": rows}, transpose_w=transposed, **precision))
+            prepared.append(calls.combine({"rows": rows, **sum_tensors}))
         else:
-            tensors = {**factors, "slot_of_row": slot_of_row, **of_sum}
-            options = {"transpose_w": transposed, "skip_rest": 1, "backward": 1, **of_precision}
-            needed.append(calls.grouped_matmul_combine(tensors, **options))
-    if not wants_w_in and b_in is None:
-        return needed
-    of_weights = calls.expert_ffn_backward(
+            tensors = {**operands, "slot_of_row": slot_of_row, **sum_tensors}
+            options = {"transpose_w": transposed, "skip_rest": 1, "backward": 1, **precision}
+            prepared.append(calls.grouped_matmul_combine(tensors, **options))
+    if not needs_w_in and b_in is None:
+        return prepared
+    weight_gradients = calls.expert_ffn_backward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
@@ -482,21 +482,21 @@ def _experts_inputs(
             "w_in": w_in,
             "w_out": w_out,
             "dh": dh,
-            "d_w_in": d_w_in if wants_w_in else None,
+            "d_w_in": d_w_in if needs_w_in else None,
             "d_b_in": None if b_in is None else d_b_in,
         },
         _orders(o.w_in_layout, o.w_out_layout),
         **o.attributes(),
     )
-    return [*needed, of_weights]
+    return [*prepared, weight_gradients]
 
 
-#: The second half: the gradients of x, to which `addend` is added, of w_in and of b_in; [0]: none, not wanted. The
-#: gradient of x has `d_x_dtype`; None: not wanted.
+#: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in and b_in;
+#: [0] if not requested.
 experts_inputs = define(
     "experts_inputs(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, ScalarType? d_x_dtype, bool wants_w_in, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
     f"{QUANTIZED}, {_NETWORK}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
     _allocate_experts_inputs,
     _experts_inputs,

@@ -1,7 +1,7 @@
-"""The layer's operations: those of routing, plan and experts in one, by the same calls.
+"""The layer's operations: routing, plan and experts in one operation, with the same C calls.
 
-What torch takes for an operation beside them is then paid once forward, and twice backward: before and after the gate's
-products.
+torch's overhead per operation is then paid once in the forward pass and twice in the backward pass, before and after
+the gate's GEMMs.
 """
 
 import typing
@@ -12,24 +12,24 @@ import torch
 
 from anabranch.options import Network, Router, RouterOptions
 from anabranch.rows import num_rows_needed
-from anabranch.torch.binding.check import smaller, too_many
+from anabranch.torch.binding.check import exceeds_int32, smaller
 from anabranch.torch.binding.define import define
-from anabranch.torch.ops.dispatch_ops import calls_of_plan
+from anabranch.torch.ops.dispatch_ops import plan_calls
 from anabranch.torch.ops.experts_ops import (
     QUANTIZED,
     allocate_experts,
     allocate_experts_hidden,
-    calls_of_experts,
-    calls_of_experts_hidden,
+    experts_calls,
+    experts_hidden_calls,
 )
-from anabranch.torch.ops.router_ops import allocate_route, calls_of_route, calls_of_route_backward
+from anabranch.torch.ops.router_ops import allocate_route, route_backward_calls, route_calls
 
-#: Options travel as two lists: torch takes as long for four separate numbers as for a list of twenty.
+#: Options are passed as two lists: four separate numbers cost torch as much time as a list of twenty.
 _OPTIONS = "int[] integers, float[] numbers, str w_in_layout, str w_out_layout"
 
 
 class LayerNumbers(NamedTuple):
-    """The options of the layer as the operations take them."""
+    """The options of the layer as arguments of the operations."""
 
     integers: tuple[int, ...]
     numbers: tuple[float, ...]
@@ -38,29 +38,29 @@ class LayerNumbers(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The options of the layer as the C calls take them."""
+    """The options of the layer as arguments of the C calls."""
 
     num_experts: int
     align_size: int
     qb_bins: int
-    wants: tuple[bool, ...]
-    """Which results of the router are wanted, the fields of a `router.Wanted`."""
+    requested: tuple[bool, ...]
+    """The fields of `router.Requested`."""
     router: Router
     network: Network
 
     @property
     def selection(self) -> tuple[Any, ...]:
         """The arguments of `route` after its tensors."""
-        return -1, self.qb_bins, *self.wants, *self.router
+        return -1, self.qb_bins, *self.requested, *self.router
 
 
 _KINDS = {options: typing.get_type_hints(options) for options in (Router, Network)}
 
 
 def layer_numbers(
-    router: RouterOptions | None, network: Network, num_experts: int, align_size: int, wanted: Sequence[bool]
+    router: RouterOptions | None, network: Network, num_experts: int, align_size: int, requested: Sequence[bool]
 ) -> LayerNumbers:
-    """The options of a layer with or without a router; wanted: a `router.Wanted`."""
+    """The options of a layer with or without a router. requested: a `router.Requested`."""
     if router is None:
         router = RouterOptions(network.topk)
     fields: list[tuple[Any, Any]] = [
@@ -69,7 +69,13 @@ def layer_numbers(
         for kind, value in zip(_KINDS[type(options)].values(), options, strict=True)
     ]
     return LayerNumbers(
-        (num_experts, align_size, router.qb_bins, *map(int, wanted), *(int(v) for k, v in fields if k in (int, bool))),
+        (
+            num_experts,
+            align_size,
+            router.qb_bins,
+            *map(int, requested),
+            *(int(v) for k, v in fields if k in (int, bool)),
+        ),
         tuple(value for kind, value in fields if kind is float),
         network.w_in_layout,
         network.w_out_layout,
@@ -78,16 +84,16 @@ def layer_numbers(
 
 def _parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> _Parts:
     """The inverse of `layer_numbers`."""
-    of_layer, wants, texts = integers[:3], integers[3:6], {"w_in_layout": w_in_layout, "w_out_layout": w_out_layout}
-    rest = iter(integers[6:])
-    values = {int: rest, bool: rest, float: iter(numbers)}
+    texts = {"w_in_layout": w_in_layout, "w_out_layout": w_out_layout}
+    num_experts, align_size, qb_bins, *requested = integers[:6]
+    remaining = iter(integers[6:])
+    values = {int: remaining, bool: remaining, float: iter(numbers)}
 
     def read(options: Any) -> Any:
         kinds = _KINDS[options].items()
         return options(**{name: texts[name] if kind is str else kind(next(values[kind])) for name, kind in kinds})
 
-    num_experts, align_size, qb_bins = of_layer
-    return _Parts(num_experts, align_size, qb_bins, tuple(map(bool, wants)), read(Router), read(Network))
+    return _Parts(num_experts, align_size, qb_bins, tuple(map(bool, requested)), read(Router), read(Network))
 
 
 def _allocate_layer(
@@ -110,8 +116,8 @@ def _allocate_layer(
         routing = (weights, experts, *statistics)
         T, K = weights.shape
     R = num_rows_needed(T * K, o.num_experts, o.align_size, smaller)
-    if too_many(R):
-        raise ValueError(f"align_size: got {o.align_size}, which makes {R} rows, expected fewer than 2^31")
+    if exceeds_int32(R):
+        raise ValueError(f"align_size: got {o.align_size}, which requires {R} rows, expected fewer than 2^31")
     rows = (integers(T, K), integers(R), integers(o.num_experts))
     quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
     output, h = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.network)
@@ -126,24 +132,23 @@ def _layer(
     output, tokens_per_expert, dropped, *routing, h, row_of_slot, slot_of_row, group_sizes = results
     if logits is not None:
         weights, experts, score_sum, lse, histogram = routing
-        of_route = calls_of_route(
+        routing_call = route_calls(
             (weights, experts, None, score_sum, lse, histogram),
             logits, expert_bias, token_mask, forced_experts, qb_bin_bounds, *o.selection,
         )  # fmt: skip
-        calls.append(of_route)
-    of_plan = calls_of_plan(
+        calls.append(routing_call)
+    plan_call = plan_calls(
         (tokens_per_expert, group_sizes, None, row_of_slot, slot_of_row, dropped),
         experts, o.num_experts, slot_of_row.shape[0], o.align_size, 1,
     )  # fmt: skip
-    of_experts = calls_of_experts(
+    network_calls = experts_calls(
         (output, h), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
         w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
     )  # fmt: skip
-    return [*calls, of_plan, *of_experts]
+    return [*calls, plan_call, *network_calls]
 
 
-#: The layer from logits [T, E], or without them from weights and experts [T, K] that are given; then the results of a
-#: routing have no elements.
+#: The layer from logits [T, E], or from given weights and experts [T, K]; then the results of routing have no elements.
 layer = define(
     "layer(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
     "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
@@ -157,39 +162,37 @@ layer = define(
 
 def _allocate_layer_hidden(
     d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, needs_w_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    of_experts = allocate_experts_hidden(
-        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, wants_w_out,
+    results = allocate_experts_hidden(
+        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, needs_w_out,
         w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(*options).network,
     )  # fmt: skip
-    return *of_experts, torch.empty_like(logits)
+    return *results, torch.empty_like(logits)
 
 
 def _layer_hidden(
     results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, wants_w_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, needs_w_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     o = _parts(*options)
-    *of_experts, d_logits = results
-    hidden = calls_of_experts_hidden(
-        of_experts, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-        w_out_dtype, wants_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
+    *experts_results, d_logits = results
+    hidden = experts_hidden_calls(
+        experts_results, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        w_out_dtype, needs_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
     )  # fmt: skip
-    d_weights = of_experts[3]
-    routing = calls_of_route_backward(
-        d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.router
-    )
+    d_weights = experts_results[3]
+    routing = route_backward_calls(d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.router)
     return *hidden, routing
 
 
-#: The first half of the backward pass, `experts_hidden`, and `route_backward` of its gradient of the weights.
+#: The first half of the backward pass: `experts_hidden`, and `route_backward` with its gradient of the weights.
 layer_hidden = define(
     "layer_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
-    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool wants_w_out, {QUANTIZED}, "
+    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool needs_w_out, {QUANTIZED}, "
     f"{_OPTIONS}) -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales, "
     "Tensor d_logits)",
     _allocate_layer_hidden,

@@ -1,7 +1,7 @@
-"""The plan: where the rows of every expert's tokens stand.
+"""The plan: gather and scatter indices between tokens and rows grouped by expert.
 
-Sizes: T tokens (all leading dimensions together), K experts a token, E experts, R rows. Slot t*K + k is the k-th expert
-of token t.
+Sizes: T tokens (product of all leading dimensions), K experts per token, E experts, R rows. Slot t*K + k is assignment
+(t, k): token t, its k-th expert.
 """
 
 import math
@@ -16,29 +16,29 @@ from anabranch.torch.ops import torch_ops
 
 
 class Plan(NamedTuple):
-    """Where every slot goes; what `plan` returns and `dispatch` and `combine` take.
+    """The row of every slot; the result of `plan` and an argument of `dispatch` and `combine`.
 
-    Rows of one expert stand together, in order of (token, slot); expert e owns group_sizes[e] rows from offsets[e] on.
+    Rows of one expert are contiguous, ordered by (token, k). Expert e owns group_sizes[e] rows, starting at offsets[e].
     """
 
     tokens_per_expert: Tensor
-    """int32[E]: slots of every expert, before any dropping."""
+    """int32[E]: slots of every expert before dropping."""
     group_sizes: Tensor
     """int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R."""
     offsets: Tensor
-    """int32[E + 1]: the first row of every expert's group, and the end of the last."""
+    """int32[E + 1]: the first row of every expert, and the end of the last."""
     row_of_slot: Tensor
     """int32[..., K]: -1 where a slot has no row."""
     slot_of_row: Tensor
-    """int32[R]: -1 in padding and past the last group."""
+    """int32[R]: -1 in padding rows and past the last group."""
     dropped: Tensor
-    """int32[]: slots that found no room in R rows, and indices outside [-1, E)."""
+    """int32[]: slots past R rows, and indices outside [-1, E)."""
 
     @property
     def expert_of_row(self) -> Tensor:
-        """int32[R]: the expert of every row, -1 in padding and past the last group; computed where it is asked for."""
+        """int32[R]: the expert of every row, -1 in padding rows and past the last group; computed on access."""
         rows = torch.arange(self.slot_of_row.shape[0], dtype=torch.int32, device=self.slot_of_row.device)
-        # Of groups that begin at one row all but the last are empty.
+        # If several groups start at one row, all but the last are empty.
         experts = torch.searchsorted(self.offsets[:-1].contiguous(), rows, right=True, out_int32=True) - 1
         return torch.where(self.slot_of_row >= 0, experts, -1)
 
@@ -46,21 +46,21 @@ class Plan(NamedTuple):
 def plan(
     experts: Tensor, num_experts: int, *, align_size: int = 0, num_rows: int | None = None, num_destinations: int = 1
 ) -> Plan:
-    """Lays out the rows of the dispatched tokens: experts in order, within one expert by (token, slot).
+    """Assigns rows to slots: ordered by expert, within one expert by (token, k).
 
     Args:
       experts: int16, int32 or int64 [..., K], K >= 1. -1: no expert. An index outside [-1, E) is treated as -1 and
-        counted in `dropped`. An index may be repeated; every slot gets a row of its own.
+        counted in `dropped`. An index may repeat; every slot gets a row of its own.
       num_experts: E.
-      align_size: every expert's group of rows is rounded up to a multiple of it; 0 or 1: no padding.
-      num_rows: R, a multiple of align_size. Slots past it are dropped and counted. Default: as many as any routing
-        needs, floor((N + min(E, N) (a - 1)) / a) a of N slots, with which nothing is dropped.
-      num_destinations: P, a divisor of E. Rows are P regions of R/P, one for each destination of an exchange, which
-        owns E/P neighbouring experts: its groups start at its first row and are clipped to it. The default R then
-        holds every slot in any region.
+      align_size: a; the rows of every expert are padded to a multiple of a. 0 or 1: no padding.
+      num_rows: R, a multiple of align_size. Slots past it are dropped and counted. Default: the bound over all
+        routings of N slots, floor((N + min(E, N) (a - 1)) / a) a, so nothing is dropped.
+      num_destinations: P, a divisor of E. Rows are divided into P regions of R/P, one per destination of an exchange,
+        which owns E/P consecutive experts. The groups of a destination start at its region and are clipped to it. The
+        default R lets every region hold all slots.
 
     Returns:
-      A `Plan` of integer tensors, exact and the same on every run. It carries no gradient.
+      A `Plan` of integer tensors, deterministic and without gradients.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -86,17 +86,17 @@ def plan(
     needed = P * num_rows_needed(T * K, E // P, align_size, check.smaller)
     if num_rows is None and needed >= check.INDEX_LIMIT:
         raise ValueError(
-            f"num_rows: got None, which align_size {align_size} and num_destinations {P} make {needed}, expected "
+            f"num_rows: got None, which is {needed} for align_size {align_size} and num_destinations {P}, expected "
             "fewer than 2^31"
         )
     R = needed
     if num_rows is not None:
         R = check.num_rows("num_rows", num_rows, P * max(align_size, 1))
-    return plan_of(experts, E, R, align_size, P)
+    return run_plan(experts, E, R, align_size, P)
 
 
-def plan_of(experts: Tensor, num_experts: int, rows: int, align_size: int, num_destinations: int = 1) -> Plan:
-    """The operation, on checked arguments."""
+def run_plan(experts: Tensor, num_experts: int, rows: int, align_size: int, num_destinations: int = 1) -> Plan:
+    """`plan` on checked arguments."""
     flat = experts.reshape(math.prod(experts.shape[:-1]), experts.shape[-1])
     counts, sizes, offsets, row_of_slot, slot_of_row, dropped = torch_ops.plan(
         flat, num_experts, rows, align_size, num_destinations
@@ -105,7 +105,7 @@ def plan_of(experts: Tensor, num_experts: int, rows: int, align_size: int, num_d
 
 
 def check_plan(value: Any) -> Plan:
-    """Refuses what is no Plan."""
+    """Returns the value if it is a Plan."""
     if not isinstance(value, Plan):
         raise TypeError(f"plan: got {check.describe(value)}, expected a Plan")
     row_of_slot = check.tensor("plan.row_of_slot", value.row_of_slot, (torch.int32,), (..., "K"))
@@ -113,5 +113,5 @@ def check_plan(value: Any) -> Plan:
         raise ValueError(f"plan.row_of_slot: got {check.describe(row_of_slot)}, expected [..., K] with K >= 1")
     slot_of_row = check.tensor("plan.slot_of_row", value.slot_of_row, (torch.int32,), ("R",))
     check_num_slots("plan.row_of_slot", math.prod(row_of_slot.shape[:-1]), row_of_slot.shape[-1])
-    check.on_device_of("plan.row_of_slot", row_of_slot, **{"plan.slot_of_row": slot_of_row})
+    check.same_device("plan.row_of_slot", row_of_slot, **{"plan.slot_of_row": slot_of_row})
     return value

@@ -1,4 +1,4 @@
-"""The experts' matrices quantised once, for calls with precision="fp8"."""
+"""Quantised expert weights, for calls with precision="fp8"."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ from anabranch.torch.ops import torch_ops
 
 
 class QuantizedExperts(NamedTuple):
-    """What `quantize_experts` returns: the experts' matrices as FP8 products take them, forward and backward.
+    """The result of `quantize_experts`: expert weights as operands of FP8 GEMMs, forward and backward.
 
     Attributes:
-      w_in: float8_e4m3fn [E, D, P, F], for gradients; None: without them.
+      w_in: float8_e4m3fn [E, D, P, F], for the backward pass; None without gradients.
       w_in_transposed: float8_e4m3fn [E, P, F, D], for the forward pass.
       w_in_scales: float32 [E, D/128, P, F/128].
-      w_out: float8_e4m3fn [E, F, D], for gradients; None: without them.
+      w_out: float8_e4m3fn [E, F, D], for the backward pass; None without gradients.
       w_out_transposed: float8_e4m3fn [E, D, F], for the forward pass.
       w_out_scales: float32 [E, F/128, D/128].
     """
@@ -33,20 +33,20 @@ class QuantizedExperts(NamedTuple):
     w_out_scales: Tensor
 
 
-def quantized_of(fields: Sequence[Tensor | None]) -> QuantizedExperts | None:
-    """One of its fields; None where they are."""
+def as_quantized_experts(fields: Sequence[Tensor | None]) -> QuantizedExperts | None:
+    """A QuantizedExperts from its fields, or None if the fields are None."""
     return None if fields[1] is None else QuantizedExperts(*fields)  # type: ignore[arg-type]
 
 
 def check_fp8_operands(
-    precision: int, layouts: Layouts, device_of: str, x: Tensor, w_in: Tensor, quantized: Any
+    precision: int, layouts: Layouts, device_name: str, x: Tensor, w_in: Tensor, quantized: Any
 ) -> QuantizedExperts | None:
-    """Checks the argument `quantized`, and with FP8 the widths of w_in."""
+    """Checks the argument `quantized` and, with FP8, the widths of w_in."""
     check_fp8(precision, "float32", quantized)
     if precision != FP8:
         return None
-    of = layouts.sizes("w_in", w_in.shape)
-    E, D, P, F = of["e"], of["d"], of["p"], of["f"]
+    sizes = layouts.sizes("w_in", w_in.shape)
+    E, D, P, F = (sizes[letter] for letter in "edpf")
     check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
     if quantized is None:
         return None
@@ -59,16 +59,16 @@ def check_fp8_operands(
         if tensor is not None or name not in ("w_in", "w_out"):
             dtype = torch.float32 if name.endswith("scales") else torch.float8_e4m3fn
             check.tensor(f"quantized.{name}", tensor, (dtype,), shape)
-            check.on_device_of(device_of, x, **{f"quantized.{name}": tensor})
+            check.same_device(device_name, x, **{f"quantized.{name}": tensor})
     return quantized
 
 
-#: By `w_in_transposed` of quantised experts: the tensors w_in and w_out that they were made of, see `_written`.
-_made_of: Any = WeakTensorKeyDictionary()
+#: Versions of the weights w_in and w_out (see `_version`), by `w_in_transposed` of the quantised experts.
+_sources: Any = WeakTensorKeyDictionary()
 
 
-def _written(weight: Tensor) -> tuple[int, int] | None:
-    """The tensor that a weight is or is a view of, and how often it was written to in place; None: not counted."""
+def _version(weight: Tensor) -> tuple[int, int] | None:
+    """(id of the base tensor, version counter) of a weight; None if torch does not count its in-place writes."""
     if weight.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(weight):
         return None
     base = weight._base if weight._is_view() else weight
@@ -76,31 +76,33 @@ def _written(weight: Tensor) -> tuple[int, int] | None:
 
 
 def check_current(quantized: Any, w_in: Tensor, w_out: Tensor) -> None:
-    """Refuses experts that were quantised before their weights were written to, as an optimizer does.
+    """Raises if weights were written in place after they were quantised, for example by an optimizer.
 
-    It compares version counters, which the host has. Weights that are another tensor than before are not compared:
-    offloading replaces tensors without a change of their values. A compiled program does not check.
+    It compares version counters. A weight that is another tensor than before is not checked: offloading replaces
+    tensors without changing their values. A compiled program does not check.
 
     Raises:
       ValueError: w_in or w_out has changed.
     """
-    of = getattr(quantized, "w_in_transposed", None)
-    if torch.compiler.is_compiling() or not isinstance(of, Tensor):
+    key = getattr(quantized, "w_in_transposed", None)
+    if torch.compiler.is_compiling() or not isinstance(key, Tensor):
         return
-    for name, weight, before in zip(("w_in", "w_out"), (w_in, w_out), _made_of.get(of, (None, None)), strict=True):
-        now = _written(weight)
+    for name, weight, before in zip(("w_in", "w_out"), (w_in, w_out), _sources.get(key, (None, None)), strict=True):
+        now = _version(weight)
         if before and now and now[0] == before[0] and now != before:
-            raise ValueError(f"quantized: got experts that were quantised before {name} changed, expected them renewed")
+            raise ValueError(
+                f"quantized: got experts that were quantised before {name} changed, expected a new quantize_experts"
+            )
 
 
-def of_forward(quantized: QuantizedExperts | None) -> tuple[Tensor | None, ...]:
-    """What the operations of a forward pass take; None: they quantise."""
+def forward_operands(quantized: QuantizedExperts | None) -> tuple[Tensor | None, ...]:
+    """The arguments of operations of the forward pass; if None, they quantise."""
     q = quantized
     return (None,) * 4 if q is None else (q.w_in_transposed, q.w_in_scales, q.w_out_transposed, q.w_out_scales)
 
 
-def of_backward(quantized: QuantizedExperts | None) -> tuple[Tensor | None, ...]:
-    """What the operations of a backward pass take; None: they quantise."""
+def backward_operands(quantized: QuantizedExperts | None) -> tuple[Tensor | None, ...]:
+    """The arguments of operations of the backward pass; if None, they quantise."""
     q = quantized
     return (None,) * 4 if q is None or q.w_in is None else (q.w_in, q.w_in_scales, q.w_out, q.w_out_scales)
 
@@ -114,29 +116,31 @@ def quantize_experts(
     w_out_layout: str = "fd",
     gradients: bool = True,
 ) -> QuantizedExperts:
-    """Quantises the experts' matrices, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
+    """Quantises expert weights, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
 
-    These take it beside the weights, as `quantized`, and do not quantise them again: once per step rather than once per
-    pass, or once for all where the weights stay. When the weights change, quantise them again. A call raises where the
-    weights were written to in place since, for example by an optimizer. It does not notice weights that are another
-    tensor than before, changes through `.data`, or any change in a compiled program or under FSDP.
+    Pass the result as `quantized`, together with the weights. Then calls do not quantise: once per step instead of once
+    per pass, or once for frozen weights. Quantise again when the weights change. A call raises if the weights were
+    written in place since, for example by an optimizer. Not noticed: a weight that is another tensor than before,
+    changes through `.data`, and any change in a compiled program or under FSDP.
 
     Args:
       w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128. With a group, this
-        rank's experts, as `moe` takes them.
-      w_out: [E, F, D] of any of them.
-      fp8_scales: "float32" or "power_of_two", see `moe`; the scales of rows are that call's.
-      w_in_layout, w_out_layout: the axes of both behind E, as in `moe`; those of the result are always the same.
-      gradients: False: without what gradients take, in half the memory; a gradient then quantises the weights.
+        rank's experts, as in `moe`.
+      w_out: [E, F, D], float32, bfloat16 or float16.
+      fp8_scales: "float32" or "power_of_two", see `moe`. Scales of rows are an option of the call.
+      w_in_layout, w_out_layout: layouts of w_in and w_out, as in `moe`. The layout of the result does not depend on
+        them.
+      gradients: False omits the operands of the backward pass and halves the memory. A backward pass then quantises the
+        weights itself.
 
     Returns:
-      QuantizedExperts, of 2 bytes a weight, or 1 without gradients, and scales.
+      QuantizedExperts, 2 bytes per weight, or 1 without gradients, and scales.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or widths are no multiples of 128.
+      ValueError: shapes do not match, or widths are not multiples of 128.
 
-    Gradient: none, w_in and w_out get theirs where they are given themselves. Source: semantics, section 11.
+    Gradient: none. w_in and w_out get theirs in the call that also takes `quantized`. Source: semantics, section 11.
 
     >>> quantized = quantize_experts(torch.ones(2, 128, 2, 256), torch.ones(2, 256, 128))
     >>> quantized.w_in_transposed.dtype, tuple(quantized.w_in_scales.shape)
@@ -146,16 +150,16 @@ def quantize_experts(
         check.choice("w_in_layout", w_in_layout, IN_LAYOUTS), check.choice("w_out_layout", w_out_layout, OUT_LAYOUTS)
     )
     w_in = check.tensor("w_in", w_in, check.FLOATS, layouts.shape("w_in", e="E", d="D", p="2 or 1", f="F"))
-    of = layouts.sizes("w_in", w_in.shape)
-    if of["p"] not in (1, 2):
+    found = layouts.sizes("w_in", w_in.shape)
+    if found["p"] not in (1, 2):
         raise ValueError(f"w_in: got {check.describe(w_in)}, expected 2 (gate, up) or 1 as P")
-    sizes: dict[str, Any] = {letter: (letter.upper(), of[letter]) for letter in "efd"}
+    sizes: dict[str, Any] = {letter: (letter.upper(), found[letter]) for letter in "efd"}
     w_out = check.tensor("w_out", w_out, check.FLOATS, layouts.shape("w_out", **sizes))
-    check.on_device_of("w_in", w_in, w_out=w_out)
-    check_fp8_widths("w_in", check.describe(w_in), D=of["d"], F=of["f"])
+    check.same_device("w_in", w_in, w_out=w_out)
+    check_fp8_widths("w_in", check.describe(w_in), D=found["d"], F=found["f"])
     number, gradients = fp8_scales_number(fp8_scales), check.boolean("gradients", gradients)
-    found = torch_ops.quantize_experts(w_in.detach(), w_out.detach(), *layouts, gradients, number)
-    quantized = QuantizedExperts(*found)
+    results = torch_ops.quantize_experts(w_in.detach(), w_out.detach(), *layouts, gradients, number)
+    quantized = QuantizedExperts(*results)
     if not torch.compiler.is_compiling():
-        _made_of[quantized.w_in_transposed] = _written(w_in), _written(w_out)
+        _sources[quantized.w_in_transposed] = _version(w_in), _version(w_out)
     return quantized if gradients else quantized._replace(w_in=None, w_out=None)

@@ -1,4 +1,4 @@
-"""Routing: which experts each token goes to, with which weights, and the statistics the losses need."""
+"""Routing: the experts and weights of each token, and the statistics that losses need."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ from anabranch.torch.ops.quantile import bin_bounds
 
 
 class Routing(NamedTuple):
-    """What `route` returns, for logits [..., E].
+    """The result of `route` for logits [..., E].
 
     weights: float32[..., K], 0 where the expert is -1.
-    experts: int32[..., K], the best first; -1: no expert.
+    experts: int32[..., K], best first; -1: no expert.
     tokens_per_expert: int32[E] ([..., E] with sequence_stats).
     score_sum: float32[E] ([..., E] with sequence_stats), the sum over tokens of the auxiliary scores.
     lse: float32[...], logsumexp of the logits; 0 for a masked token.
@@ -33,18 +33,18 @@ class Routing(NamedTuple):
     qb_histogram: Tensor | None = None
 
 
-class Wanted(NamedTuple):
-    """Which of the results that not everybody needs `routing_of` computes; the others have no elements."""
+class Requested(NamedTuple):
+    """The optional results that `run_route` computes; the others have no elements."""
 
     tokens_per_expert: bool = True
     score_sum: bool = True
     lse: bool = True
 
 
-_EVERYTHING = Wanted()
+_ALL = Requested()
 
 
-def routing_of(
+def run_route(
     options: RouterOptions,
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -52,9 +52,9 @@ def routing_of(
     forced_experts: Tensor | None,
     bounds: Tensor | None,
     sequences: int = -1,
-    wanted: Wanted = _EVERYTHING,
+    requested: Requested = _ALL,
 ) -> Any:
-    """The operation by itself, on flat tokens: logits [T, E], mask [T], forced experts [T, K]."""
+    """Calls the operation on checked, flat arguments: logits [T, E], mask [T], forced experts [T, K]."""
     return torch_ops.route(
         logits,
         expert_bias,
@@ -63,7 +63,7 @@ def routing_of(
         bounds,
         sequences,
         options.qb_bins,
-        *wanted,
+        *requested,
         *options.numbers(),
     )
 
@@ -78,11 +78,11 @@ def logits_gradient(
     d_score_sum: Tensor | None,
     d_lse: Tensor | None,
 ) -> Tensor:
-    """The backward rule, on flat tokens: d_logits, in the logits' dtype; a cotangent of None is zero."""
+    """d_logits in the dtype of the logits, for flat tokens. None stands for a zero cotangent."""
     if d_weights is None and d_score_sum is None and d_lse is None:
         return torch.zeros_like(logits)
     if d_weights is None:
-        options = dataclasses.replace(options, scaling_factor=1.0)  # it scales weights only
+        options = dataclasses.replace(options, scaling_factor=1.0)  # it applies to weights only
     gradient: Tensor = torch_ops.route_backward(
         logits,
         None if d_weights is None else experts,
@@ -99,7 +99,7 @@ def logits_gradient(
 class _Route(Function):
     @staticmethod
     def forward(options, logits, expert_bias, token_mask, forced_experts, bounds, sequences):
-        return routing_of(options, logits, expert_bias, token_mask, forced_experts, bounds, sequences)
+        return run_route(options, logits, expert_bias, token_mask, forced_experts, bounds, sequences)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -117,21 +117,21 @@ class _Route(Function):
 
 
 def check_slots(leading: tuple[int, ...], topk: int) -> None:
-    """Refuses more than 2^31 - 1 slots: indices are int32."""
+    """Raises for more than 2^31 - 1 slots: indices are int32."""
     tokens = math.prod(leading)
-    if check.too_many(tokens * topk):
+    if check.exceeds_int32(tokens * topk):
         raise ValueError(f"logits: got {tokens} tokens with topk {topk}, expected fewer than 2^31 slots")
 
 
 def quantile_operand(options: RouterOptions, like: Tensor, expert_bias: Any, qb_bin_bounds: Any) -> Tensor | None:
-    """Checks what quantile balancing needs beside its number of bins; returns the bounds, None without it."""
+    """Checks the arguments of quantile balancing and returns the bounds, or None without quantile balancing."""
     if (options.qb_bins > 0) != (qb_bin_bounds is not None):
         got = "qb_bin_bounds" if qb_bin_bounds is not None else "qb_bins"
         raise ValueError(f"{got}: got one by itself, expected qb_bin_bounds and qb_bins or neither")
     if qb_bin_bounds is None:
         return None
     if expert_bias is None:
-        raise ValueError("expert_bias: got None with quantile balancing, expected one, of zeros to begin with")
+        raise ValueError("expert_bias: got None with quantile balancing, expected one, zeros at first")
     return bin_bounds(qb_bin_bounds, like)
 
 
@@ -143,7 +143,7 @@ def router_operands(
     token_mask: Any,
     forced_experts: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Checks the optional tensors of a routing of logits [*leading, E]: (expert_bias, token_mask, forced_experts)."""
+    """Checks the optional tensors for logits [*leading, E]: (expert_bias, token_mask, forced_experts)."""
     check_slots(leading, options.topk)
     expert_bias = check.optional_tensor("expert_bias", expert_bias, check.FLOATS, (("E", num_experts),))
     token_mask = check.optional_tensor("token_mask", token_mask, check.BOOL, leading)
@@ -168,26 +168,27 @@ def route(
     qb_bins: int | None = None,
     **options: Unpack[RouterKeywords],
 ) -> Routing:
-    """Selects topk experts for every token and weights them.
+    """Selects the topk experts of every token and computes their weights.
 
-    The best logits win, ties the lower expert. Scores are softmax over all experts, sigmoid, or sqrt(softplus); a
-    weight is the score, or normalised over the selected experts, times scaling_factor. Arithmetic is float32.
+    The highest logits are selected; ties go to the lower expert. Scores are softmax over all experts, sigmoid, or
+    sqrt(softplus). A weight is the score, optionally normalised over the selected experts, times scaling_factor.
+    Arithmetic is float32.
 
     Args:
       logits: float32, bfloat16 or float16 [..., E].
       topk: K, 1 <= K <= E.
-      expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
-      token_mask: bool [...], true: a real token. Others get expert -1 and weight 0 and are not counted.
-      forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
-        with expert_bias or groups. Where none of a token's forced experts has a finite logit (all are -inf), weights
-        normalised by softmax are NaN (0 / 0), and so are its gradients; other weights are 0.
+      expert_bias: float [E], added to the scores for selection only (DeepSeek-V3's loss-free balancing).
+      token_mask: bool [...]; False marks padding, which gets expert -1 and weight 0 and is not counted.
+      forced_experts: integer [..., K]: a given selection (replay); -1 or out of range: no expert. Excludes expert_bias
+        and groups. If all forced experts of a token have logit -inf, weights normalised by softmax and their gradients
+        are NaN (0 / 0); other weights are 0.
       sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row per sequence of S tokens.
-      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins lie between
-        them, at most 2^20. `qb_histogram` of the result counts, per expert, how far the threshold of a token, its
-        (K+1)-th largest score with a bias, is above the expert's score; the first and the last bin are open-ended.
-        `quantile_bias` makes a bias of it. Needs expert_bias and K < E; not with groups.
+      qb_bin_bounds, qb_bins: quantile balancing: bounds as float32 [2] or a pair, lower < upper, and the number of bins
+        between them, at most 2^20. The threshold of a token is its (K+1)-th largest biased score. `qb_histogram` of the
+        result counts per expert how far the threshold is above the expert's score; the first and the last bin are
+        open-ended. `quantile_bias` computes a bias from it. Requires expert_bias and K < E; excludes groups.
       {options}
-        A group's score is the sum of its group_score_topk best scores with their bias: 1 is DeepSeek-V2's maximum, 2
+        The score of a group is the sum of its group_score_topk best biased scores: 1 is DeepSeek-V2's maximum, 2 is
         DeepSeek-V3's rule in most libraries. None, with groups: the sum of its K / group_topk best scores (logits for a
         normalised softmax without a bias).
 
@@ -195,9 +196,9 @@ def route(
       A Routing.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument has a wrong type or value.
 
-    Gradients: from weights, score_sum and lse to logits, in one pass; none to expert_bias. Not differentiable twice.
+    Gradients: of logits, from weights, score_sum and lse in one pass; none of expert_bias. No double backward.
 
     Source: semantics, sections 1 and 2; expert_bias and groups are DeepSeek-V3's (arXiv:2412.19437).
 
@@ -213,7 +214,7 @@ def route(
         raise ValueError(f"logits: got {check.describe(logits)}, expected [..., S, E] with sequence_stats")
     bias, mask, forced = router_operands(checked, E, tuple(leading), expert_bias, token_mask, forced_experts)
     bounds = quantile_operand(checked, logits, bias, qb_bin_bounds)
-    check.on_device_of("logits", logits, expert_bias=bias, token_mask=mask, forced_experts=forced, qb_bin_bounds=bounds)
+    check.same_device("logits", logits, expert_bias=bias, token_mask=mask, forced_experts=forced, qb_bin_bounds=bounds)
     T, K = math.prod(leading), checked.topk
     sequences = leading[:-1] if checked.sequence_stats else []
     weights, experts, counts, score_sum, lse, histogram = _Route.call(

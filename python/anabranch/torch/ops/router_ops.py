@@ -12,7 +12,7 @@ _ROUTER = schema_of(Router)
 
 def allocate_route(
     logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
-    sequences, qb_bins, wants_counts, wants_score_sum, wants_lse, *router,
+    sequences, qb_bins, needs_counts, needs_score_sum, needs_lse, *router,
 ):  # fmt: skip
     """Empty results of `route`."""
     topk = Router(*router).topk
@@ -21,16 +21,16 @@ def allocate_route(
     return (
         empty((T, topk), dtype=torch.float32),
         empty((T, topk), dtype=torch.int32),
-        empty(stats if wants_counts else (0,), dtype=torch.int32),
-        empty(stats if wants_score_sum else (0,), dtype=torch.float32),
-        empty((T,) if wants_lse else (0,), dtype=torch.float32),
+        empty(stats if needs_counts else (0,), dtype=torch.int32),
+        empty(stats if needs_score_sum else (0,), dtype=torch.float32),
+        empty((T,) if needs_lse else (0,), dtype=torch.float32),
         empty((E, qb_bins), dtype=torch.int32),
     )
 
 
-def calls_of_route(
+def route_calls(
     results, logits, expert_bias, token_mask, forced_experts, qb_bin_bounds,
-    sequences, qb_bins, wants_counts, wants_score_sum, wants_lse, *router,
+    sequences, qb_bins, needs_counts, needs_score_sum, needs_lse, *router,
 ):  # fmt: skip
     """The C call of `route`."""
     weights, experts, tokens_per_expert, score_sum, lse, histogram = results
@@ -42,9 +42,9 @@ def calls_of_route(
             "forced_experts": forced_experts,
             "weights": weights,
             "experts": experts,
-            "tokens_per_expert": tokens_per_expert if wants_counts else None,
-            "score_sum": score_sum if wants_score_sum else None,
-            "lse": lse if wants_lse else None,
+            "tokens_per_expert": tokens_per_expert if needs_counts else None,
+            "score_sum": score_sum if needs_score_sum else None,
+            "lse": lse if needs_lse else None,
             "qb_bin_bounds": qb_bin_bounds,
             "qb_histogram": histogram if qb_bins else None,
         },
@@ -52,17 +52,18 @@ def calls_of_route(
     )
 
 
-#: Statistics are [E], with sequences >= 0 [sequences, E]; the histogram is [E, qb_bins]. What is not wanted is [0].
+#: Statistics are [E], or [sequences, E] if sequences >= 0; the histogram is [E, qb_bins]. Results not requested are
+#: [0].
 route = define(
     "route(Tensor logits, Tensor? expert_bias, Tensor? token_mask, Tensor? forced_experts, Tensor? qb_bin_bounds, "
-    f"SymInt sequences, int qb_bins, bool wants_counts, bool wants_score_sum, bool wants_lse, {_ROUTER}) -> "
+    f"SymInt sequences, int qb_bins, bool needs_counts, bool needs_score_sum, bool needs_lse, {_ROUTER}) -> "
     "(Tensor weights, Tensor experts, Tensor tokens_per_expert, Tensor score_sum, Tensor lse, Tensor qb_histogram)",
     allocate_route,
-    calls_of_route,
+    route_calls,
 )
 
 
-def calls_of_route_backward(d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *router):
+def route_backward_calls(d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *router):
     """The C call of `route_backward`."""
     options = Router(*router)
     return calls.router_backward(
@@ -84,7 +85,7 @@ route_backward = define(
     "route_backward(Tensor logits, Tensor? experts, Tensor? token_mask, Tensor? lse, Tensor? d_weights, "
     f"Tensor? d_score_sum, Tensor? d_lse, {_ROUTER}) -> Tensor",
     lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
-    calls_of_route_backward,
+    route_backward_calls,
 )
 
 
@@ -122,7 +123,7 @@ def _route_dense(
     )
 
 
-#: Probabilities [T, E], the map in a RoutingMapFormat by its name ("": none, [0]), experts [T, K], and the histogram.
+#: Probabilities [T, E], the routing map in the named RoutingMapFormat ("": no map, [0]), experts [T, K], histogram.
 route_dense = define(
     f"route_dense(Tensor logits, Tensor? expert_bias, Tensor? qb_bin_bounds, str map_format, int qb_bins, {_ROUTER}) "
     "-> (Tensor probs, Tensor routing_map, Tensor experts, Tensor qb_histogram)",
@@ -156,7 +157,7 @@ def _aux_scores(results, logits, topk, score_function, map_format):
     )
 
 
-#: Auxiliary scores [T, E], float32, and the map of the topk best logits.
+#: Auxiliary scores [T, E], float32, and the routing map of the topk highest logits.
 aux_scores = define(
     "aux_scores(Tensor logits, int topk, int score_function, str map_format) -> (Tensor scores, Tensor routing_map)",
     lambda logits, topk, score_function, map_format: (
@@ -212,7 +213,7 @@ def _moe_aux_loss_backward(
     )
 
 
-#: The gradient of probs, [rows, C] of a dtype.
+#: The gradient of probs, [rows, C] in `dtype`.
 moe_aux_loss_backward = define(
     "moe_aux_loss_backward(Tensor d_loss, Tensor tokens_per_expert, Tensor num_tokens, SymInt rows, ScalarType dtype, "
     "int topk, int num_experts, float coeff) -> Tensor",

@@ -1,4 +1,4 @@
-"""Every operation of ours, by its name."""
+"""All registered operations."""
 
 from anabranch.torch.ops.dispatch_ops import (
     combine,

@@ -1,1 +1,1 @@
-"""Level 3: how a layer is spread over a process group, and the exchange of tokens between ranks."""
+"""Level 3: expert parallelism over a process group, and the exchange of tokens between ranks."""

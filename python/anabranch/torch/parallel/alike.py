@@ -1,8 +1,8 @@
-"""Whether all ranks of a group call the layer with the same sizes and options.
+"""Check that all ranks of a group call the layer with the same sizes and options.
 
-With different ones they would lose tokens, or wait for each other in collectives of different sizes. What is new to a
-rank is compared through the group's store, by the hosts alone: without a collective, and without waiting for a device.
-What a rank has compared before costs one look-up.
+With different ones, ranks would lose tokens, or wait for each other in collectives of different sizes. A rank compares
+new values through the group's store, without a collective and without waiting for a device. Values that it has compared
+before cost one look-up.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from torch import Tensor
 
 _ops = torch.library.Library("anabranch", "FRAGMENT")
 
-#: Arguments of the layer, in the order of the values of `compared`.
+#: Names of the values that `compare_options` compares, in order.
 _NAMES = (
     "x (tokens)",
     *("transport", "x (dtype)", "score_function"),
@@ -30,22 +30,22 @@ _NAMES = (
 
 @dataclasses.dataclass
 class _Compared:
-    """What the ranks of a group have compared: sets of values, and how often they did."""
+    """Values that the ranks of a group have compared, and the number of comparisons."""
 
     values: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
     times: int = 0
 
 
-_of_group: weakref.WeakKeyDictionary[Any, _Compared] = weakref.WeakKeyDictionary()
+_by_group: weakref.WeakKeyDictionary[Any, _Compared] = weakref.WeakKeyDictionary()
 
 
 def _check(group: Any, values: tuple[Any, ...]) -> None:
-    """Raises ValueError on every rank of a group where a value is another one on another rank.
+    """Raises ValueError on every rank of a group if a value differs between ranks.
 
-    All ranks come here in the same call. A rank whose values are new waits for the others, as long as the group's store
-    waits. Where the others know their values they don't compare, so that this rank raises when that time is over.
+    All ranks call this in the same call of the layer. A rank with new values waits for the others until the timeout of
+    the group's store. Ranks that have compared their values before do not answer; then this rank raises at the timeout.
     """
-    compared = _of_group.setdefault(group, _Compared())
+    compared = _by_group.setdefault(group, _Compared())
     if values in compared.values:
         return
     ranks, rank, store = dist.get_world_size(group), dist.get_rank(group), _store(group)
@@ -55,14 +55,14 @@ def _check(group: Any, values: tuple[Any, ...]) -> None:
     compared.times += 1
     store.set(_key(time, rank), json.dumps(values))
     try:
-        of_ranks = [json.loads(text) for text in store.multi_get([_key(time, other) for other in range(ranks)])]
+        all_values = [json.loads(text) for text in store.multi_get([_key(time, other) for other in range(ranks)])]
     except RuntimeError as error:
         shown = ", ".join(f"{name} {value}" for name, value in zip(_NAMES, values, strict=True))
         raise RuntimeError(f"group: got new options on rank {rank} ({shown}), expected them on all ranks") from error
-    if time > 0:  # Every rank has read the values before these.
+    if time > 0:  # Every rank has read the previous values.
         store.delete_key(_key(time - 1, rank))
-    for other, theirs in enumerate(of_ranks):
-        for name, first, value in zip(_NAMES, of_ranks[0], theirs, strict=True):
+    for other, theirs in enumerate(all_values):
+        for name, first, value in zip(_NAMES, all_values[0], theirs, strict=True):
             if value != first:
                 raise ValueError(
                     f"{name}: got {first} on rank 0 and {value} on rank {other} of the group, expected one value on all"
@@ -75,7 +75,7 @@ def _key(time: int, rank: int) -> str:
 
 
 def _store(group: Any) -> Any:
-    """The store of a process group; None: it has none, or its other ranks are not there."""
+    """The store of a process group, or None without a store or with the "fake" backend."""
     if dist.get_backend(group) == "fake":
         return None
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
@@ -97,16 +97,18 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("anabranch::compare", _none_dropped, lib=_ops)
 
 
-def compared(config: Any, x: Tensor, experts: Tensor) -> Tensor:
-    """How many assignments were dropped before any rank has sent one: int32 [], 0.
+def compare_options(config: Any, x: Tensor, experts: Tensor) -> Tensor:
+    """Compares sizes and options with the other ranks. Returns 0, int32 [].
 
-    A result, so that a compiled program compares when it runs.
+    The caller adds the result to the dropped slots, so a compiled program keeps the comparison.
 
     Args:
-      config: a GroupConfig; x: [T, D] and experts: int32 [T, K] of this rank.
+      config: a GroupConfig.
+      x: [T, D] of this rank.
+      experts: int32 [T, K] of this rank.
 
     Raises:
-      ValueError: a size or an option is another one on another rank. Every rank raises.
+      ValueError: a size or an option differs between ranks. Every rank raises.
     """
     layer, ranks, router = config.layer, config.ranks, config.layer.router
     network = layer.network
@@ -117,17 +119,17 @@ def compared(config: Any, x: Tensor, experts: Tensor) -> Tensor:
         network.activation_alpha,
         network.activation_limit,
     ]
-    of_router = (
+    router_options = (
         (0,) * 5
         if router is None
         else (router.normalize, router.num_groups, router.group_topk, router.group_score_topk, router.qb_bins)
     )
     integers = [
         *(x.shape[1], ranks.local_experts, ranks.topk, ranks.slots_per_token, ranks.align_size, config.fp8_exchange),
-        *of_router,
+        *router_options,
         *(network.weight_early, network.activation, network.precision, network.fp8_scales),
         *(layer.aux_loss, layer.z_loss, router is not None),
     ]
     compare = torch.ops.anabranch.compare.default if torch.compiler.is_compiling() else _compare
-    found: Tensor = compare(experts, ranks.group, texts, numbers, list(map(int, integers)))
-    return found
+    zero: Tensor = compare(experts, ranks.group, texts, numbers, list(map(int, integers)))
+    return zero

@@ -1,7 +1,7 @@
-"""Quantised rows as one message: what a transport carries where tokens travel as FP8.
+"""Quantised rows as one message of a transport, for exchanges in FP8.
 
-A row is D e4m3 numbers and the D/128 float32 scales of its blocks, 33 D / 32 bytes, as 32-bit integers: nothing on the
-way computes with them, so every bit arrives, those of a NaN too.
+A message row is D e4m3 numbers and D/128 float32 block scales, 33 D / 32 bytes, viewed as 32-bit integers. Integers
+preserve every bit, including those of NaN.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from anabranch.precision import BLOCK
 from anabranch.torch.ops import torch_ops
 
 
-class QuantizedRows(NamedTuple):
-    """Rows [T, D], and the scales of their blocks."""
+class QuantizedOperand(NamedTuple):
+    """Quantised rows with their block scales."""
 
     q: Tensor
     """float8_e4m3fn [T, D]"""
@@ -22,24 +22,24 @@ class QuantizedRows(NamedTuple):
     """float32 [T, D/128]"""
 
 
-def quantize_rows(x: Tensor, fp8_scales: int) -> QuantizedRows:
-    """Q1 of x [T, D]: a scale for 128 consecutive elements of a row."""
-    return QuantizedRows(*torch_ops.quantize_rows(x, fp8_scales))
+def quantize_rows(x: Tensor, fp8_scales: int) -> QuantizedOperand:
+    """Quantises x [T, D] with one scale per 128 consecutive elements of a row."""
+    return QuantizedOperand(*torch_ops.quantize_rows(x, fp8_scales))
 
 
-def pack(rows: QuantizedRows) -> Tensor:
-    """int32 [T, D/4 + D/128] of quantised rows [T, D]: their numbers, then their scales."""
+def pack(rows: QuantizedOperand) -> Tensor:
+    """Packs quantised rows [T, D] into int32 [T, D/4 + D/128]: numbers, then scales."""
     return torch.cat([rows.q.view(torch.int32), rows.scales.view(torch.int32)], 1)
 
 
-def unpack(message: Tensor, D: int) -> QuantizedRows:
-    """The quantised rows [T, D] that `pack` was given."""
+def unpack(message: Tensor, D: int) -> QuantizedOperand:
+    """The inverse of `pack`."""
     numbers, scales = (part.contiguous() for part in message.split([D // 4, D // BLOCK], 1))
-    return QuantizedRows(numbers.view(torch.float8_e4m3fn), scales.view(torch.float32))
+    return QuantizedOperand(numbers.view(torch.float8_e4m3fn), scales.view(torch.float32))
 
 
-def dequantize(rows: QuantizedRows, dtype: torch.dtype) -> Tensor:
-    """q * scale [T, D], rounded to `dtype`, and to its largest number where a scale rounded up leads past that."""
+def dequantize(rows: QuantizedOperand, dtype: torch.dtype) -> Tensor:
+    """q * scale [T, D], rounded to `dtype` and clamped to its finite range, which a rounded-up scale can exceed."""
     T, D = rows.q.shape
     blocks = rows.q.float().view(T, D // BLOCK, BLOCK) * rows.scales[:, :, None]
     largest = torch.finfo(dtype).max

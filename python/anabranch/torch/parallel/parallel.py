@@ -1,4 +1,4 @@
-"""How a layer is spread over a process group: checks, the ranks' buffers, the choice of a transport, counts."""
+"""Expert parallelism over a process group: argument checks, buffer sizes, choice of transport, counts."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from anabranch.torch.parallel.exchange import TRANSPORTS, Ranks, choose
 
 
 class Parallel(NamedTuple):
-    """The options of expert parallelism, checked."""
+    """Checked options of expert parallelism."""
 
     group: Any
     transport: str
@@ -23,35 +23,37 @@ class Parallel(NamedTuple):
     ranks: int
     """P."""
     rank: int
-    """Which of the group's ranks this process is."""
+    """This process's rank in the group."""
 
 
 def check_ranks(value: Any) -> tuple[Any, Any]:
-    """(process group, mesh) of a process group, which has no mesh, or of a DeviceMesh; (None, None) of None."""
+    """(process group, mesh) from a process group (mesh None), a DeviceMesh, or None (both None)."""
     if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         return value, None
     if not (dist.is_available() and isinstance(value, dist.DeviceMesh)):
         expected = "a torch.distributed.ProcessGroup, a DeviceMesh or None"
         raise TypeError(f"group: got {check.describe(value)}, expected {expected}")
     if value.ndim != 1:
-        raise ValueError(f"group: got a DeviceMesh of {value.ndim} dimensions, expected one: a mesh['name']")
+        raise ValueError(
+            f"group: got a DeviceMesh of {value.ndim} dimensions, expected one dimension, for example mesh['name']"
+        )
     return value.get_group(), value
 
 
 def sharded(value: Tensor, mesh: Any) -> Tensor:
-    """This rank's part of a tensor as a DTensor of a mesh, divided in the first dimension; None: as it is."""
+    """A DTensor, sharded in the first dimension, from this rank's shard; without a mesh the shard itself."""
     if mesh is None:
         return value
     from torch.distributed.tensor import DTensor, Shard
 
-    of_all: Tensor = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
-    return of_all
+    whole: Tensor = DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
+    return whole
 
 
 def check_parallel(
     group: Any, transport: Any, capacity_factor: Any, fp8_exchange: Any, precision: int
 ) -> Parallel | None:
-    """Checks the arguments beside a precision of the experts; None: no group."""
+    """Checks the options for the given precision of the experts. Returns None without a group."""
     transport = check.choice("transport", transport, ("auto", *TRANSPORTS))
     if capacity_factor is not None and check.number("capacity_factor", capacity_factor) <= 0:
         raise ValueError(f"capacity_factor: got {capacity_factor}, expected a number > 0")
@@ -79,21 +81,25 @@ def place(
     *,
     repeats: bool,
 ) -> tuple[Ranks, str]:
-    """The ranks' buffers, and the name of a transport.
+    """Computes buffer sizes and chooses the transport.
 
     Args:
-      parallel: what was asked for.
-      x: of this rank; tokens: of it.
-      topk: K; num_experts: E; local_experts: those that w_in has; align_size: as for `plan`.
-      repeats: whether a token may have one expert twice.
+      parallel: the options.
+      x: of this rank.
+      tokens: T of this rank.
+      topk: K.
+      num_experts: E.
+      local_experts: experts of w_in.
+      align_size: as in `plan`.
+      repeats: whether an expert may repeat within a token.
 
     Raises:
-      ValueError: the experts can't be divided so.
+      ValueError: local_experts times the ranks is not num_experts, or buffers are too large.
     """
     P = parallel.ranks
     if local_experts * P != num_experts:
         raise ValueError(
-            f"w_in: got {local_experts} experts, expected {num_experts} / {P}, as each of the group's {P} ranks has"
+            f"w_in: got {local_experts} experts, expected {num_experts} / {P} on each of the group's {P} ranks"
         )
     slots_per_token = topk if repeats else min(topk, local_experts)
     ranks = Ranks(
@@ -111,18 +117,16 @@ def place(
     name = parallel.transport
     if name == "auto":
         name = choose(x.device.type, ranks, x.dtype.itemsize, parallel.fp8_exchange)
-    ranks.check(name, check.too_many)
+    ranks.check(name, check.exceeds_int32)
     return ranks, name
 
 
-def counts_of_all(
-    parallel: Parallel, counts: Tensor, dropped: Tensor, histogram: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(counts, drops by rank [P], histogram) of all ranks from this rank's, int32, by one all-reduce."""
+def sum_counts(parallel: Parallel, counts: Tensor, dropped: Tensor, histogram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over all ranks with one int32 all-reduce: (counts, dropped slots by source rank [P], histogram)."""
     by_source = dropped.new_zeros(parallel.ranks)
     by_source[parallel.rank] = dropped
     own = counts, by_source, histogram
     packed = summed(torch.cat([values.reshape(-1) for values in own]), parallel.group)
     parts = packed.split([values.numel() for values in own])
-    of_all, by_source, histogram = (part.clone().view_as(own_part) for part, own_part in zip(parts, own, strict=True))
-    return of_all, by_source, histogram
+    counts, by_source, histogram = (part.clone().view_as(own_part) for part, own_part in zip(parts, own, strict=True))
+    return counts, by_source, histogram

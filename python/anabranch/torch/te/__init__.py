@@ -1,1 +1,1 @@
-"""Level 5: the interfaces of TransformerEngine's PyTorch front end, on our operations."""
+"""Level 5: functions with the interface of TransformerEngine's PyTorch front end."""

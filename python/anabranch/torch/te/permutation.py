@@ -1,10 +1,10 @@
-"""Dispatch and combine in TransformerEngine's form, under the names of its PyTorch front end.
+"""Dispatch and combine with the interface of TransformerEngine's PyTorch front end.
 
-Sizes: T tokens, E experts, K experts a token, D width, R rows. A mask map [T, E] says which experts a token goes to,
-any number of them; an index map [T, K] names K of them. Rows of an expert stand together, in token order.
+Sizes: T tokens, E experts, K experts per token, D width, R rows. A mask [T, E] marks the experts of
+each token, any number of them; an index map [T, K] lists K of them. Rows of an expert are contiguous, in token order.
 
-Code that calls `transformer_engine.pytorch.permutation` moves over by changing the import. Nothing waits for the
-device: numbers of rows come from the host.
+Code that calls `transformer_engine.pytorch.permutation` only needs another import. The host does not wait for the
+device: numbers of rows are host values.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,21 @@ from anabranch.torch.binding.autograd import Function
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.dispatch import ANY_DTYPE, _Combine, _Dispatch
 
-# Not uint8, as which a map of bits comes.
+# Without uint8, the dtype of a bitmap.
 _MAP_DTYPES = (torch.bool, torch.int8, *check.INDICES)
 _MAP_TYPES = ("mask", "index")
-#: The index of no expert: an int32 that is sorted behind all others.
+#: Sort key for "no expert": the largest int32.
 _NO_EXPERT = check.INDEX_LIMIT - 1
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
-    """values [N] at an index of any shape; 0 where that is negative."""
+    """values[index] for values [N] and an index of any shape; 0 where the index is negative."""
     padded = torch.nn.functional.pad(values, (0, 1))
     return padded.index_select(0, torch.where(index < 0, values.shape[0], index).reshape(-1)).reshape(index.shape)
 
 
 class _DispatchProbs(Function):
-    """Probabilities [T, E] to rows [R]."""
+    """Gathers probabilities [T, E] to rows [R]."""
 
     @staticmethod
     def forward(probs, row_of_slot, slot_of_row):
@@ -54,20 +54,20 @@ class _DispatchProbs(Function):
 
 
 def _mask(inp: Tensor, value: Any) -> Tensor:
-    """A map of T tokens as bool [T, E]."""
+    """Checks a mask and returns it as bool [T, E]."""
     routing_map = check.tensor("routing_map", value, _MAP_DTYPES, (("T", inp.shape[0]), "E"))
     if routing_map.shape[1] < 1:
         raise ValueError(f"routing_map: got {check.describe(routing_map)}, expected [T, E] with E >= 1")
     check_num_slots("routing_map", *routing_map.shape)
-    check.on_device_of("inp", inp, routing_map=routing_map)
+    check.same_device("inp", inp, routing_map=routing_map)
     return routing_map != 0
 
 
-def _on_host(num_out_tokens: Any) -> Any:
-    """A number of rows that may be an integer scalar in the host's memory, as Megatron has it, or None: -1.
+def _host_number(num_out_tokens: Any) -> Any:
+    """num_out_tokens as a host value: Megatron passes an integer scalar on the CPU. None becomes -1.
 
     Raises:
-      TypeError: another tensor.
+      TypeError: it is another kind of tensor.
     """
     if num_out_tokens is None:
         return -1
@@ -75,36 +75,36 @@ def _on_host(num_out_tokens: Any) -> Any:
         if num_out_tokens.dim() or num_out_tokens.device.type != "cpu" or num_out_tokens.dtype not in check.INDICES:
             raise TypeError(
                 f"num_out_tokens: got {check.describe(num_out_tokens)} on {num_out_tokens.device}, expected an int or "
-                "an integer scalar on the CPU: a device would have to be waited for"
+                "an integer scalar on the CPU: the host would have to wait for a device"
             )
         return int(num_out_tokens)
     return num_out_tokens
 
 
-def _rows_of_mask(num_out_tokens: Any) -> int:
-    """R of a mask.
+def _mask_num_rows(num_out_tokens: Any) -> int:
+    """R for a mask.
 
     Raises:
-      TypeError, ValueError: no integer in [0, 2^31), or none, which with a mask says nothing.
+      TypeError, ValueError: num_out_tokens is no integer in [0, 2^31), or is not given.
     """
-    number = _on_host(num_out_tokens)
+    number = _host_number(num_out_tokens)
     if isinstance(number, int) and number == -1:
         raise ValueError(
-            "num_out_tokens: got none with a mask, expected the number of its nonzero entries: to count them, a device "
-            "would have to be waited for"
+            "num_out_tokens: got none with a mask, expected the number of its nonzero entries: to count them, the host "
+            "would have to wait for a device"
         )
     return check.num_rows("num_out_tokens", number)
 
 
 def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor, Tensor]:
-    """(row_of_slot [T, K], slot_of_row [R]) of an index map, sorted by expert and then by slot."""
+    """(row_of_slot [T, K], slot_of_row [R]) from an index map, sorted by expert, then by slot."""
     index = check.indices("routing_map", value, (("T", inp.shape[0]), "K"))
     if index.shape[1] < 1:
         raise ValueError(f"routing_map: got {check.describe(index)}, expected [T, K] with K >= 1")
-    check.on_device_of("inp", inp, routing_map=index)
+    check.same_device("inp", inp, routing_map=index)
     check_num_slots("routing_map", *index.shape)
     N = index.numel()
-    R = check.size("num_out_tokens", _on_host(num_out_tokens), -1)
+    R = check.size("num_out_tokens", _host_number(num_out_tokens), -1)
     R = N if R <= 0 else R
     keys = torch.where(index < 0, _NO_EXPERT, index).reshape(-1)
     order = keys.argsort(stable=True)
@@ -116,13 +116,13 @@ def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor,
     return row_of_slot.to(torch.int32).reshape(index.shape), slot_of_row.to(torch.int32)
 
 
-def _maps_of_rows(row_id_map: Tensor, num_slots: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(row_of_slot [T, K], slot_of_row [R]) of the row_id_map [K T] of an index map, whatever it holds."""
+def _index_maps(row_id_map: Tensor, num_slots: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """(row_of_slot [T, K], slot_of_row [R]) from the row_id_map [K T] of an index map; any values are allowed."""
     T = row_id_map.shape[0] // max(num_slots, 1)
     rows = row_id_map.reshape(num_slots, T).t()
     slots = torch.arange(T * num_slots, dtype=torch.int32, device=row_id_map.device)
     places = torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).reshape(-1).long()
-    # Where several slots name one row, the last.
+    # If several slots name one row, the last slot gets it.
     nowhere = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=row_id_map.device)
     slot_of_row = nowhere.scatter_reduce(0, places, slots, "amax")[:num_rows]
     there = torch.nn.functional.pad(slot_of_row, (0, 1), value=-1)[places] == slots
@@ -135,7 +135,7 @@ def _maps_of_rows(row_id_map: Tensor, num_slots: int, num_rows: int) -> tuple[Te
 def _permute(
     inp: Tensor, routing_map: Tensor, num_rows: int, align_size: int, probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(rows, their probabilities, row_id_map, tokens_per_expert) of a bool map."""
+    """(rows, their probabilities, row_id_map, tokens_per_expert) for a bool mask."""
     counts, row_of_slot, slot_of_row, row_id_map = torch_ops.plan_of_map(routing_map, num_rows, align_size)
     rows = _Dispatch.call(inp, row_of_slot, slot_of_row)
     permuted_probs = None if probs is None else _DispatchProbs.call(probs, row_of_slot, slot_of_row)
@@ -149,7 +149,7 @@ def _tokens(value: Any) -> Tensor:
 def _probabilities(inp: Tensor, value: Any, routing_map: Tensor) -> Tensor:
     T, E = routing_map.shape
     probs = check.tensor("probs", value, check.FLOATS, (("T", T), ("E", E)))
-    check.on_device_of("inp", inp, probs=probs)
+    check.same_device("inp", inp, probs=probs)
     return probs
 
 
@@ -160,28 +160,27 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[Tensor, Tensor]:
-    """Copies every token to one row for each of its experts; rows of an expert stand together, in token order.
+    """Copies every token to one row per expert; rows of an expert are contiguous, in token order.
 
     Args:
-      inp: [T, D] float32, bfloat16 or float16, or without a gradient bool, uint8, int16, int32, int64.
-      routing_map: of map_type "mask" bool, int8, int16, int32 or int64 [T, E], nonzero where the token goes to the
-        expert; of "index" int16, int32 or int64 [T, K], experts, of which a negative one is none.
-      num_out_tokens: R, how many rows there are, an int or an integer scalar on the CPU: with a mask the number of its
-        nonzero entries; with indices 0, -1 or None stand for T K. Entries past it get no row, rows that are left are
-        zero.
-      max_token_num: takes part in nothing; TransformerEngine sizes a buffer with it.
+      inp: [T, D] float32, bfloat16 or float16, or (without a gradient) bool, uint8, int16, int32, int64.
+      routing_map: for map_type "mask" bool, int8, int16, int32 or int64 [T, E], nonzero where the token is routed to
+        the expert; for "index" int16, int32 or int64 [T, K], experts; a negative one is no expert.
+      num_out_tokens: R, the number of rows, an int or an integer scalar on the CPU. With a mask: the number of its
+        nonzero entries. With indices, 0, -1 or None stand for T K. Entries past R get no row; unused rows are zero.
+      max_token_num: ignored; TransformerEngine sizes a buffer with it.
       map_type: "mask" or "index".
 
     Returns:
-      (rows [R, D], dtype of inp; row_id_map for `moe_unpermute`: with a mask int32 [T, 2E+1], a token's rows in
-      descending order, from column E on their experts, and how many they are in the last column; with indices int32
-      [K T], the row of expert k of token t at k T + t, -1: none).
+      (rows [R, D], dtype of inp; row_id_map for `moe_unpermute`). With a mask, row_id_map is int32 [T, 2E+1]: a token's
+      rows in descending order, from column E on their experts, and in the last column their number. With indices it is
+      int32 [K T]: the row of expert k of token t at k T + t, or -1.
 
-    Gradient: in inp the sum of the token's rows, added in float32. Not differentiable twice.
+    Gradient: of inp, the sum of the token's rows in float32. No double backward.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or a size is out of range.
+      ValueError: shapes do not match, or a size is out of range.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -195,14 +194,14 @@ def moe_permute(
         row_of_slot, slot_of_row = _indexed_rows(inp, routing_map, num_out_tokens)
         return _Dispatch.call(inp, row_of_slot, slot_of_row), row_of_slot.t().reshape(-1)
     mask = _mask(inp, routing_map)
-    rows, _, row_id_map, _ = _permute(inp, mask, _rows_of_mask(num_out_tokens), 0, None)
+    rows, _, row_id_map, _ = _permute(inp, mask, _mask_num_rows(num_out_tokens), 0, None)
     return rows, row_id_map
 
 
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_permute` of a mask, and the probability of every row.
+    """`moe_permute` with a mask, and the probability of every row.
 
     Args:
       inp: [T, D], as in `moe_permute`.
@@ -211,15 +210,15 @@ def moe_permute_with_probs(
       num_out_tokens: R, as in `moe_permute`.
 
     Returns:
-      (rows [R, D], dtype of inp; permuted_probs [R], dtype of probs, probs[t, e] of each row, 0 in rows that are left;
+      (rows [R, D], dtype of inp; permuted_probs [R], dtype of probs, probs[t, e] of each row, 0 in unused rows;
       row_id_map int32 [T, 2E+1]).
 
-    Gradient: in inp the sum of the token's rows; in probs that of the row, also where a probability is 0, and 0 where
-    there is no row. Not differentiable twice.
+    Gradient: of inp, the sum of the token's rows; of probs, that of the row, also where a probability is 0, and 0
+    without a row. No double backward.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or a size is out of range.
+      ValueError: shapes do not match, or a size is out of range.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -230,7 +229,7 @@ def moe_permute_with_probs(
     inp = _tokens(inp)
     mask = _mask(inp, routing_map)
     probs = _probabilities(inp, probs, mask)
-    num_rows = _rows_of_mask(num_out_tokens)
+    num_rows = _mask_num_rows(num_out_tokens)
     rows, permuted_probs, row_id_map, _ = _permute(inp, mask, num_rows, 0, probs)
     assert permuted_probs is not None
     return rows, permuted_probs, row_id_map
@@ -251,21 +250,22 @@ def moe_permute_and_pad_with_probs(
       inp: [T, D], as in `moe_permute`.
       probs: float32, bfloat16 or float16 [T, E].
       routing_map: a mask [T, E], as in `moe_permute`.
-      tokens_per_expert: int16, int32 or int64 [E], the column sums of the map, on the CPU: R is the sum of these, each
-        rounded up. With num_rows they may be anywhere and are not read.
+      tokens_per_expert: int16, int32 or int64 [E], the column sums of the mask, on the CPU. R is their sum after
+        rounding each up. With num_rows they may be on any device and are not read.
       align_size: a >= 1.
-      num_rows: R, a multiple of a, where tokens_per_expert is on a device or the program is compiled; a bound will do,
-        floor((n + E (a-1)) / a) a of n entries: rows behind the last expert's are zero.
+      num_rows: R, a multiple of a; required if tokens_per_expert is on a device or the program is compiled. An upper
+        bound suffices, floor((n + E (a-1)) / a) a for n entries: rows past the last expert are zero.
 
     Returns:
-      (rows [R, D], permuted_probs [R], row_id_map int32 [T, 2E+1], pad_offsets int64 [E], the rows of padding before
-      every expert, for `moe_unpermute`, and int64 [E], the rows of every expert with its padding). Padding is zero.
+      (rows [R, D], permuted_probs [R], row_id_map int32 [T, 2E+1], pad_offsets int64 [E], padded counts int64 [E]).
+      pad_offsets are the padding rows before every expert, for `moe_unpermute`; padded counts are the rows of every
+      expert including padding. Padding rows are zero.
 
-    Gradient: as in `moe_permute_with_probs`. Not differentiable twice.
+    Gradient: as in `moe_permute_with_probs`. No double backward.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, a size is out of range, or counts on a device come without num_rows.
+      ValueError: shapes do not match, a size is out of range, or counts on a device come without num_rows.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -282,8 +282,8 @@ def moe_permute_and_pad_with_probs(
         R = check.num_rows("num_rows", num_rows, a)
     elif given.device.type != "cpu":
         raise ValueError(
-            f"tokens_per_expert: got a tensor on {given.device}, expected one on the CPU, whose sum says how many rows "
-            "there are, or num_rows"
+            f"tokens_per_expert: got a tensor on {given.device}, expected one on the CPU, whose sum is the number of "
+            "rows, or num_rows"
         )
     else:
         R = check.num_rows("tokens_per_expert", int(_round_up(given.clamp(min=0), a).sum()), a)
@@ -302,7 +302,7 @@ def _round_up(counts: Tensor, align_size: int) -> Tensor:
 
 
 def _check_shape(restore_shape: Any, shape: tuple[int, int]) -> None:
-    """Refuses what is not the shape of the result."""
+    """Raises if restore_shape is not the shape of the result."""
     expected = f"{shape}, the tokens of row_id_map"
     if not isinstance(restore_shape, (tuple, list)):
         raise TypeError(f"restore_shape: got {check.describe(restore_shape)}, expected {expected}")
@@ -320,27 +320,27 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Brings the rows of every token together: the sum over its experts of merging_probs[t, e] * inp[row].
+    """Sums the rows of every token: the sum over its experts of merging_probs[t, e] * inp[row].
 
     Args:
       inp: [R, D] float32, bfloat16 or float16.
-      row_id_map: int16, int32 or int64, from `moe_permute` and its kind: with a mask [T, 2E+1], with indices [K T].
-      merging_probs: float32, bfloat16 or float16, of a mask [T, E], of indices [T, K]; None: ones, and with indices
-        every row by itself, K = 1.
-      restore_shape: (T, D) or None; the result has that shape.
+      row_id_map: int16, int32 or int64, from a permute function: with a mask [T, 2E+1], with indices [K T].
+      merging_probs: float32, bfloat16 or float16, with a mask [T, E], with indices [T, K]. None: ones, and with indices
+        K = 1.
+      restore_shape: (T, D), the shape of the result, or None.
       map_type: "mask" or "index", as in `moe_permute`.
-      probs: an earlier name of merging_probs.
+      probs: the older name of merging_probs.
       pad_offsets: int16, int32 or int64 [E] from `moe_permute_and_pad_with_probs`, else None.
 
     Returns:
-      [T, D], dtype of inp, added in float32, experts ascending or in the order of the indices.
+      [T, D], dtype of inp, summed in float32, in ascending order of experts or in the order of the indices.
 
-    Gradient: in inp merging_probs[t, e] d_out[t], zero in padding; in merging_probs <d_out[t], inp[row]>, also where a
-    probability is 0, and 0 where there is no row. Not differentiable twice.
+    Gradient: of inp, merging_probs[t, e] d_out[t], zero in padding rows; of merging_probs, <d_out[t], inp[row]>, also
+    where a probability is 0, and 0 without a row. No double backward.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit.
+      ValueError: shapes do not match.
 
     Source: the function of this name in transformer_engine.pytorch.
 
@@ -365,8 +365,8 @@ def moe_unpermute(
                 f"{name}: got {check.describe(weights)}, expected the {row_id_map.shape[0]} probabilities of the rows "
                 "in row_id_map"
             )
-        check.on_device_of("inp", inp, row_id_map=row_id_map, **{name: weights})
-        row_of_slot, slot_of_row = _maps_of_rows(row_id_map, K, R)
+        check.same_device("inp", inp, row_id_map=row_id_map, **{name: weights})
+        row_of_slot, slot_of_row = _index_maps(row_id_map, K, R)
     else:
         row_id_map = check.indices("row_id_map", row_id_map, ("T", "2E+1"))
         T, width = row_id_map.shape
@@ -376,7 +376,7 @@ def moe_unpermute(
         check_num_slots("row_id_map", T, E)
         weights = check.optional_tensor(name, weights, check.FLOATS, (("T", T), ("E", E)))
         offsets = None if pad_offsets is None else check.indices("pad_offsets", pad_offsets, (("E", E),))
-        check.on_device_of("inp", inp, row_id_map=row_id_map, pad_offsets=offsets, **{name: weights})
+        check.same_device("inp", inp, row_id_map=row_id_map, pad_offsets=offsets, **{name: weights})
         row_of_slot, slot_of_row = torch_ops.expand_row_id_map(row_id_map, offsets, R)
     if restore_shape is not None:
         _check_shape(restore_shape, (row_of_slot.shape[0], D))

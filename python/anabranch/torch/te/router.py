@@ -1,8 +1,8 @@
-"""The router in TransformerEngine's form: dense probabilities and routing maps, under its names.
+"""The router with TransformerEngine's interface: dense probabilities and routing maps.
 
-Code that calls `transformer_engine.pytorch.router` moves over by changing the import. Differences: every score function
-works with quantile balancing, leading axes are kept, `topk_indices` excludes a map's format, and an option that has no
-effect is an error, except use_pre_softmax with other scores than softmax and the values that stand for "not used".
+Code that calls `transformer_engine.pytorch.router` only needs another import. Differences: every score function
+supports quantile balancing, leading axes are preserved, `topk_indices` excludes a map format, and an option without
+effect is an error. Exceptions are use_pre_softmax with other scores than softmax, and values that mean "not used".
 """
 
 import math
@@ -76,14 +76,14 @@ class _AuxScores(Function):
 
 
 def _histogram(options: dict[str, Any], num_experts: int, histogram: Any, bounds: Any, mode: Any) -> Tensor | None:
-    """Checks the arguments of quantile balancing, and adds its option to the router's."""
+    """Checks the arguments of quantile balancing and adds `qb_bins` to the router's options."""
     if histogram is None:
         check_no_histogram(bounds, mode)
         return None
     check_histogram_mode(mode)
     if bounds is None:
         raise ValueError("qb_bin_bounds: got None with qb_histogram, expected float32 [2] or a pair")
-    counts = check.written("qb_histogram", histogram, (torch.int32,), (("E", num_experts), "bins"))
+    counts = check.writable("qb_histogram", histogram, (torch.int32,), (("E", num_experts), "bins"))
     options["qb_bins"] = check_bins(counts)
     return counts
 
@@ -92,7 +92,7 @@ def _indices(value: Any, leading: tuple[int, ...], num_experts: int, options: Ro
     """Checks `topk_indices`."""
     if value is None:
         return None
-    indices = check.written("topk_indices", value, check.INDICES, (*leading, ("K", options.topk)))
+    indices = check.writable("topk_indices", value, check.INDICES, (*leading, ("K", options.topk)))
     check_index_dtype("topk_indices", str(indices.dtype).removeprefix("torch."), num_experts)
     return indices
 
@@ -112,32 +112,32 @@ def fused_topk_with_score_function(
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_histogram_mode: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores, top-k and weights in TransformerEngine's dense form.
+    """Scores, top-k selection and weights in TransformerEngine's dense form.
 
     Args:
       logits: float32, bfloat16 or float16 [..., E].
       topk: K, 1 <= K <= E.
-      use_pre_softmax: raw softmax scores as weights; else softmax over the selected logits. Other score functions take
-        no notice of it: sigmoid and sqrtsoftplus scores are normalised where topk > 1.
+      use_pre_softmax: raw softmax scores as weights; False: softmax over the selected logits. Other score functions
+        ignore it: sigmoid and sqrtsoftplus scores are normalised if topk > 1.
       num_groups, group_topk: as in `route`; None, 0 or -1: no groups.
       scaling_factor: finite Python number; multiplies the probabilities. None: 1.
       score_function: "softmax", "sigmoid" or "sqrtsoftplus".
-      expert_bias: float [E], added to sigmoid and sqrtsoftplus scores for the selection only.
+      expert_bias: float [E], added to sigmoid and sqrtsoftplus scores for selection only.
       routing_map_format: a RoutingMapFormat, its value or its name.
-      topk_indices: int16, int32 or int64 [..., K]: the experts of every token, best first, are written to it, and it is
-        the second result in place of a map; not together with another routing_map_format than the default.
-      qb_histogram: int32 [E, bins]: quantile balancing, as in `route`, which needs expert_bias and qb_bin_bounds. The
-        counts of the tokens here are added to it, in place; a count stays at 2^31 - 1 where int32 can't hold more.
+      topk_indices: int16, int32 or int64 [..., K]. The experts of every token, best first, are written to it, and it
+        replaces the map as the second result. Requires the default routing_map_format.
+      qb_histogram: int32 [E, bins]: quantile balancing, as in `route`; requires expert_bias and qb_bin_bounds. The
+        counts are added to it in place and saturate at 2^31 - 1.
       qb_bin_bounds: float32 [2] or a pair, lower < upper.
-      qb_histogram_mode: "two_kernel" or "fused_atomic": the same here.
+      qb_histogram_mode: "two_kernel" or "fused_atomic"; both have the same effect.
 
     Returns:
       probs [..., E] in the logits' dtype, zero where not selected, and the routing map, or topk_indices.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument has a wrong type or value.
 
-    Gradients: from the probabilities to logits; cotangents at unselected ones are ignored. Not differentiable twice.
+    Gradients: of logits, from the probabilities; cotangents of unselected experts are ignored. No double backward.
     Source: TransformerEngine, transformer_engine/pytorch/router.py (interface).
 
     >>> logits = torch.tensor([[1.0, 3.0, 2.0]])
@@ -168,7 +168,7 @@ def fused_topk_with_score_function(
     if indices is not None:
         check_map_or_indices(map_format, "topk_indices")
     bounds = quantile_operand(options, logits, bias, qb_bin_bounds)
-    check.on_device_of(
+    check.same_device(
         "logits", logits, expert_bias=bias, topk_indices=indices, qb_histogram=histogram, qb_bin_bounds=bounds
     )
     probs, routing_map, experts, counts = _Dense.call(
@@ -192,7 +192,7 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str,
     routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
 ) -> tuple[Tensor, Tensor]:
-    """The scores that load-balancing losses use, and the map of the topk best logits.
+    """The scores for load-balancing losses, and the map of the topk highest logits.
 
     Args:
       logits: float32, bfloat16 or float16 [..., E].
@@ -201,12 +201,12 @@ def fused_compute_score_for_moe_aux_loss(
       routing_map_format: a RoutingMapFormat, its value or its name.
 
     Returns:
-      The routing map, and scores float32 [..., E] that sum to 1: softmax, or scores divided by their sum.
+      The routing map, and scores float32 [..., E], normalised to sum 1.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument has a wrong type or value.
 
-    Gradients: from the scores to logits. Not differentiable twice.
+    Gradients: of logits, from the scores. No double backward.
     Source: TransformerEngine, transformer_engine/pytorch/router.py (interface).
 
     >>> routing_map, scores = fused_compute_score_for_moe_aux_loss(torch.tensor([[0.0, 0.0]]), 1, "softmax")

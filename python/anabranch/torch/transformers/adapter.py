@@ -1,8 +1,8 @@
-"""Hugging Face Transformers: the experts of its models, computed by `routed_experts`.
+"""Experts of Hugging Face Transformers models computed by `routed_experts`.
 
-After `register()` any model whose experts follow the library's interface takes `experts_implementation="anabranch"`:
-its parameters stay where and as they are, its router stays its own. What an experts module computes is found by
-evaluating its gate function; one that is not an activation of ours is an error, never replaced by a similar one.
+`register()` adds the experts implementation "anabranch" for every model whose experts follow the interface of
+Transformers. Parameters and router stay unchanged. The activation of an experts module is recognised by evaluating its
+gate function. A function that is no `Activation` is an error; it is never replaced by a similar one.
 """
 
 import functools
@@ -28,14 +28,14 @@ from anabranch.torch.transformers.experts_module import Experts, described, expe
 __all__ = ["NAME", "Experts", "check", "load_balancing_loss_func", "register"]
 
 NAME = "anabranch"
-"""What `experts_implementation` calls it."""
+"""Value of `experts_implementation`."""
 OLDEST = "5.9"
-"""The oldest transformers that is meant to work."""
+"""The oldest supported version of Transformers."""
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
     try:
-        value = getattr(module, name)  # without a default, see _attributes_read
+        value = getattr(module, name)  # without a default, see attributes.py
     except AttributeError:
         value = None
     if not isinstance(value, Tensor):
@@ -49,27 +49,27 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
 
 
 def _parted(weight: Tensor, layout: str, parts: int) -> Tensor:
-    """W_in or b_in, whose last axes are P and F together or D behind them, with P and F apart."""
+    """Splits the P F axis of W_in or b_in; it is the last one, or the one before D."""
     axis = weight.dim() - (2 if layout.endswith("d") and weight.dim() == 3 else 1)
     P_first = layout.index("p") < layout.index("f")
     return weight.unflatten(axis, (parts, -1) if P_first else (-1, parts))
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward pass of an experts module: what stands in the library's table of implementations.
+    """The forward pass of an experts module, as registered with Transformers.
 
     Args:
-      module: with gate_up_proj, or up_proj of ungated experts, down_proj, and the biases of both.
+      module: has gate_up_proj (ungated experts: up_proj), down_proj, and optional biases.
       hidden_states: [T, D].
-      top_k_index: [T, K]; an index outside [0, E) is an expert of another rank, or none.
+      top_k_index: [T, K]; an index outside [0, E) is no expert of this rank.
       top_k_weights: [T, K].
 
     Returns:
       [T, D], dtype of hidden_states.
 
     Raises:
-      NotImplementedError: the module computes what we can't express; the message names it.
-      TypeError, ValueError: a tensor is wrong; the message names it.
+      NotImplementedError: the module computes something that `Experts` cannot express.
+      TypeError, ValueError: a tensor has a wrong type, dtype or shape.
     """
     experts = described(module)
     parts = 2 if flag(module, "has_gate", True) else 1
@@ -98,38 +98,38 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     return combine(norm(rows).to(x.dtype), layout, top_k_weights).to(hidden_states.dtype)
 
 
-#: Fields of a configuration that say that a model has experts.
-_SAY_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "output_router_logits")
+#: A configuration with one of these fields belongs to a model with experts.
+_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "output_router_logits")
 
 
-def _describe_all(model: nn.Module) -> dict[str, Experts]:
+def _describe_all(model: nn.Module, *, again: bool = False) -> dict[str, Experts]:
     modules = experts_modules(model)
     if not modules:
         raise NotImplementedError(
             f'experts_implementation="{NAME}": got {model_name(model)}, which has no experts that follow the interface '
-            "of transformers.integrations.moe, expected a model that has: the library computes them in one way alone"
+            "of transformers.integrations.moe, expected a model that has: Transformers would ignore this implementation"
         )
-    return {path: described(module) for path, module in modules.items()}
+    return {path: described(module, again=again) for path, module in modules.items()}
 
 
-def _asked_for(config: Any) -> bool:
+def _is_selected(config: Any) -> bool:
     return bool(getattr(config, "_experts_implementation", None) == NAME)
 
 
 def _after_init(post_init: Callable[..., None]) -> Callable[..., None]:
-    """PreTrainedModel.post_init, with which every model of the library ends its constructor."""
+    """Wraps PreTrainedModel.post_init, which every model calls at the end of its constructor."""
 
     @functools.wraps(post_init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         post_init(self, *args, **kwargs)
-        if _asked_for(self.config) and any(hasattr(self.config, field) for field in _SAY_EXPERTS):
+        if _is_selected(self.config) and any(hasattr(self.config, field) for field in _EXPERTS_FIELDS):
             _describe_all(self)
 
     return wrapped
 
 
 def _after_choice(choose: Callable[..., None]) -> Callable[..., None]:
-    """PreTrainedModel.set_experts_implementation."""
+    """Wraps PreTrainedModel.set_experts_implementation."""
 
     @functools.wraps(choose)
     def wrapped(self: Any, experts_implementation: Any, *args: Any, **kwargs: Any) -> None:
@@ -144,19 +144,19 @@ def _after_choice(choose: Callable[..., None]) -> Callable[..., None]:
 
 
 def register() -> None:
-    """Makes "anabranch" an experts implementation of the installed transformers; once more does nothing.
+    """Registers "anabranch" as an experts implementation of Transformers. Further calls have no effect.
 
-    Then `AutoModel....from_pretrained(..., experts_implementation="anabranch")` or
-    `model.set_experts_implementation("anabranch")`. Expert parallelism of the library works as it does: experts of
-    other ranks are indices past the last local one. The library takes any name for any model, and leaves it unused
-    where the experts do not follow its interface: for this name that is an error, when the model is made or the name
-    is set. For it two methods of its PreTrainedModel are wrapped.
+    Select it with `AutoModel....from_pretrained(..., experts_implementation="anabranch")` or
+    `model.set_experts_implementation("anabranch")`. Expert parallelism of Transformers works: indices past the last
+    local expert belong to other ranks. Transformers accepts a registered name for every model, and ignores it silently
+    if the model's experts do not follow the interface. So two methods of PreTrainedModel are wrapped. For this name
+    they run `check` when a model is constructed and when the name is set.
 
     Raises:
-      ImportError: transformers is missing, or older than its table of experts implementations.
+      ImportError: Transformers is missing, or too old to have experts implementations.
 
-    Gradients: of the hidden states, the weights of the experts and every parameter, as of `routed_experts`; not
-    differentiable twice. Source: the interface of transformers.integrations.moe.
+    Gradients: of the hidden states, the routing weights and every parameter, as in `routed_experts`; no double
+    backward. Source: the interface of transformers.integrations.moe.
     """
     with needed_by("anabranch.torch.transformers"):
         from transformers import PreTrainedModel
@@ -173,58 +173,58 @@ def register() -> None:
 
 
 def check(model: nn.Module) -> dict[str, Experts]:
-    """Says what every experts module of a model computes.
+    """Evaluates every experts module of a model and returns what it computes.
 
-    The model's constructor and its `set_experts_implementation` ask the same where the name is "anabranch". Needed
-    before torch.compile where a model was made otherwise and has not run yet.
+    With "anabranch" selected, the model's constructor and `set_experts_implementation` do this too. Call it before
+    torch.compile after a change of an experts module, and after changes that are not noticed (docs/torch.md).
 
     Args:
-      model: of transformers.
+      model: a model of Transformers.
 
     Returns:
-      By the module's name in the model: its `Experts`.
+      `Experts` by the name of the experts module.
 
     Raises:
       TypeError: model is no module.
-      NotImplementedError: a module's activation is none of ours, or no module follows the interface.
+      NotImplementedError: a function is no `Activation`, or no module follows the interface.
 
     Gradients: none. Source: the interface of transformers.integrations.moe.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {argument_check.describe(model)}, expected a torch.nn.Module")
-    return _describe_all(model)
+    return _describe_all(model, again=True)
 
 
 def _token_mask(attention_mask: Any, tokens: int) -> Tensor:
     if not isinstance(attention_mask, Tensor) or attention_mask.numel() != tokens:
         got = argument_check.describe(attention_mask)
-        raise ValueError(f"attention_mask: got {got}, expected a tensor of as many elements as tokens, {tokens}")
+        raise ValueError(f"attention_mask: got {got}, expected a tensor with one element per token, {tokens}")
     return attention_mask.reshape(-1) != 0
 
 
 def load_balancing_loss_func(
     gate_logits: Sequence[Tensor], num_experts: int, top_k: int = 2, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """The load-balancing loss of transformers' models, which is another formula than `load_balance_loss`.
+    """The load-balancing loss of Transformers models. The formula differs from `load_balance_loss`.
 
         E / N^2 sum_e (sum_l tokens_per_expert[l, e]) (sum_l score_sum[l, e]),   N = L T tokens of all L layers
 
-    Scores are the softmax over all experts, whatever the model's router is, sums run over all layers before the
-    product, and there is no 1 / K: times K the other loss of one layer.
+    Scores are the softmax over all experts for every kind of router. Sums run over all layers before the
+    multiplication. There is no factor 1 / K: for one layer the loss is K times `load_balance_loss`.
 
     Args:
       gate_logits: of L layers, float32, bfloat16 or float16 [T, E] each.
       num_experts: E.
       top_k: K.
-      attention_mask: [...] of T elements, not 0 for a token, 0 for padding; None: all are tokens.
+      attention_mask: T elements of any shape, 0 for padding; None: no padding.
 
     Returns:
-      float32 scalar; 0 without a token.
+      float32 scalar; 0 if there is no token.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument has a wrong type or value.
 
-    Gradients: of gate_logits, through the scores. Not differentiable twice.
+    Gradients: of gate_logits, through the scores. No double backward.
     Source: the function of this name in transformers.models; Fedus et al. 2021 (arXiv:2101.03961), equations 4 to 6.
 
     >>> float(load_balancing_loss_func([torch.zeros(4, 2)], 2, 1))

@@ -1,4 +1,4 @@
-"""What `python -m anabranch info` prints: what was found on this machine, and why a backend is missing."""
+"""The facts that `python -m anabranch info` prints: what this machine has, and why a backend is missing."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from anabranch import _library, _versions
 
 
 def _jax_backends() -> dict[str, str]:
-    """The platforms JAX sees, or why it sees none."""
+    """The devices that JAX sees, or the reason why it sees none."""
     try:
         import jax
     except ImportError as error:
@@ -21,7 +21,7 @@ def _jax_backends() -> dict[str, str]:
 
 
 def _torch() -> dict[str, str]:
-    """What torch is here, and the devices that it sees, or why there is none."""
+    """The devices that torch sees, or the reason why it sees none."""
     version = _versions.found("torch")
     if version is None:
         return {"torch devices": "none: torch is not installed"}
@@ -30,7 +30,7 @@ def _torch() -> dict[str, str]:
         return {"torch devices": f"none: torch {version} is too old for anabranch.torch, which needs {oldest} or newer"}
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: one of its libraries
+    except (ImportError, OSError) as error:  # OSError: one of torch's own libraries does not load
         return {"torch devices": f"none: {error}"}
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
     devices = ["cpu"]
@@ -39,7 +39,7 @@ def _torch() -> dict[str, str]:
 
 
 def _cuda() -> dict[str, str]:
-    """Whether the CUDA backend can be used, and why not."""
+    """Whether the CUDA backend can be used, or the reason why not."""
     try:
         library = _library.load_cuda()
         facts = _library.describe_cuda()
@@ -54,7 +54,7 @@ def _cuda() -> dict[str, str]:
 
 
 def collect() -> dict[str, str]:
-    """Everything `info` prints, as text by name."""
+    """Everything that `info` prints, as text by name."""
     facts = {
         "anabranch": anabranch.__version__,
         "python": platform.python_version(),
@@ -90,7 +90,7 @@ def collect() -> dict[str, str]:
 
 
 def run(*, as_json: bool, selftest: bool = False) -> int:
-    """Prints the facts, with `selftest` also what it found; status 1 where no backend can be used or it failed."""
+    """Prints the facts, and with `selftest` its results; returns 1 if no backend works or the self-test failed."""
     passed = True
     if selftest:
         from anabranch import selftest as test

@@ -1,30 +1,30 @@
-"""What `python -m anabranch info --selftest` runs, with what is installed of JAX and PyTorch.
+"""The tests of `python -m anabranch info --selftest`, for JAX and PyTorch if they are installed.
 
-With JAX, every transport of expert parallelism against the ring, on all GPUs that it finds, or on 4 CPU devices: one
-layer, forward and backward, on skewed routing with experts that get nothing, without a bound and with one that drops;
-outputs, counts and every gradient are compared. With PyTorch, the layer and its gradients on every device that it finds
-against the float64 oracle.
+With JAX, every transport of expert parallelism is compared with the transport "ring", on all GPUs that JAX finds, or on
+4 CPU devices. The test is one layer, forward and backward, with skewed routing and experts without tokens, with
+unbounded buffers and with a bound that drops. Outputs, counts and every gradient are compared. With PyTorch, the layer
+and its gradients are compared with the float64 oracle on every device that torch finds.
 """
 
 import os
 from collections.abc import Iterator
 from typing import Any
 
-#: Largest relative difference of a tensor, in Frobenius norms: float32 sums in another order, then one rounding.
+#: Largest relative difference of a tensor in Frobenius norms: float32 sums in another order, then one rounding.
 BOUNDS = {"float32": 1e-5, "bfloat16": 2.0**-8}
-#: The same where one side is float64: beside the rounding of the result, that of h, of a and of their gradients.
+#: Bounds for a comparison with float64. They also cover the rounding of h, a and their gradients.
 BOUNDS_OF_ORACLE = {"float32": 1e-5, "bfloat16": 2.0**-7}
 _CPU_DEVICES = 4
 
 Outcome = tuple[str, str, bool]
-"""What was compared, the outcome in words, whether it passed."""
+"""(what was compared, the outcome in words, whether it passed)."""
 
 
 def prepare() -> None:
-    """Asks JAX for some CPU devices; to be called before it has looked for any."""
+    """Configures JAX with several CPU devices; call it before JAX initialises its backends."""
     try:
         import jax
-    except ImportError:  # `info` says why
+    except ImportError:  # `info` reports the reason
         return
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -32,7 +32,7 @@ def prepare() -> None:
 
 
 def run(*, with_jax: bool, with_torch: bool) -> Iterator[Outcome]:
-    """Compares in the frameworks that can be used.
+    """Runs the comparisons in the frameworks that are available.
 
     Args:
       with_jax: whether JAX finds devices.
@@ -45,7 +45,7 @@ def run(*, with_jax: bool, with_torch: bool) -> Iterator[Outcome]:
 
 
 def layers_in_torch() -> Iterator[Outcome]:
-    """The layer of PyTorch and its gradients against the oracle, on every device."""
+    """Compares PyTorch's layer and its gradients with the oracle on every device."""
     import torch
 
     from anabranch import _library
@@ -55,7 +55,7 @@ def layers_in_torch() -> Iterator[Outcome]:
         if "error" not in _library.describe_cuda():
             devices += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     except _library.LibraryError:
-        pass  # `info` says so
+        pass  # `info` reports it
     for device in devices:
         for dtype, bound in BOUNDS_OF_ORACLE.items():
             try:
@@ -101,7 +101,7 @@ def _layer_in_torch(device: str, dtype: str, bound: float) -> tuple[str, bool]:
 
 
 def transports() -> Iterator[Outcome]:
-    """Every transport of JAX's expert parallelism against the ring."""
+    """Compares every transport of JAX's expert parallelism with "ring"."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -115,8 +115,8 @@ def transports() -> Iterator[Outcome]:
     rng = np.random.default_rng(0)
     shapes = {"x": (T, D), "gate": (D, E), "w_in": (E, D, 2, F), "w_out": (E, F, D)}
     arrays = {name: rng.standard_normal(shape) / np.sqrt(shape[-2]) for name, shape in shapes.items()}
-    arrays["x"][:, 0], arrays["gate"][0, E // 2 :] = 1.0, -0.5  # more for the first half of the ranks,
-    arrays["gate"][0, -3:] = -60.0  # and nothing for the last experts
+    arrays["x"][:, 0], arrays["gate"][0, E // 2 :] = 1.0, -0.5  # the first half of the ranks gets more tokens
+    arrays["gate"][0, -3:] = -60.0  # the last experts get none
 
     def results(transport: str, dtype: str, capacity_factor: float | None) -> dict[str, np.ndarray]:
         parallel = Parallel(expert_axis="expert", transport=transport, capacity_factor=capacity_factor, mesh=mesh)
@@ -150,7 +150,7 @@ def transports() -> Iterator[Outcome]:
 
 
 def compare(got: dict[str, Any], wanted: dict[str, Any], bound: float) -> tuple[str, bool]:
-    """Of two dicts of arrays: the largest relative difference in words, and whether it is within the bound."""
+    """Compares two dicts of arrays: returns the largest relative difference in words and whether it is in bounds."""
     import numpy as np
 
     if not np.array_equal(got["drops"], wanted["drops"]):

@@ -1,7 +1,7 @@
-"""The experts in numpy float64: grouped products and the feed-forward network, with their gradients.
+"""The experts in numpy float64: grouped GEMMs and the feed-forward network, with their gradients.
 
-`docs/semantics.md`, section 6, as code. Rows of one expert stand together, `group_sizes` rows each. With `fp8_scales`,
-"float32" or "power_of_two", products are those of section 11: exact ones of quantised factors.
+`docs/semantics.md`, section 6, as code. Rows of one expert are contiguous, `group_sizes[e]` rows each. With
+`fp8_scales`, "float32" or "power_of_two", GEMMs are those of section 11: exact GEMMs of quantised operands.
 """
 
 import math
@@ -20,7 +20,7 @@ QUICK_GELU_SCALE = 1.702  # quick_gelu(h) = h sigmoid(QUICK_GELU_SCALE h)
 
 
 class ExpertGradients(NamedTuple):
-    """What `expert_ffn_backward` returns; None for an argument that wasn't given."""
+    """The result of `expert_ffn_backward`; None for an argument that was not given."""
 
     d_rows: np.ndarray
     d_w_in: np.ndarray
@@ -34,7 +34,7 @@ class ExpertGradients(NamedTuple):
 
 
 def _groups(group_sizes, num_rows):
-    """(expert, slice of its rows) of every expert, the slices clipped to the rows there are."""
+    """(expert, slice of its rows) for every expert, with slices clipped to num_rows."""
     offsets = np.minimum(np.concatenate([[0], np.cumsum(np.asarray(group_sizes, np.int64))]), num_rows)
     return [(e, slice(offsets[e], offsets[e + 1])) for e in range(len(offsets) - 1)]
 
@@ -54,7 +54,7 @@ def grouped_matmul(x, w, group_sizes, fp8_scales=None):
 def grouped_matmul_backward(d_y, x, w, group_sizes, fp8_scales=None):
     """(d_x float64[R, D] = d_y w[e]^T, d_w float64[E, D, N] = x^T d_y); zero past the sizes.
 
-    With fp8_scales d_x is a product of quantised factors, d_w is not.
+    With fp8_scales the operands of d_x are quantised; those of d_w are not.
     """
     d_y, x = as_float64(d_y, "d_y"), as_float64(x, "x")
     left, w = rows_factor(d_y, fp8_scales), weights_factor(w, fp8_scales)
@@ -74,7 +74,7 @@ def _bias_rows(bias, group_sizes, num_rows):
 
 
 def _bias_gradient(d_rows, group_sizes):
-    """Sum of every expert's rows. [R, N] -> [E, N]."""
+    """Sums the rows of every expert. [R, N] -> [E, N]."""
     return np.stack([d_rows[rows].sum(axis=0) for _, rows in _groups(group_sizes, d_rows.shape[0])])
 
 
@@ -91,7 +91,7 @@ def _gelu_tanh(h):
 
 
 def _normal(h):
-    """Phi(h), the normal distribution."""
+    """Phi(h), the normal distribution function."""
     return np.vectorize(math.erfc, otypes=[float])(-h / np.sqrt(2)) / 2
 
 
@@ -139,7 +139,7 @@ def activation_gradient(h, name):
 
 
 def gated_activation(g, u, act):
-    """phi(g, u) of a gate and an up; act: a name or an `Activation`. float64, g's shape."""
+    """phi(g, u) of a gate and an up projection; act: a name or an `Activation`. float64, g's shape."""
     g, u, act = as_float64(g, "g"), as_float64(u, "u"), as_activation(act)
     inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
     if act.name == "swiglu_clamped":
@@ -154,7 +154,7 @@ def gated_activation(g, u, act):
 
 
 def gated_activation_gradients(g, u, act):
-    """(dphi/dg, dphi/du) of `gated_activation`: at a limit those of the inside, past it 0. float64, g's shape each."""
+    """(dphi/dg, dphi/du) of `gated_activation`; a clamp's slope is 1 inside and at the limit, 0 outside. float64."""
     g, u, act = as_float64(g, "g"), as_float64(u, "u"), as_activation(act)
     inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
     g_passes = np.where(g > act.limit, 0.0, 1.0)
@@ -180,7 +180,7 @@ def gated_activation_gradients(g, u, act):
 
 
 def hidden(h, act):
-    """a from h [R, 2 or 1, F]: phi(gate, up), or act(h)."""
+    """a from h [R, 2 or 1, F]: phi(gate, up), or act(h) for ungated experts."""
     act = as_activation(act, h.shape[1])
     return gated_activation(h[:, 0], h[:, 1], act) if h.shape[1] == 2 else activation(h[:, 0], act.name)
 
@@ -198,7 +198,7 @@ def hidden_backward(d_a, h, act):
 
 
 def _real_rows(num_rows, group_sizes, slot_of_row):
-    """bool[R, 1], true in rows that hold a slot."""
+    """bool[R, 1], True for rows with an assignment."""
     real = np.arange(num_rows) < np.asarray(group_sizes, np.int64).sum()
     if slot_of_row is not None:
         real &= np.asarray(slot_of_row) >= 0
@@ -228,15 +228,15 @@ def expert_ffn(
     slot_of_row=None,
     fp8_scales=None,
 ):
-    """y = w (a W_out[e] + b_out[e]) on the rows of expert e, a = phi(gate, up) of h = x W_in[e] + b_in[e].
+    """y = w (a W_out[e] + b_out[e]) on the rows of expert e, with a = phi(gate, up) and h = x W_in[e] + b_in[e].
 
     Args:
       rows: [R, D]. w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]. w_out: [E, F, D].
       group_sizes: int[E]. activation: a name or an `Activation`. b_in: [E, 2 or 1, F]. b_out: [E, D].
       row_weights: w [R]; 1 by default.
-      weight_early: multiply a instead of y by w; the same result up to rounding, which quantisation is.
-      slot_of_row: int[R]; rows with -1 are padding, zero in the result, biases or not.
-      fp8_scales: of quantised factors, x and W_in, a (or w a) and W_out; None: they multiply as they are.
+      weight_early: multiply a instead of y by w; the same result up to rounding and quantisation.
+      slot_of_row: int[R]; rows with -1 are padding and zero in the result, even with biases.
+      fp8_scales: quantises the operands x and W_in, a (or w a) and W_out; None: no quantisation.
 
     Returns: float64[R, D].
     """
@@ -268,17 +268,17 @@ def expert_ffn_backward(
     fp8_scales=None,
     sent_dtype=None,
 ):
-    """Gradients of `expert_ffn`, the same early and late: d_y [R, D] is d_out of the row's token.
+    """Gradients of `expert_ffn`, the same for early and late weights; d_y [R, D] is d_out of the row's token.
 
     da' = d_y W_out^T;  d_w = <da', a> + <d_y, b_out>;  da = w da';  dh = phi'(h) da;
     dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh;  dx = dh W_in^T.
 
-    kept_dtype: h is rounded to it, as a forward pass does that keeps it; slopes that jump at a limit ask for it. So
-      is dh before it is quantised.
-    fp8_scales: da' = Q1(d_y) Q2(W_out)^T and dx = Q1(dh) Q2(W_in)^T, of an h that is a quantised product, too.
-    sent_dtype: with fp8_scales, x and d_y travelled quantised (`fp8.received`), and all else reads them in this dtype.
+    kept_dtype: h is rounded to it, as in a forward pass that saves h in it, which matters where a slope jumps at a
+      limit. dh is rounded to it before it is quantised.
+    fp8_scales: da' = Q1(d_y) Q2(W_out)^T and dx = Q1(dh) Q2(W_in)^T; h is a GEMM of quantised operands too.
+    sent_dtype: with fp8_scales, x and d_y were sent quantised (`fp8.received`); other reads are in this dtype.
 
-    Returns: `ExpertGradients`. An expert without rows gets exactly zero.
+    Returns: `ExpertGradients`. An expert without rows has gradients of exactly zero.
     """
     real = _real_rows(len(rows), group_sizes, slot_of_row)
     rows = np.where(real, as_float64(rows, "rows"), 0.0)

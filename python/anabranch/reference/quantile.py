@@ -1,7 +1,7 @@
-"""Quantile balancing in numpy float64: the histogram of a batch, and the bias that it asks for. Semantics, section 10.
+"""Quantile balancing in numpy float64: a batch's histogram, and the bias computed from it. Semantics, section 10.
 
-With a bias b, expert e gets a token where s + b reaches the token's best key that selects nothing, its
-cutoff. For K/E of the tokens that holds where b is the K/E quantile of cutoff - s.
+With a bias b, expert e gets a token if s + b reaches the token's threshold, its best key that is not selected. This
+holds for K/E of the tokens if b is the K/E quantile of threshold - s.
 """
 
 import numpy as np
@@ -29,9 +29,9 @@ def bin_positions(logits, topk, lower, upper, bins, *, score_function, expert_bi
 
 
 def qb_histogram(logits, topk, lower, upper, bins, *, score_function, expert_bias, token_mask=None):
-    """int32[E, bins]: how many unmasked tokens have their cutoff so far above the expert's score.
+    """int32[E, bins]: the number of unmasked tokens per distance between threshold and the expert's score.
 
-    What is below the first bin or above the last is counted in it; NaN counts nowhere.
+    Distances outside the bounds are counted in the first or last bin; NaN is counted in no bin.
     """
     options = {"score_function": score_function, "expert_bias": expert_bias}
     positions = bin_positions(logits, topk, lower, upper, bins, **options)
@@ -46,9 +46,9 @@ def qb_histogram(logits, topk, lower, upper, bins, *, score_function, expert_bia
 
 
 def quantile_bias(histogram, lower, upper, topk):
-    """float64[E]: the K/E quantile of each expert's distribution, less the mean of all experts'.
+    """float64[E]: the K/E quantile of each expert's distribution, minus the mean over experts.
 
-    Linear inside the bin that holds it; `lower` for an expert that nothing was counted for.
+    The quantile is interpolated linearly inside its bin; it is `lower` for an expert without counts.
     """
     counts = np.asarray(histogram, np.int64)
     num_experts, bins = counts.shape

@@ -1,14 +1,14 @@
-"""How an operation runs when its arrays are spread over devices: where the shards are, it runs on each of them.
+"""Runs an operation on sharded arrays: every device computes its own shards.
 
-A call of the C library is opaque to XLA, which would gather its operands and run it everywhere on everything. So every
-call says which of its arrays' leading dimensions are those of the tokens (`TokenCall`); these may be sharded over any
-mesh axes, all others have to be whole. What keeps fewer token dimensions than the call has is a sum over the rest, and
-is added up over the shards. Three ways, by the kind of the mesh's axes:
+A call of the C library is opaque to XLA, which would gather its operands and run it in full on every device. So every
+call declares which leading dimensions of its arrays are token dimensions (`TokenCall`). These may be sharded over any
+mesh axes; all other dimensions have to be whole. A result with fewer token dimensions than the call is a sum over the
+missing ones, and is summed over their shards. There are three cases, by the type of the mesh axes:
 
-- manual (inside jax.shard_map): arrays are shards already; the operation runs on them as they are, sums included.
-- explicit: the types of the arrays say how they are sharded; the operation runs in a jax.shard_map over these axes.
-- automatic, or no mesh in sight: XLA asks us once it has decided (custom_partitioning, with a rule for Shardy and the
-  same in the terms of GSPMD).
+- manual (inside jax.shard_map): arrays are shards already. The operation runs on them, and sums stay per shard.
+- explicit: the arrays' types contain their sharding. The operation runs in a jax.shard_map over these axes.
+- automatic, or no known mesh: XLA calls us after it has chosen a sharding (custom_partitioning, with a rule for Shardy
+  and an equivalent one for GSPMD).
 """
 
 import contextvars
@@ -26,25 +26,26 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
 
-#: While a TokenCall's function is being traced, the mesh axes of its token dimensions; calls inside run on its shards.
+#: While a TokenCall's function is traced: the mesh axes of its token dimensions. Nested calls run on the same shards.
 _on_shards: contextvars.ContextVar[tuple[Axes, ...] | None] = contextvars.ContextVar("on_shards", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCall:
-    """An operation on tokens, which shards of tokens can do by themselves.
+    """An operation on tokens that can be computed on each shard of the tokens separately.
 
     Attributes:
-      function: (static, *operands) -> tuple of arrays, on whole arrays or on shards of them; a module's function, so
-        that equal calls compare equal.
-      static: its options, hashable.
-      operands: the leading dimensions of every operand that are token dimensions; the first operand has all of them
-        and says how they are sharded.
-      results: the same of every result; one with fewer than the first operand is summed over the shards of the rest.
-        A token dimension may be one of rows instead, of another size: the shards' rows one behind the other.
-      whole: what to say when an operand without token dimensions comes sharded; empty: it is gathered where axes are
-        automatic.
-      names: of the operands, for that; empty: they have none.
+      function: (static, *operands) -> tuple of arrays, on whole arrays or on shards. A module-level function, so that
+        equal calls compare equal.
+      static: the hashable options of the function.
+      operands: for every operand, the number of leading dimensions that are token dimensions. The first operand has
+        all token dimensions, and its sharding applies to the others.
+      results: the same number for every result. A result with fewer than the first operand is summed over the shards
+        of the missing dimensions. A token dimension of a result may contain rows instead, with another size; the rows
+        of the shards are concatenated.
+      whole: the error for a sharded operand without token dimensions; empty: such an operand is gathered if the axes
+        are automatic.
+      names: the operands' names for that error; empty: none.
     """
 
     function: Callable[..., tuple[jax.Array, ...]]
@@ -55,14 +56,14 @@ class TokenCall:
     names: tuple[str, ...] = ()
 
     def __call__(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
-        """Runs it; an operand that is None stays None."""
+        """Runs the call; operands that are None are passed on as None."""
         given = tuple(operand is not None for operand in operands)
         arrays = [operand for operand in operands if operand is not None]
         kept = tuple(n for n, there in zip(self.operands, given, strict=True) if there)
         names = tuple(f"{n} " for n, there in zip(self.names, given, strict=True) if there) if self.names else ()
         names = names or ("",) * len(arrays)
         call = _Bound(self.function, self.static, given, kept, self.results, self.whole, names)
-        # What is not traced is not differentiated, and what runs inside a call is with it.
+        # Arrays that are not traced are not differentiated. A nested call is differentiated with its outer call.
         guarded = _on_shards.get() is None and any(isinstance(array, jax.core.Tracer) for array in arrays)
         outputs: tuple[jax.Array, ...] = (_run_once_differentiable if guarded else _run)(call, *arrays)
         return outputs
@@ -70,7 +71,7 @@ class TokenCall:
 
 @dataclasses.dataclass(frozen=True)
 class _Bound:
-    """A TokenCall with the optional operands settled."""
+    """A TokenCall with known optional operands."""
 
     function: Callable[..., tuple[jax.Array, ...]]
     static: Any
@@ -81,7 +82,7 @@ class _Bound:
     names: tuple[str, ...]
 
     def on_shards(self, token_axes: Sequence[Axes], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The results on the shards of a mesh whose axes `token_axes` shard the token dimensions."""
+        """Computes the results on the shards of a mesh whose axes `token_axes` shard the token dimensions."""
         rest = iter(arrays)
         operands = [next(rest) if there else None for there in self.given]
         inside = _on_shards.set(tuple(token_axes))
@@ -95,7 +96,7 @@ class _Bound:
         axes = [axis for axes in token_axes[kept:] for axis in axes]
         if not axes:
             return result
-        if result.dtype == jnp.bool_:  # of which there is no sum
+        if result.dtype == jnp.bool_:  # psum does not support bool
             return jax.lax.psum(result.astype(jnp.int32), axes) > 0
         return jax.lax.psum(result, axes)
 
@@ -104,14 +105,14 @@ class _Bound:
 
 
 def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
-    """In a TokenCall's function, the mesh axes that divide the tokens; their shards are in the order of the tokens.
+    """Inside a TokenCall's function: the mesh axes that divide the tokens, whose shards are in token order.
 
     Args:
-      name: of the argument, for the error.
-      tokens: the sizes of the token dimensions, of this shard.
+      name: the argument's name, for the error.
+      tokens: the sizes of the token dimensions of this shard.
 
     Raises:
-      ValueError: a dimension behind the first one of more than one is divided, so that shards' tokens interleave.
+      ValueError: a dimension after the first with more than one token is divided, so that shards' tokens interleave.
     """
     token_axes = _on_shards.get() or ()
     divided = [i for i, axes in enumerate(token_axes) if axes]
@@ -126,12 +127,12 @@ def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
 
 
 def entry_of(axes: Axes) -> Any:
-    """Mesh axes as one entry of a PartitionSpec."""
+    """Converts mesh axes to one entry of a PartitionSpec."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def axes_of(entry: Any) -> Axes:
-    """The mesh axes of one entry of a PartitionSpec."""
+    """Converts one entry of a PartitionSpec to mesh axes."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
@@ -143,7 +144,7 @@ def spec_of(array: jax.Array) -> tuple[Axes, ...]:
 
 
 def mesh_of(*arrays: jax.Array) -> Any:
-    """The abstract mesh that the arrays' types or the context tell of; an empty one where neither does."""
+    """The abstract mesh of the arrays' types or of the context; an empty mesh if there is neither."""
     context = jax.sharding.get_abstract_mesh()
     meshes = [context, *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty), context)
@@ -160,18 +161,18 @@ def all_manual(mesh: Any) -> bool:
 
 
 def vary_alike(*arrays: Any) -> tuple[Any, ...]:
-    """Inside a jax.shard_map, arrays that vary over the same mesh axes: those over which any does.
+    """Inside a jax.shard_map, makes arrays vary over the same mesh axes: those over which any of them varies.
 
-    An operation's gradient of a replicated operand is that of one shard; the transpose of this adds them up.
+    The gradient of a replicated operand is computed per shard; the transpose of this function sums it over the shards.
     """
     results: tuple[Any, ...] = vary_like(arrays, arrays)
     return results
 
 
 def vary_like(results: Any, operands: Any) -> Any:
-    """`results`, of which a jax.shard_map that is inside another one knows no more over which axes of that they vary.
+    """Makes the results vary over the mesh axes over which any operand varies; both are pytrees of arrays.
 
-    Both are pytrees of arrays; the results vary over the axes over which any operand does.
+    A jax.shard_map nested in another one loses that information about the outer axes.
     """
     everywhere = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)))
     order = sorted(everywhere)
@@ -184,7 +185,7 @@ def vary_like(results: Any, operands: Any) -> Any:
 
 
 def check_alike(**arrays: jax.Array | None) -> None:
-    """Refuses arrays whose types say that their first dimensions are divided otherwise than that of the first."""
+    """Refuses arrays whose first dimension is sharded differently from that of the first array, by their types."""
     given = {name: array for name, array in arrays.items() if array is not None}
     (first, leader), *others = given.items()
     for name, array in others:
@@ -196,11 +197,11 @@ def check_alike(**arrays: jax.Array | None) -> None:
 
 
 def check_whole(function: str, **arrays: jax.Array | None) -> None:
-    """Refuses arrays that are divided over devices, by name, for an operation that counts rows over all tokens.
+    """Refuses sharded arrays, by name, for an operation that counts rows over all tokens.
 
-    As far as it is known before the program is compiled: by the types of arrays of explicit axes, and outside of a
-    program by where an array is. Inside one, only XLA knows how it divides arrays over automatic axes: it then fails
-    with the words of `TokenCall.whole`.
+    The check uses what is known before compilation: the types of arrays on explicit axes, and outside of a jitted
+    program the placement of an array. Inside a program, only XLA knows how it shards arrays over automatic axes;
+    compilation then fails with the message `TokenCall.whole`.
     """
     for name, array in arrays.items():
         if array is None or runs_as_it_is(array):
@@ -213,11 +214,11 @@ def check_whole(function: str, **arrays: jax.Array | None) -> None:
             )
 
 
-# ---------------------------------------------------------------- the three ways
+# ---------------------------------------------------------------- manual, explicit and automatic axes
 
 
 def runs_as_it_is(*arrays: jax.Array) -> bool:
-    """Whether the arrays are what one device has: inside a jax.shard_map or a TokenCall, or where there is but one."""
+    """Whether each array is whole on its device: inside a jax.shard_map or a TokenCall, or with one device only."""
     if _on_shards.get() is not None:
         return True
     mesh = mesh_of(*arrays)
@@ -246,7 +247,7 @@ _run_once_differentiable = jax.custom_jvp(_run, nondiff_argnums=(0,))
 
 @_run_once_differentiable.defjvp
 def _no_second_derivative(call: _Bound, arrays: Any, tangents: Any) -> Any:
-    """Operations are differentiated by their own rules; JAX comes here for the derivative of a rule."""
+    """JAX evaluates this rule for the derivative of an operation's own derivative rule, which is unsupported."""
     operation = getattr(call.static, "target", call.function.__module__)
     raise TypeError(
         f"{operation}: got a gradient of a gradient, expected one of first order: anabranch has no second derivatives"
@@ -254,7 +255,7 @@ def _no_second_derivative(call: _Bound, arrays: Any, tangents: Any) -> Any:
 
 
 def _check_kinds(mesh: Any) -> None:
-    """Where some axes are of another kind XLA does not say by which automatic ones it shards, and would gather."""
+    """Refuses automatic axes beside others: XLA would not report how it shards over them, and would gather."""
     others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
     automatic = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
     if others and automatic:
@@ -264,7 +265,7 @@ def _check_kinds(mesh: Any) -> None:
         )
 
 
-# Compiled, also where the caller is not, as the automatic way is.
+# Compiled even for an eager caller, like the automatic case.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     for array, kept, name in zip(arrays, call.operands, call.names, strict=True):
@@ -287,7 +288,7 @@ def _shards(call: _Bound, token_axes: Sequence[Axes], *arrays: jax.Array) -> tup
 
 
 def _reshard(mesh: Any, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """A token array in the shards of the first operand; a cotangent may come in others."""
+    """Reshards a token array to the sharding of the first operand; a cotangent may have another one."""
     wanted = tuple(axes_of(entry) for entry in spec)
     wanted += ((),) * (array.ndim - len(wanted))
     return array if spec_of(array) == wanted else jax.sharding.reshard(array, NamedSharding(mesh, spec))
@@ -311,7 +312,7 @@ def _automatic(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[jax.Array, ...]]:
-    """The call as a function that XLA may partition; compiled, since eager calls would gather sharded arrays."""
+    """The call as a function that XLA may partition; jitted, because eager calls would gather sharded arrays."""
     partitioned = custom_partitioning(functools.partial(call.on_shards, ()))
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
@@ -337,7 +338,7 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
         )
 
     def infer(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
-        """Asked by GSPMD, where Shardy is off, and asked again when it knows more; an error here ends the process."""
+        """GSPMD calls this if Shardy is off, repeatedly as it learns shardings; an error here aborts the process."""
         n = call.operands[0]
         tokens = (o.sharding for o, kept in zip(operands, call.operands, strict=True) if kept == n)
         known = next((sharding for sharding in tokens if getattr(sharding, "spec", None) is not None), None)
@@ -369,7 +370,7 @@ def _size(mesh: Mesh, axes: Axes) -> int:
 def _token_axes(sharding: Any, tokens: int) -> tuple[Axes, ...]:
     """The mesh axes of the token dimensions."""
     spec = getattr(sharding, "spec", None)
-    if spec is None:  # XLA's own kind, without names
+    if spec is None:  # an XLA sharding without axis names
         if not sharding.is_fully_replicated:
             raise ValueError(f"sharding: got {sharding}, expected one over the axes of a mesh; see jax.set_mesh")
         return ((),) * tokens
@@ -379,8 +380,10 @@ def _token_axes(sharding: Any, tokens: int) -> tuple[Axes, ...]:
 def _shardy_rule(
     call: _Bound, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> SdyShardingRule:
-    """The rule of these shapes: token dimensions go together, every other dimension is one of its own and has to be
-    whole. Rows go with tokens where there are so many for each; else Shardy does not know that they do.
+    """The Shardy rule for these shapes: corresponding token dimensions share a factor, other dimensions must be whole.
+
+    Rows share a factor with tokens if there is an integer number of rows per token; otherwise Shardy does not relate
+    them.
     """
     tokens = operands[0][: call.operands[0]]
     others: list[str] = []

@@ -1,8 +1,8 @@
-"""The rules of the whole layer on the tokens of one device, and how shards of tokens run them.
+"""The forward and backward rule of the whole layer on one device's tokens, and on shards of tokens.
 
-Forward and backward rule are the operations' own rules in the order in which data flows; nothing is differentiated
-through. With a router they are those of `moe`, with a selection that is given those of `routed_experts`. The losses are
-not part of it: `moe` computes them from sums over all tokens, which come out of here.
+Both rules call the operations' own rules in the order of data flow; JAX differentiates nothing here. With a router they
+are the rules of `moe`, with a given selection those of `routed_experts`. `moe` computes the losses itself, from sums
+over all tokens that the rules return.
 """
 
 import dataclasses
@@ -39,18 +39,18 @@ from anabranch.jax.ops.plan import Plan, plan
 
 
 class Residuals(NamedTuple):
-    """What the forward pass keeps beside its operands and the selection: h, the logits, lse, and integers."""
+    """Saved for the backward pass in addition to the operands and the selection."""
 
     gate: GateResiduals
     layout: Plan | None
-    """None: planned anew."""
+    """None: the backward pass recomputes the plan."""
     h: jax.Array | None
 
 
 def forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[LayerOutput, Residuals]:
-    """The forward rule on what one device has; `keep_h`: a gradient is wanted."""
+    """The forward rule on one device; `save_h`: whether a gradient is needed."""
     leading, operands = operands.x.shape[:-1], flat_tokens(quantize_weights(config, operands, backward=False))
-    selection, sums, gate = select(config, operands, keep=keep_h, counts=False)  # the plan's are the same
+    selection, sums, gate = select(config, operands, keep=keep_h, counts=False)  # the plan counts the same
     layout = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
     y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, layout, early), keep_h=keep_h)
@@ -69,14 +69,14 @@ def backward(
     cotangents: Cotangents,
     gradient_dtypes: tuple[Any, Any],
 ) -> Operands:
-    """The backward rule on what one device has: gradients of the float operands, None for the others.
+    """The backward rule on one device: gradients of the float operands, None for the others.
 
-    selection: as it went into the experts. gradient_dtypes: of w_in and w_out, each that of x or float32.
+    selection: as the experts used it. gradient_dtypes: of w_in and w_out, each that of x or float32.
     """
     given, operands = operands, flat_tokens(quantize_weights(config, operands, backward=True))
     selection = flat_selection(selection)
     gate, layout, h = residuals
-    assert h is not None  # the forward rule was run with keep_h
+    assert h is not None  # the forward rule ran with save_h
     if layout is None:
         layout = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
     ffn, d_out = ffn_operands(operands, layout, selection.weights), flat(cotangents.output)
@@ -86,7 +86,7 @@ def backward(
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
     rows = d_rows_of(config.ffn, ffn, hidden.dh, hidden.dh_factor)
     d_x = rows.sum(layout.row_of_slot, None, given.x.dtype, selected.x)
-    d_x, dh = jax.lax.optimization_barrier((d_x, hidden.dh))  # the sum comes first: see ffn_backward_by_slot
+    d_x, dh = jax.lax.optimization_barrier((d_x, hidden.dh))  # forces the sum first: see ffn_backward_by_slot
     up, down = d_w_in_of(config.ffn, ffn, dh, w_in_dtype), hidden.down
     assert down is not None
     return gradients(
@@ -104,7 +104,7 @@ def backward(
 
 
 def _like(operand: jax.Array | None, gradient: jax.Array | None) -> jax.Array | None:
-    """A gradient of flat tokens, in the shape and dtype of its operand; None where there is no such operand."""
+    """Reshapes and casts a gradient of flat tokens like its operand; None if there is no such operand."""
     if operand is None or gradient is None:
         return None
     return gradient.reshape(operand.shape).astype(operand.dtype)
@@ -120,14 +120,14 @@ class _Static(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a shard keeps, with the leading dimensions of x; None what the gate does not need, or is not there."""
+    """Residuals of a shard, with the leading dimensions of x; None for a value that the gate does not need."""
 
     logits: jax.Array | None
     """[..., E]"""
     lse: jax.Array | None
     """[..., 1]"""
     h: jax.Array
-    """[..., K, P, F]: rows have no tokens of their own, but there are K for each: so they are divided like tokens."""
+    """[..., K, P, F]: with K rows per token, rows can be sharded like tokens."""
 
 
 def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
@@ -162,24 +162,24 @@ def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
 
 
 def _tokens(t: int, names: tuple[str, ...], of: tuple[str, ...]) -> tuple[int, ...]:
-    """How many token dimensions each of the names has, t or none."""
+    """The number of token dimensions of each name: t for names in `of`, else 0."""
     return tuple(t if name in of else 0 for name in names)
 
 
 def _unaligned(config: LayerConfig) -> LayerConfig:
-    """Every shard has K rows a token, so that rows can be divided like tokens; padding never changes the result."""
+    """Removes alignment: every shard has K rows per token, so rows shard like tokens; padding never changes results."""
     return dataclasses.replace(config, align_size=0)
 
 
 def sharded_forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[LayerOutput, _Kept | None]:
-    """The forward rule for tokens that are sharded in whatever way, and what `sharded_backward` needs of it."""
+    """The forward rule for tokens with any sharding, and the residuals for `sharded_backward`."""
     t, names = operands.x.ndim - 1, output_names(config)
     kept = (*gate_residuals(config), "h") if keep_h else ()
     results = (*_tokens(t, names, TOKEN_RESULTS), *_tokens(t, kept, kept))
     static = _Static(_unaligned(config), keep_h, weight_dtypes(operands))
     call = TokenCall(_shard_forward, static, _tokens(t, Operands._fields, TOKENS), results)
     found = dict(zip((*names, *kept), call(*round_weights(config, operands)), strict=True))
-    # What is inside of a call has no names outside.
+    # Checkpoint names inside a call are not visible outside, so they are set again here.
     naming = {"h": named_h, "logits": named_logits, "output": lambda output: output}
     found = {name: naming.get(name, named_routing)(array) for name, array in found.items()}
     result = LayerOutput(**{name: found.get(name) for name in LayerOutput._fields})  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def sharded_forward(config: LayerConfig, operands: Operands, *, keep_h: bool) ->
 def sharded_backward(
     config: LayerConfig, operands: Operands, selection: Selection, kept: _Kept, cotangents: Cotangents
 ) -> Operands:
-    """The backward rule of `sharded_forward`; gradients of what every shard has are summed over the shards."""
+    """The backward rule of `sharded_forward`; gradients of replicated operands are summed over the shards."""
     t = operands.x.ndim - 1
     given = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
     static = _Static(_unaligned(config), True, weight_dtypes(operands))

@@ -1,4 +1,4 @@
-"""The layer as one differentiable function, wherever its arrays are: on one device, in shards, on a mesh."""
+"""The layer as one differentiable function: on one device, on sharded tokens, or on a mesh with `Parallel`."""
 
 import math
 from typing import Any
@@ -75,13 +75,13 @@ _fused_layer.defvjp(_fused_layer_forward, _fused_layer_backward)
 
 def ffn_config(options: ExpertsOptions, parts: int, topk: int) -> FfnConfig:
     """Checks the options of the experts; parts: P of w_in."""
-    # Zeroing rows that nobody reads costs time, but JAX's search for NaN reads everything that the rules return.
+    # Zeroing padding rows that nothing reads costs time, but JAX's NaN checks read everything that the rules return.
     skip_rest = not (jax.config.jax_debug_nans or jax.config.jax_debug_infs)  # type: ignore[attr-defined]
     return FfnConfig.of(options.experts(parts, topk), skip_rest=skip_rest)
 
 
 def check_parallel(parallel: Any, config: FfnConfig) -> None:
-    """Refuses what is not a Parallel, nor None, or has no use with the options of the experts."""
+    """Refuses a `parallel` that is neither None nor a Parallel, or that contradicts the experts' options."""
     if parallel is None:
         return
     if not isinstance(parallel, Parallel):
@@ -92,7 +92,7 @@ def check_parallel(parallel: Any, config: FfnConfig) -> None:
 def experts_operands(
     layouts: Layouts, x: jax.Array, w_in: Any, w_out: Any, b_in: Any, b_out: Any
 ) -> tuple[dict[str, Any], int, int]:
-    """`experts_arrays` of a layer, whose matrices may be float32."""
+    """`experts_arrays` of a layer, whose matrices may also be float32."""
     arrays, E, P = experts_arrays(layouts, x, tuple(dict.fromkeys((str(x.dtype), "float32"))), w_in, w_out, b_in, b_out)
     if E < 1:
         raise ValueError(f"w_in: got {check.describe(arrays['w_in'])}, expected at least one expert")
@@ -100,13 +100,13 @@ def experts_operands(
 
 
 def quantized_operands(config: FfnConfig, arrays: dict[str, Any], quantized: Any) -> dict[str, Any]:
-    """Checks the widths and the argument `quantized`; returns fields of Operands. arrays: those of the experts."""
+    """Checks the widths and the argument `quantized`; returns fields of Operands. arrays: the experts' arrays."""
     found = check_fp8_operands(config, arrays["w_in"], quantized)
     return quantized_fields(found if config.fp8 else None)
 
 
 def fused_layer(config: LayerConfig, operands: Operands, parallel: Parallel | None) -> LayerOutput:
-    """The layer on checked operands. Inside a jax.shard_map over the whole mesh, results are those of the shard."""
+    """The layer on checked operands. Inside a jax.shard_map over the whole mesh, results are per shard."""
     placement = None
     if parallel is not None and not all_manual(mesh_of(operands.x)):
         ffn, arrays = config.ffn, operands._asdict()
@@ -116,10 +116,10 @@ def fused_layer(config: LayerConfig, operands: Operands, parallel: Parallel | No
 
 
 def axes_of_sums(parallel: Parallel | None, x: jax.Array, topk: int) -> Axes:
-    """The mesh axes over which the sums of `fused_layer` are still parts, as `parallel` wants them added up.
+    """The mesh axes over which the sums that `fused_layer` returns still have to be added up, according to `parallel`.
 
     Raises:
-      ValueError: axes that can't be added up here, or counts of all shards that int32 can't hold.
+      ValueError: the axes can't be reduced over here, or the counts of all shards exceed int32.
     """
     if parallel is None or not all_manual(mesh_of(x)):
         return ()

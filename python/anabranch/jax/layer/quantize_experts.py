@@ -1,4 +1,4 @@
-"""The experts' matrices quantised once, for calls with precision="fp8"."""
+"""Quantises the experts' matrices once, for calls with precision="fp8"."""
 
 import dataclasses
 import functools
@@ -46,25 +46,26 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Quantises the experts' matrices, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
 
-    These take it beside the weights, as `quantized`, and do not quantise them again: once a step rather than once a
-    pass, or once for all where the weights stay. It is the caller's to renew when the weights change.
+    These accept the result beside the weights, as `quantized`, and skip quantising: once per step instead of once per
+    pass, or only once if the weights are fixed. The caller renews it when the weights change.
 
     Args:
       w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128.
-      w_out: [E, F, D] of any of them.
-      fp8_scales: "float32" or "power_of_two", see `moe`; the scales of rows are that call's.
-      w_in_layout, w_out_layout: the axes of both behind E, as in `moe`; those of the result are always the same.
-      gradients: False: without what gradients take, in half the memory; a gradient then quantises the weights.
-      parallel: how the weights are spread over a mesh, as for `moe`; None: at most E may be divided.
+      w_out: [E, F, D], any of these dtypes.
+      fp8_scales: "float32" or "power_of_two", see `moe`; that call's option applies to the scales of rows.
+      w_in_layout, w_out_layout: the order of the axes of both after E, as in `moe`. The result's layout is fixed.
+      gradients: False: omits the arrays that gradients need, which halves the memory; a backward pass then quantises
+        the weights.
+      parallel: how the weights are spread over a mesh, as for `moe`; None: only E may be sharded.
 
     Returns:
-      QuantizedExperts, of 2 bytes a weight, or 1 without gradients, and scales.
+      QuantizedExperts: 2 bytes per weight (1 without gradients) plus scales.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or widths are no multiples of 128.
+      ValueError: shapes do not fit, or widths are not multiples of 128.
 
-    Gradient: none, w_in and w_out get theirs where they are given themselves. Source: semantics, section 11.
+    Gradient: none; pass w_in and w_out themselves for theirs. Source: semantics, section 11.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""The rules of the experts' feed-forward network: forward, backward, and by slot, for rows that are summed by token.
+"""The rules of the experts' feed-forward network: forward and backward on rows, and fused with the sum per token.
 
-Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+Sizes: T tokens, R rows, E experts, K experts per token, D model width, F expert width, P parts of w_in: 2 (gate and up)
 for a gated expert, 1 for an ungated one.
 """
 
@@ -21,19 +21,19 @@ SILU = Activation("silu")
 
 @dataclasses.dataclass(frozen=True)
 class FfnConfig(ExpertsConfig):
-    """The options of the feed-forward network, with those of this front end alone."""
+    """The options of the feed-forward network, including those that only this front end has."""
 
     activation: Activation = SILU
     skip_rest: bool = False
-    """Rows without an assignment may hold anything in what the rules by slot return: nobody reads them."""
+    """The rules by slot may leave rows without an assignment undefined, because nothing reads them."""
 
     @classmethod
     def of(cls, experts: ExpertsConfig, **own: Any) -> Self:
-        """The options of the experts, as `ExpertsOptions.experts` returns them, with those of this class."""
+        """Adds the options of this class to those that `ExpertsOptions.experts` returns."""
         return cls(**{field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}, **own)
 
     def attributes(self) -> dict[str, Any]:
-        """The options that forward and backward calls have in common."""
+        """The options that forward and backward calls share."""
         return {name: value for name, value in super().attributes().items() if name != "fp8_scales" or self.fp8}
 
     def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
@@ -42,21 +42,21 @@ class FfnConfig(ExpertsConfig):
         return of["e"], of["d"], of["p"], of["f"]
 
     def orders(self) -> dict[str, str]:
-        """Of all arrays that are not in our own layouts, for `_ffi.call`."""
+        """The axis orders of all arrays that are not in the default layout, for `ffi.call`."""
         names = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
         orders = {name: "".join(map(str, self.layouts.order(name))) for name in names}
         return {name: order for name, order in orders.items() if list(order) != sorted(order)}
 
 
 class FfnOperands(NamedTuple):
-    """What the forward rule reads and, with h, the backward rule again. Shapes are those of our own layouts."""
+    """The operands of the forward rule and, with h, of the backward rule. Shapes are those of the default layouts."""
 
     x: jax.Array
     """[T, D] with slot_of_row, else [R, D]."""
     slot_of_row: jax.Array | None
     """int32[R]: t*K + k, or -1 for padding. None: x holds the rows."""
     group_sizes: jax.Array | None
-    """int32[E]; None only among gradients."""
+    """int32[E]; None only in gradients."""
     w_in: jax.Array
     """[E, D, P, F]."""
     w_out: jax.Array
@@ -68,18 +68,18 @@ class FfnOperands(NamedTuple):
     weights: jax.Array | None
     """float [T, K] with slot_of_row, else [R]. None: 1."""
     quantized: QuantizedExperts | None = None
-    """With FP8, for a rule by slot what `factors` makes of these."""
+    """With FP8; the rules by slot require it to contain the operands of their pass."""
     x_factor: Factor | None = None
-    """x quantised, which the forward rule by slot reads in its place; None: it quantises x."""
+    """x quantised, which the forward rule by slot reads instead of x; None: the rule quantises x."""
 
     def by_name(self) -> dict[str, jax.Array | None]:
-        """What a call of either pass takes, by the names there."""
+        """The operands of a call of either pass, by their C names."""
         named = {name: array for name, array in self._asdict().items() if name not in ("quantized", "x_factor")}
         return named | _names_of(self.quantized)
 
 
 def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
-    """The factors of one pass by the names of the C interface."""
+    """The quantised weights of one pass, by their C names."""
     if quantized is None:
         return {}
     q = quantized
@@ -92,7 +92,7 @@ def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]
 
 
 def factors(config: FfnConfig, operands: FfnOperands, *, backward: bool) -> FfnOperands:
-    """The operands with what a pass with FP8 multiplies with, of what was given or of the weights."""
+    """The operands with the quantised weights of a pass with FP8; those that are not given are quantised here."""
     if not config.fp8:
         return operands
     o = operands
@@ -101,7 +101,7 @@ def factors(config: FfnConfig, operands: FfnOperands, *, backward: bool) -> FfnO
 
 
 class MatrixGradient(NamedTuple):
-    """Gradients of the experts' matrices, and of their biases, None where there are none."""
+    """Gradients of the experts' matrices and of their biases, None if there are no biases."""
 
     w: jax.Array
     """[E, D, P, F] or [E, F, D]."""
@@ -110,16 +110,16 @@ class MatrixGradient(NamedTuple):
 
 
 class FfnGradients(NamedTuple):
-    """What the backward rule returns."""
+    """The result of the backward rule."""
 
     rows: jax.Array
-    """[R, D], the gradient of the rows that were read; dtype of x."""
+    """[R, D], the gradient of the rows; dtype of x."""
     up: MatrixGradient
-    """Of w_in and b_in."""
+    """Gradients of w_in and b_in."""
     down: MatrixGradient
-    """Of w_out and b_out."""
+    """Gradients of w_out and b_out."""
     weights: jax.Array | None
-    """Of the shape and dtype of the weights; None: there are none."""
+    """Shape and dtype of the weights; None without weights."""
 
 
 def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
@@ -127,9 +127,9 @@ def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | 
 
 
 def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule: (y [R, D], h [R, P, F] if keep_h), both of x's dtype; padding rows are zero.
+    """The forward rule: (y [R, D], h [R, P, F] if save_h), both with the dtype of x; padding rows are zero.
 
-    Weights multiply y, or before W_out if they come early; pass none where combine applies them.
+    Weights multiply y, or `a` before W_out with weight_early; pass none if combine applies them.
     """
     operands = factors(config, operands, backward=False)
     results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], keep_h=keep_h)
@@ -139,7 +139,7 @@ def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tu
 def _forward(
     config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, keep_h: bool
 ) -> dict[str, Any]:
-    """The result, y or a, of so many columns, and h; with FP8 a is quantised, and has scales. inputs: what it reads."""
+    """Computes `result`, "y" or "a", with this many columns, and h. With FP8 `a` is quantised and has scales."""
     x, w_in, slots = operands.x, operands.w_in, operands.slot_of_row
     R = x.shape[0] if slots is None else slots.shape[0]
     _, _, P, F = config.sizes(w_in)
@@ -173,8 +173,8 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
 
     Args:
       config: as in the forward pass.
-      operands: as in the forward pass, with the weights also where combine applied them.
-      h: [R, P, F], kept by the forward rule. Its buffer is taken over.
+      operands: as in the forward pass, and always with weights, even if combine applied them.
+      h: [R, P, F], saved by the forward rule. Its buffer is reused.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
     """
     operands = factors(config, operands, backward=True)
@@ -223,7 +223,7 @@ def _backward(
     workspace: int,
     skip_rest: int = 0,
 ) -> dict[str, Any]:
-    """The results, from h or from what a call before made of it; dh takes h's place."""
+    """Computes the results from h or from the results of an earlier call; dh reuses the buffer of h."""
     inputs = operands.by_name()
     del inputs["b_in"]
     if config.fp8 and d_out is not None and "h" in hidden and "d_out_q" not in hidden:
@@ -245,9 +245,9 @@ def _backward(
 
 @dataclasses.dataclass(frozen=True)
 class SlotProduct:
-    """Rows of slots [R, N] that stand nowhere: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
+    """A grouped GEMM whose rows [R, N] are not stored: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
 
-    Only their sums by token are an array. On a GPU the rows come in chunks of columns, so that they need little memory.
+    Only the rows' sum per token is an array. A GPU computes the rows in chunks of columns, so they need little memory.
     """
 
     x: jax.Array
@@ -263,22 +263,22 @@ class SlotProduct:
     bias: jax.Array | None = None
     """[E, N]"""
     early_weights: jax.Array | None = None
-    """float [T, K], which x has already: they multiply the bias."""
+    """float [T, K]: x is already multiplied by them; they multiply the bias."""
     transpose_w: bool = False
     skip_rest: bool = False
     """See FfnConfig."""
     backward: bool = False
-    """The rows are gradients: how much memory they may take follows from it."""
+    """Whether the rows are gradients, which determines the bound on their memory."""
     x_scales: jax.Array | None = None
-    """float32 [R, D/128]: x is e4m3, and with it w_factor is there."""
+    """float32 [R, D/128]: x is e4m3; requires w_factor."""
     w_factor: Factor | None = None
-    """e4m3 [E, N, D], and scales as w stands."""
+    """e4m3 [E, N, D], and scales in the order of w."""
     row_dtype: Any = None
-    """In which rows travel; None: in that of x."""
+    """Dtype in which rows are sent; None: that of x."""
 
     @property
     def dtype(self) -> Any:
-        """In which rows travel."""
+        """Dtype in which rows are sent."""
         return self.x.dtype if self.row_dtype is None else self.row_dtype
 
     def sum(
@@ -286,8 +286,8 @@ class SlotProduct:
     ) -> jax.Array:
         """`dispatch.gather_sum` of the rows, [T, N]: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t].
 
-        Weights [T, K], and none where x has early ones. Where the addend has the dtype of the sums, they take over its
-        buffer.
+        Weights are [T, K]; they must be None if x has early weights. If the addend has the dtype of the sums, its
+        buffer is reused for them.
         """
         assert weights is None or self.early_weights is None
         (R, D), E = self.x.shape, self.group_sizes.shape[0]
@@ -296,7 +296,7 @@ class SlotProduct:
         else:
             assert self.w is not None
             N = self.w.shape[1 if self.transpose_w else 2]
-        # Those of quantised factors are rounded to the dtype of their sums.
+        # With quantised operands the rows are rounded to the dtype of their sums.
         row_dtype = self.x.dtype if self.w_factor is None else dtype
         results = ffi.call(
             "ab_xla_grouped_matmul_combine",
@@ -327,26 +327,26 @@ class SlotProduct:
 
 
 class HiddenGradients(NamedTuple):
-    """What `ffn_backward_by_slot` returns."""
+    """The result of `ffn_backward_by_slot`."""
 
     dh: jax.Array
-    """[R, P, F], in the place of h."""
+    """[R, P, F], in the buffer of h."""
     weighted_a: jax.Array
     """[R, F]: w a. Both have the dtype of x."""
     down: MatrixGradient | None
-    """Of w_out and b_out; None: left for `d_w_out_of`."""
+    """Gradients of w_out and b_out; None: to be computed by `d_w_out_of`."""
     weights: jax.Array
-    """Of the shape and dtype of the weights."""
+    """Shape and dtype of the weights."""
     dh_factor: Factor | None = None
-    """dh, quantised, with its scales [R, P, F/128]; None without FP8."""
+    """dh quantised, with scales [R, P, F/128]; None without FP8."""
 
 
 def ffn_forward_by_slot(
     config: FfnConfig, operands: FfnOperands, *, keep_h: bool
 ) -> tuple[SlotProduct, jax.Array | None]:
-    """The forward rule with slot_of_row for rows that are summed by token next: (y as a product, h).
+    """The forward rule with slot_of_row, for rows that are then summed per token: (y as a grouped GEMM, h).
 
-    Early weights are the operands'; late ones are for the sum.
+    Early weights are those of the operands; late weights are passed to the sum.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     first_half = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
@@ -379,18 +379,18 @@ def ffn_backward_by_slot(
     w_out_dtype: Any = None,
     d_out_factor: Factor | None = None,
 ) -> HiddenGradients:
-    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token: what comes first.
+    """The first part of `ffn_backward` with slot_of_row, for gradients of rows that are then summed per token.
 
-    The sum of `d_rows_of` and `d_w_in_of` are left, and `d_w_out_of` if w_out_dtype is None. Where they are computed in
-    this order, the gradient of w_out here, what they and w a need for a moment can stand where that of w_in will.
+    The caller still computes the sum of `d_rows_of`, `d_w_in_of`, and `d_w_out_of` if w_out_dtype is None. In this
+    order, with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient of w_in.
 
     Args:
       config: as in the forward pass.
       operands: as for `ffn_backward`.
       h: as for `ffn_backward`.
       d_out: as for `ffn_backward`.
-      w_out_dtype: of the gradient of w_out, that of x or float32; None: not computed here.
-      d_out_factor: d_out quantised, which da' is a product of; None: it is quantised here.
+      w_out_dtype: dtype of the gradient of w_out, that of x or float32; None: the gradient is not computed here.
+      d_out_factor: d_out quantised, an operand of da'; None: it is quantised here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
@@ -427,14 +427,14 @@ def ffn_backward_by_slot(
 def d_w_out_of(
     config: FfnConfig, operands: FfnOperands, weighted_a: jax.Array, d_out: jax.Array, dtype: Any
 ) -> MatrixGradient:
-    """The gradients of w_out, of `dtype`, that of x or float32, and of b_out.
+    """The gradients of w_out, with `dtype`, that of x or float32, and of b_out.
 
     Args:
       config: as for `ffn_backward_by_slot`.
       operands: as for `ffn_backward_by_slot`.
-      weighted_a: [R, F], that call's.
+      weighted_a: [R, F], from that call.
       d_out: as for `ffn_backward_by_slot`.
-      dtype: of the gradient of w_out.
+      dtype: dtype of the gradient of w_out.
     """
     R = weighted_a.shape[0]
     results = _backward(
@@ -449,7 +449,7 @@ def d_w_out_of(
 
 
 def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_factor: Factor | None = None) -> SlotProduct:
-    """The gradient of the rows that were read, [R, D], from dh of `ffn_backward_by_slot`, with FP8 of its dh_factor."""
+    """The gradient of the rows, [R, D], from dh of `ffn_backward_by_slot`, with FP8 from its quantised dh."""
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     E, D, P, F = config.sizes(operands.w_in)
     R, of_rows = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)
@@ -467,13 +467,13 @@ def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_factor
             w_factor=Factor(q.reshape(E, D, P * F), scales.reshape(E, D // BLOCK, P * F // BLOCK)),
             **rest,
         )
-    transposed = config.layouts.w_in.startswith("d")  # our own is what the forward pass multiplies with as it is
+    transposed = config.layouts.w_in.startswith("d")  # w_in is then [E, D, P F]
     w_in = operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D))
     return SlotProduct(dh.reshape(R, P * F), w_in, *of_rows, transpose_w=transposed, **rest)
 
 
 def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
-    """The gradients of w_in, of `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
+    """The gradients of w_in, with `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
     results = _backward(
         config,
         operands,

@@ -1,4 +1,4 @@
-"""Quantised factors of the experts' products: e4m3 numbers with a float32 scale for every block of 128."""
+"""Quantised operands of the experts' GEMMs: e4m3 numbers with one float32 scale per block of 128."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ E4M3 = "float8_e4m3fn"
 
 
 class Factor(NamedTuple):
-    """A quantised factor: its numbers, and the scales of their blocks."""
+    """A quantised GEMM operand: its numbers, and the scales of their blocks."""
 
     q: jax.Array
     """e4m3."""
@@ -22,13 +22,13 @@ class Factor(NamedTuple):
 
 
 class QuantizedExperts(NamedTuple):
-    """What `quantize_experts` returns: the experts' matrices as FP8 products take them, forward and backward.
+    """The result of `quantize_experts`: the experts' matrices as operands of FP8 GEMMs, forward and backward.
 
     Attributes:
-      w_in: float8_e4m3fn [E, D, P, F], for gradients; None: without them.
+      w_in: float8_e4m3fn [E, D, P, F], for gradients; None: omitted.
       w_in_transposed: float8_e4m3fn [E, P, F, D], for the forward pass.
       w_in_scales: float32 [E, D/128, P, F/128].
-      w_out: float8_e4m3fn [E, F, D], for gradients; None: without them.
+      w_out: float8_e4m3fn [E, F, D], for gradients; None: omitted.
       w_out_transposed: float8_e4m3fn [E, D, F], for the forward pass.
       w_out_scales: float32 [E, F/128, D/128].
     """
@@ -42,7 +42,7 @@ class QuantizedExperts(NamedTuple):
 
     @staticmethod
     def shapes(E: Any, D: Any, P: Any, F: Any, d: Any, f: Any) -> "dict[str, tuple[Any, ...]]":
-        """The shapes of the fields, or what else belongs to their axes; d and f: blocks of D and of F."""
+        """The fields' shapes, or other values per axis; d and f: numbers of blocks of D and of F."""
         return {
             "w_in": (E, D, P, F),
             "w_in_transposed": (E, P, F, D),
@@ -53,7 +53,7 @@ class QuantizedExperts(NamedTuple):
         }
 
     def factor(self, name: str, transposed: bool) -> Factor | None:
-        """Of "w_in" or "w_out"; None: it is not there."""
+        """The operand "w_in" or "w_out"; None if it is omitted."""
         q = getattr(self, f"{name}_transposed" if transposed else name)
         return None if q is None else Factor(q, getattr(self, f"{name}_scales"))
 
@@ -62,7 +62,7 @@ class QuantizedExperts(NamedTuple):
 
 
 def quantize_rows(x: jax.Array, fp8_scales: int) -> Factor:
-    """Q1 of x [R, D]: a scale for 128 consecutive elements of a row, [R, D/128]."""
+    """Q1 of x [R, D]: one scale per 128 consecutive elements of a row, [R, D/128]."""
     R, D = x.shape
     results = ffi.call(
         "ab_xla_quantize_rows",
@@ -80,7 +80,7 @@ def _e4m3(*shape: int) -> jax.ShapeDtypeStruct:
 def _quantize(
     w: jax.Array, order: tuple[int, ...], fp8_scales: int, plain: bool, transposed: bool
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """(q, q_transposed, scales) of w, whose axes in the order of ours are `order`; None: not wanted."""
+    """(q, q_transposed, scales) of w, whose axes in the default order are `order`; None: not requested."""
     E, D, *parts, N = (w.shape[axis] for axis in order)
     results = ffi.call(
         "ab_xla_quantize_weights",
@@ -97,7 +97,7 @@ def _quantize(
 
 
 def quantize_matrix(w: jax.Array, fp8_scales: int, *, transposed: bool) -> Factor:
-    """Q2 of w [E, D, N], transposed [E, N, D]; its scales are those of [D, N] in either case."""
+    """Q2 of w [E, D, N], or transposed [E, N, D]; the scales are those of [D, N] in both cases."""
     q, q_transposed, scales = _quantize(w, (0, 1, 2), fp8_scales, not transposed, transposed)
     found = q_transposed if transposed else q
     assert found is not None
@@ -107,7 +107,7 @@ def quantize_matrix(w: jax.Array, fp8_scales: int, *, transposed: bool) -> Facto
 def quantized_matrices(
     w_in: jax.Array, w_out: jax.Array, layouts: Layouts, fp8_scales: int, *, plain: bool, transposed: bool
 ) -> QuantizedExperts:
-    """Q2 of both matrices of the experts, in the orientations that are wanted."""
+    """Q2 of both matrices of the experts, in the requested orientations."""
     of_in = _quantize(w_in, layouts.order("w_in"), fp8_scales, plain, transposed)
     of_out = _quantize(w_out, layouts.order("w_out"), fp8_scales, plain, transposed)
     return QuantizedExperts(*of_in, *of_out)
@@ -122,7 +122,7 @@ def for_pass(
     *,
     backward: bool,
 ) -> QuantizedExperts:
-    """What a pass multiplies with: that of `given`, or where it has none the weights, quantised now; not the rest."""
+    """The quantised weights of a pass only: from `given` if it has them, otherwise quantised here."""
     names = ("w_in", "w_out") if backward else ("w_in_transposed", "w_out_transposed")
     if given is None or any(getattr(given, name) is None for name in names):
         assert w_in is not None and w_out is not None
@@ -131,11 +131,11 @@ def for_pass(
     return QuantizedExperts(**{name: getattr(given, name) if name in kept else None for name in given._fields})
 
 
-# ---------------------------------------------------------------- what a caller has quantised
+# ---------------------------------------------------------------- operands quantised by the caller
 
 
 def check_quantized(value: Any, E: int, D: int, P: int, F: int) -> QuantizedExperts | None:
-    """The argument `quantized` beside weights of these sizes, which are whole blocks."""
+    """Checks the argument `quantized` against the sizes of the weights, which are multiples of a block."""
     if value is None:
         return None
     if not isinstance(value, QuantizedExperts):

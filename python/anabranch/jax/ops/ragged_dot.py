@@ -1,4 +1,4 @@
-"""`jax.lax.ragged_dot` and `ragged_dot_general` by this library's grouped GEMMs: the same calls and gradients."""
+"""`jax.lax.ragged_dot` and `ragged_dot_general` by this library's grouped GEMMs, with the same signatures."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from anabranch.precision import HIGHEST, TF32
 
 
 def _asked_for(value: Any) -> jax.lax.Precision | None:
-    """The precision that a value is or names; None of None."""
+    """The precision that a value is or names; None for None."""
     if value is None or isinstance(value, jax.lax.Precision):
         return value
     if isinstance(value, str):
@@ -28,7 +28,7 @@ def _asked_for(value: Any) -> jax.lax.Precision | None:
 
 
 def precision_of_factors(precision: Any) -> int:
-    """The number (anabranch.precision) of JAX's argument: TF32 where both factors may have so few digits."""
+    """The precision number for JAX's argument: TF32 if both operands may be rounded to it."""
     of_factors = precision if isinstance(precision, (tuple, list)) else (precision, precision)
     try:
         asked = set(map(_asked_for, of_factors))
@@ -37,13 +37,13 @@ def precision_of_factors(precision: Any) -> int:
     if len(of_factors) != 2 or not asked:
         raise ValueError(
             f"precision: got {check.shown(precision)}, expected None, a jax.lax.Precision or its name, or two: "
-            "factors multiply as float32, or with HIGH as TF32, and accumulate in float32"
+            "operands multiply as float32, or with HIGH as TF32, and accumulate in float32"
         )
     return TF32 if asked == {jax.lax.Precision.HIGH} else HIGHEST
 
 
 def result_dtype(preferred_element_type: Any, *operands: jax.Array) -> Any:
-    """The dtype of a product: the argument, or if it is None the dtype that the operands promote to."""
+    """The dtype of a GEMM's result: the argument, or if it is None the dtype that the operands promote to."""
     if preferred_element_type is None:
         first, *others = {operand.dtype for operand in operands}
         return jnp.dtype(jnp.float32) if others else first
@@ -51,7 +51,7 @@ def result_dtype(preferred_element_type: Any, *operands: jax.Array) -> Any:
 
 
 def refuse_argument(name: str, value: Any, instead: str) -> None:
-    """Refuses an argument of another library's signature that has to be None here."""
+    """Refuses an argument of another library's signature that must be None here."""
     if value is not None:
         raise ValueError(f"{name}: got {check.describe(value)}, expected None: {instead}")
 
@@ -66,7 +66,7 @@ def product_of_rows(
     preferred_element_type: Any = None,
     transpose_rhs: bool = False,
 ) -> jax.Array:
-    """Rows of group g times rhs[g] [k, n], or with transpose_rhs rhs[g]^T of [n, k]; `function`: whose arguments."""
+    """Rows of group g times rhs[g] [k, n], or with transpose_rhs [n, k]; `function`: its public name, for errors."""
     lhs = grouped_rows("lhs", lhs)
     sizes = check.sizes("group_sizes", group_sizes, ("g",))
     g, k = ("g", sizes.shape[0]), ("k", lhs.shape[1])
@@ -98,28 +98,29 @@ def ragged_dot(
     Args:
       lhs: float32, bfloat16 or float16 [m, k]; rows of one group are contiguous, group 0 first.
       rhs: [g, k, n], any of these dtypes.
-      group_sizes: integers [g], on the device. Sizes past m are cut, negative ones count as 0.
-      precision: of float32 operands: None, a jax.lax.Precision or its name, or a pair of them. HIGH, whose names are
-        "high" and "tensorfloat32", lets a GPU round both to TF32, `precision="tf32"` of `grouped_matmul`; all others
-        multiply as float32: so does DEFAULT, which here, unlike in JAX's own, is HIGHEST. Of two the more exact one
-        counts. Algorithms are refused.
+      group_sizes: integers [g], on the device. Sizes past m are clipped, negative ones count as 0.
+      precision: of float32 operands: None, a jax.lax.Precision or its name, or a pair of them. HIGH, also named "high"
+        and "tensorfloat32", lets a GPU round both to TF32, like `precision="tf32"` of `grouped_matmul`. All others
+        multiply as float32; DEFAULT means HIGHEST here, unlike in JAX. Of a pair, the more exact one applies.
+        Algorithms are refused.
       preferred_element_type: dtype of the result, float32, bfloat16 or float16. None: the dtype that lhs and rhs
         promote to, which is float32 for bfloat16 with float16.
-      group_offset: None; JAX's own has no implementation of another either.
-      out_sharding: None; arrays are whole, or a jax.shard_map's.
+      group_offset: must be None; JAX's own function supports no other value either.
+      out_sharding: must be None; arrays are whole, or shards inside a jax.shard_map.
 
     Returns:
-      [m, n], summed in float32 and rounded once. Rows past the sum of the sizes are zero. Where lhs, rhs and the result
-      differ in dtype, lhs and rhs are copied to float32; a GPU multiplies copies of 16-bit operands as TF32, exactly.
+      [m, n], accumulated in float32 and rounded once. Rows past the sum of the sizes are zero. If lhs, rhs and the
+      result differ in dtype, lhs and rhs are copied to float32; a GPU multiplies copies of 16-bit operands as TF32,
+      which is exact.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes do not fit, an option is unsupported, or an array is sharded.
 
-    Gradient: of lhs and rhs in their dtypes, from the unrounded cotangent; that of rhs[g] is zero for a group without
+    Gradient: for lhs and rhs in their dtypes, from the unrounded cotangent; that of rhs[g] is zero for a group without
     rows.
 
-    Source: `grouped_matmul`, of which this is another name with JAX's arguments.
+    Source: `grouped_matmul`, with the name and arguments of JAX's function.
 
     Example:
       >>> import jax.numpy as jnp
@@ -171,7 +172,7 @@ def ragged_dot_general(
     group_offset: None = None,
     out_sharding: None = None,
 ) -> jax.Array:
-    """`jax.lax.ragged_dot_general` for the three forms that an MoE layer needs, none of which has a batch dimension.
+    """`jax.lax.ragged_dot_general` for the three forms that an MoE layer needs, all without batch dimensions.
 
     | contracting dimensions, rhs group dimensions | lhs | rhs | result |
     |---|---|---|---|
@@ -183,7 +184,7 @@ def ragged_dot_general(
 
     Args:
       lhs, rhs: float32, bfloat16 or float16; shapes as in the table.
-      group_sizes: integers [g], on the device. Sizes past m are cut, negative ones count as 0.
+      group_sizes: integers [g], on the device. Sizes past m are clipped, negative ones count as 0.
       ragged_dot_dimension_numbers: one of the three forms.
       precision, preferred_element_type, group_offset, out_sharding: as in `ragged_dot`.
 
@@ -194,7 +195,7 @@ def ragged_dot_general(
       TypeError: an argument has the wrong type or dtype.
       ValueError: another form, shapes do not fit, an option is unsupported, or an array is sharded.
 
-    Gradient: of lhs and rhs in their dtypes; where rows are contracted too, which JAX's own does not differentiate.
+    Gradient: for lhs and rhs in their dtypes, also for contracted rows, which JAX's own does not differentiate.
 
     Source: `grouped_matmul` and its gradients, under JAX's name.
 

@@ -1,4 +1,4 @@
-"""A dense layer for each group of rows, under TransformerEngine's name and arguments."""
+"""A dense layer per group of rows, with TransformerEngine's name and arguments."""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class _Config(NamedTuple):
 def _biased_product(
     config: _Config, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array
 ) -> jax.Array:
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # each of them a token of its own
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # every row is its own token
     of_sum = config.dtype if bias.dtype == config.dtype else jnp.float32
     x, kernel, precision = alike(of_sum, config.precision, x, kernel)
     product = SlotProduct(x, kernel, group_sizes, rows, precision, bias, transpose_w=config.transpose)
@@ -48,7 +48,7 @@ def _biased_product_backward(config: _Config, operands: Any, d_y: jax.Array) -> 
     d_x = grouped_product(d_y, kernel, group_sizes, transpose_w=not transpose, precision=precision, dtype=x.dtype)
     left, right = (d_y, x) if transpose else (x, d_y)
     d_kernel = grouped_weight_gradient(left, right, group_sizes, kernel.dtype, precision=precision)
-    ones = jnp.ones((x.shape[0], 1), d_y.dtype)  # the sum over the rows of every group, of d_y as it is
+    ones = jnp.ones((x.shape[0], 1), d_y.dtype)  # sums the rows of every group of d_y
     d_bias = grouped_weight_gradient(ones, d_y, group_sizes, bias.dtype, precision=HIGHEST)[:, 0]
     return d_x, d_kernel, None, d_bias
 
@@ -57,7 +57,7 @@ _biased_product.defvjp(_biased_product_forward, _biased_product_backward)
 
 
 def _transposes(contracting_dims: Any) -> bool:
-    """Whether the kernel lies transposed."""
+    """Whether the kernel is stored transposed."""
     try:
         dims = tuple(tuple(int(d) for d in side) for side in contracting_dims)
     except (TypeError, ValueError):
@@ -86,24 +86,24 @@ def grouped_dense(
     """The rows of group g times kernel[g], plus bias[g].
 
     Args:
-      x: float32, bfloat16 or float16 [M, K]; rows of one group stand together, group 0 first.
+      x: float32, bfloat16 or float16 [M, K]; rows of one group are contiguous, group 0 first.
       kernel: [G, K, N], any of these dtypes.
-      group_sizes: integers [G], on the device. Sizes past M are cut, negative ones count as 0.
-      contracting_dims: ((1,), (1,)), or ((1,), (2,)) for a kernel [G, N, K], which is used as it is stored.
+      group_sizes: integers [G], on the device. Sizes past M are clipped, negative ones count as 0.
+      contracting_dims: ((1,), (1,)), or ((1,), (2,)) for a kernel [G, N, K], which is read in place.
       bias: [G, N], any of these dtypes, or None. It takes part in the promotion of dtypes.
       precision, preferred_element_type, group_offset: as in `ragged_dot`.
-      quantizer_set: None; there is no quantisation here.
-      kernel_fsdp_info: (None, -1); arrays are whole, or a jax.shard_map's.
-      kernel_amax: None; other versions of TransformerEngine take it, before precision.
+      quantizer_set: must be None; quantisation is unsupported.
+      kernel_fsdp_info: must be (None, -1); arrays are whole, or shards inside a jax.shard_map.
+      kernel_amax: must be None; other versions of TransformerEngine have it, before precision.
 
     Returns:
-      [M, N], dtypes as in `ragged_dot`. Rows past the sum of the sizes are zero, bias or not.
+      [M, N], dtypes as in `ragged_dot`. Rows past the sum of the sizes are zero, even with a bias.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, an option asks for what is not done, or an array is sharded.
+      ValueError: shapes do not fit, an option is unsupported, or an array is sharded.
 
-    Gradient: of x, kernel and bias, in their dtypes; zero for a group without rows.
+    Gradient: for x, kernel and bias, in their dtypes; zero for a group without rows.
 
     Source: the function of this name in transformer_engine.jax.dense.
 

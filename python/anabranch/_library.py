@@ -72,7 +72,7 @@ def _find(name: str, variable: str) -> pathlib.Path:
     message = f"{name}: not found in " + ", ".join(map(str, candidates))
     if not override and name == "libanabranch_cuda.so":
         message += (
-            "; this build is for the CPU alone, with CUDA: pip install . "
+            "; this build has no CUDA support; to build with CUDA: pip install . "
             "--config-settings=cmake.define.ANABRANCH_CUDA=ON"
         )
     raise LibraryError(message)
@@ -172,4 +172,4 @@ def cuda_capabilities(facts: Mapping[str, str]) -> list[str]:
     ['9.0']
     """
     named = (re.search(r"compute capability (\d+\.\d+)", facts[name]) for name in facts if name.startswith("device "))
-    return [found[1] for found in named if found]
+    return [match[1] for match in named if match]

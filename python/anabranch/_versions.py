@@ -17,7 +17,7 @@ TESTED = {
 OLDEST_TORCH = (2, 9)
 
 
-def found(package: str) -> str | None:
+def installed(package: str) -> str | None:
     """The installed version; None if the package is not installed."""
     if package == "python":
         return platform.python_version()

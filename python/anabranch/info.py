@@ -22,7 +22,7 @@ def _jax_backends() -> dict[str, str]:
 
 def _torch() -> dict[str, str]:
     """The devices that torch sees, or the reason why it sees none."""
-    version = _versions.found("torch")
+    version = _versions.installed("torch")
     if version is None:
         return {"torch devices": "none: torch is not installed"}
     if not _versions.torch_is_supported(version):
@@ -69,8 +69,8 @@ def collect() -> dict[str, str]:
         facts["cpu backend"] = f"missing: {error}"
     facts |= _cuda()
     packages = ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch", "transformers", "peft")
-    facts |= {package: _versions.found(package) or "not installed" for package in packages}
-    untested = _versions.untested({package: _versions.found(package) for package in _versions.TESTED})
+    facts |= {package: _versions.installed(package) or "not installed" for package in packages}
+    untested = _versions.untested({package: _versions.installed(package) for package in _versions.TESTED})
     if untested:
         facts["warning"] = "; ".join(untested)
     facts |= _jax_backends()
@@ -85,7 +85,7 @@ def collect() -> dict[str, str]:
         "OMP_WAIT_POLICY",
     )
     environment = [f"{name}={os.environ[name]}" for name in settings if name in os.environ]
-    facts["environment"] = ", ".join(environment) or "no setting of ours"
+    facts["environment"] = ", ".join(environment) or "no Anabranch settings"
     return facts
 
 

@@ -19,10 +19,10 @@ class Layouts(NamedTuple):
     w_out: str = "fd"
 
     @property
-    def hidden(self) -> str:
+    def intermediate(self) -> str:
         """The order of P and F in b_in and h, which is that in w_in.
 
-        >>> Layouts("dfp").hidden
+        >>> Layouts("dfp").intermediate
         'fp'
         """
         return self.w_in.replace("d", "")
@@ -36,7 +36,7 @@ class Layouts(NamedTuple):
         name = name.removeprefix("d_")
         if name in ("w_in", "w_out"):
             return "e" + getattr(self, name)
-        return {"b_in": "e", "h": "r", "dh": "r"}[name] + self.hidden if name in ("b_in", "h", "dh") else ""
+        return {"b_in": "e", "h": "r", "dh": "r"}[name] + self.intermediate if name in ("b_in", "h", "dh") else ""
 
     def shape(self, name: str, **sizes: Any) -> tuple[Any, ...]:
         """Maps the axes of an array to values, for example sizes.

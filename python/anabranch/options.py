@@ -306,7 +306,7 @@ class ExpertsOptions:
         "multiplies 16-bit parts on tensor cores, with an error at float32's level. "
         '"tf32": a GPU may round operands to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU '
         'computes as with "highest". Neither changes bfloat16, float16 or the logits. "fp8": x, w_in, w_out and the '
-        "intermediate activations are quantised to float8_e4m3fn where they multiply, whatever their dtype, with one "
+        "intermediate activations are quantised to float8_e4m3fn as operands of the GEMMs, from any dtype, with one "
         "scale per 128 elements of a row and per 128 x 128 block of a matrix; so are the operands of the gradient of "
         "x. Gradients of the experts' matrices, the gate and all sums are not affected. D and F are multiples of 128; "
         "on a GPU, which must have compute capability 9.0, x is bfloat16 or float16. `anabranch.choose_precision` "

@@ -5,7 +5,7 @@ docs/performance.md, where a table compares predicted with measured times.
 """
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from anabranch.precision import BLOCK
 
@@ -119,13 +119,6 @@ def why_not_fp8(size: LayerSize, dtype: str, capability: str | None, width_shard
     return "" if min(size) > 0 else "an empty layer"
 
 
-def kept_passes(quantized: Any) -> tuple[str, ...]:
-    """The passes for which a QuantizedExperts, or None, contains the operands."""
-    if quantized is None:
-        return ()
-    return (FORWARD,) if quantized.w_in is None or quantized.w_out is None else PASSES
-
-
 # ---------------------------------------------------------------- the model
 
 
@@ -178,8 +171,8 @@ def seconds_in_fp8(size: LayerSize, name: str, weight_bytes: int = 2, *, kept: b
     rows, touched = _tile_rows(size), _touched(size)
     seconds = _same_in_both(size, name) + 3 * T * D / QUANTIZE_ROWS + QUANTIZER  # x, or d_out
     for terms, columns, _, epilogue in _products(size, name):
-        of_tiles = -(-columns // TILE_COLUMNS_FP8) * TILE_COLUMNS_FP8
-        multiplied = 2 * rows * (terms + HALF_RATE_TERMS) * of_tiles / RATE_FP8
+        padded_columns = -(-columns // TILE_COLUMNS_FP8) * TILE_COLUMNS_FP8
+        multiplied = 2 * rows * (terms + HALF_RATE_TERMS) * padded_columns / RATE_FP8
         seconds += max(multiplied, touched * terms * columns / COPY)
         seconds += EPILOGUE_FP8 * T * K * epilogue / COPY
     if kept:

@@ -87,14 +87,14 @@ def _layer_in_torch(device: str, dtype: str, bound: float) -> tuple[str, bool]:
         return tensor.detach().double().cpu().numpy()
 
     given, experts = {name: array(tensor) for name, tensor in tensors.items()}, result.experts.cpu().numpy()
-    wanted = reference.moe_backward(**given, d_output=array(d_output), topk=K, experts=experts)
+    d_expected = reference.moe_backward(**given, d_output=array(d_output), topk=K, experts=experts)
     logits = given["x"] @ given["gate"]
     got = {"output": array(result.output), "logits of the experts": np.take_along_axis(logits, experts, 1)}
     got |= {f"gradient of {name}": array(g) for name, g in zip(tensors, gradients, strict=True)}
     want = {
         "output": reference.moe(**given, topk=K, experts=experts).output,
         "logits of the experts": -np.sort(-logits, axis=1)[:, :K],
-        **{f"gradient of {name}": wanted[name] for name in tensors},
+        **{f"gradient of {name}": d_expected[name] for name in tensors},
     }
     drops = {"drops": np.zeros(1, int)}
     return compare(got | {"drops": result.dropped.cpu().numpy()[None]}, want | drops, bound)
@@ -134,32 +134,32 @@ def transports() -> Iterator[Outcome]:
             for name, array in arrays.items()
         }
         gradients, (output, dropped) = jax.jit(jax.grad(loss, has_aux=True))(placed)
-        found = {"output": output, **{f"gradient of {name}": array for name, array in gradients.items()}}
-        return {"drops": np.asarray(dropped), **{n: np.asarray(a, np.float64) for n, a in found.items()}}
+        compared = {"output": output, **{f"gradient of {name}": array for name, array in gradients.items()}}
+        return {"drops": np.asarray(dropped), **{n: np.asarray(a, np.float64) for n, a in compared.items()}}
 
     for dtype, bound in BOUNDS.items():
         for capacity_factor in (None, 0.75):
-            wanted = results("ring", dtype, capacity_factor)
+            expected = results("ring", dtype, capacity_factor)
             for transport in sorted(set(TRANSPORTS) - {"ring"}):
                 name = f"{transport} {dtype}, {'unbounded' if capacity_factor is None else 'bounded'}"
                 try:
-                    outcome = compare(results(transport, dtype, capacity_factor), wanted, bound)
+                    outcome = compare(results(transport, dtype, capacity_factor), expected, bound)
                 except jax.errors.JaxRuntimeError as error:
                     outcome = f"FAILED: {error}", False
                 yield name, *outcome
 
 
-def compare(got: dict[str, Any], wanted: dict[str, Any], bound: float) -> tuple[str, bool]:
+def compare(got: dict[str, Any], expected: dict[str, Any], bound: float) -> tuple[str, bool]:
     """Compares two dicts of arrays: returns the largest relative difference in words and whether it is in bounds."""
     import numpy as np
 
-    if not np.array_equal(got["drops"], wanted["drops"]):
-        return f"FAILED: dropped {got['drops'].tolist()}, expected {wanted['drops'].tolist()}", False
+    if not np.array_equal(got["drops"], expected["drops"]):
+        return f"FAILED: dropped {got['drops'].tolist()}, expected {expected['drops'].tolist()}", False
     errors = {
         name: float(np.linalg.norm(got[name] - want) / np.linalg.norm(want))
-        for name, want in wanted.items()
+        for name, want in expected.items()
         if name != "drops"
     }
     worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
-    text = f"{worst} differs by {errors[worst]:.1e}, bound {bound:.1e}; {int(wanted['drops'].sum())} dropped"
+    text = f"{worst} differs by {errors[worst]:.1e}, bound {bound:.1e}; {int(expected['drops'].sum())} dropped"
     return (f"ok: {text}", True) if errors[worst] <= bound else (f"FAILED: {text}", False)

@@ -116,10 +116,10 @@ def jax_calls(p: Problem, topk: int) -> Calls:
         return FfnOperands(a.x, a.slot_of_row, a.group_sizes, a.w_in, a.w_out, None, None, weights)
 
     def forward(a: Problem) -> jax.Array:
-        return ffn_forward(config, operands(a, None), keep_h=False)[0]
+        return ffn_forward(config, operands(a, None), save_h=False)[0]
 
     def both(a: Problem) -> Any:
-        y, h = ffn_forward(config, operands(a, None), keep_h=True)
+        y, h = ffn_forward(config, operands(a, None), save_h=True)
         return y, ffn_backward(config, operands(a, a.weights), h, a.d_out)
 
     return _jitted(forward, both, arrays)

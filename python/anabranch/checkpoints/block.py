@@ -92,7 +92,7 @@ def load(
     block = Block({}, {}, {}, {})
     for place in _places(family):
         if place.part != "router" and "e" not in sizes:
-            raise ValueError("num_experts: got None, expected E, which the router of this family does not tell")
+            raise ValueError("num_experts: got None, expected E, which this family's router does not determine")
         array = _together(source, place.stored, sizes).reshape([sizes[letter] for letter in place.axes])
         getattr(block, place.part)[place.argument] = array.transpose(place.from_stored)
         _check_num_experts(family, gate, sizes)
@@ -102,8 +102,8 @@ def load(
     _check_num_experts(family, gate, sizes)
     if source.unread:
         raise ValueError(
-            f"{prefix or 'tensors'}: got {_some(prefix + name for name in source.unread)}, for which the family has no "
-            "place; expected a block's tensors alone behind the prefix, all of them"
+            f"{prefix or 'tensors'}: got {_some(prefix + name for name in source.unread)}, which the family does "
+            "not have; expected only the tensors of a block after the prefix"
         )
     return block
 
@@ -203,7 +203,7 @@ def _given_sizes(family: Family, num_experts: Any, intermediate_size: Any) -> di
     if intermediate_size is not None:
         given["f"] = checks.integer("intermediate_size", intermediate_size, 1)
     elif any("ef" in place.stored.axes for place in _places(family)):
-        raise ValueError("intermediate_size: got None, expected F, which tensors [E F, D] do not tell")
+        raise ValueError("intermediate_size: got None, expected F, which tensors [E F, D] do not determine")
     return given
 
 
@@ -256,7 +256,7 @@ class _Source:
 def _pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...], str]]:
     """Each tensor that an array consists of: its index in the array, and its name."""
     whole = slice(None)
-    for e in range(num_experts) if stored.an_expert_each else (whole,):
+    for e in range(num_experts) if stored.per_expert else (whole,):
         for p, name in enumerate(stored.names):
             at = {"e": e, "p": p if len(stored.names) == 2 else whole}
             yield tuple(at.get(letter, whole) for letter in stored.letters), name.format(e=e)
@@ -278,7 +278,7 @@ def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndar
             array = np.empty([sizes[letter] for letter in stored.letters], tensor.dtype)
         if tensor.dtype != array.dtype:
             raise ValueError(
-                f"{source.full(name)}: got {tensor.dtype}, expected {array.dtype} as the others of its array"
+                f"{source.full(name)}: got {tensor.dtype}, expected {array.dtype} like the other tensors of its array"
             )
         array[at] = tensor
     assert array is not None
@@ -322,8 +322,7 @@ def _shape_text(axes: str, sizes: dict[str, int]) -> str:
 def _check_floating(name: str, dtype: np.dtype) -> None:
     if dtype.name not in ("float64", "float32", "float16", "bfloat16"):
         raise TypeError(
-            f"{name}: got {dtype}, expected a floating dtype of 16 bits or more; quantised weights have to be "
-            "dequantised before"
+            f"{name}: got {dtype}, expected a floating dtype of 16 bits or more; dequantise quantised weights first"
         )
 
 

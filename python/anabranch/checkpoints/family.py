@@ -39,7 +39,7 @@ class Stored:
         return (self.name,) if isinstance(self.name, str) else self.name
 
     @property
-    def an_expert_each(self) -> bool:
+    def per_expert(self) -> bool:
         """Whether every expert has a tensor of its own."""
         return "{e}" in self.names[0]
 
@@ -47,10 +47,10 @@ class Stored:
     def letters(self) -> str:
         """The axes of the whole array in the checkpoint's order: experts first, then separately stored parts."""
         own = re.sub("[ 1]", "", self.axes)
-        of_names = "p" if len(self.names) == 2 else ""
+        parts = "p" if len(self.names) == 2 else ""
         if own.startswith("e"):
-            return "e" + of_names + own[1:]
-        return ("e" if self.an_expert_each else "") + of_names + own
+            return "e" + parts + own[1:]
+        return ("e" if self.per_expert else "") + parts + own
 
 
 @dataclass(frozen=True)

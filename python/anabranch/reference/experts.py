@@ -11,7 +11,7 @@ import numpy as np
 
 from anabranch.activation import PLAIN, as_activation
 
-from .fp8 import received, rows_factor, weights_factor
+from .fp8 import received, rows_operand, weights_operand
 from .scores import as_float64
 
 GELU_SCALE = np.sqrt(2 / np.pi)
@@ -44,7 +44,7 @@ def grouped_matmul(x, w, group_sizes, fp8_scales=None):
 
     Args: x [R, D], w [E, D, N], group_sizes int[E]. Returns: float64[R, N].
     """
-    x, w = rows_factor(x, fp8_scales), weights_factor(w, fp8_scales)
+    x, w = rows_operand(x, fp8_scales), weights_operand(w, fp8_scales)
     y = np.zeros((x.shape[0], w.shape[2]))
     for e, rows in _groups(group_sizes, x.shape[0]):
         y[rows] = x[rows] @ w[e]
@@ -57,7 +57,7 @@ def grouped_matmul_backward(d_y, x, w, group_sizes, fp8_scales=None):
     With fp8_scales the operands of d_x are quantised; those of d_w are not.
     """
     d_y, x = as_float64(d_y, "d_y"), as_float64(x, "x")
-    left, w = rows_factor(d_y, fp8_scales), weights_factor(w, fp8_scales)
+    left, w = rows_operand(d_y, fp8_scales), weights_operand(w, fp8_scales)
     d_x, d_w = np.zeros_like(x), np.zeros_like(w)
     for e, rows in _groups(group_sizes, x.shape[0]):
         d_x[rows] = left[rows] @ w[e].T
@@ -179,13 +179,13 @@ def gated_activation_gradients(g, u, act):
     return activation_gradient(g, act.name) * u, activation(g, act.name)
 
 
-def hidden(h, act):
+def activate(h, act):
     """a from h [R, 2 or 1, F]: phi(gate, up), or act(h) for ungated experts."""
     act = as_activation(act, h.shape[1])
     return gated_activation(h[:, 0], h[:, 1], act) if h.shape[1] == 2 else activation(h[:, 0], act.name)
 
 
-def hidden_backward(d_a, h, act):
+def activate_backward(d_a, h, act):
     """dh [R, 2 or 1, F] from da [R, F]."""
     act = as_activation(act, h.shape[1])
     if h.shape[1] == 1:
@@ -207,11 +207,11 @@ def _real_rows(num_rows, group_sizes, slot_of_row):
 
 def _up(rows, w_in, b_in, group_sizes, fp8_scales):
     """h [R, 2 or 1, F] = x W_in[e] + b_in[e]."""
-    num_experts, width, parts, hidden = w_in.shape
-    h = grouped_matmul(rows, w_in.reshape(num_experts, width, parts * hidden), group_sizes, fp8_scales)
+    num_experts, width, parts, F = w_in.shape
+    h = grouped_matmul(rows, w_in.reshape(num_experts, width, parts * F), group_sizes, fp8_scales)
     if b_in is not None:
         h += _bias_rows(as_float64(b_in, "b_in").reshape(num_experts, -1), group_sizes, rows.shape[0])
-    return h.reshape(-1, parts, hidden)
+    return h.reshape(-1, parts, F)
 
 
 def expert_ffn(
@@ -243,7 +243,7 @@ def expert_ffn(
     real = _real_rows(len(rows), group_sizes, slot_of_row)
     rows = np.where(real, as_float64(rows, "rows"), 0.0)
     w = 1.0 if row_weights is None else as_float64(row_weights, "row_weights")[:, None]
-    a = hidden(_up(rows, w_in, b_in, group_sizes, fp8_scales), activation)
+    a = activate(_up(rows, w_in, b_in, group_sizes, fp8_scales), activation)
     bias = 0.0 if b_out is None else _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))
     if weight_early:
         y = grouped_matmul(w * a, w_out, group_sizes, fp8_scales) + w * bias
@@ -264,7 +264,7 @@ def expert_ffn_backward(
     b_out=None,
     row_weights=None,
     slot_of_row=None,
-    kept_dtype=None,
+    saved_dtype=None,
     fp8_scales=None,
     sent_dtype=None,
 ):
@@ -273,7 +273,7 @@ def expert_ffn_backward(
     da' = d_y W_out^T;  d_w = <da', a> + <d_y, b_out>;  da = w da';  dh = phi'(h) da;
     dW_out = (w a)^T d_y;  db_out = sum w d_y;  dW_in = x^T dh;  db_in = sum dh;  dx = dh W_in^T.
 
-    kept_dtype: h is rounded to it, as in a forward pass that saves h in it, which matters where a slope jumps at a
+    saved_dtype: h is rounded to it, as in a forward pass that saves h in it, which matters where a slope jumps at a
       limit. dh is rounded to it before it is quantised.
     fp8_scales: da' = Q1(d_y) Q2(W_out)^T and dx = Q1(dh) Q2(W_in)^T; h is a GEMM of quantised operands too.
     sent_dtype: with fp8_scales, x and d_y were sent quantised (`fp8.received`); other reads are in this dtype.
@@ -287,9 +287,9 @@ def expert_ffn_backward(
     if row_weights is not None:
         w = np.where(real, as_float64(row_weights, "row_weights")[:, None], 0.0)
     h = _up(rows, w_in, b_in, group_sizes, fp8_scales)
-    if kept_dtype is not None:
-        h = h.astype(kept_dtype).astype(np.float64)
-    a = hidden(h, activation)
+    if saved_dtype is not None:
+        h = h.astype(saved_dtype).astype(np.float64)
+    a = activate(h, activation)
 
     d_weighted_a, _ = grouped_matmul_backward(d_y, w * a, w_out, group_sizes, fp8_scales)
     if sent_dtype is not None:
@@ -299,10 +299,10 @@ def expert_ffn_backward(
     if b_out is not None:
         d_row_weights += (d_y * _bias_rows(as_float64(b_out, "b_out"), group_sizes, len(rows))).sum(-1)
     flat_w_in = np.reshape(w_in, (*w_in.shape[:2], -1))
-    d_h = hidden_backward(w * d_weighted_a, h, activation).reshape(len(rows), flat_w_in.shape[2])
+    d_h = activate_backward(w * d_weighted_a, h, activation).reshape(len(rows), flat_w_in.shape[2])
     _, d_w_in = grouped_matmul_backward(d_h, rows, flat_w_in, group_sizes)
-    d_h_kept = d_h if fp8_scales is None or kept_dtype is None else d_h.astype(kept_dtype)
-    d_rows, _ = grouped_matmul_backward(d_h_kept, rows, flat_w_in, group_sizes, fp8_scales)
+    d_h_saved = d_h if fp8_scales is None or saved_dtype is None else d_h.astype(saved_dtype)
+    d_rows, _ = grouped_matmul_backward(d_h_saved, rows, flat_w_in, group_sizes, fp8_scales)
     return ExpertGradients(
         d_rows,
         d_w_in.reshape(w_in.shape),

@@ -101,11 +101,11 @@ def received(x, fp8_scales, dtype):
     return np.clip(product, -largest, largest).astype(dtype).astype(np.float64)
 
 
-def rows_factor(x, fp8_scales):
+def rows_operand(x, fp8_scales):
     """The rows x [R, D] as a GEMM operand: Q1(x), or x itself if fp8_scales is None. float64."""
     return as_float64(x, "x") if fp8_scales is None else quantize_rows(x, fp8_scales).exact()
 
 
-def weights_factor(w, fp8_scales):
+def weights_operand(w, fp8_scales):
     """The weights w as a GEMM operand: Q2(w), or w itself if fp8_scales is None. float64."""
     return as_float64(w, "w") if fp8_scales is None else quantize_weights(w, fp8_scales).exact()

@@ -7,7 +7,7 @@ import numpy as np
 
 from .balance import load_balance_loss, load_balance_loss_backward, z_loss, z_loss_backward
 from .dispatch import combine, dispatch, dispatch_backward, plan
-from .experts import expert_ffn, expert_ffn_backward, hidden, hidden_backward
+from .experts import activate, activate_backward, expert_ffn, expert_ffn_backward
 from .router import Routing, route, route_backward
 from .scores import as_float64
 
@@ -44,7 +44,7 @@ class MoEOptions:
     gate_bias: [E], added to the logits.
     activation, b_in, b_out, weight_early, align_size, kept, fp8_scales: as in `routed_experts`.
     aux_loss_coeff, z_loss_coeff: coefficients of the losses in `balance`; a loss with coefficient 0 is 0.
-    kept_dtype, sent_dtype: for the backward pass, as in `experts.expert_ffn_backward`.
+    saved_dtype, sent_dtype: for the backward pass, as in `experts.expert_ffn_backward`.
     """
 
     topk: int
@@ -68,7 +68,7 @@ class MoEOptions:
     experts: np.ndarray | None = None
     kept: np.ndarray | None = None
     fp8_scales: str | None = None
-    kept_dtype: np.dtype | None = None
+    saved_dtype: np.dtype | None = None
     sent_dtype: np.dtype | None = None
 
     def routing(self):
@@ -182,13 +182,13 @@ def routed_experts_backward(
     weight_early=False,
     align_size=0,
     kept=None,
-    kept_dtype=None,
+    saved_dtype=None,
     fp8_scales=None,
     sent_dtype=None,
 ):
     """Gradients of `routed_experts` from the cotangent of its output; the same for early and late weights.
 
-    kept_dtype, fp8_scales, sent_dtype: as in `experts.expert_ffn_backward`.
+    saved_dtype, fp8_scales, sent_dtype: as in `experts.expert_ffn_backward`.
 
     Returns: dict of x, weights, w_in, w_out, b_in, b_out (None if not given); float64.
     """
@@ -205,7 +205,7 @@ def routed_experts_backward(
         b_out=b_out,
         row_weights=_row_weights(layout, weights),
         slot_of_row=layout.slot_of_row,
-        kept_dtype=kept_dtype,
+        saved_dtype=saved_dtype,
         fp8_scales=fp8_scales,
         sent_dtype=sent_dtype,
     )
@@ -279,23 +279,25 @@ def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, d
     """
     o = MoEOptions(**options)
     flat_x, logits, routing, n = _route(x, gate, o)
-    of_backward = o.network() | {"kept_dtype": o.kept_dtype, "sent_dtype": o.sent_dtype}
+    backward_options = o.network() | {"saved_dtype": o.saved_dtype, "sent_dtype": o.sent_dtype}
     grads = routed_experts_backward(
-        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **of_backward
+        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **backward_options
     )
-    of_weights = grads["weights"] + np.reshape(np.broadcast_to(d_weights, (*np.shape(x)[:-1], o.topk)), (-1, o.topk))
+    total_d_weights = grads["weights"] + np.reshape(
+        np.broadcast_to(d_weights, (*np.shape(x)[:-1], o.topk)), (-1, o.topk)
+    )
     counts = routing.tokens_per_expert
     d_score_sum = d_lse = None
     if o.aux_loss_coeff:
         d_score_sum = load_balance_loss_backward(routing.score_sum, counts, o.topk, o.aux_loss_coeff, n, d_aux_loss)
     if o.z_loss_coeff:
         d_lse = z_loss_backward(routing.lse, o.z_loss_coeff, n, d_z_loss)
-    d_logits = route_backward(logits, d_weights=of_weights, d_score_sum=d_score_sum, d_lse=d_lse, **o.routing())
+    d_logits = route_backward(logits, d_weights=total_d_weights, d_score_sum=d_score_sum, d_lse=d_lse, **o.routing())
     return grads | {
         "x": (grads["x"] + d_logits @ as_float64(gate, "gate").T).reshape(np.shape(x)),
         "gate": flat_x.T @ d_logits,
         "gate_bias": None if o.gate_bias is None else d_logits.sum(axis=0),
-        "weights": of_weights,
+        "weights": total_d_weights,
     }
 
 
@@ -306,13 +308,13 @@ def _sigmoid(z):
     return np.exp(-np.logaddexp(0.0, -z))
 
 
-def _shared(x, w_in, w_out, w_gate, activation, kept_dtype=None):
-    """(x [T, D], h [T, P, S] in kept_dtype, a [T, S], y [T, D], g [T, 1]) of `shared_expert`, whose result is g y."""
+def _shared(x, w_in, w_out, w_gate, activation, saved_dtype=None):
+    """(x [T, D], h [T, P, S] in saved_dtype, a [T, S], y [T, D], g [T, 1]) of `shared_expert`, whose result is g y."""
     x, w_in, w_out = as_float64(_flat(x), "x"), as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
     h = np.einsum("td,dps->tps", x, w_in)
-    if kept_dtype is not None:
-        h = h.astype(kept_dtype).astype(np.float64)
-    a = hidden(h, activation)
+    if saved_dtype is not None:
+        h = h.astype(saved_dtype).astype(np.float64)
+    a = activate(h, activation)
     g = np.ones((len(x), 1))
     if w_gate is not None:
         g = _sigmoid(x @ as_float64(w_gate, "w_gate").reshape(-1, 1))
@@ -328,14 +330,14 @@ def shared_expert(x, w_in, w_out, *, w_gate=None, activation="silu"):
     return (g * y).reshape(np.shape(x))
 
 
-def shared_expert_backward(x, w_in, w_out, d_output, *, w_gate=None, activation="silu", kept_dtype=None):
+def shared_expert_backward(x, w_in, w_out, d_output, *, w_gate=None, activation="silu", saved_dtype=None):
     """Gradients of `shared_expert`: dict of x, w_in, w_out, w_gate (None if not given); float64.
 
-    kept_dtype: as in `experts.expert_ffn_backward`.
+    saved_dtype: as in `experts.expert_ffn_backward`.
     """
-    flat_x, h, a, y, g = _shared(x, w_in, w_out, w_gate, activation, kept_dtype)
+    flat_x, h, a, y, g = _shared(x, w_in, w_out, w_gate, activation, saved_dtype)
     d_out = as_float64(_flat(d_output), "d_output")
-    d_h = hidden_backward((g * d_out) @ as_float64(w_out, "w_out").T, h, activation)
+    d_h = activate_backward((g * d_out) @ as_float64(w_out, "w_out").T, h, activation)
     d_x = np.einsum("tps,dps->td", d_h, as_float64(w_in, "w_in"))
     d_w_gate = None
     if w_gate is not None:

@@ -39,9 +39,9 @@ def qb_histogram(logits, topk, lower, upper, bins, *, score_function, expert_bia
         positions = np.where(np.asarray(token_mask)[..., None], positions, np.nan)
     rows = positions.reshape(-1, positions.shape[-1])
     counted = ~np.isnan(rows)
-    bin_of = np.clip(np.floor(np.where(counted, rows, 0.0)), 0, bins - 1).astype(np.int64)
+    bins_of_rows = np.clip(np.floor(np.where(counted, rows, 0.0)), 0, bins - 1).astype(np.int64)
     histogram = np.zeros((rows.shape[1], bins), np.int32)
-    np.add.at(histogram, (np.nonzero(counted)[1], bin_of[counted]), 1)
+    np.add.at(histogram, (np.nonzero(counted)[1], bins_of_rows[counted]), 1)
     return histogram
 
 
@@ -56,9 +56,9 @@ def quantile_bias(histogram, lower, upper, topk):
     width = (upper - lower) / bins
     quantiles = np.full(num_experts, float(lower))
     for e in range(num_experts):
-        wanted = through[e, -1] * topk / num_experts
-        if wanted > 0:
-            held = int(np.argmax(through[e] * num_experts >= through[e, -1] * topk))  # exact
-            before = through[e, held] - counts[e, held]
-            quantiles[e] = lower + (held + (wanted - before) / counts[e, held]) * width
+        target = through[e, -1] * topk / num_experts
+        if target > 0:
+            bin_index = int(np.argmax(through[e] * num_experts >= through[e, -1] * topk))  # exact
+            before = through[e, bin_index] - counts[e, bin_index]
+            quantiles[e] = lower + (bin_index + (target - before) / counts[e, bin_index]) * width
     return quantiles - quantiles.mean()

@@ -53,8 +53,8 @@ def _axis_text(axis: Axis) -> str:
 
 
 def _axis_fits(axis: Axis, size: int) -> bool:
-    wanted = axis[1] if isinstance(axis, tuple) else axis
-    return isinstance(wanted, str) or wanted == size
+    expected = axis[1] if isinstance(axis, tuple) else axis
+    return isinstance(expected, str) or expected == size
 
 
 def _checked(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> Any:
@@ -66,8 +66,8 @@ def _checked(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]
         raise TypeError(f"{name}: got {describe(value)}, expected {expected}")
     if not all(isinstance(size, int) for size in value.shape):
         raise ValueError(
-            f"{name}: got {describe(value)} of symbolic sizes, expected numbers: buffers are laid out for one shape, "
-            "export a program for each"
+            f"{name}: got {describe(value)} with symbolic sizes, expected static ones: buffers are sized for one "
+            "shape; export one program per shape"
         )
     leading = bool(shape) and shape[0] is Ellipsis
     axes = tuple(shape[1:]) if leading else tuple(shape)
@@ -138,9 +138,9 @@ def amounts(
     value = _checked(name, value, dtypes, shape)
     if isinstance(value, jax.Array):
         return value
-    held = (value >= minimum) & (value < maximum + 1)  # False for NaN; float32 represents 2^31 but not 2^31 - 1
-    if not np.all(held):
-        wrong = np.ravel(value)[np.argmin(np.ravel(held))]
+    valid = (value >= minimum) & (value < maximum + 1)  # False for NaN; float32 represents 2^31 but not 2^31 - 1
+    if not np.all(valid):
+        wrong = np.ravel(value)[np.argmin(np.ravel(valid))]
         raise ValueError(f"{name}: got {wrong} in {describe(value)}, expected numbers in [{minimum}, {maximum}]")
     return jnp.asarray(value.astype(np.int32) if value.dtype.itemsize == 8 else value)
 

@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 def _refuse(*_: Any, name: str, **__: Any) -> Any:
     raise TypeError(
-        f"{name}: got a forward-mode derivative to take, expected jax.grad or jax.vjp: anabranch has reverse mode only"
+        f"{name}: got a forward-mode derivative, expected jax.grad or jax.vjp: anabranch supports reverse mode only"
     )
 
 

@@ -76,11 +76,11 @@ class _Call:
 
 def _call(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     arrays = vary_alike(*arrays)
-    return _where_it_runs(static, *arrays) if static.workspace else _run(static, *arrays, workspace=0)
+    return _run_with_workspace(static, *arrays) if static.workspace else _run(static, *arrays, workspace=0)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _where_it_runs(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _run_with_workspace(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The call with a workspace; jitted so that the platform is known, because the CPU handler needs no workspace."""
     on_cpu = functools.partial(_run, static, workspace=0)
     outputs: tuple[jax.Array, ...] = jax.lax.platform_dependent(
@@ -138,15 +138,17 @@ def call(
     """
     register()
     given = {name: array for name, array in operands.items() if array is not None}
-    wanted = {name: result for name, result in results.items() if result is not None}
-    order, names = list(given), list(wanted)
+    requested = {name: result for name, result in results.items() if result is not None}
+    order, names = list(given), list(requested)
     static = _Call(
         target,
         operands=tuple(given),
-        results=tuple((name, tuple(r.shape), np.dtype(r.dtype).name) for name, r in wanted.items()),
+        results=tuple((name, tuple(r.shape), np.dtype(r.dtype).name) for name, r in requested.items()),
         aliases=tuple((order.index(a), names.index(b)) for a, b in (aliases or {}).items()),
         workspace=workspace,
-        orders=",".join(f"{name}:{order}" for name, order in (orders or {}).items() if name in given or name in wanted),
+        orders=",".join(
+            f"{name}:{order}" for name, order in (orders or {}).items() if name in given or name in requested
+        ),
         attributes=tuple(attributes.items()),
     )
     name = target.removeprefix("ab_xla_")
@@ -154,6 +156,6 @@ def call(
         f"{name}: got {{got}}, expected whole arrays, since rows are counted over all tokens; "
         "use moe(), which takes sharded tokens, or call it inside jax.shard_map"
     )
-    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(wanted), whole, tuple(given))(*given.values())
-    named = dict(zip(wanted, outputs, strict=True))
+    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(requested), whole, tuple(given))(*given.values())
+    named = dict(zip(requested, outputs, strict=True))
     return {name: named.get(name) for name in results}

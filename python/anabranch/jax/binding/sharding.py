@@ -59,10 +59,10 @@ class TokenCall:
         """Runs the call; operands that are None are passed on as None."""
         given = tuple(operand is not None for operand in operands)
         arrays = [operand for operand in operands if operand is not None]
-        kept = tuple(n for n, there in zip(self.operands, given, strict=True) if there)
+        token_dims = tuple(n for n, there in zip(self.operands, given, strict=True) if there)
         names = tuple(f"{n} " for n, there in zip(self.names, given, strict=True) if there) if self.names else ()
         names = names or ("",) * len(arrays)
-        call = _Bound(self.function, self.static, given, kept, self.results, self.whole, names)
+        call = _Bound(self.function, self.static, given, token_dims, self.results, self.whole, names)
         # Arrays that are not traced are not differentiated. A nested call is differentiated with its outer call.
         guarded = _on_shards.get() is None and any(isinstance(array, jax.core.Tracer) for array in arrays)
         outputs: tuple[jax.Array, ...] = (_run_once_differentiable if guarded else _run)(call, *arrays)
@@ -83,8 +83,8 @@ class _Bound:
 
     def on_shards(self, token_axes: Sequence[Axes], *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Computes the results on the shards of a mesh whose axes `token_axes` shard the token dimensions."""
-        rest = iter(arrays)
-        operands = [next(rest) if there else None for there in self.given]
+        remaining = iter(arrays)
+        operands = [next(remaining) if there else None for there in self.given]
         inside = _on_shards.set(tuple(token_axes))
         try:
             results = self.function(self.static, *operands)
@@ -92,19 +92,19 @@ class _Bound:
             _on_shards.reset(inside)
         return tuple(map(functools.partial(self._summed, token_axes), results, self.results))
 
-    def _summed(self, token_axes: Sequence[Axes], result: jax.Array, kept: int) -> jax.Array:
-        axes = [axis for axes in token_axes[kept:] for axis in axes]
+    def _summed(self, token_axes: Sequence[Axes], result: jax.Array, token_dims: int) -> jax.Array:
+        axes = [axis for axes in token_axes[token_dims:] for axis in axes]
         if not axes:
             return result
         if result.dtype == jnp.bool_:  # psum does not support bool
             return jax.lax.psum(result.astype(jnp.int32), axes) > 0
         return jax.lax.psum(result, axes)
 
-    def specs(self, token_axes: Sequence[Axes], kept: Sequence[int]) -> tuple[PartitionSpec, ...]:
-        return tuple(PartitionSpec(*map(entry_of, token_axes[:n])) for n in kept)
+    def specs(self, token_axes: Sequence[Axes], token_dims: Sequence[int]) -> tuple[PartitionSpec, ...]:
+        return tuple(PartitionSpec(*map(spec_entry, token_axes[:n])) for n in token_dims)
 
 
-def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
+def token_shard_axes(name: str, tokens: Sequence[int]) -> Axes:
     """Inside a TokenCall's function: the mesh axes that divide the tokens, whose shards are in token order.
 
     Args:
@@ -120,44 +120,44 @@ def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
         return ()
     if len(divided) > 1 or any(size > 1 for size in tokens[: divided[0]]):
         raise ValueError(
-            f"{name}: got token dimensions of which number {divided[-1]} is sharded, expected none but the first "
-            "to be, since rows stand in the order of the tokens"
+            f"{name}: got a sharding of token dimension {divided[-1]}, expected one of the first only, since rows "
+            "are in the order of the tokens"
         )
     return token_axes[divided[0]]
 
 
-def entry_of(axes: Axes) -> Any:
+def spec_entry(axes: Axes) -> Any:
     """Converts mesh axes to one entry of a PartitionSpec."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def axes_of(entry: Any) -> Axes:
+def entry_axes(entry: Any) -> Axes:
     """Converts one entry of a PartitionSpec to mesh axes."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def spec_of(array: jax.Array) -> tuple[Axes, ...]:
+def array_axes(array: jax.Array) -> tuple[Axes, ...]:
     """The explicit mesh axes of every dimension of an array, from its type."""
-    return tuple(map(axes_of, jax.typeof(array).sharding.spec))
+    return tuple(map(entry_axes, jax.typeof(array).sharding.spec))
 
 
-def mesh_of(*arrays: jax.Array) -> Any:
+def current_mesh(*arrays: jax.Array) -> Any:
     """The abstract mesh of the arrays' types or of the context; an empty mesh if there is neither."""
     context = jax.sharding.get_abstract_mesh()
     meshes = [context, *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty), context)
 
 
-def axes_of_type(mesh: Any, axis_type: AxisType) -> Axes:
+def axes_with_type(mesh: Any, axis_type: AxisType) -> Axes:
     """The names of a mesh's axes of one type."""
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == axis_type)
 
 
 def all_manual(mesh: Any) -> bool:
     """Whether the program runs inside a jax.shard_map over the whole mesh."""
-    return not mesh.empty and axes_of_type(mesh, AxisType.Manual) == mesh.axis_names
+    return not mesh.empty and axes_with_type(mesh, AxisType.Manual) == mesh.axis_names
 
 
 def vary_alike(*arrays: Any) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ def check_alike(**arrays: jax.Array | None) -> None:
     given = {name: array for name, array in arrays.items() if array is not None}
     (first, leader), *others = given.items()
     for name, array in others:
-        if spec_of(array)[:1] != spec_of(leader)[:1]:
+        if array_axes(array)[:1] != array_axes(leader)[:1]:
             raise ValueError(
                 f"{name}: got {array.dtype}{list(array.shape)} sharded as {jax.typeof(array).sharding.spec}, expected "
                 f"its first dimension as that of {first}, {jax.typeof(leader).sharding.spec}"
@@ -204,10 +204,10 @@ def check_whole(function: str, **arrays: jax.Array | None) -> None:
     compilation then fails with the message `TokenCall.whole`.
     """
     for name, array in arrays.items():
-        if array is None or runs_as_it_is(array):
+        if array is None or arrays_are_local(array):
             continue
         placed = None if isinstance(array, jax.core.Tracer) else array.sharding
-        if any(spec_of(array)) or not (placed is None or placed.is_fully_replicated):
+        if any(array_axes(array)) or not (placed is None or placed.is_fully_replicated):
             raise ValueError(
                 f"{name}: got {array.dtype}{list(array.shape)} sharded, expected whole arrays: {function} counts rows "
                 "over all tokens; use moe(), which takes sharded tokens, or call it inside jax.shard_map"
@@ -217,27 +217,27 @@ def check_whole(function: str, **arrays: jax.Array | None) -> None:
 # ---------------------------------------------------------------- manual, explicit and automatic axes
 
 
-def runs_as_it_is(*arrays: jax.Array) -> bool:
+def arrays_are_local(*arrays: jax.Array) -> bool:
     """Whether each array is whole on its device: inside a jax.shard_map or a TokenCall, or with one device only."""
     if _on_shards.get() is not None:
         return True
-    mesh = mesh_of(*arrays)
+    mesh = current_mesh(*arrays)
     if mesh.empty:
         return jax.device_count() == 1
-    manual = axes_of_type(mesh, AxisType.Manual)
+    manual = axes_with_type(mesh, AxisType.Manual)
     left = [axis for axis in mesh.axis_names if axis not in manual]
-    automatic = axes_of_type(mesh, AxisType.Auto)
+    automatic = axes_with_type(mesh, AxisType.Auto)
     return bool(manual) and all(axis in automatic and mesh.shape[axis] == 1 for axis in left)
 
 
 def _run(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    if runs_as_it_is(*arrays):
+    if arrays_are_local(*arrays):
         return call.on_shards((), *arrays)
-    mesh = mesh_of(*arrays)
+    mesh = current_mesh(*arrays)
     if mesh.empty:
         return _automatic(call, *arrays)
     _check_kinds(mesh)
-    explicit = axes_of_type(mesh, AxisType.Explicit)
+    explicit = axes_with_type(mesh, AxisType.Explicit)
     results: tuple[jax.Array, ...] = _explicit(call, mesh, explicit, *arrays) if explicit else _automatic(call, *arrays)
     return results
 
@@ -250,14 +250,15 @@ def _no_second_derivative(call: _Bound, arrays: Any, tangents: Any) -> Any:
     """JAX evaluates this rule for the derivative of an operation's own derivative rule, which is unsupported."""
     operation = getattr(call.static, "target", call.function.__module__)
     raise TypeError(
-        f"{operation}: got a gradient of a gradient, expected one of first order: anabranch has no second derivatives"
+        f"{operation}: got a gradient of a gradient, expected a first derivative: "
+        "anabranch does not support second ones"
     )
 
 
 def _check_kinds(mesh: Any) -> None:
     """Refuses automatic axes beside others: XLA would not report how it shards over them, and would gather."""
     others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
-    automatic = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
+    automatic = [axis for axis in axes_with_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
     if others and automatic:
         raise ValueError(
             f"sharding: got automatic mesh axes {', '.join(map(repr, automatic))} beside manual or explicit ones "
@@ -268,9 +269,9 @@ def _check_kinds(mesh: Any) -> None:
 # Compiled even for an eager caller, like the automatic case.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    for array, kept, name in zip(arrays, call.operands, call.names, strict=True):
-        _check_whole(call, name, array, kept, [a for axes in spec_of(array)[kept:] for a in axes])
-    leading = spec_of(arrays[0])[: call.operands[0]]
+    for array, token_dims, name in zip(arrays, call.operands, call.names, strict=True):
+        _check_whole(call, name, array, token_dims, [a for axes in array_axes(array)[token_dims:] for a in axes])
+    leading = array_axes(arrays[0])[: call.operands[0]]
     results: tuple[jax.Array, ...] = jax.shard_map(
         functools.partial(_shards, call, leading),
         mesh=mesh,
@@ -289,19 +290,19 @@ def _shards(call: _Bound, token_axes: Sequence[Axes], *arrays: jax.Array) -> tup
 
 def _reshard(mesh: Any, array: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Reshards a token array to the sharding of the first operand; a cotangent may have another one."""
-    wanted = tuple(axes_of(entry) for entry in spec)
-    wanted += ((),) * (array.ndim - len(wanted))
-    return array if spec_of(array) == wanted else jax.sharding.reshard(array, NamedSharding(mesh, spec))
+    required = tuple(entry_axes(entry) for entry in spec)
+    required += ((),) * (array.ndim - len(required))
+    return array if array_axes(array) == required else jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
 
-def _check_whole(call: _Bound, name: str, array: jax.Array, kept: int, sharded_over: Sequence[str]) -> None:
+def _check_whole(call: _Bound, name: str, array: jax.Array, token_dims: int, sharded_over: Sequence[str]) -> None:
     if not sharded_over:
         return
     what = f"{name}{array.dtype}{list(array.shape)} sharded over {', '.join(map(repr, sharded_over))}"
-    if call.whole and not kept:
+    if call.whole and not token_dims:
         raise ValueError(call.whole.format(got=what))
     raise ValueError(
-        f"sharding: got {what} in a dimension that is not one of tokens, expected that dimension whole; "
+        f"sharding: got {what} in a dimension that is not a token dimension, expected it whole; "
         "jax.sharding.reshard gathers it"
     )
 
@@ -317,12 +318,12 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
         if call.whole:
-            for operand, kept, name in zip(operands, call.operands, call.names, strict=True):
-                if not kept and not operand.sharding.is_fully_replicated:
+            for operand, token_dims, name in zip(operands, call.operands, call.names, strict=True):
+                if not token_dims and not operand.sharding.is_fully_replicated:
                     raise ValueError(call.whole.format(got=f"{name}{operand.dtype}{list(operand.shape)} sharded"))
         axes = _token_axes(operands[0].sharding, call.operands[0])
-        for operand, kept in zip(operands, call.operands, strict=True):
-            for size, names in zip(operand.shape[:kept], axes, strict=False):
+        for operand, token_dims in zip(operands, call.operands, strict=True):
+            for size, names in zip(operand.shape[:token_dims], axes, strict=False):
                 if size % _size(mesh, names):
                     raise ValueError(
                         f"sharding: got {operand.dtype}{list(operand.shape)} in {_size(mesh, names)} shards, "
@@ -340,7 +341,7 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
     def infer(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
         """GSPMD calls this if Shardy is off, repeatedly as it learns shardings; an error here aborts the process."""
         n = call.operands[0]
-        tokens = (o.sharding for o, kept in zip(operands, call.operands, strict=True) if kept == n)
+        tokens = (o.sharding for o, token_dims in zip(operands, call.operands, strict=True) if token_dims == n)
         known = next((sharding for sharding in tokens if getattr(sharding, "spec", None) is not None), None)
         axes = ((),) * n if known is None else _token_axes(known, n)
         return tuple(map(functools.partial(NamedSharding, mesh), call.specs(axes, call.results)))
@@ -354,8 +355,8 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
     @function.def_vmap
     def one_after_another(size: int, batched: Sequence[bool], *arrays: jax.Array) -> Any:
         def one(slices: Sequence[jax.Array]) -> Any:
-            rest = iter(slices)
-            return function(*(next(rest) if b else a for a, b in zip(arrays, batched, strict=True)))
+            remaining = iter(slices)
+            return function(*(next(remaining) if b else a for a, b in zip(arrays, batched, strict=True)))
 
         results = jax.lax.map(one, [a for a, b in zip(arrays, batched, strict=True) if b])
         return results, tuple(True for _ in results)
@@ -374,7 +375,7 @@ def _token_axes(sharding: Any, tokens: int) -> tuple[Axes, ...]:
         if not sharding.is_fully_replicated:
             raise ValueError(f"sharding: got {sharding}, expected one over the axes of a mesh; see jax.set_mesh")
         return ((),) * tokens
-    return tuple(axes_of(spec[i]) if i < len(spec) else () for i in range(tokens))
+    return tuple(entry_axes(spec[i]) if i < len(spec) else () for i in range(tokens))
 
 
 def _shardy_rule(
@@ -393,7 +394,7 @@ def _shardy_rule(
         others.append(f"x{len(others)}")
         return others[-1]
 
-    def of_tokens(i: int, size: int) -> str | CompoundFactor:
+    def token_factor(i: int, size: int) -> str | CompoundFactor:
         if size == tokens[i]:
             return f"t{i}"
         if not tokens[i] or size % tokens[i] or not size:
@@ -402,8 +403,8 @@ def _shardy_rule(
         rows_of_token[name] = size // tokens[i]
         return CompoundFactor(f"t{i}", name)
 
-    def factors(shape: tuple[int, ...], kept: int) -> ArrayMapping:
-        return ArrayMapping(*(of_tokens(i, n) if i < kept else own() for i, n in enumerate(shape)))
+    def factors(shape: tuple[int, ...], token_dims: int) -> ArrayMapping:
+        return ArrayMapping(*(token_factor(i, n) if i < token_dims else own() for i, n in enumerate(shape)))
 
     left = tuple(map(factors, operands, call.operands))
     right = tuple(map(factors, results, call.results))

@@ -9,7 +9,7 @@ from anabranch.jax.binding.arrays import flat
 from anabranch.jax.layer.names import named_logits, named_routing
 from anabranch.jax.layer.operands import LayerConfig, Operands, Selection, Sums
 from anabranch.jax.ops.matmul import bfloat16_matmul, halves_matmul, matmul
-from anabranch.jax.ops.router import RouterResiduals, Wanted, route_backward, route_forward
+from anabranch.jax.ops.router import Requested, RouterResiduals, route_backward, route_forward
 
 
 class GateResiduals(NamedTuple):
@@ -44,11 +44,11 @@ def gate_residuals(config: LayerConfig) -> tuple[str, ...]:
 
 
 def select(
-    config: LayerConfig, operands: Operands, *, keep: bool, counts: bool
+    config: LayerConfig, operands: Operands, *, save: bool, counts: bool
 ) -> tuple[Selection, Sums, GateResiduals]:
     """The experts and weights of x [T, D]: those in the operands, or the router's.
 
-    keep: whether a gradient is needed. counts: whether tokens_per_expert is requested; otherwise it is None. Values
+    save: whether a gradient is needed. counts: whether tokens_per_expert is requested; otherwise it is None. Values
     that neither these nor a loss needs are not computed; score_sum is then zeros.
     """
     if config.router is None:
@@ -66,7 +66,7 @@ def select(
         operands.token_mask,
         operands.forced_experts,
         operands.qb_bin_bounds,
-        Wanted(counts, config.aux_loss, config.z_loss or (keep and "lse" in gate_residuals(config))),
+        Requested(counts, config.aux_loss, config.z_loss or (save and "lse" in gate_residuals(config))),
     )
     routing = named_routing(routing)
     # A masked token has lse 0.
@@ -93,7 +93,7 @@ def select_backward(
     config: LayerConfig,
     operands: Operands,
     selection: Selection,
-    kept: GateResiduals,
+    residuals: GateResiduals,
     d_weights: jax.Array,
     d_sums: Sums,
 ) -> GateGradients:
@@ -107,15 +107,15 @@ def select_backward(
     if config.router is None:
         return GateGradients(None, None, None, d_weights)
     x, gate, mask = operands.x, operands.gate, operands.token_mask
-    assert gate is not None and kept.logits is not None
+    assert gate is not None and residuals.logits is not None
     assert d_sums.score_sum is not None and d_sums.lse_squares is not None
     d_lse = None
     if config.z_loss:
-        assert kept.lse is not None
-        d_lse = 2 * d_sums.lse_squares * kept.lse
+        assert residuals.lse is not None
+        d_lse = 2 * d_sums.lse_squares * residuals.lse
     d_logits = route_backward(
         config.router,
-        RouterResiduals(kept.logits, selection.experts, mask, kept.lse),
+        RouterResiduals(residuals.logits, selection.experts, mask, residuals.lse),
         d_weights,
         d_sums.score_sum if config.aux_loss else None,
         d_lse,

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from anabranch.jax.binding import check
 from anabranch.jax.binding.sharding import Axes
 from anabranch.jax.layer.fused_layer import (
-    axes_of_sums,
     check_parallel,
     experts_operands,
     ffn_config,
     fused_layer,
-    quantized_operands,
+    quantized_arrays,
+    unreduced_axes,
 )
 from anabranch.jax.layer.operands import LayerConfig, LayerOutput, Operands
 from anabranch.jax.ops.balance import load_balance_loss, mean_of_squares
@@ -139,41 +139,45 @@ def moe(
         x=x, gate=gate, w_in=w_in, w_out=w_out, gate_bias=gate_bias, expert_bias=expert_bias, b_in=b_in, b_out=b_out,
         token_mask=token_mask, forced_experts=forced_experts, qb_bin_bounds=qb_bin_bounds,
     )  # fmt: skip
-    return layer_of(LayerOptions(topk=topk, qb_bins=qb_bins, **options), arrays, parallel, quantized)
+    return run_layer(LayerOptions(topk=topk, qb_bins=qb_bins, **options), arrays, parallel, quantized)
 
 
-def layer_of(
+def run_layer(
     options: LayerOptions,
     arrays: dict[str, Any],
     parallel: Parallel | None = None,
     quantized: QuantizedExperts | None = None,
 ) -> MoEOutput:
     """`moe` with its options as one object. arrays: its other arguments by name; missing ones are None."""
-    of = dict.fromkeys(("gate_bias", "expert_bias", "b_in", "b_out", "token_mask", "forced_experts", "qb_bin_bounds"))
-    of |= arrays
-    x = check.array("x", of["x"], check.FLOATS, (..., "D"))
+    given = dict.fromkeys(
+        ("gate_bias", "expert_bias", "b_in", "b_out", "token_mask", "forced_experts", "qb_bin_bounds")
+    )
+    given |= arrays
+    x = check.array("x", given["x"], check.FLOATS, (..., "D"))
     *leading, D = x.shape
-    of_experts, E, parts = experts_operands(options.layouts(), x, of["w_in"], of["w_out"], of["b_in"], of["b_out"])
-    gate = check.array("gate", of["gate"], check.FLOATS, (("D", D), ("E", E)))
+    experts_by_name, E, parts = experts_operands(
+        options.layouts(), x, given["w_in"], given["w_out"], given["b_in"], given["b_out"]
+    )
+    gate = check.array("gate", given["gate"], check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(options, E, parts, parallel)
     router = config.router
     assert router is not None
-    of_quantized = quantized_operands(config.ffn, of_experts, quantized)
+    quantized_by_name = quantized_arrays(config.ffn, experts_by_name, quantized)
     expert_bias, token_mask, forced_experts = router_operands(
-        router, E, tuple(leading), of["expert_bias"], of["token_mask"], of["forced_experts"]
+        router, E, tuple(leading), given["expert_bias"], given["token_mask"], given["forced_experts"]
     )
     operands = Operands(
         x=x,
         gate=gate,
-        gate_bias=check.optional_array("gate_bias", of["gate_bias"], check.FLOATS, (("E", E),)),
+        gate_bias=check.optional_array("gate_bias", given["gate_bias"], check.FLOATS, (("E", E),)),
         expert_bias=expert_bias,
         token_mask=token_mask,
         forced_experts=forced_experts,
-        qb_bin_bounds=quantile_operand(router, expert_bias, of["qb_bin_bounds"]),
-        **of_experts,
-        **of_quantized,
+        qb_bin_bounds=quantile_operand(router, expert_bias, given["qb_bin_bounds"]),
+        **experts_by_name,
+        **quantized_by_name,
     )
-    shards = axes_of_sums(parallel, x, router.topk)
+    shards = unreduced_axes(parallel, x, router.topk)
     result = fused_layer(config, operands, parallel)
     coefficients = options.loss_coefficients()
     aux, z, counts = _losses(router.topk, coefficients, result, token_mask, math.prod(leading), shards)

@@ -17,7 +17,7 @@ from anabranch.jax.layer.initializers import (
     default_out_init,
     initializer,
 )
-from anabranch.jax.layer.moe import MoEOutput, layer_config, layer_of
+from anabranch.jax.layer.moe import MoEOutput, layer_config, run_layer
 from anabranch.jax.layer.shared_expert import shared_expert
 from anabranch.jax.ops.quantile import host_bounds, quantile_bias
 from anabranch.jax.ops.quantized import QuantizedExperts
@@ -216,7 +216,7 @@ class MoE(nnx.Module):
             forced_experts=forced_experts,
             qb_bin_bounds=self.qb_bin_bounds,
         )
-        result = layer_of(self.options, arrays, self.parallel, quantized)
+        result = run_layer(self.options, arrays, self.parallel, quantized)
         if any(type(captured) is nnx.Intermediate for captured in getattr(self, "__captures__", ())):
             bias = None if self.gate_bias is None else self.gate_bias[...]
             self.sow(nnx.Intermediate, "router_logits", router_logits(x, self.gate[...], bias))
@@ -255,7 +255,9 @@ class MoE(nnx.Module):
           TypeError, ValueError: the histogram is wrong, or the layer does not have `balance="quantile"`.
         """
         if self.expert_bias is None or self.qb_bin_bounds is None:
-            raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
+            raise ValueError(
+                'update_quantile_bias: got a layer without quantile balancing, expected balance="quantile"'
+            )
         shape = (("E", self.gate.shape[1]), ("bins", self.options.qb_bins))
         lower, upper = self.qb_bin_bounds
         counts = check.array("qb_histogram", qb_histogram, ("int32",), shape)

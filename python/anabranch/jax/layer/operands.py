@@ -54,8 +54,8 @@ class Operands(NamedTuple):
     @property
     def quantized(self) -> QuantizedExperts | None:
         """The quantised experts, if there are any."""
-        found = QuantizedExperts(*(getattr(self, f"quantized_{name}") for name in QuantizedExperts._fields))
-        return None if found.w_in_scales is None else found
+        quantized = QuantizedExperts(*(getattr(self, f"quantized_{name}") for name in QuantizedExperts._fields))
+        return None if quantized.w_in_scales is None else quantized
 
 
 def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Cotangents(NamedTuple):
         """The cotangents of the router's sums."""
         return Sums(self.score_sum, self.lse_squares, None)
 
-    def of_weights(self, through_experts: jax.Array) -> jax.Array:
+    def total_d_weights(self, through_experts: jax.Array) -> jax.Array:
         """The whole cotangent of the weights [T, K]: the part through the experts plus that of other readers."""
         return through_experts if self.weights is None else through_experts + flat(self.weights)
 
@@ -198,8 +198,8 @@ def quantize_weights(config: LayerConfig, operands: Operands, *, backward: bool)
     if not config.ffn.fp8:
         return operands
     o, ffn = operands, config.ffn
-    found = for_pass(o.quantized, o.w_in, o.w_out, ffn.layouts, ffn.fp8_scales, backward=backward)
-    return operands._replace(**quantized_fields(found))
+    quantized = for_pass(o.quantized, o.w_in, o.w_out, ffn.layouts, ffn.fp8_scales, backward=backward)
+    return operands._replace(**quantized_fields(quantized))
 
 
 def weight_dtypes(operands: Operands) -> tuple[Any, Any]:

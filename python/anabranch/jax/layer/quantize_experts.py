@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from anabranch.jax.binding import check
-from anabranch.jax.binding.sharding import TokenCall, all_manual, mesh_of
+from anabranch.jax.binding.sharding import TokenCall, all_manual, current_mesh
 from anabranch.jax.ops.quantized import QuantizedExperts, quantized_matrices
 from anabranch.jax.parallel.parallel import Parallel, mesh_for, quantized_specs
 from anabranch.layouts import Layouts
@@ -22,16 +22,16 @@ class _Options:
     gradients: bool
 
 
-def _of_shard(options: _Options, w_in: jax.Array, w_out: jax.Array) -> tuple[jax.Array, ...]:
+def _quantize_shard(options: _Options, w_in: jax.Array, w_out: jax.Array) -> tuple[jax.Array, ...]:
     o = options
-    found = quantized_matrices(w_in, w_out, o.layouts, o.fp8_scales, plain=o.gradients, transposed=True)
-    return tuple(array for array in found if array is not None)
+    quantized = quantized_matrices(w_in, w_out, o.layouts, o.fp8_scales, plain=o.gradients, transposed=True)
+    return tuple(array for array in quantized if array is not None)
 
 
 def _named(options: _Options, arrays: Any) -> QuantizedExperts:
-    rest = iter(arrays)
+    remaining = iter(arrays)
     absent = () if options.gradients else ("w_in", "w_out")
-    return QuantizedExperts(*(None if name in absent else next(rest) for name in QuantizedExperts._fields))
+    return QuantizedExperts(*(None if name in absent else next(remaining) for name in QuantizedExperts._fields))
 
 
 def quantize_experts(
@@ -90,10 +90,10 @@ def quantize_experts(
     if parallel is not None and not isinstance(parallel, Parallel):
         raise TypeError(f"parallel: got {check.describe(parallel)}, expected a Parallel")
     w_in, w_out = jax.lax.stop_gradient((w_in, w_out))
-    if parallel is None or all_manual(mesh_of(w_in)):
+    if parallel is None or all_manual(current_mesh(w_in)):
         results = 6 if gradients else 4
-        return _named(options, TokenCall(_of_shard, options, (1, 1), (1,) * results)(w_in, w_out))
-    of_weights, mesh = parallel.specs(*layouts), mesh_for(parallel, w_in)
+        return _named(options, TokenCall(_quantize_shard, options, (1, 1), (1,) * results)(w_in, w_out))
+    weight_specs, mesh = parallel.specs(*layouts), mesh_for(parallel, w_in)
     for width, axes in (("d", parallel.fsdp_axes), ("f", (parallel.tensor_axis,) if parallel.tensor_axis else ())):
         devices = 1
         for axis in axes:
@@ -103,9 +103,9 @@ def quantize_experts(
         )
     specs = quantized_specs(parallel)
     arrays: Any = jax.shard_map(
-        functools.partial(_of_shard, options),
+        functools.partial(_quantize_shard, options),
         mesh=mesh,
-        in_specs=(of_weights["w_in"], of_weights["w_out"]),
+        in_specs=(weight_specs["w_in"], weight_specs["w_out"]),
         out_specs=tuple(s for s in (specs if gradients else _without_gradients(specs)) if s is not None),
         check_vma=False,
     )(w_in, w_out)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check
 from anabranch.jax.layer.fused_layer import (
-    axes_of_sums,
     check_parallel,
     experts_operands,
     ffn_config,
     fused_layer,
-    quantized_operands,
+    quantized_arrays,
+    unreduced_axes,
 )
 from anabranch.jax.layer.operands import LayerConfig, Operands
 from anabranch.jax.ops.quantized import QuantizedExperts
@@ -98,7 +98,7 @@ def routed_experts(
     *leading, _ = x.shape
     check_names("routed_experts", ROUTED_NAMES, options)
     given = RoutedOptions(**options)
-    of_experts, _, parts = experts_operands(given.layouts(), x, w_in, w_out, b_in, b_out)
+    experts_by_name, _, parts = experts_operands(given.layouts(), x, w_in, w_out, b_in, b_out)
     experts = check.indices("experts", experts, (*leading, "K"))
     K = experts.shape[-1]
     if K < 1:
@@ -108,16 +108,16 @@ def routed_experts(
     ffn = ffn_config(given, parts, K)
     check_parallel(parallel, ffn)
     config = LayerConfig(router=None, ffn=ffn, align_size=given.checked_align_size())
-    of_quantized = quantized_operands(ffn, of_experts, quantized)
-    shards = axes_of_sums(parallel, x, K)
+    quantized_by_name = quantized_arrays(ffn, experts_by_name, quantized)
+    shards = unreduced_axes(parallel, x, K)
     operands = Operands(
         x=x,
         gate=None,
         gate_bias=None,
         experts=experts,
         weights=weights.astype(jnp.float32),
-        **of_experts,
-        **of_quantized,
+        **experts_by_name,
+        **quantized_by_name,
     )
     result = fused_layer(config, operands, parallel)
     counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert

@@ -9,10 +9,10 @@ from anabranch.jax.ops.experts import activate, activate_gated
 from anabranch.precision import TF32, dense_precision_number
 
 
-def _product(x: jax.Array, w: jax.Array, precision: int) -> jax.Array:
+def _matmul(x: jax.Array, w: jax.Array, precision: int) -> jax.Array:
     """x [..., D] w [D, N], accumulated in float32. XLA's default precision would let a GPU round float32 to TF32."""
-    of_float32 = jax.lax.Precision.HIGH if precision == TF32 else jax.lax.Precision.HIGHEST
-    chosen = of_float32 if x.dtype == jnp.float32 else None
+    float32_precision = jax.lax.Precision.HIGH if precision == TF32 else jax.lax.Precision.HIGHEST
+    chosen = float32_precision if x.dtype == jnp.float32 else None
     return jnp.matmul(x, w, precision=chosen, preferred_element_type=jnp.float32)
 
 
@@ -71,9 +71,9 @@ def shared_expert(
     mask = check.optional_array("token_mask", token_mask, check.BOOL, x.shape[:-1])
     if mask is not None:  # masks x too: 0 * NaN in the gradients of the weights would be NaN
         x = jnp.where(mask[..., None], x, 0)
-    h = _product(x, w_in.reshape(D, P * S), number).reshape(*x.shape[:-1], P, S)
+    h = _matmul(x, w_in.reshape(D, P * S), number).reshape(*x.shape[:-1], P, S)
     a = activate_gated(h[..., 0, :], h[..., 1, :], act) if P == 2 else activate(h[..., 0, :], act.name)
-    output = _product(a.astype(x.dtype), w_out, number)
+    output = _matmul(a.astype(x.dtype), w_out, number)
     if w_gate is not None:
         logits = jnp.sum(x.astype(jnp.float32) * w_gate.reshape(D).astype(jnp.float32), axis=-1, keepdims=True)
         output = jax.nn.sigmoid(logits) * output

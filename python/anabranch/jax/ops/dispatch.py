@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from anabranch.jax.binding import check, ffi
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.binding.derivatives import reverse_mode
-from anabranch.jax.binding.sharding import TokenCall, axes_of_shard, check_whole, vary_alike
+from anabranch.jax.binding.sharding import TokenCall, check_whole, token_shard_axes, vary_alike
 from anabranch.jax.ops.plan import Plan
 from anabranch.rows import check_num_rows, check_num_slots
 
@@ -86,12 +86,12 @@ def gather_sum_backward(
 # ---------------------------------------------------------------- dispatch
 
 
-_WHOLE_ROWS = "{name}: got {{got}}, expected whole rows, since those of a token stand anywhere among them"
+_WHOLE_ROWS = "{name}: got {{got}}, expected whole rows, since a token's rows may be anywhere"
 
 
 def _own_slots(name: str, row_of_slot: jax.Array, slot_of_row: jax.Array) -> jax.Array:
     """slot_of_row relative to a shard of tokens; -1 for assignments of other shards."""
-    axes = axes_of_shard(name, row_of_slot.shape[:-1])
+    axes = token_shard_axes(name, row_of_slot.shape[:-1])
     if not axes:
         return slot_of_row
     own = slot_of_row - jax.lax.axis_index(axes) * row_of_slot.size

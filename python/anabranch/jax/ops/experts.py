@@ -130,7 +130,7 @@ def alike(dtype: Any, precision: int, x: jax.Array, w: jax.Array) -> tuple[jax.A
     return x.astype(jnp.float32), w.astype(jnp.float32), TF32 if exact_in_tf32 else precision
 
 
-def grouped_product(
+def grouped_gemm(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
@@ -176,7 +176,7 @@ def grouped_weight_gradient(
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedProduct:
+class GroupedGemm:
     """The options of a grouped GEMM."""
 
     transpose_w: bool = False
@@ -189,22 +189,22 @@ class GroupedProduct:
 
 
 @reverse_mode("grouped_matmul", nondiff_argnums=(0,))
-def grouped_matmul_rule(options: GroupedProduct, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul_rule(options: GroupedGemm, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`grouped_matmul` on checked arrays, with its gradient."""
-    return grouped_product(x, w, group_sizes, **dataclasses.asdict(options))
+    return grouped_gemm(x, w, group_sizes, **dataclasses.asdict(options))
 
 
-def _grouped_matmul_forward(options: GroupedProduct, *operands: jax.Array) -> tuple[Any, Any]:
-    return grouped_product(*operands, **dataclasses.asdict(options)), operands
+def _grouped_matmul_forward(options: GroupedGemm, *operands: jax.Array) -> tuple[Any, Any]:
+    return grouped_gemm(*operands, **dataclasses.asdict(options)), operands
 
 
-def _grouped_matmul_backward(options: GroupedProduct, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
+def _grouped_matmul_backward(options: GroupedGemm, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
     x, w, group_sizes = residuals
-    o, of_weights = options, HIGHEST if options.precision == FP8 else options.precision
+    o, weights_precision = options, HIGHEST if options.precision == FP8 else options.precision
     back = dataclasses.replace(o, transpose_w=not o.transpose_w, dtype=x.dtype)
-    d_x = grouped_product(d_y, w, group_sizes, **dataclasses.asdict(back))
+    d_x = grouped_gemm(d_y, w, group_sizes, **dataclasses.asdict(back))
     left, right = (d_y, x) if o.transpose_w else (x, d_y)
-    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=of_weights), None
+    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=weights_precision), None
 
 
 grouped_matmul_rule.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
@@ -251,7 +251,7 @@ def grouped_matmul(
     transpose_w = check.boolean("transpose_w", transpose_w)
     w = check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     number = precision_number(precision)
-    options = GroupedProduct(transpose_w, number, check_fp8(number, fp8_scales))
+    options = GroupedGemm(transpose_w, number, check_fp8(number, fp8_scales))
     if number == FP8:
         check_fp8_widths("w", check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
     check_whole("grouped_matmul", x=x, w=w, group_sizes=sizes)
@@ -263,11 +263,11 @@ def grouped_matmul(
 
 @reverse_mode("expert_ffn", nondiff_argnums=(0,))
 def _expert_ffn(config: FfnConfig, operands: FfnOperands) -> jax.Array:
-    return ffn_forward(config, operands, keep_h=False)[0]
+    return ffn_forward(config, operands, save_h=False)[0]
 
 
 def _expert_ffn_forward(config: FfnConfig, operands: FfnOperands) -> tuple[jax.Array, Any]:
-    y, h = ffn_forward(config, operands, keep_h=True)
+    y, h = ffn_forward(config, operands, save_h=True)
     return y, (operands, h)
 
 

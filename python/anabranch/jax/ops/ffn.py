@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from anabranch.activation import Activation
 from anabranch.jax.binding import ffi, workspaces
-from anabranch.jax.ops.quantized import Factor, QuantizedExperts, for_pass
+from anabranch.jax.ops.quantized import QuantizedExperts, QuantizedOperand, for_pass
 from anabranch.options import ExpertsConfig
 from anabranch.precision import BLOCK
 
@@ -69,16 +69,16 @@ class FfnOperands(NamedTuple):
     """float [T, K] with slot_of_row, else [R]. None: 1."""
     quantized: QuantizedExperts | None = None
     """With FP8; the rules by slot require it to contain the operands of their pass."""
-    x_factor: Factor | None = None
+    x_quantized: QuantizedOperand | None = None
     """x quantised, which the forward rule by slot reads instead of x; None: the rule quantises x."""
 
     def by_name(self) -> dict[str, jax.Array | None]:
         """The operands of a call of either pass, by their C names."""
-        named = {name: array for name, array in self._asdict().items() if name not in ("quantized", "x_factor")}
-        return named | _names_of(self.quantized)
+        named = {name: array for name, array in self._asdict().items() if name not in ("quantized", "x_quantized")}
+        return named | _c_names(self.quantized)
 
 
-def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
+def _c_names(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
     """The quantised weights of one pass, by their C names."""
     if quantized is None:
         return {}
@@ -91,13 +91,13 @@ def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]
     }
 
 
-def factors(config: FfnConfig, operands: FfnOperands, *, backward: bool) -> FfnOperands:
+def with_quantized_weights(config: FfnConfig, operands: FfnOperands, *, backward: bool) -> FfnOperands:
     """The operands with the quantised weights of a pass with FP8; those that are not given are quantised here."""
     if not config.fp8:
         return operands
     o = operands
-    found = for_pass(o.quantized, o.w_in, o.w_out, config.layouts, config.fp8_scales, backward=backward)
-    return operands._replace(quantized=found)
+    quantized = for_pass(o.quantized, o.w_in, o.w_out, config.layouts, config.fp8_scales, backward=backward)
+    return operands._replace(quantized=quantized)
 
 
 class MatrixGradient(NamedTuple):
@@ -126,18 +126,18 @@ def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | 
     return None if array is None else jax.ShapeDtypeStruct(array.shape, dtype or array.dtype)
 
 
-def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tuple[jax.Array, jax.Array | None]:
+def ffn_forward(config: FfnConfig, operands: FfnOperands, *, save_h: bool) -> tuple[jax.Array, jax.Array | None]:
     """The forward rule: (y [R, D], h [R, P, F] if save_h), both with the dtype of x; padding rows are zero.
 
     Weights multiply y, or `a` before W_out with weight_early; pass none if combine applies them.
     """
-    operands = factors(config, operands, backward=False)
-    results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], keep_h=keep_h)
+    operands = with_quantized_weights(config, operands, backward=False)
+    results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], save_h=save_h)
     return results["y"], results["h"]
 
 
 def _forward(
-    config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, keep_h: bool
+    config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, save_h: bool
 ) -> dict[str, Any]:
     """Computes `result`, "y" or "a", with this many columns, and h. With FP8 `a` is quantised and has scales."""
     x, w_in, slots = operands.x, operands.w_in, operands.slot_of_row
@@ -150,7 +150,7 @@ def _forward(
         {
             result: jax.ShapeDtypeStruct((R, columns), jnp.float8_e4m3fn if quantised else x.dtype),
             "a_scales": jax.ShapeDtypeStruct((R, F // BLOCK), jnp.float32) if quantised else None,
-            "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if keep_h else None,
+            "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if save_h else None,
         },
         workspace=_forward_workspace(config, operands, R, F, result),
         orders=config.orders(),
@@ -162,10 +162,10 @@ def _forward(
 
 def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int, result: str) -> int:
     x = operands.x
-    of_x = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_factor is None else 0
+    x_bytes = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_quantized is None else 0
     if result == "a":
-        return of_x
-    return of_x + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
+        return x_bytes
+    return x_bytes + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
 
 
 def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> FfnGradients:
@@ -177,7 +177,7 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
       h: [R, P, F], saved by the forward rule. Its buffer is reused.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
     """
-    operands = factors(config, operands, backward=True)
+    operands = with_quantized_weights(config, operands, backward=True)
     x, weights, w_in = operands.x, operands.weights, operands.w_in
     results = _backward(
         config,
@@ -218,7 +218,7 @@ def _backward(
     config: FfnConfig,
     operands: FfnOperands,
     d_out: jax.Array | None,
-    hidden: dict[str, jax.Array],
+    intermediates: dict[str, jax.Array],
     results: dict[str, Any],
     workspace: int,
     skip_rest: int = 0,
@@ -226,13 +226,13 @@ def _backward(
     """Computes the results from h or from the results of an earlier call; dh reuses the buffer of h."""
     inputs = operands.by_name()
     del inputs["b_in"]
-    if config.fp8 and d_out is not None and "h" in hidden and "d_out_q" not in hidden:
+    if config.fp8 and d_out is not None and "h" in intermediates and "d_out_q" not in intermediates:
         workspace += workspaces.fp8_rows(*d_out.shape)
     return ffi.call(
         "ab_xla_expert_ffn_backward",
-        {**inputs, "d_out": d_out, **hidden},
+        {**inputs, "d_out": d_out, **intermediates},
         results,
-        aliases={"h": "dh"} if "h" in hidden else None,
+        aliases={"h": "dh"} if "h" in intermediates else None,
         workspace=workspace,
         orders=config.orders(),
         **config.attributes(),
@@ -244,7 +244,7 @@ def _backward(
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotProduct:
+class SlotGemm:
     """A grouped GEMM whose rows [R, N] are not stored: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
 
     Only the rows' sum per token is an array. A GPU computes the rows in chunks of columns, so they need little memory.
@@ -253,7 +253,7 @@ class SlotProduct:
     x: jax.Array
     """[R, D]"""
     w: jax.Array | None
-    """[E, D, N]; with transpose_w [E, N, D]; None with w_factor"""
+    """[E, D, N]; with transpose_w [E, N, D]; None with w_quantized."""
     group_sizes: jax.Array
     """int32 [E]"""
     slot_of_row: jax.Array
@@ -270,8 +270,8 @@ class SlotProduct:
     backward: bool = False
     """Whether the rows are gradients, which determines the bound on their memory."""
     x_scales: jax.Array | None = None
-    """float32 [R, D/128]: x is e4m3; requires w_factor."""
-    w_factor: Factor | None = None
+    """float32 [R, D/128]: x is e4m3; requires w_quantized."""
+    w_quantized: QuantizedOperand | None = None
     """e4m3 [E, N, D], and scales in the order of w."""
     row_dtype: Any = None
     """Dtype in which rows are sent; None: that of x."""
@@ -291,13 +291,13 @@ class SlotProduct:
         """
         assert weights is None or self.early_weights is None
         (R, D), E = self.x.shape, self.group_sizes.shape[0]
-        if self.w_factor is not None:
-            N = self.w_factor.q.shape[1]
+        if self.w_quantized is not None:
+            N = self.w_quantized.q.shape[1]
         else:
             assert self.w is not None
             N = self.w.shape[1 if self.transpose_w else 2]
         # With quantised operands the rows are rounded to the dtype of their sums.
-        row_dtype = self.x.dtype if self.w_factor is None else dtype
+        row_dtype = self.x.dtype if self.w_quantized is None else dtype
         results = ffi.call(
             "ab_xla_grouped_matmul_combine",
             {
@@ -306,8 +306,8 @@ class SlotProduct:
                 "group_sizes": self.group_sizes,
                 "bias": None if self.bias is None else self.bias.astype(row_dtype),
                 "x_scales": self.x_scales,
-                "w_q": self.w_factor.q if self.w_factor is not None else None,
-                "w_scales": self.w_factor.scales if self.w_factor is not None else None,
+                "w_q": self.w_quantized.q if self.w_quantized is not None else None,
+                "w_scales": self.w_quantized.scales if self.w_quantized is not None else None,
                 "slot_of_row": self.slot_of_row,
                 "row_of_slot": row_of_slot,
                 "weights": weights if self.early_weights is None else self.early_weights,
@@ -326,7 +326,7 @@ class SlotProduct:
         return out
 
 
-class HiddenGradients(NamedTuple):
+class IntermediateGradients(NamedTuple):
     """The result of `ffn_backward_by_slot`."""
 
     dh: jax.Array
@@ -334,27 +334,25 @@ class HiddenGradients(NamedTuple):
     weighted_a: jax.Array
     """[R, F]: w a. Both have the dtype of x."""
     down: MatrixGradient | None
-    """Gradients of w_out and b_out; None: to be computed by `d_w_out_of`."""
+    """Gradients of w_out and b_out; None: to be computed by `w_out_gradient`."""
     weights: jax.Array
     """Shape and dtype of the weights."""
-    dh_factor: Factor | None = None
+    dh_quantized: QuantizedOperand | None = None
     """dh quantised, with scales [R, P, F/128]; None without FP8."""
 
 
-def ffn_forward_by_slot(
-    config: FfnConfig, operands: FfnOperands, *, keep_h: bool
-) -> tuple[SlotProduct, jax.Array | None]:
+def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save_h: bool) -> tuple[SlotGemm, jax.Array | None]:
     """The forward rule with slot_of_row, for rows that are then summed per token: (y as a grouped GEMM, h).
 
     Early weights are those of the operands; late weights are passed to the sum.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     first_half = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
-    if operands.x_factor is not None:
-        first_half |= {"x": None, "x_q": operands.x_factor.q, "x_scales": operands.x_factor.scales}
+    if operands.x_quantized is not None:
+        first_half |= {"x": None, "x_q": operands.x_quantized.q, "x_scales": operands.x_quantized.scales}
     F = config.sizes(operands.w_in)[3]
-    results = _forward(config, operands, first_half, "a", F, keep_h=keep_h)
-    y = SlotProduct(
+    results = _forward(config, operands, first_half, "a", F, save_h=save_h)
+    y = SlotGemm(
         results["a"],
         None if config.fp8 else operands.w_out,
         operands.group_sizes,
@@ -365,7 +363,7 @@ def ffn_forward_by_slot(
         transpose_w=config.layouts.w_out == "df" and not config.fp8,
         skip_rest=config.skip_rest,
         x_scales=results["a_scales"],
-        w_factor=None if operands.quantized is None else operands.quantized.factor("w_out", transposed=True),
+        w_quantized=None if operands.quantized is None else operands.quantized.operand("w_out", transposed=True),
         row_dtype=operands.x.dtype,
     )
     return y, results["h"]
@@ -377,12 +375,13 @@ def ffn_backward_by_slot(
     h: jax.Array,
     d_out: jax.Array,
     w_out_dtype: Any = None,
-    d_out_factor: Factor | None = None,
-) -> HiddenGradients:
+    d_out_quantized: QuantizedOperand | None = None,
+) -> IntermediateGradients:
     """The first part of `ffn_backward` with slot_of_row, for gradients of rows that are then summed per token.
 
-    The caller still computes the sum of `d_rows_of`, `d_w_in_of`, and `d_w_out_of` if w_out_dtype is None. In this
-    order, with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient of w_in.
+    The caller still computes the sum of `rows_gradient`, `w_in_gradient`, and `w_out_gradient` if w_out_dtype is None.
+    In this order, with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient of
+    w_in.
 
     Args:
       config: as in the forward pass.
@@ -390,19 +389,19 @@ def ffn_backward_by_slot(
       h: as for `ffn_backward`.
       d_out: as for `ffn_backward`.
       w_out_dtype: dtype of the gradient of w_out, that of x or float32; None: the gradient is not computed here.
-      d_out_factor: d_out quantised, an operand of da'; None: it is quantised here.
+      d_out_quantized: d_out quantised, an operand of da'; None: it is quantised here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
     first = w_out_dtype is not None
-    hidden = {"h": h}
-    if d_out_factor is not None:
-        hidden |= {"d_out_q": d_out_factor.q, "d_out_scales": d_out_factor.scales}
+    intermediates = {"h": h}
+    if d_out_quantized is not None:
+        intermediates |= {"d_out_q": d_out_quantized.q, "d_out_scales": d_out_quantized.scales}
     results = _backward(
         config,
         operands,
         d_out,
-        hidden,
+        intermediates,
         {
             "dh": _like(h),
             "dh_q": jax.ShapeDtypeStruct((R, P, F), jnp.float8_e4m3fn) if config.fp8 else None,
@@ -415,16 +414,16 @@ def ffn_backward_by_slot(
         workspaces.ffn_backward(R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=first),
         skip_rest=int(config.skip_rest),
     )
-    return HiddenGradients(
+    return IntermediateGradients(
         results["dh"],
         results["weighted_a"],
         MatrixGradient(results["d_w_out"], results["d_b_out"]) if first else None,
         results["d_weights"].astype(operands.weights.dtype),
-        Factor(results["dh_q"], results["dh_scales"]) if config.fp8 else None,
+        QuantizedOperand(results["dh_q"], results["dh_scales"]) if config.fp8 else None,
     )
 
 
-def d_w_out_of(
+def w_out_gradient(
     config: FfnConfig, operands: FfnOperands, weighted_a: jax.Array, d_out: jax.Array, dtype: Any
 ) -> MatrixGradient:
     """The gradients of w_out, with `dtype`, that of x or float32, and of b_out.
@@ -448,31 +447,33 @@ def d_w_out_of(
     return MatrixGradient(results["d_w_out"], results["d_b_out"])
 
 
-def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_factor: Factor | None = None) -> SlotProduct:
+def rows_gradient(
+    config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_quantized: QuantizedOperand | None = None
+) -> SlotGemm:
     """The gradient of the rows, [R, D], from dh of `ffn_backward_by_slot`, with FP8 from its quantised dh."""
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     E, D, P, F = config.sizes(operands.w_in)
-    R, of_rows = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)
-    rest: dict[str, Any] = dict(skip_rest=config.skip_rest, backward=True, row_dtype=operands.x.dtype)
-    if dh_factor is not None:
+    R, row_arguments = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)
+    options: dict[str, Any] = dict(skip_rest=config.skip_rest, backward=True, row_dtype=operands.x.dtype)
+    if dh_quantized is not None:
         assert operands.quantized is not None
         q, scales = operands.quantized.w_in, operands.quantized.w_in_scales
         assert q is not None and scales is not None
-        return SlotProduct(
-            dh_factor.q.reshape(R, P * F),
+        return SlotGemm(
+            dh_quantized.q.reshape(R, P * F),
             None,
-            *of_rows,
+            *row_arguments,
             transpose_w=True,
-            x_scales=dh_factor.scales.reshape(R, P * F // BLOCK),
-            w_factor=Factor(q.reshape(E, D, P * F), scales.reshape(E, D // BLOCK, P * F // BLOCK)),
-            **rest,
+            x_scales=dh_quantized.scales.reshape(R, P * F // BLOCK),
+            w_quantized=QuantizedOperand(q.reshape(E, D, P * F), scales.reshape(E, D // BLOCK, P * F // BLOCK)),
+            **options,
         )
     transposed = config.layouts.w_in.startswith("d")  # w_in is then [E, D, P F]
     w_in = operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D))
-    return SlotProduct(dh.reshape(R, P * F), w_in, *of_rows, transpose_w=transposed, **rest)
+    return SlotGemm(dh.reshape(R, P * F), w_in, *row_arguments, transpose_w=transposed, **options)
 
 
-def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
+def w_in_gradient(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
     """The gradients of w_in, with `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
     results = _backward(
         config,

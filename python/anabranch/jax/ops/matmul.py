@@ -83,15 +83,15 @@ def _product_of_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int])
 
 def _product_in_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
     left = a.dtype == jnp.float32  # the operand that is split; one GEMM multiplies both halves side by side
-    wide, other = (a, b) if left else (b, a)
+    split, other = (a, b) if left else (b, a)
     terms, other_terms = contract if left else contract[::-1]
 
     def product(axis: int, other: jax.Array) -> jax.Array:
-        both = jnp.concatenate(_halves(wide), axis=axis)
+        both = jnp.concatenate(_halves(split), axis=axis)
         return _product(both, other, contract) if left else _product(other, both, contract)
 
-    kept = wide.shape[1 - terms]
-    if other.size <= kept * other.shape[1 - other_terms]:  # smaller than the result: double the contraction instead
+    size = split.shape[1 - terms]
+    if other.size <= size * other.shape[1 - other_terms]:  # smaller than the result: double the contraction instead
         return product(terms, jnp.concatenate([other, other], axis=other_terms))
     result = product(1 - terms, other)
-    return result[:kept] + result[kept:] if left else result[:, :kept] + result[:, kept:]
+    return result[:size] + result[size:] if left else result[:, :size] + result[:, size:]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax.binding import check
-from anabranch.jax.ops.ragged_dot import product_of_rows, refuse_argument
+from anabranch.jax.ops.ragged_dot import ragged_gemm, refuse_argument
 
 
 def _check_tiling(tiling: Any) -> None:
@@ -64,7 +64,7 @@ def gmm(
     check.boolean("interpret", interpret)
     if preferred_element_type is None:
         raise TypeError("preferred_element_type: got None, expected float32 or bfloat16 or float16")
-    return product_of_rows(
+    return ragged_gemm(
         "gmm",
         lhs,
         rhs,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.arrays import flat
-from anabranch.jax.binding.sharding import TokenCall, axes_of_shard
+from anabranch.jax.binding.sharding import TokenCall, token_shard_axes
 from anabranch.rows import check_num_rows, check_num_slots, num_rows_needed
 
 
@@ -100,7 +100,7 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
 
     An expert's rows for one shard follow those for the shards before it, so a shard only needs the others' counts.
     """
-    axes = axes_of_shard("experts", experts.shape[:-1])
+    axes = token_shard_axes("experts", experts.shape[:-1])
     if not axes:
         return _plan_whole(options, experts)
     E, R, P = options.num_experts, options.num_rows, options.num_destinations
@@ -108,9 +108,9 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
     own = _plan_whole(_PlanOptions(E, 0, experts.size, 1), experts)
     counts = own.tokens_per_expert
     mine = jnp.arange(shards)[:, None] == index
-    of_shards = jax.lax.psum(jnp.where(mine, counts, 0), axes)
-    before = jnp.sum(jnp.where(jnp.arange(shards)[:, None] < index, of_shards, 0), axis=0)
-    begin, end = _layout(options, jnp.sum(of_shards, axis=0))
+    shard_counts = jax.lax.psum(jnp.where(mine, counts, 0), axes)
+    before = jnp.sum(jnp.where(jnp.arange(shards)[:, None] < index, shard_counts, 0), axis=0)
+    begin, end = _layout(options, jnp.sum(shard_counts, axis=0))
 
     expert = jnp.clip(experts, 0, E - 1)
     last = (expert // (E // P) + 1) * (R // P)
@@ -188,7 +188,7 @@ def plan(
     needed = P * num_rows_needed(T * K, E // P, align_size)
     if num_rows is None and needed >= check.INDEX_LIMIT:
         raise ValueError(
-            f"num_rows: got None, which align_size {align_size} and num_destinations {P} make {needed}, expected "
+            f"num_rows: got None, which with align_size {align_size} and num_destinations {P} is {needed}, expected "
             "fewer than 2^31"
         )
     R = check_num_rows("num_rows", needed if num_rows is None else num_rows, P * max(align_size, 1))

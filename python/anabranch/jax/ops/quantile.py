@@ -68,7 +68,7 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
     counts = check.array("histogram", histogram, ("int32",), ("E", "bins"))
     E, bins = counts.shape
     if not 1 <= bins:
-        raise ValueError(f"histogram: got {check.describe(counts)}, expected int32 [E, bins] of a bin at least")
+        raise ValueError(f"histogram: got {check.describe(counts)}, expected int32 [E, bins] with at least one bin")
     if E > _MOST_EXPERTS:
         raise ValueError(f"histogram: got {E} experts, expected at most {_MOST_EXPERTS}")
     topk = check.integer("topk", topk, 1, E - 1)
@@ -76,14 +76,14 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
     through = jnp.cumsum(counts, axis=1)
     # The quantile is at count K n / E of n. Integer part and remainder are exact, so it never moves to another bin.
     rounds, left = through[:, -1] // E, through[:, -1] % E
-    whole, rest = topk * rounds + topk * left // E, (topk * left) % E
-    held = jnp.sum(through < (whole + (rest > 0))[:, None], axis=1)[:, None]
-    inside = jnp.take_along_axis(counts, jnp.minimum(held, bins - 1), axis=1)[:, 0]
-    before = jnp.take_along_axis(through, jnp.minimum(held, bins - 1), axis=1)[:, 0] - inside
-    part = ((whole - before).astype(jnp.float32) + rest.astype(jnp.float32) / E) / jnp.maximum(inside, 1)
+    whole, remainder = topk * rounds + topk * left // E, (topk * left) % E
+    bin_index = jnp.sum(through < (whole + (remainder > 0))[:, None], axis=1)[:, None]
+    inside = jnp.take_along_axis(counts, jnp.minimum(bin_index, bins - 1), axis=1)[:, 0]
+    before = jnp.take_along_axis(through, jnp.minimum(bin_index, bins - 1), axis=1)[:, 0] - inside
+    part = ((whole - before).astype(jnp.float32) + remainder.astype(jnp.float32) / E) / jnp.maximum(inside, 1)
     width = (upper - lower) / bins
     some = through[:, -1] > 0
-    quantiles = jnp.where(some, lower + (held[:, 0].astype(jnp.float32) + part) * width, lower)
+    quantiles = jnp.where(some, lower + (bin_index[:, 0].astype(jnp.float32) + part) * width, lower)
     overflown = jnp.any(through < 0, axis=1)  # the first sum that overflows int32 is negative
     quantiles = jnp.where(overflown, jnp.nan, quantiles)
     return jax.lax.stop_gradient(quantiles - jnp.mean(quantiles))

@@ -12,7 +12,7 @@ from anabranch.precision import BLOCK
 E4M3 = "float8_e4m3fn"
 
 
-class Factor(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """A quantised GEMM operand: its numbers, and the scales of their blocks."""
 
     q: jax.Array
@@ -52,16 +52,16 @@ class QuantizedExperts(NamedTuple):
             "w_out_scales": (E, f, d),
         }
 
-    def factor(self, name: str, transposed: bool) -> Factor | None:
+    def operand(self, name: str, transposed: bool) -> QuantizedOperand | None:
         """The operand "w_in" or "w_out"; None if it is omitted."""
         q = getattr(self, f"{name}_transposed" if transposed else name)
-        return None if q is None else Factor(q, getattr(self, f"{name}_scales"))
+        return None if q is None else QuantizedOperand(q, getattr(self, f"{name}_scales"))
 
 
 # ---------------------------------------------------------------- calls
 
 
-def quantize_rows(x: jax.Array, fp8_scales: int) -> Factor:
+def quantize_rows(x: jax.Array, fp8_scales: int) -> QuantizedOperand:
     """Q1 of x [R, D]: one scale per 128 consecutive elements of a row, [R, D/128]."""
     R, D = x.shape
     results = ffi.call(
@@ -70,7 +70,7 @@ def quantize_rows(x: jax.Array, fp8_scales: int) -> Factor:
         {"q": _e4m3(R, D), "scales": jax.ShapeDtypeStruct((R, D // BLOCK), jnp.float32)},
         fp8_scales=fp8_scales,
     )
-    return Factor(results["q"], results["scales"])
+    return QuantizedOperand(results["q"], results["scales"])
 
 
 def _e4m3(*shape: int) -> jax.ShapeDtypeStruct:
@@ -96,21 +96,21 @@ def _quantize(
     return results["q"], results["q_transposed"], results["scales"]
 
 
-def quantize_matrix(w: jax.Array, fp8_scales: int, *, transposed: bool) -> Factor:
+def quantize_matrix(w: jax.Array, fp8_scales: int, *, transposed: bool) -> QuantizedOperand:
     """Q2 of w [E, D, N], or transposed [E, N, D]; the scales are those of [D, N] in both cases."""
     q, q_transposed, scales = _quantize(w, (0, 1, 2), fp8_scales, not transposed, transposed)
-    found = q_transposed if transposed else q
-    assert found is not None
-    return Factor(found, scales)
+    chosen = q_transposed if transposed else q
+    assert chosen is not None
+    return QuantizedOperand(chosen, scales)
 
 
 def quantized_matrices(
     w_in: jax.Array, w_out: jax.Array, layouts: Layouts, fp8_scales: int, *, plain: bool, transposed: bool
 ) -> QuantizedExperts:
     """Q2 of both matrices of the experts, in the requested orientations."""
-    of_in = _quantize(w_in, layouts.order("w_in"), fp8_scales, plain, transposed)
-    of_out = _quantize(w_out, layouts.order("w_out"), fp8_scales, plain, transposed)
-    return QuantizedExperts(*of_in, *of_out)
+    w_in_arrays = _quantize(w_in, layouts.order("w_in"), fp8_scales, plain, transposed)
+    w_out_arrays = _quantize(w_out, layouts.order("w_out"), fp8_scales, plain, transposed)
+    return QuantizedExperts(*w_in_arrays, *w_out_arrays)
 
 
 def for_pass(
@@ -127,8 +127,8 @@ def for_pass(
     if given is None or any(getattr(given, name) is None for name in names):
         assert w_in is not None and w_out is not None
         given = quantized_matrices(w_in, w_out, layouts, fp8_scales, plain=backward, transposed=not backward)
-    kept = (*names, "w_in_scales", "w_out_scales")
-    return QuantizedExperts(**{name: getattr(given, name) if name in kept else None for name in given._fields})
+    fields = (*names, "w_in_scales", "w_out_scales")
+    return QuantizedExperts(**{name: getattr(given, name) if name in fields else None for name in given._fields})
 
 
 # ---------------------------------------------------------------- operands quantised by the caller

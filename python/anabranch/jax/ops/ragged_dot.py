@@ -9,16 +9,16 @@ from anabranch.jax.binding import check
 from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import check_whole, vary_alike
 from anabranch.jax.ops.experts import (
-    GroupedProduct,
+    GroupedGemm,
+    grouped_gemm,
     grouped_matmul_rule,
-    grouped_product,
     grouped_rows,
     grouped_weight_gradient,
 )
 from anabranch.precision import HIGHEST, TF32
 
 
-def _asked_for(value: Any) -> jax.lax.Precision | None:
+def _as_precision(value: Any) -> jax.lax.Precision | None:
     """The precision that a value is or names; None for None."""
     if value is None or isinstance(value, jax.lax.Precision):
         return value
@@ -27,19 +27,19 @@ def _asked_for(value: Any) -> jax.lax.Precision | None:
     raise ValueError(value)
 
 
-def precision_of_factors(precision: Any) -> int:
+def operands_precision(precision: Any) -> int:
     """The precision number for JAX's argument: TF32 if both operands may be rounded to it."""
-    of_factors = precision if isinstance(precision, (tuple, list)) else (precision, precision)
+    pair = precision if isinstance(precision, (tuple, list)) else (precision, precision)
     try:
-        asked = set(map(_asked_for, of_factors))
+        requested = set(map(_as_precision, pair))
     except ValueError:
-        asked = set()
-    if len(of_factors) != 2 or not asked:
+        requested = set()
+    if len(pair) != 2 or not requested:
         raise ValueError(
             f"precision: got {check.shown(precision)}, expected None, a jax.lax.Precision or its name, or two: "
             "operands multiply as float32, or with HIGH as TF32, and accumulate in float32"
         )
-    return TF32 if asked == {jax.lax.Precision.HIGH} else HIGHEST
+    return TF32 if requested == {jax.lax.Precision.HIGH} else HIGHEST
 
 
 def result_dtype(preferred_element_type: Any, *operands: jax.Array) -> Any:
@@ -56,7 +56,7 @@ def refuse_argument(name: str, value: Any, instead: str) -> None:
         raise ValueError(f"{name}: got {check.describe(value)}, expected None: {instead}")
 
 
-def product_of_rows(
+def ragged_gemm(
     function: str,
     lhs: Any,
     rhs: Any,
@@ -72,7 +72,7 @@ def product_of_rows(
     g, k = ("g", sizes.shape[0]), ("k", lhs.shape[1])
     rhs = check.array("rhs", rhs, check.FLOATS, (g, "n", k) if transpose_rhs else (g, k, "n"))
     dtype = result_dtype(preferred_element_type, lhs, rhs)
-    options = GroupedProduct(transpose_rhs, precision_of_factors(precision), dtype=dtype)
+    options = GroupedGemm(transpose_rhs, operands_precision(precision), dtype=dtype)
     check_whole(function, lhs=lhs, rhs=rhs, group_sizes=sizes)
     return grouped_matmul_rule(options, *vary_alike(lhs, rhs, sizes))
 
@@ -131,7 +131,7 @@ def ragged_dot(
     """
     _check_unused(group_offset, out_sharding)
     options: dict[str, Any] = dict(precision=precision, preferred_element_type=preferred_element_type)
-    return product_of_rows("ragged_dot", lhs, rhs, group_sizes, **options)
+    return ragged_gemm("ragged_dot", lhs, rhs, group_sizes, **options)
 
 
 @reverse_mode("ragged_dot_general", nondiff_argnums=(0, 1))
@@ -146,8 +146,8 @@ def _contract_rows_forward(precision: int, dtype: Any, *operands: jax.Array) -> 
 
 def _contract_rows_backward(precision: int, _: Any, operands: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
     lhs, rhs, sizes = operands
-    d_lhs = grouped_product(rhs, d_y, sizes, transpose_w=True, precision=precision, dtype=lhs.dtype)
-    return d_lhs, grouped_product(lhs, d_y, sizes, transpose_w=False, precision=precision, dtype=rhs.dtype), None
+    d_lhs = grouped_gemm(rhs, d_y, sizes, transpose_w=True, precision=precision, dtype=lhs.dtype)
+    return d_lhs, grouped_gemm(lhs, d_y, sizes, transpose_w=False, precision=precision, dtype=rhs.dtype), None
 
 
 _contract_rows.defvjp(_contract_rows_forward, _contract_rows_backward)
@@ -215,7 +215,7 @@ def ragged_dot_general(
     options: dict[str, Any] = dict(precision=precision, preferred_element_type=preferred_element_type)
     if numbers in (_ROWS, _ROWS_TRANSPOSED):
         options["transpose_rhs"] = numbers == _ROWS_TRANSPOSED
-        return product_of_rows("ragged_dot_general", lhs, rhs, group_sizes, **options)
+        return ragged_gemm("ragged_dot_general", lhs, rhs, group_sizes, **options)
     if numbers != _CONTRACTED_ROWS:
         raise ValueError(
             f"ragged_dot_dimension_numbers: got {check.shown(numbers)}, expected lhs_ragged_dimensions (0,), no batch "
@@ -225,6 +225,6 @@ def ragged_dot_general(
     lhs = grouped_rows("lhs", lhs)
     rhs = check.array("rhs", rhs, check.FLOATS, (("m", lhs.shape[0]), "n"))
     sizes = check.sizes("group_sizes", group_sizes, ("g",))
-    number, dtype = precision_of_factors(precision), result_dtype(preferred_element_type, lhs, rhs)
+    number, dtype = operands_precision(precision), result_dtype(preferred_element_type, lhs, rhs)
     check_whole("ragged_dot_general", lhs=lhs, rhs=rhs, group_sizes=sizes)
     return _contract_rows(number, dtype, *vary_alike(lhs, rhs, sizes))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.derivatives import reverse_mode
-from anabranch.jax.binding.sharding import TokenCall, all_manual, mesh_of, vary_alike
+from anabranch.jax.binding.sharding import TokenCall, all_manual, current_mesh, vary_alike
 from anabranch.jax.ops.quantile import bin_bounds
 from anabranch.options import ROUTER_NAMES, RouterKeywords, RouterOptions, check_names, router_options, takes_options
 
@@ -42,7 +42,7 @@ class RouterResiduals(NamedTuple):
     lse: jax.Array | None
 
 
-class Wanted(NamedTuple):
+class Requested(NamedTuple):
     """The optional results that `route_forward` computes; those not requested are None."""
 
     tokens_per_expert: bool = True
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
     lse: bool = True
 
 
-_EVERYTHING = Wanted()
+_EVERYTHING = Requested()
 
 
 class RouterOutputs(NamedTuple):
@@ -64,9 +64,9 @@ class RouterOutputs(NamedTuple):
     qb_histogram: jax.Array | None
 
 
-def forward_workspace(options: RouterOptions, wanted: Wanted, T: int, B: int, E: int) -> int:
+def forward_workspace(options: RouterOptions, requested: Requested, T: int, B: int, E: int) -> int:
     """Workspace bytes of the forward pass for T tokens in B sequences with separate statistics."""
-    statistics = workspaces.statistics(T, B, E) if wanted.tokens_per_expert or wanted.score_sum else 0
+    statistics = workspaces.statistics(T, B, E) if requested.tokens_per_expert or requested.score_sum else 0
     return statistics + (workspaces.quantile(T) if options.qb_bins else 0)
 
 
@@ -77,7 +77,7 @@ def route_forward(
     token_mask: jax.Array | None,
     forced_experts: jax.Array | None,
     qb_bin_bounds: jax.Array | None = None,
-    wanted: Wanted = _EVERYTHING,
+    requested: Requested = _EVERYTHING,
 ) -> RouterOutputs:
     """The forward rule of `route` on checked arguments: [..., E] logits, bool mask, int32 forced experts."""
     *leading, E = logits.shape
@@ -97,12 +97,12 @@ def route_forward(
         {
             "weights": struct((T, K), jnp.float32),
             "experts": struct((T, K), jnp.int32),
-            "tokens_per_expert": struct(stats, jnp.int32) if wanted.tokens_per_expert else None,
-            "score_sum": struct(stats, jnp.float32) if wanted.score_sum else None,
-            "lse": struct((T,), jnp.float32) if wanted.lse else None,
+            "tokens_per_expert": struct(stats, jnp.int32) if requested.tokens_per_expert else None,
+            "score_sum": struct(stats, jnp.float32) if requested.score_sum else None,
+            "lse": struct((T,), jnp.float32) if requested.lse else None,
             "qb_histogram": struct((E, options.qb_bins), jnp.int32) if options.qb_bins else None,
         },
-        workspace=forward_workspace(options, wanted, T, math.prod(sequences) if options.sequence_stats else 1, E),
+        workspace=forward_workspace(options, requested, T, math.prod(sequences) if options.sequence_stats else 1, E),
         **options.numbers().forward(),
     )
     counts, score_sum, lse = (results[name] for name in ("tokens_per_expert", "score_sum", "lse"))
@@ -207,7 +207,7 @@ def route(
         raise ValueError(f"logits: got {check.describe(logits)}, expected [..., S, E] with sequence_stats")
     operands = router_operands(checked, E, tuple(leading), expert_bias, token_mask, forced_experts)
     bounds = quantile_operand(checked, operands[0], qb_bin_bounds)
-    run = _compiled_route if all_manual(mesh_of(logits)) else _route
+    run = _compiled_route if all_manual(current_mesh(logits)) else _route
     return run(checked, *vary_alike(logits, *operands, bounds))
 
 
@@ -219,7 +219,7 @@ def quantile_operand(options: RouterOptions, expert_bias: Any, qb_bin_bounds: An
     if qb_bin_bounds is None:
         return None
     if expert_bias is None:
-        raise ValueError("expert_bias: got None with quantile balancing, expected one, of zeros to begin with")
+        raise ValueError("expert_bias: got None with quantile balancing, expected one, zeros at first")
     return bin_bounds(qb_bin_bounds)
 
 

@@ -27,7 +27,7 @@ from anabranch.exchange_sizes import ExchangeSizes, traffic
 from anabranch.jax.binding.arrays import take
 from anabranch.jax.ops.chunk_sort import sort_chunks
 from anabranch.jax.ops.dispatch import gather_sum, spread
-from anabranch.jax.ops.ffn import SlotProduct
+from anabranch.jax.ops.ffn import SlotGemm
 from anabranch.jax.ops.plan import plan
 from anabranch.jax.parallel.ragged import (
     RaggedParams,
@@ -67,7 +67,7 @@ class Transport(Protocol):
     def collect(
         self,
         route: Any,
-        rows: SlotProduct,
+        rows: SlotGemm,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
@@ -84,7 +84,7 @@ class Transport(Protocol):
 # ---------------------------------------------------------------- capacity
 
 
-def keep_within(bounds: Bounds, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def drop_over_capacity(bounds: Bounds, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Drops the assignments past a rank's capacity, the last in the order (source, token, slot), for all transports.
 
     Returns:
@@ -164,7 +164,7 @@ class Ring:
     def collect(
         self,
         route: RingRoute,
-        rows: SlotProduct,
+        rows: SlotGemm,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
@@ -252,7 +252,7 @@ class _Rows(abc.ABC):
     def collect(
         self,
         route: RowRoute,
-        rows: SlotProduct,
+        rows: SlotGemm,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,

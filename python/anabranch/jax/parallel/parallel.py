@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from anabranch.exchange_sizes import capacity_of
 from anabranch.jax.binding import check
-from anabranch.jax.binding.sharding import Axes, axes_of_type, entry_of, mesh_of, spec_of
+from anabranch.jax.binding.sharding import Axes, array_axes, axes_with_type, current_mesh, spec_entry
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.exchange import TRANSPORTS, Bounds, choose
 from anabranch.layouts import Layouts
@@ -100,9 +100,9 @@ class Parallel:
     def specs(self, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> dict[str, PartitionSpec]:
         """The shardings of the arrays of `moe`, by argument name; x by its first dimension."""
         layouts = check_layouts(w_in_layout, w_out_layout)
-        ep, tp, fsdp = self.expert_axis, self.tensor_axis, entry_of(tuple(self.fsdp_axes))
+        ep, tp, fsdp = self.expert_axis, self.tensor_axis, spec_entry(tuple(self.fsdp_axes))
         return {
-            "x": PartitionSpec(entry_of(self.token_axes)),
+            "x": PartitionSpec(spec_entry(self.token_axes)),
             "gate": PartitionSpec(fsdp, None),
             "gate_bias": PartitionSpec(None),
             "w_in": PartitionSpec(*layouts.shape("w_in", e=ep, d=fsdp, p=None, f=tp)),
@@ -116,7 +116,7 @@ class Parallel:
 
 def quantized_specs(parallel: Parallel) -> QuantizedExperts:
     """The shardings of the fields of a QuantizedExperts: like the weights, and blocks are never split."""
-    d, f = entry_of(tuple(parallel.fsdp_axes)), parallel.tensor_axis
+    d, f = spec_entry(tuple(parallel.fsdp_axes)), parallel.tensor_axis
     axes = QuantizedExperts.shapes(parallel.expert_axis, d, None, f, d, f)
     specs: dict[str, Any] = {name: PartitionSpec(*of) for name, of in axes.items()}
     return QuantizedExperts(**specs)
@@ -225,8 +225,8 @@ def place(
     return Placement(
         parallel=parallel,
         mesh=None if not context.empty else parallel.mesh or mesh,
-        manual=tuple(axis for axis in mesh.axis_names if axis not in axes_of_type(mesh, AxisType.Manual)),
-        explicit=bool(axes_of_type(mesh, AxisType.Explicit)),
+        manual=tuple(axis for axis in mesh.axis_names if axis not in axes_with_type(mesh, AxisType.Manual)),
+        explicit=bool(axes_with_type(mesh, AxisType.Explicit)),
         tokens=tokens,
         transport=transport,
         bounds=bounds,
@@ -234,7 +234,7 @@ def place(
     )
 
 
-def shards_of_this_device(parallel: Parallel) -> Axes:
+def manual_shard_axes(parallel: Parallel) -> Axes:
     """The axes of the shards inside a jax.shard_map over the whole mesh, where only data_axes may be given."""
     for name in ("expert_axis", "fsdp_axes", "tensor_axis", "mesh"):
         if getattr(parallel, name):
@@ -251,14 +251,14 @@ def shards_of_this_device(parallel: Parallel) -> Axes:
 
 def mesh_for(parallel: Parallel, x: jax.Array) -> Any:
     """The mesh of a call: that of the context, with which a given mesh has to agree, else the given one."""
-    mesh = mesh_of(x)
+    mesh = current_mesh(x)
     if mesh.empty:
         mesh = mesh if parallel.mesh is None else parallel.mesh
     elif parallel.mesh is not None and mesh.shape != parallel.mesh.shape:
         raise ValueError(f"mesh: got {dict(parallel.mesh.shape)}, expected that of the context, {dict(mesh.shape)}")
     if mesh.empty:
         raise ValueError("mesh: got none, expected parallel.mesh, or the call under jax.set_mesh(mesh)")
-    manual = axes_of_type(mesh, AxisType.Manual)
+    manual = axes_with_type(mesh, AxisType.Manual)
     single = [("expert_axis", parallel.expert_axis), ("tensor_axis", parallel.tensor_axis)]
     for name, axis in [*single, *(("data_axes", axis) for axis in parallel.data_axes)]:
         if axis is not None and axis not in mesh.axis_names:
@@ -274,7 +274,7 @@ def mesh_for(parallel: Parallel, x: jax.Array) -> Any:
 
 def _token_axes(parallel: Parallel, x: jax.Array) -> tuple[Axes, ...]:
     """The axes of every leading dimension of x: from its type, or all on the first dimension."""
-    given = spec_of(x)
+    given = array_axes(x)
     named = [axis for axes in given for axis in axes]
     if not named:
         return (parallel.token_axes, *((),) * (x.ndim - 2))
@@ -288,7 +288,7 @@ def _token_axes(parallel: Parallel, x: jax.Array) -> tuple[Axes, ...]:
 
 def _check_spec(name: str, array: jax.Array, spec: PartitionSpec) -> None:
     """Refuses an explicit sharding other than the required one."""
-    given = PartitionSpec(*(entry_of(axes) for axes in spec_of(array)))
+    given = PartitionSpec(*(spec_entry(axes) for axes in array_axes(array)))
     if any(entry is not None for entry in given) and given != spec:
         raise ValueError(f"{name}: got {check.describe(array)} sharded as {given}, expected {spec}")
 

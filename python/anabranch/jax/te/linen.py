@@ -18,7 +18,7 @@ from anabranch.jax.layer.initializers import (
     default_shared_in_init,
     initializer,
 )
-from anabranch.jax.layer.moe import layer_config, layer_of
+from anabranch.jax.layer.moe import layer_config, run_layer
 from anabranch.jax.layer.shared_expert import shared_expert
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
@@ -38,8 +38,8 @@ def _check_axes(name: str, axes: Any, size: int | None) -> None:
     given = isinstance(axes, (tuple, list)) and all(axis is None or isinstance(axis, str) for axis in axes)
     if not given or (size is not None and len(axes) not in (0, size)):
         error = ValueError if given else TypeError
-        wanted = "axes" if size is None else f"{size} axes"
-        raise error(f"{name}: got {check.describe(axes)}, expected the names of {wanted}, or ()")
+        expected = "axes" if size is None else f"{size} axes"
+        raise error(f"{name}: got {check.describe(axes)}, expected the names of {expected}, or ()")
 
 
 class MoEBlock(nn.Module):
@@ -159,7 +159,7 @@ class MoEBlock(nn.Module):
         for name, size in (("gate_kernel_axes", 2), ("wi_kernel_axes", 3), ("wo_kernel_axes", 3)):
             _check_axes(name, getattr(self, name), size)
         _check_axes("input_axes", self.input_axes, None)
-        self._check_what_has_no_use()
+        self._check_unsupported()
         check.dtype("dtype", self.dtype, check.FLOATS)
         initializer("kernel_init", self.kernel_init, default_in_init)
         for name in ("bias_init", "expert_bias_init"):
@@ -167,15 +167,15 @@ class MoEBlock(nn.Module):
         super().__post_init__()
 
     @nn.nowrap
-    def _check_what_has_no_use(self) -> None:
+    def _check_unsupported(self) -> None:
         """Checks TransformerEngine's attributes that allow only one value here."""
-        axes, of_parallel = self.data_parallelism_axes, () if self.parallel is None else self.parallel.data_axes
+        axes, parallel_axes = self.data_parallelism_axes, () if self.parallel is None else self.parallel.data_axes
         if not isinstance(axes, (tuple, list)):
             raise TypeError(f"data_parallelism_axes: got {check.describe(axes)}, expected the names of axes, or ()")
-        if tuple(axes) not in ((), tuple(of_parallel)):
+        if tuple(axes) not in ((), tuple(parallel_axes)):
             raise ValueError(
                 f"data_parallelism_axes: got {check.shown(axes)}, expected () or the data_axes of parallel, "
-                f"{tuple(of_parallel)}, which says how the block is spread"
+                f"{tuple(parallel_axes)}, which spreads the block over a mesh"
             )
         elsewhere = {
             "recv_capacity_per_rank": "Parallel(capacity_factor=...) bounds buffers",
@@ -220,7 +220,9 @@ class MoEBlock(nn.Module):
         return value
 
     @nn.nowrap
-    def _of_experts(self, name: str, argument: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
+    def _expert_parameter(
+        self, name: str, argument: str, init: Initializer, axes: Axes, shape: tuple[int, ...]
+    ) -> jax.Array:
         """The parameter for an argument of `moe`, in its layout; axes and shape are those of the default layout."""
         order = Layouts(self.wi_layout, self.wo_layout).from_ours(argument)
         if list(order) == sorted(order):
@@ -230,13 +232,13 @@ class MoEBlock(nn.Module):
             value = init(key, shape, dtype)
             if not isinstance(value, jax.Array):  # a box that names the axes of the default layout
                 raise ValueError(
-                    f"{name}: got an initialiser that says how its value is sharded, expected the axes' names in "
-                    "wi_kernel_axes and wo_kernel_axes where wi_layout or wo_layout is another one than ours"
+                    f"{name}: got an initialiser whose value contains its sharding, expected the axes' names in "
+                    "wi_kernel_axes and wo_kernel_axes, since wi_layout or wo_layout is not the default"
                 )
             return value.transpose(order)
 
-        def ordered(of_axes: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(of_axes[axis] for axis in order) if of_axes else ()
+        def ordered(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[axis] for axis in order) if values else ()
 
         return self._parameter(name, in_layout, ordered(axes), ordered(shape))
 
@@ -318,16 +320,16 @@ class MoEBlock(nn.Module):
         arrays = dict(
             x=inputs,
             gate=gate,
-            w_in=self._of_experts("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
-            w_out=self._of_experts("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
-            b_in=self._of_experts("wi_bias", "b_in", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
+            w_in=self._expert_parameter("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
+            w_out=self._expert_parameter("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
+            b_in=self._expert_parameter("wi_bias", "b_in", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
             b_out=self._parameter("wo_bias", bias_init, out_bias_axes, (E, D)) if use_bias else None,
             gate_bias=gate_bias,
             expert_bias=self._expert_bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
         )
-        result = layer_of(self._options(), arrays, self.parallel, quantized)
+        result = run_layer(self._options(), arrays, self.parallel, quantized)
         for name in ("tokens_per_expert", "dropped", "dropped_by_source", "aux_loss", "z_loss", "experts"):
             self.sow("intermediates", name, getattr(result, name))
         output = result.output

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.arrays import flat, take
 from anabranch.jax.binding.derivatives import reverse_mode
-from anabranch.jax.binding.sharding import TokenCall, axes_of_shard, check_alike, vary_alike
+from anabranch.jax.binding.sharding import TokenCall, check_alike, token_shard_axes, vary_alike
 from anabranch.jax.ops.dispatch import CombineGradients, gather_sum, gather_sum_backward, spread
 from anabranch.rows import check_num_rows, check_num_slots
 
@@ -98,7 +98,7 @@ class _Shard(NamedTuple):
 
 
 def _this_shard(name: str, tokens: jax.Array) -> _Shard:
-    axes = axes_of_shard(name, tokens.shape[:1])
+    axes = token_shard_axes(name, tokens.shape[:1])
     return _Shard(jax.lax.axis_index(axes), jax.lax.psum(1, axes)) if axes else _Shard(0, 1)
 
 
@@ -134,8 +134,8 @@ def token_dispatch_forward(
     """`token_dispatch` on inp [T, D], a bool map [T, E] and probs [T, E], with given R."""
     options = _DispatchOptions(num_rows, align_size, str(inp.dtype), None if probs is None else str(probs.dtype))
     names = [name for name in TokenDispatch._fields if _has(options, name)]
-    kept = tuple(0 if name in ("pad_offsets", "tokens_per_expert") else 1 for name in names)
-    call = TokenCall(_dispatch_shard, options, (1, 1, 1), kept)
+    token_dims = tuple(0 if name in ("pad_offsets", "tokens_per_expert") else 1 for name in names)
+    call = TokenCall(_dispatch_shard, options, (1, 1, 1), token_dims)
     results = dict(zip(names, call(inp, routing_map, probs), strict=True))
     return TokenDispatch(**{name: results.get(name) for name in TokenDispatch._fields})  # type: ignore[arg-type]
 
@@ -420,8 +420,8 @@ def _token_combine_fwd(
     merging_probs: jax.Array | None,
     pad_offsets: jax.Array | None,
 ) -> tuple[jax.Array, _CombineResiduals]:
-    kept = None if merging_probs is None else inp
-    residuals = _CombineResiduals(kept, row_id_map, merging_probs, pad_offsets)
+    saved_inp = None if merging_probs is None else inp
+    residuals = _CombineResiduals(saved_inp, row_id_map, merging_probs, pad_offsets)
     return token_combine_forward(inp, row_id_map, merging_probs, pad_offsets), residuals
 
 

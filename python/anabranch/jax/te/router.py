@@ -258,9 +258,9 @@ def _dense_fwd(options, logits, expert_bias, qb_bin_bounds):
     results = (t, t) if options.auxiliary else (t, t, t)
     counted = () if qb_bin_bounds is None else (0,)
     call = TokenCall(_dense_forward, options, (t, 0, 0), results + counted)
-    first, routing_map, *rest = call(logits, expert_bias, qb_bin_bounds)
-    counts = rest.pop() if counted else None
-    return (first, routing_map, counts), (logits, *rest)
+    first, routing_map, *others = call(logits, expert_bias, qb_bin_bounds)
+    counts = others.pop() if counted else None
+    return (first, routing_map, counts), (logits, *others)
 
 
 def _dense_bwd(options, residuals, cotangents):

@@ -219,7 +219,7 @@ def quantile_operand(options: RouterOptions, expert_bias: Any, qb_bin_bounds: An
     if qb_bin_bounds is None:
         return None
     if expert_bias is None:
-        raise ValueError("expert_bias: got None with quantile balancing, expected one, zeros at first")
+        raise ValueError("expert_bias: got None with quantile balancing, expected one (zeros at the start)")
     return bin_bounds(qb_bin_bounds)
 
 

@@ -10,7 +10,7 @@ from .scores import as_float64, scores
 from .selection import best_first, selection_keys
 
 
-def cutoffs(logits, topk, *, score_function, expert_bias):
+def thresholds(logits, topk, *, score_function, expert_bias):
     """The (K+1)-th largest selection key of each token, float64[...]."""
     keys = selection_keys(logits, score_function, expert_bias)
     if not 1 <= topk < keys.shape[-1]:
@@ -19,13 +19,13 @@ def cutoffs(logits, topk, *, score_function, expert_bias):
 
 
 def bin_positions(logits, topk, lower, upper, bins, *, score_function, expert_bias):
-    """(cutoff - s - lower) bins / (upper - lower) of each token and expert, float64[..., E]."""
+    """(threshold - s - lower) bins / (upper - lower) of each token and expert, float64[..., E]."""
     z = as_float64(logits, "logits")
     if not lower < upper:
         raise ValueError(f"qb_bin_bounds: got {lower}, {upper}, expected lower < upper")
-    cutoff = cutoffs(z, topk, score_function=score_function, expert_bias=expert_bias)
+    threshold = thresholds(z, topk, score_function=score_function, expert_bias=expert_bias)
     with np.errstate(invalid="ignore"):
-        return (cutoff[..., None] - scores(z, score_function) - lower) * (bins / (upper - lower))
+        return (threshold[..., None] - scores(z, score_function) - lower) * (bins / (upper - lower))
 
 
 def qb_histogram(logits, topk, lower, upper, bins, *, score_function, expert_bias, token_mask=None):

@@ -1,4 +1,4 @@
-"""Products whose rows are summed by token: the same bits as the rows and their sums, forward and backward."""
+"""Grouped GEMMs whose rows are summed per token: the same bits as computing rows and sums apart."""
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +72,13 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
     def by_slot(forward, operands, d_out):
         y, h = ffn_forward_by_slot(config, forward, save_h=True)
         first = dtype if w_out_comes_first else None
-        hidden = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
+        intermediate = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
         out = y.sum(row_of_slot, late, y.x.dtype)
-        d_x = rows_gradient(config, operands, hidden.dh).sum(row_of_slot, None, dtype, addend)
-        up, down = w_in_gradient(config, operands, hidden.dh, dtype), hidden.down
+        d_x = rows_gradient(config, operands, intermediate.dh).sum(row_of_slot, None, dtype, addend)
+        up, down = w_in_gradient(config, operands, intermediate.dh, dtype), intermediate.down
         if down is None:
-            down = w_out_gradient(config, operands, hidden.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
-        return out, h[:taken], d_x, up, down, hidden.weights
+            down = w_out_gradient(config, operands, intermediate.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
+        return out, h[:taken], d_x, up, down, intermediate.weights
 
     jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))
 

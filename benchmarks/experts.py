@@ -131,10 +131,10 @@ def jax_programs(
         return FfnOperands(a["x"], a["slot_of_row"], a["group_sizes"], a["w_in"], a["w_out"], None, None, weights)
 
     def ours_forward(a: Arrays) -> Any:
-        return ffn_forward(config, operands(a), keep_h=False)[0]
+        return ffn_forward(config, operands(a), save_h=False)[0]
 
     def ours_both(a: Arrays) -> Any:
-        y, h = ffn_forward(config, operands(a), keep_h=True)
+        y, h = ffn_forward(config, operands(a), save_h=True)
         return y, ffn_backward(config, operands(a, a["weights"]), cast(jax.Array, h), a["d_out"])
 
     def plain(a: Arrays, *leaves: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Finds and loads libanabranch.so, the C library under every front end, and libanabranch_cuda.so, its like for GPUs."""
+"""Finds and loads the libraries under every front end: libanabranch.so and, for GPUs, libanabranch_cuda.so."""
 
 import ctypes
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 import anabranch
 
-#: XLA's entry points in the C library. Those of the CUDA library are called `on_cuda(name)`.
+#: XLA's entry points in the C library. `on_cuda(name)` is the name of the entry point in the CUDA library.
 HANDLERS = (
     "ab_xla_combine",
     "ab_xla_combine_backward",
@@ -31,7 +31,7 @@ HANDLERS = (
     "ab_xla_sort_chunks",
 )
 
-#: Bounds of the CUDA library's workspaces, in the C library (include/anabranch/cuda_workspaces.h).
+#: Functions of the C library that bound the CUDA library's workspaces (include/anabranch/cuda_workspaces.h).
 WORKSPACE_BOUNDS = (
     "ab_cuda_expert_ffn_backward_workspace_bound",
     "ab_cuda_expert_ffn_forward_workspace_bound",
@@ -44,7 +44,7 @@ WORKSPACE_BOUNDS = (
     "ab_cuda_statistics_workspace_bound",
 )
 
-#: ab_dtype by the name of the dtype.
+#: ab_dtype by dtype name.
 DTYPES = {
     "bool": 1, "uint8": 2, "int16": 3, "int32": 4, "int64": 5, "float16": 6, "bfloat16": 7, "float32": 8,
     "float8_e4m3fn": 9,
@@ -62,7 +62,7 @@ class LibraryError(RuntimeError):
 
 
 def _find(name: str, variable: str) -> pathlib.Path:
-    """Where a library is: named by an environment variable, or installed with the package."""
+    """The path of a library: named by an environment variable, or installed with the package."""
     override = os.environ.get(variable)
     # An editable install keeps the sources and the library in two folders, both on __path__.
     folders = [pathlib.Path(folder) / "lib" / name for folder in anabranch.__path__]
@@ -73,14 +73,14 @@ def _find(name: str, variable: str) -> pathlib.Path:
     message = f"{name}: not found in " + ", ".join(map(str, candidates))
     if not override and name == "libanabranch_cuda.so":
         message += (
-            "; this build is for the CPU alone, with CUDA: pip install . "
+            "; this build has no CUDA support; to build with CUDA: pip install . "
             "--config-settings=cmake.define.ANABRANCH_CUDA=ON"
         )
     raise LibraryError(message)
 
 
 def _preload_onednn() -> None:
-    """Loads the oneDNN of the wheel onednn-cpu-gomp where the library's own search path does not reach it."""
+    """Loads the oneDNN of the wheel onednn-cpu-gomp, for a library whose own search path does not reach it."""
     try:
         files = importlib.metadata.files("onednn-cpu-gomp") or []
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def load() -> ctypes.CDLL:
     """Loads the library once.
 
     Raises:
-      LibraryError: no library was found, the system cannot load it, or it lacks functions.
+      LibraryError: no library was found, the system cannot load it, or functions are missing from it.
     """
     path = _find("libanabranch.so", "ANABRANCH_LIBRARY")
     try:
@@ -115,7 +115,7 @@ def load() -> ctypes.CDLL:
 
 
 def on_cuda(name: str) -> str:
-    """What the CUDA library calls a function.
+    """The CUDA library's name of a function of the C library.
 
     >>> on_cuda("ab_xla_plan"), on_cuda("ab_describe")
     ('ab_cuda_xla_plan', 'ab_cuda_describe')
@@ -124,7 +124,7 @@ def on_cuda(name: str) -> str:
 
 
 def _with_symbols(library: ctypes.CDLL, names: Sequence[str]) -> ctypes.CDLL:
-    """The library, if it has these functions; else it is somebody else's, or of another version."""
+    """Returns the library if it has these functions; otherwise it is another library or another version."""
     missing = [name for name in names if not hasattr(library, name)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -137,10 +137,10 @@ def _with_symbols(library: ctypes.CDLL, names: Sequence[str]) -> ctypes.CDLL:
 
 @functools.cache
 def load_cuda() -> ctypes.CDLL:
-    """Loads the CUDA library once. It loads without a GPU; `describe_cuda` tells whether there is one.
+    """Loads the CUDA library once. Loading needs no GPU; `describe_cuda` reports whether there is one.
 
     Raises:
-      LibraryError: no library was found (this build has none), the system cannot load it, or it lacks functions.
+      LibraryError: this build has no CUDA library, the system cannot load it, or functions are missing from it.
     """
     path = _find("libanabranch_cuda.so", "ANABRANCH_CUDA_LIBRARY")
     try:
@@ -157,20 +157,20 @@ def _facts(describe: Any) -> dict[str, str]:
 
 
 def describe() -> dict[str, str]:
-    """What the library says of its build and this machine: version, isa, threads, threading, onednn, compiler."""
+    """Facts about the library's build and this machine: version, isa, threads, threading, onednn, compiler."""
     return _facts(load().ab_describe)
 
 
 def describe_cuda() -> dict[str, str]:
-    """What the CUDA library says: version, cuda, driver, and a line for each device; or error: why there is none."""
+    """Facts from the CUDA library: version, cuda, driver and one line per device; or error, the reason for none."""
     return _facts(load_cuda().ab_cuda_describe)
 
 
 def cuda_capabilities(facts: Mapping[str, str]) -> list[str]:
-    """Of the devices that `describe_cuda` lists, in their order.
+    """The compute capabilities of the devices that `describe_cuda` lists, in order.
 
     >>> cuda_capabilities({"cuda": "13.0", "device 0": "NVIDIA H200, compute capability 9.0, 132 multiprocessors"})
     ['9.0']
     """
     named = (re.search(r"compute capability (\d+\.\d+)", facts[name]) for name in facts if name.startswith("device "))
-    return [found[1] for found in named if found]
+    return [match[1] for match in named if match]

@@ -1,9 +1,9 @@
-"""The optional packages, and what an import says where one of them is missing."""
+"""Optional packages, and the error message for an import when one of them is missing."""
 
 import contextlib
 from collections.abc import Iterator
 
-#: What pip installs for an optional package, and the extra of pyproject.toml that holds it.
+#: The pip requirement of each optional package, and the extra of pyproject.toml that contains it.
 OPTIONAL = {
     "jax": ("jax>=0.10", "jax"),
     "flax": ("flax>=0.12.1", "jax"),
@@ -13,7 +13,7 @@ OPTIONAL = {
 
 
 def explain(what: str, error: ImportError) -> str:
-    """Why something can't be imported, with the command that installs an optional package.
+    """The reason why an import failed, with the command that installs a missing optional package.
 
     >>> explain("anabranch.jax.nnx", ModuleNotFoundError("No module named 'flax'", name="flax"))
     "anabranch.jax.nnx needs flax, which is not installed: pip install 'flax>=0.12.1' (extra: jax)"
@@ -26,7 +26,7 @@ def explain(what: str, error: ImportError) -> str:
 
 @contextlib.contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Around imports: a missing optional package is a ModuleNotFoundError that says how to install it."""
+    """Wraps imports: a missing optional package raises a ModuleNotFoundError that says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

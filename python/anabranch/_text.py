@@ -1,19 +1,19 @@
-"""What messages say of a value."""
+"""Text forms of a value for error messages."""
 
 from typing import Any
 
 
 def shown(value: Any) -> str:
-    """repr(value), cut where it is long; its type where it has none."""
+    """repr(value), truncated to 200 characters; the type's name if repr fails."""
     try:
         text = repr(value)
-    except Exception:  # whatever a caller's class raises
+    except Exception:  # a caller's class may raise anything
         return f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def typed(value: Any) -> str:
-    """Its type and what it is.
+    """The type and the repr of a value.
 
     >>> typed(1)
     'int 1'

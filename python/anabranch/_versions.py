@@ -1,9 +1,9 @@
-"""The versions that the tests have been run with, in one place: `python -m anabranch info` warns of others."""
+"""The package versions that the tests have run with; `python -m anabranch info` warns about others."""
 
 import importlib.metadata
 import platform
 
-#: Series, that is the first two numbers of a version, by package. Others are not refused: they may well work.
+#: Tested release series (the first two numbers of a version) by package. Other series may work and are not refused.
 TESTED = {
     "python": ("3.11", "3.12", "3.13"),
     "jax": ("0.10", "0.11", "0.12"),
@@ -13,12 +13,12 @@ TESTED = {
     "transformers": ("5.9", "5.17", "5.23", "5.24"),
     "peft": ("0.21",),
 }
-#: The oldest torch whose library of operations is the one that `anabranch.torch` uses.
+#: The oldest torch release that has the operator-library API which `anabranch.torch` uses.
 OLDEST_TORCH = (2, 9)
 
 
-def found(package: str) -> str | None:
-    """The version that is here; None: not installed."""
+def installed(package: str) -> str | None:
+    """The installed version; None if the package is not installed."""
     if package == "python":
         return platform.python_version()
     try:
@@ -28,7 +28,7 @@ def found(package: str) -> str | None:
 
 
 def series(version: str) -> str:
-    """The first two numbers.
+    """The first two numbers of a version.
 
     >>> series("0.12.0.1"), series("2.5.0rc1")
     ('0.12', '2.5')
@@ -37,7 +37,7 @@ def series(version: str) -> str:
 
 
 def torch_is_supported(version: str) -> bool:
-    """Whether torch is not older than the oldest that is supported.
+    """Whether this torch is at least as new as the oldest supported release.
 
     >>> torch_is_supported("2.9.1+cpu"), torch_is_supported("2.10.0a0"), torch_is_supported("2.8.0")
     (True, True, False)
@@ -46,7 +46,7 @@ def torch_is_supported(version: str) -> bool:
 
 
 def untested(versions: dict[str, str | None]) -> list[str]:
-    """What to say of packages whose series is not in the table; those that are not installed are not looked at.
+    """Warnings for installed packages whose release series is not in the table.
 
     >>> untested({"jax": "0.9.2", "flax": None, "numpy": "2.4.6"})
     ['jax 0.9.2 was never tested, 0.10, 0.11, 0.12 were']

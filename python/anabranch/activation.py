@@ -1,7 +1,7 @@
 """The activations of the experts: names, parameters, and values and gradients in numpy float64.
 
-An activation is phi(g, u) of a gate g and an up u; a plain one is a function of one input, act(g) u of a gated expert
-and act(h) of an ungated one.
+An activation is a function phi(g, u) of a gate g and an up projection u. A plain activation has one input: it computes
+act(g) u in a gated expert and act(h) in an ungated one.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from anabranch._text import shown, typed
 
-#: Numbered as `ab_activation` in include/anabranch/experts.h.
+#: In the order of `ab_activation` in include/anabranch/experts.h.
 NAMES = (
     "silu",
     "gelu",
@@ -29,13 +29,13 @@ NAMES = (
     "situ",
 )
 PLAIN = NAMES[:7]
-"""Those of one input."""
+"""Activations of one input."""
 
 _ALIASES = {"swish": "silu"}
 _DEFAULTS = {"swiglu_oai": (1.702, 7.0), "situ": (4.0, 25.0)}
-"""(alpha, limit) of those that a name alone stands for, though they have parameters."""
+"""Default (alpha, limit) of parametrised activations that a name alone may select."""
 _FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-"""The smallest and the largest normal number."""
+"""The smallest and the largest normal float32 number."""
 _EXPECTED = f"a finite number above 0 that float32 holds, in [{_FLOAT32[0]:.4g}, {_FLOAT32[1]:.4g}]"
 
 
@@ -53,17 +53,17 @@ def _parameter(name: str, value: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """An activation with its parameters: what `activation=` takes beside a name.
+    """An activation with its parameters; `activation=` accepts it or a name.
 
-    Made by `glu`, `swiglu_clamped`, `swiglu_oai`, `swiglu_then_clamp` and `situ`. With g' = min(g, limit) and
-    u' = clamp(u, -limit, limit), whose gradient passes up to the limit and at it, and is 0 past it.
+    Use the constructors `glu`, `swiglu_clamped`, `swiglu_oai`, `swiglu_then_clamp` and `situ`. In their formulas
+    g' = min(g, limit) and u' = clamp(u, -limit, limit). A clamp's gradient is 1 inside and at the limit, 0 outside.
 
     Attributes:
       name: one of `NAMES`.
-      alpha, limit: the parameters, finite and above 0; 0 where there are none. Those of `situ` are its a and b.
+      alpha, limit: the parameters, finite and above 0; 0 if the activation has none. For `situ` they are a and b.
 
     Raises:
-      TypeError: a parameter is no number.
+      TypeError: a parameter is not a number.
       ValueError: an unknown name, or a parameter out of range.
 
     >>> Activation.swiglu_oai()
@@ -87,7 +87,7 @@ class Activation:
 
     @classmethod
     def glu(cls, act: str) -> "Activation":
-        """act(g) u, or act(h) of an ungated expert; `act`: a plain name. What the name alone stands for."""
+        """act(g) u, or act(h) in an ungated expert. `act`: a plain name, which alone means the same activation."""
         name = _ALIASES.get(act, act) if isinstance(act, str) else act
         if name not in PLAIN:
             raise ValueError(f"act: got {shown(act)}, expected one of {', '.join(map(repr, (*PLAIN, *_ALIASES)))}")
@@ -95,46 +95,46 @@ class Activation:
 
     @classmethod
     def swiglu_clamped(cls, limit: float) -> "Activation":
-        """silu(g') u', as DeepSeek-V4 and GLM-5.3-Flash have it (limit 10)."""
+        """silu(g') u', as in DeepSeek-V4 and GLM-5.3-Flash (limit 10)."""
         return cls("swiglu_clamped", limit=limit)
 
     @classmethod
     def swiglu_oai(cls, alpha: float = 1.702, limit: float = 7.0) -> "Activation":
-        """g' sigmoid(alpha g') (u' + 1), as gpt-oss and MiniMax-M3 have it."""
+        """g' sigmoid(alpha g') (u' + 1), as in gpt-oss and MiniMax-M3."""
         return cls("swiglu_oai", alpha, limit)
 
     @classmethod
     def swiglu_then_clamp(cls, limit: float) -> "Activation":
-        """min(silu(g), limit) u', as Step-3.7 has it."""
+        """min(silu(g), limit) u', as in Step-3.7."""
         return cls("swiglu_then_clamp", limit=limit)
 
     @classmethod
     def situ(cls, a: float = 4.0, b: float = 25.0) -> "Activation":
-        """a tanh(g/a) sigmoid(g) b tanh(u/b), as Kimi-K3 has it."""
+        """a tanh(g/a) sigmoid(g) b tanh(u/b), as in Kimi-K3."""
         return cls("situ", _parameter("a", a), _parameter("b", b))
 
     @property
     def number(self) -> int:
-        """Its `ab_activation`."""
+        """The activation's `ab_activation` value."""
         return NAMES.index(self.name)
 
     @property
     def gated_only(self) -> bool:
-        """Whether it has two inputs, so that an ungated expert can't have it."""
+        """Whether the activation has two inputs, so that ungated experts can't use it."""
         return self.name not in PLAIN
 
 
 def as_activation(value: Any, parts: int | None = None, argument: str = "activation") -> Activation:
-    """The activation that an argument stands for: an `Activation`, or a name.
+    """Converts the argument `activation`, a name or an `Activation`.
 
     Args:
-      value: a plain name, "swish" for "silu", "swiglu_oai" or "situ" with the parameters of their models, or an object.
+      value: a plain name, "swish" for "silu", "swiglu_oai" or "situ" with their default parameters, or an `Activation`.
       parts: P of the experts, 2 or 1; None: not known yet.
-      argument: its name, for messages.
+      argument: the argument's name, for messages.
 
     Raises:
       TypeError: neither a name nor an `Activation`.
-      ValueError: an unknown name, one that needs parameters, or one of two inputs for ungated experts.
+      ValueError: an unknown name, one that needs parameters, or one with two inputs for ungated experts.
     """
     if isinstance(value, str):
         name = _ALIASES.get(value, value)
@@ -146,8 +146,8 @@ def as_activation(value: Any, parts: int | None = None, argument: str = "activat
         raise TypeError(f"{argument}: got {typed(value)}, expected a name or an Activation")
     if parts == 1 and value.gated_only:
         raise ValueError(
-            f"{argument}: got {value.name}, of two inputs, expected one of {', '.join(map(repr, PLAIN))}: the experts "
-            "have one part"
+            f"{argument}: got {value.name}, which has two inputs, expected one of {', '.join(map(repr, PLAIN))}, since "
+            "the experts are ungated"
         )
     return value
 

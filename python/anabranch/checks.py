@@ -1,7 +1,7 @@
-"""Checks of options, the same for every front end, in one error style: "argument: got X, expected Y".
+"""Checks of options for every front end, with one error style: "argument: got X, expected Y".
 
-A wrong type is a TypeError, a wrong value or combination a ValueError. Arrays are described, never taken: options are
-part of a program.
+A wrong type raises TypeError, a wrong value or combination ValueError. Options are static, so arrays are refused; the
+message describes the array.
 """
 
 import math
@@ -14,13 +14,13 @@ import numpy as np
 from anabranch._text import shown, typed
 
 INDEX_LIMIT = 2**31
-"""Slots, rows and experts are fewer: their indices are int32."""
+"""Upper bound (exclusive) on the number of assignments, rows and experts: indices are int32."""
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def describe(value: Any) -> str:
-    """Dtype and shape of an array or tensor, else type and value: the X of "got X"."""
+    """The X of "got X": dtype and shape of an array or tensor, type and value of anything else."""
     if isinstance(value, np.ma.MaskedArray):
         return f"a masked array {value.dtype}{list(value.shape)}"
     if isinstance(value, type) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
@@ -39,9 +39,9 @@ def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> 
 
 
 def number(name: str, value: Any) -> float:
-    """Returns a finite Python float that is a normal number of float32, or 0.
+    """Returns a finite Python float that is 0 or a normal float32 number.
 
-    Traced values are refused, since options are part of the program.
+    Traced values are refused, since options are static.
     """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: got {describe(value)}, expected a finite Python number")

@@ -1,4 +1,4 @@
-"""Options of the router's dense form, TransformerEngine's, the same for every front end."""
+"""Options of the router's dense form (TransformerEngine's functions), shared by the front ends."""
 
 import enum
 from typing import Any
@@ -9,7 +9,7 @@ from anabranch.options import MOST_BINS
 
 
 class RoutingMapFormat(enum.IntEnum):
-    """Layouts of a routing map; functions take the member, its value, or its name in any case.
+    """Formats of a routing map. Functions accept the member, its value, or its name in any case.
 
     BYTEMAP: bool [..., E].
     BITMAP_U8: uint8 [..., ceil(E/8)]; expert e is bit e % 8 of byte e // 8, unused bits are 0.
@@ -19,13 +19,13 @@ class RoutingMapFormat(enum.IntEnum):
     BITMAP_U8 = 1
 
 
-#: In dictionaries, which torch.compile reads in all its versions.
+#: Dictionaries, because every supported version of torch.compile can trace them.
 _BY_NAME = {member.name: member for member in RoutingMapFormat}
 _BY_VALUE = {member.value: member for member in RoutingMapFormat}
 
 
 def check_map_format(value: Any) -> RoutingMapFormat:
-    """The format that `routing_map_format` means."""
+    """Converts the argument `routing_map_format`."""
     if isinstance(value, RoutingMapFormat):
         return value
     if isinstance(value, str) and value.upper() in _BY_NAME:
@@ -38,7 +38,7 @@ def check_map_format(value: Any) -> RoutingMapFormat:
 
 
 def check_map_or_indices(routing_map: RoutingMapFormat, indices: str) -> None:
-    """Refuses a map's format together with the argument `indices`, which asks for indices in its place."""
+    """Refuses a routing map format together with the argument `indices`, which replaces the map by indices."""
     if routing_map is not RoutingMapFormat.BYTEMAP:
         raise ValueError(
             f"routing_map_format: got {routing_map.name.lower()} together with {indices}, which asks for "
@@ -47,19 +47,19 @@ def check_map_or_indices(routing_map: RoutingMapFormat, indices: str) -> None:
 
 
 def check_index_dtype(name: str, dtype: str, num_experts: int) -> None:
-    """Refuses a dtype that cannot hold every expert."""
+    """Refuses an index dtype that cannot represent every expert."""
     if dtype == "int16" and num_experts > 2**15:
         raise ValueError(f"{name}: got int16 for {num_experts} experts, expected at most 32768 experts or a wider type")
 
 
 def check_histogram_mode(value: Any) -> None:
-    """Refuses a `qb_histogram_mode` that is none."""
+    """Refuses an unknown `qb_histogram_mode`."""
     if value is not None:
         checks.choice("qb_histogram_mode", value, ("two_kernel", "fused_atomic"))
 
 
 def check_bins(histogram: Any) -> int:
-    """The bins of a `qb_histogram` [E, bins]."""
+    """The number of bins of a `qb_histogram` [E, bins]."""
     num_experts, bins = histogram.shape
     if not 1 <= bins <= MOST_BINS or num_experts * bins >= checks.INDEX_LIMIT:
         raise ValueError(
@@ -77,8 +77,9 @@ def check_no_histogram(bounds: Any, mode: Any) -> None:
 
 
 def normalizes(score_function: str, topk: int, use_pre_softmax: bool) -> bool:
-    """Whether TransformerEngine normalises over the selected experts: softmax after the selection, others for K > 1.
+    """Whether TransformerEngine normalises over the selected experts.
 
-    Others take no notice of use_pre_softmax, which public configurations set with sigmoid, too.
+    Softmax: unless use_pre_softmax. Other score functions: if topk > 1; they ignore use_pre_softmax, which public
+    configurations set together with sigmoid.
     """
     return not use_pre_softmax if score_function == "softmax" else topk > 1

@@ -1,4 +1,4 @@
-"""Sizes of the buffers of expert parallelism, from shapes and options alone, the same for every front end."""
+"""Buffer sizes of expert parallelism, from shapes and options alone, shared by the front ends."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ from anabranch.rows import num_rows_needed
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeSizes:
-    """What the sizes of a rank's buffers follow from.
+    """The quantities that determine the sizes of a rank's buffers.
 
     Attributes:
-      ranks: P; experts: E; align_size: as for `plan`; tokens: T of a rank; topk: K.
-      slots_per_token: the slots of one token that can go to one rank: min(K, E/P), K where experts may repeat.
-      capacity: slots that a rank takes, None: all.
+      ranks: P; experts: E; align_size: as for `plan`; tokens: T per rank; topk: K.
+      slots_per_token: the assignments of one token that can go to one rank: min(K, E/P), or K if experts may repeat.
+      capacity: the number of assignments that a rank accepts; None: all.
     """
 
     ranks: int
@@ -35,19 +35,19 @@ class ExchangeSizes:
 
     @property
     def pair_slots(self) -> int:
-        """Slots that one rank can send to one other."""
+        """The most assignments that one rank can send to one other."""
         slots = self.tokens * self.slots_per_token
         return slots if self.capacity is None else min(slots, self.capacity)
 
     @property
     def arriving_slots(self) -> int:
-        """Slots that can arrive at a rank."""
+        """The most assignments that can arrive at a rank."""
         slots = self.ranks * self.tokens * self.slots_per_token
         return slots if self.capacity is None else min(slots, self.capacity)
 
     @property
     def region(self) -> int:
-        """Rows of the region of a buffer that is for one rank: the most that one rank can have for another."""
+        """Rows of the buffer region for one rank: the most that one rank can have for another."""
         return num_rows_needed(self.pair_slots, self.local_experts, self.align_size)
 
     def rows(self, transport: str) -> int:
@@ -64,7 +64,7 @@ class ExchangeSizes:
     def check(self, transport: str, too_many: Callable[[Any], bool] = lambda number: number >= INDEX_LIMIT) -> None:
         """Raises ValueError unless int32 holds the counts and row indices of all ranks.
 
-        too_many: whether int32 can't hold a number, for numbers that a program may not know.
+        too_many: returns whether int32 can't hold a number, which may be symbolic.
         """
         if too_many(self.ranks * self.tokens * self.topk):
             raise ValueError(
@@ -79,16 +79,16 @@ class ExchangeSizes:
 
 
 def capacity_of(factor: float | None, tokens: int, topk: int, ranks: int, slots_per_token: int) -> int | None:
-    """Slots that a rank takes of all that go to it; None: all, also where the factor allows for more."""
+    """The number of assignments that a rank accepts; None: all, also if the factor allows for more."""
     if factor is None or factor * topk >= ranks * slots_per_token:
         return None
     return math.ceil(factor * tokens * topk)
 
 
 def traffic(bounds: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> dict[str, float]:
-    """Bytes a rank sends for every column of D in a forward pass, there and back, by transport (docs/scaling.md).
+    """Bytes that a rank sends per column of D in a forward pass, in both directions, by transport (docs/scaling.md).
 
-    itemsize: of x. fp8_exchange: tokens travel as a byte an element, and 4 for every block of 128.
+    itemsize: bytes per element of x. fp8_exchange: tokens travel with 1 byte per element and 4 per block of 128.
     """
     b, others = bounds, bounds.ranks - 1
     there = 1 + 4 / BLOCK if fp8_exchange else itemsize

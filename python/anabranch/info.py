@@ -1,4 +1,4 @@
-"""What `python -m anabranch info` prints: what was found on this machine, and why a backend is missing."""
+"""The facts that `python -m anabranch info` prints: what this machine has, and why a backend is missing."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from anabranch import _library, _versions
 
 
 def _jax_backends() -> dict[str, str]:
-    """The platforms JAX sees, or why it sees none."""
+    """The devices that JAX sees, or the reason why it sees none."""
     try:
         import jax
     except ImportError as error:
@@ -21,8 +21,8 @@ def _jax_backends() -> dict[str, str]:
 
 
 def _torch() -> dict[str, str]:
-    """What torch is here, and the devices that it sees, or why there is none."""
-    version = _versions.found("torch")
+    """The devices that torch sees, or the reason why it sees none."""
+    version = _versions.installed("torch")
     if version is None:
         return {"torch devices": "none: torch is not installed"}
     if not _versions.torch_is_supported(version):
@@ -30,7 +30,7 @@ def _torch() -> dict[str, str]:
         return {"torch devices": f"none: torch {version} is too old for anabranch.torch, which needs {oldest} or newer"}
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: one of its libraries
+    except (ImportError, OSError) as error:  # OSError: one of torch's own libraries does not load
         return {"torch devices": f"none: {error}"}
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
     devices = ["cpu"]
@@ -39,7 +39,7 @@ def _torch() -> dict[str, str]:
 
 
 def _cuda() -> dict[str, str]:
-    """Whether the CUDA backend can be used, and why not."""
+    """Whether the CUDA backend can be used, or the reason why not."""
     try:
         library = _library.load_cuda()
         facts = _library.describe_cuda()
@@ -54,7 +54,7 @@ def _cuda() -> dict[str, str]:
 
 
 def collect() -> dict[str, str]:
-    """Everything `info` prints, as text by name."""
+    """Everything that `info` prints, as text by name."""
     facts = {
         "anabranch": anabranch.__version__,
         "python": platform.python_version(),
@@ -69,8 +69,8 @@ def collect() -> dict[str, str]:
         facts["cpu backend"] = f"missing: {error}"
     facts |= _cuda()
     packages = ("jax", "jaxlib", "flax", "numpy", "onednn-cpu-gomp", "torch", "transformers", "peft")
-    facts |= {package: _versions.found(package) or "not installed" for package in packages}
-    untested = _versions.untested({package: _versions.found(package) for package in _versions.TESTED})
+    facts |= {package: _versions.installed(package) or "not installed" for package in packages}
+    untested = _versions.untested({package: _versions.installed(package) for package in _versions.TESTED})
     if untested:
         facts["warning"] = "; ".join(untested)
     facts |= _jax_backends()
@@ -85,12 +85,12 @@ def collect() -> dict[str, str]:
         "OMP_WAIT_POLICY",
     )
     environment = [f"{name}={os.environ[name]}" for name in settings if name in os.environ]
-    facts["environment"] = ", ".join(environment) or "no setting of ours"
+    facts["environment"] = ", ".join(environment) or "no Anabranch settings"
     return facts
 
 
 def run(*, as_json: bool, selftest: bool = False) -> int:
-    """Prints the facts, with `selftest` also what it found; status 1 where no backend can be used or it failed."""
+    """Prints the facts, and with `selftest` its results; returns 1 if no backend works or the self-test failed."""
     passed = True
     if selftest:
         from anabranch import selftest as test

@@ -1,8 +1,8 @@
-"""How the weights of the experts lie in memory: which axes their arrays have, in which order.
+"""Memory layouts of the experts' weights: which axes the arrays have, and in which order.
 
-Letters: E experts, D model width, F expert width, P parts of w_in, 2 (gate, up) or 1; R rows. Our own layouts are "dpf"
-and "fd"; "pfd" and "df" are those of PyTorch's Linear, which most checkpoints have; "dfp" and "fpd" have gate and up
-interleaved.
+Letters: E experts, D model width, F expert width, P parts of w_in, 2 (gate, up) or 1; R rows. The default layouts are
+"dpf" and "fd"; "pfd" and "df" are those of PyTorch's Linear and of most checkpoints; "dfp" and "fpd" interleave gate
+and up.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ OUT_LAYOUTS = ("fd", "df")
 
 
 class Layouts(NamedTuple):
-    """The orders of the axes of w_in and of w_out behind E."""
+    """The order of the axes of w_in and of w_out after E."""
 
     w_in: str = "dpf"
     w_out: str = "fd"
 
     @property
-    def hidden(self) -> str:
-        """The order of P and F in b_in and h: that in w_in.
+    def intermediate(self) -> str:
+        """The order of P and F in b_in and h, which is that in w_in.
 
-        >>> Layouts("dfp").hidden
+        >>> Layouts("dfp").intermediate
         'fp'
         """
         return self.w_in.replace("d", "")
 
     def letters(self, name: str) -> str:
-        """The axes of an array by its name in the C interface, "d_w_in" as "w_in"; "" for those without layouts.
+        """The axes of an array by its C name ("d_w_in" as "w_in"); "" for an array without layouts.
 
         >>> Layouts("pfd").letters("d_w_in"), Layouts("dfp").letters("h")
         ('epfd', 'rfp')
@@ -36,10 +36,10 @@ class Layouts(NamedTuple):
         name = name.removeprefix("d_")
         if name in ("w_in", "w_out"):
             return "e" + getattr(self, name)
-        return {"b_in": "e", "h": "r", "dh": "r"}[name] + self.hidden if name in ("b_in", "h", "dh") else ""
+        return {"b_in": "e", "h": "r", "dh": "r"}[name] + self.intermediate if name in ("b_in", "h", "dh") else ""
 
     def shape(self, name: str, **sizes: Any) -> tuple[Any, ...]:
-        """What belongs to each axis of an array, its size for instance.
+        """Maps the axes of an array to values, for example sizes.
 
         >>> Layouts("pfd").shape("w_in", e=4, d=16, p=2, f=32)
         (4, 2, 32, 16)
@@ -47,7 +47,7 @@ class Layouts(NamedTuple):
         return tuple(sizes[letter] for letter in self.letters(name))
 
     def sizes(self, name: str, shape: Sequence[int]) -> dict[str, int]:
-        """The sizes of an array by their letters.
+        """The sizes of an array by letter.
 
         >>> Layouts("pfd").sizes("w_in", (4, 2, 32, 16))["d"]
         16
@@ -55,7 +55,7 @@ class Layouts(NamedTuple):
         return dict(zip(self.letters(name), shape, strict=True))
 
     def axis(self, name: str, letter: str) -> int:
-        """Which axis of an array has a letter.
+        """The index of the axis with a letter.
 
         >>> Layouts(w_out="df").axis("w_out", "f")
         2
@@ -63,7 +63,7 @@ class Layouts(NamedTuple):
         return self.letters(name).index(letter)
 
     def order(self, name: str) -> tuple[int, ...]:
-        """Where the axes of our own layout stand in an array.
+        """For each axis of the default layout, its index in this layout's array.
 
         >>> Layouts("pfd").order("w_in")
         (0, 3, 1, 2)
@@ -71,7 +71,7 @@ class Layouts(NamedTuple):
         return tuple(self.letters(name).index(letter) for letter in OURS.letters(name))
 
     def from_ours(self, name: str) -> tuple[int, ...]:
-        """The axes of an array in our own layout, in the order that they have here: for a transpose."""
+        """The permutation for a transpose from the default layout to this one."""
         return tuple(OURS.letters(name).index(letter) for letter in self.letters(name))
 
 

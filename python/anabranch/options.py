@@ -27,7 +27,7 @@ MOST_BINS = 2**20
 
 
 class RouterKeywords(TypedDict, total=False):
-    """The options of a router but topk and qb_bins."""
+    """The options of a router except topk and qb_bins."""
 
     score_function: str
     normalize: bool
@@ -38,7 +38,7 @@ class RouterKeywords(TypedDict, total=False):
 
 
 class NetworkKeywords(TypedDict, total=False):
-    """The options of the experts but the layouts of their weights."""
+    """The options of the experts except the layouts of their weights."""
 
     activation: str | Activation
     weight_early: bool
@@ -60,7 +60,7 @@ class RoutedKeywords(ExpertsKeywords, total=False):
 
 
 class ModuleKeywords(RouterKeywords, NetworkKeywords, total=False):
-    """The options of a layer that chooses the layouts of its weights itself."""
+    """The options of a layer that determines the layouts of its weights itself."""
 
     aux_loss_coeff: float
     z_loss_coeff: float
@@ -68,7 +68,7 @@ class ModuleKeywords(RouterKeywords, NetworkKeywords, total=False):
 
 
 class LayerKeywords(ModuleKeywords, RoutedKeywords, total=False):
-    """The options of `moe` but topk and qb_bins."""
+    """The options of `moe` except topk and qb_bins."""
 
 
 ROUTER_NAMES = tuple(typing.get_type_hints(RouterKeywords))
@@ -83,7 +83,7 @@ LAYER_NAMES = tuple(typing.get_type_hints(LayerKeywords))
 
 @dataclasses.dataclass(frozen=True)
 class RouterOptions:
-    """The checked options of a router. `router_options` makes them; 0 stands for "no groups" and "no histogram"."""
+    """The checked options of a router, as `router_options` returns them; 0 means "no groups" and "no histogram"."""
 
     topk: int
     score_function: str = "softmax"
@@ -96,7 +96,7 @@ class RouterOptions:
     qb_bins: int = 0
 
     def numbers(self) -> "Router":
-        """These options as the C library takes them."""
+        """These options in the C library's form."""
         return Router(
             self.topk,
             SCORE_FUNCTIONS.index(self.score_function),
@@ -109,7 +109,7 @@ class RouterOptions:
 
     @property
     def reads_lse(self) -> bool:
-        """Whether the backward pass reads lse even without a cotangent of it."""
+        """Whether the backward pass reads lse even if lse has no cotangent."""
         return self.score_function == "softmax"
 
 
@@ -128,7 +128,7 @@ def router_options(
 ) -> RouterOptions:
     """Checks the options of a router over `num_experts` experts.
 
-    num_groups and group_topk: None, 0 and -1 mean "no groups". group_score_topk None: the sum of a group's
+    num_groups, group_topk: None, 0 and -1 mean "no groups". group_score_topk None: a group's score is the sum of its
     topk / group_topk best scores. qb_bins None: no quantile balancing.
 
     Raises:
@@ -203,7 +203,7 @@ class Router(NamedTuple):
         return self._asdict() | {"normalize": int(self.normalize)}
 
     def backward(self) -> dict[str, Any]:
-        """The options of the backward pass, which has no use for the groups."""
+        """The options of the backward pass, which does not need the groups."""
         return {name: value for name, value in self.forward().items() if "group" not in name}
 
 
@@ -251,7 +251,7 @@ class ExpertsConfig:
 
 
 class Network(NamedTuple):
-    """An `ExpertsConfig` as numbers and names, in which form it is part of an operation's signature in torch."""
+    """An `ExpertsConfig` as numbers and names, the form in which a torch operator's schema contains it."""
 
     activation: int
     activation_alpha: float
@@ -270,7 +270,7 @@ class Network(NamedTuple):
 
 
 def schema_of(options: type) -> str:
-    """The fields of a NamedTuple as a part of the signature of an operation in torch.
+    """The fields of a NamedTuple as part of the schema of a torch operator.
 
     >>> schema_of(Router)[:42]
     'int topk, int score_function, bool normali'
@@ -279,7 +279,7 @@ def schema_of(options: type) -> str:
 
 
 def _option(default: Any, doc: str = "") -> Any:
-    """A field with its documentation; "" where that of the next field includes it."""
+    """A field with its documentation; "" if the documentation of the next field covers it."""
     return dataclasses.field(default=default, metadata={"doc": doc})
 
 
@@ -306,7 +306,7 @@ class ExpertsOptions:
         "multiplies 16-bit parts on tensor cores, with an error at float32's level. "
         '"tf32": a GPU may round operands to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU '
         'computes as with "highest". Neither changes bfloat16, float16 or the logits. "fp8": x, w_in, w_out and the '
-        "intermediate activations are quantised to float8_e4m3fn where they multiply, whatever their dtype, with one "
+        "intermediate activations are quantised to float8_e4m3fn as operands of the GEMMs, from any dtype, with one "
         "scale per 128 elements of a row and per 128 x 128 block of a matrix; so are the operands of the gradient of "
         "x. Gradients of the experts' matrices, the gate and all sums are not affected. D and F are multiples of 128; "
         "on a GPU, which must have compute capability 9.0, x is bfloat16 or float16. `anabranch.choose_precision` "
@@ -397,7 +397,7 @@ class LayerOptions(RoutedOptions):
         )
 
     def without_selection(self) -> Self:
-        """These options without groups and quantile balancing, which have no use where the selection is given."""
+        """These options without groups and quantile balancing, which have no effect if the selection is given."""
         return dataclasses.replace(self, num_groups=None, group_topk=None, group_score_topk=None, qb_bins=None)
 
 
@@ -407,7 +407,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def check_names(function: str, names: Collection[str], given: Iterable[str]) -> None:
-    """Raises Python's error for a keyword argument that a function does not have."""
+    """Raises Python's TypeError for a keyword argument that a function does not have."""
     for name in given:
         if name not in names:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
@@ -416,7 +416,7 @@ def check_names(function: str, names: Collection[str], given: Iterable[str]) -> 
 def takes_options(keywords: type) -> Callable[[_Function], _Function]:
     """Adds options to a function or class that takes them as `**options: Unpack[keywords]`.
 
-    Its signature gets their names, types and defaults. Its docstring gets their documentation in the place of the line
+    The names, types and defaults are added to its signature. In its docstring the documentation replaces the line
     "{options}".
     """
     fields = {field.name: field for field in dataclasses.fields(LayerOptions)}
@@ -440,7 +440,7 @@ def takes_options(keywords: type) -> Callable[[_Function], _Function]:
 
 
 def _documented(doc: str | None, options: list[dataclasses.Field[Any]]) -> str | None:
-    """The docstring with the options in the place of the line "{options}"."""
+    """The docstring with the line "{options}" replaced by the documentation of the options."""
     if doc is None:  # python -OO
         return None
     lines = []
@@ -455,5 +455,5 @@ def _documented(doc: str | None, options: list[dataclasses.Field[Any]]) -> str |
                 entry = f"{', '.join(names)}: {text}"
                 lines += textwrap.wrap(entry, 120, initial_indent=indent, subsequent_indent=indent + "  ")
                 names = []
-        assert not names, "the last of several options that share a text has it"
+        assert not names, "the last of several options that share a text must have it"
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""How the operands of the experts' products are multiplied, for every front end."""
+"""How the operands of the experts' GEMMs are multiplied; shared by the front ends."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from anabranch.checks import choice
 HIGHEST = 0
 TF32 = 1
 FP8 = 2
-#: The numbers of ab_precision by their names, the default first.
+#: ab_precision by name, the default first.
 NUMBERS = {"highest": HIGHEST, "tf32": TF32, "fp8": FP8}
-#: Of products without experts' weights, which are never quantised.
+#: Precisions of GEMMs without experts' weights, which are never quantised.
 OF_DENSE = ("highest", "tf32")
-#: The numbers of ab_fp8_scales by their names, the default first.
+#: ab_fp8_scales by name, the default first.
 FP8_SCALES = {"float32": 0, "power_of_two": 1}
-#: Elements along each side of a block that has a scale.
+#: Side length of a block of elements that shares a scale.
 BLOCK = 128
 
 
 def precision_number(value: Any) -> int:
-    """The argument `precision` of a GEMM with the experts' weights, one of `NUMBERS`."""
+    """Converts the argument `precision` of a GEMM with the experts' weights, one of `NUMBERS`."""
     if isinstance(value, str) and value == "auto":
         raise ValueError(
             "precision: got 'auto', which is no longer an option; expected 'highest', 'tf32' or 'fp8', for example "
@@ -28,12 +28,12 @@ def precision_number(value: Any) -> int:
 
 
 def dense_precision_number(value: Any) -> int:
-    """The argument `precision` of a product without experts' weights, one of `OF_DENSE`."""
+    """Converts the argument `precision` of a GEMM without experts' weights, one of `OF_DENSE`."""
     return NUMBERS[choice("precision", value, OF_DENSE)]
 
 
 def dense_precision(value: str) -> str:
-    """What a layer whose experts have this precision asks of its products without experts' weights.
+    """The precision of GEMMs without experts' weights in a layer whose experts have this precision.
 
     >>> dense_precision("fp8"), dense_precision("tf32")
     ('highest', 'tf32')
@@ -42,12 +42,12 @@ def dense_precision(value: str) -> str:
 
 
 def fp8_scales_number(value: Any) -> int:
-    """The argument `fp8_scales`, one of `FP8_SCALES`."""
+    """Converts the argument `fp8_scales`, one of `FP8_SCALES`."""
     return FP8_SCALES[choice("fp8_scales", value, tuple(FP8_SCALES))]
 
 
 def check_fp8(precision: int, fp8_scales: Any, quantized: Any = None) -> int:
-    """The argument `fp8_scales` of a call of that precision; it, and quantised experts, need FP8."""
+    """Converts the argument `fp8_scales`. A value other than the default, and quantised experts, require FP8."""
     number = fp8_scales_number(fp8_scales)
     if precision != FP8 and number:
         raise ValueError(f'fp8_scales: got {fp8_scales!r} without precision="fp8", expected "float32"')
@@ -57,13 +57,13 @@ def check_fp8(precision: int, fp8_scales: Any, quantized: Any = None) -> int:
 
 
 def check_fp8_exchange(precision: int, fp8_exchange: bool) -> None:
-    """Refuses tokens that travel quantised in a call of a precision that does not quantise them."""
+    """Refuses the exchange of quantised tokens unless the precision is FP8."""
     if fp8_exchange and precision != FP8:
         raise ValueError('fp8_exchange: got True without precision="fp8", expected False')
 
 
 def check_fp8_widths(name: str, described: str, **sizes: int) -> None:
-    """Refuses widths that are no whole blocks. described: of the argument, for the error."""
+    """Refuses widths that are not multiples of a block. described: the argument's description, for the error."""
     for width, size in sizes.items():
         if size % BLOCK:
             raise ValueError(

@@ -1,47 +1,48 @@
-"""Which precision is faster for a layer, "fp8" or "highest": a model of their times.
+"""Predicts whether precision "fp8" or "highest" is faster for a layer.
 
-The model is for an H200 and stands on what was measured there; each constant names its source in docs/performance.md,
-where a table compares its predictions with measured times.
+The model of the run time is for an H200 and fitted to measurements on it. Each constant names its source in
+docs/performance.md, where a table compares predicted with measured times.
 """
 
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from anabranch.precision import BLOCK
 
 FORWARD, BACKWARD = "forward", "backward"
 PASSES = (FORWARD, BACKWARD)
-#: Dtypes of x whose FP8 products a GPU has.
+#: Dtypes of x for which a GPU has FP8 GEMMs.
 DTYPES = ("bfloat16", "float16")
-#: The compute capability of GPUs with FP8 kernels, and of those for which times are predicted.
+#: The compute capability of GPUs with FP8 kernels; times are predicted for these GPUs only.
 CAPABILITY = "9.0"
 
 _TERA = 1e12
-#: Operations a second of 16-bit products and of the gradients of both matrices, which are 16-bit products with either
-#: precision: fitted to 18 layers of "The whole layer, bfloat16" and "FP8". Power sets them: cuBLAS has 670 to 690.
+#: Operations per second of 16-bit GEMMs, and of the weight gradients, which are 16-bit GEMMs with either precision.
+#: Fitted to 18 layers of "The whole layer, bfloat16" and "FP8". Power limits both: cuBLAS reaches 670 to 690.
 RATE_16 = 674 * _TERA
 RATE_WEIGHT_GRADIENTS = 588 * _TERA
-#: Of FP8 products where the contraction is long, and the length at which half of that is left: fitted to "FP8".
+#: Operations per second of FP8 GEMMs with a long contraction, and the contraction length that halves it. Fitted: "FP8".
 RATE_FP8 = 1052 * _TERA
 HALF_RATE_TERMS = 235
-#: Bytes a second of a copy: "Router, T = 65536, bfloat16".
+#: Bytes per second of a copy: "Router, T = 65536, bfloat16".
 COPY = 4.29 * _TERA
-#: The part of an epilogue's bytes that no product hides: fitted as the rates were, 16 bits and FP8.
+#: The fraction of an epilogue's bytes that no GEMM hides; fitted like the rates, 16 bits and FP8.
 EPILOGUE_16 = 0.91
 EPILOGUE_FP8 = 0.55
-#: Bytes a second, read and written, that weights (one orientation) and rows are quantised at: "FP8".
+#: Bytes per second, read and written, of quantising weights (one orientation) and rows: "FP8".
 QUANTIZE_WEIGHTS = 3.2 * _TERA
 QUANTIZE_ROWS = 3.5 * _TERA
-#: Seconds of a quantiser that has next to nothing to do, assumed: about what any kernel takes.
+#: Seconds of a quantiser with almost no work; assumed to be the time of any small kernel.
 QUANTIZER = 5e-6
-#: Rows and columns of a tile: FP8 has one shape, 16 bits several, of which the narrowest wastes no columns.
+#: Rows and columns of a tile. FP8 has one tile shape; 16 bits has several, the narrowest of which wastes no columns.
 TILE_ROWS, TILE_COLUMNS_FP8 = 128, 256
 
 
 class LayerSize(NamedTuple):
-    """What a device computes: T tokens, widths D and F, E experts, K experts a token, P parts of w_in (2: gated).
+    """The size of one device's work.
 
-    Rows that stand by expert already are T = R, K = 1. On a mesh T, F and E are those of one device.
+    T tokens, D model width, F expert width, E experts, K experts per token, P parts of w_in (2: gated, 1: ungated).
+    For rows that are already grouped by expert, T = R and K = 1. On a mesh T, F and E are those of one device.
     """
 
     T: int
@@ -57,8 +58,8 @@ class Choice(NamedTuple):
 
     Attributes:
       precision: "fp8" or "highest".
-      highest, fp8: predicted seconds of the experts in the wanted passes; None: FP8 can't be had, or not predicted.
-      why: what keeps FP8 out; "": nothing, the times decide.
+      highest, fp8: predicted seconds of the experts in the requested passes; None: FP8 is unsupported or not predicted.
+      why: the reason why FP8 is unsupported; "": it is supported, and the times decide.
     """
 
     precision: str
@@ -77,16 +78,16 @@ def choose_precision(
     passes: tuple[str, ...] = PASSES,
     width_shards: int = 1,
 ) -> Choice:
-    """The faster precision for a layer's experts; "highest" where FP8 can't be had, never an error.
+    """The faster precision for a layer's experts; "highest", not an error, if FP8 is unsupported.
 
     Args:
-      size: of the layer.
-      dtype: of x.
-      capability: of the GPUs that compute it, such as "9.0"; None: of no GPU, or of several kinds.
-      weight_bytes: of an element of w_in and w_out as they are given.
-      kept: the passes for which quantised experts are given; in the others a pass quantises them.
-      passes: what is wanted of PASSES; the forward pass alone, or both, which a step of training is.
-      width_shards: devices over which D of the weights is divided.
+      size: the layer's size.
+      dtype: the dtype of x.
+      capability: the compute capability of the GPUs, such as "9.0"; None: no GPU, or GPUs of several kinds.
+      weight_bytes: bytes per element of w_in and w_out as the caller passes them.
+      kept: the passes for which quantised experts are given; the other passes quantise them.
+      passes: the passes to predict: the forward pass alone, or both, as in a training step.
+      width_shards: the number of devices over which D of the weights is divided.
 
     >>> qwen3 = LayerSize(32768, 2048, 768, 128, 8)
     >>> choice = choose_precision(qwen3, dtype="bfloat16", capability="9.0")
@@ -105,7 +106,7 @@ def choose_precision(
 
 
 def why_not_fp8(size: LayerSize, dtype: str, capability: str | None, width_shards: int = 1) -> str:
-    """What keeps FP8 out; "": nothing."""
+    """The reason why FP8 is unsupported; "" if it is supported."""
     if capability != CAPABILITY:
         return f"no GPU of compute capability {CAPABILITY}"
     if os.environ.get("ANABRANCH_CUDA_PATH", "hopper") != "hopper":
@@ -114,34 +115,27 @@ def why_not_fp8(size: LayerSize, dtype: str, capability: str | None, width_shard
         return f"x of {dtype}"
     if size.D % (BLOCK * width_shards) or size.F % BLOCK:
         return f"D or F of a device is no multiple of {BLOCK}"
-    # Rows and scales of which the kernels have no count would be more than such a GPU holds.
+    # No upper bound is checked: an H200 does not hold as many rows and scales as the kernels can count.
     return "" if min(size) > 0 else "an empty layer"
-
-
-def kept_passes(quantized: Any) -> tuple[str, ...]:
-    """The passes for which a QuantizedExperts, or None, has what they multiply with."""
-    if quantized is None:
-        return ()
-    return (FORWARD,) if quantized.w_in is None or quantized.w_out is None else PASSES
 
 
 # ---------------------------------------------------------------- the model
 
 
 def _touched(size: LayerSize) -> float:
-    """Experts that are expected to have rows, of slots that are spread evenly."""
+    """The expected number of experts with rows, for assignments drawn uniformly at random."""
     return size.E * (1 - (1 - 1 / size.E) ** (size.T * size.K))
 
 
 def _tile_rows(size: LayerSize) -> float:
-    """Rows of all tiles: half a tile of every expert is empty on average, and it has at least one."""
+    """Rows of all tiles. An expert with rows has at least one tile, and half of its last tile is empty on average."""
     touched = _touched(size)
     return touched * max(TILE_ROWS, size.T * size.K / touched + TILE_ROWS / 2)
 
 
 def _products(size: LayerSize, name: str) -> tuple[tuple[int, int, int, int], ...]:
-    """Of each product with weights in a pass: its contraction and columns, and the bytes that its epilogue reads and
-    writes for a row, in 16 bits and in FP8."""
+    """For each GEMM with weights in a pass: its contraction length and columns, and the bytes per row that its epilogue
+    reads and writes, in 16 bits and in FP8."""
     _, D, F, _, _, P = size
     h, a, rows = 2 * P * F, 2 * F, 2 * D
     if name == FORWARD:
@@ -150,7 +144,7 @@ def _products(size: LayerSize, name: str) -> tuple[tuple[int, int, int, int], ..
 
 
 def _same_in_both(size: LayerSize, name: str) -> float:
-    """The sum over a token's slots, and gradients of the weights."""
+    """Seconds of the combine and of the weight gradients, which are the same with both precisions."""
     T, D, F, E, K, P = size
     sums = 2 * (T * K * D + T * D) / COPY
     if name == FORWARD:
@@ -160,7 +154,7 @@ def _same_in_both(size: LayerSize, name: str) -> float:
 
 
 def seconds_in_16_bits(size: LayerSize, name: str, weight_bytes: int = 2) -> float:
-    """Of a pass over the experts with precision "highest". Wider weights are rounded first."""
+    """Seconds of a pass over the experts with precision "highest". Float32 weights are rounded first."""
     rows, touched = _tile_rows(size), _touched(size)
     seconds = _same_in_both(size, name)
     for terms, columns, epilogue, _ in _products(size, name):
@@ -172,13 +166,13 @@ def seconds_in_16_bits(size: LayerSize, name: str, weight_bytes: int = 2) -> flo
 
 
 def seconds_in_fp8(size: LayerSize, name: str, weight_bytes: int = 2, *, kept: bool = False) -> float:
-    """Of a pass over the experts with precision "fp8"; kept: with weights that were quantised before."""
+    """Seconds of a pass over the experts with precision "fp8"; kept: the weights are already quantised."""
     T, D, F, E, K, P = size
     rows, touched = _tile_rows(size), _touched(size)
     seconds = _same_in_both(size, name) + 3 * T * D / QUANTIZE_ROWS + QUANTIZER  # x, or d_out
     for terms, columns, _, epilogue in _products(size, name):
-        of_tiles = -(-columns // TILE_COLUMNS_FP8) * TILE_COLUMNS_FP8
-        multiplied = 2 * rows * (terms + HALF_RATE_TERMS) * of_tiles / RATE_FP8
+        padded_columns = -(-columns // TILE_COLUMNS_FP8) * TILE_COLUMNS_FP8
+        multiplied = 2 * rows * (terms + HALF_RATE_TERMS) * padded_columns / RATE_FP8
         seconds += max(multiplied, touched * terms * columns / COPY)
         seconds += EPILOGUE_FP8 * T * K * epilogue / COPY
     if kept:

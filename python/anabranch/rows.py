@@ -1,4 +1,4 @@
-"""How many rows a plan has: sizes that depend on shapes and options alone, the same for every front end."""
+"""The number of rows of a plan, which depends on shapes and options alone; shared by the front ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,24 +9,24 @@ from anabranch import checks
 def num_rows_needed(
     num_slots: int, num_experts: int, align_size: int = 0, smaller: Callable[[int, int], int] = min
 ) -> int:
-    """Rows that hold every slot whatever the routing: floor((N + min(E, N) (a - 1)) / a) a, a = max(align_size, 1).
+    """The rows that hold every assignment whatever the routing: floor((N + min(E, N) (a - 1)) / a) a.
 
-    smaller: min, or a function like it that takes symbolic sizes.
+    a = max(align_size, 1). smaller: min, or a replacement that accepts symbolic sizes.
     """
     if align_size <= 1:
-        return num_slots  # which a program may not know
+        return num_slots  # may be symbolic
     a = align_size
     return (num_slots + smaller(num_experts, num_slots) * (a - 1)) // a * a
 
 
 def check_num_slots(name: str, num_tokens: int, slots_per_token: int) -> None:
-    """Raises ValueError unless there are fewer than 2^31 slots."""
+    """Raises ValueError unless there are fewer than 2^31 assignments."""
     if num_tokens * slots_per_token >= checks.INDEX_LIMIT:
         raise ValueError(f"{name}: got {num_tokens} x {slots_per_token} slots, expected fewer than 2^31")
 
 
 def check_num_rows(name: str, num_rows: Any, align_size: int, integer: Callable[..., int] = checks.integer) -> int:
-    """Returns a number of rows that is a multiple of align_size and below 2^31; `integer`: the check of its type."""
+    """Returns a row count that is a multiple of align_size and below 2^31; `integer` checks its type."""
     num_rows = integer(name, num_rows, 0, checks.INDEX_LIMIT - 1)
     if num_rows % max(align_size, 1):
         raise ValueError(f"{name}: got {num_rows}, expected a multiple of align_size {align_size}")

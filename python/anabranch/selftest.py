@@ -1,30 +1,30 @@
-"""What `python -m anabranch info --selftest` runs, with what is installed of JAX and PyTorch.
+"""The tests of `python -m anabranch info --selftest`, for JAX and PyTorch if they are installed.
 
-With JAX, every transport of expert parallelism against the ring, on all GPUs that it finds, or on 4 CPU devices: one
-layer, forward and backward, on skewed routing with experts that get nothing, without a bound and with one that drops;
-outputs, counts and every gradient are compared. With PyTorch, the layer and its gradients on every device that it finds
-against the float64 oracle.
+With JAX, every transport of expert parallelism is compared with the transport "ring", on all GPUs that JAX finds, or on
+4 CPU devices. The test is one layer, forward and backward, with skewed routing and experts without tokens, with
+unbounded buffers and with a bound that drops. Outputs, counts and every gradient are compared. With PyTorch, the layer
+and its gradients are compared with the float64 oracle on every device that torch finds.
 """
 
 import os
 from collections.abc import Iterator
 from typing import Any
 
-#: Largest relative difference of a tensor, in Frobenius norms: float32 sums in another order, then one rounding.
+#: Largest relative difference of a tensor in Frobenius norms: float32 sums in another order, then one rounding.
 BOUNDS = {"float32": 1e-5, "bfloat16": 2.0**-8}
-#: The same where one side is float64: beside the rounding of the result, that of h, of a and of their gradients.
+#: Bounds for a comparison with float64. They also cover the rounding of h, a and their gradients.
 BOUNDS_OF_ORACLE = {"float32": 1e-5, "bfloat16": 2.0**-7}
 _CPU_DEVICES = 4
 
 Outcome = tuple[str, str, bool]
-"""What was compared, the outcome in words, whether it passed."""
+"""(what was compared, the outcome in words, whether it passed)."""
 
 
 def prepare() -> None:
-    """Asks JAX for some CPU devices; to be called before it has looked for any."""
+    """Configures JAX with several CPU devices; call it before JAX initialises its backends."""
     try:
         import jax
-    except ImportError:  # `info` says why
+    except ImportError:  # `info` reports the reason
         return
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -32,7 +32,7 @@ def prepare() -> None:
 
 
 def run(*, with_jax: bool, with_torch: bool) -> Iterator[Outcome]:
-    """Compares in the frameworks that can be used.
+    """Runs the comparisons in the frameworks that are available.
 
     Args:
       with_jax: whether JAX finds devices.
@@ -45,7 +45,7 @@ def run(*, with_jax: bool, with_torch: bool) -> Iterator[Outcome]:
 
 
 def layers_in_torch() -> Iterator[Outcome]:
-    """The layer of PyTorch and its gradients against the oracle, on every device."""
+    """Compares PyTorch's layer and its gradients with the oracle on every device."""
     import torch
 
     from anabranch import _library
@@ -55,7 +55,7 @@ def layers_in_torch() -> Iterator[Outcome]:
         if "error" not in _library.describe_cuda():
             devices += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     except _library.LibraryError:
-        pass  # `info` says so
+        pass  # `info` reports it
     for device in devices:
         for dtype, bound in BOUNDS_OF_ORACLE.items():
             try:
@@ -87,21 +87,21 @@ def _layer_in_torch(device: str, dtype: str, bound: float) -> tuple[str, bool]:
         return tensor.detach().double().cpu().numpy()
 
     given, experts = {name: array(tensor) for name, tensor in tensors.items()}, result.experts.cpu().numpy()
-    wanted = reference.moe_backward(**given, d_output=array(d_output), topk=K, experts=experts)
+    d_expected = reference.moe_backward(**given, d_output=array(d_output), topk=K, experts=experts)
     logits = given["x"] @ given["gate"]
     got = {"output": array(result.output), "logits of the experts": np.take_along_axis(logits, experts, 1)}
     got |= {f"gradient of {name}": array(g) for name, g in zip(tensors, gradients, strict=True)}
     want = {
         "output": reference.moe(**given, topk=K, experts=experts).output,
         "logits of the experts": -np.sort(-logits, axis=1)[:, :K],
-        **{f"gradient of {name}": wanted[name] for name in tensors},
+        **{f"gradient of {name}": d_expected[name] for name in tensors},
     }
     drops = {"drops": np.zeros(1, int)}
     return compare(got | {"drops": result.dropped.cpu().numpy()[None]}, want | drops, bound)
 
 
 def transports() -> Iterator[Outcome]:
-    """Every transport of JAX's expert parallelism against the ring."""
+    """Compares every transport of JAX's expert parallelism with "ring"."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -115,8 +115,8 @@ def transports() -> Iterator[Outcome]:
     rng = np.random.default_rng(0)
     shapes = {"x": (T, D), "gate": (D, E), "w_in": (E, D, 2, F), "w_out": (E, F, D)}
     arrays = {name: rng.standard_normal(shape) / np.sqrt(shape[-2]) for name, shape in shapes.items()}
-    arrays["x"][:, 0], arrays["gate"][0, E // 2 :] = 1.0, -0.5  # more for the first half of the ranks,
-    arrays["gate"][0, -3:] = -60.0  # and nothing for the last experts
+    arrays["x"][:, 0], arrays["gate"][0, E // 2 :] = 1.0, -0.5  # the first half of the ranks gets more tokens
+    arrays["gate"][0, -3:] = -60.0  # the last experts get none
 
     def results(transport: str, dtype: str, capacity_factor: float | None) -> dict[str, np.ndarray]:
         parallel = Parallel(expert_axis="expert", transport=transport, capacity_factor=capacity_factor, mesh=mesh)
@@ -134,32 +134,32 @@ def transports() -> Iterator[Outcome]:
             for name, array in arrays.items()
         }
         gradients, (output, dropped) = jax.jit(jax.grad(loss, has_aux=True))(placed)
-        found = {"output": output, **{f"gradient of {name}": array for name, array in gradients.items()}}
-        return {"drops": np.asarray(dropped), **{n: np.asarray(a, np.float64) for n, a in found.items()}}
+        compared = {"output": output, **{f"gradient of {name}": array for name, array in gradients.items()}}
+        return {"drops": np.asarray(dropped), **{n: np.asarray(a, np.float64) for n, a in compared.items()}}
 
     for dtype, bound in BOUNDS.items():
         for capacity_factor in (None, 0.75):
-            wanted = results("ring", dtype, capacity_factor)
+            expected = results("ring", dtype, capacity_factor)
             for transport in sorted(set(TRANSPORTS) - {"ring"}):
                 name = f"{transport} {dtype}, {'unbounded' if capacity_factor is None else 'bounded'}"
                 try:
-                    outcome = compare(results(transport, dtype, capacity_factor), wanted, bound)
+                    outcome = compare(results(transport, dtype, capacity_factor), expected, bound)
                 except jax.errors.JaxRuntimeError as error:
                     outcome = f"FAILED: {error}", False
                 yield name, *outcome
 
 
-def compare(got: dict[str, Any], wanted: dict[str, Any], bound: float) -> tuple[str, bool]:
-    """Of two dicts of arrays: the largest relative difference in words, and whether it is within the bound."""
+def compare(got: dict[str, Any], expected: dict[str, Any], bound: float) -> tuple[str, bool]:
+    """Compares two dicts of arrays: returns the largest relative difference in words and whether it is in bounds."""
     import numpy as np
 
-    if not np.array_equal(got["drops"], wanted["drops"]):
-        return f"FAILED: dropped {got['drops'].tolist()}, expected {wanted['drops'].tolist()}", False
+    if not np.array_equal(got["drops"], expected["drops"]):
+        return f"FAILED: dropped {got['drops'].tolist()}, expected {expected['drops'].tolist()}", False
     errors = {
         name: float(np.linalg.norm(got[name] - want) / np.linalg.norm(want))
-        for name, want in wanted.items()
+        for name, want in expected.items()
         if name != "drops"
     }
     worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
-    text = f"{worst} differs by {errors[worst]:.1e}, bound {bound:.1e}; {int(wanted['drops'].sum())} dropped"
+    text = f"{worst} differs by {errors[worst]:.1e}, bound {bound:.1e}; {int(expected['drops'].sum())} dropped"
     return (f"ok: {text}", True) if errors[worst] <= bound else (f"FAILED: {text}", False)

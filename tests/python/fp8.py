@@ -96,10 +96,10 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
     q_in = quantize_weights(given["w_in"], fp8_scales).exact().reshape(E, D, P * F)
 
     def activated(h):
-        return reference.hidden(h.reshape(-1, P, F), act)
+        return reference.activate(h.reshape(-1, P, F), act)
 
     def hidden_gradient(h, d_a):
-        return reference.hidden_backward(d_a, h.reshape(-1, P, F), act).reshape(h.shape)
+        return reference.activate_backward(d_a, h.reshape(-1, P, F), act).reshape(h.shape)
 
     h = reference.grouped_matmul(x, q_in, sizes)
     if "b_in" in given:
@@ -174,7 +174,7 @@ def assert_network(net, activation, fp8_scales, y, gradients, *, weight_early=Fa
     options |= dict(row_weights=net.weights, fp8_scales=fp8_scales)
     dtype, arrays = net.rows.dtype, (net.rows, net.w_in, net.w_out)
     want_y = reference.expert_ffn(*arrays, **options, weight_early=weight_early)
-    want = reference.expert_ffn_backward(net.d_y, *arrays, **options, kept_dtype=dtype)
+    want = reference.expert_ffn_backward(net.d_y, *arrays, **options, saved_dtype=dtype)
     names = ("rows", "w_in", "w_out", "b_in", "b_out", "weights")
     want = {name: value for name, value in zip(names, want, strict=True) if value is not None}
     moved = bounds(net, activation, fp8_scales, weight_early=weight_early, delta=DELTA[platform])._asdict()

@@ -1,8 +1,8 @@
-"""Checkpoints of models: from the tensors of a Mixture-of-Experts block to the arrays of `moe`, and back, bit for bit.
+"""Model checkpoints: converts the tensors of a Mixture-of-Experts block to the arrays of `moe` and back, bit for bit.
 
-numpy alone. What is one tensor in the checkpoint is a view of it, in the layout that it has there, which `moe` and
-`routed_experts` take as it is; what the checkpoint has in pieces, an expert each or gate and up apart, is put together
-by the one copy that this needs.
+Needs numpy only. An array that is one tensor in the checkpoint is a view of that tensor in its own layout, which `moe`
+and `routed_experts` accept. An array that the checkpoint splits, by expert or into gate and up, is assembled with one
+copy.
 
     family = FAMILIES["qwen3_moe"]
     block = load(family, tensors, prefix="model.layers.0.mlp.")

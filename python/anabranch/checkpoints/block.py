@@ -1,4 +1,4 @@
-"""`load` and `store`: between the tensors of a block, by name, and our arrays, by argument."""
+"""`load` and `store`: convert between the named tensors of a block and the arguments of `moe`."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,13 +13,14 @@ from anabranch.checkpoints.family import Family, Stored, with_parts
 
 
 class Block(NamedTuple):
-    """The arrays of one block by the arguments that they are; a pytree.
+    """The arrays of one block by argument name; a pytree.
 
     Attributes:
-      router: gate [D, E], and where the family has them gate_bias [E] and expert_bias [E].
-      experts: w_in, w_out, and where the family has them b_in and b_out, in the layouts of the family's options.
-      shared: w_in [D, 2 or 1, S], w_out [S, D] and, where there is one, w_gate [D] of `shared_expert`; {}: no such one.
-      others: the family's further tensors, by their names behind the prefix.
+      router: gate [D, E], and gate_bias [E] and expert_bias [E] if the family has them.
+      experts: w_in, w_out, and b_in and b_out if the family has them, in the layouts of the family's options.
+      shared: w_in [D, 2 or 1, S], w_out [S, D] and, if there is one, w_gate [D] of `shared_expert`; {} if the family
+        has no shared expert.
+      others: the family's further tensors, by their names after the prefix.
     """
 
     router: dict[str, Any]
@@ -28,8 +29,8 @@ class Block(NamedTuple):
     others: dict[str, Any]
 
 
-#: The arrays of Family: where each stands in Block, and the order of its axes there; None: the checkpoint's. The gate
-#: is the first, since it says how many experts there are.
+#: For each array of Family: its field and key in Block and the order of its axes there; None: the checkpoint's order.
+#: The gate comes first because it determines the number of experts.
 _PLACES = {
     "gate": ("router", "gate", "cdre"),
     "gate_bias": ("router", "gate_bias", "er"),
@@ -52,28 +53,29 @@ def load(
     num_experts: int | None = None,
     intermediate_size: int | None = None,
 ) -> Block:
-    """The arrays of one Mixture-of-Experts block, in the dtypes of the checkpoint.
+    """Loads the arrays of one Mixture-of-Experts block, in the dtypes of the checkpoint.
 
-    Every size is checked against every tensor that has it. The experts are never counted by their names: a checkpoint
-    without its last experts is an error.
+    Every size is checked against every tensor that has it. The number of experts is never inferred from tensor names:
+    a checkpoint that lacks its last experts is an error.
 
     Args:
-      family: a name in `FAMILIES`, which is the model_type of the model's config.json, or a description of your own.
-      tensors: name -> array (anything that np.asarray takes): a mapping, or an open file of safetensors, of which only
+      family: a name in `FAMILIES`, which is the model_type in the model's config.json, or a `Family` of your own.
+      tensors: name -> array (anything that np.asarray accepts): a mapping, or an open safetensors file, from which only
         the block's tensors are read.
-      prefix: what the names of the block begin with, "model.layers.3.mlp." for instance.
-      num_experts: E, of the model's config.json. None: as the router's tensors say. Required for a family whose router
-        does not tell it, longcat_flash.
-      intermediate_size: F. None: as the experts' tensors say. Required for a family that stores the experts as
-        [E F, D], dbrx: without its last rows such a tensor looks like one of a smaller F.
+      prefix: the common prefix of the block's tensor names, for example "model.layers.3.mlp.".
+      num_experts: E, from the model's config.json. None: taken from the router's tensors. Required for a family whose
+        router does not determine it (longcat_flash).
+      intermediate_size: F. None: taken from the experts' tensors. Required for a family that stores the experts as
+        [E F, D] (dbrx), where a tensor with missing rows looks like one with a smaller F.
 
     Returns:
       A `Block`. An array that is one tensor in the checkpoint is a view of it.
 
     Raises:
-      TypeError: tensors is no mapping, or a tensor has no floating dtype (quantised weights have to be dequantised).
-      ValueError: an unknown family, a size that has to be given, a tensor that is missing, has another shape or dtype
-        than the others, or that the family has no place for. Messages name the tensor, what came and what was expected.
+      TypeError: tensors is not a mapping, or a tensor has no floating dtype (dequantise quantised weights first).
+      ValueError: an unknown family, a required size that is not given, a tensor that is missing, that has another
+        shape or dtype than the others, or that the family does not have. Messages name the tensor, the value it has
+        and the expected one.
 
     >>> import numpy as np
     >>> from anabranch.checkpoints import load
@@ -90,7 +92,7 @@ def load(
     block = Block({}, {}, {}, {})
     for place in _places(family):
         if place.part != "router" and "e" not in sizes:
-            raise ValueError("num_experts: got None, expected E, which the router of this family does not tell")
+            raise ValueError("num_experts: got None, expected E, which this family's router does not determine")
         array = _together(source, place.stored, sizes).reshape([sizes[letter] for letter in place.axes])
         getattr(block, place.part)[place.argument] = array.transpose(place.from_stored)
         _check_num_experts(family, gate, sizes)
@@ -100,26 +102,26 @@ def load(
     _check_num_experts(family, gate, sizes)
     if source.unread:
         raise ValueError(
-            f"{prefix or 'tensors'}: got {_some(prefix + name for name in source.unread)}, for which the family has no "
-            "place; expected a block's tensors alone behind the prefix, all of them"
+            f"{prefix or 'tensors'}: got {_some(prefix + name for name in source.unread)}, which the family does "
+            "not have; expected only the tensors of a block after the prefix"
         )
     return block
 
 
 def store(family: str | Family, block: Block, prefix: str = "") -> dict[str, np.ndarray]:
-    """The tensors of a block for a checkpoint: what `load` reads, bit for bit.
+    """Converts a block to checkpoint tensors, the inverse of `load`, bit for bit.
 
     Args:
       family: as in `load`.
-      block: the arrays, in the layouts of the family's options; anything that np.asarray takes, JAX's arrays too.
-      prefix: what the names begin with.
+      block: the arrays, in the layouts of the family's options; anything that np.asarray accepts, JAX arrays included.
+      prefix: the common prefix of the block's tensor names.
 
     Returns:
-      name -> array; views of the block's arrays where those lie as the checkpoint's do, and so may not be contiguous.
+      name -> array. Arrays are views of the block's arrays wherever the layouts agree, so they may not be contiguous.
 
     Raises:
-      ValueError: an unknown family, an array that is missing or has the wrong shape, or that the family has no place
-        for. Messages name the array, what came and what was expected.
+      ValueError: an unknown family, or an array that is missing, has the wrong shape or is not part of the family.
+        Messages name the array, the value it has and the expected one.
 
     >>> import numpy as np
     >>> from anabranch.checkpoints import Block, store
@@ -157,24 +159,24 @@ def _family(family: str | Family) -> Family:
 
 
 class _Place(NamedTuple):
-    """An array of a block: as it is stored, and as it stands in `Block`."""
+    """One array of a block: its storage in the checkpoint and its place in `Block`."""
 
     stored: Stored
     part: str
     argument: str
     axes: str
-    """Its axes in the order of the checkpoint, that of P too where the experts are ungated."""
+    """The axes in the checkpoint's order, P included for ungated experts too."""
     own_axes: str
-    """Its axes in `Block`."""
+    """The axes in `Block`'s order."""
 
     @property
     def from_stored(self) -> list[int]:
-        """For a transpose into the order in `Block`."""
+        """The permutation for a transpose from the checkpoint's order to `Block`'s."""
         return [self.axes.index(letter) for letter in self.own_axes]
 
     @property
     def to_stored(self) -> list[int]:
-        """For a transpose into the order of the checkpoint."""
+        """The permutation for a transpose from `Block`'s order to the checkpoint's."""
         return [self.own_axes.index(letter) for letter in self.axes]
 
 
@@ -189,24 +191,24 @@ def _places(family: Family) -> Iterator[_Place]:
 
 
 def _sizes(family: Family) -> dict[str, int]:
-    """Sizes by their letters, as far as they are known; `_fit` adds to them."""
+    """The sizes known at the start, by letter; `_fit` adds to them."""
     return {"1": 1, "p": family.parts}
 
 
 def _given_sizes(family: Family, num_experts: Any, intermediate_size: Any) -> dict[str, int]:
-    """The sizes that the caller of `load` knows, by their letters."""
+    """The sizes that the caller of `load` passed, by letter."""
     given = {}
     if num_experts is not None:
         given["e"] = checks.integer("num_experts", num_experts, 1)
     if intermediate_size is not None:
         given["f"] = checks.integer("intermediate_size", intermediate_size, 1)
     elif any("ef" in place.stored.axes for place in _places(family)):
-        raise ValueError("intermediate_size: got None, expected F, which tensors [E F, D] do not tell")
+        raise ValueError("intermediate_size: got None, expected F, which tensors [E F, D] do not determine")
     return given
 
 
 def _check_num_experts(family: Family, gate: str, sizes: dict[str, int]) -> None:
-    """Relates E to the logits of the router, as far as both are known; a router that tells E sets it."""
+    """Relates E to the number of router logits if both are known; sets E if only the logits determine it."""
     logits, extra = sizes.get("r"), family.extra_logits
     if isinstance(extra, str):
         extra = sizes.get(extra)
@@ -221,7 +223,7 @@ def _check_num_experts(family: Family, gate: str, sizes: dict[str, int]) -> None
 
 
 class _Source:
-    """The tensors behind a prefix, read one at a time; `unread`: the names of the block that were not asked for."""
+    """Reads the tensors behind a prefix one at a time; `unread`: names of the block that nobody has read yet."""
 
     def __init__(self, tensors: Any, prefix: str, roots: Iterable[str]):
         self._read = getattr(tensors, "get_tensor", None)
@@ -238,7 +240,7 @@ class _Source:
         self.unread = {name for name in self.names if name.startswith(tuple(roots))}
 
     def read(self, name: str, expected: str) -> np.ndarray:
-        """The tensor of that name; `expected`: what it should be, for the message."""
+        """The tensor of that name; `expected`: its expected shape, for the message."""
         if name not in self.names:
             there = f"among {_some(self.names)}" if self.names else "no name begins with that prefix"
             raise ValueError(f"{self._prefix}{name}: got no such tensor, expected {expected}; {there}")
@@ -252,16 +254,16 @@ class _Source:
 
 
 def _pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Every tensor of an array: its place in it, and its name."""
+    """Each tensor that an array consists of: its index in the array, and its name."""
     whole = slice(None)
-    for e in range(num_experts) if stored.an_expert_each else (whole,):
+    for e in range(num_experts) if stored.per_expert else (whole,):
         for p, name in enumerate(stored.names):
             at = {"e": e, "p": p if len(stored.names) == 2 else whole}
             yield tuple(at.get(letter, whole) for letter in stored.letters), name.format(e=e)
 
 
 def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndarray:
-    """The whole array in the order of the checkpoint: a view where it is one tensor."""
+    """The whole array in the checkpoint's order; a view if it is one tensor."""
     array = None
     pieces = list(_pieces(stored, sizes.get("e", 0)))
     for at, name in pieces:
@@ -276,7 +278,7 @@ def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndar
             array = np.empty([sizes[letter] for letter in stored.letters], tensor.dtype)
         if tensor.dtype != array.dtype:
             raise ValueError(
-                f"{source.full(name)}: got {tensor.dtype}, expected {array.dtype} as the others of its array"
+                f"{source.full(name)}: got {tensor.dtype}, expected {array.dtype} like the other tensors of its array"
             )
         array[at] = tensor
     assert array is not None
@@ -284,14 +286,14 @@ def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndar
 
 
 def _apart(array: np.ndarray, stored: Stored, sizes: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of an array that has the order of the checkpoint."""
+    """Splits an array in the checkpoint's order into the checkpoint's tensors."""
     array = array.reshape([sizes[letter] for letter in stored.letters])
     for at, name in _pieces(stored, sizes.get("e", 0)):
         yield name, array[at].reshape([math.prod(sizes[letter] for letter in axis) for axis in stored.axes.split()])
 
 
 def _fit(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) -> None:
-    """Checks a shape, and adds the sizes that it tells to those that are known."""
+    """Checks a shape, and adds the sizes that it determines to the known ones."""
     expected = _shape_text(axes, sizes)
     fits = len(shape) == len(axes.split())
     for size, axis in zip(shape, axes.split(), strict=False):
@@ -307,7 +309,7 @@ def _fit(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) ->
 
 
 def _shape_text(axes: str, sizes: dict[str, int]) -> str:
-    """A shape for a message, with the sizes that are known.
+    """A shape for a message, with the known sizes.
 
     >>> _shape_text("e pf d", {"e": 8, "p": 2, "d": 16})
     '[E, 2 F, D] with E = 8, D = 16'
@@ -320,13 +322,12 @@ def _shape_text(axes: str, sizes: dict[str, int]) -> str:
 def _check_floating(name: str, dtype: np.dtype) -> None:
     if dtype.name not in ("float64", "float32", "float16", "bfloat16"):
         raise TypeError(
-            f"{name}: got {dtype}, expected a floating dtype of 16 bits or more; quantised weights have to be "
-            "dequantised before"
+            f"{name}: got {dtype}, expected a floating dtype of 16 bits or more; dequantise quantised weights first"
         )
 
 
 def _taken(block: Block, part: str, argument: str, given: set[tuple[str, str]], expected: str) -> np.ndarray:
-    """An array of the block, which is then no longer among those that are given and left."""
+    """Returns an array of the block and removes it from `given`, the arrays not yet used."""
     arrays = getattr(block, part)
     if argument not in arrays:
         raise ValueError(f"{part}[{argument!r}]: got none, expected {expected}")
@@ -335,6 +336,6 @@ def _taken(block: Block, part: str, argument: str, given: set[tuple[str, str]], 
 
 
 def _some(names: Iterable[str]) -> str:
-    """A few of many names."""
+    """The first few of many names."""
     ordered = sorted(names)
     return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")

@@ -1,9 +1,9 @@
-"""The model families whose blocks `load` knows, by the model_type of their config.json.
+"""The model families whose blocks `load` supports, by the model_type of their config.json.
 
-Names and shapes are those of the published checkpoints, behind the prefix of the block: "model.layers.3.mlp." for most,
-with "block_sparse_moe" (Mixtral, MiniMax, Kimi, Granite, Phi), "feed_forward" (Llama 4, Jamba, LFM2), "ffn"
-(DeepSeek-V4, DBRX) or "mixer" (Nemotron-H) in place of "mlp" for others. Where the block's tensors have several
-beginnings (`roots`), the prefix is the layer's.
+Names and shapes are those of the published checkpoints, after the prefix of the block. The prefix is
+"model.layers.3.mlp." for most families; others have "block_sparse_moe" (Mixtral, MiniMax, Kimi, Granite, Phi),
+"feed_forward" (Llama 4, Jamba, LFM2), "ffn" (DeepSeek-V4, DBRX) or "mixer" (Nemotron-H) in place of "mlp". For a
+family with several `roots`, the prefix is the layer's.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ _GATE = Stored("gate.weight", "e d")
 _ROUTER = Stored("router.weight", "e d")
 _CORRECTION = Stored("gate.e_score_correction_bias", "e")
 
-# The experts: stacked as PyTorch's Linear, stacked the other way round, an expert each with either set of names.
+# Storage of the experts: stacked as in PyTorch's Linear, stacked and transposed, or one tensor per expert.
 _STACKED: dict[str, Any] = {
     "w_in": Stored("experts.gate_up_proj", "e pf d"),
     "w_out": Stored("experts.down_proj", "e d f"),
@@ -44,7 +44,7 @@ _LINEAR_PAIR: dict[str, Any] = {
 
 
 def _shared(name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, Any]:
-    """A shared expert by the name of its module, "" for none, and those of its three matrices."""
+    """A shared expert, by the names of its module ("" for none) and of its three matrices."""
     weights = (f"{name}.{gate}.weight", f"{name}.{up}.weight")
     return {"shared_in": Stored(weights, "s d"), "shared_out": Stored(f"{name}.{down}.weight", "d s")}
 
@@ -229,7 +229,7 @@ FAMILIES: dict[str, Family] = {
         router_options=SOFTMAX,
         activation="relu",
     ),
-    # Those that route in a way of their own.
+    # Families with a routing of their own.
     "llama4": Family(_ROUTER, **_STACKED_TRANSPOSED, **_shared("shared_expert")),
     "phimoe": Family(_GATE, **_EACH_W123),
     "laguna": replace(

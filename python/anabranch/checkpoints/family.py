@@ -1,7 +1,8 @@
-"""How the checkpoints of a model family store one Mixture-of-Experts block: a description as data.
+"""A description, as data, of how the checkpoints of a model family store one Mixture-of-Experts block.
 
-Letters of axes: e experts, d model width of the experts, f their width, p gate and up; r logits of the router and c its
-input, where they are not e and d; s width of the shared expert, n shared experts; v and k, a table [v, k] of experts.
+Axis letters: e experts, d model width of the experts, f expert width, p gate and up; r router logits if they differ
+from e, c the router's input width if it differs from d; s width of the shared expert, n shared experts; v and k, the
+axes of a table [v, k] of experts.
 """
 
 import re
@@ -14,13 +15,14 @@ from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the checkpoints of a family have one of our arrays.
+    """How a checkpoint stores one of our arrays.
 
     Attributes:
-      name: the tensor's name behind the prefix of its block. With "{e}" in it every expert has a tensor of its own;
-        two names: gate and up have.
-      axes: the axes of that tensor, or of each. What is one axis there is written together: "e pf d" is [E, 2F, D] with
-        all of gate before all of up, "e d fp" is [E, D, 2F] with gate and up alternating. "1" is an axis of size 1.
+      name: the tensor's name after the prefix of its block. If it contains "{e}", every expert has its own tensor. Two
+        names: gate and up are separate tensors.
+      axes: the axes of each tensor, separated by spaces. Letters of one merged axis are written together: "e pf d" is
+        [E, 2F, D] with all of gate before all of up, "e d fp" is [E, D, 2F] with gate and up interleaved. "1" is an
+        axis of size 1.
 
     >>> Stored("experts.gate_up_proj", "e d fp").letters
     'edfp'
@@ -33,41 +35,41 @@ class Stored:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name, or both."""
+        """The one or two names, as a tuple."""
         return (self.name,) if isinstance(self.name, str) else self.name
 
     @property
-    def an_expert_each(self) -> bool:
+    def per_expert(self) -> bool:
         """Whether every expert has a tensor of its own."""
         return "{e}" in self.names[0]
 
     @property
     def letters(self) -> str:
-        """The axes of the whole array in the checkpoint's order: experts first, then parts that are tensors apart."""
+        """The axes of the whole array in the checkpoint's order: experts first, then separately stored parts."""
         own = re.sub("[ 1]", "", self.axes)
-        of_names = "p" if len(self.names) == 2 else ""
+        parts = "p" if len(self.names) == 2 else ""
         if own.startswith("e"):
-            return "e" + of_names + own[1:]
-        return ("e" if self.an_expert_each else "") + of_names + own
+            return "e" + parts + own[1:]
+        return ("e" if self.per_expert else "") + parts + own
 
 
 @dataclass(frozen=True)
 class Family:
-    """The tensors of a block by the arguments that they become, and the options that go with them.
+    """The tensors of a block by the argument that each becomes, and the options that go with them.
 
     Attributes:
       gate: the router's weight.
-      w_in, w_out: of the experts; w_in without a "p" in it is that of ungated experts.
+      w_in, w_out: the experts' weights; a w_in without "p" belongs to ungated experts.
       gate_bias, expert_bias, b_in, b_out: as the arguments of `moe`; None: the family has none.
-      shared_in, shared_out, shared_gate: the shared expert, w_in, w_out and w_gate of `shared_expert`.
-      others: further tensors of the block, which `load` hands on as they are: name -> axes.
-      extra_logits: for a router with logits r: how many more they are than experts, a number or the letter of a size;
-        None: the checkpoint does not tell, and `load` has to be told the number of experts.
-      router_options: the options of `moe` that say how the family routes, as far as the family fixes them; {} where its
-        routing is its own, for `routed_experts`.
-      activation: that of the experts, with the parameters that the family was published with; None where it differs
-        from layer to layer, and `moe` has to be told another.
-      roots: the beginnings of the names behind the prefix that belong to the block; "": all.
+      shared_in, shared_out, shared_gate: the shared expert's w_in, w_out and w_gate of `shared_expert`.
+      others: further tensors of the block, name -> axes; `load` returns them unchanged.
+      extra_logits: for a router with logits r, the number of logits beyond the experts: an integer or a size's letter.
+        None: the checkpoint does not determine it, and the caller passes num_experts to `load`.
+      router_options: the options of `moe` that describe the family's routing, as far as the family fixes them; {} if
+        the family has a routing of its own, for `routed_experts`.
+      activation: the experts' activation, with the published parameters; None if it differs between layers, so that
+        the caller passes one.
+      roots: the prefixes, after the block's prefix, of names that belong to the block; "": all names.
     """
 
     gate: Stored
@@ -101,12 +103,12 @@ class Family:
 
     @property
     def w_in_layout(self) -> str:
-        """The layout of w_in behind E, as the checkpoint has it."""
+        """The checkpoint's layout of w_in, without E."""
         return with_parts(self.w_in.letters)[1:]
 
     @property
     def w_out_layout(self) -> str:
-        """The layout of w_out behind E, as the checkpoint has it."""
+        """The checkpoint's layout of w_out, without E."""
         return self.w_out.letters[1:]
 
     @property
@@ -120,12 +122,12 @@ class Family:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `moe` that the family fixes; topk, groups and factors are in the model's config.json."""
+        """The options of `moe` that the family fixes; topk, groups and scaling factors are in the config.json."""
         return {**self.router_options, **self.experts_options}
 
 
 def with_parts(letters: str) -> str:
-    """The letters with the p that ungated experts leave out, before f or s.
+    """Inserts the p that ungated experts leave out, before f or s.
 
     >>> with_parts("efd"), with_parts("edfp")
     ('epfd', 'edfp')

@@ -84,6 +84,6 @@ __all__ = [
     "z_loss",
 ]
 
-# Without a library the import goes well and the first operation says why it cannot run.
+# Without a library the import succeeds, and the first operation raises the error.
 with contextlib.suppress(LibraryError):
     ffi.register()

@@ -1,4 +1,4 @@
-"""The sizes and the traffic of an exchange of tokens between devices."""
+"""Buffer sizes and traffic of an exchange of tokens between devices."""
 
 from anabranch.jax.parallel.exchange import Bounds, choose, traffic
 

@@ -1,4 +1,4 @@
-"""Flax Linen: the layer as TransformerEngine's `MoEBlock`."""
+"""Flax Linen: the layer with the interface of TransformerEngine's `MoEBlock`."""
 
 from anabranch.jax.te.linen import MoEBlock
 

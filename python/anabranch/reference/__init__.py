@@ -1,1 +1,1 @@
-"""The oracle: every operation in numpy float64, forward and hand-derived backward, for reading."""
+"""The oracle: every operation in numpy float64, forward and hand-derived backward, written to be read."""

@@ -19,12 +19,12 @@ def _load_balance_scale(score_sum, topk, coeff, num_tokens):
 
 
 def load_balance_loss(score_sum, tokens_per_expert, topk, coeff, num_tokens):
-    """coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e]; the mean of it over B sequences.
+    """coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e], or its mean over B sequences.
 
     Args:
       score_sum, tokens_per_expert: [E], or [B, E] for the sequence-level loss.
       topk: K. coeff: a number.
-      num_tokens: N, the unmasked tokens of the batch, or int[B], of each sequence. N = 0 adds 0.
+      num_tokens: N, the unmasked tokens of the batch, or int[B] per sequence. A sequence with N = 0 contributes 0.
 
     Returns: float64 scalar.
     """
@@ -42,7 +42,7 @@ def load_balance_loss_backward(score_sum, tokens_per_expert, topk, coeff, num_to
 
 
 def z_loss(lse, coeff, num_tokens):
-    """coeff / N sum_t lse[t]^2; lse [...], 0 for a masked token; N unmasked tokens. 0 where N = 0."""
+    """coeff / N sum_t lse[t]^2; lse [...], 0 for a masked token; N unmasked tokens. 0 if N = 0."""
     lse = as_float64(lse, "lse")
     return coeff / num_tokens * (lse**2).sum() if num_tokens > 0 else np.float64(0.0)
 
@@ -62,10 +62,10 @@ def _fused_scale(probs, topk, coeff, total_num_tokens, num_experts):
 
 
 def fused_moe_aux_loss(probs, tokens_per_expert, topk, coeff, total_num_tokens=None, num_experts=None):
-    """TransformerEngine's form: coeff E / (K N^2) sum_j (sum_t probs[t, j]) tokens_per_expert[j].
+    """TransformerEngine's formula: coeff E / (K N^2) sum_j (sum_t probs[t, j]) tokens_per_expert[j].
 
     Args:
-      probs: [T, C], C columns: the E experts, or a multiple, sequences laid side by side.
+      probs: [T, C]. The C columns are the E experts, or several sequences' experts side by side.
       tokens_per_expert: [C], any integer dtype or float32.
       total_num_tokens: N, T by default. num_experts: E, C by default.
 
@@ -79,7 +79,7 @@ def fused_moe_aux_loss(probs, tokens_per_expert, topk, coeff, total_num_tokens=N
 def fused_moe_aux_loss_backward(
     probs, tokens_per_expert, topk, coeff, total_num_tokens=None, num_experts=None, d_loss=1.0
 ):
-    """d_probs float64[T, C]: the same in every row."""
+    """d_probs float64[T, C], with equal rows."""
     probs = as_float64(probs, "probs")
     scale = float(d_loss) * _fused_scale(probs, topk, coeff, total_num_tokens, num_experts)
     return np.broadcast_to(scale * np.asarray(tokens_per_expert, np.float64), probs.shape).copy()

@@ -1,17 +1,17 @@
-"""Which slots find room where the ranks of expert parallelism take only so many."""
+"""Selects the assignments that fit into the bounded buffers of expert parallelism."""
 
 import numpy as np
 
 
 def kept_slots(experts, num_experts, capacity):
-    """Every rank takes the first `capacity` slots for its experts in the order (source rank, token, slot).
+    """Every rank accepts the first `capacity` assignments to its experts in the order (source rank, token, slot).
 
     Args:
-      experts: int [P, T, K], of the T tokens of every one of P ranks; below 0: no expert.
+      experts: int [P, T, K], for the T tokens of each of P ranks; below 0: no expert.
       num_experts: E; rank r owns experts [r E/P, (r + 1) E/P).
-      capacity: slots that a rank takes.
+      capacity: the number of assignments that a rank accepts.
 
-    Returns: bool [P, T, K], False for a slot with an expert but without room.
+    Returns: bool [P, T, K], False for an assignment that does not fit.
     """
     experts = np.asarray(experts)
     ranks, T, K = experts.shape

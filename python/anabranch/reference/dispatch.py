@@ -1,8 +1,8 @@
 """Plan, dispatch, combine, chunk sort and the ragged exchange in numpy float64, with their gradients.
 
-`docs/semantics.md`, sections 5 and 7, as code. A slot is one (token, k) pair, number t*K + k; a row is
-one line of the dispatched buffer. Index -1 means "no expert" and "no row". TransformerEngine's forms
-and its helpers for the exchange stand at the end.
+`docs/semantics.md`, sections 5 and 7, as code. A slot is one assignment (token t, choice k), number t*K + k; a row is
+one line of the dispatched buffer. Index -1 means "no expert" and "no row". TransformerEngine's functions and its
+helpers for the exchange are at the end.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from .scores import as_float64
 
 
 class Plan(NamedTuple):
-    """Where every slot goes.
+    """The row of every assignment, and the assignment of every row.
 
     tokens_per_expert: int32[E], before any dropping.
     group_sizes: int32[E], counts rounded up to align_size and clipped to R.
     offsets: int32[E + 1], running sum of group_sizes.
-    row_of_slot: int32[..., K], -1 where the slot has no row.
+    row_of_slot: int32[..., K], -1 if the assignment has no row.
     slot_of_row: int32[R], -1 in padding and past the last group.
-    dropped: int32, slots past R and indices outside [-1, E).
+    dropped: int32, the number of assignments past R or with an index outside [-1, E).
     expert_of_row: int32[R], -1 in padding and past the last group.
     """
 
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
 
 def as_integers(array, name):
-    """`array` as int64; only integer dtypes."""
+    """`array` as int64; refuses other than integer dtypes."""
     array = np.asarray(array)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name}: got dtype {array.dtype}, expected an integer dtype")
@@ -43,23 +43,23 @@ def as_integers(array, name):
 
 
 def rows_needed(num_slots, num_experts, align_size=0):
-    """R that holds every slot whatever the routing: floor((N + min(E, N) (a - 1)) / a) a."""
+    """The R that holds every assignment whatever the routing: floor((N + min(E, N) (a - 1)) / a) a."""
     a = max(align_size, 1)
     return (num_slots + min(num_experts, num_slots) * (a - 1)) // a * a
 
 
 def plan(experts, num_experts, align_size=0, num_rows=None, num_destinations=1):
-    """Lay out the rows: experts in order, within one expert by (token, slot).
+    """Computes the rows of the assignments: by expert, within an expert by (token, slot).
 
     Args:
       experts: int[..., K]; -1 is no expert, an index outside [-1, E) is dropped.
       num_experts: E.
-      align_size: a group's size is rounded up to a multiple of it.
-      num_rows: R, a multiple of max(align_size, 1); by default what holds every slot (`rows_needed`) in any region.
-      num_destinations: P; rows are P equal regions, experts P equal ranges, and a range's groups start and end in its
-        region.
+      align_size: every group's size is rounded up to a multiple of it.
+      num_rows: R, a multiple of max(align_size, 1). Default: enough for every assignment (`rows_needed`) in any region.
+      num_destinations: P. The rows form P equal regions and the experts P equal ranges; the groups of a range start
+        and end in its region.
 
-    Returns: `Plan`; offsets holds the first row of every group and the end of the last.
+    Returns: `Plan`; offsets contains the first row of every group and the end of the last.
     """
     experts = as_integers(experts, "experts")
     flat = experts.reshape(-1)
@@ -76,7 +76,7 @@ def plan(experts, num_experts, align_size=0, num_rows=None, num_destinations=1):
     begin = np.arange(num_destinations)[:, None] * (num_rows // num_destinations)
     starts = (begin + np.cumsum(aligned, axis=1) - aligned).reshape(-1)
     limits = np.broadcast_to(begin + num_rows // num_destinations, aligned.shape).reshape(-1)
-    # a stable sort by expert lists every expert's slots in order of (token, slot)
+    # A stable sort by expert lists every expert's assignments in the order (token, slot).
     by_expert = np.argsort(flat, kind="stable")[flat.size - counts.sum() :]
     expert = flat[by_expert]
     rank = np.arange(by_expert.size) - (np.cumsum(counts) - counts)[expert]
@@ -98,13 +98,13 @@ def plan(experts, num_experts, align_size=0, num_rows=None, num_destinations=1):
 
 
 def _slots(plan):
-    """Row of every slot, [T, K], and the mask of those that have one."""
+    """The row of every assignment, [T, K], and the mask of assignments that have one."""
     rows = plan.row_of_slot.reshape(-1, plan.row_of_slot.shape[-1])
     return rows, rows >= 0
 
 
 def dispatch(x, plan):
-    """rows[row_of_slot[t, k]] = x[t], zero elsewhere. x [..., D] -> float64[R, D]."""
+    """rows[row_of_slot[t, k]] = x[t]; all other rows are zero. x [..., D] -> float64[R, D]."""
     x = as_float64(x, "x")
     x = x.reshape(-1, x.shape[-1])
     rows = np.zeros((plan.slot_of_row.size, x.shape[-1]))
@@ -119,7 +119,7 @@ def dispatch_backward(d_rows, plan):
 
 
 def combine(rows, plan, weights=None):
-    """out[t] = sum_k w[t, k] rows[row(t, k)], slots without a row skipped; w = 1 where none is given.
+    """out[t] = sum_k w[t, k] rows[row(t, k)] over assignments with a row; w = 1 if no weights are given.
 
     Args: rows [R, D]; weights [..., K] or None. Returns: float64[..., D].
     """
@@ -137,8 +137,8 @@ def combine(rows, plan, weights=None):
 def combine_backward(d_out, rows, plan, weights=None):
     """Gradients of `combine`: (d_rows float64[R, D], d_weights float64[..., K], None without weights).
 
-    d_rows[row] = w[t, k] d_out[t], zero in rows without a slot;
-    d_w[t, k] = <d_out[t], rows[row]>, zero in slots without a row, there also where w is exactly 0.
+    d_rows[row] = w[t, k] d_out[t], zero in rows without an assignment.
+    d_w[t, k] = <d_out[t], rows[row]>, zero for assignments without a row; a w of exactly 0 gets its gradient too.
     """
     rows, d_out = as_float64(rows, "rows"), as_float64(d_out, "d_out")
     d_out = d_out.reshape(-1, rows.shape[-1])
@@ -161,7 +161,7 @@ def combine_backward(d_out, rows, plan, weights=None):
 def chunk_sort_map(split_sizes, sorted_indices, num_rows):
     """int32[R]: the destination of every input row; identity past the sum of the sizes.
 
-    Sizes whose sum passes R are clipped to it, as a plan's are, so that this is always a permutation.
+    Sizes whose sum exceeds R are clipped to it, as in a plan, so the result is always a permutation.
     """
     sizes = as_integers(split_sizes, "split_sizes")
     order = as_integers(sorted_indices, "sorted_indices")
@@ -194,16 +194,16 @@ def sort_chunks_by_index(inp, split_sizes, sorted_indices):
 
 
 def sort_chunks_by_index_backward(d_output, split_sizes, sorted_indices):
-    """d_inp float64[R, D]: every row's cotangent taken back from where the row went."""
+    """d_inp float64[R, D]: gathers every row's cotangent from the row's destination."""
     d_output = as_float64(d_output, "d_output")
     return d_output[chunk_sort_map(split_sizes, sorted_indices, d_output.shape[0])]
 
 
-# ---------------------------------------------------------------- TransformerEngine's forms
+# ---------------------------------------------------------------- TransformerEngine's functions
 #
-# A bool map [T, E] in which a token may have any number of experts. `row_id_map` holds rows of the
-# layout without padding; `pad_offsets[e]`, the padding before expert e, is added to the rows of
-# expert e where it is given.
+# They take a bool map [T, E] in which a token may have any number of experts. `row_id_map` contains rows of the layout
+# without padding. If `pad_offsets` is given, pad_offsets[e], the padding before expert e, is added to the rows of
+# expert e.
 
 
 def _as_map(routing_map):
@@ -214,11 +214,11 @@ def _as_map(routing_map):
 def make_row_id_map(routing_map):
     """int32[T, 2E+1]: destination rows descending, their experts from column E, the count last.
 
-    Rows stand by (expert, token). What the layout leaves unspecified is -1.
+    Rows are ordered by (expert, token). Entries that the format leaves unspecified are -1.
     """
     routed = _as_map(routing_map)
     num_tokens, num_experts = routed.shape
-    # rows number the routed (expert, token) pairs in that order
+    # Rows number the routed (expert, token) pairs in that order.
     rows = np.where(routed, np.cumsum(routed.T).reshape(num_experts, num_tokens).T - 1, -1)
     descending = np.argsort(-rows, axis=1, kind="stable")
     rows = np.take_along_axis(rows, descending, axis=1)
@@ -240,13 +240,13 @@ def _routed_pairs(row_id_map, pad_offsets, num_rows):
 
 
 def token_dispatch(inp, routing_map, num_out_tokens, probs=None, align_size=None):
-    """Copy every token to one row for each of its experts.
+    """Copies every token to one row per expert of the token.
 
     Args:
       inp: [..., D]. routing_map: bool or integer [..., E], nonzero where routed.
-      num_out_tokens: n, rows without padding; pairs past the buffer are dropped.
+      num_out_tokens: n, the number of rows without padding; pairs past the buffer are dropped.
       probs: [..., E] or None.
-      align_size: a; every expert's rows are padded to a multiple. None: no padding.
+      align_size: a; every expert's rows are padded to a multiple of a. None: no padding.
 
     Returns: (output float64[R, D], permuted_probs float64[R] or None, row_id_map int32[T, 2E+1],
       pad_offsets int32[E] or None, tokens_per_expert int32[E]), R = n or floor((n + E (a-1)) / a) a.
@@ -315,7 +315,7 @@ def token_combine_backward(d_out, inp, row_id_map, merging_probs=None, pad_offse
 
 
 def routing_map_to_selected_experts(sparse_probs, routing_map, topk):
-    """(experts int32[T, K] ascending, their probs float64[T, K]); -1 and 0 past a token's last expert."""
+    """(experts int32[T, K] ascending, their probs float64[T, K]); -1 and 0 after a token's last expert."""
     routed = _as_map(routing_map)
     ascending = np.argsort(~routed, axis=1, kind="stable")[:, :topk]
     there = np.take_along_axis(routed, ascending, axis=1)
@@ -334,12 +334,12 @@ def routing_map_to_selected_experts_backward(d_selected, experts, num_experts):
 
 # ---------------------------------------------------------------- ragged exchange
 #
-# Ranks own experts in contiguous equal ranges; `counts[r, e]` is how many rows rank r has for expert e.
-# Offsets and sizes are in the sense of jax.lax.ragged_all_to_all.
+# Ranks own contiguous equal ranges of experts; `counts[r, e]` is the number of rows of rank r for expert e. Offsets and
+# sizes are as in jax.lax.ragged_all_to_all.
 
 
 def _traffic(all_shards_tokens_per_expert, num_expert_shards):
-    """[source, destination, local expert] rows."""
+    """Row counts [source, destination, local expert]."""
     counts = as_integers(all_shards_tokens_per_expert, "all_shards_tokens_per_expert")
     if counts.shape[0] != num_expert_shards or counts.shape[1] % num_expert_shards:
         raise ValueError(
@@ -350,29 +350,29 @@ def _traffic(all_shards_tokens_per_expert, num_expert_shards):
 
 
 def _ragged_params(sends, rank):
-    """The four arrays of one rank from sends[source, destination]."""
+    """One rank's four arrays, from the row counts sends[source, destination]."""
     sizes = sends[rank]
     input_offsets = np.cumsum(sizes) - sizes
-    # at the receiver my slice stands behind those of the ranks before me
+    # At the receiver, this rank's slice follows the slices of the ranks before it.
     output_offsets = sends[:rank].sum(axis=0)
     return tuple(a.astype(np.int32) for a in (input_offsets, sizes, output_offsets, sends[:, rank]))
 
 
 def compute_ragged_all_to_all_params(all_shards_tokens_per_expert, shard_id, num_expert_shards):
-    """(input_offsets, send_sizes, output_offsets, recv_sizes), int32[ranks] each, towards the experts."""
+    """(input_offsets, send_sizes, output_offsets, recv_sizes), int32[ranks] each, for sending rows to the experts."""
     return _ragged_params(_traffic(all_shards_tokens_per_expert, num_expert_shards).sum(-1), shard_id)
 
 
 def compute_reverse_ragged_all_to_all_params(all_shards_tokens_per_expert, shard_id, num_expert_shards):
-    """The same four arrays for the way back: every send becomes a receive."""
+    """The four arrays for the way back, where every send becomes a receive."""
     return _ragged_params(_traffic(all_shards_tokens_per_expert, num_expert_shards).sum(-1).T, shard_id)
 
 
 def local_permute_after_a2a(x_recv, all_shards_tokens_per_expert, shard_id, num_expert_shards):
-    """Received rows, by (source rank, local expert), to (local expert, source rank).
+    """Reorders received rows from (source rank, local expert) to (local expert, source rank).
 
-    Returns: (x float64[R, D], local_group_sizes int32[E / ranks], state): state is the pair (chunk
-    sizes, chunk order) with which `local_unpermute_before_a2a` goes back.
+    Returns: (x float64[R, D], local_group_sizes int32[E / ranks], state). `local_unpermute_before_a2a` takes state, the
+      pair (chunk sizes, chunk order).
     """
     arrived = _traffic(all_shards_tokens_per_expert, num_expert_shards)[:, shard_id]
     order = np.arange(arrived.size).reshape(arrived.shape).T.ravel()

@@ -1,7 +1,7 @@
-"""Quantised factors of the experts' products: e4m3 numbers with a float32 scale for every block of 128.
+"""Quantised operands of the experts' GEMMs: e4m3 numbers with one float32 scale per block of 128.
 
-`docs/semantics.md`, section 11, as code. Arithmetic is float32 where it decides bits, as in the library, so that both
-quantise to the same numbers.
+`docs/semantics.md`, section 11, as code. Steps whose rounding decides the quantised bits are float32, as in the
+library, so that both quantise to the same numbers.
 """
 
 from typing import NamedTuple
@@ -11,18 +11,18 @@ import numpy as np
 from .scores import as_float64
 
 BLOCK = 128
-LARGEST = np.float32(448)  # of e4m3 (float8_e4m3fn), 1.75 * 2^8
-SMALLEST_EXPONENT = -6  # of a normal number; below it the step stays 2^-9
+LARGEST = np.float32(448)  # largest e4m3 (float8_e4m3fn) number, 1.75 * 2^8
+SMALLEST_EXPONENT = -6  # of a normal number; below it the spacing stays 2^-9
 FRACTION_BITS = 3
-SMALLEST_SCALE = np.float32(2.0**-126)  # normal, so that no backend loses digits of it
+SMALLEST_SCALE = np.float32(2.0**-126)  # the smallest normal number: denormal scales would lose digits
 FP8_SCALES = ("float32", "power_of_two")
 
 
 class Quantized(NamedTuple):
-    """An array and what it is multiplied by.
+    """A quantised array.
 
-    values: e4m3 numbers as float32, of the array's shape. scales: float32, one for each block.
-    block: the sizes of a block along every axis of the array.
+    values: e4m3 numbers as float32, with the array's shape. scales: float32, one per block.
+    block: the size of a block along every axis of the array.
     """
 
     values: np.ndarray
@@ -30,7 +30,7 @@ class Quantized(NamedTuple):
     block: tuple[int, ...]
 
     def exact(self):
-        """The factor as it multiplies, values times scales, float64."""
+        """The array as a GEMM operand, values times scales, float64."""
         return self.values.astype(np.float64) * _spread(self.scales, self.block).astype(np.float64)
 
 
@@ -43,9 +43,9 @@ def e4m3(v):
 
 
 def scales_of(largest, fp8_scales):
-    """max(largest / 448, 2^-126), or 1 where a block is 0, NaN where it is not finite; float32.
+    """max(largest / 448, 2^-126), 1 if the block is 0, NaN if it is not finite; float32.
 
-    "power_of_two": the smallest power of two that is not below.
+    "power_of_two": the smallest power of two that is not below that.
     """
     if fp8_scales not in FP8_SCALES:
         raise ValueError(f"fp8_scales: got {fp8_scales!r}, expected one of {', '.join(map(repr, FP8_SCALES))}")
@@ -59,7 +59,7 @@ def scales_of(largest, fp8_scales):
 
 
 def _spread(scales, block):
-    """Every block's scale on all of its elements."""
+    """Repeats every block's scale for each element of the block."""
     for axis, size in enumerate(block):
         scales = np.repeat(scales, size, axis)
     return scales
@@ -72,7 +72,7 @@ def _quantize(array, block, fp8_scales):
             raise ValueError(f"array: got {list(array.shape)}, expected multiples of {list(block)}")
     counts = [size // length for size, length in zip(array.shape, block, strict=True)]
     parts = [part for pair in zip(counts, block, strict=True) for part in pair]
-    # np.max passes a NaN on, and of infinities np.isfinite knows.
+    # np.max propagates NaN; np.isfinite in scales_of detects infinities.
     largest = np.abs(array).reshape(parts).max(axis=tuple(range(1, 2 * len(block), 2)), initial=0.0)
     scales = scales_of(largest, fp8_scales)
     with np.errstate(invalid="ignore"):
@@ -80,19 +80,19 @@ def _quantize(array, block, fp8_scales):
 
 
 def quantize_rows(x, fp8_scales="float32"):
-    """Q1: 128 consecutive elements of a row share a scale. x [R, D], scales [R, D / 128]."""
+    """Q1: one scale per 128 consecutive elements of a row. x [R, D], scales [R, D / 128]."""
     return _quantize(x, (1, BLOCK), fp8_scales)
 
 
 def quantize_weights(w, fp8_scales="float32"):
-    """Q2: 128 x 128 elements of one expert, and of one P, do. w [E, D, N] or [E, D, P, F]; scales [E, D / 128, ...]."""
+    """Q2: one scale per 128 x 128 elements of an expert and part. w [E, D, (P,) N]; scales [E, D/128, (P,) N/128]."""
     return _quantize(w, (1, BLOCK, *(1,) * (np.ndim(w) - 3), BLOCK), fp8_scales)
 
 
 def received(x, fp8_scales, dtype):
-    """Rows x [R, D] that travelled as Q1(x), as a product reads them that is not quantised. float64.
+    """Rows x [R, D] that were sent as Q1(x), as operands that are not quantised. float64.
 
-    That is q * scale in float32, rounded to dtype; where a scale that was rounded up leads past it, its largest number.
+    That is q * scale in float32, rounded to dtype. Where a rounded-up scale makes it overflow: dtype's largest number.
     """
     sent = quantize_rows(x, fp8_scales)
     largest = np.nextafter(np.asarray(np.inf, dtype), np.asarray(0, dtype)).astype(np.float32)
@@ -101,11 +101,11 @@ def received(x, fp8_scales, dtype):
     return np.clip(product, -largest, largest).astype(dtype).astype(np.float64)
 
 
-def rows_factor(x, fp8_scales):
-    """The rows x [R, D] as they multiply: Q1(x), or where fp8_scales is None x itself. float64."""
+def rows_operand(x, fp8_scales):
+    """The rows x [R, D] as a GEMM operand: Q1(x), or x itself if fp8_scales is None. float64."""
     return as_float64(x, "x") if fp8_scales is None else quantize_rows(x, fp8_scales).exact()
 
 
-def weights_factor(w, fp8_scales):
-    """The weights w as they multiply: Q2(w), or where fp8_scales is None w itself. float64."""
+def weights_operand(w, fp8_scales):
+    """The weights w as a GEMM operand: Q2(w), or w itself if fp8_scales is None. float64."""
     return as_float64(w, "w") if fp8_scales is None else quantize_weights(w, fp8_scales).exact()

@@ -1,4 +1,4 @@
-"""The whole Mixture-of-Experts layer in numpy float64: route, dispatch, experts, combine, and back."""
+"""The whole Mixture-of-Experts layer in numpy float64: route, dispatch, experts, combine, and their gradients."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,13 +7,13 @@ import numpy as np
 
 from .balance import load_balance_loss, load_balance_loss_backward, z_loss, z_loss_backward
 from .dispatch import combine, dispatch, dispatch_backward, plan
-from .experts import expert_ffn, expert_ffn_backward, hidden, hidden_backward
+from .experts import activate, activate_backward, expert_ffn, expert_ffn_backward
 from .router import Routing, route, route_backward
 from .scores import as_float64
 
 
 class MoEOutput(NamedTuple):
-    """What `moe` returns.
+    """The result of `moe`.
 
     output float64[..., D], aux_loss and z_loss float64, tokens_per_expert int32[E], dropped int32, experts
     int32[..., K], weights float64[..., K].
@@ -40,11 +40,11 @@ class RoutedExpertsOutput(NamedTuple):
 class MoEOptions:
     """The options of `moe` and `moe_backward`.
 
-    topk to forced_experts and experts: as in `router.route`, per token with x's leading dimensions.
+    topk to forced_experts, and experts: as in `router.route`, with x's leading dimensions where they are per token.
     gate_bias: [E], added to the logits.
     activation, b_in, b_out, weight_early, align_size, kept, fp8_scales: as in `routed_experts`.
-    aux_loss_coeff, z_loss_coeff: of the losses in `balance`; a loss whose coefficient is 0 is 0.
-    kept_dtype, sent_dtype: of the backward pass, as in `experts.expert_ffn_backward`.
+    aux_loss_coeff, z_loss_coeff: coefficients of the losses in `balance`; a loss with coefficient 0 is 0.
+    saved_dtype, sent_dtype: for the backward pass, as in `experts.expert_ffn_backward`.
     """
 
     topk: int
@@ -68,11 +68,11 @@ class MoEOptions:
     experts: np.ndarray | None = None
     kept: np.ndarray | None = None
     fp8_scales: str | None = None
-    kept_dtype: np.dtype | None = None
+    saved_dtype: np.dtype | None = None
     sent_dtype: np.dtype | None = None
 
     def routing(self):
-        """The keyword arguments of `route` and `route_backward`, token dimensions flattened."""
+        """The keyword arguments of `route` and `route_backward`, with flattened token dimensions."""
 
         def per_token(array, *trailing):
             return None if array is None else np.reshape(array, (-1, *trailing))
@@ -105,7 +105,7 @@ def _flat(array):
 
 
 def _layout(experts, num_experts, align_size, kept):
-    """The plan of experts [T, K] without the slots that found no room; these are dropped, too."""
+    """The plan of experts [T, K] without the assignments outside `kept`, which it counts as dropped."""
     has_room = np.ones(experts.shape, bool) if kept is None else np.reshape(kept, experts.shape)
     whole = plan(experts, num_experts, align_size)
     layout = plan(np.where(has_room, experts, -1), num_experts, align_size)
@@ -116,7 +116,7 @@ def _layout(experts, num_experts, align_size, kept):
 
 
 def _row_weights(layout, weights):
-    """w of every row's slot, 0 in padding. [R]."""
+    """w of every row's assignment, 0 in padding. [R]."""
     slot = layout.slot_of_row
     return np.where(slot >= 0, weights.reshape(-1)[np.maximum(slot, 0)], 0.0) if slot.size else np.zeros(0)
 
@@ -143,10 +143,11 @@ def routed_experts(
       w_in: [E, D, 2 or 1, F]. w_out: [E, F, D].
       activation, b_in, b_out, weight_early: as in `experts.expert_ffn`.
       align_size: as in `dispatch.plan`.
-      kept: bool with the shape of the experts; False: the slot found no room (`capacity.kept_slots`). None: all did.
+      kept: bool with the shape of the experts; False: the assignment exceeds the capacity (`capacity.kept_slots`).
+        None: no limit.
       fp8_scales: as in `experts.expert_ffn`.
 
-    Returns: `RoutedExpertsOutput`; dropped counts what is no expert but -1, and what found no room.
+    Returns: `RoutedExpertsOutput`; dropped counts invalid indices other than -1 and assignments outside `kept`.
     """
     weights = as_float64(_flat(weights), "weights")
     layout = _layout(_flat(experts), len(w_in), align_size, kept)
@@ -181,15 +182,15 @@ def routed_experts_backward(
     weight_early=False,
     align_size=0,
     kept=None,
-    kept_dtype=None,
+    saved_dtype=None,
     fp8_scales=None,
     sent_dtype=None,
 ):
-    """Gradients of `routed_experts` from the cotangent of its output; the same early and late.
+    """Gradients of `routed_experts` from the cotangent of its output; the same for early and late weights.
 
-    kept_dtype, fp8_scales, sent_dtype: as in `experts.expert_ffn_backward`.
+    saved_dtype, fp8_scales, sent_dtype: as in `experts.expert_ffn_backward`.
 
-    Returns: dict of x, weights, w_in, w_out, b_in, b_out (None where not given); float64.
+    Returns: dict of x, weights, w_in, w_out, b_in, b_out (None if not given); float64.
     """
     shape, weights = np.shape(weights), as_float64(_flat(weights), "weights")
     layout = _layout(_flat(experts), len(w_in), align_size, kept)
@@ -204,7 +205,7 @@ def routed_experts_backward(
         b_out=b_out,
         row_weights=_row_weights(layout, weights),
         slot_of_row=layout.slot_of_row,
-        kept_dtype=kept_dtype,
+        saved_dtype=saved_dtype,
         fp8_scales=fp8_scales,
         sent_dtype=sent_dtype,
     )
@@ -225,7 +226,7 @@ def routed_experts_backward(
 
 
 class _Routed(NamedTuple):
-    """Both directions start from this."""
+    """The inputs of both passes after routing."""
 
     x: np.ndarray  # [T, D]
     logits: np.ndarray  # [T, E]
@@ -239,7 +240,7 @@ def _route(x, gate, options):
     if options.token_mask is not None:
         mask = np.reshape(options.token_mask, -1)
         num_tokens = int(mask.sum())
-        # a masked token counts nowhere: not in d_gate = x^T d_logits either, where 0 * NaN is NaN
+        # Masked tokens must not enter d_gate = x^T d_logits either: 0 * NaN is NaN.
         x = np.where(mask[:, None], x, 0.0)
     logits = x @ gate
     if options.gate_bias is not None:
@@ -248,7 +249,7 @@ def _route(x, gate, options):
 
 
 def moe(x, gate, w_in, w_out, **options):
-    """out[t] = sum_k w[t, k] expert_e(x[t]) over the K experts e that the logits x gate + gate_bias select.
+    """out[t] = sum_k w[t, k] expert_e(x[t]) over the K experts e selected by the logits x gate + gate_bias.
 
     Args:
       x: [..., D]. gate: [D, E]. w_in: [E, D, 2 or 1, F]. w_out: [E, F, D].
@@ -273,28 +274,30 @@ def moe(x, gate, w_in, w_out, **options):
 def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, d_weights=0.0, **options):
     """Gradients of `moe` from the cotangents of its output, its two losses and its weights.
 
-    Returns: dict of x, gate, gate_bias, w_in, w_out, b_in, b_out (None where not given) and, on the way to the gate, of
-    the routing's weights [T, K] as `d_weights` has them and the experts give them; float64.
+    Returns: dict of x, gate, gate_bias, w_in, w_out, b_in, b_out (None if not given) and weights; float64. The last is
+      the whole cotangent of the routing's weights [T, K]: d_weights plus the gradient through the experts.
     """
     o = MoEOptions(**options)
     flat_x, logits, routing, n = _route(x, gate, o)
-    of_backward = o.network() | {"kept_dtype": o.kept_dtype, "sent_dtype": o.sent_dtype}
+    backward_options = o.network() | {"saved_dtype": o.saved_dtype, "sent_dtype": o.sent_dtype}
     grads = routed_experts_backward(
-        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **of_backward
+        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **backward_options
     )
-    of_weights = grads["weights"] + np.reshape(np.broadcast_to(d_weights, (*np.shape(x)[:-1], o.topk)), (-1, o.topk))
+    total_d_weights = grads["weights"] + np.reshape(
+        np.broadcast_to(d_weights, (*np.shape(x)[:-1], o.topk)), (-1, o.topk)
+    )
     counts = routing.tokens_per_expert
     d_score_sum = d_lse = None
     if o.aux_loss_coeff:
         d_score_sum = load_balance_loss_backward(routing.score_sum, counts, o.topk, o.aux_loss_coeff, n, d_aux_loss)
     if o.z_loss_coeff:
         d_lse = z_loss_backward(routing.lse, o.z_loss_coeff, n, d_z_loss)
-    d_logits = route_backward(logits, d_weights=of_weights, d_score_sum=d_score_sum, d_lse=d_lse, **o.routing())
+    d_logits = route_backward(logits, d_weights=total_d_weights, d_score_sum=d_score_sum, d_lse=d_lse, **o.routing())
     return grads | {
         "x": (grads["x"] + d_logits @ as_float64(gate, "gate").T).reshape(np.shape(x)),
         "gate": flat_x.T @ d_logits,
         "gate_bias": None if o.gate_bias is None else d_logits.sum(axis=0),
-        "weights": of_weights,
+        "weights": total_d_weights,
     }
 
 
@@ -305,13 +308,13 @@ def _sigmoid(z):
     return np.exp(-np.logaddexp(0.0, -z))
 
 
-def _shared(x, w_in, w_out, w_gate, activation, kept_dtype=None):
-    """(x [T, D], h [T, P, S], a [T, S], y [T, D], g [T, 1]) of `shared_expert`, which is g y; h in kept_dtype."""
+def _shared(x, w_in, w_out, w_gate, activation, saved_dtype=None):
+    """(x [T, D], h [T, P, S] in saved_dtype, a [T, S], y [T, D], g [T, 1]) of `shared_expert`, whose result is g y."""
     x, w_in, w_out = as_float64(_flat(x), "x"), as_float64(w_in, "w_in"), as_float64(w_out, "w_out")
     h = np.einsum("td,dps->tps", x, w_in)
-    if kept_dtype is not None:
-        h = h.astype(kept_dtype).astype(np.float64)
-    a = hidden(h, activation)
+    if saved_dtype is not None:
+        h = h.astype(saved_dtype).astype(np.float64)
+    a = activate(h, activation)
     g = np.ones((len(x), 1))
     if w_gate is not None:
         g = _sigmoid(x @ as_float64(w_gate, "w_gate").reshape(-1, 1))
@@ -321,20 +324,20 @@ def _shared(x, w_in, w_out, w_gate, activation, kept_dtype=None):
 def shared_expert(x, w_in, w_out, *, w_gate=None, activation="silu"):
     """A dense expert for every token: sigmoid(<x, w_gate>) (a W_out), a as in `experts.expert_ffn`.
 
-    Args: x [..., D], w_in [D, 2 or 1, S], w_out [S, D], w_gate [D] or [D, 1]; None: no factor. Returns: [..., D].
+    Args: x [..., D], w_in [D, 2 or 1, S], w_out [S, D], w_gate [D] or [D, 1]; None: no gate. Returns: [..., D].
     """
     *_, y, g = _shared(x, w_in, w_out, w_gate, activation)
     return (g * y).reshape(np.shape(x))
 
 
-def shared_expert_backward(x, w_in, w_out, d_output, *, w_gate=None, activation="silu", kept_dtype=None):
-    """Gradients of `shared_expert`: dict of x, w_in, w_out, w_gate (None where not given); float64.
+def shared_expert_backward(x, w_in, w_out, d_output, *, w_gate=None, activation="silu", saved_dtype=None):
+    """Gradients of `shared_expert`: dict of x, w_in, w_out, w_gate (None if not given); float64.
 
-    kept_dtype: as in `experts.expert_ffn_backward`.
+    saved_dtype: as in `experts.expert_ffn_backward`.
     """
-    flat_x, h, a, y, g = _shared(x, w_in, w_out, w_gate, activation, kept_dtype)
+    flat_x, h, a, y, g = _shared(x, w_in, w_out, w_gate, activation, saved_dtype)
     d_out = as_float64(_flat(d_output), "d_output")
-    d_h = hidden_backward((g * d_out) @ as_float64(w_out, "w_out").T, h, activation)
+    d_h = activate_backward((g * d_out) @ as_float64(w_out, "w_out").T, h, activation)
     d_x = np.einsum("tps,dps->td", d_h, as_float64(w_in, "w_in"))
     d_w_gate = None
     if w_gate is not None:

@@ -1,7 +1,7 @@
-"""Quantile balancing in numpy float64: the histogram of a batch, and the bias that it asks for. Semantics, section 10.
+"""Quantile balancing in numpy float64: a batch's histogram, and the bias computed from it. Semantics, section 10.
 
-With a bias b, expert e gets a token where s + b reaches the token's best key that selects nothing, its
-cutoff. For K/E of the tokens that holds where b is the K/E quantile of cutoff - s.
+With a bias b, expert e gets a token if s + b reaches the token's threshold, its best key that is not selected. This
+holds for K/E of the tokens if b is the K/E quantile of threshold - s.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from .scores import as_float64, scores
 from .selection import best_first, selection_keys
 
 
-def cutoffs(logits, topk, *, score_function, expert_bias):
+def thresholds(logits, topk, *, score_function, expert_bias):
     """The (K+1)-th largest selection key of each token, float64[...]."""
     keys = selection_keys(logits, score_function, expert_bias)
     if not 1 <= topk < keys.shape[-1]:
@@ -19,19 +19,19 @@ def cutoffs(logits, topk, *, score_function, expert_bias):
 
 
 def bin_positions(logits, topk, lower, upper, bins, *, score_function, expert_bias):
-    """(cutoff - s - lower) bins / (upper - lower) of each token and expert, float64[..., E]."""
+    """(threshold - s - lower) bins / (upper - lower) of each token and expert, float64[..., E]."""
     z = as_float64(logits, "logits")
     if not lower < upper:
         raise ValueError(f"qb_bin_bounds: got {lower}, {upper}, expected lower < upper")
-    cutoff = cutoffs(z, topk, score_function=score_function, expert_bias=expert_bias)
+    threshold = thresholds(z, topk, score_function=score_function, expert_bias=expert_bias)
     with np.errstate(invalid="ignore"):
-        return (cutoff[..., None] - scores(z, score_function) - lower) * (bins / (upper - lower))
+        return (threshold[..., None] - scores(z, score_function) - lower) * (bins / (upper - lower))
 
 
 def qb_histogram(logits, topk, lower, upper, bins, *, score_function, expert_bias, token_mask=None):
-    """int32[E, bins]: how many unmasked tokens have their cutoff so far above the expert's score.
+    """int32[E, bins]: the number of unmasked tokens per distance between threshold and the expert's score.
 
-    What is below the first bin or above the last is counted in it; NaN counts nowhere.
+    Distances outside the bounds are counted in the first or last bin; NaN is counted in no bin.
     """
     options = {"score_function": score_function, "expert_bias": expert_bias}
     positions = bin_positions(logits, topk, lower, upper, bins, **options)
@@ -39,16 +39,16 @@ def qb_histogram(logits, topk, lower, upper, bins, *, score_function, expert_bia
         positions = np.where(np.asarray(token_mask)[..., None], positions, np.nan)
     rows = positions.reshape(-1, positions.shape[-1])
     counted = ~np.isnan(rows)
-    bin_of = np.clip(np.floor(np.where(counted, rows, 0.0)), 0, bins - 1).astype(np.int64)
+    bins_of_rows = np.clip(np.floor(np.where(counted, rows, 0.0)), 0, bins - 1).astype(np.int64)
     histogram = np.zeros((rows.shape[1], bins), np.int32)
-    np.add.at(histogram, (np.nonzero(counted)[1], bin_of[counted]), 1)
+    np.add.at(histogram, (np.nonzero(counted)[1], bins_of_rows[counted]), 1)
     return histogram
 
 
 def quantile_bias(histogram, lower, upper, topk):
-    """float64[E]: the K/E quantile of each expert's distribution, less the mean of all experts'.
+    """float64[E]: the K/E quantile of each expert's distribution, minus the mean over experts.
 
-    Linear inside the bin that holds it; `lower` for an expert that nothing was counted for.
+    The quantile is interpolated linearly inside its bin; it is `lower` for an expert without counts.
     """
     counts = np.asarray(histogram, np.int64)
     num_experts, bins = counts.shape
@@ -56,9 +56,9 @@ def quantile_bias(histogram, lower, upper, topk):
     width = (upper - lower) / bins
     quantiles = np.full(num_experts, float(lower))
     for e in range(num_experts):
-        wanted = through[e, -1] * topk / num_experts
-        if wanted > 0:
-            held = int(np.argmax(through[e] * num_experts >= through[e, -1] * topk))  # exact
-            before = through[e, held] - counts[e, held]
-            quantiles[e] = lower + (held + (wanted - before) / counts[e, held]) * width
+        target = through[e, -1] * topk / num_experts
+        if target > 0:
+            bin_index = int(np.argmax(through[e] * num_experts >= through[e, -1] * topk))  # exact
+            before = through[e, bin_index] - counts[e, bin_index]
+            quantiles[e] = lower + (bin_index + (target - before) / counts[e, bin_index]) * width
     return quantiles - quantiles.mean()

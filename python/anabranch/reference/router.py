@@ -1,7 +1,7 @@
 """The router in numpy float64: weights, statistics, dense outputs and their gradients.
 
-`docs/semantics.md`, sections 1, 2 and 4, as code. Inputs of any floating dtype are converted to
-float64 first; leading dimensions are kept, so "T" below stands for any number of them.
+`docs/semantics.md`, sections 1, 2 and 4, as code. Inputs of any floating dtype are converted to float64 first. Leading
+dimensions are preserved; "T" below means any number of them.
 """
 
 import math
@@ -30,11 +30,11 @@ __all__ = [
     "unpack_bitmap",
 ]
 
-EPSILON = 1e-20  # added to every sum of scores that divides
+EPSILON = 1e-20  # added to every sum of scores in a denominator
 
 
 class Routing(NamedTuple):
-    """What `route` returns; B is there only when `sequences` is given.
+    """The result of `route`; B is present only if `sequences` is given.
 
     weights: float64[..., K], 0 where the expert is -1.
     experts: int32[..., K], best first.
@@ -51,7 +51,7 @@ class Routing(NamedTuple):
 
 
 def _selected_experts(z, topk, forced_experts, experts, token_mask, steering):
-    """Experts int64[..., K] from whichever source is given; out of range becomes -1."""
+    """Experts int64[..., K]: forced, given or selected; indices out of range become -1."""
     if forced_experts is not None:
         grouping = (steering[name] for name in ("num_groups", "group_topk", "group_score_topk"))
         grouped = groups_in_use(*grouping) is not None
@@ -76,13 +76,13 @@ def _selected_experts(z, topk, forced_experts, experts, token_mask, steering):
 
 
 def _take_selected(array, experts):
-    """array[..., E] at the experts, 0 where the expert is -1. [..., K]."""
+    """array[..., E] at the experts, 0 for expert -1. [..., K]."""
     taken = np.take_along_axis(array, np.maximum(experts, 0), axis=-1)
     return np.where(experts >= 0, taken, 0.0)
 
 
 def _add_at_selected(values, experts, num_experts):
-    """out[..., E] with values[..., K] added at the experts; repeated experts add, -1 is left out."""
+    """out[..., E] with values[..., K] added at the experts; repeated experts add up, -1 is skipped."""
     rows = experts.reshape(-1, experts.shape[-1])
     out = np.zeros((rows.shape[0], num_experts))
     token, slot = np.nonzero(rows >= 0)
@@ -93,13 +93,12 @@ def _add_at_selected(values, experts, num_experts):
 def _unscaled_weights(z, experts, score_function, normalize):
     """Weights before scaling_factor, float64[..., K].
 
-    A row with NaN or +inf anywhere has every softmax weight NaN, also where the offending logit
-    isn't among the selected.
+    A row that contains NaN or +inf has only NaN softmax weights, even if that logit is not selected.
     """
     valid = experts >= 0
     if score_function == "softmax" and normalize:
         selected = np.where(valid, _take_selected(z, experts), -np.inf)
-        # exp(z - max) / sum; a row without experts has no maximum to subtract
+        # exp(z - max) / sum; a row without experts has no maximum to subtract.
         top = np.where(valid.any(-1), selected.max(-1), 0.0)[..., None]
         with np.errstate(invalid="ignore"):
             numerator = np.exp(selected - top)
@@ -114,7 +113,7 @@ def _unscaled_weights(z, experts, score_function, normalize):
 
 
 def _valid_tokens(shape, token_mask):
-    """bool[...], true for a real token."""
+    """bool[...], True for unmasked tokens."""
     if token_mask is None:
         return np.ones(shape, bool)
     mask = np.asarray(token_mask)
@@ -124,7 +123,7 @@ def _valid_tokens(shape, token_mask):
 
 
 def count_tokens(experts, num_experts):
-    """int32[E]: how many slots name each expert; -1 counts nowhere."""
+    """int32[E]: the number of assignments per expert; -1 is not counted."""
     experts = np.asarray(experts).ravel()
     return np.bincount(experts[experts >= 0], minlength=num_experts).astype(np.int32)
 
@@ -145,17 +144,16 @@ def route(
     experts=None,
     sequences=None,
 ):
-    """Route: weights, experts and statistics of every token.
+    """Computes weights, experts and statistics of every token.
 
     Args:
       logits: [..., E], any floating dtype.
       topk: K.
       score_function, normalize, expert_bias [E], num_groups, group_topk, group_score_topk,
         scaling_factor, token_mask bool[...], forced_experts int[..., K]: section 1.
-      experts: int[..., K], a selection already made, by a backend say. Unlike `forced_experts` it
-        goes together with every option; those that only steer selection then do nothing.
-      sequences: B. The tokens are B equal contiguous sequences, tokens_per_expert and score_sum
-        are [B, E].
+      experts: int[..., K], a selection that was already made, for example by a backend. Unlike `forced_experts` it may
+        be combined with every option; options that only affect selection then have no effect.
+      sequences: B. The tokens are B equal contiguous sequences; tokens_per_expert and score_sum are [B, E].
 
     Returns: `Routing`.
     """
@@ -205,8 +203,8 @@ def route_backward(
 ):
     """d_logits, float64[..., E], from the cotangents of `route`'s differentiable results.
 
-    Args: d_weights [..., K], d_score_sum [E] ([B, E] with `sequences`), d_lse [...]; None is zero.
-    The rest as in `route`. Section 4, formula by formula.
+    Args: d_weights [..., K], d_score_sum [E] ([B, E] with `sequences`), d_lse [...]; None means zero. Other arguments
+    as in `route`. Implements the formulas of section 4.
     """
     z = as_float64(logits, "logits")
     steering = {
@@ -306,7 +304,7 @@ def dense(weights, experts, num_experts, routing_map_format="bytemap", index_dty
 
 
 def dense_backward(d_probs, experts):
-    """Cotangent of the weights [..., K] from that of the probs [..., E]; unselected ones are ignored."""
+    """The cotangent of the weights [..., K] from that of the probs [..., E]; unselected ones are ignored."""
     return _take_selected(as_float64(d_probs, "d_probs"), np.asarray(experts, np.int64))
 
 

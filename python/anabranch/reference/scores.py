@@ -3,11 +3,11 @@
 import numpy as np
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-SQRTSOFTPLUS_TAIL = -20.0  # below it sqrt(softplus(z)) is exp(z/2)
+SQRTSOFTPLUS_TAIL = -20.0  # below it, sqrt(softplus(z)) is computed as exp(z/2)
 
 
 def as_float64(array, name="array"):
-    """`array` as float64; ml_dtypes' bfloat16 included, integers and bools refused."""
+    """`array` as float64. Accepts ml_dtypes' bfloat16, refuses integers and bools."""
     array = np.asarray(array)
     if array.dtype.kind not in "fV":
         raise TypeError(f"{name}: got dtype {array.dtype}, expected a floating dtype")
@@ -17,7 +17,7 @@ def as_float64(array, name="array"):
 def logsumexp(logits):
     """log sum_e exp z_e over the last axis, as max z + log sum exp(z - max z).
 
-    NaN where a row holds NaN or +inf, or nothing but -inf.
+    NaN if a row contains NaN or +inf, or only -inf.
     """
     z = as_float64(logits, "logits")
     top = z.max(axis=-1, keepdims=True)
@@ -52,7 +52,7 @@ def scores(logits, score_function):
 def score_gradient(logits, score_function):
     """s'(z) of the two elementwise score functions. float64[..., E].
 
-    sigmoid: s (1 - s).  sqrtsoftplus: sigmoid(z) / (2 s), and s/2 for z < -20.  Both 0 at -inf.
+    sigmoid: s (1 - s).  sqrtsoftplus: sigmoid(z) / (2 s), and s/2 for z < -20.  Both are 0 at -inf.
     """
     z = as_float64(logits, "logits")
     if score_function == "sigmoid":

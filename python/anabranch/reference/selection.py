@@ -1,6 +1,6 @@
-"""Which K experts a token gets, in numpy float64, and whether another selection agrees. Semantics, section 1.
+"""Selects the K experts of each token in numpy float64, and checks other selections. Semantics, section 1.
 
-The order everywhere: larger key first, then smaller index.
+Order: larger key first, then smaller index.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 
 from .scores import as_float64, scores
 
-# where keys are computed, float32 backends may swap experts whose keys are this near
+# Where keys are computed, float32 backends may swap experts whose keys differ by at most this many ulp.
 KEY_ULPS = {"softmax": 32, "sigmoid": 4, "sqrtsoftplus": 4}
 FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
@@ -30,31 +30,30 @@ def _biased_scores(z, score_function, bias):
 def best_first(keys):
     """Indices by descending key, then ascending index: NaN above +inf, -0.0 equal to +0.0.
 
-    numpy sorts ascending with NaN last; a stable sort of the reversed row, read backwards, is the
-    order wanted.
+    numpy sorts ascending with NaN last. A stable sort of the reversed row, read backwards, gives this order.
     """
     size = keys.shape[-1]
     return size - 1 - np.argsort(keys[..., ::-1], axis=-1, kind="stable")[..., ::-1]
 
 
 class Groups(NamedTuple):
-    """G groups of which g stay, and n, how many of a group's keys its score adds up; None: K/g of them."""
+    """`number` groups, of which `kept` are selected; a group's score is the sum of its `score_topk` best keys."""
 
     number: int
     kept: int
     score_topk: int | None
 
     def members(self, topk):
-        """How many of a group's keys its score adds up."""
+        """The number of a group's keys in its score; K / kept if score_topk is None."""
         return topk // self.kept if self.score_topk is None else self.score_topk
 
     def by_logits(self, score_function, normalize, expert_bias):
-        """Whether scores of groups add up z; else s + b."""
+        """Whether group scores are sums of z; otherwise of s + b."""
         return self.score_topk is None and expert_bias is None and score_function == "softmax" and normalize
 
 
 def groups_in_use(num_groups, group_topk, group_score_topk=None):
-    """Groups, or None when they aren't used: None, 0 and -1 mean "not used"."""
+    """`Groups`, or None if they are not used: None, 0 and -1 mean "not used"."""
     unused = (None, 0, -1)
     if (num_groups in unused) != (group_topk in unused):
         raise ValueError(f"num_groups, group_topk: got {num_groups}, {group_topk}, expected both or neither")
@@ -89,11 +88,10 @@ def _check_selection(num_experts, topk, groups):
 
 
 def group_keys(logits, topk, score_function, normalize, expert_bias, groups):
-    """What a group's score adds up, [..., G, E/G], and the scores themselves, [..., G].
+    """The keys that group scores sum, [..., G, E/G], and the group scores, [..., G].
 
-    A group's score is the sum of its n largest s + b (b = 0 without a bias; -inf where z = -inf).
-    Where no n is given, that is K/g; and for normalised softmax without a bias z takes the place of
-    s + b.
+    A group's score is the sum of its n largest s + b (b = 0 without a bias; -inf where z = -inf). If n is not given it
+    is K/g, and normalised softmax without a bias sums z instead of s + b.
     """
     z = as_float64(logits, "logits")
     if groups.by_logits(score_function, normalize, expert_bias):
@@ -108,10 +106,9 @@ def group_keys(logits, topk, score_function, normalize, expert_bias, groups):
 
 
 def select_within(keys, topk, kept_groups, num_groups):
-    """The K best experts of the kept groups, [..., K]; `kept_groups` [..., g] ascending.
+    """The K best experts of the selected groups, [..., K]; `kept_groups` [..., g] ascending.
 
-    Only those experts stand in the row that is sorted, so no other can be selected, not even when
-    every key is -inf.
+    The sorted row contains only experts of these groups, so that no other can be selected even if every key is -inf.
     """
     size = keys.shape[-1] // num_groups
     experts = (kept_groups[..., :, None] * size + np.arange(size)).reshape(*kept_groups.shape[:-1], -1)
@@ -159,12 +156,12 @@ def selection_agrees(
     group_score_topk=None,
     token_mask=None,
 ):
-    """Whether each token's `experts` int[..., K] are a right selection, float32 rounding allowed. bool[...].
+    """Whether each token's `experts` int[..., K] are a correct selection up to float32 rounding. bool[...].
 
-    Exact where neither a bias nor groups are used, and between experts (groups) whose inputs are
-    equal. Otherwise two experts may have swapped places, or one stand in for the other, where their
-    keys differ by at most 4 float32 ulp (softmax: 32) of max(|s|, |b|), two groups where their scores
-    differ by as many times that as keys make a score; keys below float32's smallest normal number count as equal.
+    The check is exact without a bias or groups, and between experts (groups) with equal inputs. Otherwise two experts
+    may swap places, or one replace the other, if their keys differ by at most 4 float32 ulp (softmax: 32) of
+    max(|s|, |b|). For two groups the bound is multiplied by the number of keys in a score. Keys below the smallest
+    normal float32 number are equal.
     """
     z = as_float64(logits, "logits")
     got = np.asarray(experts).astype(np.int64)
@@ -188,9 +185,9 @@ def _rounding(magnitude, score_function):
 
 
 def _precedes(keys, rounding, inputs, those):
-    """bool[n, len(those)]: index i has to come before those[j], on a backend that rounds too.
+    """bool[n, len(those)]: whether index i has to precede those[j] on a backend that rounds to float32.
 
-    inputs [n, ...]: what a key is computed from; equal inputs give equal keys on every backend.
+    inputs [n, ...]: the inputs of a key; equal inputs give equal keys on every backend.
     """
     rank = np.empty(keys.size, np.int64)
     rank[best_first(keys)] = np.arange(keys.size)
@@ -208,7 +205,7 @@ def _row_agrees(got, z, groups, score_function, normalize, expert_bias):
     computed = _rounding(np.maximum(np.abs(scores(z, score_function)), np.abs(bias)), score_function)
     keys = selection_keys(z, score_function, expert_bias)
     precedes = _precedes(keys, np.zeros_like(z) if expert_bias is None else computed, inputs, got)
-    # place[e]: the slot of expert e, K where it isn't selected
+    # place[e]: the position of expert e in `got`, K if it is not selected
     place = np.full(z.size, got.size)
     place[got] = np.arange(got.size)
     overtaken = precedes & (place[:, None] > np.arange(got.size))
@@ -219,19 +216,19 @@ def _row_agrees(got, z, groups, score_function, normalize, expert_bias):
 
 
 def _kept_groups(got, z, inputs, computed, overtaken, groups, score_function, normalize, expert_bias):
-    """bool[G]: the g groups that a backend which selected `got` must have kept; None if it can't be."""
+    """bool[G]: the g groups that a backend which selected `got` must have selected; None if that is impossible."""
     count, kept_count, _ = groups
     members = groups.members(got.size)
     _, group_scores = group_keys(z, got.size, score_function, normalize, expert_bias, groups)
     if groups.by_logits(score_function, normalize, expert_bias):
-        # the largest logit by itself is exact; a sum of several is rounded
+        # A score that is one logit is exact; a sum of several is rounded.
         computed = _rounding(np.abs(z), score_function) if members > 1 else np.zeros_like(z)
     rounding = members * computed.reshape(count, -1).max(-1)
     precedes = _precedes(group_scores, rounding, inputs.reshape(count, -1), np.arange(count))
 
     kept = np.zeros(count, bool)
     kept[got // (z.size // count)] = True
-    # a kept group that gave no expert can't hold one that precedes a selected one
+    # A selected group without a selected expert must not contain an expert that precedes a selected one.
     silent = ~overtaken.reshape(count, -1).any(-1)
     for group in best_first(group_scores):
         if kept.sum() < kept_count and silent[group]:

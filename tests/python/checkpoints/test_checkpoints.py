@@ -47,7 +47,7 @@ def shape_of(axes, sizes):
 
 def tensors_of(stored, dtype, seed, sizes=LETTERS):
     """Random tensors of one array by name."""
-    names = [name.format(e=e) for e in range(sizes["e"] if stored.an_expert_each else 1) for name in stored.names]
+    names = [name.format(e=e) for e in range(sizes["e"] if stored.per_expert else 1) for name in stored.names]
     return {name: bits(shape_of(stored.axes, sizes), dtype, seed + i) for i, name in enumerate(names)}
 
 
@@ -113,7 +113,7 @@ def test_only_what_the_checkpoint_has_in_pieces_is_copied(name):
         if stored is None:
             continue
         array = getattr(block, part)[ARGUMENTS.get(place, place)]
-        in_pieces = stored.an_expert_each or len(stored.names) == 2
+        in_pieces = stored.per_expert or len(stored.names) == 2
         if in_pieces:
             assert not any(np.shares_memory(array, tensors[name]) for name in tensors)
         else:
@@ -124,7 +124,7 @@ def test_only_what_the_checkpoint_has_in_pieces_is_copied(name):
         apart = len(stored.names) == 2 and "ef" in stored.axes  # an expert's gate and up are neighbours in w_in
         for tensor in tensors_of(stored, np.float32, 0) if not apart else ():
             assert np.shares_memory(back[tensor], block.experts[place]), tensor
-            assert back[tensor].flags.c_contiguous or not stored.an_expert_each
+            assert back[tensor].flags.c_contiguous or not stored.per_expert
 
 
 def test_values_stand_where_the_formulas_have_them():
@@ -203,7 +203,7 @@ WRONG = {
     ),
     "one too many": (
         {"experts__4__w3__weight": np.zeros((F, D), np.float32)},
-        r"m\.: got m\.experts\.4\.w3\.weight, for which the family has no place",
+        r"m\.: got m\.experts\.4\.w3\.weight, which the family does not have",
     ),
     "another family's": ({"shared__weight": np.zeros(3, np.float32)}, r"m\.: got m\.shared\.weight, for which"),
 }
@@ -225,14 +225,14 @@ def experts_changed(family, wrong):
     tensors = checkpoint(family)
     each = [stored for stored in (family.w_in, family.w_out, family.b_in, family.b_out) if stored is not None]
     fewer, more = (sizes_of(family) | {"e": E + change} for change in (-1, 1))
-    if wrong in ("last", "middle") and family.w_out.an_expert_each:
+    if wrong in ("last", "middle") and family.w_out.per_expert:
         name = family.w_out.names[0].format(e={"last": E - 1, "middle": 1}[wrong])
         return {n: a for n, a in tensors.items() if n != name}, name
-    if wrong == "more" and family.w_out.an_expert_each:
+    if wrong == "more" and family.w_out.per_expert:
         name = family.w_out.names[0].format(e=E)
         return tensors | {name: np.zeros((1, 1), np.float32)}, name
     first = family.w_in.names[0]
-    if family.w_in.an_expert_each:
+    if family.w_in.per_expert:
         names = [name.format(e=E - 1) for stored in each for name in stored.names]
         return {n: a for n, a in tensors.items() if n not in names}, first.format(e=E - 1)
     for stored in each:
@@ -348,6 +348,6 @@ def test_the_page_says_how_every_family_is_stored():
         pieces = [
             place
             for place in ("w_in", "w_out")
-            if getattr(family, place).an_expert_each or len(getattr(family, place).names) == 2
+            if getattr(family, place).per_expert or len(getattr(family, place).names) == 2
         ]
         assert copied == {0: "none", 1: "`w_in`", 2: "`w_in`, `w_out`"}[len(pieces)], name

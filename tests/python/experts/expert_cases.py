@@ -111,7 +111,7 @@ def oracle(net, activation, slot_of_row=None):
     y = reference.expert_ffn(net.rows, net.w_in, net.w_out, **given)
     # Where slopes jump, what is rounded to the other side of a limit has another one.
     kept = net.rows.dtype if as_activation(activation).limit else None
-    gradients = reference.expert_ffn_backward(net.d_y, net.rows, net.w_in, net.w_out, **given, kept_dtype=kept)
+    gradients = reference.expert_ffn_backward(net.d_y, net.rows, net.w_in, net.w_out, **given, saved_dtype=kept)
     return y, named(gradients)
 
 

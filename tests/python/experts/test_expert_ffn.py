@@ -232,7 +232,7 @@ def test_slopes_of_situ_are_exact_in_saturation(a):
 )
 def test_two_inputs_need_gated_experts(activation):
     net = network(np.random.default_rng(12), [3], 4, 1, 5)
-    with pytest.raises(ValueError, match=f"activation: got {activation.name}, of two inputs"):
+    with pytest.raises(ValueError, match=f"activation: got {activation.name}, which has two inputs"):
         run(net, activation)
 
 

@@ -36,7 +36,7 @@ def check(rng, plan, num_tokens, num_experts, topk, *, dtype="float32", d_dtype=
 
     @jax.jit
     def both(operands, d_out):
-        y, h = ffn_forward(config, operands, keep_h=True)
+        y, h = ffn_forward(config, operands, save_h=True)
         return y, h, ffn_backward(config, operands, h, d_out)
 
     y, h, gradients = both(operands, d_out)
@@ -113,8 +113,8 @@ def test_late_weights_elsewhere_give_the_same_gradients():
     )
     config = FfnConfig(topk=2)
     weighted = operands._replace(weights=weights)
-    y, h = ffn_forward(config, operands, keep_h=True)
-    weighted_y, same_h = ffn_forward(config, weighted, keep_h=True)
+    y, h = ffn_forward(config, operands, save_h=True)
+    weighted_y, same_h = ffn_forward(config, weighted, save_h=True)
     np.testing.assert_array_equal(np.asarray(h), np.asarray(same_h))
     slots = np.asarray(plan.slot_of_row)
     w = np.where(slots >= 0, np.asarray(weights).reshape(-1)[np.maximum(slots, 0)], 0.0)

@@ -13,8 +13,8 @@ from flax import nnx
 import anabranch.jax as ab
 from anabranch.jax.linen import MoEBlock
 from anabranch.jax.nnx import MoE
-from anabranch.jax.ops.experts import grouped_product, grouped_weight_gradient
-from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, SlotProduct, ffn_backward, ffn_forward
+from anabranch.jax.ops.experts import grouped_gemm, grouped_weight_gradient
+from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, SlotGemm, ffn_backward, ffn_forward
 
 T, E, K, D, F, R = 6, 3, 2, 4, 5, 9
 SIZES, EXPERTS = np.array([4, 0, 3], np.int32), np.arange(T * K, dtype=np.int32).reshape(T, K) % E
@@ -182,7 +182,7 @@ def test_what_it_is_not(value):
 
 
 def wrong_product():
-    return grouped_product(ones(R, D), ones(E, D, F), SIZES, transpose_w=False, precision=7)
+    return grouped_gemm(ones(R, D), ones(E, D, F), SIZES, transpose_w=False, precision=7)
 
 
 def wrong_weight_gradient():
@@ -191,14 +191,14 @@ def wrong_weight_gradient():
 
 def wrong_sum():
     rows = jnp.arange(R, dtype=jnp.int32)
-    return SlotProduct(ones(R, D), ones(E, D, F), SIZES, rows, 7).sum(rows[:, None], None, jnp.float32)
+    return SlotGemm(ones(R, D), ones(E, D, F), SIZES, rows, 7).sum(rows[:, None], None, jnp.float32)
 
 
 OPERANDS = FfnOperands(ones(R, D), None, jnp.asarray(SIZES), *MATRICES, None, None, None)
 
 
 def wrong_forward():
-    return ffn_forward(FfnConfig(precision=7), OPERANDS, keep_h=False)[0]
+    return ffn_forward(FfnConfig(precision=7), OPERANDS, save_h=False)[0]
 
 
 def wrong_backward():

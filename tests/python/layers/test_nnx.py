@@ -191,7 +191,7 @@ def test_quantile_balancing_sets_the_bias():
     after = layer(x)
     assert after.tokens_per_expert.max() < 1.5 * 400 * 2 / 6
     assert isinstance(layer.expert_bias, RouterState)
-    with pytest.raises(ValueError, match="update_quantile_bias: got a layer of another balance"):
+    with pytest.raises(ValueError, match="update_quantile_bias: got a layer without quantile balancing"):
         _layer(use_expert_bias=True).update_quantile_bias(before.qb_histogram)
     with pytest.raises(ValueError, match=re.escape("qb_histogram: got int32[6, 4], expected int32 [E=6, bins=400]")):
         layer.update_quantile_bias(jnp.zeros((6, 4), jnp.int32))

@@ -73,7 +73,7 @@ def check_routed(arrays, platform="cpu", quantized=None, put=None, sent=False, k
     np.testing.assert_array_equal(counts, found.tokens_per_expert)
     assert int(dropped) == int(found.dropped)
     dtype = arrays["x"].dtype
-    of_backward = settings | dict(kept=kept, kept_dtype=dtype, sent_dtype=dtype if sent else None)
+    of_backward = settings | dict(kept=kept, saved_dtype=dtype, sent_dtype=dtype if sent else None)
     want = reference.routed_experts_backward(**arrays, **of_backward, d_output=d_output)
     got = {name: np.asarray(array) for name, array in gradients.items()} | {"output": np.asarray(output)}
     experts, weights = arrays["experts"], np.asarray(arrays["weights"], np.float32)

@@ -129,7 +129,7 @@ def in_our_layout(gradients, layouts):
     return gradients | {name: gradients[name].transpose(layouts.order(name)) for name in laid_out(gradients)}
 
 
-def kept_dtype(activation, dtype):
+def saved_dtype(activation, dtype):
     """What the oracle has to round h to: where slopes jump, an h beyond a limit by rounding has another slope."""
     return DTYPES[dtype] if as_activation(activation).limit else None
 
@@ -188,8 +188,8 @@ def wanted_layer(arrays, cotangents, *, kept=None, **options):
     }
     if options.get("forced_experts") is not None:
         settings.pop("experts")
-    kept_as = kept_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
-    gradients = reference.moe_backward(*main, *cotangents, **settings, kept_dtype=kept_as)
+    kept_as = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
+    gradients = reference.moe_backward(*main, *cotangents, **settings, saved_dtype=kept_as)
     return reference.moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
 
 

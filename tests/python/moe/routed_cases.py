@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from moe_cases import BOUND, EXPERT_AXIS, in_our_layout, kept_dtype, layouts_of, operands, stored
+from moe_cases import BOUND, EXPERT_AXIS, in_our_layout, layouts_of, operands, saved_dtype, stored
 
 import frameworks
 from anabranch.jax import routed_experts
@@ -67,7 +67,7 @@ def check_routed(arrays, *, kept=None, tiny=False, **options):
     names = ("activation", "weight_early", "align_size")
     settings = {name: options[name] for name in names if name in options} | {"kept": kept}
     wanted = reference.routed_experts(**arrays, **settings)
-    settings["kept_dtype"] = kept_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
+    settings["saved_dtype"] = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
     wanted_gradients = reference.routed_experts_backward(**arrays, **settings, d_output=d_output)
     bound = BOUND[str(arrays["x"].dtype)]
     assert_close(output, wanted.output, bound, "output")

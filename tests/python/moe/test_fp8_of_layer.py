@@ -56,7 +56,7 @@ def test_the_whole_layer(platform):
         np.testing.assert_array_equal(getattr(result, name), getattr(highest, name), err_msg=name)
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     settings = dict(experts=selected(arrays, options), **{n: arrays[n] for n in ("gate_bias", "b_in", "b_out")})
-    settings["kept_dtype"] = arrays["x"].dtype
+    settings["saved_dtype"] = arrays["x"].dtype
     want = reference.moe_backward(*main, *cotangents, **options, **settings, fp8_scales="float32")
     found = reference.moe(*main, **options, **settings, fp8_scales="float32")
     got = {name: np.asarray(array) for name, array in gradients.items()} | {"output": np.asarray(result.output)}

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from moe_cases import BOUND, DTYPES, kept_dtype
+from moe_cases import BOUND, DTYPES, saved_dtype
 
 import frameworks
 from anabranch.activation import Activation
@@ -34,9 +34,9 @@ def test_output_and_gradients(parts, activation, gate, dtype):
     numbers = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
     assert output.dtype == dtype
     assert_close(output, reference.shared_expert(**numbers, activation=activation), BOUND[dtype], "output")
-    kept_as = kept_dtype(activation, dtype) if frameworks.in_torch() else None
+    kept_as = saved_dtype(activation, dtype) if frameworks.in_torch() else None
     wanted = reference.shared_expert_backward(
-        **numbers, activation=activation, d_output=np.asarray(d_output, float), kept_dtype=kept_as
+        **numbers, activation=activation, d_output=np.asarray(d_output, float), saved_dtype=kept_as
     )
     for name, gradient in gradients.items():
         assert gradient.dtype == arrays[name].dtype

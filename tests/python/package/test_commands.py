@@ -43,10 +43,10 @@ def test_info_names_what_it_found():
 
 
 def test_info_says_why_there_is_no_torch(monkeypatch):
-    monkeypatch.setattr(info._versions, "found", {"torch": "2.8.1+cpu"}.get)
+    monkeypatch.setattr(info._versions, "installed", {"torch": "2.8.1+cpu"}.get)
     facts = info.collect()
     assert facts["torch devices"] == ("none: torch 2.8.1+cpu is too old for anabranch.torch, which needs 2.9 or newer")
-    monkeypatch.setattr(info._versions, "found", lambda package: None)
+    monkeypatch.setattr(info._versions, "installed", lambda package: None)
     assert info.collect()["torch devices"] == "none: torch is not installed"
     assert "torch built for" not in info.collect()
 
@@ -58,13 +58,13 @@ def test_neither_framework_is_imported_with_the_package():
 
 
 def test_info_warns_of_versions_that_were_never_tested(monkeypatch):
-    monkeypatch.setattr(info._versions, "found", {"python": "3.11.7", "jax": "0.9.2", "numpy": "3.0.0rc1"}.get)
+    monkeypatch.setattr(info._versions, "installed", {"python": "3.11.7", "jax": "0.9.2", "numpy": "3.0.0rc1"}.get)
     assert re.fullmatch(
         r"jax 0\.9\.2 was never tested, 0\.10, .* were; numpy 3\.0\.0rc1 was never tested, .* were",
         info.collect()["warning"],
     )
     monkeypatch.setattr(
-        info._versions, "found", lambda package: {p: s[-1] for p, s in info._versions.TESTED.items()}.get(package)
+        info._versions, "installed", lambda package: {p: s[-1] for p, s in info._versions.TESTED.items()}.get(package)
     )
     assert "warning" not in info.collect()
 

@@ -6,12 +6,12 @@ import pytest
 
 from anabranch.reference.dispatch import plan
 from anabranch.reference.experts import (
+    activate,
+    activate_backward,
     expert_ffn,
     expert_ffn_backward,
     grouped_matmul,
     grouped_matmul_backward,
-    hidden,
-    hidden_backward,
 )
 from anabranch.reference.fp8 import BLOCK, FP8_SCALES, e4m3, quantize_rows, quantize_weights
 from anabranch.reference.moe import moe, moe_backward, routed_experts, routed_experts_backward
@@ -133,14 +133,14 @@ def test_the_network_is_the_formulas_with_quantised_products(parts, weight_early
         w_in = [q2(arrays["w_in"][e, :, p]) for p in range(parts)]
         w_out, w, x = q2(arrays["w_out"][e]), arrays["row_weights"][r].astype(np.float64), arrays["rows"][r]
         h = np.stack([q1(x) @ w_in[p] for p in range(parts)]) + arrays["b_in"][e]
-        a = hidden(h[None], "silu")[0]
+        a = activate(h[None], "silu")[0]
         of_row = (
             q1(w * a) @ w_out + w * arrays["b_out"][e] if weight_early else w * (q1(a) @ w_out + arrays["b_out"][e])
         )
         np.testing.assert_allclose(y[r], of_row, rtol=1e-12, atol=1e-12)
         d_a = q1(d_y[r]) @ w_out.T
         want["row_weights"][r] = d_a @ a + d_y[r].astype(np.float64) @ arrays["b_out"][e]
-        d_h = hidden_backward(w * d_a[None], h[None], "silu")[0]
+        d_h = activate_backward(w * d_a[None], h[None], "silu")[0]
         want["rows"][r] = sum(q1(d_h[p]) @ w_in[p].T for p in range(parts))
         want["w_in"][e] += x[:, None, None] * d_h
         want["b_in"][e] += d_h

@@ -1,9 +1,9 @@
-"""Quantile balancing's oracle: cutoffs, histograms and quantiles against plain words, and that the bias balances."""
+"""The oracle of quantile balancing: thresholds, histograms and quantiles against direct formulas, and balance."""
 
 import numpy as np
 import pytest
 
-from anabranch.reference.quantile import bin_positions, cutoffs, qb_histogram, quantile_bias
+from anabranch.reference.quantile import bin_positions, qb_histogram, quantile_bias, thresholds
 from anabranch.reference.router import route, scores
 
 inf, nan = np.inf, np.nan
@@ -18,9 +18,9 @@ def test_the_histogram_agrees_with_loops(function):
     want = np.zeros((6, 9), int)
     for row, real in zip(z, mask, strict=True):
         s = scores(row, function)
-        cutoff = sorted(s + bias)[-3]
+        threshold = sorted(s + bias)[-3]
         for e in range(6):
-            place = int(np.floor((cutoff - s[e] + 0.25) * 9 / 0.75))
+            place = int(np.floor((threshold - s[e] + 0.25) * 9 / 0.75))
             want[e, min(max(place, 0), 8)] += real
     np.testing.assert_array_equal(got, want)
     assert got.dtype == np.int32 and (got.sum(axis=1) == mask.sum()).all()
@@ -30,8 +30,8 @@ def test_equal_keys_infinities_and_nan():
     options = {"score_function": "sigmoid", "expert_bias": np.zeros(4)}
     z = np.array([[0.0, 0.0, 0.0, 0.0], [1.0, nan, 0.0, -1.0], [nan, nan, nan, 0.0], [0.0, -inf, -inf, -inf]])
     half, low = 0.5, 1 / (1 + np.exp(1.0))
-    np.testing.assert_allclose(cutoffs(z, 2, **options), [half, half, nan, -inf])
-    np.testing.assert_allclose(cutoffs(z[1], 3, **options), low)
+    np.testing.assert_allclose(thresholds(z, 2, **options), [half, half, nan, -inf])
+    np.testing.assert_allclose(thresholds(z[1], 3, **options), low)
     # of the second token the expert that is NaN isn't counted, of the third none is; -inf is below all bins
     got = qb_histogram(z, 2, -1.0, 1.0, 2, **options)
     np.testing.assert_array_equal(got, [[2, 1], [1, 1], [1, 2], [1, 2]])
@@ -42,10 +42,10 @@ def test_equal_keys_infinities_and_nan():
 def test_all_but_one_expert_may_be_selected():
     z = np.array([[3.0, 1.0, 2.0]])
     np.testing.assert_allclose(
-        cutoffs(z, 2, score_function="sigmoid", expert_bias=np.zeros(3)), scores(z, "sigmoid")[:, 1]
+        thresholds(z, 2, score_function="sigmoid", expert_bias=np.zeros(3)), scores(z, "sigmoid")[:, 1]
     )
     with pytest.raises(ValueError, match="topk: got 3, expected 1 to 2"):
-        cutoffs(z, 3, score_function="sigmoid", expert_bias=np.zeros(3))
+        thresholds(z, 3, score_function="sigmoid", expert_bias=np.zeros(3))
     with pytest.raises(ValueError, match="expected lower < upper"):
         qb_histogram(z, 1, 1.0, 1.0, 4, score_function="sigmoid", expert_bias=np.zeros(3))
 

@@ -1,8 +1,8 @@
-"""Checks of arguments, all in one error style: "argument: got X, expected Y".
+"""Checks of arguments, with one error style: "argument: got X, expected Y".
 
-A wrong type or dtype is a TypeError, a wrong shape, value or combination a ValueError. What is on the host is checked
-by value, too, and never wrapped or rounded away: a numpy array of int64 as well as a Python number. What is traced or
-on a device is data: its values are not looked at.
+A wrong type or dtype raises TypeError, a wrong shape, value or combination ValueError. Values on the host (Python
+numbers and numpy arrays) are checked too, and never wrapped or rounded. The values of traced arrays and of arrays on a
+device are not read.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ INTEGERS = (*INDICES, "int8", "uint8", "uint16", "uint32", "uint64")
 BOOL = ("bool",)
 _INT32 = np.iinfo(np.int32)
 
-# An axis is a size, a name (any size), or (name, size); `...` first: any leading axes.
+# An axis is a size, a name (any size) or (name, size). A leading `...` means any leading axes.
 Axis = Any
 
 
@@ -53,12 +53,12 @@ def _axis_text(axis: Axis) -> str:
 
 
 def _axis_fits(axis: Axis, size: int) -> bool:
-    wanted = axis[1] if isinstance(axis, tuple) else axis
-    return isinstance(wanted, str) or wanted == size
+    expected = axis[1] if isinstance(axis, tuple) else axis
+    return isinstance(expected, str) or expected == size
 
 
 def _checked(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> Any:
-    """`value`, a JAX or numpy array of one of `dtypes` and of the given shape; see `array`."""
+    """Checks that `value` is a JAX or numpy array of one of `dtypes` with the given shape; see `array`."""
     expected = f"{' or '.join(dtypes)} [{', '.join(map(_axis_text, shape))}]"
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)) or isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: got {describe(value)}, expected an array, {expected}")
@@ -66,8 +66,8 @@ def _checked(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]
         raise TypeError(f"{name}: got {describe(value)}, expected {expected}")
     if not all(isinstance(size, int) for size in value.shape):
         raise ValueError(
-            f"{name}: got {describe(value)} of symbolic sizes, expected numbers: buffers are laid out for one shape, "
-            "export a program for each"
+            f"{name}: got {describe(value)} with symbolic sizes, expected static ones: buffers are sized for one "
+            "shape; export one program per shape"
         )
     leading = bool(shape) and shape[0] is Ellipsis
     axes = tuple(shape[1:]) if leading else tuple(shape)
@@ -78,10 +78,10 @@ def _checked(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]
 
 
 def array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> jax.Array:
-    """Returns `value` as a JAX array of one of `dtypes` and of the given shape.
+    """Returns `value` as a JAX array after checking its dtype and shape.
 
     Raises:
-      TypeError: not an array, another dtype, or one that JAX holds with jax_enable_x64 only.
+      TypeError: not an array, another dtype, or a dtype that JAX supports with jax_enable_x64 only.
       ValueError: another shape.
     """
     value = _checked(name, value, dtypes, shape)
@@ -91,15 +91,15 @@ def array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -
 
 
 def optional_array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> jax.Array | None:
-    """Like `array`; None stays None."""
+    """Like `array`, but accepts None."""
     return None if value is None else array(name, value, dtypes, shape)
 
 
 def narrow(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> jax.Array:
-    """Like `array`, of indices, sizes or a map; dtypes that are wider than int32 become int32.
+    """Like `array`, for indices, sizes or a map; converts dtypes wider than int32 to int32.
 
-    What int32 can't hold becomes the nearest that it can: zero stays zero and an index or a size that is out of range
-    stays so, since all ranges end below 2^31.
+    Values outside int32 are clipped. Zero stays zero, and an index or size that is out of range stays out of range,
+    since all ranges end below 2^31.
     """
     value = _checked(name, value, dtypes, shape)
     if value.dtype in (np.int64, np.uint32, np.uint64):
@@ -113,7 +113,7 @@ def narrow(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) 
 
 
 def indices(name: str, value: Any, shape: Sequence[Axis]) -> jax.Array:
-    """Indices or sizes of any of INDICES as int32, an index or size out of range as one that is out of range."""
+    """Indices or sizes of a dtype in INDICES as int32; out-of-range values stay out of range (`narrow`)."""
     return narrow(name, value, INDICES, shape).astype(jnp.int32)
 
 
@@ -130,27 +130,27 @@ def amounts(
     minimum: int = -INDEX_LIMIT,
     maximum: int = INDEX_LIMIT - 1,
 ) -> jax.Array:
-    """Like `array`, of numbers that have to be held as they are; int64 and uint64 of numpy become int32.
+    """Like `array`, for numbers whose values matter; converts numpy's int64 and uint64 to int32.
 
     Raises:
-      ValueError: besides, on the host, a number that is not in [minimum, maximum], NaN too.
+      ValueError: additionally, a host array contains NaN or a number outside [minimum, maximum].
     """
     value = _checked(name, value, dtypes, shape)
     if isinstance(value, jax.Array):
         return value
-    held = (value >= minimum) & (value < maximum + 1)  # false for NaN; float32 holds 2^31, but not 2^31 - 1
-    if not np.all(held):
-        wrong = np.ravel(value)[np.argmin(np.ravel(held))]
+    valid = (value >= minimum) & (value < maximum + 1)  # False for NaN; float32 represents 2^31 but not 2^31 - 1
+    if not np.all(valid):
+        wrong = np.ravel(value)[np.argmin(np.ravel(valid))]
         raise ValueError(f"{name}: got {wrong} in {describe(value)}, expected numbers in [{minimum}, {maximum}]")
     return jnp.asarray(value.astype(np.int32) if value.dtype.itemsize == 8 else value)
 
 
 def dtype(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Returns the name of a dtype, one of `choices`, from whatever stands for one: a name, a type or a numpy.dtype."""
+    """Returns the name of a dtype, one of `choices`, given as a name, a type or a numpy.dtype."""
     try:
-        # An array has a dtype, but is none.
+        # An array has a dtype but is not one.
         got = np.dtype(value).name if isinstance(value, (str, type, np.dtype)) else describe(value)
-    except Exception:  # numpy raises errors of many types, some of them those of the value
+    except Exception:  # numpy raises many error types, also those of the value's own methods
         got = shown(value)
     if got not in choices:
         raise TypeError(f"{name}: got {got}, expected {' or '.join(choices)}")

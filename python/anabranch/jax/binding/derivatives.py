@@ -1,7 +1,8 @@
-"""Functions with a rule for reverse mode alone: a forward-mode derivative is an error that names the function.
+"""Functions with a reverse-mode rule only: a forward-mode derivative raises an error that names the function.
 
-Every operand passes through an identity whose tangent is a linear operation that can be transposed but not run. Reverse
-mode transposes it; `jax.jvp`, `jax.jacfwd` and the function that `jax.linearize` returns run it, or map it by vmap.
+Every operand passes through an identity whose tangent is a linear operation that JAX can transpose but not evaluate.
+Reverse mode transposes it. `jax.jvp`, `jax.jacfwd` and the function that `jax.linearize` returns evaluate it or map it
+with vmap, which raises.
 """
 
 import functools
@@ -16,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 def _refuse(*_: Any, name: str, **__: Any) -> Any:
     raise TypeError(
-        f"{name}: got a forward-mode derivative to take, expected jax.grad or jax.vjp: anabranch has reverse mode only"
+        f"{name}: got a forward-mode derivative, expected jax.grad or jax.vjp: anabranch supports reverse mode only"
     )
 
 
@@ -25,7 +26,7 @@ _tangent.def_impl(_refuse)
 _tangent.def_abstract_eval(lambda tangent, *, name: tangent)
 ad.deflinear2(_tangent, lambda cotangent, _, *, name: [cotangent])
 mlir.register_lowering(_tangent, _refuse)
-# Reverse mode never maps tangents: vmap maps _operand before it is differentiated, or what comes after transposition.
+# Reverse mode never maps tangents: vmap maps _operand before differentiation, or the result after transposition.
 batching.primitive_batchers[_tangent] = _refuse
 
 
@@ -44,7 +45,7 @@ batching.primitive_batchers[_operand] = lambda values, axes, *, name: (_operand.
 
 
 class ReverseMode:
-    """`jax.custom_vjp` of a function of positional arguments, whose forward-mode derivative is an error of ours."""
+    """`jax.custom_vjp` of a function of positional arguments that refuses forward-mode derivatives."""
 
     def __init__(self, function: Callable[..., Any], name: str, nondiff_argnums: tuple[int, ...]):
         functools.update_wrapper(self, function)
@@ -59,12 +60,12 @@ class ReverseMode:
         )
 
     def _differentiable(self, leaf: Any) -> Any:
-        # What is not traced has no tangent, and what is called without a transformation does no more than before.
+        # Values that are not traced have no tangent; leaving them alone keeps eager calls unchanged.
         if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
             return _operand.bind(leaf, name=self._name)
         return leaf
 
 
 def reverse_mode(name: str, nondiff_argnums: tuple[int, ...] = ()) -> Callable[[Callable[..., Any]], ReverseMode]:
-    """A decorator: `jax.custom_vjp` for the public function `name`."""
+    """Decorator: `jax.custom_vjp` for the public function `name`, without forward mode."""
     return lambda function: ReverseMode(function, name, nondiff_argnums)

@@ -1,7 +1,7 @@
 """The bridge from JAX to the C library: registers the XLA FFI handlers and calls them.
 
-A call names its operands and results as the C struct does (include/anabranch/*.h); None means "not given" or "not
-wanted", so one handler serves every combination of optional tensors.
+A call names its operands and results as the C struct does (include/anabranch/*.h). None means "not given" or "not
+requested", so one handler serves every combination of optional tensors.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from anabranch.jax.binding.sharding import TokenCall, vary_alike
 
 
 def custom_calls() -> tuple[str, ...]:
-    """Names of the custom calls that programs with our operations hold; `jax.export` must be told to allow them.
+    """The names of the custom calls in programs that use this package; `jax.export` must be told to allow them.
 
     >>> "ab_xla_plan" in custom_calls()
     True
@@ -28,7 +28,7 @@ def custom_calls() -> tuple[str, ...]:
 
 @functools.cache
 def register() -> None:
-    """Makes the handlers known to JAX, once. Importing `anabranch.jax` does it, so that exported programs find them.
+    """Registers the handlers with JAX once. Importing `anabranch.jax` calls it, so exported programs find them.
 
     Raises:
       LibraryError: the C library cannot be loaded.
@@ -39,21 +39,21 @@ def register() -> None:
     try:
         cuda = _library.load_cuda()
     except _library.LibraryError:
-        return  # `python -m anabranch info` says why; a program for a GPU fails with the name of the target
+        return  # `python -m anabranch info` reports why; a GPU program fails with the name of the target
     for name in _library.HANDLERS:
         handler = getattr(cuda, _library.on_cuda(name))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
 
 
 def cotangent(value: Any) -> jax.Array | None:
-    """A cotangent of a rule with symbolic zeros: None where it is zero or belongs to integers."""
+    """A cotangent in a rule with symbolic zeros: None if it is zero or belongs to integers."""
     if isinstance(value, jax.custom_derivatives.SymbolicZero) or value.dtype == jax.dtypes.float0:
         return None
     return value
 
 
 def _like_operands(result: jax.ShapeDtypeStruct, operand: jax.Array) -> jax.ShapeDtypeStruct:
-    """The result of a call: inside a jax.shard_map it differs between the shards where the operands do."""
+    """The type of a call's result: inside a jax.shard_map it varies over the same mesh axes as the operand."""
     manual = jax.typeof(operand).manual_axis_type
     if not manual.varying:
         return result
@@ -63,7 +63,7 @@ def _like_operands(result: jax.ShapeDtypeStruct, operand: jax.Array) -> jax.Shap
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call of a handler: everything but the arrays."""
+    """One call of a handler without its arrays."""
 
     target: str
     operands: tuple[str, ...]
@@ -76,12 +76,12 @@ class _Call:
 
 def _call(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     arrays = vary_alike(*arrays)
-    return _where_it_runs(static, *arrays) if static.workspace else _run(static, *arrays, workspace=0)
+    return _run_with_workspace(static, *arrays) if static.workspace else _run(static, *arrays, workspace=0)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _where_it_runs(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The call with a workspace; jitted so that it is known where: the CPU's memory need not grow by one."""
+def _run_with_workspace(static: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The call with a workspace; jitted so that the platform is known, because the CPU handler needs no workspace."""
     on_cpu = functools.partial(_run, static, workspace=0)
     outputs: tuple[jax.Array, ...] = jax.lax.platform_dependent(
         *arrays, cpu=on_cpu, default=functools.partial(_run, static, workspace=static.workspace)
@@ -117,36 +117,38 @@ def call(
     orders: Mapping[str, str] | None = None,
     **attributes: int | float,
 ) -> dict[str, Any]:
-    """Calls the handler `target`, on arrays that one device has whole.
+    """Calls the handler `target` on arrays that are whole on one device.
 
     Args:
       target: exported symbol, for example "ab_xla_router_forward".
       operands: arrays by field name; None: not given.
-      results: shapes and dtypes by field name; None: not wanted.
-      aliases: result name for an operand name whose buffer it may take over.
-      workspace: bytes of scratch memory for the CUDA handler, which allocates nothing itself (`_workspaces`). The
-        CPU's handler gets none.
-      orders: by field name, of arrays whose axes stand in another order than the C function's: "0312" where its axes
+      results: shapes and dtypes by field name; None: not requested.
+      aliases: operand name -> name of the result that may reuse the operand's buffer.
+      workspace: bytes of scratch memory for the CUDA handler, which allocates nothing itself (workspaces.py). The CPU
+        handler gets none.
+      orders: for arrays whose axes are not in the C function's order, by field name: "0312" if the C function's axes
         are the array's axes 0, 3, 1, 2.
-      attributes: options by field name; int becomes int32, float float32.
+      attributes: options by field name; int becomes int32, float becomes float32.
 
     Returns:
-      The results by name, None where not wanted. Batched by vmap one slice after another.
+      The results by name, None if not requested. vmap runs the call once per slice.
 
     Raises:
-      ValueError: an operand is sharded, and this is not the call of a shard by itself (`_sharding.TokenCall`).
+      ValueError: an operand is sharded, and the call does not run on shards (sharding.TokenCall).
     """
     register()
     given = {name: array for name, array in operands.items() if array is not None}
-    wanted = {name: result for name, result in results.items() if result is not None}
-    order, names = list(given), list(wanted)
+    requested = {name: result for name, result in results.items() if result is not None}
+    order, names = list(given), list(requested)
     static = _Call(
         target,
         operands=tuple(given),
-        results=tuple((name, tuple(r.shape), np.dtype(r.dtype).name) for name, r in wanted.items()),
+        results=tuple((name, tuple(r.shape), np.dtype(r.dtype).name) for name, r in requested.items()),
         aliases=tuple((order.index(a), names.index(b)) for a, b in (aliases or {}).items()),
         workspace=workspace,
-        orders=",".join(f"{name}:{order}" for name, order in (orders or {}).items() if name in given or name in wanted),
+        orders=",".join(
+            f"{name}:{order}" for name, order in (orders or {}).items() if name in given or name in requested
+        ),
         attributes=tuple(attributes.items()),
     )
     name = target.removeprefix("ab_xla_")
@@ -154,6 +156,6 @@ def call(
         f"{name}: got {{got}}, expected whole arrays, since rows are counted over all tokens; "
         "use moe(), which takes sharded tokens, or call it inside jax.shard_map"
     )
-    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(wanted), whole, tuple(given))(*given.values())
-    named = dict(zip(wanted, outputs, strict=True))
+    outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(requested), whole, tuple(given))(*given.values())
+    named = dict(zip(requested, outputs, strict=True))
     return {name: named.get(name) for name in results}

@@ -1,14 +1,14 @@
-"""How an operation runs when its arrays are spread over devices: where the shards are, it runs on each of them.
+"""Runs an operation on sharded arrays: every device computes its own shards.
 
-A call of the C library is opaque to XLA, which would gather its operands and run it everywhere on everything. So every
-call says which of its arrays' leading dimensions are those of the tokens (`TokenCall`); these may be sharded over any
-mesh axes, all others have to be whole. What keeps fewer token dimensions than the call has is a sum over the rest, and
-is added up over the shards. Three ways, by the kind of the mesh's axes:
+A call of the C library is opaque to XLA, which would gather its operands and run it in full on every device. So every
+call declares which leading dimensions of its arrays are token dimensions (`TokenCall`). These may be sharded over any
+mesh axes; all other dimensions have to be whole. A result with fewer token dimensions than the call is a sum over the
+missing ones, and is summed over their shards. There are three cases, by the type of the mesh axes:
 
-- manual (inside jax.shard_map): arrays are shards already; the operation runs on them as they are, sums included.
-- explicit: the types of the arrays say how they are sharded; the operation runs in a jax.shard_map over these axes.
-- automatic, or no mesh in sight: XLA asks us once it has decided (custom_partitioning, with a rule for Shardy and the
-  same in the terms of GSPMD).
+- manual (inside jax.shard_map): arrays are shards already. The operation runs on them, and sums stay per shard.
+- explicit: the arrays' types contain their sharding. The operation runs in a jax.shard_map over these axes.
+- automatic, or no known mesh: XLA calls us after it has chosen a sharding (custom_partitioning, with a rule for Shardy
+  and an equivalent one for GSPMD).
 """
 
 import contextvars
@@ -26,25 +26,26 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]
 
-#: While a TokenCall's function is being traced, the mesh axes of its token dimensions; calls inside run on its shards.
+#: While a TokenCall's function is traced: the mesh axes of its token dimensions. Nested calls run on the same shards.
 _on_shards: contextvars.ContextVar[tuple[Axes, ...] | None] = contextvars.ContextVar("on_shards", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCall:
-    """An operation on tokens, which shards of tokens can do by themselves.
+    """An operation on tokens that can be computed on each shard of the tokens separately.
 
     Attributes:
-      function: (static, *operands) -> tuple of arrays, on whole arrays or on shards of them; a module's function, so
-        that equal calls compare equal.
-      static: its options, hashable.
-      operands: the leading dimensions of every operand that are token dimensions; the first operand has all of them
-        and says how they are sharded.
-      results: the same of every result; one with fewer than the first operand is summed over the shards of the rest.
-        A token dimension may be one of rows instead, of another size: the shards' rows one behind the other.
-      whole: what to say when an operand without token dimensions comes sharded; empty: it is gathered where axes are
-        automatic.
-      names: of the operands, for that; empty: they have none.
+      function: (static, *operands) -> tuple of arrays, on whole arrays or on shards. A module-level function, so that
+        equal calls compare equal.
+      static: the hashable options of the function.
+      operands: for every operand, the number of leading dimensions that are token dimensions. The first operand has
+        all token dimensions, and its sharding applies to the others.
+      results: the same number for every result. A result with fewer than the first operand is summed over the shards
+        of the missing dimensions. A token dimension of a result may contain rows instead, with another size; the rows
+        of the shards are concatenated.
+      whole: the error for a sharded operand without token dimensions; empty: such an operand is gathered if the axes
+        are automatic.
+      names: the operands' names for that error; empty: none.
     """
 
     function: Callable[..., tuple[jax.Array, ...]]
@@ -55,14 +56,14 @@ class TokenCall:
     names: tuple[str, ...] = ()
 
     def __call__(self, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
-        """Runs it; an operand that is None stays None."""
+        """Runs the call; operands that are None are passed on as None."""
         given = tuple(operand is not None for operand in operands)
         arrays = [operand for operand in operands if operand is not None]
-        kept = tuple(n for n, there in zip(self.operands, given, strict=True) if there)
+        token_dims = tuple(n for n, there in zip(self.operands, given, strict=True) if there)
         names = tuple(f"{n} " for n, there in zip(self.names, given, strict=True) if there) if self.names else ()
         names = names or ("",) * len(arrays)
-        call = _Bound(self.function, self.static, given, kept, self.results, self.whole, names)
-        # What is not traced is not differentiated, and what runs inside a call is with it.
+        call = _Bound(self.function, self.static, given, token_dims, self.results, self.whole, names)
+        # Arrays that are not traced are not differentiated. A nested call is differentiated with its outer call.
         guarded = _on_shards.get() is None and any(isinstance(array, jax.core.Tracer) for array in arrays)
         outputs: tuple[jax.Array, ...] = (_run_once_differentiable if guarded else _run)(call, *arrays)
         return outputs
@@ -70,7 +71,7 @@ class TokenCall:
 
 @dataclasses.dataclass(frozen=True)
 class _Bound:
-    """A TokenCall with the optional operands settled."""
+    """A TokenCall with known optional operands."""
 
     function: Callable[..., tuple[jax.Array, ...]]
     static: Any
@@ -81,9 +82,9 @@ class _Bound:
     names: tuple[str, ...]
 
     def on_shards(self, token_axes: Sequence[Axes], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The results on the shards of a mesh whose axes `token_axes` shard the token dimensions."""
-        rest = iter(arrays)
-        operands = [next(rest) if there else None for there in self.given]
+        """Computes the results on the shards of a mesh whose axes `token_axes` shard the token dimensions."""
+        remaining = iter(arrays)
+        operands = [next(remaining) if there else None for there in self.given]
         inside = _on_shards.set(tuple(token_axes))
         try:
             results = self.function(self.static, *operands)
@@ -91,27 +92,27 @@ class _Bound:
             _on_shards.reset(inside)
         return tuple(map(functools.partial(self._summed, token_axes), results, self.results))
 
-    def _summed(self, token_axes: Sequence[Axes], result: jax.Array, kept: int) -> jax.Array:
-        axes = [axis for axes in token_axes[kept:] for axis in axes]
+    def _summed(self, token_axes: Sequence[Axes], result: jax.Array, token_dims: int) -> jax.Array:
+        axes = [axis for axes in token_axes[token_dims:] for axis in axes]
         if not axes:
             return result
-        if result.dtype == jnp.bool_:  # of which there is no sum
+        if result.dtype == jnp.bool_:  # psum does not support bool
             return jax.lax.psum(result.astype(jnp.int32), axes) > 0
         return jax.lax.psum(result, axes)
 
-    def specs(self, token_axes: Sequence[Axes], kept: Sequence[int]) -> tuple[PartitionSpec, ...]:
-        return tuple(PartitionSpec(*map(entry_of, token_axes[:n])) for n in kept)
+    def specs(self, token_axes: Sequence[Axes], token_dims: Sequence[int]) -> tuple[PartitionSpec, ...]:
+        return tuple(PartitionSpec(*map(spec_entry, token_axes[:n])) for n in token_dims)
 
 
-def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
-    """In a TokenCall's function, the mesh axes that divide the tokens; their shards are in the order of the tokens.
+def token_shard_axes(name: str, tokens: Sequence[int]) -> Axes:
+    """Inside a TokenCall's function: the mesh axes that divide the tokens, whose shards are in token order.
 
     Args:
-      name: of the argument, for the error.
-      tokens: the sizes of the token dimensions, of this shard.
+      name: the argument's name, for the error.
+      tokens: the sizes of the token dimensions of this shard.
 
     Raises:
-      ValueError: a dimension behind the first one of more than one is divided, so that shards' tokens interleave.
+      ValueError: a dimension after the first with more than one token is divided, so that shards' tokens interleave.
     """
     token_axes = _on_shards.get() or ()
     divided = [i for i, axes in enumerate(token_axes) if axes]
@@ -119,59 +120,59 @@ def axes_of_shard(name: str, tokens: Sequence[int]) -> Axes:
         return ()
     if len(divided) > 1 or any(size > 1 for size in tokens[: divided[0]]):
         raise ValueError(
-            f"{name}: got token dimensions of which number {divided[-1]} is sharded, expected none but the first "
-            "to be, since rows stand in the order of the tokens"
+            f"{name}: got a sharding of token dimension {divided[-1]}, expected one of the first only, since rows "
+            "are in the order of the tokens"
         )
     return token_axes[divided[0]]
 
 
-def entry_of(axes: Axes) -> Any:
-    """Mesh axes as one entry of a PartitionSpec."""
+def spec_entry(axes: Axes) -> Any:
+    """Converts mesh axes to one entry of a PartitionSpec."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def axes_of(entry: Any) -> Axes:
-    """The mesh axes of one entry of a PartitionSpec."""
+def entry_axes(entry: Any) -> Axes:
+    """Converts one entry of a PartitionSpec to mesh axes."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def spec_of(array: jax.Array) -> tuple[Axes, ...]:
+def array_axes(array: jax.Array) -> tuple[Axes, ...]:
     """The explicit mesh axes of every dimension of an array, from its type."""
-    return tuple(map(axes_of, jax.typeof(array).sharding.spec))
+    return tuple(map(entry_axes, jax.typeof(array).sharding.spec))
 
 
-def mesh_of(*arrays: jax.Array) -> Any:
-    """The abstract mesh that the arrays' types or the context tell of; an empty one where neither does."""
+def current_mesh(*arrays: jax.Array) -> Any:
+    """The abstract mesh of the arrays' types or of the context; an empty mesh if there is neither."""
     context = jax.sharding.get_abstract_mesh()
     meshes = [context, *(jax.typeof(array).sharding.mesh for array in arrays)]
     return next((mesh for mesh in meshes if not mesh.empty), context)
 
 
-def axes_of_type(mesh: Any, axis_type: AxisType) -> Axes:
+def axes_with_type(mesh: Any, axis_type: AxisType) -> Axes:
     """The names of a mesh's axes of one type."""
     return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == axis_type)
 
 
 def all_manual(mesh: Any) -> bool:
     """Whether the program runs inside a jax.shard_map over the whole mesh."""
-    return not mesh.empty and axes_of_type(mesh, AxisType.Manual) == mesh.axis_names
+    return not mesh.empty and axes_with_type(mesh, AxisType.Manual) == mesh.axis_names
 
 
 def vary_alike(*arrays: Any) -> tuple[Any, ...]:
-    """Inside a jax.shard_map, arrays that vary over the same mesh axes: those over which any does.
+    """Inside a jax.shard_map, makes arrays vary over the same mesh axes: those over which any of them varies.
 
-    An operation's gradient of a replicated operand is that of one shard; the transpose of this adds them up.
+    The gradient of a replicated operand is computed per shard; the transpose of this function sums it over the shards.
     """
     results: tuple[Any, ...] = vary_like(arrays, arrays)
     return results
 
 
 def vary_like(results: Any, operands: Any) -> Any:
-    """`results`, of which a jax.shard_map that is inside another one knows no more over which axes of that they vary.
+    """Makes the results vary over the mesh axes over which any operand varies; both are pytrees of arrays.
 
-    Both are pytrees of arrays; the results vary over the axes over which any operand does.
+    A jax.shard_map nested in another one loses that information about the outer axes.
     """
     everywhere = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)))
     order = sorted(everywhere)
@@ -184,11 +185,11 @@ def vary_like(results: Any, operands: Any) -> Any:
 
 
 def check_alike(**arrays: jax.Array | None) -> None:
-    """Refuses arrays whose types say that their first dimensions are divided otherwise than that of the first."""
+    """Refuses arrays whose first dimension is sharded differently from that of the first array, by their types."""
     given = {name: array for name, array in arrays.items() if array is not None}
     (first, leader), *others = given.items()
     for name, array in others:
-        if spec_of(array)[:1] != spec_of(leader)[:1]:
+        if array_axes(array)[:1] != array_axes(leader)[:1]:
             raise ValueError(
                 f"{name}: got {array.dtype}{list(array.shape)} sharded as {jax.typeof(array).sharding.spec}, expected "
                 f"its first dimension as that of {first}, {jax.typeof(leader).sharding.spec}"
@@ -196,47 +197,47 @@ def check_alike(**arrays: jax.Array | None) -> None:
 
 
 def check_whole(function: str, **arrays: jax.Array | None) -> None:
-    """Refuses arrays that are divided over devices, by name, for an operation that counts rows over all tokens.
+    """Refuses sharded arrays, by name, for an operation that counts rows over all tokens.
 
-    As far as it is known before the program is compiled: by the types of arrays of explicit axes, and outside of a
-    program by where an array is. Inside one, only XLA knows how it divides arrays over automatic axes: it then fails
-    with the words of `TokenCall.whole`.
+    The check uses what is known before compilation: the types of arrays on explicit axes, and outside of a jitted
+    program the placement of an array. Inside a program, only XLA knows how it shards arrays over automatic axes;
+    compilation then fails with the message `TokenCall.whole`.
     """
     for name, array in arrays.items():
-        if array is None or runs_as_it_is(array):
+        if array is None or arrays_are_local(array):
             continue
         placed = None if isinstance(array, jax.core.Tracer) else array.sharding
-        if any(spec_of(array)) or not (placed is None or placed.is_fully_replicated):
+        if any(array_axes(array)) or not (placed is None or placed.is_fully_replicated):
             raise ValueError(
                 f"{name}: got {array.dtype}{list(array.shape)} sharded, expected whole arrays: {function} counts rows "
                 "over all tokens; use moe(), which takes sharded tokens, or call it inside jax.shard_map"
             )
 
 
-# ---------------------------------------------------------------- the three ways
+# ---------------------------------------------------------------- manual, explicit and automatic axes
 
 
-def runs_as_it_is(*arrays: jax.Array) -> bool:
-    """Whether the arrays are what one device has: inside a jax.shard_map or a TokenCall, or where there is but one."""
+def arrays_are_local(*arrays: jax.Array) -> bool:
+    """Whether each array is whole on its device: inside a jax.shard_map or a TokenCall, or with one device only."""
     if _on_shards.get() is not None:
         return True
-    mesh = mesh_of(*arrays)
+    mesh = current_mesh(*arrays)
     if mesh.empty:
         return jax.device_count() == 1
-    manual = axes_of_type(mesh, AxisType.Manual)
+    manual = axes_with_type(mesh, AxisType.Manual)
     left = [axis for axis in mesh.axis_names if axis not in manual]
-    automatic = axes_of_type(mesh, AxisType.Auto)
+    automatic = axes_with_type(mesh, AxisType.Auto)
     return bool(manual) and all(axis in automatic and mesh.shape[axis] == 1 for axis in left)
 
 
 def _run(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    if runs_as_it_is(*arrays):
+    if arrays_are_local(*arrays):
         return call.on_shards((), *arrays)
-    mesh = mesh_of(*arrays)
+    mesh = current_mesh(*arrays)
     if mesh.empty:
         return _automatic(call, *arrays)
     _check_kinds(mesh)
-    explicit = axes_of_type(mesh, AxisType.Explicit)
+    explicit = axes_with_type(mesh, AxisType.Explicit)
     results: tuple[jax.Array, ...] = _explicit(call, mesh, explicit, *arrays) if explicit else _automatic(call, *arrays)
     return results
 
@@ -246,17 +247,18 @@ _run_once_differentiable = jax.custom_jvp(_run, nondiff_argnums=(0,))
 
 @_run_once_differentiable.defjvp
 def _no_second_derivative(call: _Bound, arrays: Any, tangents: Any) -> Any:
-    """Operations are differentiated by their own rules; JAX comes here for the derivative of a rule."""
+    """JAX evaluates this rule for the derivative of an operation's own derivative rule, which is unsupported."""
     operation = getattr(call.static, "target", call.function.__module__)
     raise TypeError(
-        f"{operation}: got a gradient of a gradient, expected one of first order: anabranch has no second derivatives"
+        f"{operation}: got a gradient of a gradient, expected a first derivative: "
+        "anabranch does not support second ones"
     )
 
 
 def _check_kinds(mesh: Any) -> None:
-    """Where some axes are of another kind XLA does not say by which automatic ones it shards, and would gather."""
+    """Refuses automatic axes beside others: XLA would not report how it shards over them, and would gather."""
     others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
-    automatic = [axis for axis in axes_of_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
+    automatic = [axis for axis in axes_with_type(mesh, AxisType.Auto) if mesh.shape[axis] > 1]
     if others and automatic:
         raise ValueError(
             f"sharding: got automatic mesh axes {', '.join(map(repr, automatic))} beside manual or explicit ones "
@@ -264,12 +266,12 @@ def _check_kinds(mesh: Any) -> None:
         )
 
 
-# Compiled, also where the caller is not, as the automatic way is.
+# Compiled even for an eager caller, like the automatic case.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _explicit(call: _Bound, mesh: Any, axes: Axes, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    for array, kept, name in zip(arrays, call.operands, call.names, strict=True):
-        _check_whole(call, name, array, kept, [a for axes in spec_of(array)[kept:] for a in axes])
-    leading = spec_of(arrays[0])[: call.operands[0]]
+    for array, token_dims, name in zip(arrays, call.operands, call.names, strict=True):
+        _check_whole(call, name, array, token_dims, [a for axes in array_axes(array)[token_dims:] for a in axes])
+    leading = array_axes(arrays[0])[: call.operands[0]]
     results: tuple[jax.Array, ...] = jax.shard_map(
         functools.partial(_shards, call, leading),
         mesh=mesh,
@@ -287,20 +289,20 @@ def _shards(call: _Bound, token_axes: Sequence[Axes], *arrays: jax.Array) -> tup
 
 
 def _reshard(mesh: Any, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """A token array in the shards of the first operand; a cotangent may come in others."""
-    wanted = tuple(axes_of(entry) for entry in spec)
-    wanted += ((),) * (array.ndim - len(wanted))
-    return array if spec_of(array) == wanted else jax.sharding.reshard(array, NamedSharding(mesh, spec))
+    """Reshards a token array to the sharding of the first operand; a cotangent may have another one."""
+    required = tuple(entry_axes(entry) for entry in spec)
+    required += ((),) * (array.ndim - len(required))
+    return array if array_axes(array) == required else jax.sharding.reshard(array, NamedSharding(mesh, spec))
 
 
-def _check_whole(call: _Bound, name: str, array: jax.Array, kept: int, sharded_over: Sequence[str]) -> None:
+def _check_whole(call: _Bound, name: str, array: jax.Array, token_dims: int, sharded_over: Sequence[str]) -> None:
     if not sharded_over:
         return
     what = f"{name}{array.dtype}{list(array.shape)} sharded over {', '.join(map(repr, sharded_over))}"
-    if call.whole and not kept:
+    if call.whole and not token_dims:
         raise ValueError(call.whole.format(got=what))
     raise ValueError(
-        f"sharding: got {what} in a dimension that is not one of tokens, expected that dimension whole; "
+        f"sharding: got {what} in a dimension that is not a token dimension, expected it whole; "
         "jax.sharding.reshard gathers it"
     )
 
@@ -311,17 +313,17 @@ def _automatic(call: _Bound, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[jax.Array, ...]]:
-    """The call as a function that XLA may partition; compiled, since eager calls would gather sharded arrays."""
+    """The call as a function that XLA may partition; jitted, because eager calls would gather sharded arrays."""
     partitioned = custom_partitioning(functools.partial(call.on_shards, ()))
 
     def partition(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
         if call.whole:
-            for operand, kept, name in zip(operands, call.operands, call.names, strict=True):
-                if not kept and not operand.sharding.is_fully_replicated:
+            for operand, token_dims, name in zip(operands, call.operands, call.names, strict=True):
+                if not token_dims and not operand.sharding.is_fully_replicated:
                     raise ValueError(call.whole.format(got=f"{name}{operand.dtype}{list(operand.shape)} sharded"))
         axes = _token_axes(operands[0].sharding, call.operands[0])
-        for operand, kept in zip(operands, call.operands, strict=True):
-            for size, names in zip(operand.shape[:kept], axes, strict=False):
+        for operand, token_dims in zip(operands, call.operands, strict=True):
+            for size, names in zip(operand.shape[:token_dims], axes, strict=False):
                 if size % _size(mesh, names):
                     raise ValueError(
                         f"sharding: got {operand.dtype}{list(operand.shape)} in {_size(mesh, names)} shards, "
@@ -337,9 +339,9 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
         )
 
     def infer(mesh: Mesh, operands: Any, results: Any) -> tuple[Any, ...]:
-        """Asked by GSPMD, where Shardy is off, and asked again when it knows more; an error here ends the process."""
+        """GSPMD calls this if Shardy is off, repeatedly as it learns shardings; an error here aborts the process."""
         n = call.operands[0]
-        tokens = (o.sharding for o, kept in zip(operands, call.operands, strict=True) if kept == n)
+        tokens = (o.sharding for o, token_dims in zip(operands, call.operands, strict=True) if token_dims == n)
         known = next((sharding for sharding in tokens if getattr(sharding, "spec", None) is not None), None)
         axes = ((),) * n if known is None else _token_axes(known, n)
         return tuple(map(functools.partial(NamedSharding, mesh), call.specs(axes, call.results)))
@@ -353,8 +355,8 @@ def _partitioned(call: _Bound, ranks: tuple[int, ...]) -> Callable[..., tuple[ja
     @function.def_vmap
     def one_after_another(size: int, batched: Sequence[bool], *arrays: jax.Array) -> Any:
         def one(slices: Sequence[jax.Array]) -> Any:
-            rest = iter(slices)
-            return function(*(next(rest) if b else a for a, b in zip(arrays, batched, strict=True)))
+            remaining = iter(slices)
+            return function(*(next(remaining) if b else a for a, b in zip(arrays, batched, strict=True)))
 
         results = jax.lax.map(one, [a for a, b in zip(arrays, batched, strict=True) if b])
         return results, tuple(True for _ in results)
@@ -369,18 +371,20 @@ def _size(mesh: Mesh, axes: Axes) -> int:
 def _token_axes(sharding: Any, tokens: int) -> tuple[Axes, ...]:
     """The mesh axes of the token dimensions."""
     spec = getattr(sharding, "spec", None)
-    if spec is None:  # XLA's own kind, without names
+    if spec is None:  # an XLA sharding without axis names
         if not sharding.is_fully_replicated:
             raise ValueError(f"sharding: got {sharding}, expected one over the axes of a mesh; see jax.set_mesh")
         return ((),) * tokens
-    return tuple(axes_of(spec[i]) if i < len(spec) else () for i in range(tokens))
+    return tuple(entry_axes(spec[i]) if i < len(spec) else () for i in range(tokens))
 
 
 def _shardy_rule(
     call: _Bound, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> SdyShardingRule:
-    """The rule of these shapes: token dimensions go together, every other dimension is one of its own and has to be
-    whole. Rows go with tokens where there are so many for each; else Shardy does not know that they do.
+    """The Shardy rule for these shapes: corresponding token dimensions share a factor, other dimensions must be whole.
+
+    Rows share a factor with tokens if there is an integer number of rows per token; otherwise Shardy does not relate
+    them.
     """
     tokens = operands[0][: call.operands[0]]
     others: list[str] = []
@@ -390,7 +394,7 @@ def _shardy_rule(
         others.append(f"x{len(others)}")
         return others[-1]
 
-    def of_tokens(i: int, size: int) -> str | CompoundFactor:
+    def token_factor(i: int, size: int) -> str | CompoundFactor:
         if size == tokens[i]:
             return f"t{i}"
         if not tokens[i] or size % tokens[i] or not size:
@@ -399,8 +403,8 @@ def _shardy_rule(
         rows_of_token[name] = size // tokens[i]
         return CompoundFactor(f"t{i}", name)
 
-    def factors(shape: tuple[int, ...], kept: int) -> ArrayMapping:
-        return ArrayMapping(*(of_tokens(i, n) if i < kept else own() for i, n in enumerate(shape)))
+    def factors(shape: tuple[int, ...], token_dims: int) -> ArrayMapping:
+        return ArrayMapping(*(token_factor(i, n) if i < token_dims else own() for i, n in enumerate(shape)))
 
     left = tuple(map(factors, operands, call.operands))
     right = tuple(map(factors, results, call.results))

@@ -1,6 +1,6 @@
-"""Bytes of the CUDA handlers' workspaces, while JAX traces: bounds that the CPU's library tells, by sizes alone.
+"""Bounds in bytes on the CUDA handlers' workspaces. The CPU library computes them from sizes while JAX traces.
 
-What they are made of stands in include/anabranch/cuda_workspaces.h; the letters are those of the tensors' axes.
+include/anabranch/cuda_workspaces.h describes their contents. Letters are those of the tensors' axes.
 """
 
 import ctypes
@@ -28,43 +28,43 @@ def _bound(operation: str, *sizes: Any) -> int:
 
 
 def statistics(T: int, B: int, E: int) -> int:
-    """For the sums over each block of tokens; B: sequences whose statistics are apart."""
+    """Workspace for partial sums per block of tokens; B: sequences with separate statistics."""
     return _bound("statistics", _size(T), _size(B), _size(E))
 
 
 def quantile(T: int) -> int:
-    """For what the router's forward pass keeps of every token where it counts cutoffs."""
+    """Workspace for per-token values of the router's forward pass when it counts thresholds."""
     return _bound("quantile", _size(T))
 
 
 def plan(slots: int, E: int) -> int:
-    """For the counts of each block of slots."""
+    """Workspace for the counts per block of assignments."""
     return _bound("plan", _size(slots), _size(E))
 
 
 def sort_chunks(S: int) -> int:
-    """For where every chunk begins."""
+    """Workspace for the first row of every chunk."""
     return _bound("sort_chunks", _size(S))
 
 
 def grouped_matmul_dw(R: int, E: int, D: int, N: int, x_dtype: Any, d_y_dtype: Any) -> int:
-    """For partial sums over the rows of long groups."""
+    """Workspace for partial sums over the rows of long groups."""
     return _bound("grouped_matmul_dw", _size(R), _size(E), _size(D), _size(N), _dtype(x_dtype), _dtype(d_y_dtype))
 
 
 def grouped_matmul_combine(R: int, E: int, D: int, N: int, dtype: Any, *, backward: bool = False) -> int:
-    """For a chunk of the columns of the rows [R, N]; dtype: of x [R, D], e4m3 too; backward: they are gradients."""
+    """Workspace for a chunk of columns of the rows [R, N]; dtype: of x [R, D], may be e4m3; backward: for gradients."""
     sizes = (_size(R), _size(E), _size(D), _size(N))
     return _bound("grouped_matmul_combine", *sizes, _flag(backward), _dtype(dtype))
 
 
 def fp8_rows(R: int, D: int) -> int:
-    """For rows [R, D] that are quantised."""
+    """Workspace for quantising rows [R, D]."""
     return _bound("fp8_rows", _size(R), _size(D))
 
 
 def ffn_forward(R: int, F: int, dtype: Any) -> int:
-    """For the activations [R, F]."""
+    """Workspace for the activations [R, F]."""
     return _bound("expert_ffn_forward", _size(R), _size(F), _dtype(dtype))
 
 
@@ -79,15 +79,15 @@ def ffn_backward(
     d_w_out: bool = False,
     d_w_in: bool = False,
 ) -> int:
-    """For a call that has memory for dh.
+    """Workspace for a backward call whose dh has its own memory.
 
     Args:
       R: rows.
       w_in: shape [E, D, P, F].
-      dtype: of x.
-      d_dtype: of the cotangent.
+      dtype: dtype of x.
+      d_dtype: dtype of the cotangent.
       weighted_a: whether the gradient of w_out needs w a, which has no memory of its own.
-      d_weights, d_w_out, d_w_in: whether these gradients, the matrices' with their biases', are wanted.
+      d_weights, d_w_out, d_w_in: whether these gradients (with those of the biases) are requested.
     """
     needs = weighted_a | d_weights << 1 | d_w_out << 2 | d_w_in << 3  # ab_cuda_ffn_backward_need
     return _bound("expert_ffn_backward", *map(_size, (R, *w_in)), _dtype(dtype), _dtype(d_dtype), _flag(needs))

@@ -1,8 +1,8 @@
-"""The rules of the whole layer on the tokens of one device, and how shards of tokens run them.
+"""The forward and backward rule of the whole layer on one device's tokens, and on shards of tokens.
 
-Forward and backward rule are the operations' own rules in the order in which data flows; nothing is differentiated
-through. With a router they are those of `moe`, with a selection that is given those of `routed_experts`. The losses are
-not part of it: `moe` computes them from sums over all tokens, which come out of here.
+Both rules call the operations' own rules in the order of data flow; JAX differentiates nothing here. With a router they
+are the rules of `moe`, with a given selection those of `routed_experts`. `moe` computes the losses itself, from sums
+over all tokens that the rules return.
 """
 
 import dataclasses
@@ -34,26 +34,26 @@ from anabranch.jax.layer.operands import (
     round_weights,
     weight_dtypes,
 )
-from anabranch.jax.ops.ffn import d_rows_of, d_w_in_of, ffn_backward_by_slot, ffn_forward_by_slot
+from anabranch.jax.ops.ffn import ffn_backward_by_slot, ffn_forward_by_slot, rows_gradient, w_in_gradient
 from anabranch.jax.ops.plan import Plan, plan
 
 
 class Residuals(NamedTuple):
-    """What the forward pass keeps beside its operands and the selection: h, the logits, lse, and integers."""
+    """Saved for the backward pass in addition to the operands and the selection."""
 
     gate: GateResiduals
     layout: Plan | None
-    """None: planned anew."""
+    """None: the backward pass recomputes the plan."""
     h: jax.Array | None
 
 
-def forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[LayerOutput, Residuals]:
-    """The forward rule on what one device has; `keep_h`: a gradient is wanted."""
+def forward(config: LayerConfig, operands: Operands, *, save_h: bool) -> tuple[LayerOutput, Residuals]:
+    """The forward rule on one device; `save_h`: whether a gradient is needed."""
     leading, operands = operands.x.shape[:-1], flat_tokens(quantize_weights(config, operands, backward=False))
-    selection, sums, gate = select(config, operands, keep=keep_h, counts=False)  # the plan's are the same
+    selection, sums, gate = select(config, operands, save=save_h, counts=False)  # the plan counts the same
     layout = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
-    y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, layout, early), keep_h=keep_h)
+    y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, layout, early), save_h=save_h)
     h = named_h(h)
     output = y.sum(layout.row_of_slot, late, operands.x.dtype)
     sums = sums._replace(tokens_per_expert=layout.tokens_per_expert)
@@ -69,25 +69,25 @@ def backward(
     cotangents: Cotangents,
     gradient_dtypes: tuple[Any, Any],
 ) -> Operands:
-    """The backward rule on what one device has: gradients of the float operands, None for the others.
+    """The backward rule on one device: gradients of the float operands, None for the others.
 
-    selection: as it went into the experts. gradient_dtypes: of w_in and w_out, each that of x or float32.
+    selection: as the experts used it. gradient_dtypes: of w_in and w_out, each that of x or float32.
     """
     given, operands = operands, flat_tokens(quantize_weights(config, operands, backward=True))
     selection = flat_selection(selection)
     gate, layout, h = residuals
-    assert h is not None  # the forward rule was run with keep_h
+    assert h is not None  # the forward rule ran with save_h
     if layout is None:
         layout = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
     ffn, d_out = ffn_operands(operands, layout, selection.weights), flat(cotangents.output)
     w_in_dtype, w_out_dtype = gradient_dtypes
-    hidden = ffn_backward_by_slot(config.ffn, ffn, h, d_out, w_out_dtype)
-    d_weights = cotangents.of_weights(hidden.weights)
+    intermediate = ffn_backward_by_slot(config.ffn, ffn, h, d_out, w_out_dtype)
+    d_weights = cotangents.total_d_weights(intermediate.weights)
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
-    rows = d_rows_of(config.ffn, ffn, hidden.dh, hidden.dh_factor)
+    rows = rows_gradient(config.ffn, ffn, intermediate.dh, intermediate.dh_quantized)
     d_x = rows.sum(layout.row_of_slot, None, given.x.dtype, selected.x)
-    d_x, dh = jax.lax.optimization_barrier((d_x, hidden.dh))  # the sum comes first: see ffn_backward_by_slot
-    up, down = d_w_in_of(config.ffn, ffn, dh, w_in_dtype), hidden.down
+    d_x, dh = jax.lax.optimization_barrier((d_x, intermediate.dh))  # forces the sum first: see ffn_backward_by_slot
+    up, down = w_in_gradient(config.ffn, ffn, dh, w_in_dtype), intermediate.down
     assert down is not None
     return gradients(
         {
@@ -104,7 +104,7 @@ def backward(
 
 
 def _like(operand: jax.Array | None, gradient: jax.Array | None) -> jax.Array | None:
-    """A gradient of flat tokens, in the shape and dtype of its operand; None where there is no such operand."""
+    """Reshapes and casts a gradient of flat tokens like its operand; None if there is no such operand."""
     if operand is None or gradient is None:
         return None
     return gradient.reshape(operand.shape).astype(operand.dtype)
@@ -115,24 +115,24 @@ def _like(operand: jax.Array | None, gradient: jax.Array | None) -> jax.Array | 
 
 class _Static(NamedTuple):
     config: LayerConfig
-    keep_h: bool
+    save_h: bool
     weight_dtypes: tuple[Any, Any]
 
 
-class _Kept(NamedTuple):
-    """What a shard keeps, with the leading dimensions of x; None what the gate does not need, or is not there."""
+class _ShardResiduals(NamedTuple):
+    """Residuals of a shard, with the leading dimensions of x; None for a value that the gate does not need."""
 
     logits: jax.Array | None
     """[..., E]"""
     lse: jax.Array | None
     """[..., 1]"""
     h: jax.Array
-    """[..., K, P, F]: rows have no tokens of their own, but there are K for each: so they are divided like tokens."""
+    """[..., K, P, F]: with K rows per token, rows can be sharded like tokens."""
 
 
 def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
-    config, keep_h, _ = static
-    result, residuals = forward(config, Operands(*operands), keep_h=keep_h)
+    config, save_h, _ = static
+    result, residuals = forward(config, Operands(*operands), save_h=save_h)
     result = result._replace(dropped=result.dropped[0])
     results = tuple(getattr(result, name) for name in output_names(config))
     if residuals.h is None:
@@ -147,55 +147,57 @@ def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
 
 def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
     config, _, dtypes = static
-    rest = iter(arrays)
+    remaining = iter(arrays)
 
     def take(kind: Any) -> Any:
-        return kind(*(next(rest) for _ in kind._fields))
+        return kind(*(next(remaining) for _ in kind._fields))
 
-    operands, selection, kept, cotangents = map(take, (Operands, Selection, _Kept, Cotangents))
+    operands, selection, saved, cotangents = map(take, (Operands, Selection, _ShardResiduals, Cotangents))
     gate = GateResiduals(
-        None if kept.logits is None else flat(kept.logits), None if kept.lse is None else flat(kept.lse)[:, 0]
+        None if saved.logits is None else flat(saved.logits), None if saved.lse is None else flat(saved.lse)[:, 0]
     )
-    h = kept.h.reshape(math.prod(kept.h.shape[:-2]), *kept.h.shape[-2:])
-    found = backward(config, operands, selection, Residuals(gate, None, h), cotangents, dtypes)
-    return tuple(gradient for name in DIFFERENTIABLE if (gradient := getattr(found, name)) is not None)
+    h = saved.h.reshape(math.prod(saved.h.shape[:-2]), *saved.h.shape[-2:])
+    d_operands = backward(config, operands, selection, Residuals(gate, None, h), cotangents, dtypes)
+    return tuple(gradient for name in DIFFERENTIABLE if (gradient := getattr(d_operands, name)) is not None)
 
 
 def _tokens(t: int, names: tuple[str, ...], of: tuple[str, ...]) -> tuple[int, ...]:
-    """How many token dimensions each of the names has, t or none."""
+    """The number of token dimensions of each name: t for names in `of`, else 0."""
     return tuple(t if name in of else 0 for name in names)
 
 
 def _unaligned(config: LayerConfig) -> LayerConfig:
-    """Every shard has K rows a token, so that rows can be divided like tokens; padding never changes the result."""
+    """Removes alignment: every shard has K rows per token, so rows shard like tokens; padding never changes results."""
     return dataclasses.replace(config, align_size=0)
 
 
-def sharded_forward(config: LayerConfig, operands: Operands, *, keep_h: bool) -> tuple[LayerOutput, _Kept | None]:
-    """The forward rule for tokens that are sharded in whatever way, and what `sharded_backward` needs of it."""
+def sharded_forward(
+    config: LayerConfig, operands: Operands, *, save_h: bool
+) -> tuple[LayerOutput, _ShardResiduals | None]:
+    """The forward rule for tokens with any sharding, and the residuals for `sharded_backward`."""
     t, names = operands.x.ndim - 1, output_names(config)
-    kept = (*gate_residuals(config), "h") if keep_h else ()
-    results = (*_tokens(t, names, TOKEN_RESULTS), *_tokens(t, kept, kept))
-    static = _Static(_unaligned(config), keep_h, weight_dtypes(operands))
+    saved = (*gate_residuals(config), "h") if save_h else ()
+    results = (*_tokens(t, names, TOKEN_RESULTS), *_tokens(t, saved, saved))
+    static = _Static(_unaligned(config), save_h, weight_dtypes(operands))
     call = TokenCall(_shard_forward, static, _tokens(t, Operands._fields, TOKENS), results)
-    found = dict(zip((*names, *kept), call(*round_weights(config, operands)), strict=True))
-    # What is inside of a call has no names outside.
+    arrays = dict(zip((*names, *saved), call(*round_weights(config, operands)), strict=True))
+    # Checkpoint names inside a call are not visible outside, so they are set again here.
     naming = {"h": named_h, "logits": named_logits, "output": lambda output: output}
-    found = {name: naming.get(name, named_routing)(array) for name, array in found.items()}
-    result = LayerOutput(**{name: found.get(name) for name in LayerOutput._fields})  # type: ignore[arg-type]
+    arrays = {name: naming.get(name, named_routing)(array) for name, array in arrays.items()}
+    result = LayerOutput(**{name: arrays.get(name) for name in LayerOutput._fields})  # type: ignore[arg-type]
     result = result._replace(dropped=result.dropped[None])
-    return result, _Kept(*map(found.get, _Kept._fields)) if keep_h else None  # type: ignore[arg-type]
+    return result, _ShardResiduals(*map(arrays.get, _ShardResiduals._fields)) if save_h else None  # type: ignore[arg-type]
 
 
 def sharded_backward(
-    config: LayerConfig, operands: Operands, selection: Selection, kept: _Kept, cotangents: Cotangents
+    config: LayerConfig, operands: Operands, selection: Selection, residuals: _ShardResiduals, cotangents: Cotangents
 ) -> Operands:
-    """The backward rule of `sharded_forward`; gradients of what every shard has are summed over the shards."""
+    """The backward rule of `sharded_forward`; gradients of replicated operands are summed over the shards."""
     t = operands.x.ndim - 1
     given = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
     static = _Static(_unaligned(config), True, weight_dtypes(operands))
-    of_tokens = (*TOKENS, *Selection._fields, *_Kept._fields, "output")
-    fields = (*Operands._fields, *Selection._fields, *_Kept._fields, *Cotangents._fields)
-    call = TokenCall(_shard_backward, static, _tokens(t, fields, of_tokens), _tokens(t, given, TOKENS))
-    arrays = call(*round_weights(config, operands), *selection, *kept, *cotangents)
+    token_fields = (*TOKENS, *Selection._fields, *_ShardResiduals._fields, "output")
+    fields = (*Operands._fields, *Selection._fields, *_ShardResiduals._fields, *Cotangents._fields)
+    call = TokenCall(_shard_backward, static, _tokens(t, fields, token_fields), _tokens(t, given, TOKENS))
+    arrays = call(*round_weights(config, operands), *selection, *residuals, *cotangents)
     return gradients(dict(zip(given, arrays, strict=True)))

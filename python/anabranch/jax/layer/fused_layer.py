@@ -1,4 +1,4 @@
-"""The layer as one differentiable function, wherever its arrays are: on one device, in shards, on a mesh."""
+"""The layer as one differentiable function: on one device, on sharded tokens, or on a mesh with `Parallel`."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 
 from anabranch.jax.binding import check
 from anabranch.jax.binding.derivatives import reverse_mode
-from anabranch.jax.binding.sharding import Axes, all_manual, mesh_of, runs_as_it_is, vary_alike
+from anabranch.jax.binding.sharding import Axes, all_manual, arrays_are_local, current_mesh, vary_alike
 from anabranch.jax.layer.forward import Residuals, backward, forward, sharded_backward, sharded_forward
 from anabranch.jax.layer.names import named_x
 from anabranch.jax.layer.on_mesh import divide, placed_backward, placed_forward
@@ -23,7 +23,7 @@ from anabranch.jax.layer.operands import (
 )
 from anabranch.jax.ops.experts import check_fp8_operands, experts_arrays
 from anabranch.jax.ops.ffn import FfnConfig
-from anabranch.jax.parallel.parallel import Parallel, Placement, place, shards_of_this_device
+from anabranch.jax.parallel.parallel import Parallel, Placement, manual_shard_axes, place
 from anabranch.layouts import Layouts
 from anabranch.options import ExpertsOptions
 from anabranch.precision import check_fp8_exchange
@@ -32,27 +32,27 @@ from anabranch.rows import check_num_slots
 
 @reverse_mode("moe", nondiff_argnums=(0, 1))
 def _fused_layer(config: LayerConfig, placement: Placement | None, operands: Operands) -> LayerOutput:
-    return _forward(config, placement, operands, keep=False)[0]
+    return _forward(config, placement, operands, save=False)[0]
 
 
 def _forward(
-    config: LayerConfig, placement: Placement | None, operands: Operands, *, keep: bool
+    config: LayerConfig, placement: Placement | None, operands: Operands, *, save: bool
 ) -> tuple[LayerOutput, Any]:
     if placement is not None:
-        return placed_forward(config, placement, operands, keep=keep)
-    if runs_as_it_is(operands.x):
-        return forward(config, round_weights(config, operands), keep_h=keep)
-    return sharded_forward(config, operands, keep_h=keep)
+        return placed_forward(config, placement, operands, save=save)
+    if arrays_are_local(operands.x):
+        return forward(config, round_weights(config, operands), save_h=save)
+    return sharded_forward(config, operands, save_h=save)
 
 
 def _fused_layer_forward(
     config: LayerConfig, placement: Placement | None, operands: Operands
 ) -> tuple[LayerOutput, tuple[Operands, Selection, Any]]:
     operands = operands._replace(x=named_x(operands.x))
-    result, kept = _forward(config, placement, operands, keep=True)
+    result, saved = _forward(config, placement, operands, save=True)
     source = operands if config.router is None else result
     assert source.experts is not None and source.weights is not None
-    return result, (operands, Selection(source.experts, source.weights), kept)
+    return result, (operands, Selection(source.experts, source.weights), saved)
 
 
 def _fused_layer_backward(
@@ -61,13 +61,13 @@ def _fused_layer_backward(
     residuals: tuple[Operands, Selection, Any],
     d_result: LayerOutput,
 ) -> tuple[Operands]:
-    operands, selection, kept = residuals
+    operands, selection, saved = residuals
     d = Cotangents(d_result.output, d_result.weights, d_result.score_sum, d_result.lse_squares)
     if placement is not None:
-        return (placed_backward(config, placement, operands, selection, kept, d),)
-    if isinstance(kept, Residuals):
-        return (backward(config, round_weights(config, operands), selection, kept, d, weight_dtypes(operands)),)
-    return (sharded_backward(config, operands, selection, kept, d),)
+        return (placed_backward(config, placement, operands, selection, saved, d),)
+    if isinstance(saved, Residuals):
+        return (backward(config, round_weights(config, operands), selection, saved, d, weight_dtypes(operands)),)
+    return (sharded_backward(config, operands, selection, saved, d),)
 
 
 _fused_layer.defvjp(_fused_layer_forward, _fused_layer_backward)
@@ -75,13 +75,13 @@ _fused_layer.defvjp(_fused_layer_forward, _fused_layer_backward)
 
 def ffn_config(options: ExpertsOptions, parts: int, topk: int) -> FfnConfig:
     """Checks the options of the experts; parts: P of w_in."""
-    # Zeroing rows that nobody reads costs time, but JAX's search for NaN reads everything that the rules return.
+    # Zeroing padding rows that nothing reads costs time, but JAX's NaN checks read everything that the rules return.
     skip_rest = not (jax.config.jax_debug_nans or jax.config.jax_debug_infs)  # type: ignore[attr-defined]
     return FfnConfig.of(options.experts(parts, topk), skip_rest=skip_rest)
 
 
 def check_parallel(parallel: Any, config: FfnConfig) -> None:
-    """Refuses what is not a Parallel, nor None, or has no use with the options of the experts."""
+    """Refuses a `parallel` that is neither None nor a Parallel, or that contradicts the experts' options."""
     if parallel is None:
         return
     if not isinstance(parallel, Parallel):
@@ -92,38 +92,38 @@ def check_parallel(parallel: Any, config: FfnConfig) -> None:
 def experts_operands(
     layouts: Layouts, x: jax.Array, w_in: Any, w_out: Any, b_in: Any, b_out: Any
 ) -> tuple[dict[str, Any], int, int]:
-    """`experts_arrays` of a layer, whose matrices may be float32."""
+    """`experts_arrays` of a layer, whose matrices may also be float32."""
     arrays, E, P = experts_arrays(layouts, x, tuple(dict.fromkeys((str(x.dtype), "float32"))), w_in, w_out, b_in, b_out)
     if E < 1:
         raise ValueError(f"w_in: got {check.describe(arrays['w_in'])}, expected at least one expert")
     return arrays, E, P
 
 
-def quantized_operands(config: FfnConfig, arrays: dict[str, Any], quantized: Any) -> dict[str, Any]:
-    """Checks the widths and the argument `quantized`; returns fields of Operands. arrays: those of the experts."""
-    found = check_fp8_operands(config, arrays["w_in"], quantized)
-    return quantized_fields(found if config.fp8 else None)
+def quantized_arrays(config: FfnConfig, arrays: dict[str, Any], quantized: Any) -> dict[str, Any]:
+    """Checks the widths and the argument `quantized`; returns fields of Operands. arrays: the experts' arrays."""
+    checked = check_fp8_operands(config, arrays["w_in"], quantized)
+    return quantized_fields(checked if config.fp8 else None)
 
 
 def fused_layer(config: LayerConfig, operands: Operands, parallel: Parallel | None) -> LayerOutput:
-    """The layer on checked operands. Inside a jax.shard_map over the whole mesh, results are those of the shard."""
+    """The layer on checked operands. Inside a jax.shard_map over the whole mesh, results are per shard."""
     placement = None
-    if parallel is not None and not all_manual(mesh_of(operands.x)):
+    if parallel is not None and not all_manual(current_mesh(operands.x)):
         ffn, arrays = config.ffn, operands._asdict()
         placement = place(parallel, arrays, ffn.topk, config.align_size, ffn.layouts, fp8=ffn.fp8)
         operands = divide(placement, operands)
     return _fused_layer(config, placement, Operands(*vary_alike(*operands)))
 
 
-def axes_of_sums(parallel: Parallel | None, x: jax.Array, topk: int) -> Axes:
-    """The mesh axes over which the sums of `fused_layer` are still parts, as `parallel` wants them added up.
+def unreduced_axes(parallel: Parallel | None, x: jax.Array, topk: int) -> Axes:
+    """The mesh axes over which the sums that `fused_layer` returns still have to be added up, according to `parallel`.
 
     Raises:
-      ValueError: axes that can't be added up here, or counts of all shards that int32 can't hold.
+      ValueError: the axes can't be reduced over here, or the counts of all shards exceed int32.
     """
-    if parallel is None or not all_manual(mesh_of(x)):
+    if parallel is None or not all_manual(current_mesh(x)):
         return ()
-    axes = shards_of_this_device(parallel)
+    axes = manual_shard_axes(parallel)
     shards = math.prod(jax.lax.axis_size(axis) for axis in axes)
     check_num_slots("x", shards * math.prod(x.shape[:-1]), topk)
     return axes

@@ -1,4 +1,4 @@
-"""The gate and the router in the layer's rules: from tokens of one device to their experts and weights, and back."""
+"""The gate and the router inside the layer's rules: from one device's tokens to experts and weights, and back."""
 
 from typing import NamedTuple
 
@@ -9,16 +9,16 @@ from anabranch.jax.binding.arrays import flat
 from anabranch.jax.layer.names import named_logits, named_routing
 from anabranch.jax.layer.operands import LayerConfig, Operands, Selection, Sums
 from anabranch.jax.ops.matmul import bfloat16_matmul, halves_matmul, matmul
-from anabranch.jax.ops.router import RouterResiduals, Wanted, route_backward, route_forward
+from anabranch.jax.ops.router import Requested, RouterResiduals, route_backward, route_forward
 
 
 class GateResiduals(NamedTuple):
-    """What the gate keeps for its backward pass, beside the selection; None where the selection was given."""
+    """Saved for the gate's backward pass in addition to the selection; None if the selection was given."""
 
     logits: jax.Array | None
     """float32 [T, E]."""
     lse: jax.Array | None
-    """float32 [T]; None too where nothing reads it."""
+    """float32 [T]; None also if the backward pass does not read it."""
 
 
 def _logits(x: jax.Array, gate: jax.Array) -> jax.Array:
@@ -29,7 +29,7 @@ def _logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 
 def router_logits(x: jax.Array, gate: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """The logits that the layer's router computes of x [..., D], float32 [..., E]."""
+    """The logits that the layer's router computes from x [..., D], float32 [..., E]."""
     logits = _logits(flat(x), gate)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
@@ -44,12 +44,12 @@ def gate_residuals(config: LayerConfig) -> tuple[str, ...]:
 
 
 def select(
-    config: LayerConfig, operands: Operands, *, keep: bool, counts: bool
+    config: LayerConfig, operands: Operands, *, save: bool, counts: bool
 ) -> tuple[Selection, Sums, GateResiduals]:
-    """The experts and weights of x [T, D]: those that the operands give, or the router's.
+    """The experts and weights of x [T, D]: those in the operands, or the router's.
 
-    keep: a gradient is wanted. counts: tokens_per_expert is; else it is None. What neither these nor a loss needs is
-    not computed: score_sum is zeros then.
+    save: whether a gradient is needed. counts: whether tokens_per_expert is requested; otherwise it is None. Values
+    that neither these nor a loss needs are not computed; score_sum is then zeros.
     """
     if config.router is None:
         assert operands.experts is not None and operands.weights is not None
@@ -66,7 +66,7 @@ def select(
         operands.token_mask,
         operands.forced_experts,
         operands.qb_bin_bounds,
-        Wanted(counts, config.aux_loss, config.z_loss or (keep and "lse" in gate_residuals(config))),
+        Requested(counts, config.aux_loss, config.z_loss or (save and "lse" in gate_residuals(config))),
     )
     routing = named_routing(routing)
     # A masked token has lse 0.
@@ -77,51 +77,51 @@ def select(
 
 
 class GateGradients(NamedTuple):
-    """What `select_backward` returns."""
+    """The result of `select_backward`."""
 
     x: jax.Array | None
-    """[T, D] of the dtype of x: the part that came through the logits."""
+    """[T, D], dtype of x: the part that came through the logits."""
     gate: jax.Array | None
     """[D, E] float32."""
     bias: jax.Array | None
-    """[E] float32, of the gate's bias; None: it has none."""
+    """[E] float32, of the gate's bias; None if there is none."""
     weights: jax.Array | None
-    """[T, K]: of weights that were given; then there is nothing else."""
+    """[T, K], of given weights; all other fields are then None."""
 
 
 def select_backward(
     config: LayerConfig,
     operands: Operands,
     selection: Selection,
-    kept: GateResiduals,
+    residuals: GateResiduals,
     d_weights: jax.Array,
     d_sums: Sums,
 ) -> GateGradients:
-    """From the cotangents of the weights [T, K] and of the sums to x [T, D] and the gate, through the logits.
+    """Propagates the cotangents of the weights [T, K] and of the sums through the logits to x [T, D] and the gate.
 
-    Where x and the gate are bfloat16, the gradient of the logits is rounded to bfloat16 before it multiplies on a GPU,
-    and so is the part of x. Else both products have at least 16 bits of it: a gate whose columns have much in common
-    cancels nearly all of what it multiplies. Float16 ends at 65504 and at 6e-8, so nothing here is rounded to it: x and
-    the gate are taken as float32, of which two bfloat16 factors hold all that float16 has.
+    If x and the gate are bfloat16, a GPU rounds the gradient of the logits to bfloat16 before both GEMMs, and rounds
+    their part of d_x. Otherwise both GEMMs use at least 16 bits of its mantissa, because nearly all of it cancels if
+    the gate's columns have much in common. Float16 has the range 6e-8 to 65504, so nothing here is rounded to it: a
+    float16 x and gate are converted to float32, and two bfloat16 operands represent a float16 number exactly.
     """
     if config.router is None:
         return GateGradients(None, None, None, d_weights)
     x, gate, mask = operands.x, operands.gate, operands.token_mask
-    assert gate is not None and kept.logits is not None
+    assert gate is not None and residuals.logits is not None
     assert d_sums.score_sum is not None and d_sums.lse_squares is not None
     d_lse = None
     if config.z_loss:
-        assert kept.lse is not None
-        d_lse = 2 * d_sums.lse_squares * kept.lse
+        assert residuals.lse is not None
+        d_lse = 2 * d_sums.lse_squares * residuals.lse
     d_logits = route_backward(
         config.router,
-        RouterResiduals(kept.logits, selection.experts, mask, kept.lse),
+        RouterResiduals(residuals.logits, selection.experts, mask, residuals.lse),
         d_weights,
         d_sums.score_sum if config.aux_loss else None,
         d_lse,
     )
-    bias = None if operands.gate_bias is None else jnp.sum(d_logits, axis=0)  # of a masked token it is 0
-    if mask is not None:  # a masked token counts nowhere, whatever it holds: 0 * NaN would be NaN
+    bias = None if operands.gate_bias is None else jnp.sum(d_logits, axis=0)  # 0 for a masked token
+    if mask is not None:  # a masked token must not contribute, whatever its values: 0 * NaN is NaN
         x = jnp.where(mask[:, None], x, 0)
     if x.dtype == gate.dtype == jnp.bfloat16:
         d_x = bfloat16_matmul(d_logits, gate, (1, 1), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""How the parameters of the layers begin."""
+"""Initialisers of the layers' parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from anabranch.jax.binding import check
 Initializer = Callable[..., jax.Array]
 
 _fan_in = jax.nn.initializers.variance_scaling
-#: Fan-in of one expert: the expert axis is a batch of matrices, not part of the fan.
+#: The fan is that of one expert: the expert axis is a batch of matrices.
 default_gate_init = _fan_in(1.0, "fan_in", "truncated_normal")
 default_in_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
 default_shared_in_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2))
@@ -19,12 +19,12 @@ default_out_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axi
 
 
 def initializer(name: str, given: Any, default: Initializer | None = None) -> Initializer:
-    """The initialiser that was given, or the default; what the given one returns is checked, by the argument's name.
+    """Returns the given initialiser, wrapped in a check of what it returns, or the default.
 
     Args:
-      name: of the argument, for errors.
+      name: the argument's name, for errors.
       given: called with (key, shape, dtype); None: the default, if there is one.
-      default: an initialiser of ours.
+      default: a built-in initialiser.
     """
     if given is None and default is not None:
         return default
@@ -34,9 +34,9 @@ def initializer(name: str, given: Any, default: Initializer | None = None) -> In
     def checked(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         try:
             value = given(key, shape, dtype)
-        except TypeError as error:  # of a function with other arguments, most often
+        except TypeError as error:  # usually a function with other arguments
             raise TypeError(f"{name}(key, shape, dtype): got {error!r}, expected an array of that shape") from error
-        # Flax's own may put the array into a box that says how it is sharded.
+        # A Flax initialiser may wrap the array in a box with its sharding.
         leaves = jax.tree.leaves(getattr(value, "raw_value", value))
         array = leaves[0] if len(leaves) == 1 else value
         check.array(f"{name}(key, shape, dtype)", array, (str(jnp.dtype(dtype)),), shape)

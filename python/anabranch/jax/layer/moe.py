@@ -1,6 +1,6 @@
 """The whole Mixture-of-Experts layer: one differentiable function from x to the output.
 
-`moe` checks its arguments, runs the layer (`fused_layer`), and computes the losses from the sums that it returns.
+`moe` checks its arguments, runs the layer (`fused_layer`), and computes the losses from the sums in its result.
 """
 
 import math
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from anabranch.jax.binding import check
 from anabranch.jax.binding.sharding import Axes
 from anabranch.jax.layer.fused_layer import (
-    axes_of_sums,
     check_parallel,
     experts_operands,
     ffn_config,
     fused_layer,
-    quantized_operands,
+    quantized_arrays,
+    unreduced_axes,
 )
 from anabranch.jax.layer.operands import LayerConfig, LayerOutput, Operands
 from anabranch.jax.ops.balance import load_balance_loss, mean_of_squares
@@ -28,18 +28,18 @@ from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_na
 
 
 class MoEOutput(NamedTuple):
-    """What `moe` returns.
+    """The result of `moe`.
 
     Attributes:
       output: [..., D], dtype of x.
-      aux_loss: float32 scalar, the load-balance loss; 0 where its coefficient is 0.
-      z_loss: float32 scalar; 0 where its coefficient is 0.
-      tokens_per_expert: int32 [E], slots routed to each expert, before any dropping.
-      dropped: int32 scalar, slots that found no row.
-      dropped_by_source: int32 [S], the same by the device that the tokens came from, for the S shards of the tokens
-        over (*data_axes, expert_axis) of `parallel`; else S = 1.
-      experts: int32 [..., K], the selection, the best first; -1: no expert. As `forced_experts` it is replayed.
-      weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient goes to the gate and x.
+      aux_loss: float32 scalar, the load-balance loss; 0 if its coefficient is 0.
+      z_loss: float32 scalar; 0 if its coefficient is 0.
+      tokens_per_expert: int32 [E], assignments to each expert, before any dropping.
+      dropped: int32 scalar, the number of assignments without a row.
+      dropped_by_source: int32 [S], `dropped` by the device that the tokens came from, for the S shards of the tokens
+        over (*data_axes, expert_axis) of `parallel`; S = 1 without `parallel`.
+      experts: int32 [..., K], the selection, best first; -1: no expert. Pass it as `forced_experts` to replay it.
+      weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient reaches the gate and x.
       qb_histogram: int32 [E, bins] with quantile balancing, else None.
     """
 
@@ -55,7 +55,7 @@ class MoEOutput(NamedTuple):
 
 
 def layer_config(options: LayerOptions, num_experts: int, parts: int, parallel: Parallel | None = None) -> LayerConfig:
-    """Checks the options of a layer; modules do it when they are made. parts: P of w_in."""
+    """Checks the options of a layer; modules call it in their constructors. parts: P of w_in."""
     router = options.router(num_experts)
     ffn = ffn_config(options, parts, router.topk)
     check_parallel(parallel, ffn)
@@ -83,46 +83,44 @@ def moe(
     quantized: QuantizedExperts | None = None,
     **options: Unpack[LayerKeywords],
 ) -> MoEOutput:
-    """Routes every token to its K best experts, applies them, and adds their outputs by weight.
+    """Routes every token to its K best experts, applies them, and sums their outputs by weight.
 
         logits = x gate + gate_bias;  (w, e) = top-K routing of the logits
         output[t] = sum_k w[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = e[t, k]
 
     Args:
       x: [..., D] float32, bfloat16 or float16.
-      gate: [D, E] float; the product with x accumulates and stays in float32.
+      gate: [D, E] float; logits are float32.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
-      w_out: [E, F, D]; dtype of x, or float32. Float32 weights of a 16-bit layer are rounded to its dtype where they
-        multiply; their gradients are the float32 sums, not rounded.
+      w_out: [E, F, D]; dtype of x, or float32. In a 16-bit layer the GEMMs round float32 weights to the dtype of x;
+        the weights' gradients are the float32 sums without rounding.
       topk: K, experts per token, 1 <= K <= E.
       gate_bias: [E] float, added to the logits; None: 0.
-      expert_bias: [E] float, added to the scores for the selection only; gets no gradient.
+      expert_bias: [E] float, added to the scores for the selection only; has no gradient.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
-      token_mask: bool [...]; False marks padding, which gets zero output and gradient and is not counted.
-      forced_experts: int [..., K]; the selection is given (replay). -1: no expert. See `route` for -inf.
-      qb_bin_bounds, qb_bins: quantile balancing, see `route`; `qb_histogram` of the result is for `quantile_bias`.
-      parallel: how the layer is spread over a mesh, a `Parallel`. None: every device has all experts, x may be sharded
-        over its leading dimensions in any way, and rows are not padded.
-      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them, which multiply in their
-        place; None: quantised here, in the forward and again in the backward pass. It has no gradient; w_in and w_out
-        have theirs.
+      token_mask: bool [...]; False marks padding, which has zero output and gradients and is not counted.
+      forced_experts: int [..., K]; gives the selection (replay). -1: no expert. See `route` for -inf.
+      qb_bin_bounds, qb_bins: quantile balancing, see `route`; pass the result's `qb_histogram` to `quantile_bias`.
+      parallel: a `Parallel`, which spreads the layer over a mesh. None: every device has all experts, x may be sharded
+        over its leading dimensions in any way, and the rows of a sharded x are not padded.
+      quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`, used in their place; None: the
+        forward pass and the backward pass each quantise the weights. It has no gradient; w_in and w_out have theirs.
       {options}
 
     Returns:
       MoEOutput(output, aux_loss, z_loss, tokens_per_expert, dropped, dropped_by_source, experts, weights,
-      qb_histogram). Losses and counts are those of all tokens, on however many devices; inside a jax.shard_map those of
-      the shard, or with `parallel=Parallel(data_axes=...)` of all shards along these axes.
+      qb_histogram). Losses and counts cover all tokens, on any number of devices. Inside a jax.shard_map they cover
+      the shard, or with `parallel=Parallel(data_axes=...)` all shards along these axes.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+      ValueError: a wrong shape, range or combination. Messages name the argument, the value and what was expected.
 
-    Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in
-    float32.
-    Where x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before it multiplies; a float32
-    gate keeps more of it, and so does a float16 x: float16 has no room for gradients of logits.
-    Kept for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
-    `jax.export` needs the custom calls listed in docs/jax.md allowed.
+    Gradients: for x, gate, gate_bias, w_in, w_out, b_in and b_out, in the dtype of each operand. GEMMs accumulate in
+    float32. If x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before its GEMMs; with a
+    float32 gate or a float16 x it keeps more bits.
+    Saved for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
+    `jax.export` needs the custom calls allowed that docs/jax.md lists.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), Fedus et al. 2021 (arXiv:2101.03961) for the load-balance loss,
     Zoph et al. 2022 (arXiv:2202.08906) for the z-loss.
@@ -141,41 +139,45 @@ def moe(
         x=x, gate=gate, w_in=w_in, w_out=w_out, gate_bias=gate_bias, expert_bias=expert_bias, b_in=b_in, b_out=b_out,
         token_mask=token_mask, forced_experts=forced_experts, qb_bin_bounds=qb_bin_bounds,
     )  # fmt: skip
-    return layer_of(LayerOptions(topk=topk, qb_bins=qb_bins, **options), arrays, parallel, quantized)
+    return run_layer(LayerOptions(topk=topk, qb_bins=qb_bins, **options), arrays, parallel, quantized)
 
 
-def layer_of(
+def run_layer(
     options: LayerOptions,
     arrays: dict[str, Any],
     parallel: Parallel | None = None,
     quantized: QuantizedExperts | None = None,
 ) -> MoEOutput:
-    """`moe` with its options as one object. arrays: its other arguments by name; those that are missing are None."""
-    of = dict.fromkeys(("gate_bias", "expert_bias", "b_in", "b_out", "token_mask", "forced_experts", "qb_bin_bounds"))
-    of |= arrays
-    x = check.array("x", of["x"], check.FLOATS, (..., "D"))
+    """`moe` with its options as one object. arrays: its other arguments by name; missing ones are None."""
+    given = dict.fromkeys(
+        ("gate_bias", "expert_bias", "b_in", "b_out", "token_mask", "forced_experts", "qb_bin_bounds")
+    )
+    given |= arrays
+    x = check.array("x", given["x"], check.FLOATS, (..., "D"))
     *leading, D = x.shape
-    of_experts, E, parts = experts_operands(options.layouts(), x, of["w_in"], of["w_out"], of["b_in"], of["b_out"])
-    gate = check.array("gate", of["gate"], check.FLOATS, (("D", D), ("E", E)))
+    experts_by_name, E, parts = experts_operands(
+        options.layouts(), x, given["w_in"], given["w_out"], given["b_in"], given["b_out"]
+    )
+    gate = check.array("gate", given["gate"], check.FLOATS, (("D", D), ("E", E)))
     config = layer_config(options, E, parts, parallel)
     router = config.router
     assert router is not None
-    of_quantized = quantized_operands(config.ffn, of_experts, quantized)
+    quantized_by_name = quantized_arrays(config.ffn, experts_by_name, quantized)
     expert_bias, token_mask, forced_experts = router_operands(
-        router, E, tuple(leading), of["expert_bias"], of["token_mask"], of["forced_experts"]
+        router, E, tuple(leading), given["expert_bias"], given["token_mask"], given["forced_experts"]
     )
     operands = Operands(
         x=x,
         gate=gate,
-        gate_bias=check.optional_array("gate_bias", of["gate_bias"], check.FLOATS, (("E", E),)),
+        gate_bias=check.optional_array("gate_bias", given["gate_bias"], check.FLOATS, (("E", E),)),
         expert_bias=expert_bias,
         token_mask=token_mask,
         forced_experts=forced_experts,
-        qb_bin_bounds=quantile_operand(router, expert_bias, of["qb_bin_bounds"]),
-        **of_experts,
-        **of_quantized,
+        qb_bin_bounds=quantile_operand(router, expert_bias, given["qb_bin_bounds"]),
+        **experts_by_name,
+        **quantized_by_name,
     )
-    shards = axes_of_sums(parallel, x, router.topk)
+    shards = unreduced_axes(parallel, x, router.topk)
     result = fused_layer(config, operands, parallel)
     coefficients = options.loss_coefficients()
     aux, z, counts = _losses(router.topk, coefficients, result, token_mask, math.prod(leading), shards)
@@ -195,7 +197,7 @@ def _losses(
     num_tokens: int,
     shards: Axes,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(aux_loss, z_loss, tokens_per_expert) of the sums; `shards`: mesh axes over which the sums are still parts."""
+    """(aux_loss, z_loss, tokens_per_expert) from the sums; `shards`: mesh axes over which to add the sums up first."""
     tokens = jnp.float32(num_tokens) if token_mask is None else jnp.sum(token_mask, dtype=jnp.float32)
     score_sum, squares, counts = result.score_sum, result.lse_squares, result.tokens_per_expert
     assert score_sum is not None and squares is not None

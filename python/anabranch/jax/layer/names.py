@@ -1,6 +1,6 @@
-"""Names of what the layer keeps for its backward pass, for policies of `jax.checkpoint` that choose by name.
+"""Names of the layer's residuals, for `jax.checkpoint` policies that select by name.
 
-They stand where a value comes from, so that what is saved is not computed again for what is not.
+A name is set where a value is computed, so that saving the value avoids recomputing it for other values.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ def named_logits(logits: jax.Array) -> jax.Array:
 
 
 def named_routing(arrays: Any) -> Any:
-    """Weights, experts, lse and sums of the router, and the integers of plans and transports; a pytree."""
+    """The router's weights, experts, lse and sums, and the integers of plans and transports; a pytree."""
     return jax.tree.map(lambda array: checkpoint_name(array, "moe_routing"), arrays)
 
 
 def named_h(h: jax.Array | None) -> jax.Array | None:
-    """The hidden rows [R, P, F]; None where no gradient is wanted."""
+    """The intermediate rows h [R, P, F]; None if no gradient is needed."""
     return None if h is None else checkpoint_name(h, "moe_h")

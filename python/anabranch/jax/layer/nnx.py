@@ -1,4 +1,4 @@
-"""Flax NNX layer: the whole Mixture-of-Experts layer with its parameters and its router state."""
+"""Flax NNX layer: the whole Mixture-of-Experts layer with its parameters and router state."""
 
 import math
 from typing import Any, Unpack
@@ -17,7 +17,7 @@ from anabranch.jax.layer.initializers import (
     default_out_init,
     initializer,
 )
-from anabranch.jax.layer.moe import MoEOutput, layer_config, layer_of
+from anabranch.jax.layer.moe import MoEOutput, layer_config, run_layer
 from anabranch.jax.layer.shared_expert import shared_expert
 from anabranch.jax.ops.quantile import host_bounds, quantile_bias
 from anabranch.jax.ops.quantized import QuantizedExperts
@@ -31,11 +31,11 @@ with needed_by("anabranch.jax.nnx"):
 
 
 class RouterState(nnx.Variable):
-    """State of a router that no optimiser touches: the expert bias of auxiliary-loss-free load balancing."""
+    """Router state that no optimiser updates: the expert bias of auxiliary-loss-free load balancing."""
 
 
 def sharding(parallel: Parallel, name: str, layouts: Layouts = OURS) -> PartitionSpec | NamedSharding:
-    """How a parameter is sharded, by its name in `moe`: a spec for the mesh of the context, if there is one."""
+    """The sharding of a parameter, by its name in `moe`: a spec if the context has a mesh, else a NamedSharding."""
     spec = parallel.specs(*layouts)[name]
     if parallel.mesh is None or not jax.sharding.get_abstract_mesh().empty:
         return spec
@@ -43,7 +43,7 @@ def sharding(parallel: Parallel, name: str, layouts: Layouts = OURS) -> Partitio
 
 
 def _params_stream(rngs: Any) -> Any:
-    """The stream of random keys for parameters."""
+    """The random-key stream for parameters."""
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs: got {check.describe(rngs)}, expected flax.nnx.Rngs")
     try:
@@ -56,35 +56,34 @@ def _params_stream(rngs: Any) -> Any:
 class MoE(nnx.Module):
     """A Mixture-of-Experts feed-forward layer.
 
-    Parameters (`nnx.Param`): `gate` [D, E], `w_in` [E, D, 2, F] (gate and up columns; [E, D, 1, F] where not gated),
-    `w_out` [E, F, D], with `use_gate_bias` also `gate_bias` [E], with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out`
-    [E, D], with `shared_features` S > 0 also `shared_in` [D, 2 or 1, S] and `shared_out` [S, D], with `shared_gate`
-    also `shared_gate` [D, 1]. State (`RouterState`): `expert_bias` float32 [E] with `use_expert_bias` or `balance`. A
-    forward pass reads it as float32 and an update makes it float32 again where `nnx.update`, `nnx.merge` or a cast of
-    the state has made it another float dtype: 16 bits lose steps of 1e-3.
+    Parameters (`nnx.Param`): `gate` [D, E], `w_in` [E, D, 2, F] (gate and up columns; [E, D, 1, F] if not gated),
+    `w_out` [E, F, D]; with `use_gate_bias` also `gate_bias` [E]; with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out`
+    [E, D]; with `shared_features` S > 0 also `shared_in` [D, 2 or 1, S] and `shared_out` [S, D]; with `shared_gate`
+    also `shared_gate` [D, 1]. State (`RouterState`): `expert_bias` float32 [E] with `use_expert_bias` or `balance`. If
+    `nnx.update`, `nnx.merge` or a cast of the state changes its float dtype, a forward pass reads it as float32 and an
+    update makes it float32 again, because 16 bits lose steps of 1e-3.
 
     Args:
       in_features: D, width of the model.
       hidden_features: F, width of one expert.
       num_experts: E.
       topk: K, experts per token.
-      use_expert_bias: keep a selection bias, which `update_expert_bias` moves.
-      balance: "quantile": `update_quantile_bias` sets the selection bias; None: it does not.
-      qb_bin_bounds, qb_bins: of the histogram for that: (lower, upper) for how far an expert's score is below the
-        threshold of a token, and the number of bins.
-      use_gate_bias: a bias of the router's logits, a parameter.
+      use_expert_bias: whether the layer has a selection bias, which `update_expert_bias` updates.
+      balance: "quantile": `update_quantile_bias` sets the selection bias; None: no quantile balancing.
+      qb_bin_bounds, qb_bins: the histogram for quantile balancing: (lower, upper) bounds on the distance of an expert's
+        score below a token's threshold, and the number of bins.
+      use_gate_bias: whether the router's logits have a bias parameter.
       gated: phi(x W_gate, x W_up), for a plain name act(x W_gate) * (x W_up); False: act(x W_up).
-      use_bias: biases b_in and b_out.
-      shared_features: width S of a dense expert that every token passes through; 0: none.
+      use_bias: whether the experts have biases b_in and b_out.
+      shared_features: width S of a dense expert that processes every token; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate>).
-      parallel: how the layer is spread over a mesh. Parameters then carry their sharding (`out_sharding`): created
-        under jax.set_mesh, or with a `Parallel` that has a mesh, they are created in shards. A shared expert is whole
-        on every device.
+      parallel: spreads the layer over a mesh. The parameters then have shardings (`out_sharding`). Under jax.set_mesh,
+        or with a `Parallel` that has a mesh, they are created in shards. A shared expert is replicated.
       dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
       param_dtype: dtype of the parameters.
-      kernel_init: initialiser of all matrices, called with (key, shape, dtype); None: a truncated normal of variance
-        1 / fan-in, the expert axis left out of the fan.
-      rngs: random keys; the stream `params` is used.
+      kernel_init: initialiser of all matrices, called with (key, shape, dtype); None: truncated normal with variance
+        1 / fan-in, where the fan excludes the expert axis.
+      rngs: random keys; the layer uses the stream `params`.
       {options}
         Shared experts have the layouts "dpf" and "fd", and with "fp8" the precision "highest".
 
@@ -157,7 +156,7 @@ class MoE(nnx.Module):
                 return nnx.Param(value)
             try:
                 return nnx.Param(value, out_sharding=sharding(parallel, name, layouts))
-            except ValueError as error:  # flax found no mesh, or one that can't hold the parameter
+            except ValueError as error:  # flax found no mesh, or the mesh does not fit the parameter
                 raise ValueError(
                     f"parallel: got {parallel}, which does not place {name} {check.describe(value)}, expected one "
                     f"with a mesh, or jax.set_mesh(mesh): {error}"
@@ -186,13 +185,13 @@ class MoE(nnx.Module):
 
         Args:
           x: [..., D] float32, bfloat16 or float16.
-          token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
-          forced_experts: int [..., K]; the selection is given (replay).
-          quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
+          token_mask: bool [...]; False marks padding, which has zero output and is not counted.
+          forced_experts: int [..., K]; gives the selection (replay).
+          quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`; None: quantised here.
 
         Returns:
-          MoEOutput of `moe`; output [..., D] of the dtype of the computation. Inside `nnx.capture` with
-          `nnx.Intermediate` it sows `router_logits`, float32 [..., E], which it computes for that.
+          MoEOutput of `moe`; output [..., D] in the dtype of the computation. Inside `nnx.capture` with
+          `nnx.Intermediate` the layer also computes and sows `router_logits`, float32 [..., E].
         """
         x = check.array("x", x, check.FLOATS, (..., ("in_features", self.in_features)))
         dtype = x.dtype if self.dtype is None else self.dtype
@@ -201,7 +200,7 @@ class MoE(nnx.Module):
         def value(variable: nnx.Variable | None) -> Any:
             return None if variable is None else variable[...].astype(dtype)
 
-        def weights(variable: nnx.Variable) -> jax.Array:  # of float32 ones moe() gives gradients that are not rounded
+        def weights(variable: nnx.Variable) -> jax.Array:  # float32 stays: moe() then does not round the gradients
             return variable[...] if variable[...].dtype == jnp.float32 else value(variable)
 
         arrays = dict(
@@ -217,7 +216,7 @@ class MoE(nnx.Module):
             forced_experts=forced_experts,
             qb_bin_bounds=self.qb_bin_bounds,
         )
-        result = layer_of(self.options, arrays, self.parallel, quantized)
+        result = run_layer(self.options, arrays, self.parallel, quantized)
         if any(type(captured) is nnx.Intermediate for captured in getattr(self, "__captures__", ())):
             bias = None if self.gate_bias is None else self.gate_bias[...]
             self.sow(nnx.Intermediate, "router_logits", router_logits(x, self.gate[...], bias))
@@ -238,45 +237,47 @@ class MoE(nnx.Module):
         """The expert bias as float32.
 
         Raises:
-          TypeError, ValueError: the variable holds something else than a float array [E].
+          TypeError, ValueError: the variable is not a float array [E].
         """
         bias = jnp.asarray(self.expert_bias[...])  # type: ignore[index]
         dtypes, E = (*check.FLOATS, "float64"), self.gate.shape[1]
         return check.array("expert_bias", bias, dtypes, (("E", E),)).astype(jnp.float32)
 
     def update_quantile_bias(self, qb_histogram: jax.Array) -> None:
-        """Sets the selection bias to the one under which every expert would have had its share of the tokens.
+        """Sets the selection bias with which every expert would have had its share of the tokens.
 
-        Quantile balancing. Call it once a step, outside the differentiated function.
+        This is quantile balancing. Call it once per step, outside the differentiated function.
 
         Args:
-          qb_histogram: int32 [E, bins] of the step, the sum over everything that it has seen.
+          qb_histogram: int32 [E, bins], summed over all tokens of the step.
 
         Raises:
-          TypeError, ValueError: the histogram is wrong, or the layer was made without `balance="quantile"`.
+          TypeError, ValueError: the histogram is wrong, or the layer does not have `balance="quantile"`.
         """
         if self.expert_bias is None or self.qb_bin_bounds is None:
-            raise ValueError('update_quantile_bias: got a layer of another balance, expected balance="quantile"')
+            raise ValueError(
+                'update_quantile_bias: got a layer without quantile balancing, expected balance="quantile"'
+            )
         shape = (("E", self.gate.shape[1]), ("bins", self.options.qb_bins))
         lower, upper = self.qb_bin_bounds
         counts = check.array("qb_histogram", qb_histogram, ("int32",), shape)
-        # set_value takes the dtype of the new value; an assignment to [...] would round to that of the old one.
+        # set_value adopts the dtype of the new value; assigning to [...] would round to the old dtype.
         self.expert_bias.set_value(quantile_bias(counts, lower, upper, self.options.topk))
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float = 1e-3) -> None:
         """Moves the selection bias towards balance: b += rate * sign(mean load - load).
 
-        Auxiliary-loss-free load balancing (Wang et al. 2024, arXiv:2408.15664). Call it once a step with the counts of
-        the whole batch, outside the differentiated function.
+        Auxiliary-loss-free load balancing (Wang et al. 2024, arXiv:2408.15664). Call it once per step with the counts
+        of the whole batch, outside the differentiated function.
 
         Args:
-          tokens_per_expert: int [E], summed over everything that the step has seen.
-          rate: step of the bias, a number >= 0; or a float scalar, for example a schedule's. The value of a scalar on a
-            GPU, or in a jitted program, is not checked.
+          tokens_per_expert: int [E], summed over all tokens of the step.
+          rate: step size of the bias, a number >= 0 or a float scalar, for example from a schedule. The value of a
+            scalar on a GPU, or in a jitted program, is not checked.
 
         Raises:
           TypeError: an argument has the wrong type or dtype.
-          ValueError: an argument is out of range, or the layer was made without `use_expert_bias`.
+          ValueError: an argument is out of range, or the layer does not have `use_expert_bias`.
         """
         if self.expert_bias is None:
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
@@ -287,7 +288,7 @@ class MoE(nnx.Module):
 
 
 def _rate(value: Any) -> Any:
-    """The step of an update: a number >= 0, or a float scalar, whose value is checked where it is on the host."""
+    """Checks the step size: a number >= 0, or a float scalar, whose value is checked if it is on the host."""
     if isinstance(value, jax.Array):
         check.array("rate", value, check.FLOATS, ())
         if isinstance(value, jax.core.Tracer) or any(device.platform != "cpu" for device in value.devices()):

@@ -1,8 +1,8 @@
-"""The rules of the whole layer on a mesh whose axes are named: expert, data, FSDP and tensor parallelism.
+"""The rules of the whole layer on a mesh with named axes: expert, data, FSDP and tensor parallelism.
 
-Both rules are a jax.shard_map around what one device does. A device routes its own tokens, a transport (exchange.py)
-takes them to their experts and brings the sums back. What is whole on several devices while its gradient is a sum over
-them is added up here, explicitly: nothing is differentiated through a collective.
+Both rules are a jax.shard_map around the work of one device. A device routes its own tokens; a transport (exchange.py)
+sends them to their experts and returns the sums. Gradients of operands that several devices share are reduced here
+explicitly; JAX does not differentiate through collectives.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from anabranch.jax.binding.arrays import flat
-from anabranch.jax.binding.sharding import axes_of, entry_of, spec_of, vary_like
+from anabranch.jax.binding.sharding import array_axes, entry_axes, spec_entry, vary_like
 from anabranch.jax.layer.gate import GateResiduals, gate_residuals, select, select_backward
 from anabranch.jax.layer.names import named_h, named_routing
 from anabranch.jax.layer.operands import (
@@ -41,45 +41,45 @@ from anabranch.jax.layer.operands import (
 from anabranch.jax.ops.ffn import (
     FfnConfig,
     FfnOperands,
-    SlotProduct,
-    d_rows_of,
-    d_w_in_of,
-    d_w_out_of,
+    SlotGemm,
     ffn_backward_by_slot,
     ffn_forward_by_slot,
+    rows_gradient,
+    w_in_gradient,
+    w_out_gradient,
 )
 from anabranch.jax.ops.plan import plan
-from anabranch.jax.ops.quantized import Factor, QuantizedExperts, quantize_rows
-from anabranch.jax.parallel.exchange import Transport, keep_within, transport
+from anabranch.jax.ops.quantized import QuantizedExperts, QuantizedOperand, quantize_rows
+from anabranch.jax.parallel.exchange import Transport, drop_over_capacity, transport
 from anabranch.jax.parallel.message import dequantize, pack, unpack
 from anabranch.jax.parallel.parallel import Placement, quantized_specs
 
-#: What the forward rule keeps, by name: arrays whose first dimension is divided over the token axes.
-Kept = dict[str, Any]
+#: Residuals of the forward rule by name: arrays whose first dimension is sharded over the token axes.
+MeshResiduals = dict[str, Any]
 
 
 def _fsdp_dimensions(placement: Placement) -> dict[str, int]:
-    """The dimension of each operand that is divided over the FSDP axes, D."""
-    of_layouts = {name: placement.layouts.axis(name, "d") for name in ("w_in", "w_out")}
+    """For each operand that FSDP shards, the dimension D, which is divided over the FSDP axes."""
+    weights = {name: placement.layouts.axis(name, "d") for name in ("w_in", "w_out")}
     d = {name: axes.index("d") for name, axes in QuantizedExperts.shapes("e", "d", "p", "f", "d", "f").items()}
-    return {"gate": 0, "b_out": 1} | of_layouts | {f"quantized_{name}": axis for name, axis in d.items()}
+    return {"gate": 0, "b_out": 1} | weights | {f"quantized_{name}": axis for name, axis in d.items()}
 
 
 def operand_specs(placement: Placement) -> dict[str, PartitionSpec]:
-    """How every operand is divided, by its name."""
-    of_tokens = _token_spec(placement)
-    of_quantized = quantized_fields(quantized_specs(placement.parallel))
-    return {**placement.parallel.specs(*placement.layouts), **of_quantized, **dict.fromkeys(TOKENS, of_tokens)}
+    """The sharding of every operand, by name."""
+    token_spec = _token_spec(placement)
+    quantized = quantized_fields(quantized_specs(placement.parallel))
+    return {**placement.parallel.specs(*placement.layouts), **quantized, **dict.fromkeys(TOKENS, token_spec)}
 
 
 def _token_spec(placement: Placement) -> PartitionSpec:
-    """Of an array with the leading dimensions of x."""
-    return PartitionSpec(*map(entry_of, placement.tokens))
+    """The spec of an array with the leading dimensions of x."""
+    return PartitionSpec(*map(spec_entry, placement.tokens))
 
 
 def _output_specs(placement: Placement) -> dict[str, PartitionSpec]:
     whole = dict.fromkeys(LayerOutput._fields, PartitionSpec())
-    dropped = {"dropped": PartitionSpec(entry_of(placement.token_axes))}
+    dropped = {"dropped": PartitionSpec(spec_entry(placement.token_axes))}
     return whole | dict.fromkeys(TOKEN_RESULTS, _token_spec(placement)) | dropped
 
 
@@ -88,7 +88,7 @@ def _given(arrays: Any) -> dict[str, jax.Array]:
     return {name: array for name, array in arrays._asdict().items() if array is not None}
 
 
-def _specs_of(placement: Placement, operands: Operands) -> dict[str, PartitionSpec]:
+def _operand_specs(placement: Placement, operands: Operands) -> dict[str, PartitionSpec]:
     specs = operand_specs(placement)
     return {name: specs[name] for name in _given(operands)}
 
@@ -97,17 +97,17 @@ def _operands(given: dict[str, Any]) -> Operands:
     return Operands(**{name: given.get(name) for name in Operands._fields})  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- what one device does
+# ---------------------------------------------------------------- on one device
 
 
 def _gathered(config: LayerConfig, placement: Placement, operands: Operands, *, backward: bool) -> Operands:
-    """The operands with what FSDP divides whole; the experts' weights travel in the dtype of x, with FP8 quantised."""
+    """All-gathers the FSDP-sharded operands; the experts' weights travel in the dtype of x, with FP8 quantised."""
     operands = quantize_weights(config, round_weights(config, operands), backward=backward)
     if not placement.parallel.fsdp_axes:
         return operands
 
     def gather(name: str, array: jax.Array, dimension: int) -> jax.Array:
-        if config.ffn.fp8 and name in ("w_in", "w_out"):  # nobody reads them: they tell sizes and the order of axes
+        if config.ffn.fp8 and name in ("w_in", "w_out"):  # only their sizes and axis order are read
             sizes = list(array.shape)
             sizes[dimension] *= math.prod(jax.lax.axis_size(axis) for axis in placement.parallel.fsdp_axes)
             return jnp.zeros(sizes, operands.x.dtype)
@@ -122,7 +122,7 @@ def _gathered(config: LayerConfig, placement: Placement, operands: Operands, *, 
 
 
 def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
-    """The gradient of a parameter, summed over the devices that have the same part of it."""
+    """The gradient of a parameter, summed over the devices that have the same shard of it."""
     axes = placement.token_axes if name in ("gate", "gate_bias") else tuple(placement.parallel.data_axes)
     dimension = _fsdp_dimensions(placement).get(name)
     if placement.parallel.fsdp_axes and dimension is not None:
@@ -131,15 +131,15 @@ def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
     return jax.lax.psum(gradient, axes) if axes else gradient
 
 
-def _sum_of_parts(placement: Placement, array: jax.Array) -> jax.Array:
-    """The sum over the tensor axis, whose devices each have a part of F."""
+def _tensor_sum(placement: Placement, array: jax.Array) -> jax.Array:
+    """The sum over the tensor axis, whose devices each have a shard of F."""
     return array if placement.parallel.tensor_axis is None else jax.lax.psum(array, placement.parallel.tensor_axis)
 
 
 def _sent(
     config: LayerConfig, placement: Placement, chosen: Transport, route: Any, tokens: jax.Array
-) -> tuple[jax.Array, Factor | None]:
-    """Tokens [T, D] as they arrive at their experts, and if they travel as FP8 their quantised form."""
+) -> tuple[jax.Array, QuantizedOperand | None]:
+    """Tokens [T, D] as they arrive at their experts, and their quantised form if they travel as FP8."""
     if not placement.parallel.fp8_exchange:
         return chosen.send(route, tokens), None
     arrived = unpack(chosen.send(route, pack(quantize_rows(tokens, config.ffn.fp8_scales))), tokens.shape[1])
@@ -150,12 +150,12 @@ def _collected(
     placement: Placement,
     chosen: Transport,
     route: Any,
-    rows: SlotProduct,
+    rows: SlotGemm,
     weights: jax.Array | None,
     dtype: Any,
     addend: jax.Array | None = None,
 ) -> jax.Array:
-    """The transport's `collect`, summed over the parts of F; then, once, comes the addend."""
+    """The transport's `collect`, summed over the shards of F; the addend is added once, after that."""
     if placement.parallel.tensor_axis is None:
         return chosen.collect(route, rows, weights, dtype, addend)
     sums = jax.lax.psum(chosen.collect(route, rows, weights, jnp.float32), placement.parallel.tensor_axis)
@@ -166,15 +166,15 @@ def _ffn_operands(
     placement: Placement,
     operands: Operands,
     route: Any,
-    tokens: tuple[jax.Array, Factor | None],
+    tokens: tuple[jax.Array, QuantizedOperand | None],
     weights: jax.Array | None,
 ) -> FfnOperands:
-    """What the experts of this device read; tokens: from `_sent`. b_out counts once, not on every part of F."""
+    """The operands of this device's experts; tokens: from `_sent`. Only one shard of F adds b_out."""
     b_out = operands.b_out
     if b_out is not None and placement.parallel.tensor_axis is not None:
         b_out = jnp.where(jax.lax.axis_index(placement.parallel.tensor_axis) == 0, b_out, 0)
-    x, x_factor = tokens
-    return ffn_operands(operands._replace(x=x, b_out=b_out), route, weights)._replace(x_factor=x_factor)
+    x, x_quantized = tokens
+    return ffn_operands(operands._replace(x=x, b_out=b_out), route, weights)._replace(x_quantized=x_quantized)
 
 
 def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:
@@ -182,37 +182,37 @@ def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:
 
 
 def _without_wrong(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Experts that were given, as a router's are: (-1 for what is none; their counts [E]; how many were wrong)."""
+    """Normalises given experts like a router's: (experts with -1 for invalid ones, counts [E], number of invalid)."""
     none = (experts < 0) | (experts >= num_experts)
     wrong = jnp.sum(none & (experts != -1), dtype=jnp.int32)
     return jnp.where(none, -1, experts), plan(experts, num_experts, num_rows=0).tokens_per_expert, wrong
 
 
 def _forward(
-    config: LayerConfig, placement: Placement, keep: bool, given: dict[str, jax.Array]
-) -> tuple[dict[str, jax.Array], Kept]:
+    config: LayerConfig, placement: Placement, save: bool, given: dict[str, jax.Array]
+) -> tuple[dict[str, jax.Array], MeshResiduals]:
     whole = _operands(given)
     leading, dtype = whole.x.shape[:-1], whole.x.dtype
     operands = flat_tokens(_gathered(config, placement, whole, backward=False))
-    selection, sums, gate = select(config, operands, keep=keep, counts=True)
+    selection, sums, gate = select(config, operands, save=save, counts=True)
     experts, wrong = selection.experts, jnp.zeros((), jnp.int32)
     if config.router is None:
         experts, counts, wrong = _without_wrong(experts, placement.bounds.experts)
         sums = sums._replace(tokens_per_expert=counts)
-    experts, dropped = keep_within(placement.bounds, experts)
+    experts, dropped = drop_over_capacity(placement.bounds, experts)
     chosen = transport(placement.transport, placement.bounds)
     route = named_routing(chosen.plan(experts))
     early = chosen.send_weights(route, selection.weights) if config.ffn.weight_early else None
     late = None if config.ffn.weight_early else selection.weights
     arrived = _sent(config, placement, chosen, route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, early)
-    y, h = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, keep_h=keep)
+    y, h = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, save_h=save)
     h = named_h(h)
     output = _collected(placement, chosen, route, y, late, dtype)
     if placement.token_axes:
         sums = jax.lax.psum(sums, placement.token_axes)
     result = _given(layer_output(config, leading, output, selection, sums, (wrong + dropped)[None]))
-    if not keep:
+    if not save:
         return result, {}
     return result, _given(gate) | {"h": h} | {f"route.{name}": array for name, array in route._asdict().items()}
 
@@ -222,32 +222,32 @@ def _backward(
     placement: Placement,
     given: dict[str, jax.Array],
     selection: Selection,
-    kept: Kept,
+    residuals: MeshResiduals,
     cotangents: Cotangents,
 ) -> dict[str, jax.Array]:
-    # Without it XLA would see that the forward pass gathers and sends the same, and keep that until now.
+    # Without the barrier XLA would reuse the forward pass's gathered and sent arrays, and keep them in memory.
     given, cotangents = jax.lax.optimization_barrier((given, cotangents))
     whole = _operands(given)
     operands = flat_tokens(_gathered(config, placement, whole, backward=True))
     selection = flat_selection(selection)
     chosen = transport(placement.transport, placement.bounds)
-    route = chosen.route(**{name[6:]: array for name, array in kept.items() if name.startswith("route.")})
-    # The cotangent of the unweighted rows goes to the experts, with the weights: they have all that d_weights needs,
-    # and what came back from them in the forward pass need not be kept.
+    route = chosen.route(**{name[6:]: array for name, array in residuals.items() if name.startswith("route.")})
+    # The cotangent of the unweighted rows goes to the experts together with the weights. The experts then have all
+    # operands of d_weights, and the rows that the forward pass returned need not be saved.
     arrived = _sent(config, placement, chosen, route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, chosen.send_weights(route, selection.weights))
-    d_rows, d_rows_factor = _sent(config, placement, chosen, route, flat(cotangents.output))
+    d_rows, d_rows_quantized = _sent(config, placement, chosen, route, flat(cotangents.output))
     options = _ffn_config(config, chosen)
-    hidden = ffn_backward_by_slot(options, ffn, kept["h"], d_rows, d_out_factor=d_rows_factor)
-    d_weights = cotangents.of_weights(_sum_of_parts(placement, chosen.collect_weights(route, hidden.weights)))
-    gate = GateResiduals(kept.get("logits"), kept.get("lse"))
+    intermediate = ffn_backward_by_slot(options, ffn, residuals["h"], d_rows, d_out_quantized=d_rows_quantized)
+    d_weights = cotangents.total_d_weights(_tensor_sum(placement, chosen.collect_weights(route, intermediate.weights)))
+    gate = GateResiduals(residuals.get("logits"), residuals.get("lse"))
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
-    rows = d_rows_of(options, ffn, hidden.dh, hidden.dh_factor)
+    rows = rows_gradient(options, ffn, intermediate.dh, intermediate.dh_quantized)
     d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, selected.x)
-    # Left until here, so that XLA can compute them while d_x travels.
+    # Weight gradients come last, so that XLA can compute them while d_x travels.
     w_in_dtype, w_out_dtype = weight_dtypes(whole)
-    up = d_w_in_of(options, ffn, hidden.dh, w_in_dtype)
-    down = d_w_out_of(options, ffn, hidden.weighted_a, d_rows, w_out_dtype)
+    up = w_in_gradient(options, ffn, intermediate.dh, w_in_dtype)
+    down = w_out_gradient(options, ffn, intermediate.weighted_a, d_rows, w_out_dtype)
     parameters = {
         "gate": selected.gate,
         "gate_bias": selected.bias,
@@ -256,22 +256,22 @@ def _backward(
         "b_in": up.b,
         "b_out": down.b,
     }
-    found = {
+    results = {
         name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
         for name, gradient in parameters.items()
         if gradient is not None
     }
     if whole.weights is not None and selected.weights is not None:
-        found["weights"] = selected.weights.reshape(whole.weights.shape)
-    return found | {"x": d_x.reshape(whole.x.shape)}
+        results["weights"] = selected.weights.reshape(whole.weights.shape)
+    return results | {"x": d_x.reshape(whole.x.shape)}
 
 
-# ---------------------------------------------------------------- around it, the mesh
-# Compiled, also where the caller is not: else every step on every device would be a program of its own.
+# ---------------------------------------------------------------- on the mesh
+# Compiled even for an eager caller: otherwise every step on every device would be a program of its own.
 
 
 def _on_mesh(placement: Placement, function: Any, in_specs: Any, out_specs: Any, *arrays: Any) -> Any:
-    """`function` of the arrays in a jax.shard_map, which may be inside one over other axes."""
+    """Runs `function` on the arrays in a jax.shard_map, which may be nested in one over other axes."""
     on_mesh = jax.shard_map(
         function,
         mesh=placement.mesh,
@@ -287,37 +287,37 @@ def _route_names(placement: Placement) -> tuple[str, ...]:
     return tuple(f"route.{name}" for name in transport(placement.transport, placement.bounds).route._fields)
 
 
-def _kept_specs(placement: Placement, names: Any) -> dict[str, PartitionSpec]:
-    tokens = entry_of(placement.token_axes)
+def _residual_specs(placement: Placement, names: Any) -> dict[str, PartitionSpec]:
+    tokens = spec_entry(placement.token_axes)
     h = PartitionSpec(*placement.layouts.shape("h", r=tokens, p=None, f=placement.parallel.tensor_axis))
     return {name: h if name == "h" else PartitionSpec(tokens) for name in names}
 
 
 def _resharded(placement: Placement, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The array divided by `spec` where its type says how it is divided; elsewhere jax.shard_map sees to it."""
-    wanted = tuple(map(axes_of, spec)) + ((),) * (array.ndim - len(spec))
-    if not placement.explicit or spec_of(array) == wanted:
+    """Reshards an array whose type contains its sharding; otherwise jax.shard_map reshards it."""
+    required = tuple(map(entry_axes, spec)) + ((),) * (array.ndim - len(spec))
+    if not placement.explicit or array_axes(array) == required:
         return array
     return jax.sharding.reshard(array, spec)
 
 
 def divide(placement: Placement, operands: Operands) -> Operands:
-    """The operands divided as the rules take them. JAX differentiates it, so gradients come back as operands came."""
+    """Reshards the operands as the rules require. JAX differentiates this, so gradients are sharded like operands."""
     specs = operand_specs(placement)
     return _operands({name: _resharded(placement, array, specs[name]) for name, array in _given(operands).items()})
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="keep")
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="save")
 def placed_forward(
-    config: LayerConfig, placement: Placement, operands: Operands, *, keep: bool
-) -> tuple[LayerOutput, Kept]:
-    """The forward rule, and with `keep` what `placed_backward` needs of it."""
+    config: LayerConfig, placement: Placement, operands: Operands, *, save: bool
+) -> tuple[LayerOutput, MeshResiduals]:
+    """The forward rule, and with `save` the residuals for `placed_backward`."""
     given, output_specs = _given(operands), _output_specs(placement)
-    names = (*gate_residuals(config), "h", *_route_names(placement)) if keep else ()
-    out_specs = ({name: output_specs[name] for name in output_names(config)}, _kept_specs(placement, names))
-    rule = functools.partial(_forward, config, placement, keep)
-    result, kept = _on_mesh(placement, rule, (_specs_of(placement, operands),), out_specs, given)
-    return LayerOutput(**{name: result.get(name) for name in LayerOutput._fields}), kept
+    names = (*gate_residuals(config), "h", *_route_names(placement)) if save else ()
+    out_specs = ({name: output_specs[name] for name in output_names(config)}, _residual_specs(placement, names))
+    rule = functools.partial(_forward, config, placement, save)
+    result, residuals = _on_mesh(placement, rule, (_operand_specs(placement, operands),), out_specs, given)
+    return LayerOutput(**{name: result.get(name) for name in LayerOutput._fields}), residuals
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -326,27 +326,27 @@ def placed_backward(
     placement: Placement,
     operands: Operands,
     selection: Selection,
-    kept: Kept,
+    residuals: MeshResiduals,
     cotangents: Cotangents,
 ) -> Operands:
-    """The backward rule: gradients of the float operands, divided like them; None for the others."""
-    given, of_tokens = _given(operands), _token_spec(placement)
-    specs, output_specs = _specs_of(placement, operands), _output_specs(placement)
+    """The backward rule: gradients of the float operands, sharded like them; None for the others."""
+    given, token_spec = _given(operands), _token_spec(placement)
+    specs, output_specs = _operand_specs(placement, operands), _output_specs(placement)
     incoming = {name: output_specs[name] for name in _given(cotangents)}
     arriving = {name: _resharded(placement, getattr(cotangents, name), spec) for name, spec in incoming.items()}
 
-    def rule(given: Any, selection: Any, kept: Kept, arriving: Any) -> dict[str, jax.Array]:
+    def rule(given: Any, selection: Any, residuals: MeshResiduals, arriving: Any) -> dict[str, jax.Array]:
         every = Cotangents(**{name: arriving.get(name) for name in Cotangents._fields})  # type: ignore[arg-type]
-        return _backward(config, placement, given, selection, kept, every)
+        return _backward(config, placement, given, selection, residuals, every)
 
-    found = _on_mesh(
+    results = _on_mesh(
         placement,
         rule,
-        (specs, Selection(of_tokens, of_tokens), _kept_specs(placement, kept), incoming),  # type: ignore[arg-type]
+        (specs, Selection(token_spec, token_spec), _residual_specs(placement, residuals), incoming),  # type: ignore[arg-type]
         {name: spec for name, spec in specs.items() if name in DIFFERENTIABLE},
         given,
         selection,
-        kept,
+        residuals,
         arriving,
     )
-    return gradients(found)
+    return gradients(results)

@@ -1,4 +1,4 @@
-"""What goes into the layer's rules and what comes out of them, by name: on one device, on shards, on a mesh."""
+"""The named operands and results of the layer's rules, on one device, on shards and on a mesh."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from anabranch.options import RouterOptions
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """The options of the layer that are part of the program."""
+    """The static options of the layer."""
 
     router: RouterOptions | None
     """None: experts and weights are given, there is no gate."""
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
     qb_bin_bounds: jax.Array | None = None
     """float32 [2]."""
     quantized_w_in: jax.Array | None = None
-    """This and those below: the fields of a QuantizedExperts."""
+    """This and the following fields are those of a QuantizedExperts."""
     quantized_w_in_transposed: jax.Array | None = None
     quantized_w_in_scales: jax.Array | None = None
     quantized_w_out: jax.Array | None = None
@@ -53,13 +53,13 @@ class Operands(NamedTuple):
 
     @property
     def quantized(self) -> QuantizedExperts | None:
-        """Quantised experts, given or of a pass; None: there are none."""
-        found = QuantizedExperts(*(getattr(self, f"quantized_{name}") for name in QuantizedExperts._fields))
-        return None if found.w_in_scales is None else found
+        """The quantised experts, if there are any."""
+        quantized = QuantizedExperts(*(getattr(self, f"quantized_{name}") for name in QuantizedExperts._fields))
+        return None if quantized.w_in_scales is None else quantized
 
 
 def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
-    """The fields of Operands, or what else belongs to them, of a QuantizedExperts."""
+    """The fields of Operands for a QuantizedExperts, or for other values per field such as specs."""
     if quantized is None:
         return {}
     return {f"quantized_{name}": value for name, value in quantized._asdict().items()}
@@ -72,7 +72,7 @@ DIFFERENTIABLE = ("x", "gate", "gate_bias", "w_in", "w_out", "b_in", "b_out", "w
 
 
 class Selection(NamedTuple):
-    """The experts of every token and their weights, given or the router's."""
+    """The experts of every token and their weights, given or from the router."""
 
     experts: jax.Array
     """int32 [..., K]."""
@@ -81,7 +81,7 @@ class Selection(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The router's sums over all tokens that the layer was given, for the losses; None where there is no router."""
+    """The router's sums over all tokens of the layer, for the losses; None without a router."""
 
     score_sum: jax.Array | None
     """float32 [E]."""
@@ -94,7 +94,7 @@ class Sums(NamedTuple):
 
 
 class LayerOutput(NamedTuple):
-    """What the layer computes; sums are over all tokens that it was given. None: not without a router."""
+    """The results of the layer; sums cover all of its tokens. Fields are None without a router where marked."""
 
     output: jax.Array
     """[..., D], dtype of x."""
@@ -109,7 +109,7 @@ class LayerOutput(NamedTuple):
     tokens_per_expert: jax.Array
     """int32 [E]: before any dropping."""
     dropped: jax.Array
-    """int32 [S]: slots without a row, for each of S shards of the tokens that drop them by themselves."""
+    """int32 [S]: assignments without a row, per shard of the tokens that drops on its own."""
     qb_histogram: jax.Array | None = None
     """See Sums."""
 
@@ -133,7 +133,7 @@ def layer_output(
     sums: Sums,
     dropped: jax.Array,
 ) -> LayerOutput:
-    """The results of a rule on flat tokens, with the leading dimensions of x again."""
+    """Restores the leading dimensions of x in the results of a rule on flat tokens."""
     assert sums.tokens_per_expert is not None
     experts = weights = None
     if config.router is not None:
@@ -151,7 +151,7 @@ def layer_output(
 
 
 class Cotangents(NamedTuple):
-    """Those of the results that have one."""
+    """The cotangents of the differentiable results."""
 
     output: jax.Array
     weights: jax.Array | None
@@ -160,33 +160,33 @@ class Cotangents(NamedTuple):
 
     @property
     def sums(self) -> Sums:
-        """Of the router's sums."""
+        """The cotangents of the router's sums."""
         return Sums(self.score_sum, self.lse_squares, None)
 
-    def of_weights(self, through_experts: jax.Array) -> jax.Array:
-        """The whole cotangent of the weights [T, K]: what comes through the experts, and from whoever reads them."""
+    def total_d_weights(self, through_experts: jax.Array) -> jax.Array:
+        """The whole cotangent of the weights [T, K]: the part through the experts plus that of other readers."""
         return through_experts if self.weights is None else through_experts + flat(self.weights)
 
 
 def gradients(given: dict[str, jax.Array | None]) -> Operands:
-    """Gradients by the names of their operands; None for all others."""
+    """Gradients as Operands; None for all operands without one."""
     return Operands(**dict.fromkeys(Operands._fields) | given)  # type: ignore[arg-type]
 
 
 def flat_tokens(operands: Operands) -> Operands:
-    """The operands with the leading dimensions of x and of all that has them as one."""
+    """Flattens the token dimensions of x and of all operands that have them."""
     mask = operands.token_mask
     rows = {name: flat(a) for name in TOKENS if name != "token_mask" and (a := getattr(operands, name)) is not None}
     return operands._replace(token_mask=None if mask is None else mask.reshape(math.prod(mask.shape)), **rows)
 
 
 def flat_selection(selection: Selection) -> Selection:
-    """The selection of flat tokens."""
+    """Flattens the token dimensions of the selection."""
     return Selection(*map(flat, selection))
 
 
 def round_weights(config: LayerConfig, operands: Operands) -> Operands:
-    """The operands with the experts' weights in the dtype of x, in which they multiply unless they are quantised."""
+    """Casts the experts' weights to the dtype of x, in which they are multiplied unless they are quantised."""
     if config.ffn.fp8:
         return operands
     dtype = operands.x.dtype
@@ -194,21 +194,21 @@ def round_weights(config: LayerConfig, operands: Operands) -> Operands:
 
 
 def quantize_weights(config: LayerConfig, operands: Operands, *, backward: bool) -> Operands:
-    """The operands with what a pass with FP8 multiplies with; others as they are."""
+    """Adds the quantised weights that a pass needs with FP8; returns other operands unchanged."""
     if not config.ffn.fp8:
         return operands
     o, ffn = operands, config.ffn
-    found = for_pass(o.quantized, o.w_in, o.w_out, ffn.layouts, ffn.fp8_scales, backward=backward)
-    return operands._replace(**quantized_fields(found))
+    quantized = for_pass(o.quantized, o.w_in, o.w_out, ffn.layouts, ffn.fp8_scales, backward=backward)
+    return operands._replace(**quantized_fields(quantized))
 
 
 def weight_dtypes(operands: Operands) -> tuple[Any, Any]:
-    """Of w_in and w_out as they were given, and so of their gradients."""
+    """The dtypes of w_in and w_out as the caller passed them, which their gradients have too."""
     return operands.w_in.dtype, operands.w_out.dtype
 
 
 def ffn_operands(operands: Operands, route: Any, weights: jax.Array | None) -> FfnOperands:
-    """The experts' view of the layer's operands: tokens, gathered by a plan or by the route of a transport."""
+    """The experts' operands: the layer's tokens, gathered with the indices of a plan or of a transport's route."""
     return FfnOperands(
         x=operands.x,
         slot_of_row=route.slot_of_row,

@@ -1,4 +1,4 @@
-"""The experts' matrices quantised once, for calls with precision="fp8"."""
+"""Quantises the experts' matrices once, for calls with precision="fp8"."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from anabranch.jax.binding import check
-from anabranch.jax.binding.sharding import TokenCall, all_manual, mesh_of
+from anabranch.jax.binding.sharding import TokenCall, all_manual, current_mesh
 from anabranch.jax.ops.quantized import QuantizedExperts, quantized_matrices
 from anabranch.jax.parallel.parallel import Parallel, mesh_for, quantized_specs
 from anabranch.layouts import Layouts
@@ -22,16 +22,16 @@ class _Options:
     gradients: bool
 
 
-def _of_shard(options: _Options, w_in: jax.Array, w_out: jax.Array) -> tuple[jax.Array, ...]:
+def _quantize_shard(options: _Options, w_in: jax.Array, w_out: jax.Array) -> tuple[jax.Array, ...]:
     o = options
-    found = quantized_matrices(w_in, w_out, o.layouts, o.fp8_scales, plain=o.gradients, transposed=True)
-    return tuple(array for array in found if array is not None)
+    quantized = quantized_matrices(w_in, w_out, o.layouts, o.fp8_scales, plain=o.gradients, transposed=True)
+    return tuple(array for array in quantized if array is not None)
 
 
 def _named(options: _Options, arrays: Any) -> QuantizedExperts:
-    rest = iter(arrays)
+    remaining = iter(arrays)
     absent = () if options.gradients else ("w_in", "w_out")
-    return QuantizedExperts(*(None if name in absent else next(rest) for name in QuantizedExperts._fields))
+    return QuantizedExperts(*(None if name in absent else next(remaining) for name in QuantizedExperts._fields))
 
 
 def quantize_experts(
@@ -46,25 +46,26 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Quantises the experts' matrices, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
 
-    These take it beside the weights, as `quantized`, and do not quantise them again: once a step rather than once a
-    pass, or once for all where the weights stay. It is the caller's to renew when the weights change.
+    These accept the result beside the weights, as `quantized`, and skip quantising: once per step instead of once per
+    pass, or only once if the weights are fixed. The caller renews it when the weights change.
 
     Args:
       w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128.
-      w_out: [E, F, D] of any of them.
-      fp8_scales: "float32" or "power_of_two", see `moe`; the scales of rows are that call's.
-      w_in_layout, w_out_layout: the axes of both behind E, as in `moe`; those of the result are always the same.
-      gradients: False: without what gradients take, in half the memory; a gradient then quantises the weights.
-      parallel: how the weights are spread over a mesh, as for `moe`; None: at most E may be divided.
+      w_out: [E, F, D], any of these dtypes.
+      fp8_scales: "float32" or "power_of_two", see `moe`; that call's option applies to the scales of rows.
+      w_in_layout, w_out_layout: the order of the axes of both after E, as in `moe`. The result's layout is fixed.
+      gradients: False: omits the arrays that gradients need, which halves the memory; a backward pass then quantises
+        the weights.
+      parallel: how the weights are spread over a mesh, as for `moe`; None: only E may be sharded.
 
     Returns:
-      QuantizedExperts, of 2 bytes a weight, or 1 without gradients, and scales.
+      QuantizedExperts: 2 bytes per weight (1 without gradients) plus scales.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or widths are no multiples of 128.
+      ValueError: shapes do not fit, or widths are not multiples of 128.
 
-    Gradient: none, w_in and w_out get theirs where they are given themselves. Source: semantics, section 11.
+    Gradient: none; pass w_in and w_out themselves for theirs. Source: semantics, section 11.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -89,10 +90,10 @@ def quantize_experts(
     if parallel is not None and not isinstance(parallel, Parallel):
         raise TypeError(f"parallel: got {check.describe(parallel)}, expected a Parallel")
     w_in, w_out = jax.lax.stop_gradient((w_in, w_out))
-    if parallel is None or all_manual(mesh_of(w_in)):
+    if parallel is None or all_manual(current_mesh(w_in)):
         results = 6 if gradients else 4
-        return _named(options, TokenCall(_of_shard, options, (1, 1), (1,) * results)(w_in, w_out))
-    of_weights, mesh = parallel.specs(*layouts), mesh_for(parallel, w_in)
+        return _named(options, TokenCall(_quantize_shard, options, (1, 1), (1,) * results)(w_in, w_out))
+    weight_specs, mesh = parallel.specs(*layouts), mesh_for(parallel, w_in)
     for width, axes in (("d", parallel.fsdp_axes), ("f", (parallel.tensor_axis,) if parallel.tensor_axis else ())):
         devices = 1
         for axis in axes:
@@ -102,9 +103,9 @@ def quantize_experts(
         )
     specs = quantized_specs(parallel)
     arrays: Any = jax.shard_map(
-        functools.partial(_of_shard, options),
+        functools.partial(_quantize_shard, options),
         mesh=mesh,
-        in_specs=(of_weights["w_in"], of_weights["w_out"]),
+        in_specs=(weight_specs["w_in"], weight_specs["w_out"]),
         out_specs=tuple(s for s in (specs if gradients else _without_gradients(specs)) if s is not None),
         check_vma=False,
     )(w_in, w_out)

@@ -1,4 +1,4 @@
-"""The layer after the router: experts and weights come from anywhere."""
+"""The layer after the router, for experts and weights from any source."""
 
 import math
 from typing import NamedTuple, Unpack
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check
 from anabranch.jax.layer.fused_layer import (
-    axes_of_sums,
     check_parallel,
     experts_operands,
     ffn_config,
     fused_layer,
-    quantized_operands,
+    quantized_arrays,
+    unreduced_axes,
 )
 from anabranch.jax.layer.operands import LayerConfig, Operands
 from anabranch.jax.ops.quantized import QuantizedExperts
@@ -23,12 +23,12 @@ from anabranch.rows import check_num_slots
 
 
 class RoutedExpertsOutput(NamedTuple):
-    """What `routed_experts` returns.
+    """The result of `routed_experts`.
 
     Attributes:
       output: [..., D], dtype of x.
-      tokens_per_expert: int32 [E], slots of each expert, before any dropping.
-      dropped: int32 scalar, slots that found no row, and indices outside [-1, E).
+      tokens_per_expert: int32 [E], assignments to each expert, before any dropping.
+      dropped: int32 scalar, the number of assignments without a row, and of indices outside [-1, E).
     """
 
     output: jax.Array
@@ -50,38 +50,38 @@ def routed_experts(
     quantized: QuantizedExperts | None = None,
     **options: Unpack[RoutedKeywords],
 ) -> RoutedExpertsOutput:
-    """Applies to every token the K experts that were chosen for it, and adds their outputs by weight.
+    """Applies the K given experts to every token, and sums their outputs by weight.
 
         output[t] = sum_k weights[t, k] * (phi(x[t] W_gate[e], x[t] W_up[e]) W_out[e]),   e = experts[t, k]
 
-    This is `moe` after its router, for a selection and weights from anywhere: a router of your own, or one that reads
-    something else than the experts do. Fusion, memory, parallelism and drops are the same.
+    This is `moe` after its router, for a selection and weights from any source: a router of your own, or one with
+    another input than the experts'. Fusion, memory, parallelism and dropping are as in `moe`.
 
     Args:
       x: [..., D] float32, bfloat16 or float16.
-      experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert; one may be repeated.
-      weights: float32, bfloat16 or float16 [..., K], any numbers: they need not be positive, nor sum to anything.
+      experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert; experts may repeat.
+      weights: float32, bfloat16 or float16 [..., K]; they may be any numbers, with any sum.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
-      parallel: how the layer is spread over a mesh, a `Parallel`; None: see `moe`. Experts and weights are sharded as x
-        is. Buffers hold K rows per token on each of P ranks, since an expert may be repeated; those of `moe` hold
+      parallel: a `Parallel`, which spreads the layer over a mesh; None: see `moe`. Experts and weights are sharded like
+        x. Buffers have K rows per token for each of P ranks, since an expert may repeat; those of `moe` have
         min(K, E/P).
-      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
+      quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`; None: quantised here.
       {options}
 
     Returns:
-      RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts are those of all tokens, on however many devices;
-      inside a jax.shard_map those of the shard, where `parallel=Parallel(data_axes=...)` makes tokens_per_expert that
-      of all shards along these axes. Every index that is no expert but -1 counts as dropped.
+      RoutedExpertsOutput(output, tokens_per_expert, dropped). Counts cover all tokens, on any number of devices. Inside
+      a jax.shard_map they cover the shard, except that with `parallel=Parallel(data_axes=...)` tokens_per_expert covers
+      all shards along these axes. Every invalid index other than -1 counts as dropped.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: a wrong shape, range or combination. Messages name the argument, what came and what was expected.
+      ValueError: a wrong shape, range or combination. Messages name the argument, the value and what was expected.
 
-    Gradients: of x, weights, w_in, w_out, b_in and b_out, each of its operand's dtype; products accumulate in float32.
-    That of a weight is exact also where the weight is 0, and 0 where there is no expert or no room.
-    Kept for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
+    Gradients: for x, weights, w_in, w_out, b_in and b_out, in the dtype of each operand. GEMMs accumulate in float32.
+    The gradient of a weight is exact even if the weight is 0, and 0 if there is no expert or no row.
+    Saved for the backward pass: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
 
     Source: semantics, sections 9 and 11.
 
@@ -98,7 +98,7 @@ def routed_experts(
     *leading, _ = x.shape
     check_names("routed_experts", ROUTED_NAMES, options)
     given = RoutedOptions(**options)
-    of_experts, _, parts = experts_operands(given.layouts(), x, w_in, w_out, b_in, b_out)
+    experts_by_name, _, parts = experts_operands(given.layouts(), x, w_in, w_out, b_in, b_out)
     experts = check.indices("experts", experts, (*leading, "K"))
     K = experts.shape[-1]
     if K < 1:
@@ -108,16 +108,16 @@ def routed_experts(
     ffn = ffn_config(given, parts, K)
     check_parallel(parallel, ffn)
     config = LayerConfig(router=None, ffn=ffn, align_size=given.checked_align_size())
-    of_quantized = quantized_operands(ffn, of_experts, quantized)
-    shards = axes_of_sums(parallel, x, K)
+    quantized_by_name = quantized_arrays(ffn, experts_by_name, quantized)
+    shards = unreduced_axes(parallel, x, K)
     operands = Operands(
         x=x,
         gate=None,
         gate_bias=None,
         experts=experts,
         weights=weights.astype(jnp.float32),
-        **of_experts,
-        **of_quantized,
+        **experts_by_name,
+        **quantized_by_name,
     )
     result = fused_layer(config, operands, parallel)
     counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert

@@ -1,4 +1,4 @@
-"""The shared expert: a dense network that every token passes through, beside the routed ones."""
+"""The shared expert: a dense network that processes every token, in addition to the routed experts."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,10 @@ from anabranch.jax.ops.experts import activate, activate_gated
 from anabranch.precision import TF32, dense_precision_number
 
 
-def _product(x: jax.Array, w: jax.Array, precision: int) -> jax.Array:
-    """x [..., D] w [D, N], summed in float32; a GPU would round float32 factors to TF32 by itself, as HIGH lets it."""
-    of_float32 = jax.lax.Precision.HIGH if precision == TF32 else jax.lax.Precision.HIGHEST
-    chosen = of_float32 if x.dtype == jnp.float32 else None
+def _matmul(x: jax.Array, w: jax.Array, precision: int) -> jax.Array:
+    """x [..., D] w [D, N], accumulated in float32. XLA's default precision would let a GPU round float32 to TF32."""
+    float32_precision = jax.lax.Precision.HIGH if precision == TF32 else jax.lax.Precision.HIGHEST
+    chosen = float32_precision if x.dtype == jnp.float32 else None
     return jnp.matmul(x, w, precision=chosen, preferred_element_type=jnp.float32)
 
 
@@ -35,22 +35,21 @@ def shared_expert(
       w_in: [D, 2, S] (gate and up columns) or [D, 1, S]; dtype of x, as for w_out.
       w_out: [S, D].
       activation: as in `moe`.
-      w_gate: [D] or [D, 1] float, the gate of the whole expert; None: it counts in full.
-      token_mask: bool [...]; False marks padding, which gets zero output and gradient, whatever it holds.
-      precision: how float32 x and weights multiply, "highest" or "tf32", as in `moe`. XLA multiplies here: "tf32" is
-        its `Precision.HIGH`.
+      w_gate: [D] or [D, 1] float, the gate of the whole expert; None: no gate.
+      token_mask: bool [...]; False marks padding, which has zero output and gradients, whatever its values.
+      precision: how float32 x and weights are multiplied, "highest" or "tf32", as in `moe`. XLA computes these GEMMs;
+        "tf32" is its `Precision.HIGH`.
 
     Returns:
-      [..., D], dtype of x. Products accumulate in float32; the gate is computed in float32, and the output rounded
-      once, behind it.
+      [..., D], dtype of x. GEMMs accumulate in float32; the gate is float32, and the output is rounded once, after it.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes do not fit, or an unknown activation or precision.
 
-    Gradients: of x, w_in, w_out and w_gate, by JAX itself, in their dtypes. Sharded arrays are XLA's affair, too.
+    Gradients: for x, w_in, w_out and w_gate, in their dtypes, by JAX itself. XLA also partitions sharded arrays.
 
-    Source: semantics, section 9; DeepSeekMoE (arXiv:2401.06066), the gate is Qwen's.
+    Source: semantics, section 9; DeepSeekMoE (arXiv:2401.06066); the gate is that of the Qwen models.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,11 +69,11 @@ def shared_expert(
     column = getattr(w_gate, "ndim", 1) == 2
     w_gate = check.optional_array("w_gate", w_gate, check.FLOATS, (("D", D), ("1", 1)) if column else (("D", D),))
     mask = check.optional_array("token_mask", token_mask, check.BOOL, x.shape[:-1])
-    if mask is not None:  # in x, too: 0 * NaN in the gradients of the weights would be NaN
+    if mask is not None:  # masks x too: 0 * NaN in the gradients of the weights would be NaN
         x = jnp.where(mask[..., None], x, 0)
-    h = _product(x, w_in.reshape(D, P * S), number).reshape(*x.shape[:-1], P, S)
+    h = _matmul(x, w_in.reshape(D, P * S), number).reshape(*x.shape[:-1], P, S)
     a = activate_gated(h[..., 0, :], h[..., 1, :], act) if P == 2 else activate(h[..., 0, :], act.name)
-    output = _product(a.astype(x.dtype), w_out, number)
+    output = _matmul(a.astype(x.dtype), w_out, number)
     if w_gate is not None:
         logits = jnp.sum(x.astype(jnp.float32) * w_gate.reshape(D).astype(jnp.float32), axis=-1, keepdims=True)
         output = jax.nn.sigmoid(logits) * output

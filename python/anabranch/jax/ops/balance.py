@@ -1,7 +1,7 @@
-"""Losses that keep the router balanced, on the statistics that `route` returns.
+"""Load-balancing losses on the statistics that `route` returns.
 
-On [E]- and [T]-sized data plain jax.numpy is as fast as a kernel, and fuses, shards and differentiates by itself. Only
-the column sums of dense scores, which read [T, E], are a kernel.
+For [E]- and [T]-sized data jax.numpy is as fast as a kernel, and JAX fuses, shards and differentiates it. Only the
+column sums of dense scores, which read [T, E], are a kernel.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _COUNTS = (*check.INTEGERS, "float32")
 
 
 def _num_tokens(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A number of tokens, a Python int or an array (a scalar, or of `shape`), as float32."""
+    """Converts a number of tokens, a Python int or an array (a scalar, or of `shape`), to float32."""
     if isinstance(value, int):
         return jnp.float32(check.integer(name, value, 0, check.INDEX_LIMIT - 1))
     scalar = getattr(value, "shape", shape) == ()
@@ -28,7 +28,7 @@ def _num_tokens(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
 def _balance(
     score_sum: jax.Array, counts: jax.Array, num_experts: int, topk: int, coeff: float, tokens: jax.Array
 ) -> jax.Array:
-    """coeff E / (K N^2) sum_e score_sum[e] counts[e] over the last axis; 0 where N = 0."""
+    """coeff E / (K N^2) sum_e score_sum[e] counts[e] over the last axis; 0 if N = 0."""
     some = ~(tokens <= 0)  # NaN stays NaN
     factor = jnp.where(some, coeff * num_experts / topk / jnp.where(some, tokens, 1.0) ** 2, 0.0)
     counts = jax.lax.stop_gradient(counts).astype(jnp.float32)
@@ -45,23 +45,23 @@ def load_balance_loss(
 ) -> jax.Array:
     """The load-balancing loss, coeff E / (K N^2) sum_e score_sum[e] tokens_per_expert[e].
 
-    In a sharded program add up score_sum, tokens_per_expert and num_tokens over the shards first.
+    In a sharded program, sum score_sum, tokens_per_expert and num_tokens over the shards first.
 
     Args:
-      score_sum: float32 [E], or [..., E] with one row a sequence (route's sequence_stats).
+      score_sum: float32 [E], or [..., E] with one row per sequence (sequence_stats of `route`).
       tokens_per_expert: integers or float32, shaped like score_sum.
       topk: K, 1 <= K <= E.
       coeff: finite Python number.
-      num_tokens: N, the unmasked tokens: an int or a scalar; with sequences also one for each, [...]. In [0, 2^31) on
-        the host. On a device it is not checked: what is not above 0 counts as 0, NaN makes the loss NaN.
+      num_tokens: N, the number of unmasked tokens: an int or a scalar; with sequences also one per sequence, [...]. On
+        the host it must be in [0, 2^31). On a device it is not checked: negative counts as 0, NaN makes the loss NaN.
 
     Returns:
-      float32 scalar; with sequences the mean over them. N = 0 adds 0.
+      float32 scalar; with sequences the mean over them. A sequence with N = 0 contributes 0.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradients: to score_sum only.
+    Gradients: for score_sum only.
     Source: Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
 
     >>> float(load_balance_loss(jnp.array([2.0, 2.0]), jnp.array([2, 2]), 1, 1.0, 4))
@@ -87,17 +87,17 @@ def z_loss(
     Args:
       lse: float32 [...], from `route`.
       coeff: finite Python number.
-      token_mask: bool [...], true: a real token; None: all are.
-      num_tokens: N, an int or a scalar; None: the unmasked tokens of this call. A sharded program gives the number
-        of the whole batch and adds up the shards' losses. Checked as in `load_balance_loss`.
+      token_mask: bool [...], True for unmasked tokens; None: no token is masked.
+      num_tokens: N, an int or a scalar; None: the unmasked tokens of this call. A sharded program passes the number of
+        the whole batch and sums the shards' losses. Checked as in `load_balance_loss`.
 
     Returns:
-      float32 scalar; 0 where N = 0.
+      float32 scalar; 0 if N = 0.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradients: to lse.
+    Gradients: for lse.
     Source: ST-MoE, https://arxiv.org/abs/2202.08906, equation 5.
 
     >>> float(z_loss(jnp.array([1.0, 3.0]), 0.1))
@@ -116,7 +116,7 @@ def z_loss(
 
 
 def mean_of_squares(squares: jax.Array, coeff: float, tokens: jax.Array) -> jax.Array:
-    """The z-loss of a sum of lse^2 over float32 [] tokens; 0 where there are none."""
+    """The z-loss from the sum of lse^2 over float32 [] tokens; 0 without tokens."""
     some = ~(tokens <= 0)  # NaN stays NaN
     return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * squares
 
@@ -132,7 +132,7 @@ def fused_moe_aux_loss(
     """The load-balancing loss of dense scores, coeff E / (K N^2) sum_e tokens_per_expert[e] sum_t probs[t, e].
 
     Args:
-      probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it: the scores of
+      probs: float32, bfloat16 or float16 [T, C], the auxiliary scores; C is E, or a multiple of it for the scores of
         several sequences side by side.
       tokens_per_expert: integers or float32 [C].
       topk: K, 1 <= K <= E.
@@ -141,12 +141,12 @@ def fused_moe_aux_loss(
       num_experts: E; None: C.
 
     Returns:
-      float32 scalar, whatever the dtype of probs; 0 where N = 0.
+      float32 scalar for every dtype of probs; 0 if N = 0.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradients: to probs only.
+    Gradients: for probs only.
     Source: TransformerEngine (interface); Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4.
 
     >>> float(fused_moe_aux_loss(jnp.full((4, 2), 0.5), jnp.array([2, 2]), 1, 1.0))
@@ -176,12 +176,12 @@ def _spread(_: None, like: jax.Array, d_sum: jax.Array) -> tuple[jax.Array]:
 
 @reverse_mode("fused_moe_aux_loss")
 def _score_sum(scores: jax.Array) -> jax.Array:
-    """float32 column sums of [T, C], in an order that no thread count changes."""
+    """float32 column sums of [T, C], in an order that does not depend on the number of threads."""
     return TokenCall(_sum, None, operands=(1,), results=(0,))(scores)[0]
 
 
 def _score_sum_fwd(scores):
-    return _score_sum(scores), scores[:, :1]  # says how the tokens are sharded
+    return _score_sum(scores), scores[:, :1]  # a column, for the sharding of the tokens
 
 
 def _score_sum_bwd(like, d_sum):

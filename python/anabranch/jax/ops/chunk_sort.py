@@ -1,4 +1,4 @@
-"""Chunk sort: chunks of rows in another order, and back."""
+"""Chunk sort: permutes chunks of rows, and back."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from anabranch.rows import check_num_rows
 def sort_chunks(
     x: jax.Array, split_sizes: jax.Array, sorted_indices: jax.Array, *, inverse: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """x [R, D] with its chunks sorted, or with `inverse` put back, and int32[R]: where each unsorted row stands."""
+    """Sorts the chunks of x [R, D], or undoes it if `inverse`; also int32[R], the sorted place of each unsorted row."""
     results = ffi.call(
         "ab_xla_sort_chunks",
         {"x": x, "split_sizes": split_sizes, "sorted_indices": sorted_indices},
@@ -61,22 +61,22 @@ _sort_chunks.defvjp(_sort_chunks_fwd, _sort_chunks_bwd)
 
 
 def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any, probs: Any = None) -> tuple[jax.Array, ...]:
-    """Puts chunks of rows in another order: chunk i of the output is chunk sorted_indices[i] of the input.
+    """Permutes chunks of rows: chunk i of the output is chunk sorted_indices[i] of the input.
 
     Args:
       inp: [..., D], leading dimensions flattened to R; float32, bfloat16, float16, or without a gradient bool, uint8,
         int16, int32, int64.
-      split_sizes: integers [S], the rows of every chunk. Rows past their sum stay where they are.
+      split_sizes: integers [S], the number of rows per chunk. Rows past their sum keep their place.
       sorted_indices: int16, int32 or int64 [S], a permutation of 0 ... S-1.
-      probs: float32, bfloat16 or float16, R numbers that go with the rows; None: none.
+      probs: float32, bfloat16 or float16, R numbers that move with the rows; None: none.
 
     Returns:
-      (output [R, D], dtype of inp; row_id_map int32[R]: the place of every input row in the output), and with probs
-      third these [R], in the order of the output.
-      The output is a permutation of the input whatever the integers hold: a negative size counts as 0, sizes are
-      clipped to R, an index out of range or repeated is skipped, chunks that are not named follow in their order.
+      (output [R, D], dtype of inp; row_id_map int32[R]: the place of every input row in the output); with probs, the
+      third result is probs [R] in the order of the output.
+      The output is a permutation of the input for any integers: a negative size counts as 0, sizes are clipped to R, an
+      index that is out of range or repeated is skipped, and chunks without an index follow in order.
 
-    Gradient: every row's cotangent is taken back from where the row went, and so is that of each of the probs.
+    Gradient: the cotangent of a row, and of its prob, is gathered from the row's place in the output.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -103,7 +103,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any, probs:
 def sort_by_index(
     function: str, rows: dict[str, Any], split_sizes: Any, sorted_indices: Any, *, of: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """`sort_chunks_by_index` of rows by their name in the public function; `of`: whose integers these are."""
+    """`sort_chunks_by_index` of rows, named as in the public function; `of`: prefix of the integers' names."""
     ((name, inp),) = rows.items()
     inp = check.array(name, inp, ANY_DTYPE, (..., "R", "D"))
     split_sizes = check.sizes(f"{of}split_sizes", split_sizes, ("S",))

@@ -1,7 +1,7 @@
-"""Dispatch and combine: tokens to rows that stand together by expert, and back.
+"""Dispatch and combine: gathers tokens into rows grouped by expert, and sums rows back into tokens.
 
-Sizes: T tokens (all leading dimensions together), K experts a token, E experts, D width, R rows. Slot t*K + k is the
-k-th expert of token t.
+Sizes: T tokens (all leading dimensions together), K experts per token, E experts, D width, R rows. Slot t*K + k is the
+assignment of token t to its k-th expert.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from anabranch.jax.binding import check, ffi
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.binding.derivatives import reverse_mode
-from anabranch.jax.binding.sharding import TokenCall, axes_of_shard, check_whole, vary_alike
+from anabranch.jax.binding.sharding import TokenCall, check_whole, token_shard_axes, vary_alike
 from anabranch.jax.ops.plan import Plan
 from anabranch.rows import check_num_rows, check_num_slots
 
@@ -22,7 +22,7 @@ ANY_DTYPE = (*check.FLOATS, "bool", "uint8", *check.INDICES)
 
 
 class CombineGradients(NamedTuple):
-    """What `combine_backward` returns."""
+    """The result of `combine_backward`."""
 
     rows: jax.Array
     """[R, D], dtype of the combined rows."""
@@ -34,7 +34,7 @@ class CombineGradients(NamedTuple):
 
 
 def spread(x: jax.Array, row_of_slot: jax.Array, slot_of_row: jax.Array) -> jax.Array:
-    """rows[row_of_slot[t, k]] = x[t], zero elsewhere. x [T, D] -> [R, D] of the same dtype."""
+    """rows[row_of_slot[t, k]] = x[t], zero in other rows. x [T, D] -> [R, D] of the same dtype."""
     (R,), D = slot_of_row.shape, x.shape[1]
     operands = {"x": x, "row_of_slot": row_of_slot, "slot_of_row": slot_of_row}
     return ffi.call("ab_xla_dispatch", operands, {"rows": jax.ShapeDtypeStruct((R, D), x.dtype)})["rows"]
@@ -49,7 +49,7 @@ def gather_sum(
 ) -> jax.Array:
     """out[t] = sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t], in float32. rows [R, D] -> [T, D] of `dtype`.
 
-    The addend, [T, D] of any float dtype, is added last; then the sum is rounded once.
+    The addend, [T, D] of any float dtype, is added last; the sum is then rounded once.
     """
     out = jax.ShapeDtypeStruct((row_of_slot.shape[0], rows.shape[1]), dtype)
     operands = {"rows": rows, "row_of_slot": row_of_slot, "weights": weights, "addend": addend}
@@ -64,7 +64,7 @@ def gather_sum_backward(
     weights: jax.Array | None,
     dtype: Any,
 ) -> CombineGradients:
-    """The gradients of `gather_sum`: of the rows, in `dtype`, and of the weights; `rows` is needed for these only."""
+    """The gradients of `gather_sum`: of the rows, in `dtype`, and of the weights, which alone need `rows`."""
     d_rows = jax.ShapeDtypeStruct((slot_of_row.shape[0], d_out.shape[1]), dtype)
     results = ffi.call(
         "ab_xla_combine_backward",
@@ -86,12 +86,12 @@ def gather_sum_backward(
 # ---------------------------------------------------------------- dispatch
 
 
-_WHOLE_ROWS = "{name}: got {{got}}, expected whole rows, since those of a token stand anywhere among them"
+_WHOLE_ROWS = "{name}: got {{got}}, expected whole rows, since a token's rows may be anywhere"
 
 
 def _own_slots(name: str, row_of_slot: jax.Array, slot_of_row: jax.Array) -> jax.Array:
-    """slot_of_row in the slots of a shard of tokens; -1 for those of others."""
-    axes = axes_of_shard(name, row_of_slot.shape[:-1])
+    """slot_of_row relative to a shard of tokens; -1 for assignments of other shards."""
+    axes = token_shard_axes(name, row_of_slot.shape[:-1])
     if not axes:
         return slot_of_row
     own = slot_of_row - jax.lax.axis_index(axes) * row_of_slot.size
@@ -103,7 +103,7 @@ def _spread_shard(_: None, x: jax.Array, row_of_slot: jax.Array, slot_of_row: ja
 
 
 def dispatch_forward(x: jax.Array, plan: Plan) -> jax.Array:
-    """rows [R, D] from x [..., D]; needs nothing but the plan for its backward pass."""
+    """rows [R, D] from x [..., D]; the backward pass needs only the plan."""
     t = x.ndim - 1
     call = TokenCall(_spread_shard, None, (t, t, 0), (0,), _WHOLE_ROWS.format(name="dispatch"))
     return call(x, plan.row_of_slot, plan.slot_of_row)[0]
@@ -158,19 +158,19 @@ def _check_plan(plan: Any) -> None:
 
 
 def dispatch(x: Any, plan: Plan) -> jax.Array:
-    """Copies every token to the rows of its slots: rows[row_of_slot[t, k]] = x[t].
+    """Copies every token to the rows of its assignments: rows[row_of_slot[t, k]] = x[t].
 
     Args:
       x: [..., D] with the leading dimensions of plan.row_of_slot; float32, bfloat16, float16, or without a gradient
         bool, uint8, int16, int32, int64.
       plan: from `plan`.
 
-    Sharded tokens: rows are those of all tokens, whole on every device, by a sum of [R, D] over the shards.
+    With sharded tokens, rows contains all tokens' rows, replicated, by a sum of [R, D] over the shards.
 
     Returns:
-      rows [R, D], dtype of x. Rows without a slot are zero.
+      rows [R, D], dtype of x. Rows without an assignment are zero.
 
-    Gradient: d_x[t] = sum over k of d_rows[row(t, k)], added in float32, k ascending.
+    Gradient: d_x[t] = sum over k of d_rows[row(t, k)], accumulated in float32, k ascending.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -193,7 +193,7 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
 
 
 def combine_forward(rows: jax.Array, plan: Plan, weights: jax.Array | None) -> jax.Array:
-    """out [..., D] from rows [R, D]; the backward pass needs the plan and, with weights, the weights and rows."""
+    """out [..., D] from rows [R, D]; the backward pass needs the plan, and with weights also weights and rows."""
     t = plan.row_of_slot.ndim - 1
     call = TokenCall(_gather_sum_shard, rows.dtype, (t, 0, t), (t,), _WHOLE_ROWS.format(name="combine"))
     return call(plan.row_of_slot, rows, weights)[0]
@@ -218,9 +218,9 @@ def _gather_sum_backward_shard(
 def combine_backward(
     d_out: jax.Array, rows: jax.Array | None, plan: Plan, weights: jax.Array | None, dtype: Any
 ) -> CombineGradients:
-    """d_rows[row] = w[t, k] d_out[t] and d_w[t, k] = <d_out[t], rows[row]>; zero where there is no slot or no row.
+    """d_rows[row] = w[t, k] d_out[t] and d_w[t, k] = <d_out[t], rows[row]>; zero without an assignment or row.
 
-    d_out [..., D] of any float; rows [R, D], needed with weights only; d_rows comes in `dtype`, d_w as the weights.
+    d_out [..., D] of any float dtype; rows [R, D], needed with weights only; d_rows has `dtype`, d_w that of weights.
     """
     t = plan.row_of_slot.ndim - 1
     results = (0,) if weights is None else (0, t)
@@ -259,20 +259,20 @@ _combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def combine(rows: Any, plan: Plan, weights: Any = None) -> jax.Array:
-    """Brings the rows of every token together: out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]].
+    """Sums the rows of every token: out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]].
 
     Args:
       rows: [R, D] float32, bfloat16 or float16.
       plan: from `plan`.
-      weights: float32, bfloat16 or float16, of the shape of plan.row_of_slot, [..., K]; None: ones.
+      weights: float32, bfloat16 or float16, with the shape of plan.row_of_slot, [..., K]; None: ones.
 
-    Sharded tokens: out is sharded like the plan; rows are whole, and so is their gradient, a sum over the shards.
+    With sharded tokens, out is sharded like the plan. Rows are replicated, and so is their gradient, a sum over shards.
 
     Returns:
-      out [..., D], dtype of rows, added in float32, k ascending. Slots without a row are skipped, never multiplied.
+      out [..., D], dtype of rows, accumulated in float32, k ascending. Assignments without a row are skipped.
 
-    Gradient: d_rows[row] = w[t, k] d_out[t], zero in rows without a slot; d_w[t, k] = <d_out[t], rows[row]>, also where
-    w is 0, zero in slots without a row.
+    Gradient: d_rows[row] = w[t, k] d_out[t], zero in rows without an assignment; d_w[t, k] = <d_out[t], rows[row]>,
+    also if w is 0, and zero for assignments without a row.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.

@@ -1,6 +1,6 @@
-"""The experts: grouped matrix products and the gated feed-forward network.
+"""The experts: grouped GEMMs and the gated feed-forward network.
 
-Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+Sizes: T tokens, R rows, E experts, K experts per token, D model width, F expert width, P parts of w_in: 2 (gate and up)
 for a gated expert, 1 for an ungated one.
 """
 
@@ -24,7 +24,7 @@ from anabranch.precision import FP8, HIGHEST, TF32, check_fp8, check_fp8_widths,
 
 
 def activate(h: jax.Array, activation: str) -> jax.Array:
-    """act(h) elementwise of a plain activation, for dense layers. Differentiable by JAX itself."""
+    """act(h) of a plain activation, elementwise, for dense layers. JAX differentiates it."""
     if activation in ("gelu", "gelu_erf"):
         return jax.nn.gelu(h, approximate=activation == "gelu")
     if activation == "quick_gelu":
@@ -37,7 +37,7 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _at_most(limit: float, symmetric: bool, x: jax.Array) -> jax.Array:
-    """min(x, limit), clamp(x, -limit, limit) if symmetric; the gradient passes at a limit, where JAX would halve it."""
+    """min(x, limit), or clamp(x, -limit, limit); the slope at a limit is 1, where JAX's own would be 1/2."""
     return jnp.clip(x, -limit if symmetric else None, limit)
 
 
@@ -49,7 +49,7 @@ def _at_most_jvp(limit: float, symmetric: bool, primals: Any, tangents: Any) -> 
 
 
 def activate_gated(g: jax.Array, u: jax.Array, activation: Activation) -> jax.Array:
-    """phi(g, u) elementwise, for dense layers. Differentiable by JAX itself."""
+    """phi(g, u), elementwise, for dense layers. JAX differentiates it."""
     alpha, limit = activation.alpha, activation.limit
     if activation.name == "swiglu_clamped":
         return jax.nn.silu(_at_most(limit, False, g)) * _at_most(limit, True, u)
@@ -64,7 +64,7 @@ def activate_gated(g: jax.Array, u: jax.Array, activation: Activation) -> jax.Ar
 
 
 def grouped_rows(name: str, value: Any) -> jax.Array:
-    """Checks rows [R, D] of groups."""
+    """Checks the argument `name`, rows [R, D] of groups."""
     rows = check.array(name, value, check.FLOATS, ("R", "D"))
     if rows.shape[0] >= check.INDEX_LIMIT:
         raise ValueError(f"{name}: got {check.describe(rows)}, expected fewer than 2^31 rows")
@@ -81,7 +81,7 @@ def experts_arrays(
     b_out: Any,
     num_experts: int | None = None,
 ) -> tuple[dict[str, Any], int, int]:
-    """Checks the experts' arrays beside x [..., D]: (these by the names of the arguments, E, P)."""
+    """Checks the experts' arrays against x [..., D]; returns (arrays by argument name, E, P)."""
     experts = "E" if num_experts is None else ("E", num_experts)
     D, dtype = ("D", x.shape[-1]), (str(x.dtype),)
     w_in = check.array("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
@@ -116,13 +116,13 @@ def alike(dtype: Any, precision: int, x: jax.Array, w: jax.Array) -> tuple[jax.A
     """The operands and the precision of a GEMM whose operands and result have one dtype.
 
     Args:
-      dtype: of the result.
-      precision: of float32 operands, a number of anabranch.precision.
+      dtype: dtype of the result.
+      precision: precision of float32 operands, a number of anabranch.precision.
       x, w: operands of any float dtype.
 
     Returns:
-      All three as they are, if x and w have `dtype`. Else x and w in float32, so that nothing is rounded before the
-      result is; without a float32 operand the precision is TF32, which holds every 16-bit value exactly.
+      The arguments unchanged if x and w have `dtype`. Otherwise x and w in float32, so that only the result is rounded;
+      without a float32 operand the precision is then TF32, which represents every 16-bit value exactly.
     """
     if x.dtype == w.dtype == dtype:
         return x, w, precision
@@ -130,7 +130,7 @@ def alike(dtype: Any, precision: int, x: jax.Array, w: jax.Array) -> tuple[jax.A
     return x.astype(jnp.float32), w.astype(jnp.float32), TF32 if exact_in_tf32 else precision
 
 
-def grouped_product(
+def grouped_gemm(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
@@ -140,9 +140,9 @@ def grouped_product(
     fp8_scales: int = 0,
     dtype: Any = None,
 ) -> jax.Array:
-    """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e, of the given dtype (None: that of x).
+    """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e, with the given dtype (None: that of x).
 
-    The rule without its gradient. Dtypes may differ, except with FP8; see `alike`.
+    This is the rule without its gradient. Dtypes may differ, except with FP8; see `alike`.
     """
     dtype = x.dtype if dtype is None else dtype
     if precision != FP8:
@@ -161,9 +161,9 @@ def grouped_product(
 def grouped_weight_gradient(
     x: jax.Array, d_y: jax.Array, group_sizes: jax.Array, dtype: Any, *, precision: int
 ) -> jax.Array:
-    """d_w[E, D, N] = x^T d_y over the rows of expert e, of any float dtype; zero for an expert without rows.
+    """d_w[E, D, N] = x^T d_y over the rows of expert e, in any float dtype; zero for an expert without rows.
 
-    A GPU's tensor cores need operands of one dtype, and a result of that dtype or float32: others are converted here.
+    A GPU's tensor cores need operands of one dtype and a result of that dtype or float32; others are converted here.
     """
     if x.dtype != d_y.dtype:
         x, d_y = x.astype(jnp.float32), d_y.astype(jnp.float32)
@@ -176,35 +176,35 @@ def grouped_weight_gradient(
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedProduct:
-    """Options of a grouped product."""
+class GroupedGemm:
+    """The options of a grouped GEMM."""
 
     transpose_w: bool = False
     precision: int = HIGHEST
-    """See anabranch.precision."""
+    """A number of anabranch.precision.NUMBERS."""
     fp8_scales: int = 0
-    """The same."""
+    """A number of anabranch.precision.FP8_SCALES."""
     dtype: Any = None
-    """Of the result; None: that of x."""
+    """Dtype of the result; None: that of x."""
 
 
 @reverse_mode("grouped_matmul", nondiff_argnums=(0,))
-def grouped_matmul_rule(options: GroupedProduct, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul_rule(options: GroupedGemm, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """`grouped_matmul` on checked arrays, with its gradient."""
-    return grouped_product(x, w, group_sizes, **dataclasses.asdict(options))
+    return grouped_gemm(x, w, group_sizes, **dataclasses.asdict(options))
 
 
-def _grouped_matmul_forward(options: GroupedProduct, *operands: jax.Array) -> tuple[Any, Any]:
-    return grouped_product(*operands, **dataclasses.asdict(options)), operands
+def _grouped_matmul_forward(options: GroupedGemm, *operands: jax.Array) -> tuple[Any, Any]:
+    return grouped_gemm(*operands, **dataclasses.asdict(options)), operands
 
 
-def _grouped_matmul_backward(options: GroupedProduct, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
+def _grouped_matmul_backward(options: GroupedGemm, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
     x, w, group_sizes = residuals
-    o, of_weights = options, HIGHEST if options.precision == FP8 else options.precision
+    o, weights_precision = options, HIGHEST if options.precision == FP8 else options.precision
     back = dataclasses.replace(o, transpose_w=not o.transpose_w, dtype=x.dtype)
-    d_x = grouped_product(d_y, w, group_sizes, **dataclasses.asdict(back))
+    d_x = grouped_gemm(d_y, w, group_sizes, **dataclasses.asdict(back))
     left, right = (d_y, x) if o.transpose_w else (x, d_y)
-    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=of_weights), None
+    return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=weights_precision), None
 
 
 grouped_matmul_rule.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
@@ -222,24 +222,24 @@ def grouped_matmul(
     """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
 
     Args:
-      x: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      x: float32, bfloat16 or float16 [R, D]; rows of one expert are contiguous, expert 0 first.
       w: [E, D, N], or with transpose_w [E, N, D]; dtype of x.
-      group_sizes: integers [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+      group_sizes: integers [E] on the device, the number of rows per expert. Sizes past R are clipped, negative ones
         count as 0.
-      transpose_w: y = x w[e]^T; w is used as it is stored, nothing is copied.
-      precision: how float32 x and w multiply, "highest" or "tf32", here and in the gradient; see `moe`. "fp8": x and w
-        are quantised, d_y and w in the gradient of x; D and N are multiples of 128.
+      transpose_w: y = x w[e]^T; w is read in place without a copy.
+      precision: how float32 x and w are multiplied, "highest" or "tf32", also in the gradient; see `moe`. "fp8": x and
+        w are quantised, and in the gradient of x d_y and w; D and N are multiples of 128.
       fp8_scales: with "fp8", "float32" or "power_of_two", see `moe`.
 
     Returns:
-      [R, N] of x's dtype, accumulated in float32. Rows past the sum of the sizes are zero.
+      [R, N] with the dtype of x, accumulated in float32. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes do not fit, or an unknown precision.
 
-    Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
-    w. Source: semantics, sections 6 and 11.
+    Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; in the dtypes of
+    x and w. Source: semantics, sections 6 and 11.
 
     >>> w = jnp.array([[[1.0], [1.0]], [[2.0], [3.0]]])
     >>> grouped_matmul(jnp.ones((3, 2)), w, jnp.array([1, 2])).ravel().tolist()
@@ -251,7 +251,7 @@ def grouped_matmul(
     transpose_w = check.boolean("transpose_w", transpose_w)
     w = check.array("w", w, (str(x.dtype),), (("E", E), "N", ("D", D)) if transpose_w else (("E", E), ("D", D), "N"))
     number = precision_number(precision)
-    options = GroupedProduct(transpose_w, number, check_fp8(number, fp8_scales))
+    options = GroupedGemm(transpose_w, number, check_fp8(number, fp8_scales))
     if number == FP8:
         check_fp8_widths("w", check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
     check_whole("grouped_matmul", x=x, w=w, group_sizes=sizes)
@@ -263,11 +263,11 @@ def grouped_matmul(
 
 @reverse_mode("expert_ffn", nondiff_argnums=(0,))
 def _expert_ffn(config: FfnConfig, operands: FfnOperands) -> jax.Array:
-    return ffn_forward(config, operands, keep_h=False)[0]
+    return ffn_forward(config, operands, save_h=False)[0]
 
 
 def _expert_ffn_forward(config: FfnConfig, operands: FfnOperands) -> tuple[jax.Array, Any]:
-    y, h = ffn_forward(config, operands, keep_h=True)
+    y, h = ffn_forward(config, operands, save_h=True)
     return y, (operands, h)
 
 
@@ -304,31 +304,32 @@ def expert_ffn(
     quantized: QuantizedExperts | None = None,
     **options: Unpack[ExpertsKeywords],
 ) -> jax.Array:
-    """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
+    """Applies each expert's feed-forward network to its rows: y = w (a W_out[e] + b_out[e]).
 
     h = x W_in[e] + b_in[e]; gated (P = 2): a = phi(h_gate, h_up), ungated (P = 1): a = act(h).
 
     Args:
-      rows: float32, bfloat16 or float16 [R, D]; rows of one expert stand together, expert 0 first.
+      rows: float32, bfloat16 or float16 [R, D]; rows of one expert are contiguous, expert 0 first.
       w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, as for w_out and the biases.
       w_out: [E, F, D].
-      group_sizes: integers [E]: rows of each expert, on the device. Sizes past R are cut, negative ones
+      group_sizes: integers [E] on the device, the number of rows per expert. Sizes past R are clipped, negative ones
         count as 0.
       b_in: [E, 2 or 1, F], or None.
       b_out: [E, D], or None.
       weights: w, float [R]; None: 1.
-      quantized: with precision "fp8", w_in and w_out as `quantize_experts` returned them; None: quantised here.
+      quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`; None: quantised here.
       {options}
 
     Returns:
-      y [R, D] of the rows' dtype. Products accumulate in float32. Rows past the sum of the sizes are zero.
+      y [R, D] with the dtype of rows. GEMMs accumulate in float32. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes do not fit, an unknown activation or precision, or weight_early without weights.
 
-    Gradient: rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. An
-    expert without rows gets zero. Kept for it: the arguments and h [R, P, F]. Source: semantics, sections 6 and 11.
+    Gradient: for rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact even if a weight is 0. An
+    expert without rows has zero gradients. Saved for the backward pass: the arguments and h [R, P, F]. Source:
+    semantics, sections 6 and 11.
 
     >>> w_in, w_out = jnp.ones((1, 1, 1, 3)), jnp.ones((1, 3, 1))
     >>> expert_ffn(jnp.ones((2, 1)), w_in, w_out, jnp.array([1]), activation="relu").tolist()

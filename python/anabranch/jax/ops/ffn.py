@@ -1,6 +1,6 @@
-"""The rules of the experts' feed-forward network: forward, backward, and by slot, for rows that are summed by token.
+"""The rules of the experts' feed-forward network: forward and backward on rows, and fused with the sum per token.
 
-Sizes: T tokens, R rows, E experts, K experts a token, D model width, F expert width, P parts of w_in: 2 (gate and up)
+Sizes: T tokens, R rows, E experts, K experts per token, D model width, F expert width, P parts of w_in: 2 (gate and up)
 for a gated expert, 1 for an ungated one.
 """
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from anabranch.activation import Activation
 from anabranch.jax.binding import ffi, workspaces
-from anabranch.jax.ops.quantized import Factor, QuantizedExperts, for_pass
+from anabranch.jax.ops.quantized import QuantizedExperts, QuantizedOperand, for_pass
 from anabranch.options import ExpertsConfig
 from anabranch.precision import BLOCK
 
@@ -21,19 +21,19 @@ SILU = Activation("silu")
 
 @dataclasses.dataclass(frozen=True)
 class FfnConfig(ExpertsConfig):
-    """The options of the feed-forward network, with those of this front end alone."""
+    """The options of the feed-forward network, including those that only this front end has."""
 
     activation: Activation = SILU
     skip_rest: bool = False
-    """Rows without an assignment may hold anything in what the rules by slot return: nobody reads them."""
+    """The rules by slot may leave rows without an assignment undefined, because nothing reads them."""
 
     @classmethod
     def of(cls, experts: ExpertsConfig, **own: Any) -> Self:
-        """The options of the experts, as `ExpertsOptions.experts` returns them, with those of this class."""
+        """Adds the options of this class to those that `ExpertsOptions.experts` returns."""
         return cls(**{field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}, **own)
 
     def attributes(self) -> dict[str, Any]:
-        """The options that forward and backward calls have in common."""
+        """The options that forward and backward calls share."""
         return {name: value for name, value in super().attributes().items() if name != "fp8_scales" or self.fp8}
 
     def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
@@ -42,21 +42,21 @@ class FfnConfig(ExpertsConfig):
         return of["e"], of["d"], of["p"], of["f"]
 
     def orders(self) -> dict[str, str]:
-        """Of all arrays that are not in our own layouts, for `_ffi.call`."""
+        """The axis orders of all arrays that are not in the default layout, for `ffi.call`."""
         names = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
         orders = {name: "".join(map(str, self.layouts.order(name))) for name in names}
         return {name: order for name, order in orders.items() if list(order) != sorted(order)}
 
 
 class FfnOperands(NamedTuple):
-    """What the forward rule reads and, with h, the backward rule again. Shapes are those of our own layouts."""
+    """The operands of the forward rule and, with h, of the backward rule. Shapes are those of the default layouts."""
 
     x: jax.Array
     """[T, D] with slot_of_row, else [R, D]."""
     slot_of_row: jax.Array | None
     """int32[R]: t*K + k, or -1 for padding. None: x holds the rows."""
     group_sizes: jax.Array | None
-    """int32[E]; None only among gradients."""
+    """int32[E]; None only in gradients."""
     w_in: jax.Array
     """[E, D, P, F]."""
     w_out: jax.Array
@@ -68,18 +68,18 @@ class FfnOperands(NamedTuple):
     weights: jax.Array | None
     """float [T, K] with slot_of_row, else [R]. None: 1."""
     quantized: QuantizedExperts | None = None
-    """With FP8, for a rule by slot what `factors` makes of these."""
-    x_factor: Factor | None = None
-    """x quantised, which the forward rule by slot reads in its place; None: it quantises x."""
+    """With FP8; the rules by slot require it to contain the operands of their pass."""
+    x_quantized: QuantizedOperand | None = None
+    """x quantised, which the forward rule by slot reads instead of x; None: the rule quantises x."""
 
     def by_name(self) -> dict[str, jax.Array | None]:
-        """What a call of either pass takes, by the names there."""
-        named = {name: array for name, array in self._asdict().items() if name not in ("quantized", "x_factor")}
-        return named | _names_of(self.quantized)
+        """The operands of a call of either pass, by their C names."""
+        named = {name: array for name, array in self._asdict().items() if name not in ("quantized", "x_quantized")}
+        return named | _c_names(self.quantized)
 
 
-def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
-    """The factors of one pass by the names of the C interface."""
+def _c_names(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
+    """The quantised weights of one pass, by their C names."""
     if quantized is None:
         return {}
     q = quantized
@@ -91,17 +91,17 @@ def _names_of(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]
     }
 
 
-def factors(config: FfnConfig, operands: FfnOperands, *, backward: bool) -> FfnOperands:
-    """The operands with what a pass with FP8 multiplies with, of what was given or of the weights."""
+def with_quantized_weights(config: FfnConfig, operands: FfnOperands, *, backward: bool) -> FfnOperands:
+    """The operands with the quantised weights of a pass with FP8; those that are not given are quantised here."""
     if not config.fp8:
         return operands
     o = operands
-    found = for_pass(o.quantized, o.w_in, o.w_out, config.layouts, config.fp8_scales, backward=backward)
-    return operands._replace(quantized=found)
+    quantized = for_pass(o.quantized, o.w_in, o.w_out, config.layouts, config.fp8_scales, backward=backward)
+    return operands._replace(quantized=quantized)
 
 
 class MatrixGradient(NamedTuple):
-    """Gradients of the experts' matrices, and of their biases, None where there are none."""
+    """Gradients of the experts' matrices and of their biases, None if there are no biases."""
 
     w: jax.Array
     """[E, D, P, F] or [E, F, D]."""
@@ -110,36 +110,36 @@ class MatrixGradient(NamedTuple):
 
 
 class FfnGradients(NamedTuple):
-    """What the backward rule returns."""
+    """The result of the backward rule."""
 
     rows: jax.Array
-    """[R, D], the gradient of the rows that were read; dtype of x."""
+    """[R, D], the gradient of the rows; dtype of x."""
     up: MatrixGradient
-    """Of w_in and b_in."""
+    """Gradients of w_in and b_in."""
     down: MatrixGradient
-    """Of w_out and b_out."""
+    """Gradients of w_out and b_out."""
     weights: jax.Array | None
-    """Of the shape and dtype of the weights; None: there are none."""
+    """Shape and dtype of the weights; None without weights."""
 
 
 def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
     return None if array is None else jax.ShapeDtypeStruct(array.shape, dtype or array.dtype)
 
 
-def ffn_forward(config: FfnConfig, operands: FfnOperands, *, keep_h: bool) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule: (y [R, D], h [R, P, F] if keep_h), both of x's dtype; padding rows are zero.
+def ffn_forward(config: FfnConfig, operands: FfnOperands, *, save_h: bool) -> tuple[jax.Array, jax.Array | None]:
+    """The forward rule: (y [R, D], h [R, P, F] if save_h), both with the dtype of x; padding rows are zero.
 
-    Weights multiply y, or before W_out if they come early; pass none where combine applies them.
+    Weights multiply y, or `a` before W_out with weight_early; pass none if combine applies them.
     """
-    operands = factors(config, operands, backward=False)
-    results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], keep_h=keep_h)
+    operands = with_quantized_weights(config, operands, backward=False)
+    results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], save_h=save_h)
     return results["y"], results["h"]
 
 
 def _forward(
-    config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, keep_h: bool
+    config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, save_h: bool
 ) -> dict[str, Any]:
-    """The result, y or a, of so many columns, and h; with FP8 a is quantised, and has scales. inputs: what it reads."""
+    """Computes `result`, "y" or "a", with this many columns, and h. With FP8 `a` is quantised and has scales."""
     x, w_in, slots = operands.x, operands.w_in, operands.slot_of_row
     R = x.shape[0] if slots is None else slots.shape[0]
     _, _, P, F = config.sizes(w_in)
@@ -150,7 +150,7 @@ def _forward(
         {
             result: jax.ShapeDtypeStruct((R, columns), jnp.float8_e4m3fn if quantised else x.dtype),
             "a_scales": jax.ShapeDtypeStruct((R, F // BLOCK), jnp.float32) if quantised else None,
-            "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if keep_h else None,
+            "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if save_h else None,
         },
         workspace=_forward_workspace(config, operands, R, F, result),
         orders=config.orders(),
@@ -162,10 +162,10 @@ def _forward(
 
 def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int, result: str) -> int:
     x = operands.x
-    of_x = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_factor is None else 0
+    x_bytes = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_quantized is None else 0
     if result == "a":
-        return of_x
-    return of_x + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
+        return x_bytes
+    return x_bytes + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
 
 
 def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> FfnGradients:
@@ -173,11 +173,11 @@ def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: 
 
     Args:
       config: as in the forward pass.
-      operands: as in the forward pass, with the weights also where combine applied them.
-      h: [R, P, F], kept by the forward rule. Its buffer is taken over.
+      operands: as in the forward pass, and always with weights, even if combine applied them.
+      h: [R, P, F], saved by the forward rule. Its buffer is reused.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
     """
-    operands = factors(config, operands, backward=True)
+    operands = with_quantized_weights(config, operands, backward=True)
     x, weights, w_in = operands.x, operands.weights, operands.w_in
     results = _backward(
         config,
@@ -218,21 +218,21 @@ def _backward(
     config: FfnConfig,
     operands: FfnOperands,
     d_out: jax.Array | None,
-    hidden: dict[str, jax.Array],
+    intermediates: dict[str, jax.Array],
     results: dict[str, Any],
     workspace: int,
     skip_rest: int = 0,
 ) -> dict[str, Any]:
-    """The results, from h or from what a call before made of it; dh takes h's place."""
+    """Computes the results from h or from the results of an earlier call; dh reuses the buffer of h."""
     inputs = operands.by_name()
     del inputs["b_in"]
-    if config.fp8 and d_out is not None and "h" in hidden and "d_out_q" not in hidden:
+    if config.fp8 and d_out is not None and "h" in intermediates and "d_out_q" not in intermediates:
         workspace += workspaces.fp8_rows(*d_out.shape)
     return ffi.call(
         "ab_xla_expert_ffn_backward",
-        {**inputs, "d_out": d_out, **hidden},
+        {**inputs, "d_out": d_out, **intermediates},
         results,
-        aliases={"h": "dh"} if "h" in hidden else None,
+        aliases={"h": "dh"} if "h" in intermediates else None,
         workspace=workspace,
         orders=config.orders(),
         **config.attributes(),
@@ -244,16 +244,16 @@ def _backward(
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotProduct:
-    """Rows of slots [R, N] that stand nowhere: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
+class SlotGemm:
+    """A grouped GEMM whose rows [R, N] are not stored: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
 
-    Only their sums by token are an array. On a GPU the rows come in chunks of columns, so that they need little memory.
+    Only the rows' sum per token is an array. A GPU computes the rows in chunks of columns, so they need little memory.
     """
 
     x: jax.Array
     """[R, D]"""
     w: jax.Array | None
-    """[E, D, N]; with transpose_w [E, N, D]; None with w_factor"""
+    """[E, D, N]; with transpose_w [E, N, D]; None with w_quantized."""
     group_sizes: jax.Array
     """int32 [E]"""
     slot_of_row: jax.Array
@@ -263,22 +263,22 @@ class SlotProduct:
     bias: jax.Array | None = None
     """[E, N]"""
     early_weights: jax.Array | None = None
-    """float [T, K], which x has already: they multiply the bias."""
+    """float [T, K]: x is already multiplied by them; they multiply the bias."""
     transpose_w: bool = False
     skip_rest: bool = False
     """See FfnConfig."""
     backward: bool = False
-    """The rows are gradients: how much memory they may take follows from it."""
+    """Whether the rows are gradients, which determines the bound on their memory."""
     x_scales: jax.Array | None = None
-    """float32 [R, D/128]: x is e4m3, and with it w_factor is there."""
-    w_factor: Factor | None = None
-    """e4m3 [E, N, D], and scales as w stands."""
+    """float32 [R, D/128]: x is e4m3; requires w_quantized."""
+    w_quantized: QuantizedOperand | None = None
+    """e4m3 [E, N, D], and scales in the order of w."""
     row_dtype: Any = None
-    """In which rows travel; None: in that of x."""
+    """Dtype in which rows are sent; None: that of x."""
 
     @property
     def dtype(self) -> Any:
-        """In which rows travel."""
+        """Dtype in which rows are sent."""
         return self.x.dtype if self.row_dtype is None else self.row_dtype
 
     def sum(
@@ -286,18 +286,18 @@ class SlotProduct:
     ) -> jax.Array:
         """`dispatch.gather_sum` of the rows, [T, N]: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t].
 
-        Weights [T, K], and none where x has early ones. Where the addend has the dtype of the sums, they take over its
-        buffer.
+        Weights are [T, K]; they must be None if x has early weights. If the addend has the dtype of the sums, its
+        buffer is reused for them.
         """
         assert weights is None or self.early_weights is None
         (R, D), E = self.x.shape, self.group_sizes.shape[0]
-        if self.w_factor is not None:
-            N = self.w_factor.q.shape[1]
+        if self.w_quantized is not None:
+            N = self.w_quantized.q.shape[1]
         else:
             assert self.w is not None
             N = self.w.shape[1 if self.transpose_w else 2]
-        # Those of quantised factors are rounded to the dtype of their sums.
-        row_dtype = self.x.dtype if self.w_factor is None else dtype
+        # With quantised operands the rows are rounded to the dtype of their sums.
+        row_dtype = self.x.dtype if self.w_quantized is None else dtype
         results = ffi.call(
             "ab_xla_grouped_matmul_combine",
             {
@@ -306,8 +306,8 @@ class SlotProduct:
                 "group_sizes": self.group_sizes,
                 "bias": None if self.bias is None else self.bias.astype(row_dtype),
                 "x_scales": self.x_scales,
-                "w_q": self.w_factor.q if self.w_factor is not None else None,
-                "w_scales": self.w_factor.scales if self.w_factor is not None else None,
+                "w_q": self.w_quantized.q if self.w_quantized is not None else None,
+                "w_scales": self.w_quantized.scales if self.w_quantized is not None else None,
                 "slot_of_row": self.slot_of_row,
                 "row_of_slot": row_of_slot,
                 "weights": weights if self.early_weights is None else self.early_weights,
@@ -326,35 +326,33 @@ class SlotProduct:
         return out
 
 
-class HiddenGradients(NamedTuple):
-    """What `ffn_backward_by_slot` returns."""
+class IntermediateGradients(NamedTuple):
+    """The result of `ffn_backward_by_slot`."""
 
     dh: jax.Array
-    """[R, P, F], in the place of h."""
+    """[R, P, F], in the buffer of h."""
     weighted_a: jax.Array
     """[R, F]: w a. Both have the dtype of x."""
     down: MatrixGradient | None
-    """Of w_out and b_out; None: left for `d_w_out_of`."""
+    """Gradients of w_out and b_out; None: to be computed by `w_out_gradient`."""
     weights: jax.Array
-    """Of the shape and dtype of the weights."""
-    dh_factor: Factor | None = None
-    """dh, quantised, with its scales [R, P, F/128]; None without FP8."""
+    """Shape and dtype of the weights."""
+    dh_quantized: QuantizedOperand | None = None
+    """dh quantised, with scales [R, P, F/128]; None without FP8."""
 
 
-def ffn_forward_by_slot(
-    config: FfnConfig, operands: FfnOperands, *, keep_h: bool
-) -> tuple[SlotProduct, jax.Array | None]:
-    """The forward rule with slot_of_row for rows that are summed by token next: (y as a product, h).
+def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save_h: bool) -> tuple[SlotGemm, jax.Array | None]:
+    """The forward rule with slot_of_row, for rows that are then summed per token: (y as a grouped GEMM, h).
 
-    Early weights are the operands'; late ones are for the sum.
+    Early weights are those of the operands; late weights are passed to the sum.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     first_half = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
-    if operands.x_factor is not None:
-        first_half |= {"x": None, "x_q": operands.x_factor.q, "x_scales": operands.x_factor.scales}
+    if operands.x_quantized is not None:
+        first_half |= {"x": None, "x_q": operands.x_quantized.q, "x_scales": operands.x_quantized.scales}
     F = config.sizes(operands.w_in)[3]
-    results = _forward(config, operands, first_half, "a", F, keep_h=keep_h)
-    y = SlotProduct(
+    results = _forward(config, operands, first_half, "a", F, save_h=save_h)
+    y = SlotGemm(
         results["a"],
         None if config.fp8 else operands.w_out,
         operands.group_sizes,
@@ -365,7 +363,7 @@ def ffn_forward_by_slot(
         transpose_w=config.layouts.w_out == "df" and not config.fp8,
         skip_rest=config.skip_rest,
         x_scales=results["a_scales"],
-        w_factor=None if operands.quantized is None else operands.quantized.factor("w_out", transposed=True),
+        w_quantized=None if operands.quantized is None else operands.quantized.operand("w_out", transposed=True),
         row_dtype=operands.x.dtype,
     )
     return y, results["h"]
@@ -377,32 +375,33 @@ def ffn_backward_by_slot(
     h: jax.Array,
     d_out: jax.Array,
     w_out_dtype: Any = None,
-    d_out_factor: Factor | None = None,
-) -> HiddenGradients:
-    """`ffn_backward` with slot_of_row, for gradients of rows that are summed by token: what comes first.
+    d_out_quantized: QuantizedOperand | None = None,
+) -> IntermediateGradients:
+    """The first part of `ffn_backward` with slot_of_row, for gradients of rows that are then summed per token.
 
-    The sum of `d_rows_of` and `d_w_in_of` are left, and `d_w_out_of` if w_out_dtype is None. Where they are computed in
-    this order, the gradient of w_out here, what they and w a need for a moment can stand where that of w_in will.
+    The caller still computes the sum of `rows_gradient`, `w_in_gradient`, and `w_out_gradient` if w_out_dtype is None.
+    In this order, with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient of
+    w_in.
 
     Args:
       config: as in the forward pass.
       operands: as for `ffn_backward`.
       h: as for `ffn_backward`.
       d_out: as for `ffn_backward`.
-      w_out_dtype: of the gradient of w_out, that of x or float32; None: not computed here.
-      d_out_factor: d_out quantised, which da' is a product of; None: it is quantised here.
+      w_out_dtype: dtype of the gradient of w_out, that of x or float32; None: the gradient is not computed here.
+      d_out_quantized: d_out quantised, an operand of da'; None: it is quantised here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
     first = w_out_dtype is not None
-    hidden = {"h": h}
-    if d_out_factor is not None:
-        hidden |= {"d_out_q": d_out_factor.q, "d_out_scales": d_out_factor.scales}
+    intermediates = {"h": h}
+    if d_out_quantized is not None:
+        intermediates |= {"d_out_q": d_out_quantized.q, "d_out_scales": d_out_quantized.scales}
     results = _backward(
         config,
         operands,
         d_out,
-        hidden,
+        intermediates,
         {
             "dh": _like(h),
             "dh_q": jax.ShapeDtypeStruct((R, P, F), jnp.float8_e4m3fn) if config.fp8 else None,
@@ -415,26 +414,26 @@ def ffn_backward_by_slot(
         workspaces.ffn_backward(R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=first),
         skip_rest=int(config.skip_rest),
     )
-    return HiddenGradients(
+    return IntermediateGradients(
         results["dh"],
         results["weighted_a"],
         MatrixGradient(results["d_w_out"], results["d_b_out"]) if first else None,
         results["d_weights"].astype(operands.weights.dtype),
-        Factor(results["dh_q"], results["dh_scales"]) if config.fp8 else None,
+        QuantizedOperand(results["dh_q"], results["dh_scales"]) if config.fp8 else None,
     )
 
 
-def d_w_out_of(
+def w_out_gradient(
     config: FfnConfig, operands: FfnOperands, weighted_a: jax.Array, d_out: jax.Array, dtype: Any
 ) -> MatrixGradient:
-    """The gradients of w_out, of `dtype`, that of x or float32, and of b_out.
+    """The gradients of w_out, with `dtype`, that of x or float32, and of b_out.
 
     Args:
       config: as for `ffn_backward_by_slot`.
       operands: as for `ffn_backward_by_slot`.
-      weighted_a: [R, F], that call's.
+      weighted_a: [R, F], from that call.
       d_out: as for `ffn_backward_by_slot`.
-      dtype: of the gradient of w_out.
+      dtype: dtype of the gradient of w_out.
     """
     R = weighted_a.shape[0]
     results = _backward(
@@ -448,32 +447,34 @@ def d_w_out_of(
     return MatrixGradient(results["d_w_out"], results["d_b_out"])
 
 
-def d_rows_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_factor: Factor | None = None) -> SlotProduct:
-    """The gradient of the rows that were read, [R, D], from dh of `ffn_backward_by_slot`, with FP8 of its dh_factor."""
+def rows_gradient(
+    config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_quantized: QuantizedOperand | None = None
+) -> SlotGemm:
+    """The gradient of the rows, [R, D], from dh of `ffn_backward_by_slot`, with FP8 from its quantised dh."""
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     E, D, P, F = config.sizes(operands.w_in)
-    R, of_rows = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)
-    rest: dict[str, Any] = dict(skip_rest=config.skip_rest, backward=True, row_dtype=operands.x.dtype)
-    if dh_factor is not None:
+    R, row_arguments = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)
+    options: dict[str, Any] = dict(skip_rest=config.skip_rest, backward=True, row_dtype=operands.x.dtype)
+    if dh_quantized is not None:
         assert operands.quantized is not None
         q, scales = operands.quantized.w_in, operands.quantized.w_in_scales
         assert q is not None and scales is not None
-        return SlotProduct(
-            dh_factor.q.reshape(R, P * F),
+        return SlotGemm(
+            dh_quantized.q.reshape(R, P * F),
             None,
-            *of_rows,
+            *row_arguments,
             transpose_w=True,
-            x_scales=dh_factor.scales.reshape(R, P * F // BLOCK),
-            w_factor=Factor(q.reshape(E, D, P * F), scales.reshape(E, D // BLOCK, P * F // BLOCK)),
-            **rest,
+            x_scales=dh_quantized.scales.reshape(R, P * F // BLOCK),
+            w_quantized=QuantizedOperand(q.reshape(E, D, P * F), scales.reshape(E, D // BLOCK, P * F // BLOCK)),
+            **options,
         )
-    transposed = config.layouts.w_in.startswith("d")  # our own is what the forward pass multiplies with as it is
+    transposed = config.layouts.w_in.startswith("d")  # w_in is then [E, D, P F]
     w_in = operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D))
-    return SlotProduct(dh.reshape(R, P * F), w_in, *of_rows, transpose_w=transposed, **rest)
+    return SlotGemm(dh.reshape(R, P * F), w_in, *row_arguments, transpose_w=transposed, **options)
 
 
-def d_w_in_of(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
-    """The gradients of w_in, of `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
+def w_in_gradient(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
+    """The gradients of w_in, with `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
     results = _backward(
         config,
         operands,

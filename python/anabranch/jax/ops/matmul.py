@@ -1,4 +1,4 @@
-"""Products of matrices of two dtypes, or with few bits, for the gate: what a CPU and what a GPU does."""
+"""GEMMs of the gate with operands of two dtypes or of reduced precision, on a CPU and on a GPU."""
 
 import functools
 from typing import Any
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Float32 product of two matrices over one axis of each, summed in float32.
+    """Float32 product of two matrices over one axis of each, accumulated in float32.
 
-    Equal dtypes as they are; the CPU makes two of float16 float32, of which it has faster products. Of float32 and
-    bfloat16, the CPU makes both float32; elsewhere float32 has no fast products, and the float32 factor goes as a sum
-    of two bfloat16 ones, which hold 16 of its 24 bits. Others become float32.
+    Operands of equal dtype are multiplied as they are, except that a CPU converts float16 to float32, for which it has
+    faster GEMMs. With one float32 and one bfloat16 operand, a CPU converts both to float32. A GPU, on which float32
+    GEMMs are slow, splits the float32 operand into the sum of two bfloat16 ones, which represent 16 of its 24 bits.
+    Other combinations are converted to float32.
     """
     in_float32 = functools.partial(_product_in_float32, contract=contract)
     dtypes = {str(a.dtype), str(b.dtype)}
@@ -29,9 +30,9 @@ def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], result: Any) -> jax.Array:
-    """Product of two matrices over one axis of each, summed in float32, of dtype `result`.
+    """Product of two matrices over one axis of each, accumulated in float32, with dtype `result`.
 
-    Both factors are rounded to bfloat16 before they multiply; the CPU, for which that is no faster, makes them float32.
+    A GPU rounds both operands to bfloat16. A CPU, where that is not faster, converts them to float32.
     """
 
     def in_float32(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -46,10 +47,10 @@ def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], resul
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def halves_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Product of two float32 matrices over one axis of each, with 16 bits of both factors.
+    """Product of two float32 matrices over one axis of each, with 16 bits of both operands.
 
-    On a GPU the sum of three products of bfloat16, which the tensor cores have; what is not finite becomes NaN there.
-    The CPU takes them as they are.
+    A GPU computes the sum of three bfloat16 GEMMs, which run on tensor cores; infinities become NaN there. A CPU
+    multiplies in float32.
     """
     in_float32 = functools.partial(_product_in_float32, contract=contract)
     in_halves = functools.partial(_product_of_halves, contract=contract)
@@ -68,29 +69,29 @@ def _product_in_float32(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]
 
 
 def _halves(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two bfloat16 arrays whose sum is the float32 array to 16 bits."""
-    high = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # XLA would leave out conversions there
+    """Two bfloat16 arrays whose sum equals the float32 array to 16 bits."""
+    high = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # XLA would elide a pair of conversions
     low = jnp.where(jnp.isfinite(high), a - high, 0)
     return high.astype(jnp.bfloat16), low.astype(jnp.bfloat16)
 
 
 def _product_of_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
-    left = jnp.concatenate([a_high, a_low, a_high], axis=contract[0])  # the product of both low halves is left out
+    left = jnp.concatenate([a_high, a_low, a_high], axis=contract[0])  # omits the product of both low halves
     return _product(left, jnp.concatenate([b_high, b_high, b_low], axis=contract[1]), contract)
 
 
 def _product_in_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
-    left = a.dtype == jnp.float32  # the factor that is high + low; both stand side by side in one product
-    wide, other = (a, b) if left else (b, a)
+    left = a.dtype == jnp.float32  # the operand that is split; one GEMM multiplies both halves side by side
+    split, other = (a, b) if left else (b, a)
     terms, other_terms = contract if left else contract[::-1]
 
     def product(axis: int, other: jax.Array) -> jax.Array:
-        both = jnp.concatenate(_halves(wide), axis=axis)
+        both = jnp.concatenate(_halves(split), axis=axis)
         return _product(both, other, contract) if left else _product(other, both, contract)
 
-    kept = wide.shape[1 - terms]
-    if other.size <= kept * other.shape[1 - other_terms]:  # smaller than the result: twice as many terms
+    size = split.shape[1 - terms]
+    if other.size <= size * other.shape[1 - other_terms]:  # smaller than the result: double the contraction instead
         return product(terms, jnp.concatenate([other, other], axis=other_terms))
     result = product(1 - terms, other)
-    return result[:kept] + result[kept:] if left else result[:, :kept] + result[:, kept:]
+    return result[:size] + result[size:] if left else result[:, :size] + result[:, size:]

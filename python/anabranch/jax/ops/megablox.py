@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax.binding import check
-from anabranch.jax.ops.ragged_dot import product_of_rows, refuse_argument
+from anabranch.jax.ops.ragged_dot import ragged_gemm, refuse_argument
 
 
 def _check_tiling(tiling: Any) -> None:
-    """None, a function of (m, k, n), or tile sizes."""
+    """Accepts None, a function of (m, k, n), or tile sizes."""
     if tiling is None or callable(tiling):
         return
     if not isinstance(tiling, (tuple, list)) or not all(isinstance(size, int) and size > 0 for size in tiling):
@@ -33,16 +33,16 @@ def gmm(
     Args:
       lhs: float32, bfloat16 or float16 [m, k]; rows of one group are contiguous, group 0 first.
       rhs: [g, k, n], or with transpose_rhs [g, n, k], any of these dtypes.
-      group_sizes: integers [g], on the device. Sizes past m are cut, negative ones count as 0.
-      preferred_element_type: dtype of the result, float32 unless given, whatever the operands are. The dtype of 16-bit
-        operands is faster and takes less memory; see `ragged_dot`.
-      tiling: tile sizes for a TPU: checked and not used, since the kernels here choose their own.
-      group_offset, existing_out: None; the whole result is computed here.
-      transpose_rhs: rhs[g]^T; rhs is used as it is stored.
-      interpret: checked and not used, since no kernel here is Pallas'.
+      group_sizes: integers [g], on the device. Sizes past m are clipped, negative ones count as 0.
+      preferred_element_type: dtype of the result, float32 by default for all operand dtypes. The dtype of 16-bit
+        operands is faster and needs less memory; see `ragged_dot`.
+      tiling: tile sizes for a TPU: checked but unused, since the kernels here choose their own.
+      group_offset, existing_out: must be None; the whole result is computed here.
+      transpose_rhs: multiplies by rhs[g]^T; rhs is read in place.
+      interpret: checked but unused, since no kernel here is a Pallas kernel.
 
     Returns:
-      [m, n], summed in float32 and rounded once. Rows past the sum of the sizes are zero.
+      [m, n], accumulated in float32 and rounded once. Rows past the sum of the sizes are zero.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -64,7 +64,7 @@ def gmm(
     check.boolean("interpret", interpret)
     if preferred_element_type is None:
         raise TypeError("preferred_element_type: got None, expected float32 or bfloat16 or float16")
-    return product_of_rows(
+    return ragged_gemm(
         "gmm",
         lhs,
         rhs,

@@ -1,7 +1,7 @@
-"""The plan: where the rows of every expert's tokens stand.
+"""The plan: the gather and scatter indices between assignments and rows grouped by expert.
 
-Sizes: T tokens (all leading dimensions together), K experts a token, E experts, R rows. Slot t*K + k is the k-th expert
-of token t.
+Sizes: T tokens (all leading dimensions together), K experts per token, E experts, R rows. Slot t*K + k is the
+assignment of token t to its k-th expert.
 """
 
 import dataclasses
@@ -14,39 +14,39 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.arrays import flat
-from anabranch.jax.binding.sharding import TokenCall, axes_of_shard
+from anabranch.jax.binding.sharding import TokenCall, token_shard_axes
 from anabranch.rows import check_num_rows, check_num_slots, num_rows_needed
 
 
 class Plan(NamedTuple):
-    """Where every slot goes; what `plan` returns and `dispatch` and `combine` take.
+    """The rows of all assignments; `plan` returns it, `dispatch` and `combine` take it.
 
-    Rows of one expert stand together, in order of (token, slot); expert e owns group_sizes[e] rows from offsets[e] on.
+    Rows of one expert are contiguous, in the order (token, slot); expert e owns group_sizes[e] rows from offsets[e].
     """
 
     tokens_per_expert: jax.Array
-    """int32[E]: slots of every expert, before any dropping."""
+    """int32[E]: assignments to every expert, before any dropping."""
     group_sizes: jax.Array
     """int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R."""
     offsets: jax.Array
     """int32[E + 1]: the first row of every expert's group, and the end of the last."""
     row_of_slot: jax.Array
-    """int32[..., K]: -1 where a slot has no row."""
+    """int32[..., K]: -1 if the assignment has no row."""
     slot_of_row: jax.Array
     """int32[R]: -1 in padding and past the last group."""
     dropped: jax.Array
-    """int32[]: slots that found no room in R rows, and indices outside [-1, E)."""
+    """int32[]: assignments that exceed R rows, and indices outside [-1, E)."""
 
     @property
     def expert_of_row(self) -> jax.Array:
-        """int32[R]: the expert of every row, -1 in padding and past the last group; computed where it is asked for."""
+        """int32[R]: the expert of every row, -1 in padding and past the last group; computed on access."""
         return _experts_of_rows(self.offsets, self.slot_of_row)
 
 
-@functools.partial(jnp.vectorize, signature="(n),(r)->(r)")  # plans of a vmap, too
+@functools.partial(jnp.vectorize, signature="(n),(r)->(r)")  # also for the plans of a vmap
 def _experts_of_rows(offsets: jax.Array, slot_of_row: jax.Array) -> jax.Array:
     rows = jnp.arange(slot_of_row.shape[0], dtype=jnp.int32)
-    # Of groups that begin at one row all but the last are empty.
+    # Of groups that begin at the same row, all but the last are empty.
     experts = jnp.searchsorted(offsets[:-1], rows, side="right").astype(jnp.int32) - 1
     return jnp.where(slot_of_row >= 0, experts, -1)
 
@@ -60,7 +60,7 @@ class _PlanOptions:
 
 
 def _plan_whole(options: _PlanOptions, experts: jax.Array) -> Plan:
-    """The plan of what one device has."""
+    """The plan of whole arrays on one device."""
     E, R = options.num_experts, options.num_rows
     int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     slots = flat(experts)
@@ -84,7 +84,7 @@ def _plan_whole(options: _PlanOptions, experts: jax.Array) -> Plan:
 
 
 def _layout(options: _PlanOptions, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """begin and end of every expert's group [E], for so many slots of each."""
+    """The begin and end of every expert's group [E], from the number of assignments to each."""
     E, P, R = options.num_experts, options.num_destinations, options.num_rows
     a, region = max(options.align_size, 1), jnp.uint32(R // P)
     counts = counts.astype(jnp.uint32)
@@ -96,11 +96,11 @@ def _layout(options: _PlanOptions, counts: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
-    """The plan of all tokens; of what is not the shard's own, parts that add up over the shards.
+    """The plan of all tokens, computed on a shard; replicated results are returned as parts to sum over the shards.
 
-    An expert's rows of one shard stand behind those of the shards before it, so it only has to know their counts.
+    An expert's rows for one shard follow those for the shards before it, so a shard only needs the others' counts.
     """
-    axes = axes_of_shard("experts", experts.shape[:-1])
+    axes = token_shard_axes("experts", experts.shape[:-1])
     if not axes:
         return _plan_whole(options, experts)
     E, R, P = options.num_experts, options.num_rows, options.num_destinations
@@ -108,14 +108,14 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
     own = _plan_whole(_PlanOptions(E, 0, experts.size, 1), experts)
     counts = own.tokens_per_expert
     mine = jnp.arange(shards)[:, None] == index
-    of_shards = jax.lax.psum(jnp.where(mine, counts, 0), axes)
-    before = jnp.sum(jnp.where(jnp.arange(shards)[:, None] < index, of_shards, 0), axis=0)
-    begin, end = _layout(options, jnp.sum(of_shards, axis=0))
+    shard_counts = jax.lax.psum(jnp.where(mine, counts, 0), axes)
+    before = jnp.sum(jnp.where(jnp.arange(shards)[:, None] < index, shard_counts, 0), axis=0)
+    begin, end = _layout(options, jnp.sum(shard_counts, axis=0))
 
     expert = jnp.clip(experts, 0, E - 1)
     last = (expert // (E // P) + 1) * (R // P)
     rank = own.row_of_slot - own.offsets[expert] + before[expert]
-    # begin + rank may pass 2^31, last - begin does not
+    # begin + rank may exceed 2^31; last - begin does not.
     has_row = (own.row_of_slot >= 0) & (rank < last - begin[expert])
     row_of_slot = jnp.where(has_row, begin[expert] + rank, -1)
     slots = index * experts.size + jnp.arange(experts.size, dtype=jnp.int32)
@@ -131,7 +131,7 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
     )
 
 
-# Integers have no gradient, but an ffi_call refuses their empty tangents; a custom_vjp takes them.
+# Integers have no gradient, but an ffi_call refuses their empty tangents; a custom_vjp accepts them.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
     t = experts.ndim - 1
@@ -144,28 +144,28 @@ _plan.defvjp(lambda options, experts: (_plan(options, experts), None), lambda op
 def plan(
     experts: Any, num_experts: int, *, align_size: int = 0, num_rows: int | None = None, num_destinations: int = 1
 ) -> Plan:
-    """Lays out the rows of the dispatched tokens: experts in order, within one expert by (token, slot).
+    """Computes the rows of the dispatched tokens: by expert, within an expert by (token, slot).
 
     Args:
       experts: int16, int32 or int64 [..., K], K >= 1. -1: no expert. An index outside [-1, E) is treated as -1 and
-        counted in `dropped`. An index may be repeated; every slot gets a row of its own.
+        counted in `dropped`. An index may be repeated; every assignment has a row of its own.
       num_experts: E.
-      align_size: every expert's group of rows is rounded up to a multiple of it; 0 or 1: no padding.
-      num_rows: R, a multiple of align_size. Slots past it are dropped and counted. Default: `num_rows_needed`, with
-        which nothing is dropped.
-      num_destinations: P, a divisor of E. Rows are P regions of R/P, one for each destination of an exchange, which
-        owns E/P neighbouring experts: its groups start at its first row and are clipped to it. The default R then
-        holds every slot in any region.
+      align_size: every expert's group of rows is padded to a multiple of it; 0 or 1: no padding.
+      num_rows: R, a multiple of align_size. Assignments past it are dropped and counted. Default: the smallest R with
+        which no routing drops anything.
+      num_destinations: P, a divisor of E. The rows form P regions of R/P, one per destination of an exchange, which
+        owns E/P consecutive experts. Their groups start at the region's first row and are clipped to its end. The
+        default R then holds every assignment in any region.
 
-    Sharded tokens, divided along their first dimension: the plan of all tokens; row_of_slot is sharded like them, the
-    rest whole. Inside a jax.shard_map: the plan of the shard.
+    With tokens sharded along their first dimension, this is the plan of all tokens; row_of_slot is sharded like them,
+    the other fields are replicated. Inside a jax.shard_map it is the plan of the shard.
 
     Returns:
-      A `Plan` of integer arrays, exact and the same on every run. It carries no gradient.
+      A `Plan` of integer arrays, exact and identical on every run. It has no gradient.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: an argument is out of range, T*K or R reaches 2^31, or tokens are sharded along another dimension
+      ValueError: an argument is out of range, T*K or R reaches 2^31, or tokens are sharded along a dimension other
         than the first.
 
     Source: semantics, section 5.
@@ -188,7 +188,7 @@ def plan(
     needed = P * num_rows_needed(T * K, E // P, align_size)
     if num_rows is None and needed >= check.INDEX_LIMIT:
         raise ValueError(
-            f"num_rows: got None, which align_size {align_size} and num_destinations {P} make {needed}, expected "
+            f"num_rows: got None, which with align_size {align_size} and num_destinations {P} is {needed}, expected "
             "fewer than 2^31"
         )
     R = check_num_rows("num_rows", needed if num_rows is None else num_rows, P * max(align_size, 1))

@@ -1,7 +1,7 @@
-"""Quantile balancing: the bias that gives every expert its share of the tokens, from the histogram that `route` makes.
+"""Quantile balancing: computes the bias that gives every expert its share of the tokens from the histogram of `route`.
 
-Instead of being pushed up or down by a fixed step, an expert's bias is set to what would have given it K/E of the
-tokens of a batch: the K/E quantile of how far its score was below what a token asks of an expert.
+Instead of moving by a fixed step, an expert's bias is set to the value that would have given it K/E of the tokens of a
+batch: the K/E quantile of the distance of its score below a token's threshold.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ import numpy as np
 
 from anabranch.jax.binding import check
 
-#: Products of two numbers of experts are int32.
+#: A product of two numbers of experts must fit int32.
 _MOST_EXPERTS = 46340
 
 
 def bin_bounds(value: Any, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bounds")) -> jax.Array:
-    """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper as far as the host knows; names: its ends'."""
+    """Checks `qb_bin_bounds`: float32 [2] or a pair, lower < upper if both are on the host; names: for errors."""
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise ValueError(f"qb_bin_bounds: got {check.shown(value)}, expected (lower, upper)")
@@ -34,7 +34,7 @@ def bin_bounds(value: Any, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bo
 
 
 def host_bounds(value: Any) -> tuple[float, float]:
-    """Checks `qb_bin_bounds` where it is part of a program: a pair of numbers, lower < upper."""
+    """Checks a static `qb_bin_bounds`: a pair of numbers, lower < upper."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"qb_bin_bounds: got {check.describe(value)}, expected (lower, upper)")
     lower, upper = (check.number("qb_bin_bounds", end) for end in value)
@@ -44,23 +44,23 @@ def host_bounds(value: Any) -> tuple[float, float]:
 
 
 def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float | jax.Array, topk: int) -> jax.Array:
-    """The expert bias under which each expert would have been given its share of the tokens that were counted.
+    """The expert bias with which each expert would have had its share of the counted tokens.
 
     Args:
-      histogram: int32 [E, bins], `route(..., qb_bin_bounds=(lower, upper), qb_bins=bins).qb_histogram`; of several
-        batches, their sum. NaN is the result where the counts of an expert add up to 2^31 or more.
-      lower, upper: numbers or float32 scalars, the bounds of its bins.
+      histogram: int32 [E, bins], `route(..., qb_bin_bounds=(lower, upper), qb_bins=bins).qb_histogram`, or a sum of
+        these over batches. The result is NaN if the counts of an expert add up to 2^31 or more.
+      lower, upper: the bounds of the bins, numbers or float32 scalars.
       topk: K, 1 <= K < E.
 
     Returns:
-      float32 [E]: the K/E quantile of every expert's distribution, linear inside the bin that holds it, `lower` where
-      nothing was counted, less their mean.
+      float32 [E]: the K/E quantile of every expert's distribution minus their mean. The quantile is interpolated
+      linearly inside its bin; it is `lower` for an expert without counts.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
     Gradients: none.
-    Source: semantics, section 10; quantile balancing is Kimi-K3's.
+    Source: semantics, section 10; quantile balancing as in Kimi-K3.
 
     >>> quantile_bias(jnp.array([[0, 2, 0, 0], [0, 0, 0, 2]]), 0.0, 4.0, 1).tolist()
     [-1.0, 1.0]
@@ -68,22 +68,22 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
     counts = check.array("histogram", histogram, ("int32",), ("E", "bins"))
     E, bins = counts.shape
     if not 1 <= bins:
-        raise ValueError(f"histogram: got {check.describe(counts)}, expected int32 [E, bins] of a bin at least")
+        raise ValueError(f"histogram: got {check.describe(counts)}, expected int32 [E, bins] with at least one bin")
     if E > _MOST_EXPERTS:
         raise ValueError(f"histogram: got {E} experts, expected at most {_MOST_EXPERTS}")
     topk = check.integer("topk", topk, 1, E - 1)
     lower, upper = bin_bounds((lower, upper), ("lower", "upper"))
     through = jnp.cumsum(counts, axis=1)
-    # The quantile is at number K n / E of n, a whole number and a rest: exact, so that it never slips into another bin.
+    # The quantile is at count K n / E of n. Integer part and remainder are exact, so it never moves to another bin.
     rounds, left = through[:, -1] // E, through[:, -1] % E
-    whole, rest = topk * rounds + topk * left // E, (topk * left) % E
-    held = jnp.sum(through < (whole + (rest > 0))[:, None], axis=1)[:, None]
-    inside = jnp.take_along_axis(counts, jnp.minimum(held, bins - 1), axis=1)[:, 0]
-    before = jnp.take_along_axis(through, jnp.minimum(held, bins - 1), axis=1)[:, 0] - inside
-    part = ((whole - before).astype(jnp.float32) + rest.astype(jnp.float32) / E) / jnp.maximum(inside, 1)
+    whole, remainder = topk * rounds + topk * left // E, (topk * left) % E
+    bin_index = jnp.sum(through < (whole + (remainder > 0))[:, None], axis=1)[:, None]
+    inside = jnp.take_along_axis(counts, jnp.minimum(bin_index, bins - 1), axis=1)[:, 0]
+    before = jnp.take_along_axis(through, jnp.minimum(bin_index, bins - 1), axis=1)[:, 0] - inside
+    part = ((whole - before).astype(jnp.float32) + remainder.astype(jnp.float32) / E) / jnp.maximum(inside, 1)
     width = (upper - lower) / bins
     some = through[:, -1] > 0
-    quantiles = jnp.where(some, lower + (held[:, 0].astype(jnp.float32) + part) * width, lower)
-    overflown = jnp.any(through < 0, axis=1)  # the first sum that int32 can't hold is negative
+    quantiles = jnp.where(some, lower + (bin_index[:, 0].astype(jnp.float32) + part) * width, lower)
+    overflown = jnp.any(through < 0, axis=1)  # the first sum that overflows int32 is negative
     quantiles = jnp.where(overflown, jnp.nan, quantiles)
     return jax.lax.stop_gradient(quantiles - jnp.mean(quantiles))

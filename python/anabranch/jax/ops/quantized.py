@@ -1,4 +1,4 @@
-"""Quantised factors of the experts' products: e4m3 numbers with a float32 scale for every block of 128."""
+"""Quantised operands of the experts' GEMMs: e4m3 numbers with one float32 scale per block of 128."""
 
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ from anabranch.precision import BLOCK
 E4M3 = "float8_e4m3fn"
 
 
-class Factor(NamedTuple):
-    """A quantised factor: its numbers, and the scales of their blocks."""
+class QuantizedOperand(NamedTuple):
+    """A quantised GEMM operand: its numbers, and the scales of their blocks."""
 
     q: jax.Array
     """e4m3."""
@@ -22,13 +22,13 @@ class Factor(NamedTuple):
 
 
 class QuantizedExperts(NamedTuple):
-    """What `quantize_experts` returns: the experts' matrices as FP8 products take them, forward and backward.
+    """The result of `quantize_experts`: the experts' matrices as operands of FP8 GEMMs, forward and backward.
 
     Attributes:
-      w_in: float8_e4m3fn [E, D, P, F], for gradients; None: without them.
+      w_in: float8_e4m3fn [E, D, P, F], for gradients; None: omitted.
       w_in_transposed: float8_e4m3fn [E, P, F, D], for the forward pass.
       w_in_scales: float32 [E, D/128, P, F/128].
-      w_out: float8_e4m3fn [E, F, D], for gradients; None: without them.
+      w_out: float8_e4m3fn [E, F, D], for gradients; None: omitted.
       w_out_transposed: float8_e4m3fn [E, D, F], for the forward pass.
       w_out_scales: float32 [E, F/128, D/128].
     """
@@ -42,7 +42,7 @@ class QuantizedExperts(NamedTuple):
 
     @staticmethod
     def shapes(E: Any, D: Any, P: Any, F: Any, d: Any, f: Any) -> "dict[str, tuple[Any, ...]]":
-        """The shapes of the fields, or what else belongs to their axes; d and f: blocks of D and of F."""
+        """The fields' shapes, or other values per axis; d and f: numbers of blocks of D and of F."""
         return {
             "w_in": (E, D, P, F),
             "w_in_transposed": (E, P, F, D),
@@ -52,17 +52,17 @@ class QuantizedExperts(NamedTuple):
             "w_out_scales": (E, f, d),
         }
 
-    def factor(self, name: str, transposed: bool) -> Factor | None:
-        """Of "w_in" or "w_out"; None: it is not there."""
+    def operand(self, name: str, transposed: bool) -> QuantizedOperand | None:
+        """The operand "w_in" or "w_out"; None if it is omitted."""
         q = getattr(self, f"{name}_transposed" if transposed else name)
-        return None if q is None else Factor(q, getattr(self, f"{name}_scales"))
+        return None if q is None else QuantizedOperand(q, getattr(self, f"{name}_scales"))
 
 
 # ---------------------------------------------------------------- calls
 
 
-def quantize_rows(x: jax.Array, fp8_scales: int) -> Factor:
-    """Q1 of x [R, D]: a scale for 128 consecutive elements of a row, [R, D/128]."""
+def quantize_rows(x: jax.Array, fp8_scales: int) -> QuantizedOperand:
+    """Q1 of x [R, D]: one scale per 128 consecutive elements of a row, [R, D/128]."""
     R, D = x.shape
     results = ffi.call(
         "ab_xla_quantize_rows",
@@ -70,7 +70,7 @@ def quantize_rows(x: jax.Array, fp8_scales: int) -> Factor:
         {"q": _e4m3(R, D), "scales": jax.ShapeDtypeStruct((R, D // BLOCK), jnp.float32)},
         fp8_scales=fp8_scales,
     )
-    return Factor(results["q"], results["scales"])
+    return QuantizedOperand(results["q"], results["scales"])
 
 
 def _e4m3(*shape: int) -> jax.ShapeDtypeStruct:
@@ -80,7 +80,7 @@ def _e4m3(*shape: int) -> jax.ShapeDtypeStruct:
 def _quantize(
     w: jax.Array, order: tuple[int, ...], fp8_scales: int, plain: bool, transposed: bool
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """(q, q_transposed, scales) of w, whose axes in the order of ours are `order`; None: not wanted."""
+    """(q, q_transposed, scales) of w, whose axes in the default order are `order`; None: not requested."""
     E, D, *parts, N = (w.shape[axis] for axis in order)
     results = ffi.call(
         "ab_xla_quantize_weights",
@@ -96,21 +96,21 @@ def _quantize(
     return results["q"], results["q_transposed"], results["scales"]
 
 
-def quantize_matrix(w: jax.Array, fp8_scales: int, *, transposed: bool) -> Factor:
-    """Q2 of w [E, D, N], transposed [E, N, D]; its scales are those of [D, N] in either case."""
+def quantize_matrix(w: jax.Array, fp8_scales: int, *, transposed: bool) -> QuantizedOperand:
+    """Q2 of w [E, D, N], or transposed [E, N, D]; the scales are those of [D, N] in both cases."""
     q, q_transposed, scales = _quantize(w, (0, 1, 2), fp8_scales, not transposed, transposed)
-    found = q_transposed if transposed else q
-    assert found is not None
-    return Factor(found, scales)
+    chosen = q_transposed if transposed else q
+    assert chosen is not None
+    return QuantizedOperand(chosen, scales)
 
 
 def quantized_matrices(
     w_in: jax.Array, w_out: jax.Array, layouts: Layouts, fp8_scales: int, *, plain: bool, transposed: bool
 ) -> QuantizedExperts:
-    """Q2 of both matrices of the experts, in the orientations that are wanted."""
-    of_in = _quantize(w_in, layouts.order("w_in"), fp8_scales, plain, transposed)
-    of_out = _quantize(w_out, layouts.order("w_out"), fp8_scales, plain, transposed)
-    return QuantizedExperts(*of_in, *of_out)
+    """Q2 of both matrices of the experts, in the requested orientations."""
+    w_in_arrays = _quantize(w_in, layouts.order("w_in"), fp8_scales, plain, transposed)
+    w_out_arrays = _quantize(w_out, layouts.order("w_out"), fp8_scales, plain, transposed)
+    return QuantizedExperts(*w_in_arrays, *w_out_arrays)
 
 
 def for_pass(
@@ -122,20 +122,20 @@ def for_pass(
     *,
     backward: bool,
 ) -> QuantizedExperts:
-    """What a pass multiplies with: that of `given`, or where it has none the weights, quantised now; not the rest."""
+    """The quantised weights of a pass only: from `given` if it has them, otherwise quantised here."""
     names = ("w_in", "w_out") if backward else ("w_in_transposed", "w_out_transposed")
     if given is None or any(getattr(given, name) is None for name in names):
         assert w_in is not None and w_out is not None
         given = quantized_matrices(w_in, w_out, layouts, fp8_scales, plain=backward, transposed=not backward)
-    kept = (*names, "w_in_scales", "w_out_scales")
-    return QuantizedExperts(**{name: getattr(given, name) if name in kept else None for name in given._fields})
+    fields = (*names, "w_in_scales", "w_out_scales")
+    return QuantizedExperts(**{name: getattr(given, name) if name in fields else None for name in given._fields})
 
 
-# ---------------------------------------------------------------- what a caller has quantised
+# ---------------------------------------------------------------- operands quantised by the caller
 
 
 def check_quantized(value: Any, E: int, D: int, P: int, F: int) -> QuantizedExperts | None:
-    """The argument `quantized` beside weights of these sizes, which are whole blocks."""
+    """Checks the argument `quantized` against the sizes of the weights, which are multiples of a block."""
     if value is None:
         return None
     if not isinstance(value, QuantizedExperts):

@@ -1,4 +1,4 @@
-"""`jax.lax.ragged_dot` and `ragged_dot_general` by this library's grouped GEMMs: the same calls and gradients."""
+"""`jax.lax.ragged_dot` and `ragged_dot_general` by this library's grouped GEMMs, with the same signatures."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from anabranch.jax.binding import check
 from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import check_whole, vary_alike
 from anabranch.jax.ops.experts import (
-    GroupedProduct,
+    GroupedGemm,
+    grouped_gemm,
     grouped_matmul_rule,
-    grouped_product,
     grouped_rows,
     grouped_weight_gradient,
 )
 from anabranch.precision import HIGHEST, TF32
 
 
-def _asked_for(value: Any) -> jax.lax.Precision | None:
-    """The precision that a value is or names; None of None."""
+def _as_precision(value: Any) -> jax.lax.Precision | None:
+    """The precision that a value is or names; None for None."""
     if value is None or isinstance(value, jax.lax.Precision):
         return value
     if isinstance(value, str):
@@ -27,23 +27,23 @@ def _asked_for(value: Any) -> jax.lax.Precision | None:
     raise ValueError(value)
 
 
-def precision_of_factors(precision: Any) -> int:
-    """The number (anabranch.precision) of JAX's argument: TF32 where both factors may have so few digits."""
-    of_factors = precision if isinstance(precision, (tuple, list)) else (precision, precision)
+def operands_precision(precision: Any) -> int:
+    """The precision number for JAX's argument: TF32 if both operands may be rounded to it."""
+    pair = precision if isinstance(precision, (tuple, list)) else (precision, precision)
     try:
-        asked = set(map(_asked_for, of_factors))
+        requested = set(map(_as_precision, pair))
     except ValueError:
-        asked = set()
-    if len(of_factors) != 2 or not asked:
+        requested = set()
+    if len(pair) != 2 or not requested:
         raise ValueError(
             f"precision: got {check.shown(precision)}, expected None, a jax.lax.Precision or its name, or two: "
-            "factors multiply as float32, or with HIGH as TF32, and accumulate in float32"
+            "operands multiply as float32, or with HIGH as TF32, and accumulate in float32"
         )
-    return TF32 if asked == {jax.lax.Precision.HIGH} else HIGHEST
+    return TF32 if requested == {jax.lax.Precision.HIGH} else HIGHEST
 
 
 def result_dtype(preferred_element_type: Any, *operands: jax.Array) -> Any:
-    """The dtype of a product: the argument, or if it is None the dtype that the operands promote to."""
+    """The dtype of a GEMM's result: the argument, or if it is None the dtype that the operands promote to."""
     if preferred_element_type is None:
         first, *others = {operand.dtype for operand in operands}
         return jnp.dtype(jnp.float32) if others else first
@@ -51,12 +51,12 @@ def result_dtype(preferred_element_type: Any, *operands: jax.Array) -> Any:
 
 
 def refuse_argument(name: str, value: Any, instead: str) -> None:
-    """Refuses an argument of another library's signature that has to be None here."""
+    """Refuses an argument of another library's signature that must be None here."""
     if value is not None:
         raise ValueError(f"{name}: got {check.describe(value)}, expected None: {instead}")
 
 
-def product_of_rows(
+def ragged_gemm(
     function: str,
     lhs: Any,
     rhs: Any,
@@ -66,13 +66,13 @@ def product_of_rows(
     preferred_element_type: Any = None,
     transpose_rhs: bool = False,
 ) -> jax.Array:
-    """Rows of group g times rhs[g] [k, n], or with transpose_rhs rhs[g]^T of [n, k]; `function`: whose arguments."""
+    """Rows of group g times rhs[g] [k, n], or with transpose_rhs [n, k]; `function`: its public name, for errors."""
     lhs = grouped_rows("lhs", lhs)
     sizes = check.sizes("group_sizes", group_sizes, ("g",))
     g, k = ("g", sizes.shape[0]), ("k", lhs.shape[1])
     rhs = check.array("rhs", rhs, check.FLOATS, (g, "n", k) if transpose_rhs else (g, k, "n"))
     dtype = result_dtype(preferred_element_type, lhs, rhs)
-    options = GroupedProduct(transpose_rhs, precision_of_factors(precision), dtype=dtype)
+    options = GroupedGemm(transpose_rhs, operands_precision(precision), dtype=dtype)
     check_whole(function, lhs=lhs, rhs=rhs, group_sizes=sizes)
     return grouped_matmul_rule(options, *vary_alike(lhs, rhs, sizes))
 
@@ -98,28 +98,29 @@ def ragged_dot(
     Args:
       lhs: float32, bfloat16 or float16 [m, k]; rows of one group are contiguous, group 0 first.
       rhs: [g, k, n], any of these dtypes.
-      group_sizes: integers [g], on the device. Sizes past m are cut, negative ones count as 0.
-      precision: of float32 operands: None, a jax.lax.Precision or its name, or a pair of them. HIGH, whose names are
-        "high" and "tensorfloat32", lets a GPU round both to TF32, `precision="tf32"` of `grouped_matmul`; all others
-        multiply as float32: so does DEFAULT, which here, unlike in JAX's own, is HIGHEST. Of two the more exact one
-        counts. Algorithms are refused.
+      group_sizes: integers [g], on the device. Sizes past m are clipped, negative ones count as 0.
+      precision: of float32 operands: None, a jax.lax.Precision or its name, or a pair of them. HIGH, also named "high"
+        and "tensorfloat32", lets a GPU round both to TF32, like `precision="tf32"` of `grouped_matmul`. All others
+        multiply as float32; DEFAULT means HIGHEST here, unlike in JAX. Of a pair, the more exact one applies.
+        Algorithms are refused.
       preferred_element_type: dtype of the result, float32, bfloat16 or float16. None: the dtype that lhs and rhs
         promote to, which is float32 for bfloat16 with float16.
-      group_offset: None; JAX's own has no implementation of another either.
-      out_sharding: None; arrays are whole, or a jax.shard_map's.
+      group_offset: must be None; JAX's own function supports no other value either.
+      out_sharding: must be None; arrays are whole, or shards inside a jax.shard_map.
 
     Returns:
-      [m, n], summed in float32 and rounded once. Rows past the sum of the sizes are zero. Where lhs, rhs and the result
-      differ in dtype, lhs and rhs are copied to float32; a GPU multiplies copies of 16-bit operands as TF32, exactly.
+      [m, n], accumulated in float32 and rounded once. Rows past the sum of the sizes are zero. If lhs, rhs and the
+      result differ in dtype, lhs and rhs are copied to float32; a GPU multiplies copies of 16-bit operands as TF32,
+      which is exact.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes do not fit, an option is unsupported, or an array is sharded.
 
-    Gradient: of lhs and rhs in their dtypes, from the unrounded cotangent; that of rhs[g] is zero for a group without
+    Gradient: for lhs and rhs in their dtypes, from the unrounded cotangent; that of rhs[g] is zero for a group without
     rows.
 
-    Source: `grouped_matmul`, of which this is another name with JAX's arguments.
+    Source: `grouped_matmul`, with the name and arguments of JAX's function.
 
     Example:
       >>> import jax.numpy as jnp
@@ -130,7 +131,7 @@ def ragged_dot(
     """
     _check_unused(group_offset, out_sharding)
     options: dict[str, Any] = dict(precision=precision, preferred_element_type=preferred_element_type)
-    return product_of_rows("ragged_dot", lhs, rhs, group_sizes, **options)
+    return ragged_gemm("ragged_dot", lhs, rhs, group_sizes, **options)
 
 
 @reverse_mode("ragged_dot_general", nondiff_argnums=(0, 1))
@@ -145,8 +146,8 @@ def _contract_rows_forward(precision: int, dtype: Any, *operands: jax.Array) -> 
 
 def _contract_rows_backward(precision: int, _: Any, operands: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
     lhs, rhs, sizes = operands
-    d_lhs = grouped_product(rhs, d_y, sizes, transpose_w=True, precision=precision, dtype=lhs.dtype)
-    return d_lhs, grouped_product(lhs, d_y, sizes, transpose_w=False, precision=precision, dtype=rhs.dtype), None
+    d_lhs = grouped_gemm(rhs, d_y, sizes, transpose_w=True, precision=precision, dtype=lhs.dtype)
+    return d_lhs, grouped_gemm(lhs, d_y, sizes, transpose_w=False, precision=precision, dtype=rhs.dtype), None
 
 
 _contract_rows.defvjp(_contract_rows_forward, _contract_rows_backward)
@@ -171,7 +172,7 @@ def ragged_dot_general(
     group_offset: None = None,
     out_sharding: None = None,
 ) -> jax.Array:
-    """`jax.lax.ragged_dot_general` for the three forms that an MoE layer needs, none of which has a batch dimension.
+    """`jax.lax.ragged_dot_general` for the three forms that an MoE layer needs, all without batch dimensions.
 
     | contracting dimensions, rhs group dimensions | lhs | rhs | result |
     |---|---|---|---|
@@ -183,7 +184,7 @@ def ragged_dot_general(
 
     Args:
       lhs, rhs: float32, bfloat16 or float16; shapes as in the table.
-      group_sizes: integers [g], on the device. Sizes past m are cut, negative ones count as 0.
+      group_sizes: integers [g], on the device. Sizes past m are clipped, negative ones count as 0.
       ragged_dot_dimension_numbers: one of the three forms.
       precision, preferred_element_type, group_offset, out_sharding: as in `ragged_dot`.
 
@@ -194,7 +195,7 @@ def ragged_dot_general(
       TypeError: an argument has the wrong type or dtype.
       ValueError: another form, shapes do not fit, an option is unsupported, or an array is sharded.
 
-    Gradient: of lhs and rhs in their dtypes; where rows are contracted too, which JAX's own does not differentiate.
+    Gradient: for lhs and rhs in their dtypes, also for contracted rows, which JAX's own does not differentiate.
 
     Source: `grouped_matmul` and its gradients, under JAX's name.
 
@@ -214,7 +215,7 @@ def ragged_dot_general(
     options: dict[str, Any] = dict(precision=precision, preferred_element_type=preferred_element_type)
     if numbers in (_ROWS, _ROWS_TRANSPOSED):
         options["transpose_rhs"] = numbers == _ROWS_TRANSPOSED
-        return product_of_rows("ragged_dot_general", lhs, rhs, group_sizes, **options)
+        return ragged_gemm("ragged_dot_general", lhs, rhs, group_sizes, **options)
     if numbers != _CONTRACTED_ROWS:
         raise ValueError(
             f"ragged_dot_dimension_numbers: got {check.shown(numbers)}, expected lhs_ragged_dimensions (0,), no batch "
@@ -224,6 +225,6 @@ def ragged_dot_general(
     lhs = grouped_rows("lhs", lhs)
     rhs = check.array("rhs", rhs, check.FLOATS, (("m", lhs.shape[0]), "n"))
     sizes = check.sizes("group_sizes", group_sizes, ("g",))
-    number, dtype = precision_of_factors(precision), result_dtype(preferred_element_type, lhs, rhs)
+    number, dtype = operands_precision(precision), result_dtype(preferred_element_type, lhs, rhs)
     check_whole("ragged_dot_general", lhs=lhs, rhs=rhs, group_sizes=sizes)
     return _contract_rows(number, dtype, *vary_alike(lhs, rhs, sizes))

@@ -1,4 +1,4 @@
-"""Routing: which experts each token goes to, with which weights, and the statistics the losses need."""
+"""Routing: selects the experts of each token and their weights, and computes the statistics of the losses."""
 
 import dataclasses
 import math
@@ -9,16 +9,16 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.derivatives import reverse_mode
-from anabranch.jax.binding.sharding import TokenCall, all_manual, mesh_of, vary_alike
+from anabranch.jax.binding.sharding import TokenCall, all_manual, current_mesh, vary_alike
 from anabranch.jax.ops.quantile import bin_bounds
 from anabranch.options import ROUTER_NAMES, RouterKeywords, RouterOptions, check_names, router_options, takes_options
 
 
 class Routing(NamedTuple):
-    """What `route` returns, for logits [..., E].
+    """The result of `route`, for logits [..., E].
 
     weights: float32[..., K], 0 where the expert is -1.
-    experts: int32[..., K], the best first; -1: no expert.
+    experts: int32[..., K], best first; -1: no expert.
     tokens_per_expert: int32[E] ([..., E] with sequence_stats).
     score_sum: float32[E] ([..., E] with sequence_stats), the sum over tokens of the auxiliary scores.
     lse: float32[...], logsumexp of the logits; 0 for a masked token.
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 
 
 class RouterResiduals(NamedTuple):
-    """What the backward pass needs: inputs as they came, integers, and float32."""
+    """Saved for the backward pass: inputs in their own dtype, integers, and float32."""
 
     logits: jax.Array
     experts: jax.Array
@@ -42,19 +42,19 @@ class RouterResiduals(NamedTuple):
     lse: jax.Array | None
 
 
-class Wanted(NamedTuple):
-    """Which of the results that not everybody needs `route_forward` computes; the others are None."""
+class Requested(NamedTuple):
+    """The optional results that `route_forward` computes; those not requested are None."""
 
     tokens_per_expert: bool = True
     score_sum: bool = True
     lse: bool = True
 
 
-_EVERYTHING = Wanted()
+_EVERYTHING = Requested()
 
 
 class RouterOutputs(NamedTuple):
-    """What `route_forward` returns: the fields of Routing."""
+    """The result of `route_forward`: the fields of Routing."""
 
     weights: jax.Array
     experts: jax.Array
@@ -64,9 +64,9 @@ class RouterOutputs(NamedTuple):
     qb_histogram: jax.Array | None
 
 
-def forward_workspace(options: RouterOptions, wanted: Wanted, T: int, B: int, E: int) -> int:
-    """Bytes for the forward pass of T tokens in B sequences whose statistics are apart."""
-    statistics = workspaces.statistics(T, B, E) if wanted.tokens_per_expert or wanted.score_sum else 0
+def forward_workspace(options: RouterOptions, requested: Requested, T: int, B: int, E: int) -> int:
+    """Workspace bytes of the forward pass for T tokens in B sequences with separate statistics."""
+    statistics = workspaces.statistics(T, B, E) if requested.tokens_per_expert or requested.score_sum else 0
     return statistics + (workspaces.quantile(T) if options.qb_bins else 0)
 
 
@@ -77,9 +77,9 @@ def route_forward(
     token_mask: jax.Array | None,
     forced_experts: jax.Array | None,
     qb_bin_bounds: jax.Array | None = None,
-    wanted: Wanted = _EVERYTHING,
+    requested: Requested = _EVERYTHING,
 ) -> RouterOutputs:
-    """The forward rule of `route`, on checked arguments: [..., E] logits, bool mask, int32 forced experts."""
+    """The forward rule of `route` on checked arguments: [..., E] logits, bool mask, int32 forced experts."""
     *leading, E = logits.shape
     T, K = math.prod(leading), options.topk
     sequences = leading[:-1] if options.sequence_stats else []
@@ -97,12 +97,12 @@ def route_forward(
         {
             "weights": struct((T, K), jnp.float32),
             "experts": struct((T, K), jnp.int32),
-            "tokens_per_expert": struct(stats, jnp.int32) if wanted.tokens_per_expert else None,
-            "score_sum": struct(stats, jnp.float32) if wanted.score_sum else None,
-            "lse": struct((T,), jnp.float32) if wanted.lse else None,
+            "tokens_per_expert": struct(stats, jnp.int32) if requested.tokens_per_expert else None,
+            "score_sum": struct(stats, jnp.float32) if requested.score_sum else None,
+            "lse": struct((T,), jnp.float32) if requested.lse else None,
             "qb_histogram": struct((E, options.qb_bins), jnp.int32) if options.qb_bins else None,
         },
-        workspace=forward_workspace(options, wanted, T, math.prod(sequences) if options.sequence_stats else 1, E),
+        workspace=forward_workspace(options, requested, T, math.prod(sequences) if options.sequence_stats else 1, E),
         **options.numbers().forward(),
     )
     counts, score_sum, lse = (results[name] for name in ("tokens_per_expert", "score_sum", "lse"))
@@ -123,7 +123,7 @@ def route_backward(
     d_score_sum: jax.Array | None,
     d_lse: jax.Array | None,
 ) -> jax.Array:
-    """The backward rule of `route`: d_logits, in the logits' dtype; a cotangent of None is zero."""
+    """The backward rule of `route`: d_logits, in the logits' dtype; a cotangent of None means zero."""
     logits, experts, token_mask, lse = residuals
     if d_weights is None and d_score_sum is None and d_lse is None:
         return jnp.zeros_like(logits)
@@ -131,7 +131,7 @@ def route_backward(
     T, K = math.prod(leading), options.topk
     stats = (math.prod(leading[:-1]), E) if options.sequence_stats else (E,)
     if d_weights is None:
-        options = dataclasses.replace(options, scaling_factor=1.0)  # it scales weights only
+        options = dataclasses.replace(options, scaling_factor=1.0)  # affects weights only
     results = ffi.call(
         "ab_xla_router_backward",
         {
@@ -162,24 +162,24 @@ def route(
     qb_bins: int | None = None,
     **options: Unpack[RouterKeywords],
 ) -> Routing:
-    """Selects topk experts for every token and weights them.
+    """Selects topk experts for every token and computes their weights.
 
-    The best logits win, ties the lower expert. Scores are softmax over all experts, sigmoid, or sqrt(softplus); a
-    weight is the score, or normalised over the selected experts, times scaling_factor. Arithmetic is float32.
+    The largest logits win, ties go to the lower index. Scores are softmax over all experts, sigmoid, or sqrt(softplus).
+    A weight is the score, optionally normalised over the selected experts, times scaling_factor. Arithmetic is float32.
 
     Args:
       logits: float32, bfloat16 or float16 [..., E].
       topk: K, 1 <= K <= E.
-      expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's balancing without a loss).
-      token_mask: bool [...], true: a real token. Others get expert -1 and weight 0 and are not counted.
-      forced_experts: integer [..., K]: the selection is given (replay); -1 or out of range: no expert. Not together
-        with expert_bias or groups. Where none of a token's forced experts has a finite logit (all are -inf), weights
-        normalised by softmax are NaN (0 / 0), and so are its gradients; other weights are 0.
+      expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's auxiliary-loss-free balancing).
+      token_mask: bool [...], True for unmasked tokens. Masked ones have expert -1, weight 0 and are not counted.
+      forced_experts: integer [..., K]: gives the selection (replay); -1 or out of range: no expert. Not together with
+        expert_bias or groups. If none of a token's forced experts has a finite logit (all are -inf), weights normalised
+        by softmax are NaN (0 / 0), and so are its gradients; other weights are 0.
       sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row per sequence of S tokens.
-      qb_bin_bounds, qb_bins: quantile balancing: float32 [2] or a pair, lower < upper, and how many bins lie between
-        them, at most 2^20. `qb_histogram` of the result counts, per expert, how far the threshold of a token, its
-        (K+1)-th largest score with a bias, is above the expert's score; the first and the last bin are open-ended.
-        `quantile_bias` makes a bias of it. Needs expert_bias and K < E; not with groups.
+      qb_bin_bounds, qb_bins: quantile balancing: bounds, float32 [2] or a pair with lower < upper, and the number of
+        bins between them, at most 2^20. The result's `qb_histogram` counts, per expert, the distance of a token's
+        threshold, its (K+1)-th largest score with bias, above the expert's score; the first and the last bin are
+        open-ended. `quantile_bias` computes a bias from it. Needs expert_bias and K < E; not with groups.
       {options}
         A group's score is the sum of its group_score_topk best scores with their bias: 1 is DeepSeek-V2's maximum, 2
         DeepSeek-V3's rule in most libraries. None, with groups: the sum of its K / group_topk best scores (logits for a
@@ -191,9 +191,9 @@ def route(
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradients: from weights, score_sum and lse to logits, in one pass; none to expert_bias.
+    Gradients: for logits, from weights, score_sum and lse in one pass; none for expert_bias.
 
-    Source: semantics, sections 1 and 2; expert_bias and groups are DeepSeek-V3's (arXiv:2412.19437).
+    Source: semantics, sections 1 and 2; expert_bias and groups as in DeepSeek-V3 (arXiv:2412.19437).
 
     >>> routing = route(jnp.array([[1.0, 3.0, 2.0]]), 2)
     >>> routing.experts.tolist(), routing.tokens_per_expert.tolist()
@@ -207,19 +207,19 @@ def route(
         raise ValueError(f"logits: got {check.describe(logits)}, expected [..., S, E] with sequence_stats")
     operands = router_operands(checked, E, tuple(leading), expert_bias, token_mask, forced_experts)
     bounds = quantile_operand(checked, operands[0], qb_bin_bounds)
-    run = _compiled_route if all_manual(mesh_of(logits)) else _route
+    run = _compiled_route if all_manual(current_mesh(logits)) else _route
     return run(checked, *vary_alike(logits, *operands, bounds))
 
 
 def quantile_operand(options: RouterOptions, expert_bias: Any, qb_bin_bounds: Any) -> jax.Array | None:
-    """Checks what quantile balancing needs beside its number of bins; returns the bounds, None without it."""
+    """Checks the array arguments of quantile balancing; returns the bounds, None if it is not used."""
     if (options.qb_bins > 0) != (qb_bin_bounds is not None):
         got = "qb_bin_bounds" if qb_bin_bounds is not None else "qb_bins"
         raise ValueError(f"{got}: got one by itself, expected qb_bin_bounds and qb_bins or neither")
     if qb_bin_bounds is None:
         return None
     if expert_bias is None:
-        raise ValueError("expert_bias: got None with quantile balancing, expected one, of zeros to begin with")
+        raise ValueError("expert_bias: got None with quantile balancing, expected one (zeros at the start)")
     return bin_bounds(qb_bin_bounds)
 
 
@@ -231,7 +231,7 @@ def router_operands(
     token_mask: Any,
     forced_experts: Any,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Checks the optional arrays of a routing of logits [*leading, E]: (expert_bias, token_mask, forced_experts)."""
+    """Checks the optional arrays for logits [*leading, E]: (expert_bias, token_mask, forced_experts)."""
     check_slots(leading, options.topk)
     expert_bias = check.optional_array("expert_bias", expert_bias, check.FLOATS, (("E", num_experts),))
     token_mask = check.optional_array("token_mask", token_mask, check.BOOL, leading)
@@ -244,7 +244,7 @@ def router_operands(
 
 
 def check_slots(leading: tuple[int, ...], topk: int) -> None:
-    """Refuses more than 2^31 - 1 slots: indices are int32."""
+    """Refuses 2^31 or more assignments: indices are int32."""
     tokens = math.prod(leading)
     if tokens * topk >= check.INDEX_LIMIT:
         raise ValueError(f"logits: got {tokens} tokens with topk {topk}, expected fewer than 2^31 slots")
@@ -259,7 +259,7 @@ def _backward(options: RouterOptions, logits, experts, token_mask, lse, *cotange
 
 
 def _token_axes(options: RouterOptions, logits: jax.Array) -> tuple[int, int]:
-    """Leading axes of the tokens, and how many of them the statistics keep."""
+    """The number of leading token axes, and how many of them the statistics keep."""
     tokens = logits.ndim - 1
     return tokens, tokens - 1 if options.sequence_stats else 0
 
@@ -292,8 +292,8 @@ def _route_bwd(options, residuals, cotangents):
     return *call(*residuals, d_weights, d_score_sum, d_lse), None, None, None, None
 
 
-# symbolic_zeros: what has no cotangent costs nothing in the backward pass.
+# symbolic_zeros: results without a cotangent add no work to the backward pass.
 _route.defvjp(_route_fwd, _route_bwd, symbolic_zeros=True)
 
-# A jax.shard_map that is not compiled knows no symbolic zeros.
+# A jax.shard_map that is not compiled does not support symbolic zeros.
 _compiled_route = jax.jit(_route, static_argnums=0)

@@ -1,18 +1,18 @@
-"""Transports of expert parallelism: tokens to the devices that own their experts, and back.
+"""Transports of expert parallelism: send tokens to the devices that own their experts, and results back.
 
-Inside a jax.shard_map over the expert axis. P devices ("ranks") hold E/P experts each; a rank has T tokens of its own
-with K slots. Every transport is one class with the same methods (`Transport`), and gives the experts what they read:
-an array of tokens as it arrived and the row map into it, so that nothing is sorted a second time.
+A transport runs inside a jax.shard_map over the expert axis. P devices ("ranks") hold E/P experts each; a rank has its
+own T tokens with K assignments each. All transports have the same methods (`Transport`). They return the experts'
+operands, the array of tokens as it arrived and the gather indices into it, so rows are sorted only once.
 
-- `Ring`: all tokens go everywhere (all_gather), each rank computes what its experts add to every token, and an
-  all_to_all brings these partial sums home, where they are added. No region of a buffer stays empty whatever the
-  routing.
-- `Padded`: a region of fixed size for every destination (all_to_all). One plan with (destination, local expert) groups
-  lays them out.
-- `Ragged`: only the rows there are (jax.lax.ragged_all_to_all). XLA has no such collective on the CPU: there
-  the rows are taken from an all_gather of the buffers, at its cost in memory and traffic.
+- `Ring`: all_gather of tokens, all_to_all of partial sums. All tokens go to all ranks; each rank computes the
+  contribution of its experts to every token, and the partial sums are added where the tokens came from. No buffer has
+  unused regions, whatever the routing.
+- `Padded`: all_to_all with a region of fixed capacity per destination. One plan with (destination, local expert) groups
+  computes the rows.
+- `Ragged`: jax.lax.ragged_all_to_all of the actual rows only. XLA has no such collective on the CPU; there the rows are
+  gathered from an all_gather of the buffers, which costs more memory and traffic.
 
-Nothing waits for sizes on the device: buffers have static bounds, from T, K, E, P and the capacity.
+No transport reads sizes back from the device: buffers have static bounds, from T, K, E, P and the capacity.
 """
 
 import abc
@@ -27,7 +27,7 @@ from anabranch.exchange_sizes import ExchangeSizes, traffic
 from anabranch.jax.binding.arrays import take
 from anabranch.jax.ops.chunk_sort import sort_chunks
 from anabranch.jax.ops.dispatch import gather_sum, spread
-from anabranch.jax.ops.ffn import SlotProduct
+from anabranch.jax.ops.ffn import SlotGemm
 from anabranch.jax.ops.plan import plan
 from anabranch.jax.parallel.ragged import (
     RaggedParams,
@@ -39,13 +39,13 @@ from anabranch.rows import num_rows_needed
 
 @dataclasses.dataclass(frozen=True)
 class Bounds(ExchangeSizes):
-    """What the sizes of a rank's buffers follow from, and the expert axis; None: one rank."""
+    """The quantities that determine the sizes of a rank's buffers, and the expert axis; None: one rank."""
 
     axis: str | None = None
 
 
 class Transport(Protocol):
-    """What the layer asks of a transport. `route` is what its `plan` returned: integers, kept for the backward pass."""
+    """The interface of a transport. A `route`, the result of `plan`, contains integers saved for the backward pass."""
 
     bounds: Bounds
     route: Any
@@ -53,47 +53,47 @@ class Transport(Protocol):
 
     @property
     def topk(self) -> int:
-        """Slots of a token of the array that `send` returns."""
+        """The number of assignments per token of the array that `send` returns."""
 
     def plan(self, experts: jax.Array) -> Any:
-        """The route of experts int32 [T, K], with fields slot_of_row [R] and group_sizes [E/P] for the experts."""
+        """The route of experts int32 [T, K]; it has slot_of_row [R] and group_sizes [E/P] for the local experts."""
 
     def send(self, route: Any, tokens: jax.Array) -> jax.Array:
-        """Tokens [T, D] to their experts: the array that these read through slot_of_row."""
+        """Sends tokens [T, D] to their experts; returns the array into which slot_of_row points."""
 
     def send_weights(self, route: Any, weights: jax.Array) -> jax.Array:
-        """Weights [T, K] along with the tokens of `send`: [tokens there, topk]."""
+        """Sends weights [T, K] like the tokens of `send`: [tokens there, topk]."""
 
     def collect(
         self,
         route: Any,
-        rows: SlotProduct,
+        rows: SlotGemm,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
-        """The experts' rows [R, D] back to their tokens: sum_k weights[t, k] rows, in float32, as [T, D] of `dtype`.
+        """Sends the experts' rows [R, D] back: sum_k weights[t, k] rows + addend[t], in float32, as [T, D] of `dtype`.
 
-        The addend [T, D], of this rank's tokens, is added before the sums are rounded.
+        The addend [T, D] belongs to this rank's tokens and is added before the sums are rounded.
         """
 
     def collect_weights(self, route: Any, weights: jax.Array) -> jax.Array:
-        """Values [tokens there, topk], those of `send_weights`, back as [T, K]; 0 where a slot has none."""
+        """Sends values [tokens there, topk], one per weight of `send_weights`, back as [T, K]; 0 for no value."""
 
 
 # ---------------------------------------------------------------- capacity
 
 
-def keep_within(bounds: Bounds, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Drops what is past a rank's capacity: the last in the order (source, token, slot), whatever the transport.
+def drop_over_capacity(bounds: Bounds, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Drops the assignments past a rank's capacity, the last in the order (source, token, slot), for all transports.
 
     Returns:
-      (experts int32 [T, K] with -1 for dropped slots; how many of this rank's were dropped, int32 []).
+      (experts int32 [T, K] with -1 for dropped assignments; how many of this rank's were dropped, int32 []).
     """
     if bounds.capacity is None:
         return experts, jnp.zeros((), jnp.int32)
     destination = jnp.where(experts >= 0, experts // bounds.local_experts, -1)
-    # A plan's rows count the slots of each destination in the order of (token, slot).
+    # A plan's rows count the assignments to each destination in the order (token, slot).
     layout = plan(destination, bounds.ranks)
     before = jnp.zeros(bounds.ranks, jnp.int32)
     if bounds.axis is not None:
@@ -109,7 +109,7 @@ def keep_within(bounds: Bounds, experts: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 class RingRoute(NamedTuple):
-    """Of the experts of this rank, over the tokens of all ranks."""
+    """The indices between all ranks' assignments and the rows of this rank's experts."""
 
     row_of_slot: jax.Array
     """int32 [P*T, K]"""
@@ -121,7 +121,7 @@ class RingRoute(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """All tokens to all ranks, partial sums back. Without an axis also the layer without expert parallelism."""
+    """All tokens to all ranks, partial sums back. Without an axis: the layer without expert parallelism."""
 
     bounds: Bounds
     route = RingRoute
@@ -133,7 +133,7 @@ class Ring:
 
     @property
     def _alone(self) -> bool:
-        # A collective refuses to divide nothing.
+        # Collectives refuse empty arrays.
         return self.bounds.axis is None or self.bounds.tokens == 0
 
     def _gather(self, array: jax.Array) -> jax.Array:
@@ -164,12 +164,12 @@ class Ring:
     def collect(
         self,
         route: RingRoute,
-        rows: SlotProduct,
+        rows: SlotGemm,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
-        """See Transport. Partial sums are added up in float32 and travel in the dtype of the rows, as all rows do."""
+        """See Transport. Partial sums accumulate in float32 and travel in the dtype of the rows."""
         if self._alone:
             return rows.sum(route.row_of_slot, weights, dtype, addend)
         weights = None if weights is None else self._gather(weights)
@@ -181,40 +181,40 @@ class Ring:
         return gather_sum(arrived, row_of_rank, None, dtype, addend)
 
     def collect_weights(self, route: RingRoute, weights: jax.Array) -> jax.Array:
-        """See Transport. At most one rank has a value for a slot; the others add 0."""
+        """See Transport. At most one rank has a value for an assignment; the others add 0."""
         return self._reduce(weights)
 
 
-# ---------------------------------------------------------------- rows that travel by themselves
+# ---------------------------------------------------------------- one row per assignment
 
 
 class RowRoute(NamedTuple):
-    """Where rows stand here, on their way, and at their experts."""
+    """The rows of assignments on this rank, in the exchanged buffers, and at their experts."""
 
     row_of_slot: jax.Array
-    """int32 [T, K]: rows of the buffer that leaves."""
+    """int32 [T, K]: rows of the outgoing buffer."""
     sent_slot_of_row: jax.Array
-    """int32 [rows that leave]"""
+    """int32 [outgoing rows]"""
     slot_of_row: jax.Array
-    """int32 [R]: the row that arrived for every row of an expert."""
+    """int32 [R]: the incoming row for every row of an expert."""
     row_of_arrived: jax.Array
-    """int32 [rows that arrive, 1]: the inverse."""
+    """int32 [incoming rows, 1]: the inverse."""
     group_sizes: jax.Array
     """int32 [E/P]"""
     sizes: jax.Array
-    """int32 [P, E]: rows of every rank for every expert; [0, E] where regions make them needless."""
+    """int32 [P, E]: rows of every rank for every expert; [0, E] if regions make them redundant."""
 
 
 def _by_expert(chunks: jax.Array, tails: jax.Array, arriving: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """The maps between rows that arrived, by (source, local expert), and the same rows by expert.
+    """The indices between incoming rows, ordered by (source, local expert), and the same rows by expert.
 
     Args:
-      chunks: int32 [P, E/P], rows of every chunk that arrived.
-      tails: int32 [P]: rows behind the chunks of every source that hold nothing.
+      chunks: int32 [P, E/P], rows of every incoming chunk.
+      tails: int32 [P]: unused rows after the chunks of every source.
       arriving: rows of the buffer; rows: R.
 
     Returns:
-      (slot_of_row [R], row_of_arrived [arriving, 1]); -1 where there is none.
+      (slot_of_row [R], row_of_arrived [arriving, 1]); -1 for unused rows.
     """
     P, E = chunks.shape
     sizes = jnp.concatenate([chunks, tails[:, None]], axis=1)
@@ -227,7 +227,7 @@ def _by_expert(chunks: jax.Array, tails: jax.Array, arriving: int, rows: int) ->
 
 
 class _Rows(abc.ABC):
-    """What Padded and Ragged share: they differ in the layout of buffers and in the collective."""
+    """The common part of Padded and Ragged, which differ in buffer layout and collective."""
 
     bounds: Bounds
     route = RowRoute
@@ -235,29 +235,29 @@ class _Rows(abc.ABC):
 
     @abc.abstractmethod
     def _exchange(self, route: RowRoute, rows: jax.Array) -> jax.Array:
-        """The rows that leave, where they arrive."""
+        """Sends outgoing rows; returns the incoming ones."""
 
     @abc.abstractmethod
     def _return(self, route: RowRoute, rows: jax.Array) -> jax.Array:
-        """The rows that arrived, back where they left."""
+        """Sends incoming rows back to their sources."""
 
     def send(self, route: RowRoute, tokens: jax.Array) -> jax.Array:
-        """See Transport; [rows that arrive, D]."""
+        """See Transport; [incoming rows, D]."""
         return self._exchange(route, spread(tokens, route.row_of_slot, route.sent_slot_of_row))
 
     def send_weights(self, route: RowRoute, weights: jax.Array) -> jax.Array:
-        """See Transport; [rows that arrive, 1]."""
+        """See Transport; [incoming rows, 1]."""
         return self._exchange(route, take(weights.ravel(), route.sent_slot_of_row)[:, None])
 
     def collect(
         self,
         route: RowRoute,
-        rows: SlotProduct,
+        rows: SlotGemm,
         weights: jax.Array | None,
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
-        """See Transport. Rows travel in their own dtype and are added here, k ascending."""
+        """See Transport. Rows travel in their own dtype and are summed here, k ascending."""
         arrived = rows.sum(route.row_of_arrived, None, rows.dtype)
         return gather_sum(self._return(route, arrived), route.row_of_slot, weights, dtype, addend)
 
@@ -268,7 +268,7 @@ class _Rows(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Padded(_Rows):
-    """A region of fixed size for every destination."""
+    """A region of fixed capacity per destination."""
 
     bounds: Bounds
 
@@ -299,7 +299,7 @@ def _all_to_all(regions: jax.Array, axis: str | None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Ragged(_Rows):
-    """Rows without gaps."""
+    """Buffers without unused regions."""
 
     bounds: Bounds
 
@@ -310,7 +310,7 @@ class Ragged(_Rows):
 
     @property
     def _arriving(self) -> int:
-        # Every (source, local expert) pair has padding of its own: P * E/P of them.
+        # Every (source, local expert) pair has its own padding, P * E/P of them.
         return num_rows_needed(self.bounds.arriving_slots, self.bounds.experts, self.bounds.align_size)
 
     def plan(self, experts: jax.Array) -> RowRoute:
@@ -338,7 +338,7 @@ class Ragged(_Rows):
 
 
 def _ragged_all_to_all(rows: jax.Array, arriving: int, params: RaggedParams, axis: str | None) -> jax.Array:
-    """Slices of `rows` [R, D] to every rank; [arriving, D], zero where nothing arrives."""
+    """Sends slices of `rows` [R, D] to every rank; [arriving, D], zero where nothing arrives."""
     out = jnp.zeros((arriving, rows.shape[1]), rows.dtype)
     if axis is None:
         return jax.lax.dynamic_update_slice(out, rows, (0, 0))
@@ -353,7 +353,7 @@ def _ragged_all_to_all(rows: jax.Array, arriving: int, params: RaggedParams, axi
 
 
 def _slices_of_all(rows: jax.Array, out: jax.Array, params: RaggedParams, axis: str) -> jax.Array:
-    """What ragged_all_to_all computes, from an all_gather; slices arrive one behind the other, by source."""
+    """ragged_all_to_all emulated by an all_gather; incoming slices are contiguous, ordered by source."""
     me = jax.lax.axis_index(axis)
     everyone = jax.lax.all_gather(rows, axis)
     begin_there = jax.lax.all_gather(params.input_offsets, axis)[:, me]
@@ -370,9 +370,9 @@ def _slices_of_all(rows: jax.Array, out: jax.Array, params: RaggedParams, axis: 
 
 TRANSPORTS: dict[str, Callable[[Bounds], Any]] = {"ring": Ring, "all_to_all": Padded, "ragged": Ragged}
 
-#: Bytes a second and rank that XLA's collectives move, by platform. On GPUs: measured on two and four H200s over NVLink
-#: (docs/notes/expert_parallel.md). Elsewhere only ratios count; on the CPU what stands in for the ragged exchange
-#: gathers everything.
+#: Bytes per second and rank of XLA's collectives, by platform. GPU values were measured on two and four H200s over
+#: NVLink (docs/notes/expert_parallel.md). For other platforms only the ratios matter; on the CPU the emulation of the
+#: ragged exchange gathers everything, so it is never chosen.
 _RATES = {
     "gpu": {"ring": 220e9, "all_to_all": 240e9, "ragged": 4.5e9},
     "tpu": {"ring": 1e11, "all_to_all": 1e11, "ragged": 1e11},
@@ -381,7 +381,7 @@ _RATES = {
 
 
 def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = False) -> str:
-    """The transport that `transport="auto"` stands for: the one of the shortest estimated time, bytes by rate.
+    """The transport for `transport="auto"`: the one with the shortest estimated time, bytes / rate.
 
     >>> tokens = dict(tokens=8192, topk=8, slots_per_token=8, align_size=0, capacity=None)
     >>> choose("gpu", Bounds(8, 128, **tokens), 2), choose("gpu", Bounds(512, 512, **tokens), 2)
@@ -393,6 +393,6 @@ def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = Fa
 
 
 def transport(name: str, bounds: Bounds) -> Transport:
-    """The transport of that name, one of TRANSPORTS."""
+    """The transport with a name in TRANSPORTS."""
     chosen: Transport = TRANSPORTS[name](bounds)
     return chosen

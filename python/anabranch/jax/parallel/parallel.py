@@ -1,4 +1,4 @@
-"""How a layer is spread over a mesh: which of its axes carry tokens, experts, slices of weights and of F."""
+"""Maps a layer to a mesh: the axes over which tokens, experts, weight shards and F are divided."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from anabranch.exchange_sizes import capacity_of
 from anabranch.jax.binding import check
-from anabranch.jax.binding.sharding import Axes, axes_of_type, entry_of, mesh_of, spec_of
+from anabranch.jax.binding.sharding import Axes, array_axes, axes_with_type, current_mesh, spec_entry
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.exchange import TRANSPORTS, Bounds, choose
 from anabranch.layouts import Layouts
@@ -19,33 +19,34 @@ from anabranch.precision import BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """Names the axes of a mesh that a layer is spread over; `moe`, `MoE` and `MoEBlock` take it as `parallel`.
+    """Names the mesh axes that a layer is spread over; `moe`, `MoE` and `MoEBlock` accept it as `parallel`.
 
-    One value rather than six options, since it goes unchanged through model, layer and function, is checked in one
-    place, and also says how parameters are to be sharded (`specs`). Results do not depend on it, up to the rounding of
-    sums over devices, unless `capacity_factor` drops something.
+    One value holds all options, so it passes unchanged through model, layer and function, is checked in one place, and
+    also defines the shardings of the parameters (`specs`). Results do not depend on it, up to the rounding of sums over
+    devices, unless `capacity_factor` drops assignments.
 
     Args:
-      expert_axis: axis over which the experts are divided, in contiguous equal ranges; tokens are, too, and travel to
-        the experts' devices and back. None: every device has all experts.
-      data_axes: axes over which the tokens are divided, as the first dimension of x: over (*data_axes, expert_axis).
-        Inside a jax.shard_map over the whole mesh the only field that may be given: x then is this device's shard, and
-        losses and counts are those of all shards along these axes.
+      expert_axis: axis over which the experts are divided, in contiguous equal ranges. Tokens are divided over it too,
+        and travel to the experts' devices and back. None: every device has all experts.
+      data_axes: axes over which the tokens are divided. The first dimension of x is divided over (*data_axes,
+        expert_axis). Inside a jax.shard_map over the whole mesh no other field may be given: x is then this device's
+        shard, and losses and counts cover all shards along these axes.
       fsdp_axes: those of data_axes over which every expert matrix and the gate are also divided, along D. They are
-        gathered just before they are used, forward and backward, and their gradients are reduce-scattered.
-      tensor_axis: axis over which F is divided; tokens are the same along it. One sum a pass.
+        all-gathered before use, forward and backward, and their gradients are reduce-scattered.
+      tensor_axis: axis over which F is divided; all devices along it have the same tokens. Each pass has one sum over
+        it.
       transport: "all_to_all", "ragged", "ring", or "auto", which estimates their times (docs/scaling.md).
-      capacity_factor: None: nothing is ever dropped, buffers hold the worst case. Else a device takes at most
-        ceil(capacity_factor * T * K) slots, T the tokens of a device, and drops those that come last in the order
-        (source, token, slot), the same on every run; they are counted by source.
+      capacity_factor: None: nothing is dropped, buffers hold the worst case. Otherwise a device accepts at most
+        ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the order
+        (source, token, slot), the same on every run. Drops are counted per source.
       fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs travel to the experts as e4m3
-        numbers with the scales that they multiply with, 33/32 bytes an element; what comes back travels as without.
-        Outputs are the same to the bit. Gradients of w_in, w_out and b_out, and what b_out adds to those of the
-        weights, are of x and of cotangents as they arrive: docs/scaling.md has their bound.
+        numbers with the scales that the GEMMs use, 33/32 bytes per element; the way back is unchanged. Outputs are
+        bitwise the same. Gradients of w_in, w_out and b_out, and the part of the weights' gradients from b_out, are
+        computed from x and cotangents as they arrive; docs/scaling.md has the error bound.
       mesh: the mesh; None: that of jax.set_mesh, or of the type of x.
 
     Raises:
-      TypeError, ValueError: a field of a wrong type, out of range, or at odds with another.
+      TypeError, ValueError: a field has a wrong type, is out of range, or contradicts another.
 
     >>> tuple(Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data").specs()["w_in"])
     ('expert', 'data', None, None)
@@ -92,16 +93,16 @@ class Parallel:
 
     @property
     def token_axes(self) -> Axes:
-        """The axes over which tokens are divided, the slowest first."""
+        """The axes over which tokens are divided, slowest first."""
         expert = () if self.expert_axis is None else (self.expert_axis,)
         return (*self.data_axes, *expert)
 
     def specs(self, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> dict[str, PartitionSpec]:
-        """How the arrays of `moe` are sharded, by the names of its arguments; x by its first dimension."""
+        """The shardings of the arrays of `moe`, by argument name; x by its first dimension."""
         layouts = check_layouts(w_in_layout, w_out_layout)
-        ep, tp, fsdp = self.expert_axis, self.tensor_axis, entry_of(tuple(self.fsdp_axes))
+        ep, tp, fsdp = self.expert_axis, self.tensor_axis, spec_entry(tuple(self.fsdp_axes))
         return {
-            "x": PartitionSpec(entry_of(self.token_axes)),
+            "x": PartitionSpec(spec_entry(self.token_axes)),
             "gate": PartitionSpec(fsdp, None),
             "gate_bias": PartitionSpec(None),
             "w_in": PartitionSpec(*layouts.shape("w_in", e=ep, d=fsdp, p=None, f=tp)),
@@ -114,8 +115,8 @@ class Parallel:
 
 
 def quantized_specs(parallel: Parallel) -> QuantizedExperts:
-    """How the fields of a QuantizedExperts are sharded: as the weights are, whose blocks no device has a part of."""
-    d, f = entry_of(tuple(parallel.fsdp_axes)), parallel.tensor_axis
+    """The shardings of the fields of a QuantizedExperts: like the weights, and blocks are never split."""
+    d, f = spec_entry(tuple(parallel.fsdp_axes)), parallel.tensor_axis
     axes = QuantizedExperts.shapes(parallel.expert_axis, d, None, f, d, f)
     specs: dict[str, Any] = {name: PartitionSpec(*of) for name, of in axes.items()}
     return QuantizedExperts(**specs)
@@ -123,16 +124,16 @@ def quantized_specs(parallel: Parallel) -> QuantizedExperts:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A `Parallel` on the mesh and the shapes of one call.
+    """A `Parallel` resolved for the mesh and the shapes of one call.
 
     Attributes:
-      parallel: what was asked for.
-      mesh: what jax.shard_map takes, None: the mesh of the context; manual: the axes that it makes manual.
-      explicit: whether types of arrays say how these are divided.
+      parallel: the caller's argument.
+      mesh: the mesh for jax.shard_map, None: the mesh of the context; manual: the axes that it makes manual.
+      explicit: whether the arrays' types contain their sharding.
       tokens: the axes of every leading dimension of x.
-      transport: one of TRANSPORTS but "auto".
-      bounds: of the transport's buffers.
-      layouts: of w_in and w_out.
+      transport: a key of TRANSPORTS.
+      bounds: the bounds of the transport's buffers.
+      layouts: the layouts of w_in and w_out.
     """
 
     parallel: Parallel
@@ -146,7 +147,7 @@ class Placement:
 
     @property
     def token_axes(self) -> Axes:
-        """The axes over which tokens are divided, the slowest first."""
+        """The axes over which tokens are divided, slowest first."""
         return tuple(axis for axes in self.tokens for axis in axes)
 
 
@@ -160,11 +161,11 @@ def _axis_names(name: str, axes: Any) -> Axes:
 def place(
     parallel: Parallel, arrays: dict[str, Any], topk: int, align_size: int, layouts: Layouts, *, fp8: bool = False
 ) -> Placement:
-    """Checks that `arrays`, by the names of moe's arguments, can be spread as `parallel` says; fp8: in whole blocks.
+    """Checks that `parallel` fits `arrays`, by the names of moe's arguments; fp8: shards must be whole blocks.
 
     Raises:
-      ValueError: an axis that the mesh does not have or that is manual already, a dimension that can't be divided, or
-        an explicit sharding of an operand that is another one.
+      ValueError: an axis that the mesh does not have or that is already manual, a dimension that can't be divided, or
+        an explicit sharding of an operand that contradicts `parallel`.
     """
     x, num_experts = arrays["x"], arrays["w_in"].shape[0]
     mesh = mesh_for(parallel, x)
@@ -205,7 +206,7 @@ def place(
     T = math.prod(x.shape[:-1]) // size(*parallel.token_axes)
     ranks = size(ep) if ep else 1
     selected = arrays["forced_experts"] is not None or arrays["experts"] is not None
-    slots_per_token = topk if selected else min(topk, num_experts // ranks)  # experts that are given may repeat
+    slots_per_token = topk if selected else min(topk, num_experts // ranks)  # given experts may repeat
     bounds = Bounds(
         axis=ep,
         ranks=ranks,
@@ -224,8 +225,8 @@ def place(
     return Placement(
         parallel=parallel,
         mesh=None if not context.empty else parallel.mesh or mesh,
-        manual=tuple(axis for axis in mesh.axis_names if axis not in axes_of_type(mesh, AxisType.Manual)),
-        explicit=bool(axes_of_type(mesh, AxisType.Explicit)),
+        manual=tuple(axis for axis in mesh.axis_names if axis not in axes_with_type(mesh, AxisType.Manual)),
+        explicit=bool(axes_with_type(mesh, AxisType.Explicit)),
         tokens=tokens,
         transport=transport,
         bounds=bounds,
@@ -233,8 +234,8 @@ def place(
     )
 
 
-def shards_of_this_device(parallel: Parallel) -> Axes:
-    """The axes of the shards, inside a jax.shard_map over the whole mesh, where nothing but data_axes may be given."""
+def manual_shard_axes(parallel: Parallel) -> Axes:
+    """The axes of the shards inside a jax.shard_map over the whole mesh, where only data_axes may be given."""
     for name in ("expert_axis", "fsdp_axes", "tensor_axis", "mesh"):
         if getattr(parallel, name):
             raise ValueError(
@@ -249,15 +250,15 @@ def shards_of_this_device(parallel: Parallel) -> Axes:
 
 
 def mesh_for(parallel: Parallel, x: jax.Array) -> Any:
-    """The mesh of a call: that of the context first, which the given one has to agree with."""
-    mesh = mesh_of(x)
+    """The mesh of a call: that of the context, with which a given mesh has to agree, else the given one."""
+    mesh = current_mesh(x)
     if mesh.empty:
         mesh = mesh if parallel.mesh is None else parallel.mesh
     elif parallel.mesh is not None and mesh.shape != parallel.mesh.shape:
         raise ValueError(f"mesh: got {dict(parallel.mesh.shape)}, expected that of the context, {dict(mesh.shape)}")
     if mesh.empty:
         raise ValueError("mesh: got none, expected parallel.mesh, or the call under jax.set_mesh(mesh)")
-    manual = axes_of_type(mesh, AxisType.Manual)
+    manual = axes_with_type(mesh, AxisType.Manual)
     single = [("expert_axis", parallel.expert_axis), ("tensor_axis", parallel.tensor_axis)]
     for name, axis in [*single, *(("data_axes", axis) for axis in parallel.data_axes)]:
         if axis is not None and axis not in mesh.axis_names:
@@ -272,8 +273,8 @@ def mesh_for(parallel: Parallel, x: jax.Array) -> Any:
 
 
 def _token_axes(parallel: Parallel, x: jax.Array) -> tuple[Axes, ...]:
-    """The axes of every leading dimension of x: as its type says, or all on the first."""
-    given = spec_of(x)
+    """The axes of every leading dimension of x: from its type, or all on the first dimension."""
+    given = array_axes(x)
     named = [axis for axes in given for axis in axes]
     if not named:
         return (parallel.token_axes, *((),) * (x.ndim - 2))
@@ -286,8 +287,8 @@ def _token_axes(parallel: Parallel, x: jax.Array) -> tuple[Axes, ...]:
 
 
 def _check_spec(name: str, array: jax.Array, spec: PartitionSpec) -> None:
-    """An explicit sharding has to be the one that is needed, or none: then every device has its part already."""
-    given = PartitionSpec(*(entry_of(axes) for axes in spec_of(array)))
+    """Refuses an explicit sharding other than the required one."""
+    given = PartitionSpec(*(spec_entry(axes) for axes in array_axes(array)))
     if any(entry is not None for entry in given) and given != spec:
         raise ValueError(f"{name}: got {check.describe(array)} sharded as {given}, expected {spec}")
 

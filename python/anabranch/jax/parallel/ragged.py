@@ -1,7 +1,7 @@
 """Helpers for the ragged exchange between ranks that own experts in contiguous equal ranges.
 
-`counts[r, e]` is how many rows rank r has for expert e; the ranks together hold E experts, P ranks E/P each. Pure
-functions of integers, and the reordering of the rows that arrive; the exchange itself is jax.lax.ragged_all_to_all.
+`counts[r, e]` is the number of rows of rank r for expert e; P ranks own E/P of the E experts each. The functions
+compute integers and reorder the incoming rows; the exchange itself is jax.lax.ragged_all_to_all.
 """
 
 from typing import Any, NamedTuple
@@ -15,20 +15,20 @@ from anabranch.jax.ops.chunk_sort import sort_by_index
 
 
 class RaggedParams(NamedTuple):
-    """The sizes and offsets of jax.lax.ragged_all_to_all, int32[P] each."""
+    """The sizes and offsets for jax.lax.ragged_all_to_all, int32[P] each."""
 
     input_offsets: jax.Array
-    """Where the slice for each rank begins here."""
+    """First row of the slice for each rank."""
     send_sizes: jax.Array
-    """Rows that go to each rank."""
+    """Rows sent to each rank."""
     output_offsets: jax.Array
-    """Where the slice from here lands at each rank: behind those of the ranks before."""
+    """First row of this rank's slice at each receiver, after the slices of lower ranks."""
     recv_sizes: jax.Array
-    """Rows that come from each rank."""
+    """Rows received from each rank."""
 
 
 class ChunkOrder(NamedTuple):
-    """What `local_unpermute_before_a2a` needs: the chunks that stand here, and the order that undoes it."""
+    """State for `local_unpermute_before_a2a`: the sizes of the current chunks, and the order that undoes the sort."""
 
     split_sizes: jax.Array
     """int32[P * E/P]"""
@@ -37,7 +37,7 @@ class ChunkOrder(NamedTuple):
 
 
 def _traffic(all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: Any) -> tuple[jax.Array, jax.Array]:
-    """Rows by [source, destination, local expert], and the rank as int32[]."""
+    """Row counts [source, destination, local expert], and the rank as int32[]."""
     P = check.integer("num_expert_shards", num_expert_shards, 1, check.INDEX_LIMIT - 1)
     counts = check.amounts(
         "all_shards_tokens_per_expert",
@@ -67,7 +67,7 @@ def _traffic(all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards
 
 
 def _ragged_params(sends: jax.Array, rank: jax.Array) -> RaggedParams:
-    """From sends[source, destination]."""
+    """One rank's parameters from the row counts sends[source, destination]."""
     before = jnp.cumsum(sends, axis=0) - sends
     sizes = sends[rank]
     return RaggedParams(jnp.cumsum(sizes) - sizes, sizes, before[rank], sends[:, rank])
@@ -76,16 +76,16 @@ def _ragged_params(sends: jax.Array, rank: jax.Array) -> RaggedParams:
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
 ) -> RaggedParams:
-    """The sizes and offsets with which a rank sends its rows to the ranks that own their experts.
+    """Computes the sizes and offsets with which a rank sends its rows to the ranks that own their experts.
 
     Args:
-      all_shards_tokens_per_expert: int16, int32 or int64 [P, E], the rows of every rank for every expert.
+      all_shards_tokens_per_expert: int16, int32 or int64 [P, E], the number of rows of every rank for every expert.
       shard_id: this rank, an integer or an integer array [] (such as jax.lax.axis_index); on a device it is clipped to
         [0, P).
       num_expert_shards: P; E % P == 0.
 
     Returns:
-      (input_offsets, send_sizes, output_offsets, recv_sizes), int32[P] each; integers carry no gradient.
+      (input_offsets, send_sizes, output_offsets, recv_sizes), int32[P] each; integers have no gradient.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -103,13 +103,13 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
 ) -> RaggedParams:
-    """The sizes and offsets with which a rank sends rows back to where they came from.
+    """Computes the sizes and offsets with which a rank sends rows back to their sources.
 
-    Arguments, results and errors as those of `compute_ragged_all_to_all_params`, no gradient either; every send of the
+    Arguments and results are those of `compute_ragged_all_to_all_params`, without a gradient as well; every send of the
     way there is a receive of the way back.
 
     Raises:
-      TypeError, ValueError: as there.
+      TypeError, ValueError: as in `compute_ragged_all_to_all_params`.
 
     Source: the function of this name in transformer_engine.jax.
 
@@ -123,18 +123,18 @@ def compute_reverse_ragged_all_to_all_params(
 def local_permute_after_a2a(
     x_recv: Any, all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
 ) -> tuple[jax.Array, jax.Array, ChunkOrder]:
-    """Brings the rows that a rank received, by (source rank, local expert), together by local expert.
+    """Reorders the rows that a rank received, from (source rank, local expert) to (local expert, source rank).
 
     Args:
-      x_recv: [R, D]; rows past those received stay where they are. Dtypes as for `sort_chunks_by_index`.
-      all_shards_tokens_per_expert: int16, int32 or int64 [P, E], the rows of every rank for every expert.
+      x_recv: [R, D]; rows past the received ones keep their place. Dtypes as for `sort_chunks_by_index`.
+      all_shards_tokens_per_expert: int16, int32 or int64 [P, E], the number of rows of every rank for every expert.
       shard_id: this rank, an integer or an integer array [].
       num_expert_shards: P; E % P == 0.
 
     Returns:
       (x [R, D] by (local expert, source rank); local group sizes int32[E/P]; state for `local_unpermute_before_a2a`).
 
-    Gradient: in x_recv, every row's cotangent taken back from where the row went.
+    Gradient: for x_recv; the cotangent of a row is gathered from the row's new place.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -152,12 +152,12 @@ def local_permute_after_a2a(
     chunks = jnp.arange(arrived.size, dtype=jnp.int32).reshape(arrived.shape)
     order = chunks.T.ravel()
     x, _ = sort_by_index("local_permute_after_a2a", {"x_recv": x_recv}, arrived.ravel(), order)
-    back = chunks.reshape(arrived.shape[::-1]).T.ravel()  # the inverse of a transposition transposes back
+    back = chunks.reshape(arrived.shape[::-1]).T.ravel()  # the inverse of a transpose is the transpose back
     return x, arrived.sum(0, dtype=jnp.int32), ChunkOrder(arrived.T.ravel(), back)
 
 
 def local_unpermute_before_a2a(expert_outputs: Any, state: ChunkOrder) -> jax.Array:
-    """Undoes `local_permute_after_a2a`, before rows go back to the ranks they came from.
+    """Undoes `local_permute_after_a2a`, before rows are sent back to their source ranks.
 
     Args:
       expert_outputs: [R, D], rows by (local expert, source rank). Dtypes as for `sort_chunks_by_index`.
@@ -166,7 +166,7 @@ def local_unpermute_before_a2a(expert_outputs: Any, state: ChunkOrder) -> jax.Ar
     Returns:
       [R, D], rows by (source rank, local expert).
 
-    Gradient: every row's cotangent is taken back from where the row went.
+    Gradient: the cotangent of a row is gathered from the row's new place.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.

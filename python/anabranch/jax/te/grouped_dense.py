@@ -1,4 +1,4 @@
-"""A dense layer for each group of rows, under TransformerEngine's name and arguments."""
+"""A dense layer per group of rows, with TransformerEngine's name and arguments."""
 
 from typing import Any, NamedTuple
 
@@ -9,15 +9,15 @@ from anabranch.jax.binding import check
 from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import check_whole, vary_alike
 from anabranch.jax.ops.experts import (
-    GroupedProduct,
+    GroupedGemm,
     alike,
+    grouped_gemm,
     grouped_matmul_rule,
-    grouped_product,
     grouped_rows,
     grouped_weight_gradient,
 )
-from anabranch.jax.ops.ffn import SlotProduct
-from anabranch.jax.ops.ragged_dot import precision_of_factors, refuse_argument, result_dtype
+from anabranch.jax.ops.ffn import SlotGemm
+from anabranch.jax.ops.ragged_dot import operands_precision, refuse_argument, result_dtype
 from anabranch.precision import HIGHEST
 
 
@@ -28,36 +28,36 @@ class _Config(NamedTuple):
 
 
 @reverse_mode("grouped_dense", nondiff_argnums=(0,))
-def _biased_product(
+def _biased_gemm(
     config: _Config, x: jax.Array, kernel: jax.Array, group_sizes: jax.Array, bias: jax.Array
 ) -> jax.Array:
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # each of them a token of its own
-    of_sum = config.dtype if bias.dtype == config.dtype else jnp.float32
-    x, kernel, precision = alike(of_sum, config.precision, x, kernel)
-    product = SlotProduct(x, kernel, group_sizes, rows, precision, bias, transpose_w=config.transpose)
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # every row is its own token
+    sum_dtype = config.dtype if bias.dtype == config.dtype else jnp.float32
+    x, kernel, precision = alike(sum_dtype, config.precision, x, kernel)
+    product = SlotGemm(x, kernel, group_sizes, rows, precision, bias, transpose_w=config.transpose)
     return product.sum(rows[:, None], None, config.dtype)
 
 
-def _biased_product_forward(config: _Config, *operands: jax.Array) -> tuple[jax.Array, Any]:
-    return _biased_product(config, *operands), operands
+def _biased_gemm_forward(config: _Config, *operands: jax.Array) -> tuple[jax.Array, Any]:
+    return _biased_gemm(config, *operands), operands
 
 
-def _biased_product_backward(config: _Config, operands: Any, d_y: jax.Array) -> tuple[Any, ...]:
+def _biased_gemm_backward(config: _Config, operands: Any, d_y: jax.Array) -> tuple[Any, ...]:
     x, kernel, group_sizes, bias = operands
     transpose, precision, _ = config
-    d_x = grouped_product(d_y, kernel, group_sizes, transpose_w=not transpose, precision=precision, dtype=x.dtype)
+    d_x = grouped_gemm(d_y, kernel, group_sizes, transpose_w=not transpose, precision=precision, dtype=x.dtype)
     left, right = (d_y, x) if transpose else (x, d_y)
     d_kernel = grouped_weight_gradient(left, right, group_sizes, kernel.dtype, precision=precision)
-    ones = jnp.ones((x.shape[0], 1), d_y.dtype)  # the sum over the rows of every group, of d_y as it is
+    ones = jnp.ones((x.shape[0], 1), d_y.dtype)  # sums the rows of every group of d_y
     d_bias = grouped_weight_gradient(ones, d_y, group_sizes, bias.dtype, precision=HIGHEST)[:, 0]
     return d_x, d_kernel, None, d_bias
 
 
-_biased_product.defvjp(_biased_product_forward, _biased_product_backward)
+_biased_gemm.defvjp(_biased_gemm_forward, _biased_gemm_backward)
 
 
 def _transposes(contracting_dims: Any) -> bool:
-    """Whether the kernel lies transposed."""
+    """Whether the kernel is stored transposed."""
     try:
         dims = tuple(tuple(int(d) for d in side) for side in contracting_dims)
     except (TypeError, ValueError):
@@ -86,24 +86,24 @@ def grouped_dense(
     """The rows of group g times kernel[g], plus bias[g].
 
     Args:
-      x: float32, bfloat16 or float16 [M, K]; rows of one group stand together, group 0 first.
+      x: float32, bfloat16 or float16 [M, K]; rows of one group are contiguous, group 0 first.
       kernel: [G, K, N], any of these dtypes.
-      group_sizes: integers [G], on the device. Sizes past M are cut, negative ones count as 0.
-      contracting_dims: ((1,), (1,)), or ((1,), (2,)) for a kernel [G, N, K], which is used as it is stored.
+      group_sizes: integers [G], on the device. Sizes past M are clipped, negative ones count as 0.
+      contracting_dims: ((1,), (1,)), or ((1,), (2,)) for a kernel [G, N, K], which is read in place.
       bias: [G, N], any of these dtypes, or None. It takes part in the promotion of dtypes.
       precision, preferred_element_type, group_offset: as in `ragged_dot`.
-      quantizer_set: None; there is no quantisation here.
-      kernel_fsdp_info: (None, -1); arrays are whole, or a jax.shard_map's.
-      kernel_amax: None; other versions of TransformerEngine take it, before precision.
+      quantizer_set: must be None; quantisation is unsupported.
+      kernel_fsdp_info: must be (None, -1); arrays are whole, or shards inside a jax.shard_map.
+      kernel_amax: must be None; other versions of TransformerEngine have it, before precision.
 
     Returns:
-      [M, N], dtypes as in `ragged_dot`. Rows past the sum of the sizes are zero, bias or not.
+      [M, N], dtypes as in `ragged_dot`. Rows past the sum of the sizes are zero, even with a bias.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, an option asks for what is not done, or an array is sharded.
+      ValueError: shapes do not fit, an option is unsupported, or an array is sharded.
 
-    Gradient: of x, kernel and bias, in their dtypes; zero for a group without rows.
+    Gradient: for x, kernel and bias, in their dtypes; zero for a group without rows.
 
     Source: the function of this name in transformer_engine.jax.dense.
 
@@ -122,7 +122,7 @@ def grouped_dense(
     kernel = check.array("kernel", kernel, check.FLOATS, shape)
     N = kernel.shape[1 if transpose else 2]
     bias = check.optional_array("bias", bias, check.FLOATS, (("G", G), ("N", N)))
-    number = precision_of_factors(precision)
+    number = operands_precision(precision)
     dtype = result_dtype(preferred_element_type, x, kernel, *(() if bias is None else (bias,)))
     refuse_argument("group_offset", group_offset, "all groups are computed; slice group_sizes and the rows")
     for name, value in (("kernel_amax", kernel_amax), ("quantizer_set", quantizer_set)):
@@ -134,5 +134,5 @@ def grouped_dense(
         )
     check_whole("grouped_dense", x=x, kernel=kernel, group_sizes=sizes, bias=bias)
     if bias is None:
-        return grouped_matmul_rule(GroupedProduct(transpose, number, dtype=dtype), *vary_alike(x, kernel, sizes))
-    return _biased_product(_Config(transpose, number, dtype), *vary_alike(x, kernel, sizes, bias))
+        return grouped_matmul_rule(GroupedGemm(transpose, number, dtype=dtype), *vary_alike(x, kernel, sizes))
+    return _biased_gemm(_Config(transpose, number, dtype), *vary_alike(x, kernel, sizes, bias))

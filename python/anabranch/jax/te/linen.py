@@ -1,4 +1,4 @@
-"""Flax Linen layer with the attributes of TransformerEngine's MoEBlock, and some of its own."""
+"""Flax Linen layer with the attributes of TransformerEngine's MoEBlock and additional ones."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from anabranch.jax.layer.initializers import (
     default_shared_in_init,
     initializer,
 )
-from anabranch.jax.layer.moe import layer_config, layer_of
+from anabranch.jax.layer.moe import layer_config, run_layer
 from anabranch.jax.layer.shared_expert import shared_expert
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
@@ -34,22 +34,22 @@ Axes = tuple[str | None, ...]
 
 
 def _check_axes(name: str, axes: Any, size: int | None) -> None:
-    """Logical axes of an array: as many names, or () for none; a size of None: any number."""
+    """Checks logical axes: `size` names (None: any number), or () for none."""
     given = isinstance(axes, (tuple, list)) and all(axis is None or isinstance(axis, str) for axis in axes)
     if not given or (size is not None and len(axes) not in (0, size)):
         error = ValueError if given else TypeError
-        wanted = "axes" if size is None else f"{size} axes"
-        raise error(f"{name}: got {check.describe(axes)}, expected the names of {wanted}, or ()")
+        expected = "axes" if size is None else f"{size} axes"
+        raise error(f"{name}: got {check.describe(axes)}, expected the names of {expected}, or ()")
 
 
 class MoEBlock(nn.Module):
-    """A Mixture-of-Experts block, gated: sum over the chosen experts of weight * phi(x W_0, x W_1) W_out.
+    """A gated Mixture-of-Experts block: sum over the selected experts of weight * phi(x W_0, x W_1) W_out.
 
-    Parameters: `gate_kernel` [D, E], `wi` [E, D, 2, F] (W_0 and W_1 side by side: `jnp.stack([wi_0, wi_1], axis=2)` of
-    a checkpoint that keeps them apart), `wo` [E, F, D], with `use_ffn_bias` also `wi_bias` [E, 2, F] (`jnp.stack(
-    [wi_0_bias, wi_1_bias], axis=1)`) and `wo_bias` [E, D], with `use_gate_bias` `gate_bias` [E], with `shared_features`
-    S > 0 `shared_wi` [D, 2, S] and `shared_wo` [S, D], with `shared_gate` `shared_gate_kernel` [D, 1].
-    The expert bias is a variable of the collection `router_state`, so that no optimiser sees it.
+    Parameters: `gate_kernel` [D, E], `wi` [E, D, 2, F] (W_0 and W_1; from a checkpoint with separate arrays:
+    `jnp.stack([wi_0, wi_1], axis=2)`), `wo` [E, F, D]; with `use_ffn_bias` also `wi_bias` [E, 2, F]
+    (`jnp.stack([wi_0_bias, wi_1_bias], axis=1)`) and `wo_bias` [E, D]; with `use_gate_bias` also `gate_bias` [E]; with
+    `shared_features` S > 0 also `shared_wi` [D, 2, S] and `shared_wo` [S, D]; with `shared_gate` also
+    `shared_gate_kernel` [D, 1]. The expert bias is a variable in the collection `router_state`, not a parameter.
 
     Attributes:
       num_experts: E.
@@ -57,36 +57,37 @@ class MoEBlock(nn.Module):
       intermediate_size: F.
       activation_type: a name or an `Activation`, as `activation` of `moe`.
       score_function: "softmax", "sigmoid" or "sqrtsoftplus", or a ScoreFunction.
-      use_pre_softmax: weights are the softmax over all experts, not over the chosen ones; other scores take no notice.
+      use_pre_softmax: weights are the softmax over all experts, not over the selected ones; other scores ignore it.
       num_groups, group_topk: group-limited routing; None, 0 or -1: none.
       scaling_factor: multiplies the weights.
       use_expert_routing_bias: a selection bias [E]; not with softmax. `use_expert_bias` is its earlier name.
       aux_loss_coeff: coefficient of the load-balance loss; 0: none.
       gate_kernel_axes, wi_kernel_axes, wo_kernel_axes: logical axes of the kernels; () leaves one unannotated. Those of
         `wi` name [E, D, F].
-      input_axes: logical axes of the inputs, which are constrained to them; (): none.
-      data_parallelism_axes: (), or the data axes of `parallel`, which says how a block is spread.
-      apply_topk_weights_early: weights multiply before W_out instead of at the combine; the result is the same.
-      recv_capacity_per_rank: None; `Parallel.capacity_factor` bounds buffers.
+      input_axes: logical axes to which the inputs are constrained; (): none.
+      data_parallelism_axes: () or the data axes of `parallel`, which spreads the block over a mesh.
+      apply_topk_weights_early: multiply by the weights before W_out instead of at the combine; same result.
+      recv_capacity_per_rank: must be None; `Parallel.capacity_factor` bounds buffers.
       dtype: dtype of the parameters and of the computation, float32, bfloat16 or float16.
-      kernel_init, bias_init, expert_bias_init: initialisers; kernel_init None: truncated normal of variance 1 / fan-in,
-        the expert axis left out of the fan.
-      use_ffn_bias: biases of the experts. `use_bias` is its earlier name.
-      quantization_recipe: None; the block computes in `dtype`.
-      align_size: rows of an expert are padded to a multiple of this; 0: not padded.
-      parallel: how the block is spread over a mesh; the axes of the kernels are to be mapped to `parallel.specs()`.
+      kernel_init, bias_init, expert_bias_init: initialisers; kernel_init None: truncated normal with variance
+        1 / fan-in, where the fan excludes the expert axis.
+      use_ffn_bias: whether the experts have biases. `use_bias` is its earlier name.
+      quantization_recipe: must be None; the block computes in `dtype`.
+      align_size: rows of an expert are padded to a multiple of this; 0: no padding.
+      parallel: spreads the block over a mesh; map the axes of the kernels to `parallel.specs()`.
       z_loss_coeff: coefficient of the mean squared logsumexp of the logits; 0: none.
-      group_score_topk: a group's score is the sum of so many of its scores, as in `moe`; None: see there.
-      use_gate_bias: a bias of the router's logits, a parameter.
-      shared_features: width S of a dense expert that every token passes through; 0: none.
+      group_score_topk: the number of a group's scores in its group score; see `moe`, also for None.
+      use_gate_bias: whether the router's logits have a bias parameter.
+      shared_features: width S of a dense expert that processes every token; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate_kernel>).
-      wi_layout, wo_layout: the axes of `wi`, `wi_bias` and `wo`, as `w_in_layout` and `w_out_layout` of `moe`.
-      precision: how float32 operands of the experts' products multiply, "highest" or "tf32", as in `moe`; of the shared
-        expert's, too. "fp8": the factors of the experts' products are quantised, those of a shared expert are not.
+      wi_layout, wo_layout: the order of the axes of `wi`, `wi_bias` and `wo`, as `w_in_layout` and `w_out_layout` of
+        `moe`.
+      precision: how float32 operands of the experts' GEMMs are multiplied, "highest" or "tf32", as in `moe`; also for
+        the shared expert. "fp8": the operands of the experts' GEMMs are quantised, those of a shared expert are not.
       fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
 
     Raises:
-      TypeError, ValueError: when it is made, an attribute is wrong; the message names it.
+      TypeError, ValueError: from the constructor, if an attribute is wrong; the message names it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -98,7 +99,7 @@ class MoEBlock(nn.Module):
       ((3, 5, 16), 30)
     """
 
-    # TransformerEngine's, in its order.
+    # TransformerEngine's attributes, in its order.
     num_experts: int = 8
     num_experts_per_tok: int = 2
     intermediate_size: int = 2048
@@ -123,10 +124,10 @@ class MoEBlock(nn.Module):
     expert_bias_init: Initializer = nn.initializers.zeros
     use_ffn_bias: bool = False
     quantization_recipe: None = None
-    # Its earlier names.
+    # Earlier names of TransformerEngine's attributes.
     use_expert_bias: bool = False
     use_bias: bool = False
-    # Ours.
+    # Additional attributes.
     align_size: int = 0
     parallel: Parallel | None = None
     z_loss_coeff: float = 0.0
@@ -139,8 +140,8 @@ class MoEBlock(nn.Module):
     precision: str = "highest"
     fp8_scales: str = "float32"
 
-    # Methods that Flax wraps can't be called before a module is set up (tabulate asserts it), and those that are called
-    # later would be rows of tabulate's table: so helpers are marked nowrap.
+    # Helpers are marked nowrap: methods that Flax wraps can't be called before a module is set up (tabulate asserts
+    # it), and later calls would appear as rows of tabulate's table.
     def __post_init__(self) -> None:
         """Checks the attributes."""
         self._options()
@@ -158,7 +159,7 @@ class MoEBlock(nn.Module):
         for name, size in (("gate_kernel_axes", 2), ("wi_kernel_axes", 3), ("wo_kernel_axes", 3)):
             _check_axes(name, getattr(self, name), size)
         _check_axes("input_axes", self.input_axes, None)
-        self._check_what_has_no_use()
+        self._check_unsupported()
         check.dtype("dtype", self.dtype, check.FLOATS)
         initializer("kernel_init", self.kernel_init, default_in_init)
         for name in ("bias_init", "expert_bias_init"):
@@ -166,15 +167,15 @@ class MoEBlock(nn.Module):
         super().__post_init__()
 
     @nn.nowrap
-    def _check_what_has_no_use(self) -> None:
-        """Attributes of TransformerEngine's that may ask for nothing else than what is done anyway."""
-        axes, of_parallel = self.data_parallelism_axes, () if self.parallel is None else self.parallel.data_axes
+    def _check_unsupported(self) -> None:
+        """Checks TransformerEngine's attributes that allow only one value here."""
+        axes, parallel_axes = self.data_parallelism_axes, () if self.parallel is None else self.parallel.data_axes
         if not isinstance(axes, (tuple, list)):
             raise TypeError(f"data_parallelism_axes: got {check.describe(axes)}, expected the names of axes, or ()")
-        if tuple(axes) not in ((), tuple(of_parallel)):
+        if tuple(axes) not in ((), tuple(parallel_axes)):
             raise ValueError(
                 f"data_parallelism_axes: got {check.shown(axes)}, expected () or the data_axes of parallel, "
-                f"{tuple(of_parallel)}, which says how the block is spread"
+                f"{tuple(parallel_axes)}, which spreads the block over a mesh"
             )
         elsewhere = {
             "recv_capacity_per_rank": "Parallel(capacity_factor=...) bounds buffers",
@@ -187,7 +188,7 @@ class MoEBlock(nn.Module):
 
     @nn.nowrap
     def _options(self) -> LayerOptions:
-        """The options by the names of `moe`, checked by the names here."""
+        """The options by the names of `moe`; errors use the attributes' names."""
         E = check.integer("num_experts", self.num_experts, 1, check.INDEX_LIMIT - 1)
         K = check.integer("num_experts_per_tok", self.num_experts_per_tok, 1, E)
         score_function = score_function_name(self.score_function)
@@ -219,23 +220,25 @@ class MoEBlock(nn.Module):
         return value
 
     @nn.nowrap
-    def _of_experts(self, name: str, argument: str, init: Initializer, axes: Axes, shape: tuple[int, ...]) -> jax.Array:
-        """The parameter of an argument of `moe`, in its layout; axes and shape in our own."""
+    def _expert_parameter(
+        self, name: str, argument: str, init: Initializer, axes: Axes, shape: tuple[int, ...]
+    ) -> jax.Array:
+        """The parameter for an argument of `moe`, in its layout; axes and shape are those of the default layout."""
         order = Layouts(self.wi_layout, self.wo_layout).from_ours(argument)
         if list(order) == sorted(order):
             return self._parameter(name, init, axes, shape)
 
         def in_layout(key: jax.Array, _: tuple[int, ...], dtype: Any) -> jax.Array:
             value = init(key, shape, dtype)
-            if not isinstance(value, jax.Array):  # a box, which names axes of our own layout
+            if not isinstance(value, jax.Array):  # a box that names the axes of the default layout
                 raise ValueError(
-                    f"{name}: got an initialiser that says how its value is sharded, expected the axes' names in "
-                    "wi_kernel_axes and wo_kernel_axes where wi_layout or wo_layout is another one than ours"
+                    f"{name}: got an initialiser whose value contains its sharding, expected the axes' names in "
+                    "wi_kernel_axes and wo_kernel_axes, since wi_layout or wo_layout is not the default"
                 )
             return value.transpose(order)
 
-        def ordered(of_axes: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(of_axes[axis] for axis in order) if of_axes else ()
+        def ordered(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[axis] for axis in order) if values else ()
 
         return self._parameter(name, in_layout, ordered(axes), ordered(shape))
 
@@ -257,7 +260,7 @@ class MoEBlock(nn.Module):
 
     @nn.nowrap
     def _shared(self, x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
-        """The shared expert's output."""
+        """Computes the shared expert's output."""
         D, S, axes = x.shape[-1], self.shared_features, self.wi_kernel_axes
         in_init = self._initializer("kernel_init", default_shared_in_init)
         out_init = self._initializer("kernel_init", default_gate_init)
@@ -283,17 +286,17 @@ class MoEBlock(nn.Module):
         """Applies the block.
 
         Args:
-          inputs: [..., D] of any float dtype; computed in `dtype`.
-          token_mask: bool [...]; False marks padding, which gets zero output and counts nowhere.
-          forced_experts: int [..., K]; the selection is given (replay).
-          quantized: with precision "fp8", wi and wo as `quantize_experts` returned them; None: quantised here.
+          inputs: [..., D] of any float dtype; the block computes in `dtype`.
+          token_mask: bool [...]; False marks padding, which has zero output and is not counted.
+          forced_experts: int [..., K]; gives the selection (replay).
+          quantized: with precision "fp8", wi and wo as returned by `quantize_experts`; None: quantised here.
 
         Returns:
-          (output [..., D], aux_loss: float32 scalar, what is to be added to the loss, the sum of the load-balance loss
-          and the z-loss, or None where neither has a coefficient).
+          (output [..., D], aux_loss). aux_loss is a float32 scalar to add to the loss, the sum of the load-balance loss
+          and the z-loss, or None if neither has a coefficient.
           Sown into the collection `intermediates`: `tokens_per_expert` int32 [E], `dropped` int32, `dropped_by_source`
-          int32 [S], `aux_loss` and `z_loss` float32, each by itself, and `experts` int32 [..., K]. Sown into the
-          collection `router_logits`, where it is mutable: `logits`, float32 [..., E], computed for that.
+          int32 [S], `aux_loss` and `z_loss` float32, each on its own, and `experts` int32 [..., K]. Sown into the
+          collection `router_logits` if it is mutable: `logits`, float32 [..., E], which are computed for it.
         """
         inputs = check.array("inputs", inputs, check.FLOATS, (..., "D")).astype(self.dtype)
         E, D, F = self.num_experts, inputs.shape[-1], self.intermediate_size
@@ -317,16 +320,16 @@ class MoEBlock(nn.Module):
         arrays = dict(
             x=inputs,
             gate=gate,
-            w_in=self._of_experts("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
-            w_out=self._of_experts("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
-            b_in=self._of_experts("wi_bias", "b_in", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
+            w_in=self._expert_parameter("wi", "w_in", in_init, self.wi_kernel_axes and wi_axes, (E, D, 2, F)),
+            w_out=self._expert_parameter("wo", "w_out", out_init, self.wo_kernel_axes, (E, F, D)),
+            b_in=self._expert_parameter("wi_bias", "b_in", bias_init, bias_axes, (E, 2, F)) if use_bias else None,
             b_out=self._parameter("wo_bias", bias_init, out_bias_axes, (E, D)) if use_bias else None,
             gate_bias=gate_bias,
             expert_bias=self._expert_bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
         )
-        result = layer_of(self._options(), arrays, self.parallel, quantized)
+        result = run_layer(self._options(), arrays, self.parallel, quantized)
         for name in ("tokens_per_expert", "dropped", "dropped_by_source", "aux_loss", "z_loss", "experts"):
             self.sow("intermediates", name, getattr(result, name))
         output = result.output

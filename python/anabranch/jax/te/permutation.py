@@ -1,10 +1,10 @@
-"""Dispatch and combine in the forms that users of TransformerEngine know.
+"""TransformerEngine's token dispatch and combine.
 
 A routing map [T, E] says which experts a token goes to, any number of them. Sizes: T tokens, E experts, D width,
 R rows. Leading dimensions of tokens are flattened: results are [R, D] and [T, D].
 
-Where tokens are sharded, each of S shards dispatches its own to R / S rows, and combines what it dispatched; these rows
-stand one shard behind the other.
+With tokens in S shards, each shard dispatches its own tokens to R / S rows, and combines these rows; the rows of the
+shards are concatenated.
 """
 
 import dataclasses
@@ -18,24 +18,24 @@ import jax.numpy as jnp
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.arrays import flat, take
 from anabranch.jax.binding.derivatives import reverse_mode
-from anabranch.jax.binding.sharding import TokenCall, axes_of_shard, check_alike, vary_alike
+from anabranch.jax.binding.sharding import TokenCall, check_alike, token_shard_axes, vary_alike
 from anabranch.jax.ops.dispatch import CombineGradients, gather_sum, gather_sum_backward, spread
 from anabranch.rows import check_num_rows, check_num_slots
 
-# Not uint8, as which a map of bits comes.
+# Without uint8, the dtype of a bit map.
 _MAP_DTYPES = ("bool", "int8", *check.INDICES)
 
 
 class TokenDispatch(NamedTuple):
-    """What `token_dispatch` returns; it unpacks like the plain tuple."""
+    """The result of `token_dispatch`; unpacks like a plain tuple."""
 
     output: jax.Array
     """[R, D], dtype of inp: the tokens of expert 0, then of expert 1, ...; zero in padding."""
     permuted_probs: jax.Array | None
     """[R], dtype of probs: the probability of every row, zero in padding; None without probs."""
     row_id_map: jax.Array
-    """int32[T, 2E+1] for `token_combine`: a token's rows as if without padding, descending; their experts from column
-    E on; how many they are in the last column."""
+    """int32[T, 2E+1] for `token_combine`: a token's rows without padding, descending; their experts from column E; the
+    number of rows in the last column."""
     pad_offsets: jax.Array | None
     """int32[E]: rows of padding before every expert; None without align_size."""
     tokens_per_expert: jax.Array
@@ -43,7 +43,7 @@ class TokenDispatch(NamedTuple):
 
 
 def _check_map(name: str, routing_map: Any, num_tokens: int) -> jax.Array:
-    """A map [..., T, E] of booleans or integers."""
+    """Checks a map [..., T, E] of booleans or integers."""
     routing_map = check.narrow(name, routing_map, _MAP_DTYPES, (..., "T", "E"))
     if routing_map.shape[-1] < 1:
         raise ValueError(f"{name}: got {check.describe(routing_map)}, expected [..., T, E] with E >= 1")
@@ -59,7 +59,7 @@ def _check_num_tokens(name: str, array: jax.Array, num_tokens: int) -> None:
 
 
 def _check_probs(name: str, probs: Any, num_tokens: int, num_experts: int) -> jax.Array | None:
-    """probs [..., T, E]; None stays None."""
+    """Checks probs [..., T, E], or None."""
     if probs is None:
         return None
     probs = check.array(name, probs, check.FLOATS, (..., "T", ("E", num_experts)))
@@ -73,7 +73,7 @@ class _Maps(NamedTuple):
 
 
 def _expand(row_id_map: jax.Array, pad_offsets: jax.Array | None, num_rows: int) -> _Maps:
-    """The maps between slots (every token and expert) and rows that a row_id_map stands for."""
+    """The gather and scatter indices between slots (all pairs of token and expert) and rows, from a row_id_map."""
     T, E = row_id_map.shape[0], row_id_map.shape[1] // 2
     return _Maps(
         **ffi.call(
@@ -91,26 +91,26 @@ def _expand(row_id_map: jax.Array, pad_offsets: jax.Array | None, num_rows: int)
 
 
 class _Shard(NamedTuple):
-    """Which of the shards of the tokens this is, and of how many; of none: 0 of 1."""
+    """The index of this shard of the tokens, and the number of shards; 0 of 1 if tokens are not sharded."""
 
     index: Any
     shards: int
 
 
 def _this_shard(name: str, tokens: jax.Array) -> _Shard:
-    axes = axes_of_shard(name, tokens.shape[:1])
+    axes = token_shard_axes(name, tokens.shape[:1])
     return _Shard(jax.lax.axis_index(axes), jax.lax.psum(1, axes)) if axes else _Shard(0, 1)
 
 
 def _places(row_id_map: jax.Array, pad_offsets: jax.Array | None) -> jax.Array:
-    """The rows of the map, padding included [T, E]."""
+    """The rows of the map with padding, [T, E]."""
     E = row_id_map.shape[1] // 2
     rows, experts = row_id_map[:, :E], row_id_map[:, E : 2 * E]
     return rows if pad_offsets is None else rows + take(pad_offsets, experts)
 
 
 def _with_places(row_id_map: jax.Array, places: jax.Array) -> jax.Array:
-    """The map with other rows."""
+    """Replaces the rows of the map."""
     return row_id_map.at[:, : places.shape[1]].set(places)
 
 
@@ -131,17 +131,17 @@ class _DispatchOptions:
 def token_dispatch_forward(
     inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None, num_rows: int, align_size: int | None
 ) -> TokenDispatch:
-    """`token_dispatch` on inp [T, D], a bool map [T, E] and probs [T, E], with R given."""
+    """`token_dispatch` on inp [T, D], a bool map [T, E] and probs [T, E], with given R."""
     options = _DispatchOptions(num_rows, align_size, str(inp.dtype), None if probs is None else str(probs.dtype))
     names = [name for name in TokenDispatch._fields if _has(options, name)]
-    kept = tuple(0 if name in ("pad_offsets", "tokens_per_expert") else 1 for name in names)
-    call = TokenCall(_dispatch_shard, options, (1, 1, 1), kept)
+    token_dims = tuple(0 if name in ("pad_offsets", "tokens_per_expert") else 1 for name in names)
+    call = TokenCall(_dispatch_shard, options, (1, 1, 1), token_dims)
     results = dict(zip(names, call(inp, routing_map, probs), strict=True))
     return TokenDispatch(**{name: results.get(name) for name in TokenDispatch._fields})  # type: ignore[arg-type]
 
 
 def _has(options: _DispatchOptions, name: str) -> bool:
-    """Whether there is a result of that name."""
+    """Whether the options give a result of that name."""
     absent = {"permuted_probs": options.probs_dtype is None, "pad_offsets": options.align_size is None}
     return not absent.get(name, False)
 
@@ -149,7 +149,7 @@ def _has(options: _DispatchOptions, name: str) -> bool:
 def _dispatch_shard(
     options: _DispatchOptions, inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """The results of a shard; its rows by their places in the whole result, padding included."""
+    """The results of a shard, with rows numbered as in the whole result, padding included."""
     shard = _this_shard("inp", inp)
     rows, left = divmod(options.num_rows, shard.shards)
     if left:
@@ -162,7 +162,7 @@ def _dispatch_shard(
     )
     if shard.shards > 1:
         own, behind = _places(result.row_id_map, result.pad_offsets), rows - result.output.shape[0]
-        # What found no row here has none anywhere: not the next shard's.
+        # A pair without a row here must not get a row of the next shard.
         places = jnp.where(own < result.output.shape[0], shard.index * rows + own, options.num_rows)
         result = TokenDispatch(
             output=jnp.pad(result.output, ((0, behind), (0, 0))),
@@ -177,7 +177,7 @@ def _dispatch_shard(
 def _dispatch_whole(
     inp: jax.Array, routing_map: jax.Array, probs: jax.Array | None, num_rows: int, align_size: int | None
 ) -> TokenDispatch:
-    """The results of what one device has."""
+    """The results for whole arrays on one device."""
     T, E = routing_map.shape
     int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     plan = ffi.call(
@@ -205,7 +205,7 @@ def _dispatch_whole(
 
 
 class TokenDispatchGradients(NamedTuple):
-    """What `token_dispatch_backward` returns."""
+    """The result of `token_dispatch_backward`."""
 
     inp: jax.Array
     """[T, D]"""
@@ -221,7 +221,7 @@ def token_dispatch_backward(
     dtype: Any,
     probs_dtype: Any,
 ) -> TokenDispatchGradients:
-    """d_inp[t] = the sum of the token's d_output rows; d_probs[t, e] = d_permuted_probs[row], also where prob is 0."""
+    """d_inp[t] = the sum of the token's d_output rows; d_probs[t, e] = d_permuted_probs[row], also if prob is 0."""
     results = (1,) if d_permuted_probs is None else (1, 1)
     whole = _WHOLE.format(name="token_dispatch backward")
     call = TokenCall(_dispatch_backward_shard, (str(dtype), str(probs_dtype)), (1, 1, 1, 0), results, whole)
@@ -246,7 +246,7 @@ def _dispatch_backward_shard(
 
 
 def _own_rows(row_id_map: jax.Array, num_rows: int) -> jax.Array:
-    """The map of a shard with its rows as they stand on the shard, which has so many."""
+    """The map of a shard with the shard's own row numbers; the shard has num_rows rows."""
     shard = _this_shard("row_id_map", row_id_map)
     if shard.shards == 1:
         return row_id_map
@@ -280,26 +280,26 @@ _token_dispatch.defvjp(_token_dispatch_fwd, _token_dispatch_bwd)
 def token_dispatch(
     inp: Any, routing_map: Any, num_out_tokens: int, probs: Any = None, align_size: int | None = None
 ) -> TokenDispatch:
-    """Copies every token to one row for each of its experts; rows of an expert stand together, in token order.
+    """Copies every token to one row per expert of the token; rows of an expert are contiguous, in token order.
 
     Args:
       inp: [..., D] float32, bfloat16 or float16; leading dimensions are flattened to T.
-      routing_map: bool, int8, int16, int32 or int64 [..., E], nonzero where the token goes to the expert. A map of
-        uint8 is refused, since that of RoutingMapFormat.BITMAP_U8 holds eight experts in a byte.
+      routing_map: bool, int8, int16, int32 or int64 [..., E], nonzero where the token goes to the expert. uint8 is
+        refused, since RoutingMapFormat.BITMAP_U8 packs eight experts into a byte.
       num_out_tokens: n, the number of nonzero entries; entries past the buffer get no row.
       probs: [..., E] float32, bfloat16 or float16, or None.
       align_size: a >= 1: every expert's rows are padded to a multiple of a, and R = floor((n + E (a-1)) / a) a.
         None: no padding, R = n.
 
-    Sharded tokens: as there, each of S shards has R / S rows for its own tokens, laid out as by itself; nothing crosses
-    between devices but the sum of tokens_per_expert. The row_id_map holds places in the whole output; with align_size
-    padding is in it already, and pad_offsets are 0. Inside a jax.shard_map: the results of the shard by itself.
+    With tokens in S shards, each shard has R / S rows for its own tokens, laid out independently; the only
+    communication is the sum of tokens_per_expert. The row_id_map contains rows of the whole output; with align_size it
+    already includes padding, and pad_offsets are 0. Inside a jax.shard_map, the results are those of the shard alone.
 
     Returns:
       (output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert), a `TokenDispatch`.
 
-    Gradient: in inp the sum of the token's rows, in float32; in probs d_permuted_probs of the row, also where a
-    probability is 0, and 0 where there is no row.
+    Gradient: for inp the sum of the token's rows, in float32; for probs d_permuted_probs of the row, also if a
+    probability is 0, and 0 without a row.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -362,7 +362,7 @@ def _combine_shard(
     merging_probs: jax.Array | None,
     pad_offsets: jax.Array | None,
 ) -> tuple[jax.Array]:
-    """Of num_rows rows in all; a token that has rows on another shard is NaN."""
+    """Combines on a shard, of num_rows rows in all; a token with rows on another shard is NaN."""
     own = _own_rows(row_id_map, inp.shape[0])
     row_of_slot, _ = _expand(own, pad_offsets, inp.shape[0])
     out = gather_sum(inp, row_of_slot, merging_probs, inp.dtype)
@@ -420,8 +420,8 @@ def _token_combine_fwd(
     merging_probs: jax.Array | None,
     pad_offsets: jax.Array | None,
 ) -> tuple[jax.Array, _CombineResiduals]:
-    kept = None if merging_probs is None else inp
-    residuals = _CombineResiduals(kept, row_id_map, merging_probs, pad_offsets)
+    saved_inp = None if merging_probs is None else inp
+    residuals = _CombineResiduals(saved_inp, row_id_map, merging_probs, pad_offsets)
     return token_combine_forward(inp, row_id_map, merging_probs, pad_offsets), residuals
 
 
@@ -436,7 +436,7 @@ _token_combine.defvjp(_token_combine_fwd, _token_combine_bwd)
 
 
 def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offsets: Any = None) -> jax.Array:
-    """Brings the rows of every token together: the sum over its experts e of merging_probs[t, e] * inp[row].
+    """Sums the rows of every token: the sum over its experts e of merging_probs[t, e] * inp[row].
 
     Args:
       inp: [R, D] float32, bfloat16 or float16.
@@ -445,17 +445,17 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
       pad_offsets: int32[E] from `token_dispatch` with align_size, else None.
 
     Returns:
-      [T, D], dtype of inp, added in float32 by ascending expert.
+      [T, D], dtype of inp, accumulated in float32 by ascending expert.
 
-    Sharded tokens: each shard combines the rows that it dispatched, inp and row_id_map sharded as they came. A token
-    whose rows are on another shard, since map and rows were divided later, is NaN.
+    With sharded tokens, each shard combines the rows that it dispatched; inp and row_id_map must be sharded as
+    `token_dispatch` returned them. A token with rows on another shard, after a later resharding, is NaN.
 
-    Gradient: in inp merging_probs[t, e] d_out[t], zero in padding; in merging_probs <d_out[t], inp[row]>, also where a
-    probability is 0, and 0 where there is no row.
+    Gradient: for inp merging_probs[t, e] d_out[t], zero in padding; for merging_probs <d_out[t], inp[row]>, also if a
+    probability is 0, and 0 without a row.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes do not fit, or arrays are sharded otherwise than they came from `token_dispatch`.
+      ValueError: shapes do not fit, or arrays are sharded differently from the results of `token_dispatch`.
 
     Source: the function of this name in transformer_engine.jax.permutation.
 
@@ -502,7 +502,7 @@ def _descending(_: None, routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_vjp
 def _experts_descending(routing_map: jax.Array) -> tuple[jax.Array, ...]:
-    """The experts of every token, descending, int32[..., E], and how many they are, int32[..., 1]."""
+    """The experts of every token, descending, int32[..., E], and their number, int32[..., 1]."""
     t = routing_map.ndim - 1
     return TokenCall(_descending, None, operands=(t,), results=(t, t))(routing_map)
 
@@ -511,18 +511,18 @@ _experts_descending.defvjp(lambda routing_map: (_experts_descending(routing_map)
 
 
 def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: int) -> tuple[jax.Array, jax.Array]:
-    """The experts of every token and their probabilities, from the dense forms of both.
+    """Converts the dense forms of a selection to the experts of every token and their probabilities.
 
     Args:
       sparse_probs: [..., E] float32, bfloat16 or float16.
       routing_map: bool, int8, int16, int32 or int64 [..., E], nonzero at the selected experts.
-      topk: K <= E, the experts of a token.
+      topk: K <= E, the number of experts per token.
 
     Returns:
       (experts int32[..., K], ascending; probs [..., K], dtype of sparse_probs). A token with fewer experts has expert
-      -1 and probability 0 in the places that are left, one with more its K lowest experts.
+      -1 and probability 0 in the remaining places, one with more its K lowest experts.
 
-    Gradient: in sparse_probs that of the selected ones, else 0.
+    Gradient: for sparse_probs, at the selected experts; 0 elsewhere.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.

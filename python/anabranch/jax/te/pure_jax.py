@@ -1,6 +1,6 @@
 """Dispatch and combine of selected experts under TransformerEngine's `pure_jax_` names.
 
-There they are another implementation; here `plan`, `dispatch` and `combine` with its arguments and shapes.
+TransformerEngine has a second implementation there; these functions call `plan`, `dispatch` and `combine`.
 """
 
 import math
@@ -15,10 +15,10 @@ from anabranch.jax.ops.plan import Plan, plan
 
 
 class PureJaxPermState(NamedTuple):
-    """What `pure_jax_token_combine` needs of `pure_jax_token_dispatch`.
+    """The state that `pure_jax_token_dispatch` returns for `pure_jax_token_combine`.
 
     Attributes:
-      plan: where the rows stand.
+      plan: the plan of the rows.
     """
 
     plan: Plan
@@ -32,27 +32,27 @@ def pure_jax_token_dispatch(
     align_size: int = 0,
     roll_to_expert_id: Any = None,
 ) -> tuple[jax.Array, PureJaxPermState, jax.Array]:
-    """Copies every token to one row for each of its experts; rows of an expert stand together, by (token, slot).
+    """Copies every token to one row per expert of the token; rows of an expert are contiguous, by (token, slot).
 
     Args:
       inputs: [..., D], as for `dispatch`; leading dimensions are flattened to T.
       selected_experts: int16, int32 or int64 [..., K]; an index outside [0, E) is no expert.
       num_experts: E.
       num_experts_per_tok: K.
-      align_size: a; every expert's rows are padded to a multiple of it; 0: not padded.
-      roll_to_expert_id: None, or an integer r, which may be traced: expert r comes first, then r + 1, around to r - 1.
+      align_size: a; every expert's rows are padded to a multiple of it; 0: no padding.
+      roll_to_expert_id: None, or an integer r, which may be traced: the order of experts is r, r + 1, ..., r - 1.
 
     Returns:
       (rows [T K + E max(a - 1, 0), D], zero in padding; a PureJaxPermState; group_sizes int32 [E] in the order of the
       rows).
 
-    Gradient: in inputs the sum of the token's rows, in float32.
+    Gradient: for inputs, the sum of the token's rows, in float32.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes do not fit, or a number is out of range.
 
-    Source: the function of this name in transformer_engine.jax.permutation, which without align_size rolls
+    Source: the function of this name in transformer_engine.jax.permutation. Without align_size that function rolls
     group_sizes once more than the rows.
 
     >>> experts = jnp.array([[1, 0], [1, -1]])
@@ -94,7 +94,7 @@ def pure_jax_token_combine(
     batch_size: int,
     sequence_length: int,
 ) -> jax.Array:
-    """Brings the rows of every token together: the sum over its K slots of weight * row.
+    """Sums the rows of every token: the sum over its K assignments of weight * row.
 
     Args:
       expert_outputs: float32, bfloat16 or float16 [R, D], with the rows of `pure_jax_token_dispatch`.
@@ -104,9 +104,9 @@ def pure_jax_token_combine(
       batch_size, sequence_length: B and S, T = B S.
 
     Returns:
-      [B, S, D], dtype of expert_outputs, added in float32, slots ascending.
+      [B, S, D], dtype of expert_outputs, accumulated in float32, slots ascending.
 
-    Gradient: in expert_outputs and routing_weights, as `combine`'s.
+    Gradient: for expert_outputs and routing_weights, as in `combine`.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.

@@ -1,9 +1,9 @@
-"""The router in TransformerEngine's form: dense probabilities and routing maps, under its names.
+"""TransformerEngine's router functions: dense probabilities and routing maps.
 
-Code that calls `transformer_engine.jax.router` moves over by changing the import. Differences: every score function
-works in every layout, `topk_indices_dtype` asks for indices instead of a map, leading axes are kept, and an option
-that has no effect is an error, except with `compute_aux_scores`, `use_pre_softmax` with other scores than softmax, and
-the values that stand for "not used".
+To move code from `transformer_engine.jax.router`, change the import. Differences: every score function works in every
+layout, `topk_indices_dtype` returns indices instead of a map, leading axes are preserved, and an option without effect
+is an error. Exceptions to the last are options beside `compute_aux_scores`, `use_pre_softmax` with scores other than
+softmax, and the values that mean "not used".
 """
 
 import dataclasses
@@ -33,10 +33,9 @@ from anabranch.options import RouterOptions, router_options
 
 
 class ScoreFunction(enum.IntEnum):
-    """Score functions; functions take the member or its name in any case, no plain number.
+    """Score functions. Functions accept the member or its name in any case, but not a number.
 
-    The values are TransformerEngine's. Those of ab_score_function in C are others: 0 softmax, 1 sigmoid,
-    2 sqrtsoftplus.
+    The values are TransformerEngine's. ab_score_function in C has others: 0 softmax, 1 sigmoid, 2 sqrtsoftplus.
     """
 
     SIGMOID = 0
@@ -53,7 +52,7 @@ class _DenseOptions:
 
 
 def score_function_name(value: Any) -> str:
-    """The name that `route` takes, from a ScoreFunction or a name in any case."""
+    """The score function's name for `route`, from a ScoreFunction or a name in any case."""
     if isinstance(value, ScoreFunction):
         return value.name.lower()
     names = [member.name.lower() for member in ScoreFunction]
@@ -82,36 +81,36 @@ def fused_topk_with_score_function(
     qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
     qb_histogram_mode: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Scores, top-k and weights in TransformerEngine's dense form.
+    """Scores, top-k and weights with TransformerEngine's dense results.
 
     Args:
       logits: float32, bfloat16 or float16 [..., E].
       topk: K, 1 <= K <= E.
-      use_pre_softmax: raw softmax scores as weights; else softmax over the selected logits. Other score functions take
-        no notice of it: sigmoid and sqrtsoftplus scores are normalised where topk > 1.
+      use_pre_softmax: use raw softmax scores as weights; otherwise softmax over the selected logits. Other score
+        functions ignore it: sigmoid and sqrtsoftplus scores are normalised if topk > 1.
       num_groups, group_topk: as in `route`; None, 0 or -1: no groups.
       scaling_factor: finite Python number; multiplies the probabilities.
       score_function: a ScoreFunction or its name.
       expert_bias: float [E], added to sigmoid and sqrtsoftplus scores for the selection only.
       compute_aux_scores: return the scores that load-balancing losses use instead: softmax, or scores divided by
-        their sum, of all experts, and the map of the topk best logits. The options above, but score_function, are
-        then not used.
+        their sum, of all experts, and the map of the topk largest logits. The options above, except score_function, are
+        then unused.
       routing_map_format: a RoutingMapFormat, its value or its name.
       topk_indices_dtype: int16, int32 or int64: the second result is the indices [..., K], best first, instead of a
-        map; not together with another routing_map_format than the default.
+        map; requires the default routing_map_format.
       qb_histogram: int32 [E, bins]: quantile balancing, as in `route`, which needs expert_bias and qb_bin_bounds. The
-        third result is this and the counts of the tokens here; a count stays at 2^31 - 1 where int32 can't hold more.
+        third result is qb_histogram plus the counts of this call; a count saturates at 2^31 - 1.
       qb_bin_bounds: float32 [2] or a pair, lower < upper.
-      qb_histogram_mode: "two_kernel" or "fused_atomic": the same here.
+      qb_histogram_mode: "two_kernel" or "fused_atomic"; both give the same result here.
 
     Returns:
-      probs [..., E] in the logits' dtype, zero where not selected (float32 auxiliary scores, of all experts, with
-      compute_aux_scores), and the routing map; with qb_histogram that, too, with what was counted.
+      probs [..., E] in the logits' dtype, zero where not selected (with compute_aux_scores: float32 auxiliary scores of
+      all experts), and the routing map; with qb_histogram also the updated histogram.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradients: from the first result to logits; cotangents at unselected probabilities are ignored.
+    Gradients: for logits, from the first result; cotangents at unselected probabilities are ignored.
     Source: TransformerEngine, transformer_engine/jax/router.py (interface).
 
     >>> probs, routing_map = fused_topk_with_score_function(jnp.array([[1.0, 3.0, 2.0]]), 1)
@@ -160,7 +159,7 @@ def fused_topk_with_score_function(
 
 
 def _qb_bins(num_experts: int, histogram: Any, bounds: Any, mode: Any) -> int | None:
-    """How many bins the histogram has; None: no quantile balancing."""
+    """The number of bins of the histogram; None: no quantile balancing."""
     if histogram is None:
         check_no_histogram(bounds, mode)
         return None
@@ -176,7 +175,7 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str | ScoreFunction,
     routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
 ) -> tuple[jax.Array, jax.Array]:
-    """The scores that load-balancing losses use, and the map of the topk best logits.
+    """The scores that load-balancing losses use, and the map of the topk largest logits.
 
     Args:
       logits: float32, bfloat16 or float16 [..., E].
@@ -190,7 +189,7 @@ def fused_compute_score_for_moe_aux_loss(
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradients: from the scores to logits.
+    Gradients: for logits, from the scores.
     Source: TransformerEngine, transformer_engine/jax/router.py (interface).
 
     >>> routing_map, scores = fused_compute_score_for_moe_aux_loss(jnp.array([[0.0, 0.0]]), 1, "softmax")
@@ -250,7 +249,7 @@ def _dense_backward(options: _DenseOptions, logits: jax.Array, d_first: jax.Arra
 
 @reverse_mode("fused_topk_with_score_function", nondiff_argnums=(0,))
 def _dense(options: _DenseOptions, *operands: jax.Array | None) -> tuple[jax.Array, ...]:
-    """(probs or auxiliary scores, routing map, counts or None) of logits, expert_bias, qb_bin_bounds."""
+    """(probs or auxiliary scores, routing map, counts or None) from logits, expert_bias, qb_bin_bounds."""
     return _dense_fwd(options, *operands)[0]
 
 
@@ -259,9 +258,9 @@ def _dense_fwd(options, logits, expert_bias, qb_bin_bounds):
     results = (t, t) if options.auxiliary else (t, t, t)
     counted = () if qb_bin_bounds is None else (0,)
     call = TokenCall(_dense_forward, options, (t, 0, 0), results + counted)
-    first, routing_map, *rest = call(logits, expert_bias, qb_bin_bounds)
-    counts = rest.pop() if counted else None
-    return (first, routing_map, counts), (logits, *rest)
+    first, routing_map, *others = call(logits, expert_bias, qb_bin_bounds)
+    counts = others.pop() if counted else None
+    return (first, routing_map, counts), (logits, *others)
 
 
 def _dense_bwd(options, residuals, cotangents):

@@ -1,4 +1,4 @@
-"""Products whose rows are summed by token: the same bits as the rows and their sums, forward and backward."""
+"""Grouped GEMMs whose rows are summed per token: the same bits as computing rows and sums apart."""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,13 @@ from anabranch.jax.ops.dispatch import gather_sum
 from anabranch.jax.ops.ffn import (
     FfnConfig,
     FfnOperands,
-    d_rows_of,
-    d_w_in_of,
-    d_w_out_of,
     ffn_backward,
     ffn_backward_by_slot,
     ffn_forward,
     ffn_forward_by_slot,
+    rows_gradient,
+    w_in_gradient,
+    w_out_gradient,
 )
 from anabranch.reference import dispatch
 
@@ -62,7 +62,7 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
 
     @jax.jit
     def by_rows(forward, operands, d_out):
-        y, h = ffn_forward(config, forward, keep_h=True)
+        y, h = ffn_forward(config, forward, save_h=True)
         gradients = ffn_backward(config, operands, h, d_out)
         out = gather_sum(y, row_of_slot, late, y.dtype)
         d_x = gather_sum(gradients.rows, row_of_slot, None, dtype, addend)
@@ -70,15 +70,15 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
 
     @jax.jit
     def by_slot(forward, operands, d_out):
-        y, h = ffn_forward_by_slot(config, forward, keep_h=True)
+        y, h = ffn_forward_by_slot(config, forward, save_h=True)
         first = dtype if w_out_comes_first else None
-        hidden = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
+        intermediate = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
         out = y.sum(row_of_slot, late, y.x.dtype)
-        d_x = d_rows_of(config, operands, hidden.dh).sum(row_of_slot, None, dtype, addend)
-        up, down = d_w_in_of(config, operands, hidden.dh, dtype), hidden.down
+        d_x = rows_gradient(config, operands, intermediate.dh).sum(row_of_slot, None, dtype, addend)
+        up, down = w_in_gradient(config, operands, intermediate.dh, dtype), intermediate.down
         if down is None:
-            down = d_w_out_of(config, operands, hidden.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
-        return out, h[:taken], d_x, up, down, hidden.weights
+            down = w_out_gradient(config, operands, intermediate.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
+        return out, h[:taken], d_x, up, down, intermediate.weights
 
     jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))
 
@@ -93,7 +93,7 @@ def test_the_sums_are_batched():
         operands = FfnOperands(
             x, jnp.asarray(plan.slot_of_row), jnp.asarray(plan.group_sizes), net.w_in, net.w_out, None, None, None
         )
-        return ffn_forward_by_slot(config, operands, keep_h=False)[0].sum(jnp.asarray(plan.row_of_slot), None, x.dtype)
+        return ffn_forward_by_slot(config, operands, save_h=False)[0].sum(jnp.asarray(plan.row_of_slot), None, x.dtype)
 
     batch = random_array(rng, (3, T, D), "float32")
     assert_same(jax.vmap(out)(batch), jnp.stack([out(x) for x in batch]))

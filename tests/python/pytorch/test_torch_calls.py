@@ -20,21 +20,21 @@ def test_a_status_is_an_error_that_says_what_the_library_says():
 
 
 def test_an_integer_that_int32_does_not_hold_is_an_error():
-    """ctypes would wrap it."""
+    """ctypes would wrap around."""
     with pytest.raises(ValueError, match="num_experts: got 4294967296, expected an integer that int32 holds"):
         torch_ops.plan(torch.zeros(4, 1, dtype=torch.int32), 2**32, 4, 0, 1)
 
 
-def test_layouts_are_made_once_for_all_threads(monkeypatch):
+def test_calls_are_prepared_once_for_all_threads(monkeypatch):
     """A backward pass on a GPU runs on another thread than its forward pass."""
     made = []
 
-    class Layout(calls.Layout):
+    class Recorded(calls.PreparedCalls):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(define, "Layout", Layout)
+    monkeypatch.setattr(define, "PreparedCalls", Recorded)
 
     def call(n):
         sizes = torch.tensor([n], dtype=torch.int32)
@@ -46,22 +46,22 @@ def test_layouts_are_made_once_for_all_threads(monkeypatch):
             assert thread.submit(call, n).result() == count
 
 
-def test_layouts_are_used_by_one_call_at_a_time_and_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(define, "_MOST_LAYOUTS", 2)
-    layouts, kept = define._Layouts(), [object() for _ in range(4)]
-    assert layouts.take("a") is None
-    layouts.give_back("a", kept[0])
-    assert layouts.take("a") is kept[0] and layouts.take("a") is None
-    layouts.give_back("a", kept[0])
-    layouts.give_back("a", kept[1])
-    layouts.give_back("b", kept[2])
-    assert {layouts.take("a"), layouts.take("a")} == set(kept[:2]) and layouts.take("a") is None
-    layouts.give_back("c", kept[3])
-    assert layouts.take("b") is None and layouts.take("c") is kept[3]
+def test_prepared_calls_are_used_by_one_thread_at_a_time_and_not_cached_for_ever(monkeypatch):
+    monkeypatch.setattr(define, "_MOST_PREPARED", 2)
+    cache, kept = define._FreeCalls(), [object() for _ in range(4)]
+    assert cache.take("a") is None
+    cache.give_back("a", kept[0])
+    assert cache.take("a") is kept[0] and cache.take("a") is None
+    cache.give_back("a", kept[0])
+    cache.give_back("a", kept[1])
+    cache.give_back("b", kept[2])
+    assert {cache.take("a"), cache.take("a")} == set(kept[:2]) and cache.take("a") is None
+    cache.give_back("c", kept[3])
+    assert cache.take("b") is None and cache.take("c") is kept[3]
 
 
-def test_a_tensor_in_two_places_is_two_tensors_of_a_layout():
-    """What is laid out for one tensor given twice is used for two that differ, too."""
+def test_a_tensor_given_twice_is_two_tensors_of_the_prepared_calls():
+    """Calls that were prepared for one tensor given twice also serve two different tensors."""
     x, sizes = torch.arange(8.0).view(4, 2), torch.tensor([1, 3], dtype=torch.int32)
     once = torch_ops.grouped_matmul_dw(x, x, sizes, torch.float32, HIGHEST)
     for left, right in ((x, x + 1), (x + 1, x), (x, x)):

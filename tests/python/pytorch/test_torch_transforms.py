@@ -161,9 +161,9 @@ def test_selective_checkpoints_compute_the_same_bits(function, kept):
 
     want_value, want = gradients(function, operands())
     executed = []
-    run = calls.Layout.run
+    run = calls.PreparedCalls.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls.Layout, "run", lambda self, given: (executed.append(self), run(self, given))[1])
+        patch.setattr(calls.PreparedCalls, "run", lambda self, given: (executed.append(self), run(self, given))[1])
         leaves = [a.requires_grad_() for a in operands()]
         value = saved(*leaves)
         forward = len(executed)

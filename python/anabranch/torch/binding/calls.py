@@ -1,8 +1,8 @@
-"""Calls of the two C libraries on torch's tensors, by ctypes: nothing is built against torch.
+"""Calls of the two C libraries on torch's tensors through ctypes: nothing is built against torch.
 
-An `Operation` has the argument struct of its C function (`_structs`). What the calls of one of torch's operations
-need beside addresses (structs, shapes, what is allocated, the size of the workspace) is a `Layout`, made once for given
-options, dtypes and shapes.
+An `Operation` knows the argument struct of its C function (`_structs`). `PreparedCalls` holds everything but addresses
+that one of torch's operations needs for its C calls: structs, shapes, allocations, the size of the workspace. It is
+made once per options, dtypes and shapes.
 """
 
 import array
@@ -17,7 +17,7 @@ from anabranch import _library, _structs
 from anabranch.checks import INDEX_LIMIT
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
-#: Bytes, of which tensors that share working memory begin at multiples, as CUDA's allocations do.
+#: Alignment in bytes of tensors that share working memory, that of CUDA's allocations.
 _ALIGNMENT = 512
 
 
@@ -31,7 +31,7 @@ def _check(status: _library.Status) -> None:
 
 
 def _strides(shape: _Shape, order: _Shape) -> tuple[_Shape, _Shape]:
-    """The shape that the C function sees of an array, and its strides: axis i of it is the array's axis order[i]."""
+    """The shape and strides that the C function sees: its axis i is the tensor's axis order[i]."""
     steps = [1] * len(shape)
     for axis in range(len(shape) - 1, 0, -1):
         steps[axis - 1] = steps[axis] * shape[axis]
@@ -39,7 +39,7 @@ def _strides(shape: _Shape, order: _Shape) -> tuple[_Shape, _Shape]:
 
 
 class Call(NamedTuple):
-    """One call of a C function, described by tensors without memory; see `Operation.__call__`."""
+    """One call of a C function, described by meta tensors; see `Operation.__call__`."""
 
     operation: "Operation"
     tensors: Mapping[str, Tensor]
@@ -61,30 +61,30 @@ class Operation:
     def __call__(
         self, tensors: Mapping[str, Tensor | None], orders: Mapping[str, _Shape] | None = None, **options: Any
     ) -> Call:
-        """Describes a call, for a `Layout`.
+        """Describes a call, for `PreparedCalls`.
 
         Args:
-          tensors: by field, inputs and outputs, contiguous; None: not given or not wanted.
-          orders: by field, of tensors whose axes stand in another order than the C function's: the tensor's axis that
-            each of the function's is.
-          options: by field; what is missing is 0.
+          tensors: contiguous inputs and outputs by field; None: not given or not requested.
+          orders: by field, for tensors whose axes have another order than those of the C function: the tensor's axis
+            for each axis of the function.
+          options: by field; missing options are 0.
         """
         for field, value in options.items():
-            if isinstance(value, int) and not -INDEX_LIMIT <= value < INDEX_LIMIT:  # ctypes would wrap it
+            if isinstance(value, int) and not -INDEX_LIMIT <= value < INDEX_LIMIT:  # ctypes would wrap around
                 raise ValueError(f"{field}: got {value}, expected an integer that int32 holds")
         return Call(self, {name: t for name, t in tensors.items() if t is not None}, orders or {}, options)
 
 
-class Layout:
-    """The calls of one of torch's operations, for given options, dtypes and shapes, on one device.
+class PreparedCalls:
+    """The C calls of one of torch's operations for given options, dtypes and shapes on one device.
 
     Args:
-      given: the tensors that the operation takes, on the "meta" device, without those that are not given.
-      results: those that it returns, made there.
-      calls: of the C functions, in this order. They may name other tensors, too, that are made there: working memory,
-        which is one allocation with the workspace that they share.
-      device: where it runs.
-      threads: of the CPU; 0 elsewhere.
+      given: meta tensors in the place of the operation's tensor arguments, without those that are not given.
+      results: meta tensors in the place of its results.
+      calls: the C calls in order. They may name further meta tensors: working memory, which is one allocation together
+        with the workspace that the calls share.
+      device: the device that the calls run on.
+      threads: number of CPU threads; 0 on a GPU.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Layout:
         self.device, self.on_cuda, self.calls = device, threads == 0, calls
         self.results = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
         self.working_size = self.memory_size = 0
-        #: Of the calls' tensors, one after the other: in which memory each is, and how many bytes from its beginning.
+        #: (index of a memory, offset in bytes) of each tensor of the calls, in order.
         self.places: list[tuple[int, int]] = []
-        # Of each tensor here the storage is another one, also where an operation is given one tensor twice.
+        # Each of these meta tensors has a storage of its own, even where an operation gets one tensor twice.
         memories = {t.untyped_storage()._cdata: (i, 0) for i, t in enumerate([*given, *results])}
         for call in calls:
             for tensor in call.tensors.values():
@@ -112,17 +112,17 @@ class Layout:
                 self.places.append(memories[storage._cdata])
         structs = bytearray(len(self.places) * ctypes.sizeof(_structs.Tensor))
         self.tensors = (_structs.Tensor * len(self.places)).from_buffer(structs)
-        #: `data` of each of `tensors`.
+        #: The field `data` of each of `tensors`.
         self.addresses = memoryview(structs).cast("Q")[:: ctypes.sizeof(_structs.Tensor) // 8]
         self.execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec), num_threads=threads)
         self.functions: list[tuple[Any, Any]] = []
-        self.kept: list[Any] = []
+        self.strides: list[Any] = []  # which the structs point to
 
     def run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs on contiguous tensors, on their device's current stream; returns the results.
+        """Runs the calls on contiguous tensors, on the current stream of their device; returns the results.
 
         Raises:
-          ValueError, NotImplementedError, MemoryError, RuntimeError: what the status says.
+          ValueError, NotImplementedError, MemoryError, RuntimeError: by the status of a C function.
         """
         if not self.on_cuda or torch._C._cuda_getDevice() == self.device.index:
             return self._run(given)
@@ -150,12 +150,12 @@ class Layout:
         return tuple(results)
 
     def _write(self, addresses: list[int], working: int) -> None:
-        """Tells the calls where their tensors are."""
+        """Writes the addresses of the tensors into the structs."""
         memories = [*addresses, working]
         self.addresses[:] = array.array("Q", [memories[memory] + offset for memory, offset in self.places])
 
     def _prepare(self, addresses: list[int]) -> None:
-        """Makes the structs, and asks how large the workspace is."""
+        """Makes the structs and queries the size of the workspace."""
         library, prefix = (_library.load_cuda(), "ab_cuda_") if self.on_cuda else (_library.load(), "ab_")
         working = torch.empty(self.working_size, dtype=torch.uint8, device=self.device)
         self._write(addresses, working.data_ptr())
@@ -175,16 +175,16 @@ class Layout:
             functions.append((function, (ctypes.byref(args), ctypes.byref(self.execution))))
         self.execution.workspace_size = workspace_size
         self.memory_size = self.working_size + workspace_size
-        self.functions, self.calls = functions, ()  # which are not needed any more
+        self.functions, self.calls = functions, ()  # the descriptions are no longer needed
 
     def _describe(self, view: _structs.Tensor, tensor: Tensor, order: _Shape | None) -> _structs.Tensor:
-        """Fills in all but the address."""
+        """Fills in a struct but for the address."""
         shape = tuple(tensor.shape)
         if order is not None:
             shape, strides = _strides(shape, order)
             held = (ctypes.c_int64 * len(strides))(*strides)
             view.strides = ctypes.addressof(held)
-            self.kept.append(held)
+            self.strides.append(held)
         view.dtype, view.rank = _DTYPES[tensor.dtype], tensor.dim()
         view.shape[: len(shape)] = shape
         return view

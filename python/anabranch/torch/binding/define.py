@@ -12,57 +12,56 @@ import torch
 from torch import Tensor
 
 from anabranch.torch.binding.autograd import loop_batch
-from anabranch.torch.binding.calls import Call, Layout
+from anabranch.torch.binding.calls import Call, PreparedCalls
 from anabranch.torch.binding.derivatives import reject_derivative
 
 _ops = torch.library.Library("anabranch", "DEF")
-#: Layouts that are kept: when there are more, all are forgotten.
-_MOST_LAYOUTS = 4096
+#: Upper bound on the prepared calls that are cached; one more empties the cache.
+_MOST_PREPARED = 4096
 
 
-class _Layouts:
-    """Those that no call is using: a call writes to its layout, so that calls at the same time need one each.
+class _FreeCalls:
+    """A cache of prepared calls that no thread is running. A run writes to its prepared calls, so each needs its own.
 
-    They belong to no thread. A backward pass on a GPU runs on a thread of torch's, which would not find what the
-    forward pass's has laid out.
+    The cache is not per thread: a backward pass on a GPU runs on a thread of torch's, which would find nothing there.
     """
 
     def __init__(self) -> None:
-        self.free: dict[Any, list[Layout]] = {}
+        self.free: dict[Any, list[PreparedCalls]] = {}
 
-    def take(self, key: Any) -> Layout | None:
-        """One for a key, None: there is none; to be given back."""
+    def take(self, key: Any) -> PreparedCalls | None:
+        """Removes and returns calls for a key; None: there are none."""
         try:
             return self.free[key].pop()
         except (KeyError, IndexError):
             return None
 
-    def give_back(self, key: Any, layout: Layout) -> None:
-        """Keeps one for the next call."""
-        if len(self.free) >= _MOST_LAYOUTS and key not in self.free:
+    def give_back(self, key: Any, prepared: PreparedCalls) -> None:
+        """Adds calls for the next run with this key."""
+        if len(self.free) >= _MOST_PREPARED and key not in self.free:
             self.free.clear()
-        self.free.setdefault(key, []).append(layout)
+        self.free.setdefault(key, []).append(prepared)
 
 
-_layouts = _Layouts()
+_free_calls = _FreeCalls()
 
 
-def _laid_out(
+def _prepare(
     allocate: Callable[..., Any],
     calls: Callable[..., Any],
     arguments: Sequence[Any],
     device: torch.device,
     threads: int,
-) -> Layout:
+) -> PreparedCalls:
     """Prepares the calls for arguments of these shapes, with meta tensors in their place."""
     described = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in arguments]
     results = allocate(*described)
-    prepared = calls(results, *described)
+    c_calls = calls(results, *described)
     given = [d for d, a in zip(described, arguments, strict=True) if isinstance(a, Tensor)]
-    return Layout(
+    return PreparedCalls(
         given,
         (results,) if isinstance(results, Tensor) else results,
-        (prepared,) if isinstance(prepared, Call) else prepared,
+        (c_calls,) if isinstance(c_calls, Call) else c_calls,
         device,
         threads,
     )
@@ -94,11 +93,11 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
             *[tuple(o) if isinstance(o := arguments[i], list) else o for i in options],
             *[t if (t := arguments[i]) is None else (t.dtype, t.shape) for i in tensors],
         )
-        layout = _layouts.take(key)
-        if layout is None:
-            layout = _laid_out(allocate, calls, arguments, device, threads)
-        results = layout.run(given)
-        _layouts.give_back(key, layout)
+        prepared = _free_calls.take(key)
+        if prepared is None:
+            prepared = _prepare(allocate, calls, arguments, device, threads)
+        results = prepared.run(given)
+        _free_calls.give_back(key, prepared)
         return results[0] if single else results
 
     def fake(*arguments: Any) -> Any:

@@ -69,3 +69,14 @@ def framework(request, platform):
     frameworks.choose(request.param)
     yield request.param
     frameworks.choose("jax")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The default device of torch's new tensors, for tests of torch alone: "cpu" or "cuda"."""
+    import torch
+
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("NO GPU FOUND: the CUDA kernels are not tested")
+    with torch.device(request.param):
+        yield request.param

@@ -1,4 +1,4 @@
-"""The layer's example on one device: bad options, and checkpoints that can't be read. tests/python/mesh has the meshes."""
+"""The layer's example on one device: bad options, and checkpoints that can't be read. tests/python/parallel has the meshes."""
 
 import argparse
 import shutil

@@ -35,7 +35,7 @@ def test_docstring_examples(name):
     assert result.failed == 0
 
 
-#: These run on several devices: tests/python/mesh/on_devices/check_guides.py.
+#: These run on several devices: tests/python/parallel/on_devices/check_guides.py.
 ON_DEVICES = ("jax.md", "scaling.md")
 
 

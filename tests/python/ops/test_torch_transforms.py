@@ -4,14 +4,23 @@ import concurrent.futures
 import contextlib
 import functools
 
-import numpy as np
 import pytest
 import torch
-import torch._dynamo.testing
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from anabranch.torch import combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
 from anabranch.torch.binding import calls
+from torch_transforms import (
+    assert_close,
+    check_compiled,
+    check_compiled_once,
+    check_frozen,
+    check_grad_and_vmap,
+    check_second_derivative_raises,
+    check_strided,
+    gradients,
+    normal,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("device"),
@@ -19,11 +28,6 @@ pytestmark = [
 ]
 
 T, E, K, D, F = 24, 6, 2, 8, 12
-
-
-def normal(*shape, seed=0, scale=1.0):
-    values = scale * np.random.default_rng(seed).standard_normal(shape)
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def operands(tokens=T):
@@ -56,21 +60,9 @@ def by_parts(x, gate, w_in, w_out):
 FUNCTIONS = (layer, after_router, by_parts)
 
 
-def gradients(function, arguments):
-    leaves = [a.detach().clone().requires_grad_() for a in arguments]
-    value = function(*leaves)
-    return value.detach(), torch.autograd.grad(value, leaves)
-
-
-def assert_close(got, want, rtol=1e-5, atol=1e-6):
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_compiled_gradients_are_the_eager_ones(function):
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True)
-    assert_close(gradients(compiled, operands()), gradients(function, operands()))
+    check_compiled(function, operands)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -85,14 +77,7 @@ def test_compiled_without_gradients(function, needs):
 
 
 def test_compiled_for_any_number_of_tokens():
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    compilations = set()
-    for tokens in (24, 17, 40):
-        assert_close(gradients(compiled, operands(tokens)), gradients(layer, operands(tokens)))
-        compilations.add(counter.frame_count)
-    assert len(compilations) == 1
+    check_compiled_once(layer, operands)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -112,15 +97,7 @@ def test_compiled_for_a_number_of_tokens_that_depends_on_data(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_grad_and_vmap_of_torch_func(function):
-    arguments = operands()
-    value, want = gradients(function, arguments)
-    got, got_value = torch.func.grad_and_value(function, argnums=(0, 1, 2, 3))(*arguments)
-    assert_close((got_value, got), (value, want))
-    scales = torch.tensor([1.0, -0.5, 2.0])
-    batched = torch.stack([s * arguments[0] for s in scales], 1)
-    got = torch.func.vmap(torch.func.grad(function), in_dims=(1, None, None, None), out_dims=1)(batched, *arguments[1:])
-    want = torch.stack([gradients(function, [s * arguments[0], *arguments[1:]])[1][0] for s in scales], 1)
-    assert_close(got, want)
+    check_grad_and_vmap(function, operands(), batched=0)
 
 
 def test_vmap_of_no_slice_is_an_error():
@@ -189,30 +166,18 @@ def test_a_graph_that_is_kept_gives_the_same_bits_again(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_second_derivative_is_an_error(function):
-    leaves = [a.requires_grad_() for a in operands()]
-    (gradient, *_) = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable twice"):
-        gradient.sum().backward()
+    check_second_derivative_raises(function, operands)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2, 3), (0, 1), (1, 2, 3)], ids=str)
-def test_what_is_frozen_changes_no_other_gradient(function, frozen):
-    _, want = gradients(function, operands())
-    leaves = [a if i in frozen else a.requires_grad_() for i, a in enumerate(operands())]
-    function(*leaves).backward()
-    for i, (leaf, gradient) in enumerate(zip(leaves, want, strict=True)):
-        if i in frozen:
-            assert leaf.grad is None
-        else:
-            assert torch.equal(leaf.grad, gradient), i
+def test_frozen_operands_change_no_other_gradient(function, frozen):
+    check_frozen(function, operands, frozen)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_arguments_that_are_not_contiguous(function):
-    strided = [a.transpose(0, 1).contiguous().transpose(0, 1) for a in operands()]
-    assert not any(a.is_contiguous() for a in strided)
-    assert_close(gradients(function, strided), gradients(function, operands()))
+    check_strided(function, operands)
 
 
 def test_one_tensor_in_several_places():

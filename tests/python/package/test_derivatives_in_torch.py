@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 import torch
-from test_torch_transforms import assert_close, gradients, normal
 
 import anabranch.torch as ab
+from torch_transforms import assert_close, gradients, normal
 
 pytestmark = pytest.mark.usefixtures("device")
 

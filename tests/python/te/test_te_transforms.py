@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_torch_transforms import assert_close, gradients, normal
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.torch import (
@@ -15,6 +14,17 @@ from anabranch.torch import (
     moe_sort_chunks_by_index,
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
+)
+from torch_transforms import (
+    assert_close,
+    check_compiled,
+    check_compiled_once,
+    check_frozen,
+    check_grad_and_vmap,
+    check_second_derivative_raises,
+    check_strided,
+    gradients,
+    normal,
 )
 
 pytestmark = [
@@ -79,21 +89,12 @@ FUNCTIONS = (by_mask, by_padded_mask, by_index, losses, sorted_chunks)
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_compiled_gradients_are_the_eager_ones(function):
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True)
-    assert_close(gradients(compiled, operands()), gradients(function, operands()))
+    check_compiled(function, operands)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_compiled_for_any_number_of_tokens(function):
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    compilations = set()
-    for tokens in (24, 17, 40):
-        assert_close(gradients(compiled, operands(tokens)), gradients(function, operands(tokens)))
-        compilations.add(counter.frame_count)
-    assert len(compilations) == 1
+    check_compiled_once(function, operands)
 
 
 def in_place(logits, indices, histogram):
@@ -120,17 +121,7 @@ def test_what_is_written_in_place_is_written_when_compiled():
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_grad_and_vmap_of_torch_func(function):
-    arguments = operands()
-    value, want = gradients(function, arguments)
-    got, got_value = torch.func.grad_and_value(function, argnums=(0, 1, 2))(*arguments)
-    assert_close((got_value, got), (value, want))
-    scales = torch.tensor([1.0, -0.5, 2.0])
-    batched = torch.stack([s * arguments[1] for s in scales], 1)
-    got = torch.func.vmap(torch.func.grad(function, argnums=1), in_dims=(None, 1, None), out_dims=1)(
-        arguments[0], batched, arguments[2]
-    )
-    want = torch.stack([gradients(function, [arguments[0], s * arguments[1], arguments[2]])[1][1] for s in scales], 1)
-    assert_close(got, want)
+    check_grad_and_vmap(function, operands(), batched=1)
 
 
 def test_vmap_writes_to_a_buffer_a_slice():
@@ -159,30 +150,18 @@ def test_checkpoints_and_kept_graphs_give_the_same_bits(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_second_derivative_is_an_error(function):
-    leaves = [a.requires_grad_() for a in operands()]
-    (gradient, *_) = torch.autograd.grad(function(*leaves), leaves[1:], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable twice"):
-        gradient.sum().backward()
+    check_second_derivative_raises(function, operands)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
-def test_what_is_frozen_changes_no_other_gradient(function, frozen):
-    _, want = gradients(function, operands())
-    leaves = [a if i in frozen else a.requires_grad_() for i, a in enumerate(operands())]
-    function(*leaves).backward()
-    for i, (leaf, gradient) in enumerate(zip(leaves, want, strict=True)):
-        if i in frozen:
-            assert leaf.grad is None
-        else:
-            assert torch.equal(leaf.grad, gradient), i
+def test_frozen_operands_change_no_other_gradient(function, frozen):
+    check_frozen(function, operands, frozen)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_arguments_that_are_not_contiguous(function):
-    strided = [a.transpose(0, 1).contiguous().transpose(0, 1) for a in operands()]
-    assert not any(a.is_contiguous() for a in strided)
-    assert_close(gradients(function, strided), gradients(function, operands()))
+    check_strided(function, operands)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -9,20 +9,20 @@ import numpy as np
 from anabranch.reference import dispatch as reference
 from oracle import assert_close
 
-# Relative errors (Frobenius): float32 arithmetic, and one rounding to the storage dtype.
+# Bounds of relative errors (Frobenius): float32 arithmetic and one rounding to the storage dtype.
 BOUND = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A shape, an alignment, a limit on the rows and a way of choosing experts."""
+    """A shape, an alignment, a limit on the rows and a kind of expert selection."""
 
     T: int
     E: int
     K: int
     align: int = 0
-    rows: float | None = None  # a share of the slots; None: all fit
+    rows: float | None = None  # as a share of the assignments; None: all fit
     choice: str = "distinct"
 
     def __str__(self):
@@ -40,8 +40,9 @@ class Case:
     def experts(self):
         """int32 [T, K].
 
-        distinct: K different ones; masked: a third of the tokens have -1; invalid: indices outside [-1, E) too;
-        repeated: the same expert may come twice; cold: only the first third of the experts; one: all to the last.
+        distinct: K different experts per token; masked: a third of the tokens have -1; invalid: some indices are
+        outside [-1, E); repeated: a token may have an expert twice; cold: the first third of the experts alone; one:
+        the last expert alone.
         """
         rng, shape = self.rng(), (self.T, self.K)
         if self.choice == "one":
@@ -85,7 +86,7 @@ def normal(rng, shape, dtype="float32"):
 
 
 def assert_rows_close(got, want, offsets, bound, name):
-    """`assert_close` for the rows of every expert by itself, and exact zeros past the last."""
+    """Applies `assert_close` to the rows of each expert; rows past the last group have to be exactly zero."""
     for expert in range(len(offsets) - 1):
         rows = slice(offsets[expert], offsets[expert + 1])
         assert_close(np.asarray(got)[rows], want[rows], bound, f"{name} of expert {expert}")
@@ -93,9 +94,9 @@ def assert_rows_close(got, want, offsets, bound, name):
 
 
 def assert_products_close(got, want, sizes, name):
-    """Inner products, each by itself: within 2e-6 of `sizes`, the sums of the terms' sizes, and one rounding of `got`.
+    """Checks each inner product: the error is at most 2e-6 of `sizes`, its sum of |terms|, plus one rounding of `got`.
 
-    Relative to the products themselves there is no bound: their terms may cancel.
+    The error relative to the product itself is unbounded, because the terms may cancel.
     """
     got = np.asarray(got)
     assert got.shape == want.shape, f"{name}: got shape {got.shape}, expected {want.shape}"

@@ -1,4 +1,4 @@
-"""The layer with precision="fp8" against the oracle, by the bounds of `fp8` on the rows of its plan."""
+"""Compares the layer with precision="fp8" with the oracle, using the bounds of `fp8` for the rows of its plan."""
 
 import types
 
@@ -12,7 +12,7 @@ from routed_cases import run_routed
 
 
 def rows_of(arrays, experts, weights, d_output):
-    """(the network of the rows of these slots, which token each row is of; rows of no slot are past the groups)."""
+    """(the network on the dispatched rows, the token of each row); rows without an assignment follow the groups."""
     layout = plan(experts, len(arrays["w_in"]))
     used = layout.slot_of_row >= 0
     slot = np.maximum(layout.slot_of_row, 0)
@@ -26,16 +26,16 @@ def rows_of(arrays, experts, weights, d_output):
 
 
 def by_token(rows, token, num_tokens):
-    """Sums of what the rows of every token may move."""
+    """Sums `rows` over the rows of each token."""
     out = np.zeros((num_tokens, rows.shape[1]))
     np.add.at(out, token, rows)
     return out
 
 
 def assert_layer(arrays, experts, weights, d_output, got, want, options, platform="cpu", sent=False):
-    """The output and the gradients of x, the experts and, where they are there, the weights, by name; sent: as FP8.
+    """Checks the output and the gradients of x, of the experts and, if present, of the weights.
 
-    Outputs and gradients of x are of rows that are rounded, and rounded again as their sums.
+    sent: tokens are exchanged as FP8. The output and the gradient of x sum rounded rows, and are rounded themselves.
     """
     net, token = rows_of(arrays, experts, weights, d_output)
     delta, early = fp8.DELTA[platform], options.get("weight_early", False)
@@ -44,7 +44,7 @@ def assert_layer(arrays, experts, weights, d_output, got, want, options, platfor
     dtype, T = arrays["x"].dtype, len(experts)
     whole = [slice(0, T)]
     for name, of_rows in (("output", "y"), ("x", "rows")):
-        # Sums of K rows and what is added to them are float32 before they are rounded.
+        # The sum of K rows is float32 until its rounding.
         of_tokens = by_token(moved[of_rows], token, T) + delta * np.abs(want[name])
         assert str(got[name].dtype) == str(dtype)
         fp8.assert_within(got[name], want[name], of_tokens, dtype, 2, name, whole)
@@ -61,9 +61,9 @@ def assert_layer(arrays, experts, weights, d_output, got, want, options, platfor
 
 
 def check_routed(arrays, platform="cpu", quantized=None, put=None, sent=False, kept=None, **options):
-    """`routed_experts` against the oracle: outputs, counts, and every gradient of one random cotangent.
+    """Compares `routed_experts` with the oracle: outputs, counts, and every gradient for one random cotangent.
 
-    sent: tokens travel as FP8. kept: bool [T, K], the slots that find room; None: all.
+    sent: tokens are exchanged as FP8. kept: bool [T, K], the assignments within capacity; None: all.
     """
     given = options | ({} if quantized is None else {"quantized": quantized})
     (output, counts, dropped), gradients, d_output = run_routed(arrays, precision="fp8", put=put, **given)

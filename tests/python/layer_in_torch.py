@@ -1,4 +1,4 @@
-"""The whole layer and the layer after the router in torch, for the checks of `moe_cases` and `routed_cases`."""
+"""Runs the whole layer and the layer after the router in torch, for the checks of `moe_cases` and `routed_cases`."""
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ _POSITIONAL = ("x", "experts", "weights", "w_in", "w_out")
 
 
 def _options(options):
-    """The options of a case, those that are arrays as tensors."""
+    """The options of a case, with arrays converted to tensors."""
     given = {name: in_torch.tensor(np.asarray(options[name])) for name in _TENSORS if options.get(name) is not None}
     return {name: value for name, value in options.items() if name not in _TENSORS} | given
 
 
 def selected(arrays, topk, options):
-    """The experts that the layer selects: those that route() selects from the layer's own logits."""
+    """The experts that route() selects from the layer's own logits."""
     with torch.no_grad():
         logits = logits_of(in_torch.tensor(arrays["x"]), in_torch.tensor(arrays["gate"]))
         if arrays.get("gate_bias") is not None:

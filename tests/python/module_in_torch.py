@@ -1,4 +1,4 @@
-"""The oracle's arrays as the parameters of `MoE`, and its gradients by the oracle's names and in the oracle's layouts."""
+"""Converts the oracle's arrays to parameters of `MoE`, and its gradients to the oracle's names and layouts."""
 
 import torch
 
@@ -8,12 +8,12 @@ from anabranch.torch import MoE
 
 
 def layouts_of(options):
-    """How a layer with these options has its experts' weights."""
+    """The layouts of the expert weights of a layer with these options."""
     return Layouts("fpd" if options.get("interleaved") else "pfd", "df")
 
 
 def made(arrays, num_experts, topk, **options):
-    """A layer with parameters of the arrays; with a group, of the experts that it has."""
+    """A layer with the arrays as parameters; with a group, those of this rank's experts."""
     local, D, parts, F = arrays["w_in"].shape
     tensors = {name: in_torch.tensor(array) for name, array in arrays.items()}
     layouts, dtype = layouts_of(options), tensors["x"].dtype
@@ -33,13 +33,13 @@ def made(arrays, num_experts, topk, **options):
         "down_proj_bias": tensors["b_out"],
     }
     for name, value in (("weight", tensors["gate"].T), ("bias", tensors["gate_bias"])):
-        layer.gate._parameters[name] = torch.nn.Parameter(value.contiguous())  # as the functional layer has them here
+        layer.gate._parameters[name] = torch.nn.Parameter(value.contiguous())  # in the case's dtype
     layer.load_state_dict(state, strict=False)
     return layer
 
 
 def by_our_names(gradients, layer, options):
-    """Gradients of x and of a layer's parameters by the names and in the layouts of the oracle."""
+    """Gradients of x and of a layer's parameters, with the oracle's names and layouts."""
     layouts, parts, up = layouts_of(options), layer.parts, layer.up_name
     inside = dict(e=layer.local_experts, d=layer.in_features, p=parts, f=layer.hidden_features)
     found = {"x": gradients["x"], "gate": gradients["gate.weight"].T, "gate_bias": gradients["gate.bias"]}

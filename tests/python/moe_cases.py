@@ -1,4 +1,4 @@
-"""Random operands of the whole layer, and its comparison with the oracle."""
+"""Random operands of the whole layer, and the comparison of its results with the oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from anabranch.reference import moe as reference
 from anabranch.reference.router import route as reference_route
 from oracle import assert_close, assert_close_per_expert
 
-# Float32: 2e-6 times 4, for products over D and F of at most a few hundred terms and the sums behind them.
-# Bfloat16: unit roundoff 2^-9 for each of the roundings on the way (h, a, y or dh, the result: at most 5 in a row, as
-# independent errors sqrt(5)), plus the bfloat16 operands' own float32 products; per expert twice that, since a small
-# expert averages over few rows. Float16 the same with its 2^-12.
+# float32: 2e-6 times 4, for GEMMs over D and F with at most a few hundred terms and the sums after them.
+# bfloat16: a unit roundoff of 2^-9 for each rounding in sequence (h, a, y or dh, the result: at most 5; sqrt(5) as
+# independent errors), plus the float32 sums over bfloat16 operands. The bound per expert is twice that, because a small
+# expert averages over few rows. float16: as bfloat16, with a unit roundoff of 2^-12.
 BOUND = {"float32": 8e-6, "bfloat16": 5 * 2.0**-9, "float16": 5 * 2.0**-12}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 LAYOUT_OPTIONS = ("w_in_layout", "w_out_layout")
@@ -27,7 +27,7 @@ TWO_INPUTS = (
     Activation.swiglu_then_clamp(0.4),
     Activation.situ(0.7, 0.9),
 )
-"""With limits that many elements reach."""
+"""Their limits clamp many elements."""
 EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
 
 
@@ -44,7 +44,7 @@ def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, ske
     x = normal(T, D)
     gate = rng.standard_normal((D, E)).astype(np.float32) * np.float32(skew / np.sqrt(D))
     if cold:
-        # A constant feature that the cold experts hate.
+        # A constant feature with a large negative weight for the cold experts.
         x[:, 0] = 1.0
         gate[0, E - cold :] = -60.0
     arrays = {
@@ -73,7 +73,7 @@ ROUTING = (
 
 
 def selected(arrays, options):
-    """The experts that the layer selects: those that route() selects from the layer's own logits."""
+    """The experts that route() selects from the layer's own logits."""
     dot = jax.jit(lambda x, g, b: jnp.dot(x.astype(jnp.float32), g.astype(jnp.float32), precision="highest") + b)
     bias = arrays.get("gate_bias")
     logits = dot(arrays["x"], arrays["gate"], np.float32(0) if bias is None else bias.astype(np.float32))
@@ -86,15 +86,16 @@ def selected(arrays, options):
 
 
 def gate_terms(arrays, options, gradients):
-    """The sizes of what cancels in the gradients of the gate [D, E] and its bias [E], by their names.
+    """The sums of |terms| of the gradients of the gate [D, E] and its bias [E], by name.
 
-    For the gate |x|^T of w_e (|g_e| + sum_k w_k |g_k|) a token, for its bias the sum of these.
+    Per token, a logit's terms are w_e (|g_e| + sum_k w_k |g_k|); the gate sums |x|^T of these, the bias sums them
+    alone.
 
-    Where the weights' cotangents g of a token are nearly equal, normalised weights leave nothing but their rounding. At
-    least what the gradient itself is made of.
+    Where the cotangents g of a token's weights are nearly equal, the gradient of normalised weights cancels to their
+    rounding errors. The result is at least the gradient's own size.
     """
     x = arrays["x"].astype(np.float64)
-    if options.get("token_mask") is not None:  # what a masked token holds is nothing to it
+    if options.get("token_mask") is not None:  # masked tokens do not contribute
         x = np.where(np.asarray(options["token_mask"])[:, None], x, 0.0)
     logits = x @ arrays["gate"] + (0 if arrays.get("gate_bias") is None else arrays["gate_bias"])
     experts = options.get("experts", options.get("forced_experts"))
@@ -110,36 +111,36 @@ def gate_terms(arrays, options, gradients):
 
 
 def layouts_of(options):
-    """The layouts that options of the layer ask for."""
+    """The layouts that the layer's options name."""
     return Layouts(*(options.get(name, own) for name, own in zip(LAYOUT_OPTIONS, OURS, strict=True)))
 
 
 def laid_out(arrays):
-    """The names of the arrays whose axes a layout orders."""
+    """The names of the arrays whose axis order depends on the layout."""
     return [name for name in ("w_in", "w_out", "b_in") if arrays.get(name) is not None]
 
 
 def stored(arrays, layouts):
-    """The arrays as a layout stores them."""
+    """The arrays in these layouts."""
     return arrays | {name: arrays[name].transpose(layouts.from_ours(name)) for name in laid_out(arrays)}
 
 
 def in_our_layout(gradients, layouts):
-    """The gradients of `stored` arrays, their axes in the order of ours."""
+    """The gradients of `stored` arrays, transposed to our own layout."""
     return gradients | {name: gradients[name].transpose(layouts.order(name)) for name in laid_out(gradients)}
 
 
 def kept_dtype(activation, dtype):
-    """What the oracle has to round h to: where slopes jump, an h beyond a limit by rounding has another slope."""
+    """The dtype to which the oracle rounds h if the slope jumps at a limit, which rounding may cross; else None."""
     return DTYPES[dtype] if as_activation(activation).limit else None
 
 
 def run_layer(arrays, *, seed=1, put=None, **options):
-    """Result and gradients of one random cotangent, which comes third: of the output, the losses and the weights.
+    """(result, gradients, cotangents) of the layer for random cotangents of the output, the losses and the weights.
 
-    Operands and gradients are in our own layouts; the layer's are in those of its options.
+    Operands and gradients are in our own layout; the layer gets them in the layouts of its options.
 
-    put: where an array goes, by its argument's name ("output" for the cotangent): (name, array) -> array.
+    put: (name, array) -> array places the array of an argument ("output" for cotangents).
     """
     put = put or (lambda name, array: jnp.asarray(array))
     layouts = layouts_of(options)
@@ -155,7 +156,7 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     given = {name: put(name, value) for name, value in options.items() if name in placed and value is not None}
     settings = {name: value for name, value in options.items() if name not in placed}
 
-    # `given` is an argument: programs of several processes can't close over arrays that are on all of them.
+    # `given` is an argument, because a program of several processes cannot close over global arrays.
     @jax.jit
     def layer(present, given):
         rest = {name: present[name] for name in ("gate_bias", "b_in", "b_out") if name in present}
@@ -175,7 +176,7 @@ def run_layer(arrays, *, seed=1, put=None, **options):
 
 
 def wanted_layer(arrays, cotangents, *, kept=None, **options):
-    """The oracle's result, gradients and sizes of what cancels in the gate's, for the cotangents of `run_layer`."""
+    """The oracle's result, gradients and `gate_terms` for the cotangents of `run_layer`."""
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     settings = {name: value for name, value in options.items() if name not in ("parallel", *LAYOUT_OPTIONS)}
     settings = {
@@ -194,7 +195,7 @@ def wanted_layer(arrays, cotangents, *, kept=None, **options):
 
 
 def assert_layer(result, gradients, wanted, dtype, *, tiny=False, of_weights=1e-5):
-    """Asserts that a layer of `dtype` gave what `wanted_layer` says. tiny, of_weights: see `check_layer`."""
+    """Compares the results of a layer of `dtype` with `wanted_layer`. tiny, of_weights: see `check_layer`."""
     wanted, wanted_gradients, terms_of_gate = wanted
     bound = BOUND[dtype]
     assert_close(result.output, wanted.output, bound, "output")
@@ -207,7 +208,7 @@ def assert_layer(result, gradients, wanted, dtype, *, tiny=False, of_weights=1e-
     for name in gradients:
         got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]
         terms = terms_of_gate.get(name)
-        of_dtype = max(bound, BOUND[str(gradients[name].dtype)])  # a gate may have fewer digits than x
+        of_dtype = max(bound, BOUND[str(gradients[name].dtype)])  # the gate's dtype may be narrower than x's
         if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else of_dtype * np.linalg.norm(terms)):
             continue
         assert_close(got, want, of_dtype, f"d_{name}")
@@ -216,13 +217,12 @@ def assert_layer(result, gradients, wanted, dtype, *, tiny=False, of_weights=1e-
 
 
 def check_layer(arrays, *, tiny=False, kept=None, of_weights=1e-5, **options):
-    """Output, losses, counts and every gradient of one random cotangent against the oracle; see `run_layer`.
+    """Compares output, losses, counts and every gradient with the oracle; see `run_layer`.
 
-    kept: bool [T, K], the slots that a bounded buffer is expected to take; None: all.
-    tiny: the tensors have so few elements that a sum may cancel to nothing and leave the rounding of its terms, which
-    are of order 1; then an absolute error of 1e-6 passes too, for the gate one relative to those terms, and single
-    experts are not looked at.
-    of_weights: the bound of the slots' weights, where x is not float32.
+    kept: bool [T, K], the assignments within capacity; None: all.
+    tiny: the tensors have so few elements that a sum may cancel to the rounding errors of its terms, which are of order
+    1. An absolute error of 1e-6 then passes too, for the gate an error relative to its terms, and single experts are
+    not compared. of_weights: the bound of the routing weights, where x is not float32.
     """
     result, gradients, cotangents = run_layer(arrays, **options)
     options = {name: value for name, value in options.items() if name not in ("seed", "put")}

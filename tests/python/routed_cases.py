@@ -1,4 +1,4 @@
-"""Random operands of the layer after the router, and its comparison with the oracle."""
+"""Random operands of the layer after the router, and the comparison of its results with the oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ POSITIONAL = ("x", "experts", "weights", "w_in", "w_out")
 def routed_operands(T, E, K, D, F, *, wrong=False, weights_dtype="float32", seed=0, **options):
     """x, experts, weights, w_in, w_out, b_in, b_out as numpy arrays.
 
-    Experts repeat within a token and some are -1; wrong: some are outside [-1, E), too. Weights are of either sign, and
-    some are exactly 0.
+    Experts repeat within a token and some are -1; wrong: some are outside [-1, E). Weights have either sign, and some
+    are exactly 0.
     """
     arrays = operands(T, E, K, D, F, seed=seed, **options)
     del arrays["gate"], arrays["gate_bias"]
@@ -31,7 +31,7 @@ def routed_operands(T, E, K, D, F, *, wrong=False, weights_dtype="float32", seed
 
 
 def run_routed(arrays, *, seed=1, put=None, **options):
-    """Result, gradients of one random cotangent, and the cotangent. Layouts and put: see `moe_cases.run_layer`."""
+    """(result, gradients, cotangent) for a random cotangent. Layouts and put: see `moe_cases.run_layer`."""
     put = put or (lambda name, array: jnp.asarray(array))
     layouts = layouts_of(options)
     present = {name: put(name, array) for name, array in stored(arrays, layouts).items() if array is not None}
@@ -57,12 +57,12 @@ def run_routed(arrays, *, seed=1, put=None, **options):
 
 
 def split(result):
-    """(output, the counts), for jax.vjp with has_aux."""
+    """(output, counts), for jax.vjp with has_aux."""
     return result.output, result[1:]
 
 
 def check_routed(arrays, *, kept=None, tiny=False, **options):
-    """Output, counts and every gradient of one random cotangent against the oracle; arguments as of `check_layer`."""
+    """Compares output, counts and every gradient with the oracle; arguments: see `check_layer`."""
     (output, counts, dropped), gradients, d_output = run_routed(arrays, **options)
     names = ("activation", "weight_early", "align_size")
     settings = {name: options[name] for name in names if name in options} | {"kept": kept}
@@ -79,7 +79,7 @@ def check_routed(arrays, *, kept=None, tiny=False, **options):
             continue
         of_dtype = max(bound, BOUND[str(gradient.dtype)])
         assert_close(got, want, of_dtype, f"d_{name}")
-        if name == "weights":  # of what is no expert, and of what found no room
+        if name == "weights":  # zero for -1, wrong and dropped assignments
             none = (arrays["experts"] < 0) | (arrays["experts"] >= len(arrays["w_in"]))
             assert not got[none if kept is None else none | ~kept].any()
         if not tiny and name in EXPERT_AXIS:

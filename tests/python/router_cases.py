@@ -1,4 +1,4 @@
-"""Random routings compared with the oracle: selection, weights, statistics and every gradient."""
+"""Random routings, and the comparison of selection, weights, statistics and gradients with the oracle."""
 
 import functools
 
@@ -14,15 +14,15 @@ from oracle import assert_close, assert_close_per_expert
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
-# Float32 arithmetic: 2e-6 for a tensor; 4 times that for one expert's slice of the gradient, where cancellation in
-# g - sum g w weighs more, and where a slice holds few numbers. Measured: 4e-7 and 2e-6 at most.
+# float32 arithmetic: 2e-6 per tensor; 4 times that per expert, where the cancellation in g - sum g w weighs more and a
+# slice holds few numbers. Measured: at most 4e-7 and 2e-6.
 BOUND = 2e-6
 PER_EXPERT = 4 * BOUND
-# A result in another dtype is rounded once: half an ulp; float16's denormals lose more.
+# A result in another dtype is rounded once, by half an ulp; subnormals of float16 lose more.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
-# A weight of a single expert has no gradient; the oracle's float64 leaves rounding of that size. So does the CPU, which
-# divides before it subtracts; a GPU's float32 leaves rounding of the terms.
+# The weight of a single expert has gradient 0. The oracle's float64 leaves rounding errors of this size, and so does
+# the CPU, which divides before it subtracts; float32 on a GPU leaves the rounding error of the terms.
 FLOAT64_ZERO = 1e-14
 
 GROUPS = {"num_groups": 8, "group_topk": 4}
@@ -33,7 +33,7 @@ def logits(T, E, dtype="float32", seed=0, scale=2.0):
 
 
 def cotangents(weights, score_sum, lse, seed=1):
-    """Random, float32, of the three differentiable results' shapes."""
+    """Random float32 arrays in the shapes of the three differentiable results."""
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(array.shape).astype(np.float32) for array in (weights, score_sum, lse)]
 
@@ -65,7 +65,7 @@ def _route_and_pull_in_torch(z, arrays, cotangent, topk, static):
 
 
 def check_selection(experts, z, topk, options):
-    """Exact where nothing is computed before the comparison, else up to rounding of nearly equal keys."""
+    """Exact if keys are the logits themselves; computed keys that are nearly equal may swap."""
     steering = {
         name: options[name]
         for name in (
@@ -87,7 +87,7 @@ def check_selection(experts, z, topk, options):
 
 
 def _on_gpu(got):
-    """Whether a GPU computed an array: JAX's tells, for torch's the device of its tensors."""
+    """Whether the array was computed on a GPU: from JAX's array, or from torch's current device."""
     if isinstance(got, np.ndarray):
         import in_torch
 
@@ -96,9 +96,9 @@ def _on_gpu(got):
 
 
 def check(z, topk, per_expert=True, each=True, **options):
-    """Routes z [T, E] on the backend and compares everything with the oracle under the backend's own selection.
+    """Routes z [T, E] on the backend and compares all results with the oracle's for the backend's selection.
 
-    per_expert: also compare every expert's slice of the gradient by itself.
+    per_expert: also compare the gradient per expert.
     each: also compare the gradients from weights, score_sum and lse alone.
     """
     static = ("score_function", "normalize", "num_groups", "group_topk", "group_score_topk", "scaling_factor")
@@ -124,7 +124,7 @@ def check(z, topk, per_expert=True, each=True, **options):
     for i, (name, got) in enumerate([*zip(("weights", "score_sum", "lse"), d_each, strict=True), ("all", d_joint)]):
         if name != "all" and not each:
             continue
-        # Zeros and not None: where a score is NaN, so is its product with a zero cotangent.
+        # Zeros rather than None: a NaN score times a cotangent of 0 is NaN.
         given = cotangent if name == "all" else [c if i == j else np.zeros_like(c) for j, c in enumerate(cotangent)]
         d_want = reference.route_backward(z, topk, *given, **options, **selected)
         assert got.dtype == z.dtype

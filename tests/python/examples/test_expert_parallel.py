@@ -1,4 +1,4 @@
-"""The layer's example on one device: bad options, and checkpoints that can't be read. tests/python/parallel has the meshes."""
+"""The layer's example on one device: bad options and unreadable checkpoints. tests/python/parallel tests meshes."""
 
 import argparse
 import shutil
@@ -37,7 +37,7 @@ def test_an_unknown_transport_is_refused():
 
 
 def train(folder, steps, capsys):
-    """(steps taken, what was said of checkpoints)."""
+    """(number of steps, printed lines about checkpoints)."""
     options = argparse.Namespace(mesh="", transport="auto", fsdp=False, steps=steps, checkpoint=folder)
     expert_parallel.train(options, make_mesh(parse_mesh("")))
     printed = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What can't be read or written ends in one line, and costs no checkpoint that is whole."""
+"""Read and write errors end in one line, and never destroy a complete checkpoint."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from run_error import RunError
 
 @pytest.fixture(scope="module")
 def trained(corpus_folder, tmp_path_factory):
-    """A run that was stopped after ten steps, saved after five and after ten."""
+    """A run that was stopped after ten steps, with checkpoints of steps five and ten."""
     return train_until(tiny(corpus_folder, tmp_path_factory.mktemp("run") / "out"), 10)
 
 
@@ -31,7 +31,7 @@ def copy(trained, tmp_path):
 
 
 def told_by_main(options, capsys, *more):
-    """The one line that the command ends with."""
+    """The command's last line, which is its only line of error."""
     assert main([*command(options)[0][3:], *more]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
@@ -94,7 +94,7 @@ def test_options_that_can_not_be_read_are_an_error(copy, content, capsys):
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """Writing more to a file is an error of the operating system, as on a full disk."""
+    """Limits file sizes, so that larger writes fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

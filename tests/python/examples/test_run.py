@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def train_until(options, steps, start="auto"):
-    """Trains up to that step, saves, and leaves; as an interrupted process does."""
+    """Trains up to that step, saves and returns, like an interrupted process."""
     folder = RunFolder(options.out)
     this = Run.begin(options, start, load_corpus(options.corpus), folder)
     this.train(StopAfter(this, steps))
@@ -38,7 +38,7 @@ def train_until(options, steps, start="auto"):
 
 
 def assert_same(a, b):
-    """Same bits in the whole state, and the same history but for the durations."""
+    """The whole state has equal bits, and the history is equal except for durations."""
     assert jax.tree.structure(a.state) == jax.tree.structure(b.state)
     for one, other in zip(jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True):
         assert one.dtype == other.dtype
@@ -49,7 +49,7 @@ def assert_same(a, b):
 
 
 def environment():
-    """That of this process, with the examples to be found."""
+    """This process's environment, with the examples on the path."""
     paths = [str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -63,7 +63,7 @@ def command(options):
 
 @pytest.fixture(scope="module")
 def finished(module_options):
-    """A finished run, and what it printed."""
+    """A finished run and its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         this = run(module_options)
     return this, printed.getvalue()

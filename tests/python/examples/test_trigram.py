@@ -10,7 +10,7 @@ from byte_lm.trigram import Trigram
 
 
 def brute_force(text: bytes, context: bytes, byte: int) -> float:
-    """P(byte | context) by counting, from the definition."""
+    """P(byte | context) by counting, as defined."""
     shorter = brute_force(text, context[1:], byte) if context else 1 / 256
     n = len(context)
     followers = Counter(text[i + n] for i in range(len(text) - n) if text[i : i + n] == context)

@@ -1,4 +1,4 @@
-"""What tools do with a module: torch.export for any number of tokens, summaries by forward hooks, copies, pickles."""
+"""Tools that process a module: torch.export for any number of tokens, summaries by forward hooks, copies, pickles."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ from torch.export import Dim
 import anabranch.torch as ab
 
 D, F, E, K = 8, 6, 16, 2
-#: Options of layers, together all that changes what runs.
+#: Options of layers that together cover all variants of the program.
 LAYERS = {
     "losses": dict(aux_loss_coeff=0.1, z_loss_coeff=0.01, align_size=16, num_groups=2, group_topk=1),
     "biases": dict(
@@ -40,12 +40,12 @@ def assert_same(got, want):
 
 
 def check_export(module, arguments, others, dynamic, strict):
-    """The program of the arguments, run on others, does what the module does."""
+    """A program exported for some arguments computes the module's results for others."""
     exported = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=strict).module()
     assert_same(exported(*others), module(*others))
 
 
-#: Without tracing by Dynamo it loses symbols that the shapes of fake tensors hold.
+#: Without tracing by Dynamo, torch.export loses symbols in the shapes of fake tensors.
 LOSES_SYMBOLS = pytest.mark.skipif(
     torch.__version__ < (2, 10), reason="torch 2.9 exports few dynamic shapes non-strictly"
 )
@@ -60,7 +60,7 @@ def test_a_layer_is_exported_for_any_number_of_tokens(name, strict):
 
 
 class Pieces(torch.nn.Module):
-    """Operations that take numbers of tokens or rows, which follow from the shape of x."""
+    """Operations with numbers of tokens or rows as arguments, which follow from the shape of x."""
 
     def forward(self, x, gate, w_in, w_out, experts):
         T = x.shape[0]

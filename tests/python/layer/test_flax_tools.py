@@ -1,4 +1,4 @@
-"""What tools do with the Flax layers and grouped_dense: jax.export, tabulate, copies, pickles."""
+"""Tools that process the Flax layers and grouped_dense: jax.export, tabulate, copies, pickles."""
 
 import copy
 import functools
@@ -53,7 +53,7 @@ def check_export(function, *operands):
 
 @pytest.mark.parametrize("block", [BLOCK, FULL_BLOCK], ids=["plain", "full"])
 def test_a_block_is_tabulated(block):
-    """By itself and inside a module, with its parameters and no row of a helper."""
+    """The table lists the block, alone and inside a module, with its parameters and without rows of helpers."""
     table = block.tabulate(jax.random.key(0), X, console_kwargs=dict(width=200))
     shapes = jax.eval_shape(block.init, jax.random.key(0), X)["params"]
     assert all(name in table for name in shapes)
@@ -77,7 +77,7 @@ def test_an_nnx_layer_is_tabulated_exported_and_copied():
     assert "MoE" in table and "RouterState" in table
     want = layer(X).output
     graph, state = nnx.split(layer)
-    leaves, tree = jax.tree.flatten(state)  # JAX can't serialise Flax's states
+    leaves, tree = jax.tree.flatten(state)  # JAX cannot serialise Flax's states
     check_export(lambda leaves, x: nnx.merge(graph, jax.tree.unflatten(tree, leaves))(x).output, leaves, X)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), nnx.clone(layer)):
         assert "w_out=Param" in repr(other)

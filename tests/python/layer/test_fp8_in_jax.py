@@ -1,4 +1,4 @@
-"""precision="fp8" in JAX's layers and transforms, and what calls of the C library a step with it makes."""
+"""precision="fp8" in JAX's layers and transforms, and the C library calls of a training step."""
 
 import re
 
@@ -25,7 +25,7 @@ def layer(*operands, **options):
 
 
 def calls(function, *arrays):
-    """[(what is called, precision, fp8_scales)] of a program; None: it has no such attribute."""
+    """[(function, precision, fp8_scales)] of a program's calls; None: no such attribute."""
 
     def number(name, text):
         found = re.search(rf"\b{name} = (\d+) : i32", text)
@@ -45,7 +45,7 @@ def test_every_product_of_a_step_has_the_options_and_matrices_are_quantised_once
     assert {(precision, scales) for name, precision, scales in step if name.startswith("q")} == {(None, 1)}
     products = [call for call in step if not call[0].startswith("q")]
     assert {call[1:] for call in products if call[0] != "grouped_matmul_combine"} == {(2, 1)}
-    # The sum of rows has nothing left to quantise.
+    # The sum of rows has no operand to quantise.
     assert {call[1:] for call in products if call[0] == "grouped_matmul_combine"} == {(2, None)}
     assert [name for name, *_ in step].count("quantize_weights") == 4
 
@@ -61,7 +61,7 @@ def test_quantised_experts_are_not_quantised_again():
 
 
 def test_no_gradient_runs_through_quantised_experts():
-    """They may be made where the weights are differentiated: these get their own gradient, once."""
+    """Weights that are quantised inside the differentiated function get their gradient exactly once."""
 
     def made_inside(*arrays):
         return loss(*arrays, quantized=ab.quantize_experts(*arrays[2:], fp8_scales="power_of_two"))

@@ -50,7 +50,7 @@ def test_what_a_module_refuses():
 @pytest.mark.usefixtures("platform")
 @pytest.mark.parametrize("transport", ["ring", "all_to_all"])
 def test_a_group_of_ranks(platform, transport):
-    """Of one rank: what a group's rules do, and no others."""
+    """A group of one rank follows the rules of a process group."""
     arrays = routed_operands(40, 4, 2, D, F, dtype="bfloat16", bias=True)
     options = dict(activation="silu", fp8_scales="float32", weight_early=transport == "ring")
     if platform == "gpu":

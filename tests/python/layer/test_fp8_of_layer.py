@@ -1,4 +1,4 @@
-"""precision="fp8" of the whole layer and of the one after the router against the oracle; the router is as without."""
+"""precision="fp8" of the whole layer and of the layer after the router against the oracle; the router is unchanged."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ pytestmark = BOTH
 
 
 def quantized_of(arrays, **options):
-    """The experts as the running framework quantises them."""
+    """The experts, quantised by the current framework."""
     given = arrays["w_in"], arrays["w_out"]
     if not in_torch():
         return quantize_experts(*given, **options)
@@ -35,7 +35,7 @@ def quantized_of(arrays, **options):
     ],
 )
 def test_the_layer_after_the_router(platform, dtype, fp8_scales, weight_early, layouts):
-    """Also of experts that repeat, of none, of a cold one; 16-bit layers have float32 matrices."""
+    """Also with repeated experts, -1 and an expert without tokens; 16-bit layers have float32 matrices."""
     arrays = routed_operands(60, 5, 2, 256, 128, dtype=fp8.rows_dtype(platform, dtype), bias=True)
     arrays["experts"] = np.where(arrays["experts"] == 3, 4, arrays["experts"])
     for name in ("w_in", "w_out"):
@@ -46,7 +46,7 @@ def test_the_layer_after_the_router(platform, dtype, fp8_scales, weight_early, l
 
 
 def test_the_whole_layer(platform):
-    """The router, its losses and its gradients are those of "highest", but for what comes from the experts."""
+    """The router, its losses and its gradients equal those of "highest", except for gradients from the experts."""
     dtype = fp8.rows_dtype(platform)
     arrays = operands(48, 4, 2, 128, 256, bias=True, cold=1, dtype=dtype)
     options = dict(topk=2, aux_loss_coeff=0.1, z_loss_coeff=0.01)
@@ -72,7 +72,7 @@ def test_the_whole_layer(platform):
         of_experts,
         platform,
     )
-    # What reaches the router has passed no rounding of e4m3 that a sum could tip: d_w is <da', a>.
+    # The router's cotangent d_w = <da', a> does not pass through an e4m3 rounding that a sum could tip.
     terms = gate_terms(arrays, options | settings, want)
     limit = BOUND[dtype] + BOUND["float32"] * fp8.DELTA[platform] / fp8.DELTA["cpu"]
     for name, axis in (("gate", 1), ("gate_bias", 0)):

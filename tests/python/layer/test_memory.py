@@ -1,4 +1,4 @@
-"""A training step needs no more memory than its tensors and two row buffers."""
+"""The peak memory of a training step is its tensors and two row buffers."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ MIB = 2**20
 def test_peak_of_a_training_step(shape, dtype):
     peak, bound = measure(*shape, dtype)
     assert peak > bound / 2, "the measurement has missed the step"
-    # Scratch of two threads and of oneDNN, whatever the sizes of the layer: up to 20 MiB, by the instruction set.
+    # Scratch memory of two threads and oneDNN, for any layer size: up to 20 MiB, depending on the instruction set.
     assert peak <= bound + 32 * MIB, f"peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB"
 
 
 def test_xla_keeps_h():
-    """XLA's own account: h alone has room of its own; a and w a stand where gradients will."""
+    """By XLA's memory analysis only h has a buffer of its own; a and w a share buffers with gradients."""
     T, E, K, D, F = 1024, 8, 2, 256, 256
     gate = jnp.asarray(np.random.default_rng(0).standard_normal((D, E)), jnp.float32)
 

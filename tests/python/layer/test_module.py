@@ -1,4 +1,4 @@
-"""The layer as an nn.Module: it is moe() on its parameters, its state is no parameter, and torch may do with it what it does with modules."""
+"""The layer as an nn.Module: moe() on its parameters, a state that is no parameter, and torch's module features."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ def normal(*shape, seed=0):
 
 
 def made(**options):
-    """A layer whose parameters are all random, biases too."""
+    """A layer with random parameters, biases included."""
     torch.manual_seed(0)
     layer = MoE(D, F, E, K, **options)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def loss_of(result):
 
 
 def gradients(layer, x, **given):
-    """Result of a call, and the gradients of x and of the parameters by name."""
+    """The result of a call, and the gradients of x and of the parameters by name."""
     x = x.detach().clone().requires_grad_()
     result = layer(x, **given)
     named = dict(layer.named_parameters())
@@ -142,7 +142,7 @@ def test_the_layer_is_moe_on_its_parameters(options):
     named = dict(layer.named_parameters())
     found = torch.autograd.grad(loss_of(want), [leaf, *named.values()])
     want_gradients = dict(zip(["x", *named], found, strict=True))
-    # The shared expert's weights lie otherwise than the functional one's here.
+    # The module stores the shared expert's weights in another layout than the function.
     apart = ("output",) if "shared_features" in options else ()
     for name in set(want._fields) - set(apart):
         assert_same(getattr(got, name), getattr(want, name))
@@ -212,7 +212,7 @@ def test_autocast_is_the_layer_in_its_dtype(device):
     layer.dtype = torch.bfloat16
     want = gradients(layer, x)
     assert_same(got, want)
-    layer.dtype = torch.float32  # what is asked for is not rounded
+    layer.dtype = torch.float32  # a requested dtype is not rounded
     with torch.autocast(device, torch.bfloat16):
         assert layer(x).output.dtype == torch.float32
 
@@ -225,7 +225,7 @@ def test_parameters_of_another_dtype_than_the_tokens(device):
     assert got.output.dtype == torch.float32
     if device == "cpu":
         assert_same(got, want)
-    else:  # the logits have 16 bits of x, see _gate.py; from there on a weight is bfloat16 for both
+    else:  # The logits have the 16 bits of x; weights are then bfloat16 in both layers.
         torch.testing.assert_close(got.output, want.output, rtol=2.0**-12, atol=2.0**-12)
 
 
@@ -261,7 +261,7 @@ def test_the_expert_bias_moves_by_what_was_counted_in_training():
     with torch.no_grad():
         layer.tokens_per_expert.copy_(torch.tensor([2**40, 2**40 + 1, 2**40, 2**40, 2**40, 2**40 - 1]))
         layer.expert_bias.zero_()
-    layer.update_expert_bias(1.0)  # float32 would not see what is even
+    layer.update_expert_bias(1.0)  # float32 would lose small differences
     assert layer.expert_bias.tolist() == [0, -1, 0, 0, 0, 1]
 
 
@@ -325,7 +325,7 @@ def test_checkpoints_count_tokens_once(reentrant):
     want, want_gradients = gradients(layer, x)
     again = made(**BOTH_COUNTS)
     leaf = x.clone().requires_grad_()
-    result = MoEOutput(*checkpoint(again, leaf, use_reentrant=reentrant))  # of the reentrant one a plain tuple
+    result = MoEOutput(*checkpoint(again, leaf, use_reentrant=reentrant))  # the reentrant kind returns a plain tuple
     loss_of(result).backward()
     assert_same(again.tokens_per_expert, want.tokens_per_expert.long())
     assert_same(again.qb_histogram, want.qb_histogram.long())
@@ -364,7 +364,7 @@ def test_compiled_in_training():
     )
     for one in (layer, again):
         one.update_quantile_bias()
-    torch.testing.assert_close(compiled(x), layer(x))  # with the bias of now
+    torch.testing.assert_close(compiled(x), layer(x))  # with the current bias
     assert_same(again.tokens_per_expert, layer.tokens_per_expert)
 
 
@@ -392,7 +392,7 @@ def test_functional_call_of_torch_func():
 
 @pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.9 exports few dynamic shapes non-strictly")
 def test_exported_for_any_number_of_tokens():
-    """A program that was exported in training mode counts as the layer does."""
+    """A program exported in training mode updates the counts as the layer does."""
     layer, again = made(**BIASED), made(**BIASED)
     tokens = torch.export.Dim("tokens", min=2, max=64)
     program = torch.export.export(again, (normal(9, D),), dynamic_shapes={"x": {0: tokens}}, strict=False).module()

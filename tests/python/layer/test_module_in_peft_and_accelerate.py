@@ -33,7 +33,7 @@ def tokens():
 
 
 def adapted(**options):
-    """A model with adapters that are not 0."""
+    """A model with nonzero adapters."""
     model = peft.get_peft_model(Model(), peft.LoraConfig(r=2, lora_alpha=3, **options))
     with torch.no_grad():
         for parameter in adapters(model).values():
@@ -46,7 +46,7 @@ def adapters(model):
 
 
 def deltas(model):
-    """What the adapters add, by the names of the parameters."""
+    """The adapters' updates by parameter name."""
     found = {}
     for path, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
@@ -93,14 +93,14 @@ def test_adapters(options, names):
     torch.testing.assert_close(copy.deepcopy(model)(x), output)
     merged = model.merge_and_unload()
     torch.testing.assert_close(merged(x), output)
-    if "moe.down_proj" in names:  # PEFT leaves an adapted module alone inside of one whose parameters are adapted
+    if "moe.down_proj" in names:  # PEFT skips a module inside of one with adapted parameters
         merged = model.merge_and_unload()
         torch.testing.assert_close(merged(x), output)
     assert set(merged.state_dict()) == set(plain.state_dict())
 
 
 def test_adapters_are_trained():
-    """Three steps of an optimizer change what the model computes, and nothing but the adapters."""
+    """Three optimizer steps change the model's results, and no tensor but the adapters."""
     model, x = adapted(target_modules=["gate"], target_parameters=EXPERTS), tokens()
     before, frozen = model(x), {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -142,7 +142,7 @@ def offloaded(how, folder):
     if how == "layer":
         return accelerate.dispatch_model(model, {"proj": "cpu", "moe": "disk"}, **options)
     if how == "submodules":
-        with warnings.catch_warnings(action="ignore"):  # it knows modules only, and says so of the parameters
+        with warnings.catch_warnings(action="ignore"):  # it handles modules only, and warns about parameters
             devices = {"proj": "cpu", "moe": "cpu", "moe.gate": "disk", "moe.shared_expert": "disk"}
             return accelerate.dispatch_model(model, devices, **options)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")

@@ -1,4 +1,4 @@
-"""The layer as an nn.Module of torch, against the oracle: its own parameters, in their layouts."""
+"""The layer as an nn.Module of torch against the oracle, with its own parameters and layouts."""
 
 import numpy as np
 import pytest

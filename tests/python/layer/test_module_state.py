@@ -1,4 +1,4 @@
-"""The layer's state keeps its dtypes and shapes, whichever way a user or a tool replaces it; or the layer refuses it."""
+"""The layer's state keeps its dtypes and shapes however it is replaced, or the layer refuses it."""
 
 import re
 
@@ -83,7 +83,7 @@ def test_loading_restores_float32_at_once():
 
 
 def test_restoring_keeps_the_tensor_object():
-    """DistributedDataParallel broadcasts the buffers that it found when it was made."""
+    """DistributedDataParallel broadcasts the buffers that existed at its construction."""
     layer = made(use_expert_bias=True)
     buffer = layer.expert_bias
     set_data(layer)
@@ -92,7 +92,7 @@ def test_restoring_keeps_the_tensor_object():
 
 
 def test_a_forward_pass_leaves_a_replaced_bias_as_it_is():
-    """With torch.func.functional_call it belongs to the caller."""
+    """With torch.func.functional_call the state belongs to the caller."""
     layer = made(use_expert_bias=True)
     bias, x = torch.randn(E), torch.randn(9, D)
     given = bias.bfloat16()
@@ -175,7 +175,7 @@ def test_state_of_another_shape_or_kind_is_refused(change):
 
 
 def test_an_update_of_a_bias_without_values_is_refused():
-    """As offloading leaves it between forward passes."""
+    """The state as offloading leaves it between forward passes."""
     layer = made(use_expert_bias=True)
     layer(torch.randn(9, D))
     counts = layer.tokens_per_expert.clone()
@@ -205,7 +205,7 @@ def test_quantised_experts_older_than_their_weights_are_refused():
     with pytest.raises(ValueError, match="quantized: got experts that were quantised before w_out changed"):
         layer(x, quantized=quantized)
     layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
-    layer(x, quantized=quantized)  # other tensors: nothing is known of them
+    layer(x, quantized=quantized)  # tensors from elsewhere are not tied to the parameters
 
 
 def test_quantised_experts_of_frozen_weights_stay():

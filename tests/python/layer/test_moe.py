@@ -112,7 +112,7 @@ def test_a_float16_gate_of_a_float32_layer_multiplies_in_float32():
 
 
 def test_nothing_of_the_gate_is_rounded_to_float16():
-    """Neither logits and their gradients, large or small, nor sums over tokens."""
+    """Large and small logits, their gradients and sums over tokens stay unrounded."""
     arrays = operands(331, 8, 3, 72, 40, dtype="float16", skew=2e4)
     assert np.abs(arrays["x"].astype(np.float32) @ arrays["gate"]).max() > 65504
     arrays["gate"] = arrays["gate"].astype(np.float16)
@@ -123,7 +123,7 @@ def test_nothing_of_the_gate_is_rounded_to_float16():
     main = [jnp.asarray(small[name]) for name in ("gate", "x", "w_in", "w_out")]
 
     def loss(gate, x, *weights):
-        return moe(x, gate, *weights, topk=3, aux_loss_coeff=1e-3).aux_loss  # d_logits of some 1e-8
+        return moe(x, gate, *weights, topk=3, aux_loss_coeff=1e-3).aux_loss  # d_logits of about 1e-8
 
     got = jax.grad(loss)(main[0].astype(jnp.float32), *main[1:])
     exact = jax.grad(loss)(*(array.astype(jnp.float32) for array in main))
@@ -133,9 +133,10 @@ def test_nothing_of_the_gate_is_rounded_to_float16():
 
 @both
 def test_what_the_columns_of_a_float32_gate_have_in_common_cancels():
-    """The balance loss's gradients of a token's logits sum to zero; of x nothing else gets through.
+    """The balance loss's gradients of a token's logits sum to zero, so a common part of the columns cancels in d_x.
 
-    On a GPU a gate is two bfloat16 factors, so logits are off by 2^-17 of the terms' norm, which is 25 here.
+    On a GPU the gate is a sum of two bfloat16 operands, so logits are off by 2^-17 of the terms' norm, which is 25
+    here.
     """
     arrays = operands(331, 16, 3, 72, 8, dtype="bfloat16")
     arrays["gate"] += 3 * np.random.default_rng(4).standard_normal((72, 1)).astype(np.float32)
@@ -228,7 +229,7 @@ def test_a_masked_token_may_hold_nan():
 @pytest.mark.parametrize("wide", [("w_in",), ("w_out",), ("w_in", "w_out")])
 @pytest.mark.parametrize("weight_early", [False, True])
 def test_float32_weights_of_a_bfloat16_layer(wide, weight_early):
-    """They multiply as bfloat16; their gradients are the float32 sums that bfloat16 weights would get rounded."""
+    """They are multiplied as bfloat16; their gradients are the unrounded float32 sums."""
     arrays = operands(64, 6, 2, 24, 32, dtype="bfloat16", bias=True, skew=2.0, cold=1)
     options = {"topk": 2, "aux_loss_coeff": 0.3, "weight_early": weight_early}
 
@@ -243,7 +244,7 @@ def test_float32_weights_of_a_bfloat16_layer(wide, weight_early):
         assert (rounded != got).any() == (name in wide)
         np.testing.assert_allclose(rounded, narrow, rtol=2**-7, atol=2**-9 * np.abs(narrow).max(), err_msg=name)
 
-    # What bfloat16 has no room for is rounded before it multiplies, and only then.
+    # Digits beyond bfloat16 are rounded away for the GEMM, and nowhere else.
     nudged = {name: np.asarray(arrays[name], np.float32) * np.float32(1 + 2**-11) for name in wide}
     given = [jnp.asarray(arrays[name]) for name in ("x", "gate")]
 
@@ -311,7 +312,7 @@ def _arguments(T=12, E=4, D=8, F=6, **options):
 
 
 def _value_and_gradients(layer, arguments, seed=3):
-    """Output and the gradients of one random projection of it."""
+    """The output and the gradients of a random projection of it."""
     output, pull = jax.vjp(layer, *arguments)
     return output, pull(jnp.asarray(np.random.default_rng(seed).standard_normal(output.shape), output.dtype))
 
@@ -393,7 +394,7 @@ def test_remat_and_scan_give_the_same_bits():
     ],
 )
 def test_policies_of_remat_know_what_is_kept_by_name(names, calls):
-    """What is saved is not computed again, and the gradients are the same bits."""
+    """Saved results are not recomputed, and the gradients have the same bits."""
     x, *weights = _arguments(T=40)
 
     def layer(x, *weights):
@@ -408,7 +409,7 @@ def test_policies_of_remat_know_what_is_kept_by_name(names, calls):
 
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     rematted = gradients(jax.checkpoint(layer, policy=policy))
-    text = rematted.lower(x, *weights).as_text()  # before XLA, which may find on a CPU that both are the same
+    text = rematted.lower(x, *weights).as_text()  # before XLA, which may merge both on a CPU
     assert {name: text.count(f"@ab_xla_{name}(") for name in calls} == calls
     _assert_same(rematted(x, *weights), gradients(layer)(x, *weights))
 
@@ -455,7 +456,7 @@ def test_early_and_late_weighting_agree():
 def test_losses_alone_have_gradients():
     x, gate, w_in, w_out = _arguments(T=50)
 
-    forced = jax.lax.top_k(x @ gate, 2)[1]  # so that a step changes no selection and with it the counts
+    forced = jax.lax.top_k(x @ gate, 2)[1]  # so that a step does not change the selection and the counts
 
     def loss(gate):
         result = moe(x, gate, w_in, w_out, topk=2, aux_loss_coeff=1.0, z_loss_coeff=1.0, forced_experts=forced)
@@ -527,14 +528,14 @@ def test_rows_that_nobody_reads_are_zero_where_jax_looks_for_nan():
         text = jax.jit(layer).lower(*main).as_text()
         return set(re.findall(r"skip_rest = (\d)", text))
 
-    assert skips() == {"0", "1"}  # the gradient of w_in has nothing to skip
+    assert skips() == {"0", "1"}  # the gradient of w_in has no rows to skip
     for check in (jax.debug_nans, jax.debug_infs):
         with check(True):
             assert skips() == {"0"}
 
 
 def test_products_of_halves_have_16_bits_of_both_factors():
-    """What a GPU does; columns in common cancel, and what is left is still right to 2^-16 of the terms."""
+    """The GPU's algorithm: a common part of the columns cancels, and the remainder is right to 2^-16 of the terms."""
     rng = np.random.default_rng(2)
     a, b = rng.standard_normal((60, 40)), rng.standard_normal((30, 40)) + 100.0
     a -= a.mean(1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The NNX layer: it is moe() on its parameters, its state is no parameter, and it trains."""
+"""The NNX layer: moe() on its parameters, with a state that is no parameter; it trains."""
 
 import math
 import re
@@ -75,7 +75,7 @@ def test_parameters_start_at_the_fan_in_of_one_expert():
 
 def test_shared_expert_adds_a_dense_one():
     layer, x = _layer(shared_features=16), _x(7, 12)
-    with jax.default_matmul_precision("highest"):  # a GPU may round operands of some products to fewer digits
+    with jax.default_matmul_precision("highest"):  # a GPU may round operands of matmuls to fewer digits
         gate, up = (x @ layer.shared_in[...][:, i] for i in range(2))
         routed = moe(x, layer.gate[...], layer.w_in[...], layer.w_out[...], topk=2).output
         want = routed + (jax.nn.silu(gate) * up) @ layer.shared_out[...]
@@ -182,7 +182,7 @@ def test_an_expert_bias_of_another_kind_is_refused():
 def test_quantile_balancing_sets_the_bias():
     layer, x = _layer(score_function="sigmoid", balance="quantile", qb_bins=400), _x(400, 12)
     layer.gate[...] = layer.gate[...].at[:, 0].add(2.0 * jnp.abs(layer.gate[...]).sum() / 72)
-    x = jnp.abs(x)  # so that one expert is nearly everybody's
+    x = jnp.abs(x)  # so that most tokens select one expert
     before = layer(x)
     assert before.tokens_per_expert.max() > 2 * 400 * 2 / 6
     layer.update_quantile_bias(before.qb_histogram)

@@ -1,4 +1,4 @@
-"""precision="tf32" of the whole layer and of the one after the router, beside "highest" and against the oracle."""
+"""precision="tf32" of the whole layer and of the layer after the router, against "highest" and the oracle."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ pytestmark = BOTH
 @pytest.mark.parametrize("weight_early", [False, True])
 def test_the_rounded_layer_is_within_its_bounds(weight_early):
     arrays = routed_operands(90, 6, 2, 40, 56, bias=True)
-    arrays["experts"] = np.where(arrays["experts"] == 4, 5, arrays["experts"])  # a cold one
+    arrays["experts"] = np.where(arrays["experts"] == 4, 5, arrays["experts"])  # an expert without tokens
     options = dict(activation="silu", weight_early=weight_early)
     (output, counts, _), gradients, d_output = run_routed(arrays, precision="tf32", **options)
     assert counts[4] == 0 < counts[5]
@@ -30,7 +30,7 @@ def test_the_rounded_layer_is_within_its_bounds(weight_early):
 
 
 def test_only_the_experts_of_a_gpu_round(platform):
-    """The gate, its selection and the losses are as with "highest"."""
+    """The gate, its selection and the losses equal those of "highest"."""
     arrays = operands(40, 5, 2, 24, 32, bias=True, cold=1)
     options = dict(topk=2, aux_loss_coeff=0.1, z_loss_coeff=0.01)
     highest, gradients, _ = run_layer(arrays, **options)

@@ -1,4 +1,4 @@
-"""The layer after the router: against the oracle, and as the same code that `moe` runs behind its own router."""
+"""The layer after the router against the oracle, and against `moe` behind its own router."""
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def test_any_combination(T, E, K, D, F, parts, activation, layouts, bias, weight
     ids=["late", "early", "transposed"],
 )
 def test_moe_is_the_router_and_this(dtype, options):
-    """Bit for bit: outputs and counts, and the gradients of the experts' weights."""
+    """Outputs, counts and the gradients of the expert weights have equal bits."""
     arrays = operands(61, 6, 2, 24, 32, dtype=dtype, bias=True, skew=2.0, cold=1)
     x, gate = jnp.asarray(arrays["x"]), jnp.asarray(arrays["gate"])
     laid_out = stored(arrays, layouts_of(options))
@@ -123,7 +123,7 @@ def test_experts_of_any_index_dtype(dtype):
     given = arrays | {"experts": arrays["experts"].astype(dtype)}
     jax.tree.map(np.testing.assert_array_equal, routed_experts(*(given[name] for name in POSITIONAL)), want)
     if dtype == "int64":
-        given["experts"][0, 0] = 2**32  # which is 0 in 32 bits
+        given["experts"][0, 0] = 2**32  # 0 in 32 bits
         assert int(routed_experts(*(given[name] for name in POSITIONAL)).dropped) == 1
 
 

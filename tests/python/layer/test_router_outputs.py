@@ -1,4 +1,4 @@
-"""The layer asks the router only for what its losses and its backward pass need."""
+"""The layer requests from the router only the outputs that its losses and its backward pass need."""
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from anabranch.torch.binding import calls
 T, D, E, K, F = 37, 8, 6, 2, 4
 EXTRA = {"tokens_per_expert", "score_sum", "lse"}
 LOSSES = {"none": {}, "aux": {"aux_loss_coeff": 0.1}, "z": {"z_loss_coeff": 0.1}}
-#: What is asked for beside weights and experts, by score function and losses: (forward alone, with a gradient) in JAX.
-#: torch doesn't know when it computes whether a gradient will be wanted.
+#: Requested outputs beside weights and experts, by score function and losses: (forward alone, with a gradient) in JAX.
+#: torch does not know in the forward pass whether a gradient will be requested.
 ASKED = {
     ("softmax", "none"): (set(), {"lse"}),
     ("softmax", "aux"): ({"score_sum"}, {"score_sum", "lse"}),
@@ -67,7 +67,7 @@ def test_in_torch(score_function, losses, monkeypatch):
         return call(tensors, **options)
 
     monkeypatch.setattr(calls, "router_forward", spy)
-    # A shape that no other test has: the operation keeps the layouts of the calls that it has seen.
+    # A shape that no other test uses, because the operation caches the layouts of earlier calls.
     x, *rest = map(torch.from_numpy, operands())
     x = x[: T - 1 - list(ASKED).index((score_function, losses))].requires_grad_()
     out = in_torch.moe(x, *rest, topk=K, score_function=score_function, **LOSSES[losses])
@@ -80,7 +80,7 @@ def test_in_torch(score_function, losses, monkeypatch):
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("moe", "array"), [(in_jax.moe, jnp.asarray), (in_torch.moe, torch.from_numpy)])
 def test_losses_change_nothing_else(moe, array, score_function):
-    """What comes without losses comes with them, bit by bit, and either loss is what it is beside the other."""
+    """Losses do not change a bit of the other outputs, and neither loss changes the other."""
     arrays = [array(a) for a in operands()]
     found = {name: moe(*arrays, topk=K, score_function=score_function, **given) for name, given in LOSSES.items()}
     both = moe(*arrays, topk=K, score_function=score_function, **LOSSES["aux"], **LOSSES["z"])

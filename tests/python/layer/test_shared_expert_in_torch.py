@@ -1,4 +1,4 @@
-"""The shared expert in torch: layouts, float32 weights, masks, autocast; its numbers are checked in tests/python/moe."""
+"""The shared expert in torch: layouts, float32 weights, masks, autocast. test_shared_expert.py compares values."""
 
 import math
 
@@ -25,7 +25,7 @@ def operands():
 
 
 def gradients(given, **options):
-    """The output and the gradients of named operands."""
+    """The output, and the gradients of the named operands."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in given.items()}
     output = shared_expert(**leaves, **options)
     found = torch.autograd.grad(torch.sin(output.float()).sum(), list(leaves.values()))

@@ -1,4 +1,4 @@
-"""The submodules of MoE are modules like any other: called, hooked, parametrised, pruned, replaced, copied and loaded."""
+"""The submodules of MoE can be called, hooked, parametrised, pruned, replaced, copied and loaded."""
 
 import copy
 import io
@@ -50,7 +50,7 @@ def loss_of(result):
 
 
 def run(call, layer, x=None, **given):
-    """The result of a call, and all gradients by name; None: there is none."""
+    """The result of a call, and all gradients by name; None: no gradient."""
     x = tokens() if x is None else x
     leaf = x.detach().clone().requires_grad_()
     result = call(leaf, **given)
@@ -60,7 +60,7 @@ def run(call, layer, x=None, **given):
 
 
 class Watched:
-    """Forward hooks on submodules that count their calls; the gate is then called, not computed with the rest."""
+    """Forward hooks that count the submodules' calls; a hooked gate is called instead of computed inside the layer."""
 
     def __init__(self, layer, names=SUBMODULES):
         self.calls = []
@@ -326,7 +326,7 @@ def test_parameters_that_are_computed_are_not_drawn(name, parameter):
 
 
 def test_a_pruned_module_is_copied_as_torch_copies_its_own():
-    """Not after a forward pass: the pruned tensor has a graph then. state_dict is the way."""
+    """After a forward pass the pruned tensor has a graph and cannot be copied; state_dict works."""
     for module, x in ((nn.Linear(D, E), tokens()), (made(), tokens())):
         prune.l1_unstructured(module if isinstance(module, nn.Linear) else module.gate, "weight", 0.5)
         module(x)

@@ -1,4 +1,4 @@
-"""The gate's product of bfloat16 matrices on CUDA, as torch traces it without a GPU."""
+"""The gate's GEMM of bfloat16 matrices on CUDA, traced by torch without a GPU."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ T, D, E, F = 8, 16, 4, 8
 
 @pytest.mark.parametrize("by_ours", [False, True])
 def test_a_bfloat16_gate_on_cuda_is_compiled(monkeypatch, by_ours):
-    """torch 2.9 knows no shape of a product that is given in float32; then an operation of ours says it."""
+    """torch 2.9 cannot infer the shape of a bfloat16 GEMM with float32 output; our operation provides it."""
     if not by_ours and not layer_gate._MM_IS_TRACED:
         pytest.skip("this torch can't trace its own product in float32")
     monkeypatch.setattr(layer_gate, "_MM_IS_TRACED", not by_ours)

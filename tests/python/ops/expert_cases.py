@@ -1,12 +1,11 @@
-"""Networks to compare with the oracle, and how far each result may be from it.
+"""Networks to compare with the oracle, and the error bound of each result.
 
-float32: a sum of n products has a relative error of about sqrt(n) 2^-24 (random signs); with n <= 2048 that stays below
-FLOAT32, whatever passes through.
+float32: a sum of n products has a relative error of about sqrt(n) 2^-24 (random signs). With n <= 2048 this stays below
+FLOAT32 through all later steps.
 
-bfloat16 and float16: every tensor that is rounded on the way gets a relative error of at most u, its unit roundoff
-(2^-8 and 2^-11). The products are linear, so such errors pass on without growing; an activation's slope or value
-passes on twice the error of its argument (relu2: exactly twice; silu and gelu: less where it matters). Errors add at
-worst, so a bound is a count of roundings:
+bfloat16 and float16: every rounded tensor gets a relative error of at most u, the unit roundoff (2^-8 and 2^-11). GEMMs
+are linear and pass such errors on unchanged; an activation's slope or value doubles the error of its argument (relu2:
+exactly; silu and gelu: less where it matters). In the worst case errors add, so a bound is a count of roundings:
 
     y          a, y                                        2
     rows       gate (twice), up, dh, dx                    5
@@ -15,8 +14,8 @@ worst, so a bound is a count of roundings:
     b_out      the gradient                                1
     weights    gate (twice), up                            3
 
-A weight's gradient is one number, the sum of products whose signs vary: its error is measured against the size of such
-a sum, the norm of its terms, since the sum itself may be zero by chance.
+The gradient of a row weight is a sum of products of either sign. Its error is relative to the norm of the terms,
+because the sum itself may be zero by chance.
 """
 
 import dataclasses
@@ -33,7 +32,7 @@ UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 ROUNDINGS = {"y": 2, "rows": 5, "w_in": 5, "b_in": 5, "w_out": 5, "b_out": 1, "weights": 3}
 
 
-# Of a size that hidden columns reach and pass.
+# Limits that intermediate columns reach and exceed.
 ACTIVATIONS = (
     *map(Activation.glu, PLAIN),
     Activation.swiglu_clamped(limit=0.8),
@@ -44,7 +43,7 @@ ACTIVATIONS = (
 
 
 def parts_of(activation):
-    """The P that experts with it can have."""
+    """The values of P that the activation allows."""
     return (2,) if activation.gated_only else (1, 2)
 
 
@@ -67,7 +66,7 @@ class Network:
 
     @property
     def arrays(self):
-        """The differentiable operands that are given, by the name of their gradient."""
+        """The differentiable operands that are not None, by the name of their gradient."""
         names = ("rows", "w_in", "w_out", "b_in", "b_out", "weights")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -77,7 +76,7 @@ def random_array(rng, shape, dtype="float32", scale=1.0):
 
 
 def random_sizes(rng, num_rows, num_experts):
-    """Uneven groups: a few experts take most rows, many none."""
+    """Uneven groups: a few experts get most rows, many get none."""
     popularity = rng.permutation(1.0 / (1 + np.arange(num_experts)) ** 1.5)
     return rng.multinomial(num_rows, popularity / popularity.sum()).astype(np.int32)
 
@@ -99,7 +98,7 @@ def network(rng, group_sizes, width, parts, hidden, *, dtype="float32", spare=0,
 
 
 def oracle(net, activation, slot_of_row=None):
-    """(y, gradients by name) of the float64 oracle; early or late weights are the same to it."""
+    """(y, gradients by name) of the float64 oracle; it is the same for early and late weights."""
     given = dict(
         group_sizes=net.group_sizes,
         activation=activation,
@@ -109,7 +108,7 @@ def oracle(net, activation, slot_of_row=None):
         slot_of_row=slot_of_row,
     )
     y = reference.expert_ffn(net.rows, net.w_in, net.w_out, **given)
-    # Where slopes jump, what is rounded to the other side of a limit has another one.
+    # Where slopes jump, rounding h across a limit changes the slope.
     kept = net.rows.dtype if as_activation(activation).limit else None
     gradients = reference.expert_ffn_backward(net.d_y, net.rows, net.w_in, net.w_out, **given, kept_dtype=kept)
     return y, named(gradients)
@@ -140,7 +139,7 @@ def weight_gradient_scale(net, activation):
 
 
 def assert_weight_gradient_close(got, want, scale, group_sizes, limit):
-    """Every expert's rows by themselves, against the norm of the terms."""
+    """Compares the rows of each expert, relative to the norm of the terms."""
     offsets = np.concatenate([[0], np.cumsum(group_sizes)])
     error = np.asarray(got, np.float64) - want
     for e in range(len(group_sizes)):
@@ -150,7 +149,7 @@ def assert_weight_gradient_close(got, want, scale, group_sizes, limit):
 
 
 def assert_rows_close(got, want, group_sizes, limit, name, terms=None):
-    """Every expert's rows by themselves; rows past the groups are exactly zero. terms: as in `assert_close`."""
+    """Compares the rows of each expert; rows past the groups are exactly zero. terms: see `assert_close`."""
     offsets = np.concatenate([[0], np.cumsum(group_sizes)])
     for e in range(len(group_sizes)):
         rows = slice(offsets[e], offsets[e + 1])
@@ -160,7 +159,7 @@ def assert_rows_close(got, want, group_sizes, limit, name, terms=None):
 
 
 def assert_matches_oracle(net, activation, y, gradients, slot_of_row=None):
-    """y and every gradient, a tensor and an expert, in the dtype of what it belongs to."""
+    """Compares y and every gradient per expert; each gradient has its operand's dtype."""
     want, want_gradients = oracle(net, activation, slot_of_row)
     dtype = str(net.rows.dtype)
     assert y.dtype == net.rows.dtype

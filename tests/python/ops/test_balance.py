@@ -17,7 +17,7 @@ from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 
-# Float32: 2e-6 for a sum over experts and a product of four factors.
+# float32: 2e-6 for a sum over experts and a product of four numbers.
 BOUND = 2e-6
 
 
@@ -102,7 +102,7 @@ def test_losses_through_the_router_are_those_of_the_whole_batch():
 
 
 def fused_in_torch(probs, counts, topk, coeff, total_num_tokens=None, num_experts=None):
-    """TransformerEngine's arguments in their order there, all of which are given."""
+    """Calls the function with all arguments in TransformerEngine's order."""
     T, C = probs.shape
     if isinstance(counts, np.ndarray):
         counts = tensor(counts)
@@ -136,14 +136,14 @@ def test_fused_moe_aux_loss(T, C, options, dtype):
     gradient = pull(np.float32(1.7))["probs"]
     assert gradient.dtype == probs.dtype
     d_want = reference.fused_moe_aux_loss_backward(np.asarray(probs), counts, K, 0.01, **options, d_loss=1.7)
-    rounding = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-8}[dtype]  # float16: small gradients are denormal
+    rounding = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-8}[dtype]  # float16 has subnormal gradients
     assert_close(gradient, d_want, BOUND + rounding, "d_probs")
 
 
 @both
 @pytest.mark.parametrize("tokens", [5.5, 0.0, float("nan")])
 def test_fused_moe_aux_loss_of_tokens_that_are_not_whole(tokens):
-    """The mean over sequences, for instance: the loss and its gradient, also for none and for NaN."""
+    """A mean over sequences, for instance. Checks the loss and its gradient, also for no tokens and for NaN."""
     probs = np.random.default_rng(0).random((9, 4)).astype(np.float32)
     counts = np.array([1, 2, 3, 4], np.int32)
     functions = (fused_moe_aux_loss, fused_in_torch)

@@ -26,7 +26,7 @@ def our_plan(case):
 
 
 def product_sizes(d_out, rows, want_plan):
-    """sum_i |d_out[t, i] rows[row, i]| for every slot."""
+    """sum_i |d_out[t, i] rows[row, i]| per assignment."""
     d_out, rows = (np.abs(np.asarray(a, np.float64)) for a in (d_out, rows))
     return reference.combine_backward(d_out, rows, want_plan, np.ones(want_plan.row_of_slot.shape))[1]
 
@@ -107,7 +107,7 @@ def test_the_rules_take_cotangents_of_every_dtype(dtype, cotangent):
 
 @pytest.mark.parametrize(("dtype", "addend_dtype"), list(itertools.product(FLOATS, FLOATS)))
 def test_sums_of_rows_take_an_addend(dtype, addend_dtype):
-    """Every element within the float32 roundings of its terms and one to its dtype; tokens without rows too."""
+    """Each element, also of tokens without rows, is within the float32 roundings of its terms and one to its dtype."""
     case = Case(60, 6, 3, 8, 0.8, "masked")
     rng, layout, want_plan = case.rng(), our_plan(case), case.reference_plan()
     d_rows = normal(rng, (layout.slot_of_row.size, 37), dtype)
@@ -118,7 +118,7 @@ def test_sums_of_rows_take_an_addend(dtype, addend_dtype):
     wide, wide_addend = d_rows.astype(np.float64), addend.astype(np.float64)
     want = reference.dispatch_backward(wide, want_plan) + wide_addend
     sizes = reference.dispatch_backward(np.abs(wide), want_plan) + np.abs(wide_addend)
-    in_float32 = 4 * 2.0**-24 * sizes  # three slots and the addend
+    in_float32 = 4 * 2.0**-24 * sizes  # three rows and the addend
     info = jnp.finfo(dtype)
     once = float(info.eps) / 2 * (np.abs(want) + in_float32) + float(info.smallest_subnormal) / 2
     wrong = np.abs(np.asarray(got, np.float64) - want) > in_float32 + once

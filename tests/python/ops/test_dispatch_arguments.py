@@ -19,7 +19,7 @@ def shape(dims, dtype=jnp.float32):
 
 
 def traced(function):
-    """Calls with shapes only: what is knowable without data must be refused without it."""
+    """Calls functions with shapes alone: errors that do not depend on data have to be raised without data."""
     return lambda **arguments: jax.eval_shape(lambda: function(**arguments))
 
 

@@ -53,13 +53,13 @@ def gradient(function, differentiable):
 
 
 def assert_same(got, want):
-    """Integers exactly; floats up to the order in which XLA adds what is not ours."""
+    """Integers have to be equal; floats may differ by the order of XLA's own sums."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_close(a, np.asarray(b), 5e-7 if jnp.issubdtype(b.dtype, jnp.floating) else 0.0, "result")
 
 
 def varied(array, i):
-    """Slice i of a batch: floats scaled, integers and booleans moved along the tokens."""
+    """Slice i of a batch: floats are scaled, integers and booleans are rolled along the tokens."""
     return array * (1 + i) if jnp.issubdtype(array.dtype, jnp.floating) else jnp.roll(array, i, 0)
 
 
@@ -124,7 +124,7 @@ def test_export(function, platform):
 
 
 def test_grad_through_experts_that_another_function_chose():
-    """The integers of a custom_vjp carry empty tangents under vmap of grad."""
+    """Integer operands of a custom_vjp have empty tangents under vmap of grad."""
 
     @jax.custom_vjp
     def route(x):

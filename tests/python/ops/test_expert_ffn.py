@@ -1,4 +1,4 @@
-"""expert_ffn against the oracle: forward and every gradient, random cotangents, a tensor and an expert."""
+"""expert_ffn against the oracle: forward and every gradient, with random cotangents, per tensor and per expert."""
 
 import dataclasses
 from functools import partial
@@ -28,7 +28,7 @@ pytestmark = BOTH
 
 
 def run(net, activation="silu", weight_early=False, w_in_layout="dpf", w_out_layout="fd"):
-    """(y, gradients by name) of expert_ffn, whose weights and their gradients are in these layouts."""
+    """(y, gradients by name) of expert_ffn with weights and gradients in these layouts."""
     of = Layouts(w_in_layout, w_out_layout)
     laid_out = ("w_in", "w_out", "b_in")
 
@@ -70,11 +70,11 @@ def test_activations_gating_and_weighting(dtype, activation, parts, weight_early
     [
         ([1], 8, 8),
         ([5], 3, 7),
-        ([1, 0, 1], 17, 9),  # single rows, a cold expert
-        ([300, 0, 1, 513], 40, 530),  # groups longer than a tile, hidden wider than a tile
-        ([257, 16], 530, 20),  # width above a tile
-        ([31, 2], 1100, 1040),  # more than two blocks of terms in every sum
-        ([100], 64, 1024),  # rows of the weights whole pages apart
+        ([1, 0, 1], 17, 9),  # single rows, an expert without rows
+        ([300, 0, 1, 513], 40, 530),  # groups longer than a tile, F wider than a tile
+        ([257, 16], 530, 20),  # D wider than a tile
+        ([31, 2], 1100, 1040),  # more than two blocks of terms per sum
+        ([100], 64, 1024),  # weight rows whole pages apart
         ([0, 0, 0], 5, 4),
     ],
 )
@@ -93,15 +93,15 @@ LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
         ([70, 0, 41, 90], 33, 2, 47, False),  # odd widths
         ([70, 0, 41, 130], 72, 2, 48, True),
         ([70, 0, 41, 130], 40, 1, 56, False),
-        ([300, 0, 1, 513], 40, 2, 530, False),  # hidden wider than a tile
-        ([140, 16], 1032, 2, 256, True),  # width of several blocks, hidden as wide as a tile
+        ([300, 0, 1, 513], 40, 2, 530, False),  # F wider than a tile
+        ([140, 16], 1032, 2, 256, True),  # D of several blocks, F as wide as a tile
         ([5, 2], 3, 2, 1, False),
         ([5, 2], 1, 2, 3, False),
     ],
 )
 @pytest.mark.parametrize(("w_in_layout", "w_out_layout"), LAYOUTS[1:])
 def test_layouts_of_weights(w_in_layout, w_out_layout, sizes, width, parts, hidden, weight_early, dtype):
-    # Numbers of which none is so near the limit that the last bits of a sum decide whether it has a slope.
+    # No value is so near the limit that the last bits of a sum decide its slope.
     net = network(np.random.default_rng(17), sizes, width, parts, hidden, dtype=dtype, spare=3)
     activation = Activation.swiglu_oai(limit=0.9) if parts == 2 else "gelu"
     check(net, activation, weight_early, w_in_layout=w_in_layout, w_out_layout=w_out_layout)
@@ -206,7 +206,7 @@ def test_every_pair_of_gate_and_up_far_from_and_at_the_limits(activation, dtype)
     scale = {"float32": 4e-6, "bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
     tiny = 1e-37 if dtype != "float16" else 2.0**-24
     np.testing.assert_allclose(np.asarray(y, np.float64), want_y, rtol=scale, atol=tiny)
-    # A slope is a sum of terms of the size of the other input.
+    # A slope is a sum of terms as large as the other input.
     terms = 2e-6 * (1 + np.abs(np.stack([up, gate], axis=1)))
     got = np.asarray(gradients["rows"], np.float64)
     assert (np.abs(got - want["rows"]) <= scale * np.abs(want["rows"]) + terms).all()
@@ -214,7 +214,8 @@ def test_every_pair_of_gate_and_up_far_from_and_at_the_limits(activation, dtype)
 
 @pytest.mark.parametrize("a", [1.0, 4.0])
 def test_slopes_of_situ_are_exact_in_saturation(a):
-    # Both slopes tend to 0, so an absolute error would hide there. Near g = -a/4 the slope of the gate changes sign.
+    # Both slopes tend to 0, where an absolute bound would hide errors. Near g = -a/4 the slope of the gate changes
+    # sign.
     activation = Activation.situ(a=a, b=2.0)
     gates = np.concatenate([-np.geomspace(4 * a, 40, 9), np.geomspace(1e-3, min(16 * a, 40), 60)])
     ups = np.geomspace(0.1, 30, 9)
@@ -286,7 +287,7 @@ def test_any_network(seed, sizes, spare, width, hidden, activation, dtype, biase
     activation, parts = activation
     rng = np.random.default_rng(seed)
     net = network(rng, sizes, width, parts, hidden, dtype=dtype, spare=spare, biases=biases, weights=weights)
-    # Single values may cancel: absolute errors, in units of the tensor's largest value.
+    # Single values may cancel, so errors are absolute in units of the tensor's largest value.
     y, gradients = run(net, activation, weight_early, *layout)
     want_y, want = oracle(net, activation)
     units = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}

@@ -1,4 +1,4 @@
-"""The same bounds hold with every instruction set, and with bfloat16 products native or converted."""
+"""The error bounds hold with every instruction set, and with native and converted bfloat16 GEMMs."""
 
 import os
 import pathlib
@@ -22,13 +22,13 @@ multiply(jnp.bfloat16).block_until_ready()
 
 
 def run(isa, bf16, *arguments):
-    """Python with arguments, in a process of its own: the library reads its environment once."""
+    """Runs Python in a process of its own, because the library reads its environment once."""
     environment = dict(os.environ, ANABRANCH_ISA=isa, ANABRANCH_BF16=bf16)
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
 
 
 def bf16_products(isa, bf16):
-    """How the library says that bfloat16 is multiplied on this machine."""
+    """The library's description of its bfloat16 GEMMs on this machine."""
     result = run(isa, bf16, "-c", "from anabranch import _library; print(_library.describe()['bf16'])")
     return result.stdout.strip()
 
@@ -37,7 +37,7 @@ def bf16_products(isa, bf16):
     ("isa", "bf16"), [("baseline", "convert"), ("avx2", "convert"), ("avx2", "native"), ("avx512", "native")]
 )
 def test_variant(isa, bf16):
-    """Native products are those of a machine that has them (never of AVX2); elsewhere to ask for them is an error."""
+    """ANABRANCH_BF16=native is an error on a machine (or an instruction set, such as AVX2) without native GEMMs."""
     products = bf16_products(isa, bf16)
     if bf16 == "native" and (isa == "avx2" or products != "native"):
         assert products.startswith("refused, ANABRANCH_BF16: got native, expected convert or nothing"), products
@@ -47,7 +47,7 @@ def test_variant(isa, bf16):
         assert "AssertionError" not in result.stderr, result.stderr[-4000:]
         return
     assert products == {"convert": "converted", "native": "native"}[bf16]
-    selected = "(uneven_groups or large_arguments) and not torch"  # which calls the same functions
+    selected = "(uneven_groups or large_arguments) and not torch"  # torch calls the same functions
     result = run(
         isa, bf16, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
         str(TESTS / "test_expert_ffn.py"), "-k", selected, "-m", "not gpu",

@@ -83,7 +83,7 @@ def test_scan_and_remat():
 
 
 def test_donated_and_reused_residuals_are_not_overwritten():
-    """dh takes over h's buffer: pulling back twice must give the same."""
+    """dh overwrites h's buffer, so a second pullback must return the same gradients."""
     arrays, d_y = operands()
     floats = {name: array for name, array in arrays.items() if name != "group_sizes"}
     _, pull = jax.vjp(lambda floats: expert_ffn(**floats, group_sizes=arrays["group_sizes"]), floats)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("platform")
 
 
 def routed(rng, num_tokens, num_experts, topk, *, align_size=0, num_rows=None):
-    """A plan of distinct experts a token, a few of them masked."""
+    """A plan with distinct experts per token, a few of them masked."""
     selected = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :topk].astype(np.int32)
     selected[rng.random((num_tokens, topk)) < 0.1] = -1
     return dispatch.plan(selected, num_experts, align_size, num_rows)
@@ -96,7 +96,7 @@ def test_cotangents_of_another_dtype(dtype, d_dtype):
 
 
 def test_late_weights_elsewhere_give_the_same_gradients():
-    """Combine applies late weights: the forward rule sees none, the backward rule does."""
+    """Combine applies late weights: the forward rule gets none, the backward rule gets them."""
     rng = np.random.default_rng(5)
     plan = routed(rng, 40, 5, 2)
     net = network(rng, plan.group_sizes, 9, 2, 11, weights=None)

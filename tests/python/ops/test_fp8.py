@@ -1,4 +1,4 @@
-"""precision="fp8" of grouped_matmul and expert_ffn against the oracle's quantised products; bounds are those of `fp8`."""
+"""precision="fp8" of grouped_matmul and expert_ffn against the oracle's quantised GEMMs, with the bounds of `fp8`."""
 
 from functools import partial
 
@@ -19,14 +19,14 @@ from frameworks import BOTH, call, in_torch, vjp
 
 pytestmark = BOTH
 
-#: Uneven, one cold, one of a single row; three rows more than their sum.
+#: Uneven groups: one without rows, one of a single row; three rows follow the groups.
 SIZES = np.array([40, 0, 23, 1, 50], np.int32)
 SPARE = 3
 R = int(SIZES.sum()) + SPARE
 
 
 def run(net, w_in_layout="dpf", w_out_layout="fd", quantized=None, **options):
-    """(y, gradients by name) of expert_ffn with FP8, whose weights and their gradients are in these layouts."""
+    """(y, gradients by name) of expert_ffn with FP8 and with weights and gradients in these layouts."""
     of, laid_out = Layouts(w_in_layout, w_out_layout), ("w_in", "w_out", "b_in")
     options = dict(precision="fp8", quantized=quantized) | options
     options |= dict(w_in_layout=w_in_layout, w_out_layout=w_out_layout)
@@ -39,7 +39,7 @@ def run(net, w_in_layout="dpf", w_out_layout="fd", quantized=None, **options):
 
 
 def quantized_of(net, **options):
-    """The experts of a network as the running framework quantises them."""
+    """The experts of a network, quantised by the current framework."""
     given = np.asarray(net.w_in), np.asarray(net.w_out)
     if not in_torch():
         return jax.jit(partial(quantize_experts, **options))(*given)
@@ -59,7 +59,7 @@ def quantized_of(net, **options):
     ],
 )
 def test_the_network(platform, dtype, D, parts, F, activation, fp8_scales, weight_early, layouts):
-    """The output and every gradient, a tensor and an expert, with cold and uneven ones."""
+    """Checks the output and every gradient per expert, with uneven groups and experts without rows."""
     dtype = fp8.rows_dtype(platform, dtype)
     net = network(np.random.default_rng(31), SIZES, D, parts, F, dtype=dtype, spare=SPARE)
     options = dict(activation=activation, weight_early=weight_early, fp8_scales=fp8_scales)
@@ -98,7 +98,7 @@ def test_a_grouped_product(platform, transpose_w, dtype, D, N):
 
 
 def test_experts_that_are_quantised_before_give_the_same_bits():
-    """With what gradients take and without it; and it is they that multiply, not the weights beside them."""
+    """With and without the tensors for the backward pass. The GEMMs read the quantised tensors, not the weights."""
     net = network(np.random.default_rng(34), SIZES, 128, 2, 256, dtype="bfloat16", spare=SPARE)
     other = network(np.random.default_rng(35), SIZES, 128, 2, 256, dtype="bfloat16")
     y, gradients = run(net, fp8_scales="power_of_two")
@@ -130,7 +130,7 @@ def test_quantised_experts_are_the_oracles_to_the_bit(layouts):
 
 
 def _bytes_of_torch(*arrays, **options):
-    """quantize_experts in torch, its e4m3 tensors as bytes, which numpy knows."""
+    """quantize_experts in torch, with its e4m3 tensors as bytes for numpy."""
     import torch as pytorch
 
     found = torch.quantize_experts(*arrays, **options)
@@ -138,7 +138,7 @@ def _bytes_of_torch(*arrays, **options):
 
 
 def test_zeros_outliers_and_tiny_numbers_have_blocks_of_their_own(platform):
-    """A block with one number of 1e4 keeps few digits of the others, and no other block knows of it."""
+    """A value of 1e4 costs the other values of its block their low digits, and does not affect other blocks."""
     net = network(np.random.default_rng(37), SIZES, 256, 2, 128, dtype=fp8.rows_dtype(platform), spare=SPARE)
     rows, w_in, d_y = (np.array(a) for a in (net.rows, net.w_in, net.d_y))
     rows[3, :128], rows[5, 200], rows[8], d_y[42, 128:256], d_y[9, 5] = 0, 1e4, rows[8] * 1e-30, 0, -1e4
@@ -149,7 +149,7 @@ def test_zeros_outliers_and_tiny_numbers_have_blocks_of_their_own(platform):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_no_number_makes_its_block_none(platform, bad):
-    """In a row that row's results, in a matrix those of its expert, and nothing of others: as the oracle has it."""
+    """NaN in a row affects that row's results, NaN in a matrix those of its expert, as in the oracle."""
     net = network(np.random.default_rng(38), SIZES, 256, 2, 128, dtype=fp8.rows_dtype(platform), spare=SPARE)
     clean = all_results(run(net))
     ends = np.concatenate([[0], np.cumsum(SIZES)])

@@ -1,4 +1,4 @@
-"""The bounds of precision="fp8": no result of it passes them by, and results of other products do."""
+"""The bounds of precision="fp8": its results are within them, and results of other GEMMs are not."""
 
 import numpy as np
 import pytest
@@ -13,22 +13,22 @@ SIZES = np.array([20, 0, 13, 1], np.int32)
 
 @pytest.mark.parametrize("fp8_scales", FP8_SCALES)
 def test_nothing_moves_further_than_it_may(fp8_scales):
-    """Numbers that are off by up to `off`, of which many are near a rounding and some are the largest of a block."""
+    """Values with errors of up to `off`; many are near a rounding threshold, some are the largest of their block."""
     rng = np.random.default_rng(40)
     v = rng.standard_normal((40, 256)) * 10.0 ** rng.integers(-3, 3, (40, 1))
-    v[::3, 5] = 448 * 2.0 ** rng.integers(-3, 3, 14)  # a largest one whose scale is about to be another power of two
+    v[::3, 5] = 448 * 2.0 ** rng.integers(-3, 3, 14)  # a block maximum near the next power-of-two scale
     for size in (1e-6, 1e-3):
         off = size * np.abs(rng.standard_normal(v.shape)) * np.abs(v)
         moved, before = fp8.moves(v, off, fp8_scales), quantize_rows(v, fp8_scales).exact()
         for _ in range(4):
             after = quantize_rows(v + rng.choice([-1, -0.5, 0.5, 1], v.shape) * off, fp8_scales).exact()
             assert (np.abs(after - before) <= moved * (1 + 1e-6)).all()
-        # For most of them it is next to nothing: a step of e4m3 is 1 / 16 of a number and more.
+        # For most values `moves` is tiny: one step of e4m3 is at least 1/16 of the value.
         assert np.mean((moved > np.abs(v) / 32)[1::3]) < (0.01 if size < 1e-4 else 0.1)
 
 
 def results(net, fp8_scales):
-    """Those of the oracle in float32, as a library's are."""
+    """The oracle's results in float32."""
     given = dict(group_sizes=SIZES, activation="silu", b_in=net.b_in, b_out=net.b_out, row_weights=net.weights)
     arrays = net.rows, net.w_in, net.w_out
     y = reference.expert_ffn(*arrays, **given, fp8_scales=fp8_scales).astype(np.float32)
@@ -38,7 +38,7 @@ def results(net, fp8_scales):
 
 
 def test_they_tell_quantised_products_from_others():
-    """Other scales, or exact products, in one result alone."""
+    """One result is computed with other scales or by exact GEMMs."""
     net = network(np.random.default_rng(32), SIZES, 256, 2, 128)
     y, gradients = results(net, "float32")
     fp8.assert_network(net, "silu", "float32", y, gradients)

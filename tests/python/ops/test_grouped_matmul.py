@@ -1,4 +1,4 @@
-"""grouped_matmul against the oracle: the product and both gradients, as stored and transposed."""
+"""grouped_matmul against the oracle: the result and both gradients, with w as stored and transposed."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def check(rng, sizes, width, columns, *, dtype="float32", transpose_w=False, spa
     plain_w = plain_w.swapaxes(1, 2) if transpose_w else plain_w
     want_y = reference.grouped_matmul(x, plain_w, sizes)
     want_x, want_w = reference.grouped_matmul_backward(d_y, x, plain_w, sizes)
-    # One product of few terms may cancel: errors are relative to the norms of the terms.
+    # A sum of few terms may cancel, so errors are relative to the norm of the terms.
     of_y = np.sqrt(reference.grouped_matmul(square(x), square(plain_w), sizes))
     of_x, of_w = map(np.sqrt, reference.grouped_matmul_backward(square(d_y), square(x), square(plain_w), sizes))
     if transpose_w:

@@ -1,4 +1,4 @@
-"""precision="tf32" of grouped_matmul and expert_ffn against the oracle, and beside "highest"; bounds are those of `tf32`."""
+"""precision="tf32" of grouped_matmul and expert_ffn against the oracle and "highest", with the bounds of `tf32`."""
 
 from functools import partial
 
@@ -22,13 +22,13 @@ from oracle import assert_close_per_expert
 
 pytestmark = BOTH
 
-#: Uneven, one cold, one of a single row; three rows more than their sum.
+#: Uneven groups: one without rows, one of a single row; three rows follow the groups.
 SIZES = np.array([70, 0, 41, 1, 90], np.int32)
 R = int(SIZES.sum()) + 3
 
 
 def product(precision, dtype, transpose_w, held=False):
-    """Operands, cotangent, y and the gradients of grouped_matmul; held: of operands that TF32 holds."""
+    """Operands, cotangent, y and gradients of grouped_matmul; held: TF32 represents the operands exactly."""
     rng, D, N = np.random.default_rng(5), 72, 56
     x, d_y = random_array(rng, (R, D), dtype), random_array(rng, (R, N), dtype)
     w = random_array(rng, (len(SIZES), N, D) if transpose_w else (len(SIZES), D, N), dtype)
@@ -52,7 +52,7 @@ def ffn(precision, dtype="float32"):
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("transpose_w", [False, True])
 def test_a_rounded_product_is_within_its_bound(transpose_w, held):
-    """Of operands that TF32 holds as they are, that of float32 sums alone."""
+    """The error with operands that TF32 represents exactly is that of float32 sums."""
     (x, w, d_y), got = product("tf32", "float32", transpose_w, held)
     x, w, d_y = (np.asarray(array, np.float64) for array in (x, w, d_y))
     w = w.swapaxes(1, 2) if transpose_w else w
@@ -86,7 +86,7 @@ def test_a_rounded_network_is_within_its_bounds():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_only_float32_on_a_gpu_is_rounded(platform, dtype):
-    """Every result of a product differs there; elsewhere all bits are those of "highest"."""
+    """Where kernels round, every GEMM result differs from "highest"; elsewhere all bits are equal."""
     _, highest = product("highest", dtype, False)
     _, rounded = product("tf32", dtype, False)
     for name, value in highest.items():

@@ -1,4 +1,4 @@
-"""Quantile balancing: the histogram of cutoffs and the bias from it, against the oracle."""
+"""Quantile balancing against the oracle: the histogram of thresholds, and the bias computed from it."""
 
 import re
 
@@ -22,15 +22,15 @@ from router_cases import DTYPES, logits
 pytestmark = pytest.mark.usefixtures("platform")
 
 INF, NAN = np.inf, np.nan
-#: Scores and keys are rounded to float32, by so many ulps of the larger of both (semantics, section 1).
+#: Rounding of scores and keys to float32, in ulps of the larger of both (semantics, section 1).
 ULPS = {"softmax": 32, "sigmoid": 4, "sqrtsoftplus": 4}
 
 
 def check_histogram(got, z, topk, bounds, bins, **options):
-    """Every count is in the oracle's bin, or beside it where rounding may have put it across the border.
+    """Every count is in the oracle's bin, or in the next one where rounding may have moved it across the border.
 
-    So the number of those in the first bins, up to any, is at least that of the positions which are
-    surely there, and at most that of those which may be.
+    For every prefix of bins, the count lies between the number of positions that are certainly inside and the number of
+    those that may be.
     """
     mask = options.pop("token_mask", None)
     lower, upper = np.float32(bounds[0]).astype(float), np.float32(bounds[1]).astype(float)
@@ -54,7 +54,7 @@ def check_histogram(got, z, topk, bounds, bins, **options):
 
 
 def assert_same_routing(got, want, name=""):
-    """Numbers of experts and tokens are the same; the others but for the order of sums, which CUDA's kernels choose."""
+    """Integers are equal; floats may differ by the order of sums, which the CUDA kernels choose."""
     if np.issubdtype(want.dtype, np.integer) or want.dtype == bool:
         np.testing.assert_array_equal(got, want, err_msg=name)
     else:
@@ -129,9 +129,9 @@ def test_equal_keys_infinities_and_nan(score_function, E, K):
     z = np.round(rng.standard_normal((12, E))).astype(np.float32)
     z[0] = 0
     z[1, 1] = NAN
-    z[2, : K + 1] = NAN  # the cutoff is NaN: nothing is counted
+    z[2, : K + 1] = NAN  # the threshold is NaN: nothing is counted
     z[3] = NAN
-    z[4, K:] = -INF  # the cutoff is -inf
+    z[4, K:] = -INF  # the threshold is -inf
     z[5] = -INF
     z[6, 0] = INF
     histogram = check(z, K, bins=16, score_function=score_function, expert_bias=np.zeros(E, np.float32))
@@ -232,7 +232,7 @@ def test_the_bias_is_the_quantile(E, bins, most):
 
 
 def test_counts_beyond_float32_stay_exact():
-    # The quantile is at the very end of the first bin; a count less is beyond the gap.
+    # The quantile is at the end of the first bin; with one count less it would be past the gap.
     n = 2**24 + 2
     histogram = np.array([[n // 2, 0, 0, n // 2], [n // 2 - 1, 0, 0, n // 2 + 1]], np.int32)
     want = reference.quantile_bias(histogram, 0.0, 4.0, 1)
@@ -241,7 +241,7 @@ def test_counts_beyond_float32_stay_exact():
 
 
 def test_counts_beyond_int32_are_nan_and_never_wrapped():
-    """JAX has no int64 by default; torch's sums are int64."""
+    """JAX's sums are int32 by default, torch's are int64."""
     counts = np.full((2, 4), 2**30, np.int32)
     assert np.isnan(quantile_bias(counts, 0.0, 4.0, 1)).all()
     np.testing.assert_allclose(torch.quantile_bias(in_torch.tensor(counts), 0.0, 4.0, 1), 0.0)

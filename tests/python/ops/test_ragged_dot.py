@@ -1,4 +1,4 @@
-"""ragged_dot, ragged_dot_general and gmm beside JAX's own, and grouped_dense: results, gradients, what they refuse."""
+"""ragged_dot, ragged_dot_general and gmm against JAX's, and grouped_dense: results, gradients and errors."""
 
 import functools
 import inspect
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("platform")
 #: Relative to the float64 result rounded once to the dtype: sums in float32 move few values to a neighbour. A rounding
 #: to 16 bits on the way moves a third of them, and is several times the bound.
 BOUND = {"float32": 2e-6, "bfloat16": 3e-4, "float16": 1e-4}
-SIZES = ([7, 0, 12, 21], [0, 0, 0, 40], [3, 5, 2, 1])  # the last leaves rows over
+SIZES = ([7, 0, 12, 21], [0, 0, 0, 40], [3, 5, 2, 1])  # the last does not use all rows
 
 
 def form(contracting, rhs_group_dimensions, lhs_ragged_dimension=0, batch=((), ())):
@@ -62,7 +62,7 @@ DTYPES = [
 
 @pytest.mark.parametrize(("lhs", "rhs", "preferred", "sizes"), DTYPES, ids=[f"{d[0]}-{d[1]}-{d[2]}" for d in DTYPES])
 def test_jaxs_own_calls(lhs, rhs, preferred, sizes):
-    """The dtypes and shapes of JAX's, its numbers, and those of the oracle rounded once; each with its gradients."""
+    """Results and gradients have JAX's dtypes and shapes, and are near JAX's and the oracle's rounded once."""
     m, k, n = 40, 24, 16
     a, b, rows = numbers(lhs, m, k), numbers(rhs, len(sizes), k, n, seed=1), numbers(rhs, m, n, seed=2)
     flipped, group_sizes = jnp.swapaxes(b, 1, 2), jnp.array(sizes, jnp.int32)
@@ -83,7 +83,7 @@ def test_jaxs_own_calls(lhs, rhs, preferred, sizes):
         found = {}
         for name, (*functions, operands) in calls.items():
             function = functools.partial(functions[which], group_sizes=group_sizes, **({} if which == 0 else options))
-            if which == 1 and name == "contracted":  # of which JAX has no gradient
+            if which == 1 and name == "contracted":  # JAX does not differentiate it
                 found[name] = (function(*operands),)
                 continue
             y, pull = jax.vjp(function, *operands)
@@ -114,7 +114,7 @@ def test_jaxs_own_calls(lhs, rhs, preferred, sizes):
 
 
 def test_they_are_mapped():
-    """vmap over either operand, under jit and grad: to the bit what the calls one after another give."""
+    """vmap over either operand, under jit and grad, returns the same bits as a loop of calls."""
     sizes, d_y = jnp.array(SIZES[0]), numbers("float32", 40, 4, seed=3)
     lhs, rhs, rows = numbers("bfloat16", 2, 40, 8), numbers("bfloat16", 4, 8, 4, seed=1), numbers("bfloat16", 40, 4)
 
@@ -131,7 +131,7 @@ def test_they_are_mapped():
     )
 
 
-#: Sizes that a dtype holds, and the same for int32: what it can't hold is past all rows, or below 0.
+#: Sizes of another dtype, and equivalent int32 sizes: values outside int32 are larger than all rows, or negative.
 INTEGERS = [
     (np.array([3, 4], np.int8), [3, 4]),
     (np.array([-2, 4], np.int8), [0, 4]),

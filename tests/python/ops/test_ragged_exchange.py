@@ -56,7 +56,7 @@ def test_rows_that_int32_does_not_hold_are_an_error():
 def test_probs_go_with_their_chunks():
     rng = np.random.default_rng(0)
     inp, probs, d = normal(rng, (3, 4, 5)), normal(rng, (3, 4)), normal(rng, (12,))
-    sizes, order = np.array([3, 2, 5]), np.array([2, 0, 1])  # two rows are left over
+    sizes, order = np.array([3, 2, 5]), np.array([2, 0, 1])  # two rows follow the chunks
     plain = sort_chunks_by_index(inp, sizes, order)
     (output, row_id_map, moved), pull = jax.vjp(lambda p: sort_chunks_by_index(inp, sizes, order, p), probs)
     jax.tree.map(np.testing.assert_array_equal, (output, row_id_map), plain)
@@ -73,7 +73,7 @@ def test_probs_go_with_their_chunks():
 def test_probs_go_with_their_chunks_in_torch(dtype):
     rng = np.random.default_rng(0)
     inp, probs, d = normal(rng, (12, 5)), normal(rng, (12,), dtype), normal(rng, (12,), dtype)
-    sizes, order = np.array([3, 2, 5]), np.array([2, 0, 1])  # two rows are left over
+    sizes, order = np.array([3, 2, 5]), np.array([2, 0, 1])  # two rows follow the chunks
     want, row_id_map = reference.sort_chunks_by_index(inp, sizes, order)
     moved, pull = in_torch.vjp(
         lambda inp, probs: torch.moe_sort_chunks_by_index_with_probs(
@@ -118,7 +118,7 @@ def test_chunk_sort_takes_every_index_dtype(wide):
 
 
 def counts(ranks, E, seed=0):
-    """Rows of every rank for every expert, with a cold expert and a rank without tokens."""
+    """Rows of every rank for every expert, with an expert without rows and a rank without tokens."""
     counts = np.random.default_rng(seed).integers(0, 9, (ranks, E)).astype(np.int32)
     counts[:, E // 2] = 0
     counts[ranks // 2] = 0 if ranks > 1 else counts[ranks // 2]
@@ -144,7 +144,7 @@ def test_params_are_the_oracles(ranks, E):
 
 
 def exchange(buffers, params, size):
-    """What jax.lax.ragged_all_to_all does, in numpy: every rank's slices into every rank's buffer."""
+    """jax.lax.ragged_all_to_all in numpy: copies every rank's slices into every rank's buffer."""
     received = [np.zeros((size, buffers[0].shape[1]), np.float32) for _ in buffers]
     for source, (input_offsets, send_sizes, output_offsets, _) in enumerate(params):
         for target, (begin, count, at) in enumerate(zip(input_offsets, send_sizes, output_offsets, strict=True)):
@@ -158,7 +158,7 @@ def exchange(buffers, params, size):
 @pytest.mark.parametrize(("ranks", "E"), RANKS)
 def test_rows_get_to_their_experts_and_back(ranks, E):
     table, local = counts(ranks, E), E // ranks
-    # a row tells its source, its expert and its number there
+    # a row's value encodes its source, its expert and its position
     buffers = [
         np.array([[r, e, i] for e in range(E) for i in range(table[r, e])], np.float32).reshape(-1, 3)
         for r in range(ranks)

@@ -58,7 +58,7 @@ SHAPES = [
 @pytest.mark.parametrize("score_function, normalize", list(itertools.product(SCORE_FUNCTIONS, [True, False])))
 @pytest.mark.parametrize("T, E, K", SHAPES)
 def test_every_shape(T, E, K, score_function, normalize):
-    # One expert's slice is compared where it holds enough tokens to average over.
+    # Experts are compared one by one if they have enough tokens to average over.
     check(logits(T, E), K, per_expert=T >= 100, each=T < 4097, score_function=score_function, normalize=normalize)
 
 
@@ -92,10 +92,10 @@ def test_bias_and_groups_in_half_precision(score_function, dtype):
 @pytest.mark.parametrize(
     "E, K, groups",
     [
-        (24, 6, (8, 6)),  # one expert a group
+        (24, 6, (8, 6)),  # one expert per group
         (24, 24, (1, 1)),  # one group
         (24, 24, (24, 24)),  # groups of one
-        (30, 6, (6, 2)),  # groups of 5: no whole vector
+        (30, 6, (6, 2)),  # groups of 5, which do not fill a vector
         (130, 12, (13, 4)),
         (2304, 36, (72, 12)),
         (512, 96, (4, 2)),  # lists longer than a block
@@ -116,14 +116,14 @@ def test_group_sizes(E, K, groups, score_function, bias):
     "E, K, groups, score_topk",
     [
         (64, 8, (8, 4), 1),  # DeepSeek-V2's maximum
-        (64, 8, (8, 4), 2),  # the general rule's number, but of scores
+        (64, 8, (8, 4), 2),  # the default number, but a sum of scores
         (256, 8, (8, 4), 2),
-        (256, 6, (8, 4), 1),  # K is no multiple of the groups
-        (64, 7, (8, 1), 8),  # all of a group's
+        (256, 6, (8, 4), 1),  # K is not a multiple of the groups
+        (64, 7, (8, 1), 8),  # all experts of a group
         (64, 8, (8, 1), 3),  # K fills the groups
         (30, 5, (6, 2), 4),
         (130, 12, (13, 7), 10),
-        (512, 33, (4, 2), 100),  # a list longer than a block, and than K's
+        (512, 33, (4, 2), 100),  # a list longer than a block and than K
     ],
 )
 def test_scores_of_groups_are_of_as_many_experts_as_asked(E, K, groups, score_topk, score_function, normalize, bias):
@@ -152,7 +152,7 @@ def test_forced_experts_may_repeat_lack_and_miss(score_function, normalize, mask
 def test_forced_experts_of_any_integer_dtype(dtype):
     forced = np.array([[0, 40000 if dtype != np.int16 else 99], [-3, 2]]).astype(dtype)
     if dtype == np.int64:
-        forced[0, 1] = 2**32 + 1  # would be expert 1 if it wrapped around
+        forced[0, 1] = 2**32 + 1  # would wrap around to expert 1
     from anabranch.jax import route
 
     assert route(np.zeros((2, 4), np.float32), 2, forced_experts=forced).experts.tolist() == [[0, -1], [-1, 2]]

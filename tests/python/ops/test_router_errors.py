@@ -69,7 +69,7 @@ ROUTE = [
 
 
 def refused(call, arguments, error, message):
-    """The error comes outside of a trace and inside one, before anything runs."""
+    """The error is raised outside and inside of a trace, before anything runs."""
     traced = [name for name, value in arguments.items() if value is TRACED]
     if not traced:
         with pytest.raises(error, match=re.escape(message)):

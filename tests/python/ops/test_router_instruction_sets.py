@@ -1,4 +1,4 @@
-"""Every instruction set is right, and those with a fused multiply-add agree to the bit."""
+"""Every instruction set agrees with the oracle, and those with fused multiply-add return equal bits."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(inputs):
-    """What each set that this machine has computes, by name."""
+    """The results of each instruction set that this machine supports, by name."""
     best = SETS.index(_library.describe()["isa"])
     script = SCRIPT % [shape[1:] for shape in SHAPES]
     found = {}

@@ -45,7 +45,7 @@ def routings(draw):
             options["num_groups"], options["group_topk"] = groups, kept
             if score_topk:
                 options["group_score_topk"] = score_topk
-            # At least K/g finite logits in every group: else the groups' order is that of infinities and NaN.
+            # Every group has at least K/g finite logits; otherwise infinities and NaN decide the order of groups.
             z = np.maximum(z, -1e4)
         if draw(st.booleans()):
             options["expert_bias"] = (0.1 * rng.standard_normal(E)).astype(DTYPES[dtype])
@@ -73,17 +73,17 @@ def test_route_and_its_gradient(routing):
     np.testing.assert_array_equal(counts, want.tokens_per_expert)
     for name, got in zip(("weights", "score_sum"), results, strict=False):
         assert_close(got, getattr(want, name), BOUND, name)
-    # lse = max + log(sum), and a rounding of the sum, which is at least 1, stays in the log when both terms are near 0.
+    # lse = max + log(sum): the rounding error of the sum, which is at least 1, remains when both terms nearly cancel.
     np.testing.assert_array_less(np.abs(np.asarray(results[2], np.float64) - want.lse), BOUND * (1 + np.abs(want.lse)))
 
     rng = np.random.default_rng(0)
     cotangent = tuple(rng.standard_normal(result.shape).astype(np.float32) for result in results)
     d_want = reference.route_backward(z, K, *cotangent, **options, **selected)
     d_got = np.asarray(pull(cotangent)[0], np.float64)
-    # A replayed expert may have a logit of -inf: then both are NaN.
+    # A replayed expert may have a logit of -inf; both results are then NaN.
     finite = np.isfinite(d_want)
     np.testing.assert_array_equal(np.isfinite(d_got), finite)
-    # Few tokens: where the terms of the sum cancel, against the size of the cotangents.
+    # With few tokens the terms may cancel, so errors are relative to the size of the cotangents.
     error = np.abs(d_got - d_want)[finite]
     scale = np.abs(d_want[finite]).max(initial=0.0)
     assert (error <= (2 * BOUND + ROUNDING[str(z.dtype)]) * (scale + 1.0)).all()

@@ -1,4 +1,4 @@
-"""The order in which experts are selected: exact, whatever the logits hold."""
+"""The order of selected experts is exact for all logits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ INF, NAN = np.inf, np.nan
         (
             [88.0, 89.0, 87.0, 200.0, 201.0, 199.0, 1e30, 1e31],
             [7, 6, 4, 3, 5, 1, 0, 2],
-        ),  # sigmoid saturates, z does not
+        ),  # sigmoid saturates, the logits do not
     ],
 )
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -38,7 +38,7 @@ def test_order(row, best_first, K, score_function):
 
 @pytest.mark.parametrize("E, K", [(8, 2), (64, 8), (130, 33), (512, 10), (512, 32), (2304, 36), (2304, 300)])
 def test_ties_go_to_the_lower_expert(E, K):
-    # Few different values, so that most of the top k are ties, and whole vectors of equal ones.
+    # Few different values: most of the top k are ties, and whole vectors are equal.
     z = np.random.default_rng(0).integers(0, 4, (67, E)).astype(np.float32)
     np.testing.assert_array_equal(route(z, K).experts, reference.select(z, K))
     np.testing.assert_array_equal(route(np.zeros_like(z), K).experts, np.broadcast_to(np.arange(K), (67, K)))
@@ -47,7 +47,7 @@ def test_ties_go_to_the_lower_expert(E, K):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("E, K, groups", [(64, 8, (8, 4)), (96, 6, (3, 2)), (256, 8, (8, 4)), (512, 32, (16, 8))])
 def test_ties_between_groups_go_to_the_lower_expert(E, K, groups, dtype):
-    # The best groups are the last ones, by an expert each: equal experts of theirs come after those of the others.
+    # The last groups are best by one expert each; their other experts tie with those of earlier groups.
     z = np.random.default_rng(4).integers(0, 3, (67, E))
     z[:, :: E // groups[0]] = 3 + np.arange(groups[0])
     z = jnp.asarray(z, dtype)
@@ -60,7 +60,7 @@ def test_ties_between_groups_go_to_the_lower_expert(E, K, groups, dtype):
 @pytest.mark.parametrize("stride", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("E, K", [(512, 10), (512, 32), (2304, 36), (2304, 64)])
 def test_the_best_may_all_stand_in_one_part_of_a_row(E, K, stride):
-    # A bound from the parts' maxima is then far below the best, and lets most of the row through.
+    # A threshold from the maxima of parts is then far too low, so most of the row passes it.
     z = np.random.default_rng(1).standard_normal((40, E)).astype(np.float32)
     z[::2, 3::stride] += 10
     np.testing.assert_array_equal(route(z, K).experts, reference.select(z, K))
@@ -72,7 +72,7 @@ def test_selection_is_exact_whatever_the_bound_lets_through(E, K):
     z = rng.standard_normal((12, E)).astype(np.float32)
     z[0] = np.sort(z[0])
     z[1] = np.sort(z[1])[::-1]
-    z[2, rng.permutation(E)[: K // 2]] = NAN  # fewer than K of them, and K or more
+    z[2, rng.permutation(E)[: K // 2]] = NAN  # fewer than K NaN, and at least K
     z[3, rng.permutation(E)[: K + 1]] = NAN
     z[4, rng.permutation(E)[: E - K + 1]] = -INF  # fewer than K finite, and K
     z[5, rng.permutation(E)[: E - K]] = -INF
@@ -123,7 +123,7 @@ def test_group_scores_of_n_experts_add_up_scores_and_biases(score_function, norm
     z = np.array([[3.0, -9.0, -9.0, 2.0, 2.0, 2.0]], np.float32)
     options = {"score_function": score_function, "normalize": normalize, "num_groups": 2, "group_topk": 1}
     assert route(z, 2, group_score_topk=1, **options).experts[0, 0] == 0
-    # By scores, also where normalised softmax's own rule adds up logits: 3 - 9 < 2 + 2, but 0.47 > 2 * 0.17 of softmax.
+    # group_score_topk sums scores also where normalised softmax sums logits: 3 - 9 < 2 + 2, but 0.47 > 2 * 0.17.
     two = int(route(z, 2, group_score_topk=2, **options).experts[0, 0])
     assert two == reference.select(z, 2, group_score_topk=2, **options)[0, 0]
     assert two == (0 if score_function == "softmax" else 3)

@@ -1,4 +1,4 @@
-"""Products whose rows are summed by token: the same bits as the rows and their sums, forward and backward."""
+"""GEMMs that sum rows by token return the same bits as a GEMM followed by sums, forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
     selected = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
     selected[rng.random((T, K)) < 0.1] = -1
     plan = dispatch.plan(selected, E, align_size, num_rows)
-    row_of_slot, taken = jnp.asarray(plan.row_of_slot), int(plan.group_sizes.sum())  # rows past it hold anything
+    row_of_slot, taken = jnp.asarray(plan.row_of_slot), int(plan.group_sizes.sum())  # rows past it are undefined
     net = network(rng, plan.group_sizes, D, parts, F, dtype=dtype, weights=None)
     weights = random_array(rng, (T, K))
     operands = FfnOperands(

@@ -1,4 +1,4 @@
-"""The structs of the C interface as Python lays them out, and the operations as torch registers them."""
+"""Python's layout of the C interface's structs, and torch's registration of the operations."""
 
 import concurrent.futures
 import pathlib
@@ -18,7 +18,7 @@ HEADERS = pathlib.Path(__file__).parents[3] / "include" / "anabranch"
 
 
 def fields_of(name):
-    """(field, kind) of a struct in the headers."""
+    """The (field, kind) pairs of a struct in the headers."""
     text = "".join(path.read_text() for path in sorted(HEADERS.glob("*.h")))
     (body,) = re.findall(rf"typedef struct {name} \{{(.*?)\}} {name};", text, re.S)
     body = re.sub(r"/\*.*?\*/", "", body, flags=re.S)
@@ -46,7 +46,7 @@ def test_an_integer_that_int32_does_not_hold_is_an_error():
 
 
 def test_layouts_are_made_once_for_all_threads(monkeypatch):
-    """A backward pass on a GPU runs on another thread than its forward pass."""
+    """On a GPU the backward pass runs on another thread than the forward pass."""
     made = []
 
     class Layout(calls.Layout):
@@ -81,7 +81,7 @@ def test_layouts_are_used_by_one_call_at_a_time_and_not_kept_for_ever(monkeypatc
 
 
 def test_a_tensor_in_two_places_is_two_tensors_of_a_layout():
-    """What is laid out for one tensor given twice is used for two that differ, too."""
+    """A layout made for one tensor in two arguments is also used for two different tensors."""
     x, sizes = torch.arange(8.0).view(4, 2), torch.tensor([1, 3], dtype=torch.int32)
     once = torch_ops.grouped_matmul_dw(x, x, sizes, torch.float32, HIGHEST)
     for left, right in ((x, x + 1), (x + 1, x), (x, x)):
@@ -231,7 +231,7 @@ SAMPLES = list(samples())
 def test_torch_finds_nothing_wrong(operation, arguments):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if any(getattr(argument, "dtype", None) == torch.float8_e4m3fn for argument in arguments):
-        checks.remove("test_schema")  # it compares arguments by a product, which torch has not for them
+        checks.remove("test_schema")  # it multiplies arguments, which torch does not support for their dtypes
     torch.library.opcheck(operation, arguments, test_utils=checks)
 
 

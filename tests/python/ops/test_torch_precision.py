@@ -1,4 +1,4 @@
-"""The option `precision` in torch: what calls of the C library carry it, forward and backward, and who reads it."""
+"""The option `precision` in torch: which calls of the C library get it, forward and backward."""
 
 import copy
 import functools
@@ -58,7 +58,7 @@ CASES = {
 
 
 def precisions(monkeypatch, function):
-    """{(what is called, its number)} of the calls with products that a step makes; None: one without a number."""
+    """{(function, precision)} of the GEMM calls of a step; None: a call without a precision."""
     found = set()
     describe = binding_calls.Operation.__call__
 
@@ -69,14 +69,14 @@ def precisions(monkeypatch, function):
 
     monkeypatch.setattr(binding_calls.Operation, "__call__", recorded)
 
-    monkeypatch.setattr(define, "_layouts", define._Layouts())  # nothing is laid out yet
+    monkeypatch.setattr(define, "_layouts", define._Layouts())  # an empty cache of layouts
     result = function()
     result.backward(torch.randn_like(result))
     return found
 
 
 def operations():
-    """(operation, its arguments before the precision) of every one; those that may be quantised have one more."""
+    """(operation, its arguments before the precision) of every operation, with and without quantised operands."""
     x, h, d_out, weights = torch.ones(R, D), torch.ones(R, 2, F), torch.ones(R, D), torch.ones(R, 1)
     w_in, w_out, slots = torch.ones(E, D, 2, F), torch.ones(E, F, D), torch.arange(R, dtype=torch.int32)
     maps, dtype = (slots[:, None], slots, SIZES), torch.float32
@@ -142,7 +142,7 @@ def test_what_it_is_not(value):
 
 @pytest.mark.parametrize(("operation", "arguments"), PRODUCTS, ids=[str(operation) for operation, _ in PRODUCTS])
 def test_c_reads_it(operation, arguments):
-    """A number that no option has comes back as the library's error."""
+    """The library refuses a number that no option has."""
     with pytest.raises(ValueError, match=r"precision: got 7, expected 0 (to 2|or 1), an ab_precision"):
         operation(*arguments, 7, *([] if operation is torch_ops.grouped_matmul_dw else [0]))
 
@@ -153,7 +153,7 @@ def test_a_layer_shows_it():
 
 
 def test_float32_weights_beside_bfloat16_rows():
-    """They are rounded where they multiply; their gradients are float32 and not rounded."""
+    """They are rounded for the GEMM; their gradients are unrounded float32."""
     generator = torch.Generator().manual_seed(0)
     rows, w_in, w_out, d_y = (
         torch.randn(shape, generator=generator) for shape in ((R, D), (E, D, 2, F), (E, F, D), (R, D))

@@ -1,4 +1,4 @@
-"""What torch does with the operations: compile, vmap, func, checkpoints, autocast, threads; gradients, not only calls."""
+"""Operations under torch.compile, vmap, torch.func, checkpoints, autocast and threads, with gradients."""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +24,7 @@ from torch_transforms import (
 
 pytestmark = [
     pytest.mark.usefixtures("device"),
-    pytest.mark.filterwarnings("error:.*not yet implemented the batching rule"),  # torch's, of operations without one
+    pytest.mark.filterwarnings("error:.*not yet implemented the batching rule"),  # torch's warning
 ]
 
 T, E, K, D, F = 24, 6, 2, 8, 12
@@ -68,7 +68,7 @@ def test_compiled_gradients_are_the_eager_ones(function):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("needs", [True, False])
 def test_compiled_without_gradients(function, needs):
-    """Under torch.no_grad(), and where nothing needs any."""
+    """Under torch.no_grad(), and with operands that need no gradient."""
     torch._dynamo.reset()
     arguments = [a.requires_grad_(needs) for a in operands()]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -123,7 +123,7 @@ def test_checkpoints_compute_the_same_bits(function, reentrant):
 @pytest.mark.parametrize("kept", ["ours", "others"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_selective_checkpoints_compute_the_same_bits(function, kept):
-    """What the policy keeps is not called again, the rest is."""
+    """Operations that the policy saves are not called again, others are."""
 
     def policy(ctx, operation, *_, **__):
         return (
@@ -181,7 +181,7 @@ def test_arguments_that_are_not_contiguous(function):
 
 
 def test_one_tensor_in_several_places():
-    """x as the cotangent's source, the tokens of two layers, and a weight that is used twice."""
+    """x is the input of two layers and a part of the cotangent, and the weights are used twice."""
     x, gate, w_in, w_out = operands()
 
     def twice(x, gate, w_in, w_out):
@@ -198,7 +198,7 @@ def test_one_tensor_in_several_places():
 
 
 def test_one_tensor_as_two_arguments():
-    """Its gradient is the sum of both: x and the gate, w_in and w_out, weights and rows."""
+    """The gradient is the sum of both arguments': x and the gate, w_in and w_out, weights and rows."""
     square, cube = normal(E, E, seed=1), normal(E, E, 1, E, seed=2, scale=0.3)
     weights = normal(E, seed=3)
     sizes = torch.tensor([0, 2, 1, 0, 3, 0], device=square.device)
@@ -235,7 +235,7 @@ def test_autocast_is_the_layer_in_its_dtype(device, gate_dtype):
 
 @pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
 def test_autocast_is_the_experts_in_its_dtype(device, rows_dtype):
-    """Of mixed operands too, as they come from products under autocast."""
+    """Also with mixed dtypes, as torch's own matmuls under autocast return them."""
     x, _, w_in, w_out = operands()
     x, biases, sizes = (
         x.to(rows_dtype),
@@ -270,7 +270,7 @@ def test_threads_do_not_share_what_a_call_is_laid_out_in(device):
     want = {n: gradients(layer, operands(n)) for n in sizes}
 
     def run(n):
-        with torch.device(device):  # a thread has a default device of its own
+        with torch.device(device):  # the default device is per thread
             return n, gradients(layer, operands(n))
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -1,8 +1,8 @@
-"""The Mixture-of-Experts blocks of the model families as they are published: a token at a time, loops, float64.
+"""The published Mixture-of-Experts blocks of the model families, written as loops over tokens in float64.
 
-`MODELS` has for each model_type the names and shapes of the tensors in its checkpoints and the block as a function
-(np, t, x, top, **inputs): t the tensors by name, x [T, D]; `np` is numpy, or jax.numpy for the gradient of the very same
-code. `top(keys, k)` gives the indices of the k largest of `keys()`.
+For each model_type, `MODELS` has the names and shapes of its checkpoint tensors and the block as a function
+(np, t, x, top, **inputs) of the tensors t by name and x [T, D]. `np` is numpy, or jax.numpy for the gradient of the
+same code. `top(keys, k)` returns the indices of the k largest of `keys()`.
 """
 
 import math
@@ -16,9 +16,9 @@ T, E, D, F, S = 4, 16, 12, 8, 8
 
 @dataclass(frozen=True)
 class Model:
-    """shapes: of the tensors by name. block: see above. inputs: shapes of what it reads beside x.
+    """shapes: shapes of the tensors by name. block: see above. inputs: shapes of further inputs beside x.
 
-    adjust: what random tensors need, to reach all of the block.
+    adjust: changes random tensors so that they reach all branches of the block.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -74,14 +74,14 @@ def relu2(np, h):
 
 
 class Experts(NamedTuple):
-    """shapes: of their tensors by name. run(np, t, e, v): what expert e makes of v."""
+    """shapes: shapes of their tensors by name. run(np, t, e, v): the output of expert e for v."""
 
     shapes: dict[str, tuple[int, ...]]
     run: Callable[..., Any]
 
 
 def each(phi=swiglu, gate="gate_proj", up="up_proj", down="down_proj", at="experts.{}.", num_experts=E, d=D, f=F):
-    """An expert each: three linear maps [out, in]."""
+    """Three linear maps [out, in] per expert."""
     names = [f"{at}{part}.weight" for part in (gate, up, down)]
     shapes = [(f, d), (f, d), (d, f)]
 
@@ -97,7 +97,7 @@ w123 = partial(each, gate="w1", up="w3", down="w2")
 
 
 def shared(name="shared_experts", phi=swiglu, **names):
-    """A dense expert of the same kind, S wide."""
+    """A dense expert of the same kind with width S."""
     return each(phi, at=f"{name}.", num_experts=1, f=S, **names)
 
 
@@ -143,7 +143,7 @@ def pair_of_linear(at, f=F, num_experts=E):
 
 
 def ungated(act, up, down, num_experts=E, f=F, biased=False):
-    """An expert each: two linear maps, with biases or without."""
+    """Two linear maps per expert, with biases or without."""
 
     def run(np, t, e, v):
         first, second = up.format(e), down.format(e)
@@ -163,7 +163,7 @@ def ungated(act, up, down, num_experts=E, f=F, biased=False):
 
 
 class Router(NamedTuple):
-    """shapes: of its tensors by name. route(np, t, v, top): the experts of v and their weights."""
+    """shapes: shapes of its tensors by name. route(np, t, v, top): the experts of v and their weights."""
 
     shapes: dict[str, tuple[int, ...]]
     route: Callable[..., list[tuple[int, Any]]]
@@ -175,7 +175,7 @@ def softmax(np, z):
 
 
 def softmax_router(K, normalized=True, gate="gate.weight", bias=None, scaling=1.0, eps=0.0):
-    """Probabilities of all experts, the K largest (with the bias), divided by their sum or not."""
+    """Softmax over all experts, the K largest (with the bias), divided by their sum or not."""
 
     def route(np, t, v, top):
         p = softmax(np, t[gate] @ v)
@@ -215,7 +215,7 @@ def biased_router(
     eps=1e-20,
     num_experts=E,
 ):
-    """DeepSeek-V3's: scores with a bias choose groups by the sum of their two best, then experts; weights are scores."""
+    """DeepSeek-V3: scores plus a bias select groups by the sum of their two best, then experts; weights are scores."""
 
     def route(np, t, v, top):
         s = score(np, t[gate] @ v)
@@ -237,7 +237,7 @@ def biased_router(
 
 
 def block_of(router, experts, dense=None, after=None):
-    """The usual block: the weighted experts of a token, and a dense one."""
+    """The usual block: the weighted sum of a token's experts, plus a dense expert."""
 
     def block(np, t, x, top):
         rows = []
@@ -252,7 +252,7 @@ def block_of(router, experts, dense=None, after=None):
 
 
 def usual(router, experts, dense=None, after=None, **more):
-    """A `Model` of the usual block; more: further tensors."""
+    """A `Model` of the usual block; more: shapes of further tensors."""
     shapes = router.shapes | experts.shapes | (dense.shapes if dense else {}) | more
     return Model(shapes, block_of(router, experts, dense, after))
 
@@ -319,7 +319,7 @@ def llama4():
 
 
 def phimoe():
-    """SparseMixer-v2 when it doesn't sample: the best expert, weighted among those not far below it; then again without it."""
+    """SparseMixer-v2 without sampling: the best expert, weighted among those near it; then again without it."""
     experts = w123()
 
     def near(z, left):
@@ -350,7 +350,7 @@ def rms(np, v, eps):
 
 
 def gemma4():
-    """The router reads the normalised residual, the experts another norm of it, which is x here."""
+    """The router reads the normalised residual; the experts read another norm of it, x here."""
     experts = stacked(geglu_tanh)
 
     def block(np, t, x, top, residual):
@@ -367,7 +367,7 @@ def gemma4():
 
 
 def longcat():
-    """Probabilities over E experts and 8 that give the token itself."""
+    """Probabilities over E experts and 8 identity experts."""
     experts = each()
 
     def block(np, t, x, top):
@@ -383,7 +383,7 @@ def longcat():
 
 
 def kimi_k3():
-    """Experts of a smaller width L; their sum is normalised before it goes back to D."""
+    """Experts of a smaller width L; their sum is normalised before the projection back to D."""
     L = F
     router, dense = biased_router(16, 2.827, num_experts=32), shared(phi=softcapped)
     experts = w123(softcapped, d=L, num_experts=32)
@@ -458,7 +458,7 @@ def gelu_erf(np, z):
 
 
 def zaya():
-    """The router is a network on a state that goes from layer to layer; class E is no expert."""
+    """The router is a network on a state that is passed from layer to layer; class E means no expert."""
     experts, C = stacked(), S
     at = "gate.router_mlp."
 
@@ -488,7 +488,7 @@ def zaya():
     }
 
     def adjust(t):
-        """Tokens go different ways: what their hidden values have in common, being mostly positive, selects nothing; one goes to none."""
+        """Removes the common positive part of intermediate values, so that tokens select different experts, one none."""
         t[f"{at}out_proj.weight"] -= t[f"{at}out_proj.weight"].mean(axis=1, keepdims=True)
         t["gate.balancing_biases"] *= 0.1
         t["gate.balancing_biases"][E] = 0.2
@@ -528,7 +528,7 @@ def muse_spark():
 
 
 def switch():
-    """The best expert, if fewer tokens than its capacity of 2 came before; its probability is the weight."""
+    """The best expert, if fewer than its capacity of 2 tokens precede; its probability is the weight."""
     experts = ungated(relu, "experts.expert_{}.wi", "experts.expert_{}.wo")
 
     def block(np, t, x, top):
@@ -659,7 +659,7 @@ def _step3p7():
 
 
 def _dbrx():
-    """w1, v1 and w2 are all [E F, D]; w2 is the other way round than a linear map's weight."""
+    """w1, v1 and w2 are all [E F, D]; w2 is transposed relative to a linear map's weight."""
     names = [f"experts.mlp.{name}" for name in ("w1", "v1", "w2")]
 
     def run(np, t, e, v):

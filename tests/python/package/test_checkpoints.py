@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to our arrays and back, bit for bit, without copies that nothing needs."""
+"""Checkpoint tensors are converted to our arrays and back without a changed bit or an unneeded copy."""
 
 import pathlib
 import re
@@ -30,13 +30,13 @@ ARGUMENTS = {"shared_in": "w_in", "shared_out": "w_out", "shared_gate": "w_gate"
 
 
 def bits(shape, dtype, seed):
-    """Any bits, NaN of every kind among them."""
+    """Random bits, including every kind of NaN."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(shape)
 
 
 def sizes_of(family):
-    """The size of every axis by its letter; a router has 3 more logits than experts where the checkpoint does not tell."""
+    """The size of each axis by its letter; if the checkpoint has no expert count, the router has 3 further logits."""
     extra = family.extra_logits
     return LETTERS | {"r": E + (3 if extra is None else LETTERS.get(extra, extra))}
 
@@ -46,13 +46,13 @@ def shape_of(axes, sizes):
 
 
 def tensors_of(stored, dtype, seed, sizes=LETTERS):
-    """Random tensors of one array by name."""
+    """Random tensors by name for one array."""
     names = [name.format(e=e) for e in range(sizes["e"] if stored.an_expert_each else 1) for name in stored.names]
     return {name: bits(shape_of(stored.axes, sizes), dtype, seed + i) for i, name in enumerate(names)}
 
 
 def checkpoint(family, prefix="", dtype=np.float32):
-    """Random tensors of a block."""
+    """Random tensors for a block."""
     described = [getattr(family, name) for name in PLACES if getattr(family, name) is not None]
     tensors, sizes = {}, sizes_of(family)
     for i, stored in enumerate(described):
@@ -62,7 +62,7 @@ def checkpoint(family, prefix="", dtype=np.float32):
 
 
 def known(family):
-    """The sizes that `load` has to be told."""
+    """The sizes that `load` needs as arguments."""
     told = {"longcat_flash": {"num_experts": E}, "dbrx": {"intermediate_size": F}}
     return next((sizes for name, sizes in told.items() if FAMILIES[name] is family), {})
 
@@ -121,14 +121,14 @@ def test_only_what_the_checkpoint_has_in_pieces_is_copied(name):
     back = store(name, block)
     for place in ("w_in", "w_out"):
         stored = getattr(family, place)
-        apart = len(stored.names) == 2 and "ef" in stored.axes  # an expert's gate and up are neighbours in w_in
+        apart = len(stored.names) == 2 and "ef" in stored.axes  # gate and up of an expert are adjacent in w_in
         for tensor in tensors_of(stored, np.float32, 0) if not apart else ():
             assert np.shares_memory(back[tensor], block.experts[place]), tensor
             assert back[tensor].flags.c_contiguous or not stored.an_expert_each
 
 
 def test_values_stand_where_the_formulas_have_them():
-    """gate and up of each form, by elements."""
+    """gate and up of each layout, element by element."""
     gate, up = bits((E, F, D), np.float32, 0), bits((E, F, D), np.float32, 1)
     forms = {
         "hy_v4": {"experts.gate_up_proj": np.concatenate([gate, up], 1)},
@@ -149,7 +149,7 @@ def test_values_stand_where_the_formulas_have_them():
 
 def test_a_file_that_is_read_on_demand_gives_its_block_alone():
     class Handle:
-        """As safetensors' open files: keys and get_tensor, no mapping."""
+        """The interface of safetensors' open files: keys and get_tensor, but no mapping."""
 
         def __init__(self, tensors):
             self.tensors, self.read = tensors, []
@@ -182,7 +182,7 @@ def test_a_family_of_your_own():
 
 
 def changed(tensors, **changes):
-    """The tensors with some replaced; None: without."""
+    """The tensors with some replaced, or removed if None."""
     names = {name.replace("__", "."): value for name, value in changes.items()}
     return {name: value for name, value in (tensors | names).items() if value is not None}
 
@@ -218,9 +218,9 @@ def test_a_wrong_tensor_is_an_error_that_names_it(wrong):
 
 
 def experts_changed(family, wrong):
-    """The block's tensors with the experts' changed, and the name that the error has to contain.
+    """The block's tensors with changed experts, and the name that the error has to contain.
 
-    wrong: "last", "middle": without that expert; "more": with one more; "fewer": all of them without the last one.
+    wrong: "last", "middle": that expert is missing; "more": one expert too many; "fewer": no tensor has the last one.
     """
     tensors = checkpoint(family)
     each = [stored for stored in (family.w_in, family.w_out, family.b_in, family.b_out) if stored is not None]
@@ -251,12 +251,12 @@ def test_a_missing_or_a_surplus_expert_is_an_error_that_names_its_tensor(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_size_is_that_of_every_tensor(name):
-    """A tensor with one axis longer by one step is refused, the tensors of the router among them."""
+    """A tensor with one axis longer by one step is refused, including the router's tensors."""
     family, right = FAMILIES[name], checkpoint(FAMILIES[name])
     free = {"gate.tid2eid"}  # a table of any number of tokens and experts
     for tensor, array in right.items():
         for axis in range(array.ndim if tensor not in free else 0):
-            times = 2 * E if array.shape[axis] % 2 == 0 or "mlp.w" in tensor else 1  # so that parts divide it
+            times = 2 * E if array.shape[axis] % 2 == 0 or "mlp.w" in tensor else 1  # divisible by the parts
             longer = np.zeros([size + times * (i == axis) for i, size in enumerate(array.shape)], array.dtype)
             with pytest.raises(ValueError, match="got"):
                 load(name, right | {tensor: longer}, **known(family))

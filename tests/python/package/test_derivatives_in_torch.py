@@ -1,4 +1,4 @@
-"""What torch differentiates by itself, each function at a time, with its operands as they came: never a zero in silence."""
+"""Unsupported derivatives in torch raise, for each function and by each operand; none is silently zero."""
 
 import inspect
 
@@ -16,7 +16,7 @@ LAYER = ab.MoE(D, F, E, topk=K, device="meta")
 
 
 def experts(like):
-    # A compiled program does not always know torch's default device.
+    # A compiled program does not always use torch's default device.
     return torch.arange(T * K, device=like.device).reshape(T, K) % E
 
 
@@ -59,7 +59,7 @@ def unpermuted(rows, probs):
     return ab.moe_unpermute(rows, row_id_map, probs, restore_shape=(T, D))
 
 
-#: Of each function: what calls it, and the shapes of what is differentiated.
+#: For each function: a call, and the shapes of the differentiated operands.
 CASES = {
     "moe": (lambda *a: ab.moe(*a, topk=K).output, [(T, D), (D, E), (E, D, 2, F), (E, F, D)]),
     "moe with losses": (with_biases, [(T, D), (D, E), (E,), (E, D, 2, F), (E, F, D)]),
@@ -99,7 +99,7 @@ CASES = {
         [(T, D), (T,)],
     ),
 }
-#: What is linear in all that is differentiated: its gradient depends on the cotangent alone.
+#: Functions that are linear in all differentiated operands: their gradient depends on the cotangent alone.
 LINEAR = {name for name in CASES if name.startswith(("dispatch", "moe_permute", "moe_sort", "fused_moe_aux_loss"))}
 
 
@@ -137,7 +137,7 @@ def test_a_gradient_of_a_gradient_is_an_error(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_gradient_with_a_graph_has_one_where_it_depends_on_something(name):
-    """By each operand with the others frozen, too; the cotangent may be a constant."""
+    """Also by each operand with the others frozen; the cotangent may be a constant."""
     for trained in [places(name), *((i,) for i in places(name))]:
         leaves = [leaf.requires_grad_(i in trained) for i, leaf in enumerate(leaves_of(name))]
         wanted = [leaves[i] for i in trained]
@@ -156,7 +156,7 @@ def test_a_gradient_with_a_graph_has_one_where_it_depends_on_something(name):
         )
 
 
-#: Without a rule of ours: their results carry no gradient, or they are plain torch, which differentiates them itself.
+#: Functions without a rule of ours: their results have no gradient, or they are plain torch.
 OTHERS = {
     *("clip_grad_norm_", "ddp_ignore_experts", "plan", "quantile_bias", "quantize_experts"),
     *("load_balance_loss", "z_loss"),
@@ -165,7 +165,7 @@ OTHERS = {
 
 def test_every_public_function_is_here():
     public = {name for name in ab.__all__ if inspect.isfunction(getattr(ab, name))}
-    # The padded form is moe_permute_with_probs with other rows.
+    # The padded function is moe_permute_with_probs with other rows.
     assert public == (OTHERS | {name for name in CASES if name in public} | {"moe_permute_and_pad_with_probs"})
 
 
@@ -218,13 +218,13 @@ def test_a_gradient_of_a_gradient_is_an_error_when_compiled(name, outer):
     function = torch.func.grad(norm) if outer == "torch.func" else norm
     if outer == "autograd":
         leaves[0].requires_grad_()
-    # torch 2.11 keeps the reason of some to itself; 2.9 and 2.10 compile no gradient of torch.func.
+    # torch 2.11 hides the reason of some errors; 2.9 and 2.10 do not compile gradients of torch.func.
     with pytest.raises(Exception, match=r"got a derivative to take|Observed exception|functorch transforms"):
         torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves).sum().backward()
 
 
 def test_the_product_of_the_gate_is_an_operation_alike():
-    """Which torch 2.9 alone compiles; what is there without numbers says what there is to say."""
+    """Only torch 2.9 compiles to this operation. Tensors without data are enough to test its error."""
     a, b = (torch.ones(2, 2, dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(2))
     product = torch.ops.anabranch.mm_float32(a, b)
     assert product.requires_grad

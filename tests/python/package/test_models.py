@@ -1,4 +1,4 @@
-"""Every row of docs/models.md is what the model family's published definition computes, and so is its gradient."""
+"""Every row of docs/models.md computes the values and gradients of the model family's published definition."""
 
 import ast
 import contextlib
@@ -36,23 +36,23 @@ def cases(rows):
 
 CASES = cases(ROWS)
 FIRST_OF_A_ROW = cases([(families[:1], call) for families, call in ROWS])
-#: Families whose tensors and whose block are the same objects are one.
+#: Families that share tensors and block are one case.
 DIFFERENT = {(id(FAMILIES[case.values[0]]), id(MODELS[case.id]), case.values[1]): case for case in CASES}.values()
 BOUND = 2e-6
 
 
 class Top:
-    """The k largest of what a block compares, found in its first run and remembered for the next one of the same block."""
+    """Records the top-k selections of a block's first run, and replays them in its next run."""
 
     def __init__(self):
         self._found, self._at, self._finding, self.margin = [], None, False, np.inf
 
     def again(self):
-        """From here on what was found comes again, in the same order."""
+        """Starts the replay from the first selection."""
         self._at = 0
 
     def remember(self, find):
-        """What find() gives in the first run; what it looks for itself is not remembered."""
+        """The result of find() in the first run; selections inside of find() are not recorded."""
         if self._finding:
             return find()
         if self._at is None:
@@ -65,7 +65,7 @@ class Top:
 
     def __call__(self, keys, k):
         largest = self.remember(lambda: self._largest(np.asarray(keys()), k))
-        # JAX compiles a slice for every static index
+        # JAX compiles one slice per static index
         return largest if self._at is None else [jnp.asarray(e) for e in largest]
 
     def _largest(self, keys, k):
@@ -76,7 +76,7 @@ class Top:
 
 
 def random_tensors(model, seed):
-    """By name, float64 that float32 holds. Hidden values are about 12 wide, so that limits are reached."""
+    """Tensors by name, in float64 with float32 values. Intermediate values of about 12 reach the limits."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in model.shapes.items():
@@ -113,7 +113,7 @@ def floats_and_rest(arrays):
 
 
 class Case(NamedTuple):
-    """Random tensors and inputs of a block, and what its published definition makes of them."""
+    """Random tensors and inputs of a block, and the results of its published definition."""
 
     tensors: dict[str, np.ndarray]
     inputs: dict[str, np.ndarray]
@@ -151,13 +151,13 @@ def _new_case(model):
         (_, again), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(
             jax.tree.map(jnp.asarray, floats), jax.tree.map(jnp.asarray, given)
         )
-        assert relative_error(again, value) < 1e-13  # the gradient is that of the same function
+        assert relative_error(again, value) < 1e-13  # the replay computes the same function
         return Case(tensors, inputs, cotangent, value, *jax.tree.map(np.asarray, gradients))
 
 
 @functools.cache
 def page():
-    """What the page's Python blocks define."""
+    """The names that the page's Python blocks define."""
     namespace = {}
     for source in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
         with contextlib.redirect_stdout(io.StringIO()):
@@ -166,20 +166,20 @@ def page():
 
 
 def called(family, call, block, inputs, namespace=None):
-    """What a row's call gives for these arrays."""
+    """The result of a row's call for these arrays."""
     layouts = {name: getattr(FAMILIES[family], name) for name in ("w_in_layout", "w_out_layout")}
     names = {**block.router, **block.experts, "others": block.others, "shared": block.shared, "as_stored": layouts}
     return eval(call, {**(namespace or page()), **names, **inputs})
 
 
 def loaded(family, tensors):
-    """The block, with the sizes that the tensors do not tell."""
+    """The block, loaded with the sizes that do not follow from its tensors."""
     sizes = {"longcat_flash": {"num_experts": E}, "dbrx": {"intermediate_size": F}}.get(family, {})
     return load(family, tensors, **sizes)
 
 
 def arrays_of(family, case):
-    """The block and the inputs as the call takes them."""
+    """The block and the inputs in the form of the call's arguments."""
 
     def as_jax(array):
         return jnp.asarray(array, jnp.float32 if array.dtype.kind == "f" else jnp.int32)
@@ -188,7 +188,7 @@ def arrays_of(family, case):
 
 
 def assert_gradients(got, want, of_tables):
-    """Those of every array of the block, and of each expert by itself."""
+    """Checks the gradient of every array of the block, and of each expert."""
     for part in ("router", "experts", "shared", "others"):
         for name, gradient in getattr(want, part).items():
             if name in of_tables:
@@ -232,13 +232,13 @@ def test_every_option_of_a_row_matters(family, call, request):
     case = case_of(MODELS[request.node.callspec.id])
     arrays = arrays_of(family, case)
     for option, other_call in without_one_option(call):
-        with contextlib.suppress(TypeError, ValueError):  # an argument that has to be there
+        with contextlib.suppress(TypeError, ValueError):  # a required argument
             assert relative_error(called(family, other_call, *arrays), case.value) > 1e-3, option
 
 
 @pytest.mark.parametrize("family, call", [case for case in CASES if case.id != "muse_spark"])
 def test_a_row_has_the_options_that_checkpoints_gives(family, call, monkeypatch):
-    """Those of `moe`, or of the experts alone where the family routes in a way of its own."""
+    """Gradients of `moe`, or of the experts alone if the family has a router of its own."""
 
     class Called(Exception):
         pass

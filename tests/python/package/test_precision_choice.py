@@ -1,4 +1,4 @@
-"""`choose_precision`: where FP8 is unsupported, what never costs more, and the layers that were measured."""
+"""`choose_precision`: unsupported FP8, choices that never cost more, and the measured layers."""
 
 import itertools
 import pathlib
@@ -73,7 +73,7 @@ def test_more_of_anything_takes_longer(size, name):
 
 
 def test_weights_that_are_wider_favour_those_that_are_kept():
-    """Float32 weights are rounded in every pass, quantised ones not touched."""
+    """float32 weights are rounded in every pass, quantised ones are not."""
     of_16, of_32 = (choose_precision(QWEN3, **HOPPER, weight_bytes=size, kept=PASSES) for size in (2, 4))
     assert of_32.fp8 == of_16.fp8 and of_32.highest > of_16.highest
 
@@ -98,7 +98,7 @@ def _measured():
 
 @pytest.mark.parametrize("case, times", _measured(), ids=lambda value: str(value))
 def test_measured_layers_are_predicted_and_chosen_right(case, times):
-    """Wrong only where the two are within what the model is off."""
+    """A wrong choice is allowed only if both times differ by less than the model's error."""
     shape, passes, kept = case
     highest, fp8 = times
     choice = choose_precision(LayerSize(*map(int, shape.split(","))), **HOPPER, passes=passes, kept=kept)

@@ -1,4 +1,4 @@
-"""The option `precision` in JAX: what calls of the C library carry it, forward and backward, and who reads it."""
+"""The option `precision` in JAX: which calls of the C library get it, forward and backward."""
 
 import functools
 import re
@@ -64,7 +64,7 @@ def linen_layer(x, **options):
 on_mesh = functools.partial(layer, parallel=ab.Parallel(data_axes="data", mesh=MESH))
 
 OF_LAYER = {FORWARD, COMBINE, BACKWARD}
-#: Function of the options, its operands, and the calls that its value and gradient take.
+#: A function of the options, its operands, and the library calls of its value and gradient.
 CASES = {
     "moe": (layer, (ones(T, D), ones(D, E), *MATRICES), OF_LAYER),
     "moe_on_a_mesh": (on_mesh, (ones(T, D), ones(D, E), *MATRICES), OF_LAYER),
@@ -77,7 +77,7 @@ LAYERS = {"nnx": nnx_layer, "linen": linen_layer}
 
 
 def program(function, *operands):
-    """The text of a step: the value and the gradient of every operand."""
+    """The program text of a step: the value and the gradient of every operand."""
 
     def loss(*operands):
         return jnp.sum(jnp.sin(function(*operands)))
@@ -86,7 +86,7 @@ def program(function, *operands):
 
 
 def precisions(text):
-    """{(what is called, its number)} of the calls with products; None: one that has no such attribute."""
+    """{(function, precision)} of the GEMM calls; None: no such attribute."""
     found = set()
     for name, rest in re.findall(r"@ab_xla_(grouped_\w+|expert_\w+)\((.*)", text):
         number = re.search(r"\bprecision = (\d+) : i32", rest)
@@ -110,13 +110,13 @@ def test_every_call_of_a_step_has_it(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_have_it(name):
-    """Their shared expert too, whose products are XLA's; the gate's stay as they are."""
+    """Also in the shared expert, whose matmuls are XLA's; the gate's matmuls are unchanged."""
     for options, number, of_shared in ((dict(precision="tf32"), 1, "HIGH"), ({}, 0, "HIGHEST")):
         text = program_of_layer(name, **options)
         assert precisions(text) == each(OF_LAYER, number)
         shared = [line for line in text.splitlines() if "dot_general" in line and f"[{of_shared}, {of_shared}]" in line]
         gate = program_of_layer(name, **options, shared_features=0).count("dot_general")
-        assert text.count("dot_general") - gate == 6  # two products, with two gradients each
+        assert text.count("dot_general") - gate == 6  # two matmuls with two gradients each
         assert len(shared) == (6 if of_shared == "HIGH" else text.count("dot_general"))
 
 
@@ -142,19 +142,19 @@ JAXS = [
 
 @pytest.mark.parametrize(("precision", "number"), JAXS, ids=str)
 def test_jaxs_own_argument_is_not_left_aside(precision, number):
-    """In `ragged_dot` and `grouped_dense`, which have the argument of jax.lax.ragged_dot."""
+    """`ragged_dot` and `grouped_dense` have the precision argument of jax.lax.ragged_dot."""
     x, w, bias = ones(R, D), ones(E, D, F), ones(E, F)
     of_ragged = program(lambda x, w: ab.ragged_dot(x, w, SIZES, precision=precision), x, w)
     assert precisions(of_ragged) == each(PRODUCTS, number)
     of_dense = program(lambda x, w: ab.grouped_dense(x, w, SIZES, precision=precision), x, w)
     assert precisions(of_dense) == each(PRODUCTS, number)
     biased = program(lambda x, w, b: ab.grouped_dense(x, w, SIZES, bias=b, precision=precision), x, w, bias)
-    of_bias = ("grouped_matmul_dw", 0)  # a sum without products
+    of_bias = ("grouped_matmul_dw", 0)  # a sum, no GEMM
     assert precisions(biased) == {*each({COMBINE, *PRODUCTS}, number), of_bias}
 
 
 def test_copies_of_16_bits_multiply_as_tf32():
-    """Which holds them exactly; a gradient's factor of float32 is not one of them."""
+    """TF32 represents bfloat16 operands exactly, so the GEMM uses it; a gradient has a float32 operand and does not."""
     x, w = (a.astype(jnp.bfloat16) for a in (ones(R, D), ones(E, D, F)))
     wide = program(lambda x, w: ab.ragged_dot(x, w, SIZES, preferred_element_type=jnp.float32), x, w)
     assert precisions(wide) == {("grouped_matmul", 1), *each(PRODUCTS, 0)}
@@ -209,6 +209,6 @@ def wrong_backward():
     "call", [wrong_product, wrong_weight_gradient, wrong_sum, wrong_forward, wrong_backward], ids=lambda f: f.__name__
 )
 def test_c_reads_it(call):
-    """A number that no option has comes back as the library's error."""
+    """The library refuses a number that no option has."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"precision: got 7, expected 0 (to 2|or 1), an ab_precision"):
         jax.block_until_ready(call())

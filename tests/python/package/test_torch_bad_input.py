@@ -1,7 +1,8 @@
-"""Every argument of every public function, given every value of a list: a result, or an error that names the argument.
+"""Every argument of every public function gets every value of a list: the call returns, or its error names the
+argument.
 
-The functions and their arguments come from the package and from signatures, so a new one is here by itself; a function
-needs one good call (`CALLS`). Tensors are on the device "meta": what a bad value may do must be known without data.
+Functions and arguments are read from the package and from signatures, so new ones are tested automatically; a function
+needs one valid call in `CALLS`. Tensors are on the device "meta", because bad values have to be refused without data.
 """
 
 import inspect
@@ -34,7 +35,7 @@ MAP = np.ones((T, E), bool)
 DENSE = dict(use_pre_softmax=False, num_groups=2, group_topk=1, scaling_factor=2.0, score_function="sigmoid")
 CHUNKS = dict(split_sizes=np.array([1, 2, 3]), sorted_index=np.array([2, 0, 1]))
 
-#: Public function: a good call, with as many arguments as go together.
+#: Public function: a valid call with as many arguments as can be combined.
 CALLS = {
     ab.clip_grad_norm_: dict(model=torch.nn.Linear(2, 2), max_norm=1.0),
     ab.combine: dict(rows=floats(R, D), plan=PLAN, weights=floats(T, K)),
@@ -73,10 +74,10 @@ CALLS = {
 
 
 def variants(good):
-    """Tensors like a good one in other dtypes, ranks, shapes, layouts and places."""
+    """Variants of a valid tensor: other dtypes, ranks, shapes, layouts and devices."""
     for dtype in DTYPES:
         if dtype in ("int4", "float8_e4m3fn"):
-            continue  # numpy's have no tensors
+            continue  # numpy dtypes without a torch dtype
         array = as_dtype(good, dtype)
         tensor = (
             torch.from_numpy(array.astype(np.float32)).bfloat16() if dtype == "bfloat16" else torch.from_numpy(array)
@@ -134,7 +135,7 @@ def test_what_was_right_before_is_checked_again_where_anything_differs():
     assert [checked([x, None], [other, "silu"]) for other in (2.0, True, 3)] == [8, 9, 10]
     assert checked([None, x], [2, "silu"]) == 11
     assert len(found.found) <= 2
-    for _ in range(2):  # neither a tensor nor something with a hash
+    for _ in range(2):  # neither a tensor nor hashable
         before = len(calls)
         assert [checked([[1.0]], [2]), checked([x], [[2]])] == [before + 1, before + 2]
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows: CUDA graphs, streams, several devices in one process, and that nothing waits for the device."""
+"""CUDA graphs, streams, several devices in one process, and calls that do not wait for the device."""
 
 import concurrent.futures
 import inspect
@@ -30,7 +30,7 @@ def normal(*shape, seed=0, scale=1.0):
 
 
 class Step:
-    """A forward and a backward pass on buffers of its own: of moe, or of MoE with a bias and its counts."""
+    """A forward and a backward pass with its own buffers, of moe, or of MoE with a bias and its counts."""
 
     def __init__(self, of, wrap=lambda function: function):
         self.x, self.d_out = normal(T, D, seed=1).requires_grad_(), normal(T, D, seed=5)
@@ -62,7 +62,7 @@ def assert_same_bits(got, want):
 def test_a_captured_graph_gives_the_bits_of_eager_calls(of):
     step, eager = Step(of), Step(of)
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # what autograd replays has run on the stream of the capture before
+    with torch.cuda.stream(side):  # autograd has to run once on the stream of the capture
         for _ in range(2):
             step()
     side.synchronize()
@@ -95,7 +95,7 @@ def test_reduce_overhead_gives_the_bits_of_the_same_program_without_graphs(of):
 
 @pytest.mark.parametrize("of", ["moe", "MoE"])
 def test_calls_are_on_the_current_stream(of):
-    """Tokens that a busy side stream writes late are seen by what comes behind on it."""
+    """Calls on a busy side stream see the tokens that earlier work on it writes."""
     step, eager = Step(of), Step(of)
     eager.new_tokens(11)
     want, late = eager(), normal(T, D, seed=11)
@@ -111,7 +111,7 @@ def test_calls_are_on_the_current_stream(of):
 
 
 def on_cuda(value):
-    """A value of CALLS on the GPU, floats as leaves."""
+    """A value of CALLS on the GPU; floating tensors are leaves."""
     if isinstance(value, np.ndarray):
         tensor = torch.from_numpy(value.copy()).to("cuda")
         return tensor.requires_grad_() if tensor.is_floating_point() else tensor
@@ -128,7 +128,7 @@ def test_nothing_waits_for_the_device(function):
         return [part for part in parts if isinstance(part, torch.Tensor) and part.requires_grad]
 
     cotangents = [torch.ones_like(part) for part in tensors_of(function(**given))]
-    for mode in ("default", "error"):  # the first time it lays its calls out, loads kernels and takes memory
+    for mode in ("default", "error"):  # the first call lays out calls, loads kernels and allocates memory
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:
@@ -158,7 +158,7 @@ def test_every_public_function_is_called():
 
 
 def on_device(index, current):
-    """A step on a device and a stream of it, while another device may be the current one."""
+    """A step on a device and one of its streams, while another device may be current."""
     with torch.device(f"cuda:{index}"), torch.cuda.device(index), torch.cuda.stream(torch.cuda.Stream(index)):
         step = Step("moe")
         with torch.cuda.device(current):

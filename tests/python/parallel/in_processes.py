@@ -1,4 +1,4 @@
-"""The whole layer in the processes of examples/launch.py: each saves output, losses, counts and every gradient.
+"""Runs the whole layer in the processes of examples/launch.py; each saves output, losses, counts and every gradient.
 
     python examples/launch.py --processes 4 tests/python/parallel/in_processes.py FOLDER '{"mesh": "expert=4"}' ...
 
@@ -34,11 +34,11 @@ class Case:
 
     Args:
       mesh: such as "expert=2,data=2".
-      transport, capacity_factor: those of Parallel.
-      dtype: of x, weights and biases.
-      fsdp: whether matrices are divided over the data axis too.
-      one_rank: whether all slots go to the last two experts, which are on one rank of 4. Else most go to few experts
-        and none to the last one.
+      transport, capacity_factor: options of Parallel.
+      dtype: dtype of x, weights and biases.
+      fsdp: whether matrices are also sharded over the data axis.
+      one_rank: whether all assignments go to the last two experts, which are on one rank of 4. Otherwise most go to few
+        experts and none to the last one.
     """
 
     mesh: str
@@ -78,7 +78,7 @@ class Case:
 def load(path):
     """(result, gradients, cotangents) of one process."""
     with np.load(path) as file:
-        # numpy keeps bfloat16 as two bytes of no type
+        # numpy stores bfloat16 as two untyped bytes
         arrays = {n: a.view(ml_dtypes.bfloat16) if a.dtype.kind == "V" else a for n, a in file.items()}
     result = MoEOutput(**{name: arrays[name] for name in MoEOutput._fields if name in arrays})
     gradients = {name.removeprefix("d_"): array for name, array in arrays.items() if name.startswith("d_")}
@@ -86,7 +86,7 @@ def load(path):
 
 
 def main(folder, *cases):
-    """Runs all cases; every process gathers everything, so that all of them can be compared."""
+    """Runs all cases; every process gathers all results, so that all processes can be compared."""
     join()
     for index, text in enumerate(cases):
         case = Case(**json.loads(text))

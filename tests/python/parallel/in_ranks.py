@@ -1,4 +1,4 @@
-"""What one rank of a process group does with its part of the cases that stand in a folder; see test_group.py."""
+"""Runs one rank's part of the cases in a folder; see test_group.py."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ PASSED = ("token_mask", "forced_experts")
 
 
 def part(name, array, rank, ranks, expert_ranks):
-    """A rank's part of an array of the whole: of tokens, of experts, or all of it; of cotangents see `run`."""
+    """A rank's part of a global array: its tokens, its experts, or all of it. For cotangents see `run`."""
     if name in EXPERTS:
         return np.array_split(array, expert_ranks)[rank % expert_ranks]
     if name not in TOKENS:
@@ -41,7 +41,7 @@ def on_cuda():
 
 @contextlib.contextmanager
 def nothing_waits(case):
-    """On a GPU what makes the host wait is an error, and a case may be on a stream of its own."""
+    """On a GPU, synchronisation with the host is an error, and a case may have a stream of its own."""
     if not on_cuda():
         yield
         return
@@ -57,7 +57,7 @@ def nothing_waits(case):
 
 
 def function_of(case, own, options):
-    """(a function of nothing that gives the result, the tensors that gradients are of, names of these gradients)."""
+    """(a function without arguments that returns the result, the differentiated tensors, names of their gradients)."""
     passed = {name: in_torch.tensor(own.pop(name)) for name in PASSED if name in own}
     compiled = (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if case["compiled"] else lambda f: f
     if case["module"]:
@@ -74,8 +74,8 @@ def function_of(case, own, options):
 def run(case, arrays, rank, ranks, mesh):
     """Results and gradients of the case.
 
-    The mean of the ranks' losses is to be the loss of the whole batch, which adds up over tokens: a rank has its own
-    tokens' part of it as many times as there are ranks. Losses of all are the same on every rank.
+    The mean of the ranks' losses has to be the loss of the whole batch, a sum over tokens. So a rank's loss is the part
+    of its own tokens times the number of ranks. Losses over all tokens are equal on every rank.
     """
     own = {name: part(name, array, rank, ranks, mesh["expert"].size()) for name, array in arrays.items()}
     cotangents = {name.removeprefix("d_"): in_torch.tensor(own.pop(name)) for name in list(own) if name[:2] == "d_"}
@@ -90,7 +90,7 @@ def run(case, arrays, rank, ranks, mesh):
         names = [name for name in cotangents if getattr(result, name, None) is not None]
         return result, in_torch.pulled([(getattr(result, name), cotangents[name]) for name in names], floats)
 
-    if case["compiled"] and on_cuda():  # what compiles may wait
+    if case["compiled"] and on_cuda():  # compilation may synchronise
         both_passes()
     with nothing_waits(case):
         result, found = both_passes()

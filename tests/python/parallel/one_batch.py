@@ -1,4 +1,4 @@
-"""A batch that processes share, and what one process makes of the whole of it."""
+"""A batch that processes share, and the results of one process for the whole batch."""
 
 import warnings
 
@@ -24,7 +24,7 @@ OPTIONS = dict(
 
 
 def batch(ranks):
-    """Two micro-batches of a sequence a rank, and which of their tokens are no padding: not the same everywhere."""
+    """Two micro-batches of one sequence per rank, and masks of their unpadded tokens, which differ per rank."""
     rng = np.random.default_rng(0)
     x = torch.tensor(rng.standard_normal((2, ranks, 9, D)), dtype=torch.float32)
     return x, torch.tensor(rng.random((2, ranks, 9)) < np.linspace(0.9, 0.5, ranks)[:, None])
@@ -36,18 +36,18 @@ def of_rank(rank, ranks):
 
 
 def made(num_experts=E, **options):
-    """The layer: the same whenever and wherever it is made."""
+    """The layer, with the same parameters on every call and rank."""
     torch.manual_seed(0)
     return MoE(D, F, num_experts, K, **OPTIONS | options)
 
 
 def loss_of(result):
-    """Of the output what a mean over ranks of equal size adds up; the layer's losses are those of all tokens."""
+    """A loss whose mean over the ranks is that of the whole batch; the layer's own losses cover all tokens."""
     return result.output.square().mean() + result.aux_loss + result.z_loss
 
 
 def one_process(ranks, model=None):
-    """A model, by default the layer, with gradients of two accumulated micro-batches, and its results."""
+    """A model (default: the layer) with gradients accumulated over two micro-batches, and its results."""
     model = made() if model is None else model
     results = [model(part, token_mask=real) for part, real in zip(*batch(ranks), strict=True)]
     for result in results:
@@ -56,7 +56,7 @@ def one_process(ranks, model=None):
 
 
 def check_results(results, rank, want):
-    """A rank's outputs, and the losses of all."""
+    """Checks a rank's outputs, and the losses over all tokens."""
     for result, whole in zip(results, want, strict=True):
         torch.testing.assert_close(result.output, whole.output[rank])
         for name in ("aux_loss", "z_loss"):
@@ -64,7 +64,7 @@ def check_results(results, rank, want):
 
 
 def check_gradients(model, one, whole_of):
-    """whole_of(name, gradient): of all ranks."""
+    """whole_of(name, gradient): gathers the gradient of all ranks."""
     expected = dict(one.named_parameters())
     for name, parameter in model.named_parameters():
         gradient = whole_of(name, parameter.grad)
@@ -73,7 +73,7 @@ def check_gradients(model, one, whole_of):
 
 def _run(rank, ranks, rendezvous, checks):
     torch.set_num_threads(1)
-    warnings.filterwarnings("error", message=".*returned a view tensor")  # FSDP's, of outputs
+    warnings.filterwarnings("error", message=".*returned a view tensor")  # FSDP's warning about outputs
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     for check in checks:
         check(rank)
@@ -81,5 +81,5 @@ def _run(rank, ranks, rendezvous, checks):
 
 
 def run_in_processes(ranks, checks, folder):
-    """Calls every check with the rank, in that many processes of one Gloo group."""
+    """Calls every check with the rank in each of the processes of a Gloo group."""
     torch.multiprocessing.spawn(_run, (ranks, f"file://{folder / 'rendezvous'}", checks), nprocs=ranks)

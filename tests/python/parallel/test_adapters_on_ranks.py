@@ -1,4 +1,4 @@
-"""Hooks, parametrizations, pruning and PEFT's adapters under DDP: two processes over Gloo are one, with experts shared or not."""
+"""Hooks, parametrizations, pruning and PEFT's adapters under DDP in two Gloo processes, with and without a group."""
 
 import functools
 
@@ -63,7 +63,7 @@ def with_parametrizations_and_hooks(**options):
 
 
 def lora_part(name, whole, mine):
-    """PEFT keeps the adapters of E matrices as [E, r, in] and [out, r, E], reshaped to two axes."""
+    """PEFT stores the adapters of E matrices as [E, r, in] and [out, r, E], reshaped to two axes."""
     if "lora_A" in name:
         return whole.reshape(E, R, -1)[mine].reshape(-1, whole.shape[1])
     return whole.reshape(-1, R, E)[..., mine].reshape(len(whole), -1)
@@ -78,7 +78,7 @@ def part(name, whole, mine):
 
 
 def filled(model, whole, mine):
-    """The model with adapters that are not 0: this rank's part of those of the whole one."""
+    """The model with nonzero adapters: this rank's part of the whole model's."""
     with torch.no_grad():
         for name, value in model.named_parameters():
             if "lora_" in name:
@@ -103,7 +103,7 @@ def moe_of(model):
 
 
 def check_ddp(rank, build, shared):
-    """Results, gradients and, of experts that ranks share, the clipped norm."""
+    """Checks results and gradients, and with expert parallelism the clipped norm."""
     whole = whole_model(build)
     options = dict(group=dist.group.WORLD) if shared else dict(loss_group=dist.group.WORLD)
     model = build(**options)
@@ -131,7 +131,7 @@ def check_ddp(rank, build, shared):
 
 
 def check_adapters_that_come_later(rank):
-    """Adapters that are added between the call of ddp_ignore_experts and DDP are left alone, too."""
+    """DDP also ignores adapters that are added after the call of ddp_ignore_experts."""
     model = ddp_ignore_experts(with_lora_of_experts(group=dist.group.WORLD))
     model.add_adapter("other", peft.LoraConfig(r=R, target_modules=["before", "gate"], target_parameters=EXPERTS))
     model.set_adapter("other")
@@ -149,7 +149,7 @@ def check_adapters_that_come_later(rank):
 
 
 class Scaled(nn.Module):
-    """Multiplies by a parameter that another module has."""
+    """Multiplies by a parameter of another module."""
 
     def __init__(self, scale):
         super().__init__()
@@ -160,7 +160,7 @@ class Scaled(nn.Module):
 
 
 def check_what_nobody_can_know(rank):
-    """A parameter of another module that experts are computed from: DDP would average it, clipping counts it."""
+    """Experts computed from another module's parameter: DDP would average it, and clipping counts it."""
     x, real = of_rank(rank, RANKS)[0]
     block = Block(group=dist.group.WORLD)
     block.scale = nn.Parameter(torch.ones(E // RANKS, 1, 1))
@@ -176,7 +176,7 @@ def check_what_nobody_can_know(rank):
 
 
 def check_masks_that_ddp_would_broadcast(rank):
-    """A mask of pruning that comes after DDP would be that of the first rank."""
+    """DDP would broadcast the first rank's pruning mask, if pruning follows DDP."""
     x, real = of_rank(rank, RANKS)[0]
     block = Block(group=dist.group.WORLD)
     wrapped = DistributedDataParallel(ddp_ignore_experts(block))

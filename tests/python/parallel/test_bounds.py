@@ -1,4 +1,4 @@
-"""The static bounds of the transports' buffers: nothing that can arrive is larger, and the worst case fills them."""
+"""The static bounds of the transports' buffers: no exchange exceeds them, and the worst case reaches them."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def aligned(counts, a):
 
 
 def counts_of(experts, num_experts):
-    """int [P, E]: slots of every rank for every expert."""
+    """int [P, E]: assignments of every rank to every expert."""
     return np.stack([np.bincount(rank.ravel(), minlength=num_experts) for rank in experts])
 
 
@@ -37,7 +37,7 @@ def test_whatever_the_routing_all_rows_fit(ranks, local, tokens, align_size, fav
     E = ranks * local
     topk = data.draw(st.integers(1, E), "topk")
     rng = np.random.default_rng(data.draw(st.integers(0, 2**16), "seed"))
-    few = rng.permutation(E)[: max(favourites, topk)]  # all tokens choose among these
+    few = rng.permutation(E)[: max(favourites, topk)]  # all tokens choose from these
     experts = np.array([[rng.permutation(few)[:topk] for _ in range(tokens)] for _ in range(ranks)])
     experts = experts.reshape(ranks, tokens, topk).astype(int)
     rows = aligned(counts_of(experts, E), align_size).reshape(ranks, ranks, local)
@@ -47,25 +47,25 @@ def test_whatever_the_routing_all_rows_fit(ranks, local, tokens, align_size, fav
     assert rows.sum((0, 2)).max() <= Ragged(b)._arriving
     assert rows.sum((0, 2)).max() <= num_rows_needed(b.arriving_slots, b.experts, align_size)
     together = aligned(counts_of(experts, E).sum(0), align_size).reshape(ranks, local).sum(-1)
-    assert together.max() <= num_rows_needed(b.arriving_slots, local, align_size)  # the ring's
+    assert together.max() <= num_rows_needed(b.arriving_slots, local, align_size)  # transport="ring"
 
 
 @pytest.mark.parametrize("capacity", [None, 5, 1000])
 def test_the_worst_case_fills_the_buffers(capacity):
-    """All ranks send all they can to one: 4 ranks of 6 tokens with 2 of their 3 slots there."""
+    """All ranks send all they can to one rank: 4 ranks of 6 tokens, each with 2 of its 3 assignments there."""
     b = bounds(4, 2, 6, 3, capacity=capacity)
     assert b.pair_slots == min(12, capacity or 12) and b.arriving_slots == min(48, capacity or 48)
     assert Padded(b).bounds.region == b.pair_slots and Ragged(b)._arriving == b.arriving_slots
 
 
 def test_padding_of_every_source_and_expert_has_room():
-    """One slot for each expert from each rank, and 8 rows for it."""
+    """Each rank has one assignment per expert, which gets 8 rows."""
     b = bounds(4, 2, 1, 8, align_size=8)
     assert Padded(b).bounds.region == 2 * 8 and Ragged(b)._arriving == 4 * 2 * 8 and Ragged(b)._leaving == 8 * 8
 
 
 def test_a_capacity_beyond_all_slots_drops_nothing():
-    """Which is no number that int32 has to hold."""
+    """A bound past int32 is no error if it is not used."""
     for factor in (4.0, 3e5, 3e38):
         assert capacity_of(factor, tokens=4096, topk=2, ranks=4, slots_per_token=2) is None
     assert capacity_of(3.9, tokens=10, topk=2, ranks=4, slots_per_token=2) == 78
@@ -86,5 +86,5 @@ def test_traffic_and_choice():
     assert traffic(b, 2) == {"ring": 2 * 7 * 1000 * 2, "all_to_all": 2 * 7 * 2000 * 2, "ragged": 2 * 2000 * 7 / 8 * 2}
     assert choose("cpu", bounds(2, 4, 1000, 1), 4) == "ring"
     assert choose("gpu", bounds(512, 4, 1000, 1), 2) == "ragged"
-    # A tight bound makes regions small: 100 slots for all that a rank may take.
+    # A tight bound makes regions small: 100 rows for all assignments that a rank may get.
     assert choose("cpu", bounds(8, 4, 1000, 2, capacity=100), 2) == "all_to_all"

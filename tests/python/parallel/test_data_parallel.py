@@ -1,4 +1,4 @@
-"""Two processes that share a batch are one process: DDP and FSDP over Gloo, losses, gradients and the router's state."""
+"""Two processes that share a batch have the losses, gradients and router state of one: DDP and FSDP over Gloo."""
 
 import functools
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch
 
 
 def check_updates(layer, one):
-    """The bias is moved, and then set, by the counts of both ranks."""
+    """The counts of both ranks move the bias, and later set it."""
     counts = layer.tokens_per_expert.clone()
     layer.update_expert_bias(0.1, dist.group.WORLD)
     dist.all_reduce(counts)
@@ -95,7 +95,7 @@ def check_a_group_without_losses(rank):
 
 
 def check_compiled(rank):
-    """Sums over the ranks are part of the graph."""
+    """The graph includes the sums over the ranks."""
     layer, again = made(loss_group=dist.group.WORLD), made(loss_group=dist.group.WORLD)
     compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
     ((x, mask), _) = of_rank(rank, RANKS)
@@ -108,7 +108,7 @@ def check_compiled(rank):
 
 
 class Model(nn.Module):
-    """A layer with something before it; with `saved` in an activation checkpoint."""
+    """A layer after a linear map; with `saved`, inside an activation checkpoint."""
 
     def __init__(self, saved=False, **options):
         super().__init__()
@@ -136,14 +136,14 @@ def check_layer(rank, wrap):
 
 
 def check_saved(rank, wrap):
-    """An activation checkpoint around the layer, inside of the wrapper."""
+    """An activation checkpoint around the layer, inside the wrapper."""
     check_steps(rank, Model(), Model(saved=True, loss_group=dist.group.WORLD), wrap)
 
 
 def check_model(rank, wrap):
-    """A model whose layer FSDP shards by itself; the first micro-batch is compiled, the second one eager.
+    """FSDP shards the layer separately; the first micro-batch is compiled, the second one runs eagerly.
 
-    Compiled first: torch can't trace FSDP1's parameters while they have gradients.
+    The compiled one is first, because torch cannot trace FSDP1's parameters while they have gradients.
     """
     torch._dynamo.reset()
     model = Model(loss_group=dist.group.WORLD)
@@ -173,7 +173,7 @@ def check_steps(rank, one, module, wrap, compiled=lambda wrapped: wrapped):
 
 
 def check_buffers_of_16_bits(rank):
-    """FSDP1 casts buffers in place: updates are not lost."""
+    """FSDP1 casts buffers in place, without losing updates."""
     module = made(loss_group=dist.group.WORLD)
     module.expert_bias.fill_(7.0)
     wrapped = fsdp1(module, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
@@ -192,14 +192,14 @@ def check_buffers_of_16_bits(rank):
 
 
 def check_buffers_that_are_rounded_again(rank):
-    """FSDP1 rounds them after each evaluation in full precision: refused, once an update has restored the bias."""
+    """FSDP1 rounds buffers after evaluation in full precision: refused once an update has restored the bias."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
         module = made(loss_group=dist.group.WORLD)
         policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
         wrapped = fsdp1(module, mixed_precision=policy)
     ((x, mask), _) = of_rank(rank, RANKS)
-    for _ in range(2):  # before the first update nothing is lost
+    for _ in range(2):  # nothing is lost before the first update
         wrapped.train()(x, token_mask=mask)
         assert module.expert_bias.dtype == torch.bfloat16
         wrapped.eval()(x, token_mask=mask)
@@ -210,7 +210,7 @@ def check_buffers_that_are_rounded_again(rank):
     with pytest.raises(ValueError, match=r"expert_bias: got bfloat16\[8\] again, as FSDP's buffer_dtype rounds it"):
         wrapped.train()(x, token_mask=mask)
     state = dict(expert_bias=torch.ones(E, dtype=torch.bfloat16))
-    module.load_state_dict(state, strict=False, assign=True)  # is restored at once
+    module.load_state_dict(state, strict=False, assign=True)  # restores it
     wrapped(x, token_mask=mask)
 
 

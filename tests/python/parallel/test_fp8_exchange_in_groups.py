@@ -1,4 +1,4 @@
-"""Tokens that travel to a group's ranks as FP8: results are the oracle's, and those of tokens that travel as they are."""
+"""FP8 exchange of tokens in a group: results are the oracle's, and those of an unquantised exchange."""
 
 import dataclasses
 import math
@@ -26,12 +26,12 @@ SENT = FP8 | {"fp8_exchange": True}
 
 @dataclasses.dataclass(frozen=True)
 class Case(test_group.Case):
-    """As those of test_group.py, wide enough for blocks of 128; most tokens come with their experts."""
+    """Cases as in test_group.py, with D a multiple of 128; most have given experts."""
 
     dtype: str = "bfloat16"
     routed: bool = True
     bias: bool = True
-    wrong: bool = False  # an infinity and a NaN among the tokens
+    wrong: bool = False  # the tokens include an infinity and a NaN
     tokens: int = T
     options: dict = dataclasses.field(default_factory=lambda: SENT)
 
@@ -48,7 +48,7 @@ class Case(test_group.Case):
 
 
 def pair(transport, options=(), **fields):
-    """Without and with tokens that travel as FP8."""
+    """Runs each case without and with FP8 exchange."""
     return [Case(transport, bias=False, options=sent | dict(options), **fields) for sent in (FP8, SENT)]
 
 
@@ -92,9 +92,9 @@ def check_by_oracle(case, arrays, cotangents, found):
 
 
 def check_pair(found_without, found_with):
-    """To the bit, but for gradients of the experts' matrices; those are near.
+    """All results have equal bits, except for gradients of the experts' matrices, which are near.
 
-    With a b_out d_out itself is a part of the gradients of the weights, so of what the router's follow from.
+    With b_out, d_out itself enters the gradients of the weights, and through them those of the router.
     """
     matrices = ("d_w_in", "d_w_out")
     for without, sent in zip(found_without, found_with, strict=True):
@@ -136,7 +136,7 @@ def test_four_ranks(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["ring", "all_to_all"])
 def test_two_ranks_of_a_gpu_each(tmp_path, transport):
-    """With NCCL; a GPU adds up in the same order with and without."""
+    """With NCCL; a GPU sums in the same order with and without FP8 exchange."""
     if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FEWER THAN 2 HOPPER GPUS FOUND: tokens did not travel between them as FP8")
     (*_, without), (*_, sent) = run(tmp_path, pair(transport), 2, "nccl")
@@ -149,7 +149,7 @@ def test_a_message_brings_every_bit(dtype, fp8_scales):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 384)) * np.exp2(rng.integers(-14, 1, (40, 384)))
     x[0, :5], x[1, 128:256], x[2, 300], x[3, 0] = 0.0, 0.0, np.nan, np.inf
-    x[4, :2] = 65504.0, 65000.0  # of float16 the largest, whose power of two leads past it
+    x[4, :2] = 65504.0, 65000.0  # the largest float16, whose power-of-two scale overflows it
     tensor = torch.tensor(x).to(getattr(torch, dtype))
     rows = quantize_rows(tensor, ["float32", "power_of_two"].index(fp8_scales))
     message = pack(rows)

@@ -1,4 +1,4 @@
-"""The layer on a process group: outputs, losses, counts, drops and gradients are those of one process, by the oracle."""
+"""The layer on a process group has the oracle's outputs, losses, counts, drops and gradients."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ class Case:
     options: dict = dataclasses.field(default_factory=dict)
 
     def arrays(self):
-        """Of the whole batch."""
+        """The arrays of the whole batch."""
         if self.routed:
             return routed_operands(T, E, K, D, F, dtype=self.dtype, bias=True, wrong=True)
         arrays = operands(T, E, K, D, F, dtype=self.dtype, bias=True, skew=3.0, cold=1)
@@ -54,7 +54,7 @@ class Case:
 
 
 def kept_slots(experts, ranks, capacity):
-    """bool [T, K]: slots that find room where each of the ranks takes `capacity`, in order of source and slot."""
+    """bool [T, K]: assignments within each rank's `capacity`, filled in order of source rank and assignment."""
     taken, kept = np.zeros(ranks, int), np.zeros(experts.shape, bool)
     for slot, expert in np.ndenumerate(experts):
         if 0 <= expert < E:
@@ -65,7 +65,7 @@ def kept_slots(experts, ranks, capacity):
 
 
 def run(folder, cases, ranks, backend="gloo"):
-    """Runs the cases in `ranks` processes; (arrays, cotangents, what each rank saved) of each."""
+    """Runs the cases in `ranks` processes; returns (arrays, cotangents, each rank's results) per case."""
     given = []
     for index, case in enumerate(cases):
         arrays, rng = case.arrays(), np.random.default_rng(5)
@@ -92,7 +92,7 @@ def run(folder, cases, ranks, backend="gloo"):
     try:
         output = [process.communicate(timeout=300)[0] for process in processes]
     finally:
-        for process in processes:  # one that has not ended keeps the others waiting for it
+        for process in processes:  # an unfinished process would keep the others waiting
             process.kill()
     assert not any(process.returncode for process in processes), "\n".join(output)[-4000:]
     return [
@@ -101,7 +101,7 @@ def run(folder, cases, ranks, backend="gloo"):
 
 
 def of_each_group(parts, data, name):
-    """What the ranks of each group have, which is the same on all of them."""
+    """The values of each group, which are equal on its ranks."""
     groups = np.split(np.stack(parts), data)
     for group in groups:
         for part in group[1:]:
@@ -110,12 +110,12 @@ def of_each_group(parts, data, name):
 
 
 def mean(parts):
-    """Of gradients, in their dtype."""
+    """Sums of gradients in their dtype."""
     return np.mean([np.asarray(part, np.float64) for part in parts], 0).astype(parts[0].dtype)
 
 
 def whole(found, name, data):
-    """What the ranks saved under a name, as one process would have it; of gradients see `in_ranks.run`."""
+    """The ranks' results by name, in the form of one process. For gradients see `in_ranks.run`."""
     parts = [of_rank[name] for of_rank in found]
     if name in ("output", "experts", "weights"):
         return np.concatenate(parts)
@@ -196,7 +196,7 @@ CASES = [
 
 @pytest.fixture
 def torch_cases():
-    """The checks ask torch for what they need of a layer by itself."""
+    """Selects torch, which the checks' helpers call."""
     in_torch.on("cpu")
     frameworks.choose("torch")
     yield
@@ -216,7 +216,7 @@ def check_cases(folder, ranks, backend="gloo", compiles=True):
 @pytest.mark.usefixtures("torch_cases")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_give_the_results_and_gradients_of_one_process(tmp_path, ranks):
-    """Four compile what two would: there it takes most of the time."""
+    """Only four ranks run the compiled cases, because compilation takes most of the time."""
     check_cases(tmp_path, ranks, compiles=ranks == 4)
 
 
@@ -224,7 +224,7 @@ def test_ranks_give_the_results_and_gradients_of_one_process(tmp_path, ranks):
 @pytest.mark.usefixtures("torch_cases")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_of_a_gpu_each_give_the_results_and_gradients_of_one_process(tmp_path, ranks):
-    """With NCCL, and without the host waiting for a device."""
+    """With NCCL and without synchronisation with the host."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"FEWER THAN {ranks} GPUS FOUND: the layer was not tested on so many")
     check_cases(tmp_path, ranks, "nccl")
@@ -250,7 +250,7 @@ def test_a_group_of_one_is_the_layer(group_of_one, transport):
 
 @pytest.mark.parametrize("transport", ["ring", "all_to_all"])
 def test_a_capacity_beyond_all_slots_drops_nothing(group_of_one, transport):
-    """3e7 T K is no int32; 1e38 T K is no int64."""
+    """3e7 T K exceeds int32; 1e38 T K exceeds int64."""
     arrays = {n: in_torch.tensor(a) for n, a in operands(T, E, K, D, F).items() if a is not None}
     want = moe(**arrays, topk=K)
     for factor in (3e7, 1e38):

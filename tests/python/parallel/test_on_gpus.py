@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-import in_processes  # noqa: F401  finds the modules below
+import in_processes  # noqa: F401  adds the folders of the modules below
 import jax
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from routed_cases import routed_operands, run_routed
 
 
 class Sizes(NamedTuple):
-    """Tokens, experts, experts a token, widths."""
+    """Tokens, experts, experts per token, widths."""
 
     T: int = 256
     E: int = 16
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 class Case(NamedTuple):
     """A layer on a mesh, as examples/mesh.py reads it.
 
-    one_rank: all slots go to the last two experts, which stand on one rank.
+    one_rank: all assignments go to the last two experts, which are on one rank.
     """
 
     mesh: str
@@ -68,7 +68,7 @@ CASES = (
 
 
 def name_of(case):
-    """The fields that are not as usual."""
+    """The fields without their default values."""
     return "-".join(str(value) for value, usual in zip(case, Case("", ""), strict=True) if value != usual)
 
 
@@ -110,7 +110,7 @@ def test_layer_on_a_mesh_of_gpus(gpu, case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
 def test_tokens_travel_between_gpus_as_fp8(gpu, transport):
-    """Against the oracle, and to the bit as tokens that travel as they are; a NaN among them, too."""
+    """Against the oracle, and with the bits of an unquantised exchange, also with a NaN among the tokens."""
     devices = jax.devices("gpu")
     if len(devices) < 2 or devices[0].compute_capability != "9.0":
         pytest.skip("FEWER THAN 2 HOPPER GPUS FOUND: tokens did not travel between them as FP8")

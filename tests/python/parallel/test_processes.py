@@ -1,4 +1,4 @@
-"""Several JAX processes on this host, over Gloo: the oracle's results and gradients, checkpoints between meshes."""
+"""Several JAX processes on this host over Gloo: results and gradients against the oracle, moved checkpoints."""
 
 import dataclasses
 import json
@@ -23,13 +23,13 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / "examples"
 
 
 def run(*arguments, processes=0, devices=1, gpus=False, **variables):
-    """Runs a program, with the launcher where there are several processes; returns the finished process."""
+    """Runs a program, through the launcher for several processes; returns the finished process."""
     where = "--gpus" if gpus else f"--devices={devices}"
     launcher = [str(EXAMPLES / "launch.py"), f"--processes={processes}", where] if processes else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
     for name in ("XLA_FLAGS", *(() if gpus else ("CUDA_VISIBLE_DEVICES",))):
         environment.pop(name, None)
-    if not gpus:  # see on_devices/conftest.py
+    if not gpus:  # as in on_devices/conftest.py
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     environment |= variables
     command = [sys.executable, *launcher, *map(str, arguments)]
@@ -42,7 +42,7 @@ def losses_in(printed):
 
 
 def losses(*arguments, **how):
-    """Those of a run in processes of its own."""
+    """The losses of a run in processes of its own."""
     result = run(EXAMPLES / "expert_parallel.py", *arguments, **how)
     assert result.returncode == 0, result.stdout + result.stderr
     return losses_in(result.stdout)
@@ -54,7 +54,7 @@ def assert_same(got, want, steps):
 
 
 def check_case(case, paths):
-    """Compares what every process gathered with the oracle, which knows of one device and of the slots kept."""
+    """Compares every process's gathered results with the oracle, given the assignments within capacity."""
     runs = [in_processes.load(path) for path in paths]
     arrays, options, kept, dropped = case.arrays(), case.options(), None, 0
     if case.capacity_factor is not None:
@@ -130,7 +130,7 @@ ON_GPUS = {
     ),
     "4 GPUs, ragged": (4, [Case("expert=4", "ragged", "bfloat16"), Case("expert=2,data=2", "ragged", fsdp=True)]),
 }
-#: XLA has ragged_all_to_all between processes of a GPU each, but not unless it is told so.
+#: XLA needs these flags for ragged_all_to_all between processes with one GPU each.
 RAGGED_FLAGS = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
 
 
@@ -144,7 +144,7 @@ def test_processes_of_a_gpu_each_give_the_results_and_gradients_of_one_device(gp
 
 
 def check_cases(folder, cases, *, processes, **how):
-    """Runs all cases in processes and compares what they saved in the folder."""
+    """Runs all cases in processes and compares the results that they saved in the folder."""
     texts = [json.dumps(dataclasses.asdict(case)) for case in cases]
     result = run(in_processes.__file__, folder, *texts, processes=processes, **how)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -156,7 +156,7 @@ def check_cases(folder, cases, *, processes, **how):
 
 
 def test_processes_and_meshes_take_turns_on_one_run(tmp_path, capsys):
-    """Every leg goes on from the checkpoint of the one before, which was saved on another mesh."""
+    """Every leg resumes from the previous leg's checkpoint, which was saved on another mesh."""
 
     def losses_here(*arguments):
         expert_parallel.train(expert_parallel.parse([*arguments]), make_mesh(parse_mesh("")))

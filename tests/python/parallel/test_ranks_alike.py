@@ -1,4 +1,4 @@
-"""Ranks that call a layer with different options raise on every rank, and none of them loses tokens in silence."""
+"""Ranks that call a layer with different options raise on every rank; none loses tokens silently."""
 
 import datetime
 import os
@@ -8,7 +8,7 @@ import sys
 
 RANKS, T, E, K, D, F = 2, 6, 4, 2, 128, 128
 
-#: What the second rank does otherwise, and the argument that the error names.
+#: The second rank's different options, and the message that names the argument.
 DIFFERENT = [
     ({"capacity_factor": 0.5}, "capacity_factor: got 0.0 on rank 0 and 0.5 on rank 1 of the group, expected one value"),
     ({"transport": "all_to_all"}, "transport: got ring on rank 0 and all_to_all on rank 1"),
@@ -28,7 +28,7 @@ DIFFERENT = [
 
 
 def main(folder, rank):
-    """One rank: every case of `DIFFERENT`, and what is right before, between and after them."""
+    """One rank: every case of `DIFFERENT`, with valid calls before, between and after them."""
     import torch
     import torch.distributed as dist
 
@@ -77,7 +77,7 @@ def main(folder, rank):
         and alike._of_group[dist.group.WORLD].times == times
     )
     told(error_of(lambda: call(compiled, align_size=8 + rank)), "align_size: got 8 on rank 0 and 9 on rank 1")
-    # Options that are new on one rank alone: it does not wait for ever, nor do the others when it is gone.
+    # Options that are new on one rank alone: it times out, and the others raise after it has left.
     alike._store(dist.group.WORLD).set_timeout(datetime.timedelta(seconds=2))
     found = error_of(lambda: call(**{"topk": 1, "scaling_factor": 0.5} if rank else {"capacity_factor": 1.25}))
     assert found.startswith("RuntimeError"), found

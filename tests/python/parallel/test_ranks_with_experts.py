@@ -1,4 +1,4 @@
-"""Four processes that share a batch and the experts are one process: over Gloo, under DDP and FSDP2, and from checkpoints."""
+"""Four Gloo processes that share a batch and the experts compute as one process: DDP, FSDP2 and checkpoints."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch
 
 
 class Block(nn.Module):
-    """A layer with something before it that is not spread."""
+    """A layer after a linear map that every rank has whole."""
 
     def __init__(self, **options):
         super().__init__()
@@ -44,7 +44,7 @@ def two_by_two():
 
 
 def sharded(mesh, **options):
-    """A block whose layer is sharded over "data", what is before it over all."""
+    """A block whose layer is sharded over "data" and whose linear map is sharded over all ranks."""
     block = Block(group=mesh["expert"], loss_group=dist.group.WORLD, **options)
     fully_shard(block.moe, mesh=mesh["data"])
     return fully_shard(block, mesh=init_device_mesh("cpu", (RANKS,)))
@@ -72,7 +72,7 @@ def gathered(layer, prefix=""):
 
 
 def check_fsdp(rank):
-    """Gradients, the state of the router by either group, and what an optimizer makes of them."""
+    """Checks gradients, the router's state by either group, and an optimizer step."""
     mesh = two_by_two()
     model = sharded(mesh)
     one, want = one_process(RANKS, Block())
@@ -112,7 +112,7 @@ def check_fsdp_of_mixed_precision(rank):
 
 
 def check_called_gate(rank):
-    """A gate with a hook is called; results and gradients have the same bits as without."""
+    """A gate with a hook is called; results and gradients have the bits of one without."""
     x, real = of_rank(rank, RANKS)[0]
     for transport in ("ring", "all_to_all"):
         found = []
@@ -132,7 +132,7 @@ SUBMODULES = ("gate", "shared_expert", "shared_expert_gate")
 
 
 def check_fsdp_of_submodules(rank):
-    """Each submodule is sharded by itself, with either FSDP: a step of training is that of one process."""
+    """Each submodule is sharded separately with either FSDP; a training step equals that of one process."""
     one, want = one_process(RANKS, Block())
     torch.optim.SGD(one.parameters(), lr=0.1).step()
     for version in (2, 1):
@@ -177,7 +177,7 @@ def check_ddp(rank):
 
 
 def check_ddp_of_a_layer(rank):
-    """The layer is what is wrapped: over all, and over the data parallel ranks, which have the same experts."""
+    """The layer itself is wrapped: over all ranks, and over the data-parallel ranks, which have the same experts."""
     one, want = one_process(RANKS)
     mesh = two_by_two()
     for group, ranks in ((mesh["expert"].get_group(), mesh["data"].get_group()), (dist.group.WORLD, None)):
@@ -191,7 +191,7 @@ def check_ddp_of_a_layer(rank):
 
 
 def check_clipping(rank):
-    """The norm, and what is made of gradients, are those of one process, sharded and not."""
+    """The norm and the clipped gradients are those of one process, sharded and not."""
     one, _ = one_process(RANKS, Block())
     want = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
     assert want > 0.2
@@ -213,7 +213,7 @@ def check_wrapped_wrongly(rank):
     for model in (
         Block(group=dist.group.WORLD),
         torch.compile(made(group=dist.group.WORLD), backend="eager"),
-        nn.Sequential(ddp_ignore_experts(made(group=dist.group.WORLD))),  # it does not ask what is inside
+        nn.Sequential(ddp_ignore_experts(made(group=dist.group.WORLD))),  # a container hides the layer from DDP
     ):
         with pytest.raises(ValueError, match="group: got a layer inside DistributedDataParallel"):
             DistributedDataParallel(model)(x)
@@ -225,13 +225,13 @@ def check_wrapped_wrongly(rank):
     with pytest.raises(ValueError, match="weight: got a DTensor in a layer with group"):
         layer(x)
     mesh = two_by_two()
-    with pytest.raises((RuntimeError, KeyError), match=r"overlapping meshes|ascending order"):  # or in torch 2.9
+    with pytest.raises((RuntimeError, KeyError), match=r"overlapping meshes|ascending order"):  # the second: torch 2.9
         fully_shard(made(group=mesh["expert"]), mesh=mesh)
 
 
 def check_drawn_where_its_parameters_will_be(rank):
-    """The same numbers as in one process, also where the data parallel ranks have different numbers of experts."""
-    # torch 2.9 puts the uneven shards of 3 experts on 2 data parallel ranks together in a wrong order.
+    """Results equal those of one process, also if the data-parallel ranks have different numbers of experts."""
+    # torch 2.9 concatenates the uneven shards of 3 experts on 2 data-parallel ranks in a wrong order.
     uneven = (6,) if torch.__version__ >= (2, 11) else ()
     for num_experts in (E, *uneven):
         model = sharded(two_by_two(), num_experts=num_experts, device="meta")
@@ -244,7 +244,7 @@ def check_drawn_where_its_parameters_will_be(rank):
 
 
 def check_checkpoints(rank):
-    """From whole checkpoints and to them, and from one number of ranks to another."""
+    """Loads and saves whole checkpoints, and moves checkpoints between numbers of ranks."""
     mesh, one = two_by_two(), made()
     with torch.no_grad():
         for parameter in one.parameters():
@@ -270,7 +270,7 @@ def check_checkpoints(rank):
 
 
 def check_old_names(layer, whole, folder):
-    """Of the shared expert, as version 0.1.0 has them, sharded and whole."""
+    """Checkpoints of the shared expert in the form of version 0.1.0, sharded and whole."""
 
     def old(state):
         return {f"{name}.weight" if "shared_expert." in name else name: value for name, value in state.items()}
@@ -296,7 +296,7 @@ def options_of_state():
 
 
 def check_activation_checkpoint(rank):
-    """The exchange runs again in the backward pass; nothing is counted twice."""
+    """The exchange runs again in the backward pass; no token is counted twice."""
     (x, mask), _ = of_rank(rank, RANKS)
     for reentrant in (False, True):
         kept, again = made(group=dist.group.WORLD), made(group=dist.group.WORLD)
@@ -305,7 +305,7 @@ def check_activation_checkpoint(rank):
         def call(x, layer=again):
             return loss_of(layer(x, token_mask=mask))
 
-        # A checkpoint of the reentrant kind needs an input with a gradient.
+        # A reentrant checkpoint needs an input that requires a gradient.
         activation_checkpoint(call, x.clone().requires_grad_(), use_reentrant=reentrant).backward()
         check_gradients(again, kept, lambda _, gradient: gradient)
         assert torch.equal(again.tokens_per_expert, kept.tokens_per_expert) and kept.tokens_per_expert.any()

@@ -31,14 +31,14 @@ CASES = [
 
 
 def dense(z, topk, **options):
-    """The results in the running framework."""
+    """The results of the current framework."""
     return call(
         fused_topk_with_score_function, te_in_torch.fused_topk_with_score_function, np.asarray(z), topk, **options
     )
 
 
 def probs_and_pull(z, topk, **options):
-    """(probs, their pull to the logits), where the experts are asked for."""
+    """(probs, their pullback to the logits), with the experts as a requested output."""
     options |= {"topk_indices_dtype": "int32"}
     return vjp(
         lambda logits: fused_topk_with_score_function(logits, topk, **options)[0],
@@ -150,7 +150,7 @@ def test_auxiliary_scores(score_function, dtype, topk):
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_auxiliary_scores_by_the_other_name(score_function):
-    """The options that have no effect there are not used."""
+    """Options without effect there are not used."""
     E, topk = 130, 5
     z = jnp.asarray(logits(203, E))
     routing_map, scores = fused_compute_score_for_moe_aux_loss(z, topk, score_function)

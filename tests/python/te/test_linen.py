@@ -1,4 +1,4 @@
-"""The Linen block: TransformerEngine's attributes and some more over the same function."""
+"""The Linen block: TransformerEngine's attributes and further ones, on the same function as the other layers."""
 
 import flax.linen as nn
 import jax
@@ -92,7 +92,7 @@ def test_expert_bias_is_no_parameter():
 
 
 def test_an_update_of_a_rounded_state_is_not_lost():
-    """The documented formula promotes: the counts' mean is float32."""
+    """The documented formula promotes dtypes: the mean of the counts is float32."""
     x = _x(9, 12)
     block, variables, _ = _apply(x, use_expert_bias=True, score_function="sigmoid")
     variables["router_state"]["expert_bias"] = jnp.full(6, 7.0, jnp.bfloat16)
@@ -132,7 +132,7 @@ def test_both_losses_are_returned_together_and_sown_apart():
     np.testing.assert_array_equal(loss, want.aux_loss + want.z_loss)
     for name in ("aux_loss", "z_loss", "tokens_per_expert", "experts"):
         np.testing.assert_array_equal(sown["intermediates"][name][0], getattr(want, name))
-    # Replay of what was sown.
+    # Replay of the sown selection.
     experts = sown["intermediates"]["experts"][0]
     again, _ = block.apply(variables, x, forced_experts=experts)
     np.testing.assert_array_equal(again, block.apply(variables, x, token_mask=mask)[0])
@@ -160,7 +160,7 @@ def test_float16():
 
 
 def test_input_axes_constrain_the_inputs(monkeypatch):
-    """By Flax's own function, which does nothing on a CPU."""
+    """With Flax's own function, which has no effect on a CPU."""
     x, seen = _x(2, 5, 12), []
 
     def constrain(array, axes):

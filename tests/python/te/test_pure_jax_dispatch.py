@@ -1,4 +1,4 @@
-"""TransformerEngine's pure_jax_ names: rows, group sizes, the way back, and gradients, from what they are defined to be."""
+"""TransformerEngine's pure_jax_ functions against their definitions: rows, group sizes, combine and gradients."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Dispatch and combine under TransformerEngine's names: maps of indices, padding by counts, arguments and errors.
+"""Dispatch and combine under TransformerEngine's names: index maps, padding by counts, arguments and errors.
 
-Maps of bits, values and gradients are in tests/python/te/test_token_dispatch.py.
+test_token_dispatch.py tests bool maps, values and gradients.
 """
 
 import inspect
@@ -53,7 +53,7 @@ INDEX_CASES = {
 @pytest.mark.parametrize("case", INDEX_CASES)
 def test_a_map_of_indices_is_the_plan_of_its_experts(case, rows, dtype):
     index = INDEX_CASES[case]
-    # The plan knows which experts there are: the same ones, numbered in their order.
+    # The plan's experts are the map's, numbered in their order.
     dense = np.unique(index[index >= 0].numpy(), return_inverse=True)
     numbered = np.where(index.numpy() < 0, -1, np.searchsorted(dense[0], index.numpy())).astype(np.int32)
     R = T * K if rows <= 0 else rows
@@ -88,7 +88,7 @@ def test_rows_of_indices_without_probabilities_stand_by_themselves():
 
 
 def test_any_row_id_map_of_indices_is_safe():
-    """A row out of range is none; where two slots name a row, it is the last one's, forward and backward."""
+    """Rows out of range are skipped; if two assignments name a row, the last one gets it, forward and backward."""
     inp = torch.arange(1.0, 4.0)[:, None].requires_grad_()
     row_id_map = torch.tensor([2, 3, -1, 2, -(2**31), 2**31 - 1], dtype=torch.int32)
     weights = torch.ones(3, 2, requires_grad=True)
@@ -137,7 +137,7 @@ def test_masks_of_every_dtype(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 def test_the_number_of_rows_may_be_a_scalar_on_the_host(dtype):
-    """As Megatron has it where experts have a capacity; of indices None and -1 stand for all."""
+    """Megatron's call with an expert capacity; None and -1 mean all rows of an index map."""
     number = MASK.sum()
     scalar = number.cpu().to(dtype)
     for got, want in [
@@ -187,7 +187,7 @@ def test_the_earlier_name_of_merging_probs():
 ARGUMENTS = {
     moe_permute: ("inp", "routing_map", "num_out_tokens", "max_token_num", "map_type"),
     moe_permute_with_probs: ("inp", "probs", "routing_map", "num_out_tokens"),
-    # the last is ours, and by its name alone
+    # the last argument is ours and keyword-only
     moe_permute_and_pad_with_probs: ("inp", "probs", "routing_map", "tokens_per_expert", "align_size", "num_rows"),
     moe_unpermute: ("inp", "row_id_map", "merging_probs", "restore_shape", "map_type", "probs", "pad_offsets"),
     moe_sort_chunks_by_index: ("inp", "split_sizes", "sorted_index"),

@@ -1,4 +1,4 @@
-"""The router under TransformerEngine's names: what is written in place, its arguments, and its errors."""
+"""The router under TransformerEngine's names: in-place outputs, arguments and errors."""
 
 import inspect
 import re
@@ -54,7 +54,7 @@ def test_indices_are_written_to_the_callers_buffer(dtype, layout):
     want = route(z, K, score_function="sigmoid", expert_bias=BIAS)
     assert torch.equal(buffer, want.experts.to(dtype))
     assert torch.equal(probs, torch.zeros_like(z).scatter(-1, want.experts.long(), want.weights))
-    # What the caller makes of the buffer afterwards is nothing to the gradient.
+    # Later writes to the buffer do not change the gradient.
     buffer.fill_(0)
     d = normal(4, 5, E, seed=2)
     (gradient,) = torch.autograd.grad(probs, leaf, d)

@@ -1,4 +1,4 @@
-"""What torch does with the functions under TransformerEngine's names: compile, vmap, checkpoints, strides, the same bits."""
+"""TransformerEngine's functions under torch.compile, vmap, checkpoints and strides."""
 
 import pytest
 import torch
@@ -29,14 +29,14 @@ from torch_transforms import (
 
 pytestmark = [
     pytest.mark.usefixtures("device"),
-    pytest.mark.filterwarnings("error:.*not yet implemented the batching rule"),  # torch's, of operations without one
+    pytest.mark.filterwarnings("error:.*not yet implemented the batching rule"),  # torch's warning
 ]
 
 T, E, K, D = 24, 6, 2, 8
 
 
 def operands(tokens=T):
-    """Tokens, logits and what stands for the experts' work."""
+    """Tokens, logits, and a matrix in place of the experts."""
     return [normal(tokens, D, seed=1), normal(tokens, E, seed=2), normal(D, D, seed=3)]
 
 

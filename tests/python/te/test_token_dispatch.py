@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("platform")
 
 
 def routing(T, E, share, seed=0):
-    """A map in which tokens have any number of experts, some none; expert 0 is cold where there are others."""
+    """A map whose tokens have any number of experts, some none; expert 0 has no token if there are others."""
     routed = np.random.default_rng(seed).random((T, E)) < share
     if E > 1:
         routed[:, 0] = False
@@ -57,7 +57,7 @@ def check(T, E, share, align, rows, dtype="float32", probs_dtype="float32", D=10
         assert (got is None) == (expected is None)
         if got is not None:
             np.testing.assert_array_equal(np.asarray(got).astype(np.float64), expected)
-    sizes_dtype = np.int64 if in_torch() else np.int32  # TransformerEngine's
+    sizes_dtype = np.int64 if in_torch() else np.int32  # as in TransformerEngine
     assert row_id_map.dtype == np.int32 and all(a is None or a.dtype == sizes_dtype for a in (pad_offsets, counts))
 
     d_output, d_permuted = normal(rng, output.shape, dtype), normal(rng, permuted.shape, probs_dtype)
@@ -131,7 +131,7 @@ def test_without_probs_there_are_none():
 
 
 def test_both_forms_agree():
-    """The map form of a compact routing gives the rows, and combined the tokens, of the compact form."""
+    """The map form of a compact routing has the rows and the combined tokens of the compact form."""
     rng = np.random.default_rng(1)
     T, E, K, D = 200, 9, 3, 16
     experts = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)

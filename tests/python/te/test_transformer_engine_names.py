@@ -1,7 +1,4 @@
-"""Both sides' names: what TransformerEngine's JAX front end calls its functions, arguments and attributes, ours are called.
-
-Theirs as of its release 2.20.2.
-"""
+"""Functions, arguments and attributes have the names of TransformerEngine's JAX front end, release 2.20.2."""
 
 import dataclasses
 import inspect
@@ -68,7 +65,7 @@ ENUMS = {
     "RoutingMapFormat": {"BYTEMAP": 0, "BITMAP_U8": 1},
     "ScoreFunction": {"SIGMOID": 0, "SOFTMAX": 1, "SQRTSOFTPLUS": 2},
 }
-#: Attributes of its block in their order, with their defaults; ...: one that is compared nowhere, an initialiser.
+#: Attributes of its block in order, with their defaults; ...: initialisers, which are not compared.
 BLOCK = {
     "num_experts": 8,
     "num_experts_per_tok": 2,

@@ -1,4 +1,4 @@
-"""What `bench mesh` times: the layer spread over the ranks is the layer, collectives are those that their names say."""
+"""The programs that `bench mesh` times: the distributed layer equals the layer, and collectives match their names."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Bounded buffers: what a rank drops, how it is counted, and the results and gradients of what is left."""
+"""Capacity: dropped assignments, their counts, and results and gradients of the others."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
 
 @transports
 def test_a_capacity_beyond_all_slots_drops_nothing(transport):
-    """3e8 T K is no int32."""
+    """3e8 T K exceeds int32."""
     arrays = {name: array for name, array in operands(T, E, K, D, F).items() if array is not None}
     parallel = Parallel(expert_axis="expert", transport=transport, capacity_factor=3e8)
     with jax.set_mesh(mesh_of(expert=4)):
@@ -48,7 +48,7 @@ def test_a_capacity_beyond_all_slots_drops_nothing(transport):
 
 @pytest.mark.parametrize("transport, dtype", [("ring", "float32"), ("all_to_all", "bfloat16"), ("ragged", "float32")])
 def test_drops_beside_sharded_weights_and_slices_of_f(transport, dtype):
-    """FSDP over data and tensor parallelism over F: neither changes which slots find room."""
+    """FSDP over data and tensor parallelism over F: neither changes which assignments are dropped."""
     mesh = mesh_of(data=2, expert=2, tensor=2)
     parallel = Parallel(
         expert_axis="expert",

@@ -26,7 +26,7 @@ def check(mesh, parallel, arrays, **options):
     "expert,data,dtype", [(1, 8, "float32"), (2, 4, "bfloat16"), (4, 2, "float32"), (8, 1, "bfloat16")]
 )
 def test_meshes(transport, expert, data, dtype):
-    """16 experts: 16 times the ranks to twice; aligned rows; experts without a token, and so ranks without one."""
+    """16 experts: 16 to 2 per rank; aligned rows; experts without a token, and therefore ranks without one."""
     mesh = mesh_of(data=data, expert=expert)
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport)
     arrays = operands(64, 16, 3, 16, 24, dtype=dtype, bias=True, skew=3.0, cold=5)
@@ -108,7 +108,7 @@ def test_few_and_many_experts_a_rank(transport, experts, topk):
 
 @pytest.mark.parametrize("transport, weight_early", [*((name, False) for name in TRANSPORTS), ("ragged", True)])
 def test_one_rank_gets_everything_and_one_nothing(transport, weight_early):
-    """All slots go to the two experts of rank 2, more than two a token: the buffers are full. Some tokens go nowhere."""
+    """All assignments, some tokens' more than two, go to the two experts of rank 2 and fill the buffers."""
     forced = np.random.default_rng(1).integers(4, 6, (32, 3)).astype(np.int32)
     forced[20:22] = -1
     parallel = Parallel(expert_axis="expert", transport=transport)
@@ -118,7 +118,7 @@ def test_one_rank_gets_everything_and_one_nothing(transport, weight_early):
 
 @transports
 def test_sharded_weights_and_slices_of_f(axis_type, transport):
-    """FSDP over data, tensor parallelism over F, and experts, all at once; a layer for either type of axes."""
+    """FSDP over data, tensor parallelism over F and expert parallelism together, for either type of axes."""
     mesh = mesh_of(axis_type, data=2, expert=2, tensor=2)
     parallel = Parallel(
         expert_axis="expert", data_axes="data", fsdp_axes="data", tensor_axis="tensor", transport=transport
@@ -132,7 +132,7 @@ def test_sharded_weights_and_slices_of_f(axis_type, transport):
 
 
 def test_a_whole_gate_beside_sharded_experts(axis_type):
-    """The gate may be on all devices where FSDP divides the matrices; the bits are those of a divided one."""
+    """The gate may be replicated where FSDP shards the matrices; a sharded gate returns the same bits."""
     mesh = mesh_of(axis_type, data=2, expert=4)
     parallel = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", transport="all_to_all")
     place = placed(mesh, parallel)
@@ -150,7 +150,7 @@ def test_a_whole_gate_beside_sharded_experts(axis_type):
 
 @transports
 def test_bias_and_groups_steer_the_selection(transport):
-    """Groups of experts of two ranks each; expert_bias is on every device."""
+    """Groups of experts of two ranks each; expert_bias is replicated."""
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport)
     bias = np.random.default_rng(5).standard_normal(16).astype(np.float32)
     options = dict(score_function="sigmoid", expert_bias=bias, num_groups=2, group_topk=1, scaling_factor=2.5)
@@ -169,6 +169,6 @@ def test_bias_and_groups_steer_the_selection(transport):
     ids=str,
 )
 def test_any_subset_of_axes(options):
-    """Axes that are not named have the same on all their devices."""
+    """Arrays are replicated over axes that are not named."""
     arrays = operands(32, 4, 2, 16, 16, bias=True)
     check(mesh_of(a=4, b=2), Parallel(**options), arrays, topk=2, aux_loss_coeff=0.2)

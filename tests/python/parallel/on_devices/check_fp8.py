@@ -1,4 +1,4 @@
-"""precision="fp8" on meshes: blocks have their scales whatever divides rows and matrices, so results are the oracle's."""
+"""precision="fp8" on meshes: sharding does not change the scales of blocks, so results are the oracle's."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ OPTIONS = dict(activation="silu", fp8_scales="float32")
 
 
 def made(dtype="bfloat16"):
-    """Operands of a layer whose matrices are float32, with a cold expert."""
+    """Operands of a layer with float32 matrices and an expert without tokens."""
     arrays = routed_operands(64, 8, 2, 256, 256, dtype=dtype, bias=True)
     arrays["experts"] = np.where(arrays["experts"] == 5, 6, arrays["experts"])
     return arrays | {name: arrays[name].astype(np.float32) for name in ("w_in", "w_out")}
@@ -37,7 +37,7 @@ def test_every_kind_of_parallelism(transport, axis_type, layouts):
 
 
 def test_experts_that_are_quantised_where_they_are(axis_type):
-    """By `parallel`, as the weights are spread, and then the layer has them; a mesh gives the bits that a device does."""
+    """Weights are quantised in the shards of `parallel`; the layer on a mesh returns the bits of one device."""
     mesh, parallel = mesh_of(axis_type, data=2, expert=2, tensor=2), Parallel(**EVERY_AXIS, transport="all_to_all")
     arrays = made("float32")
     place = placed(mesh, parallel)

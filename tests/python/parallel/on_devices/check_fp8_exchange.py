@@ -1,4 +1,4 @@
-"""Tokens that travel as FP8: what the experts multiply is the same to the bit, what is not quantised reads the oracle's."""
+"""FP8 exchange: expert GEMMs get equal bits, and everything else reads the dequantised tokens, as in the oracle."""
 
 import functools
 
@@ -26,7 +26,7 @@ scales = pytest.mark.parametrize("fp8_scales", ["float32", "power_of_two"])
 
 
 def made(dtype="bfloat16", **options):
-    """Operands of a layer whose matrices are float32, with a cold expert and one that half of the tokens want."""
+    """Operands of a layer with float32 matrices, an expert without tokens and one that half of the tokens select."""
     arrays = routed_operands(64, 8, 2, 256, 256, dtype=dtype, **{"bias": True} | options)
     experts = np.where(arrays["experts"] == 5, 6, arrays["experts"])
     experts[::2, 0] = 3
@@ -63,7 +63,7 @@ def test_drops_of_bounded_buffers(transport):
 @transports
 @scales
 def test_only_gradients_of_weights_differ_from_those_of_tokens_that_travel_as_they_are(transport, fp8_scales):
-    """To the bit, with a block of NaN, an infinity and a row of zeros among the tokens."""
+    """All bits are equal, also with a block of NaN, an infinity and a row of zeros among the tokens."""
     mesh, arrays = mesh_of(data=2, expert=4), made(bias=False)
     arrays["x"][3, 130], arrays["x"][9, 7], arrays["x"][20] = np.nan, -np.inf, 0
     found = []
@@ -90,7 +90,7 @@ def test_a_message_brings_every_bit_and_is_read_within_its_bound(dtype, fp8_scal
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 384)) * np.exp(rng.uniform(-9, 4, (40, 1))) * np.exp2(rng.integers(-14, 1, (40, 384)))
     x[0, :5], x[1, 128:256], x[2, 300], x[3, 0] = 0.0, 0.0, np.nan, np.inf
-    x[4, :2] = 65504.0, 65000.0  # of float16 the largest, whose power of two leads past it
+    x[4, :2] = 65504.0, 65000.0  # the largest float16, whose power-of-two scale overflows it
     x = np.asarray(jnp.asarray(x, dtype))
     number = ["float32", "power_of_two"].index(fp8_scales)
     sent = jax.jit(lambda x: quantize_rows(x, number))(x)
@@ -107,7 +107,7 @@ def test_a_message_brings_every_bit_and_is_read_within_its_bound(dtype, fp8_scal
     assert (np.isnan(read) == ~whole).all()
     largest = np.where(whole, np.abs(exact).max(axis=2, keepdims=True, initial=0), 0)
     of_dtype = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-    smallest = {"float16": 2.0**-25}.get(dtype, 2.0**-126)  # half a step of its subnormals
+    smallest = {"float16": 2.0**-25}.get(dtype, 2.0**-126)  # half a step of the subnormals
     near_zero = 2.0**-10 * largest / (448 if number == 0 else 224)
     bound = np.maximum(2.0**-4 * np.abs(exact), near_zero) * (1 + 2.0**-20)
     bound += of_dtype * (np.abs(exact) + bound) + smallest
@@ -115,12 +115,12 @@ def test_a_message_brings_every_bit_and_is_read_within_its_bound(dtype, fp8_scal
 
 
 def test_what_a_program_sends_is_what_the_choice_of_a_transport_counts():
-    """One message of 33/32 bytes an element there, forward, and for x and its cotangent backward; nothing else does."""
+    """Forward sends one message of 33/32 bytes per element; backward sends one each for x and its cotangent."""
     P, T, D, E, K = 4, 16, 256, 8, 2
     arrays, mesh = made(bias=False), mesh_of(expert=P)
     given = [arrays[name] for name in ("x", "experts", "weights", "w_in", "w_out")]
     bounds = Bounds(P, E, 0, T, K, K, None, "expert")
-    # Of what is gathered a rank has one part; an all_to_all's result is one part.
+    # A rank contributes one part to a gather; the result of an all_to_all is one part.
     parts = {"all-gather": P, "all-to-all": 1}
     for transport, kind in (("ring", "all-gather"), ("all_to_all", "all-to-all")):
         parallel = Parallel(expert_axis="expert", transport=transport, fp8_exchange=True, mesh=mesh)
@@ -134,7 +134,7 @@ def test_what_a_program_sends_is_what_the_choice_of_a_transport_counts():
         rows = T if transport == "ring" else bounds.region
         message, back = (kind, parts[kind] * rows * (D // 4 + D // 128)), ("all-to-all", rows * D)
         found = [collectives(function, *given) for function in (forward, functools.partial(backward, arrays["x"]))]
-        # On the CPU XLA sees that the backward pass's message of x is the forward pass's, of which nothing else is left.
+        # On the CPU XLA merges the backward pass's message of x with the forward pass's.
         assert [of.count(message) for of in found] == [1, 2] and [of.count(back) for of in found] == [1, 1], found
         assert not any(name in parts and size > max(message[1], back[1]) for of in found for name, size in of)
         counted = (P - 1) * (rows * (D // 4 + D // 128) * 4 + rows * D * 2)
@@ -159,7 +159,7 @@ def test_no_tokens_at_all():
 
 
 def test_the_router_is_as_without():
-    """Of `moe` all that its losses and its gate see of the tokens is what they are."""
+    """The losses and the gate of `moe` read unquantised tokens."""
     mesh, arrays = mesh_of(data=2, expert=4), operands(64, 8, 2, 256, 256, skew=2.0, cold=1)
     given = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     found = []

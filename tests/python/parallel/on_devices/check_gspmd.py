@@ -1,4 +1,4 @@
-"""Automatic axes where Shardy is switched off and GSPMD places the program: the same results, no more traffic."""
+"""Automatic axes with GSPMD instead of Shardy: equal results and no more traffic."""
 
 import functools
 
@@ -75,7 +75,7 @@ def test_the_loss_of_dense_scores(spec):
 
 
 def test_tokens_that_are_made_in_the_program_are_whole_until_something_divides_them():
-    """GSPMD asks about a call before it knows how its tokens are divided."""
+    """GSPMD queries a call's partitioning before it knows the sharding of the tokens."""
     mesh = mesh_of(a=4, b=2)
     bias = np.linspace(-1, 1, E, dtype=np.float32)
 

@@ -1,4 +1,4 @@
-"""The guides' examples of many devices, on 8 of them."""
+"""Runs the guides' examples for several devices on 8."""
 
 import importlib.util
 import pathlib

@@ -1,4 +1,4 @@
-"""moe() on tokens that are sharded in whatever way, all experts on every device, against the float64 oracle."""
+"""moe() on tokens in any sharding, with replicated experts, against the float64 oracle."""
 
 import functools
 
@@ -31,7 +31,7 @@ def test_output_losses_and_every_gradient(axis_type, spec, dtype):
 
 
 def test_float32_weights_of_a_bfloat16_layer(axis_type):
-    """Their gradients are sums over the shards that never were bfloat16."""
+    """Their gradients are sums over the shards without a rounding to bfloat16."""
     arrays = operands(64, 7, 3, 24, 40, dtype="bfloat16", bias=True, skew=2.0, cold=2)
     mesh = mesh_of(axis_type, a=4, b=2)
     place = shard(mesh, ("b", "a"))
@@ -47,7 +47,7 @@ def test_float32_weights_of_a_bfloat16_layer(axis_type):
 
 
 def test_one_shard_may_have_all_the_load(axis_type):
-    """Tokens of one shard go to one expert, those of another are all masked."""
+    """All tokens of one shard go to one expert, and all of another are masked."""
     arrays = operands(64, 4, 1, 8, 16, bias=True)
     forced = np.random.default_rng(1).integers(0, 4, (64, 1)).astype(np.int32)
     forced[:8], forced[8:16] = 2, -1

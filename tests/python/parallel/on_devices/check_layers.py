@@ -1,4 +1,4 @@
-"""The NNX and the Linen layer on a mesh: the same outputs, losses, gradients and training as on one device."""
+"""The NNX and Linen layers on a mesh have the outputs, losses, gradients and training of one device."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ PARALLEL = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", te
 
 
 def trained(x, steps=5, **options):
-    """The layer after some steps of AdamW and of its expert bias, and its losses."""
+    """The layer after a few steps of AdamW and of its expert bias, and its losses."""
     layer = MoE(D, F, E, K, **OPTIONS, **options, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param)
 
@@ -104,7 +104,7 @@ def test_linen_has_the_same_output_and_gradients(parallel):
 
 
 def test_linen_makes_its_parameters_in_their_shards():
-    """Where they are made and unboxed in one compiled function, by Flax's rules of logical axes; gradients lie alike."""
+    """Created and unboxed in one compiled function by Flax's logical axis rules; gradients have the same sharding."""
     mesh = mesh_of(AxisType.Auto, data=2, expert=4)
     parallel = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", mesh=mesh)
     block = MoEBlock(

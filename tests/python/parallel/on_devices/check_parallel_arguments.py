@@ -1,4 +1,4 @@
-"""What can't be spread over a mesh as asked is an error that names the argument."""
+"""Unsupported shardings raise errors that name the argument."""
 
 import jax
 import pytest
@@ -121,7 +121,7 @@ def test_inside_a_shard_map_over_the_whole_mesh():
 
 
 def test_automatic_axes_inside_a_shard_map_over_others():
-    """XLA does not say there how tokens are sharded, and would gather them."""
+    """XLA does not tell how tokens are sharded there, and would gather them."""
     mesh, arguments = mesh_of(stage=2, a=4), _arguments()
     stage = jax.shard_map(
         lambda a: moe(**a, topk=2).output, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False
@@ -138,7 +138,7 @@ def test_parallel_is_a_parallel():
 
 
 def test_shards_of_different_sizes():
-    """Only inside a program can there be any, and there only with automatic axes."""
+    """Only a program can have them, and only with automatic axes."""
     mesh, arguments = mesh_of(a=8), _arguments(T=12)
 
     def step(x, **weights):

@@ -1,6 +1,4 @@
-"""Plan, dispatch, experts and combine: of sharded tokens, on each shard inside a jax.shard_map, and an error where rows
-would be cut.
-"""
+"""Plan, dispatch, experts and combine on sharded tokens and inside a jax.shard_map; errors for sharded rows."""
 
 import functools
 
@@ -43,7 +41,7 @@ def layer(x, logits, w_in, w_out):
 
 
 def dense_layer(x, logits, w_in, w_out):
-    """The same by TransformerEngine's names and single grouped products."""
+    """`layer` from TransformerEngine's functions and single grouped GEMMs."""
     routing = route(logits, K)
     n = x.shape[0] * K
     chosen = jnp.any(routing.experts[:, :, None] == jnp.arange(E), axis=1)
@@ -57,7 +55,7 @@ def dense_layer(x, logits, w_in, w_out):
 
 @pytest.mark.parametrize("function", [layer, dense_layer])
 def test_a_layer_of_pieces_inside_a_shard_map(axis_type, function):
-    """Output and every gradient; those of the weights, which every shard has, are sums over the shards."""
+    """The output and every gradient; weights are replicated, so their gradients are sums over the shards."""
     mesh = mesh_of(axis_type, a=4, b=2)
     tokens = P(("a", "b"))
     on_shards = jax.shard_map(function, mesh=mesh, in_specs=(tokens, tokens, P(), P()), out_specs=tokens)
@@ -82,7 +80,7 @@ PLANS = {
     "destinations": {"num_destinations": 3, "align_size": 8},
     "destinations that drop": {"num_destinations": 2, "num_rows": 60},
 }
-#: Shapes of the tokens and how their dimensions are divided over a mesh of a = 4, b = 2.
+#: Shapes of the tokens, and the shardings of their dimensions over a mesh with a = 4, b = 2.
 TOKENS = {
     "one axis": ((T,), ("a",)),
     "two axes": ((T,), (("a", "b"),)),
@@ -93,7 +91,7 @@ TOKENS = {
 
 
 def holey_experts(shape):
-    """With one that nobody wants, one that most want, slots without an expert and wrong indices."""
+    """Experts with an unused one, a popular one, -1 and wrong indices."""
     rng = np.random.default_rng(6)
     experts = np.minimum(rng.integers(0, 2 * E, (T, K)), E - 1)
     experts[experts == 2] = E - 1
@@ -113,7 +111,7 @@ def pieces(options, experts, x, weights, d_out):
 
 @functools.cache
 def pieces_on_one_device(shape, name):
-    """The operands, and the pieces of a plan."""
+    """The operands and the fields of a plan."""
     arrays = (holey_experts(shape), X.reshape(*shape, D), normal(*shape, K), D_OUT.reshape(*shape, D))
     return arrays, jax.jit(functools.partial(pieces, PLANS[name]))(*arrays)
 
@@ -121,7 +119,7 @@ def pieces_on_one_device(shape, name):
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("shape,spec", TOKENS.values(), ids=TOKENS)
 def test_pieces_of_sharded_tokens_are_those_of_one_device(axis_type, shape, spec, name):
-    """Plan, rows, output and every gradient bit for bit; of tokens, nothing but sums crosses between devices."""
+    """Plan, rows, output and gradients have equal bits; devices exchange sums and no tokens."""
     mesh = mesh_of(axis_type, a=4, b=2)
     step = functools.partial(pieces, PLANS[name])
     arrays, want = pieces_on_one_device(shape, name)
@@ -142,14 +140,14 @@ def test_rows_of_other_dtypes(axis_type):
 
 
 def test_positions_of_several_sequences_are_refused(axis_type):
-    """Their rows would interleave with those of other shards."""
+    """The rows of a shard would interleave with those of others."""
     mesh = mesh_of(axis_type, a=8)
     experts = holey_experts((8, 8))
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"experts: got .* number 1 is sharded"):
         jax.jit(lambda e: plan(e, E))(put(mesh, experts, None, "a"))
 
 
-#: Public function: its argument, the call, the array, and what XLA's error begins with where axes are automatic.
+#: Public function: its argument, the call, the array, and the start of XLA's error for automatic axes.
 CALLS = {
     "combine": ("rows", lambda rows: combine(rows, plan(EXPERTS, E)), normal(T * K, D), "combine: got "),
     "grouped_matmul": (
@@ -175,7 +173,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_sharded_rows_are_refused_with_what_to_do_instead(axis_type, name):
-    """Rows are counted over all tokens: to cut them is to gather them, which nobody has asked for."""
+    """Rows are numbered over all tokens, so sharded rows would need a gather that no one requested."""
     argument, function, array, of_xla = CALLS[name]
     mesh = mesh_of(axis_type, a=8)
     whole = jax.jit(function)(put(mesh, array))
@@ -183,7 +181,7 @@ def test_sharded_rows_are_refused_with_what_to_do_instead(axis_type, name):
     got = rf"{array.dtype}\[{array.shape[0]}, {array.shape[1]}\] sharded.*expected whole (arrays|rows)"
     with pytest.raises(ValueError, match=f"^{argument}: got {got}.*{name}"):
         function(put(mesh, array, "a"))
-    automatic = axis_type == AxisType.Auto  # then XLA decides within a program, and the error is one of its own
+    automatic = axis_type == AxisType.Auto  # inside a program XLA decides, and raises its own error
     error, words = (jax.errors.JaxRuntimeError, of_xla) if automatic else (ValueError, f"^{argument}: got ")
     with pytest.raises(error, match=words + got):
         jax.jit(function)(put(mesh, array, "a"))

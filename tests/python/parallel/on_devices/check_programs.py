@@ -1,4 +1,4 @@
-"""The programs of a layer on a mesh: what they send, how they transform, and the same bits on every run."""
+"""The programs of a layer on a mesh: their traffic, their transforms, and equal bits on every run."""
 
 import re
 
@@ -32,7 +32,7 @@ def _step(arguments, **options):
 
 @transports
 def test_two_token_dimensions_over_two_axes(transport):
-    """Sequences over data, positions over experts, as the explicit type of x says."""
+    """Sequences are sharded over data and positions over experts, as in the explicit type of x."""
     arguments = _arguments()
     arguments["x"] = arguments["x"].reshape(8, 8, 16)
     mesh = mesh_of(AxisType.Explicit, data=2, expert=4)
@@ -44,9 +44,9 @@ def test_two_token_dimensions_over_two_axes(transport):
 
 
 def test_fsdp_gathers_just_in_time_and_scatters_gradients():
-    """Either matrix is gathered in both passes, behind a barrier the second time; its gradient is never whole.
+    """Either matrix is gathered in both passes, the second time behind a barrier; its gradient is never whole.
 
-    The gathers are counted before XLA compiles: on the CPU it drops barriers first, and then sees that both are one.
+    The gathers are counted before XLA compiles, because on the CPU it drops the barriers and then merges both gathers.
     """
     mesh, arguments = mesh_of(AxisType.Explicit, data=2, expert=4), _arguments()
     parallel = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", transport="all_to_all")
@@ -130,7 +130,7 @@ def test_calls_that_are_not_compiled(axis_type):
 
 
 def test_inside_a_shard_map_over_another_axis():
-    """A stage of a pipeline, say: moe() makes its own axes manual inside."""
+    """A pipeline stage, for instance: moe() makes its own axes manual inside."""
     mesh, arguments = mesh_of(AxisType.Explicit, stage=2, expert=4), _arguments()
     parallel = Parallel(expert_axis="expert", transport="all_to_all")
     stages = {name: np.stack([array, 0.5 * array]) for name, array in arguments.items()}
@@ -162,7 +162,7 @@ KINDS = {
 
 @pytest.mark.parametrize("transport", KINDS)
 def test_tokens_travel_by_the_transport_alone(transport):
-    """Its collectives, and sums of statistics and of the gate's gradient; of the ring's weights, [P T, K] of them."""
+    """The transport's collectives, and sums of statistics and of the gate's gradient; in the ring [P T, K] weights."""
     parallel = Parallel(expert_axis="expert", transport=transport, mesh=mesh_of(expert=8))
     on_mesh = {name: put(parallel.mesh, array, *parallel.specs()[name]) for name, array in _arguments().items()}
     found = collectives(lambda a: _step(a, parallel=parallel), on_mesh)
@@ -172,7 +172,7 @@ def test_tokens_travel_by_the_transport_alone(transport):
 
 
 def test_ragged_is_the_native_collective_but_on_the_cpu():
-    """The program for GPUs: rows go by ragged_all_to_all, and nothing but sizes and weights is gathered."""
+    """The program for GPUs sends rows by ragged_all_to_all, and gathers only sizes and weights."""
     parallel = Parallel(expert_axis="expert", transport="ragged", mesh=mesh_of(expert=8))
     traced = jax.jit(lambda a: _step(a, parallel=parallel)).trace(_arguments())
     program = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -184,7 +184,7 @@ def test_ragged_is_the_native_collective_but_on_the_cpu():
 @transports
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_nothing_is_sorted(transport, capacity_factor):
-    """Rows find their places by counting, before and after they travel: no sort, neither of rows nor of a map."""
+    """Row positions are computed by counting before and after the exchange; neither rows nor indices are sorted."""
     mesh = mesh_of(data=2, expert=4)
     parallel = Parallel(
         expert_axis="expert", data_axes="data", transport=transport, capacity_factor=capacity_factor, mesh=mesh
@@ -192,7 +192,7 @@ def test_nothing_is_sorted(transport, capacity_factor):
     on_mesh = {name: put(mesh, array, *parallel.specs()[name]) for name, array in _arguments().items()}
 
     def sorts(function, *arrays):
-        """Those of the compiled program, and of the one for GPUs before XLA compiles it."""
+        """Collectives of the compiled program, and of the GPU program before compilation."""
         traced = jax.jit(function).trace(*arrays)
         here = re.findall(r" sort\(|TopK", traced.lower().compile().as_text())
         return here, re.findall(r"stablehlo\.sort|top_k", traced.lower(lowering_platforms=("cuda",)).as_text())
@@ -203,7 +203,7 @@ def test_nothing_is_sorted(transport, capacity_factor):
 
 @pytest.mark.parametrize("capacity_factor", [None, 0.5])
 def test_traffic_is_what_the_program_sends(capacity_factor):
-    """The formulas of docs/scaling.md against the collectives of a compiled forward pass, for arrays of width D."""
+    """The formulas of docs/scaling.md match the collectives of a compiled forward pass for arrays of width D."""
     T, D, E, K, P = 8, 16, 16, 2, 8
     arrays = operands(P * T, E, K, D, 24)
     arguments = {name: arrays[name] for name in ("x", "gate", "w_in", "w_out")}
@@ -215,7 +215,7 @@ def test_traffic_is_what_the_program_sends(capacity_factor):
         )
         on_mesh = {name: put(parallel.mesh, a, *parallel.specs()[name]) for name, a in arguments.items()}
         found = collectives(lambda a, p=parallel: moe(**a, topk=K, parallel=p).output, on_mesh)
-        # Of what is gathered a rank has one part; an all_to_all's result is one part.
+        # A rank contributes one part to a gather; the result of an all_to_all is one part.
         parts = {"all-gather": 1 / P, "all-to-all": 1}
         wide = [size * parts[name] for name, size in found if name in parts and size * parts[name] >= T * D]
         assert 4 * (P - 1) * sum(wide) == expected[transport] * D, found
@@ -223,7 +223,7 @@ def test_traffic_is_what_the_program_sends(capacity_factor):
 
 @pytest.mark.parametrize("parallel", [None, Parallel(expert_axis="expert", data_axes="data")], ids=["shards", "mesh"])
 def test_policies_of_remat_know_what_is_kept_by_name(parallel, capsys):
-    """With x in shards and on a mesh; gradients are the same."""
+    """With sharded x on a mesh; gradients are equal."""
     mesh, arguments = mesh_of(data=2, expert=4), _arguments()
     tokens = {"x": [("data", "expert")]}
     on_mesh = {name: put(mesh, array, *tokens.get(name, [])) for name, array in arguments.items()}
@@ -232,7 +232,7 @@ def test_policies_of_remat_know_what_is_kept_by_name(parallel, capsys):
         return jnp.sum(jnp.sin(moe(**arguments, topk=2, parallel=parallel).output))
 
     def saved(*names):
-        """Types of what is saved beside the arguments, and the gradients."""
+        """The types of the residuals other than arguments, and the gradients."""
         rematted = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*names))
         jax.ad_checkpoint.print_saved_residuals(rematted, on_mesh)
         lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""routed_experts() on meshes: tokens in shards, every kind of parallelism, drops, and as the same code as moe()."""
+"""routed_experts() on meshes: sharded tokens, every kind of parallelism, drops, and equality with moe()."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_every_kind_of_parallelism_with_and_without_drops(axis_type, transport, 
 
 @transports
 def test_moe_is_the_router_and_this_with_drops(transport):
-    """Bit for bit."""
+    """All bits are equal."""
     mesh = mesh_of(data=2, expert=4)
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, capacity_factor=0.7)
     arrays = operands(64, 8, 3, 16, 24, dtype="bfloat16", bias=True, skew=3.0, cold=1)

@@ -1,4 +1,4 @@
-"""The router, its statistics, its losses and its dense forms on shards of tokens: the same results, global sums."""
+"""The router, its statistics, losses and dense outputs on sharded tokens: equal results and global sums."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from anabranch.jax import (
 )
 
 B, S, E, K = 16, 8, 12, 3
-#: Token dimensions over one axis, over two each, over two together, and the second one alone.
+#: Token dimensions over one axis, over one axis each, over two axes together, and the second dimension alone.
 SPECS = [("a",), ("a", "b"), (("a", "b"),), (None, "b"), (("b", "a"), None)]
 specs = pytest.mark.parametrize("spec", SPECS, ids=str)
 
@@ -37,7 +37,7 @@ def mesh(axis_type):
 
 
 def routed(logits, d_weights, mask, bias, **options):
-    """Everything that comes out of a routing, and the gradient of the weights, the losses and lse together."""
+    """All results of a routing, and the gradient of the weights, the losses and lse together."""
 
     def loss(logits):
         routing = route(logits, K, score_function="sigmoid", expert_bias=bias, token_mask=mask, **options)
@@ -61,7 +61,7 @@ def test_routing_and_its_gradient(axis_type, spec, options):
     got = jax.jit(step)(*arrays)
     assert_trees_close(got, want)
     assert got[1].sharding == arrays[0].sharding or got[1].sharding.is_equivalent_to(arrays[0].sharding, 3)
-    # Sums of [E] or [B, E], never anything of the tokens.
+    # Sums of [E] or [B, E] only, no array over tokens.
     assert_no_traffic_of_tokens(step, arrays, B * E if options else E)
 
 
@@ -136,7 +136,7 @@ def test_selected_experts_of_a_map(axis_type):
 
 
 def test_inside_a_shard_map(axis_type):
-    """Statistics there are the shard's; their sum over the mesh, and what comes of it, is the batch's."""
+    """Statistics inside are the shard's; their sum over the mesh, and losses of it, are the batch's."""
 
     def shards(logits, d_weights, mask, bias):
         routing = route(logits, K, score_function="sigmoid", expert_bias=bias, token_mask=mask)
@@ -164,7 +164,7 @@ def test_inside_a_shard_map_that_is_not_compiled(axis_type):
 
 @pytest.mark.parametrize("kind,size", [(AxisType.Explicit, 4), (AxisType.Explicit, 1), (AxisType.Auto, 1)], ids=str)
 def test_inside_a_shard_map_over_another_axis(kind, size):
-    """Explicit axes that are left there are the tokens'; automatic ones may only be left if they are of one device."""
+    """Remaining explicit axes shard the tokens; remaining automatic axes must have one device."""
     mesh = mesh_of(kind, stage=8 // size, a=size)
     logits, d_weights = (np.stack([(-1) ** i * a for i in range(8 // size)]) for a in (LOGITS, D_WEIGHTS))
 
@@ -182,7 +182,7 @@ def test_inside_a_shard_map_over_another_axis(kind, size):
 
 
 def test_logits_sharded_over_experts_are_gathered_once_or_refused():
-    """Never a top-k a shard: automatic axes gather the row, explicit ones ask for it to be done knowingly."""
+    """The top-k is never per shard: automatic axes gather the row, explicit ones raise an error."""
     automatic, explicit = mesh_of(a=4, b=2), mesh_of(AxisType.Explicit, a=4, b=2)
     logits = put(automatic, LOGITS, "a", None, "b")
 

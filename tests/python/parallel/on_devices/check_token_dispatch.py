@@ -1,7 +1,7 @@
-"""TransformerEngine's dispatch and combine on tokens that are sharded outside of a jax.shard_map: shard by shard.
+"""TransformerEngine's dispatch and combine on tokens that are sharded outside of a jax.shard_map, shard by shard.
 
-What its own test of distributed permutation asks for: each shard's rows are those that it gives by itself, one shard behind the
-other; there and back is the identity; gradients, too.
+As in TransformerEngine's test of distributed permutation, the result concatenates the rows that each shard computes by
+itself, combine inverts dispatch, and gradients agree.
 """
 
 import jax
@@ -24,7 +24,7 @@ SHARDS = pytest.mark.parametrize("shards,axes", [(4, "a"), (8, ("b", "a"))], ids
 
 
 def rows_of(shards, align):
-    """num_out_tokens that leave every shard enough rows."""
+    """A num_out_tokens with enough rows for every shard."""
     n = T // shards * K
     return shards * (n if align is None else (n + E * (align - 1)) // align * align)
 
@@ -63,7 +63,7 @@ def test_rows_of_every_shard_are_its_own(axis_type, shards, axes, align):
         np.testing.assert_array_equal(row_id_map[i * (T // shards) : (i + 1) * (T // shards), -1], one_map.sum(1))
     assert (pad_offsets is None) == (align is None) and (align is None or not np.asarray(pad_offsets).any())
     assert int(counts.sum()) >= T * K
-    # The gradients of sin'd cotangents: every token's rows, by hand.
+    # The expected gradients of sin, computed from every token's rows.
     expected = K * np.sin(X)
     assert_trees_close(np.asarray(gradients[0]), expected, rtol=1e-5, atol=1e-6)
     assert_trees_close(np.asarray(gradients[1]), np.where(MAP, np.sin(PROBS), 0), rtol=1e-6, atol=1e-6)
@@ -95,7 +95,7 @@ def test_there_and_back(axis_type, shards, axes, align):
 
 @pytest.mark.parametrize("align", [None, 4])
 def test_rows_that_do_not_suffice(axis_type, align):
-    """What finds no row on its shard has none: it is not taken for one of the next shard's."""
+    """Pairs without a row on their shard are dropped; they do not use the next shard's rows."""
     mesh, n = mesh_of(axis_type, a=8), 160 if align is None else 164  # of 256 slots
     arrays = [put(mesh, array, "a") for array in (X, MAP, MERGING)]
 
@@ -127,7 +127,7 @@ def test_leading_dimensions(axis_type):
 
 
 def test_rows_of_another_shard_make_a_token_nan(axis_type):
-    """A map of all tokens that is divided afterwards is not taken for those of the shards."""
+    """A map of all tokens that is sharded afterwards is not mistaken for the shards' maps."""
     mesh = mesh_of(axis_type, a=4, b=2)
     whole = token_dispatch(X, MAP, T * K)
     rows, row_id_map = put(mesh, np.asarray(whole.output), "a"), put(mesh, np.asarray(whole.row_id_map), "a")

@@ -1,11 +1,11 @@
-"""8 CPU devices, whatever the machine has; a check can be run by itself: `pytest tests/python/parallel/on_devices/FILE`."""
+"""8 CPU devices on any machine. To run one check: `pytest tests/python/parallel/on_devices/FILE`."""
 
 import os
 import pathlib
 import sys
 
-# Most of the time goes into compiling. This spares LLVM's effort on XLA's own loops; what XLA makes of a program, its
-# fusions and collectives, is the same.
+# Most of the time is compilation. These options skip LLVM's optimisation of XLA's own loops; fusions and collectives
+# are unchanged.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     " --xla_llvm_disable_expensive_passes=true"

@@ -1,4 +1,4 @@
-"""Meshes of 8 devices, arrays on them, and what a compiled program sends."""
+"""Meshes of 8 devices, arrays on them, and the collectives of a compiled program."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ def mesh_of(axis_type=AxisType.Auto, **sizes):
 
 
 def around(mesh):
-    """jax.set_mesh where axes are explicit: calls that are not compiled want it. Automatic axes do without."""
+    """jax.set_mesh for explicit axes, which eager calls need; automatic axes do not."""
     return jax.set_mesh(mesh) if mesh.explicit_axes else contextlib.nullcontext()
 
 
@@ -42,7 +42,7 @@ def collectives(function, *arrays):
 
 
 def assert_no_traffic_of_tokens(function, arrays, at_most):
-    """Nothing but sums, and these over no more than `at_most` elements, crosses between devices."""
+    """Asserts that devices exchange only sums of at most `at_most` elements."""
     found = collectives(function, *arrays)
     assert all(name == "all-reduce" and size <= at_most for name, size in found), found
 
@@ -60,14 +60,14 @@ def assert_trees_close(got, want, rtol=2e-6, atol=2e-6):
 
 
 def placed(mesh, parallel, *layouts):
-    """Puts an array where `parallel` wants it; layouts: of w_in and w_out."""
+    """Places an array in the sharding that `parallel` requires; layouts: the layouts of w_in and w_out."""
     specs = parallel.specs(*layouts)
     tokens = dict.fromkeys(("output", "token_mask", "forced_experts", "experts", "weights"), "x")
     return lambda name, array: put(mesh, array, *specs[tokens.get(name, name)])
 
 
 def kept_and_dropped(arrays, options, parallel, expert, data):
-    """bool [T, K] of slots that find room in bounded buffers, and the drops of every source, by the rule."""
+    """(bool [T, K], assignments within capacity; drops per source rank), from the contract's rule."""
     experts = options.get("forced_experts")
     if experts is None:
         experts = selected(arrays, options)

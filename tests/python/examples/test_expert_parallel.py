@@ -51,13 +51,13 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, capsys):
     (tmp_path / "3").mkdir()
     steps, told = train(tmp_path, 3, capsys)
     assert steps == [2]
-    assert told.count("\n") == 1 and "The checkpoint of step 3 can't be read (" in told
+    assert told.count("\n") == 1 and "The checkpoint of step 3 cannot be read (" in told
     with pytest.raises(RunError, match="--steps: got 2, expected at least 3"):
         train(tmp_path, 2, capsys)
     for step in ("2", "3"):
         shutil.rmtree(tmp_path / step)
         (tmp_path / step).mkdir()
-    with pytest.raises(RunError, match=r"step 3: .*; step 2: .* Another --checkpoint begins anew\.$"):
+    with pytest.raises(RunError, match=r"step 3: .*; step 2: .* Another --checkpoint starts over\.$"):
         train(tmp_path, 3, capsys)
 
 

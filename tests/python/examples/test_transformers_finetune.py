@@ -45,7 +45,7 @@ def test_trains_a_checkpoint_from_a_folder(tmp_path, capsys):
 def test_trains_a_configuration(tmp_path, capsys):
     written(tmp_path)
     finetune(f"--model={tmp_path / 'config.json'}", "--dtype=bfloat16", *FEW)
-    assert "largest difference of a loss" in capsys.readouterr().out
+    assert "largest relative difference of losses" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

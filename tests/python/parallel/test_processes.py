@@ -209,4 +209,4 @@ def test_every_process_has_one_of_the_visible_gpus(tmp_path, monkeypatch, visibl
 def test_fewer_visible_gpus_than_processes(tmp_path, visible):
     result = run(tmp_path / "program.py", processes=2, gpus=True, CUDA_VISIBLE_DEVICES=visible)
     assert result.returncode == 2
-    assert f"CUDA_VISIBLE_DEVICES: got {visible!r}, expected 2 GPUs, one for each process" in result.stderr
+    assert f"CUDA_VISIBLE_DEVICES: got {visible!r}, expected 2 GPUs, one per process" in result.stderr

@@ -332,7 +332,7 @@ def test_leading_dimensions_are_kept():
 
 
 @pytest.mark.parametrize("argument", range(4))
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 2])
 def test_vmap_over_any_operand_and_axis(argument, axis):
     arguments = _arguments()
     axis = min(axis, arguments[argument].ndim)

@@ -86,17 +86,28 @@ def test_shapes(sizes, width, hidden, dtype):
 LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("sizes", "width", "parts", "hidden", "weight_early"),
+    ("sizes", "width", "parts", "hidden", "weight_early", "dtype"),
     [
-        ([70, 0, 41, 90], 33, 2, 47, False),  # odd widths
-        ([70, 0, 41, 130], 72, 2, 48, True),
-        ([70, 0, 41, 130], 40, 1, 56, False),
-        ([300, 0, 1, 513], 40, 2, 530, False),  # F wider than a tile
-        ([140, 16], 1032, 2, 256, True),  # D of several blocks, F as wide as a tile
-        ([5, 2], 3, 2, 1, False),
-        ([5, 2], 1, 2, 3, False),
+        *(
+            (*shape, dtype)
+            for dtype in ("float32", "bfloat16", "float16")
+            for shape in [
+                ([70, 0, 41, 90], 33, 2, 47, False),  # odd widths
+                ([70, 0, 41, 130], 72, 2, 48, True),
+                ([70, 0, 41, 130], 40, 1, 56, False),
+                ([5, 2], 3, 2, 1, False),
+            ]
+        ),
+        *(
+            (*shape, dtype)
+            for dtype in ("float32", "bfloat16")
+            for shape in [
+                ([300, 0, 1, 513], 40, 2, 530, False),  # F wider than a tile
+                ([140, 16], 1032, 2, 256, True),  # D of several blocks, F as wide as a tile
+            ]
+        ),
+        ([5, 2], 1, 2, 3, False, "bfloat16"),
     ],
 )
 @pytest.mark.parametrize(("w_in_layout", "w_out_layout"), LAYOUTS[1:])

@@ -34,8 +34,7 @@ def assert_same(got, want):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("weight_early", [False, True])
-@pytest.mark.parametrize("align_size, num_rows", [(0, None), (8, None), (8, 64)])
-@pytest.mark.parametrize("w_out_comes_first", [False, True])
+@pytest.mark.parametrize("align_size, num_rows, w_out_comes_first", [(0, None, True), (8, None, False), (8, 64, True)])
 def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size, num_rows, w_out_comes_first):
     rng = np.random.default_rng(4)
     selected = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)

@@ -29,7 +29,7 @@ EXPECTED = {
     "add_bias_linear": False,
     "delay_wgrad_compute": False,  # weight gradients are computed with the others
 }
-"""What these options have to be. Others that matter have to be what they are by default."""
+"""The required values of these options. Other relevant options have to have their defaults."""
 
 IRRELEVANT = frozenset(
     # options of shapes and parameters, which the module determines
@@ -40,7 +40,7 @@ IRRELEVANT = frozenset(
     # has an effect only with moe_apply_probs_on_input
     "moe_router_topk".split()
 )
-"""Options that the replaced classes read and that change no result."""
+"""Options that the replaced classes read, without effect on results."""
 
 
 def check_config(config: Any, replaced: type) -> None:
@@ -134,7 +134,7 @@ FUSED_FUNCTIONS = {
     "fused_sort_chunks_by_index": ab.moe_sort_chunks_by_index,
     "fused_sort_chunks_by_index_with_probs": ab.moe_sort_chunks_by_index_with_probs,
 }
-"""By Megatron's names: what it takes from TransformerEngine for the router and for moving tokens."""
+"""The TransformerEngine functions for routing and permutation, by the names in Megatron."""
 
 
 def use_fused_functions() -> None:

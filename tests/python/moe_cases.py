@@ -44,7 +44,7 @@ def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, ske
     x = normal(T, D)
     gate = rng.standard_normal((D, E)).astype(np.float32) * np.float32(skew / np.sqrt(D))
     if cold:
-        # A constant feature with a large negative weight for the cold experts.
+        # A constant feature with a large negative weight for experts without tokens.
         x[:, 0] = 1.0
         gate[0, E - cold :] = -60.0
     arrays = {

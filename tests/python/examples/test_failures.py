@@ -70,7 +70,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_kept(trained, copy, dama
     assert "cannot be read" not in capsys.readouterr().err
 
 
-def test_without_a_whole_checkpoint_fresh_is_what_helps(copy, capsys):
+def test_without_a_complete_checkpoint_fresh_is_the_advice(copy, capsys):
     checkpoints = copy.out / "checkpoints"
     for step in ("5", "10"):
         truncate(checkpoints / step)

@@ -84,7 +84,7 @@ def read_on_mesh(first_steps, tmp_path_factory):
     return [arrays_in(file) for file in files], copies[0]
 
 
-def test_what_is_read_has_the_bits_that_were_saved(first_steps, read_on_mesh, tmp_path):
+def test_restored_state_has_the_saved_bits(first_steps, read_on_mesh, tmp_path):
     """Parameters, router and optimiser state, steps and history are equal on every mesh."""
     for (options, held), read in zip(first_steps, read_on_mesh[0], strict=True):
         moments = [name for name in held if ".mu" in name or ".nu" in name]

@@ -104,13 +104,13 @@ def test_quantile_balancing_evens_the_loads_and_resumes(options, tmp_path):
     assert loads[2:].max() < 1.3 * fair and loads[2:].min() > 0.7 * fair
 
 
-def test_what_quantile_balancing_does_not_go_with_is_an_error(options):
+def test_options_incompatible_with_quantile_balancing_are_errors(options):
     for other in ({"expert_bias": 1e-2}, {"expert_bias": 0.0, "topk": 4}):
         with pytest.raises(ValueError, match="--balance: got quantile"):
             run(dataclasses.replace(options, balance="quantile", **other))
 
 
-def test_ctrl_c_saves_and_the_next_start_goes_on(options, tmp_path):
+def test_ctrl_c_saves_and_the_next_start_resumes(options, tmp_path):
     options = dataclasses.replace(options, steps=1_000_000)
     arguments, variables = command(options)
     log = tmp_path / "progress"
@@ -207,7 +207,7 @@ def test_the_model_learns(finished):
     assert np.mean(bits[-8:]) < 6
 
 
-def test_fresh_begins_anew_and_keeps_what_is_not_its_own(copy_of_finished):
+def test_fresh_starts_over_and_keeps_other_files(copy_of_finished):
     (copy_of_finished.out / "notes.txt").write_text("mine")
     other = dataclasses.replace(copy_of_finished, seed=1)
     assert train_until(other, 4, "fresh").done == 4

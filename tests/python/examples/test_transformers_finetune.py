@@ -57,7 +57,7 @@ def test_options_are_refused_before_anything_is_imported(option, message, capsys
     assert f"error: {option.partition('=')[0]}: {message}" in capsys.readouterr().err
 
 
-def test_says_what_is_wrong(tmp_path):
+def test_errors_name_the_argument(tmp_path):
     def refused(*arguments):
         with pytest.raises(RunError) as error:
             finetune(*FEW, *arguments)

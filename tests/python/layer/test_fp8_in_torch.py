@@ -34,7 +34,7 @@ def test_the_module_and_its_shared_expert():
             torch.testing.assert_close(again, got, rtol=0, atol=0)
 
 
-def test_what_a_module_refuses():
+def test_module_errors():
     with pytest.raises(
         ValueError, match="hidden_features: got 100 beside in_features 128, expected hidden_features a m"
     ):

@@ -161,7 +161,7 @@ def test_a_masked_token_may_hold_nan():
     assert_same(gradients(layer, nan, token_mask=mask), gradients(layer, zero, token_mask=mask))
 
 
-def test_a_selection_is_replayed_whatever_has_selected_it():
+def test_any_selection_is_replayed():
     for options in (BIASED, QUANTILE, dict(BIASED, num_groups=3, group_topk=2)):
         layer, x = made(**options), normal(9, D)
         want, want_gradients = gradients(layer.eval(), x)
@@ -290,7 +290,7 @@ def test_quantile_balancing_sets_the_bias():
     assert not layer.qb_histogram.any()
 
 
-def test_updates_refuse_what_does_not_fit():
+def test_updates_refuse_wrong_arguments():
     with pytest.raises(ValueError, match="update_expert_bias: got a layer without"):
         made(**QUANTILE).update_expert_bias()
     with pytest.raises(ValueError, match="update_quantile_bias: got a layer of another balance"):

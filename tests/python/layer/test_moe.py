@@ -73,7 +73,7 @@ def test_scores_of_groups(score_function):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantile_balancing_counts_what_the_router_alone_counts(dtype):
+def test_histograms_of_the_layer_are_the_routers(dtype):
     arrays = {name: jnp.asarray(a) for name, a in operands(331, 8, 2, 24, 40, dtype=dtype).items() if a is not None}
     mask = jnp.asarray(np.random.default_rng(4).random(331) < 0.8)
     options = dict(topk=2, score_function="sigmoid", expert_bias=jnp.linspace(-0.2, 0.2, 8), token_mask=mask)
@@ -111,7 +111,7 @@ def test_a_float16_gate_of_a_float32_layer_multiplies_in_float32():
         assert_close(pull(d_output)[0][row], np.asarray(want_pull(d_output)[0][row]), 1e-5, "d_x")
 
 
-def test_nothing_of_the_gate_is_rounded_to_float16():
+def test_the_gate_is_never_rounded_to_float16():
     """Large and small logits, their gradients and sums over tokens stay unrounded."""
     arrays = operands(331, 8, 3, 72, 40, dtype="float16", skew=2e4)
     assert np.abs(arrays["x"].astype(np.float32) @ arrays["gate"]).max() > 65504
@@ -132,7 +132,7 @@ def test_nothing_of_the_gate_is_rounded_to_float16():
 
 
 @both
-def test_what_the_columns_of_a_float32_gate_have_in_common_cancels():
+def test_the_common_part_of_a_float32_gates_columns_cancels():
     """The balance loss's gradients of a token's logits sum to zero, so a common part of the columns cancels in d_x.
 
     On a GPU the gate is a sum of two bfloat16 operands, so logits are off by 2^-17 of the terms' norm, which is 25
@@ -393,7 +393,7 @@ def test_remat_and_scan_give_the_same_bits():
         (("moe_h", "moe_logits", "moe_routing"), {"router_forward": 1, "plan": 1, "expert_ffn_forward": 1}),
     ],
 )
-def test_policies_of_remat_know_what_is_kept_by_name(names, calls):
+def test_remat_policies_find_residuals_by_name(names, calls):
     """Saved results are not recomputed, and the gradients have the same bits."""
     x, *weights = _arguments(T=40)
 
@@ -519,7 +519,7 @@ def test_bad_arguments_are_named(name, change, error):
         moe(**(arguments | change))
 
 
-def test_rows_that_nobody_reads_are_zero_where_jax_looks_for_nan():
+def test_unread_rows_are_zero_under_jax_debug_nans():
     arrays = operands(16, 4, 2, 8, 8)
     main = [jnp.asarray(arrays[name]) for name in ("x", "gate", "w_in", "w_out")]
 

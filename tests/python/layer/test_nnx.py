@@ -199,7 +199,7 @@ def test_quantile_balancing_sets_the_bias():
         _layer(balance="loss")
 
 
-def test_update_expert_bias_refuses_what_does_not_fit():
+def test_update_expert_bias_refuses_wrong_arguments():
     with pytest.raises(ValueError, match="update_expert_bias: got a layer without"):
         _layer().update_expert_bias(jnp.zeros(6, jnp.int32))
     layer = _layer(use_expert_bias=True, score_function="sigmoid")

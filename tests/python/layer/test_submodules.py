@@ -110,7 +110,7 @@ def test_both_ways_give_the_same_bits(x_dtype, param_dtype):
         assert_same(got, want)
 
 
-def test_both_ways_give_the_same_bits_whatever_is_asked():
+def test_both_paths_have_the_same_bits_for_all_requested_outputs():
     layer, x = made(), tokens()
     chosen = dict(generator=torch.Generator().manual_seed(3), dtype=torch.int32, device="cpu")
     forced = torch.randint(E, (3, 5, K), **chosen).to(x.device)
@@ -188,7 +188,7 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_fire_and_what_they_return_counts(kind):
+def test_hooks_fire_and_their_results_are_used(kind):
     for name in SUBMODULES:
         layer = made()
         want = run(layer, layer)

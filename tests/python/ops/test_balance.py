@@ -54,7 +54,7 @@ def test_load_balance_loss_of_sequences(leading):
     assert_close(pull(jnp.float32(1.7))[0].reshape(B, 16), want, BOUND, "d_score_sum")
 
 
-def test_no_token_gives_zero_even_where_the_sums_are_not_numbers():
+def test_losses_without_tokens_are_zero_even_for_nan_sums():
     nan = jnp.full(4, jnp.nan)
     loss, gradient = jax.value_and_grad(lambda s: load_balance_loss(s, jnp.ones(4), 1, 1.0, 0))(nan)
     assert loss == 0 and not gradient.any()

@@ -199,7 +199,7 @@ def test_nan_and_infinity_stay_in_their_rows():
     assert_close(got.weights, want_weights, BOUND["float32"], "d_weights")
 
 
-def test_a_weight_of_zero_has_a_gradient_and_hides_no_nan():
+def test_a_zero_weight_has_a_gradient_and_does_not_hide_nan():
     layout = plan(np.array([[0, 1]], np.int32), 2)
     rows = jnp.array([[2.0, 3.0], [5.0, 7.0]])
     d_weights = jax.grad(lambda w: combine(rows, layout, w).sum())(jnp.zeros((1, 2)))

@@ -25,7 +25,7 @@ print(digest.hexdigest())
 """
 
 
-def test_every_instruction_set_thread_count_and_run_gives_the_same_bits():
+def test_bits_are_equal_for_every_instruction_set_thread_count_and_run():
     def digest(isa, threads):
         environment = os.environ | {"ANABRANCH_ISA": isa, "OMP_NUM_THREADS": threads, "JAX_PLATFORMS": "cpu"}
         run = subprocess.run(

@@ -146,7 +146,7 @@ def test_grad_through_experts_that_another_function_chose():
     assert_same(jax.vmap(jax.grad(loss))(batch), jnp.stack([jax.grad(loss)(x) for x in batch]))
 
 
-def test_residuals_are_the_plan_and_what_is_needed():
+def test_residuals_are_the_plan_and_needed_operands():
     layout = plan(EXPERTS, E)
     integers = {a.shape for a in layout}
     _, pull = jax.vjp(lambda x: dispatch(x, layout), X)

@@ -148,7 +148,7 @@ def test_zeros_outliers_and_tiny_numbers_have_blocks_of_their_own(platform):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_no_number_makes_its_block_none(platform, bad):
+def test_nan_and_infinity_make_their_block_nan(platform, bad):
     """NaN in a row affects that row's results, NaN in a matrix those of its expert, as in the oracle."""
     net = network(np.random.default_rng(38), SIZES, 256, 2, 128, dtype=fp8.rows_dtype(platform), spare=SPARE)
     clean = all_results(run(net))

@@ -299,7 +299,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("arguments, message", BAD, ids=[row[1][:40] for row in BAD])
-def test_what_does_not_go_together_is_an_error(arguments, message):
+def test_inconsistent_options_are_errors(arguments, message):
     good = {"topk": 2, "score_function": "sigmoid", "expert_bias": BIAS, "qb_bin_bounds": (-1.0, 1.0), "qb_bins": 10}
     with pytest.raises(ValueError, match=re.escape(message)):
         route(Z, **(good | arguments))
@@ -355,7 +355,7 @@ BAD_DENSE = [
 
 
 @pytest.mark.parametrize("arguments, error, message", BAD_DENSE, ids=[row[2][:40] for row in BAD_DENSE])
-def test_what_does_not_go_together_in_transformer_engines_form_is_an_error(arguments, error, message):
+def test_inconsistent_arguments_of_transformer_engines_function_are_errors(arguments, error, message):
     good = {"score_function": "sigmoid", "expert_bias": BIAS, "qb_histogram": COUNTS, "qb_bin_bounds": (-1.0, 1.0)}
     with pytest.raises(error, match=re.escape(message)):
         fused_topk_with_score_function(Z, 2, **(good | arguments))

@@ -131,7 +131,7 @@ def test_group_sizes(E, K, groups, score_function, bias):
         (512, 33, (4, 2), 100),  # a list longer than a block and than K
     ],
 )
-def test_scores_of_groups_are_of_as_many_experts_as_asked(E, K, groups, score_topk, score_function, normalize, bias):
+def test_group_scores_sum_group_score_topk_experts(E, K, groups, score_topk, score_function, normalize, bias):
     T = 203
     options = options_of(score_function, normalize, bias, False, True, T, E)
     grouping = {"num_groups": groups[0], "group_topk": groups[1], "group_score_topk": score_topk}
@@ -141,7 +141,7 @@ def test_scores_of_groups_are_of_as_many_experts_as_asked(E, K, groups, score_to
 @pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "raw"])
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)
 @pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
-def test_forced_experts_may_repeat_lack_and_miss(score_function, normalize, mask):
+def test_forced_experts_may_repeat_be_missing_or_out_of_range(score_function, normalize, mask):
     T, E, K = 203, 64, 6
     rng = np.random.default_rng(3)
     forced = rng.integers(-1, 8, (T, K)).astype(np.int32)

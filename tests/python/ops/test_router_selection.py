@@ -59,7 +59,7 @@ def test_ties_between_groups_go_to_the_lower_expert(E, K, groups, dtype):
 
 @pytest.mark.parametrize("stride", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("E, K", [(512, 10), (512, 32), (2304, 36), (2304, 64)])
-def test_the_best_may_all_stand_in_one_part_of_a_row(E, K, stride):
+def test_the_best_experts_may_be_in_one_part_of_a_row(E, K, stride):
     # A threshold from the maxima of parts is then far too low, so most of the row passes it.
     z = np.random.default_rng(1).standard_normal((40, E)).astype(np.float32)
     z[::2, 3::stride] += 10
@@ -67,7 +67,7 @@ def test_the_best_may_all_stand_in_one_part_of_a_row(E, K, stride):
 
 
 @pytest.mark.parametrize("E, K", [(17, 3), (33, 8), (64, 8), (65, 8), (130, 33), (200, 12), (512, 32), (1000, 70)])
-def test_selection_is_exact_whatever_the_bound_lets_through(E, K):
+def test_selection_is_exact_for_every_threshold(E, K):
     rng = np.random.default_rng(3)
     z = rng.standard_normal((12, E)).astype(np.float32)
     z[0] = np.sort(z[0])
@@ -150,7 +150,7 @@ def test_group_scores_of_ties_infinities_and_nan(n):
         assert got[0, 0] == 10
 
 
-def test_a_masked_token_selects_nothing_and_counts_nowhere():
+def test_masked_tokens_select_no_expert_and_are_not_counted():
     z = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
     z[3] = np.nan
     routing = route(z, 2, token_mask=np.array([True, True, False, False, True]), num_groups=3, group_topk=1)

@@ -178,7 +178,7 @@ def test_cotangents_of_any_dtype(dtypes):
     assert_close(got, want, BOUND + 2.0**-8, "d_logits")
 
 
-def test_what_gets_no_cotangent_is_not_computed():
+def test_outputs_without_a_cotangent_are_not_computed():
     z = logits(7, 24)
     text = str(jax.make_jaxpr(jax.grad(lambda z: jnp.sum(route(z, 4).weights ** 2)))(z))
     assert "d_weights" in text and "d_score_sum" not in text and "d_lse" not in text

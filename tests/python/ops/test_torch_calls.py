@@ -33,7 +33,7 @@ def test_fields_are_those_of_the_header(operation):
     assert ours == fields_of(f"ab_{operation.name}_args")
 
 
-def test_a_status_is_an_error_that_says_what_the_library_says():
+def test_a_status_raises_with_the_librarys_message():
     x, w = torch.zeros(4, 3), torch.zeros(2, 5, 6)
     with pytest.raises(ValueError, match=r"w: got .*\[2, 5, 6\], expected"):
         torch_ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST, 0)
@@ -236,7 +236,7 @@ def test_torch_finds_nothing_wrong(operation, arguments):
 
 
 @pytest.mark.parametrize(("operation", "arguments"), SAMPLES, ids=[str(operation) for operation, _ in SAMPLES])
-def test_results_of_strided_arguments_lie_as_torch_is_told(operation, arguments):
+def test_results_of_strided_arguments_have_the_registered_strides(operation, arguments):
     def strided(value):
         return value.mT.contiguous().mT if isinstance(value, torch.Tensor) and value.dim() > 1 else value
 

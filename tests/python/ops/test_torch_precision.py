@@ -134,7 +134,7 @@ def test_torchs_own_setting_changes_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["high", "TF32", "", None, 1, True], ids=repr)
-def test_what_it_is_not(value):
+def test_invalid_values_are_refused(value):
     for function, _ in CASES.values():
         with pytest.raises(ValueError, match=r"^precision: got .*, expected one of 'highest', 'tf32'"):
             function(precision=value)

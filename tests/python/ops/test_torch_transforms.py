@@ -156,7 +156,7 @@ def test_selective_checkpoints_compute_the_same_bits(function, kept):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_graph_that_is_kept_gives_the_same_bits_again(function):
+def test_a_retained_graph_has_the_same_bits_again(function):
     leaves = [a.requires_grad_() for a in operands()]
     value = function(*leaves)
     first = torch.autograd.grad(value, leaves, retain_graph=True)
@@ -265,7 +265,7 @@ def test_autocast_rounds_no_product_of_the_gate(device):
         assert torch.equal(moe(x.to(torch.bfloat16), gate, w_in, w_out, topk=K).weights, want)
 
 
-def test_threads_do_not_share_what_a_call_is_laid_out_in(device):
+def test_threads_do_not_share_call_buffers(device):
     sizes = list(range(1, 33))
     want = {n: gradients(layer, operands(n)) for n in sizes}
 

@@ -127,7 +127,7 @@ def test_only_what_the_checkpoint_has_in_pieces_is_copied(name):
             assert back[tensor].flags.c_contiguous or not stored.an_expert_each
 
 
-def test_values_stand_where_the_formulas_have_them():
+def test_results_are_the_formulas():
     """gate and up of each layout, element by element."""
     gate, up = bits((E, F, D), np.float32, 0), bits((E, F, D), np.float32, 1)
     forms = {

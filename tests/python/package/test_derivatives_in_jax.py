@@ -87,7 +87,7 @@ FORWARD = r"^\w+: got a forward-mode derivative to take, expected jax\.grad or j
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_forward_mode_derivative_is_an_error_of_ours(name):
+def test_forward_mode_raises_our_error(name):
     loss, arguments = curved(name), arguments_of(name)
     for forward in (
         lambda *a: jax.jvp(loss, a, a),
@@ -102,7 +102,7 @@ def test_a_forward_mode_derivative_is_an_error_of_ours(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_second_derivative_is_an_error_of_ours(name):
+def test_double_backward_raises_our_error(name):
     loss, arguments = curved(name), arguments_of(name)
     every = tuple(range(len(arguments)))
 
@@ -115,7 +115,7 @@ def test_a_second_derivative_is_an_error_of_ours(name):
             second(*arguments)
 
 
-def test_what_is_not_compiled_raises_alike():
+def test_eager_calls_raise_the_same_error():
     loss, arguments = curved("route"), arguments_of("route")
     for forward in (
         lambda: jax.linearize(loss, *arguments)[1](*arguments),
@@ -125,7 +125,7 @@ def test_what_is_not_compiled_raises_alike():
             forward()
 
 
-def test_mapped_tangents_raise_alike_where_they_are_compiled():
+def test_mapped_tangents_raise_when_compiled():
     """jax.jacfwd maps over tangents. JAX refuses that while it traces the program, before it compiles it."""
     loss, (logits,) = curved("route"), arguments_of("route")
     pairs = jnp.stack([logits, logits])
@@ -140,7 +140,7 @@ def test_mapped_tangents_raise_alike_where_they_are_compiled():
             jax.jit(forward).lower(logits)
 
 
-def test_reverse_mode_goes_on_through_every_transformation():
+def test_reverse_mode_works_under_every_transformation():
     """A gradient under vmap, scan, checkpoint and jit, which all handle the operation on tangents."""
     loss, (logits,) = curved("route"), arguments_of("route")
     want = jax.grad(loss)(logits)

@@ -175,7 +175,7 @@ def dual(function, leaves):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_forward_mode_derivative_is_an_error_of_ours(name):
+def test_forward_mode_raises_our_error(name):
     leaves, loss, func = leaves_of(name), curved(name), torch.func
     value, vjp = func.vjp(loss, *leaves)
     ones = (torch.ones_like(value),)
@@ -223,7 +223,7 @@ def test_a_gradient_of_a_gradient_is_an_error_when_compiled(name, outer):
         torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves).sum().backward()
 
 
-def test_the_product_of_the_gate_is_an_operation_alike():
+def test_the_gates_gemm_raises_the_same_error():
     """Only torch 2.9 compiles to this operation. Tensors without data are enough to test its error."""
     a, b = (torch.ones(2, 2, dtype=torch.bfloat16, device="meta").requires_grad_() for _ in range(2))
     product = torch.ops.anabranch.mm_float32(a, b)

@@ -94,7 +94,7 @@ def test_a_number_of_tokens_on_a_device_is_data():
         np.testing.assert_array_equal(z, np.float32(2 * want))
 
 
-def test_a_map_of_bits_is_not_taken_for_one_of_bytes():
+def test_a_bitmap_is_not_mistaken_for_a_bytemap():
     _, bits = ab.fused_topk_with_score_function(jnp.ones((2, 8)), 2, routing_map_format="bitmap_u8")
     with pytest.raises(TypeError, match=r"routing_map: got uint8\[2, 1\], expected bool"):
         ab.token_dispatch(ONES, bits, 4)

@@ -169,7 +169,7 @@ def test_jaxs_own_argument_is_one_or_two(precision):
 
 
 @pytest.mark.parametrize("value", ["high", "TF32", "", None, 1, True, jax.lax.Precision.HIGH], ids=repr)
-def test_what_it_is_not(value):
+def test_invalid_values_are_refused(value):
     functions = [functools.partial(function, *operands) for function, operands, _ in CASES.values()]
     functions += [functools.partial(made, ones(T, D)) for made in LAYERS.values()]
     functions.append(functools.partial(ab.shared_expert, ones(T, D), ones(D, 2, F), ones(F, D)))

@@ -122,7 +122,7 @@ def test_a_bad_value_is_an_error_that_names_its_argument(function):
     assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
 
 
-def test_what_was_right_before_is_checked_again_where_anything_differs():
+def test_changed_calls_are_checked_again():
     found, calls = check.RightBefore(most=2), []
 
     def checked(tensors, options):

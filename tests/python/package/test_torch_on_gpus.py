@@ -59,7 +59,7 @@ def assert_same_bits(got, want):
 
 
 @pytest.mark.parametrize("of", ["moe", "MoE"])
-def test_a_captured_graph_gives_the_bits_of_eager_calls(of):
+def test_a_captured_graph_has_the_bits_of_eager_calls(of):
     step, eager = Step(of), Step(of)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # autograd has to run once on the stream of the capture
@@ -79,7 +79,7 @@ def test_a_captured_graph_gives_the_bits_of_eager_calls(of):
 
 
 @pytest.mark.parametrize("of", ["moe", "MoE"])
-def test_reduce_overhead_gives_the_bits_of_the_same_program_without_graphs(of):
+def test_reduce_overhead_has_the_bits_of_the_program_without_graphs(of):
     torch._dynamo.reset()
     plain = Step(of, lambda function: torch.compile(function, fullgraph=True))
     graphs = Step(of, lambda function: torch.compile(function, fullgraph=True, mode="reduce-overhead"))

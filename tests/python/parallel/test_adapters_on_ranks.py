@@ -159,7 +159,7 @@ class Scaled(nn.Module):
         return value * self.held[0]
 
 
-def check_what_nobody_can_know(rank):
+def check_undetectable_differences(rank):
     """Experts computed from another module's parameter: DDP would average it, and clipping counts it."""
     x, real = of_rank(rank, RANKS)[0]
     block = Block(group=dist.group.WORLD)
@@ -191,7 +191,7 @@ CHECKS = (
     functools.partial(check_ddp, build=with_parametrizations_and_hooks, shared=True),
     functools.partial(check_ddp, build=with_parametrizations_and_hooks, shared=False),
     check_adapters_that_come_later,
-    check_what_nobody_can_know,
+    check_undetectable_differences,
     check_masks_that_ddp_would_broadcast,
 )
 

@@ -33,7 +33,7 @@ def counts_of(experts, num_experts):
     favourites=st.integers(1, 25),
     data=st.data(),
 )
-def test_whatever_the_routing_all_rows_fit(ranks, local, tokens, align_size, favourites, data):
+def test_rows_fit_for_every_routing(ranks, local, tokens, align_size, favourites, data):
     E = ranks * local
     topk = data.draw(st.integers(1, E), "topk")
     rng = np.random.default_rng(data.draw(st.integers(0, 2**16), "seed"))

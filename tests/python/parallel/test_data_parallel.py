@@ -192,7 +192,7 @@ def check_buffers_of_16_bits(rank):
 
 
 def check_buffers_that_are_rounded_again(rank):
-    """FSDP1 rounds buffers after evaluation in full precision: refused once an update has restored the bias."""
+    """FSDP1 rounds buffers after evaluation in full precision. This is refused after an update has restored the bias."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
         module = made(loss_group=dist.group.WORLD)

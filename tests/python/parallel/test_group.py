@@ -265,7 +265,7 @@ def test_counts_are_added_up_over_ranks_in_int64(group_of_one):
     assert counts.dtype == torch.int64 and counts.item() == 2**31 - 1 and torch.equal(floats, half)
 
 
-def test_what_does_not_go_together_is_an_error(group_of_one):
+def test_inconsistent_options_are_errors(group_of_one):
     arrays = {n: in_torch.tensor(a) for n, a in operands(T, E, K, D, F).items() if a is not None}
     for changes, error, message in (
         (dict(transport="ring"), ValueError, "transport: got 'ring' without group"),

@@ -85,7 +85,7 @@ def main(folder, rank):
         told(found, "group: got new options on rank 1 (x (tokens) 6, transport ring, x (dtype) torch.float32, ")
 
 
-def test_what_differs_between_ranks_is_an_error_on_all_of_them(tmp_path):
+def test_differences_between_ranks_raise_on_every_rank(tmp_path):
     root = pathlib.Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, str(tmp_path)]

@@ -174,7 +174,7 @@ def test_selected_experts_ascend():
 
 
 def ragged_all_to_all(sent, params, sizes):
-    """What jax.lax.ragged_all_to_all computes: rank r's slice for rank d is written at output_offsets[d] of rank d."""
+    """jax.lax.ragged_all_to_all: writes rank r's slice for rank d at output_offsets[d] of rank d."""
     received = [np.full(size, -1.0) for size in sizes]
     for rank, (input_offsets, send_sizes, output_offsets, _) in enumerate(params):
         for d in range(len(params)):
@@ -184,7 +184,7 @@ def ragged_all_to_all(sent, params, sizes):
 
 
 @pytest.mark.parametrize("ranks, num_experts", [(1, 3), (2, 4), (4, 8), (3, 3)])
-def test_exchange_there_and_back(ranks, num_experts):
+def test_exchange_and_reverse_exchange(ranks, num_experts):
     counts = np.random.default_rng(ranks).integers(0, 4, size=(ranks, num_experts))
     counts[0], counts[:, 0] = 0, 0  # a rank with nothing to send, an expert without a row
 

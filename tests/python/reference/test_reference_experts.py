@@ -26,7 +26,7 @@ from anabranch.reference.router import route
 T, E, D, F = 6, 4, 3, 5
 SIZES, R = np.array([2, 0, 3, 1]), 8  # an expert without rows; two rows past the groups
 MASK = np.array([True, True, False, True, True, False])
-#: Repeats, -1, indices out of range on either side, and a token without experts.
+#: Selections with repeats, -1, indices out of range on either side, and a token without experts.
 GIVEN = np.array([[0, 0, 1], [-1, 2, 1], [-1, -1, -1], [9, 0, 1], [1, 3, 0], [0, 2, -4]])
 TWO_INPUTS = [
     Activation.swiglu_clamped(limit=0.9),
@@ -234,7 +234,7 @@ def test_the_shared_expert_is_the_formula(parts, gate_shape):
     close(shared_expert(x, w_in, w_out, w_gate=w_gate), want)
 
 
-def test_masked_tokens_do_not_contribute_whatever_they_hold():
+def test_masked_tokens_do_not_contribute():
     x, operands, biases = normal(T, D), (normal(D, E),), matrices(True, True)
     operands += biases.pop("w_in"), biases.pop("w_out")
     d_output, options = normal(T, D, seed=1), biases | {"topk": 2} | LOSSES

@@ -13,7 +13,7 @@ from anabranch.reference import balance, dispatch, experts, moe, router
 FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 T, E, D, F = 6, 4, 3, 5
 MASK = np.array([True, True, False, True, True, False])
-#: Repeats, -1, indices out of range on either side, and a token without experts.
+#: Selections with repeats, -1, indices out of range on either side, and a token without experts.
 GIVEN = np.array([[0, 0, 1], [-1, 2, 1], [-1, -1, -1], [9, 0, 1], [1, 3, 0], [0, 2, -4]])
 TWO_INPUTS = [
     Activation.swiglu_clamped(limit=0.9),
@@ -316,7 +316,7 @@ for gated, biased, weighted, early in itertools.product((True, False), repeat=4)
 
 
 def layer(options, act, gated, biased, gate_bias=False):
-    """Of the output, both losses and the weights; the selection is held."""
+    """Gradients of the output, both losses and the weights, with the selection held."""
     operands = {"x": normal(T, D), "gate": normal(D, E)} | matrices(gated, biased)
     if gate_bias:
         operands["gate_bias"] = normal(E)

@@ -195,7 +195,7 @@ def test_epsilon_keeps_the_normalisation_finite():
 
 @every_function
 @pytest.mark.parametrize("broken", [nan, inf])
-def test_masked_tokens_do_not_contribute_whatever_they_hold(function, broken):
+def test_masked_tokens_do_not_contribute(function, broken):
     z, mask, options = normal(4, 5), np.array([True, False, True, False]), {"score_function": function}
     z[1, 2], z[3] = broken, broken
     routing, alone = route(z, 2, token_mask=mask, **options), route(z[mask], 2, **options)

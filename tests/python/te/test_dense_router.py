@@ -181,7 +181,7 @@ def test_names_and_values_of_the_enums():
     assert [m.name for m in ScoreFunction] == ["SIGMOID", "SOFTMAX", "SQRTSOFTPLUS"]
 
 
-def test_positional_arguments_stand_as_in_transformer_engine():
+def test_positional_argument_order_is_transformer_engines():
     z, bias = logits(9, 16), np.zeros(16, np.float32)
     by_position = fused_topk_with_score_function(z, 4, False, 4, 2, 1.5, ScoreFunction.SIGMOID, bias, False, 0)
     by_name = fused_topk_with_score_function(

@@ -109,7 +109,7 @@ def test_an_update_of_a_rounded_state_is_not_lost():
         block.apply({**variables, "router_state": {"expert_bias": jnp.zeros(6, jnp.int32)}}, x)
 
 
-def test_what_the_block_sows_moves_an_expert_bias_and_shows_drops():
+def test_sown_counts_update_an_expert_bias_and_show_drops():
     x = _x(64, 12)
     block, variables, _ = _apply(x, use_expert_routing_bias=True, score_function="sigmoid")
     _, sown = block.apply(variables, x, mutable=["intermediates"])
@@ -236,7 +236,7 @@ def test_bad_attributes_are_named_when_the_block_is_made(options, match):
 
 @pytest.mark.parametrize("init", [lambda key, shape, dtype: None, lambda key, shape, dtype: jnp.zeros(3, dtype)])
 @pytest.mark.parametrize("name", ["kernel_init", "bias_init", "expert_bias_init"])
-def test_what_an_initialiser_returns_is_checked(name, init):
+def test_results_of_initialisers_are_checked(name, init):
     block = MoEBlock(**OPTIONS, use_bias=True, use_expert_bias=True, score_function="sigmoid", **{name: init})
     with pytest.raises((ValueError, TypeError), match=rf"{name}\(key, shape, dtype\): got"):
         jax.eval_shape(block.init, jax.random.key(0), _x(4, 12))

@@ -36,7 +36,7 @@ def test_rows_and_group_sizes(align, roll):
 
 
 @pytest.mark.parametrize("align,roll", [(0, None), (4, 2)])
-def test_there_and_back_with_gradients(align, roll):
+def test_combine_inverts_dispatch_with_gradients(align, roll):
     x, experts, weights, d_out = inputs(1)
 
     @jax.jit
@@ -53,7 +53,7 @@ def test_there_and_back_with_gradients(align, roll):
     np.testing.assert_allclose(d_weights, want, rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_fit_is_named():
+def test_wrong_arguments_are_named():
     x, experts, weights, _ = inputs()
     rows, state, _ = pure_jax_token_dispatch(x, experts, E, K)
     good = (x, experts, E, K)

@@ -86,7 +86,7 @@ def test_counts_are_added_to_the_callers_histogram(mode, bounds):
     assert torch.equal(probs, plain[0]) and torch.equal(routing_map, plain[1])
 
 
-def test_values_that_stand_for_not_used():
+def test_values_that_mean_unused():
     want = dense()
     for unused in ({"num_groups": 0, "group_topk": -1}, {"scaling_factor": 1.0}, {"use_pre_softmax": True}):
         assert torch.equal(dense(**unused)[0], want[0])
@@ -119,7 +119,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("function", ARGUMENTS)
-def test_arguments_stand_as_in_transformer_engine(function):
+def test_argument_order_is_transformer_engines(function):
     assert tuple(inspect.signature(function).parameters) == ARGUMENTS[function]
 
 

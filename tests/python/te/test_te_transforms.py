@@ -105,7 +105,7 @@ def in_place(logits, indices, histogram):
     return torch.sin(probs).sum() + written.sum()
 
 
-def test_what_is_written_in_place_is_written_when_compiled():
+def test_compiled_functions_write_in_place():
     torch._dynamo.reset()
     compiled = torch.compile(in_place, fullgraph=True)
     results = []

@@ -49,7 +49,7 @@ def test_what_is_timed_with_fp8(by, monkeypatch):
     assert set(given) == {("fp8", by == "fp8-exchange")}
 
 
-def test_collectives_move_what_they_say():
+def test_collectives_match_their_names():
     mesh = mesh_in_jax.ranks()
     P, T, D, rows = mesh.size, SHAPE.T, SHAPE.D, SHAPE.T * SHAPE.K // mesh.size
     with jax.set_mesh(mesh):

@@ -62,7 +62,7 @@ def test_drops_of_bounded_buffers(transport):
 
 @transports
 @scales
-def test_only_gradients_of_weights_differ_from_those_of_tokens_that_travel_as_they_are(transport, fp8_scales):
+def test_only_weight_gradients_differ_from_an_unquantised_exchange(transport, fp8_scales):
     """All bits are equal, also with a block of NaN, an infinity and a row of zeros among the tokens."""
     mesh, arrays = mesh_of(data=2, expert=4), made(bias=False)
     arrays["x"][3, 130], arrays["x"][9, 7], arrays["x"][20] = np.nan, -np.inf, 0
@@ -114,7 +114,7 @@ def test_a_message_brings_every_bit_and_is_read_within_its_bound(dtype, fp8_scal
     assert np.where(whole, np.abs(read - exact) <= bound, True).all()
 
 
-def test_what_a_program_sends_is_what_the_choice_of_a_transport_counts():
+def test_traffic_of_a_program_is_that_of_the_transport_choice():
     """Forward sends one message of 33/32 bytes per element; backward sends one each for x and its cotangent."""
     P, T, D, E, K = 4, 16, 256, 8, 2
     arrays, mesh = made(bias=False), mesh_of(expert=P)

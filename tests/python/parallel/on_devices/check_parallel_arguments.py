@@ -68,7 +68,7 @@ def test_counts_of_all_shards_that_int32_does_not_hold():
 
 
 @pytest.mark.parametrize("fields,sizes,message", CALLS, ids=[str(f) for f, *_ in CALLS])
-def test_what_the_mesh_or_the_shapes_do_not_allow(fields, sizes, message):
+def test_shapes_and_meshes_that_are_refused(fields, sizes, message):
     with jax.set_mesh(mesh_of(a=4, b=2)), pytest.raises(ValueError, match=message):
         jax.jit(lambda a: moe(**a, topk=2, parallel=Parallel(**fields)))(_arguments(**sizes))
 

@@ -172,7 +172,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_sharded_rows_are_refused_with_what_to_do_instead(axis_type, name):
+def test_sharded_rows_are_refused_with_advice(axis_type, name):
     """Rows are numbered over all tokens, so sharded rows would need a gather that no one requested."""
     argument, function, array, of_xla = CALLS[name]
     mesh = mesh_of(axis_type, a=8)

@@ -222,7 +222,7 @@ def test_traffic_is_what_the_program_sends(capacity_factor):
 
 
 @pytest.mark.parametrize("parallel", [None, Parallel(expert_axis="expert", data_axes="data")], ids=["shards", "mesh"])
-def test_policies_of_remat_know_what_is_kept_by_name(parallel, capsys):
+def test_remat_policies_find_residuals_by_name(parallel, capsys):
     """With sharded x on a mesh; gradients are equal."""
     mesh, arguments = mesh_of(data=2, expert=4), _arguments()
     tokens = {"x": [("data", "expert")]}

@@ -71,7 +71,7 @@ def test_rows_of_every_shard_are_its_own(axis_type, shards, axes, align):
 
 @SHARDS
 @pytest.mark.parametrize("align", [None, 8])
-def test_there_and_back(axis_type, shards, axes, align):
+def test_combine_inverts_dispatch(axis_type, shards, axes, align):
     mesh, n = mesh_of(axis_type, a=4, b=2), rows_of(shards, align)
     arrays = [put(mesh, array, axes) for array in (X, MAP, MERGING)]
 

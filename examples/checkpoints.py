@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: a save that fails costs no other one, and one that can't be read is passed over."""
+"""Checkpoints in a folder: a failed save never damages others, and unreadable checkpoints are skipped."""
 
 import logging
 import shutil
@@ -12,30 +12,30 @@ import orbax.checkpoint as ocp
 
 from run_error import RunError, as_run_error, cause
 
-#: The newest of these are kept.
+#: Number of checkpoints to keep.
 KEPT = 2
-#: Begins the name of one that could not be read.
+#: Prefix of the name of an unreadable checkpoint.
 DAMAGED = "damaged_"
 
 
 class Checkpoints:
     """The checkpoints of one run, each under the number of its step.
 
-    One appears under its name only when it is whole, and older ones go only after that: a process killed in between, or
-    a disk that is full, costs the one being written and no other.
+    A checkpoint gets its name only when it is complete, and older ones are deleted after that. So a killed process or a
+    full disk costs only the checkpoint in progress.
 
     Args:
-      folder: where they are; made if it is not there.
-      option: the option that `folder` comes from and its value, as messages begin.
-      advice: what the user can do who has no whole checkpoint; ends messages.
+      folder: the folder; created if missing.
+      option: the option that sets `folder`, and its value; starts messages.
+      advice: what to do without a complete checkpoint; ends messages.
 
     Raises:
-      RunError: there can't be such a folder.
+      RunError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path, option: str, advice: str):
         self.folder, self._advice = folder.resolve(), advice
-        # What goes wrong is told by us, in one line.
+        # Errors are reported by this class in one line.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         with as_run_error(f"{option}, expected a folder to write to", Exception):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -49,49 +49,50 @@ class Checkpoints:
         self._manager.close()
 
     def newest(self) -> int | None:
-        """The step of the newest checkpoint, whole or not; None: there is none."""
+        """The step of the newest checkpoint, readable or not; None without a checkpoint."""
         return self._manager.latest_step()
 
     def clear(self) -> None:
-        """Removes all, the damaged ones too."""
+        """Removes all checkpoints, including damaged ones."""
         for step in self._manager.all_steps():
             self._manager.delete(step)
         for damaged in self.folder.glob(DAMAGED + "*"):
             shutil.rmtree(damaged)
 
     def save(self, step: int, **items: Any) -> None:
-        """Writes a checkpoint and returns when it is complete on disk; one of the same step is left as it is.
+        """Writes a checkpoint and returns when it is complete on disk; keeps an existing one of the same step.
 
         Args:
           items: trees of arrays, each under a name of its own.
 
         Raises:
-          RunError: it could not be written; says which one is there.
+          RunError: it could not be written; the message names the newest complete one.
         """
         before = self.newest()
         if step == before:
             return
         if before is None:
-            after = "; none was saved before"
+            after = "; there is no earlier one"
         else:
-            after = f"; that of step {before} is whole, the same command goes on from there"
+            after = f"; the checkpoint of step {before} is complete, and the same command resumes from it"
         with as_run_error(f"could not save the checkpoint of step {step} in {self.folder}", Exception, after):
             trees = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
             self._manager.save(step, args=ocp.args.Composite(**trees))
 
     def restore(self, items_of: Callable[[int], dict[str, Any]]) -> tuple[int, Any]:
-        """Reads the newest checkpoint that is whole; there must be one of some kind.
+        """Reads the newest complete checkpoint; at least one has to exist.
 
-        Newer ones, which can't be read, are renamed, so that their steps can be saved again, and named in a line.
+        Newer, unreadable ones are renamed, so that their steps can be saved again, and reported in a line.
 
         Args:
-          items_of: the items of a step's checkpoint as trees of arrays or jax.ShapeDtypeStruct: what is read into them.
+          items_of: returns the items of a step's checkpoint as trees of arrays or jax.ShapeDtypeStruct, the read
+          targets.
 
         Returns:
           (its step, the items as attributes).
 
         Raises:
-          RunError: none is whole; or in one of several processes, which can't know what the others could read: the
+          RunError: no checkpoint is complete; with several processes, which do not know what the others can read: the
             newest is not.
         """
         damaged: dict[int, str] = {}
@@ -100,20 +101,21 @@ class Checkpoints:
             try:
                 trees = {name: ocp.args.StandardRestore(tree) for name, tree in items_of(step).items()}
                 restored = self._manager.restore(step, args=ocp.args.Composite(**trees))
-            except Exception as error:  # Orbax and TensorStore raise whatever they come across.
+            except Exception as error:  # Orbax and TensorStore raise many types.
                 damaged[step] = cause(error)
                 continue
             for other, why in damaged.items():
+                aside = self._put_aside(other)
                 print(
-                    f"The checkpoint of step {other} can't be read ({why}) and is {self._put_aside(other)} now. "
-                    f"Going on from that of step {step}.",
+                    f"The checkpoint of step {other} cannot be read ({why}) and was renamed to {aside}. "
+                    f"Resuming from step {step}.",
                     file=sys.stderr,
                 )
             return step, restored
         told = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
         advice = self._advice
         if len(damaged) < len(steps):
-            advice = f"One process alone would try the older ones. {advice}"
+            advice = f"A single process would try the older ones. {advice}"
         raise RunError(f"could not read any checkpoint in {self.folder} ({told}). {advice}")
 
     def _put_aside(self, step: int) -> Path:

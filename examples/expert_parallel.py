@@ -1,10 +1,11 @@
-"""Trains one Mixture-of-Experts layer on a mesh of devices, of one process or of several.
+"""Trains one Mixture-of-Experts layer on a mesh of devices, in one process or several.
 
     python examples/expert_parallel.py --mesh expert=2,data=2
     python examples/launch.py --processes 4 examples/expert_parallel.py --mesh expert=2,data=2 --checkpoint /tmp/layer
 
-The layer learns to imitate a frozen random one. Batches and initial weights are the same on every mesh, and so are
-losses, up to rounding. With --checkpoint a run goes on from the newest one in the folder, whatever mesh has written it.
+The layer learns to imitate a frozen random one. Batches and initial weights are equal on every mesh, and so are losses
+up to rounding. With --checkpoint a run resumes from the newest checkpoint in the folder, which any mesh may have
+written.
 """
 
 import argparse
@@ -19,10 +20,10 @@ D, F, E, K, BATCH, SEQ = 32, 64, 8, 2, 8, 16
 
 
 def check(options: argparse.Namespace, sizes: dict[str, int]) -> None:
-    """Refuses what this layer can't be trained with.
+    """Refuses options that this layer cannot be trained with.
 
     Raises:
-      ValueError: the mesh does not divide the layer, or there is nothing to do.
+      ValueError: the mesh does not divide the layer, or --steps is less than 1.
     """
     data, expert, tensor = sizes["data"], sizes["expert"], sizes["tensor"]
     for what, size, parts in (
@@ -43,10 +44,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", default="", help="for example expert=2,data=2, with axes data, expert, tensor")
-    parser.add_argument("--transport", default="auto", help="how tokens travel: auto, ring, all_to_all or ragged")
-    parser.add_argument("--fsdp", action="store_true", help="divide matrices over the data axis, too")
-    parser.add_argument("--steps", type=int, default=10, help="training steps in all")
-    parser.add_argument("--checkpoint", type=pathlib.Path, help="folder to go on from and to save to")
+    parser.add_argument("--transport", default="auto", help="transport of tokens: auto, ring, all_to_all or ragged")
+    parser.add_argument("--fsdp", action="store_true", help="also shard matrices over the data axis")
+    parser.add_argument("--steps", type=int, default=10, help="total number of training steps")
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="folder to resume from and to save to")
     options = parser.parse_args(arguments)
     try:
         check(options, parse_mesh(options.mesh))
@@ -72,10 +73,10 @@ with needs("demo"):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Makes the mesh and trains on it.
+    """Creates the mesh and trains on it.
 
     Raises:
-      RunError: the devices or an option do not fit.
+      RunError: the devices or an option do not match.
     """
     sizes = parse_mesh(options.mesh)
     if not join():
@@ -88,15 +89,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def batch(step: int) -> np.ndarray:
-    """The tokens of a step, the same wherever it runs."""
+    """The tokens of a step, which do not depend on the mesh."""
     return np.random.default_rng(step).standard_normal((BATCH, SEQ, D)).astype(np.float32)
 
 
 def train(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
-    """Trains and prints one line a step.
+    """Trains and prints one line per step.
 
     Raises:
-      RunError: a checkpoint can't be read or written, or has more steps than there are to be.
+      RunError: a checkpoint cannot be read or written, or has more steps than --steps.
     """
     try:
         parallel = Parallel(
@@ -135,16 +136,16 @@ def train(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh):
         graph, teacher = make(1)
         state = begin()
-        # What has no sharding of its own, the optimiser's counter, is on all devices.
+        # The optimiser's counter has no sharding of its own and is replicated.
         everywhere = NamedSharding(mesh, PartitionSpec())
         state = jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, everywhere), state)
         done = 0
         if options.checkpoint is not None:
             checkpoints = Checkpoints(
-                options.checkpoint, f"--checkpoint: got {options.checkpoint}", "Another --checkpoint begins anew."
+                options.checkpoint, f"--checkpoint: got {options.checkpoint}", "Another --checkpoint starts over."
             )
             if checkpoints.newest() is not None:
-                # Arrays are read into the shards that this mesh wants, whatever mesh has written them.
+                # Arrays are read in this mesh's shardings, independent of the mesh that wrote them.
                 shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
                 done, restored = checkpoints.restore(lambda _: dict(state=shapes))
                 state = restored.state

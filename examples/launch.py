@@ -1,12 +1,11 @@
-"""Runs a program as several JAX processes on this host, as a cluster would run it on several.
+"""Runs a program as several JAX processes on this host, as a cluster runs it on several hosts.
 
     python examples/launch.py --processes 4 examples/expert_parallel.py --mesh expert=2,data=2
     python examples/launch.py --processes 2 --devices 2 examples/expert_parallel.py --mesh expert=4
 
-Each process finds its place in the environment; `join()` reads it. On CPUs a process has `--devices` devices
-and talks to the others over Gloo. With GPUs give each process its own (`--gpus`); NCCL connects them. These are the
-first ones of CUDA_VISIBLE_DEVICES where that is set. The output of process 0 is shown as it comes, that of another one
-when it fails.
+Each process gets its rank in the environment, and `join()` reads it. On CPUs a process has `--devices` devices and
+communicates over Gloo. With `--gpus` each process has its own GPU, of CUDA_VISIBLE_DEVICES if that is set, and
+communicates over NCCL. The output of process 0 is shown immediately, that of another process if it fails.
 """
 
 import argparse
@@ -22,15 +21,15 @@ _COORDINATOR, _COUNT, _INDEX = "LAUNCH_COORDINATOR", "LAUNCH_PROCESSES", "LAUNCH
 
 
 def num_processes() -> int:
-    """How many processes `launch.py` started, this one among them; 1 without the launcher."""
+    """The number of processes that `launch.py` started, including this one; 1 without the launcher."""
     return int(os.environ.get(_COUNT, "1"))
 
 
 def join() -> bool:
-    """Makes this process one of those that `launch.py` started; to be called before JAX looks for devices.
+    """Joins the processes that `launch.py` started; has to be called before JAX initialises devices.
 
     Returns:
-      Whether there are others; False without the launcher.
+      Whether there are other processes; False without the launcher.
     """
     if _COORDINATOR not in os.environ:
         return False
@@ -48,23 +47,23 @@ def _free_port() -> int:
 
 
 def _gpus(processes: int) -> list[str]:
-    """The GPU of every process, in the words of CUDA_VISIBLE_DEVICES: those in it, or all where it isn't set."""
+    """The GPU of every process in the syntax of CUDA_VISIBLE_DEVICES: those in it, or all if it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(index) for index in range(processes)]
     gpus = [name.strip() for name in visible.split(",") if name.strip()]
     if len(gpus) < processes:
-        raise ValueError(f"CUDA_VISIBLE_DEVICES: got {visible!r}, expected {processes} GPUs, one for each process")
+        raise ValueError(f"CUDA_VISIBLE_DEVICES: got {visible!r}, expected {processes} GPUs, one per process")
     return gpus[:processes]
 
 
 def launch(command: list[str], processes: int, devices: int, gpus: bool) -> int:
-    """Runs `command` of Python in every process; returns the first exit status that is not 0, or 0.
+    """Runs Python's `command` in every process; returns the first nonzero exit status, or 0.
 
-    When one process fails the others are ended: they would wait for it.
+    If one process fails, the others are ended, because they would wait for it.
 
     Raises:
-      ValueError: CUDA_VISIBLE_DEVICES has fewer GPUs than there are to be processes that want one.
+      ValueError: CUDA_VISIBLE_DEVICES has fewer GPUs than processes.
     """
     own_gpu = _gpus(processes) if gpus else []
     shared = {_COORDINATOR: f"localhost:{_free_port()}", _COUNT: str(processes)}
@@ -111,10 +110,10 @@ def main(arguments: list[str] | None = None) -> int:
         description="Runs a Python program as several JAX processes on this host.",
         usage="%(prog)s [--processes N] [--devices N | --gpus] program.py [its arguments], or -m module [...]",
     )
-    parser.add_argument("--processes", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process (default: 1)")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--devices", type=int, default=1, help="CPU devices per process (default: 1)")
     parser.add_argument(
-        "--gpus", action="store_true", help="process i has the i-th visible GPU, instead of CPU devices"
+        "--gpus", action="store_true", help="process i uses the i-th visible GPU instead of CPU devices"
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module with its arguments")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="a Python file and its arguments")

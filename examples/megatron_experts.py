@@ -1,13 +1,13 @@
-"""Megatron-Core's mixture of experts computed by anabranch: grouped experts, and TransformerEngine's functions.
+"""Megatron-Core's mixture of experts on anabranch: grouped experts and TransformerEngine's functions.
 
-Put this file where Python finds it. Experts are a module of the layer's specification:
+Put this file on the Python path. Experts are a module of the layer's specification:
 
     experts = layer_spec.submodules.mlp.submodules.experts
-    experts.module = AnabranchTEGroupedMLP  # where it was TEGroupedMLP; AnabranchGroupedMLP for GroupedMLP
+    experts.module = AnabranchTEGroupedMLP  # replaces TEGroupedMLP; AnabranchGroupedMLP replaces GroupedMLP
 
-Parameters, their names and checkpoints stay Megatron's. Experts are gated with silu and have no biases; every other
-option that changes what they compute is an error. `use_fused_functions()` replaces the eight functions of
-TransformerEngine that `moe_router_fusion` and `moe_permute_fusion` call.
+Parameters, their names and checkpoints stay Megatron's. Experts are gated with silu and have no biases; any other
+option that changes their result is an error. `use_fused_functions()` replaces the eight functions of TransformerEngine
+that `moe_router_fusion` and `moe_permute_fusion` call.
 """
 
 import dataclasses
@@ -27,27 +27,27 @@ EXPECTED = {
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
     "add_bias_linear": False,
-    "delay_wgrad_compute": False,  # weight gradients come with the others
+    "delay_wgrad_compute": False,  # weight gradients are computed with the others
 }
-"""What these options have to be. Others that matter have to be what they are by default."""
+"""The required values of these options. Other relevant options have to have their defaults."""
 
 IRRELEVANT = frozenset(
-    # shapes and parameters, which are the module's own
+    # options of shapes and parameters, which the module determines
     "hidden_size ffn_hidden_size moe_ffn_hidden_size moe_latent_size params_dtype bf16 expert_model_parallel_size "
     "init_method output_layer_init_method perform_initialization use_cpu_initialization "
-    # how the same numbers are computed: the activation is always fused, and recomputed in the backward pass
+    # options without effect on results: the activation is always fused, and recomputed in the backward pass
     "bias_activation_fusion bias_dropout_fusion recompute_granularity recompute_modules "
-    # matters with moe_apply_probs_on_input alone
+    # has an effect only with moe_apply_probs_on_input
     "moe_router_topk".split()
 )
-"""Options that the replaced classes read and that change no result."""
+"""Options that the replaced classes read, without effect on results."""
 
 
 def check_config(config: Any, replaced: type) -> None:
-    """Refuses a configuration that `replaced` would compute otherwise.
+    """Refuses a configuration for which `replaced` would compute other results.
 
-    What matters is derived: the options that the source of `replaced` reads, and all of quantisation by name. An option
-    of a newer Megatron is among them and has to have its default value.
+    The relevant options are those that the source of `replaced` reads, and all quantisation options by name. This
+    includes options of a newer Megatron, which have to have their default values.
 
     Raises:
       ValueError: names the option, its value and what is expected.
@@ -65,7 +65,7 @@ def check_config(config: Any, replaced: type) -> None:
 
 
 def _counts(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
-    """On the rows' device: Megatron may have them on the host. This does not wait for the device."""
+    """Moves the counts, which may be on the host, to the rows' device without synchronisation."""
     return torch.as_tensor(tokens_per_expert).to(rows.device, non_blocking=True)
 
 
@@ -79,7 +79,7 @@ class AnabranchGroupedMLP(GroupedMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Rows [R, D] of the experts in order. Their probabilities [R] multiply before the second product."""
+        """Rows [R, D] in expert order. Their probabilities [R] are applied before the second GEMM."""
         rows, E, D = permuted_local_hidden_states, self.num_local_experts, self.config.hidden_size
         w_in, w_out = self.weight1.view(E, D, 2, -1), self.weight2.view(E, -1, D)
         counts = _counts(tokens_per_expert, rows)
@@ -99,7 +99,7 @@ class AnabranchTEGroupedMLP(TEGroupedMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Rows [R, D] of the experts in order. Their probabilities [R] multiply before the second product.
+        """Rows [R, D] in expert order. Their probabilities [R] are applied before the second GEMM.
 
         Raises:
           ValueError: `linear_fc1` or `linear_fc2` has hooks on its forward pass, which is not called
@@ -134,13 +134,13 @@ FUSED_FUNCTIONS = {
     "fused_sort_chunks_by_index": ab.moe_sort_chunks_by_index,
     "fused_sort_chunks_by_index_with_probs": ab.moe_sort_chunks_by_index_with_probs,
 }
-"""By Megatron's names: what it takes from TransformerEngine for the router and for moving tokens."""
+"""The TransformerEngine functions for routing and permutation, by the names in Megatron."""
 
 
 def use_fused_functions() -> None:
-    """Makes Megatron call ours where it would call TransformerEngine's, whether that is installed or not."""
+    """Makes Megatron call our functions instead of TransformerEngine's, which need not be installed."""
     for name, function in FUSED_FUNCTIONS.items():
         setattr(moe_utils, name, function)
-    if not moe_utils.HAVE_TE:  # then Megatron also lacks the name of a GEMM that it asks for first
+    if not moe_utils.HAVE_TE:  # Megatron then also lacks a name of a GEMM that it imports first
         moe_utils.te_general_gemm = None
         moe_utils.HAVE_TE = True

@@ -1,4 +1,4 @@
-"""The mesh that an example runs on, from the command line."""
+"""The mesh of an example, from the command line."""
 
 import math
 from typing import TYPE_CHECKING
@@ -13,10 +13,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     """The sizes of a mesh's axes.
 
     Args:
-      text: such as "expert=2,data=2"; axes that are not named have one device.
+      text: such as "expert=2,data=2"; omitted axes have one device.
 
     Raises:
-      ValueError: it can't be read.
+      ValueError: the text is malformed.
     """
     sizes, named = dict.fromkeys(AXES, 1), set()
     for part in filter(None, text.split(",")):
@@ -31,23 +31,23 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def ask_for_devices(sizes: dict[str, int]) -> None:
-    """Makes JAX divide the CPU into as many devices as the mesh needs; to be called before it has looked for any."""
+    """Makes JAX split the CPU into the mesh's devices; has to be called before JAX initialises devices."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", math.prod(sizes.values()))
 
 
 def make_mesh(sizes: dict[str, int]) -> "jax.sharding.Mesh":
-    """The mesh, of as many devices as it needs.
+    """The mesh on its number of devices.
 
     Raises:
-      ValueError: there are fewer, or more in several processes: each of these has to have a part in the mesh.
+      ValueError: there are fewer devices; or more in several processes, each of which needs a part of the mesh.
     """
     import jax
 
     wanted = math.prod(sizes.values())
     if wanted > jax.device_count() or (jax.process_count() > 1 and wanted != jax.device_count()):
-        raise ValueError(f"--mesh: got {wanted} devices, expected {jax.device_count()}, those there are")
+        raise ValueError(f"--mesh: got {wanted} devices, expected {jax.device_count()}, the number of devices")
     devices = jax.devices()[:wanted]
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)

@@ -1,11 +1,10 @@
-"""Trains one layer of a checkpoint for a step and puts it back: a file of safetensors in, one out.
+"""Trains one layer of a safetensors checkpoint for one step and writes the checkpoint again.
 
     pip install '.[jax,checkpoints]'    # in the folder of the repository
     python examples/port_checkpoint.py
 
-The file is made here, with two layers of gpt-oss's form and small sizes. Layer 1 is read into the arrays of `moe`,
-which takes them as they lie there, one step of gradient descent is made, and all tensors are written under their names
-again.
+The program creates the file with two small layers of gpt-oss. It reads layer 1 into arrays for `moe`, which accepts the
+checkpoint's layouts, runs one step of gradient descent, and writes all tensors under their names again.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from pathlib import Path
 from run_error import needs, run_main
 
 if __name__ == "__main__":
-    # Before imports that take seconds and may fail.
+    # This precedes imports that take seconds and may fail.
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
 
 with needs("jax,checkpoints"):
@@ -34,12 +33,12 @@ E, D, F, K, T = 16, 64, 48, 4, 256
 
 
 def prefix(layer: int) -> str:
-    """What the names of a layer's block begin with."""
+    """The prefix of the names of a layer's block."""
     return f"model.layers.{layer}.mlp."
 
 
 def write_checkpoint(path: Path, layers: int) -> None:
-    """Random layers, as a model's checkpoint has them."""
+    """Random layers in the form of a model's checkpoint."""
     rng = np.random.default_rng(0)
     shapes = {
         "router.weight": (E, D),
@@ -87,7 +86,7 @@ def train_layer(source: Path, destination: Path, layer: int) -> tuple[Block, flo
 
 
 def main() -> None:
-    """Makes a checkpoint, trains its layer 1, and compares what was written."""
+    """Creates a checkpoint, trains its layer 1, and checks the written file."""
     with tempfile.TemporaryDirectory() as folder:
         source, destination = Path(folder, "model.safetensors"), Path(folder, "trained.safetensors")
         write_checkpoint(source, layers=2)
@@ -97,7 +96,7 @@ def main() -> None:
     same = jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), again, block)
     others = [name for name in old if not name.startswith(prefix(1))]
     if not (jax.tree.all(same) and old.keys() == new.keys() and after < before):
-        raise SystemExit("the layer that was read again is not the one that was trained")
+        raise SystemExit("the layer read again is not the trained one")
     if any(old[name].tobytes() != new[name].tobytes() for name in others):
         raise SystemExit("a tensor of another layer has changed")
     print(

@@ -1,16 +1,16 @@
-"""The progress of a training: a bar on a terminal, a line every few seconds in a log."""
+"""Training progress: a bar on a terminal, a line every few seconds in a log."""
 
 from collections.abc import Callable
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-#: Seconds between two updates of the bar, and between two lines of a log.
+#: Seconds between updates of the bar, and between lines of a log.
 ON_TERMINAL, IN_LOG = 0.2, 10.0
 
 
 class Progress(tqdm):
-    """tqdm, which rewrites its line on a terminal; elsewhere every update is a line of its own, without a bar."""
+    """tqdm, which rewrites its line on a terminal; elsewhere every update is a new line without a bar."""
 
     def __init__(self, *arguments: Any, file: TextIO, **options: Any):
         if file.isatty():
@@ -22,7 +22,7 @@ class Progress(tqdm):
 
     @staticmethod
     def status_printer(file: TextIO) -> Callable[[str], None]:
-        """What writes an update to the file."""
+        """The function that writes an update to the file."""
         if file.isatty():
             printer: Callable[[str], None] = tqdm.status_printer(file)
             return printer

@@ -1,4 +1,4 @@
-"""How the examples end: what a user can fix is one line and an exit status, never a traceback."""
+"""Errors of the examples: a user's mistakes end in one line and an exit status, without a traceback."""
 
 import contextlib
 import os
@@ -6,19 +6,19 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-#: Characters of a cause that are told, at most.
+#: Maximum length of a printed cause.
 TOLD = 240
 
 
 class RunError(ValueError):
-    """Options, files and folders do not go together, or can't be read or written; no traceback is needed."""
+    """Options, files and folders are inconsistent, or cannot be read or written; needs no traceback."""
 
 
 def cause(error: BaseException) -> str:
     """Type and first line of an error, shortened in its middle."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = ": ".join([type(error).__name__, *lines[:1]])
-    # What failed stands at the beginning, why at the end.
+    # The start says what failed, the end says why.
     return told if len(told) <= TOLD else f"{told[: TOLD // 2]} ... {told[-TOLD // 2 :]}"
 
 
@@ -26,11 +26,11 @@ def cause(error: BaseException) -> str:
 def as_run_error(
     what: str, kinds: type[Exception] | tuple[type[Exception], ...] = OSError, after: str = ""
 ) -> Iterator[None]:
-    """Any failure of `kinds` within as a RunError.
+    """Converts errors of `kinds` inside the context to RunError.
 
     Args:
-      what: what was tried, and on which argument or file.
-      after: what the user can do now.
+      what: the failed action, with its argument or file.
+      after: advice for the user.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def as_run_error(
 
 @contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Around imports, which take seconds: where one fails, the program ends with the command that installs it."""
+    """Context for imports, which take seconds; if one fails, the program ends with the command that installs it."""
     try:
         yield
     except ImportError as error:
@@ -57,7 +57,7 @@ def run_main(name: str, main: Callable[[], int | None]) -> int:
     """Runs an example.
 
     Returns:
-      The exit status: 2 after a RunError, 130 after Ctrl-C, 141 where the reader of standard output is gone.
+      The exit status: 2 after a RunError, 130 after Ctrl-C, 141 if the reader of standard output has closed it.
     """
     try:
         try:
@@ -71,5 +71,5 @@ def run_main(name: str, main: Callable[[], int | None]) -> int:
         print(f"\n{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at exit
         return 141

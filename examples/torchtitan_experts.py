@@ -1,16 +1,16 @@
-"""torchtitan's experts computed by anabranch: overrides of its configuration (torchtitan 0.3).
+"""torchtitan's experts on anabranch: overrides of its configuration (torchtitan 0.3).
 
-Put this file where Python finds it and name an override for the experts that the model has:
+Put this file on the Python path and name the override for the model's experts:
 
     torchrun ... -m torchtitan.train ... --override.imports torchtitan_experts.grouped_experts
 
 - `grouped_experts`: `GroupedExperts`, which most models have. Every call stacks the gate and up weights.
-- `fused_grouped_experts`: `GroupedExperts` with both in one parameter, as torchtitan's own override of that name has
-  them, which saves that copy. Checkpoints are those of `GroupedExperts`.
+- `fused_grouped_experts`: `GroupedExperts` with both in one parameter, as in torchtitan's own override of that name,
+  without the copy. Checkpoints are those of `GroupedExperts`.
 - `gpt_oss_experts`: `GptOssGroupedExperts`.
 
-Names of parameters, initialisation, sharding and checkpoints stay torchtitan's, and so does its bfloat16. An override
-takes exactly the class that it names: quantised experts (MXFP8, Float8) are subclasses and stay torchtitan's.
+Names of parameters, initialisation, sharding, checkpoints and the use of bfloat16 stay torchtitan's. An override
+replaces exactly the class that it names: quantised experts (MXFP8, Float8) are subclasses and stay torchtitan's.
 """
 
 from dataclasses import dataclass
@@ -42,14 +42,14 @@ class AnabranchExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """That of GroupedExperts."""
+        """The configuration of GroupedExperts."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         _refuse_subclass(self, AnabranchExperts)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Rows of the experts in order, perhaps with padding behind."""
+        """Rows in expert order, possibly followed by padding."""
         w1_EFD, w3_EFD, w2_EDF = (_local(w) for w in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
         w_in_E2FD = torch.stack((w1_EFD, w3_EFD), 1)
         y_RD = expert_ffn(
@@ -63,14 +63,14 @@ class AnabranchFusedExperts(fused_swiglu.FusedGroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(fused_swiglu.FusedGroupedExperts.Config):
-        """That of FusedGroupedExperts."""
+        """The configuration of FusedGroupedExperts."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         _refuse_subclass(self, AnabranchFusedExperts)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Rows of the experts in order, perhaps with padding behind."""
+        """Rows in expert order, possibly followed by padding."""
         w13_EF2D, w2_EDF = _local(self.w13), _local(self.w2_EDF)
         y_RD = expert_ffn(
             x_RD.bfloat16(), w13_EF2D, w2_EDF, num_tokens_per_expert_E, w_in_layout="fpd", w_out_layout="df"
@@ -83,7 +83,7 @@ class AnabranchGptOssExperts(GptOssGroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssGroupedExperts.Config):
-        """That of GptOssGroupedExperts."""
+        """The configuration of GptOssGroupedExperts."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -91,7 +91,7 @@ class AnabranchGptOssExperts(GptOssGroupedExperts):
         self.activation = Activation.swiglu_oai(alpha=1.702, limit=config.swiglu_limit)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Rows of the experts in order, perhaps with padding behind.
+        """Rows in expert order, possibly followed by padding.
 
         Raises:
           NotImplementedError: tensor parallelism, which would add the second bias once per rank.
@@ -123,7 +123,7 @@ def grouped_experts(cfg: GroupedExperts.Config) -> AnabranchExperts.Config:
 
 @override(target=GroupedExperts.Config, exact=True, description="Grouped experts computed by anabranch, gate+up fused.")
 def fused_grouped_experts(cfg: GroupedExperts.Config) -> AnabranchFusedExperts.Config:
-    """Has w1_EFD and w3_EFD in one parameter."""
+    """Stores w1_EFD and w3_EFD in one parameter."""
     return derive(fused_swiglu.fused_grouped_experts(cfg), AnabranchFusedExperts.Config)
 
 

@@ -1,11 +1,11 @@
-"""Trains a model of Hugging Face Transformers twice, with the library's own experts and with ours, from the same start.
+"""Trains a Hugging Face Transformers model twice from the same start, with the library's experts and with ours.
 
     pip install '.[transformers]'    # in the folder of the repository
     python examples/transformers_finetune.py
 
-The text is Python source, the standard library's. Without `--model` the model is a small random Qwen3-MoE that reads
-bytes; `--model` names a folder with a configuration, and weights and a tokenizer if it has them, or a config.json.
-Printed are both losses of every step, which agree to rounding, and the time of a step with either.
+The text is the source of Python's standard library. By default the model is a small random Qwen3-MoE over bytes;
+`--model` names a config.json, or a folder with a configuration and optionally weights and a tokenizer. The program
+prints both losses of every step, which agree to rounding, and the time per step of either run.
 """
 
 import argparse
@@ -26,11 +26,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a folder or a config.json (default: a small random Qwen3-MoE)")
     parser.add_argument("--text", type=Path, help="folder of *.py files to train on (default: the standard library's)")
-    parser.add_argument("--beside", default="default", help='the library\'s: "default", "eager", "grouped_mm", ...')
+    parser.add_argument(
+        "--beside", default="default", help='experts to compare with: "default", "eager", "grouped_mm", ...'
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4, help="sequences per step")
     parser.add_argument("--seq", type=int, default=256, help="tokens per sequence")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--device", help="such as cuda:1 (default: the first GPU if there is one, else cpu)")
@@ -71,19 +73,19 @@ SMALL = dict(
     num_experts_per_tok=4,
     max_position_embeddings=4096,
 )
-#: Of a loss: how far training with the same values but other roundings may drift in a few dozen steps.
+#: Relative difference of losses that other roundings may cause in a few dozen steps.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
 class Run(NamedTuple):
-    """A training: of each step the loss, and the seconds it took."""
+    """The loss and the seconds of each training step."""
 
     losses: list[float]
     seconds: list[float]
 
 
 def check(chosen: argparse.Namespace) -> None:
-    """Checks what only the libraries know, and sets the default device.
+    """Checks options that need the libraries, and sets the default device.
 
     Raises:
       RunError: an option is wrong.
@@ -98,12 +100,12 @@ def check(chosen: argparse.Namespace) -> None:
 
 
 def has_weights(model: Path) -> bool:
-    """Whether a folder holds a checkpoint, not a configuration alone."""
+    """Whether a folder holds a checkpoint and not a configuration alone."""
     return model.is_dir() and any(any(model.glob(name)) for name in ("*.safetensors", "*.bin"))
 
 
 def build(chosen: argparse.Namespace, implementation: str) -> PreTrainedModel:
-    """The model at its start: the same for every implementation."""
+    """The initial model, equal for every implementation."""
     torch.manual_seed(chosen.seed)
     named = {} if implementation == "default" else {"experts_implementation": implementation}
     named |= {"dtype": getattr(torch, chosen.dtype)}
@@ -115,13 +117,13 @@ def build(chosen: argparse.Namespace, implementation: str) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_pretrained(chosen.model, **named)
         else:
             config = AutoConfig.from_pretrained(chosen.model) if chosen.model else transformers.Qwen3MoeConfig(**SMALL)
-            with torch.device(chosen.device):  # a processor takes a minute to draw what a large model starts with
+            with torch.device(chosen.device):  # a CPU takes a minute to draw the weights of a large model
                 model = AutoModelForCausalLM.from_config(config, **named)
     return model.to(chosen.device).train()
 
 
 def text_tokens(chosen: argparse.Namespace, vocab_size: int) -> np.ndarray:
-    """The text as tokens: the model's own, where it has a tokenizer, else bytes."""
+    """The text as tokens of the model's tokenizer, or as bytes without one."""
     text = load_corpus(chosen.text or stdlib_folder()).train
     folder = chosen.model
     if folder is not None and folder.is_dir() and any(folder.glob("tokenizer*")):
@@ -135,14 +137,14 @@ def text_tokens(chosen: argparse.Namespace, vocab_size: int) -> np.ndarray:
 
 
 def batches(chosen: argparse.Namespace, tokens: np.ndarray) -> Iterator[torch.Tensor]:
-    """int64 [batch, seq], the same for every run."""
+    """int64 [batch, seq], equal for every run."""
     for step in range(chosen.steps):
         windows = training_batch(tokens, step, chosen.batch, chosen.seq - 1, chosen.seed)
         yield torch.tensor(windows.astype(np.int64), device=chosen.device)
 
 
 def train(chosen: argparse.Namespace, model: PreTrainedModel, tokens: np.ndarray, name: str) -> Run:
-    """Trains a model, in a plain loop."""
+    """Trains a model in a plain loop."""
     wait: Callable[[], None] = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr)
     run = Run([], [])
@@ -154,17 +156,17 @@ def train(chosen: argparse.Namespace, model: PreTrainedModel, tokens: np.ndarray
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        run.losses.append(float(loss.detach()))  # waits for the device
+        run.losses.append(float(loss.detach()))  # synchronises with the device
         run.seconds.append(time.perf_counter() - begin)
         progress.set_postfix(loss=f"{run.losses[-1]:.4f}", refresh=False)
     return run
 
 
 def report(chosen: argparse.Namespace, theirs: Run, ours: Run) -> None:
-    """Losses and times beside each other.
+    """Prints losses and times of both runs.
 
     Raises:
-      RunError: the losses are not the same.
+      RunError: the losses differ.
     """
     shown = max(1, chosen.steps // 10)
     print(f"{'step':>6} {chosen.beside:>12} {OURS:>12}")
@@ -172,17 +174,17 @@ def report(chosen: argparse.Namespace, theirs: Run, ours: Run) -> None:
         print(f"{step:6} {theirs.losses[step]:12.6f} {ours.losses[step]:12.6f}")
     differences = [abs(a - b) / abs(a) for a, b in zip(theirs.losses, ours.losses, strict=True)]
     times = [1000 * statistics.median(run.seconds[1:]) for run in (theirs, ours)]
-    print(f"largest difference of a loss: {max(differences):.1e} of it")
+    print(f"largest relative difference of losses: {max(differences):.1e}")
     print(f"a step takes {times[0]:.1f} ms with {chosen.beside}, {times[1]:.1f} ms with {OURS}")
     if not max(differences) <= TOLERANCE[chosen.dtype]:
         raise RunError(f"losses: got a difference of {max(differences):.1e}, expected {TOLERANCE[chosen.dtype]:.0e}")
 
 
 def main(chosen: argparse.Namespace) -> None:
-    """Both trainings and their comparison."""
+    """Runs both trainings and compares them."""
     check(chosen)
     if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()  # of weights that are read; it would fill a line of a log
+        transformers.utils.logging.disable_progress_bar()  # the bar of loaded weights would fill a line of a log
     anabranch.torch.transformers.register()
     runs = []
     for name in (chosen.beside, OURS):

@@ -14,13 +14,13 @@ def train(options: Options, start: str) -> int:
     """Trains; returns the exit status.
 
     Raises:
-      RunError: what `run` raises, or this is one of several processes.
+      RunError: as `run`, or this is one of several processes.
     """
     if num_processes() > 1:
         raise RunError(
             f"processes: got {num_processes()} of launch.py, expected 1; --mesh gives that one several devices"
         )
-    print("byte_lm: loading JAX and the corpus", file=sys.stderr, flush=True)  # it takes seconds
+    print("byte_lm: loading JAX and the corpus", file=sys.stderr, flush=True)  # This takes seconds.
     try:
         with needs("demo"):
             from byte_lm.train import run

@@ -1,4 +1,4 @@
-"""What a run keeps on disk: the training state and history in Orbax checkpoints, and the configuration beside them."""
+"""The files of a run: Orbax checkpoints of the training state and history, and the configuration beside them."""
 
 import dataclasses
 import json
@@ -13,14 +13,14 @@ from byte_lm.step import TrainState
 from checkpoints import Checkpoints
 from run_error import RunError, as_run_error
 
-#: Everything that a run writes to its folder, and so all that `clear` removes.
+#: The files that a run writes to its folder; `clear` removes exactly these.
 CHECKPOINTS, CONFIG = "checkpoints", "config.json"
 LOSS_CURVE, LOAD_MAP, SAMPLE, SUMMARY = "loss.png", "expert_load.png", "sample.txt", "summary.json"
 
 
 @dataclasses.dataclass
 class History:
-    """What happened at each step so far.
+    """Measurements of every step so far.
 
     Attributes:
       train_bits: loss of the step's batch in bits per byte.
@@ -51,36 +51,36 @@ class RunFolder:
     """The folder of one run.
 
     Args:
-      path: the folder; made if it is not there.
+      path: the folder; created if missing.
 
     Raises:
-      RunError: there can't be such a folder.
+      RunError: the folder cannot be created.
     """
 
     def __init__(self, path: Path):
         self.path = path.resolve()
-        self._checkpoints = Checkpoints(self.path / CHECKPOINTS, f"--out: got {path}", "--fresh begins anew.")
+        self._checkpoints = Checkpoints(self.path / CHECKPOINTS, f"--out: got {path}", "--fresh starts over.")
 
     def close(self) -> None:
         """Ends the threads that save."""
         self._checkpoints.close()
 
     def clear(self) -> None:
-        """Removes what a run wrote here, and nothing else."""
+        """Removes the files of a run, and nothing else."""
         with as_run_error(f"--fresh: could not remove the earlier run in {self.path}"):
             self._checkpoints.clear()
             for name in (CONFIG, LOSS_CURVE, LOAD_MAP, SAMPLE, SUMMARY):
                 (self.path / name).unlink(missing_ok=True)
 
     def saved_step(self) -> int | None:
-        """Steps done in the newest checkpoint, whole or not; None: there is none."""
+        """The step of the newest checkpoint, readable or not; None without a checkpoint."""
         return self._checkpoints.newest()
 
     def check_config(self, config: dict[str, Any]) -> None:
-        """Compares `config` with that of the run whose checkpoint is here.
+        """Compares `config` with the configuration of the run in this folder.
 
         Raises:
-          RunError: they differ, and the message names every difference; or the file can't be read.
+          RunError: they differ (the message names every difference), or the file cannot be read.
         """
         saved = self._config()
         different = [
@@ -91,14 +91,14 @@ class RunFolder:
         if different:
             raise RunError(
                 f"the run in {self.path} was made with other options ({'; '.join(different)}). "
-                "Give those, another --out, or --fresh to begin anew."
+                "Use those options, another --out, or --fresh to start over."
             )
 
     def options(self) -> Options:
-        """The options of the run whose checkpoint is here, as far as they decide its model; others are the defaults.
+        """The options of the run in this folder that determine its model; others have their defaults.
 
         Raises:
-          RunError: the file can't be read.
+          RunError: the file cannot be read.
         """
         saved = self._config()
         saved.pop("corpus", None)  # a fingerprint of the text, not its folder
@@ -106,8 +106,8 @@ class RunFolder:
             return Options(**saved)
 
     def _config(self) -> dict[str, Any]:
-        """What `write_config` has written."""
-        file, advice = self.path / CONFIG, "; --fresh begins anew"
+        """The contents of the file that `write_config` wrote."""
+        file, advice = self.path / CONFIG, "; --fresh starts over"
         with as_run_error(f"{file}: expected the options of the run whose checkpoint is there", Exception, advice):
             saved = json.loads(file.read_text())
             if not isinstance(saved, dict):
@@ -115,7 +115,7 @@ class RunFolder:
         return saved
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Writes what `check_config` compares, whole or not at all."""
+        """Writes the configuration for `check_config`, atomically."""
         file = self.path / CONFIG
         partial = file.with_suffix(".partial")
         with as_run_error(f"--out: could not write {file}"):
@@ -123,24 +123,24 @@ class RunFolder:
             os.replace(partial, file)
 
     def save(self, state: TrainState, history: History) -> None:
-        """Writes a checkpoint and returns when it is complete on disk; nothing before the first step.
+        """Writes a checkpoint and returns when it is complete on disk; does nothing before the first step.
 
         Raises:
-          RunError: it could not be written.
+          RunError: the checkpoint could not be written.
         """
         if int(state.step) == 0:
             return
         self._checkpoints.save(int(state.step), state=state, history=history.arrays())
 
     def restore(self, state: TrainState, num_loads: tuple[int, int]) -> tuple[TrainState, History]:
-        """Reads the newest checkpoint that is whole.
+        """Reads the newest complete checkpoint.
 
         Args:
-          state: shapes, dtypes and shardings to read, whatever mesh has written them.
+          state: shapes, dtypes and shardings to read, independent of the mesh that wrote them.
           num_loads: (layers, E).
 
         Raises:
-          RunError: none is whole.
+          RunError: no checkpoint is complete.
         """
 
         def items_of(step: int) -> dict[str, Any]:

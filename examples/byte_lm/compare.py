@@ -1,4 +1,4 @@
-"""`python -m byte_lm.compare NAME=FOLDER ...`, from the folder `examples`: curves of several runs in one picture."""
+"""`python -m byte_lm.compare NAME=FOLDER ...`, from the folder `examples`: plots several runs in one figure."""
 
 import argparse
 import json
@@ -18,10 +18,10 @@ def _run(text: str) -> tuple[str, Path]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The curves that the run in `folder` has left in its summary.json.
+    """The curves in the summary.json of the run in `folder`.
 
     Raises:
-      RunError: there is none, or it is another file.
+      RunError: the file is missing or is no summary of a run.
     """
     from byte_lm.checkpoint import SUMMARY
 
@@ -36,17 +36,21 @@ def read(folder: Path) -> dict[str, Any]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(prog="byte_lm.compare", description="The curves of several runs in one picture.")
-    parser.add_argument("runs", nargs="+", type=_run, metavar="NAME=FOLDER", help="what to call a run, and its --out")
-    parser.add_argument("--out", type=Path, default=Path("compare.png"), help="the picture (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="byte_lm.compare", description="Plots the curves of several runs in one figure."
+    )
+    parser.add_argument("runs", nargs="+", type=_run, metavar="NAME=FOLDER", help="name of a run, and its --out folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path("compare.png"), help="file of the figure (default: %(default)s)"
+    )
     return parser.parse_args(arguments)
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Draws the picture.
+    """Draws the figure.
 
     Raises:
-      RunError: a summary can't be read, or the picture can't be written.
+      RunError: a summary cannot be read, or the figure cannot be written.
     """
     with needs("demo"):
         from byte_lm import pictures

@@ -9,7 +9,7 @@ import numpy as np
 
 from run_error import RunError, as_run_error
 
-#: Folders left out: tests, other people's packages, and tables written by a program.
+#: Excluded folders: tests, installed packages, and generated tables.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 )
@@ -21,11 +21,11 @@ END_OF_FILE = b"\0"
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text for training and text that no training step sees.
+    """Training text, and held-out text that no training step reads.
 
     Attributes:
-      train: uint8 [N], the training files one after the other, each ended by a zero byte.
-      held_out: uint8 [M], the same of the held-out files.
+      train: uint8 [N], the concatenated training files, each followed by a zero byte.
+      held_out: uint8 [M], the held-out files in the same form.
       train_files, held_out_files: their paths, relative to the corpus folder.
       fingerprint: changes with any byte of the text and with the split.
     """
@@ -43,12 +43,12 @@ def stdlib_folder() -> Path:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file of this relative path is held out; the same on every machine and in every Python version."""
+    """Whether the file at this relative path is held out; equal on every machine and Python version."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % HELD_OUT_SHARE == 0
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Reads every `*.py` below `folder`, in the order of the paths; empty files and second copies are left out.
+    """Reads every `*.py` below `folder` in the order of paths, without empty files and duplicates.
 
     Raises:
       RunError: no training file or no held-out file is found.
@@ -88,8 +88,9 @@ def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> np.ndarray:
 
 
 def training_batch(text: np.ndarray, step: int, batch: int, seq: int, seed: int) -> np.ndarray:
-    """uint8 [batch, seq + 1], windows at random places: a function of its arguments alone, so a resumed run sees
-    the batches that an uninterrupted one sees.
+    """uint8 [batch, seq + 1], windows at random positions that depend on the arguments alone.
+
+    So a resumed run reads the batches of an uninterrupted one.
     """
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - seq, size=batch)
     return windows(text, starts, seq)
@@ -98,7 +99,7 @@ def training_batch(text: np.ndarray, step: int, batch: int, seq: int, seed: int)
 def held_out_starts(text: np.ndarray, seq: int, limit: int) -> np.ndarray:
     """int [W]: starts of at most `limit` windows that predict different bytes, spread evenly over the text.
 
-    They begin at 1 or later, so that each predicted byte has the two bytes before it that a trigram reads.
+    They are at least 1, so that each predicted byte has the two previous bytes that a trigram reads.
     """
     count = (len(text) - 2) // seq
     chosen = np.unique(np.linspace(0, count - 1, min(limit, count)).astype(int))

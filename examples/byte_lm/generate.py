@@ -12,7 +12,7 @@ with needs("demo"):
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line. The options of a run are the defaults of those that have its names."""
+    """Reads the command line. Options that a run also has take its defaults."""
     default = {field.name: field.default for field in dataclasses.fields(Options)}
     parser = argparse.ArgumentParser(
         prog="byte_lm.generate",
@@ -25,7 +25,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--temperature", type=float, default=default["temperature"], help="0: always the likeliest byte"
     )
-    parser.add_argument("--seed", type=int, default=0, help="another one draws another text")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
     options = parser.parse_args(arguments)
     for name, least in (("bytes", 1), ("temperature", 0), ("seed", 0)):
         value = getattr(options, name)
@@ -37,10 +37,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def write(options: argparse.Namespace) -> None:
-    """Prints the prompt and what the model makes of it.
+    """Prints the prompt and the model's continuation.
 
     Raises:
-      RunError: there is no checkpoint in the folder, or it can't be read.
+      RunError: the folder has no readable checkpoint.
     """
     with needs("demo"):
         from byte_lm.checkpoint import CONFIG, RunFolder
@@ -59,7 +59,7 @@ def write(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Reads the command line and writes; returns the exit status."""
+    """Reads the command line and prints the text; returns the exit status."""
     return run_main("byte_lm.generate", lambda: write(parse(arguments)))
 
 

@@ -1,11 +1,11 @@
-"""Turns Ctrl-C and SIGTERM into a request that the training loop honours after the step in progress."""
+"""Turns Ctrl-C and SIGTERM into a request that the training loop checks after each step."""
 
 import signal
 from types import FrameType
 
 
 class StopRequest:
-    """Within `with`, the first signal sets `requested`; a second one stops at once, as Python does by itself."""
+    """Inside `with`, the first signal sets `requested`; a second one has Python's default effect."""
 
     signals = (signal.SIGINT, signal.SIGTERM)
 

@@ -36,7 +36,7 @@ class ModelConfig:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864): turns feature pairs of x [B, H, S, d] by angles ~ S."""
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864): rotates feature pairs of x [B, H, S, d] by angles ~ S."""
     seq, half = x.shape[-2], x.shape[-1] // 2
     angles = np.arange(seq)[:, None] * 10_000.0 ** (-np.arange(half) / half)
     cos, sin = jnp.asarray(np.cos(angles), x.dtype), jnp.asarray(np.sin(angles), x.dtype)
@@ -91,14 +91,14 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEOutput]:
-        """x [B, S, D] -> (x [B, S, D], what the experts returned)."""
+        """x [B, S, D] -> (x [B, S, D], the result of the experts)."""
         x = x + self.attention(self.attention_norm(x))
         moe = self.moe(self.moe_norm(x))
         return x + moe.output, moe
 
 
 class Balance(NamedTuple):
-    """What the layers' selection biases are moved by.
+    """The statistics that update the layers' selection biases.
 
     loads: int32 [layers, E], tokens of each expert.
     histograms: int32 [layers, E, bins] with quantile balancing, else None.
@@ -139,7 +139,7 @@ class ByteLM(nnx.Module):
         return self.head(self.norm(x)).astype(jnp.float32), sum(moe.aux_loss for moe in layers), balance
 
     def update_biases(self, balance: Balance) -> None:
-        """Moves every layer's selection bias towards balance, where there is one."""
+        """Updates the selection bias of every layer that has one."""
         if balance.histograms is not None:
             for block, histogram in zip(self.blocks, balance.histograms, strict=True):
                 block.moe.update_quantile_bias(histogram)

@@ -1,4 +1,4 @@
-"""The options of a run: one dataclass, from which the command line, the help and the saved configuration come."""
+"""The options of a run: one dataclass defines the command line, the help and the saved configuration."""
 
 import argparse
 import dataclasses
@@ -10,14 +10,14 @@ from anabranch.precision import BLOCK, NUMBERS
 from byte_lm.data import stdlib_folder
 from mesh import parse_mesh
 
-# The command line is read before JAX is imported, which takes seconds and may fail.
+# The command line is read before the import of JAX, which takes seconds and may fail.
 if TYPE_CHECKING:
     from anabranch.jax import Parallel
     from byte_lm.model import ModelConfig
 
 #: The folder `out` of this checkout.
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / "out" / "byte_lm"
-#: The largest int32 and float32: nothing that steps and weights are computed from is wrapped or infinite.
+#: The largest int32 and float32, so that no number wraps around or becomes infinite.
 LARGEST = {int: 2**31 - 1, float: 3.4e38}
 
 
@@ -27,20 +27,20 @@ def _option(group: str, default: Any, text: str, minimum: float | None = None, c
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run does. Every field is an option of the command line (`aux_loss`: --aux-loss)."""
+    """The options of a run. Every field is an option of the command line (`aux_loss`: --aux-loss)."""
 
     width: int = _option("model", 128, "width of the model, D", 2)
     layers: int = _option("model", 4, "transformer layers", 1)
     heads: int = _option("model", 4, "attention heads; must divide the width", 1)
     dtype: str = _option("model", "float32", "dtype of the computation", choices=("float32", "bfloat16"))
 
-    experts: int = _option("experts", 8, "experts of a layer, E", 1)
-    topk: int = _option("experts", 2, "experts that a byte passes through, K", 1)
+    experts: int = _option("experts", 8, "experts per layer, E", 1)
+    topk: int = _option("experts", 2, "experts per byte (top-k), K", 1)
     hidden: int = _option("experts", 256, "width of one expert, F", 1)
     precision: str = _option(
-        "experts", "highest", "how factors of the experts' products multiply; fp8: quantised", choices=tuple(NUMBERS)
+        "experts", "highest", "precision of the experts' GEMMs; fp8: quantised operands", choices=tuple(NUMBERS)
     )
-    shared_experts: int = _option("experts", 0, "experts that every byte passes through, beside the K", 0)
+    shared_experts: int = _option("experts", 0, "shared experts, which process every byte beside its K", 0)
     score_function: str = _option(
         "experts", "softmax", "router's score function", choices=("softmax", "sigmoid", "sqrtsoftplus")
     )
@@ -52,9 +52,9 @@ class Options:
         "experts", "none", "quantile: every step sets the selection bias by quantiles", choices=("none", "quantile")
     )
 
-    steps: int = _option("training", 700, "training steps in all", 1)
-    batch: int = _option("training", 16, "windows of text a step", 1)
-    seq: int = _option("training", 128, "bytes of a window", 2)
+    steps: int = _option("training", 700, "total number of training steps", 1)
+    batch: int = _option("training", 16, "windows of text per step", 1)
+    seq: int = _option("training", 128, "bytes per window", 2)
     lr: float = _option("training", 3e-3, "peak learning rate of AdamW", 0)
     seed: int = _option("training", 0, "seed of the weights, the batches and the sample", 0)
     corpus: Path = _option("training", stdlib_folder(), "train on every *.py file below this folder")  # noqa: RUF009
@@ -62,9 +62,9 @@ class Options:
     out: Path = _option("run", DEFAULT_OUT, "folder for checkpoints, pictures and summary.json")  # noqa: RUF009
     mesh: str = _option("run", "", "devices to train on, such as expert=2,data=2 (axes data, expert, tensor)")
     save_every: int = _option("run", 200, "steps between checkpoints", 1)
-    held_out_bytes: int = _option("run", 1 << 18, "held-out bytes that the final table is measured on, at most", 1)
-    prompt: str = _option("run", "def read_", "beginning of the sample")
-    sample_bytes: int = _option("run", 400, "bytes of sample to write", 1)
+    held_out_bytes: int = _option("run", 1 << 18, "maximum number of held-out bytes for the final table", 1)
+    prompt: str = _option("run", "def read_", "prompt of the sample")
+    sample_bytes: int = _option("run", 400, "length of the sample in bytes", 1)
     temperature: float = _option("run", 0.7, "temperature of the sample; 0: always the likeliest byte", 0)
 
     def __post_init__(self):
@@ -80,9 +80,7 @@ class Options:
             raise ValueError(f"--topk: got {self.topk}, expected at most the {self.experts} experts")
         if self.balance == "quantile" and (self.expert_bias or self.topk == self.experts):
             got = f"--expert-bias {self.expert_bias}" if self.expert_bias else f"--topk {self.topk}, all experts"
-            raise ValueError(
-                f"--balance: got quantile with {got}, expected no step of the bias, and a choice of experts"
-            )
+            raise ValueError(f"--balance: got quantile with {got}, expected --expert-bias 0 and --topk below --experts")
         sizes = parse_mesh(self.mesh)
         shards = sizes["data"] * sizes["expert"]
         for name, value, parts in (
@@ -100,20 +98,22 @@ class Options:
 
     @property
     def parallel(self) -> "Parallel | None":
-        """How the expert layers are spread over the mesh; None without one."""
+        """The parallelism of the expert layers; None without a mesh."""
         from anabranch.jax import Parallel
 
         return Parallel(expert_axis="expert", data_axes="data", tensor_axis="tensor") if self.mesh else None
 
     def model(self) -> "ModelConfig":
-        """The part that shapes the model."""
+        """The options that determine the model."""
         from byte_lm.model import ModelConfig
 
         return ModelConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ModelConfig)})
 
     def fixed(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the saved one, as JSON values: everything that decides a step,
-        but `steps`, which may grow, and the corpus, whose text is compared instead of its folder.
+        """The options that a resumed run must share with the saved one, as JSON values.
+
+        These are all that determine a step, except `steps`, which may grow, and the corpus, whose text is compared
+        instead of its folder.
         """
         return {
             field.name: getattr(self, field.name)
@@ -131,13 +131,13 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str]:
     """Reads the command line.
 
     Returns:
-      (options, start): start is "auto" (go on from a checkpoint if there is one), "resume" or "fresh".
+      (options, start): start is "auto" (resume from a checkpoint if there is one), "resume" or "fresh".
     """
     parser = argparse.ArgumentParser(
         prog="byte_lm",
         description="Trains a small byte-level Mixture-of-Experts language model on the Python standard library's own "
-        "source, found on this machine, and sets it against a byte-trigram model on held-out files. "
-        "Ctrl-C saves and stops; the same command goes on from there.",
+        "source on this machine, and compares it with a byte-trigram model on held-out files. "
+        "Ctrl-C saves and stops; the same command resumes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     groups: dict[str, Any] = {}
@@ -154,8 +154,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str]:
         )
     start = groups["run"].add_mutually_exclusive_group()
     flag = functools.partial(start.add_argument, dest="start", action="store_const", default=argparse.SUPPRESS)
-    flag("--resume", const="resume", help="go on from the checkpoint in the out folder; an error if there is none")
-    flag("--fresh", const="fresh", help="delete what an earlier run left in the out folder and begin anew")
+    flag("--resume", const="resume", help="resume from the checkpoint in the out folder; an error if there is none")
+    flag("--fresh", const="fresh", help="delete the earlier run in the out folder and start over")
     values = vars(parser.parse_args(arguments))
     mode = values.pop("start", "auto")
     try:

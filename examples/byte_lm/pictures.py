@@ -1,4 +1,4 @@
-"""The pictures of a run: the loss over the steps, and where the bytes of each layer went over the steps."""
+"""The figures of a run: the loss over the steps, and the expert load of each layer over the steps."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +16,9 @@ from byte_lm.checkpoint import History
 if TYPE_CHECKING:
     from byte_lm.report import Comparison
 
-#: Columns of the load map, at most; each averages the steps that it stands for.
+#: Maximum number of columns of the load map; each averages several steps.
 COLUMNS = 120
-#: Loads from this many fair shares up have the same colour.
+#: Loads above this many fair shares have one colour.
 HIGHEST_LOAD = 3.0
 
 BLUE, ORANGE, GREY = "#2166ac", "#d6604d", "#777777"
@@ -35,7 +35,7 @@ STYLE = {
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of each value and of up to `width` neighbours on either side."""
+    """The mean of each value and up to `width` neighbours on either side."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
     first, last = np.maximum(at - width, 0), np.minimum(at + width + 1, len(values))
@@ -43,7 +43,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def draw_loss(path: Path, history: History, step_bytes: int, comparison: "Comparison | None") -> None:
-    """Bits per byte of the training batches and on held-out text, with the trigram's level where it is known."""
+    """Bits per byte of the training batches and of held-out text, with the trigram's level if known."""
     train, held_out = np.array(history.train_bits), np.array(history.held_out_bits)
     steps = np.arange(1, len(train) + 1)
     measured = np.isfinite(held_out)
@@ -80,10 +80,10 @@ def draw_loss(path: Path, history: History, step_bytes: int, comparison: "Compar
 
 
 def draw_comparison(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Bits per byte of several runs: of the training text, smoothed, and, as points, of held-out windows.
+    """Bits per byte of several runs: smoothed curves for the training text, points for held-out windows.
 
     Args:
-      runs: `curves` of a run's summary.json by the name to show.
+      runs: `curves` of a run's summary.json, by the name in the legend.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
@@ -116,7 +116,7 @@ def shares(loads: np.ndarray, columns: int) -> np.ndarray:
 
 
 def draw_loads(path: Path, history: History, topk: int) -> None:
-    """One map a layer: the load of each expert (rows) over the steps (columns), as a multiple of the fair share."""
+    """One map per layer: the load of each expert (rows) over the steps (columns), as a multiple of the fair share."""
     loads = np.array(history.loads)
     steps, layers, experts = loads.shape
     share = shares(loads, COLUMNS)

@@ -1,4 +1,4 @@
-"""What a run says: its introduction, a progress line, and at the end a table, a sample and summary.json."""
+"""The texts of a run: introduction, progress line, and at the end a table, a sample and summary.json."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from byte_lm.checkpoint import LOAD_MAP, LOSS_CURVE, SAMPLE, SUMMARY, History
 from byte_lm.data import Corpus
 from byte_lm.options import Options
 
-#: Steps that "recent" figures look back.
+#: Number of steps in "recent" figures.
 RECENT = 50
 
 
@@ -32,19 +32,19 @@ def imbalance(history: History) -> np.ndarray:
 
 
 def bytes_per_second(options: Options, history: History) -> float:
-    """Training speed of the recent median step, so that compiling does not count."""
+    """Training speed of the recent median step, which excludes compilation."""
     return options.batch * options.seq / float(np.median(history.seconds[-RECENT:]))
 
 
 def count_parameters(options: Options, params: Any) -> tuple[int, int]:
-    """(all parameters, those that one byte passes through)."""
+    """(number of all parameters, number of active parameters per byte)."""
     total = sum(value.size for value in jax.tree.leaves(params))
     expert = 3 * options.width * options.hidden
     return total, total - options.layers * (options.experts - options.topk) * expert
 
 
 def introduction(options: Options, corpus: Corpus, params: Any, done: int) -> str:
-    """What is about to happen; `params` may be shapes alone, `done` is the step of the checkpoint."""
+    """The introduction; `params` may be shapes alone, `done` is the step of the checkpoint."""
     total, active = count_parameters(options, params)
     return "\n".join(
         [
@@ -52,12 +52,12 @@ def introduction(options: Options, corpus: Corpus, params: Any, done: int) -> st
             f"          {len(corpus.train) / 1e6:.1f} MB in {len(corpus.train_files)} files to train on, "
             f"{len(corpus.held_out) / 1e6:.2f} MB in {len(corpus.held_out_files)} files held out",
             f"Model     {options.layers} layers of width {options.width}, {options.experts} experts of width "
-            f"{options.hidden}, {options.topk} a byte",
-            f"          {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M of them active for a byte",
+            f"{options.hidden}, {options.topk} per byte",
+            f"          {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M of them active per byte",
             f"Training  {options.steps} steps of {options.batch} x {options.seq} bytes"
-            + (f", going on after step {done}" if done else ""),
+            + (f", resumed after step {done}" if done else ""),
             f"Output    {options.out}",
-            "Ctrl-C saves and stops; the same command goes on from there.",
+            "Ctrl-C saves and stops; the same command resumes.",
         ]
     )
 
@@ -70,7 +70,7 @@ def progress_line(options: Options, history: History) -> str:
 
 
 def table(comparison: Comparison, files: int) -> str:
-    """The comparison, for people."""
+    """The comparison as a table."""
     less = 1 - comparison.model / comparison.trigram
     verdict = f"{abs(less):.1%} {'below' if less > 0 else 'above'} the trigram"
     return "\n".join(
@@ -84,7 +84,7 @@ def table(comparison: Comparison, files: int) -> str:
 
 
 def curves(history: History) -> dict[str, Any]:
-    """Bits per byte of every step's batch, and of held-out windows as [step, bits] where they were measured."""
+    """Bits per byte of every step's batch, and of the measured held-out windows as [step, bits]."""
     return {
         "train_bits": [round(bits, 4) for bits in history.train_bits],
         "held_out_bits": [
@@ -101,7 +101,7 @@ def summarise(
     comparison: Comparison | None,
     sample: str | None,
 ) -> dict[str, Any]:
-    """The run in figures, as JSON values; `held_out` and `sample` are None where the run is not finished."""
+    """The run's figures as JSON values; `held_out` and `sample` are None in an unfinished run."""
     done = len(history.train_bits)
     total, active = count_parameters(options, params)
     return {
@@ -135,9 +135,9 @@ def write(
     comparison: Comparison | None = None,
     sample: str | None = None,
 ) -> None:
-    """Writes the pictures, the sample and summary.json to the out folder; prints the sample and the table.
+    """Writes the figures, the sample and summary.json to the out folder; prints the sample and the table.
 
-    `comparison` and `sample` are None where the run is not finished.
+    `comparison` and `sample` are None in an unfinished run.
     """
     folder = options.out
     pictures.draw_loss(folder / LOSS_CURVE, history, options.batch * options.seq, comparison)
@@ -148,7 +148,7 @@ def write(
     if sample is not None:
         (folder / SAMPLE).write_text(sample)
         written.append(SAMPLE)
-        print("\nA sample, begun with " + repr(options.prompt) + ":\n")
+        print("\nA sample for the prompt " + repr(options.prompt) + ":\n")
         print("\n".join("    " + line for line in sample.splitlines()))
     if comparison is not None:
         print("\n" + table(comparison, len(corpus.held_out_files)))

@@ -19,13 +19,13 @@ def generate(
 ) -> bytes:
     """Continues `prompt` by `length` bytes, each drawn from softmax(logits / temperature).
 
-    The model reads a window of at most `seq` bytes that slides along. Shorter texts are padded on the right, where a
-    causal model does not look.
+    The model reads a sliding window of at most `seq` bytes. Shorter texts are padded on the right, which a causal model
+    does not read.
 
     Args:
       logits_of: int32 [1, seq] -> float32 [1, seq, 256].
-      prompt: at least one byte; its last `seq` bytes count.
-      temperature: 0: the likeliest byte.
+      prompt: at least one byte; only its last `seq` bytes are read.
+      temperature: 0 selects the likeliest byte.
       key: random key.
     """
     recent = prompt[-seq:]
@@ -47,7 +47,7 @@ def generate(
 
 
 def continued(program: Program, state: TrainState, prompt: str, length: int, temperature: float, seed: int) -> str:
-    """The prompt, and `length` bytes that the model of a run adds to it."""
+    """The prompt, continued by `length` bytes from the model of a run."""
     text = prompt.encode()
     added = generate(
         lambda tokens: program.logits(state, tokens),

@@ -1,4 +1,4 @@
-"""What is computed: the training step and the evaluation, pure functions of (state, batch)."""
+"""The training step and the evaluation, pure functions of (state, batch)."""
 
 import dataclasses
 import functools
@@ -20,13 +20,13 @@ from mesh import parse_mesh
 
 
 class TrainState(NamedTuple):
-    """All that the next step depends on, besides its batch.
+    """The inputs of the next step besides its batch.
 
     Attributes:
       step: int32 scalar, steps done.
       params: the model's parameters.
-      router: the routers' state (selection biases), which no optimiser touches.
-      opt_state: the optimiser's.
+      router: the routers' state (selection biases), which the optimiser does not update.
+      opt_state: the optimiser's state.
     """
 
     step: jax.Array
@@ -36,14 +36,14 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports: the batch's loss in bits per byte, float32, and the loads int32 [layers, E]."""
+    """The metrics of a step: the batch's loss in bits per byte, float32, and the loads int32 [layers, E]."""
 
     train_bits: jax.Array
     loads: jax.Array
 
 
 def make_optimizer(options: Options) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, a short warm-up and a cosine decay to a fiftieth of the peak rate."""
+    """AdamW with gradient clipping, a short warm-up and cosine decay to 1/50 of the peak rate."""
     warmup = min(100, options.steps // 10)
     rate = optax.warmup_cosine_decay_schedule(0.0, options.lr, warmup, options.steps, options.lr / 50)
     adamw = optax.adamw(
@@ -58,8 +58,8 @@ class Program:
 
     Attributes:
       options: the configuration.
-      graph: structure of the model, to which `nnx.merge` adds the arrays of a state.
-      optimizer: of the parameters.
+      graph: structure of the model, which `nnx.merge` combines with the arrays of a state.
+      optimizer: the optimiser of the parameters.
     """
 
     options: Options
@@ -68,12 +68,12 @@ class Program:
 
     @classmethod
     def of(cls, options: Options) -> "Program":
-        """The program of these options; no array is made."""
+        """The program of these options; allocates no array."""
         graph, *_ = nnx.split(nnx.eval_shape(lambda: _model(options)), nnx.Param, RouterState)
         return cls(options, graph, make_optimizer(options))
 
     def init(self) -> TrainState:
-        """The state before the first step, decided by the seed, in its shards."""
+        """The sharded state before the first step, which the seed determines."""
         return jax.device_put(self._init(), self.shardings)
 
     def _init(self) -> TrainState:
@@ -82,13 +82,13 @@ class Program:
 
     @functools.cached_property
     def shapes(self) -> TrainState:
-        """Shapes and dtypes of a state, and where it is to be: what a checkpoint is read into."""
+        """Shapes, dtypes and shardings of a state, for reading a checkpoint."""
         shapes = jax.eval_shape(self._init)
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self.shardings)
 
     @functools.cached_property
     def shardings(self) -> Any:
-        """Where the arrays of a state are: on the one device, or divided over the mesh as the parameters say."""
+        """The shardings of a state: the one device, or the parameters' shardings on the mesh."""
         shapes = jax.eval_shape(self._init)
         if not self.options.mesh:
             return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), shapes)
@@ -96,13 +96,13 @@ class Program:
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
 
     def _put(self, batch: np.ndarray) -> jax.Array | np.ndarray:
-        """A batch [B, ...] in its shards."""
+        """Shards a batch [B, ...]."""
         if not self.options.mesh:
             return batch
         return jax.device_put(batch, NamedSharding(jax.sharding.get_mesh(), PartitionSpec(("data", "expert"))))
 
     def train_step(self, state: TrainState, batch: np.ndarray) -> tuple[TrainState, StepMetrics]:
-        """(state, batch uint8 [B, seq + 1]) -> (next state, metrics); the state passed in is used up."""
+        """(state, batch uint8 [B, seq + 1]) -> (next state, metrics); donates the state."""
         return self._compiled_step(state, self._put(batch))
 
     @functools.cached_property
@@ -122,7 +122,7 @@ class Program:
         return TrainState(state.step + 1, params, router, opt_state), StepMetrics(nats / math.log(2), balance.loads)
 
     def _losses(self, params: Any, router: Any, batch: jax.Array) -> tuple[jax.Array, jax.Array, Balance]:
-        """(nats of every predicted byte [B, seq], load-balance loss, what biases are moved by)."""
+        """(nats per predicted byte [B, seq], load-balance loss, statistics for the biases)."""
         logits, aux_loss, balance = nnx.merge(self.graph, params, router)(batch[:, :-1])
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].astype(jnp.int32))
         return nats, aux_loss, balance
@@ -132,7 +132,7 @@ class Program:
         return jax.jit(lambda params, router, batch: self._losses(params, router, batch)[0].sum(axis=1))
 
     def evaluate(self, state: TrainState, text: np.ndarray, starts: np.ndarray) -> float:
-        """Mean bits per byte over the windows of `text` uint8 [N] that begin at `starts` int [W]."""
+        """Mean bits per byte over the windows of `text` uint8 [N] at `starts` int [W]."""
         size, total = self.options.batch, 0.0
         for begin in range(0, len(starts), size):
             chosen = starts[begin : begin + size]

@@ -1,4 +1,4 @@
-"""The run: find the text, train with checkpoints until done or interrupted, then report."""
+"""The run: reads the text, trains with checkpoints until done or interrupted, then reports."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from mesh import make_mesh, parse_mesh
 from progress import Progress
 from run_error import RunError, as_run_error
 
-#: Measurements on held-out text during a whole run, for the loss curve, and the windows that each one reads.
+#: Number of held-out measurements per run for the loss curve, and windows per measurement.
 MEASUREMENTS, MEASURED_WINDOWS = 10, 128
 
 
@@ -29,12 +29,12 @@ def run(options: Options, start: str = "auto") -> "Run":
     """Trains to `options.steps` steps or until interrupted, and writes the report.
 
     Args:
-      options: what to do.
-      start: "auto" goes on from a checkpoint if there is one, "resume" needs one, "fresh" begins anew.
+      options: the options of the run.
+      start: "auto" resumes from a checkpoint if there is one, "resume" requires one, "fresh" starts over.
 
     Raises:
-      RunError: the corpus has too little text, there are too few devices, the checkpoint in the folder does not fit the
-        options or can't be read, or something can't be written.
+      RunError: the corpus is too small, devices are missing, the checkpoint in the folder does not match the options or
+        cannot be read, or a file cannot be written.
     """
     corpus = load_corpus(options.corpus)
     shortest = min(len(corpus.train), len(corpus.held_out))
@@ -65,7 +65,7 @@ class Run:
     """A run in progress.
 
     Attributes:
-      options, corpus, folder, program: what it works with.
+      options, corpus, folder, program: its inputs.
       state: after the steps done so far.
       history: of those steps.
     """
@@ -79,7 +79,7 @@ class Run:
 
     @classmethod
     def begin(cls, options: Options, start: str, corpus: Corpus, folder: RunFolder) -> "Run":
-        """A run before its first step, or as the newest checkpoint left it; says what is about to happen."""
+        """A run before its first step or at its newest checkpoint; prints the introduction."""
         program = Program.of(options)
         shapes = program.shapes
         config = {**options.fixed(), "corpus": corpus.fingerprint}
@@ -105,7 +105,7 @@ class Run:
         return len(self.history.train_bits)
 
     def train(self, stop: StopRequest) -> None:
-        """Takes the remaining steps until `stop` is requested; saves now and then and at the end."""
+        """Runs the remaining steps until `stop` is requested; saves periodically and at the end."""
         options = self.options
         starts = held_out_starts(self.corpus.held_out, options.seq, MEASURED_WINDOWS)
         measure_every = math.ceil(options.steps / MEASUREMENTS)
@@ -121,7 +121,7 @@ class Run:
         self.folder.save(self.state, self.history)
 
     def step(self, measured: np.ndarray | None) -> None:
-        """Takes one step; then measures on the held-out windows that begin at `measured`, if given."""
+        """Runs one step; then measures the held-out windows at `measured`, if given."""
         options, text = self.options, self.corpus.train
         batch = training_batch(text, self.done, options.batch, options.seq, options.seed)
         began = time.perf_counter()
@@ -134,20 +134,20 @@ class Run:
         self.history.append(train_bits, held_out_bits, seconds, loads)
 
     def finish(self) -> None:
-        """Writes pictures and summary; for a finished run also the held-out comparison and the sample."""
+        """Writes figures and summary, and for a finished run the held-out comparison and the sample."""
         finished = self.done == self.options.steps
         if finished:
-            print("Measuring on held-out files, beside a trigram, and writing a sample", flush=True)
+            print("Measuring model and trigram on held-out files, and writing a sample", flush=True)
         comparison = self.compare() if finished else None
         sample = self.sample() if finished else None
         if self.done:
             with as_run_error(f"could not write the report of {self.done} steps, all saved"):
                 report.write(self.options, self.corpus, self.state.params, self.history, comparison, sample)
         if not finished:
-            print(f"Stopped after {self.done} of {self.options.steps} steps, all saved. The same command goes on.")
+            print(f"Stopped after {self.done} of {self.options.steps} steps, all saved. The same command resumes.")
 
     def compare(self) -> report.Comparison:
-        """The model and the trigram, fitted on the same training text, on the same held-out bytes."""
+        """Compares the model and the trigram, fitted on the same training text, on the same held-out bytes."""
         seq, text = self.options.seq, self.corpus.held_out
         starts = held_out_starts(text, seq, max(1, self.options.held_out_bytes // seq))
         positions = (starts[:, None] + np.arange(1, seq + 1)).ravel()
@@ -158,7 +158,7 @@ class Run:
         )
 
     def sample(self) -> str:
-        """The prompt and what the model makes of it."""
+        """The prompt and the model's continuation."""
         options = self.options
         return continued(
             self.program, self.state, options.prompt, options.sample_bytes, options.temperature, options.seed

@@ -1,4 +1,4 @@
-"""The model to beat: an interpolated byte trigram, the probability of a byte given the two before it."""
+"""The baseline: an interpolated byte trigram, the probability of a byte given the two before it."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ class Trigram:
 
         P(b | context) = (c(b) + n P'(b)) / (c + n)
 
-    so a context seen rarely leans on the shorter one. A context never seen has c = n = 0 and takes P' itself.
+    so a rare context relies on the shorter one. An unseen context has c = n = 0 and uses P' itself.
     Source: Witten and Bell 1991, "The zero-frequency problem", method C.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a caller may give in the place of an argument, and what a good error is: for every front end."""
+"""Bad values for an argument, and the check that an error names the argument. All front ends share them."""
 
 import fractions
 import re
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Rude:
-    """Neither compares nor shows itself."""
+    """Its comparison and its repr raise."""
 
     __hash__ = object.__hash__
 
@@ -23,7 +23,7 @@ class Shaped:
     shape, dtype, ndim = (4, 4), "float32", 2
 
 
-#: Of no framework.
+#: Values that belong to no framework.
 VALUES = [
     None, "", "softmax", "ü\0", b"x", True, -1, 0, 1, 2**31 - 1, 2**31, 2**32 + 1, 10**400, 10**5000, -(2**63), 0.5, -1.5,
     float("nan"), float("inf"), 1e300, 1e-320, 3j, fractions.Fraction(10**400), [], (), ("a", "a"), {"a": 1}, ...,
@@ -58,10 +58,10 @@ def shown(value):
 
 
 def complaint(error, argument, names, value, arrays=()):
-    """What is wrong with an error; None: nothing.
+    """The fault of an error message, or None.
 
-    An array or a size that is good by itself may not fit to other arguments: then one of them may be named. arrays: the
-    types of a framework's.
+    An array or a size that is valid by itself may not fit the other arguments: the error may then name one of those.
+    arrays: the array types of the framework.
     """
     may_be_good = isinstance(value, (int, np.ndarray, np.generic, *arrays))
     if not isinstance(error, (TypeError, ValueError)):

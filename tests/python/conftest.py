@@ -1,13 +1,14 @@
-"""Runs tests of operations that have CUDA kernels on a GPU too."""
+"""Fixtures that run tests of operations with CUDA kernels on the CPU and on a GPU."""
 
 import importlib.metadata
 import os
 
-# Tests run beside each other, so there are more threads than cores. OpenMP's spin while they wait, for several times as
-# long as they compute; as many threads that sleep instead leave the cores to those that have something to do.
+# Tests run in parallel, so there are more threads than cores. Waiting OpenMP threads spin by default, which takes
+# several times the CPU time of the computation; passive ones sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# On the CPU much of the time goes into compiling programs that run once. This spares LLVM's effort on XLA's own loops;
-# XLA's passes, our kernels and what they return are the same. A GPU's programs are compiled as users' are.
+# On the CPU most of the time is compilation of programs that run once. This option skips LLVM's optimisation of XLA's
+# own loops; XLA's passes, our kernels and their results are unchanged. Programs for a GPU are compiled with the
+# defaults.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
@@ -16,12 +17,12 @@ import pytest
 
 import frameworks
 
-#: Whose modules, models and interfaces the tests use.
+#: Libraries whose versions the test report prints.
 LIBRARIES = ("jax", "flax", "torch", "transformers", "peft", "accelerate", "megatron-core", "torchtitan")
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints which versions were tested."""
+    """Prints the versions of the libraries."""
     terminalreporter.write_line(", ".join(f"{name} {_version(name)}" for name in LIBRARIES))
 
 
@@ -33,7 +34,7 @@ def _version(name):
 
 
 def _on_gpu():
-    """Makes the first GPU the default device; skips where there is none."""
+    """Returns a context with the first GPU as default device; skips the test without a GPU."""
     try:
         device = jax.devices("gpu")[0]
     except RuntimeError:
@@ -43,14 +44,14 @@ def _on_gpu():
 
 @pytest.fixture(scope="module")
 def gpu():
-    """Arrays live on a GPU. For tests marked `gpu`, which have nothing to look at on the CPU."""
+    """Puts arrays on a GPU. For tests marked `gpu` that have no CPU variant."""
     with _on_gpu():
         yield
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def platform(request):
-    """The platform that the module's arrays live on: "cpu" or "gpu". Modules ask for it with `usefixtures`."""
+    """The platform of the module's arrays: "cpu" or "gpu". Modules request it with `usefixtures`."""
     if request.param == "cpu":
         with jax.default_device(jax.devices("cpu")[0]):
             yield "cpu"
@@ -61,7 +62,7 @@ def platform(request):
 
 @pytest.fixture
 def framework(request, platform):
-    """The framework that the test's operations are called in, on the platform; see `frameworks.both`."""
+    """The framework whose operations the test calls, on the platform; see `frameworks.both`."""
     if request.param == "torch":
         import in_torch
 
@@ -69,3 +70,14 @@ def framework(request, platform):
     frameworks.choose(request.param)
     yield request.param
     frameworks.choose("jax")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The default device of torch's new tensors, for tests of torch alone: "cpu" or "cuda"."""
+    import torch
+
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("NO GPU FOUND: the CUDA kernels are not tested")
+    with torch.device(request.param):
+        yield request.param

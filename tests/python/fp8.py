@@ -1,13 +1,13 @@
-"""How far results of precision="fp8" may be from the oracle's, which multiplies the same quantised factors exactly.
+"""Error bounds of precision="fp8" against the oracle, which multiplies the same quantised operands exactly.
 
-Two things are left. A product sums in float32, or in fewer bits where tensor cores sum a block of 128: an element is off
-by at most DELTA times the norm of its terms. And what is quantised after a product, a and dh, may fall on the other side
-of a rounding for it: then it moves by a step of e4m3, an eighth of itself at most. Which elements are that near, the
-oracle knows: `moves` is 0 where both ends of what an element may be are rounded to one number. So bounds are computed
-with the data, element by element, by the derivative of what comes behind; nearly all of them are at float32's level.
+Two errors remain. First, a GEMM sums in float32, or in fewer bits where tensor cores sum a block of 128: an element is
+off by at most DELTA times the norm of its terms. Second, a and dh are quantised after a GEMM, so that error may move
+them to the other side of a rounding threshold: they then move by one step of e4m3, which is at most an eighth of the
+value. `moves` computes this per element: it is 0 where both ends of the element's interval round to the same number.
+The bounds propagate through the derivatives of the later steps; nearly all of them are at the level of float32.
 
-For 16-bit dtypes roundings are counted, each of a relative error of the unit roundoff at most. There are few: h and the dh
-that is quantised are rounded in the oracle too, neither `a` nor da' ever is.
+For 16-bit dtypes the bound counts roundings, each with a relative error of at most the unit roundoff. There are few:
+the oracle also rounds h and the dh that is quantised, and no implementation rounds `a` or da'.
 """
 
 from typing import NamedTuple
@@ -19,33 +19,33 @@ from anabranch.activation import as_activation
 from anabranch.reference import experts as reference
 from anabranch.reference.fp8 import BLOCK, e4m3, quantize_rows, quantize_weights, received, scales_of
 
-#: A sum of n float32 products is off by about sqrt(n) 2^-24 of the norm of its terms, with n of some hundreds.
+#: A sum of n float32 products is off by about sqrt(n) 2^-24 times the norm of its terms; n is a few hundred.
 FLOAT32 = 2e-6
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 E4M3 = ml_dtypes.float8_e4m3fn
-#: Of an element of a product, in units of the norm of its terms. A GPU's tensor cores keep at least 14 bits of a sum.
+#: Error of one element of a GEMM in units of the norm of its terms. Tensor cores sum with at least 14 bits.
 DELTA = {"cpu": FLOAT32, "gpu": 2.0**-12}
 ROUNDINGS = {"y": 1, "rows": 1, "w_in": 2, "b_in": 2, "w_out": 2, "b_out": 1, "weights": 0}
 
 
 def rows_dtype(platform, dtype="float32"):
-    """In which a case's rows come on this platform: GPUs take 16 bits alone."""
+    """The dtype of a case's rows on this platform: FP8 on a GPU supports 16-bit rows alone."""
     return "bfloat16" if platform == "gpu" and dtype == "float32" else dtype
 
 
 def moves(v, off, fp8_scales):
-    """How far Q1(v) may move where v [R, D] is off by `off`, elementwise."""
+    """The largest change of Q1(v), per element, when v [R, D] has an error of at most `off`."""
     v, off = (np.asarray(array, np.float64).reshape(len(v), -1, BLOCK) for array in (v, off))
     largest = np.abs(v).max(axis=2, keepdims=True, initial=0.0)
     at_largest = np.where(np.abs(v) + off >= largest, off, 0.0).max(axis=2, keepdims=True, initial=0.0)
     rest = np.maximum(largest - at_largest, 1e-300)
-    of_scale = np.where(largest > 0, at_largest / rest, 0.0) + 2.0**-22  # float32 rounds it, too
+    of_scale = np.where(largest > 0, at_largest / rest, 0.0) + 2.0**-22  # the rounding of the scale to float32
     scales = scales_of(largest, fp8_scales).astype(np.float64)
-    # A scale that is off moves all quotients, and all that is multiplied with it.
+    # An error of the scale moves every quotient and every dequantised value.
     reach = off * (1 + of_scale) + of_scale * np.abs(v)
     low, high = (e4m3(np.clip((v + sign * reach) / scales, -448, 448)) for sign in (-1, 1))
     moved = np.abs(high - low) * scales + of_scale * np.maximum(np.abs(high), np.abs(low)) * scales
-    if fp8_scales == "power_of_two":  # which may be another one, under which every quotient is rounded anew
+    if fp8_scales == "power_of_two":  # Another power of two may be chosen, which rounds every quotient anew.
         ends = [scales_of(largest * (1 + sign * of_scale), fp8_scales) for sign in (-1, 1)]
         moved += np.where(ends[0] != ends[1], reach + np.abs(v) / 8 + scales / 256, 0.0)
     return moved.reshape(len(v), -1)
@@ -56,7 +56,7 @@ def _norm_of_terms(x, w, group_sizes):
 
 
 def _rounded(v, off, dtype):
-    """(v in this dtype, how far that may be off where v is off by `off`), as float64."""
+    """(v rounded to dtype, the error bound of that when v has an error of at most `off`), as float64."""
     low, value, high = ((v + sign * off).astype(dtype).astype(np.float64) for sign in (-1, 0, 1))
     return value, np.maximum(high - value, value - low)
 
@@ -68,7 +68,7 @@ def _over_rows(left, right, group_sizes):
 
 
 class Moved(NamedTuple):
-    """How far each result may be off, elementwise, roundings to its own dtype aside; None where it is not there."""
+    """The error bound of each result, per element, without roundings to its own dtype; None for absent results."""
 
     y: np.ndarray
     rows: np.ndarray
@@ -80,9 +80,9 @@ class Moved(NamedTuple):
 
 
 def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
-    """The `Moved` of an `expert_cases.Network`, or what is like one, whose arrays are in our own layout.
+    """The `Moved` of an `expert_cases.Network` (or an object with its fields) whose arrays are in our own layout.
 
-    sent: rows and d_y travelled quantised.
+    sent: rows and d_y were exchanged in quantised form.
     """
     given = {name: np.asarray(array, np.float64) for name, array in net.arrays.items()}
     d_y, sizes, dtype = np.asarray(net.d_y, np.float64), net.group_sizes, net.rows.dtype
@@ -116,7 +116,7 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
     y = reference.grouped_matmul(moves(a, off_a, fp8_scales), np.abs(q_out), sizes)
     y += delta * _norm_of_terms(quantize_rows(a, fp8_scales).exact(), q_out, sizes)
     y = y if weight_early else np.abs(w) * y
-    # da' and dh, from the h that is kept
+    # da' and dh, from the h saved for backward
     h, off_h = _rounded(h, off_h, dtype)
     a, off_a = activated(h), off_activated(h, off_h)
     back = quantize_rows(d_y, fp8_scales).exact()
@@ -154,7 +154,7 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
 
 
 def assert_within(got, want, moved, dtype, roundings, name, groups):
-    """Every group's part by itself, in norms: no further off than what may move, and the roundings of a dtype.
+    """Checks the norm of each group's error: at most the norm of `moved` plus `roundings` roundings to dtype.
 
     groups: slices of the first axis.
     """
@@ -169,7 +169,7 @@ def assert_within(got, want, moved, dtype, roundings, name, groups):
 
 
 def assert_network(net, activation, fp8_scales, y, gradients, *, weight_early=False, platform="cpu"):
-    """y and every gradient of a network against the oracle, a tensor and an expert, in the dtype of what it is of."""
+    """Compares y and every gradient with the oracle, per expert; each gradient has its operand's dtype."""
     options = dict(group_sizes=net.group_sizes, activation=activation, b_in=net.b_in, b_out=net.b_out)
     options |= dict(row_weights=net.weights, fp8_scales=fp8_scales)
     dtype, arrays = net.rows.dtype, (net.rows, net.w_in, net.w_out)
@@ -189,7 +189,7 @@ def assert_network(net, activation, fp8_scales, y, gradients, *, weight_early=Fa
         given = net.arrays[name].dtype
         assert str(got.dtype) == str(given), name
         by_row = name in ("rows", "weights")
-        # What is float32 beside a 16-bit x is not rounded, but what it is the sum of is.
+        # A float32 gradient beside a 16-bit x is not rounded itself, but its terms are.
         roundings = ROUNDINGS[name] if name != "weights" else int(str(given) != "float32")
         rounded = given if name == "weights" else dtype
         assert_within(got, want[name], moved[name], rounded, roundings, name, of_rows if by_row else of_experts)

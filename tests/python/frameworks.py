@@ -1,7 +1,7 @@
-"""In which framework a test calls an operation: the same cases and the same checks for each.
+"""Selects the framework in which a test calls an operation, so that cases and checks are shared.
 
-`both` marks a test, and `BOTH` a module, that runs in every one; `only_torch` a test of torch alone. A check asks
-`in_torch()` where it calls.
+`both` marks a test and `BOTH` a module that runs in every framework; `only_torch` marks a test for torch alone. A check
+calls `in_torch()` to learn the current one.
 """
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 FRAMEWORKS = ("jax", "torch")
-#: For the tests of a module, as pytestmark.
+#: The pytestmark of a module whose tests run in every framework.
 BOTH = [
     pytest.mark.usefixtures("platform", "framework"),
     pytest.mark.parametrize("framework", FRAMEWORKS, indirect=True),
@@ -29,18 +29,18 @@ def only_torch(test):
 
 
 def in_torch():
-    """Whether the running test is to call the operations on torch's tensors."""
+    """Whether the running test calls the operations of torch."""
     return _current == "torch"
 
 
 def choose(name):
-    """Calls go to a framework from now on; for the fixture."""
+    """Selects the framework of later calls; used by the fixture."""
     global _current
     _current = name
 
 
 def vjp(of_jax, of_torch, operands, *, jit=False):
-    """(result, pull) of the function of the running framework, of named operands; of torch's tensors their arrays.
+    """(result, pull) of the current framework's function at named operands; tensors are returned as arrays.
 
     pull(cotangent): the gradients by the names of the floating operands.
     """
@@ -62,7 +62,7 @@ def vjp(of_jax, of_torch, operands, *, jit=False):
 
 
 def call(of_jax, of_torch, *arguments, **options):
-    """The result of the function of the running framework; of torch's tensors their arrays, which it takes too."""
+    """The result of the current framework's function; torch's tensors are converted from and to arrays."""
     if not in_torch():
         return of_jax(*arguments, **options)
     from in_torch import arrays, tensor

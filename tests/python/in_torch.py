@@ -1,4 +1,4 @@
-"""Operations of anabranch.torch on numpy arrays: results and gradients as numpy arrays again."""
+"""Calls operations of anabranch.torch on numpy arrays; results and gradients are numpy arrays."""
 
 import types
 
@@ -12,18 +12,18 @@ _device = "cpu"
 
 
 def on(device):
-    """Tensors go to a device from now on."""
+    """Selects the device of later tensors."""
     global _device
     _device = device
 
 
 def device():
-    """Where tensors go."""
+    """The device of new tensors."""
     return _device
 
 
 def tensor(array):
-    """A tensor of an array; of None, None."""
+    """The array as a tensor; None stays None."""
     if array is None:
         return None
     array = np.array(array, order="C")  # a copy
@@ -33,7 +33,7 @@ def tensor(array):
 
 
 def array(value):
-    """An array of a tensor; of None, None."""
+    """The tensor as an array; None stays None."""
     if value is None:
         return None
     value = value.detach().cpu()
@@ -43,10 +43,10 @@ def array(value):
 
 
 def arrays(result):
-    """A result with arrays in the place of its tensors: a tensor, or a tuple of them, named or not."""
+    """A result with its tensors converted to arrays: a tensor, a tuple or a named tuple."""
     if isinstance(result, torch.Tensor):
         return array(result)
-    if isinstance(result, Plan):  # with what it computes where it is asked for
+    if isinstance(result, Plan):  # including the property that is computed on access
         return types.SimpleNamespace(
             **{name: array(getattr(result, name)) for name in (*Plan._fields, "expert_of_row")}
         )
@@ -54,14 +54,14 @@ def arrays(result):
 
 
 def leaves(operands):
-    """Named arrays as tensors, and those of them that gradients are of."""
+    """(named arrays as tensors, those that get a gradient)."""
     given = {name: tensor(value) for name, value in operands.items() if value is not None}
     return given, {name: t.requires_grad_() for name, t in given.items() if t.dtype.is_floating_point}
 
 
 def pulled(pairs, floats):
-    """Gradients of `floats` by name for (result, cotangent); None where nothing depends on one."""
-    # What has no elements or comes from nothing has no graph.
+    """Gradients of `floats` by name for pairs (result, cotangent); None for an operand without influence."""
+    # Results without elements or without differentiable operands have no graph.
     pairs = [(o, d.to(o.dtype)) for o, d in pairs if o.requires_grad]
     if not pairs:
         return dict.fromkeys(floats)
@@ -76,10 +76,10 @@ def gradient_arrays(found, floats):
 
 
 def vjp(function, operands):
-    """(result, pull) of a function of named operands, those that are arrays as tensors.
+    """(result, pull) of a function of named operands; arrays are converted to tensors.
 
-    pull(cotangents): of a tensor its cotangent, else cotangents by the names of the results; gradients by the names of
-    the floating operands, zeros where nothing depends on one.
+    pull(cotangents): takes one cotangent if the result is a tensor, else cotangents by the names of the results;
+    returns gradients by the names of the floating operands, zeros for an operand without influence.
     """
     given, floats = leaves(operands)
     result = function(**given)
@@ -95,15 +95,15 @@ def vjp(function, operands):
 
 
 def plan_of(plan):
-    """A plan of torch with a numpy plan's or JAX's arrays."""
+    """A numpy or JAX plan as a plan of torch."""
     return Plan(*(tensor(np.asarray(value)) for value in plan))
 
 
 def to_bytes(array):
-    """An array that numpy.savez keeps the dtype of, which it does not of bfloat16."""
+    """The array in a dtype that numpy.savez preserves, which bfloat16 is not."""
     return array.view(np.dtype("V2")) if array.dtype == ml_dtypes.bfloat16 else array
 
 
 def from_bytes(array):
-    """The array of `to_bytes`."""
+    """The inverse of `to_bytes`."""
     return array.view(ml_dtypes.bfloat16) if array.dtype.kind == "V" else array

@@ -1,7 +1,7 @@
-"""How a result is compared with the float64 oracle: relative errors a tensor and an expert.
+"""Compares a result with the float64 oracle by relative errors per tensor and per expert.
 
-A shape or a kind of dtype that differs is an error of its own; values that aren't finite must stand in
-the same places and be the same; where exactly zero is expected, exactly zero must come.
+Another shape or kind of dtype is an error of its own. NaN and infinities have to be equal and in the same places. Where
+exactly zero is expected, the result has to be exactly zero.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ KINDS = {"f": "floating", "i": "integer", "u": "integer", "b": "bool"}
 
 
 def _kind(array):
-    # ml_dtypes' bfloat16 is of numpy's kind V
+    # the numpy kind of ml_dtypes' bfloat16 is V
     return "floating" if array.dtype.name == "bfloat16" else KINDS.get(array.dtype.kind, array.dtype.name)
 
 
@@ -24,7 +24,7 @@ def _check_like(got, want, name):
 
 
 def _same_where_not_finite(got, want):
-    """Whether the NaN and the infinities of both are in the same places and the same."""
+    """Whether the NaN and infinities of both arrays are equal and in the same places."""
     broken = ~(np.isfinite(got) & np.isfinite(want))
     return np.array_equal(got[broken], want[broken], equal_nan=True)
 
@@ -32,8 +32,7 @@ def _same_where_not_finite(got, want):
 def relative_error(got, want):
     """|got - want| / |want| (Frobenius norms, float64) over the finite values.
 
-    0 for two zeros; infinite where `want` is zero and `got` isn't, or where values that aren't
-    finite don't coincide.
+    0 for two zeros; infinite if `want` is zero and `got` is not, or if NaN and infinities differ.
     """
     got, want = np.asarray(got).astype(np.float64), np.asarray(want).astype(np.float64)
     if not _same_where_not_finite(got, want):
@@ -43,12 +42,12 @@ def relative_error(got, want):
     largest = np.abs(want).max(initial=0.0)
     if largest == 0:
         return np.inf if got.any() else 0.0
-    # in units of the largest value, so that squares of small values don't underflow
+    # in units of the largest value, so that squares of small values do not underflow
     return float(np.linalg.norm((got - want) / largest) / np.linalg.norm(want / largest))
 
 
 def _error(got, want, terms):
-    """The relative error, or relative to the norm of `terms`, if they are given and larger than `want`."""
+    """The error relative to `want`, or to `terms` if they are given and have the larger norm."""
     error = relative_error(got, want)
     if terms is None or not np.isfinite(error):
         return error
@@ -56,10 +55,9 @@ def _error(got, want, terms):
 
 
 def assert_close(got, want, bound, name, terms=None):
-    """Assert that `got` has `want`'s shape and kind of dtype and a relative error of at most `bound`.
+    """Asserts that `got` has `want`'s shape and kind of dtype and a relative error of at most `bound`.
 
-    terms: for every value the norm of the terms that it is the sum of, where these may cancel: the error is then
-    relative to them.
+    terms: the norm of the summands of each value, for sums that may cancel; the error is then relative to it.
     """
     got, want = _check_like(got, want, name)
     error = _error(got, want, terms)
@@ -68,9 +66,9 @@ def assert_close(got, want, bound, name, terms=None):
 
 
 def assert_close_per_expert(got, want, bound, name, axis=0, terms=None):
-    """`assert_close` for the slice of every expert (along `axis`) by itself.
+    """Applies `assert_close` to the slice of each expert (along `axis`).
 
-    One wrong small expert can't hide behind the others, and a slice expected to be exactly zero has to be.
+    A wrong small expert cannot hide behind the others, and a slice that is expected to be zero has to be exactly zero.
     """
     got, want = _check_like(got, want, name)
     errors = [

@@ -1,4 +1,4 @@
-"""TransformerEngine's functions of anabranch.torch, called as those of anabranch.jax are, for the tests of both."""
+"""Calls the TransformerEngine functions of anabranch.torch with the signatures of anabranch.jax."""
 
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ def fused_topk_with_score_function(
     qb_bin_bounds=None,
     qb_histogram_mode=None,
 ):
-    """The results of JAX's function: what is written in place there is a result here, and a dtype makes a buffer."""
+    """Returns JAX's results: torch's in-place buffers become results, and a dtype argument allocates a buffer."""
     indices = None
     if topk_indices_dtype is not None:
         dtype = getattr(torch, np.dtype(topk_indices_dtype).name)
@@ -54,7 +54,7 @@ def fused_topk_with_score_function(
 
 
 class Dispatched(NamedTuple):
-    """The fields of JAX's TokenDispatch; no tokens_per_expert without alignment."""
+    """The fields of JAX's TokenDispatch; tokens_per_expert is None without alignment."""
 
     output: torch.Tensor
     permuted_probs: torch.Tensor | None
@@ -64,7 +64,7 @@ class Dispatched(NamedTuple):
 
 
 def token_dispatch(inp, routing_map, num_out_tokens, probs=None, align_size=None):
-    """By whichever of the three functions does it."""
+    """Calls the one of the three torch functions that the arguments need."""
     inp, routing_map, probs = map(_tensor, (inp, routing_map, probs))
     if probs is None:
         output, row_id_map = ab.moe_permute(inp, routing_map, num_out_tokens)

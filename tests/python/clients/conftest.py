@@ -1,4 +1,4 @@
-"""Tests of our adapters on the libraries themselves: each is skipped where its library is not installed."""
+"""Tests of our adapters with the libraries themselves; each is skipped if its library is not installed."""
 
 import pathlib
 import sys

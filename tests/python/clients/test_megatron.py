@@ -1,4 +1,4 @@
-"""examples/megatron_experts.py on Megatron-Core itself. Stand-ins replace only what needs CUDA."""
+"""examples/megatron_experts.py with Megatron-Core itself. Only parts that need CUDA are replaced by stand-ins."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ def close(got, want):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process(tmp_path_factory):
-    """A group of one, no compiler, and in place of CUDA's streams and devices what does nothing and the CPU."""
+    """A process group of one, no compiler, no-op CUDA streams, and the CPU as the CUDA device."""
     store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
@@ -58,7 +58,7 @@ def one_process(tmp_path_factory):
         patch.setattr(torch.cuda, "current_stream", mock.MagicMock())
         patch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        patch.setattr(router, "save_to_aux_losses_tracker", lambda *_, **__: None)  # a tensor on CUDA, to be printed
+        patch.setattr(router, "save_to_aux_losses_tracker", lambda *_, **__: None)  # allocates on CUDA
         for name in (*megatron_experts.FUSED_FUNCTIONS, "HAVE_TE", "te_general_gemm"):
             patch.setattr(moe_utils, name, getattr(moe_utils, name, None), raising=False)
         megatron_experts.use_fused_functions()
@@ -69,7 +69,7 @@ def one_process(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def grouped_gemm(monkeypatch):
-    """In place of the package grouped_gemm, which needs CUDA."""
+    """Replaces the package grouped_gemm, which needs CUDA."""
 
     def gmm(rows, weights, sizes, trans_b):
         return torch.cat([part @ w for part, w in zip(rows.split(sizes.tolist()), weights, strict=True)])
@@ -79,7 +79,7 @@ def grouped_gemm(monkeypatch):
 
 
 class GroupedLinear(nn.Module):
-    """In place of TransformerEngine's, which needs CUDA: one weight per expert."""
+    """Replaces TransformerEngine's GroupedLinear, which needs CUDA: one weight per expert."""
 
     def __init__(self, num_gemms, input_size, output_size, **_):
         super().__init__()
@@ -95,7 +95,7 @@ class GroupedLinear(nn.Module):
 def mlp(kind, config=None, **options):
     """Megatron's experts, or ours."""
     config = config or TransformerConfig(**OPTIONS | options)
-    config.bf16 = True  # GroupedMLP asks for it; parameters are float32
+    config.bf16 = True  # GroupedMLP requires it; parameters are float32
     groups = ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp"])
     linears = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
     submodules = [linears] if issubclass(kind, experts.TEGroupedMLP) else []
@@ -140,7 +140,7 @@ CHANGED = dict(
     quant_recipe=object(),
     use_te_activation_func=True,
 )
-#: Without effect on GroupedMLP.
+#: Options without effect on GroupedMLP.
 OF_TE = {
     "activation_func_clamp_value",
     "fine_grained_activation_offloading",
@@ -160,7 +160,7 @@ def test_an_option_that_changes_the_result_is_refused(name):
 
 
 def test_an_option_of_a_newer_version_is_refused():
-    """One of quantisation by its name, any other where the replaced class reads it."""
+    """Quantisation options are refused by name, others if the replaced class reads them."""
 
     @dataclasses.dataclass
     class Newer(TransformerConfig):
@@ -186,7 +186,7 @@ def test_hooks_that_would_not_run_are_refused():
 
 
 def both(function, leaf, others=()):
-    """(fused, not fused): the results of a function of Megatron's and the gradients of what is in float."""
+    """(fused, unfused) results of a Megatron function, and the gradients of its floating operands."""
     found = []
     for fused in (True, False):
         leaves = [t.clone().requires_grad_() for t in (leaf, *others)]
@@ -198,7 +198,7 @@ def both(function, leaf, others=()):
 
 
 def routings():
-    """Every way of Megatron's router to select and to weight."""
+    """Every selection and weighting of Megatron's router."""
     for topk, scale, groups in itertools.product((1, 2, 4), (None, 2.5), ((None, None), (4, 2))):
         if groups[1] and topk % groups[1]:
             continue
@@ -235,11 +235,11 @@ def test_scores_and_balance_loss_are_megatrons(score_function):
 
 @pytest.mark.parametrize("capacity", [None, 4], ids=["dropless", "padded to capacity"])
 def test_permutation_is_megatrons(capacity):
-    """There and back, with probabilities beside the rows or at the end; then chunks in another order."""
+    """Permute and unpermute, with probabilities beside the rows or at the end; then chunks in another order."""
     T, order = 24, torch.tensor([2, 0, 3, 1])
     probs = torch.rand(T, E, generator=torch.Generator().manual_seed(3))
     routing_map = probs >= probs.topk(2, 1).values[:, 1:]
-    if capacity:  # every expert has as many tokens
+    if capacity:  # every expert has the same number of tokens
         routing_map = torch.zeros(T, E, dtype=torch.bool)
         for e in range(E):
             routing_map[torch.randperm(T, generator=torch.Generator().manual_seed(e))[:capacity], e] = True
@@ -304,14 +304,14 @@ EXPERTS = 8
 
 
 def layers(options):
-    """(ours, Megatron's): with its fused functions replaced and our experts, and as it is with SequentialMLP."""
+    """(ours, Megatron's): the layer with our functions and experts, and the unchanged layer with SequentialMLP."""
     options = OPTIONS | dict(num_moe_experts=EXPERTS, moe_router_dtype="fp32") | options
     submodules = get_gpt_layer_local_spec(num_experts=EXPERTS).submodules.mlp.submodules
     torch.manual_seed(0)
     theirs = MoELayer(TransformerConfig(**options), submodules)
     submodules = dataclasses.replace(submodules, experts=megatron_experts.AnabranchGroupedMLP)
     ours = MoELayer(TransformerConfig(**options), submodules)
-    ours.config.moe_router_fusion = ours.config.moe_permute_fusion = True  # after what would look for a GPU
+    ours.config.moe_router_fusion = ours.config.moe_permute_fusion = True  # set after the constructor's GPU check
     with torch.no_grad():
         if theirs.router.enable_expert_bias:
             theirs.router.expert_bias.copy_(normal(EXPERTS, seed=4) / 4)
@@ -323,13 +323,13 @@ def layers(options):
 
 
 def stacked(sequential, of=lambda parameter: parameter):
-    """What `of` gives of SequentialMLP's parameters, as [E, D, 2 F] and [E, F, D]."""
+    """`of` of SequentialMLP's parameters (values or gradients), as [E, D, 2 F] and [E, F, D]."""
     for name in ("linear_fc1", "linear_fc2"):
         yield torch.stack([of(getattr(mlp, name).weight).T for mlp in sequential.local_experts])
 
 
 def layer_results(layer, mask):
-    """The output, the losses that are logged and the gradients of the input and of every parameter."""
+    """The output, the logged losses, and the gradients of the input and of every parameter."""
 
     def gradient(parameter):
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -356,9 +356,9 @@ def test_the_layer_is_megatrons(monkeypatch):
     padding = torch.arange(6) >= torch.tensor([[6], [3]])  # [batch, sequence]; the second sequence has 3 tokens
     numbers = list(itertools.product(range(len(ROUTERS)), range(len(DISPATCHERS))))
     assert len(numbers) == 54
-    for r, d in numbers:  # every pair of any two choices
+    for r, d in numbers:  # every pair of choices
         routing, dispatcher, balance = list(ROUTERS)[r], list(DISPATCHERS)[d], list(BALANCE)[(r + d) % len(BALANCE)]
-        # Megatron adds up the mask and the map of a router with a bias in shapes that do not fit.
+        # With a bias, Megatron adds the mask and the map in incompatible shapes.
         mask = padding if (r // 2 + d) % 2 and "bias" not in routing else None
         ours, theirs = layers(ROUTERS[routing] | DISPATCHERS[dispatcher] | BALANCE[balance])
         got, want = layer_results(ours, mask), layer_results(theirs, mask)
@@ -374,7 +374,7 @@ def test_the_layer_is_megatrons(monkeypatch):
 
 
 def test_a_router_in_float64_is_refused():
-    """By its logits: the functions compute in float32."""
+    """The functions compute in float32."""
     ours, _ = layers(dict(moe_router_dtype="fp64"))
     with pytest.raises(TypeError, match=r"^logits: got float64"):
         ours(normal(6, 2, D, seed=1))

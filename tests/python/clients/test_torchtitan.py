@@ -1,7 +1,7 @@
-"""examples/torchtitan_experts.py on torchtitan itself.
+"""examples/torchtitan_experts.py with torchtitan itself.
 
-torchtitan rounds what its grouped GEMMs read to bfloat16, by `Tensor.bfloat16()`. With that made the identity, its own
-code and ours run in float32 and have to agree to 1e-6; as they are, they have to agree to a few roundings.
+torchtitan rounds the operands of its grouped GEMMs to bfloat16 with `Tensor.bfloat16()`. If that is patched to the
+identity, its code and ours run in float32 and have to agree to 1e-6; otherwise they have to agree to a few roundings.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def normal(*shape, seed):
 
 
 def filled(module):
-    """With random parameters."""
+    """Initialises the parameters randomly."""
     with torch.no_grad():
         for i, p in enumerate(module.parameters()):
             p.copy_(normal(*p.shape, seed=10 + i) / p.shape[-1] ** 0.5)
@@ -45,23 +45,23 @@ def filled(module):
 
 
 def results(module):
-    """The output, and the gradients of the rows and of the parameters, by the names in a checkpoint."""
+    """The output, and the gradients of the rows and of the parameters by checkpoint name."""
     x = normal(R, D, seed=1).requires_grad_()
     output = module(x, torch.tensor(SIZES))[: sum(SIZES)]
     output.backward(normal(*output.shape, seed=2).to(output.dtype))
     for p in module.parameters():
-        p.data, p.grad = p.grad, None  # a checkpoint of the gradients
+        p.data, p.grad = p.grad, None  # the checkpoint then contains gradients
     return {"output": output.detach(), "x": x.grad[: sum(SIZES)], **module.state_dict()}
 
 
 def computed_in(dtype):
-    """A context in which experts are computed in bfloat16, torchtitan's own choice, or in float32."""
+    """A context that computes experts in bfloat16, torchtitan's default, or in float32."""
     exact = mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor)
     return exact if dtype == "float32" else contextlib.nullcontext()
 
 
 def assert_close(got, want, dtype="bfloat16", bound=1e-6):
-    """To `bound` times each tensor's norm, or in bfloat16 to eight roundings of its largest number."""
+    """Compares to `bound` times each tensor's norm, or in bfloat16 to eight roundings of its largest value."""
     assert got.keys() == want.keys()
     for name, tensor in want.items():
         difference = got[name] - tensor
@@ -94,7 +94,7 @@ def model_config(family=deepseek_v3):
 
 
 def test_a_quantised_subclass_stays_torchtitans():
-    """An override after the quantisation leaves it alone, quantisation after an override is an error."""
+    """An override after quantisation skips it; quantisation after an override is an error."""
 
     config = model_config()
     routed = [layer.moe.routed_experts for layer in config.layers if layer.moe is not None]
@@ -125,7 +125,7 @@ def test_fsdp_shards_the_experts(tmp_path):
 
 @functools.cache
 def model_results(family, dtype, name=None):
-    """The loss, the logits and the gradients of all parameters; `name`: an override."""
+    """The loss, the logits and the gradients of all parameters; `name`: the override to use."""
     config = model_config(family)
     imports = [] if name is None else [f"torchtitan_experts.{name}"]
     assert bool(apply_overrides(OverrideConfig(imports=imports), config)) == bool(imports)
@@ -146,8 +146,8 @@ def model_results(family, dtype, name=None):
     return {"state": state, "results": {"loss": loss, "logits": logits.detach(), **gradients}}
 
 
-#: gpt-oss's model does not run in bfloat16 beside float32: its experts return bfloat16. The gradients of its key biases are
-#: sums that cancel, so that the same errors of rounding are larger beside them.
+#: gpt-oss's model does not run with float32 beside bfloat16, because its experts return bfloat16. The gradients of its
+#: key biases are sums that cancel, so their relative rounding errors are larger.
 MODELS = [
     ("grouped_experts", deepseek_v3, "bfloat16", None),
     ("grouped_experts", deepseek_v3, "float32", 1e-6),

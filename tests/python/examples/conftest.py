@@ -12,7 +12,7 @@ from byte_lm.options import Options
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """These tests run the same few programs many times: here, in processes of their own and in xdist's other workers."""
+    """Shares compiled programs between this process, subprocesses and xdist's other workers."""
     of_session = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         of_session = of_session.parent  # the workers' folders are in it
@@ -33,7 +33,7 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory):
-    """Sixty small modules, and files that the corpus must leave out."""
+    """Sixty small modules, and files that the corpus must exclude."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(60):
         path = folder / f"package_{i % 3}" / f"module_{i}.py"
@@ -50,7 +50,7 @@ def corpus_folder(tmp_path_factory):
 
 
 def tiny(corpus_folder, out):
-    """A run that takes seconds; both ways of balancing are on."""
+    """Options of a run that takes seconds, with both kinds of balancing."""
     return Options(
         width=16,
         heads=2,

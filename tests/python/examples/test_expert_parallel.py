@@ -1,4 +1,4 @@
-"""The layer's example on one device: bad options, and checkpoints that can't be read. tests/python/mesh has the meshes."""
+"""The layer's example on one device: bad options and unreadable checkpoints. tests/python/parallel tests meshes."""
 
 import argparse
 import shutil
@@ -37,7 +37,7 @@ def test_an_unknown_transport_is_refused():
 
 
 def train(folder, steps, capsys):
-    """(steps taken, what was said of checkpoints)."""
+    """(number of steps, printed lines about checkpoints)."""
     options = argparse.Namespace(mesh="", transport="auto", fsdp=False, steps=steps, checkpoint=folder)
     expert_parallel.train(options, make_mesh(parse_mesh("")))
     printed = capsys.readouterr()
@@ -51,13 +51,13 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, capsys):
     (tmp_path / "3").mkdir()
     steps, told = train(tmp_path, 3, capsys)
     assert steps == [2]
-    assert told.count("\n") == 1 and "The checkpoint of step 3 can't be read (" in told
+    assert told.count("\n") == 1 and "The checkpoint of step 3 cannot be read (" in told
     with pytest.raises(RunError, match="--steps: got 2, expected at least 3"):
         train(tmp_path, 2, capsys)
     for step in ("2", "3"):
         shutil.rmtree(tmp_path / step)
         (tmp_path / step).mkdir()
-    with pytest.raises(RunError, match=r"step 3: .*; step 2: .* Another --checkpoint begins anew\.$"):
+    with pytest.raises(RunError, match=r"step 3: .*; step 2: .* Another --checkpoint starts over\.$"):
         train(tmp_path, 3, capsys)
 
 

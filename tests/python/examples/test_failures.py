@@ -1,4 +1,4 @@
-"""What can't be read or written ends in one line, and costs no checkpoint that is whole."""
+"""Read and write errors end in one line, and never destroy a complete checkpoint."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from run_error import RunError
 
 @pytest.fixture(scope="module")
 def trained(corpus_folder, tmp_path_factory):
-    """A run that was stopped after ten steps, saved after five and after ten."""
+    """A run that was stopped after ten steps, with checkpoints of steps five and ten."""
     return train_until(tiny(corpus_folder, tmp_path_factory.mktemp("run") / "out"), 10)
 
 
@@ -31,7 +31,7 @@ def copy(trained, tmp_path):
 
 
 def told_by_main(options, capsys, *more):
-    """The one line that the command ends with."""
+    """The command's last line, which is its only line of error."""
     assert main([*command(options)[0][3:], *more]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
@@ -62,22 +62,22 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_kept(trained, copy, dama
     damage(checkpoints / "10")
     resumed = train_until(copy, 10)
     told = [line for line in capsys.readouterr().err.splitlines() if "checkpoint of step" in line]
-    assert len(told) == 1 and told[0].startswith("The checkpoint of step 10 can't be read (")
-    assert told[0].endswith(f" and is {checkpoints}/damaged_10 now. Going on from that of step 5.")
+    assert len(told) == 1 and told[0].startswith("The checkpoint of step 10 cannot be read (")
+    assert told[0].endswith(f") and was renamed to {checkpoints}/damaged_10. Resuming from step 5.")
     assert_same(resumed, trained)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["10", "5", "damaged_10"]
     train_until(copy, 10)
-    assert "can't be read" not in capsys.readouterr().err
+    assert "cannot be read" not in capsys.readouterr().err
 
 
-def test_without_a_whole_checkpoint_fresh_is_what_helps(copy, capsys):
+def test_without_a_complete_checkpoint_fresh_is_the_advice(copy, capsys):
     checkpoints = copy.out / "checkpoints"
     for step in ("5", "10"):
         truncate(checkpoints / step)
     (checkpoints / "damaged_3").mkdir()
     told = told_by_main(copy, capsys)
     assert f"could not read any checkpoint in {checkpoints} (step 10: " in told and "; step 5: " in told
-    assert told.endswith("--fresh begins anew.")
+    assert told.endswith("--fresh starts over.")
     assert train_until(copy, 2, "fresh").done == 2
     assert [path.name for path in checkpoints.iterdir()] == ["2"]
 
@@ -89,12 +89,12 @@ def test_options_that_can_not_be_read_are_an_error(copy, content, capsys):
     if content is not None:
         file.write_bytes(content)
     told = told_by_main(copy, capsys)
-    assert f"{file}: expected the options of the run" in told and told.endswith("--fresh begins anew")
+    assert f"{file}: expected the options of the run" in told and told.endswith("--fresh starts over")
 
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """Writing more to a file is an error of the operating system, as on a full disk."""
+    """Limits file sizes, so that larger writes fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -114,9 +114,9 @@ def test_a_save_that_fails_loses_no_checkpoint(trained, options):
 
     told = save_in_vain(1)
     assert told.startswith(f"could not save the checkpoint of step 1 in {options.out}/checkpoints: ")
-    assert told.endswith("; none was saved before")
+    assert told.endswith("; there is no earlier one")
     run.train(StopAfter(run, 5))
-    assert save_in_vain(6).endswith("; that of step 5 is whole, the same command goes on from there")
+    assert save_in_vain(6).endswith("; the checkpoint of step 5 is complete, and the same command resumes from it")
     folder.close()
     assert_same(train_until(options, 10, "resume"), trained)
 

@@ -7,7 +7,7 @@ from byte_lm.sampling import generate
 
 
 def counting(tokens):
-    """A model that is sure that the next byte is the sum of the last two, in the last place that it may look at."""
+    """A model that predicts the sum of the last two bytes, at the last position of its window."""
     before = jnp.roll(tokens, 1, axis=1).at[:, 0].set(0)
     return 50.0 * jax.nn.one_hot((tokens + before) % 256, 256)
 

@@ -17,7 +17,7 @@ def test_the_first_signal_is_a_request(number):
 
 @pytest.fixture
 def python_handles_ctrl_c():
-    """Which it does not by itself in a process that was started in the background, with SIGINT ignored."""
+    """A process started in the background ignores SIGINT by default."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The demo on a mesh: the same training, and checkpoints that move between one device and four."""
+"""The demo on a mesh: equal training, and checkpoints that move between one device and four."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ MESH = "expert=2,data=2"
 
 
 def on_mesh(*jobs):
-    """Does jobs of write_state.py, each (options, step to stop after, file), where JAX has not looked for devices yet."""
+    """Runs jobs of write_state.py, each (options, last step, file), in a process that can still set JAX's devices."""
     (python, _, _, *_), environment = command(jobs[0][0])
     environment.pop("XLA_FLAGS", None)
     listed = [(command(options)[0][3:], steps, file and str(file)) for options, steps, file in jobs]
@@ -38,7 +38,7 @@ def arrays_in(file):
 
 
 def held_here(options, steps):
-    """{name: array} of what a run holds on this process's one device, when it has gone on to that step."""
+    """{name: array} of a run's state at that step on this process's one device."""
     return arrays_of(train_until(dataclasses.replace(options, mesh=""), steps))
 
 
@@ -50,7 +50,7 @@ def assert_same_bits(got, want):
 
 
 def assert_close(got, want, rtol, atol):
-    """The same steps, but for the rounding of sums over devices: `atol` is relative to an array's largest element."""
+    """Equal up to the rounding of sums over devices: `atol` is relative to an array's largest element."""
     assert got.keys() == want.keys()
     for name, array in want.items():
         if name == "history.train_bits":
@@ -61,7 +61,7 @@ def assert_close(got, want, rtol, atol):
 
 @pytest.fixture(scope="module")
 def first_steps(module_options, tmp_path_factory):
-    """Four of eight steps on one device and on four: options and what the run held then, of each."""
+    """Four of eight steps on one device and on four: options and state of each run."""
     folder = tmp_path_factory.mktemp("first")
     one = dataclasses.replace(module_options, batch=4, steps=8, out=folder / "one")
     four = dataclasses.replace(one, mesh=MESH, out=folder / "four")
@@ -76,7 +76,7 @@ def copy_of(options, folder):
 
 @pytest.fixture(scope="module")
 def read_on_mesh(first_steps, tmp_path_factory):
-    """What the mesh reads of both runs, and the options of the first one, which then goes on there to its report."""
+    """The state that the mesh reads from both runs, and the options of the first, which resumes there to its report."""
     folder = tmp_path_factory.mktemp("mesh")
     copies = [dataclasses.replace(copy_of(options, folder), mesh=MESH) for options, _ in first_steps]
     files = [folder / f"{options.out.name}.npz" for options in copies]
@@ -84,8 +84,8 @@ def read_on_mesh(first_steps, tmp_path_factory):
     return [arrays_in(file) for file in files], copies[0]
 
 
-def test_what_is_read_has_the_bits_that_were_saved(first_steps, read_on_mesh, tmp_path):
-    """Every parameter, the routers' and the optimiser's state, steps and history, on whatever mesh they are read."""
+def test_restored_state_has_the_saved_bits(first_steps, read_on_mesh, tmp_path):
+    """Parameters, router and optimiser state, steps and history are equal on every mesh."""
     for (options, held), read in zip(first_steps, read_on_mesh[0], strict=True):
         moments = [name for name in held if ".mu" in name or ".nu" in name]
         assert len(moments) == 2 * len([name for name in held if name.startswith("state.params")])

@@ -1,4 +1,4 @@
-"""The example that trains a layer of a checkpoint."""
+"""The example that trains a layer from a checkpoint."""
 
 import numpy as np
 import pytest

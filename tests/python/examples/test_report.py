@@ -44,7 +44,7 @@ def test_active_parameters_are_all_but_those_of_the_experts_not_taken(options):
     assert total - active == options.layers * of_all_experts * (options.experts - options.topk) // options.experts
 
 
-def test_the_curves_of_several_runs_stand_in_one_picture(tmp_path, capsys):
+def test_several_runs_are_plotted_in_one_figure(tmp_path, capsys):
     history = History()
     for step in range(9):
         history.append(8.0 - step / 2, 7.00004 if step % 4 == 0 else np.nan, 1.0, np.array([[3, 1]]))

@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def train_until(options, steps, start="auto"):
-    """Trains up to that step, saves, and leaves; as an interrupted process does."""
+    """Trains up to that step, saves and returns, like an interrupted process."""
     folder = RunFolder(options.out)
     this = Run.begin(options, start, load_corpus(options.corpus), folder)
     this.train(StopAfter(this, steps))
@@ -38,7 +38,7 @@ def train_until(options, steps, start="auto"):
 
 
 def assert_same(a, b):
-    """Same bits in the whole state, and the same history but for the durations."""
+    """The whole state has equal bits, and the history is equal except for durations."""
     assert jax.tree.structure(a.state) == jax.tree.structure(b.state)
     for one, other in zip(jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True):
         assert one.dtype == other.dtype
@@ -49,7 +49,7 @@ def assert_same(a, b):
 
 
 def environment():
-    """That of this process, with the examples to be found."""
+    """This process's environment, with the examples on the path."""
     paths = [str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -63,7 +63,7 @@ def command(options):
 
 @pytest.fixture(scope="module")
 def finished(module_options):
-    """A finished run, and what it printed."""
+    """A finished run and its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         this = run(module_options)
     return this, printed.getvalue()
@@ -104,13 +104,13 @@ def test_quantile_balancing_evens_the_loads_and_resumes(options, tmp_path):
     assert loads[2:].max() < 1.3 * fair and loads[2:].min() > 0.7 * fair
 
 
-def test_what_quantile_balancing_does_not_go_with_is_an_error(options):
+def test_options_incompatible_with_quantile_balancing_are_errors(options):
     for other in ({"expert_bias": 1e-2}, {"expert_bias": 0.0, "topk": 4}):
         with pytest.raises(ValueError, match="--balance: got quantile"):
             run(dataclasses.replace(options, balance="quantile", **other))
 
 
-def test_ctrl_c_saves_and_the_next_start_goes_on(options, tmp_path):
+def test_ctrl_c_saves_and_the_next_start_resumes(options, tmp_path):
     options = dataclasses.replace(options, steps=1_000_000)
     arguments, variables = command(options)
     log = tmp_path / "progress"
@@ -207,7 +207,7 @@ def test_the_model_learns(finished):
     assert np.mean(bits[-8:]) < 6
 
 
-def test_fresh_begins_anew_and_keeps_what_is_not_its_own(copy_of_finished):
+def test_fresh_starts_over_and_keeps_other_files(copy_of_finished):
     (copy_of_finished.out / "notes.txt").write_text("mine")
     other = dataclasses.replace(copy_of_finished, seed=1)
     assert train_until(other, 4, "fresh").done == 4

@@ -10,7 +10,7 @@ from byte_lm.trigram import Trigram
 
 
 def brute_force(text: bytes, context: bytes, byte: int) -> float:
-    """P(byte | context) by counting, from the definition."""
+    """P(byte | context) by counting, as defined."""
     shorter = brute_force(text, context[1:], byte) if context else 1 / 256
     n = len(context)
     followers = Counter(text[i + n] for i in range(len(text) - n) if text[i : i + n] == context)
@@ -49,7 +49,7 @@ def test_bits_per_byte_is_the_mean_surprise(text, model):
     assert model.bits_per_byte(other, positions) == pytest.approx(np.mean(surprises), rel=1e-12)
 
 
-def test_it_learns_what_follows_and_not_what_does_not():
+def test_it_predicts_seen_continuations():
     model = Trigram(np.frombuffer(b"abcabc" * 500, np.uint8))
     fitting, noise = np.frombuffer(b"abcabc" * 20, np.uint8), np.frombuffer(b"cbacba" * 20, np.uint8)
     positions = np.arange(2, 120)

@@ -1,7 +1,7 @@
-"""Begins or resumes runs, trains them, and writes what each of them then holds: `write_state.py JOBS`, a list in JSON.
+"""Starts or resumes runs, trains them and writes their state: `write_state.py JOBS`, a list in JSON.
 
-A job is [options of the command line, step to stop after, file for the arrays or null]; without a file the run is
-finished with its report.
+A job is [command line options, last step, file for the arrays or null]; without a file the run is finished with its
+report.
 """
 
 import json
@@ -18,7 +18,7 @@ from mesh import ask_for_devices, make_mesh, parse_mesh
 
 
 class StopAfter:
-    """Asks to stop once so many steps are done."""
+    """Requests a stop after a number of steps."""
 
     def __init__(self, run, steps):
         self.run, self.steps = run, steps
@@ -29,7 +29,7 @@ class StopAfter:
 
 
 def arrays_of(run: Run) -> dict[str, np.ndarray]:
-    """Every array of the state and of the history, by its place; the history's length is the place in the data."""
+    """Every array of the state and of the history by its path; the history's length is the position in the data."""
     state = {
         f"state{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(run.state)
     }
@@ -38,7 +38,7 @@ def arrays_of(run: Run) -> dict[str, np.ndarray]:
 
 
 def do(options: Options, start: str, steps: int, file: str | None) -> None:
-    """One job; writes the arrays once each of them is where its sharding says."""
+    """Runs one job, and writes the arrays after a check of their shardings."""
     folder = RunFolder(options.out)
     run = Run.begin(options, start, load_corpus(options.corpus), folder)
     run.train(StopAfter(run, steps))
@@ -53,7 +53,7 @@ def do(options: Options, start: str, steps: int, file: str | None) -> None:
 
 
 def main() -> None:
-    """All jobs; they are on the mesh of the first one."""
+    """Runs all jobs on the mesh of the first one."""
     jobs = json.loads(sys.argv[1])
     parsed = [(*parse(arguments), steps, file) for arguments, steps, file in jobs]
     sizes = parse_mesh(parsed[0][0].mesh)

@@ -1,7 +1,8 @@
-"""Every argument of every public function, given every value of a list: a result, or an error that names the argument.
+"""Every argument of every public function gets every value of a list: the call returns, or its error names the
+argument.
 
-The functions and their arguments come from the package and from signatures, so a new one is here by itself; a function
-needs one good call (`CALLS`). Calls are traced, not run: what a bad value may do must be known without data.
+Functions and arguments are read from the package and from signatures, so new ones are tested automatically; a function
+needs one valid call in `CALLS`. Calls are traced, not run, because bad values have to be refused without data.
 """
 
 import functools
@@ -39,7 +40,7 @@ BLOCK = dict(num_experts=E, num_experts_per_tok=K, intermediate_size=F)
 
 
 def made(layer, **arguments):
-    """A layer with random numbers of its own, since those of another trace can't be used in one."""
+    """A layer with random numbers of its own, because those of another trace cannot be used."""
     return layer(**{"rngs": nnx.Rngs(0)} | arguments)
 
 
@@ -65,7 +66,7 @@ def call_linen(**arguments):
     return nn.init(lambda block, arguments: block(**arguments), MoEBlock(**BLOCK))(jax.random.key(0), arguments)
 
 
-#: Public callable: a good call, with as many arguments as go together.
+#: Public callable: a valid call with as many arguments as can be combined.
 CALLS = {
     ab.Parallel: dict(
         expert_axis="e",
@@ -165,7 +166,7 @@ VALUES = [
 
 
 def variants(good):
-    """Arrays like a good one in other dtypes, ranks and shapes, and with numbers that int32 can't hold."""
+    """Variants of a valid array: other dtypes, ranks and shapes, and numbers outside int32."""
     for dtype in DTYPES:
         yield as_dtype(good, dtype)
     if good.dtype.kind in "iu":
@@ -188,7 +189,7 @@ def public():
 
 @pytest.fixture
 def errors_as_they_are():
-    """Most of the time would go into tracebacks without JAX's own frames."""
+    """Filtering JAX's frames out of tracebacks would take most of the time."""
     usual = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     yield

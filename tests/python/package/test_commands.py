@@ -42,7 +42,7 @@ def test_info_names_what_it_found():
     assert re.fullmatch(r"CUDA [\d.]+|the CPU alone", facts["torch built for"])
 
 
-def test_info_says_why_there_is_no_torch(monkeypatch):
+def test_info_explains_missing_torch(monkeypatch):
     monkeypatch.setattr(info._versions, "installed", {"torch": "2.8.1+cpu"}.get)
     facts = info.collect()
     assert facts["torch devices"] == ("none: torch 2.8.1+cpu is too old for anabranch.torch, which needs 2.9 or newer")
@@ -82,7 +82,7 @@ def test_the_selftest_compares_every_transport_with_the_ring_and_torch_with_the_
         assert (int(re.search(r"(\d+) dropped", value)[1]) > 0) == name.endswith(", bounded")
 
 
-def test_the_selftest_would_say_what_differs():
+def test_the_selftest_names_differences():
     wanted = {"drops": np.array([1, 0]), "output": np.array([3.0, 4.0])}
     assert compare(wanted, wanted, 1e-5)[1]
     assert compare(wanted | {"output": np.array([3.0, 4.1])}, wanted, 1e-5) == (
@@ -129,7 +129,7 @@ finally:
         ),
     ],
 )
-def test_a_cuda_library_that_is_none_breaks_nothing_and_is_explained(library, why):
+def test_a_broken_cuda_library_is_explained_and_harmless(library, why):
     library = library or _library.load()._name  # one without functions for CUDA
     program = (
         "import anabranch.jax, numpy; print(anabranch.jax.route(numpy.ones((2, 3), 'float32'), 1).experts[0]); "
@@ -140,12 +140,12 @@ def test_a_cuda_library_that_is_none_breaks_nothing_and_is_explained(library, wh
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_a_lower_instruction_set_can_be_asked_for(isa):
+def test_a_lower_instruction_set_can_be_requested(isa):
     program = "from anabranch import _library; print(_library.describe()['isa'])"
     assert _program(program, ANABRANCH_ISA=isa).stdout.strip() in (isa, "baseline")
 
 
-def test_an_unknown_instruction_set_is_an_error_that_says_so():
+def test_an_unknown_instruction_set_is_an_error():
     why = "ANABRANCH_ISA: got avx3, expected baseline, avx2, avx512 or nothing"
     program = """
 import json
@@ -206,7 +206,7 @@ def test_ctrl_c_ends_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "anabranch: interrupted\n"
 
 
-def test_a_reader_that_has_gone_is_no_error():
+def test_a_closed_pipe_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "anabranch", "--version"]

@@ -1,4 +1,4 @@
-"""What XLA makes of a routing step: our custom calls, small arithmetic, and no other pass over a token-sized array."""
+"""XLA compiles a routing step to our custom calls and small arithmetic, with no other pass over token-sized arrays."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 B, S, E, K = 4, 250, 96, 6
 T = B * S
 
-#: What moves nothing: operands, results, and other names for them.
+#: Instructions that move no data: operands, results and aliases.
 _NAMES = {"parameter", "custom-call", "get-tuple-element", "tuple", "bitcast"}
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
 
@@ -41,7 +41,7 @@ def custom_calls(text):
 
 
 def passes_over_tokens(text):
-    """Instructions, of all computations, that make an array of T elements or more and are not only a name for one."""
+    """Instructions of all computations that write an array of at least T elements."""
     return [(op, kind) for kind, op in _INSTRUCTION.findall(text) if op not in _NAMES and elements(kind) >= T]
 
 
@@ -66,13 +66,13 @@ def step(z, expert_bias, token_mask, num_tokens, **options):
 
 
 def gradient(z, d_weights, *arrays, **options):
-    """The same and the gradient of the logits, from the weights and the loss together."""
+    """`routing_step` and the gradient of the logits from the weights and the loss."""
     results, pull, others = jax.vjp(lambda z: step(z, *arrays, **options), z, has_aux=True)
     return results, others, pull((d_weights, jnp.float32(1)))[0]
 
 
 def dense_gradient(z, d_probs):
-    """TransformerEngine's form and its gradient."""
+    """TransformerEngine's function and its gradient."""
     (probs, routing_map), pull = jax.vjp(lambda z: fused_topk_with_score_function(z, K), z)
     return probs, routing_map, pull((d_probs, np.zeros(routing_map.shape, jax.dtypes.float0)))[0]
 
@@ -107,7 +107,7 @@ class TestHlo:
         assert passes_over_tokens(text) == []
 
     def test_a_pass_would_be_seen(self, dtype):
-        """The check is no check if it finds nothing in a program that does convert or transpose its logits."""
+        """Test of the check: it finds the passes of a program that converts or transposes its logits."""
         z = operands(dtype)["z"]
         other = "float32" if dtype == "bfloat16" else "bfloat16"
         assert passes_over_tokens(compiled(lambda z: route(z.astype(other), K), z))
@@ -116,7 +116,7 @@ class TestHlo:
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_only_programs_for_a_gpu_hold_workspaces(platform):
-    """They are as large as activations, and the CPU's handlers have no use for them."""
+    """They are as large as activations, and the CPU handlers do not use them."""
 
     def ffn(rows, w_in, w_out, group_sizes):
         return jax.grad(lambda *a: expert_ffn(*a, group_sizes).sum(), (0, 1, 2))(rows, w_in, w_out)
@@ -131,7 +131,7 @@ def test_only_programs_for_a_gpu_hold_workspaces(platform):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_a_layer_holds_no_rows_of_its_width(platform):
-    """Rows [R, D] are summed by token as they are computed, forward and backward; h is taken over, never copied."""
+    """Rows [R, D] are summed by token as they are computed, forward and backward; h's buffer is reused, not copied."""
     D, F = 56, 24
 
     def loss(*operands):
@@ -148,7 +148,7 @@ def test_a_layer_holds_no_rows_of_its_width(platform):
     assert f"tensor<{T * K}x2x{F}xbf16>" in text and f"tensor<{T * K}x{D}x" not in text
     backward = [line for line in calls if "@ab_xla_expert_ffn_backward(" in line]
     assert ["output_operand_alias<output_tuple_indices = [0]" in line for line in backward] == [True, False]
-    # The gradient of w_out is the first call's; that of w_in comes after the sums: dh reaches it by a barrier with d_x.
+    # The first call computes the gradient of w_out. A barrier with d_x puts that of w_in after the sums.
     assert f"tensor<{E}x{F}x{D}xbf16>" in backward[0].split("->")[1], backward[0]
     barrier = re.search(r"%(\w+):2 = stablehlo.optimization_barrier", text)
     assert f"%{barrier[1]}#1" in backward[1], backward[1]
@@ -163,7 +163,7 @@ def test_a_layer_holds_no_rows_of_its_width(platform):
 @pytest.mark.parametrize("w_in_layout", IN_LAYOUTS)
 @pytest.mark.parametrize("w_out_layout", OUT_LAYOUTS)
 def test_weights_in_any_layout_are_neither_copied_nor_transposed(w_in_layout, w_out_layout):
-    """Nor are their gradients: but for the calls, a step makes no array as large as they are."""
+    """Nor are their gradients: outside of the calls, a step allocates no array of their size."""
     D, F = 56, 24
     layouts = Layouts(w_in_layout, w_out_layout)
 
@@ -193,7 +193,7 @@ def copies_to_the_host(names):
 
 
 def assert_no_copies(run, directory):
-    """That `run()`, which returns an array, leaves it and all else on the GPU; looked at by the profiler."""
+    """Checks with the profiler that `run()`, which returns an array, copies nothing to or from the host."""
     jax.block_until_ready(run())
     fetched = device_events(directory / "fetched", lambda: np.asarray(run()))
     if not copies_to_the_host(fetched):
@@ -232,7 +232,7 @@ def training_step(dtype):
 @pytest.mark.gpu
 @dtypes
 def test_training_a_layer_copies_nothing_to_the_host(gpu, tmp_path, dtype):
-    """Sizes of groups live on the device, forward and backward."""
+    """Group sizes stay on the device, forward and backward."""
     train, arrays = training_step(dtype)
     assert_no_copies(lambda: train(*arrays)[2], tmp_path)
 
@@ -248,7 +248,7 @@ def test_command_buffers_hold_every_call(gpu, tmp_path, dtype):
     if not files:
         pytest.skip(f"XLA DUMPED NO SEQUENCE OF THUNKS: got {sorted(file.name for file in tmp_path.iterdir())}")
     (file,) = files
-    in_buffer, calls = False, []  # a command buffer's commands stand below it, indented
+    in_buffer, calls = False, []  # a command buffer's commands follow it, indented
     for line in file.read_text().splitlines():
         if not line.startswith(" "):
             in_buffer = "kCommandBuffer" in line

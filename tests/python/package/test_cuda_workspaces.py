@@ -1,4 +1,4 @@
-"""The bounds that the Python rules give XLA for CUDA workspaces hold what the C functions ask for. Needs no GPU."""
+"""The CUDA workspace sizes that the Python rules pass to XLA are at least those of the C queries. Needs no GPU."""
 
 import ctypes
 import functools
@@ -114,7 +114,7 @@ def test_grouped_matmul_dw(library, R, E, D, F, dtype, other):
 
 
 def ffn_values(R, E, D, F, P, dtype):
-    """Operands that forward and backward have in common, of rows without slots."""
+    """Operands shared by forward and backward, for rows without assignments."""
     dtype = DTYPES[dtype]
     return {
         "x": np.empty((R, D), dtype),
@@ -192,7 +192,7 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
     bound_of = functools.partial(workspaces.ffn_backward, R, (E, D, P, F), DTYPES[dtype], DTYPES[d_dtype])
     bound = bound_of(weighted_a=True, d_weights=True, d_w_out=True, d_w_in=True)
     assert needed(library, "ab_cuda_expert_ffn_backward", values) <= bound
-    for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # whichever of them decides
+    for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # any of them may need the most
         some = {name: value for name, value in values.items() if not name.startswith("d_") or name in (output, "d_out")}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, output
     values |= {"weighted_a": np.empty((R, F), DTYPES[dtype])}

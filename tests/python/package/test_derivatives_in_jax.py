@@ -1,6 +1,6 @@
-"""Derivatives that JAX can't take of each public function are errors in our own words, whoever asks for them.
+"""Unsupported derivatives of each public function raise our own errors under every transform.
 
-Nothing is compiled but what makes arguments: the errors come before an operation runs.
+Only the creation of arguments is compiled, because the errors are raised before an operation runs.
 """
 
 import inspect
@@ -29,7 +29,7 @@ def unpermuted(rows):
     return ab.local_unpermute_before_a2a(rows, ab.local_permute_after_a2a(rows, COUNTS, 0, 2)[2])
 
 
-#: Of each function: what calls it, and the shapes of what is differentiated.
+#: For each function: a call, and the shapes of the differentiated operands.
 CASES = {
     "moe": (lambda *a: ab.moe(*a, topk=K, aux_loss_coeff=0.1).output, [(T, D), (D, E), (E, D, 2, F), (E, F, D)]),
     "routed_experts": (
@@ -61,7 +61,7 @@ CASES = {
     "local_permute_after_a2a": (lambda x: ab.local_permute_after_a2a(x, COUNTS, 0, 2)[0], [(T, D)]),
     "local_unpermute_before_a2a": (unpermuted, [(T, D)]),
 }
-#: Integers, or plain JAX, which has all derivatives of them.
+#: Functions with integer results, or in plain JAX, which has all their derivatives.
 OTHERS = {
     *("compute_ragged_all_to_all_params", "compute_reverse_ragged_all_to_all_params", "custom_calls", "plan"),
     *("quantile_bias", "quantize_experts", "load_balance_loss", "z_loss", "shared_expert"),
@@ -87,7 +87,7 @@ FORWARD = r"^\w+: got a forward-mode derivative, expected jax\.grad or jax\.vjp"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_forward_mode_derivative_is_an_error_of_ours(name):
+def test_forward_mode_raises_our_error(name):
     loss, arguments = curved(name), arguments_of(name)
     for forward in (
         lambda *a: jax.jvp(loss, a, a),
@@ -102,7 +102,7 @@ def test_a_forward_mode_derivative_is_an_error_of_ours(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_second_derivative_is_an_error_of_ours(name):
+def test_double_backward_raises_our_error(name):
     loss, arguments = curved(name), arguments_of(name)
     every = tuple(range(len(arguments)))
 
@@ -115,7 +115,7 @@ def test_a_second_derivative_is_an_error_of_ours(name):
             second(*arguments)
 
 
-def test_what_is_not_compiled_raises_alike():
+def test_eager_calls_raise_the_same_error():
     loss, arguments = curved("route"), arguments_of("route")
     for forward in (
         lambda: jax.linearize(loss, *arguments)[1](*arguments),
@@ -125,7 +125,7 @@ def test_what_is_not_compiled_raises_alike():
             forward()
 
 
-def test_mapped_tangents_raise_alike_where_they_are_compiled():
+def test_mapped_tangents_raise_when_compiled():
     """jax.jacfwd maps over tangents. JAX refuses that while it traces the program, before it compiles it."""
     loss, (logits,) = curved("route"), arguments_of("route")
     pairs = jnp.stack([logits, logits])
@@ -140,8 +140,8 @@ def test_mapped_tangents_raise_alike_where_they_are_compiled():
             jax.jit(forward).lower(logits)
 
 
-def test_reverse_mode_goes_on_through_every_transformation():
-    """A gradient under vmap, scan, checkpoint and jit, each of which handles the operation of the tangents."""
+def test_reverse_mode_works_under_every_transformation():
+    """A gradient under vmap, scan, checkpoint and jit, which all handle the operation on tangents."""
     loss, (logits,) = curved("route"), arguments_of("route")
     want = jax.grad(loss)(logits)
 

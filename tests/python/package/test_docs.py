@@ -35,7 +35,7 @@ def test_docstring_examples(name):
     assert result.failed == 0
 
 
-#: These run on several devices: tests/python/mesh/on_devices/check_guides.py.
+#: These run on several devices: tests/python/parallel/on_devices/check_guides.py.
 ON_DEVICES = ("jax.md", "scaling.md")
 
 
@@ -61,12 +61,15 @@ PUBLIC = [
     for name in package.__all__
     if inspect.isfunction(getattr(package, name))
 ]
+#: Its docstring refers to compute_ragged_all_to_all_params.
+REFERS = anabranch.jax.compute_reverse_ragged_all_to_all_params
 
 
 @pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f"{f.__module__}.{f.__name__}")
-def test_public_functions_say_what_users_need(function):
-    """Errors, gradient and source; `custom_calls` is no operation."""
-    text = inspect.getdoc(function) or ""
-    if function is not anabranch.jax.custom_calls:
-        assert "Raises:" in text and "Source:" in text
-        assert re.search("gradient|cotangent|differentiable", text, re.IGNORECASE)
+def test_docstrings_describe_the_parameters_of_the_signature(function):
+    """Every parameter is named, and every entry of "Args:" is a parameter."""
+    text, parameters = inspect.getdoc(function) or "", inspect.signature(function).parameters
+    missing = [name for name in parameters if not re.search(rf"\b{name}\b", text)]
+    assert not missing or function is REFERS
+    entries = re.findall(r"^  (\w+(?:, \w+)*)(?: to \w+)?:", text.partition("Args:\n")[2].partition("\n\n")[0], re.M)
+    assert {name for entry in entries for name in entry.split(", ")} <= parameters.keys()

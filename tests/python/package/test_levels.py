@@ -9,13 +9,13 @@ import pytest
 import anabranch
 
 ROOT = Path(anabranch.__file__).parent
-#: From the bottom up. Folders of one row don't import from one another.
+#: From the bottom up. Folders of one row do not import each other.
 LEVELS = (("binding",), ("ops",), ("parallel",), ("layer",), ("te", "transformers"))
 LEVEL_OF = {folder: number for number, folders in enumerate(LEVELS) for folder in folders}
 
 
 def modules(front):
-    """The files of a front end by the names that import them, public entry points on top aside."""
+    """The files of a front end by module name, without the public entry points at the top."""
     return {
         ".".join(("anabranch", *file.relative_to(ROOT).with_suffix("").parts)): file
         for file in sorted((ROOT / front).glob("*/*.py"))
@@ -24,7 +24,7 @@ def modules(front):
 
 
 def imports(file, known):
-    """The modules of `known` that a file imports anywhere, also inside functions and under TYPE_CHECKING."""
+    """The modules in `known` that a file imports, also inside functions and under TYPE_CHECKING."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Every command and every import where optional packages are missing: help as always, else one line with the remedy."""
+"""Without optional packages, every command still prints its help, and otherwise one line with the remedy."""
 
 import builtins
 import json

@@ -1,6 +1,6 @@
-"""Numbers on the host are never wrapped or rounded away: they act by their value, or are refused by name.
+"""Numbers on the host are never wrapped or rounded: they count by value, or are refused by name.
 
-JAX without 64 bits, its default, would truncate numpy's int64 and uint64.
+JAX truncates numpy's int64 and uint64 by default.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import pytest
 
 import anabranch.jax as ab
 
-WIDE = 2**32 + 1  # 1, if it were wrapped
+WIDE = 2**32 + 1  # wraps around to 1
 ONES = np.ones((2, 1), np.float32)
 SCORES = jnp.ones(2)
 
@@ -86,7 +86,7 @@ def test_numbers_that_cannot_be_held_are_refused(function, good, bad):
 
 
 def test_a_number_of_tokens_on_a_device_is_data():
-    """It is not looked at: not above 0 counts as none, and NaN reaches the loss."""
+    """Its value is not checked: 0 and less count as no tokens, and NaN reaches the loss."""
     for tokens, want in ((-3, 0), (0, 0), (jnp.nan, jnp.nan), (4.0, 0.25)):
         loss = jax.jit(lambda n: ab.load_balance_loss(SCORES, SCORES, 1, 1.0, n))(jnp.float32(tokens))
         np.testing.assert_array_equal(loss, np.float32(want))
@@ -94,7 +94,7 @@ def test_a_number_of_tokens_on_a_device_is_data():
         np.testing.assert_array_equal(z, np.float32(2 * want))
 
 
-def test_a_map_of_bits_is_not_taken_for_one_of_bytes():
+def test_a_bitmap_is_not_mistaken_for_a_bytemap():
     _, bits = ab.fused_topk_with_score_function(jnp.ones((2, 8)), 2, routing_map_format="bitmap_u8")
     with pytest.raises(TypeError, match=r"routing_map: got uint8\[2, 1\], expected bool"):
         ab.token_dispatch(ONES, bits, 4)
@@ -139,7 +139,7 @@ def test_a_second_derivative_is_refused_by_name(name, jitted):
 
 
 def test_forced_experts_that_are_all_switched_off():
-    """Normalised by softmax that is 0 / 0; every other weight is 0, and so is its gradient."""
+    """Normalised softmax weights are then 0 / 0 = NaN; all others are 0, and so are their gradients."""
     logits, forced = jnp.array([[1.0, 2.0, -jnp.inf]]), jnp.array([[2]])
 
     def weight(z, score_function, normalize):

@@ -1,4 +1,4 @@
-"""The options of the layer have one description, which signatures, docstrings and checks of both front ends use."""
+"""Signatures, docstrings and checks of both front ends use one description of the layer's options."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Programs that were exported before an option came hold calls without it, and go on to run."""
+"""Programs exported before an option existed call the library without it, and still run."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ import numpy as np
 from anabranch.jax import moe
 from anabranch.jax.binding import ffi
 
-#: Attributes that calls of 0.1.0 don't have.
+#: Attributes that calls of version 0.1.0 do not have.
 LATER = {"activation_alpha", "activation_limit", "group_score_topk", "backward", "precision"}
 
 

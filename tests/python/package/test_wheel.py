@@ -1,4 +1,4 @@
-"""The wheel that is installed here, or the one that ANABRANCH_WHEEL names: its tag, metadata and contents."""
+"""Tag, metadata and contents of the installed wheel, or of the one that ANABRANCH_WHEEL names."""
 
 import email
 import os
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def wheel():
     named = os.environ.get("ANABRANCH_WHEEL")
-    # scripts/setup keeps the wheel that it has built.
+    # scripts/setup saves the wheel that it builds.
     found = [pathlib.Path(named)] if named else sorted(pathlib.Path(sys.prefix, "wheels").glob("anabranch-*.whl"))
     if not found:
         pytest.skip("NO WHEEL: the package was not set up by scripts/setup")
@@ -51,7 +51,7 @@ def test_metadata(wheel):
 
 
 def test_contents(wheel):
-    """All of the Python package, which is typed, the headers, the libraries; no more, nor more than an index takes."""
+    """The wheel has the typed Python package, the headers and the libraries alone, within an index's size limit."""
     path, file = wheel
     names = [name for name in file.namelist() if ".dist-info/" not in name and not name.endswith("/")]
     sources = {
@@ -65,6 +65,6 @@ def test_contents(wheel):
 
 
 def test_libraries_look_for_onednn_in_the_environment_they_are_installed_in(wheel):
-    """And nowhere on the machine that built them."""
+    """No library has a search path on the build machine."""
     library = wheel[1].read("anabranch/lib/libanabranch.so")
     assert b"\0$ORIGIN:$ORIGIN/../../../..\0" in library

@@ -1,0 +1,98 @@
+"""GEMMs that sum rows by token return the same bits as a GEMM followed by sums, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import network, random_array
+
+from anabranch.jax.ops.dispatch import gather_sum
+from anabranch.jax.ops.ffn import (
+    FfnConfig,
+    FfnOperands,
+    ffn_backward,
+    ffn_backward_by_slot,
+    ffn_forward,
+    ffn_forward_by_slot,
+    rows_gradient,
+    w_in_gradient,
+    w_out_gradient,
+)
+from anabranch.reference import dispatch
+
+pytestmark = pytest.mark.usefixtures("platform")
+
+T, E, K, D, F = 40, 6, 3, 24, 16
+
+
+def assert_same(got, want):
+    assert got.dtype == want.dtype and got.shape == want.shape
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("weight_early", [False, True])
+@pytest.mark.parametrize("align_size, num_rows, w_out_comes_first", [(0, None, True), (8, None, False), (8, 64, True)])
+def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size, num_rows, w_out_comes_first):
+    rng = np.random.default_rng(4)
+    selected = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
+    selected[rng.random((T, K)) < 0.1] = -1
+    plan = dispatch.plan(selected, E, align_size, num_rows)
+    row_of_slot, taken = jnp.asarray(plan.row_of_slot), int(plan.group_sizes.sum())  # rows past it are undefined
+    net = network(rng, plan.group_sizes, D, parts, F, dtype=dtype, weights=None)
+    weights = random_array(rng, (T, K))
+    operands = FfnOperands(
+        random_array(rng, (T, D), dtype),
+        jnp.asarray(plan.slot_of_row),
+        jnp.asarray(plan.group_sizes),
+        net.w_in,
+        net.w_out,
+        net.b_in if biases else None,
+        net.b_out if biases else None,
+        weights,
+    )
+    config = FfnConfig(weight_early=weight_early, topk=K, skip_rest=True)
+    forward = operands if weight_early else operands._replace(weights=None)
+    late = None if weight_early else weights
+    d_out = random_array(rng, (T, D), dtype)
+    addend = random_array(rng, (T, D))
+
+    @jax.jit
+    def by_rows(forward, operands, d_out):
+        y, h = ffn_forward(config, forward, save_h=True)
+        gradients = ffn_backward(config, operands, h, d_out)
+        out = gather_sum(y, row_of_slot, late, y.dtype)
+        d_x = gather_sum(gradients.rows, row_of_slot, None, dtype, addend)
+        return out, h[:taken], d_x, gradients.up, gradients.down, gradients.weights
+
+    @jax.jit
+    def by_slot(forward, operands, d_out):
+        y, h = ffn_forward_by_slot(config, forward, save_h=True)
+        first = dtype if w_out_comes_first else None
+        intermediate = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
+        out = y.sum(row_of_slot, late, y.x.dtype)
+        d_x = rows_gradient(config, operands, intermediate.dh).sum(row_of_slot, None, dtype, addend)
+        up, down = w_in_gradient(config, operands, intermediate.dh, dtype), intermediate.down
+        if down is None:
+            down = w_out_gradient(config, operands, intermediate.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
+        return out, h[:taken], d_x, up, down, intermediate.weights
+
+    jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))
+
+
+def test_the_sums_are_batched():
+    rng = np.random.default_rng(5)
+    plan = dispatch.plan(np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32), E, 0, None)
+    net = network(rng, plan.group_sizes, D, 2, F, dtype="float32", weights=None)
+    config = FfnConfig(topk=K)
+
+    def out(x):
+        operands = FfnOperands(
+            x, jnp.asarray(plan.slot_of_row), jnp.asarray(plan.group_sizes), net.w_in, net.w_out, None, None, None
+        )
+        return ffn_forward_by_slot(config, operands, save_h=False)[0].sum(jnp.asarray(plan.row_of_slot), None, x.dtype)
+
+    batch = random_array(rng, (3, T, D), "float32")
+    assert_same(jax.vmap(out)(batch), jnp.stack([out(x) for x in batch]))

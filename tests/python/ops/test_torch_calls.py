@@ -1,0 +1,228 @@
+"""The calls of the C functions on torch's tensors, and the operations as torch registers them."""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+import torch
+
+from anabranch.options import Network, RouterOptions
+from anabranch.precision import FP8, HIGHEST, TF32
+from anabranch.torch.binding import calls, define
+from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.layer_ops import layer_numbers
+
+
+def test_a_status_raises_with_the_librarys_message():
+    x, w = torch.zeros(4, 3), torch.zeros(2, 5, 6)
+    with pytest.raises(ValueError, match=r"w: got .*\[2, 5, 6\], expected"):
+        torch_ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST, 0)
+
+
+def test_an_integer_that_int32_does_not_hold_is_an_error():
+    """ctypes would wrap around."""
+    with pytest.raises(ValueError, match="num_experts: got 4294967296, expected an integer that int32 holds"):
+        torch_ops.plan(torch.zeros(4, 1, dtype=torch.int32), 2**32, 4, 0, 1)
+
+
+def test_calls_are_prepared_once_for_all_threads(monkeypatch):
+    """A backward pass on a GPU runs on another thread than its forward pass."""
+    made = []
+
+    class Recorded(calls.PreparedCalls):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(define, "PreparedCalls", Recorded)
+
+    def call(n):
+        sizes = torch.tensor([n], dtype=torch.int32)
+        assert torch_ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False, HIGHEST, 0).sum() == 2 * n
+        return len(made)
+
+    for n, count in ((71, 1), (72, 2), (71, 2), (72, 2), (71, 2)):
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            assert thread.submit(call, n).result() == count
+
+
+def test_prepared_calls_are_used_by_one_thread_at_a_time_and_not_cached_for_ever(monkeypatch):
+    monkeypatch.setattr(define, "_MOST_PREPARED", 2)
+    cache, kept = define._FreeCalls(), [object() for _ in range(4)]
+    assert cache.take("a") is None
+    cache.give_back("a", kept[0])
+    assert cache.take("a") is kept[0] and cache.take("a") is None
+    cache.give_back("a", kept[0])
+    cache.give_back("a", kept[1])
+    cache.give_back("b", kept[2])
+    assert {cache.take("a"), cache.take("a")} == set(kept[:2]) and cache.take("a") is None
+    cache.give_back("c", kept[3])
+    assert cache.take("b") is None and cache.take("c") is kept[3]
+
+
+def test_a_tensor_given_twice_is_two_tensors_of_the_prepared_calls():
+    """Calls that were prepared for one tensor given twice also serve two different tensors."""
+    x, sizes = torch.arange(8.0).view(4, 2), torch.tensor([1, 3], dtype=torch.int32)
+    once = torch_ops.grouped_matmul_dw(x, x, sizes, torch.float32, HIGHEST)
+    for left, right in ((x, x + 1), (x + 1, x), (x, x)):
+        got = torch_ops.grouped_matmul_dw(left, right, sizes, torch.float32, HIGHEST)
+        assert torch.equal(got, torch.stack([left[:1].T @ right[:1], left[1:].T @ right[1:]]))
+    assert torch.equal(once, got)
+
+
+T, E, K, D, F, R = 10, 4, 2, 6, 5, 24
+
+
+def normal(*shape):
+    return torch.tensor(np.random.default_rng(0).standard_normal(shape), dtype=torch.float32)
+
+
+def samples():
+    """(operation, arguments) of every operation."""
+    logits, bias, mask = normal(T, E), normal(E), torch.arange(T) % 3 > 0
+    routing = (K, 1, True, 2.5, 0, 0, 0)
+    weights, experts, _, score_sum, lse, _ = torch_ops.route(
+        logits, None, mask, None, None, -1, 0, True, True, True, *routing
+    )
+    bounds = torch.tensor([-1.0, 1.0])
+    yield torch_ops.route, (logits, bias, mask, None, bounds, -1, 7, True, False, True, *routing)
+    yield torch_ops.route, (logits, None, None, experts, None, 2, 0, False, True, False, *routing)
+    yield torch_ops.route_backward, (logits, experts, mask, lse, weights, score_sum, lse, *routing)
+    for map_format, bins in (("bytemap", 7), ("bitmap_u8", 0), ("", 0)):
+        of_bins = (bias, bounds) if bins else (None, None)
+        yield torch_ops.route_dense, (logits, *of_bins, map_format, bins, *routing)
+    yield torch_ops.route_dense_backward, (logits, experts, logits, *routing)
+    yield torch_ops.aux_scores, (logits, K, 0, "bitmap_u8")
+    yield torch_ops.aux_scores_backward, (logits.to(torch.bfloat16), logits, 2)
+    loads, tokens, of_loss = torch.ones(E, dtype=torch.int64), torch.tensor(T), (K, E, 0.1)
+    yield torch_ops.moe_aux_loss, (logits, loads, tokens, *of_loss)
+    yield torch_ops.moe_aux_loss_backward, (torch.tensor(2.0), loads, tokens, T, torch.float16, *of_loss)
+    routed = logits > 0
+    yield torch_ops.plan_of_map, (routed, R, 2)
+    row_id_map = torch_ops.plan_of_map(routed, R, 2)[3]
+    yield torch_ops.expand_row_id_map, (row_id_map, torch.arange(E, dtype=torch.int32), R)
+    yield torch_ops.expand_row_id_map, (row_id_map, None, 3)
+    layout = torch_ops.plan(experts, E, R, 2, 1)
+    yield torch_ops.plan, (experts, E, R, 2, 2)
+    _, group_sizes, _, row_of_slot, slot_of_row, _ = layout
+    x, rows = normal(T, D), normal(R, D)
+    yield torch_ops.dispatch, (x, row_of_slot, slot_of_row, None)
+    yield torch_ops.dispatch, (x, row_of_slot, slot_of_row, weights)
+    yield torch_ops.combine, (rows, row_of_slot, weights, x, torch.bfloat16)
+    yield torch_ops.combine_backward, (x, rows, row_of_slot, slot_of_row, weights, torch.float32, True)
+    yield torch_ops.combine_backward, (x, None, row_of_slot, slot_of_row, None, torch.bfloat16, False)
+    yield (
+        torch_ops.sort_chunks,
+        (rows, torch.tensor([5, 9, 10], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32), False),
+    )
+    yield torch_ops.grouped_matmul, (rows, normal(E, 3, D), group_sizes, True, TF32, 0)
+    yield torch_ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32, TF32)
+    network = (8, 1.702, 7.0, False, 0, "dfp", "df", TF32, 0)
+    w_in, b_in, w_out, b_out = normal(E, D, F, 2), normal(E, F, 2), normal(E, D, F), normal(E, D)
+    experts_of = (group_sizes, w_in, b_in, w_out, b_out)
+    none = (None,) * 4  # quantised
+    yield torch_ops.ffn, (rows, None, *experts_of, normal(R), *none, *network)
+    _, h = torch_ops.ffn(rows, None, *experts_of, normal(R), *none, *network)
+    dtypes = (torch.float32, torch.float32)
+    yield torch_ops.ffn_backward, (rows, h, rows, None, *experts_of, normal(R), *dtypes, *none, *network)
+    yield (
+        torch_ops.ffn_backward,
+        (rows, h, rows, None, group_sizes, w_in, None, w_out, None, None, *dtypes, *none, *network),
+    )
+    network = (*network[:4], K, *network[5:])
+    yield torch_ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
+    _, h = torch_ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
+    for wanted in (True, False):
+        hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, wanted, *none, *network)
+        yield torch_ops.experts_hidden, hidden
+        dh, *_, dh_q, dh_scales = torch_ops.experts_hidden(*hidden)
+        inputs = (
+            dh,
+            dh_q,
+            dh_scales,
+            x,
+            x,
+            row_of_slot,
+            slot_of_row,
+            group_sizes,
+            w_in,
+            b_in if wanted else None,
+            w_out,
+        )
+        d_x_dtype = torch.float32 if wanted else None
+        yield torch_ops.experts_inputs, (*inputs, torch.float32, d_x_dtype, wanted, *none, *network)
+    yield from samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights)
+    yield from samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network)
+
+
+def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
+    width, hidden, network = 256, 128, (0, 0.0, 0.0, True, K, "fpd", "df", FP8, 1)
+    x, w_in, w_out = normal(T, width), normal(E, hidden, 2, width), normal(E, width, hidden)
+    yield torch_ops.quantize_experts, (w_in, w_out, "fpd", "df", True, 1)
+    yield torch_ops.quantize_experts, (w_in, w_out, "fpd", "df", False, 0)
+    yield torch_ops.grouped_matmul, (normal(R, width), w_out, group_sizes, False, FP8, 0)
+    q_in, q_in_transposed, in_scales, q_out, q_out_transposed, out_scales = torch_ops.quantize_experts(
+        w_in, w_out, "fpd", "df", True, 1
+    )
+    forward, back = (q_in_transposed, in_scales, q_out_transposed, out_scales), (q_in, in_scales, q_out, out_scales)
+    experts_of = (group_sizes, w_in, None, w_out, None)
+    yield torch_ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *(None,) * 4, *network)
+    _, h = torch_ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
+    arguments = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, True, *back, *network)
+    yield torch_ops.experts_hidden, arguments
+    q, scales = torch_ops.quantize_rows(x, 1)
+    yield torch_ops.quantize_rows, (x, 1)
+    yield torch_ops.experts, (x[:1], q, scales, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
+    yield torch_ops.experts_hidden, (x, q, scales, *arguments[3:])
+    dh, *_, dh_q, dh_scales = torch_ops.experts_hidden(*arguments)
+    maps = (row_of_slot, slot_of_row, group_sizes)
+    inputs = (dh, dh_q, dh_scales, x, x, *maps, w_in, None, w_out, torch.float32)
+    yield torch_ops.experts_inputs, (*inputs, torch.float32, True, *back, *network)
+    yield torch_ops.experts_inputs, (*inputs, torch.bfloat16, True, *(None,) * 4, *network)
+
+
+def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network):
+    of_network = Network(*network)
+    for router in (RouterOptions(K, "sigmoid"), RouterOptions(K, qb_bins=7), None):
+        options = layer_numbers(router, of_network, E, 2, (False, True, True))
+        routing = (None, weights, experts, None, None, None, None)
+        if router is not None:
+            of_bins = (bias, mask, None, bounds) if router.qb_bins else (bias, None, None, None)
+            routing = (logits, None, None, *of_bins)
+        none = (None,) * 4
+        forward = (x, *routing, w_in, b_in, w_out, b_out, *none, *options)
+        yield torch_ops.layer, forward
+        if router is None:
+            continue
+        _, _, _, selected, chosen, _, lse, _, h, _, slot_of_row, group_sizes = torch_ops.layer(*forward)
+        backward = (x, h, x, selected, slot_of_row, group_sizes, w_in, b_in, w_out, b_out)
+        for of_losses in ((None, None), (bias, lse)):
+            wants_w_out = of_losses[0] is None
+            yield (
+                torch_ops.layer_hidden,
+                (*backward, logits, chosen, mask, lse, *of_losses, torch.float32, wants_w_out, *none, *options),
+            )
+
+
+SAMPLES = list(samples())
+
+
+@pytest.mark.parametrize(("operation", "arguments"), SAMPLES, ids=[str(operation) for operation, _ in SAMPLES])
+def test_torch_finds_nothing_wrong(operation, arguments):
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(getattr(argument, "dtype", None) == torch.float8_e4m3fn for argument in arguments):
+        checks.remove("test_schema")  # it multiplies arguments, which torch does not support for their dtypes
+    torch.library.opcheck(operation, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize(("operation", "arguments"), SAMPLES, ids=[str(operation) for operation, _ in SAMPLES])
+def test_results_of_strided_arguments_have_the_registered_strides(operation, arguments):
+    def strided(value):
+        return value.mT.contiguous().mT if isinstance(value, torch.Tensor) and value.dim() > 1 else value
+
+    torch.library.opcheck(operation, tuple(map(strided, arguments)), test_utils="test_faketensor")
+
+
+def test_every_operation_has_a_sample():
+    ours = {name for name in dir(torch_ops) if isinstance(getattr(torch_ops, name), torch._ops.OpOverload)}
+    assert {operation for operation, _ in SAMPLES} == {getattr(torch_ops, name) for name in ours}

@@ -97,11 +97,13 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_
 
 /* Works in chunks of columns: the GEMM of all rows with some columns of w, then the sums of these columns, then the
  * next chunk. The result has the same bits as ab_cuda_grouped_matmul, or the matching GEMM of the feed-forward
- * network, followed by ab_cuda_combine. Workspace: [R, C] of the dtype of x, or with AB_PRECISION_FP8 of the dtype
- * of out. C follows from a limit W on the elements. W is the number of elements of w, or twice that in a forward
- * pass with R <= E N (the size of a gated W_in), but at least 2^22. If R N <= W or N < 2048, C = N. Else C = min(N,
- * t ceil(n / chunks)) with n = ceil(N / t) tiles, where chunks is the smallest number that satisfies R C <= W, but
- * at most floor(n / 4). t = 256 with AB_PRECISION_FP8, or with backward and D >= 1536; else t = 192. */
+ * network, followed by ab_cuda_combine.
+ *
+ * Workspace: [R, C] of the dtype of x, or with AB_PRECISION_FP8 of the dtype of out. C follows from a limit W on the
+ * elements. W is the number of elements of w, or twice that in a forward pass with R <= E N (the size of a gated
+ * W_in), but at least 2^22. If R N <= W or N < 2048, C = N. Else C = min(N, t ceil(n / chunks)) with n = ceil(N / t)
+ * tiles, where chunks is the smallest number that satisfies R C <= W, but at most floor(n / 4). t = 256 with
+ * AB_PRECISION_FP8, or with backward and D >= 1536; else t = 192. */
 AB_API ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args,
                                                           const ab_exec* exec, size_t* bytes);

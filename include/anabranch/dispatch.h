@@ -1,5 +1,6 @@
-/* Plan, dispatch and combine: group the rows of all tokens by expert, and sum them back per token. Sizes: T tokens,
- * K experts per token (top-k), E experts, D width, R rows.
+/* Plan, dispatch and combine: group the rows of all tokens by expert, and sum them back per token.
+ *
+ * Sizes: T tokens, K experts per token (top-k), E experts, D width, R rows.
  *
  * A slot is an assignment (t, k): slot t*K + k is the k-th expert of token t. A row is one row of the dispatched
  * buffer. Two index arrays map one to the other: row_of_slot [T, K] (-1: the slot has no row) and slot_of_row [R]

@@ -1,6 +1,7 @@
-/* The experts: grouped GEMMs and the gated feed-forward network, forward and backward. Sizes: T tokens, E experts, K
- * = topk experts per token, D model width, F expert width, R rows, P parts of W_in: 2 (gate, up) for a gated expert,
- * 1 for an ungated one.
+/* The experts: grouped GEMMs and the gated feed-forward network, forward and backward.
+ *
+ * Sizes: T tokens, E experts, K = topk experts per token, D model width, F expert width, R rows, P parts of W_in: 2
+ * (gate, up) for a gated expert, 1 for an ungated one.
  *
  * The rows of one expert are contiguous: group_sizes[e] rows per expert, in device memory. Negative sizes count as 0
  * and sizes past R are clipped, so no content of group_sizes causes an access out of bounds. Rows past the sum of
@@ -149,20 +150,27 @@ AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args*
  *
  *     rows = x w[e] + bias[e], or with transpose_w x w[e]^T + bias[e], rounded to the dtype of x, or if that is e4m3
  *            to the dtype of out;
- *     out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]], plus addend[t]:
+ *     out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]], plus addend[t].
  *
  * The result equals, bit for bit, what ab_expert_ffn_forward computes from `a`, or ab_expert_ffn_backward from dh,
- * followed by ab_combine. With weight_early x already contains the weights: the weight of the row, found through
- * slot_of_row, multiplies the bias, and the sum applies no weights. Rows whose slot_of_row is outside [0, T K) are
- * padding and count as zeros, whatever x and w contain; so do rows past the groups. With skip_rest the caller
- * guarantees that row_of_slot names no such row, as in the arrays of a plan, and no zeros are written for them; if
- * it names one nevertheless, out has an unspecified value there. Sums are float32: slots in ascending order, then
- * the addend, rounded once to the dtype of out. out may be the addend itself, with the same address and dtype;
- * otherwise the two must not overlap. Workspace: [R, N] of the dtype of rows, and some MiB per thread. On a GPU the
- * workspace has only as many columns as fit in the memory of the weight gradients: the backward pass of a network
- * has memory for one buffer of the size of w, the forward pass for both. With AB_PRECISION_FP8 x may be a quantised
- * output of ab_expert_ffn_forward (a with a_scales) or ab_expert_ffn_backward (dh_q with dh_scales, viewed as [R, P
- * F]). The latter have P before F, so w_q must have it too; no block mixes gate and up. */
+ * followed by ab_combine.
+ *
+ * With weight_early x already contains the weights: the weight of the row, found through slot_of_row, multiplies the
+ * bias, and the sum applies no weights. Rows whose slot_of_row is outside [0, T K) are padding and count as zeros,
+ * whatever x and w contain; so do rows past the groups. With skip_rest the caller guarantees that row_of_slot names
+ * no such row, as in the arrays of a plan, and no zeros are written for them; if it names one nevertheless, out has
+ * an unspecified value there.
+ *
+ * Sums are float32: slots in ascending order, then the addend, rounded once to the dtype of out. out may be the
+ * addend itself, with the same address and dtype; otherwise the two must not overlap.
+ *
+ * Workspace: [R, N] of the dtype of rows, and some MiB per thread. On a GPU the workspace has only as many columns
+ * as fit in the memory of the weight gradients: the backward pass of a network has memory for one buffer of the size
+ * of w, the forward pass for both.
+ *
+ * With AB_PRECISION_FP8 x may be a quantised output of ab_expert_ffn_forward (a with a_scales) or
+ * ab_expert_ffn_backward (dh_q with dh_scales, viewed as [R, P F]). The latter have P before F, so w_q must have it
+ * too; no block mixes gate and up. */
 typedef struct ab_grouped_matmul_combine_args {
   size_t size;
   int32_t transpose_w;
@@ -198,8 +206,9 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  * x.
  *
  * If y is NULL and a is given, the call computes the first half alone, for ab_grouped_matmul_combine: it takes no
- * w_out and no b_out, and weights only together with weight_early. Workspace: [R, F] of the dtype of x if a is not
- * given, and some MiB per thread.
+ * w_out and no b_out, and weights only together with weight_early.
+ *
+ * Workspace: [R, F] of the dtype of x if a is not given, and some MiB per thread.
  *
  * With AB_PRECISION_FP8 h = Q(x) Q(W_in), where x is quantised before rows are gathered, and y = Q(a) Q(W_out),
  * where `a`, times an early weight, is quantised from float32. The output `a` is rounded to the dtype of x or, with

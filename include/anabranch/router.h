@@ -1,5 +1,7 @@
-/* The router: selects experts and computes their weights from logits, and computes the gradient. Sizes: T tokens, E
- * experts, K = topk experts per token, B sequences (T % B == 0; sequence b consists of tokens b*T/B, ...). */
+/* The router: selects experts and computes their weights from logits, and computes the gradient.
+ *
+ * Sizes: T tokens, E experts, K = topk experts per token, B sequences (T % B == 0; sequence b consists of tokens
+ * b*T/B, ...). */
 #ifndef ANABRANCH_ROUTER_H_
 #define ANABRANCH_ROUTER_H_
 

@@ -50,7 +50,7 @@ ab_status ab_combine(const ab_combine_args* args, const ab_exec* exec) {
 
   const RowKernels& kernels = AB_SELECT_ISA(kRows);
   const auto& [maps, rows, weights, out, addend] = sum;
-  // A token reads one row for each slot that has a row.
+  // Estimate of the rows that a token reads: one per slot, limited by the number of rows per token.
   const int64_t slots_with_row = std::min(maps.K, maps.R / std::max<int64_t>(maps.T, 1) + 1);
   const Blocks blocks(maps.T, out.bytes + addend.bytes + rows.bytes * slots_with_row);
   parallel_for(blocks.threads(exec), blocks.blocks(), [&](int64_t block, int thread) {

@@ -11,7 +11,7 @@
 namespace anabranch::cuda {
 namespace {
 
-// Limits blocks per SM so that 96 registers per thread are left: sums, two rows in flight, addresses.
+// Blocks per SM. Leaves 96 registers per thread: sums, two rows in flight, addresses.
 constexpr int kResidentBlocks = 5;
 
 // Prefetches the lane's part of addend[t]; `from` points at its first column.

@@ -317,7 +317,7 @@ struct RowGradients {
       if (unmasked && expert < E) z[i] += through_softmax(row, row.softmax.power(rows.logit(token, expert)), 0.0f);
     }
   }
-  // The same terms for one expert with logit z.
+  // The terms above for one expert with logit z.
   __device__ __forceinline__ float expert_gradient(const RowSums& row, unsigned expert, float z) const {
     const float g = op.auxiliary ? cotangents()[cotangent_place(expert)] : 0.0f;
     float d = 0.0f;

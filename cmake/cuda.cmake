@@ -1,11 +1,11 @@
-# libanabranch_cuda.so: the *.cu files, host code that needs no CUDA compiler, and the checks and handlers of both
-# libraries.
+# libanabranch_cuda.so: the *.cu files, the host code that needs no CUDA compiler, and the checks and handlers that both
+# libraries contain.
 set(ANABRANCH_CUDA_SUMMARY "off")
 if(ANABRANCH_CUDA STREQUAL "OFF" OR ANABRANCH_SANITIZE)
   return()
 endif()
 
-# AUTO builds only for GPUs of this machine, since compiling for others takes minutes. ANABRANCH_CUDA=ON builds for all.
+# Compiling for CUDA takes minutes. AUTO skips it on a machine without a GPU; ANABRANCH_CUDA=ON forces it.
 if(ANABRANCH_CUDA STREQUAL "AUTO" AND NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
   execute_process(COMMAND nvidia-smi -L OUTPUT_VARIABLE gpus ERROR_QUIET)
   if(NOT gpus MATCHES "^GPU ")
@@ -29,8 +29,9 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 if(NOT CMAKE_CUDA_ARCHITECTURES AND NOT DEFINED ENV{CUDAARCHS})
-  # The release's set: machine code for Ampere (Ada runs it too), Hopper and both Blackwells. PTX is that of 10.0, not of
-  # 12.0: 11.0 runs neither's machine code and compiles PTX of its own or an older capability, as do later devices.
+  # Architectures of a release: machine code for Ampere (which also runs on Ada), Hopper and both Blackwells. The PTX is
+  # that of the first Blackwell (10.0); it serves 11.0, which runs neither Blackwell's machine code, and later
+  # architectures.
   set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100 120-real)
 endif()
 enable_language(CUDA)
@@ -51,19 +52,19 @@ list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
 include(cmake/portable.cmake)
 list(APPEND ANABRANCH_CUDA_SOURCES ${ANABRANCH_PORTABLE_INSTANCES})
 
-# Compile options of every CUDA source. Line numbers, for profilers and sanitizers, would triple the size of a library, so
-# Release has none.
+# Options for all CUDA sources. Line numbers, for profilers and sanitizers, account for two thirds of the size of a
+# library that contains them, so Release omits them.
 set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
 
-# Spilled registers would slow the tensor-core kernels more than any other mistake, so ptxas warns. Other kernels are
-# designed for Hopper's registers: they get this warning below, in test builds for Hopper, where warnings are errors.
+# Let ptxas warn about spilled registers in the tensor core kernels, where spills cost more than any other mistake. The
+# other kernels are tuned for Hopper: they get the warning in test builds (warnings are errors) for Hopper.
 set(ANABRANCH_SPILL_WARNINGS -Xptxas=-warn-spills -Xptxas=-warn-lmem-usage)
 set(ANABRANCH_FEW_ROWS_SOURCES ${ANABRANCH_CUDA_SOURCES})
 list(FILTER ANABRANCH_FEW_ROWS_SOURCES INCLUDE REGEX "^src/experts/few_rows/")
 set_source_files_properties(${ANABRANCH_PORTABLE_INSTANCES} ${ANABRANCH_FEW_ROWS_SOURCES} PROPERTIES
                             COMPILE_OPTIONS "${ANABRANCH_SPILL_WARNINGS}")
 
-# wgmma and setmaxnreg exist only on sm_90a, whatever else the library is compiled for.
+# Only sm_90a has wgmma and setmaxnreg, so these files are compiled for it, whatever the architectures of the library.
 add_library(anabranch_hopper OBJECT ${ANABRANCH_HOPPER_SOURCES})
 set_target_properties(anabranch_hopper PROPERTIES CUDA_ARCHITECTURES 90a-real)
 target_include_directories(anabranch_hopper PRIVATE include src)

@@ -1,6 +1,6 @@
-# Each file instantiates one launcher of src/experts/hopper/launchers.h: anabranch_hopper_instance(NAME HEADER TEMPLATE
-# OPERANDS) writes NAME.cu with an explicit instantiation of TEMPLATE, which HEADER defines, and appends it to
-# ANABRANCH_HOPPER_INSTANCES.
+# Writes files that instantiate the launchers of src/experts/hopper/launchers.h, one instance per file.
+# anabranch_hopper_instance(NAME HEADER TEMPLATE OPERANDS) writes NAME.cu with an explicit instantiation of TEMPLATE,
+# which HEADER defines, and appends it to ANABRANCH_HOPPER_INSTANCES.
 set(ANABRANCH_HOPPER_INSTANCES "")
 function(anabranch_hopper_instance name header template operands)
   set(file ${PROJECT_BINARY_DIR}/hopper/${name}.cu)

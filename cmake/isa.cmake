@@ -1,4 +1,4 @@
-# Compiles each NAME.isa.cc once for every instruction set (src/core/isa.h).
+# Compiles each NAME.isa.cc once per instruction set (src/core/isa.h).
 function(anabranch_isa_sources target)
   set(sets baseline)
   set(flags_baseline "")

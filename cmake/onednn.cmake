@@ -1,4 +1,4 @@
-# Links the oneDNN that ANABRANCH_ONEDNN selects.
+# Links oneDNN from the source that ANABRANCH_ONEDNN names.
 function(anabranch_link_onednn target)
   if(ANABRANCH_ONEDNN STREQUAL "OFF")
     return()
@@ -11,9 +11,10 @@ function(anabranch_link_onednn target)
   else()
     find_package(dnnl CONFIG REQUIRED)
   endif()
-  # gomp: oneDNN's threads are OpenMP's also where ours are not, and each of our products must stay on its own thread.
+  # gomp: oneDNN uses OpenMP threads even if this library does not, and each of its GEMMs must run on the calling
+  # thread.
   target_link_libraries(${target} PRIVATE DNNL::dnnl gomp)
   target_compile_definitions(${target} PRIVATE ANABRANCH_ONEDNN)
-  # lib/pythonX.Y/site-packages/anabranch/lib/libanabranch.so finds lib/libdnnl.so of the wheel onednn-cpu-gomp.
+  # lib/pythonX.Y/site-packages/anabranch/lib/libanabranch.so must find lib/libdnnl.so of the wheel onednn-cpu-gomp.
   set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../../..")
 endfunction()

@@ -1,5 +1,5 @@
-# Each file instantiates the launchers of src/experts/portable/launchers.h for one element type; their names are
-# appended to ANABRANCH_PORTABLE_INSTANCES.
+# Writes files that instantiate the launchers of src/experts/portable/launchers.h, one file per element type, and
+# appends their names to ANABRANCH_PORTABLE_INSTANCES.
 set(ANABRANCH_PORTABLE_INSTANCES "")
 function(anabranch_portable_instances header operands)
   foreach(elements BFLOAT16 FLOAT16 FLOAT32 TF32)

@@ -1,10 +1,11 @@
-# Compiles the XLA FFI handlers into a library with the headers of jaxlib, without linking jaxlib.
+# Compiles the XLA FFI handlers into a library. They need the headers of jaxlib; the library does not link to jaxlib.
 find_package(Python REQUIRED COMPONENTS Interpreter)
 execute_process(COMMAND ${Python_EXECUTABLE} -c
                         "import importlib.util as u; print(u.find_spec('jaxlib').submodule_search_locations[0])"
                 OUTPUT_VARIABLE JAXLIB_DIR OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 
-# Parsing these headers takes longer than compiling the handlers, so all are one unit unless CMAKE_UNITY_BUILD is OFF.
+# Parsing the headers takes longer than compiling the handlers, so all handlers are one translation unit, unless
+# CMAKE_UNITY_BUILD is OFF.
 function(anabranch_xla_sources target)
   set(object ${target}_xla)
   add_library(${object} OBJECT ${ANABRANCH_XLA_SOURCES})

@@ -19,7 +19,7 @@ static void check(ab_status status) {
   exit(1);
 }
 
-/* Scratch memory belongs to the caller: ask for the size, bring it, keep it for the next call. */
+/* The caller owns scratch memory: query its size, allocate it, and reuse it for later calls if possible. */
 static ab_exec with_workspace(size_t bytes) {
   ab_exec exec = {.size = sizeof exec};
   exec.workspace_size = (bytes + 63) / 64 * 64;
@@ -63,7 +63,7 @@ int main(void) {
     }
   }
 
-  /* Views of our memory. */
+  /* Views of the arrays. */
   const ab_tensor v_x = {x, AB_FLOAT32, 2, {T, D}, NULL};
   const ab_tensor v_logits = {logits, AB_FLOAT32, 2, {T, E}, NULL};
   const ab_tensor v_weights = {weights, AB_FLOAT32, 2, {T, K}, NULL};
@@ -95,7 +95,7 @@ int main(void) {
   };
   RUN(ab_router_forward, route);
 
-  /* Plan: which row of the dispatched buffer belongs to which slot. */
+  /* Plan: the gather and scatter indices between assignments (t, k) and rows of the dispatched buffer. */
   const ab_plan_args plan = {
       .size = sizeof plan,
       .num_experts = E,
@@ -107,7 +107,7 @@ int main(void) {
   };
   RUN(ab_plan, plan);
 
-  /* Experts: gathers the tokens by itself, y = (silu(x W_gate) * (x W_up)) W_out. */
+  /* Experts: gathers the tokens and computes y = (silu(x W_gate) * (x W_up)) W_out. */
   const ab_expert_ffn_forward_args ffn = {
       .size = sizeof ffn,
       .activation = AB_SILU,
@@ -148,7 +148,7 @@ int main(void) {
   };
   check(ab_load_balance_loss(&balance, NULL));
 
-  /* The same layer, straight from its formula. */
+  /* Compute the layer directly from its formula. */
   double worst = 0;
   for (int t = 0; t < T; ++t) {
     for (int d = 0; d < D; ++d) {
@@ -168,7 +168,7 @@ int main(void) {
     }
   }
 
-  printf("anabranch %s: %d tokens, %d experts, %d a token\n", ab_version(), T, E, K);
+  printf("anabranch %s: %d tokens, %d experts, %d per token\n", ab_version(), T, E, K);
   printf("token 0: experts %d %d, weights %.4f %.4f\n", experts[0][0], experts[0][1], weights[0][0], weights[0][1]);
   printf("tokens per expert:");
   for (int e = 0; e < E; ++e) printf(" %d", tokens_per_expert[e]);

@@ -42,7 +42,7 @@ void check(cudaError_t error) {
   std::exit(1);
 }
 
-// Memory of the device, freed at the end.
+// Device memory, freed by the destructor.
 class DeviceMemory {
  public:
   explicit DeviceMemory(size_t bytes) {
@@ -57,7 +57,7 @@ class DeviceMemory {
   void* data_ = nullptr;
 };
 
-// A contiguous array of float32 or int32, once in the host's memory and once on the device, with a view of either.
+// A contiguous array of float32 or int32 in host memory and in device memory, with one view of each.
 template <class T>
 class Array {
  public:
@@ -65,7 +65,7 @@ class Array {
 
   std::vector<T>& host() { return host_; }
   const std::vector<T>& host() const { return host_; }
-  // The same struct works for both libraries: only the pointer in the view differs.
+  // Both libraries take this struct: only the pointer in the view differs.
   const ab_tensor* view(bool device) const { return device ? &device_view_ : &host_view_; }
 
   void upload(cudaStream_t stream) {
@@ -98,7 +98,7 @@ class Array {
   ab_tensor device_view_{};
 };
 
-// Everything that the step reads and writes. T tokens, E experts, K of them a token, R = T K rows.
+// All inputs and outputs of the step. T tokens, E experts, K experts per token, R = T K rows.
 struct Arrays {
   Arrays(int64_t T, int64_t E, int64_t K)
       : logits{T, E},
@@ -116,7 +116,7 @@ struct Arrays {
         slot_of_row{T * K},
         dropped{},
         d_logits{T, E} {}
-  Array<float> logits, d_weights;  // d_weights: what would come back from the experts
+  Array<float> logits, d_weights;  // d_weights: stands for the gradient from the experts
   Array<int32_t> num_tokens;
   Array<float> weights;
   Array<int32_t> experts, tokens_per_expert;
@@ -132,7 +132,7 @@ struct Step {
   ab_router_backward_args backward{};
 };
 
-// The arguments of the four operations, on host memory or on the device's.
+// The arguments of the four operations, in host or device memory.
 Step step_on(bool device, const Arrays& a, int32_t num_experts, int32_t topk) {
   Step step;
   step.forward.size = sizeof step.forward;
@@ -179,7 +179,7 @@ Step step_on(bool device, const Arrays& a, int32_t num_experts, int32_t topk) {
   return step;
 }
 
-// Runs an operation of the CPU's library with the scratch memory that it asks for.
+// Runs an operation of the CPU library with the workspace that it requests.
 template <class Args>
 void run_on_cpu(ab_status (*operation)(const Args*, const ab_exec*),
                 ab_status (*workspace_size)(const Args*, const ab_exec*, size_t*), const Args& args) {
@@ -199,7 +199,7 @@ void run_on_cpu(const Step& step) {
   run_on_cpu(ab_router_backward, ab_router_backward_workspace, step.backward);
 }
 
-// Whether the device's integers are the CPU's, or its floats differ by no more than rounding.
+// Whether the device's integers equal those of the CPU, and its floats differ only by rounding.
 template <class T>
 bool agrees(const char* name, const Array<T>& array) {
   const std::vector<T> got = array.download();
@@ -220,8 +220,7 @@ int64_t number(const char* name, const char* text, int64_t most) {
   const char* end = text + std::strlen(text);
   const auto [stop, error] = std::from_chars(text, end, value);
   if (error != std::errc() || stop != end || value < 1 || value > most) {
-    std::fprintf(stderr, "%s: got %s, expected a whole number of 1 to %lld\n", name, text,
-                 static_cast<long long>(most));
+    std::fprintf(stderr, "%s: got %s, expected an integer from 1 to %lld\n", name, text, static_cast<long long>(most));
     std::exit(1);
   }
   return value;
@@ -237,16 +236,16 @@ int run(int64_t T, int64_t E, int64_t K) {
   cudaDeviceProp properties{};
   check(cudaGetDeviceProperties(&properties, 0));
 
-  // All memory is the caller's and allocated once: arrays, and the scratch memory that the operations ask for.
+  // The caller owns all memory and allocates it once: arrays and workspaces.
   Arrays arrays(T, E, K);
   const Step step = step_on(true, arrays, static_cast<int32_t>(E), static_cast<int32_t>(K));
   size_t forward_bytes = 0;
   size_t plan_bytes = 0;
   check(ab_cuda_router_forward_workspace(&step.forward, nullptr, &forward_bytes));
   check(ab_cuda_plan_workspace(&step.plan, nullptr, &plan_bytes));
-  const DeviceMemory workspace(std::max(forward_bytes, plan_bytes));  // one after the other: they may share it
+  const DeviceMemory workspace(std::max(forward_bytes, plan_bytes));  // the operations run in sequence and may share it
 
-  // Calls enqueue kernels on the stream and return, so the stream can be captured.
+  // Calls only enqueue kernels on the stream, so the stream can be captured.
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const ab_exec exec{sizeof(ab_exec), 0, stream, workspace.data(), std::max(forward_bytes, plan_bytes)};
@@ -261,10 +260,10 @@ int run(int64_t T, int64_t E, int64_t K) {
   check(cudaGraphInstantiate(&replayable, graph, 0));
   size_t nodes = 0;
   check(cudaGraphGetNodes(graph, nullptr, &nodes));
-  std::printf("anabranch %s on %s: %lld tokens, %lld experts, %lld a token; a graph of %zu nodes\n", ab_version(),
+  std::printf("anabranch %s on %s: %lld tokens, %lld experts, %lld per token; a graph of %zu nodes\n", ab_version(),
               properties.name, static_cast<long long>(T), static_cast<long long>(E), static_cast<long long>(K), nodes);
 
-  // The graph reads its operands anew on every replay.
+  // Each replay of the graph reads the current values of its operands.
   arrays.num_tokens.host()[0] = static_cast<int32_t>(T);
   arrays.num_tokens.upload(stream);
   std::mt19937 random(1);
@@ -299,7 +298,7 @@ int run(int64_t T, int64_t E, int64_t K) {
     all_agree = all_agree && agree;
   }
 
-  // How long a replay takes, as part of a full queue.
+  // Measure the time per replay with a full queue.
   constexpr int kReplays = 200;
   cudaEvent_t start = nullptr;
   cudaEvent_t end = nullptr;
@@ -311,7 +310,7 @@ int run(int64_t T, int64_t E, int64_t K) {
   check(cudaEventSynchronize(end));
   float milliseconds = 0;
   check(cudaEventElapsedTime(&milliseconds, start, end));
-  std::printf("%.1f microseconds a replay, mean of %d\n", 1e3 * milliseconds / kReplays, kReplays);
+  std::printf("%.1f microseconds per replay, mean of %d\n", 1e3 * milliseconds / kReplays, kReplays);
 
   check(cudaEventDestroy(start));
   check(cudaEventDestroy(end));

@@ -1,12 +1,12 @@
 /* The operations on an NVIDIA GPU: libanabranch_cuda.so.
  *
- * Every function takes the args struct of its CPU namesake, with data pointers to memory that the current device can
- * reach, and runs on exec->stream (a cudaStream_t; NULL: the default stream). A call checks its arguments, enqueues
- * kernels and returns: it never waits for the device, allocates nothing, and its launches depend on shapes alone, so it
- * can be captured in a CUDA graph. Results are the same bits on every run. What a kernel reads from device memory
- * (indices, sizes, masks) never leads it outside a buffer.
+ * Every function takes the args struct of the CPU function with the matching name. Data pointers refer to memory
+ * that the current device can access. The work runs on exec->stream (a cudaStream_t; NULL: the default stream). A
+ * call checks its arguments, enqueues kernels and returns: it never waits for the device and allocates nothing, and
+ * its launches depend on shapes alone, so it can be captured in a CUDA graph. Results are bitwise identical on every
+ * run. Values that a kernel reads from device memory (indices, sizes, masks) never cause an access outside a buffer.
  *
- * Needs compute capability 8.0 or newer. */
+ * Requires compute capability 8.0 or newer. */
 #ifndef ANABRANCH_CUDA_H_
 #define ANABRANCH_CUDA_H_
 
@@ -19,20 +19,21 @@
 extern "C" {
 #endif
 
-/* Most experts of a call of the router; more are AB_UNSUPPORTED. */
+/* Maximum number of experts of the router; a call with more returns AB_UNSUPPORTED. */
 #define AB_CUDA_MAX_EXPERTS 8192
 
-/* "key=value" lines: version, cuda (the runtime's version), driver, for each device what it is and which kernels the
- * experts try first there; or error=why there is none. */
+/* Writes "key=value" lines: version, cuda (the version of the runtime), driver, and for each device its properties
+ * and the kernels that the experts try first on it; or error=REASON if no device can be used. */
 AB_API void ab_cuda_describe(char* text, size_t size);
 
-/* Tensors, options and errors are those of router.h. At most AB_CUDA_MAX_EXPERTS experts. Fast up to 1024 experts and
- * 64 experts a token; beyond that either pass is a slower kernel, a warp a token, which the forward pass refuses with
- * AB_UNSUPPORTED where a token's experts and outputs do not fit the shared memory of a multiprocessor. */
+/* Tensors, options and errors are those of router.h, with at most AB_CUDA_MAX_EXPERTS experts. The fast kernels
+ * serve up to 1024 experts and 64 experts per token. Beyond that, both passes use a slower kernel with one warp per
+ * token. Its forward pass returns AB_UNSUPPORTED if the experts and outputs of one token do not fit in the shared
+ * memory of an SM. */
 AB_API ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, const ab_exec* exec,
                                                   size_t* bytes);
-/* Workspace: [T, K] int32 where the selection is given as anything else, else none. */
+/* Workspace: [T, K] int32 if the selection is given in any other form, else none. */
 AB_API ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_router_backward_workspace(const ab_router_backward_args* args, const ab_exec* exec,
                                                    size_t* bytes);
@@ -46,75 +47,82 @@ AB_API ab_status ab_cuda_score_sum_workspace(const ab_score_sum_args* args, cons
 AB_API ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_plan_workspace(const ab_plan_args* args, const ab_exec* exec, size_t* bytes);
 
-/* Tensors, dtypes and errors are those of dispatch.h; none of these four needs a workspace. Results are the CPU's to
- * the bit (NaN payloads aside), but for d_weights, added up in float32 in another order, the same on every run. Fastest
- * where rows begin at multiples of 16 bytes; any other address and width will do. */
+/* Tensors, dtypes and errors are those of dispatch.h. None of these four operations needs a workspace. Results equal
+ * those of the CPU bit for bit (except NaN payloads); only d_weights is summed in float32 in a different order,
+ * which is the same on every run. Rows that begin at multiples of 16 bytes are fastest; any other address and width
+ * is supported. */
 AB_API ab_status ab_cuda_dispatch(const ab_dispatch_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_combine(const ab_combine_args* args, const ab_exec* exec);
-/* Reads d_out and rows once for both gradients where d_out, rows and d_rows have one dtype; else in two passes. */
+/* Reads d_out and rows once for both gradients if d_out, rows and d_rows have one dtype; else in two passes. */
 AB_API ab_status ab_cuda_combine_backward(const ab_combine_backward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* args, const ab_exec* exec);
 
-/* S < 2^31, else AB_UNSUPPORTED. */
+/* Requires S < 2^31; else returns AB_UNSUPPORTED. */
 AB_API ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, const ab_exec* exec, size_t* bytes);
 
-/* On every GPU. */
+/* Supported on every GPU of compute capability 8.0 or newer. */
 AB_API ab_status ab_cuda_quantize_rows(const ab_quantize_rows_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_quantize_rows_workspace(const ab_quantize_rows_args* args, const ab_exec* exec, size_t* bytes);
 AB_API ab_status ab_cuda_quantize_weights(const ab_quantize_weights_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec,
                                                     size_t* bytes);
 
-/* With AB_PRECISION_FP8 products run on hopper's kernels alone, see below: on compute capability 9.0, of operands from
- * addresses that are multiples of 16 on, where results and what is kept have 16 bits: else AB_UNSUPPORTED. Sums of 128
- * products keep what these tensor cores keep of float32, 14 binary digits at least; those of blocks are float32.
- * ab_cuda_expert_ffn_forward gives `a` quantised or not at all. Workspace: for every factor that is quantised inside,
- * its elements and 4 bytes for each block; `a` is not there in 16 bits. `a` and dh are divided
- * by their scales by way of a reciprocal: where a quotient lies between two numbers of e4m3 to 24 binary digits it may
- * become either.
- *
- * Products run on the first kernels that can take them:
- *   hopper    on compute capability 9.0, of bfloat16 and float16 where rows of x, w and y are whole 16-byte chunks from
- *             aligned addresses on;
- *   portable  on the tensor cores of every device, of float32, bfloat16 and float16, any width and address; fastest
- *             where rows are such chunks. Float32 is multiplied as float32, by three products of TF32, or with
+/* The grouped GEMM runs on the first set of kernels that supports the call:
+ *   hopper    compute capability 9.0; bfloat16 and float16; rows of x, w and y are whole 16-byte chunks at aligned
+ *             addresses.
+ *   portable  the sm80 path (mma.sync) for every device; float32, bfloat16 and float16; any width and address, fastest
+ *             if rows are such chunks. Float32 is multiplied as float32, by three TF32 GEMMs, or with
  *             AB_PRECISION_TF32 by one.
- * Both count rows, columns and tiles in int32: 2^30 or more of any of these are AB_UNSUPPORTED, and the message names
- * the size. ANABRANCH_CUDA_PATH=portable in the environment, read once, excludes hopper. */
+ * Both count rows, columns and tiles in int32: 2^30 or more of any of these returns AB_UNSUPPORTED with a message
+ * that names the size. ANABRANCH_CUDA_PATH=portable in the environment, read once, excludes hopper.
+ *
+ * AB_PRECISION_FP8 requires the hopper kernels: compute capability 9.0, operands at addresses that are multiples of
+ * 16, and 16-bit results and saved tensors; else the call returns AB_UNSUPPORTED. Sums over 128 elements have the
+ * precision of the FP8 tensor cores, which is at least 14 bits; sums over blocks are float32.
+ * ab_cuda_expert_ffn_forward returns `a` quantised or not at all; no 16-bit copy of `a` exists. Workspace: for each
+ * operand that the operation quantises, its elements and 4 bytes per block. `a` and dh are divided by their scales
+ * through a reciprocal: a quotient that is halfway between two e4m3 values, to within 24 bits, may round to either. */
 AB_API ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec,
                                                   size_t* bytes);
 
-/* On the same kernels. Sums over more rows than a bound that depends on shapes alone are cut, and their parts are added
- * in order. Workspace: at most 144 MiB and 16 bytes per expert. x and d_y of two dtypes are converted to float32 in the
- * workspace, each that is not float32; so is d_w, where its dtype is neither float32 nor that of the product. */
+/* Uses the kernels above. A sum over more rows than a bound that depends on shapes alone is split, and the partial
+ * sums are added in order. Workspace: at most 144 MiB and 16 bytes per expert. If x and d_y have different dtypes,
+ * each one that is not float32 is converted to float32 in the workspace. d_w is also converted through the workspace
+ * if its dtype is neither float32 nor the dtype of the GEMM. */
 AB_API ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,
                                                      size_t* bytes);
 
-/* In chunks of columns: the product of the rows with some columns of w, then the sums of these, and on. Same bits as
- * ab_cuda_grouped_matmul or the products of the feed-forward network, whichever has such operands, and ab_cuda_combine.
- * Workspace: [R, C] of the dtype of x, with AB_PRECISION_FP8 of that of out. W is as many elements as w has, without
- * backward and where R <= E N twice as many (those of the gated W_in), or if that is more, 2^22. Where R N <= W or
- * N < 2048, C = N; else C = min(N, t ceil(n / chunks)) for n = ceil(N / t) tiles, in as many chunks as R C <= W takes,
- * but no more than floor(n / 4); t = 256 with AB_PRECISION_FP8, or with backward and D >= 1536, else 192. */
+/* Works in chunks of columns: the GEMM of all rows with some columns of w, then the sums of these columns, then the
+ * next chunk. The result has the same bits as ab_cuda_grouped_matmul, or the matching GEMM of the feed-forward
+ * network, followed by ab_cuda_combine.
+ *
+ * Workspace: [R, C] of the dtype of x, or with AB_PRECISION_FP8 of the dtype of out. C follows from a limit W on the
+ * elements. W is the number of elements of w, or twice that in a forward pass with R <= E N (the size of a gated
+ * W_in), but at least 2^22. If R N <= W or N < 2048, C = N. Else C = min(N, t ceil(n / chunks)) with n = ceil(N / t)
+ * tiles, where chunks is the smallest number that satisfies R C <= W, but at most floor(n / 4). t = 256 with
+ * AB_PRECISION_FP8, or with backward and D >= 1536; else t = 192. */
 AB_API ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args,
                                                           const ab_exec* exec, size_t* bytes);
 
-/* On the same kernels, gathers, biases, activations, weights and padding included: Hopper's where D and F are multiples
- * of 8 and all matrices and biases begin at multiples of 16 bytes. A d_out of another dtype than x is first rounded to
- * the dtype of x, in the workspace; with AB_PRECISION_FP8, Q(d_out) is that of d_out as it came. Results are the CPU's
- * up to the order of float32 additions and the exponential's last places; a float32 operand of the portable kernels
- * that is infinite, or within 2^-12 of that, gives NaN. Where two rows have one slot, which no plan gives, d_weights of
- * that slot is one of both. Workspace: forward, without a, [R, F] of the dtype of x. Backward
- * w a, [R, F] of the dtype of x, when d_w_out is wanted and weighted_a is not given; dh, [R, P, F], when something
- * needs it and it is not given; d_out in the dtype of x, when it has another; and the largest of what single steps
- * take:
+/* Uses the kernels above, including gathers, biases, activations, weights and padding. The hopper kernels require
+ * that D and F are multiples of 8 and that all matrices and biases begin at multiples of 16 bytes. If the dtype of
+ * d_out differs from that of x, d_out is first rounded to the dtype of x in the workspace; with AB_PRECISION_FP8,
+ * Q(d_out) quantises the original d_out. Results equal those of the CPU up to the order of float32 additions and the
+ * last bits of the exponential. On the sm80 path, a float32 operand that is infinite, or within a relative 2^-12 of
+ * overflow, gives NaN. If two rows have the same slot, which no plan produces, d_weights of that slot is the value
+ * of one of them.
+ *
+ * Workspace of the forward pass: [R, F] of the dtype of x, if `a` is not given. Workspace of the backward pass: w a,
+ * [R, F] of the dtype of x, if d_w_out is requested and weighted_a is not given; dh, [R, P, F], if a requested
+ * output needs it and it is not given; d_out in the dtype of x, if its dtype differs; and the largest requirement of
+ * any single step:
  *   - d_weights: ceil(F / 128) R floats;
  *   - d_b_in, d_b_out: (ceil(R / 512) + E) P F and (ceil(R / 512) + E) D floats;
- *   - d_w_in, d_w_out: what ab_cuda_grouped_matmul_dw takes for the same product. */
+ *   - d_w_in, d_w_out: the workspace of ab_cuda_grouped_matmul_dw for the same GEMM. */
 AB_API ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec* exec,
                                                       size_t* bytes);
@@ -122,20 +130,22 @@ AB_API ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* 
 AB_API ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_args* args, const ab_exec* exec,
                                                        size_t* bytes);
 
-/* Answers which kernels the experts of a layer run on, on the current device. *path: those of "few_rows" (GEMMs of few
- * rows, see below), "hopper" and "portable" that run, in this order, with + between them. *why_not: why hopper's do not
- * run where portable ones do, else NULL; why_not itself may be NULL. Both texts are static.
+/* Reports which kernels run the experts of a layer on the current device. *path lists those of "few_rows" (small-M
+ * GEMMs, see below), "hopper" and "portable" that run, in this order, joined by +. *unsupported_reason says why the
+ * hopper kernels do not run if portable ones do, else it is NULL. The argument unsupported_reason itself may be
+ * NULL. Both texts are static.
  *
- * The layer has T K rows without alignment, and operands of one dtype (float16, bfloat16 or float32, an ab_dtype) that
- * begin at multiples of 16 bytes; an operation itself looks at its own operands. P: 2 with a gate, else 1. The flags
- * are 0 or 1. w_in_transposed: W_in lies in memory with D innermost, w_out_transposed: W_out with F innermost;
- * backward: of the forward and the backward pass, else of the forward pass alone.
+ * The layer has T K rows without alignment, and operands of one dtype (float16, bfloat16 or float32, an ab_dtype)
+ * that begin at multiples of 16 bytes. An operation itself checks its own operands. P is 2 for gated experts, else
+ * 1. The flags are 0 or 1. w_in_transposed: D is innermost in the memory of W_in. w_out_transposed: F is innermost
+ * in the memory of W_out. backward: 1 covers the forward and the backward pass, 0 the forward pass alone.
  *
- * GEMMs with at most 4 rows per expert on average have kernels of their own on every device, where elements have 16
- * bits, rows are whole 16-byte chunks and weights lie with the contraction innermost. */
+ * The few_rows kernels run on every device. They serve GEMMs with at most 4 rows per expert on average whose
+ * elements have 16 bits, whose rows are whole 16-byte chunks and whose weights are K-major (the contraction is
+ * innermost). */
 AB_API ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int64_t P, int64_t F,
                                       int32_t w_in_transposed, int32_t w_out_transposed, int32_t backward,
-                                      const char** path, const char** why_not);
+                                      const char** path, const char** unsupported_reason);
 
 #ifdef __cplusplus
 }

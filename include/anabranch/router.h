@@ -1,5 +1,7 @@
-/* The router: logits to experts and weights, and the gradient back.
- * Sizes: T tokens, E experts, K = topk experts a token, B sequences (T % B == 0; sequence b holds tokens b*T/B ...). */
+/* The router: selects experts and computes their weights from logits, and computes the gradient.
+ *
+ * Sizes: T tokens, E experts, K = topk experts per token, B sequences (T % B == 0; sequence b consists of tokens
+ * b*T/B, ...). */
 #ifndef ANABRANCH_ROUTER_H_
 #define ANABRANCH_ROUTER_H_
 
@@ -15,20 +17,20 @@ typedef enum ab_score_function {
   AB_SQRTSOFTPLUS = 2 /* sqrt(log(1 + exp(z))) */
 } ab_score_function;
 
-/* One read of the logits gives every output that is wanted. An option that nothing wanted depends on is refused. */
+/* One pass over the logits computes all requested outputs. An option that affects no requested output is an error. */
 typedef struct ab_router_forward_args {
   size_t size;
   int32_t topk;           /* 1 <= K <= E */
   int32_t score_function; /* ab_score_function */
   int32_t normalize;      /* 1: weights of a token sum to scaling_factor; 0: raw scores */
   int32_t num_groups;     /* 0: no groups; else E % num_groups == 0 */
-  int32_t group_topk;     /* groups kept for a token; K % group_topk == 0, unless group_score_topk is given */
+  int32_t group_topk;     /* groups selected per token; K % group_topk == 0, unless group_score_topk is given */
   float scaling_factor;   /* finite; multiplies the weights */
   /* inputs */
   const ab_tensor* logits;         /* [T, E] float32, bfloat16 or float16 */
-  const ab_tensor* expert_bias;    /* [E] float, or NULL; steers the selection only */
-  const ab_tensor* token_mask;     /* [T] bool, or NULL; 0 = padding: expert -1, weight 0, counted nowhere */
-  const ab_tensor* forced_experts; /* [T, K] int32, or NULL: the selection is given (replay); -1 or out of range: no
+  const ab_tensor* expert_bias;    /* [E] float, or NULL; affects the selection only */
+  const ab_tensor* token_mask;     /* [T] bool, or NULL; 0 = padding: expert -1, weight 0, not counted */
+  const ab_tensor* forced_experts; /* [T, K] int32, or NULL: the given selection (replay); -1 or out of range: no
                                     * expert; excludes expert_bias, groups and dense outputs */
   /* compact outputs */
   const ab_tensor* weights;           /* [T, K] float32 */
@@ -41,14 +43,16 @@ typedef struct ab_router_forward_args {
   const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, or [T, K] int16 / int32 / int64 */
   const ab_tensor* aux_scores;  /* [T, E] float32 */
   /* more options */
-  int32_t group_score_topk; /* a group's score is the sum of its so many largest scores with their bias, 1 <=
-                             * group_score_topk <= E / num_groups, and K <= group_topk E / num_groups; 0: the sum of its
-                             * K / group_topk largest, or with normalize, softmax and no bias, of so many logits */
-  /* quantile balancing: needs expert_bias and E > K, excludes groups; both or neither */
-  const ab_tensor* qb_bin_bounds; /* [2] float32: lower < upper, in memory of the device */
-  const ab_tensor* qb_histogram;  /* [E, bins] int32, output, bins at most 2^20: how many unmasked tokens have cutoff -
-                                   * score of the expert in each of as many equal bins from lower to upper, which the
-                                   * first and the last continue; cutoff: the (K+1)-th largest score with its bias */
+  int32_t group_score_topk; /* the score of a group is the sum of its group_score_topk largest biased scores; 1 <=
+                             * group_score_topk <= E / num_groups, and K <= group_topk E / num_groups. 0: the sum of
+                             * its K / group_topk largest biased scores, or of that many logits with normalize,
+                             * softmax and no bias */
+  /* quantile balancing: requires expert_bias and E > K, excludes groups; both tensors or neither */
+  const ab_tensor* qb_bin_bounds; /* [2] float32: lower < upper, in device memory */
+  const ab_tensor* qb_histogram;  /* [E, bins] int32, output, at most 2^20 bins: for each expert, the histogram over
+                                   * the unmasked tokens of (threshold - score of the expert), in equal bins from
+                                   * lower to upper; values outside count in the first or last bin. threshold: the
+                                   * (K+1)-th largest biased score of the token */
 } ab_router_forward_args;
 
 AB_API ab_status ab_router_forward(const ab_router_forward_args* args, const ab_exec* exec);
@@ -61,23 +65,23 @@ typedef struct ab_router_backward_args {
   int32_t score_function;
   int32_t normalize;
   float scaling_factor;
-  /* what the forward pass saw and chose */
+  /* inputs and results of the forward pass */
   const ab_tensor* logits;     /* [T, E] */
   const ab_tensor* experts;    /* [T, K] int16, int32 or int64, out of range: no expert; NULL without d_weights and
-                                * d_probs, or where routing_map is given */
+                                * d_probs, or if routing_map is given */
   const ab_tensor* token_mask; /* [T] bool, or NULL */
-  const ab_tensor* lse; /* [T] float32 of the forward pass, where a softmax or d_lse is in play; NULL: recomputed */
-  /* cotangents, each float32, bfloat16 or float16, NULL: zero */
+  const ab_tensor* lse;        /* [T] float32 from the forward pass, used with a softmax or d_lse; NULL: recomputed */
+  /* cotangents, each float32, bfloat16 or float16; NULL: zero */
   const ab_tensor* d_weights;    /* [T, K] */
-  const ab_tensor* d_probs;      /* [T, E], read at the selected experts only; excludes d_weights */
+  const ab_tensor* d_probs;      /* [T, E], read only at the selected experts; excludes d_weights */
   const ab_tensor* d_score_sum;  /* [E] or [B, E] */
   const ab_tensor* d_aux_scores; /* [T, E]; excludes d_score_sum */
   const ab_tensor* d_lse;        /* [T] */
   /* output */
   const ab_tensor* d_logits; /* [T, E], dtype of the logits */
-  /* more of what the forward pass chose */
-  const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, with d_probs and in place of experts;
-                                 * past its first K experts the map of a token is not read */
+  /* another result of the forward pass */
+  const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, with d_probs and instead of experts;
+                                 * the map of a token is not read past its first K experts */
 } ab_router_backward_args;
 
 AB_API ab_status ab_router_backward(const ab_router_backward_args* args, const ab_exec* exec);

@@ -5,15 +5,16 @@
  *     ab_status ab_OPERATION(const ab_OPERATION_args* args, const ab_exec* exec);
  *     ab_status ab_OPERATION_workspace(const ab_OPERATION_args* args, const ab_exec* exec, size_t* bytes);
  *
- * `args` holds the operation's options and pointers to tensor views; a NULL view means "not given" for an input and
- * "not wanted" for an output. Set `args->size` to sizeof(*args): it lets the struct grow without breaking callers. What
- * an older header lacks is not given, and what only a newer one has must be zero. Sizes that are taken: those of
- * version 0.1.0 and of this header, and larger multiples of 8 up to 4096.
- * Functions check everything that can be known without reading device data and return a status that names the argument,
- * what came and what was expected. They are thread-safe and keep no state. Every element of a wanted output is written.
- * Arithmetic on the CPU is IEEE (denormals kept, round to nearest), whatever the calling thread has set, except for
- * native bfloat16 GEMMs, whose instructions flush denormals: see experts.h.
- */
+ * `args` contains the options of the operation and pointers to tensor views. A NULL view means "not given" for an
+ * input and "not requested" for an output. Set `args->size` to sizeof(*args): the struct can then grow without
+ * breaking callers. A field that an older header lacks counts as not given; a field that only a newer header has
+ * must be zero. Accepted sizes: those of version 0.1.0 and of this header, and larger multiples of 8 up to 4096.
+ *
+ * Functions check everything that can be known without reading device data. On an error the returned status names
+ * the argument, the value it got and the value it expected. Functions are thread-safe and keep no state. Every
+ * element of a requested output is written. Arithmetic on the CPU is IEEE (denormals are preserved, rounding is to
+ * nearest), whatever modes the calling thread has set, except for native bfloat16 GEMMs, whose instructions flush
+ * denormals: see experts.h. */
 #ifndef ANABRANCH_TYPES_H_
 #define ANABRANCH_TYPES_H_
 
@@ -46,20 +47,20 @@ typedef enum ab_dtype {
 
 /* A view of memory that the caller owns. */
 typedef struct ab_tensor {
-  void* data;    /* may be NULL when the tensor has no element */
+  void* data;    /* may be NULL if the tensor has no elements */
   int32_t dtype; /* ab_dtype */
   int32_t rank;
   int64_t shape[AB_MAX_RANK];
-  const int64_t* strides; /* in elements; NULL: row-major. Without gaps, an axis of no element counting as one of one,
-                           * and row-major where no other order is offered. */
+  const int64_t* strides; /* in elements; NULL: row-major. Strides must leave no gaps (an axis of size 0 counts as
+                           * size 1) and must be row-major where no other order is documented. */
 } ab_tensor;
 
 typedef enum ab_status_code {
   AB_OK = 0,
   AB_INVALID_ARGUMENT = 1, /* an argument breaks a stated rule */
-  AB_UNSUPPORTED = 2,      /* a valid call that this build or machine cannot serve */
+  AB_UNSUPPORTED = 2,      /* a valid call that this build or machine does not support */
   AB_OUT_OF_MEMORY = 3,
-  AB_INTERNAL = 4 /* a fault in the library or one below it */
+  AB_INTERNAL = 4 /* a fault in this library or in one that it uses */
 } ab_status_code;
 
 typedef struct ab_status {
@@ -67,21 +68,21 @@ typedef struct ab_status {
   char message[508]; /* empty when code is AB_OK; "argument: got X, expected Y" */
 } ab_status;
 
-/* Where and with what an operation runs. NULL stands for {size, 0, NULL, NULL, 0}. */
+/* Where and with which resources an operation runs. NULL means {size, 0, NULL, NULL, 0}. */
 typedef struct ab_exec {
   size_t size;           /* sizeof(ab_exec) */
   int32_t num_threads;   /* CPU threads, at most 4096; 0: OpenMP's default. Results never depend on it. */
-  void* stream;          /* cudaStream_t of the CUDA functions; NULL on the CPU */
-  void* workspace;       /* scratch memory, 64-byte aligned, contents ignored and overwritten */
-  size_t workspace_size; /* bytes; at least what ab_OPERATION_workspace says for the same args and num_threads */
+  void* stream;          /* cudaStream_t for the CUDA functions; NULL on the CPU */
+  void* workspace;       /* scratch memory, 64-byte aligned; its contents are ignored and overwritten */
+  size_t workspace_size; /* bytes; at least the result of ab_OPERATION_workspace for the same args and num_threads */
 } ab_exec;
 
 /* "0.2.0" */
 AB_API const char* ab_version(void);
 
-/* Fills `text` with "key=value" lines that describe the build and this machine (version; isa: the instruction set, or
- * refused and why; bf16: how products of bfloat16 run, native, converted, or refused and why; threads, onednn); cuts at
- * `size` bytes, always ends with a NUL. */
+/* Writes "key=value" lines that describe the build and this machine to `text` (version; isa: the instruction set, or
+ * "refused" and the reason; bf16: how bfloat16 GEMMs run: native, converted, or "refused" and the reason; threads;
+ * onednn). Truncates at `size` bytes and always ends with a NUL. */
 AB_API void ab_describe(char* text, size_t size);
 
 #ifdef __cplusplus

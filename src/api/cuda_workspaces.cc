@@ -1,4 +1,4 @@
-// Bounds of the CUDA operations' workspaces, from the functions by which these lay them out.
+// Upper bounds of the CUDA workspaces, computed by the functions that lay out the workspaces.
 #include "anabranch/cuda_workspaces.h"
 
 #include <algorithm>
@@ -18,13 +18,13 @@ namespace {
 
 using Array = std::initializer_list<Axis>;
 
-// Of 4 bytes an element, as large as any that the bounds are made of.
+// Checks the axes of an array of 4-byte elements, the largest element size in any of the bounds.
 ab_status check_array(const Array& axes) {
   int64_t bytes = 4;
   for (const auto& [name, size] : axes) {
     if (size < 0) return AB_INVALID("%s: got %lld, expected 0 or more", name, static_cast<long long>(size));
-    if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes) || bytes > kMostBytes) {
-      return AB_INVALID("%s: got %lld, expected axes whose product makes at most 2^56 bytes", name,
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes) || bytes > kMaxBytes) {
+      return AB_INVALID("%s: got %lld, expected sizes whose product is at most 2^56 bytes", name,
                         static_cast<long long>(size));
     }
   }
@@ -36,11 +36,11 @@ ab_status check_float(const char* name, int32_t dtype) {
   return AB_INVALID("%s: got ab_dtype %d, expected float16, bfloat16 or float32", name, dtype);
 }
 
-// Answers with what `bound` computes of sizes that are those of such arrays.
+// Checks the axes of the arrays and writes bound() to *bytes.
 template <class Bound>
-ab_status answer(std::initializer_list<Array> arrays, size_t* bytes, const Bound& bound) {
+ab_status report_bound(std::initializer_list<Array> arrays, size_t* bytes, const Bound& bound) {
   const ScopedIeeeArithmetic ieee;
-  if (bytes == nullptr) return AB_INVALID("bytes: got NULL, expected room for a size");
+  if (bytes == nullptr) return AB_INVALID("bytes: got NULL, expected a pointer to a size_t");
   for (const Array& array : arrays) AB_RETURN_IF_ERROR(check_array(array));
   return report_workspace(bound(), bytes);
 }
@@ -65,47 +65,47 @@ using namespace anabranch;
 extern "C" {
 
 ab_status ab_cuda_statistics_workspace_bound(int64_t T, int64_t B, int64_t E, size_t* bytes) {
-  return cuda::answer({{{"T", T}, {"E", E}}, {{"B", B}, {"E", E}}}, bytes,
-                      [&] { return cuda::most_partials_bytes(T, B, E); });
+  return cuda::report_bound({{{"T", T}, {"E", E}}, {{"B", B}, {"E", E}}}, bytes,
+                            [&] { return cuda::max_partials_bytes(T, B, E); });
 }
 
 ab_status ab_cuda_quantile_workspace_bound(int64_t T, size_t* bytes) {
-  return cuda::answer({{{"T", T}}}, bytes, [&] { return cuda::token_scale_bytes(T); });
+  return cuda::report_bound({{{"T", T}}}, bytes, [&] { return cuda::token_scale_bytes(T); });
 }
 
 ab_status ab_cuda_plan_workspace_bound(int64_t slots, int64_t E, size_t* bytes) {
-  return cuda::answer({{{"slots", slots}}, {{"E", E}}}, bytes,
-                      [&] { return cuda::plan_bytes(cuda::SlotBlocks(slots, E), E); });
+  return cuda::report_bound({{{"slots", slots}}, {{"E", E}}}, bytes,
+                            [&] { return cuda::plan_bytes(cuda::SlotBlocks(slots, E), E); });
 }
 
 ab_status ab_cuda_sort_chunks_workspace_bound(int64_t S, size_t* bytes) {
-  return cuda::answer({{{"S", S}}}, bytes, [&] { return cuda::sort_chunks_bytes(S); });
+  return cuda::report_bound({{{"S", S}}}, bytes, [&] { return cuda::sort_chunks_bytes(S); });
 }
 
 ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype,
                                                     int32_t d_y_dtype, size_t* bytes) {
   AB_RETURN_IF_ERROR(cuda::check_float("x_dtype", x_dtype));
   AB_RETURN_IF_ERROR(cuda::check_float("d_y_dtype", d_y_dtype));
-  return cuda::answer({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes,
-                      [&] { return cuda::weight_gradient_bound(R, E, D, N, x_dtype, d_y_dtype); });
+  return cuda::report_bound({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes,
+                            [&] { return cuda::weight_gradient_bound(R, E, D, N, x_dtype, d_y_dtype); });
 }
 
 ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t backward,
                                                          int32_t dtype, size_t* bytes) {
   const bool fp8 = dtype == AB_FLOAT8_E4M3;
   if (!fp8) AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
-  return cuda::answer({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes, [&] {
+  return cuda::report_bound({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes, [&] {
     return cuda::rows_bytes(R, cuda::combined_columns(R, E, N, D, backward != 0, fp8), fp8 ? AB_BFLOAT16 : dtype);
   });
 }
 
 ab_status ab_cuda_fp8_rows_workspace_bound(int64_t R, int64_t D, size_t* bytes) {
-  return cuda::answer({{{"R", R}, {"D", D}}}, bytes, [&] { return cuda::fp8_rows_bytes(R, D); });
+  return cuda::report_bound({{{"R", R}, {"D", D}}}, bytes, [&] { return cuda::fp8_rows_bytes(R, D); });
 }
 
 ab_status ab_cuda_expert_ffn_forward_workspace_bound(int64_t R, int64_t F, int32_t dtype, size_t* bytes) {
   AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
-  return cuda::answer({{{"R", R}, {"F", F}}}, bytes, [&] { return cuda::rows_bytes(R, F, dtype); });
+  return cuda::report_bound({{{"R", R}, {"F", F}}}, bytes, [&] { return cuda::rows_bytes(R, F, dtype); });
 }
 
 ab_status ab_cuda_expert_ffn_backward_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t P, int64_t F,
@@ -115,13 +115,13 @@ ab_status ab_cuda_expert_ffn_backward_workspace_bound(int64_t R, int64_t E, int6
   constexpr int32_t kNeeds =
       AB_CUDA_NEED_WEIGHTED_A | AB_CUDA_NEED_D_WEIGHTS | AB_CUDA_NEED_D_W_OUT | AB_CUDA_NEED_D_W_IN;
   if ((needs & ~kNeeds) != 0) return AB_INVALID("needs: got %d, expected 0 to %d", needs, kNeeds);
-  return cuda::answer(
+  return cuda::report_bound(
       {{{"R", R}, {"D", D}}, {{"R", R}, {"P", P}, {"F", F}}, {{"E", E}, {"D", D}, {"P", P}, {"F", F}}}, bytes, [&] {
         const int64_t N = P * F;
         Workspace workspace;
         if ((needs & AB_CUDA_NEED_WEIGHTED_A) != 0) workspace.take_rows(R, F, dtype);
         if (d_dtype != dtype) workspace.take_rows(R, D, dtype);
-        size_t step = 0;  // the largest; they come one after the other
+        size_t step = 0;  // the largest step: steps run one after the other
         if ((needs & AB_CUDA_NEED_D_WEIGHTS) != 0) step = cuda::dots_bytes(R, F);
         if ((needs & AB_CUDA_NEED_D_W_OUT) != 0) {
           step = std::max({step, cuda::weight_gradient_bytes(R, E, F, D), cuda::bias_gradient_bytes(R, E, D)});

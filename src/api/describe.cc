@@ -1,4 +1,4 @@
-// Version and description of this build.
+// The version and the description of this build.
 #include <cstdio>
 
 #include "anabranch/types.h"

@@ -91,11 +91,11 @@ ab_status check_moe_aux_loss(const ab_moe_aux_loss_args* args, MoeAuxLoss* op) {
     return AB_INVALID("num_experts: got %d, expected a divisor of the %lld columns of probs (or 0: all of them)",
                       args->num_experts, static_cast<long long>(C));
   }
-  op->of_sums.E = C;
-  op->of_sums.coeff_per_topk = static_cast<double>(args->coeff) * static_cast<double>(E) / args->topk;
-  op->of_sums.tokens_per_expert = counts(args->tokens_per_expert);
-  op->of_sums.num_tokens = counts(args->num_tokens);
-  op->of_sums.T = T;
+  op->column_loss.E = C;
+  op->column_loss.coeff_per_topk = static_cast<double>(args->coeff) * static_cast<double>(E) / args->topk;
+  op->column_loss.tokens_per_expert = counts(args->tokens_per_expert);
+  op->column_loss.num_tokens = counts(args->num_tokens);
+  op->column_loss.T = T;
   op->probs = data<const void>(args->probs);
   op->probs_dtype = args->probs == nullptr ? 0 : args->probs->dtype;
   op->d_loss = counts(args->d_loss);
@@ -107,7 +107,8 @@ ab_status check_moe_aux_loss(const ab_moe_aux_loss_args* args, MoeAuxLoss* op) {
 
 namespace {
 
-// sum[b, e] = sum over the blocks of sequence b, in order, of partial[block, e]; a strip of columns at a time.
+// sum[b, e] = sum over the blocks of sequence b, in order, of partial[block, e]. Processes a strip of columns at a
+// time.
 template <class Total, class T>
 void add_blocks(const T* partial, const TokenBlocks& blocks, int64_t E, T* sum) {
   constexpr int64_t kStrip = 64;

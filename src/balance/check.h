@@ -1,4 +1,4 @@
-// What the statistics of the router and of the load balance have in common: [E], or [B, E] with one row a sequence.
+// Common code for the statistics of the router and of the load balance: [E], or [B, E] with one row per sequence.
 #pragma once
 
 #include "balance/token_blocks.h"
@@ -6,14 +6,14 @@
 
 namespace anabranch {
 
-// Checks a tensor of statistics over T tokens; *sequences becomes B (1 for a tensor [E]).
+// Checks a tensor of statistics over T tokens. Sets *sequences to B, or to 1 for a tensor [E].
 ab_status check_statistics(const char* name, const ab_tensor* tensor, Dtypes dtypes, int64_t T, int64_t E,
                            int64_t* sequences);
 
 // sum[b, e] = sum over the blocks of sequence b, in order and in float64, of partial[block, e].
 void add_block_sums(const float* partial, const TokenBlocks& blocks, int64_t E, float* sum);
 
-// The same for counts, which are exact.
+// As add_block_sums, for int32 counts, which are exact.
 void add_block_counts(const int32_t* partial, const TokenBlocks& blocks, int64_t E, int32_t* sum);
 
 }  // namespace anabranch

@@ -1,4 +1,4 @@
-// Numbers that a caller counted, in whatever dtype.
+// Counts given by a caller, in any count dtype.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// ab_cuda_load_balance_loss: one block, a fixed order of additions.
+// ab_cuda_load_balance_loss: one block, which adds in a fixed order.
 #include "balance/loss.cuh"
 
 #include "anabranch/cuda.h"

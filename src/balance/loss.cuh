@@ -1,4 +1,4 @@
-// The load-balancing loss on the device.
+// Launches the load-balancing loss on the device.
 #pragma once
 
 #include <cuda_runtime.h>

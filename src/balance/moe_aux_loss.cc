@@ -1,5 +1,5 @@
-// ab_moe_aux_loss: column sums of the scores as ab_score_sum has them, then their loss; every row of the gradient is
-// the same.
+// ab_moe_aux_loss: column sums of the scores, computed as by ab_score_sum, then their loss. All rows of the gradient
+// are equal.
 #include <cstring>
 
 #include "balance/check.h"
@@ -14,7 +14,7 @@ namespace {
 
 struct Workspace {
   TokenBlocks blocks;
-  int64_t sums;  // floats: those of each block, then of all tokens
+  int64_t sums;  // number of floats: the sums of each block, then those of all tokens
   size_t bytes;
 
   explicit Workspace(const MoeAuxLoss& op)
@@ -23,7 +23,7 @@ struct Workspace {
         bytes(static_cast<size_t>(sums + (op.d_probs == nullptr ? 0 : op.C)) * sizeof(float)) {}
 };
 
-// sum[c] = sum over t of probs[t, c], by way of the sums of blocks.
+// sum[c] = sum over t of probs[t, c], computed from the sums of blocks of tokens.
 void add_columns(const MoeAuxLoss& op, const TokenBlocks& blocks, int threads, float* partial, float* sum) {
   const int64_t row_bytes = op.C * dtype_size(op.probs_dtype);
   const ScoreSumKernels& kernels = AB_SELECT_ISA(kScoreSum);
@@ -37,10 +37,10 @@ void add_columns(const MoeAuxLoss& op, const TokenBlocks& blocks, int threads, f
 
 void write_gradient(const MoeAuxLoss& op, const TokenBlocks& blocks, int threads, void* row) {
   const double d_loss = op.d_loss.data == nullptr ? 1.0 : count_at(op.d_loss, 0);
-  const double factor = loss_factor(op.of_sums, 0);
+  const double factor = loss_factor(op.column_loss, 0);
   with_float_type(op.d_probs_dtype, [&]<class T>(T) {
     for (int64_t c = 0; c < op.C; ++c) {
-      const double gradient = factor != 0.0 ? d_loss * loss_gradient(op.of_sums, factor, c) : 0.0;
+      const double gradient = factor != 0.0 ? d_loss * loss_gradient(op.column_loss, factor, c) : 0.0;
       static_cast<T*>(row)[c] = from_float<T>(static_cast<float>(gradient));
     }
   });
@@ -80,9 +80,9 @@ ab_status ab_moe_aux_loss(const ab_moe_aux_loss_args* args, const ab_exec* exec)
   if (op.loss != nullptr) {
     float* const sum = memory + workspace.blocks.count() * op.C;
     add_columns(op, workspace.blocks, threads, memory, sum);
-    op.of_sums.score_sum = sum;
-    op.of_sums.loss = op.loss;
-    load_balance_loss(op.of_sums);
+    op.column_loss.score_sum = sum;
+    op.column_loss.loss = op.loss;
+    load_balance_loss(op.column_loss);
   }
   if (op.d_probs != nullptr) write_gradient(op, workspace.blocks, threads, memory + workspace.sums);
   return ok();

@@ -1,5 +1,5 @@
-// ab_cuda_moe_aux_loss: column sums of the scores as ab_cuda_score_sum has them, then their loss; every row of the
-// gradient is the same.
+// ab_cuda_moe_aux_loss: column sums of the scores, computed as by ab_cuda_score_sum, then their loss. All rows of the
+// gradient are equal.
 #include "anabranch/cuda.h"
 #include "balance/loss.cuh"
 #include "balance/score_sum.cuh"
@@ -11,17 +11,17 @@ namespace anabranch::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRows = 64;  // of a block
+constexpr int kRows = 64;  // rows per block
 
-// A thread writes a column of the block's rows.
+// Each thread writes one column of the block's rows.
 __global__ void __launch_bounds__(kThreads) gradient_kernel(const MoeAuxLoss op, int64_t strips) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int64_t c = blockIdx.x % strips * kThreads + threadIdx.x;
   if (c >= op.C) return;
   const double d_loss = op.d_loss.data == nullptr ? 1.0 : count_at(op.d_loss, 0);
-  const double factor = loss_factor(op.of_sums, 0);
-  const auto gradient = static_cast<float>(factor != 0.0 ? d_loss * loss_gradient(op.of_sums, factor, c) : 0.0);
+  const double factor = loss_factor(op.column_loss, 0);
+  const auto gradient = static_cast<float>(factor != 0.0 ? d_loss * loss_gradient(op.column_loss, factor, c) : 0.0);
   const int64_t begin = blockIdx.x / strips * kRows;
   const int64_t end = begin + kRows < op.T ? begin + kRows : op.T;
   with_float_type(op.d_probs_dtype, [&]<class T>(T) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) gradient_kernel(const MoeAuxLoss op,
   });
 }
 
-// A checked call; its workspace holds the sums of columns, and then those of blocks of tokens.
+// Checks a call and divides its workspace: the column sums, then the sums of blocks of tokens.
 ab_status prepare(const ab_moe_aux_loss_args* args, void* workspace, MoeAuxLoss* op, ColumnSums* sums, size_t* bytes) {
   AB_RETURN_IF_ERROR(check_moe_aux_loss(args, op));
   *bytes = 0;
@@ -42,10 +42,10 @@ ab_status prepare(const ab_moe_aux_loss_args* args, void* workspace, MoeAuxLoss*
   sums->scores = op->probs;
   sums->dtype = op->probs_dtype;
   sums->E = op->C;
-  sums->sum = memory == nullptr ? op->loss : reinterpret_cast<float*>(memory);  // in a query any address
+  sums->sum = memory == nullptr ? op->loss : reinterpret_cast<float*>(memory);  // any address for a query
   AB_RETURN_IF_ERROR(prepare_column_sums(op->T, 1, memory == nullptr ? nullptr : memory + own, sums, bytes));
-  op->of_sums.score_sum = sums->sum;
-  op->of_sums.loss = op->loss;
+  op->column_loss.score_sum = sums->sum;
+  op->column_loss.loss = op->loss;
   *bytes += own;
   return ok();
 }
@@ -74,8 +74,8 @@ ab_status ab_cuda_moe_aux_loss(const ab_moe_aux_loss_args* args, const ab_exec* 
   const cudaStream_t stream = cuda::stream_of(exec);
   if (op.loss != nullptr) {
     if (op.C > 0) AB_RETURN_IF_ERROR(cuda::launch_column_sums(sums, stream));
-    op.of_sums.loss = op.loss;
-    AB_RETURN_IF_ERROR(cuda::launch_load_balance_loss(op.of_sums, stream));
+    op.column_loss.loss = op.loss;
+    AB_RETURN_IF_ERROR(cuda::launch_load_balance_loss(op.column_loss, stream));
   }
   if (op.d_probs == nullptr) return ok();
   const int64_t strips = (op.C + cuda::kThreads - 1) / cuda::kThreads;

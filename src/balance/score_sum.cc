@@ -52,7 +52,7 @@ ab_status ab_score_sum(const ab_score_sum_args* args, const ab_exec* exec) {
   const char* scores = data<const char>(args->scores);
   const int64_t row_bytes = op.E * dtype_size(args->scores->dtype);
   const ScoreSumKernels& kernels = AB_SELECT_ISA(kScoreSum);
-  if (op.E == 0) return ok();  // however many tokens and sequences there are of nothing
+  if (op.E == 0) return ok();  // without experts, the numbers of tokens and sequences are unlimited
   parallel_for(num_threads(exec), op.blocks.count(), [&](int64_t block, int) {
     const int64_t begin = op.blocks.begin(block);
     kernels.add_rows(scores + begin * row_bytes, args->scores->dtype, op.blocks.end(block) - begin, op.E,

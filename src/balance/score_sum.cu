@@ -1,5 +1,5 @@
-// ab_cuda_score_sum: column sums of dense scores. A warp takes rows in turns and keeps its sums in shared memory, a
-// column a lane; warps and then blocks are added up in order.
+// ab_cuda_score_sum: column sums of dense scores. Warps process rows in turn and accumulate sums in shared memory, one
+// column per lane. The sums of the warps, and then those of the blocks, are added in order.
 #include "anabranch/cuda.h"
 #include "balance/check.h"
 #include "balance/score_sum.cuh"
@@ -47,7 +47,7 @@ ab_status prepare_column_sums(int64_t T, int64_t sequences, void* workspace, Col
 }
 
 ab_status launch_column_sums(const ColumnSums& call, cudaStream_t stream) {
-  if (call.E == 0) return ok();  // not a block per sequence, of which there may be 2^31
+  if (call.E == 0) return ok();  // avoids one block per sequence, of which there may be 2^31
   AB_RETURN_IF_ERROR(launch("score_sum", score_sum_kernel,
                             {call.tiles.count(), call.warps * kWarp, call.shared_bytes(), stream, true}, call));
   return add_partials(call.tiles, call.E, call.partials, nullptr, call.sum, stream);

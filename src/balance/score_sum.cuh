@@ -24,7 +24,7 @@ struct ColumnSums {
   size_t shared_bytes() const { return static_cast<size_t>(warps * E) * sizeof(float); }
 };
 
-// How `call`, which says scores, dtype, E and sum, is launched; `bytes` of the workspace are its own.
+// Completes `call`, whose scores, dtype, E and sum are set, for a launch. *bytes is the size of its workspace.
 ab_status prepare_column_sums(int64_t T, int64_t sequences, void* workspace, ColumnSums* call, size_t* bytes);
 
 ab_status launch_column_sums(const ColumnSums& call, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Column sums of one block of rows, for each instruction set.
+// Column sums of one block of rows, one kernel per instruction set.
 #pragma once
 
 #include <cstdint>

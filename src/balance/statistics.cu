@@ -3,23 +3,25 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kMostWarps = 32;
-constexpr int kColumns = 8;              // of a block: one sector of 32 bytes of a row
-constexpr int kRows = kWarp / kColumns;  // that a warp reads at once
+constexpr int kMaxWarps = 32;
+constexpr int kColumns = 8;              // per block: one 32-byte sector of a row
+constexpr int kRows = kWarp / kColumns;  // rows that a warp reads at once
 
-// Sums 8 columns of `blocks` rows: every thread its rows in turns, then the threads of a column, of a warp and of all.
+// Sums 8 columns of `blocks` rows: each thread sums every n-th row; then the sums are reduced over the lanes of a
+// column, and over the warps.
 template <class Total, class T>
 __device__ void add_columns(const T* partial, unsigned blocks, unsigned E, unsigned column, Total* shared, T* out) {
   const auto warps = static_cast<unsigned>(blockDim.x) / kWarp;
   const auto lane = static_cast<unsigned>(lane_index());
   Total total = 0;
   const unsigned first = static_cast<unsigned>(warp_index()) * kRows + lane / kColumns;
-  const T* of_row = partial + static_cast<int64_t>(first) * E + column;
+  const T* element = partial + static_cast<int64_t>(first) * E + column;
   const int64_t step = static_cast<int64_t>(warps * kRows) * E;
   wait_for_previous_kernel();
   if (column < E) {
 #pragma unroll 4
-    for (unsigned row = first; row < blocks; row += warps * kRows, of_row += step) total += static_cast<Total>(*of_row);
+    for (unsigned row = first; row < blocks; row += warps * kRows, element += step)
+      total += static_cast<Total>(*element);
   }
   const auto add_rows = [&] {
 #pragma unroll
@@ -33,7 +35,7 @@ __device__ void add_columns(const T* partial, unsigned blocks, unsigned E, unsig
   if (warp_index() != 0) return;
   total = 0;
 #pragma unroll
-  for (unsigned turn = 0; turn < kMostWarps / kRows; ++turn) {
+  for (unsigned turn = 0; turn < kMaxWarps / kRows; ++turn) {
     const unsigned warp = lane / kColumns + turn * kRows;
     if (warp < warps) total += shared[warp * kColumns + lane % kColumns];
   }
@@ -41,11 +43,11 @@ __device__ void add_columns(const T* partial, unsigned blocks, unsigned E, unsig
   if (lane < kColumns && column < E) out[column] = static_cast<T>(total);
 }
 
-// Half of the blocks add counts, if both are wanted. What it takes to find a block's place is done while the kernel
-// before still runs.
-__global__ void __launch_bounds__(kMostWarps* kWarp)
+// If both counts and sums are requested, half of the blocks add counts. A block computes its position while the
+// previous kernel still runs.
+__global__ void __launch_bounds__(kMaxWarps* kWarp)
     add_kernel(Partials partials, unsigned blocks, unsigned E, unsigned strips, int32_t* counts, float* sums) {
-  __shared__ double shared[kMostWarps * kColumns];
+  __shared__ double shared[kMaxWarps * kColumns];
   let_next_kernel_start();
   const bool adds_counts = counts != nullptr && (sums == nullptr || blockIdx.x < gridDim.x / 2);
   const unsigned strip = blockIdx.x - (counts != nullptr && !adds_counts ? gridDim.x / 2 : 0);
@@ -68,7 +70,7 @@ ab_status add_partials(const TokenTiles& tiles, int64_t E, const Partials& parti
   if (tiles.blocks_per_sequence == 1) return ok();
   const int64_t strips = (E + kColumns - 1) / kColumns;
   int warps = 1;
-  while (warps < kMostWarps && warps * kRows * 2 <= tiles.blocks_per_sequence) warps *= 2;
+  while (warps < kMaxWarps && warps * kRows * 2 <= tiles.blocks_per_sequence) warps *= 2;
   const int64_t kinds = counts != nullptr && sums != nullptr ? 2 : 1;
   return launch("statistics", add_kernel, {kinds * tiles.sequences * strips, warps * kWarp, 0, stream, true}, partials,
                 static_cast<unsigned>(tiles.blocks_per_sequence), static_cast<unsigned>(E),

@@ -1,5 +1,5 @@
-// Statistics over tokens: a kernel writes those of each block of tokens, and a second one adds the blocks up in order,
-// so that the sums depend on the shape alone.
+// Statistics over tokens. One kernel writes the statistics of each block of tokens; a second kernel adds the blocks in
+// order, so the result depends on the shape alone.
 #pragma once
 
 #include <cstdint>
@@ -10,13 +10,13 @@
 
 namespace anabranch::cuda {
 
-// Statistics of each block [blocks, E] in a workspace, or the results themselves where a sequence is one block.
+// Statistics [blocks, E] of each block, in a workspace; or the results themselves if each sequence is one block.
 struct Partials {
   int32_t* counts = nullptr;
   float* sums = nullptr;
 };
 
-// Takes the memory off `workspace` (nullptr: only measures); returns its bytes.
+// Places the partials in `workspace` (nullptr: only measures); returns their size in bytes.
 inline size_t place_partials(const TokenTiles& tiles, int64_t E, int32_t* counts, float* sums, void* workspace,
                              Partials* partials) {
   *partials = {counts, sums};
@@ -30,8 +30,8 @@ inline size_t place_partials(const TokenTiles& tiles, int64_t E, int32_t* counts
   return (counts != nullptr ? bytes : 0) + (sums != nullptr ? bytes : 0);
 }
 
-// Adds the blocks of each sequence up: counts [B, E], sums [B, E], float64 on the way. Nothing to do where a sequence
-// is one block; zeros where there is no token.
+// Sums the blocks of each sequence: counts [B, E], sums [B, E], with float64 accumulators. Does nothing if each
+// sequence is one block. Writes zeros if there are no tokens.
 ab_status add_partials(const TokenTiles& tiles, int64_t E, const Partials& partials, int32_t* counts, float* sums,
                        cudaStream_t stream);
 

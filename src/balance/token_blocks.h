@@ -1,5 +1,5 @@
-// Fixed blocks of tokens. Sums over tokens are taken block by block and the blocks added in order, so that they depend
-// on the shape alone and never on the thread count. A block never crosses a sequence.
+// Fixed blocks of tokens. Sums over tokens are computed per block, and the blocks are added in order, so the result
+// depends on the shape alone and never on the number of threads. A block is always within one sequence.
 #pragma once
 
 #include <cstdint>

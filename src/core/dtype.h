@@ -1,6 +1,6 @@
-// float32, bfloat16, float16 and float8_e4m3fn as storage; arithmetic is float32. Written with integer operations so
-// that compilers turn the conversions into vector code on every instruction set. Internal linkage: included by *.isa.cc
-// files.
+// float32, bfloat16, float16 and float8_e4m3fn as storage types; arithmetic is float32. The conversions use integer
+// operations, which compilers vectorise on every instruction set. Everything has internal linkage, because *.isa.cc
+// files include this header.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ AB_INLINE float to_float(float value) { return value; }
 
 AB_INLINE float to_float(BFloat16 value) { return float_from_bits(static_cast<uint32_t>(value.bits) << 16); }
 
-// Exponent and mantissa move into float32's places, which is the value times 2^-112 (denormals included).
+// Shift exponent and mantissa into the fields of float32: the result is the value times 2^-112 (denormals included).
 AB_INLINE float to_float(Float16 value) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -43,7 +43,7 @@ AB_INLINE float to_float(Float16 value) {
 #endif
 }
 
-// Denormals are multiples of 2^-9; others get float32's exponent and have their mantissa moved.
+// Denormals are multiples of 2^-9. For other values rebias the exponent and shift the mantissa.
 AB_INLINE float to_float(Float8E4M3 value) {
   const uint32_t magnitude = value.bits & 0x7fu;
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x80u) << 24;
@@ -61,7 +61,7 @@ AB_INLINE float from_float<float>(float value) {
   return value;
 }
 
-// Round to nearest, ties to even; NaN stays a quiet NaN.
+// Rounds to nearest, ties to even; NaN stays a quiet NaN.
 template <>
 AB_INLINE BFloat16 from_float<BFloat16>(float value) {
 #if defined(__CUDA_ARCH__)
@@ -76,8 +76,8 @@ AB_INLINE BFloat16 from_float<BFloat16>(float value) {
 #endif
 }
 
-// Normal results: rebias and round the 13 bits that go, ties to even. Denormal results: adding 2^-1 lines the mantissa
-// up with float16's last place and rounds in the addition.
+// Normal results: rebias and round away 13 bits, ties to even. Denormal results: adding 2^-1 aligns the mantissa with
+// the last bit of float16, and the addition rounds.
 template <>
 AB_INLINE Float16 from_float<Float16>(float value) {
 #if defined(__CUDA_ARCH__)
@@ -96,8 +96,8 @@ AB_INLINE Float16 from_float<Float16>(float value) {
 #endif
 }
 
-// As float16's, with 20 bits that go and a last place of 2^-9 in denormal results. What is above 448 becomes that, as
-// GPUs convert; NaN becomes 0x7f.
+// As for float16, but rounds away 20 bits, and denormal results are multiples of 2^-9. Values above 448 saturate to
+// 448, as on GPUs; NaN becomes 0x7f.
 template <>
 AB_INLINE Float8E4M3 from_float<Float8E4M3>(float value) {
   const uint32_t bits = bits_of(value);
@@ -110,7 +110,7 @@ AB_INLINE Float8E4M3 from_float<Float8E4M3>(float value) {
   return {static_cast<uint8_t>(magnitude > 0x7f800000u ? 0x7fu : finite)};
 }
 
-// Calls f(T{}) with the C++ type of a float dtype that has been checked, e4m3 apart.
+// Calls f(T{}) with the C++ type of a checked float dtype, which must not be e4m3.
 template <class F>
 AB_INLINE auto with_float_type(int32_t dtype, F&& f) {
   switch (dtype) {

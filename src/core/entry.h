@@ -1,4 +1,4 @@
-// The head of every function of the C interface.
+// The common prologue of all functions of the C interface.
 #pragma once
 
 #include "core/ieee.h"
@@ -8,8 +8,8 @@
 
 namespace anabranch {
 
-// Takes both structs as this library knows them and checks what all operations share. Until it goes out of scope,
-// arithmetic is IEEE on the calling thread.
+// Copies both structs into the current layout and makes the checks that all operations share. Sets IEEE arithmetic on
+// the calling thread for its lifetime.
 template <class Args>
 class Entry {
  public:
@@ -22,7 +22,8 @@ class Entry {
     *exec = &exec_;
   }
   Entry(const Args** args, const ab_exec** exec, const size_t* bytes) : Entry(args, exec) {
-    if (status_.code == AB_OK && bytes == nullptr) status_ = AB_INVALID("bytes: got NULL, expected room for a size");
+    if (status_.code == AB_OK && bytes == nullptr)
+      status_ = AB_INVALID("bytes: got NULL, expected a pointer to a size_t");
   }
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
@@ -36,9 +37,9 @@ class Entry {
   ab_status status_;
 };
 
-// The first line of ab_OPERATION(args, exec), and of its query for a workspace. From there on both pointers name copies
-// of the structs, and exec is not NULL. Nothing may throw: an exception has no way out of a C function, so what throws
-// is caught where it is called.
+// The first line of ab_OPERATION(args, exec) and of its workspace query. Afterwards both pointers refer to copies of
+// the structs, and exec is not NULL. Nothing may throw past this function: an exception must not leave a C function, so
+// callees that may throw are wrapped where they are called.
 #define AB_ENTER(args, exec)                            \
   const ::anabranch::Entry ab_entry_(&(args), &(exec)); \
   AB_RETURN_IF_ERROR(ab_entry_.status())

@@ -9,13 +9,13 @@
 
 namespace anabranch {
 
-// The elements of a tensor of floats, one by one, in float32; ones without a tensor.
+// The elements of a float tensor, one by one, in float32; without a tensor every element is 1.
 struct Floats {
   void* data = nullptr;
   int32_t dtype = 0;
 
   Floats() = default;
-  AB_INLINE Floats(void* elements, int32_t their_dtype) : data(elements), dtype(their_dtype) {}
+  AB_INLINE Floats(void* elements, int32_t element_dtype) : data(elements), dtype(element_dtype) {}
   explicit Floats(const ab_tensor* tensor) {
     if (tensor == nullptr) return;
     data = tensor->data;

@@ -1,8 +1,7 @@
-// IEEE arithmetic (denormals kept, round to nearest), whatever the calling framework has set for its own threads: XLA
-// flushes denormals on the thread that calls us. The rule: arithmetic is IEEE everywhere in the library. Two places
-// keep it: every function of the C interface opens a scope for its caller's thread (entry.h), and parallel_for one for
-// each thread that it starts (threads.h). Native bfloat16 instructions ignore these settings and always flush
-// denormals.
+// IEEE arithmetic (denormals are preserved, rounding is to nearest), whatever modes the calling framework has set: XLA
+// flushes denormals on the thread that calls this library. Arithmetic is IEEE everywhere in the library. Two places
+// ensure it: every function of the C interface opens a scope on its caller's thread (entry.h), and parallel_for on each
+// thread that it uses (threads.h). Native bfloat16 instructions ignore these modes and always flush denormals.
 #pragma once
 
 #include <cfenv>

@@ -1,4 +1,4 @@
-// AB_INLINE: small functions that are inlined always, and compiled for host and device where the compiler knows both.
+// AB_INLINE marks small functions that are always inlined. A CUDA compiler compiles them for host and device.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -24,17 +24,17 @@ Isa best_isa() {
 
 struct Choice {
   Isa isa;
-  ab_status status;  // whether ANABRANCH_ISA could be understood
+  ab_status status;  // an error if the value of ANABRANCH_ISA is unknown
 };
 
 Choice choose_isa() {
   const Isa best = best_isa();
-  const char* wanted = std::getenv("ANABRANCH_ISA");
-  if (wanted == nullptr || wanted[0] == '\0') return {best, ok()};
+  const char* requested = std::getenv("ANABRANCH_ISA");
+  if (requested == nullptr || requested[0] == '\0') return {best, ok()};
   for (const Isa candidate : {Isa::baseline, Isa::avx2, Isa::avx512}) {
-    if (std::strcmp(wanted, isa_name(candidate)) == 0) return {std::min(candidate, best), ok()};
+    if (std::strcmp(requested, isa_name(candidate)) == 0) return {std::min(candidate, best), ok()};
   }
-  return {best, error(AB_UNSUPPORTED, "ANABRANCH_ISA: got %s, expected baseline, avx2, avx512 or nothing", wanted)};
+  return {best, error(AB_UNSUPPORTED, "ANABRANCH_ISA: got %s, expected baseline, avx2, avx512 or nothing", requested)};
 }
 
 const Choice& choice() {

@@ -1,9 +1,9 @@
-// Run-time choice of vector instructions.
+// Run-time selection of the instruction set.
 //
-// A file NAME.isa.cc is compiled once for each instruction set, with AB_ISA naming it: baseline (what the target always
-// has), avx2 (with FMA and F16C), avx512 (F, BW, DQ, VL). Everything in it lives in namespace anabranch::AB_ISA or has
-// internal linkage: an inline function with external linkage could be merged into the baseline by the linker and fault
-// there (a test reads the symbol tables). It exports one table of functions, picked at run time by
+// A file NAME.isa.cc is compiled once per instruction set, with AB_ISA set to its name: baseline (what the target
+// always has), avx2 (with FMA and F16C), avx512 (F, BW, DQ, VL). Everything in it is in namespace anabranch::AB_ISA or
+// has internal linkage: the linker could merge an inline function with external linkage into the baseline, where it
+// would fault (a test reads the symbol tables). The file exports one table of functions, selected at run time by
 //
 //     const Kernels& kernels = AB_SELECT_ISA(kKernels);
 #pragma once
@@ -14,11 +14,11 @@ namespace anabranch {
 
 enum class Isa { baseline = 0, avx2 = 1, avx512 = 2 };
 
-// The best set that this machine has, up to the one that the environment variable ANABRANCH_ISA names (baseline, avx2,
-// avx512); read once.
+// The best set that this machine supports, limited by the environment variable ANABRANCH_ISA (baseline, avx2, avx512);
+// read once.
 Isa isa();
 
-// Refuses every other name there.
+// An error if the value of ANABRANCH_ISA is unknown.
 ab_status check_isa();
 
 const char* isa_name(Isa isa);

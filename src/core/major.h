@@ -3,7 +3,7 @@
 
 namespace anabranch::cuda {
 
-// k: the one that is summed; mn: that of the result's rows or columns.
+// k: the contraction; mn: the rows or columns of the result.
 enum class Major { k, mn };
 
 }  // namespace anabranch::cuda

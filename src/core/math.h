@@ -1,7 +1,7 @@
-// exp, log, log1p and tanh in float32 without branches or tables, so that a loop over them becomes vector code on every
-// instruction set. Machines with a fused multiply-add (AVX2 and AVX-512 alike, not baseline x86-64) give the same bits.
-// Measured error: exp and log at most 1.01 ulp, log1p_ratio 1.4 ulp, tanh 2 ulp. Internal linkage: included by *.isa.cc
-// files.
+// exp, log, log1p and tanh in float32 without branches or tables, so that compilers vectorise loops over them on every
+// instruction set. Machines with a fused multiply-add (AVX2 and AVX-512, but not baseline x86-64) compute the same
+// bits. Measured error: exp and log at most 1.01 ulp, log1p_ratio 1.4 ulp, tanh 2 ulp. Everything has internal linkage,
+// because *.isa.cc files include this header.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace anabranch {
 namespace {
 
-// a b + c, in one rounding where the machine does that in one instruction.
+// a b + c, rounded once if the machine has a fused multiply-add.
 AB_INLINE float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA) || defined(__CUDACC__)
   return __builtin_fmaf(a, b, c);
@@ -20,7 +20,7 @@ AB_INLINE float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// 1 / x and sqrt(x) to 1 ulp, x normal.
+// 1 / x and sqrt(x) to 1 ulp, for normal x.
 AB_INLINE float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float r;
@@ -40,20 +40,20 @@ AB_INLINE float square_root(float x) {
 #endif
 }
 
-// a if so, else b, without a branch around what b takes: lanes seldom agree.
-AB_INLINE float choose(bool so, float a, float b) {
+// so ? a : b, without a branch around the operands: lanes seldom agree.
+AB_INLINE float choose(bool condition, float a, float b) {
 #if defined(__CUDA_ARCH__)
   float r;
   asm("{.reg .pred p; setp.ne.s32 p, %3, 0; selp.f32 %0, %1, %2, p;}"
       : "=f"(r)
-      : "f"(a), "f"(b), "r"(static_cast<int>(so)));
+      : "f"(a), "f"(b), "r"(static_cast<int>(condition)));
   return r;
 #else
-  return so ? a : b;
+  return condition ? a : b;
 #endif
 }
 
-// The smaller and the larger of x and a bound; NaN stays NaN.
+// min(x, bound) and max(x, bound); NaN stays NaN.
 AB_INLINE float at_most(float x, float bound) { return x > bound ? bound : x; }
 AB_INLINE float at_least(float x, float bound) { return x < bound ? bound : x; }
 
@@ -66,14 +66,14 @@ __device__ __forceinline__ float exp2_flushed_f32(float x) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
-#else  // an emulated GPU
+#else  // emulated GPU
   const float r = __builtin_exp2f(x);
   return r < 0x1p-126f ? 0.0f : r;
 #endif
 }
 #endif
 
-constexpr float kLn2High = 0x1.62e4p-1f;  // ln 2 to 15 bits: products with an exponent are exact
+constexpr float kLn2High = 0x1.62e4p-1f;  // ln 2 to 15 bits: its products with exponents are exact
 constexpr float kLn2Low = 0x1.7f7d1cp-20f;
 
 // 2^n for -126 <= n <= 127.
@@ -88,7 +88,8 @@ AB_INLINE float exp_near_zero(float r) {
   return 1.0f + multiply_add(r * r, p, r);
 }
 
-// x = n ln 2 + r, |r| <= ln(2)/2, for |x| < 2^20; the last bits of `shifted` hold n, kExponentZero those of n = 0.
+// x = n ln 2 + r, |r| <= ln(2)/2, for |x| < 2^20. The low bits of `shifted` hold n; kExponentZero is the value for n =
+// 0.
 constexpr uint32_t kExponentZero = 0x4b400000u;
 struct ExpArgument {
   float shifted, r;
@@ -101,18 +102,18 @@ AB_INLINE ExpArgument split_exponent(float x) {
 
 // exp(x). Denormal results are rounded once; NaN stays NaN, exp(-inf) = 0.
 AB_INLINE float exp_f32(float x) {
-  const bool vanishes = x < -103.98f;  // below half of the least denormal
+  const bool vanishes = x < -103.98f;  // below half of the smallest denormal
   const ExpArgument a = split_exponent(vanishes ? 0.0f : x > 89.0f ? 89.0f : x);
   const int32_t exponent = static_cast<int32_t>(__builtin_bit_cast(uint32_t, a.shifted) - kExponentZero);
-  const int32_t half = exponent >> 1;  // in two steps: 2^n itself may be out of range
+  const int32_t half = exponent >> 1;  // multiply in two steps: 2^n itself may be out of range
   const float result = exp_near_zero(a.r) * power_of_two(half) * power_of_two(exponent - half);
   return vanishes ? 0.0f : result;
 }
 
-// exp(x) for x <= 88 in fewer steps: 0 below -87.3, where exp leaves the normal numbers. NaN stays NaN.
+// exp(x) for x <= 88 in fewer steps: 0 below -87.3, where the result would be denormal. NaN stays NaN.
 AB_INLINE float exp_flushed_f32(float x) {
 #if defined(__CUDA_ARCH__)
-  return exp2_flushed_f32(x * kLog2E);  // off by 2^-23 (1 + |x|), relatively
+  return exp2_flushed_f32(x * kLog2E);  // relative error 2^-23 (1 + |x|)
 #else
   const ExpArgument a = split_exponent(-88.0f > x ? -88.0f : x);
   const uint32_t biased = __builtin_bit_cast(uint32_t, a.shifted) - (kExponentZero - 127u);  // 0 gives 2^n = 0
@@ -129,7 +130,7 @@ AB_INLINE TanhAt tanh_f32(float x) {
   const float e = exp_flushed_f32(-2.0f * size);
   const float r = reciprocal(1.0f + e);
   const float large = (1.0f - e) * r;
-  // x + x^3 P(x^2) with P minimax to 5e-9, where 1 - e would cancel.
+  // x + x^3 P(x^2) with P minimax to 5e-9, for small |x|, where 1 - e cancels.
   const float s = x * x;
   float p = multiply_add(s, -0x1.75e1ccp-8f, 0x1.52269ap-6f);
   p = multiply_add(s, p, -0x1.b83c5ap-5f);
@@ -156,12 +157,12 @@ AB_INLINE float log1p_near_zero(float y) {
 AB_INLINE float log_f32(float x) {
   const bool denormal = x < 0x1p-126f;
   const uint32_t bits = __builtin_bit_cast(uint32_t, denormal ? x * 0x1p24f : x);
-  const uint32_t from_half = bits - 0x3f3504f3u;  // above the bits of sqrt(1/2): n in the exponent's place
+  const uint32_t from_half = bits - 0x3f3504f3u;  // offset above the bits of sqrt(1/2): n is in the exponent field
   const int32_t exponent = static_cast<int32_t>(from_half) >> 23;
   const float m = __builtin_bit_cast(float, bits - (static_cast<uint32_t>(exponent) << 23));
   const float n = static_cast<float>(exponent - (denormal ? 24 : 0));
   const float result = n * kLn2High + (n * kLn2Low + log1p_near_zero(m - 1.0f));
-  const float special = x == 0.0f ? -__builtin_inff() : x < 0.0f ? __builtin_nanf("") : x;  // the last: +inf, NaN
+  const float special = x == 0.0f ? -__builtin_inff() : x < 0.0f ? __builtin_nanf("") : x;  // x: +inf, NaN
   const bool ordinary = x > 0.0f && x < __builtin_inff();
   return ordinary ? result : special;
 }

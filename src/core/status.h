@@ -1,4 +1,4 @@
-// Statuses with a message, and the macros that pass them on.
+// Statuses with a message, and macros that return them.
 #pragma once
 
 #include "anabranch/types.h"

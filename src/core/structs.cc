@@ -6,11 +6,11 @@
 namespace anabranch {
 namespace {
 
-constexpr size_t kMostBytes = 4096;  // a larger size is an error, and the struct is not read
+constexpr size_t kMaxStructBytes = 4096;  // a struct of a larger size is an error and is not read
 
 bool is_size_of_struct(size_t size, std::span<const size_t> sizes) {
   const size_t known = sizes.back();
-  return size <= known ? std::ranges::find(sizes, size) != sizes.end() : size % 8 == 0 && size <= kMostBytes;
+  return size <= known ? std::ranges::find(sizes, size) != sizes.end() : size % 8 == 0 && size <= kMaxStructBytes;
 }
 
 }  // namespace
@@ -22,7 +22,7 @@ ab_status take_struct(const char* name, const void* given, std::span<const size_
   std::memcpy(&size, given, sizeof(size));
   if (!is_size_of_struct(size, sizes)) {
     return AB_INVALID("%s: got size %zu, expected %zu, %zu as in an older header, or a larger multiple of 8 up to %zu",
-                      name, size, known, sizes.front(), kMostBytes);
+                      name, size, known, sizes.front(), kMaxStructBytes);
   }
   const char* bytes = static_cast<const char*>(given);
   for (size_t i = known; i < size; ++i) {
@@ -44,8 +44,8 @@ ab_status take_exec(const ab_exec* given, ab_exec* to) {
     return ok();
   }
   AB_RETURN_IF_ERROR(take_struct(given, to));
-  if (to->num_threads < 0 || to->num_threads > kMostThreads) {
-    return AB_INVALID("exec: got num_threads %d, expected 0 (the default) to %d", to->num_threads, kMostThreads);
+  if (to->num_threads < 0 || to->num_threads > kMaxThreads) {
+    return AB_INVALID("exec: got num_threads %d, expected 0 (the default) to %d", to->num_threads, kMaxThreads);
   }
   return ok();
 }

@@ -1,5 +1,5 @@
-// Structs of the C interface as callers bring them: compiled against an older header, which knows fewer fields, or a
-// newer one, which knows more.
+// Accepts structs of the C interface that were compiled against an older header, with fewer fields, or a newer one,
+// with more.
 #pragma once
 
 #include <cstddef>
@@ -14,19 +14,19 @@
 
 namespace anabranch {
 
-// Products with a number of threads stay far from the end of int.
-constexpr int kMostThreads = 4096;
+// Multiples of the number of threads stay far below the maximum of int.
+constexpr int kMaxThreads = 4096;
 
-// A struct's name, and its sizes in the headers that callers may have been compiled against: those of the released
-// versions, oldest first, then today's. Fields are only added at the end; those that an older struct lacks are 0, which
-// means that they are not given.
+// The name of a struct, and its sizes in the headers that callers may have been compiled against: the released
+// versions, oldest first, then the current one. Fields are only appended. Fields that an older struct lacks are 0,
+// which means "not given".
 template <class Struct>
 struct StructOf;
 
 #define AB_END_OF(type, field) (offsetof(type, field) + sizeof(decltype(type::field)))
 
-// The last field in version 0.1.0 (of a later struct: in its first release), and today's last field. A last field ends
-// where the struct ends: padding behind it would be uninitialised in older callers, so no later field may lie in it.
+// Names the last field in version 0.1.0 (for a later struct: in its first release) and the current last field. A struct
+// must end with its last field: older callers would leave padding after it uninitialised, so no later field may use it.
 #define AB_STRUCT(type, last_field_0_1_0, last_field)                                                              \
   template <>                                                                                                      \
   struct StructOf<type> {                                                                                          \
@@ -59,9 +59,9 @@ AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, d_out_scales);
 #undef AB_END_OF
 #undef AB_STRUCT
 
-// Copies `given`, whose first field is its size, to the struct at `to`, which has the last of `sizes`. Other sizes that
-// are taken: the released ones before it, whose missing fields become 0, and larger multiples of 8 up to 4096 whose
-// extra bytes are 0.
+// Copies `given`, whose first field is its size, to the struct at `to`, whose size is the last of `sizes`. Accepts
+// other sizes, too: released ones, whose missing fields become 0, and larger multiples of 8 up to 4096 whose extra
+// bytes are 0.
 ab_status take_struct(const char* name, const void* given, std::span<const size_t> sizes, void* to);
 
 template <class Struct>
@@ -70,7 +70,7 @@ ab_status take_struct(const Struct* given, Struct* to) {
   return take_struct(StructOf<Struct>::kName, given, StructOf<Struct>::kSizes, to);
 }
 
-// Copies an ab_exec and checks that its number of threads is one that a machine may have; NULL means the defaults.
+// Copies an ab_exec and checks that its number of threads is in range; NULL means the defaults.
 ab_status take_exec(const ab_exec* given, ab_exec* to);
 
 }  // namespace anabranch

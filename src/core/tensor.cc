@@ -25,7 +25,7 @@ const char* dtype_name(int32_t dtype) {
   }
 }
 
-// Text of a message, cut where it grows too long; takes no memory.
+// The text of a message, truncated to a fixed size; allocates no memory.
 class Text {
  public:
   __attribute__((format(printf, 2, 3))) void add(const char* format, ...) {
@@ -42,7 +42,7 @@ class Text {
   size_t size_ = 0;
 };
 
-// The sizes of its axes, as many as there can be.
+// The sizes of the axes, as far as the rank is valid.
 std::span<const int64_t> axes(const ab_tensor& tensor) {
   return {tensor.shape, static_cast<size_t>(std::clamp(tensor.rank, 0, AB_MAX_RANK))};
 }
@@ -87,11 +87,11 @@ bool has_shape(const ab_tensor& tensor, std::initializer_list<Axis> shape) {
   return true;
 }
 
-// Whether the bytes of a tensor, an axis of no element counted as 1, are those of some memory.
+// Whether the tensor has at most kMaxBytes, counting an axis of size 0 as size 1.
 bool fits_memory(const ab_tensor& tensor) {
   int64_t bytes = dtype_size(tensor.dtype);
   for (const int64_t size : axes(tensor)) {
-    if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes) || bytes > kMostBytes) return false;
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes) || bytes > kMaxBytes) return false;
   }
   return true;
 }
@@ -100,7 +100,7 @@ bool is_empty(const ab_tensor& tensor) {
   return std::ranges::any_of(axes(tensor), [](int64_t size) { return size == 0; });
 }
 
-// Strides of a row-major tensor where none are given.
+// The stride of an axis; row-major if no strides are given.
 int64_t stride_of(const ab_tensor& tensor, int32_t axis) {
   if (tensor.strides != nullptr) return tensor.strides[axis];
   int64_t stride = 1;
@@ -134,7 +134,7 @@ Text order_text(std::initializer_list<Axis> shape, std::span<const Order> orders
   return text;
 }
 
-// All but how it lies in memory.
+// Checks everything except the strides and the memory.
 ab_status check_view(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
   if (tensor == nullptr) return AB_INVALID("%s: got NULL, expected %s", name, expected_text(dtypes, shape).chars());
   const bool known = tensor->dtype >= AB_BOOL && tensor->dtype <= kLastDtype;
@@ -143,7 +143,7 @@ ab_status check_view(const char* name, const ab_tensor* tensor, Dtypes dtypes, s
                       shape_text(*tensor).chars(), expected_text(dtypes, shape).chars());
   }
   if (!fits_memory(*tensor)) {
-    return AB_INVALID("%s: got %s %s, expected axes whose product makes at most 2^56 bytes", name,
+    return AB_INVALID("%s: got %s %s, expected sizes whose product is at most 2^56 bytes", name,
                       dtype_name(tensor->dtype), shape_text(*tensor).chars());
   }
   return ok();
@@ -181,14 +181,14 @@ ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes,
 }
 
 ab_status check_ordered(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape,
-                        std::span<const Order> orders, size_t* found) {
+                        std::span<const Order> orders, size_t* match) {
   AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
-  for (*found = 0; *found < orders.size(); ++*found) {
-    const Order& order = orders[*found];
+  for (*match = 0; *match < orders.size(); ++*match) {
+    const Order& order = orders[*match];
     if (is_in_order(*tensor, order)) return check_memory(name, *tensor);
   }
-  return AB_INVALID("%s: got strides of another order, expected %s in memory as %s", name, shape_text(*tensor).chars(),
-                    order_text(shape, orders).chars());
+  return AB_INVALID("%s: got unsupported strides, expected %s with the memory order %s", name,
+                    shape_text(*tensor).chars(), order_text(shape, orders).chars());
 }
 
 ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
@@ -196,8 +196,8 @@ ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtype
 }
 
 ab_status report_workspace(size_t needed, size_t* bytes) {
-  if (needed > static_cast<size_t>(kMostBytes)) {
-    return error(AB_UNSUPPORTED, "workspace: got sizes that need more than 2^56 bytes of it, expected smaller ones");
+  if (needed > static_cast<size_t>(kMaxBytes)) {
+    return error(AB_UNSUPPORTED, "workspace: got sizes that need more than 2^56 bytes, expected smaller sizes");
   }
   *bytes = needed;
   return ok();

@@ -15,7 +15,7 @@ using Dtypes = uint32_t;
 constexpr Dtypes dtype_bit(ab_dtype dtype) { return 1u << dtype; }
 constexpr Dtypes kFloat32 = dtype_bit(AB_FLOAT32);
 constexpr Dtypes kFloats = dtype_bit(AB_FLOAT32) | dtype_bit(AB_BFLOAT16) | dtype_bit(AB_FLOAT16);
-constexpr Dtypes kE4m3 = dtype_bit(AB_FLOAT8_E4M3);  // not one of kFloats: it has no range without scales
+constexpr Dtypes kE4m3 = dtype_bit(AB_FLOAT8_E4M3);  // not in kFloats: without scales its range is too small
 constexpr Dtypes kInt32 = dtype_bit(AB_INT32);
 constexpr Dtypes kIndices = dtype_bit(AB_INT16) | dtype_bit(AB_INT32) | dtype_bit(AB_INT64);
 constexpr Dtypes kBool = dtype_bit(AB_BOOL);
@@ -23,35 +23,35 @@ constexpr Dtypes kAnyDtype = dtype_bit(AB_BOOL) | dtype_bit(AB_UINT8) | kIndices
 
 int64_t dtype_size(int32_t dtype);
 
-// An axis as the documentation names it; size -1: any.
+// An axis with its name in the documentation; size -1: any.
 struct Axis {
   const char* name;
   int64_t size = -1;
 };
 
-// More than any memory holds. Sizes below it can be added up and multiplied by small numbers without a thought.
-constexpr int64_t kMostBytes = int64_t{1} << 56;
+// More than any memory holds. Sums of sizes below it, and multiples by small factors, do not overflow.
+constexpr int64_t kMaxBytes = int64_t{1} << 56;
 
-// Present or not, an optional tensor must have one of the dtypes and the shape, be contiguous and have memory. Its axes
-// are such that their product, an axis of no element counted as 1, makes at most kMostBytes: so a product of axes of
-// one tensor always fits int64, also of a tensor that needs no memory.
+// The tensor must have one of the dtypes and the shape, be contiguous, and have memory unless it is empty;
+// check_optional() also accepts NULL. The product of its axes, counting an axis of size 0 as size 1, must be at most
+// kMaxBytes, so that a product of axes of one tensor always fits int64, even if the tensor is empty.
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 
-// The axes of a tensor as they stand in memory, without gaps, the outermost first.
+// The axes of a tensor in memory order, outermost first, without gaps.
 struct Order {
   uint8_t axes[AB_MAX_RANK];
 };
 
-// check_tensor() of one that may lie in any of some orders, *found being the first that fits: axes of one element stand
-// anywhere.
+// check_tensor() for a tensor that may have any of several orders; *found is the first one that fits. An axis of size 1
+// fits anywhere.
 ab_status check_ordered(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape,
-                        std::span<const Order> orders, size_t* found);
+                        std::span<const Order> orders, size_t* match);
 
-// The workspace that exec brings against what is needed.
+// Checks the workspace in exec against the required size.
 ab_status check_workspace(const ab_exec* exec, size_t needed);
 
-// Answers a query for what is needed.
+// Returns the required size to a workspace query.
 ab_status report_workspace(size_t needed, size_t* bytes);
 
 template <class T>

@@ -34,7 +34,7 @@ void ThreadPool::start_threads(int count) {
   try {
     for (; num_threads_ < count; ++num_threads_) std::thread(&ThreadPool::help, this).detach();
   } catch (const std::exception&) {
-    return;  // no memory, or the system allows no more threads: the loop runs on fewer
+    return;  // no memory, or no more threads from the system: run the loop on fewer threads
   }
 }
 
@@ -50,11 +50,11 @@ void ThreadPool::help() {
     job.loop.run_indices(thread);
     lock.lock();
     close(job);
-    if (--job.inside == 0) job.left.notify_one();  // under the lock: the caller may return once it is free
+    if (--job.inside == 0) job.left.notify_one();  // notify under the lock: the caller may return once the lock is free
   }
 }
 
-// Lets no more threads join.
+// Lets no more threads join the job.
 void ThreadPool::close(Job& job) {
   if (!job.open) return;
   job.open = false;

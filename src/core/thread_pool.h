@@ -1,4 +1,4 @@
-// A private thread pool: its threads sleep while they have nothing to do, and no caller waits for one that starts late.
+// A private thread pool. Idle threads sleep, and a caller does not wait for threads that start late.
 #pragma once
 
 #include <condition_variable>
@@ -10,12 +10,12 @@ namespace anabranch {
 
 class ThreadPool {
  public:
-  // The one of this process. It is never destroyed: its threads sleep until the process ends.
+  // The pool of this process. It is never destroyed: its threads sleep until the process ends.
   static ThreadPool& instance();
 
-  // Runs the loop on the caller and on up to threads - 1 threads of the pool. Any number of callers may run loops at
-  // once. Returns when all indices are done: the caller takes indices too, and then waits only for threads that are
-  // still inside one.
+  // Runs the loop on the caller and on up to threads - 1 threads of the pool. Any number of callers may run loops
+  // concurrently. Returns when all indices are done: the caller processes indices too, and then waits only for threads
+  // that are still processing one.
   void run(Loop& loop, int threads);
 
  private:

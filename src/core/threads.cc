@@ -17,7 +17,7 @@
 namespace anabranch {
 namespace {
 
-bool forked_child = false;  // written while the child has one thread
+bool forked_child = false;  // written while the child has a single thread
 
 [[gnu::constructor]] void watch_forks() {
   pthread_atfork(nullptr, nullptr, [] { forked_child = true; });
@@ -40,13 +40,14 @@ using Clock = std::chrono::steady_clock;
 
 int64_t now() { return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count(); }
 
-// OpenMP's threads spin for some milliseconds after a region, ours or the framework's, and then start within a
-// microsecond. But a region waits for all its threads. Where another process has taken the processor of one, the region
-// lasts a time slice longer, several milliseconds. The pool's threads start later, and never hold up a loop that way.
+// OpenMP's threads spin for some milliseconds after a region, so a region that follows starts within a microsecond. But
+// a region waits for all its threads. If another process has taken the CPU of one thread, the region takes a time slice
+// longer, several milliseconds. The pool's threads start later, but never delay a loop in that way.
 //
-// A region loses the time that it takes longer than its threads work together: one thread would have been as fast. It
-// was held up if that is more than waking a thread on a calm machine takes. For kPause times the time lost the pool
-// runs all loops, so regions that are held up cost about 1 / kPause of the time at most.
+// The time lost by a region is its duration minus the sum of the work of its threads: if that is positive, one thread
+// would have been as fast. A region was delayed if it lost more than the time that it takes to wake a thread on an idle
+// machine. The pool then runs all loops for kPause times the lost time, so delayed regions cost at most about 1 /
+// kPause of the total time.
 constexpr int64_t kWakeUp = 200'000;  // ns
 constexpr int64_t kPause = 32;
 constexpr int64_t kLongestPause = 1'000'000'000;  // ns
@@ -68,10 +69,10 @@ void run_region(Loop& loop, int threads, int64_t start) {
 
 }  // namespace
 
-int default_threads() { return std::clamp(omp_get_max_threads(), 1, kMostThreads); }
+int default_threads() { return std::clamp(omp_get_max_threads(), 1, kMaxThreads); }
 
 void run_loop(Loop& loop, int threads) {
-  if (omp_get_active_level() >= omp_get_max_active_levels()) return loop.run_indices(0);  // in a region of the caller's
+  if (omp_get_active_level() >= omp_get_max_active_levels()) return loop.run_indices(0);  // in a caller's region
   const int64_t start = now();
   if (start < pause_end) return ThreadPool::instance().run(loop, threads);
   run_region(loop, threads, start);
@@ -80,7 +81,7 @@ void run_loop(Loop& loop, int threads) {
 #else
 
 int default_threads() {
-  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, unsigned{kMostThreads}));
+  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, unsigned{kMaxThreads}));
 }
 
 void run_loop(Loop& loop, int threads) { ThreadPool::instance().run(loop, threads); }

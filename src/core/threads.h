@@ -1,4 +1,4 @@
-// Loops over CPU threads. An index owns what it writes, so results do not depend on which thread runs it.
+// Loops over CPU threads. Each index owns its output, so results do not depend on which thread runs it.
 #pragma once
 
 #include <atomic>
@@ -8,16 +8,16 @@
 
 namespace anabranch {
 
-// Whether this process was forked from one that had loaded the library. A child has none of its parent's threads.
+// Whether this process was forked from a process that had loaded the library. A child has none of its parent's threads.
 bool is_forked_child();
 
-// OpenMP's number of threads, or the number of processors in a build without OpenMP.
+// The number of threads of OpenMP, or the number of CPUs in a build without OpenMP.
 int default_threads();
 
-// Threads that exec asks for.
+// The number of threads that exec requests.
 inline int num_threads(const ab_exec* exec) { return exec->num_threads > 0 ? exec->num_threads : default_threads(); }
 
-// A loop whose indices are taken one at a time, in order, by the threads that run it.
+// A loop whose threads take its indices one at a time, in order.
 class Loop {
  public:
   using Body = void (*)(const void* context, int64_t index, int thread);
@@ -25,7 +25,7 @@ class Loop {
   Loop(int64_t count, Body body, const void* context) : count_(count), body_(body), context_(context) {}
 
   int64_t count() const { return count_; }
-  void run_indices(int thread);  // until none is left
+  void run_indices(int thread);  // until no index is left
 
  private:
   const int64_t count_;
@@ -34,7 +34,7 @@ class Loop {
   std::atomic<int64_t> next_{0};
 };
 
-// Runs all indices of the loop on at most `threads` threads, of which the caller is number 0.
+// Runs all indices of the loop on at most `threads` threads; the caller is thread 0.
 void run_loop(Loop& loop, int threads);
 
 // Calls body(index, thread) once for each 0 <= index < count, in any order, on at most `threads` threads,

@@ -1,4 +1,4 @@
-// Cuts a workspace into arrays. Run once without memory, it tells how much is needed.
+// Divides a workspace into arrays. Without memory it measures the required size.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@ class Workspace {
   explicit Workspace(const ab_exec* exec = nullptr)
       : base_(exec == nullptr ? nullptr : static_cast<char*>(exec->workspace)) {}
 
-  // Room for `count` elements, 64-byte aligned; nullptr when there is no memory or count is 0.
+  // An array of `count` elements, 64-byte aligned; nullptr without memory or if count is 0.
   template <class T>
   T* take(int64_t count) {
     return static_cast<T*>(take_bytes(static_cast<size_t>(count) * sizeof(T)));
   }
 
-  // Room for [rows, columns] of a dtype.
+  // An array [rows, columns] of a dtype.
   void* take_rows(int64_t rows, int64_t columns, int32_t dtype) {
     size_t bytes = 0;
     const bool wraps =
@@ -35,11 +35,11 @@ class Workspace {
     return start;
   }
 
-  // More than kMostBytes where the sizes are too large for any memory.
+  // Larger than kMaxBytes if the sizes exceed any memory.
   size_t size() const { return size_; }
 
  private:
-  static constexpr size_t kTooMuch = static_cast<size_t>(kMostBytes) + 64;
+  static constexpr size_t kTooMuch = static_cast<size_t>(kMaxBytes) + 64;
 
   char* base_;
   size_t size_ = 0;

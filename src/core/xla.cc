@@ -45,7 +45,7 @@ ab_tensor view_of(const ffi::AnyBuffer& buffer) {
   return view;
 }
 
-// Takes the name before the first comma off `names`.
+// Removes the name before the first comma from `names` and returns it.
 std::string_view take_name(std::string_view& names) {
   const size_t comma = names.find(',');
   const std::string_view name = names.substr(0, comma);
@@ -53,7 +53,7 @@ std::string_view take_name(std::string_view& names) {
   return name;
 }
 
-// Lets the axes of `view` stand as `name`'s entry of "NAME:ORDER,..." says; false: the order is none.
+// Reorders the axes of `view` as the entry of `name` in "NAME:ORDER,..." says; false if the order is invalid.
 bool reorder(std::string_view orders, std::string_view name, View* view) {
   while (!orders.empty()) {
     const std::string_view entry = take_name(orders);
@@ -132,7 +132,7 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
     }
   }
   for (const Field& field : fields) {
-    if (field.may_lack && !attributes.contains(field.name)) continue;
+    if (field.optional && !attributes.contains(field.name)) continue;
     if (field.kind == FieldKind::int32) {
       const auto value = attributes.get<int32_t>(field.name);
       if (!value.has_value()) return invalid(std::string("anabranch: no int32 attribute ") + field.name);
@@ -150,8 +150,8 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
 
 namespace {
 
-// Results and workspaces of many MiB come in fresh memory, and zeroing it page by page takes as long as computing what
-// goes there.
+// Large results and workspaces are fresh memory, and zeroing it page by page takes as long as computing the result.
+// Huge pages reduce that cost.
 void prefer_huge_pages(void* memory, size_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t kPage = 4096;
@@ -160,7 +160,7 @@ void prefer_huge_pages(void* memory, size_t bytes) {
   const uintptr_t past_page = reinterpret_cast<uintptr_t>(memory) % kPage;
   char* begin = static_cast<char*>(memory) + (past_page == 0 ? 0 : kPage - past_page);
   const auto size = static_cast<size_t>(static_cast<char*>(memory) + bytes - begin);
-  madvise(begin, size / kPage * kPage, MADV_HUGEPAGE);  // advice: a refusal changes nothing
+  madvise(begin, size / kPage * kPage, MADV_HUGEPAGE);  // only advice: a failure is harmless
 #else
   (void)memory;
   (void)bytes;

@@ -1,10 +1,10 @@
 // Binds a C function to an XLA FFI handler.
 //
-// An operation lists the fields of its args struct once, by name. A call from XLA brings its buffers as variadic
-// operands and results, with two attributes that name them ("operands" and "results", comma-separated), so that any
-// optional tensor may be absent; every option is an attribute of the field's name. A buffer whose axes stand in another
-// order than the operation's has an entry in the attribute "orders", if there is one: "w_in:0312" where axis i of the
-// operation's W_in is axis 0, 3, 1, 2 of the buffer.
+// An operation lists the fields of its args struct once, by name. A call from XLA passes its buffers as variadic
+// operands and results. Two attributes name them ("operands" and "results", comma-separated), so any optional tensor
+// may be absent. Every option is an attribute with the name of its field. A buffer whose axes have another order than
+// those of the operation has an entry in the optional attribute "orders": "w_in:0312" means that axes 0, 1, 2, 3 of the
+// operation's W_in are axes 0, 3, 1, 2 of the buffer.
 #pragma once
 
 #include <cstddef>
@@ -31,10 +31,10 @@ struct Field {
   const char* name;
   size_t offset;
   FieldKind kind;
-  bool may_lack = false;  // an option that older programs do not name: 0 then
+  bool optional = false;  // an option that older programs do not name: 0 then
 };
 
-// The fields of `type` that an operation takes; first and only place where they are listed.
+// The fields of `type` that an operation takes. This is the only place that lists them.
 #define AB_TENSOR(type, name) \
   ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::tensor }
 #define AB_INT32(type, name) \
@@ -42,7 +42,7 @@ struct Field {
 #define AB_FLOAT(type, name) \
   ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::float32 }
 
-// Options that came after 0.1.0: programs that were exported before go on to run.
+// Options added after 0.1.0, so that programs exported earlier still run.
 #define AB_LATER_INT32(type, name) \
   ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::int32, true }
 #define AB_LATER_FLOAT(type, name) \
@@ -50,14 +50,14 @@ struct Field {
 
 constexpr int kMaxBuffers = 28;
 
-// A tensor view with room for its strides.
+// A tensor view with memory for its strides.
 struct View {
   ab_tensor tensor;
   int64_t strides[AB_MAX_RANK];
 };
 
-// Fills the fields of `args` (a zeroed args struct) from one call; `views` gives the tensors room to live. The result
-// named "workspace", if there is one, goes to *workspace.
+// Fills the fields of `args` (a zeroed args struct) from one call; `views` holds the tensors. A result named
+// "workspace" goes to *workspace.
 ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
                   const ffi::Dictionary& attributes, void* args, View (&views)[kMaxBuffers], ab_tensor* workspace);
 
@@ -65,8 +65,8 @@ ffi::Error to_error(const ab_status& status);
 
 #ifdef ANABRANCH_CUDA
 
-// Runs `function` on the stream of the call. Its workspace is the result that is called so: memory of XLA's own, which
-// can be captured in a command buffer.
+// Runs `function` on the stream of the call. Its workspace is the result with that name: XLA owns the memory, so a
+// command buffer can capture the call.
 template <class Args>
 ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*, const ab_exec*), void* stream,
                const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
@@ -82,7 +82,7 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
   return to_error(function(&args, &exec));
 }
 
-// Defines the exported handler of ab_cuda_NAME; the workspace's query is the CPU's.
+// Defines the exported handler of ab_cuda_NAME. Its workspace is a result, so the query is not used.
 #define AB_XLA_HANDLER(name, fields, workspace)                                                               \
   static ::anabranch::xla::ffi::Error name##_run(void* stream, ::anabranch::xla::ffi::RemainingArgs operands, \
                                                  ::anabranch::xla::ffi::RemainingRets results,                \
@@ -100,17 +100,17 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
 
 #else
 
-// Memory for a workspace, 64-byte aligned, to be freed with std::free; nullptr: there is none.
+// Memory for a workspace, 64-byte aligned, to be freed with std::free; nullptr on failure.
 void* allocate(size_t bytes);
 
-// Results come in fresh memory: asks for huge pages where that pays.
+// Results are fresh memory: requests huge pages for large ones.
 void prepare_results(const ffi::RemainingRets& results);
 
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Runs `function` on the CPU with decoded arguments and a workspace of its own; workspace nullptr: it needs none.
+// Runs `function` on the CPU with decoded arguments and a temporary workspace; workspace nullptr: it needs none.
 template <class Args>
 ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*, const ab_exec*),
                std::type_identity_t<ab_status (*)(const Args*, const ab_exec*, size_t*)> workspace,
@@ -119,7 +119,7 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
   Args args{};
   args.size = sizeof(Args);
   View views[kMaxBuffers];
-  ab_tensor unused{};  // a workspace for other platforms
+  ab_tensor unused{};  // the workspace of other platforms
   if (ffi::Error error = decode(fields, operands, results, attributes, &args, views, &unused); error.failure()) {
     return error;
   }

@@ -1,4 +1,4 @@
-// How much work a thread gets.
+// How loops over rows are divided between threads.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,11 @@
 
 namespace anabranch {
 
-// A loop over `count` items that move `bytes_per_item` each, in blocks that are worth a hand-over between threads.
+// A loop over `count` items that move `bytes_per_item` bytes each, in blocks that are large enough to hand to another
+// thread.
 struct Blocks {
   static constexpr int64_t kBytes = 1 << 17;
-  // Some 200 us of copying: less is not worth waking another thread, which may take as long.
+  // About 200 us of copying: waking another thread may take as long.
   static constexpr int64_t kSerialBytes = 1 << 21;
 
   int64_t count;

@@ -35,7 +35,7 @@ ab_status check_combine_backward(const ab_combine_backward_args* args, Spread* s
   AB_RETURN_IF_ERROR(check_optional("d_rows", args->d_rows, kFloats, {{"R", maps.R}, {"D", D}}));
   AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloats, {{"T", maps.T}, {"K", maps.K}}));
   if (args->d_weights != nullptr && args->rows == nullptr) {
-    return AB_INVALID("rows: got NULL, expected the rows that were combined, for d_weights");
+    return AB_INVALID("rows: got NULL together with d_weights, expected the combined rows");
   }
   spread->x = Rows(args->d_out);
   spread->weights = Floats(args->weights);

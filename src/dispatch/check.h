@@ -1,5 +1,5 @@
-// Calls of dispatch, combine, chunk sort and a row_id_map after their checks: everything that can be wrong with them.
-// The plan has its own, plan.h.
+// Checked arguments of dispatch, combine, chunk sort and row_id_map. These functions make all checks of these calls;
+// plan.h has those of the plan.
 #pragma once
 
 #include "anabranch/dispatch.h"
@@ -8,17 +8,17 @@
 
 namespace anabranch {
 
-// Dispatch and the backward pass of combine: both copy every token to the rows of its slots, with or without a weight;
-// the second also takes the product of the token with what stands in the row.
+// Dispatch and the backward pass of combine: both copy each token to the rows of its slots, scaled by a weight if
+// weights are given. The backward pass also computes the dot product of the token and the row.
 struct Spread {
   Maps maps;
   Rows x;           // [T, D]
   Floats weights;   // [T, K]
-  Rows to;          // [R, D]: weights[t, k] * x[t]; no data: not wanted
-  Rows other;       // [R, D], for products
-  Floats products;  // [T, K]: <x[t], other[row]>; no data: not wanted
+  Rows to;          // [R, D]: weights[t, k] * x[t]; NULL data: not requested
+  Rows other;       // [R, D], for the dot products
+  Floats products;  // [T, K]: <x[t], other[row]>; NULL data: not requested
 
-  // Whether rows are bytes that move as they are.
+  // Whether rows are copied bytewise.
   bool copies() const { return weights.data == nullptr && to.dtype == x.dtype; }
 };
 
@@ -27,11 +27,11 @@ ab_status check_combine_backward(const ab_combine_backward_args* args, Spread* s
 
 // out[t] = sum over k of weights[t, k] * rows[row], plus addend[t].
 struct GatherSum {
-  Maps maps;  // without slot_of_row
+  Maps maps;  // slot_of_row is not set
   Rows rows;  // [R, D]
   Floats weights;
   Rows out;     // [T, D]
-  Rows addend;  // [T, D]; no data: zeros
+  Rows addend;  // [T, D]; NULL data: zeros
 };
 
 ab_status check_combine(const ab_combine_args* args, GatherSum* sum);
@@ -52,9 +52,9 @@ ab_status check_sort_chunks(const ab_sort_chunks_args* args, ChunkSort* sort);
 struct RowIdMap {
   const int32_t* ids = nullptr;      // [T, 2E+1]
   const int32_t* padding = nullptr;  // [E], or nullptr: zeros
-  Maps maps;                         // a slot for every pair: K = E
+  Maps maps;                         // one slot per (token, expert) pair: K = E
 
-  // The row of a token's entry, padding included; -1 where it names none.
+  // The row of an entry, padding included; -1 if it names no row.
   AB_INLINE int32_t row(int32_t id, int32_t expert) const {
     const int64_t row = int64_t{id} + (padding == nullptr ? 0 : padding[expert]);
     return id >= 0 && row >= 0 && row < maps.R ? static_cast<int32_t>(row) : -1;

@@ -1,5 +1,5 @@
-// How the columns of a row fall to warps: a warp takes four vectors a lane, its lanes side by side, so 2 KiB of
-// rows that can be accessed 16 bytes at a time.
+// How the columns of a row are distributed over warps: a warp processes four vectors per lane, interleaved over its
+// lanes. That is 2 KiB of a row with 16-byte accesses.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace anabranch::cuda {
 
-// A block of warps that take a part of a row each.
+// A block whose warps each process one part of a row.
 struct PartsBlock {
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * kWarp;
 };
 
-// Part `part` of a row of `width` elements, as one lane sees it: its vectors stand kStep elements apart.
+// Part `part` of a row of `width` elements, from the view of one lane: its vectors are kStep elements apart.
 template <int N>
 struct Columns {
   static constexpr int kVectors = 4;
@@ -26,23 +26,25 @@ struct Columns {
   static constexpr int kPart = kVectors * kStep;
 
   int64_t first;
-  int count;  // of vectors that are there
+  int count;  // of vectors inside the row
 
   __device__ __forceinline__ Columns(int64_t part, int64_t width) : first(part * kPart + lane_index() * N) {
-    const int64_t rest = width - first;
-    count = rest <= 0 ? 0 : rest > (kVectors - 1) * kStep ? kVectors : (static_cast<int>(rest) + kStep - 1) / kStep;
+    const int64_t remaining = width - first;
+    count = remaining <= 0                       ? 0
+            : remaining > (kVectors - 1) * kStep ? kVectors
+                                                 : (static_cast<int>(remaining) + kStep - 1) / kStep;
   }
 
-  // Parts of a row; at least one.
+  // The number of parts per row; at least one.
   static int64_t parts(int64_t width) { return std::max<int64_t>((width + kPart - 1) / kPart, 1); }
 };
 
-// The vectors of a lane. Those that are not there are neither read nor written, and have any value.
+// The vectors of a lane. Vectors outside the row are neither read nor written; their value is unspecified.
 template <class T, int N>
 struct Vectors {
   Vector<T, N> vectors[Columns<N>::kVectors];
 
-  // `from` and `to` point at the first.
+  // `from` and `to` point at the first vector.
   __device__ __forceinline__ void load(const T* from, int count) {
 #pragma unroll
     for (int v = 0; v < Columns<N>::kVectors; ++v) vectors[v].load_if(v < count, from + v * Columns<N>::kStep);
@@ -58,7 +60,7 @@ struct Vectors {
   __device__ __forceinline__ const Vector<T, N>& operator[](int v) const { return vectors[v]; }
 };
 
-// weight * x in another dtype.
+// weight * x, converted to another dtype.
 template <class To, class X, int N>
 __device__ __forceinline__ Vectors<To, N> scaled(const Vectors<X, N>& x, float weight) {
   Vectors<To, N> result;
@@ -72,13 +74,13 @@ __device__ __forceinline__ Vectors<To, N> scaled(const Vectors<X, N>& x, float w
   return result;
 }
 
-// Rows that a lane has on their way from memory at a time, where an access has kBytes.
+// The number of rows that a lane loads concurrently, for accesses of kBytes.
 template <int kBytes>
 constexpr int kRowsInFlight = kBytes == kAccessBytes ? 2 : 4;
 
-// Calls f(X{}, Y{}, std::integral_constant<int, N>{}) with the types of two tensors' rows and the elements of an
-// access: as many as go into 16 bytes of the wider type where both tensors are aligned to that, and to 16 bytes what
-// stands at `third`, of any float type; else 1.
+// Calls f(X{}, Y{}, std::integral_constant<int, N>{}) with the row types of two tensors and the number of elements per
+// access: as many as 16 bytes of the larger type hold, if both tensors are aligned to that and `third`, of any float
+// type, to 16 bytes; else 1.
 template <class F>
 ab_status with_row_types(const Rows& x, const Rows& y, F&& f, const void* third = nullptr) {
   return with_float_type(x.dtype, [&]<class X>(X) {

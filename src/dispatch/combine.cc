@@ -9,7 +9,7 @@
 namespace anabranch {
 namespace {
 
-// Rows and weights of one token's slots that have a row; one of it a thread, in cache lines of its own: they are
+// Rows and weights of one token's slots that have a row. Each thread has one, in its own cache lines, because it is
 // written for every token.
 struct TokenRows {
   int32_t* index;
@@ -50,7 +50,7 @@ ab_status ab_combine(const ab_combine_args* args, const ab_exec* exec) {
 
   const RowKernels& kernels = AB_SELECT_ISA(kRows);
   const auto& [maps, rows, weights, out, addend] = sum;
-  // A token reads a row for each of its slots, as far as there are rows.
+  // Estimate of the rows that a token reads: one per slot, limited by the number of rows per token.
   const int64_t slots_with_row = std::min(maps.K, maps.R / std::max<int64_t>(maps.T, 1) + 1);
   const Blocks blocks(maps.T, out.bytes + addend.bytes + rows.bytes * slots_with_row);
   parallel_for(blocks.threads(exec), blocks.blocks(), [&](int64_t block, int thread) {

@@ -1,5 +1,5 @@
-// ab_cuda_combine: a warp adds up a part of a token, all of it in registers, over the rows of the token's slots, and
-// last the addend's part.
+// ab_cuda_combine: each warp sums one part of a token in registers over the rows of the token's slots, then adds the
+// same part of the addend.
 #include "dispatch/combine.h"
 
 #include "anabranch/cuda.h"
@@ -11,17 +11,18 @@
 namespace anabranch::cuda {
 namespace {
 
-// So many blocks of a multiprocessor leave 96 registers a thread: sums, two rows on their way, addresses.
+// Blocks per SM. Leaves 96 registers per thread: sums, two rows in flight, addresses.
 constexpr int kResidentBlocks = 5;
 
-// `from` points at a lane's first column of addend[t].
+// Prefetches the lane's part of addend[t]; `from` points at its first column.
 template <int N, class Addend>
 __device__ __forceinline__ void prefetch_addend(const Addend* from, int count) {
 #pragma unroll
   for (int v = 0; v < Columns<N>::kVectors; ++v) prefetch_if(v < count, from + v * Columns<N>::kStep);
 }
 
-// Its vectors have as many elements as those of the sums, and are read up to 16 bytes at a time.
+// Adds the lane's part of addend[t]. The vectors have as many elements as those of the sums, and are loaded up to 16
+// bytes at a time.
 template <int N, class Addend>
 __device__ __forceinline__ void add_addend(const Addend* from, int count, float (&sums)[Columns<N>::kVectors][N]) {
   constexpr int kElements = std::min<int>(N, kAccessBytes / sizeof(Addend));
@@ -44,8 +45,8 @@ template <class Row, class Out, int N>
 __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
     sum_rows(const GatherSum sum, const int64_t parts) {
   constexpr int kRows = kRowsInFlight<N * sizeof(Row)>;
-  __shared__ int32_t rows[PartsBlock::kWarps][SlotList::kMost];
-  __shared__ int32_t slots[PartsBlock::kWarps][SlotList::kMost];
+  __shared__ int32_t rows[PartsBlock::kWarps][SlotList::kCapacity];
+  __shared__ int32_t slots[PartsBlock::kWarps][SlotList::kCapacity];
   wait_for_previous_kernel();
   let_next_kernel_start();
   const Maps& maps = sum.maps;
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
       f(reinterpret_cast<const Addend*>(sum.addend.data) + t * sum.addend.D + columns.first);
     });
   };
-  // Only into the cache: beside the sums and the rows on their way, no registers are left for it.
+  // Prefetch only: the sums and the rows in flight leave no registers for the addend.
   with_addend([&](const auto* from) { prefetch_addend<N>(from, columns.count); });
 
   const auto add_rows = [&](int begin, int end, float weights) {
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
 #pragma unroll
         for (int v = 0; v < Columns<N>::kVectors; ++v) {
 #pragma unroll
-          for (int j = 0; j < N; ++j) {  // the product is rounded before it is added, as on the CPU
+          for (int j = 0; j < N; ++j) {  // round the product before the addition, as the CPU does
             sums[v][j] = __fadd_rn(sums[v][j], __fmul_rn(weight, loaded[i][v][j]));
           }
         }
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
         slots[warp][place] = slot;
       },
       [&](int count) {
-        for (int begin = 0; begin < count; begin += kWarp) {  // a lane has the weight of one entry
+        for (int begin = 0; begin < count; begin += kWarp) {  // each lane holds the weight of one entry
           const int entry = begin + lane_index();
           add_rows(begin, std::min(begin + kWarp, count), entry < count ? sum.weights[slots[warp][entry]] : 0.0f);
         }

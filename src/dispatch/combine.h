@@ -1,4 +1,4 @@
-// Sums of rows by token on CUDA.
+// Sums rows by token on CUDA.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +8,8 @@
 
 namespace anabranch::cuda {
 
-// The columns of `rows`. Those of `out` and `addend` may be a window of wider tensors, whose first column `data` points
-// at and whose width D says.
+// Sums the columns of `rows`. `out` and `addend` may be a window of columns of wider tensors: `data` points at its
+// first column, and D is the width of the tensor.
 ab_status compute_sum(const GatherSum& sum, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

@@ -1,5 +1,5 @@
-// ab_cuda_combine_backward: the warps of a token read it and its rows once, write the gradient of the rows on the way,
-// and add up their shares of the products in a fixed order.
+// ab_cuda_combine_backward: the warps of a token read the token and its rows once, write the gradient of the rows, and
+// add their shares of the dot products in a fixed order.
 #include "anabranch/cuda.h"
 #include "core/cuda/named_barrier.cuh"
 #include "core/entry.h"
@@ -9,23 +9,23 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kMostWarps = 8;       // of a block
-constexpr int kResidentBlocks = 3;  // of a multiprocessor: 80 registers a thread
+constexpr int kMaxWarps = 8;        // per block
+constexpr int kResidentBlocks = 3;  // per SM: 80 registers per thread
 
-// A token is for `warps` warps of a block, as many as it has parts, up to kMostWarps; with more parts than that, the
-// warps go over the row several times.
+// A token is processed by a team of `warps` warps of a block: one per part, up to kMaxWarps. If there are more parts,
+// the team makes several passes over the row.
 struct Teams {
-  int warps;   // of a token
-  int tokens;  // of a block
+  int warps;   // per token
+  int tokens;  // per block
   int passes;
 
   explicit Teams(int64_t parts)
-      : warps(static_cast<int>(std::min<int64_t>(parts, kMostWarps))),
-        tokens(kMostWarps / warps),
+      : warps(static_cast<int>(std::min<int64_t>(parts, kMaxWarps))),
+        tokens(kMaxWarps / warps),
         passes(static_cast<int>((parts + warps - 1) / warps)) {}
   int threads() const { return tokens * warps * kWarp; }
 
-  // The warps of one token wait for each other.
+  // Synchronises the warps of one token.
   __device__ __forceinline__ void sync(int team) const {
     if (warps == 1) {
       __syncwarp();
@@ -35,14 +35,15 @@ struct Teams {
   }
 };
 
-// products[slot] = <x[t], other[row]>; where kWrites also to[row] = weights[slot] * x[t], all three of one dtype.
+// products[slot] = <x[t], other[row]>; with kWrites also to[row] = weights[slot] * x[t], where all three have one
+// dtype.
 template <class X, class Row, int N, bool kWrites>
-__global__ void __launch_bounds__(kMostWarps* kWarp, kResidentBlocks)
+__global__ void __launch_bounds__(kMaxWarps* kWarp, kResidentBlocks)
     multiply_rows(const Spread spread, const SpreadGrid grid, const Teams teams) {
   constexpr int kRows = kRowsInFlight<N * sizeof(Row)>;
-  __shared__ int32_t rows[kMostWarps][SlotList::kMost];
-  __shared__ int32_t slots[kMostWarps][SlotList::kMost];
-  __shared__ float products[kMostWarps][SlotList::kMost];  // of the columns of each warp
+  __shared__ int32_t rows[kMaxWarps][SlotList::kCapacity];
+  __shared__ int32_t slots[kMaxWarps][SlotList::kCapacity];
+  __shared__ float products[kMaxWarps][SlotList::kCapacity];  // partial products of each warp's columns
   wait_for_previous_kernel();
   let_next_kernel_start();
   if constexpr (kWrites) {
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kResidentBlocks)
     const Row* from = reinterpret_cast<const Row*>(spread.other.data) + columns.first;
     Vectors<X, N> x;
     x.load(reinterpret_cast<const X*>(spread.x.data) + t * grid.width + columns.first, columns.count);
-    // A lane has the weight of one entry, and the slot that its row belongs to.
+    // Each lane holds the weight of one entry, and the slot that owns its row.
     float weights = 0.0f;
     int32_t owners = -1;
     if (kWrites && begin + lane_index() < end) {
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kResidentBlocks)
         const bool there = first + i < end;
         loaded[i].load(from + (there ? rows[warp][first + i] * grid.width : 0), there ? columns.count : 0);
       }
-      x.forget();  // else it is converted ahead of the loop, which waits for it before any row is asked for
+      x.forget();  // else the compiler converts x before the loop and waits for it before it loads any row
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int entry = first + i;
@@ -146,7 +147,7 @@ extern "C" ab_status ab_cuda_combine_backward(const ab_combine_backward_args* ar
   AB_RETURN_IF_ERROR(check_combine_backward(args, &spread));
   const cudaStream_t stream = cuda::stream_of(exec);
   if (spread.products.data == nullptr) return cuda::launch_spread(spread, stream);
-  // One kernel writes both gradients where all dtypes are alike, as they are in training.
+  // One kernel writes both gradients if all dtypes are equal, as in training.
   const auto& [maps, x, weights, to, other, products] = spread;
   const bool together = to.data != nullptr && to.dtype == x.dtype && to.dtype == other.dtype &&
                         cuda::address(to.data) % cuda::kAccessBytes == 0;

@@ -1,4 +1,4 @@
-// ab_cuda_dispatch: a warp reads a part of a token once and writes it to the row of each of the token's slots.
+// ab_cuda_dispatch: each warp reads a part of a token once and writes it to the row of each of the token's slots.
 #include "anabranch/cuda.h"
 #include "core/entry.h"
 #include "dispatch/slots.cuh"
@@ -7,12 +7,12 @@
 namespace anabranch::cuda {
 namespace {
 
-// X and To are float types, or the same Word where rows are copied as they are.
+// X and To are float types, or both the same Word if rows are copied bytewise.
 template <class X, class To, int N>
 __global__ void __launch_bounds__(PartsBlock::kThreads) spread_tokens(const Spread spread, const SpreadGrid grid) {
   constexpr bool kCopies = !kIsFloat<X>;
-  __shared__ int32_t rows[PartsBlock::kWarps][SlotList::kMost];
-  __shared__ int32_t slots[PartsBlock::kWarps][kCopies ? 1 : SlotList::kMost];
+  __shared__ int32_t rows[PartsBlock::kWarps][SlotList::kCapacity];
+  __shared__ int32_t slots[PartsBlock::kWarps][kCopies ? 1 : SlotList::kCapacity];
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x < grid.clearing) {

@@ -1,4 +1,4 @@
-// Rows of any tensor.
+// Rows of a tensor of any dtype.
 #pragma once
 
 #include "core/floats.h"

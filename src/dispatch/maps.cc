@@ -25,7 +25,7 @@ ab_status check_row_of_slot(const ab_tensor* row_of_slot, int64_t T, Axis K, Map
   maps->T = row_of_slot->shape[0];
   maps->K = row_of_slot->shape[1];
   maps->row_of_slot = data<int32_t>(row_of_slot);
-  if (maps->K < 1) return AB_INVALID("row_of_slot: got %s 0, expected at least 1 slot a token", K.name);
+  if (maps->K < 1) return AB_INVALID("row_of_slot: got %s 0, expected at least 1 slot per token", K.name);
   return check_num_slots("row_of_slot", maps->T, maps->K);
 }
 

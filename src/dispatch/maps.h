@@ -1,4 +1,4 @@
-// The two maps between slots and rows.
+// The gather and scatter indices between slots and rows.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace anabranch {
 
-// row_of_slot [T, K] and slot_of_row [R] after their checks. Device data: every entry is checked where it is used.
+// Checked row_of_slot [T, K] and slot_of_row [R]. They are device data, so every entry is checked where it is used.
 struct Maps {
   int64_t T = 0;
   int64_t K = 0;
@@ -17,7 +17,7 @@ struct Maps {
   int32_t* slot_of_row = nullptr;
 
   AB_INLINE bool has_row(int64_t slot) const { return is_index(row_of_slot[slot], R); }
-  // Both maps tie the two together; true for at most one slot of a row and one row of a slot.
+  // Whether both arrays link the slot and the row. A row has at most one such slot, and a slot at most one such row.
   AB_INLINE bool are_tied(int64_t slot, int64_t row) const {
     return row_of_slot[slot] == row && slot_of_row[row] == slot;
   }
@@ -29,7 +29,7 @@ struct Maps {
   AB_INLINE static bool is_index(int32_t value, int64_t size) { return value >= 0 && value < size; }
 };
 
-// Checks row_of_slot [T, K], its axes' names and T*K < 2^31; T or K -1: any.
+// Checks row_of_slot [T, K], with its axis named by K, and T*K < 2^31; T or K -1: any size.
 ab_status check_row_of_slot(const ab_tensor* row_of_slot, int64_t T, Axis K, Maps* maps);
 // Checks slot_of_row [R] and R < 2^31.
 ab_status check_slot_of_row(const ab_tensor* slot_of_row, Maps* maps);

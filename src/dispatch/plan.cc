@@ -1,5 +1,5 @@
-// A stable counting sort by expert: every block of tokens counts its slots, one scan over (expert, block) turns counts
-// into first rows, and every block places its slots. The result does not depend on how tokens fall into blocks.
+// A stable counting sort by expert. Each block of tokens counts its slots; one scan over (expert, block) converts
+// counts to first rows; each block places its slots. The result does not depend on the division of tokens into blocks.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -17,12 +17,12 @@ struct Plan {
 
   // workspace
   int64_t* start = nullptr;    // [E] first row of every expert, aligned but not clipped
-  int64_t* padding = nullptr;  // [E] rows before it that are padding or of no expert
+  int64_t* padding = nullptr;  // [E] number of rows before the expert that are padding or belong to no expert
   int64_t* dropped = nullptr;  // [blocks]
-  int32_t* next = nullptr;     // [blocks, E] slots counted; then the row, as if without padding, of the next slot
+  int32_t* next = nullptr;     // [blocks, E] number of slots; later the row, not counting padding, of the next slot
   int32_t* count = nullptr;    // [E]
 
-  // Places the arrays in the workspace, where there is one; returns the bytes they take.
+  // Places the arrays in the workspace, unless it is null; returns their total size in bytes.
   size_t lay_out(void* workspace) {
     size_t bytes = 0;
     const auto take = [&]<class T>(T** array, int64_t size) {
@@ -43,13 +43,14 @@ struct Plan {
 
 ab_status parse(const ab_plan_args* args, const ab_exec* exec, Plan* plan) {
   AB_RETURN_IF_ERROR(check_plan(args, &plan->call));
-  // A block has at least 4 E slots, so that the scan costs less than the slots, and enough to keep a thread busy.
+  // A block has at least 4 E slots, so that the scan costs less than the slots, and enough slots to keep a thread busy.
   const int64_t slots = plan->call.maps.T * plan->call.maps.K;
   plan->blocks = std::clamp<int64_t>(slots / std::max<int64_t>(1 << 15, 4 * plan->call.E), 1, 4 * num_threads(exec));
   return ok();
 }
 
-// Calls f(slot, expert) for the slots of token t that name an expert, ascending; returns how many indices are invalid.
+// Calls f(slot, expert) for the slots of token t that name an expert, in ascending order. Returns the number of invalid
+// indices.
 template <class F>
 [[gnu::always_inline]] inline int64_t for_each_slot(const Plan& plan, int64_t t, const F& f) {
   const PlanCall& call = plan.call;
@@ -68,7 +69,7 @@ template <class F>
   }
   const uint8_t* routed = static_cast<const uint8_t*>(call.slots) + first;
   int64_t e = 0;
-  for (; e + 8 <= call.E; e += 8) {  // mostly zeros: eight at a time
+  for (; e + 8 <= call.E; e += 8) {  // most bytes are zero: test eight at a time
     uint64_t eight;
     std::memcpy(&eight, routed + e, 8);
     if (eight == 0) continue;
@@ -92,7 +93,7 @@ void count_slots(const Plan& plan, int64_t block) {
   plan.dropped[block] = invalid;
 }
 
-// Counts of (block, expert) to first rows, experts first.
+// Converts the counts of (block, expert) to first rows, experts outermost.
 void scan(const Plan& plan) {
   const Regions& regions = plan.call.regions;
   int32_t packed = 0;  // rows of the layout without padding; T*K < 2^31
@@ -138,7 +139,7 @@ void place_slots(const Plan& plan, int64_t block) {
       maps.slot_of_row[row] = static_cast<int32_t>(slot);
       if (maps.row_of_slot != nullptr) maps.row_of_slot[slot] = static_cast<int32_t>(row);
     });
-    if (ids != nullptr) {  // slots ascend, and so do their rows; the map wants them descending
+    if (ids != nullptr) {  // slots and rows ascend, but the map requires descending order
       std::reverse(ids, ids + n);
       std::reverse(ids + E, ids + E + n);
       ids[2 * E] = static_cast<int32_t>(n);
@@ -150,7 +151,7 @@ void place_slots(const Plan& plan, int64_t block) {
 void fill_padding(const Plan& plan) {
   const Regions& regions = plan.call.regions;
   for (int64_t e = 0; e < plan.call.E; ++e) {
-    // Up to the next expert's rows, or the end of the region.
+    // Fill up to the next expert's rows, or the end of the region.
     const bool last = (e + 1) % regions.experts == 0;
     const int64_t begin = regions.clip(e, plan.start[e] + plan.count[e]);
     const int64_t end = last ? regions.end(e) : regions.clip(e, plan.start[e + 1]);

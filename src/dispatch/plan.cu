@@ -1,6 +1,11 @@
-// ab_cuda_plan: a stable counting sort by expert in three kernels. Blocks of slots count their experts; one scan over
-// the blocks turns counts into first rows within each expert; every block places its slots, 32 at a time in order.
-// Where slots come from a map, a fourth kernel compacts the row_id_map of each token. Few slots: plan_few.h.
+// ab_cuda_plan: a stable counting sort by expert in three kernels, and a fourth for a row_id_map.
+//
+//   count_slots      each block counts its slots by expert
+//   scan_blocks      scans the counts over the blocks: first rows of each block within each expert
+//   place_slots      each block places its slots, 32 at a time in order
+//   compact_row_ids  compacts the row_id_map of each token, if one is requested
+//
+// plan_few.h handles calls with few slots.
 #include "anabranch/cuda.h"
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/dynamic_memory.cuh"
@@ -16,22 +21,22 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kMostWarps = SlotBlocks::kMostWarps;
-constexpr int kThreads = kMostWarps * kWarp;
+constexpr int kMaxWarps = SlotBlocks::kMaxWarps;
+constexpr int kThreads = kMaxWarps * kWarp;
 
 struct Plan {
   PlanCall call;
   int64_t slots = 0;
   SlotBlocks blocks;
-  int expert_bits = 0;  // that tell the values of expert_at() apart
+  int expert_bits = 0;  // number of bits that distinguish the values of expert_at()
   // workspace
-  int32_t* counts = nullptr;  // [blocks, E+1] slots of (block, expert), the last: invalid; then slots in earlier blocks
+  int32_t* counts = nullptr;  // [blocks, E+1] slots by (block, expert), last: invalid; later an exclusive scan
   int32_t* totals = nullptr;  // [E+1]
 
   __device__ int64_t first_slot(int64_t block, int warp) const {
     return (block * blocks.warps + warp) * blocks.slots_per_warp;
   }
-  // The expert of a slot that is there: an index in range, -1 for none, -2 for an invalid one.
+  // The expert of a slot: an index in range; -1 for none or a slot past the end; -2 for an invalid index.
   __device__ int32_t expert_at(int64_t slot) const {
     if (slot >= slots) return -1;
     const int32_t expert =
@@ -40,7 +45,7 @@ struct Plan {
   }
 };
 
-// Slots of a thread that are on their way at a time.
+// Number of slots that a thread loads concurrently.
 constexpr int kBatch = SlotBlocks::kSlotsPerWarp / kWarp;
 
 // experts[i] = the expert of slot first + i * step.
@@ -72,11 +77,12 @@ __global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {
 }
 
 constexpr int kScanWarps = 32;
-constexpr int kScanColumns = 8;  // of a block: a sector of 32 bytes of a row
+constexpr int kScanColumns = 8;  // per block: one 32-byte sector of a row
 constexpr int kScanParts = kScanWarps * kWarp / kScanColumns;
-constexpr int kScanRows = 4;  // of a part, in registers
+constexpr int kScanRows = 4;  // per part, in registers
 
-// A block takes 8 columns, 8 lanes a row; its parts, of kScanRows neighbouring blocks of slots each, take turns.
+// A block scans 8 columns, with 8 lanes per row. Its parts, of kScanRows consecutive blocks of slots each, advance
+// together.
 __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan) {
   __shared__ int32_t sums[kScanWarps][kScanColumns];
   wait_for_previous_kernel();
@@ -95,7 +101,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan
       counts[i] = there ? plan.counts[(begin + i) * columns + column] : 0;
       sum += counts[i];
     }
-    // Of the parts up to this one: in the warp, then of the warps before.
+    // Inclusive sum over the parts: first within the warp, then over the preceding warps.
     int32_t through = sum;
 #pragma unroll
     for (int distance = kScanColumns; distance < kWarp; distance *= 2) {
@@ -107,9 +113,9 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan
     int32_t before = before_all + through - sum;
 #pragma unroll
     for (int warp = 0; warp < kScanWarps; ++warp) {
-      const int32_t of_warp = sums[warp][lane_index() % kScanColumns];
-      if (warp < warp_index()) before += of_warp;
-      before_all += of_warp;
+      const int32_t warp_count = sums[warp][lane_index() % kScanColumns];
+      if (warp < warp_index()) before += warp_count;
+      before_all += warp_count;
     }
     __syncthreads();
 #pragma unroll
@@ -121,8 +127,7 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan
   if (part == 0 && column < columns) plan.totals[column] = before_all;
 }
 
-// Where the rows of an expert begin: with padding (int64: padding may pass 2^31 before it is clipped), and as if
-// without.
+// The first row of each expert: with padding (int64: padding may exceed 2^31 before it is clipped) and without.
 struct Starts {
   int64_t* aligned;  // [E], in shared memory
   int32_t* packed;   // [E]
@@ -135,31 +140,31 @@ __device__ void find_starts(const Plan& plan, const Starts& starts) {
   const int each = (E + threads - 1) / threads;
   const int begin = min(static_cast<int>(threadIdx.x) * each, E);
   const int end = min(begin + each, E);
-  // Sizes in units of align are below 2^31, and so are all of them together: slots and units are added up at a time.
+  // Sizes in units of align are below 2^31, and so is their total, so one 64-bit scan adds slots and units together.
   const auto align = static_cast<uint32_t>(regions.align);
-  const auto units_of = [&](int32_t count) {
+  const auto aligned_units = [&](int32_t count) {
     return align == 1 ? static_cast<uint32_t>(count) : (static_cast<uint32_t>(count) + align - 1) / align;
   };
-  const auto both_of = [&](int32_t count) {
-    return static_cast<uint64_t>(static_cast<uint32_t>(count)) << 32 | units_of(count);
+  const auto count_and_units = [&](int32_t count) {
+    return static_cast<uint64_t>(static_cast<uint32_t>(count)) << 32 | aligned_units(count);
   };
   uint64_t own = 0;
-  for (int e = begin; e < end; ++e) own += both_of(plan.totals[e]);
+  for (int e = begin; e < end; ++e) own += count_and_units(plan.totals[e]);
   uint64_t total;
   uint64_t before = sum_before(own, &total);
   for (int e = begin; e < end; ++e) {
     starts.packed[e] = static_cast<int32_t>(before >> 32);
     starts.aligned[e] = static_cast<int64_t>(before & 0xffffffffu) * regions.align;
-    before += both_of(plan.totals[e]);
+    before += count_and_units(plan.totals[e]);
   }
   __syncthreads();
   if (regions.experts == E) return;
-  // From the start of the first region to those of each destination's: first the distances, then the places.
-  for (int first_of_region = 0; first_of_region < E; first_of_region += static_cast<int>(regions.experts)) {
-    const int64_t first = starts.aligned[first_of_region];
+  // Move the experts of each destination to the start of its region: compute the distance first, then the positions.
+  for (int region_first = 0; region_first < E; region_first += static_cast<int>(regions.experts)) {
+    const int64_t first = starts.aligned[region_first];
     __syncthreads();
-    for (int e = first_of_region + static_cast<int>(threadIdx.x);
-         e < first_of_region + static_cast<int>(regions.experts); e += threads) {
+    for (int e = region_first + static_cast<int>(threadIdx.x); e < region_first + static_cast<int>(regions.experts);
+         e += threads) {
       starts.aligned[e] += regions.begin(e) - first;
     }
   }
@@ -186,39 +191,39 @@ __device__ void write_sizes(const Plan& plan, const Starts& starts) {
   if (threadIdx.x == 0 && call.dropped != nullptr) *call.dropped = static_cast<int32_t>(dropped);
 }
 
-// -1 in the rows between an expert's last slot and the next expert, an expert a warp, and from the last expert of a
-// region to its end, by all threads of the grid.
+// Writes -1 to the rows between an expert's last slot and the next expert, one warp per expert; and, with all threads
+// of the grid, from the last expert of a region to its end.
 __device__ void fill_padding(const Plan& plan, const Starts& starts) {
   const PlanCall& call = plan.call;
   const Regions& regions = call.regions;
   const auto E = static_cast<int>(call.E);
   const auto experts = static_cast<int>(regions.experts);
-  const auto end_of_slots = [&](int e) { return regions.clip(e, starts.aligned[e] + plan.totals[e]); };
+  const auto slots_end = [&](int e) { return regions.clip(e, starts.aligned[e] + plan.totals[e]); };
   if (regions.align > 1) {
     const int warps = static_cast<int>(gridDim.x) * plan.blocks.warps;
     for (int e = static_cast<int>(blockIdx.x) * plan.blocks.warps + warp_index(); e < E; e += warps) {
       if ((e + 1) % experts == 0) continue;
       const int64_t end = regions.clip(e, starts.aligned[e + 1]);
-      for (int64_t row = end_of_slots(e) + lane_index(); row < end; row += kWarp) call.maps.slot_of_row[row] = -1;
+      for (int64_t row = slots_end(e) + lane_index(); row < end; row += kWarp) call.maps.slot_of_row[row] = -1;
     }
   }
   for (int e = experts - 1; e < E; e += experts) {
     const int64_t end = regions.end(e);
-    const int64_t first = end_of_slots(e) + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t first = slots_end(e) + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     for (int64_t row = first; row < end; row += static_cast<int64_t>(gridDim.x) * blockDim.x) {
       call.maps.slot_of_row[row] = -1;
     }
   }
 }
 
-// A warp's next kBatch * 32 slots.
+// The next kBatch * 32 slots of a warp.
 struct Ranks {
   int32_t experts[kBatch];
   int32_t ranks[kBatch];
 };
 
-// ranks: how many of the slot's expert the warp has had before, on top of what stands in own[expert], which goes up by
-// those there are.
+// ranks: the number of earlier slots of the warp with the same expert, plus the initial own[expert]. Adds the new slots
+// to own[expert].
 __device__ __forceinline__ Ranks rank_batch(const Plan& plan, int64_t first, int32_t* own) {
   Ranks batch;
   load_batch(plan, first, kWarp, batch.experts);
@@ -235,28 +240,28 @@ __device__ __forceinline__ Ranks rank_batch(const Plan& plan, int64_t first, int
   return batch;
 }
 
-// It reads slots before it waits: so the kernels before it let it start only when they have waited for who wrote them.
-// The last block has no slots: it writes the sizes.
+// Reads slots before it waits for the previous kernel. Therefore the kernels before it trigger its start only after
+// they have waited for the kernel that wrote the slots. The last block has no slots: it writes the sizes.
 __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   int64_t* const memory = &dynamic_shared_memory<int64_t>();
   const PlanCall& call = plan.call;
   const int E = static_cast<int>(call.E);
   const Starts starts{memory, reinterpret_cast<int32_t*>(memory + E)};
-  int32_t* counters = starts.packed + E;  // [warps][E] slots of each warp; then those of the blocks and warps before
+  int32_t* counters = starts.packed + E;  // [warps][E] slots per warp; later exclusive sums
   int32_t* own = counters + warp_index() * E;
   for (int e = lane_index(); e < E; e += kWarp) own[e] = 0;
   __syncwarp();
   constexpr int kBatchSlots = kBatch * kWarp;
   const int64_t begin = plan.first_slot(blockIdx.x, warp_index());
   const int64_t end = min(begin + plan.blocks.slots_per_warp, plan.slots);
-  // Most of the work while the kernels before still run. A warp of one batch keeps its ranks.
+  // Rank the slots while the previous kernels still run. A warp with a single batch saves its ranks.
   const Ranks first_ranks = rank_batch(plan, begin + lane_index(), own);
   for (int64_t first = begin + kBatchSlots; first < end; first += kBatchSlots) {
     rank_batch(plan, first + lane_index(), own);
   }
   wait_for_previous_kernel();
   let_next_kernel_start();
-  find_starts(plan, starts);  // all warps have counted when it ends
+  find_starts(plan, starts);  // its barriers also ensure that all warps have counted
   const bool has_slots = blockIdx.x < plan.blocks.count;
   if (!has_slots) write_sizes(plan, starts);
   for (int e = static_cast<int>(threadIdx.x); has_slots && e < E; e += static_cast<int>(blockDim.x)) {
@@ -278,7 +283,7 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
     }
     if (row >= 0) call.maps.slot_of_row[row] = static_cast<int32_t>(slot);
     if (call.maps.row_of_slot != nullptr) call.maps.row_of_slot[slot] = row;
-    if (call.row_id_map != nullptr) {  // compact_row_ids puts it where it belongs
+    if (call.row_id_map != nullptr) {  // compact_row_ids moves it to its final position
       const int64_t t = slot / E;
       call.row_id_map[t * (2 * call.E + 1) + (slot - t * E)] = expert >= 0 ? starts.packed[expert] + rank : -1;
     }
@@ -299,12 +304,12 @@ __global__ void __launch_bounds__(kThreads) place_slots(const Plan plan) {
   fill_padding(plan, starts);
 }
 
-// A warp a token: its rows in descending order, then their experts, then how many.
+// One warp per token writes its rows in descending order, then their experts, then their number.
 __global__ void __launch_bounds__(kThreads) compact_row_ids(const Plan plan) {
-  int32_t* const rows_of_tokens = &dynamic_shared_memory<int32_t>();  // [warps][E]
+  int32_t* const all_rows = &dynamic_shared_memory<int32_t>();  // [warps][E]
   wait_for_previous_kernel();
   const int E = static_cast<int>(plan.call.E);
-  int32_t* rows = rows_of_tokens + warp_index() * E;
+  int32_t* rows = all_rows + warp_index() * E;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * warps + warp_index(); t < plan.call.maps.T;
        t += static_cast<int64_t>(gridDim.x) * warps) {
@@ -338,7 +343,7 @@ ab_status parse(const ab_plan_args* args, void* workspace, Plan* plan, size_t* b
   }
   plan->slots = plan->call.maps.T * plan->call.maps.K;
   plan->blocks = SlotBlocks(plan->slots, E);
-  while (int64_t{1} << plan->expert_bits < E + 2) ++plan->expert_bits;  // -1 and -2 have the highest values
+  while (int64_t{1} << plan->expert_bits < E + 2) ++plan->expert_bits;  // -1 and -2 have the largest bit patterns
   plan->counts = static_cast<int32_t*>(workspace);
   if (workspace != nullptr) plan->totals = plan->counts + plan->blocks.count * (E + 1);
   return report_workspace(plan_bytes(plan->blocks, E), bytes);
@@ -364,7 +369,7 @@ ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   AB_RETURN_IF_ERROR(cuda::parse(args, exec->workspace, &plan, &bytes));
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
-  if (cuda::is_few(plan.call)) return cuda::plan_few(plan.call, plan.expert_bits, stream);
+  if (cuda::fits_plan_few(plan.call)) return cuda::plan_few(plan.call, plan.expert_bits, stream);
   const size_t E = static_cast<size_t>(plan.call.E);
   const int threads = plan.blocks.warps * cuda::kWarp;
   AB_RETURN_IF_ERROR(cuda::launch("plan: count_slots", cuda::count_slots,
@@ -376,7 +381,7 @@ ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   AB_RETURN_IF_ERROR(cuda::launch("plan: place_slots", cuda::place_slots,
                                   {plan.blocks.count + 1, threads, shared, stream, true}, plan));
   if (plan.call.row_id_map == nullptr) return ok();
-  const int warps = plan.call.E <= 1024 ? cuda::kMostWarps : 4;
+  const int warps = plan.call.E <= 1024 ? cuda::kMaxWarps : 4;
   const int64_t blocks = (plan.call.maps.T + warps - 1) / warps;
   return cuda::launch("plan: compact_row_ids", cuda::compact_row_ids,
                       {blocks < 1056 ? blocks : 1056, warps * cuda::kWarp,

@@ -1,4 +1,4 @@
-// The plan after its checks, and where groups of rows lie.
+// Checked arguments of the plan, and the layout of the groups of rows.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@ namespace anabranch {
 
 enum class SlotFormat { experts, byte_map, bit_map };
 
-// Rows in num_destinations equal regions, each for an equal range of experts.
+// Rows in num_destinations regions of equal size, each for an equal number of consecutive experts.
 struct Regions {
-  int64_t experts = 0;  // of a region
+  int64_t experts = 0;  // per region
   int64_t rows = 0;
   int64_t align = 1;
 
   AB_INLINE int64_t begin(int64_t expert) const { return expert / experts * rows; }
   AB_INLINE int64_t end(int64_t expert) const { return (expert / experts + 1) * rows; }
   AB_INLINE int64_t aligned(int64_t count) const { return (count + align - 1) / align * align; }
-  // A row within the region of an expert.
+  // Clips a row to the region of an expert.
   AB_INLINE int64_t clip(int64_t expert, int64_t row) const { return row < end(expert) ? row : end(expert); }
 };
 
@@ -36,8 +36,7 @@ struct PlanCall {
   int32_t* dropped = nullptr;
   int32_t* row_id_map = nullptr;
 
-  // An element of `slots`. On a GPU from the second-level cache: place_slots reads before it waits
-  // (core/cuda/launch.h).
+  // An element of `slots`. A GPU reads it from L2, because place_slots reads before it waits (core/cuda/launch.h).
   template <class T>
   AB_INLINE T entry(int64_t i) const {
 #if defined(__CUDA_ARCH__)
@@ -47,7 +46,7 @@ struct PlanCall {
 #endif
   }
 
-  // The expert of slot `slot` of token t; -1: none. An index out of range comes as it is.
+  // The expert of slot `slot` of token t; -1: none. An index out of range is returned unchanged.
   AB_INLINE int32_t expert_of(int64_t t, int64_t slot) const {
     const int64_t e = slot - t * maps.K;
     switch (format) {

@@ -16,9 +16,9 @@ ab_status check_slots(const ab_plan_args* args, PlanCall* call) {
     call->slots = data<const void>(args->experts);
     maps.T = args->experts->shape[0];
     maps.K = args->experts->shape[1];
-    if (maps.K < 1) return AB_INVALID("experts: got K 0, expected at least 1 expert a token");
+    if (maps.K < 1) return AB_INVALID("experts: got K 0, expected at least 1 expert per token");
     if (args->row_id_map != nullptr) {
-      return AB_INVALID("row_id_map: got one with experts, expected routing_map with it");
+      return AB_INVALID("row_id_map: got one together with experts, expected routing_map instead of experts");
     }
     return check_num_slots("experts", maps.T, maps.K);
   }

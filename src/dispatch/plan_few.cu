@@ -10,14 +10,14 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kMostSlots = 4096;
-constexpr int kMostRows = 4 * kMostSlots;
-constexpr int kLeastWarps = 8;
-constexpr int kMostWarps = 32;
-constexpr int kMostCounters = 12 << 10;
+constexpr int kMaxSlots = 4096;
+constexpr int kMaxRows = 4 * kMaxSlots;
+constexpr int kMinWarps = 8;
+constexpr int kMaxWarps = 32;
+constexpr int kMaxCounters = 12 << 10;
 
-// Warps take neighbouring slots each.
-struct FewSlots {
+// Each warp processes consecutive slots.
+struct SmallPlan {
   PlanCall call;
   int slots = 0;
   int rows = 0;
@@ -26,39 +26,39 @@ struct FewSlots {
   int expert_bits = 0;
 };
 
-int warps_of(int64_t slots) {
-  return static_cast<int>(std::clamp<int64_t>((slots + kWarp - 1) / kWarp, kLeastWarps, kMostWarps));
+int num_warps(int64_t slots) {
+  return static_cast<int>(std::clamp<int64_t>((slots + kWarp - 1) / kWarp, kMinWarps, kMaxWarps));
 }
 
-// The code takes longer to arrive from memory than to run, where the weights of other layers have driven it out of the
-// caches: there is little of it, and loops are not unrolled.
-__global__ void __launch_bounds__(kMostWarps* kWarp, 1) place_few_slots(const FewSlots few) {
-  int32_t* const starts = &dynamic_shared_memory<int32_t>();  // [E] of experts
-  const PlanCall& call = few.call;
+// If the weights of other layers have evicted the code from the caches, it takes longer to load the code than to run
+// it. So the code is small and loops are not unrolled.
+__global__ void __launch_bounds__(kMaxWarps* kWarp, 1) place_small_plan(const SmallPlan plan) {
+  int32_t* const starts = &dynamic_shared_memory<int32_t>();  // [E] first row of each expert
+  const PlanCall& call = plan.call;
   const auto thread = static_cast<int>(threadIdx.x);
   const auto threads = static_cast<int>(blockDim.x);
-  int32_t* const counters = starts + few.E;  // [warps][E] slots of each warp, then those of the warps before
-  const int counts = threads / kWarp * few.E;
-  int32_t* const own = counters + warp_index() * few.E;
-  int32_t* const experts = counters + counts;  // [slots]
-  int32_t* const ranks = experts + few.slots;  // [slots] among those of the same expert and warp
+  int32_t* const counters = starts + plan.E;  // [warps][E] slots of each warp; later those of the preceding warps
+  const int counts = threads / kWarp * plan.E;
+  int32_t* const own = counters + warp_index() * plan.E;
+  int32_t* const experts = counters + counts;   // [slots]
+  int32_t* const ranks = experts + plan.slots;  // [slots] rank within the same expert and warp
 #pragma unroll 1
   for (int i = thread; i < counts; i += threads) counters[i] = 0;
   wait_for_previous_kernel();
   let_next_kernel_start();
   __syncthreads();
 
-  const int begin = warp_index() * few.slots_per_warp + lane_index();
-  const int end = min(begin - lane_index() + few.slots_per_warp, few.slots);
+  const int begin = warp_index() * plan.slots_per_warp + lane_index();
+  const int end = min(begin - lane_index() + plan.slots_per_warp, plan.slots);
   int32_t invalid = 0;
 #pragma unroll 1
   for (int slot = begin; slot - lane_index() < end; slot += kWarp) {
     int32_t expert = slot < end ? call.entry<int32_t>(slot) : -1;
-    if (expert < -1 || expert >= few.E) {
+    if (expert < -1 || expert >= plan.E) {
       expert = -1;
       ++invalid;
     }
-    const unsigned same = lanes_with_same(expert, few.expert_bits);
+    const unsigned same = lanes_with_same(expert, plan.expert_bits);
     const unsigned before = same & ((1u << lane_index()) - 1u);
     const int32_t rank = expert >= 0 ? own[expert] : 0;
     __syncwarp();
@@ -73,27 +73,27 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) place_few_slots(const Fe
 
   int32_t placed = 0;
 #pragma unroll 1
-  for (int first = 0; first < few.E; first += threads) {
+  for (int first = 0; first < plan.E; first += threads) {
     const int e = first + thread;
     int32_t count = 0;
 #pragma unroll 1
-    for (int i = e; e < few.E && i < counts; i += few.E) {
-      const int32_t of_warp = counters[i];
+    for (int i = e; e < plan.E && i < counts; i += plan.E) {
+      const int32_t warp_count = counters[i];
       counters[i] = count;
-      count += of_warp;
+      count += warp_count;
     }
     int32_t total;
     const int32_t start = placed + sum_before(count, &total);
     placed += total;
-    if (e >= few.E) continue;
+    if (e >= plan.E) continue;
     starts[e] = start;
     if (call.tokens_per_expert != nullptr) call.tokens_per_expert[e] = count;
-    if (call.group_sizes != nullptr) call.group_sizes[e] = min(start + count, few.rows) - min(start, few.rows);
-    if (call.offsets != nullptr) call.offsets[e] = min(start, few.rows);
+    if (call.group_sizes != nullptr) call.group_sizes[e] = min(start + count, plan.rows) - min(start, plan.rows);
+    if (call.offsets != nullptr) call.offsets[e] = min(start, plan.rows);
   }
   sum_before(invalid, &invalid);
-  if (thread == 0 && call.offsets != nullptr) call.offsets[few.E] = min(placed, few.rows);
-  if (thread == 0 && call.dropped != nullptr) *call.dropped = invalid + max(placed - few.rows, 0);
+  if (thread == 0 && call.offsets != nullptr) call.offsets[plan.E] = min(placed, plan.rows);
+  if (thread == 0 && call.dropped != nullptr) *call.dropped = invalid + max(placed - plan.rows, 0);
   __syncthreads();
 
 #pragma unroll 1
@@ -101,34 +101,34 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1) place_few_slots(const Fe
     const int32_t expert = experts[slot];
     int32_t row = -1;
     if (expert >= 0) row = starts[expert] + own[expert] + ranks[slot];
-    if (row >= few.rows) row = -1;
+    if (row >= plan.rows) row = -1;
     if (row >= 0) call.maps.slot_of_row[row] = slot;
     if (call.maps.row_of_slot != nullptr) call.maps.row_of_slot[slot] = row;
   }
 #pragma unroll 1
-  for (int row = placed + thread; row < few.rows; row += threads) call.maps.slot_of_row[row] = -1;
+  for (int row = placed + thread; row < plan.rows; row += threads) call.maps.slot_of_row[row] = -1;
 }
 
 }  // namespace
 
-bool is_few(const PlanCall& call) {
+bool fits_plan_few(const PlanCall& call) {
   const int64_t slots = call.maps.T * call.maps.K;
   return call.format == SlotFormat::experts && call.row_id_map == nullptr && call.regions.experts == call.E &&
-         call.regions.align == 1 && slots <= kMostSlots && call.regions.rows <= kMostRows &&
-         warps_of(slots) * call.E <= kMostCounters;
+         call.regions.align == 1 && slots <= kMaxSlots && call.regions.rows <= kMaxRows &&
+         num_warps(slots) * call.E <= kMaxCounters;
 }
 
 ab_status plan_few(const PlanCall& call, int expert_bits, cudaStream_t stream) {
-  FewSlots few;
-  few.call = call;
-  few.slots = static_cast<int>(call.maps.T * call.maps.K);
-  few.rows = static_cast<int>(call.regions.rows);
-  few.E = static_cast<int>(call.E);
-  few.expert_bits = expert_bits;
-  const int warps = warps_of(few.slots);
-  few.slots_per_warp = (few.slots + warps * kWarp - 1) / (warps * kWarp) * kWarp;
-  const size_t shared = static_cast<size_t>((1 + warps) * few.E + 2 * few.slots) * sizeof(int32_t);
-  return launch("plan", place_few_slots, {1, warps * kWarp, shared, stream, true}, few);
+  SmallPlan plan;
+  plan.call = call;
+  plan.slots = static_cast<int>(call.maps.T * call.maps.K);
+  plan.rows = static_cast<int>(call.regions.rows);
+  plan.E = static_cast<int>(call.E);
+  plan.expert_bits = expert_bits;
+  const int warps = num_warps(plan.slots);
+  plan.slots_per_warp = (plan.slots + warps * kWarp - 1) / (warps * kWarp) * kWarp;
+  const size_t shared = static_cast<size_t>((1 + warps) * plan.E + 2 * plan.slots) * sizeof(int32_t);
+  return launch("plan", place_small_plan, {1, warps * kWarp, shared, stream, true}, plan);
 }
 
 }  // namespace anabranch::cuda

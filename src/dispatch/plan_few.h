@@ -1,4 +1,4 @@
-// The plan of few slots, by one block.
+// The plan for few slots, computed by a single block.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,11 +8,11 @@
 
 namespace anabranch::cuda {
 
-// Whether it is one of the usual plans, experts as indices and rows without padding, of so few slots that three kernels
-// would wait for one another longer than they run.
-bool is_few(const PlanCall& call);
+// Whether this kernel supports the call: experts are indices, rows have no padding, and there are so few slots that
+// three kernels would spend more time waiting for each other than running.
+bool fits_plan_few(const PlanCall& call);
 
-// expert_bits: that tell -2 ... E - 1 apart.
+// expert_bits: number of bits that distinguish -2 ... E - 1.
 ab_status plan_few(const PlanCall& call, int expert_bits, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

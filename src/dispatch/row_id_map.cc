@@ -21,7 +21,7 @@ void expand_token(const RowIdMap& map, int64_t t) {
   }
   for (int64_t expert = 0; expert < E; ++expert) {
     if (rows[expert] < 0) continue;
-    // A map that names a row twice must not make the result depend on which thread comes last.
+    // If the map names a row twice, the last slot wins, whichever thread comes last.
     const int32_t slot = static_cast<int32_t>(t * E + expert);
     std::atomic_ref<int32_t> last(map.maps.slot_of_row[rows[expert]]);
     int32_t seen = last.load(std::memory_order_relaxed);

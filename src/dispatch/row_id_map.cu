@@ -1,4 +1,4 @@
-// ab_cuda_expand_row_id_map: a warp a token.
+// ab_cuda_expand_row_id_map: one warp per token.
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
@@ -8,7 +8,7 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int64_t kMostClearing = 2048;  // blocks
+constexpr int64_t kMaxClearing = 2048;  // in blocks
 
 __global__ void __launch_bounds__(PartsBlock::kThreads) clear_slots(const Maps maps) {
   let_next_kernel_start();
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(PartsBlock::kThreads) expand_tokens(const RowI
   if (t >= maps.T) return;
   const int32_t* ids = map.ids + t * (2 * maps.K + 1);
   const int32_t* experts = ids + E;
-  // Read before the wait: the kernels before clear_slots have ended, what they wrote is in the second-level cache.
+  // Read before the wait: the kernels before clear_slots have ended, so L2 holds what they wrote.
   const unsigned n = static_cast<unsigned>(std::clamp<int64_t>(__ldcg(experts + E), 0, maps.K));
   int32_t* rows = maps.row_of_slot + t * E;
   for (unsigned e = lane; e < E; e += kWarp) rows[e] = -1;
@@ -34,13 +34,13 @@ __global__ void __launch_bounds__(PartsBlock::kThreads) expand_tokens(const RowI
     const unsigned i = first + lane;
     const int32_t named = i < n ? __ldcg(experts + i) : -1;
     const int32_t expert = Maps::is_index(named, E) ? named : -1;
-    // An expert that is named twice has the row of the last entry.
+    // If an expert is named twice, the last entry wins.
     const unsigned same = __match_any_sync(kAllLanes, expert);
     __syncwarp();
     if (expert >= 0 && same >> lane == 1) rows[expert] = map.row(__ldcg(ids + i), expert);
   }
   __syncwarp();
-  wait_for_previous_kernel();  // writes of row_of_slot before it are safe: nothing overlaps clear_slots' beginning
+  wait_for_previous_kernel();  // no kernel overlaps the beginning of clear_slots, so writing rows earlier is safe
   for (unsigned i = lane; i < n; i += kWarp) {
     if (!Maps::is_index(experts[i], E)) continue;
     const int32_t row = rows[experts[i]];
@@ -59,7 +59,7 @@ extern "C" ab_status ab_cuda_expand_row_id_map(const ab_expand_row_id_map_args* 
   AB_RETURN_IF_ERROR(check_expand_row_id_map(args, &map));
   const cudaStream_t stream = cuda::stream_of(exec);
   const int64_t clearing =
-      std::min((map.maps.R + cuda::PartsBlock::kThreads - 1) / cuda::PartsBlock::kThreads, cuda::kMostClearing);
+      std::min((map.maps.R + cuda::PartsBlock::kThreads - 1) / cuda::PartsBlock::kThreads, cuda::kMaxClearing);
   AB_RETURN_IF_ERROR(cuda::launch("expand_row_id_map: clear_slots", cuda::clear_slots,
                                   {clearing, cuda::PartsBlock::kThreads, 0, stream}, map.maps));
   const int64_t blocks = (map.maps.T + cuda::PartsBlock::kWarps - 1) / cuda::PartsBlock::kWarps;

@@ -5,10 +5,10 @@
 namespace anabranch::AB_ISA {
 namespace {
 
-// Columns that are summed at a time: the sums stay in the first-level cache while the rows stream past.
+// Number of columns that are summed at a time: the sums stay in L1 while the rows stream past.
 constexpr int64_t kColumns = 512;
 
-// Not inlined: merged with the loop over rows, compilers interchange the two and give up on vectors.
+// Not inlined: otherwise compilers interchange this loop with the loop over rows and fail to vectorise.
 template <class Rows>
 [[gnu::noinline]] void add_scaled(const Rows* __restrict row, float weight, int64_t columns, float* __restrict sums) {
   for (int64_t i = 0; i < columns; ++i) sums[i] += weight * to_float(row[i]);
@@ -52,7 +52,7 @@ void scale(const void* x, int32_t x_dtype, int64_t D, float weight, void* out, i
   });
 }
 
-// kLanes sums side by side, then added pairwise: one order for every vector width.
+// Accumulates kLanes interleaved sums, then adds them pairwise: the order is the same for every vector width.
 constexpr int64_t kLanes = 64;
 
 template <class A, class B>

@@ -1,4 +1,4 @@
-// Which slots of a token have a row: a warp finds them, and lists them in shared memory.
+// Lists, in shared memory, the slots of a token that satisfy a condition.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,15 @@
 namespace anabranch::cuda {
 
 struct SlotList {
-  static constexpr int kBatch = 4;  // reads of 32 slots that are on their way together
-  static constexpr int kMost = (kBatch + 1) * kWarp;
+  static constexpr int kBatch = 4;  // reads of 32 slots that are in flight together
+  static constexpr int kCapacity = (kBatch + 1) * kWarp;
 };
 
-// Calls `use` with lists that together hold, in order, the slots of token t that `find` wants. All lanes take part.
-//   find(slot, row)        whether the slot, whose entry in row_of_slot is `row` (anything), goes on the list
-//   put(place, slot, row)  makes it entry `place` < SlotList::kMost; called by one lane, for arrays in shared memory
+// Calls `use` with lists that together contain, in order, the slots of token t that `find` accepts. All lanes take
+// part.
+//
+//   find(slot, row)        whether to list the slot; `row`, its entry in row_of_slot, may have any value
+//   put(place, slot, row)  stores it as entry `place` < SlotList::kCapacity; one lane calls it
 //   use(count)             reads entries 0 ... count-1; called by all lanes, count >= 1
 template <class Find, class Put, class Use>
 __device__ __forceinline__ void list_slots(const Maps& maps, int64_t t, const Find& find, const Put& put,
@@ -27,9 +29,9 @@ __device__ __forceinline__ void list_slots(const Maps& maps, int64_t t, const Fi
   unsigned next = 0;
   do {
     int count = 0;
-    for (; next < K && count <= SlotList::kMost - kBatch * kWarp; next += kBatch * kWarp) {
+    for (; next < K && count <= SlotList::kCapacity - kBatch * kWarp; next += kBatch * kWarp) {
       int32_t rows[kBatch];
-      bool wanted[kBatch];
+      bool listed[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const unsigned k = next + i * kWarp + lane;
@@ -38,13 +40,13 @@ __device__ __forceinline__ void list_slots(const Maps& maps, int64_t t, const Fi
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const unsigned k = next + i * kWarp + lane;
-        wanted[i] = k < K && find(first + static_cast<int32_t>(k), rows[i]);
+        listed[i] = k < K && find(first + static_cast<int32_t>(k), rows[i]);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const unsigned lanes = __ballot_sync(kAllLanes, wanted[i]);
+        const unsigned lanes = __ballot_sync(kAllLanes, listed[i]);
         const unsigned k = next + i * kWarp + lane;
-        if (wanted[i]) put(count + __popc(lanes & ((1u << lane) - 1u)), first + static_cast<int32_t>(k), rows[i]);
+        if (listed[i]) put(count + __popc(lanes & ((1u << lane) - 1u)), first + static_cast<int32_t>(k), rows[i]);
         count += __popc(lanes);
       }
     }

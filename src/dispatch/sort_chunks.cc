@@ -9,7 +9,8 @@
 namespace anabranch {
 namespace {
 
-// Where each chunk begins on the unsorted and on the sorted side; chunk S is the rest, which stays. In the workspace.
+// The first row of each chunk on the unsorted and on the sorted side, in the workspace. Chunk S is the tail, which
+// keeps its position.
 struct Starts {
   int64_t R;
   int64_t S;
@@ -70,7 +71,7 @@ ab_status ab_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec) {
   const Blocks blocks(sort.R, 2 * sort.x.bytes);
   parallel_for(blocks.threads(exec), blocks.blocks(), [&](int64_t block, int) {
     int64_t row = blocks.begin(block);
-    // the chunk that holds `row`: the last that begins at or before it
+    // the chunk that contains `row`: the last one that begins at or before it
     int64_t chunk = std::upper_bound(starts.unsorted, starts.unsorted + sort.S + 1, row) - starts.unsorted - 1;
     for (const int64_t end = blocks.end(block); row < end; ++chunk) {
       const int64_t count = std::min(end, starts.unsorted[chunk + 1]) - row;

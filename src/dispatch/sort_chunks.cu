@@ -1,4 +1,4 @@
-// ab_cuda_sort_chunks: one block finds where chunks begin on both sides; then warps move parts of rows.
+// ab_cuda_sort_chunks: one block computes where chunks begin on both sides; then warps move parts of rows.
 #include "anabranch/cuda.h"
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/launch.h"
@@ -10,13 +10,14 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kPlacers = 1024;  // threads
+constexpr int kPlaceThreads = 1024;  // threads
 
-// Where each chunk begins on the unsorted and on the sorted side; chunk S is the rest, which stays. In the workspace.
+// The first row of each chunk on the unsorted and on the sorted side, in the workspace. Chunk S is the tail, which
+// keeps its position.
 struct Starts {
   int32_t* unsorted;  // [S+1]
   int32_t* sorted;    // [S+1]
-  int32_t* named_at;  // [S] the first place in the order that names the chunk; S: none
+  int32_t* named_at;  // [S] the first position in the order that names the chunk; S: none
 
   Starts(const ChunkSort& sort, void* workspace)
       : unsorted(static_cast<int32_t*>(workspace)), sorted(unsorted + sort.S + 1), named_at(sorted + sort.S + 1) {}
@@ -24,8 +25,8 @@ struct Starts {
   __device__ int32_t size(int64_t chunk) const { return unsorted[chunk + 1] - unsorted[chunk]; }
 };
 
-// The chunks' sizes in their order, so many threads' at a time: where each of these begins. *end is where the last one
-// before them ended, and then where the last of them does.
+// Exclusive scan of chunk sizes, one chunk per thread, that continues across calls: *end is the end of the previous
+// call's chunks, and is advanced past those of this call.
 __device__ int64_t place_next(int64_t size, int64_t* end) {
   int64_t total;
   const int64_t begin = *end + sum_before(size, &total);
@@ -33,17 +34,17 @@ __device__ int64_t place_next(int64_t size, int64_t* end) {
   return begin;
 }
 
-__global__ void __launch_bounds__(kPlacers) place_chunks(const ChunkSort sort, const Starts starts) {
+__global__ void __launch_bounds__(kPlaceThreads) place_chunks(const ChunkSort sort, const Starts starts) {
   let_next_kernel_start();
   const int64_t S = sort.S;
   const int32_t none = static_cast<int32_t>(S);
-  for (int64_t chunk = threadIdx.x; chunk < S; chunk += kPlacers) starts.named_at[chunk] = none;
+  for (int64_t chunk = threadIdx.x; chunk < S; chunk += kPlaceThreads) starts.named_at[chunk] = none;
   __syncthreads();
-  for (int64_t i = threadIdx.x; i < S; i += kPlacers) {
+  for (int64_t i = threadIdx.x; i < S; i += kPlaceThreads) {
     if (Maps::is_index(sort.order[i], S)) atomicMin(starts.named_at + sort.order[i], static_cast<int32_t>(i));
   }
   int64_t rows = 0;
-  for (int64_t begin = 0; begin < S; begin += kPlacers) {
+  for (int64_t begin = 0; begin < S; begin += kPlaceThreads) {
     const int64_t chunk = begin + threadIdx.x;
     const int64_t start = place_next(chunk < S ? std::max(sort.sizes[chunk], 0) : 0, &rows);
     if (chunk < S) starts.unsorted[chunk] = static_cast<int32_t>(std::min(start, sort.R));
@@ -51,14 +52,14 @@ __global__ void __launch_bounds__(kPlacers) place_chunks(const ChunkSort sort, c
   if (threadIdx.x == 0) starts.unsorted[S] = starts.sorted[S] = static_cast<int32_t>(std::min(rows, sort.R));
   __syncthreads();
   rows = 0;
-  for (int64_t begin = 0; begin < S; begin += kPlacers) {
+  for (int64_t begin = 0; begin < S; begin += kPlaceThreads) {
     const int64_t i = begin + threadIdx.x;
     const int32_t chunk = i < S ? sort.order[i] : -1;
     const bool places = Maps::is_index(chunk, S) && starts.named_at[chunk] == i;
     const int64_t start = place_next(places ? starts.size(chunk) : 0, &rows);
     if (places) starts.sorted[chunk] = static_cast<int32_t>(start);
   }
-  for (int64_t begin = 0; begin < S; begin += kPlacers) {
+  for (int64_t begin = 0; begin < S; begin += kPlaceThreads) {
     const int64_t chunk = begin + threadIdx.x;
     const bool follows = chunk < S && starts.named_at[chunk] == none;
     const int64_t start = place_next(follows ? starts.size(chunk) : 0, &rows);
@@ -66,7 +67,8 @@ __global__ void __launch_bounds__(kPlacers) place_chunks(const ChunkSort sort, c
   }
 }
 
-// The last of `count` ascending values that is at most `value`, found by a warp; the first is.
+// The index of the last of `count` ascending values that is at most `value`, found by a warp. The first value must be
+// at most `value`.
 __device__ __forceinline__ int64_t last_at_most(const int32_t* values, int64_t count, int64_t value) {
   int64_t low = 0;
   while (count > 1) {
@@ -80,7 +82,7 @@ __device__ __forceinline__ int64_t last_at_most(const int32_t* values, int64_t c
   return low;
 }
 
-// Bytes: a Word, of which a row has `width`.
+// Bytes is a Word; a row has `width` of them.
 template <class Bytes>
 __global__ void __launch_bounds__(PartsBlock::kThreads)
     move_rows(const ChunkSort sort, const Starts starts, const int64_t width, const int64_t parts) {
@@ -101,8 +103,8 @@ __global__ void __launch_bounds__(PartsBlock::kThreads)
 
 ab_status check(const ab_sort_chunks_args* args, ChunkSort* sort) {
   AB_RETURN_IF_ERROR(check_sort_chunks(args, sort));
-  constexpr int64_t kMostChunks = (int64_t{1} << 31) - 1;
-  if (sort->S <= kMostChunks) return ok();
+  constexpr int64_t kMaxChunks = (int64_t{1} << 31) - 1;
+  if (sort->S <= kMaxChunks) return ok();
   return error(AB_UNSUPPORTED, "split_sizes: got %lld chunks, expected fewer than 2^31 on CUDA",
                static_cast<long long>(sort->S));
 }
@@ -130,7 +132,7 @@ ab_status ab_cuda_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* ex
   const cuda::Starts starts(sort, exec->workspace);
   const cudaStream_t stream = cuda::stream_of(exec);
   AB_RETURN_IF_ERROR(
-      cuda::launch("sort_chunks: place_chunks", cuda::place_chunks, {1, cuda::kPlacers, 0, stream}, sort, starts));
+      cuda::launch("sort_chunks: place_chunks", cuda::place_chunks, {1, cuda::kPlaceThreads, 0, stream}, sort, starts));
   const int alignment = cuda::common_alignment(
       {cuda::address(sort.x.data), cuda::address(sort.out.data), static_cast<uintptr_t>(sort.x.bytes)});
   return cuda::with_word(alignment, [&]<class Bytes>(Bytes) {

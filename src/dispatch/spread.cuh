@@ -1,4 +1,4 @@
-// What the kernels that copy tokens to their rows share.
+// Common code of the kernels that copy tokens to rows.
 #pragma once
 
 #include "core/cuda/launch.h"
@@ -7,22 +7,22 @@
 
 namespace anabranch::cuda {
 
-// The first blocks of a grid write zeros to rows that no slot owns; the others take tokens.
+// The first blocks of a grid write zeros to rows that no slot owns; the others process tokens.
 struct SpreadGrid {
-  static constexpr int64_t kMostClearing = 256;
+  static constexpr int64_t kMaxClearing = 256;
 
-  int64_t width = 0;     // elements of a row
-  int64_t parts = 1;     // warps of a token
-  int64_t clearing = 0;  // blocks
+  int64_t width = 0;     // elements per row
+  int64_t parts = 1;     // warps per token
+  int64_t clearing = 0;  // number of blocks
 
   static int64_t clearing_blocks(const Spread& spread) {
     if (spread.to.data == nullptr) return 0;
     constexpr int64_t kRows = PartsBlock::kThreads;
-    return std::min((spread.maps.R + kRows - 1) / kRows, kMostClearing);
+    return std::min((spread.maps.R + kRows - 1) / kRows, kMaxClearing);
   }
 };
 
-// Warps take 32 rows at a time. To and N are those of the kernel's own writes.
+// Each warp processes 32 rows at a time. To and N are those of the kernel's other writes.
 template <class To, int N>
 __device__ __forceinline__ void clear_rows(const Spread& spread, const SpreadGrid& grid) {
   const int warps = static_cast<int>(blockDim.x) / kWarp;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void clear_rows(const Spread& spread, const SpreadGri
   }
 }
 
-// to[row] = weights[slot] * x[t], zero in rows that no slot owns; does not look at products.
+// to[row] = weights[slot] * x[t], zero in rows that no slot owns. Ignores spread.products.
 ab_status launch_spread(const Spread& spread, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

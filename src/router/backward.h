@@ -1,4 +1,4 @@
-// The router's backward pass: what a checked call says, and its kernel for each instruction set.
+// The router's backward pass: its checked arguments, and one kernel per instruction set.
 #pragma once
 
 #include <cstddef>
@@ -11,16 +11,16 @@
 
 namespace anabranch {
 
-// A cotangent of any float dtype; without data: zero.
+// A cotangent of any float dtype; NULL data: zero.
 struct Cotangent {
   const void* data = nullptr;
   int32_t dtype = 0;
 };
 
-// The selection of the forward pass, [T, K] indices or a map of the experts.
+// The selection of the forward pass: [T, K] indices or a map of the experts.
 struct GivenSelection {
   const void* data = nullptr;
-  int32_t dtype = 0;  // of indices
+  int32_t dtype = 0;  // dtype of indices
   MapFormat format = MapFormat::indices;
 };
 
@@ -34,7 +34,7 @@ struct RouterBackward {
 
   const void* logits = nullptr;
   int32_t logits_dtype = 0;
-  const int32_t* experts = nullptr;  // [T, K]: the selection, where it is given so or was made so
+  const int32_t* experts = nullptr;  // [T, K]: the selection as int32 indices, if it is given or converted to that form
   const uint8_t* token_mask = nullptr;
   const float* lse = nullptr;
 
@@ -43,7 +43,7 @@ struct RouterBackward {
   Cotangent d_score_sum;
   Cotangent d_aux_scores;
   Cotangent d_lse;
-  // What follows from them:
+  // derived from the arguments:
   bool weighted = false;      // a cotangent of weights or probs is given
   bool auxiliary = false;     // a cotangent of auxiliary scores or their sums is given
   bool softmax_rows = false;  // softmax over all experts is needed

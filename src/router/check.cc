@@ -13,8 +13,8 @@ ab_status check_sizes(const ab_tensor* logits, int32_t topk) {
   AB_RETURN_IF_ERROR(check_tensor("logits", logits, kFloats, {{"T"}, {"E"}}));
   const int64_t T = logits->shape[0];
   const int64_t E = logits->shape[1];
-  constexpr int64_t kMostExperts = int64_t{1} << 30;  // lists of them have a power of two for their length, an int
-  if (E > kMostExperts) {
+  constexpr int64_t kMaxExperts = int64_t{1} << 30;  // an int holds the next power of two
+  if (E > kMaxExperts) {
     return AB_INVALID("logits: got %lld experts, expected at most 2^30", static_cast<long long>(E));
   }
   if (topk < 1 || topk > E) {
@@ -69,7 +69,7 @@ ab_status check_groups(int32_t num_groups, int32_t group_topk, int32_t group_sco
   return ok();
 }
 
-// An option that only steers the selection, in a call in which nothing depends on it.
+// Rejects an option that affects only the selection, in a call where no output depends on it.
 ab_status refuse(const char* name, bool given, const char* reason) {
   return given ? AB_INVALID("%s: got one %s, expected none", name, reason) : ok();
 }
@@ -103,9 +103,9 @@ ab_status check_quantile_balancing(const ab_router_forward_args* args, int64_t E
   AB_RETURN_IF_ERROR(check_tensor("qb_bin_bounds", args->qb_bin_bounds, kFloat32, {{"2", 2}}));
   AB_RETURN_IF_ERROR(check_tensor("qb_histogram", args->qb_histogram, kInt32, {{"E", E}, {"bins"}}));
   const int64_t bins = args->qb_histogram->shape[1];
-  if (bins < 1 || bins > kMostBins) {
+  if (bins < 1 || bins > kMaxBins) {
     return AB_INVALID("qb_histogram: got %lld bins, expected 1 to %lld", static_cast<long long>(bins),
-                      static_cast<long long>(kMostBins));
+                      static_cast<long long>(kMaxBins));
   }
   if (E * bins > INT32_MAX) {
     return AB_INVALID("qb_histogram: got %lld counts, expected fewer than 2^31", static_cast<long long>(E * bins));
@@ -178,8 +178,8 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
   op->bias_dtype = args->expert_bias == nullptr ? 0 : args->expert_bias->dtype;
   op->token_mask = data<const uint8_t>(args->token_mask);
   op->forced_experts = data<const int32_t>(args->forced_experts);
-  op->wants_weights = args->weights != nullptr || args->probs != nullptr;
-  op->wants_selection = op->wants_weights || args->experts != nullptr || counts || args->routing_map != nullptr ||
+  op->needs_weights = args->weights != nullptr || args->probs != nullptr;
+  op->needs_selection = op->needs_weights || args->experts != nullptr || counts || args->routing_map != nullptr ||
                         args->qb_histogram != nullptr;
   op->forced = args->forced_experts != nullptr;
   op->weights = data<float>(args->weights);
@@ -204,13 +204,13 @@ ab_status check_router_forward(const ab_router_forward_args* args, RouterForward
     AB_RETURN_IF_ERROR(refuse("routing_map", args->routing_map != nullptr, kReason));
     AB_RETURN_IF_ERROR(refuse("aux_scores", args->aux_scores != nullptr, kReason));
   }
-  if (!op->wants_selection) {
+  if (!op->needs_selection) {
     constexpr const char* kReason = "in a call without an output of the selection";
     AB_RETURN_IF_ERROR(refuse("expert_bias", args->expert_bias != nullptr, kReason));
     AB_RETURN_IF_ERROR(refuse("num_groups", args->num_groups != 0, kReason));
     AB_RETURN_IF_ERROR(refuse("forced_experts", op->forced, kReason));
   }
-  if (!op->wants_weights && args->scaling_factor != 1.0f) {
+  if (!op->needs_weights && args->scaling_factor != 1.0f) {
     return AB_INVALID("scaling_factor: got %g in a call without weights or probs, expected 1",
                       static_cast<double>(args->scaling_factor));
   }

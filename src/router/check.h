@@ -1,4 +1,4 @@
-// Everything that can be wrong with a call of the router, in one place.
+// All checks of the calls of the router.
 #pragma once
 
 #include "router/backward.h"

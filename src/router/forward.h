@@ -1,4 +1,4 @@
-// The router's forward pass: what a checked call says, and its kernel for each instruction set.
+// The router's forward pass: its checked arguments, and one kernel per instruction set.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ struct RouterForward {
   bool normalize = true;
   int32_t num_groups = 0;  // 0: no groups
   int32_t group_topk = 0;
-  int32_t group_score_topk = 0;   // how many of a group's experts make its score
-  bool groups_by_logits = false;  // their logits do; else their scores with the bias
+  int32_t group_score_topk = 0;   // number of experts whose sum is the score of a group
+  bool groups_by_logits = false;  // sum their logits; else their biased scores
   float scaling_factor = 1.0f;
 
   const void* logits = nullptr;
@@ -38,27 +38,27 @@ struct RouterForward {
   void* probs = nullptr;  // dtype of the logits
   void* routing_map = nullptr;
   MapFormat map_format = MapFormat::none;
-  int32_t map_dtype = 0;  // of indices
+  int32_t map_dtype = 0;  // dtype of indices
   float* aux_scores = nullptr;
 
-  bool wants_weights = false;    // weights or probs
-  bool wants_selection = false;  // or anything else that depends on which experts are selected
+  bool needs_weights = false;    // weights or probs
+  bool needs_selection = false;  // weights, probs or any other output that depends on the selection
   bool forced = false;
 
   TokenBlocks blocks{0, 0};
 
-  // Quantile balancing, where qb_histogram is not null.
+  // quantile balancing, if qb_histogram is not null
   const float* qb_bin_bounds = nullptr;
   int32_t* qb_histogram = nullptr;  // [E, qb_bins]
   int64_t qb_bins = 0;
 
-  // Experts of a token that are ranked: with quantile balancing one more than it gets.
+  // Number of experts per token that are ranked: K, or K + 1 with quantile balancing.
   int32_t ranks() const { return K + (qb_histogram != nullptr ? 1 : 0); }
 };
 
 struct RouterForwardKernels {
-  // Routes tokens begin <= t < end. counts[E] and score_sum[E], where not null, get the statistics of these tokens;
-  // histogram [E, qb_bins], where not null, is added to.
+  // Routes tokens begin <= t < end. Writes their statistics to counts[E] and score_sum[E], and adds to histogram [E,
+  // qb_bins]; each may be null.
   void (*route)(const RouterForward& op, int64_t begin, int64_t end, int32_t* counts, float* score_sum,
                 int32_t* histogram, void* scratch);
   // Bytes of scratch memory of one call.

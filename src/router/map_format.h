@@ -1,4 +1,4 @@
-// How it is said which experts a token has.
+// The formats of a selection.
 #pragma once
 
 namespace anabranch {

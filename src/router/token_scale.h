@@ -1,4 +1,4 @@
-// What the forward kernels on CUDA keep of every token where its cutoff is counted, in a workspace.
+// Values that the CUDA forward kernels save per token, in a workspace, for the histogram of quantile balancing.
 #pragma once
 
 #include <cstddef>
@@ -6,9 +6,9 @@
 
 namespace anabranch::cuda {
 
-// Of a token: its cutoff, NaN for a masked one, and what makes softmax scores of its logits (row.cuh).
+// Per token: its threshold, NaN if masked, and the parameters that convert logits to softmax scores (row.cuh).
 struct alignas(16) TokenScale {
-  float cutoff;
+  float threshold;
   float shift;
   float factor;
 };

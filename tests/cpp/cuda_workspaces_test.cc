@@ -23,7 +23,7 @@ TEST(CudaWorkspaces, SizesAreThoseOfSomeMemory) {
   EXPECT_REFUSED(ab_cuda_grouped_matmul_dw_workspace_bound(4, 0, kHuge, 8, AB_FLOAT32, AB_FLOAT32, &bytes),
                  AB_INVALID_ARGUMENT, "D: got 46116860");
   EXPECT_REFUSED(ab_cuda_grouped_matmul_combine_workspace_bound(1 << 30, 8, 8, 1 << 30, 0, AB_FLOAT32, &bytes),
-                 AB_INVALID_ARGUMENT, "N: got 1073741824, expected axes whose product makes at most 2^56 bytes");
+                 AB_INVALID_ARGUMENT, "N: got 1073741824, expected sizes whose product is at most 2^56 bytes");
   EXPECT_REFUSED(ab_cuda_expert_ffn_forward_workspace_bound(8, -8, AB_FLOAT32, &bytes), AB_INVALID_ARGUMENT, "F: got");
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward_workspace_bound(0, 8, 8, 2, kHuge, AB_FLOAT32, AB_FLOAT32, 15, &bytes),
                  AB_INVALID_ARGUMENT, "F: got 46116860");

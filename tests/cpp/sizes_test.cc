@@ -26,7 +26,7 @@ TEST(Sizes, WhoseProductWrapsAreRefused) {
   const ab_tensor tokens = no_memory(AB_FLOAT32, {2, kHuge});
   const ab_combine_args combine{sizeof(combine), &rows, row_of_slot.view(), nullptr, &tokens, nullptr};
   EXPECT_REFUSED(call(ab_combine, ab_combine_workspace, combine), AB_INVALID_ARGUMENT,
-                 "rows: got float32 [4, 4611686018427387904], expected axes whose product makes at most 2^56 bytes");
+                 "rows: got float32 [4, 4611686018427387904], expected sizes whose product is at most 2^56 bytes");
   const ab_dispatch_args dispatch{sizeof(dispatch), &tokens, row_of_slot.view(), slot_of_row.view(), nullptr, &rows};
   EXPECT_REFUSED(ab_dispatch(&dispatch, nullptr), AB_INVALID_ARGUMENT, "x: got float32 [2, 4611686018427387904]");
 

@@ -1,5 +1,5 @@
-// Single instructions that the compiler does not choose by itself: predicated accesses of up to 16 bytes to memory that
-// nobody comes back for soon, and conversions of two numbers at a time.
+// Instructions that the compiler does not select by itself: predicated, streaming accesses of up to 16 bytes, and
+// conversions of two elements at a time.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace anabranch::cuda {
 
-// Reads a word if it is there; else it has any value. Wide words without a branch: of an `if` the compiler makes one in
-// which it computes the address anew.
+// Loads a word if `there`; else leaves it unspecified. 8- and 16-byte words use a predicate: for an `if` the compiler
+// emits a branch that recomputes the address.
 __device__ __forceinline__ void load_if(bool there, const uint4* from, uint4* word) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %4, 0;\n@p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%5];\n}"
                : "=r"(word->x), "=r"(word->y), "=r"(word->z), "=r"(word->w)
@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_if(bool there, const Scalar* from, Scalar* 
   if (there) *word = __ldcs(from);
 }
 
-// Reads what nobody comes back for, of lines that are read whole: 256 bytes at a time come to the second-level cache.
+// Loads streaming data of which whole cache lines are read: L2 fetches 256 bytes at a time, L1 does not allocate.
 __device__ __forceinline__ uint4 load_of_stream(const uint4* from) {
   uint4 word;
   asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -34,7 +34,7 @@ __device__ __forceinline__ uint4 load_of_stream(const uint4* from) {
   return word;
 }
 
-// Writes a word if it is there.
+// Stores a word if `there`.
 __device__ __forceinline__ void store_if(bool there, uint4* to, const uint4& word) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.global.cs.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
                    static_cast<unsigned>(there)),
@@ -52,12 +52,12 @@ __device__ __forceinline__ void store_if(bool there, Scalar* to, const Scalar& w
   if (there) __stcs(to, word);
 }
 
-// Brings what stands there into the second-level cache, for a read that comes later. It takes no register until then.
+// Prefetches an address into L2 for a later load. The prefetch itself occupies no register.
 __device__ __forceinline__ void prefetch_if(bool there, const void* at) {
   if (there) asm volatile("prefetch.global.L2 [%0];" : : "l"(at));
 }
 
-// Makes the compiler forget what it knows about a word, so that it cannot move work on it out of a loop.
+// Hides the value of a word from the compiler, so that it cannot hoist computations on the word out of a loop.
 __device__ __forceinline__ void forget(uint4* word) {
   asm volatile("" : "+r"(word->x), "+r"(word->y), "+r"(word->z), "+r"(word->w));
 }
@@ -65,7 +65,7 @@ __device__ __forceinline__ void forget(uint2* word) { asm volatile("" : "+r"(wor
 template <class Scalar>
 __device__ __forceinline__ void forget(Scalar*) {}
 
-// Two numbers as one word, the first in its lower half.
+// Packs two elements into one word, the first in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 template <>
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint32_t pack<Float16>(float low, float high) {
   return word;
 }
 
-// And back.
+// Unpacks the lower or the upper half of a word.
 template <class T>
 __device__ __forceinline__ float low_half(uint32_t word) {
   return to_float(T{static_cast<uint16_t>(word)});

@@ -1,8 +1,8 @@
-// A barrier in shared memory (mbarrier) that threads, the copy engine and asynchronous copies arrive at.
+// A barrier in shared memory (mbarrier), at which threads, TMA and asynchronous copies arrive.
 //
-// A barrier goes through phases 0, 1, 2, ...; a phase ends when the expected arrivals have come and the expected bytes
-// are there. wait(n % 2) returns when phase n has ended. Waiting for the phase before the first, wait(1) on a new
-// barrier, returns at once: what starts out empty need not be waited for.
+// A barrier goes through phases 0, 1, 2, ... A phase completes when the expected arrivals and the expected bytes have
+// arrived. wait(n % 2) returns when phase n has completed. wait(1) on a new barrier waits for the phase before the
+// first and returns at once, so a stage that is initially empty needs no special case.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace anabranch::cuda {
 
-// Seconds after which a wait stops the kernel, so that a deadlock shows (compute-sanitizer tells where); 0: never.
+// Seconds after which a wait traps, so that a deadlock becomes an error that compute-sanitizer can locate; 0: never.
 #ifndef ANABRANCH_CUDA_WAIT_LIMIT
 #define ANABRANCH_CUDA_WAIT_LIMIT 0
 #endif
@@ -24,9 +24,9 @@ class Barrier {
 
   __device__ void arrive() { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(address()) : "memory"); }
 
-  // Arrives at the barrier that stands at the same place in the shared memory of a block of the cluster. Release at
-  // block scope on purpose (PTX's default, .release.cta): the consumer only read the stage; a release for the cluster
-  // would also wait for its stores to memory.
+  // Arrives at the corresponding barrier in the shared memory of another block of the cluster. The release has block
+  // scope on purpose (PTX's default, .release.cta): the consumer has only read the stage. A release at cluster scope
+  // would also wait for its global stores.
   __device__ void arrive_in_block(uint32_t block) {
     asm volatile(
         "{\n"
@@ -39,18 +39,18 @@ class Barrier {
         : "memory");
   }
 
-  // Arrives, and makes the phase wait for so many bytes of the copy engine.
+  // Arrives, and adds `bytes` to the bytes that the phase expects from TMA.
   __device__ void arrive_and_expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(address()), "r"(bytes) : "memory");
   }
 
-  // Arrives when the asynchronous copies that this thread has begun are done.
+  // Arrives when the asynchronous copies that this thread has issued are complete.
   __device__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(address()) : "memory");
   }
 
-  // Written as PTX alone: a loop in C++ made the compiler spill accumulators. try_wait suspends the thread for a while,
-  // test_wait does not, so that attempts tell the time.
+  // The loop is in PTX: a loop in C++ made the compiler spill accumulators. try_wait suspends the thread for a while;
+  // test_wait does not, so the number of attempts measures time.
   __device__ void wait(uint32_t parity) const {
 #if ANABRANCH_CUDA_WAIT_LIMIT > 0
     asm volatile(
@@ -69,7 +69,7 @@ class Barrier {
         "done:\n"
         "}\n"
         :
-        : "r"(address()), "r"(parity), "n"(ANABRANCH_CUDA_WAIT_LIMIT << 26)  // about a second each 2^26
+        : "r"(address()), "r"(parity), "n"(ANABRANCH_CUDA_WAIT_LIMIT << 26)  // 2^26 attempts take about one second
         : "memory");
 #else
     asm volatile(
@@ -91,13 +91,13 @@ class Barrier {
   uint64_t state_;
 };
 
-// After a thread's init() of barriers, before the block's threads and the copy engine use them.
+// Call after a thread's init() of barriers and before the other threads of the block and TMA use them.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   fence_async_proxy();
 }
 
-// A place in a ring of kStages stages with a barrier each: which stage, and in which phase its barriers are.
+// A position in a ring of kStages stages with one barrier each: the stage and the phase parity of its barrier.
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -105,7 +105,7 @@ struct RingPosition {
 
   // The position of the n-th use of the ring.
   static __device__ RingPosition of(int n) {
-    const auto use = static_cast<uint32_t>(n);  // whose remainders take fewer operations
+    const auto use = static_cast<uint32_t>(n);  // unsigned division and remainder take fewer instructions
     return {static_cast<int>(use % kStages), use / kStages & 1u};
   }
 

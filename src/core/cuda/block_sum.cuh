@@ -5,8 +5,8 @@
 
 namespace anabranch::cuda {
 
-// The sum over the threads before this one; *total is that over all. By all threads of a block of whole warps, which
-// may call it again at once.
+// Exclusive prefix sum over the threads of a block; *total is the sum over all threads. All threads of the block must
+// call it; the block consists of whole warps. Consecutive calls need no barrier between them.
 template <class T>
 __device__ T sum_before(T value, T* total) {
   __shared__ T warps[kWarp];

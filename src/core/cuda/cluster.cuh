@@ -1,18 +1,17 @@
-// Clusters: neighbouring blocks that run at a time on neighbouring multiprocessors and reach each other's shared
-// memory.
+// Clusters: adjacent blocks that run concurrently on adjacent SMs and can access each other's shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace anabranch::cuda {
 
-// The block's place in its cluster of kBlocks.
+// The rank of the block in its cluster of kBlocks.
 template <int kBlocks>
 __device__ __forceinline__ uint32_t block_in_cluster() {
   return kBlocks == 1 ? 0 : blockIdx.x % kBlocks;
 }
 
-// A barrier for all threads of the blocks of a cluster; of the block, if it is alone.
+// Synchronises all threads of the cluster, or of the block if the cluster is one block.
 template <int kBlocks>
 __device__ __forceinline__ void sync_cluster() {
   if constexpr (kBlocks == 1) {
@@ -22,15 +21,15 @@ __device__ __forceinline__ void sync_cluster() {
   }
 }
 
-// What a block loads of an operand that the blocks of a cluster have in common: of its boxes the first-th, and every
-// count-th from there on, to the shared memory of all blocks in the set `to`, at the same place in each.
+// The boxes of a shared operand that a block loads: box `first` and every `count`-th box after it. They are written to
+// the shared memory of all blocks in the bit set `to`, at the same address in each.
 template <int kBlocks>
 struct Multicast {
   int first;
   int count;
   uint16_t to;
 
-  // multicasts: else the block loads everything, for itself alone.
+  // Without multicast the block loads all boxes, for itself alone.
   __device__ static Multicast of(bool multicasts) {
     const auto block = static_cast<int>(block_in_cluster<kBlocks>());
     if (multicasts) return {block, kBlocks, static_cast<uint16_t>((1 << kBlocks) - 1)};
@@ -38,7 +37,7 @@ struct Multicast {
   }
 };
 
-// Of a block that is alone.
+// A cluster of one block.
 template <>
 struct Multicast<1> {
   static constexpr int first = 0;

@@ -1,4 +1,4 @@
-// Asynchronous copies to shared memory (cp.async), which are waited for in groups, each thread for its own.
+// Asynchronous copies to shared memory (cp.async). Each thread waits for groups of its own copies.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
 }
 
-// The same, or writes zeros and reads nothing; brings the 256 bytes around them into the L2 cache.
+// Copies 16 bytes, or writes zeros without reading if not `is_there`. Prefetches the surrounding 256 bytes into L2.
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, bool is_there) {
   asm volatile(
       "{\n"
@@ -23,11 +23,10 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, b
       : "memory");
 }
 
-// The same for 4 or 8 bytes, from an address that is a multiple of that.
+// Copies 4 or 8 bytes, or writes zeros without reading. The address must be a multiple of the size.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32_t to, const void* source, bool is_there) {
-  static_assert(kBytes == 4 || kBytes == 8,
-                "cp.async.ca copies 4 or 8 bytes here; 16 bytes have a function of their own");
+  static_assert(kBytes == 4 || kBytes == 8, "copy_async copies 4 or 8 bytes; use copy_async_16 for 16 bytes");
   asm volatile(
       "{\n"
       ".reg .pred nothing;\n"
@@ -39,10 +38,10 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* source, bool
       : "memory");
 }
 
-// This thread's copies since the last call make one group.
+// Closes a group that contains this thread's copies since the last call.
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending groups of this thread's copies are under way.
+// Waits until at most kPending groups of this thread's copies are pending.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

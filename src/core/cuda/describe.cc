@@ -1,4 +1,4 @@
-// What the CUDA library is, and the devices it finds.
+// Describes the CUDA library and the devices.
 #include <cstdio>
 
 #include <cuda_runtime.h>
@@ -8,9 +8,9 @@
 
 namespace {
 
-constexpr int kLeastCapability = 80;
+constexpr int kMinCapability = 80;
 
-// Appends to a text of `size` bytes as snprintf does.
+// Appends to a text of `size` bytes, with the arguments of snprintf.
 template <class... Values>
 void append(char* text, size_t size, size_t* used, const char* format, Values... values) {
   if (*used >= size) return;
@@ -18,13 +18,13 @@ void append(char* text, size_t size, size_t* used, const char* format, Values...
   if (written > 0) *used += static_cast<size_t>(written);
 }
 
-// Which kernels the experts try first on a device, and why.
-void append_path(char* text, size_t size, size_t* used, int device, const anabranch::cuda::Device& found) {
+// Appends which kernels the experts try first on a device, and the reason.
+void append_path(char* text, size_t size, size_t* used, int device, const anabranch::cuda::Device& device_info) {
   using namespace anabranch::cuda;
-  if (found.capability < kLeastCapability) return;
+  if (device_info.capability < kMinCapability) return;
   append(text, size, used, "experts on device %d=", device);
   const ab_status status = check_path();
-  const PathChoice choice = first_path(found);
+  const PathChoice choice = first_path(device_info);
   if (status.code != AB_OK) {
     append(text, size, used, "%s\n", status.message);
   } else if (choice.why_not_hopper == nullptr) {
@@ -49,7 +49,7 @@ extern "C" void ab_cuda_describe(char* text, size_t size) {
   int count = 0;
   const cudaError_t failure = cudaGetDeviceCount(&count);
   if (failure != cudaSuccess || count == 0) {
-    cudaGetLastError();  // clears it
+    cudaGetLastError();  // clear it
     append(text, size, &used, "error=%s\n", failure == cudaSuccess ? "no device" : cudaGetErrorString(failure));
     return;
   }
@@ -58,7 +58,7 @@ extern "C" void ab_cuda_describe(char* text, size_t size) {
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, device) != cudaSuccess) continue;
     const int capability = properties.major * 10 + properties.minor;
-    usable = usable || capability >= kLeastCapability;
+    usable = usable || capability >= kMinCapability;
     append(text, size, &used, "device %d=%s, compute capability %d.%d, %d multiprocessors, %zu MiB\n", device,
            properties.name, properties.major, properties.minor, properties.multiProcessorCount,
            properties.totalGlobalMem >> 20);

@@ -9,25 +9,25 @@
 
 namespace anabranch::cuda {
 
-ab_status find_device(const char* operation, Device* found) {
+ab_status find_device(const char* operation, Device* result) {
   int device = 0;
   int major = 0;
   int minor = 0;
   cudaError_t failure = cudaGetDevice(&device);
   for (const auto& [value, attribute] :
        {std::pair{&major, cudaDevAttrComputeCapabilityMajor}, std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
-        std::pair{&found->multiprocessors, cudaDevAttrMultiProcessorCount}}) {
+        std::pair{&result->multiprocessors, cudaDevAttrMultiProcessorCount}}) {
     if (failure == cudaSuccess) failure = cudaDeviceGetAttribute(value, attribute, device);
   }
   if (failure != cudaSuccess) {
-    cudaGetLastError();  // clears it
+    cudaGetLastError();  // clear it
     return error(code_of(failure), "%s: no usable GPU: %s", operation, cudaGetErrorString(failure));
   }
   if (major < 8) {
     return error(AB_UNSUPPORTED, "%s: got a device of compute capability %d.%d, expected 8.0 or newer", operation,
                  major, minor);
   }
-  found->capability = 10 * major + minor;
+  result->capability = 10 * major + minor;
   return ok();
 }
 

@@ -1,4 +1,4 @@
-// What an operation must know of the current device.
+// The properties of the current device that operations use.
 #pragma once
 
 #include "anabranch/types.h"
@@ -12,7 +12,7 @@ struct Device {
   bool is_hopper() const { return capability == 90; }
 };
 
-// Unsupported where there is no device of compute capability 8.0 or newer.
-ab_status find_device(const char* operation, Device* found);
+// Returns AB_UNSUPPORTED if there is no device of compute capability 8.0 or newer.
+ab_status find_device(const char* operation, Device* result);
 
 }  // namespace anabranch::cuda

@@ -1,4 +1,4 @@
-// Division by a number that the host knows, without a division on the device.
+// Division by a number that the host knows, as a multiplication and a shift on the device.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace anabranch::cuda {
 
-// n / d for 0 <= n < 2^31 and 1 <= d < 2^31. With 2^(s-1) < d <= 2^s and m = floor(2^(31+s) / d) + 1 < 2^32, n m is
-// larger than 2^(31+s) n / d by at most n 2^s < 2^(31+s), too little to reach the next multiple of d.
+// Computes n / d for 0 <= n < 2^31 and 1 <= d < 2^31. With 2^(s-1) < d <= 2^s and m = floor(2^(31+s) / d) + 1 < 2^32, n
+// m exceeds 2^(31+s) n / d by at most n 2^s < 2^(31+s), which is too little to reach the next multiple of d.
 class Divisor {
  public:
   Divisor() = default;

@@ -1,9 +1,9 @@
-// The shared memory that a launch asks for.
+// The dynamic shared memory of a kernel.
 #pragma once
 
 namespace anabranch::cuda {
 
-// As an array, whose length is the launch's.
+// As an array; the launch determines its length.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared_array() {
   extern __shared__ __align__(256) char memory[];

@@ -1,4 +1,4 @@
-// An element of an array of floats whose dtype is known at run time alone.
+// Loads an element of a float array whose dtype is known only at run time.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// CUDA's failures as statuses.
+// Converts CUDA errors to statuses.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@
 
 namespace anabranch::cuda {
 
-// Unsupported is only what another way of computing may avoid: whoever falls back on it goes on with the same device.
-// After most other failures, such as an illegal access of an earlier kernel, the device is of no use any more.
+// AB_UNSUPPORTED is reserved for errors that a fallback on the same device can avoid. After most other errors, such as
+// an illegal access in an earlier kernel, the device is no longer usable.
 constexpr ab_status_code code_of(cudaError_t failure) {
   switch (failure) {
     case cudaErrorNoKernelImageForDevice:
@@ -24,13 +24,13 @@ constexpr ab_status_code code_of(cudaError_t failure) {
   }
 }
 
-// The status of a call of the runtime that failed; the runtime forgets the failure, unless it is there to stay.
+// The status of a failed runtime call. Clears the error of the runtime, unless it is sticky.
 inline ab_status failed(const char* name, cudaError_t failure) {
   cudaGetLastError();
   return error(code_of(failure), "%s: %s", name, cudaGetErrorString(failure));
 }
 
-// A grid of one dimension has at most 2^31 - 1 blocks.
+// A one-dimensional grid has at most 2^31 - 1 blocks.
 inline ab_status check_blocks(const char* name, int64_t blocks) {
   if (blocks <= INT32_MAX) return ok();
   return error(AB_UNSUPPORTED, "%s: got %lld blocks, expected at most 2^31 - 1", name, static_cast<long long>(blocks));

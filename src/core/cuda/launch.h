@@ -20,18 +20,18 @@ struct Launch {
   int threads;
   size_t shared_bytes;
   cudaStream_t stream;
-  // Starts while the kernel before it on the stream still runs; it must wait with wait_for_previous_kernel().
+  // Programmatic dependent launch: the kernel starts while the previous one on the stream still runs, and must call
+  // wait_for_previous_kernel().
   bool overlaps_previous = false;
-  int cluster = 1;  // so many neighbouring blocks make a cluster; divides `blocks`
-  // If not 0: a multiprocessor's shared memory is to suffice for so many blocks at a time, and all else to be
-  // first-level cache. For kernels with many loads on their way, which take places there: a kernel before may have left
-  // it small.
+  int cluster = 1;  // blocks per cluster; divides `blocks`
+  // If not 0, the shared memory of an SM is limited to what this many blocks need, and the remaining memory serves as
+  // L1. Kernels with many loads in flight need a large L1; a previous kernel may have left it small.
   int resident_blocks = 0;
 };
 
 #if defined(__CUDACC__)
 
-// The major compute capabilities, as bits, that this file is compiled for and whose devices know how.
+// The major compute capabilities, as bits, for which this file is compiled and whose devices support the overlap.
 constexpr unsigned kOverlappingGenerations = [] {
   unsigned generations = 0;
   for (const int architecture : {__CUDA_ARCH_LIST__}) {
@@ -40,7 +40,8 @@ constexpr unsigned kOverlappingGenerations = [] {
   return generations;
 }();
 
-// Whether the current device is of these generations. One of another may run code for an older one, that does not wait.
+// Whether the current device belongs to one of these generations. A device of another generation may run code for an
+// older one, which does not wait.
 template <unsigned kGenerations>
 bool can_overlap() {
   int device = 0;
@@ -50,34 +51,34 @@ bool can_overlap() {
          (kGenerations >> major & 1u) != 0;
 }
 
-// Asks for no more shared memory of a multiprocessor than so many bytes for a kernel's blocks, and what the system
-// takes. It is a hint, so a failure is none of the launch.
+// Limits the shared memory of an SM to `bytes` for the kernel's blocks, plus what the system reserves. This is a hint:
+// its failure does not fail the launch.
 template <class Kernel>
 void share_memory(Kernel kernel, size_t bytes) {
-  constexpr size_t kOfSystem = 16 << 10;  // 1 KiB of a block
+  constexpr size_t kReservedBytes = 16 << 10;  // 1 KiB per block
   int device = 0;
   int most = 0;
   if (cudaGetDevice(&device) == cudaSuccess &&
       cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) == cudaSuccess && most > 0) {
-    const size_t percent = (bytes + kOfSystem) * 100 / static_cast<size_t>(most) + 1;
+    const size_t percent = (bytes + kReservedBytes) * 100 / static_cast<size_t>(most) + 1;
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                              static_cast<int>(percent < 100 ? percent : 100)) == cudaSuccess) {
       return;
     }
   }
-  cudaGetLastError();  // clears it
+  cudaGetLastError();  // clear it
 }
 
 template <unsigned kGenerations = kOverlappingGenerations, class... Parameters, class... Arguments>
 ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& shape, const Arguments&... arguments) {
   if (shape.blocks == 0) return ok();
   AB_RETURN_IF_ERROR(check_blocks(name, shape.blocks));
-  constexpr size_t kSharedWithoutAsking = 48 << 10;
-  if (shape.shared_bytes > kSharedWithoutAsking) {
+  constexpr size_t kDefaultSharedBytes = 48 << 10;
+  if (shape.shared_bytes > kDefaultSharedBytes) {
     const cudaError_t failure =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
     if (failure == cudaErrorInvalidValue) {
-      cudaGetLastError();  // clears it
+      cudaGetLastError();  // clear it
       return error(AB_UNSUPPORTED, "%s: a block needs %zu bytes of shared memory, more than the device has", name,
                    shape.shared_bytes);
     }
@@ -107,17 +108,17 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
   return failure == cudaSuccess ? ok() : failed(name, failure);
 }
 
-// In a kernel that overlaps_previous: from here on the results of the kernel before can be read; but not by __ldg,
-// which is for what nobody writes while the kernel runs, and it may have begun before the writer ended. What is read
-// before this call, since its writer is known to have ended, is read by __ldcg: only here what others wrote becomes
-// visible in the first-level cache.
+// In a kernel that overlaps_previous: the results of the previous kernel can be read after this call, but not by __ldg,
+// which requires that nobody writes the data while the kernel runs; the kernel may have begun before the writer ended.
+// Data that is read before this call, because its writer is known to have ended, must be read by __ldcg: writes of
+// other kernels become visible in L1 only here.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif
 }
 
-// In the kernel before it: the next one may start, and wait.
+// In the previous kernel: the next kernel may start, and wait.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();

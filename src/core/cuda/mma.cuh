@@ -1,5 +1,5 @@
-// Tensor cores as every GPU since Ampere has them: mma.sync, and ldmatrix, which brings its operands from shared
-// memory. Which lane has what of a matrix stands in experts/portable/shared_tile.h.
+// The tensor core instructions of every GPU since Ampere: mma.sync, and ldmatrix, which loads its operands from shared
+// memory. experts/portable/shared_tile.h describes which lane holds which element.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace anabranch::cuda {
 
-// Four 8 x 8 matrices of 16-bit elements, or 8 x 4 of 32 bits: lane i gives the address of row i % 8 of matrix i / 8,
-// 16-byte aligned, and gets of every matrix the (i % 4)-th word of row i / 4.
+// Loads four 8 x 8 matrices of 16-bit elements, or 8 x 4 of 32-bit elements. Lane i supplies the 16-byte aligned
+// address of row i % 8 of matrix i / 8, and receives word i % 4 of row i / 4 of each matrix.
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -17,7 +17,8 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&m)[4]
                : "memory");
 }
 
-// The same of matrices of 16-bit elements, transposed: elements 2 (i % 4) and 2 (i % 4) + 1 of column i / 4.
+// Loads four matrices of 16-bit elements transposed: a lane receives elements 2 (i % 4) and 2 (i % 4) + 1 of column i /
+// 4.
 __device__ __forceinline__ void load_transposed_matrices(uint32_t address, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -25,8 +26,8 @@ __device__ __forceinline__ void load_transposed_matrices(uint32_t address, uint3
                : "memory");
 }
 
-// c += a b of 16 x 8 elements and a depth of 32 bytes: 16 elements of 16 bits, or 8 of TF32, which are float32 numbers
-// whose last 13 bits are not seen.
+// c += a b for 16 x 8 elements and 32 bytes along k: 16 elements of 16 bits, or 8 of TF32. TF32 operands are float32
+// numbers whose last 13 bits the instruction ignores.
 template <class Element>
 __device__ __forceinline__ void multiply_add_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

@@ -15,13 +15,13 @@ struct Variable {
 };
 
 Variable read_variable() {
-  const char* wanted = std::getenv("ANABRANCH_CUDA_PATH");
-  if (wanted == nullptr || wanted[0] == '\0') return {Path::hopper, ok()};
+  const char* requested = std::getenv("ANABRANCH_CUDA_PATH");
+  if (requested == nullptr || requested[0] == '\0') return {Path::hopper, ok()};
   for (const Path path : {Path::hopper, Path::portable}) {
-    if (std::strcmp(wanted, name_of(path)) == 0) return {path, ok()};
+    if (std::strcmp(requested, name_of(path)) == 0) return {path, ok()};
   }
   return {Path::hopper,
-          error(AB_UNSUPPORTED, "ANABRANCH_CUDA_PATH: got %s, expected hopper, portable or nothing", wanted)};
+          error(AB_UNSUPPORTED, "ANABRANCH_CUDA_PATH: got %s, expected hopper, portable or nothing", requested)};
 }
 
 const Variable& variable() {

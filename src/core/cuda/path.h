@@ -1,4 +1,4 @@
-// Which kernels the experts may run on: the device and a variable of the environment say it.
+// The kernels that the experts may run on, as determined by the device and an environment variable.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +17,17 @@ const char* name_of(Path path);
 
 struct PathChoice {
   Path path = Path::portable;
-  const char* why_not_hopper = nullptr;  // unless the path is hopper
+  const char* why_not_hopper = nullptr;  // set unless the path is hopper
 };
 
-// The first path that may be taken on a device: ANABRANCH_CUDA_PATH may name a later one than the device would have.
+// The first path to try on a device. ANABRANCH_CUDA_PATH may exclude an earlier path that the device supports.
 PathChoice first_path(const Device& device);
 
-// Whether that variable was understood.
+// An error if the value of that variable is unknown.
 ab_status check_path();
 
-// The current device, for an operation of the experts; unsupported where that variable was not understood, too.
+// The current device, for an operation of the experts. Returns AB_UNSUPPORTED also if the value of the variable is
+// unknown.
 ab_status find_device_of_experts(const char* operation, Device* device);
 
 }  // namespace anabranch::cuda

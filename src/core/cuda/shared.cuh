@@ -1,5 +1,5 @@
-// Accesses to shared memory by 32-bit addresses. Through pointers the compiler would compute full addresses over and
-// over; an address here is a register, and constant offsets go into the instructions.
+// Accesses to shared memory by 32-bit address. With pointers the compiler recomputes 64-bit addresses at each access. A
+// 32-bit address is one register, and constant offsets are encoded in the instructions.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_shared(unsigned address, T value) {
   }
 }
 
-// These are without a branch.
+// Predicated accesses, without a branch.
 __device__ __forceinline__ void store_shared_if(bool condition, unsigned address, uint32_t value) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u32 [%0], %1;}" ::"r"(address), "r"(value),
                "r"(static_cast<uint32_t>(condition))

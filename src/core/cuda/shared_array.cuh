@@ -1,4 +1,4 @@
-// Arrays in shared memory by their 32-bit addresses.
+// Arrays in shared memory, accessed by 32-bit address.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace anabranch::cuda {
 
-// T [] at an address of shared memory.
+// An array of T at an address in shared memory.
 template <class T>
 class SharedArray {
  public:

@@ -11,36 +11,36 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of addresses and strides
+constexpr int64_t kAlignment = 16;  // of addresses and strides, in bytes
 
-// A function of the driver; nullptr where there is no driver that has it. What was found once is kept in `found`; a
-// failure is not, since a later call may find what this one could not.
+// Returns a function of the driver, or nullptr if no driver provides it. `found` caches a function that was found, but
+// not a failure: a later call may succeed.
 template <class Function>
-Function find(const char* name, unsigned since, std::atomic<Function>& found) {
-  if (const Function function = found.load(std::memory_order_relaxed); function != nullptr) return function;
+Function find(const char* name, unsigned since, std::atomic<Function>& cached) {
+  if (const Function function = cached.load(std::memory_order_relaxed); function != nullptr) return function;
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
   const cudaError_t failure = cudaGetDriverEntryPointByVersion(name, &function, since, cudaEnableDefault, &result);
   if (failure != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-    cudaGetLastError();  // clears it
+    cudaGetLastError();  // clear it
     return nullptr;
   }
-  found.store(reinterpret_cast<Function>(function), std::memory_order_relaxed);
+  cached.store(reinterpret_cast<Function>(function), std::memory_order_relaxed);
   return reinterpret_cast<Function>(function);
 }
 
-std::atomic<decltype(&cuTensorMapEncodeTiled)> found_encode{nullptr};
-std::atomic<decltype(&cuCtxGetCurrent)> found_current{nullptr};
+std::atomic<decltype(&cuTensorMapEncodeTiled)> cached_encode{nullptr};
+std::atomic<decltype(&cuCtxGetCurrent)> cached_current{nullptr};
 
-// Where this thread has no context, which is so before its first call of most of the runtime's functions, makes the
-// runtime's that of this thread. For a capture of a graph this is no call to object to.
+// Makes the runtime's context current if this thread has no context, which is the case before its first call of most
+// runtime functions. These calls are permitted during the capture of a graph.
 void take_context() {
   constexpr unsigned kSince = 4000;  // CUDA 4.0
-  const auto current = find("cuCtxGetCurrent", kSince, found_current);
+  const auto current = find("cuCtxGetCurrent", kSince, cached_current);
   CUcontext context = nullptr;
   if (current == nullptr || current(&context) != CUDA_SUCCESS || context != nullptr) return;
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) cudaGetLastError();  // clears it
+  if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) cudaGetLastError();  // clear it
 }
 
 CUtensorMapDataType map_type(int32_t dtype) {
@@ -51,13 +51,13 @@ CUtensorMapDataType map_type(int32_t dtype) {
   }
 }
 
-// Sizes from the innermost dimension on; strides in bytes, from the second.
+// Sizes are listed from the innermost dimension; strides in bytes, from the second.
 template <size_t kRank>
 ab_status encode(const char* name, const void* data, int32_t dtype, const std::array<cuuint64_t, kRank>& sizes,
                  const std::array<cuuint64_t, kRank - 1>& strides, const std::array<cuuint32_t, kRank>& box,
                  CUtensorMap* map) {
   constexpr unsigned kSince = 12000;  // CUDA 12.0
-  const auto function = find("cuTensorMapEncodeTiled", kSince, found_encode);
+  const auto function = find("cuTensorMapEncodeTiled", kSince, cached_encode);
   if (function == nullptr) return error(AB_UNSUPPORTED, "%s: the driver has no cuTensorMapEncodeTiled", name);
   std::array<cuuint32_t, kRank> steps;
   steps.fill(1);
@@ -78,14 +78,14 @@ bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns) {
          columns * dtype_size(dtype) % kAlignment == 0;
 }
 
-// Element (column, row) of the range that ends at row `end` has coordinates (column, 2^30 - (end - row), end, 2^30):
-// the second dimension, 2^30 long, ends where the range ends. With S bytes a row the address is
-// S (2^30 - (end - row)) + S end + (2^34 - S) 2^30 = S row + 2^64, and addresses wrap around at 2^64. That they do is
-// not documented by NVIDIA; Triton's ragged descriptors (triton/tools/ragged_tma.py) rest on the same, and tests read
-// and write through such maps.
+// Element (column, row) of the range that ends before row `end` has coordinates (column, 2^30 - (end - row), end,
+// 2^30): the second dimension, of size 2^30, ends where the range ends. With S bytes per row the address is S (2^30 -
+// (end - row)) + S end + (2^34 - S) 2^30 = S row + 2^64, and addresses wrap around at 2^64. NVIDIA does not document
+// this wrap-around. Triton's ragged descriptors (triton/tools/ragged_tma.py) also rely on it, and tests read and write
+// through such maps.
 ab_status make_row_window_map(const char* name, const void* data, int32_t dtype, int64_t columns, int box_columns,
                               int box_rows, CUtensorMap* map, int64_t elements) {
-  constexpr cuuint64_t kAnyNumber = 0x7fff0000;  // nearly the largest coordinate: `end` and 2^30 are always inside
+  constexpr cuuint64_t kAnyNumber = 0x7fff0000;  // nearly the largest coordinate: `end` and 2^30 are always in range
   const cuuint64_t stride = row_bytes(elements > 0 ? elements : columns, dtype);
   return encode<4>(name, data, dtype,
                    {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(kMostWindowRows), kAnyNumber, kAnyNumber},
@@ -103,7 +103,7 @@ ab_status make_matrices_map(const char* name, const void* data, int32_t dtype, i
                    {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1}, map);
 }
 
-// Dimensions from the innermost on: column, b, q of all boxes, j, matrix.
+// Dimensions from the innermost: column, b, q over all boxes, j, matrix.
 ab_status make_shuffled_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
                                      int64_t columns, int box_columns, CUtensorMap* map) {
   const cuuint64_t stride = row_bytes(columns, dtype);

@@ -1,4 +1,4 @@
-// Shared memory as tensor cores and the copy engine see it: the order between the two ways into it, swizzles, stores.
+// Shared memory of tensor cores and TMA: the fence between proxies, swizzles, matrix stores.
 #pragma once
 
 #include <cstdint>
@@ -11,27 +11,26 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Tensor cores (wgmma) and the copy engine (TMA) reach shared memory through the "async proxy". What threads wrote the
-// ordinary way, and what they have seen written, is visible to such instructions behind this fence.
+// wgmma and TMA access shared memory through the "async proxy". After this fence they see what this thread has written
+// through the generic proxy, and what it has observed of other threads' writes.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The 128-byte swizzle of TMA and wgmma: in blocks of 8 rows of 128 bytes (1024-byte aligned), 16-byte chunk c of row r
-// stands at chunk c ^ (r % 8). Byte offset of a chunk:
+// is stored at chunk c ^ (r % 8). Returns the byte offset of a chunk.
 __device__ __forceinline__ constexpr uint32_t swizzled(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// From an address in chunk c of a row to the same in chunk c + chunks of that row, where the binary digits of c and
-// `chunks` don't overlap.
+// Advances an address in chunk c of a row to chunk c + chunks of that row. c and `chunks` must have no common bits.
 __device__ __forceinline__ constexpr uint32_t chunks_on(uint32_t address, uint32_t chunks) {
   return address ^ chunks << 4;
 }
 
-// Bytes of a row of shared memory tiles: one swizzle atom.
+// Bytes per row of a shared memory tile: one swizzle atom.
 constexpr int kSwizzleBytes = 128;
 
-// Four 8x8 matrices of 16-bit elements, from the registers that mma instructions leave them in. Lane i gives the
-// address of row i % 8 of matrix i / 8, 16-byte aligned.
+// Stores four 8x8 matrices of 16-bit elements from the registers in which mma instructions produce them. Lane i
+// supplies the 16-byte aligned address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                :

@@ -1,4 +1,4 @@
-// Copies between tensors in device memory and shared memory by the copy engine (TMA); one thread starts a copy.
+// TMA copies between tensors in device memory and shared memory; one thread issues a copy.
 #pragma once
 
 #include <cuda.h>
@@ -9,14 +9,14 @@
 
 namespace anabranch::cuda {
 
-// Where a box of a row window map (tensor_map.h) begins: at a row of the range that ends before row `end`.
+// The origin of a box in a row window map (tensor_map.h): a row of the range that ends before row `end`.
 struct WindowCoordinates {
   int column;
   int row;
   int end;
 };
 
-// Where a box of a map of matrices begins.
+// The origin of a box in a map of matrices.
 struct MatrixCoordinates {
   int column;
   int row;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }
 
-// The box arrives at `barrier`, whose phase must expect its bytes (all of them, zeros outside the tensor included).
+// Loads a box. The phase of `barrier` must expect all its bytes, including zeros outside the tensor.
 __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
                                          const WindowCoordinates& at) {
   asm volatile(
@@ -50,8 +50,8 @@ __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Ba
       : "memory");
 }
 
-// The same for all blocks of the multicast: the box arrives at the same place of each block's shared memory, and at the
-// barrier that stands where `barrier` does.
+// Loads a box for all blocks of the multicast: it arrives at the same address in each block's shared memory, and at the
+// corresponding barrier of each block.
 template <int kBlocks>
 __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
                                          const MatrixCoordinates& at, const Multicast<kBlocks>& multicast) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Ba
   load_box(map, to, barrier, at);
 }
 
-// The same of a shuffled map of matrices, from a row on that is a multiple of 32.
+// Loads a box through a shuffled map of matrices. The first row must be a multiple of 32.
 template <int kBlocks>
 __device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
                                                   const MatrixCoordinates& at, const Multicast<kBlocks>& multicast) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32
       : "memory");
 }
 
-// What is outside the tensor, or past the window, is left out.
+// Stores a box. Elements outside the tensor, or past the window, are discarded.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, const WindowCoordinates& at) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                :
@@ -96,8 +96,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from,
                : "memory");
 }
 
-// Adds float32 elements to what stands there, each one rounded once; more than one such addition to an element comes in
-// any order.
+// Adds float32 elements to the tensor; each addition rounds once. Several additions to one element happen in any order.
 __device__ __forceinline__ void add_box(const CUtensorMap& map, uint32_t from, const MatrixCoordinates& at) {
   asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];"
                :
@@ -105,10 +104,10 @@ __device__ __forceinline__ void add_box(const CUtensorMap& map, uint32_t from, c
                : "memory");
 }
 
-// Stores of this thread since the last call make one group.
+// Closes a group that contains this thread's stores since the last call.
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until all but the last kGroups groups of this thread's stores have read their shared memory.
+// Waits until all but the last kGroups groups of this thread's stores have finished reading shared memory.
 template <int kGroups>
 __device__ __forceinline__ void wait_for_stores_to_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kGroups) : "memory");

@@ -1,4 +1,4 @@
-// Up to 16 neighbouring bytes of an array, as one access moves them.
+// Vectors of up to 16 contiguous bytes of an array, loaded or stored by one access.
 #pragma once
 
 #include <cstdint>
@@ -35,14 +35,14 @@ struct WordOf<16> {
   using type = uint4;
 };
 
-// What one access moves, where it does not matter what the bytes mean.
+// The bytes of one access, for code that does not interpret them.
 template <int kBytes>
 using Word = typename WordOf<kBytes>::type;
 
 template <class T>
 constexpr bool kIsFloat = std::is_same_v<T, float> || std::is_same_v<T, BFloat16> || std::is_same_v<T, Float16>;
 
-// N elements that lie on a multiple of their size together; kept as they are in memory, and converted one by one.
+// N elements, aligned to their total size. Stored as in memory; elements are converted when they are read.
 template <class T, int N>
 struct Vector {
   using Bytes = Word<N * sizeof(T)>;
@@ -84,7 +84,7 @@ struct Vector {
     return result;
   }
 
-  // Words of two elements of 16 bits.
+  // The i-th pair of 16-bit elements.
   __device__ __forceinline__ uint32_t word(int i) const {
     static_assert(sizeof(T) == 2 && sizeof(Bytes) >= 8, "a word holds two 16-bit elements");
     Bytes all = bytes;
@@ -98,7 +98,7 @@ struct Vector {
     return result;
   }
 
-  // These, or if not, zeros.
+  // This vector if `these`, else zeros.
   __device__ __forceinline__ Vector or_zeros(bool these) const {
     static_assert(sizeof(Bytes) >= 8, "the vector consists of 32-bit words");
     Vector result;
@@ -111,7 +111,7 @@ struct Vector {
   }
 
  private:
-  // 4 bytes of 8 or 16.
+  // The i-th 4 bytes of 8 or 16.
   template <class AnyBytes>
   __device__ __forceinline__ static auto& part(AnyBytes& bytes, int i) {
     if constexpr (sizeof(Bytes) == 8) {
@@ -122,7 +122,7 @@ struct Vector {
   }
 };
 
-// The largest power of two up to 16 that divides all of the addresses and sizes.
+// The largest power of two, up to 16, that divides all of the addresses and sizes.
 inline int common_alignment(std::initializer_list<uintptr_t> values) {
   uintptr_t bits = kAccessBytes;
   for (const uintptr_t value : values) bits |= value;

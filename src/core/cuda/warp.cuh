@@ -1,4 +1,4 @@
-// What the threads of a warp, or a power of two of its lanes, do together. All lanes of the warp take part.
+// Collective operations of the threads of a warp, or of a power of two of its lanes. All lanes of the warp take part.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
 __device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x / kWarp); }
 
-// combine over each group of kLanes neighbouring lanes; every lane gets the result.
+// Reduces each group of kLanes adjacent lanes; every lane gets the result.
 template <int kLanes, class T, class Combine>
 __device__ __forceinline__ T reduce_lanes(T value, const Combine& combine) {
 #pragma unroll
@@ -26,7 +26,7 @@ __device__ __forceinline__ T sum_lanes(T value) {
   return reduce_lanes<kLanes>(value, [](T a, T b) { return a + b; });
 }
 
-// The largest number; NaN is passed over.
+// The maximum; NaN is ignored.
 template <int kLanes>
 __device__ __forceinline__ float max_lanes(float value) {
   return reduce_lanes<kLanes>(value, [](float a, float b) { return fmaxf(a, b); });

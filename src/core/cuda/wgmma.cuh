@@ -1,9 +1,13 @@
-// Matrix products of Hopper's tensor cores: wgmma m64nNk16, operands in shared memory, float32 accumulators; and
-// m64nNk32 of elements of 8 bits, which stand in pairs where elements of 16 bits do.
+// Hopper's tensor core instructions: wgmma m64nNk16, operands in shared memory, float32 accumulators; and m64nNk32 for
+// 8-bit elements, where each 16-bit element below is a pair of 8-bit elements.
 //
-// An operand stands in shared memory in panels of 64 x 64 elements of 16 bits: 64 rows of 128 bytes with the 128-byte
-// swizzle, as TMA writes them. Major::k: a row holds 64 of k of one row of A (column of B). Major::mn: a row holds one
-// of k of 64 rows of A (columns of B). Panels along M or N stand one after another, for both.
+// An operand consists of panels of 64 x 64 elements of 16 bits in shared memory: 64 rows of 128 bytes with the 128-byte
+// swizzle, as TMA writes them.
+//
+//   Major::k   a panel row holds 64 elements along k of one row of A (column of B)
+//   Major::mn  a panel row holds one element along k of 64 rows of A (columns of B)
+//
+// Panels along M or N are contiguous in both cases.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +25,14 @@ constexpr int kPanelBytes = kPanel * kSwizzleBytes;
 constexpr int kWgmmaK = 16;
 constexpr int kWarpgroup = 128;
 
-// Where an operand stands, as wgmma takes it (PTX ISA, "matrix descriptor"): bits 0-13 address, 16-29 leading and 32-45
-// stride byte offset, all in units of 16 bytes; 62-63 the swizzle. The stride offset leads from 8 rows of a panel to
-// the next 8. The leading offset leads to the next panel where rows run along M or N; it is ignored otherwise.
-// A Descriptor is the low half; the high half is the same for all.
+// The location of an operand as wgmma expects it (PTX ISA, "matrix descriptor"):
+//
+//   bits 0-13    address, in units of 16 bytes
+//   bits 16-29   leading byte offset, in units of 16 bytes: the next panel if rows run along M or N, else ignored
+//   bits 32-45   stride byte offset, in units of 16 bytes: from 8 rows of a panel to the next 8
+//   bits 62-63   swizzle
+//
+// A Descriptor is the low half; the high half is a constant.
 using Descriptor = uint32_t;
 constexpr uint32_t kDescriptorHigh = uint32_t{1} << 30 | 8 * kSwizzleBytes / 16;
 
@@ -32,34 +40,33 @@ __device__ __forceinline__ Descriptor make_descriptor(uint32_t panel) {
   return uint32_t{kPanelBytes / 16} << 16 | (panel & 0x3ffffu) >> 4;
 }
 
-// From a descriptor to that of the same rows and columns in the next panel, or kWgmmaK further along k: 32 bytes along
-// the rows, or 16 rows.
+// Increments of a descriptor: to the next panel, or by kWgmmaK along k, which is 32 bytes along the rows, or 16 rows.
 constexpr Descriptor kNextPanel = kPanelBytes / 16;
 template <Major kMajor>
 constexpr Descriptor kNextK = (kMajor == Major::k ? kWgmmaK * 2 : kWgmmaK * kSwizzleBytes) / 16;
 
-// Between a warpgroup's ordinary use of accumulators and wgmma.
+// Orders ordinary accesses of a warpgroup to its accumulators before the wgmma instructions that follow.
 __device__ __forceinline__ void fence_accumulators() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Products begun since the last call make one group.
+// Closes a group that contains the wgmma instructions since the last call.
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until all but the last kGroups groups are done.
+// Waits until all but the last kGroups groups are complete.
 template <int kGroups>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(kGroups) : "memory");
 }
 
-// Keeps the compiler from reading accumulators before the wait that stands before this.
+// Prevents the compiler from moving reads of accumulators above the preceding wait.
 template <int kCount>
 __device__ __forceinline__ void finish_accumulators(float (&d)[kCount]) {
 #pragma unroll
   for (float& value : d) asm volatile("" : "+f"(value)::"memory");
 }
 
-// Epilogues that change accumulators under a condition: the compiler would do it in the accumulators' own registers,
-// and for that wait for every single wgmma. So they begin anew for every tile, with any values, and epilogues change
-// copies.
+// For epilogues that change accumulators conditionally: the compiler would change them in their own registers, and
+// would then wait for every single wgmma. So accumulators start with unspecified values for every tile, and epilogues
+// change copies.
 template <int kCount>
 __device__ __forceinline__ void begin_accumulators(float (&d)[kCount]) {
 #pragma unroll
@@ -71,30 +78,30 @@ __device__ __forceinline__ void copy_accumulators(float (&to)[kCount], const flo
   for (int i = 0; i < kCount; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(to[i]) : "f"(d[i]));
 }
 
-// Accumulators of m64nN: thread i of the warpgroup holds N/2 of them. Element 4 j + 2 p + q is at row
-// 16 (i / 32) + i % 32 / 4 + 8 p, column 8 j + 2 (i % 4) + q.
+// Accumulators of m64nN: thread i of the warpgroup holds N/2 of them. Element 4 j + 2 p + q is at row 16 (i / 32) + i %
+// 32 / 4 + 8 p, column 8 j + 2 (i % 4) + q.
 
-// Begins d = a b, or d += a b with accumulate != 0, for 64 x kColumns elements, sums over 16 of k.
+// Issues d = a b, or d += a b if accumulate != 0, for 64 x kColumns elements and 16 elements along k.
 template <int kColumns, Major kMajorA, Major kMajorB, class Element>
 struct Wgmma;
 
-// The same of float8_e4m3fn, sums over 32 of k; both operands Major::k.
+// Issues the float8_e4m3fn version, for 32 elements along k; both operands are Major::k.
 template <int kColumns>
 struct Wgmma8;
 
-// Begins d = the first of 16 rows of b in every row of d, if the 15 others are 0: a b with ones in the first column of
-// a, which is in registers and else 0. b: Major::mn.
+// Issues d[i, :] = the first of 16 rows of b, for every row i; the 15 other rows of b must be 0. Computes a b, where
+// `a` is in registers and has ones in its first column and zeros elsewhere. b is Major::mn.
 template <int kColumns, class Element>
 struct WgmmaOfOnes;
 
-// In the first column of A as wgmma takes it from registers, rows i / 4 and i / 4 + 8 of a warp's 16 (two registers,
-// which are the same), columns 2 (i % 4) and the next.
+// The registers of that A operand: each covers rows i / 4 and i / 4 + 8 of a warp's 16 rows (two equal registers),
+// columns 2 (i % 4) and 2 (i % 4) + 1.
 template <class Element>
 __device__ __forceinline__ uint32_t first_column_of_ones() {
   return lane_index() % 4 == 0 ? pack<Element>(1.0f, 0.0f) : 0u;
 }
 
-// Operand numbers of the first 8 (i + 1) accumulators, and the registers behind them.
+// Operand numbers of the first 8 (i + 1) accumulators, and their registers.
 #define AB_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define AB_R1 AB_R0 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define AB_R2 AB_R1 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -119,7 +126,8 @@ __device__ __forceinline__ uint32_t first_column_of_ones() {
 #define AB_D11 AB_D7, AB_EIGHT(8), AB_EIGHT(9), AB_EIGHT(10), AB_EIGHT(11)
 #define AB_D15 AB_D11, AB_EIGHT(12), AB_EIGHT(13), AB_EIGHT(14), AB_EIGHT(15)
 
-// LAST: of the groups of 8 accumulators. A ... TRANSPOSE_B: operand numbers, which go on after the accumulators.
+// LAST: the index of the last group of 8 accumulators. A ... TRANSPOSE_B: operand numbers, which follow those of the
+// accumulators.
 #define AB_WGMMA_OF(COLUMNS, ELEMENT, TYPE, LAST, A, B, ACCUMULATE, HIGH, TRANSPOSE_A, TRANSPOSE_B)   \
   template <Major kMajorA, Major kMajorB>                                                             \
   struct Wgmma<COLUMNS, kMajorA, kMajorB, ELEMENT> {                                                  \

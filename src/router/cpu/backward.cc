@@ -1,4 +1,4 @@
-// ab_router_backward: blocks of tokens in parallel; every row of d_logits is written once.
+// ab_router_backward: processes blocks of tokens in parallel; each row of d_logits is written once.
 #include "router/backward.h"
 
 #include "core/entry.h"

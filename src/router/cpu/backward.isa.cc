@@ -6,7 +6,8 @@
 namespace anabranch::AB_ISA {
 namespace {
 
-// kLanes tokens go together: the gradients of their weights a token a lane, then their rows one by one.
+// Processes kLanes tokens together: computes the gradients of their weights with one token per lane, then their rows
+// one by one.
 class Tile {
  public:
   Tile(const RouterBackward& op, int64_t sequence, void* memory)
@@ -31,11 +32,11 @@ class Tile {
 
   size_t size() const { return size_; }
 
-  // Tokens first <= t < first + n, n <= kLanes.
+  // Processes tokens first <= t < first + n, n <= kLanes.
   void run(int64_t first, int n) {
     for (int lane = 0; lane < kLanes; ++lane) {
-      live_[lane] = lane < n && (op_.token_mask == nullptr || op_.token_mask[first + lane] != 0);
-      if (live_[lane]) read_row(first + lane, lane);
+      unmasked_[lane] = lane < n && (op_.token_mask == nullptr || op_.token_mask[first + lane] != 0);
+      if (unmasked_[lane]) read_row(first + lane, lane);
     }
     if (op_.weighted) weights_backward(first);
     for (int lane = 0; lane < n; ++lane) write_row(first + lane, lane);
@@ -43,29 +44,30 @@ class Tile {
 
  private:
   int64_t blocks() const { return row_blocks(op_.E); }
-  float* softmax_row_of(int lane) { return e_ + lane * blocks() * kRowPad; }
+  float* exp_row(int lane) { return e_ + lane * blocks() * kRowPad; }
 
-  // The softmax of a token, where it is needed. lse serves as the shift; dividing by the sum takes its rounding out.
+  // Computes the softmax of a token if it is needed. lse serves as the shift; dividing by the sum cancels the rounding
+  // of lse.
   void read_row(int64_t t, int lane) {
     const bool known = op_.lse != nullptr;
     if (op_.softmax_rows) {
       const float* z = logits_row(op_.logits, op_.logits_dtype, t, op_.E, z_);
       const float shift = known ? op_.lse[t] : row_max(z, blocks());
-      const float sum = softmax_row(z, blocks(), shift, softmax_row_of(lane));
+      const float sum = softmax_row(z, blocks(), shift, exp_row(lane));
       softmax_.shift[lane] = shift;
       softmax_.factor[lane] = 1.0f / sum;
-      softmax_.poison[lane] = sum - sum;  // NaN where sum is
+      softmax_.nan_or_zero[lane] = sum - sum;  // NaN if sum is NaN or infinite
     } else if (is_softmax_ && op_.weighted && known) {
-      softmax_.poison[lane] = op_.lse[t] - op_.lse[t];
+      softmax_.nan_or_zero[lane] = op_.lse[t] - op_.lse[t];
     } else if (is_softmax_ && op_.weighted) {
       const float* z = logits_row(op_.logits, op_.logits_dtype, t, op_.E, z_);
-      softmax_.poison[lane] = row_is_broken(z, blocks()) ? __builtin_nanf("") : 0.0f;
+      softmax_.nan_or_zero[lane] = row_has_nan_or_inf(z, blocks()) ? __builtin_nanf("") : 0.0f;
     }
   }
 
-  // experts_[k][lane] = the experts of token t, -1 where there is none.
+  // experts_[k][lane] = the experts of token t, -1 for none.
   void read_selection(int64_t t, int lane) {
-    if (!live_[lane]) {
+    if (!unmasked_[lane]) {
       for (int64_t k = 0; k < op_.K; ++k) experts_[k * kLanes + lane] = -1;
       return;
     }
@@ -153,16 +155,16 @@ class Tile {
     const int64_t E = op_.E;
     const bool direct = op_.logits_dtype == AB_FLOAT32;
     float* d = direct ? static_cast<float*>(op_.d_logits) + t * E : d_;
-    if (live_[lane] && op_.d_aux_scores.data != nullptr) {
+    if (unmasked_[lane] && op_.d_aux_scores.data != nullptr) {
       load_row(op_.d_aux_scores.data, op_.d_aux_scores.dtype, t, E, 0.0f, g_);
     }
-    if (live_[lane] && op_.softmax_rows) {
+    if (unmasked_[lane] && op_.softmax_rows) {
       softmax_terms(t, lane, d);
     } else {
       for (int64_t e = 0; e < E; ++e) d[e] = 0.0f;
     }
-    if (live_[lane] && op_.auxiliary && !is_softmax_) auxiliary_terms(t, d);
-    if (live_[lane] && op_.weighted) {
+    if (unmasked_[lane] && op_.auxiliary && !is_softmax_) auxiliary_terms(t, d);
+    if (unmasked_[lane] && op_.weighted) {
       for (int64_t k = 0; k < op_.K; ++k) {
         const int32_t e = experts_[k * kLanes + lane];
         if (e >= 0) d[e] += slot_g_[k * kLanes + lane];
@@ -171,9 +173,10 @@ class Tile {
     if (!direct) store_row(d, E, op_.logits_dtype, t, op_.d_logits);
   }
 
-  // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): what auxiliary scores, lse and raw weights share.
+  // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): the common terms of auxiliary scores, lse and raw
+  // weights.
   void softmax_terms(int64_t t, int lane, float* d) {
-    const float* exponentials = softmax_row_of(lane);
+    const float* exponentials = exp_row(lane);
     const float factor = softmax_.factor[lane];
     const bool by_score = op_.auxiliary && is_softmax_;
     float shift = by_score ? -factor * row_dot(exponentials, g_, blocks()) : 0.0f;
@@ -207,13 +210,13 @@ class Tile {
   float* s_;          // a row of scores or their derivatives
   float* g_;          // a row of cotangents of the auxiliary scores
   float* d_;          // a row of gradients
-  int32_t* experts_;  // [K][kLanes], as the three below
+  int32_t* experts_;  // [K][kLanes], like the three below
   float* slot_z_;
   float* slot_p_;
   float* slot_g_;
   float row_shift_[kLanes] = {};
   LaneSoftmax softmax_;
-  bool live_[kLanes] = {};
+  bool unmasked_[kLanes] = {};
 };
 
 void run(const RouterBackward& op, int64_t sequence, int64_t begin, int64_t end, void* scratch) {

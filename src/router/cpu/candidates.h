@@ -1,7 +1,7 @@
-// Which elements of a row can be among its K largest: those at or above a bound that K elements reach. The bound is the
-// K-th of the maxima of `16 sets` interleaved parts of the row; it costs a comparison an element, and lets through
-// little more than K of them. Rows are padded with -inf; NaN is larger than everything (score.h) and always let
-// through. Internal linkage: included by *.isa.cc files.
+// Finds the elements of a row that can be among its K largest: those at or above a lower bound that at least K elements
+// reach. The bound is the K-th largest of the maxima of `16 sets` interleaved parts of the row. It costs one comparison
+// per element, and passes only slightly more than K elements. Rows are padded with -inf. NaN is larger than everything
+// (score.h) and always passes. Internal linkage: *.isa.cc files include this header.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 namespace anabranch {
 namespace {
 
-// Sets of kRowPad parts for a bound of the top k of a row. One and a half times as many parts as k let through about
-// k + k/3 elements; 0: the row is so short that the bound would take longer than it saves.
+// The number of sets, of kRowPad parts each, for a bound of the top k of a row. With 1.5 k parts the bound passes about
+// k + k/3 elements. Returns 0 if the row is so short that the bound would cost more than it saves.
 inline int64_t bound_sets(int64_t k, int64_t blocks) {
   int64_t sets = 1;
   while (2 * sets * kRowPad < 3 * k) sets *= 2;
   return blocks >= 2 * sets ? sets : 0;
 }
 
-// maxima[j] = the largest number among x[j], x[j + 16 sets], x[j + 2 16 sets], ...; -inf where there is none.
+// maxima[j] = the maximum of x[j], x[j + 16 sets], x[j + 2 16 sets], ...; -inf if there is no number.
 inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* maxima) {
   for (int64_t set = 0; set < sets; ++set) {
     Floats top[kAccumulators];
@@ -38,12 +38,12 @@ inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* max
   }
 }
 
-// A bit for each of kFloats elements: whether it is not below the bound.
+// Bit i is set if element i of kFloats elements is not below the bound.
 [[gnu::always_inline]] inline uint64_t not_below(float bound, const float* x) {
   const Floats v = load_floats(x);
   const Floats least = bound - Floats{};
 #if defined(__AVX512F__)
-  constexpr int kNotLess = 0x15;  // true of NaN too, no exceptions
+  constexpr int kNotLess = 0x15;  // "not less than", true for NaN, raises no exceptions
   constexpr int kCurrentRounding = 4;
   return static_cast<uint16_t>(__builtin_ia32_cmpps512_mask(v, least, kNotLess, 0xffff, kCurrentRounding));
 #elif defined(__AVX__)
@@ -64,16 +64,16 @@ inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* max
   return word;
 }
 
-// positions[0 .. n) = the elements e < count that are not below the bound, ascending, values[] = what they are; returns
-// n. Past k of them those that equal the bound are left out: k before them go first. Both arrays have room for kAtOnce
-// more, since that many are taken off a word before looking whether it holds others: the usual number of them leaves
-// the processor nothing to mispredict.
+// positions[0 .. n) = the elements e < count that are not below the bound, ascending; values[] = their values; returns
+// n. After k elements, further elements equal to the bound are skipped: the k before them rank higher. Both arrays need
+// space for kAtOnce more elements: the loop extracts kAtOnce bits of a word before it tests for more, so that the usual
+// number of bits causes no branch misprediction.
 constexpr int kAtOnce = 4;
 
 inline int64_t elements_not_below(float bound, int64_t k, const float* x, int64_t count, int32_t* positions,
                                   float* values) {
   constexpr int64_t kWord = 64;
-  const float next = from_ordered_bits(ordered_bits(bound) + 1);  // the least number above the bound
+  const float next = from_ordered_bits(ordered_bits(bound) + 1);  // the smallest float above the bound
   int64_t n = 0;
   for (int64_t first = 0; first < count; first += kWord) {
     const int64_t width = count - first < kWord ? count - first : kWord;

@@ -1,4 +1,4 @@
-// ab_router_forward: blocks of tokens in parallel, then their statistics added up in order.
+// ab_router_forward: processes blocks of tokens in parallel, then adds their statistics in order.
 #include "router/forward.h"
 
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 struct Workspace {
   int32_t* counts = nullptr;      // [blocks, E]
   float* score_sum = nullptr;     // [blocks, E]
-  int32_t* histograms = nullptr;  // [threads - 1][E, qb_bins], of all but the first, which has the result's memory
+  int32_t* histograms = nullptr;  // [threads - 1][E, qb_bins]; the first thread uses qb_histogram
   char* scratch = nullptr;        // [threads][scratch_size]
   size_t scratch_size;
   size_t size;
@@ -35,19 +35,19 @@ struct Workspace {
   }
 };
 
-// Each thread counts in a histogram of its own, so that no two wait for each other; counts are whole numbers, so that
-// it does not matter which thread took which token.
+// One histogram per thread, so that threads do not wait for each other. Counts are integers, so the result does not
+// depend on which thread processed which token.
 class Histograms {
  public:
   Histograms(const RouterForward& op, int threads, int32_t* others) : op_(op), threads_(threads), others_(others) {
     if (op.qb_histogram == nullptr) return;
     const size_t bytes = static_cast<size_t>(op.qb_bins) * sizeof(int32_t);
     parallel_for(threads, op.E * threads, [&](int64_t row, int) {
-      std::memset(of(static_cast<int>(row % threads)) + row / threads * op.qb_bins, 0, bytes);
+      std::memset(histogram(static_cast<int>(row % threads)) + row / threads * op.qb_bins, 0, bytes);
     });
   }
 
-  int32_t* of(int thread) const {
+  int32_t* histogram(int thread) const {
     return thread == 0 ? op_.qb_histogram : others_ + (thread - 1) * op_.E * op_.qb_bins;
   }
 
@@ -56,7 +56,7 @@ class Histograms {
     parallel_for(threads_, op_.E, [&](int64_t e, int) {
       int32_t* const sum = op_.qb_histogram + e * op_.qb_bins;
       for (int thread = 1; thread < threads_; ++thread) {
-        const int32_t* const own = of(thread) + e * op_.qb_bins;
+        const int32_t* const own = histogram(thread) + e * op_.qb_bins;
         for (int64_t bin = 0; bin < op_.qb_bins; ++bin) sum[bin] += own[bin];
       }
     });
@@ -96,7 +96,7 @@ ab_status ab_router_forward(const ab_router_forward_args* args, const ab_exec* e
     int32_t* counts = workspace.counts == nullptr ? nullptr : workspace.counts + block * op.E;
     float* score_sum = workspace.score_sum == nullptr ? nullptr : workspace.score_sum + block * op.E;
     kernels.route(op, op.blocks.begin(block), op.blocks.end(block), counts, score_sum,
-                  op.qb_histogram == nullptr ? nullptr : histograms.of(thread),
+                  op.qb_histogram == nullptr ? nullptr : histograms.histogram(thread),
                   workspace.scratch + static_cast<size_t>(thread) * workspace.scratch_size);
   });
   histograms.add_up();

@@ -9,8 +9,8 @@
 namespace anabranch::AB_ISA {
 namespace {
 
-// kLanes tokens go together: their rows are read one by one, then selection and weights are done a token a lane, keys
-// of float64 for kKeyLanes tokens at a time.
+// Processes kLanes tokens together: reads their rows one by one, then selects experts and computes weights with one
+// token per lane. float64 keys are processed for kKeyLanes tokens at a time.
 class Tile {
  public:
   Tile(const RouterForward& op, void* memory)
@@ -22,11 +22,11 @@ class Tile {
     sets_ = bound_sets(op.ranks(), row_blocks(count_));
     length_ = list_length(op.ranks());
     group_length_ = grouped ? list_length(op.group_score_topk) : 1;
-    kept_length_ = grouped ? list_length(op.group_topk) : 1;
+    selected_length_ = grouped ? list_length(op.group_topk) : 1;
     group_vectors_ = round_up(group_size_, group_length_);
-    all_groups_ = grouped ? round_up(groups_, kept_length_) : 0;
-    const int64_t longest = larger(larger(length_, group_length_), kept_length_);
-    const int64_t most_numbers = larger(grouped ? group_vectors_ : 0, sets_ * kRowPad);
+    all_groups_ = grouped ? round_up(groups_, selected_length_) : 0;
+    const int64_t longest = larger(larger(length_, group_length_), selected_length_);
+    const int64_t max_numbers = larger(grouped ? group_vectors_ : 0, sets_ * kRowPad);
 
     const int64_t row = blocks() * kRowPad;
     bias_ = op.bias != nullptr ? scratch.take<float>(row) : nullptr;
@@ -34,7 +34,7 @@ class Tile {
     s_ = scratch.take<float>(balances() ? kLanes * row : row);
     bins_ = scratch.take<int32_t>(balances() ? kPlacedTokens * row : 0);
     q_ = scratch.take<float>(op.bias != nullptr || grouped ? kLanes * row : 0);
-    kept_ = scratch.take<float>(grouped ? kLanes * row_blocks(count_) * kRowPad : 0);
+    group_rows_ = scratch.take<float>(grouped ? kLanes * row_blocks(count_) * kRowPad : 0);
     maxima_ = scratch.take<float>(kLanes * sets_ * kRowPad);
     all_ = scratch.take<int32_t>(count_ + kKeysAtOnce);
     places_ = scratch.take<int32_t>(grouped ? count_ : 0);
@@ -44,11 +44,11 @@ class Tile {
     key_lanes_ = scratch.take<double>(round_up(count_, length_) * kKeyLanes);
     key_list_ = scratch.take<double>(longest * kKeyLanes);
     key_chunk_ = scratch.take<double>(longest * kKeyLanes);
-    number_lanes_ = scratch.take<float>(most_numbers * kLanes);
+    number_lanes_ = scratch.take<float>(max_numbers * kLanes);
     number_list_ = scratch.take<float>(longest * kLanes);
     number_chunk_ = scratch.take<float>(longest * kLanes);
     group_keys_ = scratch.take<double>(all_groups_ * kLanes);
-    kept_groups_ = scratch.take<int32_t>(op.group_topk * kLanes);
+    selected_groups_ = scratch.take<int32_t>(op.group_topk * kLanes);
     experts_ = scratch.take<int32_t>(K * kLanes);
     weights_ = scratch.take<float>(K * kLanes);
     size_ = scratch.used();
@@ -65,37 +65,37 @@ class Tile {
   // Routes tokens first <= t < first + n, n <= kLanes.
   void route(int64_t first, int n, int32_t* counts, float* score_sum, int32_t* histogram) {
     for (int lane = 0; lane < n; ++lane) {
-      live_[lane] = op_.token_mask == nullptr || op_.token_mask[first + lane] != 0;
-      if (live_[lane]) read(first + lane, lane, score_sum);
+      unmasked_[lane] = op_.token_mask == nullptr || op_.token_mask[first + lane] != 0;
+      if (unmasked_[lane]) read(first + lane, lane, score_sum);
     }
     for (int lane = 0; lane < n; ++lane) {
-      if (live_[lane]) {
+      if (unmasked_[lane]) {
         score(first + lane, lane, score_sum);
       } else {
         skip(first + lane);
       }
     }
-    for (int lane = n; lane < kLanes; ++lane) live_[lane] = false;
+    for (int lane = n; lane < kLanes; ++lane) unmasked_[lane] = false;
     if (op_.lse != nullptr) write_lse(first, n);
-    if (!op_.wants_selection) return;
+    if (!op_.needs_selection) return;
     if (op_.forced) {
-      take_forced(first);
+      read_forced(first);
     } else {
       select();
     }
     if (histogram != nullptr) {
-      place_cutoffs();
+      place_bins();
       if (placed_ + kLanes > kPlacedTokens) count_bins(histogram);
     }
-    if (op_.wants_weights) {
+    if (op_.needs_weights) {
       gather_logits(op_.logits, op_.logits_dtype, op_.E, op_.K, first, experts_, weights_);
       score_slots(op_.score_function, op_.normalize, op_.K, softmax_, weights_, nullptr);
     }
     write(first, n, counts);
   }
 
-  // histogram[e][bin] += 1 for every expert of the tokens that were placed, but where it has no bin: some experts at a
-  // time, whose counts stay in the first-level cache.
+  // histogram[e][bin] += 1 for each expert of the stored tokens that has a bin. Processes a few experts at a time, so
+  // that their counts stay in L1.
   void count_bins(int32_t* histogram) {
     for (int64_t first = 0; first < op_.E; first += kRowsAtOnce) {
       const int64_t n = op_.E - first < kRowsAtOnce ? op_.E - first : kRowsAtOnce;
@@ -120,64 +120,64 @@ class Tile {
 
   static constexpr int kKeyLanes = kWidth<double>;
   static_assert(kLanes % kKeyLanes == 0 && kWidth<float> == kLanes, "a vector of floats holds whole vectors of keys");
-  // Keys are made so many at a time, the last of them past the end.
+  // Keys are written in batches; the last batch may exceed the end.
   static constexpr int64_t kKeysAtOnce = 8;
 
-  // Tokens whose bins are kept, and experts that are counted together: what they count stays in the first-level cache.
+  // The number of tokens whose bins are stored, and of experts that are counted together: their counts stay in L1.
   static constexpr int64_t kPlacedTokens = 128;
   static constexpr int64_t kRowsAtOnce = 8;
 
   int64_t blocks() const { return row_blocks(op_.E); }
   int64_t key_row_length() const { return round_up(count_, length_) + kKeysAtOnce; }
   bool balances() const { return op_.qb_histogram != nullptr; }
-  // The row of scores of a lane; quantile balancing keeps them all, up to factors_[lane].
+  // The row of scores of a lane. Quantile balancing saves the rows of all lanes, up to the factor factors_[lane].
   float* scores(int lane) { return s_ + (balances() ? lane * blocks() * kRowPad : 0); }
-  bool selects() const { return op_.wants_selection && !op_.forced; }
-  // The bound comes from z itself: its parts' maxima give its maximum too.
+  bool selects() const { return op_.needs_selection && !op_.forced; }
+  // Whether the bound comes from the logits: the maxima of their parts then also yield the maximum of the row.
   bool bounded_by_logits() const { return selects() && sets_ > 0 && bias_ == nullptr && op_.num_groups == 0; }
   float* maxima(int lane) { return maxima_ + lane * sets_ * kRowPad; }
 
-  bool wants_auxiliary(const float* score_sum) const { return score_sum != nullptr || op_.aux_scores != nullptr; }
-  // Scores rank experts or groups.
+  bool needs_auxiliary(const float* score_sum) const { return score_sum != nullptr || op_.aux_scores != nullptr; }
+  // Whether experts or groups are ranked by score.
   bool ranks_by_score() const {
     return selects() && (bias_ != nullptr || (op_.num_groups > 0 && !op_.groups_by_logits));
   }
 
-  // Powers of all logits are summed: softmax of the row, or its lse.
-  bool wants_softmax(const float* score_sum) const {
-    return op_.lse != nullptr || (op_.score_function == AB_SOFTMAX && (wants_auxiliary(score_sum) || ranks_by_score() ||
-                                                                       (op_.wants_weights && !op_.normalize)));
+  // Whether the exponentials of all logits are summed, for the softmax of the row or for lse.
+  bool needs_softmax(const float* score_sum) const {
+    return op_.lse != nullptr || (op_.score_function == AB_SOFTMAX && (needs_auxiliary(score_sum) || ranks_by_score() ||
+                                                                       (op_.needs_weights && !op_.normalize)));
   }
 
-  // The row of token t, its maximum and its parts'. A pass of its own: the next row's maximum need not wait for this
-  // row's sum of powers, which waits for its own.
+  // Reads the row of token t, and computes its maximum and those of its parts. This is a separate pass, so that the
+  // maximum of the next row does not wait for the sum of exponentials of this row, which depends on its maximum.
   void read(int64_t t, int lane, const float* score_sum) {
     const float* z = logits_row(op_.logits, op_.logits_dtype, t, op_.E, z_ + lane * blocks() * kRowPad);
     rows_[lane] = z;
     if (bounded_by_logits()) part_maxima(z, blocks(), sets_, maxima(lane));
-    if (wants_softmax(score_sum)) {
+    if (needs_softmax(score_sum)) {
       softmax_.shift[lane] = bounded_by_logits() ? row_max(maxima(lane), sets_) : row_max(z, blocks());
     }
   }
 
-  // The row of token t: statistics, auxiliary scores, and what ranks its experts and groups.
+  // Processes the row of token t: statistics, auxiliary scores, and the values that rank its experts and groups.
   void score(int64_t t, int lane, float* score_sum) {
     const int64_t E = op_.E;
     const bool by_score = ranks_by_score();
-    const bool auxiliary = wants_auxiliary(score_sum);
+    const bool auxiliary = needs_auxiliary(score_sum);
     const bool is_softmax = op_.score_function == AB_SOFTMAX;
     const float* z = rows_[lane];
     float* s = scores(lane);
     float* q = q_ + lane * blocks() * kRowPad;
 
-    if (wants_softmax(score_sum)) {
+    if (needs_softmax(score_sum)) {
       const bool keeps_powers = is_softmax && (auxiliary || by_score);
       softmax_.sum[lane] = keeps_powers ? softmax_row(z, blocks(), softmax_.shift[lane], s)
                                         : softmax_sum(z, blocks(), softmax_.shift[lane]);
       softmax_.factor[lane] = 1.0f / softmax_.sum[lane];
-      softmax_.poison[lane] = softmax_.sum[lane] - softmax_.sum[lane];  // NaN where the sum is
-    } else if (is_softmax && op_.wants_weights) {
-      softmax_.poison[lane] = row_is_broken(z, blocks()) ? __builtin_nanf("") : 0.0f;
+      softmax_.nan_or_zero[lane] = softmax_.sum[lane] - softmax_.sum[lane];  // NaN if the sum is NaN or infinite
+    } else if (is_softmax && op_.needs_weights) {
+      softmax_.nan_or_zero[lane] = row_has_nan_or_inf(z, blocks()) ? __builtin_nanf("") : 0.0f;
     }
     if (auxiliary || by_score) {
       float factor = softmax_.factor[lane];
@@ -199,10 +199,10 @@ class Tile {
     group_ranks_[lane] = by_score ? q : z;
   }
 
-  // q = s + b, and -inf where z = -inf.
+  // q = s + b, or -inf where z = -inf.
   void key_row(const float* z, const float* s, float factor, float* q) const {
-    const auto write = [&](const auto& key_of) {
-      for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = z[e] == -__builtin_inff() ? z[e] : key_of(e);
+    const auto write = [&](const auto& make_key) {
+      for (int64_t e = 0; e < blocks() * kRowPad; ++e) q[e] = z[e] == -__builtin_inff() ? z[e] : make_key(e);
     };
     if (bias_ != nullptr) {
       write([s, b = bias_, factor](int64_t e) { return s[e] * factor + b[e]; });
@@ -211,12 +211,12 @@ class Tile {
     }
   }
 
-  // experts_[k][lane], best first.
+  // experts_[k][lane] = the selected experts, best first.
   void select() {
     int some = 0;
-    while (some < kLanes && !live_[some]) ++some;
+    while (some < kLanes && !unmasked_[some]) ++some;
     for (int lane = 0; lane < kLanes; ++lane) {
-      if (live_[lane] || some == kLanes) continue;
+      if (unmasked_[lane] || some == kLanes) continue;
       ranks_[lane] = ranks_[some];
       group_ranks_[lane] = group_ranks_[some];
     }
@@ -227,81 +227,81 @@ class Tile {
     for (int lane = 0; lane < kLanes; lane += kKeyLanes) select_by_keys(lane);
   }
 
-  // Of kKeyLanes lanes.
+  // Selects for kKeyLanes lanes.
   void select_by_keys(int first_lane) {
     bool some = false;
-    for (int lane = first_lane; lane < first_lane + kKeyLanes; ++lane) some |= live_[lane];
-    if (some) top_of_lanes(length_, key_lanes_, gather_keys(first_lane), key_list_, key_chunk_);
+    for (int lane = first_lane; lane < first_lane + kKeyLanes; ++lane) some |= unmasked_[lane];
+    if (some) lane_topk(length_, key_lanes_, gather_keys(first_lane), key_list_, key_chunk_);
     for (int64_t k = 0; k < op_.K; ++k) {
       for (int i = 0; i < kKeyLanes; ++i) {
         const int lane = first_lane + i;
         const int32_t expert = key_index(__builtin_bit_cast(uint64_t, key_list_[k * kKeyLanes + i]));
-        experts_[k * kLanes + lane] = live_[lane] ? expert : -1;
+        experts_[k * kLanes + lane] = unmasked_[lane] ? expert : -1;
       }
     }
     for (int i = 0; balances() && i < kKeyLanes; ++i) {
-      cutoffs_[first_lane + i] = key_value(__builtin_bit_cast(uint64_t, key_list_[op_.K * kKeyLanes + i]));
+      thresholds_[first_lane + i] = key_value(__builtin_bit_cast(uint64_t, key_list_[op_.K * kKeyLanes + i]));
     }
   }
 
-  // Keeps the bins of the lanes' experts for count_bins.
-  void place_cutoffs() {
+  // Stores the bins of the lanes' experts for count_bins.
+  void place_bins() {
     const QuantileBins bins(op_.qb_bin_bounds, op_.qb_bins);
     const int64_t row = blocks() * kRowPad;
     for (int lane = 0; lane < kLanes; ++lane) {
-      if (!live_[lane]) continue;
+      if (!unmasked_[lane]) continue;
       const float* s = scores(lane);
       int32_t* places = bins_ + placed_++ * row;
       for (int64_t e = 0; e < row; ++e) {
-        const float x = bins.position(cutoffs_[lane], s[e] * factors_[lane]);
+        const float x = bins.position(thresholds_[lane], s[e] * factors_[lane]);
         const float position = at_most(at_least(x, 0.0f), bins.last);
         places[e] = static_cast<int32_t>(position == position ? position : -1.0f);
       }
     }
   }
 
-  // bounds_[lane]: what as many of the lane's elements reach as are ranked.
+  // bounds_[lane] = a value that at least op_.ranks() elements of the lane reach.
   void find_bounds() {
     for (float& bound : bounds_) bound = -__builtin_inff();
     if (sets_ == 0) return;
     const int64_t parts = sets_ * kRowPad;
     const float* rows[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      const bool known = bounded_by_logits() && live_[lane];
+      const bool known = bounded_by_logits() && unmasked_[lane];
       if (!known) part_maxima(ranks_[lane], row_blocks(count_), sets_, maxima(lane));
       rows[lane] = maxima(lane);
     }
-    lanes_of_rows(rows, 0, parts, number_lanes_);
-    top_of_lanes(length_, number_lanes_, parts, number_list_, number_chunk_);
+    transpose_rows(rows, 0, parts, number_lanes_);
+    lane_topk(length_, number_lanes_, parts, number_list_, number_chunk_);
     __builtin_memcpy(bounds_, number_list_ + (op_.ranks() - 1) * static_cast<int64_t>(kLanes), sizeof(bounds_));
   }
 
-  // key_lanes_[i][lane] = the selection keys of the lane's elements at or above its bound, filled up with "none", of
-  // kKeyLanes lanes; returns the number of vectors.
+  // key_lanes_[i][lane] = the selection keys of the lane's elements at or above its bound, padded with "none", for
+  // kKeyLanes lanes. Returns the number of vectors.
   int64_t gather_keys(int first_lane) {
     int64_t n[kKeyLanes];
-    int64_t most = 0;
+    int64_t max_count = 0;
     for (int i = 0; i < kKeyLanes; ++i) {
       n[i] = write_keys(first_lane + i, keys_ + i * key_row_length());
-      most = larger(most, n[i]);
+      max_count = larger(max_count, n[i]);
     }
-    const int64_t vectors = whole_chunks(most, length_);
+    const int64_t vectors = whole_chunks(max_count, length_);
     const double* rows[kKeyLanes];
     for (int i = 0; i < kKeyLanes; ++i) {
       double* keys = keys_ + i * key_row_length();
       for (int64_t j = n[i] + kKeysAtOnce; j < vectors; ++j) keys[j] = 0.0;
       rows[i] = keys;
     }
-    lanes_of_rows(rows, 0, vectors, key_lanes_);
+    transpose_rows(rows, 0, vectors, key_lanes_);
     return vectors;
   }
 
-  // The selection keys (score.h) of the lane's elements at or above its bound, and "none" kKeysAtOnce times;
-  // returns how many.
+  // Writes the selection keys (score.h) of the lane's elements at or above its bound, then kKeysAtOnce times "none".
+  // Returns the number of keys.
   int64_t write_keys(int lane, double* keys) {
     const float* values = ranks_[lane];
     const int32_t* experts = all_;
-    int64_t n = live_[lane] ? count_ : 0;
+    int64_t n = unmasked_[lane] ? count_ : 0;
     if (n > 0 && sets_ > 0) {
       n = elements_not_below(bounds_[lane], op_.ranks(), values, count_, positions_, values_);
       values = values_;
@@ -311,7 +311,7 @@ class Tile {
       const auto size = static_cast<int32_t>(group_size_);
       for (int64_t i = 0; i < n; ++i) {
         const int32_t place = places_[experts[i]];
-        positions_[i] = experts[i] + (kept_groups_[place * kLanes + lane] - place) * size;
+        positions_[i] = experts[i] + (selected_groups_[place * kLanes + lane] - place) * size;
       }
       experts = positions_;
     }
@@ -327,46 +327,49 @@ class Tile {
     return n;
   }
 
-  // The group_topk best groups of each lane, by the sum of their group_score_topk best elements, become its row.
+  // Selects the group_topk best groups of each lane, by the sum of their group_score_topk best elements, and gathers
+  // their elements into the lane's row.
   void select_groups() {
     for (int64_t i = group_size_ * kLanes; i < group_vectors_ * kLanes; ++i) number_lanes_[i] = -__builtin_inff();
     for (int64_t i = 0; i < all_groups_ * kLanes; ++i) group_keys_[i] = 0.0;
     for (int64_t group = 0; group < groups_; ++group) {
-      lanes_of_rows(group_ranks_, group * group_size_, group_size_, number_lanes_);
-      top_of_lanes(group_length_, number_lanes_, group_vectors_, number_list_, number_chunk_);
+      transpose_rows(group_ranks_, group * group_size_, group_size_, number_lanes_);
+      lane_topk(group_length_, number_lanes_, group_vectors_, number_list_, number_chunk_);
       for (int lane = 0; lane < kLanes; ++lane) {
         float sum = 0.0f;
         for (int64_t k = 0; k < op_.group_score_topk; ++k) sum += number_list_[k * kLanes + lane];
         group_key(group, lane) = __builtin_bit_cast(double, selection_key(sum, static_cast<uint32_t>(group)));
       }
     }
-    for (int lane = 0; lane < kLanes; ++lane) place_broken_groups(lane);
+    for (int lane = 0; lane < kLanes; ++lane) place_nan_groups(lane);
     for (int first_lane = 0; first_lane < kLanes; first_lane += kKeyLanes) {
-      top_of_lanes(kept_length_, &group_key(0, first_lane), all_groups_, key_list_, key_chunk_);
+      lane_topk(selected_length_, &group_key(0, first_lane), all_groups_, key_list_, key_chunk_);
       for (int i = 0; i < kKeyLanes; ++i) {
         for (int64_t j = 0; j < op_.group_topk; ++j) {
-          insert_kept_group(first_lane + i, j, key_index(__builtin_bit_cast(uint64_t, key_list_[j * kKeyLanes + i])));
+          insert_selected_group(first_lane + i, j,
+                                key_index(__builtin_bit_cast(uint64_t, key_list_[j * kKeyLanes + i])));
         }
       }
     }
-    for (int lane = 0; lane < kLanes; ++lane) keep_groups(lane);
+    for (int lane = 0; lane < kLanes; ++lane) gather_groups(lane);
   }
 
-  // Among the lane's `count` kept groups, which ascend: of equal elements of a row the first ones go before others
-  // (elements_not_below), so that a row has to hold experts in their order.
-  void insert_kept_group(int lane, int64_t count, int32_t group) {
-    for (; count > 0 && kept_groups_[(count - 1) * kLanes + lane] > group; --count) {
-      kept_groups_[count * kLanes + lane] = kept_groups_[(count - 1) * kLanes + lane];
+  // Inserts a group into the lane's `count` selected groups in ascending order. Among equal elements of a row the first
+  // ones win (elements_not_below), so the row must contain experts in ascending order.
+  void insert_selected_group(int lane, int64_t count, int32_t group) {
+    for (; count > 0 && selected_groups_[(count - 1) * kLanes + lane] > group; --count) {
+      selected_groups_[count * kLanes + lane] = selected_groups_[(count - 1) * kLanes + lane];
     }
-    kept_groups_[count * kLanes + lane] = group;
+    selected_groups_[count * kLanes + lane] = group;
   }
 
   double& group_key(int64_t group, int lane) {
     return group_keys_[(lane / kKeyLanes * all_groups_ + group) * kKeyLanes + lane % kKeyLanes];
   }
 
-  // NaN, which sorting networks lose, is the largest of its group's elements, and so their sum.
-  void place_broken_groups(int lane) {
+  // A NaN element makes the sum of its group NaN, which ranks highest. Sorting networks lose NaN, so set these keys
+  // separately.
+  void place_nan_groups(int lane) {
     const float* ranks = group_ranks_[lane];
     if (!row_has_nan(ranks, blocks())) return;
     for (int64_t e = 0; e < op_.E; ++e) {
@@ -377,22 +380,22 @@ class Tile {
     }
   }
 
-  // The lane's row of kept groups, one after another.
-  void keep_groups(int lane) {
+  // Gathers the lane's selected groups into one contiguous row.
+  void gather_groups(int lane) {
     const int64_t padded = row_blocks(count_) * kRowPad;
-    float* row = kept_ + lane * padded;
+    float* row = group_rows_ + lane * padded;
     for (int64_t j = 0; j < op_.group_topk; ++j) {
-      const float* group = ranks_[lane] + kept_groups_[j * kLanes + lane] * group_size_;
+      const float* group = ranks_[lane] + selected_groups_[j * kLanes + lane] * group_size_;
       __builtin_memcpy(row + j * group_size_, group, static_cast<size_t>(group_size_) * sizeof(float));
     }
     for (int64_t i = count_; i < padded; ++i) row[i] = -__builtin_inff();
     ranks_[lane] = row;
   }
 
-  void take_forced(int64_t first) {
+  void read_forced(int64_t first) {
     for (int64_t k = 0; k < op_.K; ++k) {
       for (int lane = 0; lane < kLanes; ++lane) {
-        const int32_t e = live_[lane] ? op_.forced_experts[(first + lane) * op_.K + k] : -1;
+        const int32_t e = unmasked_[lane] ? op_.forced_experts[(first + lane) * op_.K + k] : -1;
         experts_[k * kLanes + lane] = e >= 0 && e < op_.E ? e : -1;
       }
     }
@@ -401,16 +404,16 @@ class Tile {
   void write_lse(int64_t first, int n) {
     float lse[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) lse[lane] = softmax_.shift[lane] + log_f32(softmax_.sum[lane]);
-    for (int lane = 0; lane < n; ++lane) op_.lse[first + lane] = live_[lane] ? lse[lane] : 0.0f;
+    for (int lane = 0; lane < n; ++lane) op_.lse[first + lane] = unmasked_[lane] ? lse[lane] : 0.0f;
   }
 
-  // A masked token scores nothing.
+  // A masked token has zero auxiliary scores.
   void skip(int64_t t) {
     if (op_.aux_scores == nullptr) return;
     for (int64_t e = 0; e < op_.E; ++e) op_.aux_scores[t * op_.E + e] = 0.0f;
   }
 
-  // The results of n tokens.
+  // Writes the results of n tokens.
   void write(int64_t first, int n, int32_t* counts) {
     const int64_t K = op_.K;
     for (int64_t k = 0; k < K; ++k) {
@@ -447,7 +450,7 @@ class Tile {
     }
   }
 
-  // Rows of zeros, and set(row, expert, slot) for what was selected.
+  // Writes rows of zeros, and calls set(row, expert, slot) for the selected experts.
   template <class T, class Set>
   void write_dense(T* out, int64_t first, int n, int64_t width, const Set& set) const {
     __builtin_memset(out + first * width, 0, static_cast<size_t>(n * width) * sizeof(T));
@@ -471,47 +474,47 @@ class Tile {
 
   const RouterForward& op_;
   const int64_t groups_;      // 1 without groups
-  const int64_t group_size_;  // experts of a group
-  int64_t count_;             // experts that a token may select: all, or those of its kept groups
-  int64_t sets_;              // of parts that bound them (candidates.h)
-  int64_t group_vectors_;     // elements of a group,
-  int64_t all_groups_;        // and groups, in whole chunks of a list
-  int length_;                // of the lists of the experts that are ranked,
-  int group_length_;          // of a group's group_score_topk best,
-  int kept_length_;           // of the group_topk best groups
+  const int64_t group_size_;  // experts per group
+  int64_t count_;             // number of experts that a token may select: all, or those of its selected groups
+  int64_t sets_;              // number of sets of parts that determine the bound (candidates.h)
+  int64_t group_vectors_;     // elements per group, rounded up to whole chunks of a list
+  int64_t all_groups_;        // groups, rounded up to whole chunks of a list
+  int length_;                // of the lists of ranked experts
+  int group_length_;          // of the lists of a group's group_score_topk best elements
+  int selected_length_;       // of the lists of the group_topk best groups
   size_t size_;
 
   float* bias_;         // [E], or null
-  float* z_;            // [kLanes] rows of logits, where they need conversion or padding
-  float* s_;            // scores, for softmax before the division by their sum: a row, or [kLanes] rows
-  int32_t* bins_;       // [kPlacedTokens] rows of numbers of bins
-  float* q_;            // [kLanes] rows of selection keys where they are not z
-  float* kept_;         // [kLanes] rows of the kept groups' selection keys
+  float* z_;            // [kLanes] rows of logits, used if they need conversion or padding
+  float* s_;            // scores, for softmax before the division by their sum: one row, or [kLanes] rows
+  int32_t* bins_;       // [kPlacedTokens] rows of bin indices
+  float* q_;            // [kLanes] rows of selection keys, used if they are not z
+  float* group_rows_;   // [kLanes] rows of the selection keys of the selected groups
   float* maxima_;       // [kLanes][sets * kRowPad]
   int32_t* all_;        // [count]: 0, 1, ...
-  int32_t* places_;     // [count]: which of the kept groups a position belongs to
-  int32_t* positions_;  // of a lane's elements at or above its bound,
-  float* values_;       // and what ranks them
-  double* keys_;        // [kKeyLanes] rows of selection keys,
-  double* key_lanes_;   // [vectors][kKeyLanes],
+  int32_t* places_;     // [count]: the index of the selected group of a position
+  int32_t* positions_;  // positions of a lane's elements at or above its bound
+  float* values_;       // and their ranking values
+  double* keys_;        // [kKeyLanes] rows of selection keys
+  double* key_lanes_;   // [vectors][kKeyLanes]
   double* key_list_;    // [length][kKeyLanes]
   double* key_chunk_;
-  float* number_lanes_;  // [vectors][kLanes] of what no key is made of,
+  float* number_lanes_;  // [vectors][kLanes], for values without keys
   float* number_list_;   // [length][kLanes]
   float* number_chunk_;
-  double* group_keys_;    // [kLanes / kKeyLanes][all_groups][kKeyLanes]
-  int32_t* kept_groups_;  // [group_topk][kLanes]
-  int32_t* experts_;      // [K][kLanes]
-  float* weights_;        // [K][kLanes]
+  double* group_keys_;        // [kLanes / kKeyLanes][all_groups][kKeyLanes]
+  int32_t* selected_groups_;  // [group_topk][kLanes]
+  int32_t* experts_;          // [K][kLanes]
+  float* weights_;            // [K][kLanes]
   LaneSoftmax softmax_;
-  const float* rows_[kLanes] = {};         // of logits
-  const float* ranks_[kLanes] = {};        // what ranks a lane's experts,
-  const float* group_ranks_[kLanes] = {};  // and its groups
-  float factors_[kLanes] = {};             // of the rows of scores
+  const float* rows_[kLanes] = {};         // rows of logits
+  const float* ranks_[kLanes] = {};        // the values that rank a lane's experts
+  const float* group_ranks_[kLanes] = {};  // the values that rank its groups
+  float factors_[kLanes] = {};             // factors of the rows of scores
   float bounds_[kLanes] = {};
-  int64_t placed_ = 0;          // tokens in bins_
-  float cutoffs_[kLanes] = {};  // the best selection key that selects nothing
-  bool live_[kLanes] = {};
+  int64_t placed_ = 0;             // number of tokens in bins_
+  float thresholds_[kLanes] = {};  // the best selection key that is not selected
+  bool unmasked_[kLanes] = {};
 };
 
 void route(const RouterForward& op, int64_t begin, int64_t end, int32_t* counts, float* score_sum, int32_t* histogram,

@@ -1,6 +1,6 @@
-// Loops along a row of the logits. Rows in scratch memory are float32, padded to a multiple of kRowPad; sums run in
-// kRowPad partial sums whatever the instruction set, so that every machine gives the same bits.
-// Internal linkage: included by *.isa.cc files.
+// Loops over a row of logits. Rows in scratch memory are float32, padded to a multiple of kRowPad. Sums have kRowPad
+// partial sums on every instruction set, so every machine computes the same bits. Internal linkage: *.isa.cc files
+// include this header.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ using Floats [[gnu::vector_size(kFloats * sizeof(float))]] = float;
 }
 [[gnu::always_inline]] inline void store_floats(float* p, Floats v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
-// combine(accumulator, e) over e = 0, kFloats, ... of n padded elements, then over the lanes as a tree.
+// Applies step(partial, e) for e = 0, kFloats, ... over the padded elements, then combines the lanes as a tree.
 template <class Step, class Combine>
 [[gnu::always_inline]] inline float reduce(int64_t blocks, float start, const Step& step, const Combine& combine) {
   Floats partial[kAccumulators];
@@ -51,7 +51,7 @@ template <class Step, class Combine>
   return lanes[0];
 }
 
-// Blocks of kRowPad elements that a row of n takes.
+// The number of blocks of kRowPad elements in a row of n.
 [[gnu::always_inline]] inline int64_t row_blocks(int64_t n) { return (n + kRowPad - 1) / kRowPad; }
 
 inline float row_sum(const float* x, int64_t blocks) {
@@ -65,7 +65,7 @@ inline float row_dot(const float* x, const float* y, int64_t blocks) {
       [](float a, float b) { return a + b; });
 }
 
-// The largest element that is a number; -inf where there is none.
+// The maximum, ignoring NaN; -inf if all elements are NaN.
 inline float row_max(const float* x, int64_t blocks) {
   return reduce(
       blocks, -__builtin_inff(),
@@ -76,8 +76,8 @@ inline float row_max(const float* x, int64_t blocks) {
       [](float a, float b) { return b > a ? b : a; });
 }
 
-// Whether NaN or +inf is in the row.
-inline bool row_is_broken(const float* x, int64_t blocks) {
+// Whether the row contains NaN or +inf.
+inline bool row_has_nan_or_inf(const float* x, int64_t blocks) {
   return reduce(
              blocks, 0.0f,
              [x](Floats& broken, int64_t e) {
@@ -106,7 +106,7 @@ inline void load_row(const void* logits, int32_t dtype, int64_t row, int64_t n, 
   for (int64_t e = n; e < row_blocks(n) * kRowPad; ++e) out[e] = pad;
 }
 
-// The row of token t, padded: where it lies if it needs neither conversion nor padding, else in `buffer`.
+// The padded row of token t: in place if it needs neither conversion nor padding, else in `buffer`.
 inline const float* logits_row(const void* logits, int32_t dtype, int64_t t, int64_t E, float* buffer) {
   if (dtype == AB_FLOAT32 && E % kRowPad == 0) return static_cast<const float*>(logits) + t * E;
   load_row(logits, dtype, t, E, -__builtin_inff(), buffer);
@@ -133,13 +133,13 @@ inline void score_row(int32_t score_function, const float* z, int64_t count, flo
   }
 }
 
-// softmax of the row z up to a factor: e[i] = exp(z[i] - shift); returns their sum. Padding (z = -inf) gives 0.
+// The softmax of row z up to a factor: e[i] = exp(z[i] - shift); returns their sum. Padding (z = -inf) yields 0.
 inline float softmax_row(const float* z, int64_t blocks, float shift, float* e) {
   for (int64_t i = 0; i < blocks * kRowPad; ++i) e[i] = exp_flushed_f32(z[i] - shift);
   return row_sum(e, blocks);
 }
 
-// That sum alone, to the last bit.
+// The sum of softmax_row alone, with the same bits.
 inline float softmax_sum(const float* z, int64_t blocks, float shift) {
   return reduce(
       blocks, 0.0f,

@@ -1,4 +1,4 @@
-// Hands out 64-byte aligned pieces of a thread's scratch memory. Without memory it only measures.
+// Allocates 64-byte aligned arrays in a thread's scratch memory. Without memory it only measures.
 #pragma once
 
 #include <cstddef>

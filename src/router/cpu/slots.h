@@ -1,6 +1,6 @@
-// The selected experts of kLanes tokens side by side: arrays [K][kLanes], a token a lane. What forward and backward
-// have in common: gathering the selected logits and turning them into scores. Internal linkage: included by *.isa.cc
-// files.
+// The selected experts of kLanes tokens: arrays [K][kLanes], one token per lane. Forward and backward share the
+// functions that gather the selected logits and convert them to scores. Internal linkage: *.isa.cc files include this
+// header.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 namespace anabranch {
 namespace {
 
-// What a lane's softmax over all E needs: s = exp(z - shift) * factor. `poison` is NaN where the row holds NaN or +inf,
-// else 0.
+// The softmax over all E of each lane: s = exp(z - shift) * factor. `nan_or_zero` is NaN if the row contains NaN or
+// +inf, else 0.
 struct LaneSoftmax {
   float shift[kLanes] = {};
   float sum[kLanes] = {};  // of exp(z - shift)
   float factor[kLanes] = {};
-  float poison[kLanes] = {};
+  float nan_or_zero[kLanes] = {};
 };
 
-// sum over k of term(k), in four partial sums.
+// sum over k of term(k), with four partial sums.
 template <class Term>
 [[gnu::always_inline]] inline LaneFloats sum_slots(int64_t K, const Term& term) {
   LaneFloats partial[4] = {};
@@ -34,7 +34,7 @@ template <class Term>
   return (partial[0] + partial[1]) + (partial[2] + partial[3]);
 }
 
-// z[k][lane] = logits[first + lane][experts[k][lane]], -inf where the expert is -1.
+// z[k][lane] = logits[first + lane][experts[k][lane]], or -inf if the expert is -1.
 inline void gather_logits(const void* logits, int32_t dtype, int64_t E, int64_t K, int64_t first,
                           const int32_t* experts, float* z) {
   with_float_type(dtype, [&]<class T>(T) {
@@ -48,8 +48,8 @@ inline void gather_logits(const void* logits, int32_t dtype, int64_t E, int64_t 
   });
 }
 
-// Weights before scaling, from the selected logits, in place: s_k, or where normalised s_k / S. For normalised softmax
-// that is the softmax over the selected. Where `total` is given it gets S (for softmax: 1).
+// Converts the selected logits in place to weights before scaling: s_k, or s_k / S if normalised. For normalised
+// softmax that is the softmax over the selected logits. If `total` is not null it receives S (for softmax: 1).
 inline void score_slots(int32_t score_function, bool normalize, int64_t K, const LaneSoftmax& softmax, float* z,
                         float* total) {
   const int64_t count = K * kLanes;
@@ -75,7 +75,7 @@ inline void score_slots(int32_t score_function, bool normalize, int64_t K, const
     score_row(score_function, z, count, z);
   }
   if (!normalize) return;
-  const LaneFloats start = score_function == AB_SOFTMAX ? load_lanes(softmax.poison) : LaneFloats{} + kSumEpsilon;
+  const LaneFloats start = score_function == AB_SOFTMAX ? load_lanes(softmax.nan_or_zero) : LaneFloats{} + kSumEpsilon;
   const LaneFloats sum = sum_slots(K, [z](int64_t k) { return load_lanes(z + k * kLanes); }) + start;
   for (int64_t k = 0; k < K; ++k) store_lanes(z + k * kLanes, load_lanes(z + k * kLanes) / sum);
   if (total != nullptr) store_lanes(total, sum);

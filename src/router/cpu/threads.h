@@ -1,4 +1,4 @@
-// How many threads a call of the router is worth.
+// The number of threads for a call of the router.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace anabranch {
 
-// Below this many logits one thread is done before a second has started.
+// Below this number of logits one thread finishes before a second has started.
 constexpr int64_t kSerialLogits = 1 << 15;
 
 inline int router_threads(const ab_exec* exec, int64_t T, int64_t E) {

@@ -1,9 +1,9 @@
-// Exact top-k by sorting networks, a token a lane.
+// Exact top-k by sorting networks, one token per lane.
 //
-// Candidates are numbers: float64, the keys of score.h, positive and no two alike, with 0 for "none"; or float32, whose
-// order alone matters. A list holds `length` vectors; read down one lane it is sorted, largest first. Candidates
-// stream through the lanes of a list of the top `length` of each lane: sort a chunk, keep max(list[i],
-// chunk[length-1-i]), which is bitonic, and sort that again. Internal linkage: included by *.isa.cc files.
+// Candidates are float64, the keys of score.h, which are positive and distinct, with 0 for "none"; or float32, for
+// which only the order matters. A list has `length` vectors; each lane is sorted, largest first. Candidates stream
+// through a list that holds the top `length` of each lane: sort a chunk, compute max(list[i], chunk[length-1-i]), which
+// is bitonic, and sort the result. Internal linkage: *.isa.cc files include this header.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@
 namespace anabranch {
 namespace {
 
-// Tokens that go together, a lane each of a vector of float32; of a vector of float64 all of them or half.
+// The number of tokens that are processed together, one per lane of a float32 vector. A float64 vector holds all of
+// them or half.
 #if defined(__AVX__)
 constexpr int kLanes = 8;
 #else
@@ -35,21 +36,21 @@ using LaneDoubles [[gnu::vector_size(kDoubles * sizeof(double))]] = double;
 }
 [[gnu::always_inline]] inline void store_lanes(float* p, LaneFloats v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
-// A vector of candidates of type T, and how many lanes it has.
+// A vector of candidates of type T, and its number of lanes.
 template <class T>
-struct OfLanes {
+struct LaneVector {
   using Vector = LaneFloats;
 };
 template <>
-struct OfLanes<double> {
+struct LaneVector<double> {
   using Vector = LaneDoubles;
 };
 template <class T>
-using Candidates = typename OfLanes<T>::Vector;
+using Candidates = typename LaneVector<T>::Vector;
 template <class T>
 constexpr int kWidth = static_cast<int>(sizeof(Candidates<T>) / sizeof(T));
 
-// Larger to `high`, smaller to `low`.
+// Moves the larger value to `high` and the smaller to `low`.
 template <class Vector>
 [[gnu::always_inline]] inline void exchange(Vector& high, Vector& low) {
   const Vector a = high;
@@ -87,7 +88,7 @@ template <class Exchange>
   }
 }
 
-// A network of known size as a table, so that its exchanges unroll over registers.
+// The exchanges of a network as a table, so that they unroll over registers.
 template <int kSize>
 struct Network {
   struct Pair {
@@ -138,7 +139,7 @@ template <int kLength, class T>
 
 // list = the top kLength of each lane of `vectors` vectors, a multiple of kLength.
 template <int kLength, class T>
-inline void top_of_lanes(const T* candidates, int64_t vectors, T* list) {
+inline void lane_topk(const T* candidates, int64_t vectors, T* list) {
   Candidates<T> top[kLength];
   load_list(candidates, top);
   apply_network<false>(top);
@@ -153,7 +154,7 @@ inline void top_of_lanes(const T* candidates, int64_t vectors, T* list) {
   store_list(list, top);
 }
 
-// Lists up to kBlock are kept in registers, longer ones are sorted in memory, blocks of kBlock in registers.
+// Lists of up to kBlock vectors stay in registers. Longer lists are sorted in memory, in blocks of kBlock in registers.
 constexpr int kBlock = 16;
 
 template <bool kBitonic, class T>
@@ -185,7 +186,8 @@ inline void sort_bitonic(T* memory, int length) {
   for (int begin = 0; begin < length; begin += kBlock) sort_block<true>(memory + begin * W);
 }
 
-// Merges two sorted halves: the larger of half[i] and the other half's i-th from its end are the upper half.
+// Merges two sorted halves: exchanging element i with element i from the end of the other half moves the larger ones to
+// the upper half.
 template <class T>
 inline void merge_halves(T* memory, int length) {
   constexpr int W = kWidth<T>;
@@ -196,7 +198,7 @@ inline void merge_halves(T* memory, int length) {
 
 // The last chunk may be shorter (whole_chunks).
 template <class T>
-inline void top_of_lanes_long(int length, const T* candidates, int64_t vectors, T* list, T* chunk) {
+inline void long_lane_topk(int length, const T* candidates, int64_t vectors, T* list, T* chunk) {
   constexpr int W = kWidth<T>;
   for (int64_t first = 0; first < vectors; first += length) {
     const int n = vectors - first < length ? static_cast<int>(vectors - first) : length;
@@ -213,38 +215,38 @@ inline void top_of_lanes_long(int length, const T* candidates, int64_t vectors, 
   }
 }
 
-// Vectors that `count` candidates are filled up to for a list: whole chunks of its length, of which the last may be a
-// smaller power of two from kBlock on, but not the only one.
+// The number of vectors after padding `count` candidates for a list: whole chunks of its length. The last chunk may be
+// a smaller power of two, at least kBlock, unless it is the only one.
 inline int64_t whole_chunks(int64_t count, int length) {
-  const int64_t rest = count & (length - 1);  // a power of two
-  if (rest == 0 && count > 0) return count;
+  const int64_t remainder = count & (length - 1);  // length is a power of two
+  if (remainder == 0 && count > 0) return count;
   int64_t last = count < length || length < kBlock ? length : kBlock;
-  while (last < rest) last *= 2;
-  return count - rest + last;
+  while (last < remainder) last *= 2;
+  return count - remainder + last;
 }
 
-// The length of a list that holds a top k.
+// The length of a list for a top k.
 inline int list_length(int64_t k) {
   int length = 1;
   while (length < k) length *= 2;
   return length;
 }
 
-// list[length][kWidth] = the top `length` of each lane of `vectors` vectors of candidates (whole_chunks);
-// chunk: scratch, as large as the list.
+// list[length][kWidth] = the top `length` of each lane of `vectors` vectors of candidates (whole_chunks). chunk is
+// scratch memory of the size of the list.
 template <class T>
-inline void top_of_lanes(int length, const T* candidates, int64_t vectors, T* list, T* chunk) {
+inline void lane_topk(int length, const T* candidates, int64_t vectors, T* list, T* chunk) {
   switch (length) {
-    case 1: return top_of_lanes<1>(candidates, vectors, list);
-    case 2: return top_of_lanes<2>(candidates, vectors, list);
-    case 4: return top_of_lanes<4>(candidates, vectors, list);
-    case 8: return top_of_lanes<8>(candidates, vectors, list);
-    case 16: return top_of_lanes<16>(candidates, vectors, list);
-    default: return top_of_lanes_long(length, candidates, vectors, list, chunk);
+    case 1: return lane_topk<1>(candidates, vectors, list);
+    case 2: return lane_topk<2>(candidates, vectors, list);
+    case 4: return lane_topk<4>(candidates, vectors, list);
+    case 8: return lane_topk<8>(candidates, vectors, list);
+    case 16: return lane_topk<16>(candidates, vectors, list);
+    default: return long_lane_topk(length, candidates, vectors, list, chunk);
   }
 }
 
-// Rows and lanes change places: a step for each bit of a lane's number.
+// Transposes rows and lanes: one step per bit of the lane index.
 template <int kBit, class Vector, size_t... Lane>
 [[gnu::always_inline]] inline void swap_bit(Vector& a, Vector& b, std::index_sequence<Lane...>) {
   constexpr size_t kSize = sizeof...(Lane);
@@ -266,9 +268,9 @@ template <int kBit = 0, class Vector, int kSize>
   }
 }
 
-// out[i][lane] = rows[lane][first + i] for i < count; `rows`: kWidth.
+// out[i][lane] = rows[lane][first + i] for i < count; there are kWidth rows.
 template <class T>
-inline void lanes_of_rows(const T* const* rows, int64_t first, int64_t count, T* out) {
+inline void transpose_rows(const T* const* rows, int64_t first, int64_t count, T* out) {
   constexpr int W = kWidth<T>;
   int64_t i = 0;
   for (; i + W <= count; i += W) {

@@ -1,5 +1,5 @@
-// ab_cuda_router_backward: the variants of the kernel for rows that registers hold, `route_backward`
-// (route_backward.cuh), or the one for the rest (backward_wide.cu).
+// ab_cuda_router_backward: launches a variant of `route_backward` (route_backward.cuh), which holds rows in registers,
+// or the generic kernel if no variant fits (backward_wide.cu).
 
 #include "anabranch/cuda.h"
 #include "core/entry.h"
@@ -14,8 +14,8 @@ namespace {
 struct Variant {
   int lanes;
   int items;
-  int slots;                               // of a lane
-  KernelsBySize<BackwardCall> kernels[2];  // by whether rows are read
+  int slots;                               // per lane
+  KernelsBySize<BackwardCall> kernels[2];  // index: whether rows are read
 };
 
 template <Scores kScores, int kLanes, int kItems, int kSlots, bool kReadsRows>
@@ -25,34 +25,37 @@ constexpr KernelsBySize<BackwardCall> by_size() {
           route_backward<kScores, 4, kLanes, kItems, kSlots, kReadsRows>};
 }
 
-// Where no rows are read, whether it is softmax is asked at run time, which costs 1%; a lane that works alone, 12%.
+// If no rows are read, the kernel tests for softmax at run time, which costs 1%; with one lane per token it would cost
+// 12%.
 template <Scores kScores, int kLanes, int kItems, int kSlots>
 constexpr Variant variant() {
-  constexpr Scores kOfSlots = kLanes == 1 ? kScores : Scores::any;
+  constexpr Scores kSlotScores = kLanes == 1 ? kScores : Scores::any;
   return {kLanes,
           kItems,
           kSlots,
-          {by_size<kOfSlots, kLanes, kItems, kSlots, false>(), by_size<kScores, kLanes, kItems, kSlots, true>()}};
+          {by_size<kSlotScores, kLanes, kItems, kSlots, false>(), by_size<kScores, kLanes, kItems, kSlots, true>()}};
 }
 
-// The first that is wide enough and has room for the slots: for many tokens, and for so few that a warp a token does
-// not fill the device. Four slots a lane beside 32 items need more registers than there are, but for softmax.
+// The first variant that is wide enough and has enough slots is used: from kVariants for many tokens, from kFewTokens
+// if one warp per token does not fill the device. Four slots per lane beside 32 items would spill registers, except for
+// softmax.
 template <Scores kScores>
 constexpr Variant kFewTokens[] = {variant<kScores, 32, 8, 1>(), variant<kScores, 32, 32, 1>(),
                                   variant<kScores, 32, 32, 2>()};
 template <Scores kScores>
-constexpr int kWide = kScores == Scores::softmax ? 1 : 2;
+constexpr int kWidthScale = kScores == Scores::softmax ? 1 : 2;
 template <Scores kScores>
-constexpr Variant kVariants[] = {variant<kScores, 1, 8, 2>(),
-                                 variant<kScores, 2 * kWide<kScores>, 32 / kWide<kScores>, 4 / kWide<kScores>>(),
-                                 variant<kScores, 4, 32, 2>(),
-                                 variant<kScores, 8, 32, 1>(),
-                                 variant<kScores, 8 * kWide<kScores>, 32 / kWide<kScores>, 4 / kWide<kScores>>(),
-                                 variant<kScores, 16, 24, 1>(),
-                                 variant<kScores, 16, 32, 1>(),
-                                 variant<kScores, 16, 32, 2>(),
-                                 variant<kScores, 32, 32, 1>(),
-                                 variant<kScores, 32, 32, 2>()};
+constexpr Variant kVariants[] = {
+    variant<kScores, 1, 8, 2>(),
+    variant<kScores, 2 * kWidthScale<kScores>, 32 / kWidthScale<kScores>, 4 / kWidthScale<kScores>>(),
+    variant<kScores, 4, 32, 2>(),
+    variant<kScores, 8, 32, 1>(),
+    variant<kScores, 8 * kWidthScale<kScores>, 32 / kWidthScale<kScores>, 4 / kWidthScale<kScores>>(),
+    variant<kScores, 16, 24, 1>(),
+    variant<kScores, 16, 32, 1>(),
+    variant<kScores, 16, 32, 2>(),
+    variant<kScores, 32, 32, 1>(),
+    variant<kScores, 32, 32, 2>()};
 
 }  // namespace
 
@@ -62,7 +65,7 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   call.op = op;
   call.logits_are_aligned = reinterpret_cast<uintptr_t>(op.logits) % kChunk == 0;
   call.gradients_are_aligned = reinterpret_cast<uintptr_t>(op.d_logits) % kChunk == 0;
-  // Softmax over the selected logits still has to tell whether the row is broken, from lse or from the row.
+  // Even softmax over the selected logits must detect NaN and infinities in the row, through lse or the row itself.
   const bool reads_rows = op.softmax_rows || op.auxiliary || (is_softmax && op.weighted && op.lse == nullptr);
 
   const int K = op.weighted ? op.K : 0;
@@ -90,11 +93,11 @@ ab_status launch_backward_rows(const RouterBackward& op, cudaStream_t stream, bo
   call.experts = call.d_aux_scores + (has_aux ? rounded(kWarp * stride) : 0);
   call.gradients = call.experts + rounded(tokens * K * 4);
   call.warp = call.gradients + rounded(tokens * K * 4);
-  // Blocks that read rows keep the next ones coming; the others have nothing to win from staying.
-  const int64_t most_blocks =
+  // Blocks that read rows are persistent, to prefetch the next rows; the others gain nothing from that.
+  const int64_t max_blocks =
       TokenTiles::kMultiprocessors *
-      (reads_rows ? blocks_of(is_softmax ? Scores::softmax : Scores::elementwise, size, variant->slots, true) : 8);
-  call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{warps} * tokens, most_blocks);
+      (reads_rows ? blocks_per_sm(is_softmax ? Scores::softmax : Scores::elementwise, size, variant->slots, true) : 8);
+  call.tiles = TokenTiles(op.T, op.blocks.sequences, int64_t{warps} * tokens, max_blocks);
   if (call.tiles.count() == 0) return ok();
   void (*kernel)(BackwardCall) = nullptr;
   AB_RETURN_IF_ERROR(
@@ -111,7 +114,7 @@ using namespace anabranch;
 
 namespace {
 
-// For the experts of a selection that is given in another form.
+// For the converted selection, if it is not given as int32 indices.
 size_t backward_workspace(const RouterBackward& op) {
   const bool converts = op.selection.data != nullptr && op.experts == nullptr;
   return converts ? static_cast<size_t>(op.T) * static_cast<size_t>(op.K) * sizeof(int32_t) : 0;
@@ -146,7 +149,7 @@ ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_
   }
   bool launched = false;
   AB_RETURN_IF_ERROR(cuda::launch_backward_rows(op, stream, &launched));
-  return launched ? ok() : cuda::launch_backward_wide(op, stream);
+  return launched ? ok() : cuda::launch_backward_generic(op, stream);
 }
 
 }  // extern "C"

@@ -1,8 +1,8 @@
-// The router's backward pass for any number of experts and any K, a warp a token.
+// The generic kernel of the router's backward pass: any number of experts and any K, one warp per token.
 //
-// Gradients of the selected logits are computed a slot a lane and scattered into a row of zeros in shared memory; what
-// every expert gets (softmax terms, auxiliary scores) is computed from the row of logits, 8 neighbouring experts a lane
-// and step, a segment of the row at a time, and both are added up on the way out.
+// Gradients of the selected logits are computed with one slot per lane and scattered into a row of zeros in shared
+// memory. The terms of all experts (softmax terms, auxiliary scores) are computed from the row of logits, one segment
+// of the row at a time, with 8 consecutive experts per lane and step. Both are added when the row is written.
 #include "balance/statistics.cuh"
 #include "core/cuda/access.cuh"
 #include "core/cuda/dynamic_memory.cuh"
@@ -16,15 +16,15 @@ namespace anabranch::cuda {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kBlocks = 6;  // of a multiprocessor: seven would have to put registers by in local memory
-constexpr int kStep = 8;    // neighbouring experts of a lane
+constexpr int kBlocks = 6;  // per SM: seven would spill registers
+constexpr int kStep = 8;    // consecutive experts per lane
 
-struct WideCall {
+struct GenericCall {
   RouterBackward op;
   TokenTiles tiles;
-  bool vectors;      // rows of logits and their gradients are whole 16-byte vectors
-  bool aux_vectors;  // those of d_aux_scores
-  // bytes of a warp's shared memory, and offsets in it
+  bool vectors;      // rows of logits and of their gradients are whole 16-byte vectors
+  bool aux_vectors;  // rows of d_aux_scores are whole 16-byte vectors
+  // bytes of a warp's shared memory, and byte offsets in it
   int warp;
   int experts;    // int32 [K]
   int values;     // float [K]
@@ -32,7 +32,7 @@ struct WideCall {
   int row;        // float [E rounded up to whole steps]
 };
 
-// 4 bytes of a row as float32: one or two elements.
+// Converts 4 bytes of a row, one or two elements, to float32.
 template <class T>
 __device__ __forceinline__ void unpack(uint32_t word, float* to) {
   if constexpr (sizeof(T) == 4) {
@@ -43,8 +43,8 @@ __device__ __forceinline__ void unpack(uint32_t word, float* to) {
   }
 }
 
-// items[i] = element first + i of a row of `count`, `fill` past its end. vectors: all rows start at 16 bytes, and are
-// made of whole ones.
+// items[i] = element first + i of a row of `count` elements, or `fill` past its end. vectors: all rows start at
+// multiples of 16 bytes and consist of whole 16-byte vectors.
 template <int kItems>
 __device__ __forceinline__ void load_items(const void* row, int32_t dtype, bool vectors, int first, int count,
                                            float fill, float (&items)[kItems]) {
@@ -80,7 +80,8 @@ inline bool rows_are_vectors(const void* data, int64_t columns, int64_t element_
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && columns * element_size % 16 == 0;
 }
 
-// z, cotangents or gradients of a lane: step j holds experts (j * kLanes + lane) * kStep ...
+// Calls f for the steps of a lane (of logits, cotangents or gradients): step j covers experts (j * kLanes + lane) *
+// kStep ...
 template <int kLanes, int kItems, class F>
 __device__ __forceinline__ void for_steps(int lane, int segment, const F& f) {
 #pragma unroll
@@ -99,7 +100,7 @@ __device__ __forceinline__ void load_row(const void* data, int32_t dtype, bool v
   });
 }
 
-// 8 neighbouring elements of a row of `count`, from `first` on.
+// Stores 8 consecutive elements of a row of `count`, starting at `first`.
 __device__ __forceinline__ void store_step(void* row, int32_t dtype, bool vectors, int first, int count,
                                            const float (&step)[kStep]) {
   with_float_type(dtype, [&]<class T>(T) {
@@ -124,75 +125,74 @@ __device__ __forceinline__ void store_step(void* row, int32_t dtype, bool vector
   });
 }
 
-// The part of one lane in the gradients of its warp's tokens, one after another. A row is taken a segment at a time,
-// and read again for every pass over it.
-struct WideGradients {
-  static constexpr int kItems = 16;  // of a segment
+// One lane's part in the gradients of its warp's tokens. A row is processed in segments, and read again for each pass.
+struct GenericGradients {
+  static constexpr int kItems = 16;  // per segment
   static constexpr int kSegment = kWarp * kItems;
 
-  const WideCall& call;
+  const GenericCall& call;
   const RouterBackward& op;
   int E;
   int lane;
   Slots slots;
-  float* gradients;  // [K], of the slots' logits
-  float* row;        // [E], what the slots' experts get, zeros elsewhere
+  float* gradients;  // [K], gradients of the slots' logits
+  float* row;        // [E], gradients of the slots' experts, zeros elsewhere
   int64_t sequence;
   bool is_softmax;
-  bool scores;     // auxiliary scores of another score function are wanted
-  bool reads_row;  // for every expert's gradient
+  bool scores;     // auxiliary scores of an elementwise score function are requested
+  bool reads_row;  // whether the gradient of every expert is needed
 
-  // What every expert's gradient needs of its row.
+  // The sums over a row that the gradient of every expert needs.
   struct RowSums {
     RowSoftmax softmax{0.0f, 1.0f};
-    float poison = 0.0f;     // NaN where a row of softmax is broken
-    float dot = 0.0f;        // sum of the cotangents with powers or scores
-    float score_sum = 0.0f;  // of elementwise scores
+    float nan_or_zero = 0.0f;  // NaN if a softmax row contains NaN or infinity
+    float dot = 0.0f;          // sum of cotangents times exponentials or scores
+    float score_sum = 0.0f;    // sum of elementwise scores
     float shift = 0.0f;
   };
 
-  // Logits of the lane's experts in a segment.
-  __device__ __forceinline__ void read_logits(int64_t t, bool live, int segment, float (&z)[kItems]) const {
-    if (live) {
+  // Loads the logits of the lane's experts in a segment.
+  __device__ __forceinline__ void read_logits(int64_t t, bool unmasked, int segment, float (&z)[kItems]) const {
+    if (unmasked) {
       load_row<kWarp>(op.logits, op.logits_dtype, call.vectors, t, E, lane, segment, -INFINITY, z);
     } else {
 #pragma unroll
       for (int i = 0; i < kItems; ++i) z[i] = 0.0f;
     }
   }
-  // And cotangents of their auxiliary scores.
-  __device__ __forceinline__ void read_cotangents(int64_t t, bool live, int segment, float (&g)[kItems]) const {
-    if (op.d_aux_scores.data != nullptr && live) {
+  // Loads the cotangents of their auxiliary scores.
+  __device__ __forceinline__ void read_cotangents(int64_t t, bool unmasked, int segment, float (&g)[kItems]) const {
+    if (op.d_aux_scores.data != nullptr && unmasked) {
       load_row<kWarp>(op.d_aux_scores.data, op.d_aux_scores.dtype, call.aux_vectors, t, E, lane, segment, 0.0f, g);
     } else if (op.d_score_sum.data != nullptr) {
       load_row<kWarp>(op.d_score_sum.data, op.d_score_sum.dtype, false, sequence, E, lane, segment, 0.0f, g);
     }
   }
 
-  // lse where it is known: dividing by the sum takes its rounding out.
-  __device__ __forceinline__ float softmax_shift(int64_t t, bool live) const {
-    if (op.softmax_rows && op.lse != nullptr) return live ? op.lse[t] * kLog2E : 0.0f;
+  // lse if it is known: dividing by the sum cancels its rounding.
+  __device__ __forceinline__ float softmax_shift(int64_t t, bool unmasked) const {
+    if (op.softmax_rows && op.lse != nullptr) return unmasked ? op.lse[t] * kLog2E : 0.0f;
     if (!op.softmax_rows && !(is_softmax && op.weighted)) return 0.0f;
     float top = -INFINITY;
     for (int segment = 0; segment < E; segment += kSegment) {
       float z[kItems];
-      read_logits(t, live, segment, z);
+      read_logits(t, unmasked, segment, z);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) top = fmaxf(top, z[i]);
     }
     return max_lanes<kWarp>(top) * kLog2E;
   }
 
-  __device__ __forceinline__ RowSums sum_row(int64_t t, bool live) const {
+  __device__ __forceinline__ RowSums sum_row(int64_t t, bool unmasked) const {
     RowSums sums;
-    sums.softmax.shift = softmax_shift(t, live);
+    sums.softmax.shift = softmax_shift(t, unmasked);
     if (reads_row || (is_softmax && op.weighted && op.lse == nullptr)) {
       float power_sum = 0.0f;
       for (int segment = 0; segment < E; segment += kSegment) {
         float z[kItems];
         float g[kItems] = {};
-        read_logits(t, live, segment, z);
-        read_cotangents(t, live, segment, g);
+        read_logits(t, unmasked, segment, z);
+        read_cotangents(t, unmasked, segment, g);
         for_steps<kWarp, kItems>(lane, segment, [&](int i, int expert) {
 #pragma unroll
           for (int k = i; k < i + kStep; ++k) {
@@ -213,19 +213,19 @@ struct WideGradients {
       power_sum = sum_lanes<kWarp>(power_sum);
       if (is_softmax || op.softmax_rows) {
         sums.softmax.factor = 1.0f / power_sum;
-        sums.poison = power_sum - power_sum;
+        sums.nan_or_zero = power_sum - power_sum;
       }
     } else if (is_softmax && op.weighted) {
-      sums.poison = live ? op.lse[t] - op.lse[t] : 0.0f;
+      sums.nan_or_zero = unmasked ? op.lse[t] - op.lse[t] : 0.0f;
     }
     if (op.auxiliary) sums.dot = sum_lanes<kWarp>(sums.dot);
     if (scores) sums.score_sum = sum_lanes<kWarp>(sums.score_sum) + kSumEpsilon;
     return sums;
   }
 
-  __device__ __forceinline__ void load_slots(int64_t t, bool live) const {
+  __device__ __forceinline__ void load_slots(int64_t t, bool unmasked) const {
     for (int k = lane; k < op.K; k += kWarp) {
-      const int32_t expert = live ? op.experts[t * op.K + k] : -1;
+      const int32_t expert = unmasked ? op.experts[t * op.K + k] : -1;
       const bool valid = expert >= 0 && expert < op.E;
       slots.experts[k] = valid ? expert : -1;
       if (!valid) continue;
@@ -236,10 +236,11 @@ struct WideGradients {
     }
   }
 
-  // gradients[k] = dz of slot k from the cotangents of the weights (semantics: router backward). Returns sum_R g s for
-  // raw softmax, which every expert's gradient needs; else 0.
+  // gradients[k] = dz of slot k from the cotangents of the weights (docs/semantics.md, router backward). Returns sum_R
+  // g s for raw softmax, which the gradient of every expert needs; else 0.
   __device__ __forceinline__ float slot_gradients(int64_t t, const RowSums& sums) const {
-    const float total = score_slots<kWarp>(op.score_function, op.normalize, sums.softmax, sums.poison, slots, lane);
+    const float total =
+        score_slots<kWarp>(op.score_function, op.normalize, sums.softmax, sums.nan_or_zero, slots, lane);
     float dot = 0.0f;
     if (is_softmax || op.normalize) {
       for_own_slots<kWarp>(slots, lane, [&](int k, int) { dot += gradients[k] * slots.values[k]; });
@@ -259,7 +260,8 @@ struct WideGradients {
     return is_softmax && !op.normalize ? dot : 0.0f;
   }
 
-  // row[expert] = the sum of the gradients of the slots of that expert, in their order, by the first of them.
+  // row[expert] = the sum of the gradients of the slots of that expert, in slot order, written by the first of these
+  // slots.
   __device__ __forceinline__ void scatter_slots() const {
     for_own_slots<kWarp>(slots, lane, [&](int k, int expert) {
       float sum = 0.0f;
@@ -276,18 +278,19 @@ struct WideGradients {
     for_own_slots<kWarp>(slots, lane, [&](int, int expert) { row[expert] = 0.0f; });
   }
 
-  // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights.
-  // d_e += s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions.
-  // And what stands in `row`.
-  __device__ __forceinline__ void write(int64_t t, bool live, const RowSums& sums) const {
+  // Writes the row of gradients, the sum of:
+  //   d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): auxiliary scores, lse and raw weights;
+  //   s'_e (G_e - sum G s / S) / S: auxiliary scores of the other score functions;
+  //   the slots' gradients in `row`.
+  __device__ __forceinline__ void write(int64_t t, bool unmasked, const RowSums& sums) const {
     const float inverse = scores ? 1.0f / sums.score_sum : 0.0f;
     const float mean = sums.dot * inverse;
     for (int segment = 0; segment < E; segment += kSegment) {
       float z[kItems];
       float g[kItems] = {};
       if (reads_row) {
-        read_logits(t, live, segment, z);
-        read_cotangents(t, live, segment, g);
+        read_logits(t, unmasked, segment, z);
+        read_cotangents(t, unmasked, segment, g);
       }
       for_steps<kWarp, kItems>(lane, segment, [&](int i, int expert) {
         float step[kStep];
@@ -299,7 +302,7 @@ struct WideGradients {
             d = sums.softmax.power(z[i + k]) * sums.softmax.factor * (from_scores + sums.shift);
           }
           if (scores) d += (g[i + k] - mean) * inverse * elementwise_slope(op.score_function, z[i + k]);
-          step[k] = live ? d : 0.0f;
+          step[k] = unmasked ? d : 0.0f;
         }
         if (expert >= E) return;
         if (op.weighted) {
@@ -320,7 +323,7 @@ struct WideGradients {
   }
 };
 
-__global__ void __launch_bounds__(kWarps* kWarp, kBlocks) backward_wide(const __grid_constant__ WideCall call) {
+__global__ void __launch_bounds__(kWarps* kWarp, kBlocks) backward_generic(const __grid_constant__ GenericCall call) {
   char* const shared = dynamic_shared_array<char>();
   const RouterBackward& op = call.op;
   const int E = static_cast<int>(op.E);
@@ -329,7 +332,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocks) backward_wide(const __
   char* const memory = shared + warp_index() * call.warp;
   const bool is_softmax = op.score_function == AB_SOFTMAX;
   const bool scores = op.auxiliary && !is_softmax;
-  const WideGradients gradients{
+  const GenericGradients gradients{
       call,
       op,
       E,
@@ -348,20 +351,20 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocks) backward_wide(const __
 
   const int64_t end = call.tiles.end(blockIdx.x);
   for (int64_t t = call.tiles.begin(blockIdx.x) + warp_index(); t < end; t += warps) {
-    const bool live = op.token_mask == nullptr || op.token_mask[t] != 0;
-    WideGradients::RowSums sums = gradients.sum_row(t, live);
+    const bool unmasked = op.token_mask == nullptr || op.token_mask[t] != 0;
+    GenericGradients::RowSums sums = gradients.sum_row(t, unmasked);
     float raw = 0.0f;
     if (op.weighted) {
-      gradients.load_slots(t, live);
+      gradients.load_slots(t, unmasked);
       raw = gradients.slot_gradients(t, sums);
       __syncwarp();
       gradients.scatter_slots();
       __syncwarp();
     }
     sums.shift = -raw;
-    if (op.d_lse.data != nullptr && live) sums.shift += load_float(op.d_lse.data, op.d_lse.dtype, t);
+    if (op.d_lse.data != nullptr && unmasked) sums.shift += load_float(op.d_lse.data, op.d_lse.dtype, t);
     if (is_softmax && op.auxiliary) sums.shift -= sums.dot * sums.softmax.factor;
-    gradients.write(t, live, sums);
+    gradients.write(t, unmasked, sums);
     if (op.weighted) {
       __syncwarp();
       gradients.clear_row();
@@ -372,8 +375,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocks) backward_wide(const __
 
 }  // namespace
 
-ab_status launch_backward_wide(const RouterBackward& op, cudaStream_t stream) {
-  WideCall call{};
+ab_status launch_backward_generic(const RouterBackward& op, cudaStream_t stream) {
+  GenericCall call{};
   call.op = op;
   const int64_t size = dtype_size(op.logits_dtype);
   call.vectors = rows_are_vectors(op.logits, op.E, size) && rows_are_vectors(op.d_logits, op.E, size);
@@ -395,11 +398,12 @@ ab_status launch_backward_wide(const RouterBackward& op, cudaStream_t stream) {
   int warps = kWarps;
   while (warps > 1 && warps * used > kSharedBytes) warps /= 2;
   if (warps * used > kSharedBytes) {
-    return error(AB_UNSUPPORTED, "logits: got %lld experts with topk %d, which shared memory cannot hold on CUDA",
+    return error(AB_UNSUPPORTED,
+                 "logits: got %lld experts with topk %d, expected sizes that fit in shared memory on CUDA",
                  static_cast<long long>(op.E), op.K);
   }
   call.tiles = TokenTiles(op.T, op.blocks.sequences, warps);
-  return launch("router backward", backward_wide,
+  return launch("router backward", backward_generic,
                 {call.tiles.count(), warps * kWarp, static_cast<size_t>(warps * used), stream, true}, call);
 }
 

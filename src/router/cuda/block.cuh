@@ -1,4 +1,5 @@
-// What the forward kernels share: their call, the layout of their shared memory, and the statistics of a block.
+// Common code of the forward kernels: their arguments, the layout of their shared memory, and the statistics of a
+// block.
 #pragma once
 
 #include "balance/statistics.cuh"
@@ -11,24 +12,24 @@
 
 namespace anabranch::cuda {
 
-constexpr int kMostWarps = 8;  // of a block
-constexpr int kBlocks = 2;     // of a multiprocessor, that registers are shared out for
+constexpr int kMaxWarps = 8;  // per block
+constexpr int kBlocks = 2;    // per SM, for the register limit
 
-// Byte offsets of a block's shared memory; per-warp pieces are `warp` bytes apart from `first_warp` on.
+// Layout of a block's shared memory, in byte offsets. Each warp has `warp` bytes, starting at `first_warp`.
 struct SharedLayout {
   int counts = 0;  // int32 [E]
   int bias = 0;    // float [kLanes][kItems + 4]
   int first_warp = 0;
   int warp = 0;
-  // within a warp's piece:
-  int rows = 0;        // logits of two rounds; dense probabilities
+  // offsets within a warp's part:
+  int rows = 0;        // logits of two rounds; later dense probabilities
   int sums = 0;        // float [tokens][lanes * items]: sums of scores
-  int selected = 0;    // int32 [tokens][ranks]: experts by rank, as many as the selection sorts
+  int selected = 0;    // int32 [tokens][ranks]: the experts that the selection sorts, by rank
   int experts = 0;     // int32 [tokens][K]
   int values = 0;      // float [tokens][K]: weights
   int list = 0;        // uint16 [tokens][candidates]
   int candidates = 0;  // float [tokens][candidates]
-  int keys = 0;        // uint32 [E]; in the end float [E]: score sums of the warp
+  int keys = 0;        // uint32 [E]; at the end float [E]: score sums of the warp
   int groups = 0;      // uint32 [num_groups]
   int map = 0;         // bytes or bits [tokens][E]
   int total = 0;
@@ -40,11 +41,11 @@ struct RouteCall {
   TokenTiles tiles;
   Partials partials;
   SharedLayout shared;
-  bool rows_are_aligned;        // logits begin at 16 bytes
-  bool dense_is_aligned;        // and so do dense outputs
-  bool statistics_are_aligned;  // rows of them begin at 16 bytes
-  bool always_exact;            // groups do not fit the lanes
-  TokenScale* scales;           // [T] of quantile balancing; nullptr: none
+  bool rows_are_aligned;        // the logits are 16-byte aligned
+  bool dense_is_aligned;        // the dense outputs are 16-byte aligned
+  bool statistics_are_aligned;  // the rows of the statistics are 16-byte aligned
+  bool always_exact;            // groups are not whole numbers of lanes
+  TokenScale* scales;           // [T], for quantile balancing; else nullptr
 };
 
 namespace {
@@ -56,8 +57,8 @@ __device__ __forceinline__ void clear_counts(const RouteCall& call, char* shared
   for (int e = static_cast<int>(threadIdx.x); e < call.op.E; e += static_cast<int>(blockDim.x)) counts[e] = 0;
 }
 
-// The bias on its way to shared memory, where `place` says: read() sends for as many experts' as a thread can have in
-// registers, store() puts them there and brings the rest. What is sent for in between arrives after them.
+// Copies the bias to shared memory, to the positions that `place` returns. read() starts loads of as many values as a
+// thread holds in registers; store() writes them and copies the others. Loads issued in between complete after them.
 class BiasReader {
  public:
   __device__ __forceinline__ explicit BiasReader(const RouterForward& op) : op_(op) {}
@@ -70,8 +71,8 @@ class BiasReader {
       if (e < op_.E) ahead_[i] = load_float(op_.bias, op_.bias_dtype, e);
     }
   }
-  template <class PlaceOf>
-  __device__ __forceinline__ void store(float* bias, const PlaceOf& place) const {
+  template <class Place>
+  __device__ __forceinline__ void store(float* bias, const Place& place) const {
     if (op_.bias == nullptr) return;
 #pragma unroll
     for (unsigned i = 0; i < kAhead; ++i) {
@@ -91,7 +92,8 @@ class BiasReader {
   float ahead_[kAhead];
 };
 
-// The block's part of clearing what count_cutoffs (quantile.cu) counts in; when the kernel before has ended.
+// Clears the block's part of the histogram that count_thresholds (quantile.cu) adds to; call after the previous kernel
+// has ended.
 __device__ __forceinline__ void clear_histogram(const RouterForward& op) {
   const int64_t size = op.E * op.qb_bins;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -106,8 +108,8 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
-// Writes the statistics of the block for the experts from e on that a Count and a Sum hold. The sums of the warps stand
-// in their `keys`.
+// Writes the block's statistics for the experts of one Count and one Sum, starting at e. The `keys` of the warps hold
+// their sums.
 template <class Count, class Sum>
 __device__ __forceinline__ void write_statistics(const RouteCall& call, unsigned memory, unsigned e) {
   const RouterForward& op = call.op;
@@ -117,15 +119,15 @@ __device__ __forceinline__ void write_statistics(const RouteCall& call, unsigned
   }
   if (op.score_sum == nullptr) return;
   Sum sum{};
-  unsigned of_warp = memory + call.shared.first_warp + call.shared.keys + e * 4;
+  unsigned warp_sums = memory + call.shared.first_warp + call.shared.keys + e * 4;
 #pragma unroll 4
-  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp, of_warp += static_cast<unsigned>(call.shared.warp)) {
-    sum = add(sum, load_shared<Sum>(of_warp));
+  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp, warp_sums += static_cast<unsigned>(call.shared.warp)) {
+    sum = add(sum, load_shared<Sum>(warp_sums));
   }
   *reinterpret_cast<Sum*>(call.partials.sums + place) = sum;
 }
 
-// Adds up the warps' sums and writes the statistics of the block.
+// Adds the warps' sums and writes the statistics of the block.
 __device__ __forceinline__ void end_block(const RouteCall& call, const char* shared) {
   __syncthreads();
   const auto memory = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -139,7 +141,7 @@ __device__ __forceinline__ void end_block(const RouteCall& call, const char* sha
   }
 }
 
-// The k-th expert of token t in a replay, -1 if there is none.
+// The k-th given expert of token t in a replay, -1 for none.
 __device__ __forceinline__ int32_t forced_expert(const RouterForward& op, int64_t t, int64_t k) {
   const int32_t e = op.forced_experts[t * op.K + k];
   return e >= 0 && e < op.E ? e : -1;

@@ -1,5 +1,5 @@
-// ab_cuda_router_forward. Chooses and launches a variant of `route` (route.cuh), which reads the logits once; or
-// route_wide (forward_wide.cuh), which reads them 3 to 5 times, where no variant fits the shape. Quantile balancing
+// ab_cuda_router_forward: selects and launches a variant of `route` (route.cuh), which reads the logits once; or
+// route_generic (forward_wide.cuh), which reads them 3 to 5 times, if no variant fits the shape. Quantile balancing
 // reads them once more (quantile.cu).
 #include <algorithm>
 
@@ -15,7 +15,7 @@
 namespace anabranch::cuda {
 namespace {
 
-// ranks: experts of a token that the selection sorts; candidates: that it collects (filter.cuh).
+// ranks: number of experts per token that the selection sorts; candidates: number that it collects (filter.cuh).
 SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int row_bytes, int ranks, int candidates,
                             int warps) {
   SharedLayout s;
@@ -46,51 +46,52 @@ SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int r
   return s;
 }
 
-constexpr int kFewWarps = 4;  // of a block, for few tokens
+constexpr int kFewWarps = 4;  // per block, for few tokens
 
-// Of a block, of which each takes `tokens` at a time. Statistics of sequences that are a block each need no second
-// kernel.
-int warps_of_block(const RouterForward& op, int tokens) {
-  if (op.T > TokenTiles::kFewTokens) return kMostWarps;
-  const int64_t of_sequence = op.T / std::max<int64_t>(op.blocks.sequences, 1);
+// The number of warps of a block, each of which processes `tokens` tokens at a time. If each sequence fits in one
+// block, its statistics need no second kernel.
+int num_warps(const RouterForward& op, int tokens) {
+  if (op.T > TokenTiles::kFewTokens) return kMaxWarps;
+  const int64_t sequence_tokens = op.T / std::max<int64_t>(op.blocks.sequences, 1);
   const bool statistics = op.tokens_per_expert != nullptr || op.score_sum != nullptr;
-  const bool only_most = of_sequence > kFewWarps * tokens && of_sequence <= kMostWarps * tokens;
-  return statistics && only_most ? kMostWarps : kFewWarps;
+  const bool needs_max_warps = sequence_tokens > kFewWarps * tokens && sequence_tokens <= kMaxWarps * tokens;
+  return statistics && needs_max_warps ? kMaxWarps : kFewWarps;
 }
 
-// The kernel for a call, none if route_wide is to take it.
+// The kernel for a call; none if route_generic must handle it.
 struct Choice {
   RouteVariant::Kernels kernels;
-  bool always_exact = false;  // no kernel selects such groups: tokens take the exact path
+  bool always_exact = false;  // no kernel supports such groups: all tokens take the exact path
   int lanes = kWarp;
   int items = 0;
   int ranks = 0;
   int candidates = 0;
-  int warps = kMostWarps;
+  int warps = kMaxWarps;
 };
 
-RouteVariants variants_of(const RouterForward& op, bool by_score) {
+RouteVariants select_variants(const RouterForward& op, bool by_score) {
   if (op.qb_histogram != nullptr) return balanced_variants();
   if (by_score) return biased_variants();
   return op.score_function == AB_SOFTMAX ? softmax_variants() : elementwise_variants();
 }
 
 Choice choose(const RouterForward& op, const Selection& selection) {
-  const bool by_score = selection.by_score && op.wants_selection;
-  const RouteVariants all = variants_of(op, by_score);
+  const bool by_score = selection.by_score && op.needs_selection;
+  const RouteVariants all = select_variants(op, by_score);
   const bool few = op.T <= TokenTiles::kVeryFewTokens;
   const RouteVariant* variant = few ? all.few : all.many;
   const RouteVariant* const end = variant + (few ? RouteVariants::kFew : RouteVariants::kMany);
   for (; variant != end; ++variant) {
     if (variant->lanes * variant->items < op.E) continue;
     int list = 0;
-    while (list < RouteVariant::kLists && (RouteVariant::list(list) < op.K || variant->kernels[list].of_any == nullptr))
+    while (list < RouteVariant::kLists &&
+           (RouteVariant::list(list) < op.K || variant->kernels[list].any_size == nullptr))
       ++list;
     if (list == RouteVariant::kLists) continue;
     Choice choice{.kernels = variant->kernels[list], .lanes = variant->lanes, .items = variant->items};
-    if (op.num_groups > 0 && op.wants_selection) {
-      // Groups of whole lanes, of which the two best make the score.
-      choice.always_exact = variant->grouped.of_any == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
+    if (op.num_groups > 0 && op.needs_selection) {
+      // Supported groups are whole numbers of lanes and are scored by at most their two best experts.
+      choice.always_exact = variant->grouped.any_size == nullptr || op.K > RouteVariant::list(RouteVariant::kGrouped) ||
                             op.group_score_topk > 2 || variant->lanes * variant->items != op.E ||
                             variant->lanes % op.num_groups != 0;
       if (!choice.always_exact) {
@@ -100,23 +101,23 @@ Choice choose(const RouterForward& op, const Selection& selection) {
     }
     choice.candidates = variant->candidates[list];
     choice.ranks = choice.candidates > 0 ? choice.candidates : RouteVariant::list(list);
-    choice.warps = warps_of_block(op, kWarp / variant->lanes);
+    choice.warps = num_warps(op, kWarp / variant->lanes);
     return choice;
   }
   return {};
 }
 
-// How a checked call is launched.
+// The launch parameters of a checked call.
 struct RouteLaunch {
   RouteCall call{};
-  RouteVariant::Kernels kernels;  // none: route_wide
-  int warps = kMostWarps;
+  RouteVariant::Kernels kernels;  // none: route_generic
+  int warps = kMaxWarps;
 };
 
 ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch, size_t* workspace_bytes) {
   RouteCall& call = launch->call;
   call.op = op;
-  call.selection = selection_of(op);
+  call.selection = make_selection(op);
   call.rows_are_aligned = reinterpret_cast<uintptr_t>(op.logits) % kChunk == 0;
   call.dense_is_aligned =
       (reinterpret_cast<uintptr_t>(op.probs) | reinterpret_cast<uintptr_t>(op.routing_map)) % kChunk == 0;
@@ -130,21 +131,21 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
   call.always_exact = choice.always_exact;
   launch->kernels = choice.kernels;
   launch->warps = choice.warps;
-  if (choice.kernels.of_any != nullptr) {
+  if (choice.kernels.any_size != nullptr) {
     const int stage_bytes = kWarp * choice.items * size;
     const auto lay_out = [&](int warps) {
       return lay_out_shared(op, choice.lanes, choice.items, 2 * stage_bytes, choice.ranks, choice.candidates, warps);
     };
-    // As many warps as a block can have, or fewer, where more are on a multiprocessor then: its blocks are as many as
-    // registers allow and shared memory has room for. Few tokens: one block, on any device.
+    // Use fewer warps per block if that puts more warps on an SM: registers and shared memory limit the number of
+    // blocks. Few tokens: one block per SM, on any device.
     const bool few = op.T <= TokenTiles::kFewTokens;
     const int shared_bytes = (few ? 97 : 227) << 10;
-    constexpr int kReserved = 1 << 10;  // of a block
-    int most_resident = 0;
+    constexpr int kReserved = 1 << 10;  // per block
+    int max_resident = 0;
     for (int warps = launch->warps; warps >= kFewWarps; --warps) {
       const int blocks = std::min(few ? 1 : kBlocks, shared_bytes / (lay_out(warps).total + kReserved));
-      if (warps * blocks > most_resident) {
-        most_resident = warps * blocks;
+      if (warps * blocks > max_resident) {
+        max_resident = warps * blocks;
         launch->warps = warps;
       }
     }
@@ -158,7 +159,8 @@ ab_status prepare(const RouterForward& op, void* workspace, RouteLaunch* launch,
       call.shared = lay_out_shared(op, kWarp, items, row_bytes, 0, 0, launch->warps);
     } while (call.shared.total > kSharedBytes && (launch->warps /= 2) > 0);
     if (launch->warps == 0) {
-      return error(AB_UNSUPPORTED, "logits: got %lld experts with topk %d, which shared memory cannot hold on CUDA",
+      return error(AB_UNSUPPORTED,
+                   "logits: got %lld experts with topk %d, expected sizes that fit in shared memory on CUDA",
                    static_cast<long long>(op.E), op.K);
     }
   }
@@ -202,12 +204,12 @@ ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_ex
   const cudaStream_t stream = cuda::stream_of(exec);
   const cuda::Launch shape{route.call.tiles.count(), route.warps * cuda::kWarp,
                            static_cast<size_t>(route.call.shared.total), stream, true};
-  void (*kernel)(cuda::RouteCall) = cuda::route_wide;
-  if (route.kernels.of_any != nullptr && shape.blocks > 0) {
+  void (*kernel)(cuda::RouteCall) = cuda::route_generic;
+  if (route.kernels.any_size != nullptr && shape.blocks > 0) {
     AB_RETURN_IF_ERROR(cuda::choose_by_size("router forward", route.kernels, dtype_size(op.logits_dtype), &kernel));
   }
   AB_RETURN_IF_ERROR(cuda::launch("router forward", kernel, shape, route.call));
-  if (op.qb_histogram != nullptr) AB_RETURN_IF_ERROR(cuda::launch_count_cutoffs(op, route.call.scales, stream));
+  if (op.qb_histogram != nullptr) AB_RETURN_IF_ERROR(cuda::launch_count_thresholds(op, route.call.scales, stream));
   return cuda::add_partials(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum, stream);
 }
 

@@ -1,5 +1,5 @@
-// The variants of the forward kernel for rows that registers hold, `route` (route.cuh), and what each axis buys: by how
-// much calls take longer without it (one H200, bfloat16, T = 65536 unless a line says otherwise).
+// The variants of the forward kernel `route` (route.cuh), which holds rows in registers. The table shows the benefit of
+// each axis: how much longer calls take without it (one H200, bfloat16, T = 65536 unless noted).
 //
 //   axis                                     without it
 //   Mode: with and without a bias            calls without a bias 1.2 to 2 times as long
@@ -9,7 +9,7 @@
 //   size of a logit, softmax                 2 to 6%
 //   size of a logit, other score functions   3%; 1.6% with a bias: these read the size at run time
 //
-// Other widths, the lists of 4, 32 and 64 and grouped kernels were not measured apart.
+// Other widths, the lists of 4, 32 and 64 and grouped kernels were not measured separately.
 #pragma once
 
 #include "router/cuda/logit_size.cuh"
@@ -17,21 +17,22 @@
 
 namespace anabranch::cuda {
 
-// The kernels for rows of up to lanes * items experts, by the length of the lists that hold the K best.
+// The kernels for rows of up to lanes * items experts, one per length of the list that holds the K best.
 struct RouteVariant {
   using Kernels = KernelsBySize<RouteCall>;
   static constexpr int kLists = 5;  // 4, 8, 16, 32, 64
   static constexpr int list(int i) { return 4 << i; }
-  static constexpr int kGrouped = 1;  // the list of `grouped`
+  static constexpr int kGrouped = 1;  // index of the list of `grouped`
 
   int lanes;
   int items;
   Kernels kernels[kLists];  // nullptr: none
-  int candidates[kLists];   // of a token, 0 where lanes == 1
-  Kernels grouped;          // K <= list(kGrouped), groups that are whole numbers of lanes; nullptr: none
+  int candidates[kLists];   // per token, 0 if lanes == 1
+  Kernels grouped;          // K <= list(kGrouped), groups of whole numbers of lanes; nullptr: none
 };
 
-// By experts: for many tokens, and for so few that a warp a token does not fill the device.
+// Variants in ascending order of width: for many tokens, and for few, where one warp per token does not fill the
+// device.
 struct RouteVariants {
   static constexpr int kMany = 9;
   static constexpr int kFew = 6;
@@ -47,11 +48,12 @@ namespace {
 
 template <Mode kMode, int kLanes, int kItems, int kList, bool kGrouped>
 constexpr RouteVariant::Kernels by_size() {
-  constexpr auto of_any = route<kMode, 0, kLanes, kItems, kList, kGrouped>;
+  constexpr auto any_size = route<kMode, 0, kLanes, kItems, kList, kGrouped>;
   if constexpr (kMode == Mode::softmax) {
-    return {of_any, route<kMode, 2, kLanes, kItems, kList, kGrouped>, route<kMode, 4, kLanes, kItems, kList, kGrouped>};
+    return {any_size, route<kMode, 2, kLanes, kItems, kList, kGrouped>,
+            route<kMode, 4, kLanes, kItems, kList, kGrouped>};
   } else {
-    return {of_any, of_any, of_any};
+    return {any_size, any_size, any_size};
   }
 }
 

@@ -2,7 +2,8 @@
 
 namespace anabranch::cuda {
 
-// With quantile balancing fewer do: a list serves shorter ones, too, and a lane alone has no list that is long enough.
+// Fewer variants suffice with quantile balancing: a list also serves shorter ones, and a single lane has no list that
+// is long enough.
 RouteVariants balanced_variants() {
   constexpr Mode kMode = Mode::balanced;
   constexpr RouteVariant none{};

@@ -1,4 +1,4 @@
-// Selection by logits.
+// Variants that select by logits.
 #include "router/cuda/forward.cuh"
 
 namespace anabranch::cuda {

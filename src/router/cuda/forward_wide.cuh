@@ -1,4 +1,5 @@
-// The forward kernel for any number of experts that shared memory holds and any K: a warp a token, an expert at a time.
+// The generic forward kernel: any K and any number of experts that fit in shared memory; one warp per token, one expert
+// per lane at a time.
 #pragma once
 
 #include "core/cuda/dynamic_memory.cuh"
@@ -10,7 +11,7 @@
 namespace anabranch::cuda {
 namespace {
 
-__global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks) route_wide(const __grid_constant__ RouteCall call) {
+__global__ void __launch_bounds__(kMaxWarps* kWarp, kBlocks) route_generic(const __grid_constant__ RouteCall call) {
   char* const shared = dynamic_shared_array<char>();
   const RouterForward& op = call.op;
   const int E = static_cast<int>(op.E);
@@ -35,18 +36,18 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks) route_wide(const _
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   const bool is_softmax = op.score_function == AB_SOFTMAX;
   Selection selection = call.selection;
-  selection.ranks = op.K;  // `slots` has no room for more
+  selection.ranks = op.K;  // `slots` has no space for more
   float* sums = reinterpret_cast<float*>(warp_memory + call.shared.sums);
   for (int e = lane; op.score_sum != nullptr && e < E; e += kWarp) sums[e] = 0.0f;
   __syncthreads();
 
   const int64_t end = call.tiles.end(blockIdx.x);
   for (int64_t t = call.tiles.begin(blockIdx.x) + warp_index(); t < end; t += warps) {
-    const bool live = op.token_mask == nullptr || op.token_mask[t] != 0;
+    const bool unmasked = op.token_mask == nullptr || op.token_mask[t] != 0;
     const auto logit = [&](int e) { return load_float(op.logits, op.logits_dtype, t * op.E + e); };
     RowSoftmax softmax{0.0f, 1.0f};
-    float poison = 0.0f;
-    if (live && (is_softmax || op.lse != nullptr)) {
+    float nan_or_zero = 0.0f;
+    if (unmasked && (is_softmax || op.lse != nullptr)) {
       float top = -INFINITY;
       for (int e = lane; e < E; e += kWarp) top = fmaxf(top, logit(e));
       top = max_lanes<kWarp>(top);
@@ -55,29 +56,29 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks) route_wide(const _
       for (int e = lane; e < E; e += kWarp) sum += softmax.power(logit(e));
       sum = sum_lanes<kWarp>(sum);
       softmax.factor = reciprocal(sum);
-      poison = sum - sum;
+      nan_or_zero = sum - sum;
       if (op.lse != nullptr && lane == 0) op.lse[t] = top + log_f32(sum);
     } else if (op.lse != nullptr && lane == 0) {
       op.lse[t] = 0.0f;
     }
-    if (op.wants_selection) {
-      if (live && !op.forced) {
+    if (op.needs_selection) {
+      if (unmasked && !op.forced) {
         select_exactly(op, selection, t, softmax, scratch, slots.experts);
       } else {
-        for (int k = lane; k < op.K; k += kWarp) slots.experts[k] = live ? forced_expert(op, t, k) : -1;
+        for (int k = lane; k < op.K; k += kWarp) slots.experts[k] = unmasked ? forced_expert(op, t, k) : -1;
       }
       __syncwarp();
       if (call.scales != nullptr) {
-        uint32_t next = 0;  // of the keys that are left
-        if (live) take_largest(scratch.keys, 0, E, &next);
-        if (lane == 0) call.scales[t] = {live ? from_ordered_bits(next) : NAN, softmax.shift, softmax.factor};
+        uint32_t next = 0;  // the best of the remaining keys
+        if (unmasked) extract_largest(scratch.keys, 0, E, &next);
+        if (lane == 0) call.scales[t] = {unmasked ? from_ordered_bits(next) : NAN, softmax.shift, softmax.factor};
       }
       for_own_slots<kWarp>(slots, lane, [&](int k, int expert) {
         slots.values[k] = logit(expert);
         if (op.tokens_per_expert != nullptr) atomicAdd(counts + expert, 1);
       });
-      if (op.wants_weights) {
-        score_slots<kWarp>(op.score_function, op.normalize, softmax, poison, slots, lane);
+      if (op.needs_weights) {
+        score_slots<kWarp>(op.score_function, op.normalize, softmax, nan_or_zero, slots, lane);
         for (int k = lane; k < op.K; k += kWarp) {
           slots.values[k] = slots.experts[k] < 0 ? 0.0f : slots.values[k] * op.scaling_factor;
         }
@@ -106,11 +107,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks) route_wide(const _
       float factor = softmax.factor;
       if (!is_softmax) {
         float total = 0.0f;
-        for (int e = lane; live && e < E; e += kWarp) total += score(logit(e));
+        for (int e = lane; unmasked && e < E; e += kWarp) total += score(logit(e));
         factor = reciprocal(sum_lanes<kWarp>(total) + kSumEpsilon);
       }
       for (int e = lane; e < E; e += kWarp) {
-        const float a = live ? score(logit(e)) * factor : 0.0f;
+        const float a = unmasked ? score(logit(e)) * factor : 0.0f;
         if (op.score_sum != nullptr) sums[e] += a;
         if (op.aux_scores != nullptr) op.aux_scores[t * op.E + e] = a;
       }

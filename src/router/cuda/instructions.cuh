@@ -1,4 +1,4 @@
-// Single instructions of the router that the compiler does not choose by itself.
+// Instructions of the router that the compiler does not select by itself.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,8 +7,7 @@
 
 namespace anabranch::cuda {
 
-// The larger one, or the smaller one where asked: two instructions, written out since the compiler would move results
-// about.
+// min(a, b) if `smaller`, else max(a, b). Two instructions in assembly, because the compiler would insert moves.
 __device__ __forceinline__ uint32_t choose_of(uint32_t a, uint32_t b, bool smaller) {
   uint32_t chosen;
   asm("{.reg .pred p; setp.ne.u32 p, %3, 0; max.u32 %0, %1, %2; @p min.u32 %0, %1, %2;}"
@@ -25,14 +24,14 @@ __device__ __forceinline__ __nv_bfloat162 choose_of(__nv_bfloat162 a, __nv_bfloa
   return *reinterpret_cast<const __nv_bfloat162*>(&chosen);
 }
 
-// tanh by the special function unit, off by 2^-11 of its value at most.
+// tanh by the special function unit, with a relative error of at most 2^-11.
 __device__ __forceinline__ float rough_tanh(float x) {
   float tanh;
   asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(x));
   return tanh;
 }
 
-// Keeps an address in its register: the compiler would rather compute it again.
+// Holds an address in a register: the compiler would otherwise recompute it.
 __device__ __forceinline__ unsigned keep_in_register(unsigned value) {
   asm volatile("" : "+r"(value));
   return value;

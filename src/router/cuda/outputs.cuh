@@ -1,5 +1,5 @@
-// What leaves a forward kernel of the selected experts: a warp's slots, which stand in shared memory token by token,
-// and dense rows, into which they are scattered there. Everything leaves in whole vectors where addresses allow.
+// Writes the outputs of a forward kernel for the selected experts: a warp's slots, which are in shared memory in token
+// order, and dense rows, to which slots are scattered in shared memory. Uses whole vectors if addresses allow.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@
 
 namespace anabranch::cuda {
 
-// Bytes of a token's row of a dense routing map; 0: none is wanted.
+// Bytes per row of a dense routing map; 0 if none is requested.
 __host__ __device__ inline unsigned map_row_bytes(const RouterForward& op) {
   return op.map_format == MapFormat::bytes  ? static_cast<unsigned>(op.E)
          : op.map_format == MapFormat::bits ? static_cast<unsigned>((op.E + 7) / 8)
                                             : 0;
 }
 
-// Copies bytes from shared to global memory, by a warp.
+// Copies bytes from shared to global memory, with one warp.
 template <class T>
 __device__ __forceinline__ void copy_out_as(unsigned from, char* out, unsigned bytes) {
 #pragma unroll 1
@@ -36,7 +36,7 @@ __device__ __forceinline__ void copy_out(unsigned from, char* out, unsigned byte
     copy_out_as<uint8_t>(from, out, bytes);
   }
 }
-// The same for kWarp * kChunks chunks of 16 bytes.
+// Copies kWarp * kChunks chunks of 16 bytes.
 template <unsigned kChunks>
 __device__ __forceinline__ void copy_chunks_out(unsigned from, char* out) {
   uint4 chunks[kChunks];
@@ -51,7 +51,7 @@ struct Outputs {
   const RouterForward& op;
   SharedArray<int32_t> experts;  // [tokens][K], -1: none
   SharedArray<float> weights;    // [tokens][K]
-  unsigned probs;                // room for [tokens][E] in the logits' dtype
+  unsigned probs;                // space for [tokens][E] in the dtype of the logits
   unsigned map;                  // [tokens][map_row_bytes], zeros
 
   __device__ __forceinline__ unsigned element_size() const { return op.logits_dtype == AB_FLOAT32 ? 4 : 2; }
@@ -67,7 +67,7 @@ struct Outputs {
     for (unsigned i = lane_index() * 4; i < bytes; i += kWarp * 4) store_shared(map + i, 0u);
   }
 
-  // The slots of `count` tokens from `first` on.
+  // Writes the slots of `count` tokens, starting at `first`.
   __device__ __forceinline__ void write_slots(unsigned first, unsigned count) const {
     const auto K = static_cast<unsigned>(op.K);
     const uint64_t slot = static_cast<uint64_t>(first) * K;
@@ -92,7 +92,7 @@ struct Outputs {
     for (unsigned i = lane_index() * 16; i < bytes; i += kWarp * 16) store_shared(probs + i, uint4{});
   }
 
-  // Puts a slot of the token-th token into its dense rows.
+  // Scatters a weight of the token-th token to its dense row.
   __device__ __forceinline__ void scatter_weight(unsigned token, unsigned expert, float weight) const {
     const unsigned place = token * columns() + expert;
     if (op.logits_dtype == AB_FLOAT32) {
@@ -116,17 +116,17 @@ struct Outputs {
     store_shared(map + token * map_row_bytes(op) + place, uint8_t{0});
   }
 
-  __device__ __forceinline__ char* probs_of(unsigned first) const {
+  __device__ __forceinline__ char* probs_row(unsigned first) const {
     return static_cast<char*>(op.probs) + static_cast<uint64_t>(first) * (columns() * element_size());
   }
-  __device__ __forceinline__ char* map_of(unsigned first) const {
+  __device__ __forceinline__ char* map_row(unsigned first) const {
     return static_cast<char*>(op.routing_map) + static_cast<uint64_t>(first) * map_row_bytes(op);
   }
   __device__ __forceinline__ void write_probs(unsigned first, unsigned count) const {
-    copy_out(probs, probs_of(first), count * columns() * element_size());
+    copy_out(probs, probs_row(first), count * columns() * element_size());
   }
   __device__ __forceinline__ void write_map(unsigned first, unsigned count) const {
-    copy_out(map, map_of(first), count * map_row_bytes(op));
+    copy_out(map, map_row(first), count * map_row_bytes(op));
   }
 };
 

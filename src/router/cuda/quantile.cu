@@ -1,14 +1,13 @@
-// The histogram of quantile balancing: [E, bins] counts are more than the shared memory of a multiprocessor holds, so
-// that a forward kernel, whose blocks see all experts, could only count in global memory, which takes several times as
-// long as routing. It writes one cutoff a token instead; here a block has some experts and counts them in shared
-// memory, for a part of the tokens, whose logits it reads again. Counts are whole numbers: any order gives the same.
+// The histogram of quantile balancing. [E, bins] counts exceed the shared memory of an SM. A forward kernel, whose
+// blocks process all experts, could therefore only count in global memory, which takes several times as long as
+// routing. Instead it writes one threshold per token; here each block counts a few experts in shared memory for a part
+// of the tokens, whose logits it reads again. Counts are integers, so the order of additions does not matter.
 //
-// Shared memory holds [bins][experts], a power of two of experts, 32 if their counts fit. A lane has kItems
-// neighbouring experts of a token and takes them in an order that depends on the token, so that the lanes of a warp,
-// which have all experts of kItems tokens, count different experts at a time, in different banks whatever their bins
-// are:
+// Shared memory holds [bins][experts]; the number of experts is a power of two, 32 if their counts fit. A lane
+// processes kItems consecutive experts of a token, in an order that depends on the token. The lanes of a warp cover all
+// experts of kItems tokens, so they count different experts at any time, in different banks, whatever their bins are:
 //
-//     lane          0  1 ...  7 |  8  9 ... 15 | 16 17 ... 23 | 24 25 ... 31     of 32 experts, kItems = 4
+//     lane          0  1 ...  7 |  8  9 ... 15 | 16 17 ... 23 | 24 25 ... 31     for 32 experts, kItems = 4
 //     first expert  0  4 ... 28 |  1  5 ... 29 |  2  6 ... 30 |  3  7 ... 31
 //     next expert   1  5 ... 29 |  0  4 ... 28 |  3  7 ... 31 |  2  6 ... 30     item i ^ token
 #include "router/cuda/quantile.cuh"
@@ -30,41 +29,41 @@ namespace anabranch::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int64_t kMostSharedBytes = 224 << 10;
-constexpr int kLaneBytes = 8;         // of logits of a token
+constexpr int64_t kMaxSharedBytes = 224 << 10;
+constexpr int kLaneBytes = 8;         // bytes of logits per lane and token
 constexpr int64_t kTile = 8 * kWarp;  // counts that a warp adds to the histogram at a time
 
 struct QuantileCall {
   RouterForward op;
   const TokenScale* scales;
-  int experts;            // of a block, a power of two
-  int slices;             // of so many experts
-  int64_t tokens;         // of a block
-  unsigned row_bytes;     // of logits
-  int counts;             // in shared memory, whole tiles
-  bool rows_are_aligned;  // the items of a lane lie on a multiple of their size
+  int experts;            // per block, a power of two
+  int slices;             // number of groups of `experts` experts
+  int64_t tokens;         // per block
+  unsigned row_bytes;     // of a row of logits
+  int counts;             // number of counts in shared memory, whole tiles
+  bool rows_are_aligned;  // the items of a lane are aligned to their total size
 };
 
 template <int kScore>
 __device__ __forceinline__ TokenScale load_scale(const TokenScale* scale) {
-  if constexpr (kScore != AB_SOFTMAX) return {__ldcg(&scale->cutoff), 0.0f, 0.0f};
+  if constexpr (kScore != AB_SOFTMAX) return {__ldcg(&scale->threshold), 0.0f, 0.0f};
   const auto words = __ldcg(reinterpret_cast<const float4*>(scale));
   return {words.x, words.y, words.z};
 }
 
 template <int kScore>
-__device__ __forceinline__ float score_of(const TokenScale& scale, float z) {
+__device__ __forceinline__ float compute_score(const TokenScale& scale, float z) {
   if constexpr (kScore == AB_SOFTMAX) return RowSoftmax{scale.shift, scale.factor}.power(z) * scale.factor;
   return elementwise_score(kScore, z);
 }
 
-// The bin of a position, as the last bits of a sum that rounds down: kBinZero + bin.
+// The bin of a position, in the low bits of a sum that rounds down: kBinZero + bin.
 constexpr uint32_t kBinZero = 0x4b000000u;  // 2^23
 __device__ __forceinline__ uint32_t bin_bits(const QuantileBins& bins, float position) {
   return __float_as_uint(__fadd_rd(fminf(fmaxf(position, 0.0f), bins.last), 0x1p23f));
 }
 
-// The logits of a lane for one token, of neighbouring experts.
+// The logits of a lane for one token, for consecutive experts.
 template <class T>
 struct Items {
   static constexpr unsigned kCount = kLaneBytes / sizeof(T);
@@ -75,7 +74,7 @@ struct Items {
     words[0] = both.x;
     words[1] = both.y;
   }
-  // The first `count`; the others are NaN.
+  // Loads the first `count` items; the others are NaN.
   __device__ __forceinline__ void load_some(const T* row, unsigned count) {
     T all[kCount];
     __builtin_memset(all, 0xff, kLaneBytes);
@@ -85,7 +84,7 @@ struct Items {
     }
     __builtin_memcpy(words, all, kLaneBytes);
   }
-  // What was item i ^ turn is item i of the result.
+  // Item i of the result is item i ^ turn.
   __device__ __forceinline__ void permuted(unsigned turn, float (&z)[kCount]) const {
     const bool swapped = (turn & (kCount / 2)) != 0;
     const uint32_t ordered[] = {swapped ? words[1] : words[0], swapped ? words[0] : words[1]};
@@ -95,7 +94,7 @@ struct Items {
       if constexpr (sizeof(T) == 4) {
         z[i] = __uint_as_float(word);
       } else {
-        // A half comes into the upper one, zeros into the lower.
+        // Move the half to the upper half, and zeros to the lower.
         const uint32_t raised = __byte_perm(word, 0, (i ^ turn) % 2 == 0 ? 0x1044u : 0x3244u);
         z[i] = std::is_same_v<T, BFloat16> ? __uint_as_float(raised) : high_half<T>(raised);
       }
@@ -103,11 +102,12 @@ struct Items {
   }
 };
 
-// kInShared: else the counts of one expert are too many, and all blocks count in global memory.
+// kInShared: counts are in shared memory. Otherwise the counts of one expert exceed it, and blocks count in global
+// memory.
 template <class T, int kScore, bool kInShared>
-__global__ void __launch_bounds__(kThreads) count_cutoffs(const __grid_constant__ QuantileCall call) {
+__global__ void __launch_bounds__(kThreads) count_thresholds(const __grid_constant__ QuantileCall call) {
   constexpr unsigned kItems = Items<T>::kCount;
-  constexpr unsigned kTokens = 2;  // of a lane at a time
+  constexpr unsigned kTokens = 2;  // tokens per lane at a time
   int32_t* const counts = dynamic_shared_array<int32_t>();
   const RouterForward& op = call.op;
   let_next_kernel_start();
@@ -124,17 +124,17 @@ __global__ void __launch_bounds__(kThreads) count_cutoffs(const __grid_constant_
   const unsigned first = blockIdx.x % static_cast<unsigned>(call.slices) * experts;
   const int64_t begin = blockIdx.x / static_cast<unsigned>(call.slices) * call.tokens;
   const auto tokens = static_cast<unsigned>(min(call.tokens, op.T - begin));
-  const unsigned lanes = max(experts / kItems, 1u);  // of a token
+  const unsigned lanes = max(experts / kItems, 1u);  // lanes per token
   const unsigned step = kThreads / lanes;
   const unsigned own = threadIdx.x % lanes * kItems;  // the first of the lane's experts
   const unsigned turn = threadIdx.x / lanes % kItems;
   const unsigned last = min(experts, static_cast<unsigned>(op.E) - first);
-  const unsigned items = last > own ? min(last - own, kItems) : 0;  // that there are
+  const unsigned items = last > own ? min(last - own, kItems) : 0;  // number of items inside the row
   const char* const logits =
       reinterpret_cast<const char*>(static_cast<const T*>(op.logits) + begin * op.E + first + own);
   const char* const scales = reinterpret_cast<const char*>(call.scales + begin);
   const unsigned bin_bytes = experts * sizeof(int32_t);
-  unsigned columns[kItems];  // so that bin_bits * bin_bytes from there is the count
+  unsigned columns[kItems];  // base addresses: bin_bits * bin_bytes + columns[i] is the address of the count
 #pragma unroll
   for (unsigned i = 0; i < kItems; ++i) columns[i] = shared.from(own + (i ^ turn)).address() - kBinZero * bin_bytes;
 
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) count_cutoffs(const __grid_constant_
     Items<T> items[kTokens];
     TokenScale scale[kTokens];
   };
-  // Past the last token, that one again.
+  // Past the last token, loads the last token again.
   const auto load = [&](unsigned t, Group* group) {
     uint64_t at[kTokens];
 #pragma unroll
@@ -164,15 +164,15 @@ __global__ void __launch_bounds__(kThreads) count_cutoffs(const __grid_constant_
   };
   const auto count = [&](unsigned t, const Group& group) {
     float position[kTokens][kItems];
-    float probe = 0.0f;  // NaN if a position is
+    float probe = 0.0f;  // NaN if any position is NaN
 #pragma unroll
     for (unsigned i = 0; i < kTokens; ++i) {
-      const float cutoff = t + i * step < tokens ? group.scale[i].cutoff : NAN;
+      const float threshold = t + i * step < tokens ? group.scale[i].threshold : NAN;
       group.items[i].permuted(turn, position[i]);
 #pragma unroll
       for (unsigned k = 0; k < kItems; ++k) {
         float& x = position[i][k];
-        x = bins.position(cutoff, score_of<kScore>(group.scale[i], x));
+        x = bins.position(threshold, compute_score<kScore>(group.scale[i], x));
         probe += x;
       }
     }
@@ -209,21 +209,21 @@ __global__ void __launch_bounds__(kThreads) count_cutoffs(const __grid_constant_
   if constexpr (!kInShared) return;
   __syncthreads();
 
-  // A warp turns [bins][experts] of a tile into [experts][bins], in its place, so that neighbouring lanes add to
-  // neighbouring counts of the histogram. A lane takes 8 bins of an expert there; every other row of it has its halves
-  // swapped, for no two lanes to share a bank.
+  // Each warp transposes tiles from [bins][experts] to [experts][bins] in place, so that adjacent lanes add to adjacent
+  // counts of the histogram. A lane holds 8 bins of an expert after the transposition. The halves of every other row
+  // are swapped to avoid bank conflicts.
   constexpr unsigned kOwn = kTile / kWarp;
   const auto lane = static_cast<unsigned>(lane_index());
   const auto bins_in_all = static_cast<unsigned>(op.qb_bins);
-  const unsigned bins_of_tile = static_cast<unsigned>(kTile) / experts;
+  const unsigned tile_bins = static_cast<unsigned>(kTile) / experts;
   const unsigned from = lane / experts * kOwn * experts + lane % experts;
-  const unsigned to = lane % experts * bins_of_tile + lane / experts * kOwn;
+  const unsigned to = lane % experts * tile_bins + lane / experts * kOwn;
   const unsigned swap = to / kWarp % 2 * 4;
-  unsigned target[kOwn];  // of the counts in the histogram of the block's experts
+  unsigned target[kOwn];  // offsets of the counts in the histogram of the block's experts
 #pragma unroll
   for (unsigned i = 0; i < kOwn; ++i) {
     const unsigned at = i * kWarp + lane;
-    target[i] = at / bins_of_tile * bins_in_all + at % bins_of_tile;
+    target[i] = at / tile_bins * bins_in_all + at % tile_bins;
   }
 #pragma unroll 1
   for (unsigned tile = static_cast<unsigned>(warp_index()); tile * kTile < static_cast<unsigned>(call.counts);
@@ -240,38 +240,38 @@ __global__ void __launch_bounds__(kThreads) count_cutoffs(const __grid_constant_
     __syncwarp();
 #pragma unroll
     for (unsigned i = 0; i < kOwn; ++i) n[i] = place[(lane ^ i % 2 * 4) + i * kWarp];
-    int32_t* const histogram = op.qb_histogram + first * op.qb_bins + tile * bins_of_tile;
-    if ((tile + 1) * bins_of_tile <= bins_in_all && last == experts) {
+    int32_t* const histogram = op.qb_histogram + first * op.qb_bins + tile * tile_bins;
+    if ((tile + 1) * tile_bins <= bins_in_all && last == experts) {
 #pragma unroll
       for (unsigned i = 0; i < kOwn; ++i) atomicAdd(histogram + target[i], n[i]);
     } else {
 #pragma unroll
       for (unsigned i = 0; i < kOwn; ++i) {
-        if (n[i] != 0) atomicAdd(histogram + target[i], n[i]);  // only of bins and experts that there are
+        if (n[i] != 0) atomicAdd(histogram + target[i], n[i]);  // only for existing bins and experts
       }
     }
   }
 }
 
 template <class T, bool kInShared>
-void (*kernel_of(int32_t score_function))(QuantileCall) {
-  return score_function == AB_SOFTMAX   ? count_cutoffs<T, AB_SOFTMAX, kInShared>
-         : score_function == AB_SIGMOID ? count_cutoffs<T, AB_SIGMOID, kInShared>
-                                        : count_cutoffs<T, AB_SQRTSOFTPLUS, kInShared>;
+void (*select_kernel(int32_t score_function))(QuantileCall) {
+  return score_function == AB_SOFTMAX   ? count_thresholds<T, AB_SOFTMAX, kInShared>
+         : score_function == AB_SIGMOID ? count_thresholds<T, AB_SIGMOID, kInShared>
+                                        : count_thresholds<T, AB_SQRTSOFTPLUS, kInShared>;
 }
 
-// Of a block, as the current device has it.
+// The available shared memory per block on the current device.
 int64_t shared_bytes() {
   int device = 0;
   int bytes = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
   if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return 0;
-  return std::min<int64_t>(kMostSharedBytes, bytes);
+  return std::min<int64_t>(kMaxSharedBytes, bytes);
 }
 
 }  // namespace
 
-ab_status launch_count_cutoffs(const RouterForward& op, const TokenScale* scales, cudaStream_t stream) {
+ab_status launch_count_thresholds(const RouterForward& op, const TokenScale* scales, cudaStream_t stream) {
   if (op.T == 0) {
     const cudaError_t failure =
         cudaMemsetAsync(op.qb_histogram, 0, static_cast<size_t>(op.E * op.qb_bins) * sizeof(int32_t), stream);
@@ -280,29 +280,30 @@ ab_status launch_count_cutoffs(const RouterForward& op, const TokenScale* scales
   QuantileCall call{};
   call.op = op;
   call.scales = scales;
-  const auto counts_of = [&op](int64_t experts) { return (experts * op.qb_bins + kTile - 1) / kTile * kTile; };
-  const int64_t most = shared_bytes() / static_cast<int64_t>(sizeof(int32_t));
-  const bool in_shared = counts_of(1) <= most;
+  const auto num_counts = [&op](int64_t experts) { return (experts * op.qb_bins + kTile - 1) / kTile * kTile; };
+  const int64_t max_counts = shared_bytes() / static_cast<int64_t>(sizeof(int32_t));
+  const bool in_shared = num_counts(1) <= max_counts;
   call.experts = 1;
-  while (call.experts < kWarp && call.experts < op.E && (!in_shared || counts_of(2 * call.experts) <= most)) {
+  while (call.experts < kWarp && call.experts < op.E && (!in_shared || num_counts(2 * call.experts) <= max_counts)) {
     call.experts *= 2;
   }
   call.slices = static_cast<int>((op.E + call.experts - 1) / call.experts);
-  call.counts = in_shared ? static_cast<int>(counts_of(call.experts)) : 0;
+  call.counts = in_shared ? static_cast<int>(num_counts(call.experts)) : 0;
   const auto size = static_cast<int64_t>(dtype_size(op.logits_dtype));
   const int64_t items = kLaneBytes / size;
   call.row_bytes = static_cast<unsigned>(op.E * size);
   call.rows_are_aligned =
       reinterpret_cast<uintptr_t>(op.logits) % kLaneBytes == 0 && op.E % items == 0 && call.experts % items == 0;
-  // Two blocks of a multiprocessor where their counts fit; and no block for so few tokens that clearing takes longer.
-  constexpr int64_t kFewestTokens = 64;
-  const int64_t resident = TokenTiles::kMultiprocessors * (2 * call.counts <= most ? 2 : 1);
-  const int64_t parts = std::clamp<int64_t>(resident / call.slices, 1, (op.T + kFewestTokens - 1) / kFewestTokens);
+  // Two blocks per SM if their counts fit. A block has at least kMinTokens tokens, or clearing would take longer than
+  // counting.
+  constexpr int64_t kMinTokens = 64;
+  const int64_t resident = TokenTiles::kMultiprocessors * (2 * call.counts <= max_counts ? 2 : 1);
+  const int64_t parts = std::clamp<int64_t>(resident / call.slices, 1, (op.T + kMinTokens - 1) / kMinTokens);
   call.tokens = (op.T + parts - 1) / parts;
   const int64_t blocks = call.slices * ((op.T + call.tokens - 1) / call.tokens);
   void (*kernel)(QuantileCall) = nullptr;
   with_float_type(op.logits_dtype, [&]<class T>(T) {
-    kernel = in_shared ? kernel_of<T, true>(op.score_function) : kernel_of<T, false>(op.score_function);
+    kernel = in_shared ? select_kernel<T, true>(op.score_function) : select_kernel<T, false>(op.score_function);
   });
   return launch("router histogram", kernel, {blocks, kThreads, call.counts * sizeof(int32_t), stream, true}, call);
 }

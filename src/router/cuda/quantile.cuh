@@ -1,4 +1,4 @@
-// Quantile balancing on CUDA: what stands around the forward kernels, which write the tokens' cutoffs.
+// The CUDA histogram of quantile balancing. The forward kernels write the thresholds of the tokens.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,7 @@
 
 namespace anabranch::cuda {
 
-// Counts the cutoffs; after the forward kernel has cleared the histogram and written the scales of all tokens.
-ab_status launch_count_cutoffs(const RouterForward& op, const TokenScale* scales, cudaStream_t stream);
+// Counts the thresholds. The forward kernel must have cleared the histogram and written the scales of all tokens.
+ab_status launch_count_thresholds(const RouterForward& op, const TokenScale* scales, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

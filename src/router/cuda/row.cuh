@@ -1,4 +1,4 @@
-// The router's mathematics of one token on kLanes lanes: scores, and the weights of its slots.
+// Formulas of the router for one token on kLanes lanes: scores, and the weights of its slots.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +26,13 @@ __device__ __forceinline__ float elementwise_slope(int32_t score_function, float
   return score_function == AB_SIGMOID ? sigmoid_gradient(z) : sqrtsoftplus_gradient(z);
 }
 
-// Turns value[s] from z of a slot into its weight before scaling, 0 where its expert is -1; a token's slots are in
-// kLanes lanes. poison: NaN if a softmax row was broken, else 0. Returns the factor that normalises.
+// Converts value[s] from the logit of a slot to its weight before scaling; 0 if its expert is -1. A token's slots are
+// distributed over kLanes lanes. nan_or_zero: NaN if a softmax row contains NaN or infinity, else 0. Returns the
+// normalising factor.
 template <int kScore, int kLanes, int kSlots>
 __device__ __forceinline__ float weigh_slots(int32_t score_function, bool normalize, const RowSoftmax& softmax,
-                                             float poison, const int32_t (&expert)[kSlots], float (&value)[kSlots]) {
+                                             float nan_or_zero, const int32_t (&expert)[kSlots],
+                                             float (&value)[kSlots]) {
   RowSoftmax own = softmax;
   if (kScore == AB_SOFTMAX && normalize) {
     float top = value[0];
@@ -47,7 +49,7 @@ __device__ __forceinline__ float weigh_slots(int32_t score_function, bool normal
     sum += value[s];
   }
   if (!normalize) return 1.0f;
-  const float inverse = reciprocal(sum_lanes<kLanes>(sum) + (kScore == AB_SOFTMAX ? poison : kSumEpsilon));
+  const float inverse = reciprocal(sum_lanes<kLanes>(sum) + (kScore == AB_SOFTMAX ? nan_or_zero : kSumEpsilon));
 #pragma unroll
   for (int s = 0; s < kSlots; ++s) {
     if (expert[s] >= 0) value[s] *= inverse;
@@ -55,8 +57,8 @@ __device__ __forceinline__ float weigh_slots(int32_t score_function, bool normal
   return inverse;
 }
 
-// The slots of a token, in shared memory: its K experts (-1: none) and a float for each. Lane `lane` of the token's
-// kLanes keeps slots lane, lane + kLanes, ... to itself, so passes over them need no barrier.
+// The slots of a token in shared memory: its K experts (-1: none) and one float per slot. Lane `lane` of the token's
+// kLanes lanes owns slots lane, lane + kLanes, ..., so passes over them need no barrier.
 struct Slots {
   int32_t* experts;
   float* values;
@@ -70,10 +72,10 @@ __device__ __forceinline__ void for_own_slots(const Slots& slots, int lane, cons
   }
 }
 
-// weigh_slots for any number of slots, which stay in memory. Returns what the weights were divided by.
+// weigh_slots for any number of slots, in memory. Returns the divisor of the weights.
 template <int kLanes>
 __device__ __forceinline__ float score_slots(int32_t score_function, bool normalize, const RowSoftmax& softmax,
-                                             float poison, const Slots& slots, int lane) {
+                                             float nan_or_zero, const Slots& slots, int lane) {
   float sum = 0.0f;
   if (score_function == AB_SOFTMAX && normalize) {
     float top = -INFINITY;
@@ -94,7 +96,7 @@ __device__ __forceinline__ float score_slots(int32_t score_function, bool normal
     });
   }
   if (!normalize) return 1.0f;
-  sum = sum_lanes<kLanes>(sum) + (score_function == AB_SOFTMAX ? poison : kSumEpsilon);
+  sum = sum_lanes<kLanes>(sum) + (score_function == AB_SOFTMAX ? nan_or_zero : kSumEpsilon);
   for_own_slots<kLanes>(slots, lane, [&](int k, int) { slots.values[k] /= sum; });
   return sum;
 }

@@ -1,5 +1,5 @@
-// Selection as the contract says it, for one token by a whole warp, whatever E, K, groups and ties: the row's keys lie
-// in shared memory and the largest is taken out K times. The fast ways leave to it what they cannot decide.
+// Exact selection for one token by a whole warp, for any E, K, groups and ties: the keys of the row are in shared
+// memory, and the largest is extracted K times. It handles the tokens that the fast paths cannot decide.
 #pragma once
 
 #include <cstdint>
@@ -12,28 +12,28 @@
 
 namespace anabranch::cuda {
 
-// What experts are selected by.
+// The values by which experts are selected.
 struct Selection {
   bool by_score = false;         // q = s + b; else q = z
-  bool groups_by_score = false;  // group scores add up s + b; else z
-  int32_t ranks = 0;             // how many experts are selected
+  bool groups_by_score = false;  // group scores sum s + b; else z
+  int32_t ranks = 0;             // number of selected experts
 };
 
-inline Selection selection_of(const RouterForward& op) {
+inline Selection make_selection(const RouterForward& op) {
   const bool biased = op.bias != nullptr;
   return {biased, !op.groups_by_logits, op.ranks()};
 }
 
-// s + b of an expert, -inf where z is.
+// s + b of an expert; -inf if z = -inf.
 __device__ __forceinline__ float biased_score(const RouterForward& op, const RowSoftmax& softmax, float z, float bias) {
   const float s =
       op.score_function == AB_SOFTMAX ? softmax.power(z) * softmax.factor : elementwise_score(op.score_function, z);
   return z == -INFINITY ? z : s + bias;
 }
 
-// Takes the largest of keys[begin .. end), the first of equals, out (it becomes 0). Returns its index, -1 if all are 0.
-// Called, not inlined: every kernel that routes has a copy of this way, which it seldom takes.
-static __device__ __noinline__ int take_largest(uint32_t* keys, int begin, int end, uint32_t* value) {
+// Extracts the largest of keys[begin .. end), the first of equal ones, and sets it to 0. Returns its index, or -1 if
+// all are 0. Not inlined: every routing kernel contains this rarely used path.
+static __device__ __noinline__ int extract_largest(uint32_t* keys, int begin, int end, uint32_t* value) {
   uint32_t best = 0;
   unsigned at = kAllLanes;
   for (int i = begin + lane_index(); i < end; i += kWarp) {
@@ -45,7 +45,7 @@ static __device__ __noinline__ int take_largest(uint32_t* keys, int begin, int e
   *value = __reduce_max_sync(kAllLanes, best);
   if (*value == 0) return -1;
   const int index = static_cast<int>(__reduce_min_sync(kAllLanes, best == *value ? at : kAllLanes));
-  if (index % kWarp == (begin + lane_index()) % kWarp) keys[index] = 0;  // by the lane that reads it
+  if (index % kWarp == (begin + lane_index()) % kWarp) keys[index] = 0;  // cleared by the lane that reads it
   return index;
 }
 
@@ -55,7 +55,7 @@ struct SelectionScratch {
   uint32_t* groups;  // [num_groups]
 };
 
-// values[i] = row[first + i * kWarp], if that is before `end`; else `fill`. All are on their way at once.
+// values[i] = row[first + i * kWarp], or `fill` from `end` on. All loads are in flight together.
 template <int kCount>
 __device__ __forceinline__ void load_strided(const void* row, int32_t dtype, int64_t begin, int first, int end,
                                              float fill, float (&values)[kCount]) {
@@ -68,13 +68,13 @@ __device__ __forceinline__ void load_strided(const void* row, int32_t dtype, int
   });
 }
 
-// keys[e] = what orders expert e of token t, its score or its logit; 0 where its group is left out. groups: 0 for those
-// that stay; nullptr: all do.
+// keys[e] = the ordering key of expert e of token t, from its score or its logit; 0 if its group is not selected.
+// groups: 0 for selected groups; nullptr: all groups are selected.
 static __device__ __noinline__ void order_experts(const RouterForward& op, const RowSoftmax& softmax, int64_t t,
                                                   bool by_score, const uint32_t* groups, uint32_t* keys) {
   const int E = static_cast<int>(op.E);
   const int group_size = groups == nullptr ? E : E / op.num_groups;
-  constexpr int kAtOnce = 4;  // of a lane
+  constexpr int kAtOnce = 4;  // per lane
 #pragma unroll 1
   for (int first = lane_index(); first < E; first += kAtOnce * kWarp) {
     float z[kAtOnce];
@@ -92,13 +92,13 @@ static __device__ __noinline__ void order_experts(const RouterForward& op, const
   __syncwarp();
 }
 
-// experts[k] = the index of the k-th largest key, the first of equals, for k < count; -1 past those that are not 0.
-// Taken keys become 0. A lane knows the best of its own keys, so only the one that loses it looks again: for short
-// rows, since in long ones the others would be done sooner if they looked, too.
-static __device__ __noinline__ void take_in_order(uint32_t* keys, int size, int count, int32_t* experts) {
+// experts[k] = the index of the k-th largest key, the first of equal ones, for k < count; -1 if no key above 0 is left.
+// Extracted keys become 0. Each lane caches the largest of its own keys, so only the lane that loses it searches again.
+// This is faster for short rows; in long rows it is faster if all lanes search.
+static __device__ __noinline__ void extract_in_order(uint32_t* keys, int size, int count, int32_t* experts) {
   uint32_t best;
   unsigned at;
-  const auto look = [&] {
+  const auto search = [&] {
     best = 0;
     at = kAllLanes;
 #pragma unroll 4
@@ -110,7 +110,7 @@ static __device__ __noinline__ void take_in_order(uint32_t* keys, int size, int 
       }
     }
   };
-  look();
+  search();
 #pragma unroll 1
   for (int k = 0; k < count; ++k) {
     const uint32_t value = __reduce_max_sync(kAllLanes, best);
@@ -118,7 +118,7 @@ static __device__ __noinline__ void take_in_order(uint32_t* keys, int size, int 
     if (lane_index() == 0) experts[k] = static_cast<int32_t>(index);
     if (value != 0 && at == index) {
       keys[index] = 0;
-      look();
+      search();
     }
     __syncwarp();
   }
@@ -139,26 +139,26 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
       float sum = 0.0f;
 #pragma unroll 1
       for (int k = 0; k < op.group_score_topk; ++k) {
-        take_largest(scratch.keys, group * group_size, (group + 1) * group_size, &value);
+        extract_largest(scratch.keys, group * group_size, (group + 1) * group_size, &value);
         sum += from_ordered_bits(value);
       }
       if (lane_index() == 0) scratch.groups[group] = ordered_bits(sum);
     }
     __syncwarp();
-    // Those that are kept are taken out.
+    // Extract the selected groups: their keys become 0.
 #pragma unroll 1
-    for (int kept = 0; kept < op.group_topk; ++kept) take_largest(scratch.groups, 0, op.num_groups, &value);
+    for (int kept = 0; kept < op.group_topk; ++kept) extract_largest(scratch.groups, 0, op.num_groups, &value);
     __syncwarp();
   }
   order_experts(op, softmax, t, selection.by_score, op.num_groups > 0 ? scratch.groups : nullptr, scratch.keys);
   constexpr int kShortRow = 1024;
   if (E <= kShortRow) {
-    take_in_order(scratch.keys, E, selection.ranks, experts);
+    extract_in_order(scratch.keys, E, selection.ranks, experts);
     return;
   }
 #pragma unroll 1
   for (int k = 0; k < selection.ranks; ++k) {
-    const int expert = take_largest(scratch.keys, 0, E, &value);
+    const int expert = extract_largest(scratch.keys, 0, E, &value);
     if (lane_index() == 0) experts[k] = expert;
   }
   __syncwarp();

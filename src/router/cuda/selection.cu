@@ -1,4 +1,5 @@
-// The selection of a forward pass as [T, K] int32 indices, from indices of another width or from a map: a warp a token.
+// Converts the selection of a forward pass to [T, K] int32 indices, from indices of another width or from a map; one
+// warp per token.
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "router/cuda/backward.cuh"
@@ -6,23 +7,23 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 8;  // per block
 
-// The experts of a map's row, ascending, as far as there is room for them.
+// Lists the experts of a map's row in ascending order, at most K.
 template <class IsSelected>
 __device__ void read_map(int64_t E, int K, const IsSelected& is_selected, int32_t* experts) {
-  const unsigned before = (1u << lane_index()) - 1u;  // the lanes with lower experts
-  int found = 0;
+  const unsigned before = (1u << lane_index()) - 1u;  // mask of the lanes with lower experts
+  int count = 0;
 #pragma unroll 4
   for (int64_t first = 0; first < E; first += kWarp) {
     const int64_t e = first + lane_index();
     const bool selected = e < E && is_selected(e);
     const unsigned all = __ballot_sync(kAllLanes, selected);
-    const int k = found + __popc(all & before);
+    const int k = count + __popc(all & before);
     if (selected && k < K) experts[k] = static_cast<int32_t>(e);
-    found += __popc(all);
+    count += __popc(all);
   }
-  for (int k = found + lane_index(); k < K; k += kWarp) experts[k] = -1;
+  for (int k = count + lane_index(); k < K; k += kWarp) experts[k] = -1;
 }
 
 template <class Index>

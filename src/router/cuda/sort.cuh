@@ -1,5 +1,5 @@
-// Sorting keys that lie in registers: of one lane by networks, or spread over neighbouring lanes by bitonic merges.
-// Every loop is unrolled and every index a constant, so that arrays stay in registers.
+// Sorts keys in registers: within one lane by sorting networks, or over adjacent lanes by bitonic merges. All loops are
+// unrolled and all indices constant, so arrays stay in registers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,21 +15,21 @@
 namespace anabranch::cuda {
 
 template <class Key>
-__device__ __forceinline__ Key larger_of(Key a, Key b) {
+__device__ __forceinline__ Key max_key(Key a, Key b) {
   return a > b ? a : b;
 }
 template <class Key>
-__device__ __forceinline__ Key smaller_of(Key a, Key b) {
+__device__ __forceinline__ Key min_key(Key a, Key b) {
   return a > b ? b : a;
 }
-__device__ __forceinline__ __nv_bfloat162 larger_of(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2(a, b); }
-__device__ __forceinline__ __nv_bfloat162 smaller_of(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmin2(a, b); }
+__device__ __forceinline__ __nv_bfloat162 max_key(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2(a, b); }
+__device__ __forceinline__ __nv_bfloat162 min_key(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmin2(a, b); }
 
 template <class Key>
 __device__ __forceinline__ void order(Key& larger, Key& smaller) {
   const Key a = larger;
-  larger = larger_of(a, smaller);
-  smaller = smaller_of(a, smaller);
+  larger = max_key(a, smaller);
+  smaller = min_key(a, smaller);
 }
 
 // The comparators of Batcher's odd-even merge sort of n keys.
@@ -63,13 +63,13 @@ __device__ __forceinline__ void apply_network(Key (&keys)[n], std::index_sequenc
    ...);
 }
 
-// Sorts, descending.
+// Sorts in descending order.
 template <int n, class Key>
 __device__ __forceinline__ void sort(Key (&keys)[n]) {
   apply_network(keys, std::make_index_sequence<kNetwork<n>.size>());
 }
 
-// Sorts a bitonic sequence, descending.
+// Sorts a bitonic sequence in descending order.
 template <int n, class Key, int distance = n / 2>
 __device__ __forceinline__ void sort_bitonic(Key (&keys)[n]) {
   if constexpr (distance >= 1) {
@@ -81,39 +81,39 @@ __device__ __forceinline__ void sort_bitonic(Key (&keys)[n]) {
   }
 }
 
-// list = the kList largest of key(0) ... key(kItems - 1), descending; 0 where there are fewer.
-template <int kItems, int kList, class Key, class KeyOf>
-__device__ __forceinline__ void top_of_items(const KeyOf& key_of, Key (&list)[kList]) {
+// list = the kList largest of make_key(0) ... make_key(kItems - 1), descending, padded with 0.
+template <int kItems, int kList, class Key, class MakeKey>
+__device__ __forceinline__ void sorted_topk(const MakeKey& make_key, Key (&list)[kList]) {
 #pragma unroll
   for (int first = 0; first < kItems; first += kList) {
     Key chunk[kList];
 #pragma unroll
-    for (int i = 0; i < kList; ++i) chunk[i] = first + i < kItems ? key_of(first + i) : Key{};
+    for (int i = 0; i < kList; ++i) chunk[i] = first + i < kItems ? make_key(first + i) : Key{};
     sort(chunk);
     if (first == 0) {
 #pragma unroll
       for (int i = 0; i < kList; ++i) list[i] = chunk[i];
     } else {
-      // The larger ones of opposite ends are the kList largest of both, and a bitonic sequence.
+      // The larger of each pair from opposite ends are the kList largest of both, and form a bitonic sequence.
 #pragma unroll
-      for (int i = 0; i < kList; ++i) list[i] = larger_of(list[i], chunk[kList - 1 - i]);
+      for (int i = 0; i < kList; ++i) list[i] = max_key(list[i], chunk[kList - 1 - i]);
       sort_bitonic(list);
     }
   }
 }
 
-// Compares keys at `distance` of each other, in sequences of `size` or, mirrored, the two ends of each sequence.
+// Compares keys at `distance`, in sequences of `size`; if mirrored, the two ends of each sequence.
 template <int n, int size, int distance, bool mirrored, class Key>
 __device__ __forceinline__ void merge_step(Key (&keys)[n], unsigned lane) {
   if constexpr (distance >= n) {
-    constexpr int kOther = mirrored ? size / n - 1 : distance / n;  // differs in these bits of the lane
-    const bool takes_smaller = (lane & (distance / n)) != 0;
+    constexpr int kOther = mirrored ? size / n - 1 : distance / n;  // the partner differs in these bits of the lane
+    const bool smaller = (lane & (distance / n)) != 0;
     Key others[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) others[i] = __shfl_xor_sync(kAllLanes, keys[mirrored ? n - 1 - i : i], kOther);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      keys[i] = choose_of(keys[i], others[i], takes_smaller);
+      keys[i] = choose_of(keys[i], others[i], smaller);
     }
   } else {
 #pragma unroll
@@ -124,8 +124,9 @@ __device__ __forceinline__ void merge_step(Key (&keys)[n], unsigned lane) {
   if constexpr (distance > 1) merge_step<n, size, distance / 2, false>(keys, lane);
 }
 
-// Sorts the n keys of each of kLanes neighbouring lanes, descending: lane l gets those of rank l * n and on. A bitonic
-// sort whose merges begin with a mirrored step, so that all comparisons have one direction. n is a power of two.
+// Sorts the n keys of each of kLanes adjacent lanes in descending order: lane l gets ranks l * n and following. A
+// bitonic sort whose merges begin with a mirrored step, so that all comparisons have one direction. n is a power of
+// two.
 template <int kLanes, int n, class Key, int size = 2>
 __device__ __forceinline__ void sort_lanes(Key (&keys)[n], unsigned lane) {
   if constexpr (size <= kLanes * n) {

@@ -1,9 +1,8 @@
-// Rows of logits on their way through shared memory: a warp copies the rows of its next tokens while it works on those
-// of the present ones, and every lane reads kItems neighbouring experts of one row.
+// Stages rows of logits in shared memory: a warp copies the rows of its next tokens while it processes the current
+// ones. Each lane reads kItems consecutive experts of one row.
 //
-// A row takes the place of kLanes * kItems experts, so that a lane finds its own at one place whatever E is. 16-byte
-// chunk c stands at c ^ (c / 8 % 8): lanes that read their chunks at a stride of 2, 4 or 8 find them in different
-// banks.
+// A row occupies the space of kLanes * kItems experts, so a lane's position does not depend on E. 16-byte chunk c is
+// stored at c ^ (c / 8 % 8): lanes that read chunks at a stride of 2, 4 or 8 use different banks.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +19,10 @@ constexpr unsigned kChunk = 16;  // bytes
 
 __device__ __forceinline__ unsigned chunk_place(unsigned chunk) { return chunk ^ (chunk / 8 % 8); }
 
-// f(i, where it stands) for the kChunks chunks of 128-byte aligned memory that are the lane's.
+// Calls f(i, address) for the lane's kChunks chunks of 128-byte aligned memory.
 template <unsigned kChunks, class F>
 __device__ __forceinline__ void for_chunks(unsigned memory, unsigned lane, const F& f) {
-  constexpr bool kAligned = (kChunks & (kChunks - 1)) == 0 && kChunks <= 8;  // a lane's differ in their last bits
+  constexpr bool kAligned = (kChunks & (kChunks - 1)) == 0 && kChunks <= 8;  // a lane's chunks differ in the low bits
   const unsigned chunk = lane * kChunks;
   const unsigned first = memory + chunk_place(chunk) * kChunk;
 #pragma unroll
@@ -32,35 +31,35 @@ __device__ __forceinline__ void for_chunks(unsigned memory, unsigned lane, const
   }
 }
 
-// kSize: bytes of a logit; 0: either, told by its dtype at run time, so that a kernel is compiled once for all.
+// kSize: bytes of a logit; 0: determined by the dtype at run time, so that one kernel serves all.
 template <int kLanes, int kItems, int kSize>
 class StagedRows {
  public:
   __device__ __forceinline__ StagedRows(unsigned address, unsigned E, bool aligned, int32_t dtype)
       : address_(address),
         E_(E),
-        is_wide_(dtype == AB_FLOAT32),
+        is_float32_(dtype == AB_FLOAT32),
         is_half_(dtype == AB_FLOAT16),
         is_full_(aligned && E == kLanes * kItems),
         is_vector_(aligned && E * element_size() % kChunk == 0) {}
 
   __device__ __forceinline__ unsigned address() const { return address_; }
-  // Such rows elsewhere.
+  // Rows of the same form at another address.
   __device__ __forceinline__ StagedRows at(unsigned address) const {
     StagedRows rows = *this;
     rows.address_ = address;
     return rows;
   }
-  __device__ __forceinline__ unsigned element_size() const { return is_wide() ? 4 : 2; }
-  // Of the rows that a warp takes at a time.
+  __device__ __forceinline__ unsigned element_size() const { return is_float32() ? 4 : 2; }
+  // Bytes of the rows that a warp stages at a time.
   __device__ __forceinline__ unsigned bytes() const { return kWarp * kItems * element_size(); }
 
-  // Begins to copy `count` rows that lie one behind another; ready after wait_for_copies() and __syncwarp().
+  // Starts to copy `count` contiguous rows; they are ready after wait_for_copies() and __syncwarp().
   __device__ __forceinline__ void start(const char* from, unsigned count) const {
     const unsigned lane = lane_index();
     if (is_full_ && count == kWarp / kLanes) {
       from += lane * kChunk;
-      const unsigned place = address_ + (lane ^ lane / 8) * kChunk;  // of chunk `lane`; the odd rounds' places differ
+      const unsigned place = address_ + (lane ^ lane / 8) * kChunk;  // of chunk `lane`; odd iterations flip one bit
       for_lane_chunks([&](unsigned i) {
         copy_async_16((place ^ i % 2 * 4 * kChunk) + i * kWarp * kChunk, from + i * kWarp * kChunk);
       });
@@ -73,14 +72,14 @@ class StagedRows {
 
   __device__ __forceinline__ float logit(unsigned row, unsigned expert) const {
     const unsigned at = element(row, expert);
-    if (is_wide()) return load_shared<float>(at);
+    if (is_float32()) return load_shared<float>(at);
     const auto bits = load_shared<uint16_t>(at);
     return is_half_ ? to_float(Float16{bits}) : to_float(BFloat16{bits});
   }
 
   // items[i] = expert first + i of the lane's row, first = lane % kLanes * kItems; -inf past the last expert.
   __device__ __forceinline__ void read(unsigned first, float (&items)[kItems]) const {
-    if (is_wide()) {
+    if (is_float32()) {
       for_chunks<kItems / 4>(address_, lane_index(), [&](unsigned i, unsigned at) {
         const auto chunk = load_shared<float4>(at);
         items[4 * i] = chunk.x;
@@ -106,9 +105,9 @@ class StagedRows {
     }
   }
 
-  // The way back: rows are written in their places, and leave for global memory.
+  // Writes the lane's items to its row in shared memory.
   __device__ __forceinline__ void write(const float (&items)[kItems]) const {
-    if (is_wide()) {
+    if (is_float32()) {
       for_chunks<kItems / 4>(address_, lane_index(), [&](unsigned i, unsigned at) {
         store_shared(at, make_float4(items[4 * i], items[4 * i + 1], items[4 * i + 2], items[4 * i + 3]));
       });
@@ -121,14 +120,14 @@ class StagedRows {
   __device__ __forceinline__ void clear() const {
     for_lane_chunks([&](unsigned i) { store_shared(address_ + (i * kWarp + lane_index()) * kChunk, uint4{}); });
   }
-  // The bits of an element, a number of its own.
+  // The bits of an element, zero-extended.
   __device__ __forceinline__ unsigned bits(unsigned row, unsigned expert) const {
     const unsigned at = element(row, expert);
-    return is_wide() ? load_shared<uint32_t>(at) : load_shared<uint16_t>(at);
+    return is_float32() ? load_shared<uint32_t>(at) : load_shared<uint16_t>(at);
   }
   __device__ __forceinline__ void set_bits(unsigned row, unsigned expert, unsigned bits) const {
     const unsigned at = element(row, expert);
-    if (is_wide()) {
+    if (is_float32()) {
       store_shared(at, bits);
     } else {
       store_shared(at, static_cast<uint16_t>(bits));
@@ -136,11 +135,11 @@ class StagedRows {
   }
   __device__ __forceinline__ void set(unsigned row, unsigned expert, float value) const {
     set_bits(row, expert,
-             is_wide()  ? __float_as_uint(value)
-             : is_half_ ? from_float<Float16>(value).bits
-                        : from_float<BFloat16>(value).bits);
+             is_float32() ? __float_as_uint(value)
+             : is_half_   ? from_float<Float16>(value).bits
+                          : from_float<BFloat16>(value).bits);
   }
-  // Copies `count` rows out, one behind another. to_aligned: rows begin at 16 bytes there as they do here.
+  // Copies `count` rows to contiguous global memory. to_aligned: `to` is 16-byte aligned.
   __device__ __forceinline__ void copy_out(char* to, unsigned count, bool to_aligned) const {
     const unsigned lane = lane_index();
     if (is_full_ && to_aligned && count == kWarp / kLanes) {
@@ -157,7 +156,7 @@ class StagedRows {
         }
       };
       copy_chunks(0);
-      if (is_wide()) copy_chunks(kItems / 8);
+      if (is_float32()) copy_chunks(kItems / 8);
       return;
     }
     const unsigned size = element_size();
@@ -167,12 +166,12 @@ class StagedRows {
       if (is_vector_ && to_aligned) {
 #pragma unroll 1
         for (unsigned chunk = lane; chunk < E_ * size / kChunk; chunk += kWarp) {
-          *reinterpret_cast<uint4*>(out + chunk * kChunk) = load_shared<uint4>(chunk_of(row, chunk));
+          *reinterpret_cast<uint4*>(out + chunk * kChunk) = load_shared<uint4>(chunk_address(row, chunk));
         }
       } else {
 #pragma unroll 1
         for (unsigned e = lane; e < E_; e += kWarp) {
-          if (is_wide()) {
+          if (is_float32()) {
             reinterpret_cast<uint32_t*>(out)[e] = bits(row, e);
           } else {
             reinterpret_cast<uint16_t*>(out)[e] = static_cast<uint16_t>(bits(row, e));
@@ -183,21 +182,21 @@ class StagedRows {
   }
 
  private:
-  __device__ __forceinline__ bool is_wide() const { return kSize == 0 ? is_wide_ : kSize == 4; }
+  __device__ __forceinline__ bool is_float32() const { return kSize == 0 ? is_float32_ : kSize == 4; }
 
-  // f(i) for the chunks of rows that fill their places, a warp's at a time.
+  // Calls f(i) for the chunks of full rows, one chunk per lane of the warp at a time.
   template <class F>
   __device__ __forceinline__ void for_lane_chunks(const F& f) const {
 #pragma unroll
     for (unsigned i = 0; i < kItems / 8; ++i) f(i);
-    if (is_wide()) {
+    if (is_float32()) {
 #pragma unroll
       for (unsigned i = kItems / 8; i < kItems / 4; ++i) f(i);
     }
   }
 
-  __device__ __forceinline__ unsigned chunk_of(unsigned row, unsigned chunk) const {
-    return address_ + chunk_place(row * kLanes * (kItems / 8) * (is_wide() ? 2 : 1) + chunk) * kChunk;
+  __device__ __forceinline__ unsigned chunk_address(unsigned row, unsigned chunk) const {
+    return address_ + chunk_place(row * kLanes * (kItems / 8) * (is_float32() ? 2 : 1) + chunk) * kChunk;
   }
   __device__ __forceinline__ unsigned element(unsigned row, unsigned expert) const {
     const unsigned place = (row * kLanes * kItems + expert) * element_size();
@@ -208,13 +207,14 @@ class StagedRows {
     if (is_vector_) {
 #pragma unroll 1
       for (unsigned chunk = lane_index(); chunk < E_ * element_size() / kChunk; chunk += kWarp) {
-        copy_async_16(chunk_of(row, chunk), from + chunk * kChunk);
+        copy_async_16(chunk_address(row, chunk), from + chunk * kChunk);
       }
     } else {
 #pragma unroll 1
       for (unsigned e = lane_index(); e < E_; e += kWarp) {
-        set_bits(row, e,
-                 is_wide() ? reinterpret_cast<const uint32_t*>(from)[e] : reinterpret_cast<const uint16_t*>(from)[e]);
+        set_bits(
+            row, e,
+            is_float32() ? reinterpret_cast<const uint32_t*>(from)[e] : reinterpret_cast<const uint16_t*>(from)[e]);
       }
     }
   }
@@ -234,17 +234,17 @@ class StagedRows {
   template <class T>
   __device__ __forceinline__ void write_pairs(const float (&items)[kItems]) const {
     for_chunks<kItems / 8>(address_, lane_index(), [&](unsigned i, unsigned at) {
-      const float* of = items + 8 * i;
-      store_shared(
-          at, make_uint4(pack<T>(of[0], of[1]), pack<T>(of[2], of[3]), pack<T>(of[4], of[5]), pack<T>(of[6], of[7])));
+      const float* values = items + 8 * i;
+      store_shared(at, make_uint4(pack<T>(values[0], values[1]), pack<T>(values[2], values[3]),
+                                  pack<T>(values[4], values[5]), pack<T>(values[6], values[7])));
     });
   }
 
   unsigned address_;  // a multiple of 128
   unsigned E_;
-  bool is_wide_;  // where kSize does not tell
+  bool is_float32_;  // used if kSize is 0
   bool is_half_;
-  bool is_full_;    // rows fill their places, and are whole chunks in global memory
+  bool is_full_;    // rows fill their space and are whole chunks in global memory
   bool is_vector_;  // rows are whole chunks in global memory
 };
 

@@ -9,15 +9,14 @@
 namespace anabranch {
 namespace {
 
-// The dtype of x, as the only one allowed for the others.
+// Allows only the dtype of x.
 Dtypes dtype_of(const ab_tensor* x) { return dtype_bit(static_cast<ab_dtype>(x->dtype)); }
 
 Dtypes dtype_of(const FfnSizes& s) { return dtype_bit(static_cast<ab_dtype>(s.dtype)); }
 
-// Those of a product of x: quantised ones say nothing about it.
+// Dtypes allowed for the results of a GEMM of x. Quantised x does not restrict them.
 Dtypes dtype_of_results(const ab_tensor* x) { return x->dtype == AB_FLOAT8_E4M3 ? kFloats : dtype_of(x); }
 
-// An option that is on or off.
 ab_status check_flag(const char* name, int32_t value) {
   return value == 0 || value == 1 ? ok() : AB_INVALID("%s: got %d, expected 0 or 1", name, value);
 }
@@ -39,7 +38,7 @@ ab_status check_precision(const Args* args) {
   return AB_INVALID("fp8_scales: got %d, expected 0 without AB_PRECISION_FP8", args->fp8_scales);
 }
 
-// An axis that is cut into blocks of one scale.
+// Requires an axis to consist of whole blocks of one scale each.
 ab_status check_blocks(const char* name, const char* axis, int64_t size) {
   if (size % kScaleBlock == 0) return ok();
   return AB_INVALID("%s: got %s=%lld, expected a multiple of %lld to be quantised", name, axis,
@@ -52,14 +51,14 @@ ab_status check_weight_early(int32_t value, const ab_tensor* weights) {
   return AB_INVALID("weight_early: got %d, expected 0, or 1 together with weights", value);
 }
 
-// An argument that has no use with the others.
+// Requires an argument to be NULL where the other arguments give it no use.
 ab_status check_unused(const char* name, const ab_tensor* tensor, const char* when) {
   return tensor == nullptr ? ok() : AB_INVALID("%s: got a tensor, expected NULL %s", name, when);
 }
 
 int64_t axis(const ab_tensor* tensor, int i) { return tensor->shape[i]; }
 
-// Numbers and their scales, which come together.
+// Quantised values and their scales must come together.
 ab_status check_quantized(const char* name, const ab_tensor* q, std::initializer_list<Axis> shape,
                           const char* scales_name, const ab_tensor* scales, std::initializer_list<Axis> scales_shape) {
   if (q == nullptr && scales == nullptr) return ok();
@@ -67,7 +66,7 @@ ab_status check_quantized(const char* name, const ab_tensor* q, std::initializer
   return check_tensor(scales_name, scales, kFloat32, scales_shape);
 }
 
-// A tensor that is quantised where it has scales: these belong to e4m3 and to nothing else.
+// Scales are required for e4m3 tensors and refused for all others.
 ab_status check_scales_of(const char* name, const ab_tensor* tensor, const char* scales_name, const ab_tensor* scales,
                           std::initializer_list<Axis> scales_shape) {
   if (tensor != nullptr && tensor->dtype == AB_FLOAT8_E4M3) {
@@ -79,7 +78,7 @@ ab_status check_scales_of(const char* name, const ab_tensor* tensor, const char*
 
 constexpr const char* kWithoutFp8 = "without AB_PRECISION_FP8";
 
-// The weights of a product [D, N] whose rows are x.
+// Checks the weights [D, N] of a GEMM with rows x.
 template <class Args>
 ab_status check_product_weights(const Args* args, GroupedSizes* s) {
   const bool transposed = args->transpose_w != 0;
@@ -103,7 +102,7 @@ ab_status check_product_weights(const Args* args, GroupedSizes* s) {
                          {{"E", s->E}, transposed ? n_blocks : d_blocks, transposed ? d_blocks : n_blocks});
 }
 
-// x, w and group_sizes of a product over rows.
+// Checks x, w and group_sizes of a GEMM over rows.
 template <class Args>
 ab_status check_product(const Args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("transpose_w", args->transpose_w));
@@ -127,13 +126,13 @@ ab_status check_product(const Args* args, GroupedSizes* s) {
   return check_product_weights(args, s);
 }
 
-// The layouts of W_in [E, D, P, F] and W_out [E, F, D], in the order of preference.
+// Layouts of W_in [E, D, P, F] and W_out [E, F, D], in order of preference.
 enum InOrder : size_t { kDpf, kPfd, kDfp, kFpd };
 enum OutOrder : size_t { kFd, kDf };
 constexpr Order kInOrders[] = {{{0, 1, 2, 3}}, {{0, 2, 3, 1}}, {{0, 1, 3, 2}}, {{0, 3, 2, 1}}};
 constexpr Order kOutOrders[] = {{{0, 1, 2}}, {{0, 2, 1}}};
 
-// A gradient lies as its weight does.
+// A weight gradient has the layout of its weight.
 ab_status check_gradient_of_in(const ab_tensor* tensor, Dtypes dtypes, const FfnSizes& s) {
   if (tensor == nullptr) return ok();
   const size_t order =
@@ -149,7 +148,7 @@ ab_status check_gradient_of_out(const ab_tensor* tensor, Dtypes dtypes, const Ff
                        {&kOutOrders[s.layout.out_transposed ? kDf : kFd], 1}, &found);
 }
 
-// b_in [E, P, F] and h [R, P, F], or what is like them: P and F in the order that W_in has them in.
+// Checks b_in [E, P, F], h [R, P, F] and tensors of these shapes: P and F are stored in the order of W_in.
 ab_status check_hidden(const char* name, const ab_tensor* tensor, Dtypes dtypes, Axis rows, const FfnSizes& s) {
   constexpr Order kSideBySide{{0, 1, 2}};
   constexpr Order kInterleaved{{0, 2, 1}};
@@ -159,14 +158,14 @@ ab_status check_hidden(const char* name, const ab_tensor* tensor, Dtypes dtypes,
                        {s.layout.interleaved ? &kInterleaved : &kSideBySide, 1}, &found);
 }
 
-// Rows that are tokens, or those of experts, quantised.
+// Checks quantised rows: one per token if rows are gathered, else one per row of the experts.
 ab_status check_quantized_rows(const char* name, const ab_tensor* q, const char* scales_name, const ab_tensor* scales,
                                const FfnSizes& s) {
   const Axis rows = s.K > 0 ? Axis{"T", s.T} : Axis{"R", s.R};
   return check_quantized(name, q, {rows, {"D", s.D}}, scales_name, scales, {rows, {"D/128", blocks(s.D)}});
 }
 
-// A number above 0 where an activation has such a parameter, else 0, exactly.
+// Requires a finite value above 0 if the activation has the parameter, else exactly 0.
 ab_status check_parameter(const char* name, float value, bool has) {
   if (has ? std::isfinite(value) && value > 0.0f : value == 0.0f) return ok();
   return AB_INVALID("%s: got %g, expected %s", name, static_cast<double>(value),
@@ -184,13 +183,13 @@ ab_status check_activation(const Args* args) {
   return check_parameter("activation_limit", args->activation_limit, kind >= AB_SWIGLU_CLAMPED);
 }
 
-// Those of the network's weights, which are quantised from any.
+// Dtypes allowed for the weights: FP8 quantises weights of any float dtype.
 template <class Args>
 Dtypes dtypes_of_weights(const Args* args) {
   return is_fp8(*args) ? kFloats : dtype_of(args->x);
 }
 
-// x of the network, as it is or quantised: the sizes of its rows.
+// Finds the tensor that determines the number of rows and D: x or, if it is absent, x_q.
 ab_status check_rows(const ab_expert_ffn_forward_args* args, const char* rows_name, const ab_tensor** rows) {
   if (!is_fp8(*args)) {
     AB_RETURN_IF_ERROR(check_unused("x_q", args->x_q, kWithoutFp8));
@@ -206,8 +205,8 @@ ab_status check_rows(const ab_expert_ffn_backward_args* args, const char* rows_n
   return check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}});
 }
 
-// The dtype of x. Where that is given quantised alone: of the first that has it and a float dtype, so that others are
-// refused beside it; where nothing has it, it makes no difference.
+// The dtype of the network is the dtype of x. If only x_q is given, it is the float dtype of the first of y, h, a and
+// b_in that has one, so that a different dtype in the others is refused. If none is given, any dtype will do.
 int32_t dtype_of_network(const ab_expert_ffn_forward_args* args) {
   for (const ab_tensor* tensor : {args->x, args->y, args->h, args->a, args->b_in}) {
     if (tensor == nullptr) continue;
@@ -219,7 +218,7 @@ int32_t dtype_of_network(const ab_expert_ffn_forward_args* args) {
 }
 int32_t dtype_of_network(const ab_expert_ffn_backward_args* args) { return args->x->dtype; }
 
-// W_in, as it is or quantised with its axes in this order.
+// Checks W_in, given as floats or quantised in the axis order that quantized_transposed selects.
 template <class Args>
 ab_status check_w_in(const Args* args, bool quantized_transposed, FfnSizes* s) {
   size_t order = kDpf;
@@ -267,8 +266,8 @@ ab_status check_w_out(const Args* args, bool quantized_transposed, FfnSizes* s) 
              : check_quantized("w_out_q", args->w_out_q, {E, F, D}, "w_out_scales", args->w_out_scales, scales);
 }
 
-// What forward and backward have in common; has_down: both products are part of it, not the first alone; forward's
-// products take quantised weights transposed.
+// Checks shared by forward and backward. has_down: the call includes the down GEMM. quantized_transposed: quantised
+// weights are transposed, as the forward GEMMs read them.
 template <class Args>
 ab_status check_common(const Args* args, bool has_down, bool quantized_transposed, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_activation(args));

@@ -9,13 +9,13 @@
 namespace anabranch::cuda::few_rows {
 namespace {
 
-constexpr int64_t kMostRows = 1024;              // whose list is in shared memory
-constexpr int64_t kMostRowsOfExpert = 4;         // in the mean
-constexpr int64_t kMostSize = int64_t{1} << 20;  // of what kernels count in int32
-constexpr double kMostElements = 2e9;            // of weights that are read; of more, tiles are as fast
+constexpr int64_t kMostRows = 1024;              // bounded by the list in shared memory
+constexpr int64_t kMostRowsOfExpert = 4;         // on average
+constexpr int64_t kMostSize = int64_t{1} << 20;  // kernels index in int32
+constexpr double kMostElements = 2e9;            // weight elements read; above this, tiles are as fast
 
-// Of the experts so many have rows, were these dealt out by chance, as their weights are read. Columns: all that are
-// stored, so that a window of them goes the way of the whole.
+// Estimates the weights that are read: the expected number of experts with rows if rows are assigned uniformly at
+// random. columns: all stored columns, so that a window of columns takes the same path as the whole.
 bool are_few(int64_t R, int64_t E, int64_t columns, int64_t k) {
   if (R > std::min(kMostRowsOfExpert * E, kMostRows)) return false;
   const auto experts = static_cast<double>(E);
@@ -29,7 +29,7 @@ bool are_counted(std::initializer_list<int64_t> sizes) {
 
 bool are_16_bit(int32_t dtype) { return dtype == AB_BFLOAT16 || dtype == AB_FLOAT16; }
 
-// Rows of k elements, all of whole 16-byte chunks.
+// Rows of k elements consist of whole, aligned 16-byte chunks.
 bool are_chunks(const void* data, int64_t k) { return reinterpret_cast<uintptr_t>(data) % 16 == 0 && k % 8 == 0; }
 
 }  // namespace

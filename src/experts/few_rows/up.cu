@@ -5,7 +5,7 @@
 namespace anabranch::cuda::few_rows {
 namespace {
 
-// sum: x W_in[expert] at `column` of F; sum_up: that of the up part, where gated. slot -1: the row is padding.
+// Stores `a` and h. sum: x W_in[expert] at `column` of F; sum_up: the up part if gated. slot -1: the row is padding.
 struct WriteUp {
   Up up;
   __device__ __forceinline__ void operator()(int32_t expert, int64_t row, int64_t column, int32_t slot, float sum,

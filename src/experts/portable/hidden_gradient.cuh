@@ -1,4 +1,4 @@
-// Launches the gradient of the hidden rows, d_y W_out^T with the activation's derivative in its epilogue.
+// Launches the gradient of the intermediate rows: d_y W_out^T, with the activation's derivative in the epilogue.
 #pragma once
 
 #include "experts/portable/hidden_gradient_epilogue.cuh"

@@ -1,4 +1,4 @@
-// Launches products over rows.
+// Launches GEMMs over rows.
 #pragma once
 
 #include "experts/portable/launch_product.cuh"

@@ -1,4 +1,4 @@
-// Launches the up product, x W_in with the activation in its epilogue.
+// Launches the up GEMM x W_in with the activation in its epilogue.
 #pragma once
 
 #include "experts/portable/launch_product.cuh"

@@ -1,4 +1,4 @@
-// Launches gradients of weights.
+// Launches weight gradients.
 #pragma once
 
 #include "experts/cuda/ops/tiles/segment_tile_scheduler.cuh"

@@ -1,4 +1,4 @@
-// The epilogue of gradients of weights: results, or partial results of segments, rounded, stored or added.
+// Epilogue of weight gradients: stores or accumulates results, or stores partial sums of segments.
 #pragma once
 
 #include "experts/portable/staged_tile.cuh"
@@ -7,13 +7,13 @@ namespace anabranch::cuda::portable {
 
 template <class Element>
 struct WeightGradientEpilogue {
-  void* d_w;        // [E, rows, columns] of Element, or float
+  void* d_w;        // [E, rows, columns] of Element or float
   float* partials;  // [partials, rows, columns]
   int32_t rows;
   int32_t columns;
   bool wide;     // d_w is float
-  bool adds;     // to what stands in d_w, if it is wide
-  bool aligned;  // d_w; partials are, where they are as many bytes a row
+  bool adds;     // add to d_w, which must be float
+  bool aligned;  // d_w allows 16-byte accesses; partials do if columns % 4 == 0
 
   template <class Staging>
   __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {

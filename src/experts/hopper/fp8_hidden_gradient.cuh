@@ -1,4 +1,4 @@
-// Launches the gradient of the hidden rows by a product of float8_e4m3fn.
+// Launches the gradient of the intermediate rows as an FP8 (e4m3) GEMM.
 #pragma once
 
 #include "experts/hopper/fp8_launch.cuh"

@@ -7,19 +7,19 @@
 namespace anabranch::cuda::hopper {
 namespace {
 
-// Kernels count scales in uint32.
+// Kernels index scales in uint32.
 constexpr int64_t kMostScales = int64_t{1} << 32;
 constexpr const char* kNotRowsOf16Bit = "rows have 32 bits, which may be bfloat16 or float16";
 constexpr const char* kNotCountedScales = "more scales than 2^32";
 
-// Both operands, `rows` of k elements.
+// Checks both operands. rows: the number of rows, of k elements each.
 const char* why_not_operands(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t k) {
   if (rows * (k / kScaleBlock) >= kMostScales || w.count >= kMostScales) return kNotCountedScales;
   const bool fit = fits_tensor_map(x.values, kPairDtype, k / 2) && fits_tensor_map(w.values, kPairDtype, k / 2);
   return fit ? nullptr : kNotChunks;
 }
 
-// As rows of the dtype that h has.
+// Views the values as rows of the dtype of h.
 Floats as_16_bit(const void* data, int32_t dtype) { return {const_cast<void*>(data), dtype}; }
 
 }  // namespace
@@ -61,7 +61,7 @@ ab_status launch_gemm(const Fp8HiddenGradient& g, int multiprocessors, cudaStrea
       g.s, [&]<HiddenColumns kColumns>() { return launch_fp8_hidden_gradient<kColumns>(g, multiprocessors, stream); });
 }
 
-// A bias is added by the epilogue that knows weights.
+// The bias is added in the epilogue, together with row weights.
 ab_status launch_gemm(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   const bool plain = p.weights.data == nullptr && p.bias == nullptr;
   return (plain ? launch_fp8_rows_product<RowsEpilogue>

@@ -1,4 +1,4 @@
-// Launches the up product of float8_e4m3fn.
+// Launches the FP8 (e4m3) up GEMM.
 #pragma once
 
 #include "experts/hopper/fp8_launch.cuh"

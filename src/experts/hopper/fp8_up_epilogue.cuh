@@ -1,5 +1,4 @@
-// The epilogue of the up product whose `a` is float8_e4m3fn: h as ever, then a row's 128 columns of `a` with their
-// scale.
+// Epilogue of the FP8 up GEMM: writes h like UpEpilogue, and `a` in e4m3 with one scale per row and 128 columns.
 #pragma once
 
 #include "experts/cuda/ops/fp8.cuh"
@@ -8,8 +7,8 @@
 
 namespace anabranch::cuda::hopper {
 
-// Gate and up stand side by side in tiles, whichever way they do in h and the bias. Maps of `a` count pairs of
-// elements; a gate and its up that are neighbours in h count as one element of 32 bits.
+// In tiles, gate and up are always two halves, whatever their layout in h and the bias. Tensor maps of `a` count pairs
+// of elements. In interleaved h, a gate and its up value count as one 32-bit element.
 template <class Element, HiddenColumns kHidden>
 struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
   using Base = UpEpilogue<Element, kHidden>;
@@ -29,7 +28,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     for (const CUtensorMap& map : this->h) prefetch_map(map);
   }
 
-  // In the accumulators' own registers, since there are no others: they become `a`.
+  // Computes `a` in place of the accumulators, because no other registers are free.
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, float (&acc)[Shape::kColumns / 2],
                         NothingPrefetched) const {
@@ -81,7 +80,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
       store_box(map, subtile, WindowCoordinates{tile.column + column, tile.row + row, tile.end_row});
     }
   };
-  using Pairs = RowsOf<BFloat16>;  // as large as two elements of `a`
+  using Pairs = RowsOf<BFloat16>;  // same size as two elements of `a`
   using HiddenRows = RowsOf<HiddenElement>;
   static __device__ Tile in_pairs(Tile tile) {
     tile.column /= 2;
@@ -98,12 +97,12 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     }
   }
 
-  // Of padding, which becomes zeros.
+  // All ones for unpadded rows, 0 for padding rows.
   static __device__ __forceinline__ uint32_t mask_of(const RowPair& rows, int half) {
     return rows.real[half] ? 0xffffffffu : 0u;
   }
 
-  // A subtile of h, if it is kept.
+  // Writes a subtile of h if it is requested.
   __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                const float* const (&hidden)[kParts], const RowPair& rows) const {
     if (!this->keeps_h) return;
@@ -139,7 +138,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     for (int i = 0; i < kWidth / 2; i += 4) {
       const int32_t column = tile.column + i * 2 + lane_index() % 4 * 2;
       if (column >= this->columns) continue;
-      uint32_t words[kParts];  // of the lane's two columns
+      uint32_t words[kParts];  // bias of the lane's two columns
       if constexpr (kInterleaved) {
         const auto both = *reinterpret_cast<const uint2*>(bias + of_expert + 2 * column);
         words[0] = __byte_perm(both.x, both.y, 0x5410);
@@ -161,7 +160,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     }
   }
 
-  // 128 columns: of every 8 the lane has 2, in both its rows.
+  // Quantises 128 columns of `a`. The lane holds 2 of every 8 columns, in two rows.
   __device__ __forceinline__ void write_quantized(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                   const float (&a)[kScaleBlock / 2], const RowPair& rows) const {
     uint32_t largest[2] = {0, 0};
@@ -179,7 +178,8 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     }
     const Fp8Scaler scaler[2] = {{largest[0], power_of_two}, {largest[1], power_of_two}};
     write_scales(tile, row, column, {scaler[0].scale(), scaler[1].scale()});
-    // Of 16 columns a lane has two pairs, in words as the writer takes them two neighbouring ones.
+    // The lane has two pairs per 16 columns. gather_pair() moves two adjacent pairs into one word, as the writer
+    // expects.
     uint32_t words[kScaleBlock / 8];
 #pragma unroll
     for (int i = 0; i < kScaleBlock / 8; ++i) {

@@ -1,4 +1,4 @@
-// Launches the gradient of the hidden rows, d_y W_out^T with the activation's derivative in its epilogue.
+// Launches the gradient of the intermediate rows: d_y W_out^T, with the activation's derivative in the epilogue.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ inline ab_status prepare_hidden_gradient_weights(const HiddenGradient& g, Weight
   return make_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.D, s.F, kPanel, kPanel, &weights->map);
 }
 
-// All of it but the quantiser.
+// Sets all fields but the quantiser.
 template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer>
 void prepare_epilogue(const HiddenGradient& g, HiddenGradientEpilogue<Element, kHidden, kShuffled, Quantizer>* out) {
   out->h = static_cast<const Element*>(g.h.data);
@@ -52,7 +52,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
   return launch_product("hidden gradient", product, tiles, multiprocessors, stream);
 }
 
-// For other layouts than ours kernels always gather; of rows that stand in their order, in that.
+// Layouts other than the default one have gathering kernels only; these read ungathered rows through the identity map.
 template <HiddenColumns kHidden, Major kMajor>
 ab_status launch_hidden_gradient(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   constexpr bool kIsOurs = kHidden != HiddenColumns::interleaved && kMajor == Major::k;

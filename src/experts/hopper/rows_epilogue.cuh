@@ -1,11 +1,11 @@
-// The plain epilogue: accumulators are rounded and stored.
+// Epilogue that rounds and stores the accumulators.
 #pragma once
 
 #include "experts/hopper/late_subtiles.cuh"
 
 namespace anabranch::cuda::hopper {
 
-// The result [R, N] of a product over rows.
+// Writes the result [R, N] of a GEMM over rows.
 template <class Out_>
 struct RowsEpilogue : PrefetchesNothing {
   using Out = Out_;

@@ -1,4 +1,4 @@
-// Launches products over rows.
+// Launches GEMMs over rows.
 #pragma once
 
 #include <type_traits>
@@ -30,7 +30,7 @@ template <class Shape, class Element, class OperandA, Major kMajorB, class Epilo
 using RowsProductOf = Product<Shape, Element, OperandA, BiasedOperand<WeightOperand<kMajorB>>, RowTiles,
                               RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
 
-// Prepares everything but operand A.
+// Prepares everything except operand A.
 template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
 ab_status prepare_rows_product(const RowsProduct& p,
                                RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue>* product) {
@@ -52,7 +52,7 @@ ab_status prepare_rows_product(const RowsProduct& p,
   return ok();
 }
 
-// At most so many tiles there are.
+// Upper bound on the number of tiles.
 template <class P>
 int64_t most_tiles(const RowsProduct& p, const P& product) {
   return most_row_tiles(p.R, p.E, P::Shape::kRows) * product.tiles.column_tiles;

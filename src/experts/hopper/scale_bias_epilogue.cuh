@@ -1,5 +1,5 @@
-// The epilogue of products over rows of slots that have weights: y = weight acc, where the accumulators have the bias,
-// or y = acc + weight bias, where x has the weights already. Rounded once; zero in padding.
+// Epilogue of GEMMs over rows with weights: y = weight acc, where acc already contains the bias, or y = acc + weight
+// bias, where x already contains the weights. Rounded once; padding rows are zero.
 #pragma once
 
 #include "experts/hopper/rows_epilogue.cuh"
@@ -14,10 +14,10 @@ struct ScaleBiasEpilogue : PrefetchesNothing {
   static constexpr bool kTakesRegisters = Shape::kTilesInFlight == 1;
 
   RowsEpilogue<Out> y;
-  const Out* bias;  // [E, bias_columns], from the first column of y on, where weights multiply it alone; or nullptr
+  const Out* bias;  // [E, bias_columns], from the first column of y on; nullptr unless weights multiply only the bias
   int64_t bias_columns;
   RowWeights weights;
-  bool scales_products;  // weights multiply the accumulators
+  bool scales_products;  // the weights multiply the accumulators
 
   __device__ void prefetch_maps() const { y.prefetch_maps(); }
 
@@ -56,7 +56,7 @@ struct ScaleBiasEpilogue : PrefetchesNothing {
   }
 
  private:
-  // Of the tile's columns from `column` on.
+  // Returns the subtile of the tile's columns from `column` on.
   __device__ __forceinline__ SubtileValues<Out> subtile_of(const Tile& tile, int column, const float* acc,
                                                            const RowPair& rows, bool all_real) const {
     SubtileValues<Out> found(acc + column / 2);

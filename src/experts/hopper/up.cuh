@@ -1,4 +1,4 @@
-// Launches the up product, x W_in with the activation in its epilogue.
+// Launches the up GEMM x W_in with the activation in its epilogue.
 #pragma once
 
 #include <type_traits>
@@ -15,8 +15,8 @@ template <HiddenColumns kColumns, Major kMajor>
 using UpWeights = std::conditional_t<kColumns == HiddenColumns::gated, GatedWeightOperand<kMajor>,
                                      WeightOperand<kMajor, parts_of(kColumns)>>;
 
-// The matrices of one part, or all P F columns, from `column` on: boxes of 64 columns as they are stored, or of so many
-// that are stored as rows.
+// Tensor map of the matrices of one part, or of all P F columns, from `column` on. Boxes have 64 columns for weights as
+// stored, and box_columns rows for transposed weights.
 template <Major kMajor, class Shape>
 ab_status make_up_map(const Up& up, int64_t column, int64_t columns, int box_columns, CUtensorMap* map) {
   const FfnSizes& s = up.s;
@@ -39,7 +39,7 @@ ab_status prepare_up_weights(const Up& up, WeightOperand<kMajor, kScale>* weight
   return make_up_map<kMajor, Shape>(up, 0, up.s.P * up.s.F, Shape::kColumns / Shape::kBlocks, &weights->map);
 }
 
-// Likewise of b_in.
+// Tensor map of b_in, with the same columns.
 inline ab_status make_bias_map(const Up& up, int64_t column, int64_t columns, CUtensorMap* map) {
   const char* data = static_cast<const char*>(up.b_in.data) + column * 2;
   return make_matrices_map("b_in", data, up.b_in.dtype, up.s.E, 1, columns, kPanel, kWgmmaK, map, up.s.P * up.s.F);
@@ -71,7 +71,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   auto& out = product.epilogue;
   AB_RETURN_IF_ERROR(make_map("a", up.a.data, s.F, s.F, &out.a));
   for (int64_t i = 0; i < out.kHiddenMaps; ++i) {
-    // Without h some memory, for the map.
+    // Without h the map still needs a valid address.
     void* h = up.h.data == nullptr ? up.a.data : static_cast<char*>(up.h.data) + i * s.F * 2;
     AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F / out.kHiddenMaps, kParts * s.F, &out.h[i]));
   }
@@ -85,7 +85,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   return launch_product("up product", product, tiles, multiprocessors, stream);
 }
 
-// For other layouts than ours kernels always gather; of rows that stand in their order, in that.
+// Layouts other than the default one have gathering kernels only; these read ungathered rows through the identity map.
 template <HiddenColumns kHidden, Major kMajor>
 ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   constexpr bool kIsOurs = kHidden != HiddenColumns::interleaved && kMajor == Major::mn;

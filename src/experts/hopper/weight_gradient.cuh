@@ -1,4 +1,4 @@
-// Launches gradients of weights.
+// Launches weight gradients.
 #pragma once
 
 #include <type_traits>
@@ -36,7 +36,7 @@ ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& b
   Product<Shape, Element, GradientA<kGathered>, GradientB<kGathered>, SegmentTiles,
           SegmentTileScheduler<Shape::kRows, Shape::kColumns>, WeightGradientEpilogue<Element>>
       product;
-  // Without rows some memory, for the map.
+  // Without rows the map still needs a valid address.
   const auto with_memory = [&](const Floats& m) { return m.data == nullptr ? Floats(g.d_w.data, m.dtype) : m; };
   AB_RETURN_IF_ERROR(prepare_operand("x", with_memory(g.x), g.map, g.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_operand("d_y", with_memory(g.d_y), g.map, g.N, &product.b));

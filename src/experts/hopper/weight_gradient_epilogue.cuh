@@ -1,4 +1,4 @@
-// The epilogue of gradients of weights: results, or partial results of segments, rounded, stored or added.
+// Epilogue of weight gradients: stores or accumulates results, or stores partial sums of segments.
 #pragma once
 
 #include <type_traits>
@@ -7,14 +7,14 @@
 
 namespace anabranch::cuda::hopper {
 
-// One of matrices of results.
+// One matrix of an array of result matrices.
 template <class Out_>
 struct MatrixDestination {
   using Out = Out_;
   const CUtensorMap& map;  // matrices, boxes of a subtile
   int32_t columns;
   int32_t matrix;
-  bool adds;  // to what stands there; float only
+  bool adds;  // add to the stored values; float only
 
   __device__ void send(uint32_t subtile, const Tile& tile, int row, int column) const {
     const MatrixCoordinates at{tile.column + column, tile.row + row, matrix};
@@ -26,14 +26,14 @@ struct MatrixDestination {
   }
 };
 
-// The gradient [E, D, N] of weights, and partial results.
+// Writes the weight gradient [E, D, N] and partial sums of segments.
 template <class Element>
 struct WeightGradientEpilogue : PrefetchesNothing {
-  CUtensorMap map;       // matrices of Element, or float
+  CUtensorMap map;       // matrices of Element or float
   CUtensorMap partials;  // matrices of float
   int32_t columns;
   bool wide;  // float
-  bool adds;  // to what stands there, if wide
+  bool adds;  // add to d_w, which must be float
 
   __device__ void prefetch_maps() const {
     prefetch_map(map);

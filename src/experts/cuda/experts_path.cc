@@ -1,4 +1,4 @@
-// ab_cuda_experts_path: which kernels the experts of a layer run on.
+// ab_cuda_experts_path: reports which kernels run the experts of a layer.
 #include <algorithm>
 #include <initializer_list>
 #include <utility>
@@ -10,12 +10,12 @@
 namespace anabranch::cuda {
 namespace {
 
-// The kernels that a layer's GEMMs run on.
+// The kernels that run a layer's GEMMs.
 struct Taken {
   bool few_rows = false;
   bool hopper = false;
   bool portable = false;
-  const char* why_not_hopper = nullptr;  // where portable kernels run
+  const char* why_not_hopper = nullptr;  // set if the sm80 kernels run
 
   const char* names() const {
     static constexpr const char* kNames[2][2][2] = {
@@ -25,8 +25,8 @@ struct Taken {
   }
 };
 
-// The GEMMs of a layer's experts. All operands have one dtype and begin at aligned addresses. Paths depend on addresses
-// and sizes; no operand is read.
+// The GEMMs of a layer's experts, with operands of one dtype at aligned addresses. Path choice depends only on
+// addresses and sizes; no operand is read.
 struct Products {
   FfnSizes s;
   Floats any;
@@ -113,7 +113,7 @@ struct Products {
 };
 
 ab_status check_sizes(int32_t dtype, const FfnSizes& s) {
-  constexpr int64_t kMostSize = (int64_t{1} << 31) - 1;  // of one: products of two are far from overflow
+  constexpr int64_t kMostSize = (int64_t{1} << 31) - 1;  // per size: products of two sizes cannot overflow
   if (dtype != AB_FLOAT32 && dtype != AB_BFLOAT16 && dtype != AB_FLOAT16) {
     return AB_INVALID("dtype: got ab_dtype %d, expected float16, bfloat16 or float32", dtype);
   }

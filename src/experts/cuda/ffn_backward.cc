@@ -1,4 +1,4 @@
-// ab_cuda_expert_ffn_backward: the hidden rows' gradients, then all that follows from them.
+// ab_cuda_expert_ffn_backward: gradients of the intermediate rows first, then all gradients that depend on them.
 #include <algorithm>
 #include <utility>
 
@@ -26,14 +26,14 @@ struct Backward {
   Workspace workspace;
   Floats weighted_a;  // [R, F]
   Floats dh;          // [R, P, F]
-  Floats d_out;       // [T, D] or [R, D] of the dtype of x; converted in the workspace where it came in another
+  Floats d_out;       // [T, D] or [R, D] in the dtype of x; converted in the workspace if it has another dtype
   bool fp8;
-  // of float8_e4m3fn
+  // FP8 (e4m3) operands:
   Fp8Output d_y8;
-  Fp8Output dh8;  // none where nothing needs it
+  Fp8Output dh8;  // null if nothing needs it
   Fp8WeightOperand w_out;
   Fp8WeightOperand w_in;
-  void* scratch;  // of one step at a time
+  void* scratch;  // shared by consecutive steps
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -75,8 +75,8 @@ struct Backward {
 
   Fp8HiddenGradient hidden_fp8() const { return {hidden(), rows_of(d_y8), w_out.weights(), dh8}; }
 
-  // Where dh came from an earlier call without its quantised form, it is quantised as it stands, one part after the
-  // other: rows of gate and up are blocks of their own.
+  // If dh comes from an earlier call without its quantised form, quantise it per part: gate and up have separate
+  // blocks.
   ab_status compute_inputs_fp8(const Device& device, cudaStream_t stream) const {
     if (args.h == nullptr && args.dh_q == nullptr) {
       AB_RETURN_IF_ERROR(s.layout.interleaved ? quantize_pairs(dh, s.R, s.F, dh8, stream)

@@ -1,4 +1,4 @@
-// ab_cuda_expert_ffn_forward: up, then down; or up alone.
+// ab_cuda_expert_ffn_forward: the up GEMM, then the down GEMM if y is requested.
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
@@ -19,7 +19,7 @@ struct Forward {
   Workspace workspace;
   bool fp8;
   Floats a;  // [R, F]
-  // of float8_e4m3fn
+  // FP8 (e4m3) operands:
   Fp8Output x8;
   Fp8Output a8;
   Fp8WeightOperand w_in;
@@ -96,7 +96,7 @@ struct Forward {
   }
 };
 
-// What the kernels of float8_e4m3fn can't give.
+// Refuses results that the FP8 kernels cannot produce.
 ab_status check_fp8(const ab_expert_ffn_forward_args& args) {
   if (!is_fp8(args) || args.a == nullptr || args.a_scales != nullptr) return ok();
   return error(AB_UNSUPPORTED,

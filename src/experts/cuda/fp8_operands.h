@@ -1,4 +1,4 @@
-// Operands of grouped GEMMs of float8_e4m3fn: given quantised, or quantised into the workspace.
+// Operands of FP8 (e4m3) grouped GEMMs: given quantised, or quantised into the workspace.
 #pragma once
 
 #include "core/workspace.h"
@@ -25,7 +25,7 @@ inline Fp8Output given_fp8_rows(const ab_tensor* q, const ab_tensor* scales, boo
 
 inline Fp8Rows rows_of(const Fp8Output& out) { return {out.values, out.scales}; }
 
-// Operand B: weights [E, D, P, F]. The contraction runs over D, or transposed over P and F.
+// Operand B: weights [E, D, P, F]. The contraction runs over D, or over P and F if transposed.
 class Fp8WeightOperand {
  public:
   Fp8WeightOperand() = default;
@@ -36,7 +36,7 @@ class Fp8WeightOperand {
     const int64_t F = sizes.F / kScaleBlock;
     weights_.of_expert = D * sizes.P * F;
     weights_.count = sizes.E * weights_.of_expert;
-    // [E, D, P, F] blocks; transposed, those of P and F follow each other as what is summed over does.
+    // Scales are [E, D, P, F] in blocks. If transposed, the contracted blocks of P and F are contiguous.
     weights_.of_k = transposed ? 1 : sizes.P * F;
     weights_.of_columns = transposed ? sizes.P * F : 1;
     weights_.of_part = F;
@@ -58,7 +58,7 @@ class Fp8WeightOperand {
 
   const Fp8Weights& weights() const { return weights_; }
 
-  // Its columns from `first` on, a multiple of 128, of `k` elements each.
+  // The columns from `first` on, a multiple of 128. Each column has k elements.
   Fp8Weights weights_from(int64_t first, int64_t k) const {
     Fp8Weights window = weights_;
     const int64_t scales = first / kScaleBlock * window.of_columns;

@@ -1,4 +1,4 @@
-// Operands A and B of a grouped GEMM with AB_PRECISION_FP8; empty with any other precision.
+// Operands A and B of a grouped GEMM with AB_PRECISION_FP8. Empty with any other precision.
 #pragma once
 
 #include "experts/cuda/fp8_operands.h"
@@ -31,7 +31,7 @@ struct Fp8Product {
     return w.fill(stream);
   }
 
-  // Of columns from `first` on.
+  // The GEMM of the columns from `first` on.
   Fp8RowsProduct of(const RowsProduct& product, int64_t first = 0) const {
     return {product, rows_of(x8), w.weights_from(first, s.D)};
   }

@@ -30,8 +30,9 @@ RowsProduct rows_product(const ab_grouped_matmul_args& args, const GroupedSizes&
   return product;
 }
 
-// GEMMs take x and d_y of one dtype and give d_w in that dtype or float32. What came in two dtypes is converted to
-// float32, which holds either exactly; a d_w of a third dtype is computed in float32 and rounded afterwards.
+// Weight-gradient GEMMs take x and d_y of one dtype and return d_w in that dtype or in float32. If x and d_y differ in
+// dtype, they are converted to float32, which is exact. If d_w has a third dtype, it is computed in float32 and rounded
+// afterwards.
 struct GroupedMatmulDw {
   const ab_grouped_matmul_dw_args& args;
   GroupedSizes s;

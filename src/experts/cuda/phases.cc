@@ -34,7 +34,8 @@ ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaS
   if (few_rows::takes(p)) return few_rows::launch_gemm(p, multiprocessors, stream);
   if (choose_path(p, device).path == Path::portable) return portable::launch_gemm(p, multiprocessors, stream);
   AB_RETURN_IF_ERROR(hopper::launch_gemm(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
-  // Without weights Hopper's epilogue multiplies the zeros of padding by weights that may be NaN, and adds the bias.
+  // Without row weights, Hopper's epilogue adds the bias to padding rows and multiplies their zeros by expert weights
+  // that may be NaN.
   if (p.scales() || p.weighs_bias() || p.skips_rest) return ok();
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }

@@ -1,4 +1,4 @@
-// What the kernels that quantise have in common: a thread's 8 neighbours, and their quotients to the bit as a CPU's.
+// Shared device code of the quantisers: 8 adjacent elements per thread, and quotients that equal the CPU's bit for bit.
 #pragma once
 
 #include "core/cuda/vector.cuh"
@@ -6,17 +6,17 @@
 
 namespace anabranch::cuda {
 
-constexpr int kNeighbours = 8;  // that a thread has
+constexpr int kNeighbours = 8;  // elements per thread
 constexpr int kNeighbourLanes = static_cast<int>(kScaleBlock) / kNeighbours;
 constexpr int kQuantizeThreads = 256;
 
-// 8 elements as they are in memory.
+// 8 elements in their dtype in memory.
 template <class T>
 class Neighbours {
   static constexpr int kOfAccess = kAccessBytes / static_cast<int>(sizeof(T));
 
  public:
-  // Next to next, and aligned.
+  // Loads contiguous, aligned elements.
   __device__ __forceinline__ void load(const T* from) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) vectors_[i].load_if(true, from + i * kOfAccess);
@@ -30,7 +30,7 @@ class Neighbours {
       vectors_[i] = Vector<T, kOfAccess>::from(values);
     }
   }
-  // Every other one of 16 aligned ones, from the first or the second on.
+  // Loads every other one of 16 contiguous, aligned elements, starting at the first or the second.
   __device__ __forceinline__ void load_of_pairs(const T* from, bool second) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -77,7 +77,8 @@ class Neighbours {
   Vector<T, kOfAccess> vectors_[kVectors];
 };
 
-// v / scale, rounded as a division rounds, for many v: the reciprocal's product, corrected twice by what it leaves.
+// Computes v / scale, correctly rounded, for many v: multiplies by the reciprocal, then corrects twice by the
+// remainder.
 class Fp8Divider {
  public:
   __device__ __forceinline__ explicit Fp8Divider(float scale)
@@ -90,7 +91,7 @@ class Fp8Divider {
     float found = v * inverse_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) found = fmaf(fmaf(-found, scale_, v), inverse_, found);
-    return copysignf(found, v);  // of zeros the corrections lose it
+    return copysignf(found, v);  // the corrections lose the sign of zeros
   }
 
   template <class T>
@@ -105,7 +106,7 @@ class Fp8Divider {
   }
 
  private:
-  // Below it what the product leaves of a quotient that does not become 0 may have bits below the least float.
+  // For smaller scales, the remainder of a quotient that does not round to 0 may need bits below the smallest float.
   static constexpr float kLeast = 0x1p-90f;
 
   float scale_;

@@ -6,8 +6,8 @@
 namespace anabranch::cuda {
 namespace {
 
-// How blocks of scales lie in rows: block b of `parts` and `of_part` a row begins at
-//     row_stride * row + part_stride * part + block_stride * block, elements `stride` apart.
+// Layout of scale blocks in rows. Rows have `parts` parts of `of_part` blocks. A block begins at
+//     row_stride * row + part_stride * part + block_stride * block, and its elements are `stride` apart.
 struct RowBlocks {
   int64_t count;
   int32_t parts;
@@ -25,7 +25,7 @@ struct RowBlocks {
 
 constexpr int kAtOnce = 4;
 
-// A block of scales is 16 threads, which take kAtOnce of them. kWhole: blocks follow each other, aligned.
+// 16 threads quantise kAtOnce scale blocks. kWhole: blocks are contiguous and aligned.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_blocks(const T* x, RowBlocks blocks, uint8_t* q, float* scales, bool power_of_two) {

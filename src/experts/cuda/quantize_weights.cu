@@ -1,5 +1,5 @@
-// Weights are quantised by blocks of 128 x 128, each by a block of threads that reads it once and writes it in both
-// orientations: as it was read, and transposed 8 x 8 bytes at a time in registers, then whole in shared memory.
+// Quantises weights in blocks of 128 x 128. One CTA per block reads it once and writes it in both orientations: as
+// read, and transposed by 8 x 8 bytes in registers, then as a whole in shared memory.
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "experts/cuda/quantize.cuh"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kSide = static_cast<int>(kScaleBlock);
 
-// How the weights lie in memory; `inner` is the axis that lies next to next, or nearly.
+// Layout of the weights in memory. `inner` is the axis with the smallest stride.
 struct WeightBlocks {
   int64_t of_expert;  // elements of w
   int64_t inner_stride;
@@ -22,7 +22,7 @@ struct WeightBlocks {
   bool inner_is_f;
 };
 
-// Where a block is: parts one after the other, since where they alternate in memory the second is still in the cache.
+// Indices of a block. Parts vary fastest: where they alternate in memory, the second part is still in the cache.
 struct Place {
   int32_t part;
   int32_t inner_block;
@@ -39,7 +39,7 @@ struct Place {
   }
 };
 
-// Of 4 words of 4 bytes, the words of their first, second, third and fourth bytes.
+// Transposes 4 words of 4 bytes.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
   const uint32_t first[2] = {__byte_perm(words[0], words[1], 0x5140), __byte_perm(words[2], words[3], 0x5140)};
   const uint32_t last[2] = {__byte_perm(words[0], words[1], 0x7362), __byte_perm(words[2], words[3], 0x7362)};
@@ -49,9 +49,9 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
   words[3] = __byte_perm(last[0], last[1], 0x7632);
 }
 
-// A row of 8 bytes of each of 8 rows, as rows of the transposed.
+// Transposes 8 x 8 bytes, one row of 8 bytes per element of `rows`.
 __device__ __forceinline__ void transpose_bytes(uint2 (&rows)[kNeighbours]) {
-  uint32_t quarters[2][2][4];  // of the lower and upper 4 bytes, the first and last 4 rows
+  uint32_t quarters[2][2][4];  // [lower, upper 4 bytes][first, last 4 rows]
 #pragma unroll
   for (int i = 0; i < kNeighbours; ++i) {
     quarters[0][i / 4][i % 4] = rows[i].x;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void transpose_bytes(uint2 (&rows)[kNeighbours]) {
   for (int i = 0; i < kNeighbours; ++i) rows[i] = {quarters[i / 4][0][i % 4], quarters[i / 4][1][i % 4]};
 }
 
-// 128 x 128 bytes in pieces of 8, in an order in which neither rows nor columns of pieces collide.
+// 128 x 128 bytes in pieces of 8 bytes, swizzled so that neither rows nor columns of pieces have bank conflicts.
 struct TransposedBlock {
   uint2 pieces[kSide * kNeighbourLanes];
 
@@ -72,7 +72,7 @@ struct TransposedBlock {
   }
 };
 
-// How neighbours along the inner axis lie: anyhow; or all aligned, next to next or every other one.
+// Layout of adjacent elements along the inner axis: any stride, or aligned and contiguous, or aligned at a stride of 2.
 enum class Neighbouring { anyhow, next, every_other };
 
 template <class T, Neighbouring kHow>
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   __shared__ uint32_t largest_of_warps[kQuantizeThreads / kWarp];
   wait_for_previous_kernel();
   const Place place(static_cast<int32_t>(blockIdx.x), s);
-  // The thread has 8 neighbours of 8 neighbouring rows.
+  // The thread loads 8 adjacent elements of each of 8 adjacent rows.
   const int piece = static_cast<int>(threadIdx.x) % kNeighbourLanes;
   const int of_rows = static_cast<int>(threadIdx.x) / kNeighbourLanes;
   const int64_t inner = int64_t{place.inner_block} * kSide;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
 #pragma unroll
   for (int i = 0; i < kNeighbours; ++i) rows[i] = divider.pack(values[i]);
 
-  // [E, D, P, F] and [E, P, F, D]: the one whose rows run along the inner axis, then the other one.
+  // Write first the output whose rows run along the inner axis, of [E, D, P, F] and [E, P, F, D], then the other one.
   const int64_t inner_size = int64_t{s.inner_blocks} * kSide;
   const int64_t outer_size = int64_t{s.outer_blocks} * kSide;
   const int64_t d_size = s.inner_is_f ? outer_size : inner_size;

@@ -21,8 +21,8 @@ struct Backward {
   GroupedRows rows;
   Matrix weighted_a;    // w a, [R, F]
   Matrix dh;            // [R, P F]
-  QuantizedRows dh_q;   // [R, P F] with the gate's columns before those of up, data nullptr: not wanted
-  Matrix d_y;           // the first operand of da', read where there is h
+  QuantizedRows dh_q;   // [R, P F], gate columns before up columns; data nullptr: not requested
+  Matrix d_y;           // operand A of da'; read only if h is given
   WeightOperand w_out;  // W_out^T
   WeightOperand w_in;   // W_in^T
   float* dots;          // [parts, R]: <da', a> over the columns of each part
@@ -102,7 +102,7 @@ struct Backward {
 
   int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
 
-  // da' = d_y W_out^T;  dh = phi'(h) w da';  w a and <da', a> on the way.
+  // da' = d_y W_out^T, dh = phi'(h) w da', w a, and partial sums of <da', a>.
   void hidden() {
     const ColumnParts pieces(s.F, rows.num_tiles, w_out.matrices().column_step());
     if (dots != nullptr && pieces.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
@@ -143,7 +143,7 @@ struct Backward {
                                        at(weighted_a, tile.begin, begin), dot);
   }
 
-  // d_w = <da', a> + <d_y, b_out>; zero for slots without a row.
+  // d_w = <da', a> + <d_y, b_out>; zero for assignments without a row.
   void write_d_weights(int64_t parts) {
     parallel_for(threads, rows.num_tiles, [&](int64_t i, int) {
       const RowTile& tile = rows.tiles[i];
@@ -184,7 +184,7 @@ struct Backward {
     if (args.d_b_in != nullptr) bias_gradient(products, threads, rows, dh, s.P * s.F, nullptr, args.d_b_in);
   }
 
-  // a^T b [M, N] of each expert, or its transpose [N, M].
+  // Computes a^T b [M, N] per expert, or its transpose [N, M].
   void gradient_of_matrix(bool transposed, const Matrix& a, int64_t M, const Matrix& b, int64_t N,
                           const ab_tensor* to) {
     const bool adds = args.accumulate != 0;
@@ -202,7 +202,7 @@ struct Backward {
                           {fp8 ? dh_q.q : dh, w_in.matrices(), matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
   }
 
-  // d_out of each row's token.
+  // The row of d_out of each row's token.
   Matrix d_out() const { return matrix_of(args.d_out, 0, s.D, rows.tokens); }
 };
 

@@ -16,13 +16,13 @@ struct Forward {
   Activation activation;
   bool fp8;
   HiddenParts parts;          // of h and b_in
-  HiddenParts product_parts;  // of W_in as an operand
+  HiddenParts product_parts;  // of W_in as operand B
   int threads;
   Workspace workspace;
   GroupedRows rows;
-  Matrix x;             // rows of tokens, or of experts
-  Matrix a;             // [R, F], data nullptr: not wanted
-  QuantizedRows a_q;    // likewise
+  Matrix x;             // rows per token, or per row in expert order
+  Matrix a;             // [R, F]; data nullptr: not requested
+  QuantizedRows a_q;    // [R, F]; data nullptr: not requested
   WeightOperand w_in;   // [D, P F]
   WeightOperand w_out;  // [F, D]
   Products products;
@@ -83,7 +83,7 @@ struct Forward {
     x.rows = rows.tokens;
   }
 
-  // h = x W_in + b_in;  a = phi(h_gate, h_up), times the row's weight where it comes early.
+  // h = x W_in + b_in; a = phi(h_gate, h_up), times the row's weight if it is applied early.
   void compute_up() {
     const ColumnParts pieces(s.F, rows.num_tiles, w_in.matrices().column_step());
     parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
@@ -96,7 +96,7 @@ struct Forward {
     });
   }
 
-  // Columns begin..begin+n of gate and up, in the tile as W_in has them: side by side, or alternating.
+  // Computes columns begin..begin+n of gate and up. The tile has the column order of W_in: two parts, or interleaved.
   void up_tile(const RowTile& tile, int64_t begin, int64_t n, int thread) {
     const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
     const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
@@ -108,7 +108,7 @@ struct Forward {
     }
     float* c = products.tile(thread);
     const int64_t width = s.P * n;
-    // Columns that stand together are one product, if it is not too wide.
+    // Contiguous columns are one GEMM, if it fits a tile.
     const bool interleaved = product_parts.order.interleaved;
     const bool together = interleaved || n == s.F;
     const bool whole = s.P == 1 || (together && width <= kTileColumns);
@@ -126,7 +126,7 @@ struct Forward {
                               columns_of(a_q, tile, begin));
   }
 
-  // b_in of columns begin..begin+n of gate and up, in the order of the tile.
+  // Loads b_in for columns begin..begin+n of gate and up, in the order of the tile.
   void load_bias(int64_t expert, int64_t begin, int64_t n, float* to) const {
     const int64_t of_expert = s.P * s.F;
     const auto load = [&](int64_t column, int64_t count, float* values) {
@@ -147,7 +147,7 @@ struct Forward {
     }
   }
 
-  // y = a W_out + b_out, times the row's weight; `a` has it already where it comes early.
+  // y = a W_out + b_out, times the row's weight. If the weight is applied early, `a` already contains it.
   void compute_down() {
     if (args.y == nullptr) return;
     const float* late = args.weight_early != 0 ? nullptr : rows.scale;
@@ -156,7 +156,7 @@ struct Forward {
         {fp8 ? a_q.q : a, w_out.matrices(), matrix_of(args.y, 0, s.D), s.D, s.F, late, args.b_out, rows.scale});
   }
 
-  // The matrix of an expert from one of its P F columns on, [D, columns], or transposed as it is stored.
+  // W_in of an expert from one of its P F columns on: [D, columns], or its transpose as stored.
   Matrix columns_of_w_in(int64_t expert, int64_t column) const {
     const Matrix w = w_in.matrices().of_expert(expert, s.P * s.F, s.D);
     return w_in.matrices().transposed ? at(w, column, 0) : at(w, 0, column);

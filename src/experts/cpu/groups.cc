@@ -5,8 +5,8 @@
 namespace anabranch {
 namespace {
 
-constexpr int64_t kRowStep = 16;        // tile sizes are multiples of it, but for the last of a group
-constexpr int64_t kLeastColumns = 128;  // narrower products waste the packing of their rows
+constexpr int64_t kRowStep = 16;        // granularity of tile sizes, except the last tile of a group
+constexpr int64_t kLeastColumns = 128;  // narrower GEMMs waste the packing of their rows
 constexpr int64_t kEnoughTasks = 32;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

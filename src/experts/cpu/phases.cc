@@ -40,7 +40,7 @@ void GroupedRows::fill(int threads, const ab_tensor* group_sizes, const ab_tenso
 }
 
 int threads_for(const ab_exec* exec, int64_t R, int64_t elements_per_row) {
-  constexpr double kWorthThreads = 2e6;  // multiply-adds: about the time in which OpenMP wakes its threads
+  constexpr double kWorthThreads = 2e6;  // multiply-adds: roughly the time OpenMP takes to wake its threads
   return static_cast<double>(R) * static_cast<double>(elements_per_row) < kWorthThreads ? 1 : num_threads(exec);
 }
 
@@ -125,7 +125,7 @@ void weight_gradient(Products& products, int threads, const GroupedRows& rows, c
       }
       const Matrix tile{products.tile(thread), AB_FLOAT32, n, nullptr};
       const bool direct = Products::can_write(to.dtype, a, b, group.rows);
-      const RightHandSide rhs{at(b, group.begin, begin), direct ? to : tile, adds};  // to float32: directly
+      const RightHandSide rhs{at(b, group.begin, begin), direct ? to : tile, adds};
       products.multiply(thread, at(a, group.begin, row), true, {&rhs, 1}, false, m, n, group.rows);
       if (!direct) products.kernels().store({products.tile(thread), n, m, n, nullptr}, nullptr, nullptr, nullptr, to);
     }

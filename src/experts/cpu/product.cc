@@ -10,26 +10,27 @@
 namespace anabranch {
 namespace {
 
-// bfloat16 products are compiled for their shape: ragged rows are rounded up so that there are few.
+// oneDNN compiles bfloat16 GEMMs per shape: rounding row counts up keeps the number of shapes small.
 constexpr int64_t kRowPadding = 8;
 constexpr int64_t kFloat = sizeof(float);
-static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0, "whole blocks need no padding rows");
+static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0,
+              "full tiles and depths must need no padding rows");
 
 bool stands_ready(const Matrix& m, bool bf16) {
   return m.rows == nullptr && m.dtype == (bf16 ? AB_BFLOAT16 : AB_FLOAT32);
 }
 
-// oneDNN walks down the columns of op(B): rows whole pages apart fall into the same sets of the caches, and a copy of
-// the block is faster.
+// oneDNN walks down the columns of op(B). Rows that are whole pages apart fall into the same cache sets; copying the
+// block first is faster.
 bool aliases(const Matrix& b, bool transposed) { return !transposed && b.stride % 1024 == 0; }
 
-// Whether both operands are multiplied as bfloat16, in sums of depth_of terms.
+// Whether both operands are multiplied in bfloat16, in blocks of kBf16Depth terms.
 bool as_bf16(const Matrix& a, const Matrix& b) {
   return a.dtype == AB_BFLOAT16 && b.dtype == AB_BFLOAT16 && bf16_products() == Bf16Products::native;
 }
 constexpr int64_t kBf16Depth = 2 * kTileDepth;
 
-// Rows as they are stored, gathered, with zeros below.
+// Copies rows in their stored dtype, gathered, and zeros the padding rows below.
 void copy_rows(const Matrix& m, int64_t rows, int64_t padded_rows, int64_t columns, char* to) {
   const int64_t size = dtype_size(m.dtype);
   for (int64_t i = 0; i < padded_rows; ++i, to += columns * size) {

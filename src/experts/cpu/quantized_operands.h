@@ -17,20 +17,20 @@ bool wants_powers_of_two(const Args& args) {
   return args.fp8_scales == AB_FP8_SCALES_POWER_OF_TWO;
 }
 
-// Rows of e4m3 with their scales in the workspace; data nullptr where they are not wanted.
+// Takes e4m3 rows and their scales from the workspace. data is nullptr if they are not needed.
 Matrix take_quantized_rows(Workspace& workspace, bool wanted, int64_t rows, int64_t columns);
 
-// Operand B of a grouped GEMM: matrices as they are stored, or quantised.
+// Operand B of a grouped GEMM: matrices as stored, or quantised.
 class WeightOperand {
  public:
   explicit WeightOperand(const ExpertMatrices& as_they_are = {}) : matrices_(as_they_are) {}
 
-  // Weights [E, D, P, F]; a row is multiplied by [D, P F], or transposed by [P F, D]. The contraction is innermost in
-  // q: [E, P, F, D], or transposed [E, D, P, F]. scales: [E, D/128, P, F/128]. If q is NULL, w is quantised.
+  // Weights [E, D, P, F]. The GEMM multiplies rows by [D, P F], or transposed by [P F, D]. The contraction is innermost
+  // in q: [E, P, F, D], or transposed [E, D, P, F]. scales: [E, D/128, P, F/128]. If q is NULL, w is quantised.
   WeightOperand(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
                 const QuantizedSizes& sizes, bool transposed, bool power_of_two);
 
-  // Quantises what was not given quantised.
+  // Quantises the weights unless they were given quantised.
   void fill(int threads) const;
 
   const ExpertMatrices& matrices() const { return matrices_; }

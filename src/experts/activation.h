@@ -78,9 +78,9 @@ AB_INLINE float sigmoid(float x) {
 // sigmoid(x) and 1 - sigmoid(x), each with a small relative error for every x.
 struct SigmoidAt {
   float value;
-  float rest;
+  float complement;
 };
-AB_INLINE SigmoidAt sigmoid_and_rest(float x) {
+AB_INLINE SigmoidAt sigmoid_and_complement(float x) {
   const float size = __builtin_fabsf(x);
 #if defined(__CUDA_ARCH__)
   const float e = exp2_flushed_f32(-kLog2E * size);
@@ -209,12 +209,12 @@ AB_INLINE ActivationAt activate_with_slopes(const Activation& a, float g, float 
   }
   if constexpr (kFormula == Formula::situ) {
     // In saturation the slope is a sum of two small terms, so 1 - s must not be a difference of numbers near 1.
-    const SigmoidAt s = sigmoid_and_rest(g);
+    const SigmoidAt s = sigmoid_and_complement(g);
     const TanhAt gate = tanh_f32(g * a.inverse_alpha);
     const TanhAt up = tanh_f32(u * a.inverse_limit);
     const float v = a.alpha * gate.value * s.value;
     const float limited_up = a.limit * up.value;
-    return {v * limited_up, multiply_add(gate.slope, s.value, v * s.rest) * limited_up, v * up.slope};
+    return {v * limited_up, multiply_add(gate.slope, s.value, v * s.complement) * limited_up, v * up.slope};
   }
 }
 

@@ -20,11 +20,11 @@ AB_INLINE uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7ffff
 // the smallest normal number, because denormal numbers have too little precision.
 AB_INLINE float block_scale(uint32_t largest, bool power_of_two) {
   constexpr uint32_t kInfinity = 0x7f800000u;
-  constexpr uint32_t kLeastNormal = 0x00800000u;
+  constexpr uint32_t kMinNormal = 0x00800000u;
   const float ratio = float_from_bits(largest) / 448.0f;
-  const uint32_t normal = bits_of(ratio) < kLeastNormal ? kLeastNormal : bits_of(ratio);
+  const uint32_t normal = bits_of(ratio) < kMinNormal ? kMinNormal : bits_of(ratio);
   // Adding at most 0x7fffff carries into the exponent unless the mantissa is 0.
-  const uint32_t rounded_up = (normal + (kLeastNormal - 1)) & kInfinity;
+  const uint32_t rounded_up = (normal + (kMinNormal - 1)) & kInfinity;
   const float scale = float_from_bits(power_of_two ? rounded_up : normal);
   return largest >= kInfinity ? float_from_bits(0x7fc00000u) : largest == 0u ? 1.0f : scale;
 }

@@ -73,7 +73,7 @@ ab_status check_scales_of(const char* name, const ab_tensor* tensor, const char*
     return check_tensor(scales_name, scales, kFloat32, scales_shape);
   }
   if (scales == nullptr) return ok();
-  return AB_INVALID("%s: got a tensor, expected NULL where %s is not float8_e4m3", scales_name, name);
+  return AB_INVALID("%s: got a tensor, expected NULL if %s is not float8_e4m3", scales_name, name);
 }
 
 constexpr const char* kWithoutFp8 = "without AB_PRECISION_FP8";
@@ -137,15 +137,15 @@ ab_status check_gradient_of_in(const ab_tensor* tensor, Dtypes dtypes, const Ffn
   if (tensor == nullptr) return ok();
   const size_t order =
       s.layout.interleaved ? (s.layout.in_transposed ? kFpd : kDfp) : (s.layout.in_transposed ? kPfd : kDpf);
-  size_t found = 0;
+  size_t order_index = 0;
   return check_ordered("d_w_in", tensor, dtypes, {{"E", s.E}, {"D", s.D}, {"P", s.P}, {"F", s.F}},
-                       {&kInOrders[order], 1}, &found);
+                       {&kInOrders[order], 1}, &order_index);
 }
 ab_status check_gradient_of_out(const ab_tensor* tensor, Dtypes dtypes, const FfnSizes& s) {
   if (tensor == nullptr) return ok();
-  size_t found = 0;
+  size_t order_index = 0;
   return check_ordered("d_w_out", tensor, dtypes, {{"E", s.E}, {"F", s.F}, {"D", s.D}},
-                       {&kOutOrders[s.layout.out_transposed ? kDf : kFd], 1}, &found);
+                       {&kOutOrders[s.layout.out_transposed ? kDf : kFd], 1}, &order_index);
 }
 
 // Checks b_in [E, P, F], h [R, P, F] and tensors of these shapes: P and F are stored in the order of W_in.
@@ -153,9 +153,9 @@ ab_status check_hidden(const char* name, const ab_tensor* tensor, Dtypes dtypes,
   constexpr Order kSideBySide{{0, 1, 2}};
   constexpr Order kInterleaved{{0, 2, 1}};
   if (tensor == nullptr) return ok();
-  size_t found = 0;
+  size_t order_index = 0;
   return check_ordered(name, tensor, dtypes, {rows, {"P", s.P}, {"F", s.F}},
-                       {s.layout.interleaved ? &kInterleaved : &kSideBySide, 1}, &found);
+                       {s.layout.interleaved ? &kInterleaved : &kSideBySide, 1}, &order_index);
 }
 
 // Checks quantised rows: one per token if rows are gathered, else one per row of the experts.
@@ -195,10 +195,10 @@ ab_status check_rows(const ab_expert_ffn_forward_args* args, const char* rows_na
     AB_RETURN_IF_ERROR(check_unused("x_q", args->x_q, kWithoutFp8));
     AB_RETURN_IF_ERROR(check_unused("x_scales", args->x_scales, kWithoutFp8));
   }
-  const bool is_there = args->x != nullptr || args->x_q == nullptr;
-  *rows = is_there ? args->x : args->x_q;
-  return is_there ? check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}})
-                  : check_tensor("x_q", args->x_q, kE4m3, {{rows_name}, {"D"}});
+  const bool has_floats = args->x != nullptr || args->x_q == nullptr;
+  *rows = has_floats ? args->x : args->x_q;
+  return has_floats ? check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}})
+                    : check_tensor("x_q", args->x_q, kE4m3, {{rows_name}, {"D"}});
 }
 ab_status check_rows(const ab_expert_ffn_backward_args* args, const char* rows_name, const ab_tensor** rows) {
   *rows = args->x;
@@ -298,7 +298,7 @@ ab_status check_common(const Args* args, bool has_down, bool quantized_transpose
   if (is_fp8(*args)) AB_RETURN_IF_ERROR(check_blocks("x", "D", s->D));
   AB_RETURN_IF_ERROR(check_w_in(args, quantized_transposed, s));
   if (s->P == 1 && args->activation >= AB_SWIGLU_CLAMPED) {
-    return AB_INVALID("activation: got %d, one of two inputs, expected one of one input where w_in has 1 part",
+    return AB_INVALID("activation: got %d, which needs gate and up, expected another one since w_in has 1 part",
                       args->activation);
   }
   if (has_down) {
@@ -394,7 +394,7 @@ ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
 ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
   if (args->precision != AB_PRECISION_HIGHEST && args->precision != AB_PRECISION_TF32) {
-    return AB_INVALID("precision: got %d, expected %d or %d, an ab_precision that gradients of weights have",
+    return AB_INVALID("precision: got %d, expected %d or %d, an ab_precision that weight gradients support",
                       args->precision, AB_PRECISION_HIGHEST, AB_PRECISION_TF32);
   }
   if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);
@@ -415,7 +415,7 @@ ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_common(args, has_down, true, s));
   AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
   if (!has_down && args->weight_early == 0) {
-    AB_RETURN_IF_ERROR(check_unused("weights", args->weights, "without y, or weight_early"));
+    AB_RETURN_IF_ERROR(check_unused("weights", args->weights, "without y and weight_early"));
   }
   AB_RETURN_IF_ERROR(check_quantized_rows("x_q", args->x_q, "x_scales", args->x_scales, *s));
   const Dtypes dtype = dtype_of(*s);
@@ -450,16 +450,16 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
     const bool dx_takes_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
     const bool needs_dh = dx_takes_dh || args->d_w_in != nullptr || args->d_b_in != nullptr;
     if ((needs_dh && args->dh == nullptr) || (args->d_w_out != nullptr && args->weighted_a == nullptr)) {
-      return AB_INVALID("h: got NULL, expected [R, P, F], or %s that an earlier call gave",
+      return AB_INVALID("h: got NULL, expected [R, P, F], or %s from an earlier call",
                         needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
     }
     AB_RETURN_IF_ERROR(check_unused("d_weights", args->d_weights, "without h"));
     AB_RETURN_IF_ERROR(check_unused("d_out_q", args->d_out_q, "without h"));
-    if (!needs_dh) AB_RETURN_IF_ERROR(check_unused("dh", args->dh, "without h, or something that follows from it"));
+    if (!needs_dh) AB_RETURN_IF_ERROR(check_unused("dh", args->dh, "without h and outputs that depend on dh"));
     if (args->d_w_out == nullptr) {
-      AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h, or d_w_out"));
+      AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h and d_w_out"));
     }
-    if (args->dx_rows == nullptr) AB_RETURN_IF_ERROR(check_unused("dh_q", args->dh_q, "without h, or dx_rows"));
+    if (args->dx_rows == nullptr) AB_RETURN_IF_ERROR(check_unused("dh_q", args->dh_q, "without h and dx_rows"));
     if (args->skip_rest != 0) return AB_INVALID("skip_rest: got %d, expected 0 without h", args->skip_rest);
   }
   const bool by_token = args->slot_of_row != nullptr;

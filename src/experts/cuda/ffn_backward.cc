@@ -41,7 +41,7 @@ struct Backward {
         map(args.slot_of_row, s.T, s.K, s.R),
         workspace(memory),
         weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(args.d_w_out != nullptr, s.F)),
-        dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(wants_dh(), s.P * s.F)),
+        dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(needs_dh(), s.P * s.F)),
         d_out(converts() ? Floats(workspace.take_rows(args.d_out->shape[0], s.D, args.x->dtype), args.x->dtype)
                          : Floats(args.d_out)),
         fp8(is_fp8(args)) {
@@ -50,7 +50,7 @@ struct Backward {
   }
 
   void take_fp8() {
-    const bool power_of_two = wants_powers_of_two(args);
+    const bool power_of_two = uses_power_of_two_scales(args);
     dh8 = args.dh_q != nullptr ? given_fp8_rows(args.dh_q, args.dh_scales, power_of_two)
                                : take_fp8_rows(workspace, args.dx_rows != nullptr, s.R, s.P * s.F, power_of_two);
     if (args.h != nullptr) {
@@ -87,10 +87,10 @@ struct Backward {
   }
 
   bool converts() const { return args.d_out != nullptr && args.d_out->dtype != args.x->dtype; }
-  bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
+  bool needs_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
 
-  Floats row_buffer(bool wanted, int64_t columns) {
-    return {workspace.take_rows(wanted ? s.R : 0, columns, args.x->dtype), args.x->dtype};
+  Floats row_buffer(bool needed, int64_t columns) {
+    return {workspace.take_rows(needed ? s.R : 0, columns, args.x->dtype), args.x->dtype};
   }
 
   size_t scratch_bytes() const {

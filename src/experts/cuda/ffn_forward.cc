@@ -36,7 +36,7 @@ struct Forward {
   }
 
   void take_fp8() {
-    const bool power_of_two = wants_powers_of_two(args);
+    const bool power_of_two = uses_power_of_two_scales(args);
     x8 = args.x_q != nullptr ? given_fp8_rows(args.x_q, args.x_scales, power_of_two)
                              : take_fp8_rows(workspace, true, x_rows(), s.D, power_of_two);
     a8 = args.a_scales != nullptr ? given_fp8_rows(args.a, args.a_scales, power_of_two)
@@ -100,7 +100,7 @@ struct Forward {
 ab_status check_fp8(const ab_expert_ffn_forward_args& args) {
   if (!is_fp8(args) || args.a == nullptr || args.a_scales != nullptr) return ok();
   return error(AB_UNSUPPORTED,
-               "a: got 16 or 32 bits, expected float8_e4m3 and a_scales, or none, with AB_PRECISION_FP8");
+               "a: got a tensor without a_scales, expected float8_e4m3 and a_scales, or NULL, with AB_PRECISION_FP8");
 }
 
 }  // namespace

@@ -104,7 +104,7 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
-  if (!fp8.wanted) return cuda::compute_rows_product(cuda::rows_product(*args, s), device, stream);
+  if (!fp8.enabled) return cuda::compute_rows_product(cuda::rows_product(*args, s), device, stream);
   AB_RETURN_IF_ERROR(fp8.fill(stream));
   return cuda::compute_rows_product(fp8.of(cuda::rows_product(*args, s)), device, stream);
 }

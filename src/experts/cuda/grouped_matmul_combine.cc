@@ -121,9 +121,9 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_combine", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
-  if (fp8.wanted) AB_RETURN_IF_ERROR(fp8.fill(stream));
+  if (fp8.enabled) AB_RETURN_IF_ERROR(fp8.fill(stream));
   return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream,
-                                    fp8.wanted ? &fp8 : nullptr);
+                                    fp8.enabled ? &fp8 : nullptr);
 }
 
 }  // extern "C"

@@ -13,34 +13,36 @@ constexpr int kQuantizeThreads = 256;
 // 8 elements in their dtype in memory.
 template <class T>
 class Neighbours {
-  static constexpr int kOfAccess = kAccessBytes / static_cast<int>(sizeof(T));
+  static constexpr int kAccessElements = kAccessBytes / static_cast<int>(sizeof(T));
 
  public:
   // Loads contiguous, aligned elements.
   __device__ __forceinline__ void load(const T* from) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) vectors_[i].load_if(true, from + i * kOfAccess);
+    for (int i = 0; i < kVectors; ++i) vectors_[i].load_if(true, from + i * kAccessElements);
   }
   __device__ __forceinline__ void load(const T* from, int64_t stride) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      float values[kOfAccess];
+      float values[kAccessElements];
 #pragma unroll
-      for (int j = 0; j < kOfAccess; ++j) values[j] = to_float(from[(i * kOfAccess + j) * stride]);
-      vectors_[i] = Vector<T, kOfAccess>::from(values);
+      for (int j = 0; j < kAccessElements; ++j) values[j] = to_float(from[(i * kAccessElements + j) * stride]);
+      vectors_[i] = Vector<T, kAccessElements>::from(values);
     }
   }
   // Loads every other one of 16 contiguous, aligned elements, starting at the first or the second.
   __device__ __forceinline__ void load_of_pairs(const T* from, bool second) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      Vector<T, kOfAccess> pairs[2];
-      pairs[0].load_if(true, from + 2 * i * kOfAccess);
-      pairs[1].load_if(true, from + (2 * i + 1) * kOfAccess);
+      Vector<T, kAccessElements> pairs[2];
+      pairs[0].load_if(true, from + 2 * i * kAccessElements);
+      pairs[1].load_if(true, from + (2 * i + 1) * kAccessElements);
       vectors_[i] = chosen(pairs, second);
     }
   }
-  __device__ __forceinline__ float operator[](int i) const { return vectors_[i / kOfAccess][i % kOfAccess]; }
+  __device__ __forceinline__ float operator[](int i) const {
+    return vectors_[i / kAccessElements][i % kAccessElements];
+  }
 
   __device__ __forceinline__ uint32_t largest() const {
     uint32_t largest = 0;
@@ -50,31 +52,32 @@ class Neighbours {
   }
 
  private:
-  static constexpr int kVectors = kNeighbours / kOfAccess;
+  static constexpr int kVectors = kNeighbours / kAccessElements;
 
-  static __device__ __forceinline__ Vector<T, kOfAccess> chosen(const Vector<T, kOfAccess> (&pairs)[2], bool second) {
+  static __device__ __forceinline__ Vector<T, kAccessElements> chosen(const Vector<T, kAccessElements> (&pairs)[2],
+                                                                      bool second) {
     if constexpr (sizeof(T) == 2) {
-      uint32_t words[kOfAccess / 2];
+      uint32_t words[kAccessElements / 2];
 #pragma unroll
-      for (int i = 0; i < kOfAccess / 2; ++i) {
-        const Vector<T, kOfAccess>& from = pairs[4 * i / kOfAccess];
-        const int first = 2 * i % (kOfAccess / 2);
+      for (int i = 0; i < kAccessElements / 2; ++i) {
+        const Vector<T, kAccessElements>& from = pairs[4 * i / kAccessElements];
+        const int first = 2 * i % (kAccessElements / 2);
         words[i] = __byte_perm(from.word(first), from.word(first + 1), second ? 0x7632 : 0x5410);
       }
-      return Vector<T, kOfAccess>::of_words(words);
+      return Vector<T, kAccessElements>::of_words(words);
     } else {
-      float values[kOfAccess];
+      float values[kAccessElements];
 #pragma unroll
-      for (int i = 0; i < kOfAccess; ++i) {
-        const Vector<T, kOfAccess>& from = pairs[2 * i / kOfAccess];
-        const int first = 2 * i % kOfAccess;
+      for (int i = 0; i < kAccessElements; ++i) {
+        const Vector<T, kAccessElements>& from = pairs[2 * i / kAccessElements];
+        const int first = 2 * i % kAccessElements;
         values[i] = second ? from[first + 1] : from[first];
       }
-      return Vector<T, kOfAccess>::from(values);
+      return Vector<T, kAccessElements>::from(values);
     }
   }
 
-  Vector<T, kOfAccess> vectors_[kVectors];
+  Vector<T, kAccessElements> vectors_[kVectors];
 };
 
 // Computes v / scale, correctly rounded, for many v: multiplies by the reciprocal, then corrects twice by the
@@ -82,16 +85,16 @@ class Neighbours {
 class Fp8Divider {
  public:
   __device__ __forceinline__ explicit Fp8Divider(float scale)
-      : scale_(scale), inverse_(1.0f / scale), divides_(scale < kLeast) {}
+      : scale_(scale), inverse_(1.0f / scale), divides_(scale < kMinScale) {}
 
   __device__ __forceinline__ float scale() const { return scale_; }
 
   __device__ __forceinline__ float quotient(float v) const {
     if (divides_) return v / scale_;
-    float found = v * inverse_;
+    float q = v * inverse_;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) found = fmaf(fmaf(-found, scale_, v), inverse_, found);
-    return copysignf(found, v);  // the corrections lose the sign of zeros
+    for (int i = 0; i < 2; ++i) q = fmaf(fmaf(-q, scale_, v), inverse_, q);
+    return copysignf(q, v);  // the corrections lose the sign of zeros
   }
 
   template <class T>
@@ -107,7 +110,7 @@ class Fp8Divider {
 
  private:
   // For smaller scales, the remainder of a quotient that does not round to 0 may need bits below the smallest float.
-  static constexpr float kLeast = 0x1p-90f;
+  static constexpr float kMinScale = 0x1p-90f;
 
   float scale_;
   float inverse_;

@@ -12,7 +12,7 @@ constexpr int kSide = static_cast<int>(kScaleBlock);
 
 // Layout of the weights in memory. `inner` is the axis with the smallest stride.
 struct WeightBlocks {
-  int64_t of_expert;  // elements of w
+  int64_t expert_stride;  // elements of w
   int64_t inner_stride;
   int64_t outer_stride;
   int64_t part_stride;
@@ -73,43 +73,43 @@ struct TransposedBlock {
 };
 
 // Layout of adjacent elements along the inner axis: any stride, or aligned and contiguous, or aligned at a stride of 2.
-enum class Neighbouring { anyhow, next, every_other };
+enum class InnerLayout { strided, contiguous, alternating };
 
-template <class T, Neighbouring kHow>
+template <class T, InnerLayout kLayout>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_weight_blocks(const T* w, WeightBlocks s, uint8_t* q, uint8_t* q_transposed, float* scales,
                            bool power_of_two) {
-  constexpr bool kWhole = kHow != Neighbouring::anyhow;
+  constexpr bool kWhole = kLayout != InnerLayout::strided;
   static_assert(kQuantizeThreads * kNeighbours * kNeighbours == kSide * kSide,
                 "threads cover a block of 128 x 128 weights exactly");
   __shared__ TransposedBlock transposed;
-  __shared__ uint32_t largest_of_warps[kQuantizeThreads / kWarp];
+  __shared__ uint32_t warp_largest[kQuantizeThreads / kWarp];
   wait_for_previous_kernel();
   const Place place(static_cast<int32_t>(blockIdx.x), s);
   // The thread loads 8 adjacent elements of each of 8 adjacent rows.
   const int piece = static_cast<int>(threadIdx.x) % kNeighbourLanes;
-  const int of_rows = static_cast<int>(threadIdx.x) / kNeighbourLanes;
+  const int row_piece = static_cast<int>(threadIdx.x) / kNeighbourLanes;
   const int64_t inner = int64_t{place.inner_block} * kSide;
   const int64_t outer = int64_t{place.outer_block} * kSide;
-  const T* from = w + place.expert * s.of_expert +
-                  (kHow == Neighbouring::every_other ? 0 : place.part * s.part_stride) +
-                  (outer + of_rows * kNeighbours) * s.outer_stride + (inner + piece * kNeighbours) * s.inner_stride;
+  const T* from = w + place.expert * s.expert_stride +
+                  (kLayout == InnerLayout::alternating ? 0 : place.part * s.part_stride) +
+                  (outer + row_piece * kNeighbours) * s.outer_stride + (inner + piece * kNeighbours) * s.inner_stride;
   Neighbours<T> values[kNeighbours];
 #pragma unroll
   for (int i = 0; i < kNeighbours; ++i) {
     const T* row = from + i * s.outer_stride;
-    if constexpr (kHow == Neighbouring::next) values[i].load(row);
-    if constexpr (kHow == Neighbouring::every_other) values[i].load_of_pairs(row, place.part == 1);
-    if constexpr (kHow == Neighbouring::anyhow) values[i].load(row, s.inner_stride);
+    if constexpr (kLayout == InnerLayout::contiguous) values[i].load(row);
+    if constexpr (kLayout == InnerLayout::alternating) values[i].load_of_pairs(row, place.part == 1);
+    if constexpr (kLayout == InnerLayout::strided) values[i].load(row, s.inner_stride);
   }
   uint32_t largest = 0;
 #pragma unroll
   for (const Neighbours<T>& row : values) largest = max(largest, row.largest());
   largest = max_lanes<kWarp>(largest);
-  if (lane_index() == 0) largest_of_warps[threadIdx.x / kWarp] = largest;
+  if (lane_index() == 0) warp_largest[threadIdx.x / kWarp] = largest;
   __syncthreads();
 #pragma unroll
-  for (const uint32_t of_warp : largest_of_warps) largest = max(largest, of_warp);
+  for (const uint32_t other : warp_largest) largest = max(largest, other);
   const Fp8Divider divider(block_scale(largest, power_of_two));
   uint2 rows[kNeighbours];
 #pragma unroll
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   if (along != nullptr) {
 #pragma unroll
     for (int i = 0; i < kNeighbours; ++i) {
-      const int64_t row = outer + of_rows * kNeighbours + i;
+      const int64_t row = outer + row_piece * kNeighbours + i;
       const int64_t column = inner + piece * kNeighbours;
       store_neighbours<kWhole>(along + (s.inner_is_f ? place_in_q(row, column) : place_in_transposed(column, row)),
                                rows[i]);
@@ -147,15 +147,15 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   if (across == nullptr) return;
   transpose_bytes(rows);
 #pragma unroll
-  for (int i = 0; i < kNeighbours; ++i) transposed.at(piece * kNeighbours + i, of_rows) = rows[i];
+  for (int i = 0; i < kNeighbours; ++i) transposed.at(piece * kNeighbours + i, row_piece) = rows[i];
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kNeighbours; ++i) {
-    const int turned = of_rows + i * kNeighbourLanes;  // along the inner axis
-    const int64_t row = inner + turned;
+    const int inner_row = row_piece + i * kNeighbourLanes;  // along the inner axis
+    const int64_t row = inner + inner_row;
     const int64_t column = outer + piece * kNeighbours;
     store_neighbours<kWhole>(across + (s.inner_is_f ? place_in_transposed(column, row) : place_in_q(row, column)),
-                             transposed.at(turned, piece));
+                             transposed.at(inner_row, piece));
   }
 }
 
@@ -165,7 +165,7 @@ ab_status quantize_weights(const Floats& w, const QuantizedSizes& s, void* q, vo
                            bool power_of_two, cudaStream_t stream) {
   const bool inner_is_f = s.f_stride < s.d_stride;
   WeightBlocks blocks;
-  blocks.of_expert = s.D * s.P * s.F;
+  blocks.expert_stride = s.D * s.P * s.F;
   blocks.inner_stride = inner_is_f ? s.f_stride : s.d_stride;
   blocks.outer_stride = inner_is_f ? s.d_stride : s.f_stride;
   blocks.part_stride = s.p_stride;
@@ -178,10 +178,10 @@ ab_status quantize_weights(const Floats& w, const QuantizedSizes& s, void* q, vo
   const bool aligned = common_alignment({address(w.data), 2 * address(q), 2 * address(q_transposed)}) == kAccessBytes;
   const bool pairs = s.P == 2 && blocks.part_stride == 1 && blocks.inner_stride == 2;
   return with_float_type(w.dtype, [&]<class T>(T) {
-    using enum Neighbouring;
-    const auto kernel = aligned && blocks.inner_stride == 1 ? quantize_weight_blocks<T, next>
-                        : aligned && pairs                  ? quantize_weight_blocks<T, every_other>
-                                                            : quantize_weight_blocks<T, anyhow>;
+    using enum InnerLayout;
+    const auto kernel = aligned && blocks.inner_stride == 1 ? quantize_weight_blocks<T, contiguous>
+                        : aligned && pairs                  ? quantize_weight_blocks<T, alternating>
+                                                            : quantize_weight_blocks<T, strided>;
     return launch("quantize_weights", kernel, {count, kQuantizeThreads, 0, stream, true}, static_cast<const T*>(w.data),
                   blocks, static_cast<uint8_t*>(q), static_cast<uint8_t*>(q_transposed), scales, power_of_two);
   });

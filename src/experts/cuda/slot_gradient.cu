@@ -28,14 +28,14 @@ __global__ void __launch_bounds__(kThreads) clear_slots(float* const d_weights, 
 
 // Returns the number of rows in the groups, at most R. Negative sizes count as 0. Called by all threads of a CTA.
 __device__ int64_t rows_of_groups(const int32_t* group_sizes, int64_t E, int64_t R) {
-  __shared__ int64_t of_warps[kThreads / kWarp];
+  __shared__ int64_t warp_rows[kThreads / kWarp];
   int64_t rows = 0;
   for (int64_t e = threadIdx.x; e < E; e += kThreads) rows += max(group_sizes[e], 0);
   rows = sum_lanes<kWarp>(rows);
-  if (lane_index() == 0) of_warps[warp_index()] = rows;
+  if (lane_index() == 0) warp_rows[warp_index()] = rows;
   __syncthreads();
   rows = 0;
-  for (const int64_t of_warp : of_warps) rows += of_warp;
+  for (const int64_t count : warp_rows) rows += count;
   return min(rows, R);
 }
 
@@ -64,11 +64,11 @@ __device__ float product_of_lane(const SlotGradient& g, int64_t d_y, int64_t bia
   float product = 0.0f;
 #pragma unroll 4
   for (int64_t d = lane_index() * kEach; d < g.s.D; d += kWarp * kEach) {
-    using Several = Vector<T, kEach>;
-    Several a;
-    Several b;
-    a.bytes = *reinterpret_cast<const typename Several::Bytes*>(left + d);
-    b.bytes = *reinterpret_cast<const typename Several::Bytes*>(right + d);
+    using Elements = Vector<T, kEach>;
+    Elements a;
+    Elements b;
+    a.bytes = *reinterpret_cast<const typename Elements::Bytes*>(left + d);
+    b.bytes = *reinterpret_cast<const typename Elements::Bytes*>(right + d);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) product = fmaf(a[i], b[i], product);
   }

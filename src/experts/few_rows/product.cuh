@@ -23,11 +23,11 @@
 
 namespace anabranch::cuda::few_rows {
 
-constexpr int kThreadsOfMultiprocessor = 1024;  // resident; pays off more than more registers per thread
-constexpr int kRows = 8;                        // per unit
-constexpr int kColumns = 8;                     // per unit and part
-constexpr int kDepth = 32;                      // k per step
-constexpr int kAhead = 2;                       // steps loaded at a time, to read whole cache lines
+constexpr int kThreadsPerSm = 1024;  // resident; pays off more than more registers per thread
+constexpr int kRows = 8;             // per unit
+constexpr int kColumns = 8;          // per unit and part
+constexpr int kDepth = 32;           // k per step
+constexpr int kAhead = 2;            // steps loaded at a time, to read whole cache lines
 
 // The 16 stored columns of a unit: two runs of 8 columns.
 struct StoredColumns {
@@ -36,7 +36,7 @@ struct StoredColumns {
   bool alternating = false;  // the two stored columns are adjacent
   int32_t part_step = 0;     // otherwise, the distance between them
 
-  AB_INLINE int32_t of_unit() const { return in_parts ? kColumns : 2 * kColumns; }
+  AB_INLINE int32_t unit_columns() const { return in_parts ? kColumns : 2 * kColumns; }
   // Returns the stored column of a column of the unit (part 0), and of its up column or the column kColumns further
   // (part 1). Returns 0 out of bounds.
   __device__ int64_t stored(int32_t column, int part) const {
@@ -67,7 +67,7 @@ struct UnitRows {
 };
 
 // Every group, and the rows after the groups, may end with a range of fewer than kRows rows.
-inline int64_t most_unit_rows(int64_t R, int64_t E) { return R / kRows + std::min(R, E) + 1; }
+inline int64_t max_unit_rows(int64_t R, int64_t E) { return R / kRows + std::min(R, E) + 1; }
 
 // Lists the row ranges of all units. Called by all threads of the CTA; returns the number of ranges.
 __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
@@ -137,22 +137,22 @@ class WarpSum {
   template <bool kAll>
   __device__ __forceinline__ void add(int step, int end, float (&sums)[4]) const {
     const auto k_of = [&](int i) { return (step + i) * kDepth + lane_k_; };
-    const auto there = [&](int i) { return kAll || (step + i < end && k_of(i) < k_); };
+    const auto in_bounds = [&](int i) { return kAll || (step + i < end && k_of(i) < k_); };
     uint4 w[kAhead][2];
     uint4 x[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        w[i][part] = load_of_stream(reinterpret_cast<const uint4*>(w_[part] + (there(i) ? k_of(i) : 0)));
+        w[i][part] = load_of_stream(reinterpret_cast<const uint4*>(w_[part] + (in_bounds(i) ? k_of(i) : 0)));
       }
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) x[i] = *reinterpret_cast<const uint4*>(x_ + (there(i) ? k_of(i) : 0));
+    for (int i = 0; i < kAhead; ++i) x[i] = *reinterpret_cast<const uint4*>(x_ + (in_bounds(i) ? k_of(i) : 0));
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       uint4(&a)[2] = w[i];
-      if (!there(i)) a[0] = a[1] = x[i] = {};
+      if (!in_bounds(i)) a[0] = a[1] = x[i] = {};
       multiply_add_matrices<Element>(sums, {a[0].x, a[1].x, a[0].y, a[1].y}, x[i].x, x[i].y);
       multiply_add_matrices<Element>(sums, {a[0].z, a[1].z, a[0].w, a[1].w}, x[i].z, x[i].w);
     }
@@ -164,7 +164,7 @@ class WarpSum {
   const Element* w_[2];
 };
 
-// Whether the range contains an unpadded row. Called by a whole warp.
+// Whether the range contains a row that is not padding. Called by a whole warp.
 __device__ __forceinline__ bool has_rows(const Product& p, const UnitRows& rows) {
   if (rows.expert == kNoExpert || !p.has_padding) return rows.expert != kNoExpert;
   const int32_t row = min(rows.begin + lane_index() % kRows, rows.end - 1);
@@ -174,7 +174,7 @@ __device__ __forceinline__ bool has_rows(const Product& p, const UnitRows& rows)
 // Epilogue: (expert, row, column, slot, sum of part 0, sum of part 1). slot is -1 for padding and for rows after the
 // groups.
 template <class Element, int kWarps, class Epilogue>
-__global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWarps * kWarp))
+__global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp))
     few_rows_product(const __grid_constant__ Product p, const __grid_constant__ Epilogue epilogue) {
   static_assert(kWarps * kWarp >= kRows * kColumns, "one thread adds up the sums of one result");
   float4(*const sums)[kWarp] = &dynamic_shared_memory<float4[kWarp]>();
@@ -189,18 +189,18 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWa
 #pragma unroll 1
   for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += static_cast<int32_t>(gridDim.x)) {
     const UnitRows rows = list[unit / p.slices];
-    const int32_t column = unit % p.slices * p.columns.of_unit();
+    const int32_t column = unit % p.slices * p.columns.unit_columns();
     // This thread's result: adjacent threads have adjacent columns.
     const int own = static_cast<int>(threadIdx.x) % kColumns;
-    const int of_unit = static_cast<int>(threadIdx.x) / kColumns;
-    const int32_t row = rows.begin + of_unit;
-    const bool writes = of_unit < kRows && row < rows.end;
+    const int unit_row = static_cast<int>(threadIdx.x) / kColumns;
+    const int32_t row = rows.begin + unit_row;
+    const bool writes = unit_row < kRows && row < rows.end;
     const bool sums_up = has_rows(p, rows);
     const int32_t slot = writes && sums_up ? p.map.slot_of(row) : -1;
     if (sums_up) {
-      float of_warp[4] = {};
-      WarpSum<Element>(p, rows, column).run(begin, end, of_warp);
-      sums[warp_index()][lane_index()] = {of_warp[0], of_warp[1], of_warp[2], of_warp[3]};
+      float warp_sums[4] = {};
+      WarpSum<Element>(p, rows, column).run(begin, end, warp_sums);
+      sums[warp_index()][lane_index()] = {warp_sums[0], warp_sums[1], warp_sums[2], warp_sums[3]};
     }
     __syncthreads();
     if (writes) {
@@ -208,16 +208,16 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWa
       if (sums_up) {
 #pragma unroll
         for (int warp = 0; warp < kWarps; ++warp) {
-          const auto* const of_lane = reinterpret_cast<const float*>(&sums[warp][own * 4 + of_unit / 2]);
-          parts[0] += of_lane[of_unit % 2];
-          parts[1] += of_lane[2 + of_unit % 2];
+          const auto* const lane_sums = reinterpret_cast<const float*>(&sums[warp][own * 4 + unit_row / 2]);
+          parts[0] += lane_sums[unit_row % 2];
+          parts[1] += lane_sums[2 + unit_row % 2];
         }
       }
 #pragma unroll 1
       for (int part = 0; part < (p.columns.in_parts ? 1 : 2); ++part) {
-        const int32_t of_result = column + part * kColumns + own;
-        if (of_result >= p.columns.columns) break;
-        epilogue(rows.expert, row, of_result, slot, part == 0 ? parts[0] : parts[1], parts[1]);
+        const int32_t result_column = column + part * kColumns + own;
+        if (result_column >= p.columns.columns) break;
+        epilogue(rows.expert, row, result_column, slot, part == 0 ? parts[0] : parts[1], parts[1]);
       }
     }
     __syncthreads();
@@ -228,10 +228,10 @@ template <class Element, int kWarps, class Epilogue>
 ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, int multiprocessors,
                          cudaStream_t stream) {
   constexpr int kThreads = kWarps * kWarp;
-  constexpr int kBlocks = kThreadsOfMultiprocessor / kThreads;  // resident per SM
-  const int64_t lists = most_unit_rows(p.groups.R, p.groups.E);
+  constexpr int kBlocks = kThreadsPerSm / kThreads;  // resident per SM
+  const int64_t lists = max_unit_rows(p.groups.R, p.groups.E);
   p.has_padding = p.groups.R > p.map.num_slots && p.map.by_slot;
-  p.slices = (p.columns.columns + p.columns.of_unit() - 1) / p.columns.of_unit();
+  p.slices = (p.columns.columns + p.columns.unit_columns() - 1) / p.columns.unit_columns();
   const size_t shared = sizeof(float4) * kThreads + sizeof(UnitRows) * static_cast<size_t>(lists);
   return launch(
       name, few_rows_product<Element, kWarps, Epilogue>,
@@ -244,11 +244,11 @@ template <class Epilogue>
 ab_status launch_product(const char* name, int32_t dtype, const Product& p, const Epilogue& epilogue,
                          int multiprocessors, cudaStream_t stream) {
   constexpr int32_t kLong = 12 << 10;
-  constexpr int32_t kMiddling = 7 << 9;
+  constexpr int32_t kMedium = 7 << 9;
   const auto with_element = [&]<class Element>() {
-    const auto kernel = p.k >= kLong       ? launch_product<Element, 16, Epilogue>
-                        : p.k >= kMiddling ? launch_product<Element, 8, Epilogue>
-                                           : launch_product<Element, 4, Epilogue>;
+    const auto kernel = p.k >= kLong     ? launch_product<Element, 16, Epilogue>
+                        : p.k >= kMedium ? launch_product<Element, 8, Epilogue>
+                                         : launch_product<Element, 4, Epilogue>;
     return kernel(name, p, epilogue, multiprocessors, stream);
   };
   return dtype == AB_BFLOAT16 ? with_element.template operator()<BFloat16>()

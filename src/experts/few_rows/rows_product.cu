@@ -34,7 +34,7 @@ ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t st
   product.columns.columns = static_cast<int32_t>(p.N);
   product.k = static_cast<int32_t>(p.D);
   product.skips_rest = p.skips_rest;
-  return launch_product("grouped product", p.dtype, product, WriteRows{p}, multiprocessors, stream);
+  return launch_product("grouped GEMM", p.dtype, product, WriteRows{p}, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::few_rows

@@ -43,7 +43,7 @@ ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
   product.columns = {static_cast<int32_t>(s.F), s.P == 2, s.P == 2 && s.layout.interleaved, static_cast<int32_t>(s.F)};
   product.k = static_cast<int32_t>(s.D);
   product.skips_rest = up.skips_rest;
-  return launch_product("up product", up.x.dtype, product, WriteUp{up}, multiprocessors, stream);
+  return launch_product("up GEMM", up.x.dtype, product, WriteUp{up}, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::few_rows

@@ -26,11 +26,11 @@ struct Fp8Output {
 struct Fp8Weights {
   const void* values = nullptr;  // [E, P, columns, K], or [E, columns, K]
   const float* scales = nullptr;
-  int64_t count = 0;       // number of scales, from `scales` on
-  int64_t of_expert = 0;   // from one expert to the next
-  int64_t of_k = 0;        // from 128 k to the next
-  int64_t of_columns = 0;  // from 128 columns to the next
-  int64_t of_part = 0;     // from gate to up
+  int64_t count = 0;          // number of scales, from `scales` on
+  int64_t expert_stride = 0;  // from one expert to the next
+  int64_t k_stride = 0;       // from 128 k to the next
+  int64_t column_stride = 0;  // from 128 columns to the next
+  int64_t part_stride = 0;    // from gate to up
 };
 
 // Phases with FP8 operands and results, in addition to the fields of their 16-bit forms. `a` is written in e4m3 only.

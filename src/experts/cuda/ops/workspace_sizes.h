@@ -79,15 +79,15 @@ struct SegmentBounds {
 inline SegmentBounds bound_segments(int64_t R, int64_t E, int64_t D, int64_t N) {
   constexpr double kMultiprocessors = 132;  // SMs; a constant, so that results do not depend on the device
   constexpr double kTile = 128 * 256;
-  constexpr double kSegments = 4;  // per SM
-  constexpr int64_t kLeast = 512;  // rows; shorter segments cost more than they gain
+  constexpr double kSegments = 4;    // per SM
+  constexpr int64_t kMinRows = 512;  // rows; shorter segments cost more than they gain
   const auto whole_k_blocks = [](int64_t rows) { return (rows + 63) / 64 * 64; };
   const double share = static_cast<double>(D) * static_cast<double>(N) / (kTile * kMultiprocessors * kSegments);
   SegmentBounds bounds{};
   bounds.rows = whole_k_blocks(std::max<int64_t>(R, 1));
   if (share < 1) {
     const auto rows = static_cast<int64_t>(static_cast<double>(R) * share) + 1;
-    bounds.rows = std::min(bounds.rows, whole_k_blocks(std::max(rows, kLeast)));
+    bounds.rows = std::min(bounds.rows, whole_k_blocks(std::max(rows, kMinRows)));
   }
   // A group of r > `rows` rows has at most r / rows + 1 segments, fewer than 2 r / rows.
   bounds.partials = bounds.rows < R ? 2 * R / bounds.rows : 0;

@@ -14,7 +14,7 @@ namespace {
 
 static_assert(kBlockK == 64, "segments must be whole k-blocks");
 
-constexpr int kMostThreads = 1024;
+constexpr int kMaxThreads = 1024;
 constexpr int kLengths = kWarp;  // length classes of segments, longest first
 
 template <class T>
@@ -65,7 +65,7 @@ __device__ int64_t for_each_group(const Groups& groups, int32_t most, const Visi
 }
 
 // Runs in one CTA. Counts the segments of each length class, then assigns every group its positions in the list.
-__global__ void __launch_bounds__(kMostThreads) list_segments(Groups groups, int32_t most, SegmentList list) {
+__global__ void __launch_bounds__(kMaxThreads) list_segments(Groups groups, int32_t most, SegmentList list) {
   __shared__ int32_t places[kLengths];  // number of segments per class, then the next free position
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -157,7 +157,7 @@ SegmentList place_segments(const SegmentBounds& bounds, void* workspace) {
 
 ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const SegmentList& list,
                         cudaStream_t stream) {
-  const int threads = std::min(round_up(std::max(groups.E, 1), kWarp), kMostThreads);
+  const int threads = std::min(round_up(std::max(groups.E, 1), kWarp), kMaxThreads);
   return launch("segments", list_segments, {1, threads, 0, stream, true}, groups, static_cast<int32_t>(bounds.rows),
                 list);
 }
@@ -168,8 +168,8 @@ ab_status add_partials(const SegmentList& list, int64_t elements, void* out, int
   constexpr int kVector = 8;
   const bool in_vectors = address(out) % kAccessBytes == 0 && elements % kVector == 0;
   return with_float_type(dtype, [&]<class Out>(Out) {
-    return launch("partial results", in_vectors ? sum_partials<Out, kVector> : sum_partials<Out, 1>, shape, list,
-                  elements, static_cast<Out*>(out), accumulates);
+    return launch("partial sums", in_vectors ? sum_partials<Out, kVector> : sum_partials<Out, 1>, shape, list, elements,
+                  static_cast<Out*>(out), accumulates);
   });
 }
 

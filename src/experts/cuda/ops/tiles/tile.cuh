@@ -33,15 +33,15 @@ __device__ int32_t first_of(const Tile& tile) {
 }
 
 // Position of the index-th of row_tiles x column_tiles tiles, in tiles. Tiles are ordered in bands of at most
-// kMostInBand tile rows, and by column within a band: concurrent CTAs share few rows and few columns, which fit in L2.
+// kMaxBandTiles tile rows, and by column within a band: concurrent CTAs share few rows and few columns, which fit in L2.
 struct TilePlace {
   int32_t row;
   int32_t column;
 };
 constexpr int kBandTiles = 16;
-template <int kMostInBand = kBandTiles>
+template <int kMaxBandTiles = kBandTiles>
 __device__ __forceinline__ TilePlace place_of(int32_t index, int32_t row_tiles, int32_t column_tiles) {
-  const int32_t bands = (row_tiles + kMostInBand - 1) / kMostInBand;
+  const int32_t bands = (row_tiles + kMaxBandTiles - 1) / kMaxBandTiles;
   const int32_t band_rows = (row_tiles + bands - 1) / bands;
   const int32_t band = index / (band_rows * column_tiles);
   const int32_t in_band = index - band * band_rows * column_tiles;

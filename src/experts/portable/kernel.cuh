@@ -73,10 +73,10 @@ struct alignas(256) SharedMemory {
 // Shared memory that a CTA takes of its SM.
 template <class Shape>
 constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<Shape>)) + (1 << 10);
-constexpr int kLeastSharedBytes = 100 << 10;  // smallest capacity of an SM
-static_assert(2 * kSharedBytes<LargeTile> <= kLeastSharedBytes, "two CTAs fit an SM with 100 KiB");
-static_assert(kSharedBytes<SplitTile> <= kLeastSharedBytes, "one CTA fits an SM with 100 KiB");
-static_assert(2 * kSharedBytes<SmallTile> <= kLeastSharedBytes, "two CTAs fit an SM with 100 KiB");
+constexpr int kMinSmSharedBytes = 100 << 10;  // smallest capacity of an SM
+static_assert(2 * kSharedBytes<LargeTile> <= kMinSmSharedBytes, "two CTAs fit an SM with 100 KiB");
+static_assert(kSharedBytes<SplitTile> <= kMinSmSharedBytes, "one CTA fits an SM with 100 KiB");
+static_assert(2 * kSharedBytes<SmallTile> <= kMinSmSharedBytes, "two CTAs fit an SM with 100 KiB");
 
 template <class P>
 class GroupedProduct {

@@ -188,12 +188,12 @@ class CopyByMn {
   template <int kBytes>
   __device__ __forceinline__ void copy(uint32_t to, int32_t k) {
     const int32_t row = k + Plan::row(thread(), 0);
-    bool is_there = row < end_k_;
+    bool in_bounds = row < end_k_;
     int64_t offset = offset_;
     if constexpr (kMayGather) {
       if (operand_.gathered) {
         const int32_t slot = operand_.map.checked(slot_);
-        is_there = slot >= 0;
+        in_bounds = slot >= 0;
         offset = operand_.map.source_of(max(slot, 0)) * operand_.rows.row_bytes;
         find(k + kDepth<Element>);  // the load completes by the next k-block
       }
@@ -205,7 +205,7 @@ class CopyByMn {
       // Bytes of this thread's half that earlier passes copied.
       const int before = pass % kHalf * Plan::kChunkStep * kChunkBytes;
       copy_chunk<kBytes>(to + Place::chunk(Plan::row(thread(), 0), Plan::chunk(thread(), pass)),
-                         from_[half] + offset + before, is_there ? left_[half] - before : 0);
+                         from_[half] + offset + before, in_bounds ? left_[half] - before : 0);
     }
   }
 

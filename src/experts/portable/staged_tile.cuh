@@ -69,15 +69,15 @@ __device__ __forceinline__ void load_staged(uint32_t place, int column, Neighbou
 // Loads the first `count` elements and fills up with zeros. aligned: use 16-byte loads if all elements are in bounds.
 template <class T, int kEach>
 __device__ __forceinline__ void load_row(const T* from, int count, bool aligned, Neighbours<kEach>& values) {
-  constexpr int kOfVector = kAccessBytes / static_cast<int>(sizeof(T));
-  static_assert(kEach % kOfVector == 0, "a thread stores whole vectors");
+  constexpr int kVectorElements = kAccessBytes / static_cast<int>(sizeof(T));
+  static_assert(kEach % kVectorElements == 0, "a thread stores whole vectors");
   if (aligned && count >= kEach) {
 #pragma unroll
-    for (int i = 0; i < kEach; i += kOfVector) {
-      Vector<T, kOfVector> vector;
+    for (int i = 0; i < kEach; i += kVectorElements) {
+      Vector<T, kVectorElements> vector;
       vector.load(from + i);
 #pragma unroll
-      for (int j = 0; j < kOfVector; ++j) values[i + j] = vector[j];
+      for (int j = 0; j < kVectorElements; ++j) values[i + j] = vector[j];
     }
   } else {
 #pragma unroll
@@ -86,15 +86,16 @@ __device__ __forceinline__ void load_row(const T* from, int count, bool aligned,
 }
 template <class T, int kEach>
 __device__ __forceinline__ void store_row(const Neighbours<kEach>& values, T* to, int count, bool aligned) {
-  constexpr int kOfVector = kAccessBytes / static_cast<int>(sizeof(T));
-  static_assert(kEach % kOfVector == 0, "a thread stores whole vectors");
+  constexpr int kVectorElements = kAccessBytes / static_cast<int>(sizeof(T));
+  static_assert(kEach % kVectorElements == 0, "a thread stores whole vectors");
   if (aligned && count >= kEach) {
 #pragma unroll
-    for (int i = 0; i < kEach; i += kOfVector) {
-      float some[kOfVector];
+    for (int i = 0; i < kEach; i += kVectorElements) {
+      float some[kVectorElements];
 #pragma unroll
-      for (int j = 0; j < kOfVector; ++j) some[j] = values[i + j];
-      *reinterpret_cast<typename Vector<T, kOfVector>::Bytes*>(to + i) = Vector<T, kOfVector>::from(some).bytes;
+      for (int j = 0; j < kVectorElements; ++j) some[j] = values[i + j];
+      *reinterpret_cast<typename Vector<T, kVectorElements>::Bytes*>(to + i) =
+          Vector<T, kVectorElements>::from(some).bytes;
     }
   } else {
 #pragma unroll

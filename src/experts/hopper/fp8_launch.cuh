@@ -37,19 +37,19 @@ inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const Fp
 inline WeightScales scales_of(const Fp8Weights& w, bool gated) {
   WeightScales scales;
   scales.scales = w.scales;
-  scales.of_expert = static_cast<uint32_t>(w.of_expert);
-  scales.of_k = static_cast<uint32_t>(w.of_k);
-  scales.of_columns = static_cast<uint32_t>(w.of_columns);
-  scales.of_half = static_cast<uint32_t>(gated ? w.of_part : w.of_columns);
+  scales.expert_stride = static_cast<uint32_t>(w.expert_stride);
+  scales.k_stride = static_cast<uint32_t>(w.k_stride);
+  scales.column_stride = static_cast<uint32_t>(w.column_stride);
+  scales.half_stride = static_cast<uint32_t>(gated ? w.part_stride : w.column_stride);
   scales.last = static_cast<uint32_t>(w.count - 1);
   return scales;
 }
 
-// Tensor map of the weights with `count` columns from `column` on, in E matrices of `of_expert` columns each.
+// Tensor map of the weights with `count` columns from `column` on, in E matrices of `expert_columns` columns each.
 inline ab_status make_fp8_weights_map(const char* name, const Fp8Weights& w, int64_t E, int64_t column, int64_t count,
-                                      int64_t of_expert, int64_t k, int box_columns, CUtensorMap* map) {
+                                      int64_t expert_columns, int64_t k, int box_columns, CUtensorMap* map) {
   return make_matrices_map(name, static_cast<const char*>(w.values) + column * k, kPairDtype, E, count, k / 2, kPanel,
-                           box_columns, map, k / 2, of_expert);
+                           box_columns, map, k / 2, expert_columns);
 }
 
 template <class P>

@@ -8,13 +8,13 @@ namespace anabranch::cuda::hopper {
 namespace {
 
 // Kernels index scales in uint32.
-constexpr int64_t kMostScales = int64_t{1} << 32;
-constexpr const char* kNotRowsOf16Bit = "rows have 32 bits, which may be bfloat16 or float16";
-constexpr const char* kNotCountedScales = "more scales than 2^32";
+constexpr int64_t kScaleLimit = int64_t{1} << 32;
+constexpr const char* kNotRowsOf16Bit = "rows are float32, not bfloat16 or float16";
+constexpr const char* kNotCountedScales = "there are 2^32 or more scales";
 
 // Checks both operands. rows: the number of rows, of k elements each.
 const char* why_not_operands(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t k) {
-  if (rows * (k / kScaleBlock) >= kMostScales || w.count >= kMostScales) return kNotCountedScales;
+  if (rows * (k / kScaleBlock) >= kScaleLimit || w.count >= kScaleLimit) return kNotCountedScales;
   const bool fit = fits_tensor_map(x.values, kPairDtype, k / 2) && fits_tensor_map(w.values, kPairDtype, k / 2);
   return fit ? nullptr : kNotChunks;
 }
@@ -44,7 +44,7 @@ const char* why_not(const Fp8HiddenGradient& g) {
 
 const char* why_not(const Fp8RowsProduct& p) {
   if (!is_16_bit(p.dtype)) return kNotRowsOf16Bit;
-  if (!are_counted({p.R, p.E, p.D, p.N}) || !tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns)) return kNotCounted;
+  if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, kMinTileColumns)) return kNotCounted;
   const bool fit = fits_tensor_map(p.y, p.dtype, p.N) && (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N));
   return fit ? why_not_operands(p.x8, p.R, p.w8, p.D) : kNotChunks;
 }
@@ -63,9 +63,9 @@ ab_status launch_gemm(const Fp8HiddenGradient& g, int multiprocessors, cudaStrea
 
 // The bias is added in the epilogue, together with row weights.
 ab_status launch_gemm(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  const bool plain = p.weights.data == nullptr && p.bias == nullptr;
-  return (plain ? launch_fp8_rows_product<RowsEpilogue>
-                : launch_fp8_rows_product<ScaleBiasEpilogue>)(p, multiprocessors, stream);
+  const bool unweighted = p.weights.data == nullptr && p.bias == nullptr;
+  return (unweighted ? launch_fp8_rows_product<RowsEpilogue>
+                     : launch_fp8_rows_product<ScaleBiasEpilogue>)(p, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

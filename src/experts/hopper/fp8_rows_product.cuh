@@ -21,8 +21,8 @@ ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, 
   if constexpr (std::is_same_v<Epilogue, ScaleBiasEpilogue<Element>>) {
     product.epilogue.bias = static_cast<const Element*>(p.bias);
   }
-  return launch_fp8_product("grouped product", &product, p.group_sizes, p.R, p.E, p.D,
-                            ceil_div(p.N, Fp8Shape::kColumns), p.skips_rest, multiprocessors, stream);
+  return launch_fp8_product("grouped GEMM", &product, p.group_sizes, p.R, p.E, p.D, ceil_div(p.N, Fp8Shape::kColumns),
+                            p.skips_rest, multiprocessors, stream);
 }
 
 template <template <class> class Epilogue>

@@ -23,7 +23,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
 
   __device__ void prefetch_maps() const {
     prefetch_map(this->a);
-    if (!this->keeps_h) return;
+    if (!this->writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : this->h) prefetch_map(map);
   }
@@ -31,7 +31,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
   // Computes `a` in place of the accumulators, because no other registers are free.
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, float (&acc)[Shape::kColumns / 2],
-                        NothingPrefetched) const {
+                        EmptyPrefetch) const {
     if (tile.row + row >= tile.end_row) return;
     constexpr int kWidth = Shape::kColumns / kParts;
     const RowPair rows(this->weights, tile, row);
@@ -61,7 +61,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     constexpr int kWidth = Shape::kColumns / kParts;
     writer.write_zeros<kWidth / 2>(Pairs{this->a, this->columns / 2}, in_pairs(tile), row);
     for (int block = 0; block < kWidth; block += kScaleBlock) write_scales(tile, row, block, {1.0f, 1.0f});
-    if (!this->keeps_h) return;
+    if (!this->writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : this->h) {
       writer.write_zeros<kWidth>(HiddenRows{map, this->columns}, tile, row);
@@ -97,7 +97,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     }
   }
 
-  // All ones for unpadded rows, 0 for padding rows.
+  // 0 for padding rows, all ones for others.
   static __device__ __forceinline__ uint32_t mask_of(const RowPair& rows, int half) {
     return rows.real[half] ? 0xffffffffu : 0u;
   }
@@ -105,7 +105,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
   // Writes a subtile of h if it is requested.
   __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                const float* const (&hidden)[kParts], const RowPair& rows) const {
-    if (!this->keeps_h) return;
+    if (!this->writes_h) return;
     if constexpr (kInterleaved) {
       constexpr int kColumns = kSubtileColumns<float>;
 #pragma unroll
@@ -133,20 +133,20 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
 
   template <int kWidth>
   __device__ __forceinline__ void add_bias(const Tile& tile, float (&acc)[kParts * kWidth / 2]) const {
-    const int64_t of_expert = int64_t{tile.expert} * kParts * this->columns;
+    const int64_t expert_offset = int64_t{tile.expert} * kParts * this->columns;
 #pragma unroll
     for (int i = 0; i < kWidth / 2; i += 4) {
       const int32_t column = tile.column + i * 2 + lane_index() % 4 * 2;
       if (column >= this->columns) continue;
       uint32_t words[kParts];  // bias of the lane's two columns
       if constexpr (kInterleaved) {
-        const auto both = *reinterpret_cast<const uint2*>(bias + of_expert + 2 * column);
+        const auto both = *reinterpret_cast<const uint2*>(bias + expert_offset + 2 * column);
         words[0] = __byte_perm(both.x, both.y, 0x5410);
         words[1] = __byte_perm(both.x, both.y, 0x7632);
       } else {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          words[part] = *reinterpret_cast<const uint32_t*>(bias + of_expert + part * this->columns + column);
+          words[part] = *reinterpret_cast<const uint32_t*>(bias + expert_offset + part * this->columns + column);
         }
       }
 #pragma unroll
@@ -166,15 +166,15 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     uint32_t largest[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kScaleBlock / 2; ++i) {
-      uint32_t& of_row = largest[i / 2 % 2];
-      of_row = max(of_row, magnitude_bits(a[i]));
+      uint32_t& row_largest = largest[i / 2 % 2];
+      row_largest = max(row_largest, magnitude_bits(a[i]));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t& of_row = largest[i];
-      of_row &= mask_of(rows, i);
-      of_row = max(of_row, __shfl_xor_sync(kAllLanes, of_row, 1));
-      of_row = max(of_row, __shfl_xor_sync(kAllLanes, of_row, 2));
+      uint32_t& row_largest = largest[i];
+      row_largest &= mask_of(rows, i);
+      row_largest = max(row_largest, __shfl_xor_sync(kAllLanes, row_largest, 1));
+      row_largest = max(row_largest, __shfl_xor_sync(kAllLanes, row_largest, 2));
     }
     const Fp8Scaler scaler[2] = {{largest[0], power_of_two}, {largest[1], power_of_two}};
     write_scales(tile, row, column, {scaler[0].scale(), scaler[1].scale()});
@@ -184,8 +184,9 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
 #pragma unroll
     for (int i = 0; i < kScaleBlock / 8; ++i) {
       const int first = i / 2 * 8 + i % 2 * 2;
-      const Fp8Scaler& of_row = scaler[i % 2];
-      const uint32_t pairs = of_row.pack(a[first], a[first + 1]) | of_row.pack(a[first + 4], a[first + 5]) << 16;
+      const Fp8Scaler& row_scaler = scaler[i % 2];
+      const uint32_t pairs = row_scaler.pack(a[first], a[first + 1]) | row_scaler.pack(a[first + 4], a[first + 5])
+                                                                           << 16;
       words[i] = gather_pair(pairs & mask_of(rows, i % 2));
     }
     writer.write_packed_subtile(Pairs{this->a, this->columns / 2}, in_pairs(tile), row, column / 2, words);

@@ -28,14 +28,14 @@ struct GatherSource {
   // Returns the first chunk of the row of an assignment.
   __device__ uint32_t place_of(int32_t slot) const {
     const int32_t row = slots_per_row.quotient(slot);
-    const bool there = slot >= 0 && row < source_rows;
-    return there ? static_cast<uint32_t>(row) * static_cast<uint32_t>(row_chunks) : kNowhere;
+    const bool in_bounds = slot >= 0 && row < source_rows;
+    return in_bounds ? static_cast<uint32_t>(row) * static_cast<uint32_t>(row_chunks) : kNowhere;
   }
 
   // Copies a chunk of the row at `place`, or writes zeros without reading if it is out of bounds. from: the same chunk
   // of row 0.
-  static __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, uint32_t place, bool there) {
-    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, there && place != kNowhere);
+  static __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, uint32_t place, bool in_bounds) {
+    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, in_bounds && place != kNowhere);
   }
 };
 
@@ -62,14 +62,14 @@ class RowGather {
 
   __device__ void copy(uint32_t to, const Tile& tile, int k_block) const {
     const int32_t source_chunk = (tile.k + k_block * kBlockK) / 8 + chunk_;
-    const bool there = source_chunk < from_.row_chunks;
+    const bool in_bounds = source_chunk < from_.row_chunks;
     const char* from = from_.source + int64_t{source_chunk} * 16;
     // Four rows further down, the swizzle flips one bit of the chunk index.
     const uint32_t firsts[] = {to + first_, to + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       GatherSource::copy_chunk(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i],
-                               there);
+                               in_bounds);
     }
   }
 

@@ -49,13 +49,13 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
   product.tiles = {groups_of(g.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, Shape::kColumns)), g.skips_rest};
   const int64_t tiles = most_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
-  return launch_product("hidden gradient", product, tiles, multiprocessors, stream);
+  return launch_product("intermediate gradient", product, tiles, multiprocessors, stream);
 }
 
 // Layouts other than the default one have gathering kernels only; these read ungathered rows through the identity map.
 template <HiddenColumns kHidden, Major kMajor>
 ab_status launch_hidden_gradient(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  constexpr bool kIsOurs = kHidden != HiddenColumns::interleaved && kMajor == Major::k;
+  constexpr bool kIsDefaultLayout = kHidden != HiddenColumns::interleaved && kMajor == Major::k;
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
                ? launch_hidden_gradient<InPairs<Tile128x256>, Element, OperandA, kHidden, kMajor>(g, multiprocessors,
@@ -64,7 +64,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, TileChoice tile, int m
                                                                                                   stream);
   };
   const auto with_element = [&]<class Element>(Element) {
-    if constexpr (kIsOurs) {
+    if constexpr (kIsDefaultLayout) {
       if (!g.map.by_slot) return with_operand.template operator()<RowOperand, Element>();
     }
     return with_operand.template operator()<GatheredRowOperand, Element>();

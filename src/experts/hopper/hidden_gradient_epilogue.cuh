@@ -24,7 +24,7 @@
 namespace anabranch::cuda::hopper {
 
 // kShuffled: W_out is loaded in shuffled column order. Quantizer: quantises dh if FP8 gradients are requested.
-template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer = QuantizesNothing>
+template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer = NoQuantizer>
 struct HiddenGradientEpilogue {
   static constexpr int kParts = parts_of(kHidden);
   static constexpr bool kInterleaved = kHidden == HiddenColumns::interleaved;
@@ -42,7 +42,7 @@ struct HiddenGradientEpilogue {
   template <class Shape>
   static constexpr bool kTakesRegisters = !kShuffled;
   static constexpr bool kTakesPosition = !kShuffled;
-  static constexpr bool kKeeps = false;
+  static constexpr bool kDefersStores = false;
 
   __device__ void prefetch_maps() const {}
 
@@ -98,11 +98,11 @@ struct HiddenGradientEpilogue {
 #pragma unroll 1
     for (int column = 0; column < Shape::kColumns; column += kBlock) {
       for (int half = 0; half < 2; ++half) {
-        const bool there = places.reach(half, column);
+        const bool in_bounds = places.reach(half, column);
         for (int chunk = 0; chunk < kParts; ++chunk) {
-          Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h(half, chunk, column));
+          Eight::from(kZeros).store_if(in_bounds && dh != nullptr, dh + places.h_offset(half, chunk, column));
         }
-        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a(half, column));
+        Eight::from(kZeros).store_if(in_bounds && weighted_a != nullptr, weighted_a + places.a_offset(half, column));
       }
     }
     if constexpr (kQuantizes) {
@@ -119,7 +119,7 @@ struct HiddenGradientEpilogue {
  private:
   using Eight = Vector<Element, 8>;
 
-  static constexpr bool kQuantizes = !std::is_same_v<Quantizer, QuantizesNothing>;
+  static constexpr bool kQuantizes = !std::is_same_v<Quantizer, NoQuantizer>;
   static constexpr int kScaled = 128;  // columns that share a scale
 
   static constexpr int kBlock = 32;  // 8 columns per lane
@@ -159,10 +159,10 @@ struct HiddenGradientEpilogue {
     __device__ bool reach(int half, int after) const { return after < columns_left[half]; }
 
     // Element offsets in [R, F] and in h.
-    __device__ int64_t of_a(int half, int after) const {
+    __device__ int64_t a_offset(int half, int after) const {
       return first + half * 8 * int64_t{out.columns} + column + after;
     }
-    __device__ int64_t of_h(int half, int chunk, int after) const {
+    __device__ int64_t h_offset(int half, int chunk, int after) const {
       const int64_t row = kParts * (first + half * 8 * int64_t{out.columns});
       if constexpr (kInterleaved) return row + 2 * (column + after) + chunk * 8;
       return row + chunk * int64_t{out.columns} + column + after;
@@ -192,11 +192,11 @@ struct HiddenGradientEpilogue {
   __device__ __forceinline__ void read(const SubtileWriter& writer, const Places& places, int block) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool there = places.reach(half, block * kBlock);
+      const bool in_bounds = places.reach(half, block * kBlock);
 #pragma unroll
       for (int chunk = 0; chunk < kParts; ++chunk) {
-        const Element* from = h + (there ? places.of_h(half, chunk, block * kBlock) : 0);
-        copy_async_16(chunk_of(writer, block, half, chunk), from, there);
+        const Element* from = h + (in_bounds ? places.h_offset(half, chunk, block * kBlock) : 0);
+        copy_async_16(chunk_of(writer, block, half, chunk), from, in_bounds);
       }
     }
     end_copy_group();
@@ -228,7 +228,7 @@ struct HiddenGradientEpilogue {
       float da[kBlock / 2];
 #pragma unroll
       for (int i = 0; i < kBlock / 2; ++i) da[i] = acc[block * kBlock / 2 + i];
-      if constexpr (!kShuffled) take_neighbours(da);
+      if constexpr (!kShuffled) transpose_quad(da);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (places.reach(half, block * kBlock)) {
@@ -249,7 +249,7 @@ struct HiddenGradientEpilogue {
   // Computes and stores 8 columns of a row. acc: 4 pairs of adjacent columns, at a stride of 4.
   template <Formula kFormula>
   __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
-                                              const Hidden& now, const RowPair& rows, float& dot, float* kept) const {
+                                              const Hidden& now, const RowPair& rows, float& dot, float* saved) const {
     const float weight = rows.weight[half];
     uint32_t in[2 + kParts][kPairs];   // da' of the first and of the second column of each pair, then h
     uint32_t out[kParts + 1][kPairs];  // dh, w a
@@ -261,13 +261,15 @@ struct HiddenGradientEpilogue {
       for (int i = 0; i < kParts; ++i) in[2 + i][pair] = now.word(half, i, pair);
     }
     for_column_pairs<kFormula == Formula::any>(
-        in, out, [&](const uint32_t (&of)[2 + kParts], uint32_t (&result)[kParts + 1]) {
+        in, out, [&](const uint32_t (&words)[2 + kParts], uint32_t (&result)[kParts + 1]) {
           Differentiated at[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const float gate = kInterleaved ? half_of(of[2 + i], 0) : half_of(of[2], i);
-            const float up = kInterleaved ? half_of(of[2 + i], 1) : kParts == 2 ? half_of(of[1 + kParts], i) : 1.0f;
-            at[i] = differentiate<kFormula>(float_from_bits(of[i]), weight, gate, up, dot);
+            const float gate = kInterleaved ? half_of(words[2 + i], 0) : half_of(words[2], i);
+            const float up = kInterleaved  ? half_of(words[2 + i], 1)
+                             : kParts == 2 ? half_of(words[1 + kParts], i)
+                                           : 1.0f;
+            at[i] = differentiate<kFormula>(float_from_bits(words[i]), weight, gate, up, dot);
           }
           if constexpr (kInterleaved) {
 #pragma unroll
@@ -278,7 +280,7 @@ struct HiddenGradientEpilogue {
           }
           result[kParts] = pack<Element>(at[0].weighted_a, at[1].weighted_a);
         });
-    quantizer.keep(kept, half, rows.real[half], [&](int part, int i) {
+    quantizer.save(saved, half, rows.real[half], [&](int part, int i) {
       if constexpr (!kInterleaved) return out[part][i];
       return __byte_perm(out[0][i], out[1][i], part == 0 ? 0x5410 : 0x7632);
     });
@@ -287,11 +289,13 @@ struct HiddenGradientEpilogue {
       uint32_t words[kPairs];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) words[i] = kInterleaved ? out[i % 2][chunk * 2 + i / 2] : out[chunk][i];
-      Eight::of_words(words).or_zeros(rows.real[half]).store_if(dh != nullptr, dh + places.of_h(half, chunk, column));
+      Eight::of_words(words)
+          .or_zeros(rows.real[half])
+          .store_if(dh != nullptr, dh + places.h_offset(half, chunk, column));
     }
     Eight::of_words(out[kParts])
         .or_zeros(rows.real[half])
-        .store_if(weighted_a != nullptr, weighted_a + places.of_a(half, column));
+        .store_if(weighted_a != nullptr, weighted_a + places.a_offset(half, column));
   }
 
   static __device__ __forceinline__ float half_of(uint32_t word, int i) {

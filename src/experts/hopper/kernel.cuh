@@ -25,9 +25,9 @@ namespace anabranch::cuda::hopper {
 //                                                     what depends on the loads of begin_prefetch()
 //   write(writer, tile, row, panel, acc, prefetched)  once per panel, with the result of begin_prefetch()
 //   write_zeros(writer, tile, row)                    instead of write(), for tiles without k-blocks
-// Epilogues with 16-bit results and kKeeps support deferred stores. Instead of write(), the warp calls
-//   keep(late, tile, row, acc)                        to pack the results (LateSubtiles)
-//   write_kept(writer, tile, row, column, words)      once per subtile during the next tile's main loop;
+// Epilogues with 16-bit results and kDefersStores support deferred stores. Instead of write(), the warp calls
+//   defer(late, tile, row, acc)                       to pack the results (LateSubtiles)
+//   write_deferred(writer, tile, row, column, words)  once per subtile during the next tile's main loop;
 //                                                     ignores columns out of bounds
 template <class Shape_, class Element_, class OperandA_, class OperandB_, class Tiles_, class Scheduler_,
           class Epilogue_>
@@ -63,7 +63,7 @@ class GroupedProduct {
   static constexpr bool kGathers = OperandA::kGathered || OperandB::kGathered;
   static constexpr int kGatherers = kGathers ? 4 : 0;  // warps
   // Ping-pong already overlaps stores with MMA, and the FP8 main loop has no registers left for deferred stores.
-  static constexpr bool kKeeps = P::Epilogue::kKeeps && Shape::kTilesInFlight == 1 && !OperandA::kScaled;
+  static constexpr bool kDefersStores = P::Epilogue::kDefersStores && Shape::kTilesInFlight == 1 && !OperandA::kScaled;
 
  public:
   __device__ GroupedProduct(const P& product, SharedMemory<Shape>& shared) : p_(product), shared_(shared) {}
@@ -119,28 +119,28 @@ class GroupedProduct {
     let_next_kernel_start();
   }
 
-  // leads: this warp issues the TMA loads.
-  __device__ void load_tiles(bool leads) {
+  // is_leader: this warp issues the TMA loads.
+  __device__ void load_tiles(bool is_leader) {
     for (int n = 0;; ++n) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) return;
-      load_k_blocks(shared_.ring, p_.a, p_.b, tile, leads);
+      load_k_blocks(shared_.ring, p_.a, p_.b, tile, is_leader);
     }
   }
 
   __device__ void consume(int warpgroup) {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
-    SubtileWriter writer(shared_.subtiles[consumer_warp_anew()]);
+    SubtileWriter writer(shared_.subtiles[reload_consumer_warp()]);
     constexpr bool kInRegister = !P::Epilogue::kTakesPosition && !OperandA::kScaled;
     int position = first_tile;
-    LateSubtiles<kKeeps ? Shape::kColumns / kKeptColumns : 0> late;
+    LateSubtiles<kDefersStores ? Shape::kColumns / kDeferredColumns : 0> late;
     const auto write_next = [&] {
-      if constexpr (kKeeps) {
-        late.template write_next<kKeptColumns>(p_.epilogue, writer, shared_.late[consumer_warp_anew()]);
+      if constexpr (kDefersStores) {
+        late.template write_next<kDeferredColumns>(p_.epilogue, writer, shared_.late[reload_consumer_warp()]);
       }
     };
-    const auto write_rest = [&] {
-      while (late.are_left()) write_next();
+    const auto write_remaining = [&] {
+      while (late.any_left()) write_next();
     };
     if (!kInRegister) {
       position_in_memory() = first_tile;
@@ -151,7 +151,7 @@ class GroupedProduct {
       if constexpr (!kInRegister) n = position_in_memory();
       Tile tile = OperandA::kScaled ? shared_.queue.peek(n) : shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
-      const int thread = thread_index_anew();
+      const int thread = reload_thread_index();
       const int member = Shape::kTilesInFlight == 1 ? thread / kWarpgroup - 1 : 0;
       int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kSubtileRows;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
@@ -160,7 +160,7 @@ class GroupedProduct {
       if (tile.k_blocks > 0) {
         multiply(n, tile, member, acc, write_next, [&] {
           p_.epilogue.template finish_prefetch<Shape>(prefetched);
-          write_rest();
+          write_remaining();
         });
       } else {
         shared_.ring.end_mainloop(n);
@@ -168,18 +168,18 @@ class GroupedProduct {
       if constexpr (OperandA::kScaled) {
         // Read the tile again: two sets of accumulators leave no registers to hold it.
         tile = shared_.queue.get(position_in_memory());
-        first_row = consumer_warp_anew() * kSubtileRows;
-        writer = SubtileWriter::anew(shared_.subtiles[consumer_warp_anew()]);
+        first_row = reload_consumer_warp() * kSubtileRows;
+        writer = SubtileWriter::reopen(shared_.subtiles[reload_consumer_warp()]);
       }
 #pragma unroll
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
         const int row = first_row + panel * kPanel;
         if (tile.k_blocks > 0) {
-          if constexpr (!kKeeps) {
+          if constexpr (!kDefersStores) {
             p_.epilogue.template write<Shape>(writer, tile, row, panel, acc[panel], prefetched);
           } else if (tile.row + row < tile.end_row) {
-            late.begin(tile, row, shared_.late[consumer_warp_anew()]);
-            p_.epilogue.keep(late, tile, row, acc[panel]);
+            late.begin(tile, row, shared_.late[reload_consumer_warp()]);
+            p_.epilogue.defer(late, tile, row, acc[panel]);
           }
         } else {
           p_.epilogue.template write_zeros<Shape>(writer, tile, row);
@@ -194,20 +194,20 @@ class GroupedProduct {
         __syncwarp();
       }
     }
-    write_rest();
+    write_remaining();
     writer.finish();
   }
 
   // Reads %tid.x again. threadIdx.x would occupy a register, and the accumulators need them all.
-  static __device__ int thread_index_anew() {
+  static __device__ int reload_thread_index() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
   }
 
-  static constexpr int kKeptColumns = kSubtileColumns<typename P::Element>;
-  static __device__ int consumer_warp_anew() { return thread_index_anew() / kWarp - kWarpgroup / kWarp; }
-  __device__ volatile int32_t& position_in_memory() { return shared_.positions[consumer_warp_anew()]; }
+  static constexpr int kDeferredColumns = kSubtileColumns<typename P::Element>;
+  static __device__ int reload_consumer_warp() { return reload_thread_index() / kWarp - kWarpgroup / kWarp; }
+  __device__ volatile int32_t& position_in_memory() { return shared_.positions[reload_consumer_warp()]; }
 
   // Multiplies only the panels that contain rows of the expert.
   template <class During, class DuringLast>

@@ -35,9 +35,9 @@ class LateSubtiles {
   }
   __device__ __forceinline__ SubtileWords& words(int subtile) { return words_[subtile]; }
 
-  __device__ __forceinline__ bool are_left() const { return next_ < kCount; }
+  __device__ __forceinline__ bool any_left() const { return next_ < kCount; }
 
-  // Writes the next subtile, if any, by epilogue.write_kept(writer, tile, row, column, words).
+  // Writes the next subtile, if any, by epilogue.write_deferred(writer, tile, row, column, words).
   template <int kColumns, class Epilogue>
   __device__ __forceinline__ void write_next(const Epilogue& epilogue, SubtileWriter& writer,
                                              const volatile LatePlace& place) {
@@ -49,7 +49,7 @@ class LateSubtiles {
         tile.row = place.row;
         tile.end_row = place.end_row;
         tile.column = place.column;
-        epilogue.write_kept(writer, tile, 0, i * kColumns, words_[i]);
+        epilogue.write_deferred(writer, tile, 0, i * kColumns, words_[i]);
         next_ = i + 1;
       }
     }

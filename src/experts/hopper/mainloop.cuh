@@ -63,7 +63,7 @@ struct OperandRing {
 // operand is gathered.
 template <class Shape, class OperandA, class OperandB>
 __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const OperandA& a, const OperandB& b,
-                                              const Tile& tile, bool leads) {
+                                              const Tile& tile, bool is_leader) {
   const uint32_t bytes = a.template bytes<Shape::kRows>(tile) + b.template bytes<Shape::kColumns>(tile);
   typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
   typename OperandB::template Gather<Shape::kColumns> gather_b(b, tile);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
       Barrier& full = ring.full[at.stage];
       ring.empty[at.stage].wait(at.phase ^ 1u);
       __syncwarp();
-      if (leads && lane_index() == 0) {
+      if (is_leader && lane_index() == 0) {
         full.arrive_and_expect(kBiasBytes);
         b.bias.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, 0,
                                               Multicast<Shape::kBlocks>::of(tile.multicasts_b != 0));
@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     Barrier& full = ring.full[at.stage];
     ring.empty[at.stage].wait(at.phase ^ 1u);
     __syncwarp();  // no lane may lag a phase behind
-    if (leads && lane_index() == 0) {
+    if (is_leader && lane_index() == 0) {
       full.arrive_and_expect(bytes);
       a.template load<Shape::kRows>(shared_address(ring.a[at.stage]), full, tile, k_block, Multicast<1>{});
       b.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, k_block,

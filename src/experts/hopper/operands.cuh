@@ -45,27 +45,27 @@ struct LoadedByThreads : GatherSource {
 struct RowOperand : LoadedByTma {
   static constexpr Major kMajor = Major::k;
   static constexpr int kFewRows = 32;
-  CUtensorMap map;  // row window, boxes [kRows][64]
-  CUtensorMap few;  // the same row window, boxes [kFewRows][64]
+  CUtensorMap map;           // row window, boxes [kRows][64]
+  CUtensorMap few_rows_map;  // the same row window, boxes [kFewRows][64]
 
   __device__ void prefetch_maps() const {
     prefetch_map(map);
-    prefetch_map(few);
+    prefetch_map(few_rows_map);
   }
 
   template <int kRows>
   __device__ static uint32_t bytes(const Tile& tile) {
-    return (has_few(tile) ? kFewRows : kRows) * kSwizzleBytes;
+    return (has_few_rows(tile) ? kFewRows : kRows) * kSwizzleBytes;
   }
 
   template <int kRows>
   __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block, const Multicast<1>&) const {
-    load_box(has_few(tile) ? few : map, to, barrier,
+    load_box(has_few_rows(tile) ? few_rows_map : map, to, barrier,
              WindowCoordinates{tile.k + k_block * kBlockK, tile.row, tile.end_row});
   }
 
  private:
-  __device__ static bool has_few(const Tile& tile) { return tile.end_row - tile.row <= kFewRows; }
+  __device__ static bool has_few_rows(const Tile& tile) { return tile.end_row - tile.row <= kFewRows; }
 };
 
 // Operand B of a GEMM over rows: the weights of one expert, with kScale columns per column of the tile.

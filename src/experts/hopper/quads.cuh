@@ -10,7 +10,7 @@ namespace anabranch::cuda::hopper {
 
 // Redistributes the accumulators of 32 columns, [group of 8 columns][2 rows][2 columns], so that lane q holds columns 8
 // q to 8 q + 7. This is a 4 x 4 transpose in two steps; each step exchanges with the lane that differs in one bit.
-__device__ __forceinline__ void take_neighbours(float (&acc)[16]) {
+__device__ __forceinline__ void transpose_quad(float (&acc)[16]) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
     const bool upper = (lane_index() & bit) != 0;

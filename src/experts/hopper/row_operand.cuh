@@ -25,7 +25,8 @@ inline GatherSource gather_source(const Floats& matrix, const RowMap& map, int64
 template <int kRows>
 ab_status prepare_rows(const char* name, const Floats& matrix, const RowMap&, int64_t columns, RowOperand* operand) {
   AB_RETURN_IF_ERROR(make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, kRows, &operand->map));
-  return make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, RowOperand::kFewRows, &operand->few);
+  return make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, RowOperand::kFewRows,
+                             &operand->few_rows_map);
 }
 template <int kRows>
 ab_status prepare_rows(const char*, const Floats& matrix, const RowMap& map, int64_t columns,
@@ -36,8 +37,8 @@ ab_status prepare_rows(const char*, const Floats& matrix, const RowMap& map, int
 
 // Whether rows of 16-bit elements can be gathered: chunk indices must fit uint32.
 inline bool fits_gather(const RowMap& map, int64_t columns) {
-  constexpr int64_t kMostChunks = int64_t{GatherSource::kNowhere};
-  return map.sources() <= kMostChunks / std::max<int64_t>(columns / 8, 1);
+  constexpr int64_t kMaxChunks = int64_t{GatherSource::kNowhere};
+  return map.sources() <= kMaxChunks / std::max<int64_t>(columns / 8, 1);
 }
 
 }  // namespace anabranch::cuda::hopper

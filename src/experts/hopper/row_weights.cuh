@@ -18,8 +18,8 @@ struct RowWeights {
   int32_t dtype;
 
   RowWeights() = default;
-  RowWeights(const RowMap& map, const Floats& of_slots)
-      : slots(map.slots), weights(of_slots.data), num_slots(map.num_slots), dtype(of_slots.dtype) {}
+  RowWeights(const RowMap& map, const Floats& slot_weights)
+      : slots(map.slots), weights(slot_weights.data), num_slots(map.num_slots), dtype(slot_weights.dtype) {}
 };
 
 // Indices of the weights of a RowPair: assignments as stored in memory, or rows; -1 after the rows of the expert.

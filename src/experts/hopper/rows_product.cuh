@@ -22,7 +22,7 @@ ab_status prepare_epilogue(const RowsProduct& p, ScaleBiasEpilogue<Element>* out
   out->bias = p.weighs_bias() ? static_cast<const Element*>(p.bias) : nullptr;
   out->bias_columns = p.stored_columns();
   out->weights = RowWeights(p.map, p.weights);
-  out->scales_products = p.scales();
+  out->scales_accumulators = p.scales();
   return prepare_epilogue(p, &out->y);
 }
 
@@ -63,7 +63,7 @@ ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStr
   RowsProductOf<Shape, Element, RowOperand, kMajorB, Epilogue> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, kMajorB, Epilogue>(p, &product)));
-  return launch_product("grouped product", product, most_tiles(p, product), multiprocessors, stream);
+  return launch_product("grouped GEMM", product, most_tiles(p, product), multiprocessors, stream);
 }
 
 template <Major kMajorB, template <class> class Epilogue>

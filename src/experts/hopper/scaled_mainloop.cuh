@@ -35,18 +35,18 @@ struct RowScales {
 // Scales of weights, fewer than 2^32. The first and the last 128 columns of a tile have one scale each.
 struct WeightScales {
   const float* scales;
-  uint32_t of_expert;   // elements from one expert to the next
-  uint32_t of_k;        // elements from one block to the next along k
-  uint32_t of_columns;  // elements from one block of columns to the next, in the scheduler's columns
-  uint32_t of_half;     // elements from the first half of a tile to the last
-  uint32_t last;        // last valid index
+  uint32_t expert_stride;  // elements from one expert to the next
+  uint32_t k_stride;       // elements from one block to the next along k
+  uint32_t column_stride;  // elements from one block of columns to the next, in the scheduler's columns
+  uint32_t half_stride;    // elements from the first half of a tile to the last
+  uint32_t last;           // last valid index
 
   __device__ uint32_t of(const Tile& tile) const {
-    return static_cast<uint32_t>(tile.expert) * of_expert +
-           static_cast<uint32_t>(tile.column / kScaleBlock) * of_columns;
+    return static_cast<uint32_t>(tile.expert) * expert_stride +
+           static_cast<uint32_t>(tile.column / kScaleBlock) * column_stride;
   }
   // Returns the index for the last half of a tile. If it has no columns in bounds, any valid index.
-  __device__ uint32_t half_of(uint32_t first) const { return min(first + of_half, last); }
+  __device__ uint32_t last_half(uint32_t first) const { return min(first + half_stride, last); }
 };
 
 template <class Operand>
@@ -75,13 +75,13 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
   for (float& value : acc) value = 0.0f;
   const RowScales& row_scales = operand_a.scales;
   const WeightScales& weight_scales = operand_b.scales;
-  uint32_t of_rows[2];
+  uint32_t row_index[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int32_t row = tile.row + member * kPanel + warp_index() % 4 * (kPanel / 4) + i * 8 + lane_index() / 4;
-    of_rows[i] = row_scales.of(min(row, tile.end_row - 1));
+    row_index[i] = row_scales.of(min(row, tile.end_row - 1));
   }
-  uint32_t of_columns = weight_scales.of(tile);
+  uint32_t column_index = weight_scales.of(tile);
   // `never` is 0, but the compiler cannot know: the first MMA of each block might add to its accumulators. This forces
   // all MMAs into the same registers, so each waits until the previous sums have been read. Otherwise the compiler
   // would start the next MMAs in other registers, and there are too few.
@@ -93,10 +93,10 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
   float columns[2];
   const auto load_scales = [&] {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rows[i] = row_scales.scales[of_rows[i]++];
-    columns[0] = weight_scales.scales[of_columns];
-    columns[1] = weight_scales.scales[weight_scales.half_of(of_columns)];
-    of_columns += weight_scales.of_k;
+    for (int i = 0; i < 2; ++i) rows[i] = row_scales.scales[row_index[i]++];
+    columns[0] = weight_scales.scales[column_index];
+    columns[1] = weight_scales.scales[weight_scales.last_half(column_index)];
+    column_index += weight_scales.k_stride;
   };
   const auto wait_for = [&](const typename OperandRing<Shape>::Position& at) {
     ring.full[at.stage].wait(at.phase);

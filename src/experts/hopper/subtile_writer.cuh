@@ -30,22 +30,22 @@ __device__ __forceinline__ void pack_subtile(const float* values, SubtileWords& 
 }
 
 // For epilogues without prefetches.
-struct NothingPrefetched {};
+struct EmptyPrefetch {};
 class SubtileWriter;
-struct PrefetchesNothing {
+struct NoPrefetch {
   // kTakesRegisters: the epilogue needs so many registers that gathering gets fewer. kTakesPosition: it leaves no
   // register for the tile index.
   template <class Shape>
   static constexpr bool kTakesRegisters = false;
   static constexpr bool kTakesPosition = false;
-  static constexpr bool kKeeps = false;
+  static constexpr bool kDefersStores = false;
 
   template <class Shape>
-  __device__ NothingPrefetched begin_prefetch(const SubtileWriter&, const Tile&, int) const {
+  __device__ EmptyPrefetch begin_prefetch(const SubtileWriter&, const Tile&, int) const {
     return {};
   }
   template <class Shape>
-  __device__ void finish_prefetch(NothingPrefetched) const {}
+  __device__ void finish_prefetch(EmptyPrefetch) const {}
 };
 
 // Stores the results of one warp. Destination: element type `Out`, number of columns, and send() of a subtile.
@@ -55,7 +55,7 @@ class SubtileWriter {
   __device__ explicit SubtileWriter(char* subtiles) : subtiles_(shared_address(subtiles)) {}
 
   // Reconstructs the writer of a warp, so that it takes no registers during the main loop.
-  static __device__ __forceinline__ SubtileWriter anew(char* subtiles) {
+  static __device__ __forceinline__ SubtileWriter reopen(char* subtiles) {
     if (lane_index() == 0) wait_for_stores_to_read<0>();
     __syncwarp();
     return SubtileWriter(subtiles);

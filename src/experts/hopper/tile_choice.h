@@ -47,33 +47,34 @@ inline double cycles_of(const TileModel& tile, double rows, double tiles, double
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// can(tile): whether kernels exist for a shape.
-template <class Cycles, class Can>
-TileModel choose_least(const Cycles& cycles, const Can& can) {
+// is_supported(tile): whether kernels exist for a shape.
+template <class Cycles, class IsSupported>
+TileModel choose_fastest(const Cycles& cycles, const IsSupported& is_supported) {
   return *std::ranges::min_element(kTileModels, [&](const auto& a, const auto& b) {
-    if (can(a) != can(b)) return can(a);
+    if (is_supported(a) != is_supported(b)) return is_supported(a);
     return cycles(a) < cycles(b);
   });
 }
 
-template <class Tiles, class Can>
-TileModel choose_tile(const Tiles& tiles, double k, int multiprocessors, double cache_bytes, const Can& can) {
+template <class Tiles, class IsSupported>
+TileModel choose_tile(const Tiles& tiles, double k, int multiprocessors, double cache_bytes,
+                      const IsSupported& is_supported) {
   const auto cycles = [&](const TileModel& tile) {
     return cycles_of(tile, tile.rows, tiles(tile), k, multiprocessors, cache_bytes);
   };
-  return choose_least(cycles, can);
+  return choose_fastest(cycles, is_supported);
 }
 
 // For N columns of R rows in E groups, with contractions of length D.
-template <class Can>
+template <class IsSupported>
 TileModel choose_among(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors, double cache_bytes,
-                       const Can& can) {
+                       const IsSupported& is_supported) {
   const auto tiles = [&](const TileModel& tile) {
     // On average, half a row tile per group is empty.
     const double row_tiles = static_cast<double>(R) / tile.rows + static_cast<double>(std::min(E, R)) / 2;
     return row_tiles * static_cast<double>(ceil_div(N, tile.columns));
   };
-  return choose_tile(tiles, static_cast<double>(D), multiprocessors, cache_bytes, can);
+  return choose_tile(tiles, static_cast<double>(D), multiprocessors, cache_bytes, is_supported);
 }
 
 // For groups that fill less than half a tile on average. Each group with rows has one row tile; the number of such
@@ -85,7 +86,7 @@ inline TileModel choose_for_few_rows(int64_t R, int64_t E, int64_t N, int64_t D,
     return cycles_of(tile, static_cast<double>(R) / used, used * static_cast<double>(ceil_div(N, tile.columns)),
                      static_cast<double>(D), multiprocessors, kCacheBytesInPairs);
   };
-  return choose_least(cycles, [](const TileModel&) { return true; });
+  return choose_fastest(cycles, [](const TileModel&) { return true; });
 }
 
 // transposed: the weights are K-major.

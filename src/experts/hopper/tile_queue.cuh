@@ -47,22 +47,22 @@ class TileQueue {
       tile = tiles_[at.stage];
       if (last) empty_[at.stage].arrive();
     }
-    return of_first_lane(tile);
+    return broadcast_first_lane(tile);
   }
 
-  static __device__ Tile of_first_lane(const Tile& tile) {
+  static __device__ Tile broadcast_first_lane(const Tile& tile) {
     static_assert(sizeof(Tile) == 12 * sizeof(int32_t), "Tile must have the ten members that are copied below");
-    const auto of = [](int32_t value) { return __shfl_sync(kAllLanes, value, 0); };
-    return {.expert = of(tile.expert),
-            .row = of(tile.row),
-            .end_row = of(tile.end_row),
-            .column = of(tile.column),
-            .k = of(tile.k),
-            .end_k = of(tile.end_k),
-            .k_blocks = of(tile.k_blocks),
-            .first_k_block = of(tile.first_k_block),
-            .partial = of(tile.partial),
-            .multicasts_b = of(tile.multicasts_b)};
+    const auto broadcast = [](int32_t value) { return __shfl_sync(kAllLanes, value, 0); };
+    return {.expert = broadcast(tile.expert),
+            .row = broadcast(tile.row),
+            .end_row = broadcast(tile.end_row),
+            .column = broadcast(tile.column),
+            .k = broadcast(tile.k),
+            .end_k = broadcast(tile.end_k),
+            .k_blocks = broadcast(tile.k_blocks),
+            .first_k_block = broadcast(tile.first_k_block),
+            .partial = broadcast(tile.partial),
+            .multicasts_b = broadcast(tile.multicasts_b)};
   }
 
   Tile tiles_[kStages];

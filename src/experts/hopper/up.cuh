@@ -20,12 +20,12 @@ using UpWeights = std::conditional_t<kColumns == HiddenColumns::gated, GatedWeig
 template <Major kMajor, class Shape>
 ab_status make_up_map(const Up& up, int64_t column, int64_t columns, int box_columns, CUtensorMap* map) {
   const FfnSizes& s = up.s;
-  const int64_t of_expert = s.P * s.F;
+  const int64_t expert_columns = s.P * s.F;
   const char* data = static_cast<const char*>(up.w_in.data) + column * (kMajor == Major::k ? s.D : 1) * 2;
   return kMajor == Major::k
              ? make_matrices_map("w_in", data, up.w_in.dtype, s.E, columns, s.D, kPanel, box_columns, map, s.D,
-                                 of_expert)
-             : make_matrices_map("w_in", data, up.w_in.dtype, s.E, s.D, columns, kPanel, kPanel, map, of_expert);
+                                 expert_columns)
+             : make_matrices_map("w_in", data, up.w_in.dtype, s.E, s.D, columns, kPanel, kPanel, map, expert_columns);
 }
 
 template <class Shape, Major kMajor>
@@ -78,24 +78,24 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);
   out.activation = up.activation;
-  out.keeps_h = up.h.data != nullptr;
+  out.writes_h = up.h.data != nullptr;
   product.tiles = {groups_of(up.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, kWidth)), up.skips_rest};
   const int64_t tiles = most_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
-  return launch_product("up product", product, tiles, multiprocessors, stream);
+  return launch_product("up GEMM", product, tiles, multiprocessors, stream);
 }
 
 // Layouts other than the default one have gathering kernels only; these read ungathered rows through the identity map.
 template <HiddenColumns kHidden, Major kMajor>
 ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  constexpr bool kIsOurs = kHidden != HiddenColumns::interleaved && kMajor == Major::mn;
+  constexpr bool kIsDefaultLayout = kHidden != HiddenColumns::interleaved && kMajor == Major::mn;
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
                ? launch_up<InPairs<Tile128x256>, Element, OperandA, kHidden, kMajor>(up, multiprocessors, stream)
                : launch_up<InPairs<Tile128x128>, Element, OperandA, kHidden, kMajor>(up, multiprocessors, stream);
   };
   const auto with_element = [&]<class Element>(Element) {
-    if constexpr (kIsOurs) {
+    if constexpr (kIsDefaultLayout) {
       if (!up.map.by_slot) return with_operand.template operator()<RowOperand, Element>();
     }
     return with_operand.template operator()<GatheredRowOperand, Element>();

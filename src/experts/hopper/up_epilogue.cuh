@@ -14,7 +14,7 @@ namespace anabranch::cuda::hopper {
 // Gated layout: the first half of a tile's columns are gate columns (GatedWeightOperand). `columns` and the columns of
 // a tile refer to `a`.
 template <class Element, HiddenColumns kHidden>
-struct UpEpilogue : PrefetchesNothing {
+struct UpEpilogue : NoPrefetch {
   static constexpr int kParts = parts_of(kHidden);
   static constexpr int kHiddenMaps = kHidden == HiddenColumns::gated ? 2 : 1;
 
@@ -23,7 +23,7 @@ struct UpEpilogue : PrefetchesNothing {
   RowWeights weights;  // null unless applied early
   int32_t columns;     // F
   Activation activation;
-  bool keeps_h;
+  bool writes_h;
 
   __device__ void prefetch_maps() const {
 #pragma unroll
@@ -36,7 +36,7 @@ struct UpEpilogue : PrefetchesNothing {
 
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
-                        NothingPrefetched) const {
+                        EmptyPrefetch) const {
     if (tile.row + row >= tile.end_row) return;
     constexpr int kWidth = Shape::kColumns / kParts;
     const RowPair rows(weights, tile, row);
@@ -71,7 +71,7 @@ struct UpEpilogue : PrefetchesNothing {
   template <class Shape>
   __device__ void write_zeros(SubtileWriter& writer, const Tile& tile, int row) const {
     writer.write_zeros<Shape::kColumns / kParts>(Destination{a, columns}, tile, row);
-    if (!keeps_h) return;
+    if (!writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : h) {
       writer.write_zeros<Shape::kColumns / kHiddenMaps>(Destination{map, kHiddenScale * columns}, hidden_tile(tile),
@@ -109,7 +109,7 @@ struct UpEpilogue : PrefetchesNothing {
   __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                const float* const (&hidden)[kParts],
                                                float (&result)[Values::kCount]) const {
-    if (keeps_h) {
+    if (writes_h) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         writer.write_subtile(Destination{h[part], columns}, tile, row, column, hidden[part]);
@@ -139,11 +139,11 @@ struct UpEpilogue : PrefetchesNothing {
                                               const float* acc, const RowPair& rows, bool all_real,
                                               uint32_t* words) const {
     constexpr int kCount = Values::kCount / 2;
-    const Tile of_h = hidden_tile(tile);
-    const int32_t left = 2 * columns - of_h.column - column;
+    const Tile h_tile = hidden_tile(tile);
+    const int32_t left = 2 * columns - h_tile.column - column;
     Values pairs(acc + column / 2);
     if (!all_real) pairs.clear_padding(rows);
-    if (keeps_h && left > 0) writer.write_subtile(Destination{h[0], 2 * columns}, of_h, row, column, pairs.values);
+    if (writes_h && left > 0) writer.write_subtile(Destination{h[0], 2 * columns}, h_tile, row, column, pairs.values);
     // Rows i / 4 and i / 4 + 8 alternate; each has one value per 8 interleaved columns.
     float gate[kCount];
     float up[kCount];
@@ -191,10 +191,11 @@ struct UpEpilogue : PrefetchesNothing {
       in[i % 2][i / 2] = bits_of(gate[i]);
       in[2 + i % 2][i / 2] = bits_of(kParts == 2 ? up[i] : 1.0f);
     }
-    for_column_pairs<true>(in, out, [&](const uint32_t (&of)[4], uint32_t (&of_a)[2]) {
+    for_column_pairs<true>(in, out, [&](const uint32_t (&words)[4], uint32_t (&a_words)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        of_a[i] = bits_of(activate<Formula::any>(activation, float_from_bits(of[i]), float_from_bits(of[2 + i])));
+        a_words[i] =
+            bits_of(activate<Formula::any>(activation, float_from_bits(words[i]), float_from_bits(words[2 + i])));
       }
     });
 #pragma unroll

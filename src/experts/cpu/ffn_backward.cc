@@ -40,17 +40,17 @@ struct Backward {
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
         weighted_a(args.weighted_a != nullptr ? matrix_of(args.weighted_a, 0, s.F)
                                               : row_buffer(args.d_w_out != nullptr, s.F)),
-        dh(args.dh != nullptr ? matrix_of(args.dh, 0, s.P * s.F) : row_buffer(wants_dh(), s.P * s.F)),
+        dh(args.dh != nullptr ? matrix_of(args.dh, 0, s.P * s.F) : row_buffer(needs_dh(), s.P * s.F)),
         dh_q{args.dh_q != nullptr ? quantized_matrix(args.dh_q, args.dh_scales, s.P * s.F)
                                   : take_quantized_rows(workspace, fp8 && args.dx_rows != nullptr, s.R, s.P * s.F),
-             wants_powers_of_two(args)},
+             uses_power_of_two_scales(args)},
         d_y(take_d_y()),
         dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
         products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {
     take_weights();
   }
 
-  bool wants_dh() const {
+  bool needs_dh() const {
     return (args.dx_rows != nullptr && !fp8) || args.d_w_in != nullptr || args.d_b_in != nullptr;
   }
   int64_t d_out_rows() const { return args.d_out == nullptr ? 0 : args.d_out->shape[0]; }
@@ -68,7 +68,7 @@ struct Backward {
       w_in = WeightOperand(matrices_of(args.w_in, !s.layout.in_transposed));
       return;
     }
-    const bool power_of_two = wants_powers_of_two(args);
+    const bool power_of_two = uses_power_of_two_scales(args);
     if (args.h != nullptr) {
       w_out =
           WeightOperand(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
@@ -96,8 +96,8 @@ struct Backward {
     return {at(dh_q.q, row, part * s.F + begin), dh_q.power_of_two};
   }
 
-  Matrix row_buffer(bool wanted, int64_t columns) {
-    return {workspace.take_rows(wanted ? s.R : 0, columns, args.x->dtype), args.x->dtype, columns, nullptr};
+  Matrix row_buffer(bool needed, int64_t columns) {
+    return {workspace.take_rows(needed ? s.R : 0, columns, args.x->dtype), args.x->dtype, columns, nullptr};
   }
 
   int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
@@ -133,8 +133,8 @@ struct Backward {
     const Matrix w = w_out.matrices().of_expert(tile.expert, s.F, s.D);
     const RightHandSide rhs{transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
     products.multiply(thread, at(d_y, tile.begin, 0), false, {&rhs, 1}, transposed, tile.rows, n, s.D);
-    const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
-    const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
+    const Matrix h_rows = matrix_of(args.h, 0, s.P * s.F);
+    const Matrix h[2] = {parts.gate(h_rows, tile.begin, begin), parts.up(h_rows, tile.begin, begin)};
     const Matrix d_parts[2] = {parts.gate(dh, tile.begin, begin), parts.up(dh, tile.begin, begin)};
     const QuantizedRows q_parts[2] = {part_of_dh_q(tile.begin, 0, begin), part_of_dh_q(tile.begin, s.P - 1, begin)};
     const int32_t* tokens = rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;

@@ -40,7 +40,7 @@ struct Forward {
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
         x(take_x()),
         a(take_a()),
-        a_q{take_quantized_a(), wants_powers_of_two(args)},
+        a_q{take_quantized_a(), uses_power_of_two_scales(args)},
         products(workspace, threads, std::max(s.D, s.P * s.F),
                  std::max(std::min(s.D, kTileColumns), s.P * std::min(s.F, kTileColumns))) {
     take_weights();
@@ -67,7 +67,7 @@ struct Forward {
       w_out = WeightOperand(matrices_of(args.w_out, s.layout.out_transposed));
       return;
     }
-    const bool power_of_two = wants_powers_of_two(args);
+    const bool power_of_two = uses_power_of_two_scales(args);
     w_in = WeightOperand(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
     if (args.y == nullptr) return;
     w_out =
@@ -76,7 +76,7 @@ struct Forward {
 
   void quantize() {
     if (fp8 && args.x_q == nullptr) {
-      quantize_rows(threads, matrix_of(args.x, 0, s.D), 1, x_rows(), s.D, {x, wants_powers_of_two(args)});
+      quantize_rows(threads, matrix_of(args.x, 0, s.D), 1, x_rows(), s.D, {x, uses_power_of_two_scales(args)});
     }
     w_in.fill(threads);
     w_out.fill(threads);
@@ -98,10 +98,10 @@ struct Forward {
 
   // Computes columns begin..begin+n of gate and up. The tile has the column order of W_in: two parts, or interleaved.
   void up_tile(const RowTile& tile, int64_t begin, int64_t n, int thread) {
-    const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
-    const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
+    const Matrix h_rows = matrix_of(args.h, 0, s.P * s.F);
+    const Matrix h[2] = {parts.gate(h_rows, tile.begin, begin), parts.up(h_rows, tile.begin, begin)};
     if (tile.expert < 0) {
-      parts.clear(kept, tile.begin, begin, tile.rows, n);
+      parts.clear(h_rows, tile.begin, begin, tile.rows, n);
       clear_rows(at(a, tile.begin, begin), tile.rows, n);
       products.kernels().clear_quantized(columns_of(a_q, tile, begin), tile.rows, n);
       return;
@@ -128,9 +128,9 @@ struct Forward {
 
   // Loads b_in for columns begin..begin+n of gate and up, in the order of the tile.
   void load_bias(int64_t expert, int64_t begin, int64_t n, float* to) const {
-    const int64_t of_expert = s.P * s.F;
+    const int64_t bias_columns = s.P * s.F;
     const auto load = [&](int64_t column, int64_t count, float* values) {
-      bias_row(products.kernels(), args.b_in, expert, of_expert, column, count, values);
+      bias_row(products.kernels(), args.b_in, expert, bias_columns, column, count, values);
     };
     if (!parts.order.interleaved) {
       load(begin, n, to);

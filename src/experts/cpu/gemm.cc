@@ -158,9 +158,9 @@ int gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c) {
 
 ab_status gemm_error(int failure) {
   if (failure == dnnl_out_of_memory) {
-    return error(AB_OUT_OF_MEMORY, "oneDNN: a matrix product failed, expected memory for its packed operands");
+    return error(AB_OUT_OF_MEMORY, "oneDNN: a GEMM failed, expected memory for its packed operands");
   }
-  return error(failure == dnnl_unimplemented ? AB_UNSUPPORTED : AB_INTERNAL, "oneDNN: a matrix product failed: %s",
+  return error(failure == dnnl_unimplemented ? AB_UNSUPPORTED : AB_INTERNAL, "oneDNN: a GEMM failed: %s",
                dnnl_status2str(static_cast<dnnl_status_t>(failure)));
 }
 
@@ -185,7 +185,7 @@ int gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
 
 int gemm_bf16(const GemmShape&, const void*, const void*, void*) { return 1; }  // never called: has_bf16() is false
 
-ab_status gemm_error(int failure) { return error(AB_INTERNAL, "matrix product: got failure %d", failure); }
+ab_status gemm_error(int failure) { return error(AB_INTERNAL, "GEMM: got failure %d", failure); }
 
 }  // namespace anabranch
 
@@ -194,16 +194,16 @@ ab_status gemm_error(int failure) { return error(AB_INTERNAL, "matrix product: g
 namespace anabranch {
 namespace {
 
-const char* wanted_bf16() {
-  const char* wanted = std::getenv("ANABRANCH_BF16");
-  return wanted == nullptr ? "" : wanted;
+const char* bf16_setting() {
+  const char* setting = std::getenv("ANABRANCH_BF16");
+  return setting == nullptr ? "" : setting;
 }
 
 Bf16Products choose_bf16() {
-  const char* wanted = wanted_bf16();
-  if (std::strcmp(wanted, "convert") == 0) return Bf16Products::converted;
-  if (std::strcmp(wanted, "native") == 0) return has_bf16() ? Bf16Products::native : Bf16Products::refused;
-  if (wanted[0] != '\0') return Bf16Products::refused;
+  const char* setting = bf16_setting();
+  if (std::strcmp(setting, "convert") == 0) return Bf16Products::converted;
+  if (std::strcmp(setting, "native") == 0) return has_bf16() ? Bf16Products::native : Bf16Products::refused;
+  if (setting[0] != '\0') return Bf16Products::refused;
   return has_bf16() ? Bf16Products::native : Bf16Products::converted;
 }
 
@@ -216,10 +216,10 @@ Bf16Products bf16_products() {
 
 ab_status check_bf16_products() {
   if (bf16_products() != Bf16Products::refused) return ok();
-  return error(AB_UNSUPPORTED, "ANABRANCH_BF16: got %s, expected %s", wanted_bf16(),
-               std::strcmp(wanted_bf16(), "native") == 0
-                   ? "convert or nothing, since there are no bfloat16 products here (isa, oneDNN or CPU)"
-                   : "native, convert or nothing");
+  return error(AB_UNSUPPORTED, "ANABRANCH_BF16: got %s, expected %s", bf16_setting(),
+               std::strcmp(bf16_setting(), "native") == 0
+                   ? "convert or unset, since there are no bfloat16 GEMMs here (isa, oneDNN or CPU)"
+                   : "native, convert or unset");
 }
 
 }  // namespace anabranch

@@ -18,11 +18,11 @@ GroupedRows::GroupedRows(Workspace& workspace, int64_t num_rows, int64_t num_exp
 
 void GroupedRows::fill(int threads, const ab_tensor* group_sizes, const ab_tensor* slot_of_row,
                        const ab_tensor* weights, int64_t T, int64_t K) {
-  constexpr int64_t kRowsOfTask = 1 << 14;
+  constexpr int64_t kTaskRows = 1 << 14;
   const int32_t* slots = data<const int32_t>(slot_of_row);
-  parallel_for(threads, (R + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t begin = task * kRowsOfTask;
-    const int64_t end = std::min(begin + kRowsOfTask, R);
+  parallel_for(threads, (R + kTaskRows - 1) / kTaskRows, [&](int64_t task, int) {
+    const int64_t begin = task * kTaskRows;
+    const int64_t end = std::min(begin + kTaskRows, R);
     for (int64_t r = begin; slots != nullptr && r < end; ++r) {
       const bool real = slots[r] >= 0 && slots[r] < T * K;
       tokens[r] = real ? static_cast<int32_t>(slots[r] / K) : -1;

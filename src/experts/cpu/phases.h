@@ -64,11 +64,13 @@ void multiply_grouped_rows(Products& products, int threads, const GroupedRows& r
 void weight_gradient(Products& products, int threads, const GroupedRows& rows, const Matrix& a, int64_t M,
                      const Matrix& b, int64_t N, bool adds, const ab_tensor* d_w);
 
-// d_bias[e] = sum of scale[r] m[r] over the unpadded rows of expert e; zero without rows. m [R, N], d_bias [E, N].
+// d_bias[e] = sum of scale[r] m[r] over the rows of expert e, without padding; zero without rows. m [R, N], d_bias [E,
+// N].
 void bias_gradient(Products& products, int threads, const GroupedRows& rows, const Matrix& m, int64_t N,
                    const float* scale, const ab_tensor* d_bias);
 
-// Selects gate or up in intermediate rows, from row `row` and column `begin` of F on. Ungated rows have only gate().
+// Selects gate or up in intermediate rows, from row `row` and column `begin` of F on. For ungated experts both select
+// the same columns.
 struct HiddenParts {
   HiddenColumns order;
   int64_t F;

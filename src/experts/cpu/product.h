@@ -57,8 +57,8 @@ class Products {
   ab_status status() const;
 
  private:
-  Matrix ready(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
-               bool copy) const;
+  Matrix prepare(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
+                 bool copy) const;
 
   const ExpertKernels& kernels_;
   int64_t a_bytes_;

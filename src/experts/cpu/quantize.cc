@@ -34,11 +34,11 @@ int threads_for_elements(const ab_exec* exec, double elements) { return elements
 
 void quantize_rows(int threads, const Matrix& from, int64_t step, int64_t rows, int64_t columns,
                    const QuantizedRows& to) {
-  constexpr int64_t kRowsOfTask = 32;
+  constexpr int64_t kTaskRows = 32;
   const QuantizeKernels& kernels = AB_SELECT_ISA(kQuantize);
-  parallel_for(threads, (rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t begin = task * kRowsOfTask;
-    kernels.rows(at(from, begin, 0), step, std::min(kRowsOfTask, rows - begin), columns,
+  parallel_for(threads, (rows + kTaskRows - 1) / kTaskRows, [&](int64_t task, int) {
+    const int64_t begin = task * kTaskRows;
+    kernels.rows(at(from, begin, 0), step, std::min(kTaskRows, rows - begin), columns,
                  {at(to.q, begin, 0), to.power_of_two});
   });
 }

@@ -33,7 +33,8 @@ __device__ int32_t first_of(const Tile& tile) {
 }
 
 // Position of the index-th of row_tiles x column_tiles tiles, in tiles. Tiles are ordered in bands of at most
-// kMaxBandTiles tile rows, and by column within a band: concurrent CTAs share few rows and few columns, which fit in L2.
+// kMaxBandTiles tile rows, and by column within a band: concurrent CTAs share few rows and few columns, which fit in
+// L2.
 struct TilePlace {
   int32_t row;
   int32_t column;
